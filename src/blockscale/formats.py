@@ -1,0 +1,240 @@
+"""Element, scale and block formats, as data.
+
+A block-scaled tensor stores narrow elements and, for each block of them, one shared scale::
+
+    x[i] ~= element[i] * block_scale[block(i)] * global_scale
+
+Everything the library knows about a format is a field of :class:`Format`; code asks the field
+instead of the name. Sources: OCP Microscaling Formats (MX) v1.0 (elements: section 5.3, E8M0:
+5.4), OCP 8-bit Floating Point (OFP8) v1.0 for E4M3 and E5M2, the PTX ISA on ``mxf4nvf4`` for
+NVFP4, and the DeepSeek-V3 report (section 3.3) for 1x128 and 128x128.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+
+__all__ = [
+    "E2M1",
+    "E2M3",
+    "E3M2",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "FP32",
+    "NONFINITE",
+    "SCALE_ROUNDINGS",
+    "UE4M3",
+    "Element",
+    "Format",
+    "Scale",
+    "choose",
+    "formats",
+    "get_format",
+]
+
+
+@dataclass(frozen=True)
+class Element:
+    """A narrow sign-magnitude float: ``1 + exponent_bits + mantissa_bits`` bits.
+
+    ``max_code`` is the code (sign cleared) of the largest finite value. ``nan_code`` is the code
+    a NaN is written as, or None where the format has no NaN (FP6 and FP4: a NaN is then carried
+    by the block's scale). ``inf_code`` exists in E5M2 alone and is only ever read: casts saturate.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_code: int
+    nan_code: int | None = None
+    inf_code: int | None = None
+    dtype: torch.dtype = torch.uint8  # of the stored data: uint8 where several codes share bytes
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def sign_code(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value (and of the subnormals' common binade)."""
+        return 1 - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value: 8 for E4M3 (448 = 1.75 * 2^8)."""
+        return (self.max_code >> self.mantissa_bits) - self.bias
+
+    @property
+    def max_significand(self) -> float:
+        """Significand of the largest finite value: 1.75 for E4M3."""
+        mantissa = self.max_code & ((1 << self.mantissa_bits) - 1)
+        return 1.0 + mantissa / (1 << self.mantissa_bits)
+
+    @property
+    def max(self) -> float:
+        return math.ldexp(self.max_significand, self.max_exponent)
+
+    @property
+    def smallest(self) -> float:
+        """Smallest positive value: one step of the subnormals."""
+        return math.ldexp(1.0, self.min_exponent - self.mantissa_bits)
+
+    @property
+    def codes_per_group(self) -> int:
+        """Codes are stored in groups that fill whole bytes: 1 (8 bits), 4 (6 bits), 2 (4 bits)."""
+        return {8: 1, 6: 4, 4: 2}[self.bits]
+
+    @property
+    def bytes_per_group(self) -> int:
+        return self.codes_per_group * self.bits // 8
+
+    def stored(self, n: int) -> int:
+        """Length in stored items of ``n`` elements along the packed axis."""
+        return n // self.codes_per_group * self.bytes_per_group
+
+    def elements(self, stored: int) -> int:
+        """The inverse of :meth:`stored`."""
+        return stored // self.bytes_per_group * self.codes_per_group
+
+
+# OFP8: E4M3 has no infinity and one NaN (0x7F), so its largest value is 0x7E = 448, not 240.
+E4M3 = Element("E4M3", 4, 3, 7, 0x7E, nan_code=0x7F, dtype=torch.float8_e4m3fn)
+# OFP8: E5M2 follows IEEE 754; 0x7B = 57344, 0x7C is infinity, 0x7D to 0x7F are NaN.
+E5M2 = Element("E5M2", 5, 2, 15, 0x7B, nan_code=0x7F, inf_code=0x7C, dtype=torch.float8_e5m2)
+# MX v1.0: FP6 and FP4 have neither infinity nor NaN; all codes are numbers.
+E3M2 = Element("E3M2", 3, 2, 3, 0x1F)  # largest 28
+E2M3 = Element("E2M3", 2, 3, 1, 0x1F)  # largest 7.5
+E2M1 = Element("E2M1", 2, 1, 1, 0x07)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a block scale is stored, and which roundings of ``amax / element.max`` exist for it."""
+
+    name: str
+    dtype: torch.dtype
+    nan_code: int  # as unsigned bits of ``dtype``
+    max_code: int  # of a block with an infinity under nonfinite="te"
+    roundings: tuple[str, ...]  # the first is the default
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize
+
+
+# MX v1.0: byte e means 2^(e - 127); 0 is 2^-127 (there is no zero), 255 is NaN.
+E8M0 = Scale("E8M0", torch.float8_e8m0fnu, 0xFF, 0xFE, ("rceil", "floor", "ceil", "even"))
+# E4M3 with the sign always clear; 0 is a scale of zero, 0x7F is NaN.
+UE4M3 = Scale("UE4M3", torch.float8_e4m3fn, 0x7F, 0x7E, ("nearest",))
+# fp32, or a power of two held in fp32 where one of E8M0's roundings is asked for.
+FP32 = Scale("FP32", torch.float32, 0x7FC00000, 0x7F000000, ("nearest", *E8M0.roundings))
+
+#: Every rounding of a scale; which of them a format has is ``format.scale.roundings``.
+SCALE_ROUNDINGS = ("rceil", "floor", "ceil", "even", "nearest")
+
+#: What a NaN or an infinity does to its block: see docs/numerics.md.
+NONFINITE = ("propagate", "te")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A block-scaled format. ``block`` is (rows, columns) with the contraction as the columns."""
+
+    name: str
+    element: Element
+    scale: Scale
+    block: tuple[int, int]
+    has_global_scale: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """Elements of a block along the contraction."""
+        return self.block[1]
+
+    @property
+    def bits_per_element(self) -> float:
+        return self.element.bits + 8 * self.scale.nbytes / math.prod(self.block)
+
+    @property
+    def default_scale_rounding(self) -> str:
+        return self.scale.roundings[0]
+
+    def data_shape(self, shape: Sequence[int], axis: int, groups: int = 0) -> tuple[int, ...]:
+        """Shape of the stored data: the contraction is padded to whole blocks and packed.
+
+        With ``groups`` (blocks start anew in each of them) the data is not padded.
+        """
+        out = list(shape)
+        out[axis] = self.element.stored(out[axis] if groups else self._padded(out[axis]))
+        return tuple(out)
+
+    def scale_shape(self, shape: Sequence[int], axis: int, groups: int = 0) -> tuple[int, ...]:
+        """Shape of the compact scales: ``shape`` over ``block``, rounded up.
+
+        With ``groups``, group i (rows from ``offsets[i-1]``) has its first block at index
+        ``offsets[i-1] // block_size + i``: room for a partial block in each, known without a sync.
+        """
+        out = list(shape)
+        blocks = out[axis] // self.block_size + groups
+        out[axis] = blocks if groups else self._padded(out[axis]) // self.block_size
+        if len(out) > 1:
+            out[-3 - axis] = -(-out[-3 - axis] // self.block[0])
+        return tuple(out)
+
+    def _padded(self, n: int) -> int:
+        return -(-n // self.block_size) * self.block_size
+
+    def multiplies(self, other: Format) -> bool:
+        """Whether a product may mix the two: blocks along K and scale types must be the same."""
+        return self.block_size == other.block_size and self.scale == other.scale
+
+
+formats: Mapping[str, Format] = MappingProxyType(
+    {
+        f.name: f
+        for f in (
+            # OCP MX v1.0, table 1: 32 elements share an E8M0 scale.
+            Format("mxfp8", E4M3, E8M0, (1, 32)),
+            Format("mxfp8_e5m2", E5M2, E8M0, (1, 32)),
+            Format("mxfp6_e3m2", E3M2, E8M0, (1, 32)),
+            Format("mxfp6_e2m3", E2M3, E8M0, (1, 32)),
+            Format("mxfp4", E2M1, E8M0, (1, 32)),
+            # NVFP4: 16 elements share a UE4M3 scale, the tensor an fp32 one.
+            Format("nvfp4", E2M1, UE4M3, (1, 16), has_global_scale=True),
+            # DeepSeek-V3: fp32 scales, activations and gradients 1x128, weights 128x128.
+            Format("fp8_1x128", E4M3, FP32, (1, 128)),
+            Format("fp8_128x128", E4M3, FP32, (128, 128)),
+        )
+    }
+)
+
+_T = TypeVar("_T")
+
+
+def choose(what: str, given: object, known: Mapping[str, _T]) -> _T:
+    """``known[given]``, or a ValueError that names the argument and lists what it may be."""
+    try:
+        return known[given]  # type: ignore[index]
+    except (KeyError, TypeError):
+        names = ", ".join(repr(k) for k in known)
+        raise ValueError(f"{what}: got {given!r}; choose one of {names}") from None
+
+
+def get_format(format: str | Format) -> Format:
+    """Look a format up by name; a :class:`Format` is passed through.
+
+    Raises ValueError for an unknown name and lists the known ones.
+    """
+    return format if isinstance(format, Format) else choose("format", format, formats)

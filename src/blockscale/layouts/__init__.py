@@ -1,0 +1,34 @@
+"""Scale layouts as values: where scale (row, block) lies in memory. See docs/layouts.md."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ..formats import choose
+from .base import Layout
+from .compact import Compact
+from .grouped import Grouped
+from .sm90 import Packed, Sm90
+from .tcgen05 import TILE_BLOCKS, TILE_BYTES, TILE_ROWS, Tcgen05
+
+__all__ = [
+    "TILE_BLOCKS",
+    "TILE_BYTES",
+    "TILE_ROWS",
+    "Compact",
+    "Grouped",
+    "Layout",
+    "Packed",
+    "Sm90",
+    "Tcgen05",
+    "get_layout",
+    "layouts",
+]
+
+layouts: Mapping[str, Layout] = MappingProxyType(
+    {layout.name: layout for layout in (Compact(), Tcgen05(), Sm90(), Packed())}
+)
+
+
+def get_layout(layout: str | Layout) -> Layout:
+    """Look a layout up by name; a :class:`Layout` is passed through. ValueError if unknown."""
+    return layout if isinstance(layout, Layout) else choose("layout", layout, layouts)

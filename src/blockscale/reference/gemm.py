@@ -1,0 +1,60 @@
+"""Products of block-scaled matrices: dequantize, multiply, round once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["gemm", "grouped_gemm"]
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    bias: Tensor | None = None,
+    c: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``a @ b + bias + c`` in ``compute_dtype`` (fp32 or fp64), rounded once to ``out_dtype``.
+
+    ``a`` (M, K) and ``b`` (K, N) are dequantized operands, ``bias`` (N,), ``c`` (M, N).
+    """
+    out = a.to(compute_dtype) @ b.to(compute_dtype)
+    if bias is not None:
+        out = out + bias.to(compute_dtype)
+    if c is not None:
+        out = out + c.to(compute_dtype)
+    return out.to(out_dtype)
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """One product a group; ``offsets`` (G,) int32 holds the end of each group.
+
+    m_grouped (fprop, dgrad): ``a`` (M, K) whose rows are grouped, ``b`` (G, K, N) -> (M, N);
+    rows past the last offset are zero. k_grouped (wgrad): ``a`` (M, K), ``b`` (K, N), grouped along
+    K -> (G, M, N); an empty group gives zeros.
+    """
+    bounds = [0, *offsets.tolist()]
+    groups = list(zip(bounds, bounds[1:], strict=False))
+    if b.ndim == 3:
+        out = a.new_zeros(a.shape[0], b.shape[-1], dtype=out_dtype)
+        for i, (start, end) in enumerate(groups):
+            out[start:end] = gemm(
+                a[start:end], b[i], out_dtype=out_dtype, compute_dtype=compute_dtype
+            )
+        return out
+    return torch.stack(
+        [
+            gemm(a[:, s:e], b[s:e], out_dtype=out_dtype, compute_dtype=compute_dtype)
+            for s, e in groups
+        ]
+    )

@@ -1,0 +1,487 @@
+"""ScaledTensor: quantized data, its block scales and what they mean, as one torch.Tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import Format, choose, get_format
+from .layouts import Grouped, Layout, get_layout
+
+__all__ = ["AXES", "ScaledTensor", "check_axis"]
+
+aten = torch.ops.aten
+
+AXES = {-1: -1, -2: -2}
+
+
+def check_axis(axis: int) -> int:
+    """-1 or -2; anything else is a ValueError."""
+    return choose("axis (of the contraction, counted from the end)", axis, AXES)
+
+
+class ScaledTensor(torch.Tensor):
+    """A tensor of ``shape`` and ``dtype`` whose values are ``data * block_scale * global_scale``.
+
+    Made by :func:`blockscale.quantize`; the constructor takes finished parts and checks them.
+
+    Args:
+        data: ``format.data_shape(shape, axis)`` in ``format.element.dtype`` (uint8 if packed); along
+            ``axis`` it is padded with zeros to whole blocks.
+        scale: as ``layout`` stores it. Compact: ``format.scale_shape(shape, axis)``, each scale in
+            the position of its block.
+        format: name or :class:`Format`.
+        shape: of the tensor that was quantized.
+        axis: the contraction: -1 (blocks along rows) or -2 (blocks along columns).
+        dtype: of the tensor that was quantized, and of ``dequantize()``.
+        layout: name or :class:`Layout` of ``scale``.
+        global_scale: fp32 scalar that dequantizes; given exactly where the format has one.
+        offsets: int32 (groups,), the end of each expert's rows. With ``k_grouped`` they cut the
+            contraction and blocks start anew in each group; else they cut the other axis, and
+            every layout but compact starts each group on a 128-row tile of scales.
+
+    It moves, copies, saves, loads, compiles, reshapes in front of the contraction, slices along
+    whole blocks and transposes together with its contraction (``mT``). All else would change
+    values behind their scales and raises ValueError or TypeError.
+    """
+
+    axis: int
+    format_name: str
+    layout_name: str
+    qdata: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    offsets: Tensor | None
+    k_grouped: bool
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        data: Tensor,
+        scale: Tensor,
+        *,
+        format: str | Format,
+        shape: Sequence[int],
+        axis: int = -1,
+        dtype: torch.dtype = torch.bfloat16,
+        layout: str | Layout = "compact",
+        global_scale: Tensor | None = None,
+        offsets: Tensor | None = None,
+        k_grouped: bool = False,
+    ) -> ScaledTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=_strides(shape, axis, data), dtype=dtype, device=data.device
+        )
+
+    def __init__(
+        self,
+        data: Tensor,
+        scale: Tensor,
+        *,
+        format: str | Format,
+        shape: Sequence[int],
+        axis: int = -1,
+        dtype: torch.dtype = torch.bfloat16,
+        layout: str | Layout = "compact",
+        global_scale: Tensor | None = None,
+        offsets: Tensor | None = None,
+        k_grouped: bool = False,
+    ) -> None:
+        self.qdata = data
+        self.scale = scale
+        self.global_scale = global_scale
+        self.offsets = offsets
+        # names, because torch.compile traces through strings only
+        self.format_name = get_format(format).name
+        self.layout_name = get_layout(layout).name
+        self.axis = check_axis(axis)
+        self.k_grouped = k_grouped
+        self._check()
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The stored elements, see the class. In compiled code: ``qdata`` (``data`` is torch's)."""
+        return self.qdata
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """Where the scales lie. (Of a plain tensor, torch would say strided here.)"""
+        return get_layout(self.layout_name)
+
+    @property
+    def format(self) -> Format:
+        """What its elements and scales are."""
+        return get_format(self.format_name)
+
+    # --- what it is -------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        name, shape = self.format.name, tuple(self.shape)
+        if len(shape) < -self.axis:
+            raise ValueError(f"axis: got {self.axis} for {len(shape)} dimension(s)")
+        if self.format.has_global_scale != (self.global_scale is not None):
+            verb = "needs" if self.format.has_global_scale else "has no"
+            raise ValueError(f"global_scale: format {name!r} {verb} global_scale")
+        if self.global_scale is not None and (
+            self.global_scale.dtype != torch.float32 or self.global_scale.numel() != 1
+        ):
+            raise ValueError("global_scale: expected an fp32 scalar tensor")
+        if self.layout_name != "compact" and (len(shape) != 2 or self.k_grouped):
+            raise ValueError(
+                f"layout: {self.layout.name!r} stores the scales of one matrix; with leading "
+                "dimensions, or groups along the contraction, scales are compact"
+            )
+        groups = self._k_groups
+        want = self.format.data_shape(shape, self.axis, groups), self.format.element.dtype
+        if (tuple(self.qdata.shape), self.qdata.dtype) != want:
+            raise ValueError(
+                f"data: got {tuple(self.qdata.shape)} {self.qdata.dtype}; {name!r} stores "
+                f"{shape} along axis {self.axis} as {want[0]} {want[1]}"
+            )
+        want = self._stored_scale_shape(), self.layout.stored_dtype(self.format.scale.dtype)
+        if (tuple(self.scale.shape), self.scale.dtype) != want:
+            raise ValueError(
+                f"scale: got {tuple(self.scale.shape)} {self.scale.dtype}; {name!r} in layout "
+                f"{self.layout.name!r} for {shape} along axis {self.axis} is {want[0]} {want[1]}"
+            )
+        for part in ("scale", "global_scale", "offsets"):
+            tensor = getattr(self, part)
+            if tensor is not None and tensor.device != self.qdata.device:
+                raise ValueError(
+                    f"{part}: is on {tensor.device}, data on {self.qdata.device}; move it there"
+                )
+
+    @property
+    def _k_groups(self) -> int:
+        return self.offsets.shape[0] if self.k_grouped and self.offsets is not None else 0
+
+    @property
+    def compact_shape(self) -> tuple[int, ...]:
+        """Shape of the scales in the compact layout."""
+        return self.format.scale_shape(self.shape, self.axis, self._k_groups)
+
+    @property
+    def _matrix_shape(self) -> tuple[int, int]:
+        """(rows, blocks) of the scales as layouts see them, the contraction last."""
+        rows, blocks = self.compact_shape[-2:]
+        return (rows, blocks) if self.axis == -1 else (blocks, rows)
+
+    def _stored_scale_shape(self) -> tuple[int, ...]:
+        if self.layout_name == "compact":
+            return self.compact_shape
+        if self.offsets is not None:
+            return Grouped(self.layout).stored_shape(self._matrix_shape, self.offsets.shape[0])
+        return self.layout.stored_shape(self._matrix_shape)
+
+    def compact_scale(self) -> Tensor:
+        """The scales in the compact layout, in ``format.scale.dtype``."""
+        if self.layout_name == "compact":
+            return self.scale
+        dtype = self.format.scale.dtype
+        if self.offsets is not None:
+            matrix = Grouped(self.layout).unswizzle(
+                self.scale, self._matrix_shape, dtype, self.offsets
+            )
+        else:
+            matrix = self.layout.unswizzle(self.scale, self._matrix_shape, dtype)
+        return matrix if self.axis == -1 else matrix.mT
+
+    def to_layout(self, layout: str | Layout) -> ScaledTensor:
+        """The same tensor with its scales stored in another layout; data is shared.
+
+        Raises ValueError for an unknown layout, one that cannot hold these scales (by size, or
+        because there are leading dimensions or groups along the contraction).
+        """
+        layout = get_layout(layout)
+        if layout == self.layout:
+            return self
+        scale = self.compact_scale()
+        if layout.name != "compact":
+            if self.dim() != 2 or self.k_grouped:
+                raise ValueError(
+                    f"layout: {layout.name!r} stores the scales of one matrix; this tensor has "
+                    f"shape {tuple(self.shape)}{' and grouped blocks' * self.k_grouped}: "
+                    "flatten leading dimensions before quantizing, or keep 'compact'"
+                )
+            matrix = scale if self.axis == -1 else scale.mT
+            if self.offsets is not None:
+                scale = Grouped(layout).swizzle(matrix, self.offsets)
+            else:
+                scale = layout.swizzle(matrix)
+        return self._with(scale=scale, layout=layout)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values: fp32 products rounded once to ``dtype`` (default: the original's).
+
+        Raises TypeError where ``dtype`` is not float32, bfloat16, float16 or float64.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise TypeError(
+                f"dtype: got {dtype}; choose torch.float32, bfloat16, float16 or float64"
+            )
+        return torch.ops.blockscale.dequantize(
+            self.qdata,
+            self.compact_scale(),
+            self.format.name,
+            self.shape,
+            self.axis,
+            self.global_scale,
+            self.offsets if self.k_grouped else None,
+            dtype,
+        )
+
+    def __repr__(self, **_: Any) -> str:
+        grouped = f", groups={len(self.offsets)}" if self.offsets is not None else ""
+        return (
+            f"ScaledTensor({self.format.name}, shape={tuple(self.shape)}, axis={self.axis}, "
+            f"layout={self.layout.name}, dtype={self.dtype}, device={self.device}{grouped})"
+        )
+
+    # --- parts, for torch.compile and for copies --------------------------------------------------
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "format": self.format_name,
+            "axis": self.axis,
+            "dtype": self.dtype,
+            "layout": self.layout_name,
+            "k_grouped": self.k_grouped,
+        }
+
+    def _parts(self) -> dict[str, Tensor]:
+        parts = {
+            "data": self.qdata,
+            "scale": self.scale,
+            "global_scale": self.global_scale,
+            "offsets": self.offsets,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _with(self, **changes: Any) -> ScaledTensor:
+        return ScaledTensor(**{**self._parts(), **self._meta(), "shape": self.shape, **changes})
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> ScaledTensor:
+        return self._with(**{name: fn(part) for name, part in self._parts().items()})
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        names = ["qdata" if name == "data" else name for name in self._parts()]
+        return names, self._meta()
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: dict[str, Any], shape: torch.Size, stride: tuple[int, ...]
+    ) -> ScaledTensor:
+        parts = {"data" if name == "qdata" else name: part for name, part in inner.items()}
+        return ScaledTensor(**parts, **meta, shape=shape)  # type: ignore[arg-type]
+
+    def _stable_hash_for_caching(self) -> str:
+        return repr(sorted((k, str(v)) for k, v in self._meta().items()))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (self._parts(), self._meta(), tuple(self.shape))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        rule = _RULES.get(func)
+        if rule is None:
+            # not a TypeError: Python's operators would swallow the sentence
+            raise ValueError(
+                f"{func}: a ScaledTensor cannot do this, its values would change behind their "
+                "scales; call .dequantize() first (and blockscale.quantize the result), or "
+                "blockscale.gemm to multiply"
+            )
+        return rule(*args, **(kwargs or {}))
+
+
+def _rebuild(
+    parts: dict[str, Tensor], meta: dict[str, Any], shape: Sequence[int]
+) -> ScaledTensor:
+    return ScaledTensor(**parts, **meta, shape=shape)
+
+
+torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
+
+
+def _strides(shape: Sequence[int], axis: int, data: Tensor) -> list[int]:
+    """Strides of a dense tensor whose fastest dimension is that of the data."""
+    order = list(range(len(shape)))
+    if len(shape) > 1 and data.stride(-1) != 1 and data.stride(-2) == 1:
+        order[-1], order[-2] = order[-2], order[-1]
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step = step * shape[dim]
+    return strides
+
+
+# --- the operations that keep values and scales together ------------------------------------------
+
+
+def _map_rule(func: Any) -> Callable[..., ScaledTensor]:
+    return lambda q, **kwargs: q._map(lambda part: func(part, **kwargs))
+
+
+def _to_copy(q: ScaledTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> ScaledTensor:
+    """Moves the parts; a dtype only changes what ``dequantize()`` returns."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype: got {dtype}; a ScaledTensor stands for floating-point values")
+    moved = q._map(lambda part: aten._to_copy.default(part, **kwargs))
+    return moved if dtype is None else moved._with(dtype=dtype)
+
+
+def _mT(q: ScaledTensor) -> ScaledTensor:
+    scale = q.scale.mT if q.layout_name == "compact" else q.scale
+    return q._with(
+        data=q.qdata.mT,
+        scale=scale,
+        axis=-3 - q.axis,
+        shape=(*q.shape[:-2], q.shape[-1], q.shape[-2]),
+    )
+
+
+def _transpose(q: ScaledTensor, dim0: int = 0, dim1: int = 1) -> ScaledTensor:
+    n = q.dim()
+    if n < 2 or {dim0 % n, dim1 % n} != {n - 2, n - 1}:
+        raise TypeError(
+            "transpose: only the last two dimensions of a ScaledTensor can be exchanged (its "
+            "contraction moves with them); quantize the tensor in the order that you need"
+        )
+    return _mT(q)
+
+
+def _view(q: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
+    out = q.shape if tuple(shape) == tuple(q.shape) else _infer(shape, q.numel())
+    if tuple(out) == tuple(q.shape):
+        return q._with()
+    if q.axis != -1 or q.layout_name != "compact" or q.format.block[0] != 1 or q.offsets is not None:
+        raise TypeError(
+            f"view: {q} keeps its shape; only compact scales in blocks along the last axis can be "
+            "reshaped in front of it: reshape before quantizing"
+        )
+    if not out or out[-1] != q.shape[-1]:
+        raise TypeError(
+            f"view: got {tuple(out)}; blocks run along the last dimension, which must stay "
+            f"{q.shape[-1]}: reshape before quantizing"
+        )
+    lead = tuple(out[:-1])
+    return q._with(
+        data=q.qdata.reshape(*lead, q.qdata.shape[-1]),
+        scale=q.scale.reshape(*lead, q.scale.shape[-1]),
+        shape=tuple(out),
+    )
+
+
+def _infer(shape: Sequence[int], numel: int) -> list[int]:
+    known = 1
+    for n in shape:
+        known *= n if n != -1 else 1
+    return [numel // known if n == -1 else n for n in shape]
+
+
+def _slice(
+    q: ScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> ScaledTensor:
+    n, dim = q.dim(), dim % q.dim()
+    size = q.shape[dim]
+    start, end, _ = slice(start, end).indices(size)
+    if step == 1 and start == 0 and end == size:
+        return q._with()
+    if step != 1 or q.layout_name != "compact" or q.offsets is not None:
+        raise TypeError(
+            f"slice: a part of {q} can be taken with step 1 from compact scales without groups; "
+            "use .to_layout('compact')"
+        )
+    back = dim - n  # -1, -2, ...: the block's extent along this dimension
+    extent = 1
+    if back >= -2:
+        extent = q.format.block_size if back == q.axis else q.format.block[0]
+    end = max(start, end)
+    if start % extent or (end % extent and end != size):
+        raise TypeError(
+            f"slice: {start}:{end} of dimension {dim} cuts through blocks of {extent}; slice at "
+            f"multiples of {extent}, or slice the high-precision tensor and quantize that"
+        )
+    data_start, data_end = start, end
+    if back == q.axis:
+        padded = -(-end // extent) * extent
+        data_start, data_end = q.format.element.stored(start), q.format.element.stored(padded)
+    shape = list(q.shape)
+    shape[dim] = end - start
+    return q._with(
+        data=q.qdata.narrow(dim, data_start, data_end - data_start),
+        scale=q.scale.narrow(dim, start // extent, -(-end // extent) - start // extent),
+        shape=shape,
+    )
+
+
+def _select(q: ScaledTensor, dim: int, index: int) -> ScaledTensor:
+    if q.dim() - dim % q.dim() <= 2 or q.layout_name != "compact" or q.offsets is not None:
+        raise TypeError(
+            "select: one row or column of a block-scaled matrix cannot be taken out; only leading "
+            "dimensions can be indexed: use .dequantize()[...]"
+        )
+    shape = [n for i, n in enumerate(q.shape) if i != dim % q.dim()]
+    return q._with(
+        data=q.qdata.select(dim, index), scale=q.scale.select(dim, index), shape=shape
+    )
+
+
+def _copy_(q: ScaledTensor, source: Tensor, non_blocking: bool = False) -> ScaledTensor:
+    """Whole-tensor copy, as load_state_dict makes it; nothing may be converted on the way."""
+    if (
+        not isinstance(source, ScaledTensor)
+        or source._meta() != q._meta()
+        or source.shape != q.shape
+        or source._parts().keys() != q._parts().keys()
+    ):
+        raise TypeError(
+            f"copy_: {q} can be overwritten as a whole by a ScaledTensor of the same format, "
+            f"shape, axis, layout and dtype; got {source if isinstance(source, ScaledTensor) else type(source).__name__}: "
+            "quantize it first"
+        )
+    for name, part in q._parts().items():
+        part.copy_(source._parts()[name], non_blocking)
+    return q
+
+
+def _equal(q: ScaledTensor, other: Tensor) -> bool:
+    """Bytes and meaning equal."""
+    if not isinstance(other, ScaledTensor) or q._meta() != other._meta() or q.shape != other.shape:
+        return False
+    mine, theirs = q._parts(), other._parts()
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(_octets(part), _octets(theirs[name])) for name, part in mine.items()
+    )
+
+
+def _octets(part: Tensor) -> Tensor:
+    return part.contiguous().flatten().view(torch.uint8)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _map_rule(aten.detach.default),
+    aten.alias.default: _map_rule(aten.alias.default),
+    aten.clone.default: _map_rule(lambda part, **_: part.clone()),
+    aten._to_copy.default: _to_copy,
+    aten.t.default: _transpose,
+    aten.transpose.int: _transpose,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.copy_.default: _copy_,
+    aten.equal.default: _equal,
+}
