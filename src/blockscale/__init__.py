@@ -5,9 +5,11 @@
 >>> y = bs.gemm(q, bs.quantize(w, "mxfp8").mT)  # (M, K) @ (K, N)
 """
 
+from . import nn
 from .formats import Format, formats
 from .gemm import gemm, grouped_gemm
 from .layouts import layouts
+from .nn import Recipe, autocast, convert
 from .quantize import quantize, quantize_both
 from .tensor import ScaledTensor
 
@@ -15,11 +17,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Format",
+    "Recipe",
     "ScaledTensor",
+    "autocast",
+    "convert",
     "formats",
     "gemm",
     "grouped_gemm",
     "layouts",
+    "nn",
     "quantize",
     "quantize_both",
 ]

@@ -129,9 +129,8 @@ def _check_input(
             "x: is a ScaledTensor already; quantizing it again rounds twice: quantize the "
             "high-precision tensor (or its .dequantize(), if there is no other)"
         )
-    if x.layout != torch.strided or x.is_quantized:
-        kind = "quantized" if x.is_quantized else str(x.layout)
-        raise TypeError(f"x: got a {kind} tensor; expected a dense one: call .to_dense() or .dequantize()")
+    if not torch.compiler.is_compiling():  # traced tensors are dense; their strides, torch's choice
+        _check_memory(x)
     if x.dtype not in _DTYPES:
         names = ", ".join(str(d) for d in _DTYPES)
         raise TypeError(f"x: got {x.dtype}; expected one of {names}: cast it first")
@@ -139,11 +138,6 @@ def _check_input(
         raise ValueError(f"x: has {x.dim()} dimension(s); axis={axis} needs at least {-axis}")
     if x.numel() == 0:
         raise ValueError(f"x: has shape {tuple(x.shape)}, there is nothing to quantize")
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        raise ValueError(
-            f"x: strides {x.stride()} are not contiguous in the last dimension; call .contiguous() "
-            "(or quantize the transposed tensor along the other axis)"
-        )
     k = x.shape[axis]
     if offsets is not None:
         _check_offsets(offsets, x, fmt, axis)
@@ -153,6 +147,19 @@ def _check_input(
         raise ValueError(
             f"x: dimension {axis} is {k}, not a multiple of {fmt.name}'s block of "
             f"{fmt.block_size}; pass pad=True to pad it with zeros"
+        )
+
+
+def _check_memory(x: Tensor) -> None:
+    if x.layout != torch.strided or x.is_quantized:
+        kind = "quantized" if x.is_quantized else str(x.layout)
+        raise TypeError(
+            f"x: got a {kind} tensor; expected a dense one: call .to_dense() or .dequantize()"
+        )
+    if x.dim() and x.stride(-1) != 1 and x.shape[-1] != 1:
+        raise ValueError(
+            f"x: strides {x.stride()} are not contiguous in the last dimension; call .contiguous() "
+            "(or quantize the transposed tensor along the other axis)"
         )
 
 

@@ -1,0 +1,61 @@
+"""Which tensor of a layer is quantized how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..formats import Format, choose, get_format
+
+__all__ = ["PRODUCTS", "Recipe"]
+
+#: The three products of a linear layer.
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a linear layer multiplies.
+
+    Args:
+        format: of activations, weights and gradients, unless one of the next three says otherwise.
+        activations, weights, gradients: a format's name, or None for ``format``. FP8 with fp32
+            scales is ``Recipe("fp8_1x128", weights="fp8_128x128")``.
+        scale_rounding: of every block scale; None is each format's default (``rceil`` for E8M0).
+        high_precision: products (``fprop``, ``dgrad``, ``wgrad``) that are not quantized.
+
+    The default is MXFP8 with E4M3 everywhere and scales rounded up, which trains as BF16 does
+    (arXiv 2506.08027). Raises ValueError for unknown names and for formats whose blocks do not fit.
+    """
+
+    format: str = "mxfp8"
+    activations: str | None = None
+    weights: str | None = None
+    gradients: str | None = None
+    scale_rounding: str | None = None
+    high_precision: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = dict.fromkeys(("activations", "weights", "gradients"))
+        used = {role: self.format_of(role) for role in names}
+        for one, two in (("activations", "weights"), ("gradients", "weights"), ("gradients", "activations")):
+            if not used[one].multiplies(used[two]):
+                raise ValueError(
+                    f"{one}, {two}: {used[one].name!r} and {used[two].name!r} have different blocks "
+                    "or scales and cannot be multiplied; choose formats of one family"
+                )
+        if self.scale_rounding is not None:
+            for role, fmt in used.items():
+                choose(
+                    f"scale_rounding (of {role}, {fmt.name!r})",
+                    self.scale_rounding,
+                    dict.fromkeys(fmt.scale.roundings),
+                )
+        if isinstance(self.high_precision, str):
+            raise TypeError(f"high_precision: got {self.high_precision!r}; expected a tuple of names")
+        object.__setattr__(self, "high_precision", tuple(self.high_precision))
+        for product in self.high_precision:
+            choose("high_precision", product, dict.fromkeys(PRODUCTS))
+
+    def format_of(self, role: str) -> Format:
+        """The format of ``activations``, ``weights`` or ``gradients``."""
+        return get_format(getattr(self, role) or self.format)
