@@ -18,13 +18,28 @@ from . import reference
 from .formats import get_format
 from .layouts import Grouped, get_layout
 
-__all__ = ["cpu_backend"]
+__all__ = ["OPERATIONS", "backend", "cpu_backend"]
+
+OPERATIONS = ("quantize", "global_scale", "dequantize", "gemm", "grouped_gemm")
 
 
 @lru_cache
 def cpu_backend() -> str:
     """"numba" where the compiled CPU kernels can be used, else "reference"."""
     return "numba" if find_spec("numba") else "reference"
+
+
+def backend(operation: str, device: str) -> tuple[str, str]:
+    """(name, reason) of what runs ``operation`` on a device type, "cpu" or "cuda"."""
+    if device != "cpu":
+        return "reference", "plain torch on the device; its kernels are not part of this release"
+    if cpu_backend() == "reference":
+        return "reference", "numba is not installed: pip install numba for compiled kernels"
+    if operation in ("gemm", "grouped_gemm"):
+        return "numba + torch", "operands dequantized to fp32 by a kernel, multiplied by torch"
+    if operation == "quantize":
+        return "numba", "reference where seed= or groups along the contraction are asked for"
+    return "numba", "compiled kernel, same bytes as the reference"
 
 
 def _use_numba(x: Tensor) -> bool:

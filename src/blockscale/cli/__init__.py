@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
+
+from .doctor import doctor
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="blockscale",
-    help="Block-scaled low precision: train, quantize, inspect.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# from .train import train; app.command()(train): a line a command
+
+
+@app.callback()
+def _options() -> None:
+    """Block-scaled low precision: train, quantize, inspect."""
+
+
+app.command()(doctor)
+
+# typer carries its own copy of click: this is its ClickException, the base of all usage errors
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def main() -> None:
     """Entry point of ``blockscale``: bad input is one line on stderr and exit code 2."""
     try:
         code = app(standalone_mode=False)
-    except click.exceptions.Abort:
+    except typer.Abort:
         sys.exit(130)
-    except click.ClickException as error:
-        _fail(error.format_message())
+    except _UsageError as error:
+        _fail(getattr(error, "format_message", error.__str__)())
     except (ValueError, TypeError, OSError) as error:
         _fail(str(error))
     else:
@@ -34,5 +44,6 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    print(f"blockscale: {' '.join(message.split())}", file=sys.stderr)
+    if message:  # empty where help was printed instead
+        print(f"blockscale: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
