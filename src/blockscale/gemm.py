@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import ops
 from .formats import get_format
-from .tensor import ScaledTensor
+from .tensor import ScaledTensor, check_offsets
 
 __all__ = ["gemm", "grouped_gemm"]
 
@@ -86,12 +86,9 @@ def grouped_gemm(
     _check_operand("a", a, -1)
     _check_operand("b", b, -2)
     _check_pair(a, b)
-    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
-        raise TypeError("offsets: expected an int32 tensor of one dimension, the end of each group")
-    if offsets.device != a.device:
-        raise ValueError(f"offsets: is on {offsets.device}, a on {a.device}; move it there")
     dtype = _check_out_dtype(out_dtype, None)
     k_grouped = b.dim() == 2
+    check_offsets(offsets, a.shape[-1 if k_grouped else 0], a.device)
     shapes = f"got {tuple(a.shape)} and {tuple(b.shape)} with {len(offsets)} groups"
     if a.dim() != 2 or b.dim() not in (2, 3) or a.shape[1] != b.shape[-2]:
         raise ValueError(f"a, b: {shapes}; expected (M, K) and (G, K, N), or (M, K) and (K, N)")
@@ -109,7 +106,6 @@ def grouped_gemm(
             )
         if k_grouped and not _same(q.offsets, offsets):
             raise ValueError(f"offsets: differ from those that {name} was quantized with")
-    _check_ends(offsets, a.shape[1] if k_grouped else a.shape[0])
     return _call(a, b, None, None, offsets, k_grouped, dtype)
 
 
@@ -117,14 +113,6 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
     if a is b or torch.compiler.is_compiling() or b.device.type != "cpu":
         return True  # reading them would wait for the device
     return a is not None and torch.equal(a, b)
-
-
-def _check_ends(offsets: Tensor, limit: int) -> None:
-    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
-        return
-    ends = [0, *offsets.tolist()]
-    if any(b < a for a, b in zip(ends, ends[1:], strict=False)) or ends[-1] > limit:
-        raise ValueError(f"offsets: got {ends[1:]}; expected ascending ends, at most {limit}")
 
 
 def _call(

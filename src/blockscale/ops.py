@@ -25,7 +25,7 @@ OPERATIONS = ("quantize", "global_scale", "dequantize", "gemm", "grouped_gemm")
 
 @lru_cache
 def cpu_backend() -> str:
-    """"numba" where the compiled CPU kernels can be used, else "reference"."""
+    """ "numba" where the compiled CPU kernels can be used, else "reference"."""
     return "numba" if find_spec("numba") else "reference"
 
 
@@ -116,7 +116,7 @@ def _(
     shape = fmt.scale_shape(x.shape, axis, k_groups)
     if layout == "compact":
         return data, x.new_empty(shape, dtype=fmt.scale.dtype)
-    matrix = shape if axis == -1 else (shape[1], shape[0])
+    matrix = (shape[0], shape[1]) if axis == -1 else (shape[1], shape[0])
     where = get_layout(layout)
     stored = (
         where.stored_shape(matrix)

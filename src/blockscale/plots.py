@@ -31,7 +31,9 @@ def tcgen05_tile() -> Figure:
     memory = np.array([place[offset][0] // 32 for offset in range(TILE_BYTES)]).reshape(32, 16)
     for axes, image in ((left, matrix), (right, memory)):
         axes.imshow(
-            np.array([[_rgb(_COLOURS[c]) for c in line] for line in image]), aspect="auto", alpha=0.55
+            np.array([[_rgb(_COLOURS[c]) for c in line] for line in image]),
+            aspect="auto",
+            alpha=0.55,
         )
     marks = ((0, 0), (5, 0), (5, 1), (32, 0), (64, 2), (127, 3))
     for row, block in marks:

@@ -87,7 +87,11 @@ def _bit_length(n: Tensor) -> Tensor:
 
 
 def round_significand(
-    significand: Tensor, exponent: Tensor, mantissa_bits: int, bias: int, noise: Tensor | None = None
+    significand: Tensor,
+    exponent: Tensor,
+    mantissa_bits: int,
+    bias: int,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """Code of ``significand * 2**exponent`` in a float format, with no upper limit to the exponent.
 
@@ -200,8 +204,8 @@ def pack(codes: Tensor, element: Element) -> Tensor:
     group = element.codes_per_group
     if codes.shape[-1] % group:
         raise ValueError(
-            f"codes: the last dimension is {codes.shape[-1]}; {element.name} is stored in groups of "
-            f"{group}: pad it to a multiple of {group}"
+            f"codes: the last dimension is {codes.shape[-1]}; {element.name} is stored in groups "
+            f"of {group}: pad it to a multiple of {group}"
         )
     places = torch.arange(group, device=codes.device) * element.bits
     words = (codes.to(torch.int64).unflatten(-1, (-1, group)) << places).sum(-1)
@@ -258,8 +262,6 @@ def global_scale_from_amax(amax: Tensor, format: Format) -> Tensor:
     return torch.where(amax == 0, FP32_ONE, scale)
 
 
-
-
 def block_scale(
     amax: Tensor, format: Format, rounding: str, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -280,7 +282,9 @@ def block_scale(
     if global_scale is None:
         raise ValueError(f"global_scale: {format.name} needs one")
     one = _float_bits(1.0, amax)
-    encode_scale = divide(divide(one, global_scale).clamp(max=FP32_MAX), _float_bits(element.max, amax))
+    encode_scale = divide(
+        divide(one, global_scale).clamp(max=FP32_MAX), _float_bits(element.max, amax)
+    )
     code = encode_magnitude(multiply(amax, encode_scale), E4M3)
     dequant = multiply(scale_bits(code, UE4M3), global_scale)
     reciprocal = divide(one, torch.where(dequant == 0, FP32_ONE, dequant)).clamp(max=FP32_MAX)
@@ -321,6 +325,11 @@ def random_bits(seed: int, shape: torch.Size, device: torch.device) -> Tensor:
     for _ in range(10):
         # int64 products wrap, which leaves their 64 bits as they should be
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (p1 >> 32) & mask ^ c1 ^ k0, p1 & mask, (p0 >> 32) & mask ^ c3 ^ k1, p0 & mask
+        c0, c1, c2, c3 = (
+            (p1 >> 32) & mask ^ c1 ^ k0,
+            p1 & mask,
+            (p0 >> 32) & mask ^ c3 ^ k1,
+            p0 & mask,
+        )
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
     return torch.stack((c0, c1, c2, c3), -1).flatten()[:n].view(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,16 +12,33 @@ from torch import Tensor
 from .formats import Format, choose, get_format
 from .layouts import Grouped, Layout, get_layout
 
-__all__ = ["AXES", "ScaledTensor", "check_axis"]
+__all__ = ["RULES", "ScaledTensor", "check_axis", "check_offsets"]
 
-aten = torch.ops.aten
+AXES = {"-1": -1, "-2": -2}
 
-AXES = {-1: -1, -2: -2}
+#: What each aten operation does to a ScaledTensor; filled by tensor_rules.
+RULES: dict[Any, Callable[..., Any]] = {}
 
 
 def check_axis(axis: int) -> int:
     """-1 or -2; anything else is a ValueError."""
-    return choose("axis (of the contraction, counted from the end)", axis, AXES)
+    return choose("axis (of the contraction, counted from the end)", str(axis), AXES)
+
+
+def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
+    """Raise unless ``offsets`` are ascending int32 ends of groups, at most ``rows``.
+
+    Their values are looked at only on a CPU: elsewhere that would wait for the device.
+    """
+    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
+        raise TypeError("offsets: expected an int32 tensor of one dimension, the end of each group")
+    if offsets.device != device:
+        raise ValueError(f"offsets: is on {offsets.device}, the data on {device}; move it there")
+    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
+        return
+    ends = [0, *offsets.tolist()]
+    if any(end < start for start, end in pairwise(ends)) or ends[-1] > rows:
+        raise ValueError(f"offsets: got {ends[1:]}; expected ascending ends, at most {rows}")
 
 
 class ScaledTensor(torch.Tensor):
@@ -29,8 +47,8 @@ class ScaledTensor(torch.Tensor):
     Made by :func:`blockscale.quantize`; the constructor takes finished parts and checks them.
 
     Args:
-        data: ``format.data_shape(shape, axis)`` in ``format.element.dtype`` (uint8 if packed); along
-            ``axis`` it is padded with zeros to whole blocks.
+        data: ``format.data_shape(shape, axis)`` in ``format.element.dtype`` (uint8 if packed);
+            along ``axis`` it is padded with zeros to whole blocks.
         scale: as ``layout`` stores it. Compact: ``format.scale_shape(shape, axis)``, each scale in
             the position of its block.
         format: name or :class:`Format`.
@@ -57,7 +75,7 @@ class ScaledTensor(torch.Tensor):
     offsets: Tensor | None
     k_grouped: bool
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -107,6 +125,11 @@ class ScaledTensor(torch.Tensor):
     def data(self) -> Tensor:  # type: ignore[override]
         """The stored elements, see the class. In compiled code: ``qdata`` (``data`` is torch's)."""
         return self.qdata
+
+    @property
+    def mT(self) -> ScaledTensor:  # type: ignore[override]
+        """The transposed matrix (of each batch); the contraction moves along, no byte changes."""
+        return self.transpose(-2, -1)  # type: ignore[return-value]
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
@@ -236,7 +259,7 @@ class ScaledTensor(torch.Tensor):
             dtype,
         )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         grouped = f", groups={len(self.offsets)}" if self.offsets is not None else ""
         return (
             f"ScaledTensor({self.format.name}, shape={tuple(self.shape)}, axis={self.axis}, "
@@ -278,7 +301,7 @@ class ScaledTensor(torch.Tensor):
         inner: dict[str, Tensor], meta: dict[str, Any], shape: torch.Size, stride: tuple[int, ...]
     ) -> ScaledTensor:
         parts = {"data" if name == "qdata" else name: part for name, part in inner.items()}
-        return ScaledTensor(**parts, **meta, shape=shape)  # type: ignore[arg-type]
+        return ScaledTensor(**{**parts, **meta}, shape=shape)
 
     def _stable_hash_for_caching(self) -> str:
         return repr(sorted((k, str(v)) for k, v in self._meta().items()))
@@ -287,14 +310,14 @@ class ScaledTensor(torch.Tensor):
         return _rebuild, (self._parts(), self._meta(), tuple(self.shape))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        rule = _RULES.get(func)
+        rule = RULES.get(func)
         if rule is None:
             # not a TypeError: Python's operators would swallow the sentence
             raise ValueError(
@@ -305,10 +328,8 @@ class ScaledTensor(torch.Tensor):
         return rule(*args, **(kwargs or {}))
 
 
-def _rebuild(
-    parts: dict[str, Tensor], meta: dict[str, Any], shape: Sequence[int]
-) -> ScaledTensor:
-    return ScaledTensor(**parts, **meta, shape=shape)
+def _rebuild(parts: dict[str, Tensor], meta: dict[str, Any], shape: Sequence[int]) -> ScaledTensor:
+    return ScaledTensor(**{**parts, **meta}, shape=shape)
 
 
 torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
@@ -324,164 +345,3 @@ def _strides(shape: Sequence[int], axis: int, data: Tensor) -> list[int]:
         strides[dim] = step
         step = step * shape[dim]
     return strides
-
-
-# --- the operations that keep values and scales together ------------------------------------------
-
-
-def _map_rule(func: Any) -> Callable[..., ScaledTensor]:
-    return lambda q, **kwargs: q._map(lambda part: func(part, **kwargs))
-
-
-def _to_copy(q: ScaledTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> ScaledTensor:
-    """Moves the parts; a dtype only changes what ``dequantize()`` returns."""
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"dtype: got {dtype}; a ScaledTensor stands for floating-point values")
-    moved = q._map(lambda part: aten._to_copy.default(part, **kwargs))
-    return moved if dtype is None else moved._with(dtype=dtype)
-
-
-def _mT(q: ScaledTensor) -> ScaledTensor:
-    scale = q.scale.mT if q.layout_name == "compact" else q.scale
-    return q._with(
-        data=q.qdata.mT,
-        scale=scale,
-        axis=-3 - q.axis,
-        shape=(*q.shape[:-2], q.shape[-1], q.shape[-2]),
-    )
-
-
-def _transpose(q: ScaledTensor, dim0: int = 0, dim1: int = 1) -> ScaledTensor:
-    n = q.dim()
-    if n < 2 or {dim0 % n, dim1 % n} != {n - 2, n - 1}:
-        raise TypeError(
-            "transpose: only the last two dimensions of a ScaledTensor can be exchanged (its "
-            "contraction moves with them); quantize the tensor in the order that you need"
-        )
-    return _mT(q)
-
-
-def _view(q: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
-    out = q.shape if tuple(shape) == tuple(q.shape) else _infer(shape, q.numel())
-    if tuple(out) == tuple(q.shape):
-        return q._with()
-    if q.axis != -1 or q.layout_name != "compact" or q.format.block[0] != 1 or q.offsets is not None:
-        raise TypeError(
-            f"view: {q} keeps its shape; only compact scales in blocks along the last axis can be "
-            "reshaped in front of it: reshape before quantizing"
-        )
-    if not out or out[-1] != q.shape[-1]:
-        raise TypeError(
-            f"view: got {tuple(out)}; blocks run along the last dimension, which must stay "
-            f"{q.shape[-1]}: reshape before quantizing"
-        )
-    lead = tuple(out[:-1])
-    return q._with(
-        data=q.qdata.reshape(*lead, q.qdata.shape[-1]),
-        scale=q.scale.reshape(*lead, q.scale.shape[-1]),
-        shape=tuple(out),
-    )
-
-
-def _infer(shape: Sequence[int], numel: int) -> list[int]:
-    known = 1
-    for n in shape:
-        known *= n if n != -1 else 1
-    return [numel // known if n == -1 else n for n in shape]
-
-
-def _slice(
-    q: ScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> ScaledTensor:
-    n, dim = q.dim(), dim % q.dim()
-    size = q.shape[dim]
-    start, end, _ = slice(start, end).indices(size)
-    if step == 1 and start == 0 and end == size:
-        return q._with()
-    if step != 1 or q.layout_name != "compact" or q.offsets is not None:
-        raise TypeError(
-            f"slice: a part of {q} can be taken with step 1 from compact scales without groups; "
-            "use .to_layout('compact')"
-        )
-    back = dim - n  # -1, -2, ...: the block's extent along this dimension
-    extent = 1
-    if back >= -2:
-        extent = q.format.block_size if back == q.axis else q.format.block[0]
-    end = max(start, end)
-    if start % extent or (end % extent and end != size):
-        raise TypeError(
-            f"slice: {start}:{end} of dimension {dim} cuts through blocks of {extent}; slice at "
-            f"multiples of {extent}, or slice the high-precision tensor and quantize that"
-        )
-    data_start, data_end = start, end
-    if back == q.axis:
-        padded = -(-end // extent) * extent
-        data_start, data_end = q.format.element.stored(start), q.format.element.stored(padded)
-    shape = list(q.shape)
-    shape[dim] = end - start
-    return q._with(
-        data=q.qdata.narrow(dim, data_start, data_end - data_start),
-        scale=q.scale.narrow(dim, start // extent, -(-end // extent) - start // extent),
-        shape=shape,
-    )
-
-
-def _select(q: ScaledTensor, dim: int, index: int) -> ScaledTensor:
-    if q.dim() - dim % q.dim() <= 2 or q.layout_name != "compact" or q.offsets is not None:
-        raise TypeError(
-            "select: one row or column of a block-scaled matrix cannot be taken out; only leading "
-            "dimensions can be indexed: use .dequantize()[...]"
-        )
-    shape = [n for i, n in enumerate(q.shape) if i != dim % q.dim()]
-    return q._with(
-        data=q.qdata.select(dim, index), scale=q.scale.select(dim, index), shape=shape
-    )
-
-
-def _copy_(q: ScaledTensor, source: Tensor, non_blocking: bool = False) -> ScaledTensor:
-    """Whole-tensor copy, as load_state_dict makes it; nothing may be converted on the way."""
-    if (
-        not isinstance(source, ScaledTensor)
-        or source._meta() != q._meta()
-        or source.shape != q.shape
-        or source._parts().keys() != q._parts().keys()
-    ):
-        raise TypeError(
-            f"copy_: {q} can be overwritten as a whole by a ScaledTensor of the same format, "
-            f"shape, axis, layout and dtype; got {source if isinstance(source, ScaledTensor) else type(source).__name__}: "
-            "quantize it first"
-        )
-    for name, part in q._parts().items():
-        part.copy_(source._parts()[name], non_blocking)
-    return q
-
-
-def _equal(q: ScaledTensor, other: Tensor) -> bool:
-    """Bytes and meaning equal."""
-    if not isinstance(other, ScaledTensor) or q._meta() != other._meta() or q.shape != other.shape:
-        return False
-    mine, theirs = q._parts(), other._parts()
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(_octets(part), _octets(theirs[name])) for name, part in mine.items()
-    )
-
-
-def _octets(part: Tensor) -> Tensor:
-    return part.contiguous().flatten().view(torch.uint8)
-
-
-_RULES: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _map_rule(aten.detach.default),
-    aten.alias.default: _map_rule(aten.alias.default),
-    aten.clone.default: _map_rule(lambda part, **_: part.clone()),
-    aten._to_copy.default: _to_copy,
-    aten.t.default: _transpose,
-    aten.transpose.int: _transpose,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    aten.copy_.default: _copy_,
-    aten.equal.default: _equal,
-}

@@ -24,10 +24,10 @@ _ARCHITECTURES = {
 }
 
 ARCH_STORY = (
-    "{given} is not enough: block-scaled FP4 and FP8 MMAs (kind::mxf4nvf4, scale_vec::4X) exist only "
-    "for the architecture-specific target {wanted}. Built for {given}, ptxas stops with \"Feature "
-    "'.scale_vec::4X' not supported on .target 'sm_100f'\". The chip supports them; the suffix 'a' "
-    "unlocks them. Set CUTE_DSL_ARCH={wanted} (and TORCH_CUDA_ARCH_LIST or nvcc -arch likewise)."
+    "{given} is not enough: block-scaled FP4 and FP8 MMAs (kind::mxf4nvf4, scale_vec::4X) exist "
+    "only for the architecture-specific target {wanted}. Built for {given}, ptxas stops with "
+    "\"Feature '.scale_vec::4X' not supported on .target 'sm_100f'\". The chip supports them; the "
+    "suffix 'a' unlocks them. Set CUTE_DSL_ARCH={wanted} (TORCH_CUDA_ARCH_LIST, nvcc -arch alike)."
 )
 
 
@@ -99,7 +99,8 @@ def advice(facts: Facts) -> list[str]:
         lines.append(f"CUTE_DSL_ARCH: {ARCH_STORY.format(given=facts.dsl_arch, wanted=wanted)}")
     elif facts.capability and facts.capability[0] == 10:
         lines.append(
-            f"Kernels for this chip are built for {wanted}. " + ARCH_STORY.format(given="sm_100", wanted=wanted)
+            f"Kernels for this chip are built for {wanted}. "
+            + ARCH_STORY.format(given="sm_100", wanted=wanted)
         )
     return lines
 

@@ -62,9 +62,7 @@ class Layout:
         """One sentence for a person."""
         raise NotImplementedError
 
-    def _check_stored(
-        self, stored: Tensor, shape: tuple[int, int], dtype: torch.dtype
-    ) -> None:
+    def _check_stored(self, stored: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
         want = self.stored_shape(shape), self.stored_dtype(dtype)
         if (tuple(stored.shape), stored.dtype) != want:
             raise ValueError(

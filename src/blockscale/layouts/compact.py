@@ -1,4 +1,4 @@
-"""Row-major scales: how they travel (checkpoints, collectives) and what every layout starts from."""
+"""Row-major scales: how they travel (checkpoints, collectives) and what layouts start from."""
 
 from __future__ import annotations
 

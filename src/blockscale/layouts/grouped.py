@@ -91,9 +91,7 @@ class Grouped:
         for end in offsets:
             if row < end:
                 height = self.padded_rows(shape[0], len(offsets))
-                return self.base.offset(
-                    first + row - start, block, (height, shape[1]), itemsize
-                )
+                return self.base.offset(first + row - start, block, (height, shape[1]), itemsize)
             first, start = first + ceil_to(end - start, TILE_ROWS), end
         raise ValueError(f"row: got {row}; the groups end at row {start}")
 

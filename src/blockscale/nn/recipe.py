@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..formats import Format, choose, get_format
 
@@ -12,7 +12,7 @@ __all__ = ["PRODUCTS", "Recipe"]
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """How a linear layer multiplies.
 
@@ -37,11 +37,15 @@ class Recipe:
     def __post_init__(self) -> None:
         names = dict.fromkeys(("activations", "weights", "gradients"))
         used = {role: self.format_of(role) for role in names}
-        for one, two in (("activations", "weights"), ("gradients", "weights"), ("gradients", "activations")):
+        for one, two in (
+            ("activations", "weights"),
+            ("gradients", "weights"),
+            ("gradients", "activations"),
+        ):
             if not used[one].multiplies(used[two]):
                 raise ValueError(
-                    f"{one}, {two}: {used[one].name!r} and {used[two].name!r} have different blocks "
-                    "or scales and cannot be multiplied; choose formats of one family"
+                    f"{one}, {two}: {used[one].name!r} and {used[two].name!r} have different "
+                    "blocks or scales and cannot be multiplied; choose formats of one family"
                 )
         if self.scale_rounding is not None:
             for role, fmt in used.items():
@@ -51,10 +55,20 @@ class Recipe:
                     dict.fromkeys(fmt.scale.roundings),
                 )
         if isinstance(self.high_precision, str):
-            raise TypeError(f"high_precision: got {self.high_precision!r}; expected a tuple of names")
+            raise TypeError(
+                f"high_precision: got {self.high_precision!r}; expected a tuple of names"
+            )
         object.__setattr__(self, "high_precision", tuple(self.high_precision))
         for product in self.high_precision:
             choose("high_precision", product, dict.fromkeys(PRODUCTS))
+
+    def __repr__(self) -> str:
+        changed = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)[1:]
+            if getattr(self, f.name) != f.default
+        ]
+        return f"Recipe({', '.join([repr(self.format), *changed])})"
 
     def format_of(self, role: str) -> Format:
         """The format of ``activations``, ``weights`` or ``gradients``."""

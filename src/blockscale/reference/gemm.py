@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ def grouped_gemm(
     K -> (G, M, N); an empty group gives zeros.
     """
     bounds = [0, *offsets.tolist()]
-    groups = list(zip(bounds, bounds[1:], strict=False))
+    groups = list(pairwise(bounds))
     if b.ndim == 3:
         out = a.new_zeros(a.shape[0], b.shape[-1], dtype=out_dtype)
         for i, (start, end) in enumerate(groups):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ def quantize(
         x, noise = x.mT, noise.mT if noise is not None else None
     bounds = [0, x.shape[-1]] if offsets is None else [0, *offsets.tolist()]
     data, scales = [], []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         codes, scale = _quantize_blocks(
             x[..., start:end],
             format,
@@ -74,7 +76,7 @@ def _quantize_blocks(
     global_scale: Tensor | None,
     noise: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """uint8 codes (padded along the last axis) and int64 scale codes; blocks along the last axis."""
+    """uint8 codes, padded along the last axis, and int64 scale codes, blocks along that axis."""
     element, rows, columns = format.element, x.shape[-2] if x.ndim > 1 else 1, x.shape[-1]
     bits = _blocks(float32_bits(x), format)
     noise = None if noise is None else _blocks(noise, format)
