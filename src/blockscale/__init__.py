@@ -6,7 +6,7 @@
 """
 
 from . import nn
-from . import tensor_rules as _tensor_rules
+from . import tensor_rules  # noqa: F401 (fills the table of operations)
 from .formats import Format, formats
 from .gemm import gemm, grouped_gemm
 from .layouts import layouts
