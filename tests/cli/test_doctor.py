@@ -1,0 +1,85 @@
+"""What doctor says of machines that are not here: its advice is a function of facts."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from blockscale.cli.doctor import Facts, advice, gather
+
+
+def facts(**changes) -> Facts:
+    base = {
+        "python": "3.11",
+        "platform": "Linux x86_64",
+        "packages": {"torch": "2.13.0", "numba": "0.68", "nvidia-cutlass-dsl": "4.8.1"},
+        "cuda": "13.0",
+        "gpu": None,
+        "capability": None,
+        "dsl_arch": None,
+    }
+    return Facts(**{**base, **changes})
+
+
+def test_no_gpu():
+    assert advice(facts(cuda=None)) == [
+        "No GPU (this torch is a CPU build): everything runs on the CPU, with the same bytes."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a")]
+)
+def test_known_architectures_carry_their_suffix(capability, arch):
+    known = facts(gpu="GPU", capability=capability)
+    assert known.architecture == arch
+    assert arch in advice(known)[0]
+
+
+def test_the_story_of_sm_100_is_told_where_it_applies():
+    hopper = " ".join(advice(facts(gpu="H200", capability=(9, 0))))
+    assert "scale_vec" not in hopper
+    blackwell = " ".join(advice(facts(gpu="B200", capability=(10, 0))))
+    assert "sm_100f" in blackwell
+    assert "sm_100a" in blackwell
+    wrong = " ".join(advice(facts(dsl_arch="sm_103")))
+    assert "sm_103 is not enough" in wrong
+    assert "CUTE_DSL_ARCH=sm_103a" in wrong
+
+
+def test_an_unknown_chip_and_missing_packages():
+    text = " ".join(advice(facts(gpu="L4", capability=(8, 9))))
+    assert "sm_89" in text
+    assert "plain torch" in text
+    bare = {"torch": "2.13.0", "numba": None, "nvidia-cutlass-dsl": None}
+    text = " ".join(advice(facts(gpu="H200", capability=(9, 0), packages=bare)))
+    assert "numba is missing" in text
+    assert "pip install 'blockscale[cuda]'" in text
+
+
+def test_this_machine_as_json():
+    run = subprocess.run(
+        [sys.executable, "-c", "from blockscale.cli import main; main()", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(run.stdout)
+    assert found["python"] == gather().python
+    assert {row["operation"] for row in found["backends"]} >= {"quantize", "gemm"}
+    assert all(row["why"] for row in found["backends"])
+
+
+@pytest.mark.parametrize("arguments", [["nosuch"], ["doctor", "--nosuch"]])
+def test_bad_usage_is_one_line_and_exit_code_2(arguments):
+    run = subprocess.run(
+        [sys.executable, "-c", "from blockscale.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert len(run.stderr.strip().splitlines()) == 1
+    assert "nosuch" in run.stderr

@@ -1,0 +1,12 @@
+"""Tests that need an NVIDIA GPU; without one they are skipped and counted."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "/gpu/" in item.path.as_posix():
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

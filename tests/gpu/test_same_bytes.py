@@ -1,0 +1,80 @@
+"""The same bytes on a GPU as on a CPU, for every operation, whatever runs it there."""
+
+import pytest
+import torch
+
+import blockscale as bs
+
+
+def nasty(dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 384, generator=generator)
+    x *= torch.exp2(torch.randint(-120, 100, (256, 12), generator=generator).float()).repeat(1, 32)
+    x[3, :32] = 0.0
+    x[5, 7] = float("nan")
+    x[6, 40] = float("inf")
+    x[7, 3] = -0.0
+    return x.to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(
+        a.cpu().contiguous().flatten().view(torch.uint8),
+        b.cpu().contiguous().flatten().view(torch.uint8),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("format", list(bs.formats))
+def test_quantize_and_dequantize(format, axis, dtype):
+    x = nasty(dtype)
+    for nonfinite in ("propagate", "te"):
+        for rounding in bs.formats[format].scale.roundings:
+            here = bs.quantize(x, format, axis, nonfinite=nonfinite, scale_rounding=rounding)
+            there = bs.quantize(
+                x.cuda(), format, axis, nonfinite=nonfinite, scale_rounding=rounding
+            )
+            assert same(here.data, there.data)
+            assert same(here.scale, there.scale)
+            assert same(here.dequantize(torch.float32), there.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("layout", ["tcgen05", "packed"])
+def test_layouts_and_groups(layout):
+    x = nasty(torch.bfloat16)
+    ends = torch.tensor([10, 10, 200, 250], dtype=torch.int32)
+    here = bs.quantize(x, layout=layout, offsets=ends)
+    there = bs.quantize(x.cuda(), layout=layout, offsets=ends.cuda())
+    assert same(here.scale, there.scale)
+    here = bs.quantize(x, axis=-2, offsets=ends)
+    there = bs.quantize(x.cuda(), axis=-2, offsets=ends.cuda())
+    assert same(here.data, there.data)
+    assert same(here.scale, there.scale)
+
+
+def test_stochastic_rounding_has_the_same_bits():
+    x = nasty(torch.bfloat16)
+    assert same(bs.quantize(x, seed=7).data, bs.quantize(x.cuda(), seed=7).data)
+
+
+def test_gemm_and_training_step():
+    x = torch.randn(96, 256, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    a, b = bs.quantize(x), bs.quantize(w)
+    exact = a.dequantize(torch.float64) @ b.dequantize(torch.float64).mT
+    error = (bs.gemm(a, b.mT, torch.float32) - exact).norm() / exact.norm()
+    assert error < 1e-5
+    model = bs.convert(torch.nn.Sequential(torch.nn.Linear(256, 64)).cuda(), bs.Recipe())
+    model(x.float()).square().mean().backward()
+    assert model[0].weight.grad.isfinite().all()
+
+
+def test_moves_between_devices():
+    q = bs.quantize(nasty(torch.bfloat16), "nvfp4")
+    there = q.cuda()
+    assert there.device.type == "cuda"
+    assert all(part.device.type == "cuda" for part in (there.data, there.scale, there.global_scale))
+    assert torch.equal(there.cpu(), q)
+    with pytest.raises(ValueError, match="move"):
+        bs.gemm(q, there.mT)
