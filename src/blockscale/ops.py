@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -233,3 +234,19 @@ def _(
     if offsets is not None and k_grouped:
         shape = [offsets.shape[0], *shape]
     return a_data.new_empty(shape, dtype=out_dtype)
+
+
+def _gemm_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    bias, c = inputs[10], inputs[11]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.c_dtype = None if c is None else c.dtype
+
+
+def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """bias and c are the only differentiable inputs: quantized operands have no gradient."""
+    bias = None if ctx.bias_dtype is None else grad.float().sum(0).to(ctx.bias_dtype)
+    c = None if ctx.c_dtype is None else grad.to(ctx.c_dtype)
+    return (*[None] * 10, bias, c, None, None, None)
+
+
+gemm.register_autograd(_gemm_backward, setup_context=_gemm_context)

@@ -50,7 +50,8 @@ def quantize(
         seed: round elements stochastically with this seed instead of to nearest even.
 
     Returns:
-        A :class:`ScaledTensor` of the shape and dtype of ``x``.
+        A :class:`ScaledTensor` of the shape and dtype of ``x``. It has no gradient:
+        :func:`blockscale.nn.linear` is the differentiable way.
 
     Raises:
         TypeError: ``x`` is no dense tensor of these dtypes.

@@ -23,7 +23,8 @@ def gemm(
 
     ``a`` (M, K) and ``b`` (K, N) are dequantized operands, ``bias`` (N,), ``c`` (M, N).
     """
-    out = a.to(compute_dtype) @ b.to(compute_dtype)
+    with torch.autocast(a.device.type, enabled=False):  # it would round the operands
+        out = a.to(compute_dtype) @ b.to(compute_dtype)
     if bias is not None:
         out = out + bias.to(compute_dtype)
     if c is not None:
