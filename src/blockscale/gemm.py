@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import ops
 from .formats import get_format
+from .layouts import as_bytes
 from .tensor import ScaledTensor, check_offsets
 
 __all__ = ["gemm", "grouped_gemm"]
@@ -127,7 +128,13 @@ def _call(
     sides = [
         part
         for q in (a, b)
-        for part in (q.qdata, q.compact_scale(), q.global_scale, q.format_name, q.shape)
+        for part in (
+            as_bytes(q.qdata),
+            as_bytes(q.compact_scale()),
+            q.global_scale,
+            q.format_name,
+            q.shape,
+        )
     ]
     return ops.gemm(*sides, bias, c, offsets, k_grouped, dtype)
 

@@ -1,6 +1,7 @@
 """Every operation of the library as a torch.library op: schema, fake and choice of the backend.
 
-The ops take and return plain tensors; the user functions wrap them in ScaledTensor. On a CPU the
+The ops take and return plain tensors; the user functions wrap them in ScaledTensor. One-byte floats
+go in as uint8, because much of torch (opcheck too) knows no arithmetic for them. On a CPU the
 kernels of ``kernels.cpu`` run where numba is installed and the reference where it is not, or where
 an argument (groups along the contraction, stochastic rounding) is known to the reference alone.
 Both give the same bytes.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .formats import Format, choose, get_format
-from .layouts import Grouped, Layout, get_layout
+from .layouts import Grouped, Layout, as_bytes, get_layout
 
 __all__ = ["RULES", "ScaledTensor", "check_axis", "check_offsets"]
 
@@ -249,8 +249,8 @@ class ScaledTensor(torch.Tensor):
                 f"dtype: got {dtype}; choose torch.float32, bfloat16, float16 or float64"
             )
         return torch.ops.blockscale.dequantize(
-            self.qdata,
-            self.compact_scale(),
+            as_bytes(self.qdata),
+            as_bytes(self.compact_scale()),
             self.format.name,
             self.shape,
             self.axis,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ..formats import choose
-from .base import Layout
+from .base import Layout, as_bytes
 from .compact import Compact
 from .grouped import Grouped
 from .sm90 import Packed, Sm90
@@ -20,6 +20,7 @@ __all__ = [
     "Packed",
     "Sm90",
     "Tcgen05",
+    "as_bytes",
     "get_layout",
     "layouts",
 ]
