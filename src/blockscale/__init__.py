@@ -5,14 +5,22 @@
 >>> y = bs.gemm(q, bs.quantize(w, "mxfp8").mT)  # (M, K) @ (K, N)
 """
 
-from . import nn
-from . import tensor_rules  # noqa: F401 (fills the table of operations)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import (
+    nn,
+    tensor_rules,  # noqa: F401 (fills the table of operations)
+)
 from .formats import Format, formats
 from .gemm import gemm, grouped_gemm
 from .layouts import layouts
 from .nn import Recipe, autocast, convert
 from .quantize import quantize, quantize_both
 from .tensor import ScaledTensor
+
+if TYPE_CHECKING:
+    from . import checkpoint
 
 __version__ = "0.1.0"
 
@@ -21,6 +29,7 @@ __all__ = [
     "Recipe",
     "ScaledTensor",
     "autocast",
+    "checkpoint",
     "convert",
     "formats",
     "gemm",
@@ -30,3 +39,10 @@ __all__ = [
     "quantize",
     "quantize_both",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``blockscale.checkpoint`` is imported when it is first used."""
+    if name == "checkpoint":
+        return import_module(".checkpoint", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

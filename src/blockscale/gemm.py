@@ -55,6 +55,9 @@ def gemm(
         raise ValueError(f"out: is on {out.device}, a on {a.device}; move it there")
     if accumulate and out is None:
         raise ValueError("accumulate: needs out, the tensor to add to")
+    if bias is not None and not (isinstance(bias, Tensor) and bias.is_floating_point()):
+        given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise TypeError(f"bias: got {given}; expected a floating-point tensor ({n},)")
     if bias is not None and (tuple(bias.shape) != (n,) or bias.device != a.device):
         raise ValueError(
             f"bias: got {tuple(bias.shape)} on {bias.device}; expected ({n},) on {a.device}"
@@ -130,7 +133,7 @@ def _call(
         for q in (a, b)
         for part in (
             as_bytes(q.qdata),
-            as_bytes(q.compact_scale()),
+            q.compact_scale(),
             q.global_scale,
             q.format_name,
             q.shape,
@@ -165,6 +168,8 @@ def _check_pair(a: ScaledTensor, b: ScaledTensor) -> None:
 
 
 def _check_out_dtype(out_dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
+    if out is not None and not isinstance(out, Tensor):
+        raise TypeError(f"out: got {type(out).__name__}; expected a torch.Tensor")
     dtype = out_dtype or (out.dtype if out is not None else torch.bfloat16)
     if dtype not in _OUT_DTYPES:
         raise TypeError(f"out_dtype: got {dtype}; choose torch.bfloat16, float16 or float32")

@@ -1,7 +1,8 @@
 """Every operation of the library as a torch.library op: schema, fake and choice of the backend.
 
-The ops take and return plain tensors; the user functions wrap them in ScaledTensor. One-byte floats
-go in as uint8, because much of torch (opcheck too) knows no arithmetic for them. On a CPU the
+The ops take and return plain tensors; the user functions wrap them in ScaledTensor. One-byte scales
+go in and out as uint8, and so does data going in: much of torch (its compiler, opcheck) cannot work
+with float8_e8m0fnu. On a CPU the
 kernels of ``kernels.cpu`` run where numba is installed and the reference where it is not, or where
 an argument (groups along the contraction, stochastic rounding) is known to the reference alone.
 Both give the same bytes.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from . import reference
 from .formats import get_format
-from .layouts import Grouped, get_layout
+from .layouts import Grouped, as_bytes, get_layout
 
 __all__ = ["OPERATIONS", "backend", "cpu_backend"]
 
@@ -85,6 +86,7 @@ def quantize(
             offsets=cut,
             seed=seed,
         )
+    scale = as_bytes(scale)
     if layout == "compact":
         return data, scale
     matrix = scale if axis == -1 else scale.mT
@@ -116,8 +118,9 @@ def _(
     else:
         data = x.new_empty(data_shape, dtype=fmt.element.dtype)
     shape = fmt.scale_shape(x.shape, axis, k_groups)
+    scale_dtype = torch.uint8 if fmt.scale.nbytes == 1 else fmt.scale.dtype
     if layout == "compact":
-        return data, x.new_empty(shape, dtype=fmt.scale.dtype)
+        return data, x.new_empty(shape, dtype=scale_dtype)
     matrix = (shape[0], shape[1]) if axis == -1 else (shape[1], shape[0])
     where = get_layout(layout)
     stored = (
@@ -125,7 +128,7 @@ def _(
         if offsets is None
         else Grouped(where).stored_shape(matrix, groups)
     )
-    return data, x.new_empty(stored, dtype=where.stored_dtype(fmt.scale.dtype))
+    return data, x.new_empty(stored, dtype=where.stored_dtype(scale_dtype))
 
 
 @torch.library.custom_op("blockscale::global_scale", mutates_args=())
@@ -159,9 +162,10 @@ def dequantize(
     if _use_numba(data) and offsets is None:
         from .kernels import cpu
 
-        return cpu.dequantize(
+        out = cpu.dequantize(
             data, scale, fmt, shape=size, axis=axis, global_scale=global_scale, dtype=dtype
         )
+        return out.contiguous()
     out = reference.dequantize(
         data, scale, fmt, shape=size, axis=axis, global_scale=global_scale, offsets=offsets
     )

@@ -13,6 +13,7 @@ from .tensor import ScaledTensor, check_axis, check_offsets
 __all__ = ["quantize", "quantize_both"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SEEDS = (int, torch.SymInt, type(None))
 
 
 def quantize(
@@ -62,6 +63,8 @@ def quantize(
     fmt, where, axis = get_format(format), get_layout(layout), check_axis(axis)
     rounding = _check_rounding(fmt, scale_rounding)
     choose("nonfinite", nonfinite, dict.fromkeys(NONFINITE))
+    if (isinstance(seed, int) and not -(2**63) <= seed < 2**63) or not isinstance(seed, _SEEDS):
+        raise ValueError(f"seed: got {seed!r}; expected a 64-bit int, or None for nearest even")
     _check_input(x, fmt, axis, offsets, pad)
     if where.name != "compact" and (x.dim() != 2 or (offsets is not None and axis == -2)):
         raise ValueError(
@@ -154,8 +157,8 @@ def _check_input(x: Tensor, fmt: Format, axis: int, offsets: Tensor | None, pad:
 
 
 def _check_memory(x: Tensor) -> None:
-    if x.layout != torch.strided or x.is_quantized:
-        kind = "quantized" if x.is_quantized else str(x.layout)
+    if x.layout != torch.strided or x.is_quantized or x.is_nested:
+        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
         raise TypeError(
             f"x: got a {kind} tensor; expected a dense one: call .to_dense() or .dequantize()"
         )
@@ -191,6 +194,8 @@ def _check_global_scale(
     if global_scale is None:
         return ops.global_scale(x.detach(), fmt.name)
     if not isinstance(global_scale, Tensor):
+        if not isinstance(global_scale, (int, float)):
+            raise TypeError(f"global_scale: got {global_scale!r}; expected an fp32 scalar")
         global_scale = torch.tensor(global_scale, dtype=torch.float32, device=x.device)
     if global_scale.dtype != torch.float32 or global_scale.numel() != 1:
         raise ValueError(
@@ -203,4 +208,4 @@ def _check_global_scale(
         value = global_scale.item()
         if not 0 < value < float("inf"):
             raise ValueError(f"global_scale: got {value}; expected a positive finite number")
-    return global_scale.reshape(())
+    return global_scale.detach().reshape(())

@@ -16,6 +16,9 @@ __all__ = ["RULES", "ScaledTensor", "check_axis", "check_offsets"]
 
 AXES = {"-1": -1, "-2": -2}
 
+_INNER = {"data": "qdata", "scale": "qscale"}  # arguments and the attributes that keep them
+_OUTER = {attribute: name for name, attribute in _INNER.items()}
+
 #: What each aten operation does to a ScaledTensor; filled by tensor_rules.
 RULES: dict[Any, Callable[..., Any]] = {}
 
@@ -32,6 +35,8 @@ def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
     """
     if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
         raise TypeError("offsets: expected an int32 tensor of one dimension, the end of each group")
+    if not len(offsets):
+        raise ValueError("offsets: is empty; expected the end of at least one group")
     if offsets.device != device:
         raise ValueError(f"offsets: is on {offsets.device}, the data on {device}; move it there")
     if torch.compiler.is_compiling() or offsets.device.type != "cpu":
@@ -70,7 +75,7 @@ class ScaledTensor(torch.Tensor):
     format_name: str
     layout_name: str
     qdata: Tensor
-    scale: Tensor
+    qscale: Tensor
     global_scale: Tensor | None
     offsets: Tensor | None
     k_grouped: bool
@@ -111,7 +116,8 @@ class ScaledTensor(torch.Tensor):
         k_grouped: bool = False,
     ) -> None:
         self.qdata = data
-        self.scale = scale
+        # as bytes: torch's compiler knows no float8_e8m0fnu
+        self.qscale = as_bytes(scale)
         self.global_scale = global_scale
         self.offsets = offsets
         # names, because torch.compile traces through strings only
@@ -119,12 +125,17 @@ class ScaledTensor(torch.Tensor):
         self.layout_name = get_layout(layout).name
         self.axis = check_axis(axis)
         self.k_grouped = k_grouped
-        self._check()
+        self._check(scale.dtype)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The stored elements, see the class. In compiled code: ``qdata`` (``data`` is torch's)."""
         return self.qdata
+
+    @property
+    def scale(self) -> Tensor:
+        """The stored scales, see the class. ``qscale`` is the same, one-byte floats as uint8."""
+        return self.qscale.view(self.layout.stored_dtype(self.format.scale.dtype))
 
     @property
     def mT(self) -> ScaledTensor:  # type: ignore[override]
@@ -143,7 +154,7 @@ class ScaledTensor(torch.Tensor):
 
     # --- what it is -------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def _check(self, scale_dtype: torch.dtype) -> None:
         name, shape = self.format.name, tuple(self.shape)
         if len(shape) < -self.axis:
             raise ValueError(f"axis: got {self.axis} for {len(shape)} dimension(s)")
@@ -167,14 +178,14 @@ class ScaledTensor(torch.Tensor):
                 f"{shape} along axis {self.axis} as {want[0]} {want[1]}"
             )
         want = self._stored_scale_shape(), self.layout.stored_dtype(self.format.scale.dtype)
-        if (tuple(self.scale.shape), self.scale.dtype) != want:
+        bytes_too = (want[1], torch.uint8) if want[1].itemsize == 1 else (want[1],)
+        if tuple(self.qscale.shape) != want[0] or scale_dtype not in bytes_too:
             raise ValueError(
-                f"scale: got {tuple(self.scale.shape)} {self.scale.dtype}; {name!r} in layout "
+                f"scale: got {tuple(self.qscale.shape)} {scale_dtype}; {name!r} in layout "
                 f"{self.layout.name!r} for {shape} along axis {self.axis} is {want[0]} {want[1]}"
             )
-        for part in ("scale", "global_scale", "offsets"):
-            tensor = getattr(self, part)
-            if tensor is not None and tensor.device != self.qdata.device:
+        for part, tensor in self._parts().items():
+            if tensor.device != self.qdata.device:
                 raise ValueError(
                     f"{part}: is on {tensor.device}, data on {self.qdata.device}; move it there"
                 )
@@ -202,16 +213,16 @@ class ScaledTensor(torch.Tensor):
         return self.layout.stored_shape(self._matrix_shape)
 
     def compact_scale(self) -> Tensor:
-        """The scales in the compact layout, in ``format.scale.dtype``."""
+        """The scales in the compact layout, one-byte floats as uint8."""
         if self.layout_name == "compact":
-            return self.scale
-        dtype = self.format.scale.dtype
+            return self.qscale
+        dtype = torch.uint8 if self.format.scale.nbytes == 1 else self.format.scale.dtype
         if self.offsets is not None:
             matrix = Grouped(self.layout).unswizzle(
-                self.scale, self._matrix_shape, dtype, self.offsets
+                self.qscale, self._matrix_shape, dtype, self.offsets
             )
         else:
-            matrix = self.layout.unswizzle(self.scale, self._matrix_shape, dtype)
+            matrix = self.layout.unswizzle(self.qscale, self._matrix_shape, dtype)
         return matrix if self.axis == -1 else matrix.mT
 
     def to_layout(self, layout: str | Layout) -> ScaledTensor:
@@ -250,7 +261,7 @@ class ScaledTensor(torch.Tensor):
             )
         return torch.ops.blockscale.dequantize(
             as_bytes(self.qdata),
-            as_bytes(self.compact_scale()),
+            self.compact_scale(),
             self.format.name,
             self.shape,
             self.axis,
@@ -258,6 +269,12 @@ class ScaledTensor(torch.Tensor):
             self.offsets if self.k_grouped else None,
             dtype,
         )
+
+    def share_memory_(self) -> ScaledTensor:
+        """Move the parts to shared memory; the wrapper has no storage of its own."""
+        for part in self._parts().values():
+            part.share_memory_()
+        return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         grouped = f", groups={len(self.offsets)}" if self.offsets is not None else ""
@@ -280,7 +297,7 @@ class ScaledTensor(torch.Tensor):
     def _parts(self) -> dict[str, Tensor]:
         parts = {
             "data": self.qdata,
-            "scale": self.scale,
+            "scale": self.qscale,
             "global_scale": self.global_scale,
             "offsets": self.offsets,
         }
@@ -293,14 +310,14 @@ class ScaledTensor(torch.Tensor):
         return self._with(**{name: fn(part) for name, part in self._parts().items()})
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        names = ["qdata" if name == "data" else name for name in self._parts()]
+        names = [_INNER.get(name, name) for name in self._parts()]
         return names, self._meta()
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: dict[str, Any], shape: torch.Size, stride: tuple[int, ...]
     ) -> ScaledTensor:
-        parts = {"data" if name == "qdata" else name: part for name, part in inner.items()}
+        parts = {_OUTER.get(name, name): part for name, part in inner.items()}
         return ScaledTensor(**{**parts, **meta}, shape=shape)
 
     def _stable_hash_for_caching(self) -> str:

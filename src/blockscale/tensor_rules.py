@@ -21,14 +21,17 @@ def _map_rule(func: Any) -> Callable[..., ScaledTensor]:
 
 def _to_copy(q: ScaledTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> ScaledTensor:
     """Moves the parts; a dtype only changes what ``dequantize()`` returns."""
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"dtype: got {dtype}; a ScaledTensor stands for floating-point values")
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(
+            f"dtype: got {dtype}; a ScaledTensor stands for floating-point values: choose "
+            "torch.float32, bfloat16, float16 or float64"
+        )
     moved = q._map(lambda part: aten._to_copy.default(part, **kwargs))
     return moved if dtype is None else moved._with(dtype=dtype)
 
 
 def _mT(q: ScaledTensor) -> ScaledTensor:
-    scale = q.scale.mT if q.layout_name == "compact" else q.scale
+    scale = q.qscale.mT if q.layout_name == "compact" else q.qscale
     return q._with(
         data=q.qdata.mT,
         scale=scale,
@@ -69,7 +72,7 @@ def _view(q: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     lead = tuple(out[:-1])
     return q._with(
         data=q.qdata.reshape(*lead, q.qdata.shape[-1]),
-        scale=q.scale.reshape(*lead, q.scale.shape[-1]),
+        scale=q.qscale.reshape(*lead, q.qscale.shape[-1]),
         shape=tuple(out),
     )
 
@@ -112,7 +115,7 @@ def _slice(
     shape[dim] = end - start
     return q._with(
         data=q.qdata.narrow(dim, data_start, data_end - data_start),
-        scale=q.scale.narrow(dim, start // extent, -(-end // extent) - start // extent),
+        scale=q.qscale.narrow(dim, start // extent, -(-end // extent) - start // extent),
         shape=shape,
     )
 
@@ -124,11 +127,15 @@ def _select(q: ScaledTensor, dim: int, index: int) -> ScaledTensor:
             "dimensions can be indexed: use .dequantize()[...]"
         )
     shape = [n for i, n in enumerate(q.shape) if i != dim % q.dim()]
-    return q._with(data=q.qdata.select(dim, index), scale=q.scale.select(dim, index), shape=shape)
+    return q._with(data=q.qdata.select(dim, index), scale=q.qscale.select(dim, index), shape=shape)
 
 
 def _copy_(q: ScaledTensor, source: Tensor, non_blocking: bool = False) -> ScaledTensor:
     """Whole-tensor copy, as load_state_dict makes it; nothing may be converted on the way."""
+    if not isinstance(q, ScaledTensor):
+        raise TypeError(
+            "copy_: a plain tensor takes values; copy .dequantize() of the ScaledTensor"
+        )
     if (
         not isinstance(source, ScaledTensor)
         or source._meta() != q._meta()

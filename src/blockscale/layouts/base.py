@@ -79,5 +79,6 @@ def check_scale(layout: Layout, scale: Tensor) -> None:
             "blocks): flatten leading dimensions into the rows first"
         )
     if scale.dtype.itemsize not in layout.itemsize:
-        wide = "one-byte scales (E8M0, UE4M3)" if layout.itemsize == (1,) else "fp32 scales"
-        raise ValueError(f"scale: got {scale.dtype}; layout {layout.name!r} holds {wide}")
+        kinds = {1: "one-byte scales (E8M0, UE4M3)", 4: "fp32 scales"}
+        held = " and ".join(kinds[size] for size in layout.itemsize)
+        raise ValueError(f"scale: got {scale.dtype}; layout {layout.name!r} holds {held}")

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Layout
+from .base import Layout, check_scale
 
 __all__ = ["Compact"]
 
@@ -21,6 +21,7 @@ class Compact(Layout):
     itemsize: ClassVar[tuple[int, ...]] = (1, 4)
 
     def swizzle(self, scale: Tensor) -> Tensor:
+        check_scale(self, scale)
         return scale.contiguous()
 
     def unswizzle(self, stored: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -58,6 +58,8 @@ def quantize(
         )
         data.append(codes if offsets is None else codes[..., : end - start])
         scales.append(scale)
+    if offsets is not None:  # what follows the last group belongs to nobody
+        data.append(data[0].new_zeros(*x.shape[:-1], x.shape[-1] - bounds[-1]))
     codes = torch.cat(data, -1)
     scale = scales[0] if offsets is None else _place_groups(scales, bounds, x.shape[-1], format)
     stored = pack(codes, format.element)
@@ -158,13 +160,15 @@ def dequantize(
     values = decode(unpack(data, format.element), format.element)
     block = torch.arange(values.shape[-1], device=data.device) // columns
     if offsets is not None:
-        block = _grouped_block_index(offsets, k, columns)
+        block = _grouped_block_index(offsets, k, columns).clamp(max=scale.shape[-1] - 1)
     per_element = decode_scale(scale, format.scale)[..., block]
     if len(shape) > 1:
         per_element = per_element[..., torch.arange(m, device=data.device) // rows, :]
     bits = multiply(float32_bits(values), per_element)
     if global_scale is not None:
         bits = multiply(bits, float32_bits(global_scale))
+    if offsets is not None:  # past the last group there is no block; a neighbour's may be NaN
+        bits = torch.where(torch.arange(k, device=data.device) < offsets[-1], bits, 0)
     out = from_float32_bits(bits)[..., :k]
     return out.mT if axis == -2 else out
 

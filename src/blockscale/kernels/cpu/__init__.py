@@ -1,0 +1,193 @@
+"""Quantization on a CPU, compiled by numba: the reference's bytes at memory speed.
+
+numba is imported by the first call. Results do not depend on the number of threads (that of
+``torch.get_num_threads()``), on flush-to-zero or on the processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...formats import UE4M3, Format, formats
+from ...rounding import FP32_INF, FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
+from .spec import NEAREST_UE4M3, geometry, scale_values, specify, supported, values
+from .threads import run
+
+__all__ = ["dequantize", "global_scale", "quantize", "supported"]
+
+# How the loops see x, and its largest finite item.
+_ITEMS = {
+    torch.float32: (torch.int32, np.int32),
+    torch.bfloat16: (torch.int16, np.uint16),
+    torch.float16: (torch.int16, np.int16),
+}
+_LARGEST = {torch.float32: 0x7F7FFFFF, torch.bfloat16: 0x7F7F, torch.float16: 0x7BFF}
+_NO_TABLE, _NO_BYTES = np.empty(0, np.int32), np.empty(0, np.uint8)
+_CHUNK = 1 << 18  # elements that are worth a thread of their own: some 50 microseconds
+_HUGE = 1 << 22  # bytes
+_PAGE, _MADV_HUGEPAGE = mmap.PAGESIZE, getattr(mmap, "MADV_HUGEPAGE", 14)
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return function
+
+
+_madvise = _find_madvise()
+
+
+def quantize(
+    x: Tensor,
+    format: Format,
+    *,
+    axis: int = -1,
+    scale_rounding: str = "rceil",
+    nonfinite: str = "propagate",
+    global_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Data and compact scales of ``x`` (..., M, K), as ``reference.quantize``, byte for byte.
+
+    ``x`` is float32, bfloat16 or float16 on the CPU and is copied first unless its last dimension
+    is contiguous. Data and scales have ``format.data_shape`` and ``format.scale_shape``; packed
+    data along axis -2 is contiguous along M.
+    """
+    from . import compiled, encoding
+
+    shape, x = x.shape, _three_dimensional(x)
+    grid, constants = geometry(x, format, axis), specify(format, scale_rounding, nonfinite)
+    turned = axis == -2 and format.element.bits < 8
+    data = _empty(format.data_shape(shape, axis), torch.uint8, turned)
+    scale = _empty(format.scale_shape(shape, axis), format.scale.dtype)
+    encode_scale, table = FP32_ONE, _NO_TABLE
+    if constants.kind == NEAREST_UE4M3:
+        if global_scale is None:
+            raise ValueError(f"global_scale: {format.name} needs one")
+        table = np.empty(128, np.int32)
+        encode_scale = compiled.ue4m3_reciprocals(
+            _scalar_bits(global_scale), constants.max_bits, scale_values(UE4M3)[:128], table
+        )
+    items = _items(x)
+    fixed = items, *_flat(data, scale), grid, constants, encode_scale, table
+
+    def work(first: int, last: int) -> None:
+        compiled.quantize_tiles(*fixed, encoding.make_room(items, grid, constants), first, last)
+
+    run(work, grid.tiles, grid.chunk(_CHUNK))
+    return data.view(format.element.dtype), scale
+
+
+def global_scale(x: Tensor, format: Format) -> Tensor:
+    """The fp32 scalar ``amax / (448 * element.max)`` over the finite elements of ``x``; 1 if 0."""
+    from . import compiled
+
+    x = _three_dimensional(x)
+    grid = geometry(x, formats["mxfp8"], -1)  # any blocks along the rows
+    items, limit = _items(x), _LARGEST[x.dtype]
+
+    def work(first: int, last: int) -> int:
+        amax = np.zeros(grid.width, items.dtype)
+        return int(compiled.amax_tiles(items, grid, limit, amax, first, last))
+
+    amax = max(run(work, grid.tiles, grid.chunk(_CHUNK)), default=0)
+    return from_float32_bits(global_scale_from_amax(torch.tensor(amax), format))
+
+
+def dequantize(
+    data: Tensor,
+    scale: Tensor,
+    format: Format,
+    *,
+    shape: Sequence[int],
+    axis: int = -1,
+    global_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``(element * block_scale) * global_scale`` of compact scales, as ``reference.dequantize``.
+
+    Each product is rounded once to fp32, then the result to ``dtype``, to nearest even. It is
+    contiguous, except along M for packed data along axis -2.
+    """
+    from . import compiled, decoding
+
+    if axis == -2 and format.element.bits < 8:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+        out = dequantize(
+            data.mT, scale.mT, format, shape=shape, global_scale=global_scale, dtype=dtype
+        )
+        return out.mT
+    out = _empty(shape, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    x = _three_dimensional(out)
+    grid = geometry(x, format, axis)
+    constants = specify(format, format.default_scale_rounding, "te")
+    factor = FP32_ONE if global_scale is None else _scalar_bits(global_scale)
+    least = 255  # as an exponent: no scale
+    if 1 << 23 <= factor < FP32_INF:
+        # 2^-100 times an element is far from subnormal; so must be its product with the factor
+        least = min(127 - 100 + max(0, 127 - (factor >> 23)), 255)
+    fixed = (
+        *_flat(data.contiguous(), scale.contiguous()), _items(x), grid, constants,
+        values(format.element), scale_values(format.scale), factor, least << 23,
+    )  # fmt: skip
+
+    def work(first: int, last: int) -> None:
+        compiled.dequantize_tiles(*fixed, decoding.make_room(grid), first, last)
+
+    run(work, grid.tiles, grid.chunk(_CHUNK))
+    return out.to(dtype)
+
+
+# --- tensors as flat arrays -----------------------------------------------------------------------
+
+
+def _three_dimensional(x: Tensor) -> Tensor:
+    """``x`` as (leads, M, K), K contiguous; a view if it can be."""
+    x = x.detach()
+    x = x.reshape(-1, *x.shape[-2:]) if x.ndim > 1 else x.reshape(1, 1, -1)
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _items(x: Tensor) -> np.ndarray:
+    """All that lies between the first and the last item of ``x``."""
+    if x.dtype not in _ITEMS:
+        raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
+    view, item = _ITEMS[x.dtype]
+    span = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    flat = x.as_strided((span if x.numel() else 0,), (1,))
+    return flat.view(view).numpy().view(item)
+
+
+def _flat(data: Tensor, scale: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Data, one-byte scales and fp32 scales; of the scales, one is empty."""
+    data = data if data.is_contiguous() else data.mT
+    stored = data.reshape(-1).view(torch.uint8).numpy()
+    flat = scale.reshape(-1)
+    if scale.dtype == torch.float32:
+        return stored, _NO_BYTES, flat.view(torch.int32).numpy()
+    return stored, flat.view(torch.uint8).numpy(), _NO_TABLE
+
+
+def _scalar_bits(value: Tensor) -> int:
+    return int(float32_bits(value))
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, turned: bool = False) -> Tensor:
+    """A tensor, in huge pages where it is large: the first touch of small ones takes longer than
+    quantizing does. ``turned``: the last but one dimension is the contiguous one.
+    """
+    if turned:
+        return _empty((*shape[:-2], shape[-1], shape[-2]), dtype).mT
+    out = torch.empty(tuple(shape), dtype=dtype)
+    if out.nbytes >= _HUGE and _madvise is not None:
+        start = -(-out.data_ptr() // _PAGE) * _PAGE
+        _madvise(start, (out.data_ptr() + out.nbytes - start) // _PAGE * _PAGE, _MADV_HUGEPAGE)
+    return out

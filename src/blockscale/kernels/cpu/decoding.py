@@ -1,0 +1,143 @@
+# mypy: ignore-errors
+"""Dequantize, tile by tile: see encoding.py for the tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .arith import (
+    INF,
+    as_bits,
+    as_float,
+    compiled,
+    exact_multiply,
+    fill16,
+    shl,
+    spliced,
+    store,
+)
+from .spec import Geometry
+
+
+class Room(NamedTuple):
+    """Scratch memory for a tile."""
+
+    codes: np.ndarray
+    scale: np.ndarray  # one a column
+    scale_bits: np.ndarray  # one a block
+
+
+def make_room(geometry: Geometry) -> Room:
+    width = geometry.width
+    return Room(np.empty(width, np.uint8), np.empty(width, np.float32), np.empty(width, np.int32))
+
+
+@compiled
+def _unpack(data, bits, n, codes):
+    """``rounding.unpack`` of ``n`` codes; ``codes`` has room for whole groups."""
+    if bits == 4:
+        pairs = codes.view(np.uint16)
+        for i in range((n + 1) // 2):
+            pair = np.int32(data[i])
+            pairs[i] = np.uint16(np.int32(pair & 0xF) | shl(np.int32(pair & 0xF0), np.int32(4)))
+    else:
+        fours = codes.view(np.int32)
+        for i in range((n + 3) // 4):
+            word = np.int32(
+                np.int32(data[3 * i])
+                | shl(np.int32(data[3 * i + 1]), np.int32(8))
+                | shl(np.int32(data[3 * i + 2]), np.int32(16))
+            )
+            left = (word & 0x3F) | (shl(word, np.int32(2)) & 0x3F00)
+            right = (shl(word, np.int32(4)) & 0x3F0000) | (shl(word, np.int32(6)) & 0x3F000000)
+            fours[i] = np.int32(left | np.int32(right))
+
+
+@compiled
+def _decode_row(codes, scale, global_scale, spec, out):
+    """Write a line of values and return its largest code."""
+    sign, up = np.int32(1 << (spec.bits - 1)), np.int32(32 - spec.bits)
+    mask, first_normal = np.int32(sign - 1), np.int32(1 << spec.mantissa_bits)
+    shift, bias = np.int32(23 - spec.mantissa_bits), np.int32((127 - spec.bias) << 23)
+    step = as_float(np.int32((128 - spec.bias - spec.mantissa_bits) << 23))
+    largest = np.int32(0)
+    for c in range(out.size):
+        code = np.int32(codes[c])
+        magnitude = np.int32(code & mask)
+        largest = max(largest, magnitude)
+        normal = np.int32(shl(magnitude, shift) + bias)
+        subnormal = as_bits(np.float32(magnitude) * step)
+        value = np.int32(normal if magnitude >= first_normal else subnormal)
+        value = np.int32(value | shl(np.int32(code & sign), up))
+        store(out, c, as_bits(as_float(value) * scale[c] * global_scale))
+    return largest
+
+
+@spliced
+def dequantize_tiles(
+    data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, room,
+    first, last,
+):  # fmt: skip
+    """Values of tiles ``first`` to ``last``, into ``out`` (int32: float32, uint16: bfloat16).
+
+    ``values`` and ``scales`` hold the fp32 bits (int32) of every element and one-byte scale code;
+    ``scale32`` holds such bits already. With a scale below ``least`` (or not finite) products may
+    be subnormal: those blocks, and NaN or infinite elements, are multiplied exactly.
+    """
+    g = geometry
+    size, width = g.block_columns, g.width
+    factor = as_float(np.int32(global_scale))
+    scale_columns = -(-g.columns // size)
+    for tile in range(first, last):
+        lead, strip = tile // (g.strips * g.segments), tile // g.segments % g.strips
+        top, left = strip * g.block_rows, tile % g.segments * width
+        n = min(width, g.columns - left)
+        at = (lead * g.strips + strip) * scale_columns + left // size
+        tiny = nonfinite = False
+        for b in range(-(-n // size)):
+            s = scales[scale8[at + b]] if scale8.size else scale32[at + b]
+            m = np.int32(s & np.int32(0x7FFFFFFF))
+            tiny |= m > 0 and m < least
+            nonfinite |= m >= INF
+            room.scale_bits[b] = s
+            if size == 1:
+                room.scale[b] = as_float(s)
+            else:
+                for i in range(b * size, b * size + size, 16):
+                    fill16(room.scale, i, as_float(s))
+
+        for r in range(min(g.block_rows, g.rows - top)):
+            start = ((lead * g.data_rows + top + r) * g.data_columns + left) * spec.bits // 8
+            codes = data[start : start + n]
+            if spec.bits < 8:
+                _unpack(data[start:], spec.bits, n, room.codes)
+                codes = room.codes[:n]
+            start = lead * g.lead_stride + (top + r) * g.row_stride + left
+            line = out[start : start + n]
+            largest = _decode_row(codes, room.scale, factor, spec, line)
+            special = largest > spec.max_code
+            if special or nonfinite or (tiny and largest > 0):
+                _exact_row(
+                    codes, room.scale_bits, size, global_scale, spec, values, least, special, line
+                )
+
+
+@compiled
+def _exact_row(codes, bits, size, global_scale, spec, values, least, special, out):
+    """Do the elements again whose products may not be exact in fp32 arithmetic.
+
+    A zero is exact whatever the scale: blocks of zeros, whose scale is tiny, are common.
+    """
+    mask = (1 << (spec.bits - 1)) - 1
+    for b in range(-(-out.size // size)):
+        s = np.int64(bits[b]) & 0xFFFFFFFF
+        m = s & 0x7FFFFFFF
+        tiny, nonfinite = m > 0 and m < least, m >= INF
+        if tiny or nonfinite or special:
+            for c in range(b * size, min(b * size + size, out.size)):
+                magnitude = codes[c] & mask
+                if nonfinite or (tiny and magnitude > 0) or magnitude > spec.max_code:
+                    product = exact_multiply(np.int64(values[codes[c]]) & 0xFFFFFFFF, s)
+                    store(out, c, np.int32(exact_multiply(product, global_scale)))

@@ -1,0 +1,143 @@
+"""Formats, shapes and strides as the integers that the compiled loops need."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...formats import E8M0, FP32, Element, Format, Scale
+from ...rounding import _MANTISSA_LIMIT, decode, scale_bits
+
+POWER_OF_TWO, NEAREST_FP32, NEAREST_UE4M3 = 0, 1, 2
+
+
+class Spec(NamedTuple):
+    """A format, a scale rounding and a policy for NaN, as the integers that the loops need."""
+
+    # the element
+    mantissa_bits: int
+    bias: int
+    bits: int
+    max_code: int
+    max_bits: int  # of the largest value, as fp32
+    nan_code: int  # of one NaN; the largest code where the element has none
+    block_nan_code: int  # of every element of a block with a NaN under "propagate"
+    # the scale
+    kind: int  # POWER_OF_TWO, NEAREST_FP32 or NEAREST_UE4M3
+    limit: int  # largest mantissa of amax that is not rounded up to the next power of two
+    max_exponent: int  # of the element
+    min_byte: int  # of a power of two
+    shift: int  # a power of two is stored as byte << shift
+    scale_nan: int
+    scale_max: int
+    propagate: int
+
+
+class Geometry(NamedTuple):
+    """Shapes and strides of one call, in elements; ``x`` is the unquantized side."""
+
+    leads: int
+    rows: int  # of x, in each lead
+    columns: int
+    lead_stride: int
+    row_stride: int
+    data_rows: int  # rows and columns of the data: those of x, or more where padded
+    data_columns: int
+    block_rows: int
+    block_columns: int
+    strips: int  # in each lead; a row of scales is one strip
+    depth: int  # strips of a tile
+    segments: int  # tiles of a strip
+    width: int  # columns of a tile
+    turned: int  # 1: packed data along axis -2, stored (leads, columns, packed rows)
+
+    @property
+    def tiles(self) -> int:
+        return self.leads * -(-self.strips // self.depth) * self.segments
+
+    def chunk(self, elements: int) -> int:
+        """Tiles that hold about so many elements."""
+        rows = min(self.depth * self.block_rows, self.rows)
+        return max(1, elements // (rows * min(self.width, self.columns)))
+
+
+def supported(format: Format) -> bool:
+    """Whether the loops, which take 16 elements or 8 packed bytes at once, know such blocks."""
+    rows, columns = format.block
+    whole = columns % 16 == 0 and (rows == 1 or rows % 16 == 0)
+    return whole and (format.element.bits == 8 or format.element.stored(columns) % 8 == 0)
+
+
+@lru_cache
+def specify(format: Format, scale_rounding: str, nonfinite: str) -> Spec:
+    """The constants of a format; ``scale_rounding`` is one of ``format.scale.roundings``."""
+    element, scale = format.element, format.scale
+    power_of_two = scale is E8M0 or scale_rounding != "nearest"
+    return Spec(
+        mantissa_bits=element.mantissa_bits,
+        bias=element.bias,
+        bits=element.bits,
+        max_code=element.max_code,
+        max_bits=int(np.float32(element.max).view(np.int32)),
+        nan_code=element.max_code if element.nan_code is None else element.nan_code,
+        block_nan_code=element.nan_code or 0,
+        kind=POWER_OF_TWO if power_of_two else NEAREST_FP32 if scale is FP32 else NEAREST_UE4M3,
+        limit=_MANTISSA_LIMIT[scale_rounding](element) if power_of_two else 0,
+        max_exponent=element.max_exponent,
+        min_byte=1 if scale is FP32 else 0,
+        shift=23 if scale is FP32 else 0,
+        scale_nan=scale.nan_code,
+        scale_max=scale.max_code,
+        propagate=int(nonfinite == "propagate"),
+    )
+
+
+@lru_cache
+def values(element: Element) -> np.ndarray:
+    """fp32 bits (int32) of each code of an element."""
+    codes = torch.arange(1 << element.bits, dtype=torch.uint8)
+    return decode(codes, element).view(torch.int32).numpy()
+
+
+@lru_cache
+def scale_values(scale: Scale) -> np.ndarray:
+    """fp32 bits (int32) of each code of a one-byte scale; empty for fp32 scales."""
+    codes = torch.arange(0 if scale is FP32 else 256)
+    return scale_bits(codes, scale).to(torch.int32).numpy()
+
+
+def geometry(x: Tensor, format: Format, axis: int) -> Geometry:
+    """How the loops walk over ``x`` (leads, M, K), blocked along ``axis``; K is contiguous."""
+    leads, rows, columns = x.shape
+    height, size = format.block if axis == -1 else format.block[::-1]
+    packed = format.element.bits < 8
+    if height == 1 and columns % size == 0 and x.is_contiguous():
+        leads, rows, columns = 1, 1, x.numel()  # blocks need not know of rows
+    data_rows, data_columns = rows, columns
+    if axis == -1:
+        data_columns = -(-columns // size) * size
+    else:
+        data_rows = -(-rows // height) * height
+    turned = axis == -2 and packed
+    width = 2048 if height == 1 else 256 if turned else 512
+    width = max(width // size, 1) * size
+    return Geometry(
+        leads=leads,
+        rows=rows,
+        columns=columns,
+        lead_stride=x.stride(0),
+        row_stride=x.stride(1),
+        data_rows=data_rows,
+        data_columns=data_columns,
+        block_rows=height,
+        block_columns=size,
+        strips=-(-rows // height),
+        depth=max(64 // format.element.stored(height), 1) if turned else 1,  # whole cache lines
+        segments=-(-columns // width),
+        width=width,
+        turned=int(turned),
+    )

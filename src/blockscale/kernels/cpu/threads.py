@@ -1,0 +1,67 @@
+"""Spread chunks of work over threads.
+
+Threads of our own rather than numba's: GNU OpenMP ends a process that forks after its first use,
+numba's own pool ends one in which two threads call at once, and both spin while they wait. These
+sleep, may be called from any thread and are made anew after a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+_lock = threading.Lock()
+
+
+def _forget() -> None:
+    """After a fork: the child has neither the pool's threads nor the owner of the lock."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _submit(work: Callable[[], None], copies: int) -> list[Future[None]]:
+    global _pool, _pool_size
+    with _lock:  # also while submitting: another thread may replace the pool by a larger one
+        if _pool is None or _pool_size < copies:
+            if _pool is not None:
+                _pool.shutdown(wait=False)
+            _pool, _pool_size = ThreadPoolExecutor(copies, "blockscale"), copies
+        return [_pool.submit(work) for _ in range(copies)]
+
+
+def run(work: Callable[[int, int], T], items: int, chunk: int) -> list[T]:
+    """Call ``work(first, last)`` on chunks that cover ``range(items)``; the results, in any order.
+
+    ``work`` must release the GIL to gain by it. Uses ``torch.get_num_threads()`` threads at most,
+    this one among them, and this one alone where there is only one chunk.
+    """
+    starts = iter(range(0, items, chunk))
+    results: list[T] = []
+
+    def drain() -> None:
+        for first in starts:
+            results.append(work(first, min(first + chunk, items)))
+
+    helpers = min(torch.get_num_threads(), -(-items // chunk)) - 1
+    futures = _submit(drain, helpers) if helpers > 0 else []
+    drain()
+    for future in futures:
+        future.cancel()  # one that has not begun has nothing left to do
+    wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.result()
+    return results
