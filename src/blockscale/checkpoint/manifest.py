@@ -1,0 +1,46 @@
+"""``OUT.manifest.json``: how a file was made, checksums of what it holds, and what was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .header import parse_json
+from .reader import Reader
+from .writer import manifest_path
+
+__all__ = ["VERSION", "read_manifest", "stale_tensors"]
+
+VERSION = 1
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a file; None where there is none that can be read."""
+    try:
+        content = parse_json(manifest_path(path).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict) or content.get("manifest") != VERSION:
+        return None
+    tensors = content.get("tensors")
+    if not isinstance(tensors, dict) or not all(isinstance(t, dict) for t in tensors.values()):
+        return None
+    return content
+
+
+def stale_tensors(file: Reader, manifest: Mapping[str, Any]) -> list[str]:
+    """Names of stored tensors whose bytes are not those that the manifest sums up.
+
+    A header that is not the one it was made with makes all of them stale.
+    """
+    made = manifest.get("file")
+    if not isinstance(made, dict) or made.get("header_sha256") != file.header_sha256():
+        return list(file.header.tensors)
+    sums = {
+        name: digest
+        for tensor in manifest["tensors"].values()
+        if isinstance(tensor.get("sha256"), dict)
+        for name, digest in tensor["sha256"].items()
+    }
+    return [name for name in file.header.tensors if sums.get(name) != file.sha256(name)]

@@ -1,0 +1,157 @@
+"""Reading a safetensors file piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from .header import MAX_HEADER, TORCH_DTYPES, Header, Stored, parse, show
+
+__all__ = ["PIECE", "Reader"]
+
+PIECE = 1 << 22  # bytes that are hashed or copied at a time
+
+
+class Reader:
+    """An open safetensors file whose header has been checked.
+
+    Bytes are read with ``pread`` into buffers of our own. A memory map would be as fast, but a file
+    that is cut short while it is mapped kills the process (SIGBUS); here it is an OSError.
+
+    Args:
+        path: of the file.
+        argument: name of the caller's argument, for messages.
+
+    Raises FileNotFoundError, IsADirectoryError or ValueError, with argument and remedy.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], argument: str = "path") -> None:
+        self.path, self._argument = Path(path), argument
+        try:
+            # O_NONBLOCK: opening a pipe must not wait for a writer
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{argument}: {self.path} does not exist; name a .safetensors file"
+            ) from None
+        except OSError as error:
+            raise type(error)(f"{argument}: {self.path}: {error.strerror}") from None
+        try:
+            self.stat = os.fstat(self._fd)
+            self.header = self._read_header()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._fd)
+
+    def _read_header(self) -> Header:
+        if stat.S_ISDIR(self.stat.st_mode):
+            raise IsADirectoryError(
+                f"{self._argument}: {self.path} is a directory; name a .safetensors file in it (a "
+                "sharded checkpoint is converted file by file)"
+            )
+        if not stat.S_ISREG(self.stat.st_mode):
+            raise ValueError(f"{self._argument}: {self.path} is not a regular file; copy it to one")
+        size = self.stat.st_size
+        try:
+            if size < 10:
+                raise ValueError(f"it has {size} bytes, a header alone takes 10")
+            length = int.from_bytes(self._pread(0, 8), "little")
+            if length > MAX_HEADER:
+                raise ValueError(f"its header would have {length} bytes, more than {MAX_HEADER}")
+            if 8 + length > size:
+                raise ValueError(f"truncated: {size} bytes, its header alone takes {8 + length}")
+            return parse(bytes(self._pread(8, length)), size - 8 - length)
+        except ValueError as error:
+            raise ValueError(
+                f"{self._argument}: {self.path} is not a whole safetensors file: {error}; fetch or "
+                "save it again"
+            ) from None
+
+    def _pread(self, offset: int, count: int) -> bytearray:
+        buffer = bytearray(count)
+        view, done = memoryview(buffer), 0
+        while done < count:
+            got = os.preadv(self._fd, [view[done:]], offset + done)
+            if not got:
+                raise OSError(
+                    f"{self._argument}: {self.path} became shorter while it was read; start again "
+                    "when nothing writes to it"
+                )
+            done += got
+        return buffer
+
+    def bytes(self, tensor: Stored, start: int, count: int) -> bytearray:
+        """``count`` bytes of a tensor from its byte ``start`` on."""
+        if start + count > tensor.nbytes:
+            raise ValueError(
+                f"bytes {start} to {start + count} of a tensor that has {tensor.nbytes}"
+            )
+        return self._pread(tensor.offset + start, count)
+
+    def elements(self, name: str, start: int, count: int) -> Tensor:
+        """``count`` elements from element ``start`` on, in one dimension and their own memory."""
+        tensor = self.header.tensors[name]
+        dtype = TORCH_DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise ValueError(
+                f"{self._argument}: torch has no dtype for {tensor.dtype} ({show(name)})"
+            )
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        size = dtype.itemsize
+        return torch.frombuffer(self.bytes(tensor, start * size, count * size), dtype=dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor."""
+        stored = self.header.tensors[name]
+        return self.elements(name, 0, stored.numel).view(stored.shape)
+
+    def sha256(self, name: str) -> str:
+        """Checksum of a tensor's bytes."""
+        tensor = self.header.tensors[name]
+        return self._sha256(tensor.offset, tensor.nbytes)
+
+    def header_sha256(self) -> str:
+        """Checksum of everything before the data."""
+        return self._sha256(0, self.header.data_start)
+
+    def file_sha256(self, seen: Callable[[int], None] = lambda count: None) -> str:
+        """Checksum of the whole file; ``seen`` hears of each piece's length."""
+        return self._sha256(0, self.header.file_size, seen)
+
+    def _sha256(
+        self, offset: int, count: int, seen: Callable[[int], None] = lambda count: None
+    ) -> str:
+        digest = hashlib.sha256()
+        for start in range(0, count, PIECE):
+            piece = self._pread(offset + start, min(PIECE, count - start))
+            digest.update(piece)
+            seen(len(piece))
+        return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """OSError if somebody wrote to the file since it was opened."""
+        now = os.fstat(self._fd)
+        if (now.st_size, now.st_mtime_ns) != (self.stat.st_size, self.stat.st_mtime_ns):
+            raise OSError(
+                f"{self._argument}: {self.path} changed while it was read; start again when "
+                "nothing writes to it"
+            )

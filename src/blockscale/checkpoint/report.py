@@ -1,0 +1,259 @@
+"""``inspect_file``: what a checkpoint holds, and what quantization did to it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..formats import formats
+from ..tensor import ScaledTensor
+from .convention import all_part_names, assemble, part_names, read_descriptions
+from .header import TORCH_DTYPES, Stored, show
+from .manifest import read_manifest, stale_tensors
+from .reader import Reader
+from .statistics import ErrorStatistics, ValueStatistics
+from .stream import CHUNK, chunks
+
+__all__ = ["FileReport", "TensorReport", "inspect_file"]
+
+_FLOATS = ("F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor; all parts of a quantized one together.
+
+    ``format`` is a name of :data:`blockscale.formats`, or the dtype in the file. ``bf16_bytes`` is
+    what the values would take in bfloat16 (integers: what they take). ``error`` is known for
+    quantized tensors with an intact manifest or a source, ``values`` in unquantized files.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+    bf16_bytes: int
+    quantized: bool
+    stale: bool = False
+    note: str = ""
+    error: ErrorStatistics | None = None
+    values: ValueStatistics | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON without what is not known."""
+        out = {**asdict(self), "shape": list(self.shape)}
+        out |= {key: v.to_json() for key in ("error", "values") if (v := getattr(self, key))}
+        return {key: value for key, value in out.items() if value not in (None, "")}
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """A file and its tensors.
+
+    ``manifest`` is ``"intact"`` (all checksums match), ``"stale"`` (some do not: then ``stale``
+    names the stored tensors), ``"missing"``, or ``"none"`` for a file with nothing quantized, which
+    needs none. ``measured`` tells where the errors come from: "manifest", "source" or "".
+    """
+
+    path: Path
+    nbytes: int
+    manifest: str
+    measured: str
+    tensors: tuple[TensorReport, ...]
+    stale: tuple[str, ...] = ()
+
+    @property
+    def bf16_bytes(self) -> int:
+        """What all tensors would take with bfloat16 for all floating-point values."""
+        return sum(t.bf16_bytes for t in self.tensors)
+
+    def errors_by_format(self) -> dict[str, ErrorStatistics]:
+        """Sums over all tensors of each format whose errors are known."""
+        out: dict[str, ErrorStatistics] = {}
+        for tensor in self.tensors:
+            if tensor.error is not None:
+                out.setdefault(tensor.format, ErrorStatistics()).merge(tensor.error)
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON: the report, with totals."""
+        quantized = [t for t in self.tensors if t.quantized]
+        return {
+            "path": str(self.path),
+            "manifest": self.manifest,
+            "stale": list(self.stale),
+            "measured": self.measured,
+            "totals": {
+                "bytes": self.nbytes,
+                "bf16_bytes": self.bf16_bytes,
+                "tensors": len(self.tensors),
+                "quantized": len(quantized),
+                "quantized_bytes": sum(t.nbytes for t in quantized),
+                "quantized_bf16_bytes": sum(t.bf16_bytes for t in quantized),
+            },
+            "formats": {name: error.to_json() for name, error in self.errors_by_format().items()},
+            "tensors": [t.to_json() for t in self.tensors],
+        }
+
+
+def inspect_file(
+    path: str | os.PathLike[str],
+    source: str | os.PathLike[str] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> FileReport:
+    """Report on a safetensors file, quantized or not, in constant memory.
+
+    Errors are those that the manifest recorded, for tensors whose checksums still match. With
+    ``source``, the file that was quantized, they are measured again.
+
+    Args:
+        path: of the file. In one without quantized tensors values are surveyed instead.
+        source: optional, the file it was made from.
+        progress: called with the name of the tensor at hand, its number and their count.
+
+    Raises:
+        ValueError: a damaged file, or a source that does not have the same tensors.
+        OSError: a file that cannot be read.
+    """
+    tell = progress or (lambda name, done, total: None)
+    with Reader(path) as file:
+        try:
+            descriptions = read_descriptions(file.header)
+        except ValueError as error:
+            raise ValueError(f"path: {file.path}: {error}; quantize it again") from None
+        if not descriptions:
+            if source is not None:
+                raise ValueError(
+                    f"source: {file.path} has no quantized tensors to compare with it; leave it out"
+                )
+            tensors = [
+                _survey(file, name, stored)
+                for i, (name, stored) in enumerate(file.header.tensors.items())
+                if not tell(name, i, len(file.header.tensors))
+            ]
+            return FileReport(file.path, file.header.file_size, "none", "", tuple(tensors))
+
+        manifest = read_manifest(file.path)
+        stale = stale_tensors(file, manifest) if manifest else []
+        recorded = manifest["tensors"] if manifest else {}
+        parts, tensors = all_part_names(descriptions), []
+        for i, (name, stored) in enumerate(sorted(file.header.tensors.items())):
+            tell(name, i, len(file.header.tensors))
+            if name in descriptions:
+                tensors.append(_quantized(file, name, descriptions[name], recorded, stale))
+            elif name not in parts:
+                why = recorded.get(name, {}).get("copied", "")
+                tensors.append(_plain(name, stored, note=str(why), stale=name in stale))
+        if source is not None:
+            with Reader(source, "source") as original:
+                tensors = [
+                    _measured(file, original, t, descriptions[t.name]) if t.quantized else t
+                    for i, t in enumerate(tensors)
+                    if not tell(t.name, i, len(tensors))
+                ]
+        state = "missing" if manifest is None else "stale" if stale else "intact"
+        measured = "source" if source is not None else "manifest" if manifest else ""
+        return FileReport(
+            file.path, file.header.file_size, state, measured, tuple(tensors), tuple(stale)
+        )
+
+
+def _plain(name: str, stored: Stored, **more: Any) -> TensorReport:
+    is_float = stored.dtype in (*_FLOATS, "F64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")
+    nbytes = stored.nbytes
+    wide = 2 * stored.numel if is_float else nbytes
+    return TensorReport(name, stored.dtype, stored.shape, nbytes, wide, False, **more)
+
+
+def _survey(file: Reader, name: str, stored: Stored) -> TensorReport:
+    if stored.dtype not in _FLOATS:
+        return _plain(name, stored)
+    values = ValueStatistics()
+    for start in range(0, stored.numel, CHUNK):
+        values.add(file.elements(name, start, min(CHUNK, stored.numel - start)))
+    return _plain(name, stored, values=values)
+
+
+def _quantized(
+    file: Reader,
+    name: str,
+    description: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    stale: list[str],
+) -> TensorReport:
+    stored = part_names(name, description).values()
+    shape, is_stale, error = tuple(description["shape"]), not set(stored).isdisjoint(stale), None
+    if description.get("transposed"):
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    note = "its bytes are not those of the manifest" if is_stale else ""
+    if not is_stale and "error" in recorded.get(name, {}):
+        try:
+            error = ErrorStatistics.from_json(recorded[name]["error"])
+        except ValueError:
+            note = "its errors in the manifest are damaged"
+    return TensorReport(
+        name,
+        description["format"],
+        shape,
+        sum(file.header.tensors[part].nbytes for part in stored),
+        2 * math.prod(shape),
+        True,
+        is_stale,
+        note,
+        error,
+    )
+
+
+def _measured(
+    file: Reader, source: Reader, tensor: TensorReport, description: Mapping[str, Any]
+) -> TensorReport:
+    """The report with errors against ``source``, chunk by chunk as they were quantized."""
+    name, format = tensor.name, formats[tensor.format]
+    original = source.header.tensors.get(name)
+    if original is None or original.shape != tensor.shape:
+        raise ValueError(
+            f"source: {source.path} has no {show(name)} of shape {list(tensor.shape)}; name the "
+            "file that was quantized"
+        )
+    if str(TORCH_DTYPES.get(original.dtype)) != f"torch.{description['dtype']}":
+        raise ValueError(
+            f"source: {show(name)} is {original.dtype} in {source.path}, but "
+            f"{description['dtype']} was quantized; name the file that was"
+        )
+    if description["axis"] != -1 or description.get("transposed") or "groups" in description:
+        return _replace(tensor, None, "not measured: its blocks do not run along rows")
+    error = ErrorStatistics()
+    names = part_names(name, description)
+    done = dict.fromkeys(names, 0)
+    for start, shape in chunks(tensor.shape, format):
+        x = source.elements(name, start, math.prod(shape)).view(shape)
+        error.add(x, _chunk(file, name, description, names, done, shape))
+    return _replace(tensor, error, tensor.note)
+
+
+def _chunk(
+    file: Reader,
+    name: str,
+    description: Mapping[str, Any],
+    names: Mapping[str, str],
+    done: dict[str, int],
+    shape: tuple[int, int, int],
+) -> ScaledTensor:
+    """The next rows of a quantized tensor; ``done`` counts what was taken of each part."""
+    format = formats[description["format"]]
+    wanted = {"data": format.data_shape(shape, -1), "scale": format.scale_shape(shape, -1)}
+    read = {}
+    for part, stored in names.items():
+        size = wanted.get(part, ())
+        first = done[part] if part in wanted else 0
+        read[stored] = file.elements(stored, first, math.prod(size)).view(size)
+        done[part] += math.prod(size)
+    return assemble(name, {**description, "shape": shape}, read.__getitem__)
+
+
+def _replace(tensor: TensorReport, error: ErrorStatistics | None, note: str) -> TensorReport:
+    return TensorReport(**{**vars(tensor), "error": error, "note": note})

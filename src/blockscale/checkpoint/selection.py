@@ -1,0 +1,105 @@
+"""Which tensors of a file are quantized, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from ..formats import Format
+from .header import Stored, show
+
+__all__ = ["DEFAULT_EXCLUDE", "select"]
+
+#: Matrices that are left as they are unless ``include`` names them, matched in lower case.
+#: Embeddings are looked up, not multiplied; the head, routers and norms are small and cost most
+#: accuracy (peers keep all of these in high precision too); a bias or another library's scale is no
+#: weight.
+DEFAULT_EXCLUDE = (
+    "*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*norm*", "*router*", "*.gate.weight",
+    "*bias*", "*_scale", "*_scale_[a-z0-9]*",
+)  # fmt: skip
+
+_QUANTIZABLE = ("F32", "BF16", "F16")
+
+
+def obstacle(tensor: Stored, format: Format) -> str | None:
+    """Why a tensor cannot be quantized in blocks along its last dimension; None if it can."""
+    if tensor.dtype not in _QUANTIZABLE:
+        return f"{tensor.dtype}; only {', '.join(_QUANTIZABLE)} are quantized"
+    if len(tensor.shape) < 2:
+        return "not a matrix"
+    if not tensor.numel:
+        return "empty"
+    if tensor.shape[-1] % format.block_size:
+        return (
+            f"last dimension {tensor.shape[-1]} is not a multiple of {format.name}'s block of "
+            f"{format.block_size}"
+        )
+    return None
+
+
+def select(
+    tensors: Mapping[str, Stored],
+    format: Format,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    quantized: Collection[str] = (),
+) -> dict[str, str | None]:
+    """For each tensor None if it is quantized, else the reason why it is copied.
+
+    Args:
+        tensors: of the file.
+        format: that is asked for.
+        include: globs (``*`` also matches dots), or names; without them every matrix that can be
+            quantized is, except :data:`DEFAULT_EXCLUDE`.
+        exclude: globs of tensors that are not, whatever ``include`` says.
+        quantized: names of what is part of a quantized tensor already.
+
+    Raises ValueError for a glob that matches nothing or nothing that can be quantized, and for a
+    name in ``include`` that cannot be.
+    """
+    obstacles = {
+        name: "quantized already" if name in quantized else obstacle(tensor, format)
+        for name, tensor in tensors.items()
+    }
+    for pattern in include:
+        matches = _matches("include", pattern, tensors)
+        able = [name for name in matches if obstacles[name] is None]
+        if not able:
+            raise ValueError(
+                f"include: {show(matches[0])} cannot be quantized to {format.name} "
+                f"({obstacles[matches[0]]}), nor can anything else that {pattern!r} matches; leave "
+                "it out, or name another"
+            )
+    for pattern in exclude:
+        _matches("exclude", pattern, tensors)
+
+    reasons = {}
+    for name, why in obstacles.items():
+        if why is None and (hit := _first(exclude, name)):
+            why = f"excluded by {hit!r}"
+        if why is None and include and not _first(include, name):
+            why = "not included"
+        if why is None and not include and (hit := _first(DEFAULT_EXCLUDE, name.lower())):
+            why = f"left alone by default, {hit!r}"
+        reasons[name] = why
+    return reasons
+
+
+def _matches(argument: str, pattern: str, names: Collection[str]) -> list[str]:
+    found = [name for name in names if _fits(pattern, name)]
+    if not found:
+        some = ", ".join(show(name) for name in list(names)[:3])
+        raise ValueError(
+            f"{argument}: {pattern!r} matches none of the {len(names)} tensors; `blockscale "
+            f"inspect` lists them{f' ({some}, ...)' if some else ''}"
+        )
+    return found
+
+
+def _first(patterns: Sequence[str], name: str) -> str | None:
+    return next((p for p in patterns if _fits(p, name)), None)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)

@@ -1,0 +1,103 @@
+"""``save_file`` and ``load_file``: state dicts with ScaledTensors in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..tensor import ScaledTensor
+from .convention import (
+    all_part_names,
+    assemble,
+    check_names,
+    describe,
+    dtype_name,
+    metadata_for,
+    part_names,
+    read_descriptions,
+)
+from .header import METADATA, build, show
+from .reader import Reader
+from .writer import replacing, tensor_bytes
+
+__all__ = ["load_file", "save_file"]
+
+
+def save_file(
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors, quantized ones among them, as one safetensors file.
+
+    Scales are stored compact, whatever their layout. ``path`` is replaced when the new file is
+    complete and on disk. Tensors that share memory are written as often as they have names.
+
+    Args:
+        tensors: name -> ScaledTensor or dense tensor, on any device.
+        path: of the file; its directory exists.
+        metadata: strings for the header.
+
+    Raises:
+        TypeError: something is no dense tensor, or of a dtype that the format lacks.
+        ValueError: a name is taken twice (``w`` quantized and another tensor ``w_scale``).
+        OSError: no such directory, or no room.
+    """
+    parts: dict[str, Tensor] = {}
+    descriptions = {}
+    names: list[str] = []
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or name == METADATA:
+            raise ValueError(f"tensors: {name!r} cannot be the name of a tensor; rename it")
+        if isinstance(tensor, ScaledTensor):
+            descriptions[name], own = describe(tensor)
+            stored = part_names(name, descriptions[name])
+            own = {stored[part]: value for part, value in own.items()}
+        elif isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+            own = {name: tensor.detach()}
+        else:
+            kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"tensors: {show(name)} is {kind}; expected a dense torch.Tensor")
+        names += own
+        parts |= own
+    check_names(names, "tensors")
+    try:
+        items = [(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in parts.items()]
+    except TypeError as error:
+        raise TypeError(f"tensors: {error}") from None
+    head, header = build(items, metadata_for(descriptions, metadata or {}))
+    with replacing(Path(path), "path") as file:
+        file.write(head)
+        for name in header.tensors:
+            file.write(tensor_bytes(parts[name].cpu().contiguous()))
+
+
+def load_file(
+    path: str | os.PathLike[str], device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """Read what :func:`save_file` or :func:`quantize_file` wrote, or any safetensors file.
+
+    Returns:
+        name -> :class:`~blockscale.ScaledTensor` with compact scales, or plain tensor.
+
+    Raises:
+        ValueError: the file is damaged, truncated or hostile, or its parts do not fit.
+        OSError: it cannot be read.
+    """
+    with Reader(path) as file:
+        try:
+            descriptions = read_descriptions(file.header)
+            parts = all_part_names(descriptions)
+            out: dict[str, Tensor] = {}
+            for name in file.header.tensors:
+                if name in descriptions:
+                    out[name] = assemble(name, descriptions[name], file.tensor).to(device)
+                elif name not in parts:
+                    out[name] = file.tensor(name).to(device)
+            return out
+        except ValueError as error:
+            raise ValueError(f"path: {file.path}: {error}; save it again") from None

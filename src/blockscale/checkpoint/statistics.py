@@ -1,0 +1,238 @@
+"""What quantization did to a tensor, as sums that grow chunk by chunk."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..rounding import decode_scale
+from ..tensor import ScaledTensor
+
+__all__ = ["ErrorStatistics", "Exponents", "ValueStatistics", "error_bin_edges"]
+
+# Bins of the relative error: half octaves, [2^e, 1.5 * 2^e) and [1.5 * 2^e, 2^(e+1)), from 2^-16
+# (all that is smaller, but not 0, is in the first bin) to 2^1. Their number is read off the bits of
+# the fp32 ratio: no logarithm whose last digit depends on the machine.
+_FIRST_EXPONENT, _BINS = -16, 34
+# Elements that are looked at together: they stay in the cache. numpy, because torch's threads wait
+# for each other at every one of these small steps.
+_PIECE = 1 << 16
+
+Array = NDArray[np.float32]
+
+
+def error_bin_edges() -> list[float]:
+    """The 35 edges of the bins of the relative error."""
+    return [math.ldexp(1.0 + (i % 2) / 2, _FIRST_EXPONENT + i // 2) for i in range(_BINS + 1)]
+
+
+@dataclass
+class Exponents:
+    """A histogram of floor(log2(|value|)), with zeros and non-finite values apart."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+    zeros: int = 0
+    nonfinite: int = 0
+
+    def add(self, values: Array) -> None:
+        """Count fp32 values."""
+        magnitude = values.reshape(-1).view(np.int32) & 0x7FFFFFFF
+        fields = np.bincount(magnitude >> 23, minlength=256).tolist()
+        self.nonfinite += fields[255]
+        self.counts.update({e - 127: n for e, n in enumerate(fields[1:255], 1) if n})
+        if fields[0]:  # zero or, below 2^-126, subnormal: the exponent is that of the highest bit
+            small = magnitude[magnitude < 1 << 23]
+            lengths = np.bincount(np.frexp(small.astype(np.float64))[1], minlength=24).tolist()
+            self.zeros += lengths[0]
+            self.counts.update({n - 150: c for n, c in enumerate(lengths[1:], 1) if c})
+
+    def merge(self, other: Exponents) -> None:
+        """Add the counts of another."""
+        self.counts.update(other.counts)
+        self.zeros += other.zeros
+        self.nonfinite += other.nonfinite
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON with the exponents ascending."""
+        counts = {str(e): n for e, n in sorted(self.counts.items())}
+        return {"counts": counts, "zeros": self.zeros, "nonfinite": self.nonfinite}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Exponents:
+        """The inverse of :meth:`to_json`. ValueError where ``data`` is something else."""
+        counts = Counter({int(e): int(n) for e, n in data["counts"].items()})
+        if not all(-149 <= e <= 127 and n > 0 for e, n in counts.items()):
+            raise ValueError("an exponent is not one of fp32")
+        return cls(counts, int(data["zeros"]), int(data["nonfinite"]))
+
+
+@dataclass
+class ErrorStatistics:
+    """The difference between a tensor and its dequantized values.
+
+    Attributes:
+        elements: how many were compared.
+        signal, noise: sums of squares of the tensor and of the difference.
+        max_abs, max_rel: largest ``|difference|`` and ``|difference| / |x|`` (x not 0).
+        exact: elements without any difference.
+        zeros: elements that are quantized to 0; ``flushed`` of them were not 0 before.
+        saturated: elements above the largest that their block can hold, ``element.max * scale``.
+        nonfinite: elements that are, or became, NaN or infinite; they are in no other number.
+        error_bins: how often each relative error occurs, see :func:`error_bin_edges`; exact ones
+            and those of x = 0 are left out.
+        scales: exponents of block scale times global scale.
+    """
+
+    elements: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    exact: int = 0
+    zeros: int = 0
+    flushed: int = 0
+    saturated: int = 0
+    nonfinite: int = 0
+    error_bins: list[int] = field(default_factory=lambda: [0] * _BINS)
+    scales: Exponents = field(default_factory=Exponents)
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """10 log10(signal / noise); None where nothing was lost or there is no signal."""
+        if self.noise == 0 or self.signal == 0:
+            return None
+        return 10 * math.log10(self.signal / self.noise)
+
+    def add(self, x: Tensor, q: ScaledTensor) -> None:
+        """Compare a chunk ``x`` (..., rows, K) with its quantized form (compact, axis -1)."""
+        scales = _scales(q)
+        self.scales.add(scales.numpy())
+        limits, k = _limits(q, scales), x.shape[-1]
+        exact = x.float().reshape(-1, k).numpy()
+        values = q.dequantize(torch.float32).reshape(-1, k).numpy()
+        step = max(1, _PIECE // k)
+        for row in range(0, len(exact), step):
+            rows = slice(row, row + step)
+            self._add(exact[rows], values[rows], limits[rows], q.format.block_size)
+
+    def _add(self, exact: Array, values: Array, limits: Array, block: int) -> None:
+        error, magnitude = np.abs(values - exact), np.abs(exact)
+        signal, noise = _energy(exact), _energy(error)
+        bad = 0
+        if not math.isfinite(signal + noise):  # rare, so all else is spared the search for them
+            finite = np.isfinite(exact) & np.isfinite(values)
+            bad = finite.size - int(np.count_nonzero(finite))
+            values, error = np.where(finite, values, 0), np.where(finite, error, 0)
+            magnitude = np.where(finite, magnitude, 0)
+            signal, noise = _energy(magnitude), _energy(error)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(magnitude > 0, error / magnitude, np.float32(0))
+        bins = np.bincount(ratio.reshape(-1).view(np.int32) >> 22, minlength=512)
+        zeros = int(np.count_nonzero(values == 0))
+        self.elements += exact.size - bad
+        self.nonfinite += bad
+        self.signal += signal
+        self.noise += noise
+        self.max_abs = max(self.max_abs, float(error.max()))
+        self.max_rel = max(self.max_rel, float(ratio.max()))
+        self.exact += int(bins[0]) - bad
+        self.zeros += zeros - bad
+        self.flushed += zeros - int(np.count_nonzero(magnitude == 0))
+        if magnitude.shape[1] % block:
+            magnitude = np.pad(magnitude, ((0, 0), (0, -magnitude.shape[1] % block)))
+        blocks = magnitude.reshape(len(magnitude), -1, block)
+        self.saturated += int(np.count_nonzero(blocks > limits[:, :, None]))
+        first = 2 * (127 + _FIRST_EXPONENT)
+        counts = bins[first : first + _BINS]
+        counts[0] += bins[1:first].sum()
+        self.error_bins = [a + int(b) for a, b in zip(self.error_bins, counts, strict=True)]
+
+    def merge(self, other: ErrorStatistics) -> None:
+        """Add another tensor's sums."""
+        self.elements += other.elements
+        self.signal += other.signal
+        self.noise += other.noise
+        self.max_abs = max(self.max_abs, other.max_abs)
+        self.max_rel = max(self.max_rel, other.max_rel)
+        self.exact += other.exact
+        self.zeros += other.zeros
+        self.flushed += other.flushed
+        self.saturated += other.saturated
+        self.nonfinite += other.nonfinite
+        self.error_bins = [a + b for a, b in zip(self.error_bins, other.error_bins, strict=True)]
+        self.scales.merge(other.scales)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON; sums with 12 digits, since the order of additions decides about the rest."""
+        out: dict[str, Any] = {"sqnr_db": self.sqnr_db and round(self.sqnr_db, 4)}
+        for name, value in vars(self).items():
+            out[name] = float(f"{value:.12g}") if isinstance(value, float) else value
+        return {**out, "scales": self.scales.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ErrorStatistics:
+        """The inverse of :meth:`to_json`. ValueError where ``data`` is something else."""
+        try:
+            numbers = {name: type(v)(data[name]) for name, v in vars(cls()).items() if v == 0}
+            bins = [int(n) for n in data["error_bins"]]
+            if len(bins) != _BINS:
+                raise ValueError(f"{len(bins)} error_bins instead of {_BINS}")
+            if not all(0 <= n < math.inf for n in (*numbers.values(), *bins)):
+                raise ValueError("a number is negative or not finite")
+            return cls(**numbers, error_bins=bins, scales=Exponents.from_json(data["scales"]))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(f"these are no error statistics: {error!r}") from None
+
+
+def _energy(x: Array) -> float:
+    """Sum of squares, in fp64: the squares of large fp32 numbers overflow."""
+    return float(np.square(x, dtype=np.float64).sum())
+
+
+def _scales(q: ScaledTensor) -> Tensor:
+    """fp32 block scale times global scale. Neither is subnormal where there are two."""
+    scales = decode_scale(q.scale, q.format.scale).to(torch.int32).view(torch.float32)
+    return scales if q.global_scale is None else scales * q.global_scale
+
+
+def _limits(q: ScaledTensor, scales: Tensor) -> Array:
+    """``element.max * scale`` of each row and block along it, with the slack of an fp32 rounding:
+    a scale amax / 448 that was rounded down by one unit is no saturation."""
+    limit = scales * (q.format.element.max * (1 + 2.0**-20))
+    if q.format.block[0] > 1:
+        limit = limit.repeat_interleave(q.format.block[0], -2)[..., : q.shape[-2], :]
+    return limit.reshape(-1, limit.shape[-1]).numpy()
+
+
+@dataclass
+class ValueStatistics:
+    """The values of a floating-point tensor: amax and the exponents that occur."""
+
+    elements: int = 0
+    amax: float = 0.0
+    exponents: Exponents = field(default_factory=Exponents)
+
+    def add(self, x: Tensor) -> None:
+        """Count a chunk in float32, bfloat16 or float16."""
+        values = x.float().flatten().numpy()
+        self.elements += x.numel()
+        for start in range(0, len(values), _PIECE):
+            piece = values[start : start + _PIECE]
+            self.exponents.add(piece)
+            self.amax = max(self.amax, float(np.abs(piece[np.isfinite(piece)]).max(initial=0)))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON."""
+        return {
+            "elements": self.elements,
+            "amax": self.amax,
+            "exponents": self.exponents.to_json(),
+        }

@@ -1,0 +1,328 @@
+"""Writing a file so that its name never holds anything but the whole of it, and resuming.
+
+While ``OUT`` is made there are three files beside it::
+
+    OUT.journal   first line: what is made from what; then a line for each finished tensor
+    OUT.partial   the file, at its full length from the start, tensors at their final places
+    OUT.lock      held while somebody writes
+
+A journal line is appended after the bytes it speaks of, and on resuming the bytes of each line are
+checked against its checksums. So it does not matter where a process was killed, or which of its
+writes a machine that lost power had kept. ``OUT.partial`` is never there without its journal.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from .header import Header, Stored
+from .reader import Reader
+
+__all__ = [
+    "Output",
+    "check_target",
+    "locked",
+    "manifest_path",
+    "replacing",
+    "sizes",
+    "tensor_bytes",
+]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def beside(target: Path, suffix: str) -> Path:
+    """``OUT`` -> ``OUT.journal`` and so on."""
+    return target.with_name(target.name + suffix)
+
+
+def manifest_path(target: Path) -> Path:
+    """Where the manifest of a file lies: ``OUT.manifest.json``."""
+    return beside(target, ".manifest.json")
+
+
+def sizes(count: float) -> str:
+    """1234567 -> '1.2 MB'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return memoryview(tensor.detach().flatten().view(torch.uint8).numpy().data)
+
+
+def check_target(target: Path, argument: str) -> None:
+    """ValueError or OSError where no file can be made under this name."""
+    if target.is_dir():
+        raise IsADirectoryError(f"{argument}: {target} is a directory; name a file in it")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(
+            f"{argument}: the directory {target.parent} does not exist; make it first"
+        )
+
+
+@contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """Hold ``OUT.lock``. ValueError at once if another process (or thread) holds it."""
+    lock = FileLock(beside(target, ".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"target: {target} is being written by another process; wait for it to end"
+        ) from None
+    except OSError as error:
+        raise type(error)(
+            f"target: cannot write in {target.parent} ({error.strerror}); choose another place"
+        ) from None
+    try:
+        yield
+    finally:
+        beside(target, ".lock").unlink(missing_ok=True)  # while it is held, so nobody else's goes
+        lock.release()
+
+
+@contextmanager
+def replacing(path: Path, argument: str) -> Iterator[BinaryIO]:
+    """A file to write; it gets its name, and replaces what had it, when all is on disk."""
+    check_target(path, argument)
+    temporary = beside(path, f".{secrets.token_hex(4)}.tmp")
+    try:
+        with _explained(path, argument):
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_directory(path.parent)
+
+
+@contextmanager
+def _explained(path: Path, argument: str, hint: str = "") -> Iterator[None]:
+    """Turns an error of the system into a sentence with argument and remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # has its sentence already
+            raise
+        remedy = "free some space" if error.errno in _FULL else "check the place, or choose another"
+        raise OSError(
+            f"{argument}: writing {path} failed ({error.strerror}), it is as it was before; "
+            f"{remedy}{hint}"
+        ) from error
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make renames in it last."""
+    with suppress(OSError):  # some file systems cannot
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class Part:
+    """One stored tensor of an :class:`Output`, written from its first byte to its last."""
+
+    def __init__(self, output: Output, tensor: Stored) -> None:
+        self._output, self._offset, self._left = output, tensor.offset, tensor.nbytes
+        self._digest = hashlib.sha256()
+
+    def write(self, piece: memoryview | bytearray | bytes) -> None:
+        """Append; the caller brings exactly as many bytes as the header promised."""
+        if len(piece) > self._left:
+            raise AssertionError(f"{len(piece) - self._left} bytes more than planned")
+        self._output.write(piece, self._offset)
+        self._digest.update(piece)
+        self._offset += len(piece)
+        self._left -= len(piece)
+
+    def sha256(self) -> str:
+        """Checksum of all of it."""
+        if self._left:
+            raise AssertionError(f"{self._left} bytes fewer than planned")
+        return self._digest.hexdigest()
+
+
+class Output:
+    """``OUT`` in the making. Use it as a context manager, with the lock held.
+
+    Args:
+        target: the final name.
+        head: length and JSON, as :func:`header.build` makes them.
+        header: where the tensors lie.
+        identity: all that decides about the bytes. A journal with another identity is not resumed.
+
+    Attributes:
+        records: tensors that are finished, and the record given to :meth:`finish`.
+        note: what became of an earlier attempt; empty where there was none.
+
+    Raises OSError where there is no room for the file.
+    """
+
+    def __init__(
+        self, target: Path, head: bytes, header: Header, identity: Mapping[str, Any]
+    ) -> None:
+        self._target, self._header = target, header
+        self._partial, self._journal = beside(target, ".partial"), beside(target, ".journal")
+        self.header_sha256 = hashlib.sha256(head).hexdigest()
+        identity = {**identity, "header": self.header_sha256}
+        self._identity = json.loads(json.dumps(identity))  # as it will be read back
+        self.records, self.note = self._find_earlier()
+        self._check_space()
+        self._log = self._file = -1
+        with self._explained():
+            self._open(head)
+
+    def _find_earlier(self) -> tuple[dict[str, Any], str]:
+        if not self._partial.exists():
+            return {}, ""
+        if not self._journal.exists():
+            raise ValueError(
+                f"target: {self._partial} is in the way and has no journal, so it was not made "
+                "here; move it away"
+            )
+        identity, *lines = _lines(self._journal) or [{}]
+        if identity != self._identity:
+            other = [key for key in self._identity if identity.get(key) != self._identity[key]]
+            return {}, f"started anew: the unfinished file was made with another {', '.join(other)}"
+        records = {line["name"]: line["record"] for line in lines}
+        try:
+            with Reader(self._partial) as file:
+                if file.header_sha256() != self.header_sha256:
+                    raise ValueError("header")
+                whole = {name: record for name, record in records.items() if _intact(record, file)}
+        except (OSError, ValueError):
+            return {}, "started anew: the unfinished file is damaged"
+        return whole, f"resumed: {len(whole)} tensors are finished" if whole else ""
+
+    def _check_space(self) -> None:
+        have = self._partial.stat().st_blocks * 512 if self._partial.exists() else 0
+        need, free = self._header.file_size - have, shutil.disk_usage(self._target.parent).free
+        if need > free:
+            raise OSError(
+                f"target: {self._target} needs {sizes(need)}, but only {sizes(free)} are free "
+                "there; free some space, or choose another place"
+            )
+
+    def _open(self, head: bytes) -> None:
+        flags, fresh = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), not self.records
+        try:
+            if fresh:
+                self._partial.unlink(missing_ok=True)
+                self._journal.unlink(missing_ok=True)
+            self._log = os.open(self._journal, flags | os.O_APPEND, 0o666)
+            if fresh:
+                self._append(self._identity)
+                os.fsync(self._log)
+            self._file = os.open(self._partial, flags, 0o666)
+            if fresh:
+                _reserve(self._file, self._header.file_size)
+                self.write(head, 0)
+        except BaseException:
+            self._close(discard=fresh)
+            raise
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # nothing worth resuming is nothing to leave behind
+        self._close(discard=kind is not None and not self.records)
+
+    def _close(self, discard: bool) -> None:
+        for descriptor in (self._file, self._log):
+            if descriptor >= 0:
+                os.close(descriptor)
+        if discard:
+            self._partial.unlink(missing_ok=True)
+            self._journal.unlink(missing_ok=True)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        hint = " and run it again: what is finished will not be redone" if self.records else ""
+        with _explained(self._target, "target", hint):
+            yield
+
+    def write(self, piece: memoryview | bytearray | bytes, offset: int) -> None:
+        """Put bytes at an offset of the file."""
+        view = memoryview(piece)
+        with self._explained():
+            while view:
+                done = os.pwrite(self._file, view, offset)
+                view, offset = view[done:], offset + done
+
+    def part(self, name: str) -> Part:
+        """A writer of this stored tensor."""
+        return Part(self, self._header.tensors[name])
+
+    def finish(self, name: str, record: Mapping[str, Any]) -> None:
+        """Note that a tensor is done. ``record["sha256"]`` maps stored names to checksums."""
+        with self._explained():
+            self._append({"name": name, "record": record})
+        self.records[name] = record
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        # a newline in front too: it closes a line that was cut
+        view = memoryview(b"\n" + json.dumps(line).encode() + b"\n")
+        while view:
+            view = view[os.write(self._log, view) :]
+
+    def commit(self, manifest: Mapping[str, Any]) -> None:
+        """Give the file its name, the manifest before it: where ``OUT`` is, all is done."""
+        with self._explained():
+            os.fsync(self._file)
+            temporary = beside(self._target, ".manifest.json.partial")
+            with open(temporary, "wb") as file:
+                file.write(json.dumps(manifest, indent=1).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, manifest_path(self._target))
+            os.replace(self._partial, self._target)
+            _sync_directory(self._target.parent)
+            self._journal.unlink()
+
+
+def _intact(record: Mapping[str, Any], file: Reader) -> bool:
+    return all(file.sha256(name) == digest for name, digest in record["sha256"].items())
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Full length, with its blocks where the file system can, so that a full disk shows at once."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except (AttributeError, OSError) as error:
+        if getattr(error, "errno", None) in _FULL:
+            raise
+        os.ftruncate(descriptor, size)
+
+
+def _lines(path: Path) -> list[Any]:
+    """JSON objects of a file of lines; what is no JSON was cut and is left out."""
+    out = []
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError, RecursionError):
+            content = json.loads(line)
+            if isinstance(content, dict):
+                out.append(content)
+    return out
