@@ -306,6 +306,20 @@ def test_stochastic_rounding_gives_a_neighbour(element, x, seed):
     assert torch.equal(again, rounding.encode(x, fmt, seed=seed))
 
 
+@pytest.mark.parametrize("element", sorted({f.element for f in formats.values()}, key=str))
+def test_probability_of_rounding_up_is_the_fraction(element):
+    """Up exactly for the 32-bit numbers below fraction * 2^32: values of the format never move."""
+    step = 2.0**-element.mantissa_bits
+    for eighths in range(8):
+        x = torch.tensor([1.0 + step * eighths / 8, element.smallest * eighths / 8])
+        limit = eighths << 29
+        for noise in {0, max(limit - 1, 0), limit, 2**32 - 1}:
+            given = torch.full((2,), noise)
+            code = rounding.encode_magnitude(rounding.float32_bits(x), element, given)
+            floor = torch.tensor([element.bias << element.mantissa_bits, 0])
+            assert torch.equal(code, floor + (noise < limit)), (eighths, noise)
+
+
 @pytest.mark.parametrize("name", formats)
 def test_stochastic_rounding_is_unbiased(name):
     """The mean of n roundings is within 5 sigma of the value, sigma = step / (2 sqrt n) at most."""

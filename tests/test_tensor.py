@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -345,3 +346,9 @@ def test_grouped_layouts(axis):
     assert torch.equal(moved.to_layout("compact").scale.view(torch.uint8)[:200],
                        q.scale.view(torch.uint8)[:200])  # fmt: skip
     assert torch.equal(moved.dequantize()[:200], q.dequantize()[:200])
+
+
+@pytest.mark.parametrize("name", list(bs.formats))
+def test_pickle(name):
+    q = bs.quantize(torch.randn(128, 256), name)
+    assert torch.equal(pickle.loads(pickle.dumps(q)), q)

@@ -11,7 +11,7 @@ Where ``to_mx`` of 0.18.0 differs from us (all asserted below):
 * byte 0 means 2^-127, but elements of such a block are multiplied by 1 (RCEIL) or by 2^126 (other
   modes) instead of by 2^127.
 * an infinity does not make its block NaN: RCEIL writes scale 0xFE, the others that of exponent 128.
-* a NaN makes its block's scale NaN (0xFF), except with RCEIL its other elements are 0.
+* a NaN makes its block's scale NaN, as ours, but the other elements only under RCEIL: else 0.
 """
 
 from __future__ import annotations

@@ -324,7 +324,9 @@ class ScaledTensor(torch.Tensor):
         return repr(sorted((k, str(v)) for k, v in self._meta().items()))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (self._parts(), self._meta(), tuple(self.shape))
+        parts = self._parts()
+        parts["data"] = as_bytes(parts["data"])  # torch 2.13 cannot unpickle float8
+        return _rebuild, (parts, self._meta(), tuple(self.shape))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -346,7 +348,8 @@ class ScaledTensor(torch.Tensor):
 
 
 def _rebuild(parts: dict[str, Tensor], meta: dict[str, Any], shape: Sequence[int]) -> ScaledTensor:
-    return ScaledTensor(**{**parts, **meta}, shape=shape)
+    data = parts["data"].view(get_format(meta["format"]).element.dtype)
+    return ScaledTensor(**{**parts, **meta, "data": data}, shape=shape)
 
 
 torch.serialization.add_safe_globals([ScaledTensor, _rebuild])

@@ -34,8 +34,8 @@ class Grouped:
         return f"{self.base.name}+grouped"
 
     def padded_rows(self, rows: int, groups: int) -> int:
-        """Rows of the buffer: a multiple of 128 with room for a partial tile a group."""
-        return ceil_to(rows, TILE_ROWS) + groups * TILE_ROWS
+        """Rows of the buffer: the most that so many groups can need, a multiple of 128."""
+        return (rows + groups * (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS
 
     def row_index(self, rows: int, offsets: Tensor) -> Tensor:
         """Where each of the ``rows`` is stored (int64, on the device of ``offsets``, no sync).
