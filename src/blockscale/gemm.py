@@ -133,7 +133,7 @@ def _call(
         for q in (a, b)
         for part in (
             as_bytes(q.qdata),
-            q.compact_scale(),
+            q.compact_bytes(),
             q.global_scale,
             q.format_name,
             q.shape,

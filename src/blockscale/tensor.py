@@ -213,7 +213,11 @@ class ScaledTensor(torch.Tensor):
         return self.layout.stored_shape(self._matrix_shape)
 
     def compact_scale(self) -> Tensor:
-        """The scales in the compact layout, one-byte floats as uint8."""
+        """The scales in the compact layout, in ``format.scale.dtype``."""
+        return self.compact_bytes().view(self.format.scale.dtype)
+
+    def compact_bytes(self) -> Tensor:
+        """The scales in the compact layout, one-byte floats as uint8: what operations take."""
         if self.layout_name == "compact":
             return self.qscale
         dtype = torch.uint8 if self.format.scale.nbytes == 1 else self.format.scale.dtype
@@ -234,7 +238,7 @@ class ScaledTensor(torch.Tensor):
         layout = get_layout(layout)
         if layout == self.layout:
             return self
-        scale = self.compact_scale()
+        scale = self.compact_bytes()
         if layout.name != "compact":
             if self.dim() != 2 or self.k_grouped:
                 raise ValueError(
@@ -261,7 +265,7 @@ class ScaledTensor(torch.Tensor):
             )
         return torch.ops.blockscale.dequantize(
             as_bytes(self.qdata),
-            self.compact_scale(),
+            self.compact_bytes(),
             self.format.name,
             self.shape,
             self.axis,

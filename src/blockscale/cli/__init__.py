@@ -7,6 +7,9 @@ import sys
 import typer
 
 from .doctor import doctor
+from .inspect import inspect
+from .quantize import quantize
+from .train import train
 
 __all__ = ["app", "main"]
 
@@ -24,6 +27,9 @@ def _options() -> None:
 
 
 app.command()(doctor)
+app.command()(inspect)
+app.command()(quantize)
+app.command()(train)
 
 # typer carries its own copy of click: this is its ClickException, the base of all usage errors
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]

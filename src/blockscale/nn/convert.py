@@ -42,7 +42,7 @@ def convert(
             "model: has no torch.nn.Linear that filter_fn accepts, nothing was converted"
         )
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
+        for name, child in list(parent._modules.items()):  # named_children skips repetitions
             if child in swapped:
                 setattr(parent, name, swapped[child])
     return swapped.get(model, model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..formats import Format, choose, get_format
+from ..formats import Format, choose, formats, get_format
 
 __all__ = ["PRODUCTS", "Recipe"]
 
@@ -54,7 +54,7 @@ class Recipe:
                     self.scale_rounding,
                     dict.fromkeys(fmt.scale.roundings),
                 )
-        if isinstance(self.high_precision, str):
+        if not isinstance(self.high_precision, tuple | list):
             raise TypeError(
                 f"high_precision: got {self.high_precision!r}; expected a tuple of names"
             )
@@ -72,4 +72,5 @@ class Recipe:
 
     def format_of(self, role: str) -> Format:
         """The format of ``activations``, ``weights`` or ``gradients``."""
-        return get_format(getattr(self, role) or self.format)
+        given = getattr(self, role)
+        return get_format(self.format) if given is None else choose(role, given, formats)

@@ -7,6 +7,7 @@ numba is imported by the first call. Results do not depend on the number of thre
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 from collections.abc import Callable, Sequence
@@ -152,7 +153,8 @@ def dequantize(
 def _three_dimensional(x: Tensor) -> Tensor:
     """``x`` as (leads, M, K), K contiguous; a view if it can be."""
     x = x.detach()
-    x = x.reshape(-1, *x.shape[-2:]) if x.ndim > 1 else x.reshape(1, 1, -1)
+    rows, columns = x.shape[-2:] if x.ndim > 1 else (1, x.numel())
+    x = x.reshape(math.prod(x.shape[:-2]), rows, columns)
     return x if x.stride(2) == 1 else x.contiguous()
 
 

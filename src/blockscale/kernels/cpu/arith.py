@@ -23,10 +23,10 @@ MIN_NORMAL = 0x00800000
 FP32 = np.int64(23), np.int64(127)  # mantissa bits and bias; typed, or numba compiles them in
 
 
-# Without numba's reference counts, which its optimizer leaves in the loops, some of them are twice as
+# Without reference counts, which numba does not get out of the loops, some of them are twice as
 # fast. All memory therefore comes from the caller. Functions that only compiled code calls need no
 # wrappers; "spliced" become part of theirs, which saves optimizing the whole once more.
-_OPTIONS = {"nogil": True, "_nrt": False}
+_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
 entry = njit(cache=True, **_OPTIONS)
 entry_without_cache = njit(**_OPTIONS)
 compiled = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)

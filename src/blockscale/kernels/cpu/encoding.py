@@ -387,7 +387,7 @@ def quantize_tiles(
             line_length = g.data_rows * spec.bits // 8
             at = (lead * g.columns + left) * line_length + first_strip * height * spec.bits // 8
             _pack_columns(
-                room.codes, strips * height, n, width, spec.bits, room.turned, room.packed,
+                room.codes, strips * height, columns, width, spec.bits, room.turned, room.packed,
                 data, at, line_length,
             )  # fmt: skip
 

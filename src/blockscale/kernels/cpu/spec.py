@@ -62,7 +62,7 @@ class Geometry(NamedTuple):
     def chunk(self, elements: int) -> int:
         """Tiles that hold about so many elements."""
         rows = min(self.depth * self.block_rows, self.rows)
-        return max(1, elements // (rows * min(self.width, self.columns)))
+        return max(1, elements // max(1, rows * min(self.width, self.columns)))
 
 
 def supported(format: Format) -> bool:

@@ -43,20 +43,23 @@ def _submit(work: Callable[[], None], copies: int) -> list[Future[None]]:
 
 
 def run(work: Callable[[int, int], T], items: int, chunk: int) -> list[T]:
-    """Call ``work(first, last)`` on chunks that cover ``range(items)``; the results, in any order.
+    """Call ``work(first, last)`` on ranges that cover ``range(items)``; the results, in any order.
 
     ``work`` must release the GIL to gain by it. Uses ``torch.get_num_threads()`` threads at most,
-    this one among them, and this one alone where there is only one chunk.
+    this one among them, each for ``chunk`` items or more: with fewer, this one works alone.
     """
-    starts = iter(range(0, items, chunk))
+    threads = min(torch.get_num_threads(), items // chunk)
+    if threads < 2:
+        return [work(0, items)] if items else []
+    size = max(chunk, -(-items // (8 * threads)))  # several each: one that is held up does fewer
+    starts = iter(range(0, items, size))
     results: list[T] = []
 
     def drain() -> None:
         for first in starts:
-            results.append(work(first, min(first + chunk, items)))
+            results.append(work(first, min(first + size, items)))
 
-    helpers = min(torch.get_num_threads(), -(-items // chunk)) - 1
-    futures = _submit(drain, helpers) if helpers > 0 else []
+    futures = _submit(drain, threads - 1)
     drain()
     for future in futures:
         future.cancel()  # one that has not begun has nothing left to do

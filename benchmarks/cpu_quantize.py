@@ -1,0 +1,237 @@
+"""Measure quantization on a CPU: this library beside torchao, a copy and the reference.
+
+Every operation runs once a round, so that whatever else the machine does hits all of them alike.
+Writes benchmarks/results/cpu_quantize.json and the table of docs/performance.md; ``--table`` only
+makes the table from the JSON that is there. Needs torchao.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+
+import blockscale as bs
+from blockscale import reference
+from blockscale.formats import formats
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "cpu_quantize.json"
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN, END = (
+    "<!-- cpu_quantize: made by benchmarks/cpu_quantize.py -->",
+    "<!-- cpu_quantize: end -->",
+)
+SHAPE = 8192, 4096
+
+FIRST_CALL = """
+import time, torch
+import blockscale as bs
+x = torch.ones(64, 64, dtype=torch.{dtype})
+start = time.perf_counter()
+bs.quantize(x)
+print(time.perf_counter() - start)
+"""
+
+
+def operations(x: torch.Tensor) -> dict[str, tuple[float, Callable[[], object]]]:
+    """Name -> bytes an element counts for, and the call."""
+    y, scale = torch.empty_like(x), torch.tensor(0.001)
+    size = {name: 2 + format.bits_per_element / 8 for name, format in formats.items()}
+    out: dict[str, tuple[float, Callable[[], object]]] = {
+        "copy into the same memory each time": (4, lambda: y.copy_(x)),
+        "copy into a new tensor": (4, x.clone),
+    }
+    for name, axis in (
+        ("mxfp8", -1),
+        ("mxfp8", -2),
+        ("mxfp8_e5m2", -1),
+        ("mxfp6_e2m3", -1),
+        ("mxfp4", -1),
+        ("nvfp4", -1),
+        ("nvfp4", -2),
+        ("fp8_1x128", -1),
+        ("fp8_1x128", -2),
+        ("fp8_128x128", -1),
+    ):
+        given = {"global_scale": scale} if formats[name].has_global_scale else {}
+        label = f"blockscale {name}, {'rows' if axis == -1 else 'columns'}"
+        out[label] = size[name], lambda n=name, a=axis, g=given: bs.quantize(x, n, a, **g)
+    out["blockscale nvfp4, rows, with its amax"] = size["nvfp4"], lambda: bs.quantize(x, "nvfp4")
+    for name in ("mxfp8", "nvfp4", "fp8_1x128"):
+        q = bs.quantize(x, name)
+        out[f"blockscale dequantize {name}"] = size[name], lambda q=q: q.dequantize(torch.bfloat16)
+    out.update(torchao(x, scale, size))
+    part = x[: SHAPE[0] // 16]
+    out["reference mxfp8, rows, a 16th of them"] = (
+        size["mxfp8"] / 16,
+        lambda: reference.quantize(part, formats["mxfp8"]),
+    )
+    return out
+
+
+def torchao(
+    x: torch.Tensor, scale: torch.Tensor, size: dict[str, float]
+) -> dict[str, tuple[float, Callable[[], object]]]:
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+
+    def mxfp8(x: torch.Tensor) -> object:
+        return to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+
+    def nvfp4(x: torch.Tensor) -> object:
+        return nvfp4_quantize(x, 16, scale)
+
+    theirs: Any = mxfp8(x[:64])
+    ours = bs.quantize(x[:64])
+    assert torch.equal(theirs[0].view(torch.uint8), ours.scale.view(torch.uint8))
+    assert torch.equal(theirs[1].view(torch.uint8), ours.data.view(torch.uint8))
+    compiled = {f: torch.compile(f, fullgraph=True) for f in (mxfp8, nvfp4)}
+    return {
+        "torchao mxfp8, rows, torch.compile": (size["mxfp8"], lambda: compiled[mxfp8](x)),
+        "torchao mxfp8, rows, eager": (size["mxfp8"], lambda: mxfp8(x)),
+        "torchao nvfp4, rows, torch.compile": (size["nvfp4"], lambda: compiled[nvfp4](x)),
+        "torchao nvfp4, rows, eager": (size["nvfp4"], lambda: nvfp4(x)),
+    }
+
+
+def measure(rounds: int, threads: int) -> dict[str, dict[str, float]]:
+    torch.set_num_threads(threads)
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    todo = operations(x)
+    slow = {name for name in todo if "eager" in name or "reference" in name}
+    times: dict[str, list[float]] = {name: [] for name in todo}
+    for name, (_, call) in todo.items():
+        if name not in slow:
+            call()
+    for i in range(rounds):
+        for name, (_, call) in todo.items():
+            if name in slow and i % 5:
+                continue
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    n = x.numel()
+    return {
+        name: {
+            "median_ms": round(statistics.median(t) * 1e3, 3),
+            "best_ms": round(min(t) * 1e3, 3),
+            "bytes_per_element": round(todo[name][0], 5),
+            "median_GB/s": round(todo[name][0] * n / statistics.median(t) / 1e9, 2),
+            "best_GB/s": round(todo[name][0] * n / min(t) / 1e9, 2),
+        }
+        for name, t in times.items()
+    }
+
+
+def first_calls() -> dict[str, float]:
+    """Seconds of the first ``bs.quantize`` of a process, numba's cache empty and then filled."""
+    out = {}
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
+        for cached in ("compiling", "cached"):
+            for dtype in ("bfloat16", "float32"):
+                command = [sys.executable, "-c", FIRST_CALL.format(dtype=dtype)]
+                done = subprocess.run(command, env=environment, capture_output=True, check=True)
+                out[f"{dtype}, {cached}"] = round(float(done.stdout), 2)
+    return out
+
+
+def small_call() -> float:
+    """Microseconds of ``bs.quantize`` of a 32 x 64 tensor."""
+    x, times = torch.randn(32, 64).bfloat16(), []
+    for _ in range(300):
+        start = time.perf_counter()
+        bs.quantize(x)
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e6, 1)
+
+
+def machine() -> dict[str, Any]:
+    import torchao
+
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [s for s in info.read_text().splitlines() if s.startswith("model name")]
+        model = lines[0].split(":")[1].strip() if lines else model
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "huge_pages": pages.read_text().strip() if pages.exists() else None,
+        "load_before": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchao": torchao.__version__,
+        "numba": numba.__version__,
+        "blockscale": bs.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    m, runs = result["machine"], result["threads"]
+    head = "".join(f" {n} thread{'s' if n != '1' else ''}: ms | GB/s | best GB/s |" for n in runs)
+    lines = [
+        f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, torchao {m['torchao']}, numba "
+        f"{m['numba']}, {m['date']}; a bfloat16 tensor of {' x '.join(map(str, result['shape']))}, "
+        f"median (and best) of {result['rounds']} rounds.",
+        "",
+        f"| |{head}",
+        "| --- |" + " ---: | ---: | ---: |" * len(runs),
+    ]
+    for name in next(iter(runs.values())):
+        keys = ("median_ms", "median_GB/s", "best_GB/s")
+        cells = "".join(f" {r[name][key]:.2f} |" for r in runs.values() for key in keys)
+        lines.append(f"| {name} |{cells}")
+    first = ", ".join(f"{name} {seconds} s" for name, seconds in result["first_call_s"].items())
+    lines += [
+        "",
+        f"First call of a process: {first}. A 32 x 64 tensor: {result['small_call_us']} µs a call.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--table", action="store_true", help="only rewrite the table")
+    args = parser.parse_args()
+    if not args.table:
+        result: dict[str, Any] = {
+            "machine": machine(),
+            "shape": SHAPE,
+            "rounds": args.rounds,
+            "small_call_us": small_call(),
+            "first_call_s": first_calls(),
+            "threads": {},
+        }
+        for threads in sorted({1, torch.get_num_threads()}):
+            result["threads"][str(threads)] = measure(args.rounds, threads)
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    text = table(json.loads(RESULT.read_text()))
+    page = PAGE.read_text()
+    if BEGIN in page:
+        before, rest = page.split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

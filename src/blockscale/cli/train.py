@@ -1,0 +1,129 @@
+"""``blockscale train``: one small GPT under several recipes, and what each does to its loss."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import progress as bars
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ..training import Comparison, Progress, Settings
+
+__all__ = ["train"]
+
+
+def train(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(help="Recipe to train under; repeatable. Default: the four of the docs."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 250,
+    seeds: Annotated[int, typer.Option(help="Runs of each recipe, with seeds 0, 1, ...")] = 3,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    data: Annotated[
+        Path | None, typer.Option(help="File to learn from, .gz or not. Default: Shakespeare.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New or empty folder. Default: runs/train-001, -002, ...")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Train a small GPT under several recipes and compare their losses.
+
+    Same seeds and batches for all. Leaves a folder with loss.png, report.html and results.json.
+    """
+    from .. import training
+
+    names = training.check_recipes(recipe or training.DEFAULT_RECIPES)
+    settings = training.Settings(steps=steps, seeds=seeds, device=device)
+    text = training.read_text(data)
+    training.Corpus(text, settings.context)  # refuses a text that is too short
+    folder = training.prepare_folder(out)
+    began = time.perf_counter()
+    try:
+        with _watched(names, settings) as report:
+            runs = training.compare(names, text, settings, report)
+    except BaseException:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+    source = "Shakespeare, seven plays (packaged)" if data is None else data.name
+    comparison = training.Comparison(runs, settings, text, source, time.perf_counter() - began)
+    training.write_report(comparison, folder)
+    if json:
+        typer.echo(json_module.dumps(comparison.to_json(), indent=1))
+    else:
+        _show(comparison, folder)
+
+
+def _show(comparison: Comparison, folder: Path) -> None:
+    from ..training.report import COLUMNS, cells
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width to fold to
+        console = Console(width=1000)
+    table = Table(title=f"{comparison.settings.steps} steps, {comparison.settings.seeds} seed(s)")
+    for i, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
+    for row in comparison.rows():
+        table.add_row(*cells(row))
+    console.print(table)
+    for sentence in comparison.verdict():
+        console.print(Text(sentence), soft_wrap=True)
+    console.print(Text(f"{folder}: loss.png, report.html, results.json"), soft_wrap=True)
+
+
+@contextmanager
+def _watched(names: tuple[str, ...], settings: Settings) -> Iterator[Callable[[Progress], None]]:
+    """What to call after each step: moves a bar for each run, or prints lines into a pipe."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda event: _line(event, settings)
+        return
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(bar_width=24),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.fields[status]}"),
+    )
+    with bars.Progress(*columns, console=console) as progress:
+        tasks = {
+            (name, seed): progress.add_task(
+                f"{name} [dim]seed {seed}[/]", total=settings.steps, status="[dim]waiting[/]"
+            )
+            for seed in range(settings.seeds)
+            for name in names
+        }
+        validation: dict[tuple[str, int], str] = {}
+
+        def report(event: Progress) -> None:
+            run = event.recipe, event.seed
+            if event.validation_loss is not None:
+                validation[run] = f", validation {event.validation_loss:.3f}"
+            progress.update(
+                tasks[run],
+                completed=event.step,
+                status=f"loss {event.loss:.3f}{validation.get(run, '')}, "
+                f"{event.tokens_per_second:,.0f} tokens/s",
+            )
+
+        yield report
+
+
+def _line(event: Progress, settings: Settings) -> None:
+    if event.validation_loss is not None:
+        typer.echo(
+            f"{event.recipe} seed {event.seed}: step {event.step}/{settings.steps}, "
+            f"loss {event.loss:.3f}, validation {event.validation_loss:.3f}, "
+            f"{event.tokens_per_second:,.0f} tokens/s",
+            err=True,
+        )

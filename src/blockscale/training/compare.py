@@ -1,0 +1,110 @@
+"""Every recipe with every seed: side by side in processes of one thread each, or one by one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+
+from .data import Corpus
+from .recipes import RECIPES
+from .run import Progress, Run, train
+from .settings import Settings
+
+__all__ = ["compare"]
+
+Report = Callable[[Progress], None]
+
+
+def compare(
+    recipes: Sequence[str], text: bytes, settings: Settings, report: Report = lambda progress: None
+) -> list[Run]:
+    """Train under each of ``recipes`` with each seed; the runs, by recipe, then seed.
+
+    ``report`` is called in this process after each step of any of them.
+
+    On a CPU each run has one thread, so its losses depend neither on the number of cores nor on
+    what runs beside it; matrices this small gain little from a second thread.
+    """
+    corpus = Corpus(text, settings.context)
+    # all recipes of a seed first: what a comparison needs is done at about the same time
+    jobs = [(name, seed) for seed in range(settings.seeds) for name in recipes]
+    if settings.device == "cpu":
+        runs = _in_processes(jobs, text, settings, report)
+    else:
+        runs = [train(n, RECIPES[n], s, corpus, settings, report) for n, s in jobs]
+    return sorted(runs, key=lambda run: (recipes.index(run.recipe), run.seed))
+
+
+def _in_processes(
+    jobs: list[tuple[str, int]], text: bytes, settings: Settings, report: Report
+) -> list[Run]:
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    events: multiprocessing.Queue[Progress] = context.Queue()
+    stop = context.Event()
+    workers = min(len(jobs), _cores())
+    pool = ProcessPoolExecutor(workers, context, _start, (events, stop, text, settings))
+    try:
+        futures = [pool.submit(_job, name, seed) for name, seed in jobs]
+        _forward(events, futures, report)
+        return [future.result() for future in futures]
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _forward(events: Any, futures: list[Future[Run]], report: Report) -> None:
+    """Hand events on until all runs are done or one has failed."""
+    while True:
+        done = [future for future in futures if future.done()]
+        finished = len(done) == len(futures) or any(future.exception() for future in done)
+        try:
+            while True:
+                report(events.get(timeout=0 if finished else 0.2))
+        except queue.Empty:
+            if finished:
+                return
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# --- in a worker ----------------------------------------------------------------------------------
+
+_worker: dict[str, Any] = {}
+
+
+def _start(events: Any, stop: Any, text: bytes, settings: Settings) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    corpus = Corpus(text, settings.context)
+    _worker.update(events=events, stop=stop, corpus=corpus, settings=settings)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _job(name: str, seed: int) -> Run:
+    return train(name, RECIPES[name], seed, _worker["corpus"], _worker["settings"], _send)
+
+
+def _send(progress: Progress) -> None:
+    if _worker["stop"].is_set():
+        raise CancelledError
+    _worker["events"].put(progress)

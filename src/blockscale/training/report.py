@@ -1,0 +1,180 @@
+"""The folder a comparison leaves behind: loss.png, report.html, results.json."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+from html import escape
+from pathlib import Path
+
+from .curves import draw
+from .results import Comparison, Row
+
+__all__ = ["COLUMNS", "cells", "prepare_folder", "write_report"]
+
+#: Of the table, on the terminal and in the report.
+COLUMNS = (
+    "recipe",
+    "train loss",
+    "validation loss",
+    "difference to bf16",
+    "%",
+    "saturated per million",
+    "SQNR activations",
+    "weights",
+    "gradients (dB)",
+)
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table as text, one for each of COLUMNS."""
+    percent = "–"
+    if row.difference_percent is not None:
+        percent = f"{row.difference_percent:+.2f}"
+        if row.spread_percent is not None:
+            percent += f" ± {row.spread_percent:.2f}"
+    sqnr = row.sqnr_db or {}
+    return [
+        row.recipe,
+        f"{row.train_loss:.4f}",
+        f"{row.validation_loss:.4f}",
+        "–" if row.difference is None else f"{row.difference:+.4f}",
+        percent,
+        "–" if row.saturated_per_million is None else f"{row.saturated_per_million:,.0f}",
+        *(
+            f"{sqnr[role]:.1f}" if role in sqnr else "–"
+            for role in ("activations", "weights", "gradients")
+        ),
+    ]
+
+
+def prepare_folder(out: Path | None, root: Path = Path("runs")) -> Path:
+    """Make the folder for a report: ``out``, which may exist if empty, or ``root/train-001``, ...
+
+    Raises ValueError where it holds files already or cannot be written to.
+    """
+    try:
+        if out is None:
+            root.mkdir(parents=True, exist_ok=True)
+            return _next_folder(root)
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise ValueError(f"out: {out} holds other files; name a new or an empty folder")
+        if not os.access(out, os.W_OK | os.X_OK):
+            raise ValueError(f"out: {out} cannot be written to; name another folder")
+        return out
+    except FileExistsError:
+        raise ValueError(f"out: {out or root} is a file; name a new or an empty folder") from None
+    except OSError as error:
+        raise ValueError(
+            f"out: cannot make {out or root} ({error.strerror}); name a folder that can be "
+            "written to with --out"
+        ) from None
+
+
+def _next_folder(root: Path) -> Path:
+    number = 1
+    while True:
+        folder = root / f"train-{number:03d}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def write_report(comparison: Comparison, folder: Path) -> None:
+    """Write loss.png, report.html (with the picture in it) and results.json into ``folder``."""
+    picture = io.BytesIO()
+    draw(comparison).savefig(picture, format="png", dpi=150)
+    (folder / "loss.png").write_bytes(picture.getvalue())
+    (folder / "report.html").write_text(html(comparison, picture.getvalue()), encoding="utf-8")
+    text = json.dumps(comparison.to_json(), indent=1)
+    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+
+
+def html(comparison: Comparison, picture: bytes) -> str:
+    """One page that needs no other file."""
+    settings, text = comparison.settings, comparison.text
+    head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row)) + "</tr>\n"
+        for row in comparison.rows()
+    )
+    verdict = "".join(f"<p>{escape(sentence)}</p>" for sentence in comparison.verdict())
+    facts = {
+        "model": f"{comparison.runs[0].parameters:,} parameters: {settings.layers} layers of width "
+        f"{settings.width}, {settings.heads} heads, sequences of {settings.context} bytes",
+        "training": f"{settings.steps} steps of {settings.batch} sequences, AdamW at "
+        f"{settings.learning_rate:g}, warmup and cosine",
+        "seeds": f"{settings.seeds}, each with the same batches for every recipe",
+        "text": f"{text['source']}, {text['bytes']:,} bytes, SHA-256 {text['sha256']}",
+        "device": settings.device,
+        "made": f"{comparison.created} in {comparison.seconds:.0f} s",
+        **comparison.versions,
+    }
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>\n"
+        for name, value in facts.items()
+    )
+    return _PAGE.format(
+        verdict=verdict,
+        head=head,
+        body=body,
+        picture=base64.b64encode(picture).decode("ascii"),
+        facts=rows,
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>blockscale train</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff;
+       max-width: 68rem; margin: 2.5rem auto; padding: 0 1.5rem; }}
+h1 {{ font-size: 1.5rem; margin-bottom: 0; }}
+h2 {{ font-size: 1.1rem; margin: 2rem 0 .5rem; }}
+p {{ max-width: 56rem; }}
+img {{ width: 100%; height: auto; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ padding: .35rem .8rem; border-bottom: 1px solid #ddd; text-align: right; }}
+thead th {{ border-bottom: 2px solid #1c1c1c; font-weight: 600; vertical-align: bottom; }}
+th:first-child, td:first-child, .facts th, .facts td {{ text-align: left; padding-left: 0; }}
+.facts th {{ font-weight: 500; color: #666; white-space: nowrap; vertical-align: top; }}
+.facts td {{ overflow-wrap: anywhere; }}
+.note {{ color: #666; font-size: .9rem; }}
+</style>
+</head>
+<body>
+<h1>One model, several number formats</h1>
+<p>A byte-level GPT trained with the same seeds and batches; only the products of its transformer
+blocks differ. Losses are nats per byte.</p>
+{verdict}
+<div class="wide">
+<table>
+<thead><tr>{head}</tr></thead>
+<tbody>
+{body}</tbody>
+</table>
+</div>
+<p class="note">Means over the seeds; after ± the standard deviation over them. The train loss is
+the mean of the last tenth of the steps. Saturated: elements larger than the largest value times
+their block's scale. SQNR: energy of the exact values over that of the error, along both axes that
+the products use.</p>
+<h2>Loss</h2>
+<img alt="Training and validation loss of each recipe, and the difference to bf16"
+     src="data:image/png;base64,{picture}">
+<h2>How it was made</h2>
+<div class="wide">
+<table class="facts">
+{facts}</table>
+</div>
+</body>
+</html>
+"""

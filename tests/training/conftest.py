@@ -1,0 +1,35 @@
+"""A model and a schedule small enough for tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from blockscale.training import Corpus, Settings, read_text
+
+SMALL = {
+    "steps": 6,
+    "seeds": 1,
+    "width": 32,
+    "layers": 1,
+    "heads": 1,
+    "context": 32,
+    "batch": 2,
+    "validations": 2,
+    "validation_sequences": 4,
+    "samples": 2,
+}
+
+
+@pytest.fixture
+def small() -> Settings:
+    return Settings(**SMALL)
+
+
+@pytest.fixture(scope="session")
+def text() -> bytes:
+    return read_text()[:50_000]
+
+
+@pytest.fixture(scope="session")
+def corpus(text: bytes) -> Corpus:
+    return Corpus(text, SMALL["context"])

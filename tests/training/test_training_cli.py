@@ -1,0 +1,128 @@
+"""The command: what it prints and leaves, and one line with exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from blockscale import training
+from blockscale.cli import main
+from blockscale.training import RECIPES, Corpus
+
+from .conftest import SMALL
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    """Calls ``blockscale train``; returns (exit code, stdout, stderr). The model is a small one."""
+    monkeypatch.chdir(tmp_path)
+    kept = {k: v for k, v in SMALL.items() if k not in ("steps", "seeds")}
+    monkeypatch.setattr(
+        training, "Settings", lambda **given: dataclasses.replace(training.settings.Settings(**given), **kept)
+    )  # fmt: skip
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["blockscale", "train", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Runs in this process: a second saved each."""
+
+    def compare(recipes, text, settings, report):
+        corpus = Corpus(text, settings.context)
+        return [
+            training.train(name, RECIPES[name], seed, corpus, settings, report)
+            for name in recipes
+            for seed in range(settings.seeds)
+        ]
+
+    monkeypatch.setattr(training, "compare", compare)
+
+
+def test_the_default_recipes_in_processes(command, tmp_path):
+    code, out, err = command("--steps", 4, "--seeds", 2)
+    assert code == 0
+    for name in ("bf16", "mxfp8", "mxfp8_e5m2_grad", "mxfp8_floor"):
+        assert f" {name} " in out
+        for seed in (0, 1):
+            assert f"{name} seed {seed}: step 4/4, loss " in err
+    assert "With 95 % confidence over 2 seeds" in out
+    folder = tmp_path / "runs" / "train-001"
+    assert {p.name for p in folder.iterdir()} == {"loss.png", "report.html", "results.json"}
+
+
+def test_json_is_all_there_is_on_stdout(command, here, tmp_path):
+    code, out, _ = command(
+        "--recipe", "mxfp8", "--recipe", "bf16", "--steps", 3, "--seeds", 1, "--json", "--out", "o"
+    )
+    assert code == 0
+    found = json.loads(out)
+    assert list(found["recipes"]) == ["bf16", "mxfp8"]
+    assert found["settings"]["steps"] == 3
+    assert found == json.loads((tmp_path / "o" / "results.json").read_text())
+
+
+def test_own_data(command, here, tmp_path):
+    (tmp_path / "own.bin").write_bytes(bytes(range(256)) * 8)
+    code, out, _ = command(
+        "--recipe", "nvfp4", "--steps", 2, "--seeds", 1, "--json", "--data", "own.bin"
+    )
+    assert code == 0
+    assert json.loads(out)["text"]["source"] == "own.bin"
+
+
+def test_a_run_that_fails_leaves_no_folder(command, monkeypatch, tmp_path):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "compare", fail)
+    code, out, err = command("--out", "o")
+    assert (code, out) == (2, "")
+    assert "No space left" in err
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "fp9"], "recipe: got 'fp9'; choose one of 'bf16', 'mxfp8', "),
+        (["--steps", "0"], "steps: got 0; give 1 or more"),
+        (["--steps", "-5"], "steps: got -5; give 1 or more"),
+        (["--steps", "many"], "Invalid value for '--steps': 'many'"),
+        (["--seeds", "0"], "seeds: got 0; give 1 or more"),
+        (["--device", "tpu"], "device: got 'tpu'; choose 'cpu', 'cuda' or 'cuda:0'"),
+        (["--device", "cuda:99"], "device: 'cuda:99' is asked for, but torch "),
+        (["--data", "missing.txt"], "data: cannot read missing.txt (No such file or directory)"),
+        (["--data", "."], "data: cannot read ."),
+        (["--data", "empty"], "data: empty is empty; name a file with text"),
+        (["--data", "short"], "data: 100 bytes are too few; "),
+        (["--data", "broken.gz"], "data: broken.gz is not a whole gzip file"),
+        (["--out", "full"], "out: full holds other files; name a new or an empty folder"),
+        (["--out", "short"], "out: short is a file; name a new or an empty folder"),
+        (["--colour", "red"], "No such option: --colour"),
+    ],
+)
+def test_bad_input(command, tmp_path, arguments, message):
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_bytes(bytes(100))
+    (tmp_path / "broken.gz").write_bytes(b"not gzip")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"blockscale: {message}")
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before

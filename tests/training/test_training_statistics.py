@@ -1,0 +1,119 @@
+"""Saturation and SQNR: right on tensors whose answer is known, and no trace left in the model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale.training import RECIPES, Statistics
+from blockscale.training.run import _loss, _model
+from blockscale.training.statistics import limits
+
+CPU = torch.device("cpu")
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(256, (2, 2, 32), generator=generator).unbind()
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", bs.formats)
+def test_limits(name, axis):
+    """Elements far above the limit would be rounded to it: so are all elements of a huge tensor."""
+    x = torch.randn(150, 200, generator=torch.Generator().manual_seed(1))
+    q = bs.quantize(x, name, axis, pad=True)
+    most = limits(q)
+    assert most.shape == x.shape
+    assert (q.dequantize(torch.float32).abs() <= most).all()
+    block = x[:1, :16] if axis == -1 else x[:16, :1]
+    at_limit = q.dequantize(torch.float32).abs() == most
+    assert at_limit.any()
+    assert block.abs().max() <= 1.2 * most[0, 0]
+
+
+def test_saturation_is_counted():
+    """One element of 32 is 1.9 * 256: with scales rounded down it is cut to 448, rounded up not."""
+    x = torch.ones(4, 64)
+    x[0, 3] = 1.9 * 256
+    for rounding, saturated in (("rceil", 0), ("floor", 1)):
+        statistics = Statistics()
+        statistics._add("weights", x, bs.Recipe(scale_rounding=rounding, high_precision=("dgrad",)))
+        found = statistics.summary()["weights"]
+        assert found["elements"] == 256
+        assert found["saturated_per_million"] == pytest.approx(saturated * 1e6 / 256)
+
+
+def test_sqnr_is_the_energy_ratio():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    statistics = Statistics()
+    statistics._add("gradients", x, bs.Recipe(high_precision=("wgrad",)))
+    error = bs.quantize(x, "mxfp8").dequantize() - x
+    expected = 10 * math.log10((x.square().sum() / error.square().sum()).item())
+    assert statistics.summary()["gradients"]["sqnr_db"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_both_axes_count_and_zeros_do_not():
+    statistics = Statistics()
+    statistics._add("weights", torch.ones(32, 64), bs.Recipe())
+    statistics._add("activations", torch.zeros(32, 64), bs.Recipe())
+    found = statistics.summary()
+    assert found["weights"]["elements"] == 2 * 32 * 64
+    assert found["weights"]["sqnr_db"] == 300  # ones are exact
+    assert "activations" not in found
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe])
+def test_every_recipe_is_measured(small, name):
+    model, statistics = _model(RECIPES[name], 0, small), Statistics()
+    with statistics.watch(model):
+        _loss(model, *batch(), CPU).backward()
+    found = statistics.summary()
+    weights = 32 * 32 * (3 + 1 + 4 + 4)
+    assert found["weights"]["elements"] == 2 * weights
+    assert found["activations"]["elements"] == 2 * 64 * 32 * (1 + 1 + 1 + 4)
+    assert found["gradients"]["elements"] == 2 * 64 * 32 * (3 + 1 + 4 + 1)
+    expected = {"mxfp8": 31, "mxfp6_e2m3": 29, "mxfp6_e3m2": 25, "mxfp4": 18, "nvfp4": 20}
+    for role, values in found.items():
+        recipe = RECIPES[name]
+        fmt = recipe.format_of(role)
+        wanted = expected.get(fmt.name, 25 if fmt.element.name == "E5M2" else 31)
+        assert abs(values["sqnr_db"] - wanted) < 3, role
+        if fmt.scale.name == "E8M0" and recipe.scale_rounding is None:
+            assert values["saturated_per_million"] == 0
+
+
+def test_high_precision_products_are_not_measured(small):
+    recipe, statistics = bs.Recipe(high_precision=("dgrad", "wgrad")), Statistics()
+    model = _model(recipe, 0, small)
+    with statistics.watch(model):
+        _loss(model, *batch(), CPU).backward()
+    assert statistics.summary().keys() == {"activations", "weights"}
+    assert statistics.summary()["weights"]["elements"] == 32 * 32 * 12
+
+
+def test_watching_changes_nothing(small):
+    grads = []
+    for watched in (False, True):
+        model, statistics = _model(bs.Recipe(), 0, small), Statistics()
+        if watched:
+            with statistics.watch(model):
+                _loss(model, *batch(), CPU).backward()
+        else:
+            _loss(model, *batch(), CPU).backward()
+        grads.append([p.grad for p in model.parameters()])
+        assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    before = statistics.summary()
+    _loss(model, *batch(), CPU).backward()
+    assert statistics.summary() == before
+
+
+def test_a_model_without_quantized_layers(small):
+    model, statistics = _model(None, 0, small), Statistics()
+    with statistics.watch(model), torch.no_grad():
+        _loss(model, *batch(), CPU)
+    assert statistics.summary() == {}
