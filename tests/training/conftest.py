@@ -6,23 +6,23 @@ import pytest
 
 from blockscale.training import Corpus, Settings, read_text
 
-SMALL = {
-    "steps": 6,
-    "seeds": 1,
-    "width": 32,
-    "layers": 1,
-    "heads": 1,
-    "context": 32,
-    "batch": 2,
-    "validations": 2,
-    "validation_sequences": 4,
-    "samples": 2,
-}
+CONTEXT = 32
 
 
 @pytest.fixture
 def small() -> Settings:
-    return Settings(**SMALL)
+    return Settings(
+        steps=6,
+        seeds=1,
+        width=32,
+        layers=1,
+        heads=1,
+        context=CONTEXT,
+        batch=2,
+        validations=2,
+        validation_sequences=4,
+        samples=2,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -32,4 +32,4 @@ def text() -> bytes:
 
 @pytest.fixture(scope="session")
 def corpus(text: bytes) -> Corpus:
-    return Corpus(text, SMALL["context"])
+    return Corpus(text, CONTEXT)

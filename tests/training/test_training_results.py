@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blockscale.training import Comparison, Run, Settings, prepare_folder, write_report
+from blockscale.training import RECIPES, Comparison, Run, Settings, prepare_folder, write_report
 from blockscale.training.report import COLUMNS, cells, html
 from blockscale.training.results import _is_separated
 
@@ -138,12 +138,9 @@ def test_json_is_complete_and_strict():
         {"mxfp8": [2.0]},
         {"bf16": [2.0, 2.0], "nvfp4": [2.1, math.nan]},
         {"bf16": [math.nan], "mxfp4": [math.inf]},
-        dict.fromkeys(
-            ("bf16", "mxfp8", "mxfp8_e5m2_grad", "mxfp8_floor", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4",
-             "nvfp4", "fp8_block"), [2.0, 2.1],
-        ),
+        {name: [2.0, 2.1] for name in RECIPES},
     ],
-)  # fmt: skip
+)
 def test_a_report_of_anything(tmp_path, finals):
     """One recipe, all of them, and runs that diverged."""
     write_report(comparison(finals), tmp_path)
@@ -179,10 +176,10 @@ def test_a_new_or_an_empty_folder(tmp_path):
 
 def test_other_files_are_not_touched(tmp_path):
     (tmp_path / "mine").write_text("mine")
-    with pytest.raises(ValueError, match="out: .*holds other files; name a new or an empty"):
+    with pytest.raises(ValueError, match=r"out: .*holds other files; name a new or an empty"):
         prepare_folder(tmp_path)
     for out in (tmp_path / "mine", tmp_path / "mine" / "below"):
-        with pytest.raises(ValueError, match="out: .*name a "):
+        with pytest.raises(ValueError, match=r"out: .*name a "):
             prepare_folder(out)
     assert (tmp_path / "mine").read_text() == "mine"
     assert len([*tmp_path.iterdir()]) == 1
