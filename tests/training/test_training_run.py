@@ -100,7 +100,7 @@ def test_an_error_while_reporting_ends_all_runs(small, text):
 # --- settings and recipes -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 7, 250])
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 200])
 def test_events_are_spread_and_the_last_step_has_one(steps):
     settings = Settings(steps=steps)
     due = [step for step in range(1, steps + 1) if settings.is_due(step, 5)]
@@ -108,7 +108,7 @@ def test_events_are_spread_and_the_last_step_has_one(steps):
     assert due[-1] == steps
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 10, 250])
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 200])
 def test_the_learning_rate_rises_and_falls(steps):
     settings = Settings(steps=steps)
     rates = [settings.learning_rate_at(step) for step in range(1, steps + 1)]

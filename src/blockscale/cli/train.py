@@ -26,7 +26,7 @@ def train(
         list[str] | None,
         typer.Option(help="Recipe to train under; repeatable. Default: the four of the docs."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 250,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 200,
     seeds: Annotated[int, typer.Option(help="Runs of each recipe, with seeds 0, 1, ...")] = 3,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     data: Annotated[

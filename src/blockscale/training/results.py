@@ -86,7 +86,7 @@ class Comparison:
             difference = validation - base
             each = self.percent(recipe, BASELINE)
             percent = statistics.fmean(each)
-            spread = statistics.stdev(each) if len(each) > 1 else None
+            spread = _stdev(each) if len(each) > 1 else None
         seen = [run.statistics[role] for run in runs for role in ROLES if role in run.statistics]
         elements = sum(s["elements"] for s in seen)
         saturated = sum(s["elements"] * s["saturated_per_million"] for s in seen)
@@ -115,7 +115,7 @@ class Comparison:
             each = self.percent("mxfp8", BASELINE)
             mean = statistics.fmean(each)
             where = "within" if abs(mean) < PARITY_PERCENT else "outside"
-            spread = f" (spread over {seeds} seeds {statistics.stdev(each):.2f} %)" * (seeds > 1)
+            spread = f" (spread over {seeds} seeds {_stdev(each):.2f} %)" if seeds > 1 else ""
             sentences.append(
                 f"mxfp8 ends {mean:+.2f} % from bf16 in validation loss{spread}, "
                 f"{where} {PARITY_PERCENT} %."
@@ -135,7 +135,7 @@ class Comparison:
                 "they differ: run with --seeds 3."
             )
         values = ", ".join(
-            f"{name} {statistics.fmean(v):+.2f} % (spread {statistics.stdev(v):.2f} %)"
+            f"{name} {statistics.fmean(v):+.2f} % (spread {_stdev(v):.2f} %)"
             for name, v in each.items()
         )
         apart = [name for name, v in each.items() if _is_separated(v)]
@@ -180,11 +180,16 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _stdev(values: list[float]) -> float:
+    """Standard deviation of a sample; NaN where a run diverged."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def _is_separated(differences: list[float]) -> bool:
     """Whether the mean of paired differences is not zero, by Student's t at 95 %."""
     n = len(differences)
     t = _T95[min(n - 1, len(_T95)) - 1]
-    return abs(statistics.fmean(differences)) > t * statistics.stdev(differences) / n**0.5
+    return abs(statistics.fmean(differences)) > t * _stdev(differences) / n**0.5
 
 
 def _versions() -> dict[str, str]:

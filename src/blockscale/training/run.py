@@ -134,7 +134,8 @@ def _validate(
     model: torch.nn.Module, corpus: Corpus, settings: Settings, device: torch.device
 ) -> float:
     total, count = 0.0, 0
-    for starts in corpus.validation_starts(settings.validation_sequences).split(settings.batch):
+    all_starts = corpus.validation_starts(settings.validation_sequences)
+    for starts in all_starts.split(settings.validation_batch):
         inputs, targets = corpus.sequences(corpus.validation, starts)
         total += _loss(model, inputs, targets, device).item() * inputs.numel()
         count += inputs.numel()

@@ -18,7 +18,7 @@ class Settings:
     Raises ValueError for ``steps`` and ``seeds`` below 1 and for a device that is not there.
     """
 
-    steps: int = 250
+    steps: int = 200
     seeds: int = 3
     device: str = "cpu"
     # the model: 1.4 million parameters
@@ -35,7 +35,8 @@ class Settings:
     clip: float = 1.0
     # what is measured
     validations: int = 5  # evenly spread, the last after the last step
-    validation_sequences: int = 128
+    validation_sequences: int = 96
+    validation_batch: int = 16
     samples: int = 4  # steps whose tensors are looked at, evenly spread
 
     def __post_init__(self) -> None:

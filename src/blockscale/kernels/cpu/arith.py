@@ -20,7 +20,7 @@ NAN = 0x7FC00000
 FP32_MAX = 0x7F7FFFFF
 ONE = 0x3F800000
 MIN_NORMAL = 0x00800000
-FP32 = np.int64(23), np.int64(127)  # mantissa bits and bias; typed, or numba compiles them in
+_FP32 = np.int64(23), np.int64(127)  # mantissa bits, bias; typed, or numba compiles them in
 
 
 # Without reference counts, which numba does not get out of the loops, some of them are twice as
@@ -58,9 +58,10 @@ as_bits = _bitcast(types.int32, types.float32, ir.IntType(32))
 
 
 def _lanes(context, builder, array_type, array, index, lanes):
-    """Pointer to items of a contiguous array, as a vector."""
+    """Pointer to items of a contiguous array, as a vector, and the vector's type."""
     pointer = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
-    return builder.bitcast(pointer, ir.VectorType(pointer.type.pointee, lanes).as_pointer())
+    vector = ir.VectorType(context.get_data_type(array_type.dtype), lanes)
+    return builder.bitcast(pointer, vector.as_pointer()), vector
 
 
 def _amax(lanes):
@@ -68,12 +69,12 @@ def _amax(lanes):
 
     def typed(context, array, index):
         def generate(context, builder, signature, args):
-            pointer = _lanes(context, builder, array, *args, lanes)
-            vector, item = pointer.type.pointee, pointer.type.pointee.element
-            value = builder.load(pointer, align=item.width // 8)
-            value = builder.and_(value, ir.Constant(vector, [(1 << (item.width - 1)) - 1] * lanes))
-            name = f"llvm.vector.reduce.umax.v{lanes}i{item.width}"
-            kind = ir.FunctionType(item, [vector])
+            pointer, vector = _lanes(context, builder, array, *args, lanes)
+            bits = vector.element.width
+            value = builder.load(pointer, align=bits // 8, typ=vector)
+            value = builder.and_(value, ir.Constant(vector, [(1 << (bits - 1)) - 1] * lanes))
+            name = f"llvm.vector.reduce.umax.v{lanes}i{bits}"
+            kind = ir.FunctionType(vector.element, [vector])
             return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [value])
 
         return array.dtype(array, types.intp), generate
@@ -89,11 +90,11 @@ def fill16(context, array, index, value):
     """Store ``value`` in 16 items."""
 
     def generate(context, builder, signature, args):
-        pointer = _lanes(context, builder, array, *args[:2], 16)
-        vector = ir.Constant(pointer.type.pointee, ir.Undefined)
+        pointer, vector = _lanes(context, builder, array, *args[:2], 16)
+        filled = ir.Constant(vector, ir.Undefined)
         for lane in range(16):
-            vector = builder.insert_element(vector, args[2], ir.Constant(ir.IntType(32), lane))
-        builder.store(vector, pointer, align=4)
+            filled = builder.insert_element(filled, args[2], ir.Constant(ir.IntType(32), lane))
+        builder.store(filled, pointer, align=4)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, array.dtype), generate
@@ -104,7 +105,7 @@ def transpose16(context, source, start, stride, out, to, out_stride):
     """Transpose 16 x 16 bytes: four perfect shuffles of its rows."""
 
     def generate(context, builder, signature, args):
-        def pointer(array_type, array, start, stride, i):
+        def row(array_type, array, start, stride, i):
             index = builder.add(start, builder.mul(stride, ir.Constant(stride.type, i)))
             return _lanes(context, builder, array_type, array, index, 16)
 
@@ -114,12 +115,13 @@ def transpose16(context, source, start, stride, out, to, out_stride):
                 a, b, ir.Constant(ir.VectorType(ir.IntType(32), 16), lanes)
             )
 
-        rows = [builder.load(pointer(source, *args[:3], i), align=1) for i in range(16)]
+        given = [row(source, *args[:3], i) for i in range(16)]
+        rows = [builder.load(pointer, align=1, typ=vector) for pointer, vector in given]
         for _ in range(4):
             pairs = zip(rows[:8], rows[8:], strict=True)
             rows = [interleave(a, b, first) for a, b in pairs for first in (0, 8)]
         for i in range(16):
-            builder.store(rows[i], pointer(out, *args[3:], i), align=1)
+            builder.store(rows[i], row(out, *args[3:], i)[0], align=1)
         return context.get_dummy_value()
 
     index = types.intp
@@ -238,7 +240,7 @@ def exact_multiply(a, b):
     if a == INF or b == INF:
         return INF | sign
     (sa, ea), (sb, eb) = _parts(a), _parts(b)
-    return min(_round(sa * sb, ea + eb, *FP32), INF) | sign
+    return min(_round(sa * sb, ea + eb, *_FP32), INF) | sign
 
 
 @compiled
@@ -249,7 +251,7 @@ def exact_divide(a, b):
     sa, sb = sa << la, sb << lb
     quotient = (sa << 26) // sb
     sticky = 1 if quotient * sb != sa << 26 else 0
-    return min(_round((quotient << 1) | sticky, (ea - la) - (eb - lb) - 27, *FP32), INF)
+    return min(_round((quotient << 1) | sticky, (ea - la) - (eb - lb) - 27, *_FP32), INF)
 
 
 @compiled

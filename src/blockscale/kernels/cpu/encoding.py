@@ -40,9 +40,9 @@ from .arith import (
 )
 from .spec import NEAREST_FP32, POWER_OF_TWO, Geometry, Spec
 
-SMALL = (127 - 100) << 23  # 2^-100: far from the subnormals, and so are its products with elements
-LARGE = (127 + 100) << 23
-E4M3 = np.int64(3), np.int64(7), np.int64(0x7E)  # mantissa bits, bias, largest code
+_SMALL = (127 - 100) << 23  # 2^-100: far from the subnormals, and so are its products with elements
+_LARGE = (127 + 100) << 23
+_E4M3 = np.int64(3), np.int64(7), np.int64(0x7E)  # mantissa bits, bias, largest code
 
 
 @compiled
@@ -141,7 +141,7 @@ def _odd_blocks(amax, small, reciprocal, odd):
     found = np.uint8(0)
     for b in range(amax.size):
         m, r = amax[b], reciprocal[b]
-        far = (r >= np.int32(LARGE)) | ((r > 0) & (r < np.int32(MIN_NORMAL)))
+        far = (r >= np.int32(_LARGE)) | ((r > 0) & (r < np.int32(MIN_NORMAL)))
         is_odd = (m >= np.int32(INF)) | ((m > 0) & ((m < small) | far))
         odd[b] = np.uint8(is_odd)
         found |= odd[b]
@@ -157,7 +157,7 @@ def _scales(amax, spec, encode_scale, table, code, reciprocal, odd):
         _fp32_scales(amax, spec, code, reciprocal)
     else:
         _ue4m3_scales(amax, encode_scale, table, code, reciprocal)
-    small = np.int32(SMALL if encode_scale >= SMALL else INF)
+    small = np.int32(_SMALL if encode_scale >= _SMALL else INF)
     return _odd_blocks(amax, small, reciprocal, odd)
 
 
@@ -216,7 +216,7 @@ def _exact_scale(amax, spec, encode_scale, table):
     if spec.kind == NEAREST_FP32:
         bits = max(exact_divide(amax, spec.max_bits), MIN_NORMAL)
         return bits, exact_divide(np.int64(ONE), bits)
-    code = exact_encode(exact_multiply(amax, encode_scale), *E4M3)
+    code = exact_encode(exact_multiply(amax, encode_scale), *_E4M3)
     return code, np.int64(table[code])
 
 

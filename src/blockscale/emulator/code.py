@@ -1,0 +1,271 @@
+"""A function ready to run: its steps, and what instructions ask of their surroundings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import isa
+from .isa.control import leave
+from .machine import CTA, Fragment, Launch
+from .memory import LOCAL_WINDOW, SHARED_WINDOW, MemoryFault, gather, scatter
+from .program import Address, Function, Module, PtxError, Symbol
+
+__all__ = ["Code", "Program"]
+
+
+class Program:
+    """A module bound to one launch; functions are compiled when they are first needed."""
+
+    def __init__(self, module: Module, launch: Launch) -> None:
+        self.module, self.launch = module, launch
+        self._codes: dict[str, Code] = {}
+
+    def code(self, name: str) -> Code:
+        if name not in self._codes:
+            if name not in self.module.functions:
+                raise PtxError(f"function {name!r} is not in the module")
+            self._codes[name] = Code(self, self.module.functions[name])
+        return self._codes[name]
+
+    def codes(self) -> list[Code]:
+        return list(self._codes.values())
+
+
+class Code:
+    """The steps of a function and how often each instruction ran (in threads)."""
+
+    def __init__(self, program: Program, function: Function) -> None:
+        self.program, self.function = program, function
+        self.launch = program.launch
+        self.counts = [0] * (len(function.instructions) + 1)
+        self.steps: list[Any] = [
+            isa.build(ins, self.resolve, self) for ins in function.instructions
+        ]
+        self.steps.append(leave)  # who runs past the end returns
+        self.ticks = itertools.count()
+
+    # --- symbols ---
+
+    def resolve(self, name: str) -> int:
+        """Address of a variable in its state space (a CTA's shared base not yet added)."""
+        launch = self.launch
+        if name in launch.parameter_offsets and self.function.is_entry:
+            return launch.parameters.base + launch.parameter_offsets[name]
+        if name in launch.static_shared:
+            return launch.static_shared[name]
+        if name in launch.module_variables:
+            return launch.module_variables[name].base
+        if self.is_local(name):
+            return 0
+        raise PtxError(f"symbol {name!r} is not defined")
+
+    def is_shared(self, name: str) -> bool:
+        return name in self.launch.static_shared
+
+    def is_local(self, name: str) -> bool:
+        variable = self.function.variables.get(name)
+        return variable is not None and variable.space == "local"
+
+    def is_frame(self, name: str) -> bool:
+        """Whether a symbol is a .param variable of a call rather than of the kernel."""
+        if name in self.function.locals:
+            return True
+        own = (*self.function.parameters, *self.function.results)
+        return not self.function.is_entry and any(p.name == name for p in own)
+
+    def code(self, name: str) -> Code:
+        return self.program.code(name)
+
+    def source_line(self, file: int, line: int) -> str:
+        return f"{self.program.module.files.get(file, f'file {file}')}:{line}"
+
+    # --- memory ---
+
+    @staticmethod
+    def window(space: str | None) -> int:
+        if space in ("shared", "shared::cta", "shared::cluster"):
+            return SHARED_WINDOW
+        return LOCAL_WINDOW if space == "local" else 0
+
+    def reader(
+        self, form: Any, space: str | None, operand: int
+    ) -> Callable[[Fragment, np.ndarray, int], np.ndarray]:
+        """A function (fragment, addresses, size) -> bytes (threads, size)."""
+        name = _symbol(form, operand)
+        if name is not None and self.is_frame(name):
+            return lambda w, where, size: _read_private(w.frame.variable(name), w, where, size)
+        if space in ("shared", "shared::cta", "shared::cluster"):
+            return _read_shared
+        if space == "local":
+            return _read_local
+        if space is None:
+            return self._read_generic
+        memory = self.launch.memory
+        return lambda w, where, size: memory.load(where, size)
+
+    def writer(
+        self, form: Any, space: str | None, operand: int
+    ) -> Callable[[Fragment, np.ndarray, np.ndarray], None]:
+        name = _symbol(form, operand)
+        if name is not None and self.is_frame(name):
+            return lambda w, where, values: _write_private(w.frame.variable(name), w, where, values)
+        if space in ("shared", "shared::cta", "shared::cluster"):
+            return _write_shared
+        if space == "local":
+            return _write_local
+        if space is None:
+            return self._write_generic
+        memory = self.launch.memory
+        return lambda w, where, values: memory.store(where, values)
+
+    def _read_generic(self, w: Fragment, where: np.ndarray, size: int) -> np.ndarray:
+        out = np.empty((len(where), size), np.uint8)
+        for chosen, window in _windows(where):
+            part = _Part(w, chosen)
+            at = where[chosen] - np.uint64(window)
+            if window == SHARED_WINDOW:
+                out[chosen] = _read_shared(part, at, size)
+            elif window == LOCAL_WINDOW:
+                out[chosen] = _read_local(part, at, size)
+            else:
+                out[chosen] = self.launch.memory.load(at, size)
+        return out
+
+    def _write_generic(self, w: Fragment, where: np.ndarray, values: np.ndarray) -> None:
+        for chosen, window in _windows(where):
+            part = _Part(w, chosen)
+            at = where[chosen] - np.uint64(window)
+            if window == SHARED_WINDOW:
+                _write_shared(part, at, values[chosen])
+            elif window == LOCAL_WINDOW:
+                _write_local(part, at, values[chosen])
+            else:
+                self.launch.memory.store(at, values[chosen])
+
+    # --- special registers ---
+
+    def special(self, name: str, dtype: np.dtype, form: Any) -> Callable[[Fragment], Any]:
+        launch = self.launch
+        clusters = [-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True)]
+        base, _, axis = name[1:].partition(".")
+        at = "xyz".find(axis) if axis else 0
+        constant: dict[str, Any] = {
+            "ntid": launch.block[at],
+            "nctaid": launch.grid[at],
+            "cluster_nctaid": launch.cluster[at],
+            "nclusterid": clusters[at],
+            "cluster_nctarank": int(np.prod(launch.cluster)),
+            "is_explicit_cluster": int(np.prod(launch.cluster)) > 1,
+            "nwarpid": 64,
+            "nsmid": 132,
+            "smid": 0,
+            "gridid": 0,
+            "dynamic_smem_size": launch.dynamic_shared,
+            "total_smem_size": launch.shared_bytes,
+        }
+        if base in constant:
+            value = dtype.type(constant[base])
+            return lambda w: value
+        if base in ("clock", "clock_hi", "clock64", "globaltimer", "globaltimer_lo"):
+            return lambda w: dtype.type(next(self.ticks))  # each reading is later than the last
+        of_cta: dict[str, Callable[[CTA], int]] = {
+            "ctaid": lambda cta: cta.index[at],
+            "clusterid": lambda cta: cta.cluster.index[at],
+            "cluster_ctaid": lambda cta: cta.index[at] % launch.cluster[at],
+            "cluster_ctarank": lambda cta: cta.rank,
+        }
+        if base in of_cta:
+            function = of_cta[base]
+            return lambda w: dtype.type(function(w.cta))
+        of_thread: dict[str, Callable[[CTA], np.ndarray]] = {
+            "tid": lambda cta: cta.tid[at],
+            "laneid": lambda cta: cta.lane,
+            "warpid": lambda cta: cta.linear // 32,
+            "lanemask_eq": lambda cta: np.uint32(1) << cta.lane,
+            "lanemask_lt": lambda cta: (np.uint32(1) << cta.lane) - np.uint32(1),
+            "lanemask_le": lambda cta: (np.uint32(2) << cta.lane) - np.uint32(1),
+            "lanemask_gt": lambda cta: ~((np.uint32(2) << cta.lane) - np.uint32(1)),
+            "lanemask_ge": lambda cta: ~((np.uint32(1) << cta.lane) - np.uint32(1)),
+        }
+        if base in of_thread:
+            values = of_thread[base]
+            return lambda w: values(w.cta)[w.sel].astype(dtype)
+        raise form.error(f"special register {name} is not supported")
+
+
+class _Part:
+    """Some threads of a fragment, for memory functions."""
+
+    def __init__(self, w: Fragment, chosen: np.ndarray) -> None:
+        self.cta, self.frame = w.cta, w.frame
+        self.threads = w.threads[chosen]
+        self.sel, self.n = self.threads, len(self.threads)
+
+
+def _symbol(form: Any, operand: int) -> str | None:
+    op = form.operand(operand)
+    return op.base.name if isinstance(op, Address) and isinstance(op.base, Symbol) else None
+
+
+def _windows(where: np.ndarray) -> list[tuple[np.ndarray, int]]:
+    top = where >> np.uint64(56)
+    parts = [(np.nonzero(top == value)[0], int(value) << 56) for value in np.unique(top)]
+    return [(at, top if top in (SHARED_WINDOW, LOCAL_WINDOW) else 0) for at, top in parts]
+
+
+def _ranks(w: Any, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.ndarray]]:
+    cluster = w.cta.cluster
+    low, high = int(where.min()), int(where.max())
+    cta, _ = cluster.shared(low, size)
+    if low >> 24 == high >> 24:
+        cluster.shared(high, size)
+        return [(cta, slice(None), (where & np.uint64(0xFFFFFF)).astype(np.int64))]
+    found = []
+    for rank in np.unique(where >> np.uint64(24)):
+        chosen = np.nonzero(where >> np.uint64(24) == rank)[0]
+        for address in (where[chosen].min(), where[chosen].max()):
+            cta, _ = cluster.shared(int(address), size)
+        found.append((cta, chosen, (where[chosen] & np.uint64(0xFFFFFF)).astype(np.int64)))
+    return found
+
+
+def _read_shared(w: Any, where: np.ndarray, size: int) -> np.ndarray:
+    out = np.empty((len(where), size), np.uint8)
+    for cta, chosen, offsets in _ranks(w, where, size):
+        out[chosen] = gather(cta.shared, offsets, size)
+    return out
+
+
+def _write_shared(w: Any, where: np.ndarray, values: np.ndarray) -> None:
+    for cta, chosen, offsets in _ranks(w, where, values.shape[1]):
+        scatter(cta.shared, offsets, values[chosen])
+
+
+def _private(variable: np.ndarray, w: Any, where: np.ndarray, size: int) -> Any:
+    """Where each thread's bytes lie in its own row of (threads, bytes)."""
+    if int(where.max()) + size > variable.shape[1]:
+        raise MemoryFault(
+            f"address {int(where.max()):#x} (+{size}) of a thread's own memory is out of bounds: "
+            f"it has {variable.shape[1]} bytes"
+        )
+    return w.threads[:, None], where.astype(np.int64)[:, None] + np.arange(size)
+
+
+def _read_private(variable: np.ndarray, w: Any, where: np.ndarray, size: int) -> np.ndarray:
+    return variable[_private(variable, w, where, size)]
+
+
+def _write_private(variable: np.ndarray, w: Any, where: np.ndarray, values: np.ndarray) -> None:
+    variable[_private(variable, w, where, values.shape[1])] = values
+
+
+def _read_local(w: Any, where: np.ndarray, size: int) -> np.ndarray:
+    return _read_private(w.cta.local, w, where, size)
+
+
+def _write_local(w: Any, where: np.ndarray, values: np.ndarray) -> None:
+    _write_private(w.cta.local, w, where, values)

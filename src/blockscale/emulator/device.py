@@ -1,0 +1,331 @@
+"""The device: takes a launch apart, runs its clusters, reports."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .code import Code, Program
+from .machine import Cluster, Deadlock, Launch, State
+from .memory import Buffer, GlobalMemory
+from .parse import parse
+from .program import Address, Function, Module, Parameter, PtxError, Symbol
+
+__all__ = ["Device", "Report"]
+
+TARGETS = ("sm_90a", "sm_100a")
+_SYSTEM_SHARED = 1024
+_MOST_SHARED = 227 * 1024
+_LAPS = 16  # of a cluster before others get theirs: it may be spinning on what they will write
+_RESIDENT = 128  # clusters under way at a time
+
+Dim = tuple[int, int, int]
+
+_parse = lru_cache(maxsize=64)(parse)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launch did: instructions executed, by opcode, counted in threads and in warps."""
+
+    instructions: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.instructions.values())
+
+
+class Device:
+    """An emulated GPU.
+
+    Args:
+        target: "sm_90a" or "sm_100a".
+    """
+
+    def __init__(self, target: str = "sm_90a") -> None:
+        if target not in TARGETS:
+            raise ValueError(f"target: got {target!r}; choose one of {', '.join(TARGETS)}")
+        self.target = target
+
+    def launch(
+        self,
+        ptx: str,
+        name: str,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: Sequence[Any],
+        *,
+        cluster: int | Sequence[int] | None = None,
+        shared: int = 0,
+    ) -> Report:
+        """Run a kernel; buffers among ``args`` are written in place.
+
+        Args:
+            ptx: the text of a module.
+            name: of the entry.
+            grid, block, cluster: numbers or up to three of them; ``cluster`` defaults to what the
+                kernel requires.
+            args: numpy arrays or CPU torch tensors (passed as pointers), numbers, or bytes.
+            shared: dynamic shared memory, bytes.
+
+        Raises PtxError (a ValueError) for what is not PTX, not supported or not allowed, and
+        Deadlock where nothing can move.
+        """
+        module = _parse(ptx)
+        _check_target(module, self.target)
+        function = _entry(module, name)
+        launch = _prepare(module, function, grid, block, cluster, shared, args)
+        program = Program(module, launch)
+        with np.errstate(all="ignore"):  # wrap-around, infinities and NaN are the hardware's too
+            _run_grid(launch, program.code(name))
+        instructions: dict[str, int] = {}
+        for compiled in program.codes():
+            for ins, count in zip(compiled.function.instructions, compiled.counts, strict=False):
+                instructions[ins.opcode] = instructions.get(ins.opcode, 0) + count
+        return Report(dict(sorted(instructions.items())))
+
+
+def _run_grid(launch: Launch, code: Code) -> None:
+    """Run clusters one after the other; who takes long, or spins, lets the next one start."""
+    counts = [-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True)]
+    unfinished: deque[Cluster] = deque()
+
+    def advance(cluster: Cluster) -> None:
+        state = cluster.run(_LAPS)
+        if state is State.STUCK:
+            raise Deadlock(f"deadlock: nothing can move\n  {cluster.report()}")
+        if state is State.RUNNING:
+            unfinished.append(cluster)
+
+    for z, y, x in np.ndindex(*reversed(counts)):
+        advance(Cluster(launch, code, (x, y, z)))
+        while len(unfinished) >= _RESIDENT:
+            advance(unfinished.popleft())
+    while unfinished:
+        advance(unfinished.popleft())
+
+
+def _check_target(module: Module, target: str) -> None:
+    """sm_90 runs on all that came later, sm_90a and sm_90f only where their letter is met."""
+    pattern = r"sm_(\d+)([af]?)"
+    wanted = [re.fullmatch(pattern, name) for name in module.target]
+    here = re.fullmatch(pattern, target)
+    for match in filter(None, wanted):
+        number, letter = int(match[1]), match[2]
+        assert here is not None
+        have = int(here[1])
+        fits = {
+            "": number <= have,
+            "a": number == have,
+            "f": number // 10 == have // 10 and number <= have,
+        }
+        if fits[letter]:
+            return
+    raise PtxError(
+        f"target: the PTX is for {', '.join(module.target) or 'none'}, the device is {target}"
+    )
+
+
+def _entry(module: Module, name: str) -> Function:
+    entries = [f.name for f in module.functions.values() if f.is_entry]
+    if name not in entries:
+        raise PtxError(
+            f"entry: {name!r} is not in the module, which has {', '.join(entries) or 'none'}"
+        )
+    return module.functions[name]
+
+
+def _three(value: int | Sequence[int], what: str) -> tuple[int, int, int]:
+    given = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not 1 <= len(given) <= 3 or any(operator.index(n) < 1 for n in given):
+        raise ValueError(f"{what}: got {value!r}; expected one to three positive numbers")
+    x, y, z = (*map(operator.index, given), 1, 1)[:3]
+    return x, y, z
+
+
+def _dimensions(
+    function: Function,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    cluster: int | Sequence[int] | None,
+) -> tuple[Dim, Dim, Dim]:
+    """Grid, block and cluster, checked against the limits and what the kernel demands."""
+    required = {
+        key: (*function.directives[key], 1, 1)[:3]
+        for key in ("reqntid", "maxntid", "reqnctapercluster")
+        if function.directives.get(key)
+    }
+    if cluster is None:
+        cluster = required.get("reqnctapercluster", 1)
+    dims = _three(grid, "grid"), _three(block, "block"), _three(cluster, "cluster")
+    for key, name, got in (
+        ("reqntid", "block", dims[1]),
+        ("reqnctapercluster", "cluster", dims[2]),
+    ):
+        if required.get(key, got) != got:
+            raise ValueError(f"{name}: got {got}; the kernel requires {required[key]}")
+    if any(g % c for g, c in zip(dims[0], dims[2], strict=True)):
+        raise ValueError(f"cluster: {dims[2]} does not divide the grid {dims[0]}")
+    if math.prod(dims[2]) > 16:
+        raise ValueError(f"cluster: {math.prod(dims[2])} CTAs; at most 16")
+    threads, limit = math.prod(dims[1]), min(1024, math.prod(required.get("maxntid", (1024,))))
+    if threads > limit:
+        raise ValueError(f"block: {threads} threads; at most {limit}")
+    return dims
+
+
+def _prepare(
+    module: Module,
+    function: Function,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    cluster: int | Sequence[int] | None,
+    shared: int,
+    args: Sequence[Any],
+) -> Launch:
+    dims = _dimensions(function, grid, block, cluster)
+    memory = GlobalMemory()
+    parameters, offsets = _parameters(function, args, memory)
+    variables = {}
+    for variable in module.variables.values():
+        if variable.space in ("global", "const"):
+            data = np.zeros(max(variable.nbytes, 1) + variable.align, np.uint8)
+            lead = -data.ctypes.data % variable.align
+            data = data[lead : lead + max(variable.nbytes, 1)]
+            if variable.data:
+                data[: len(variable.data)] = np.frombuffer(variable.data, np.uint8)
+            variables[variable.name] = memory.add(
+                Buffer(variable.name, data.ctypes.data, data, variable.space == "global")
+            )
+    static, size = _shared(module, function)
+    dynamic = -(-size // 1024) * 1024 if shared else size
+    if shared < 0 or dynamic + shared > _MOST_SHARED:
+        raise ValueError(
+            f"shared: {size} bytes static and {shared} dynamic; at most {_MOST_SHARED} in all"
+        )
+    for variable in module.variables.values():
+        if variable.space == "shared" and variable.extern:
+            static[variable.name] = _SYSTEM_SHARED + dynamic
+    return Launch(
+        *dims,
+        shared_bytes=dynamic + shared,
+        dynamic_shared=shared,
+        static_shared=static,
+        memory=memory,
+        parameters=parameters,
+        parameter_offsets=offsets,
+        module_variables=variables,
+    )
+
+
+def _shared(module: Module, function: Function) -> tuple[dict[str, int], int]:
+    """Offsets in shared memory of the static variables that the kernel uses, and their size."""
+    used, functions = _reach(module, function)
+    everywhere = [v for f in functions for v in f.variables.values()]
+    everywhere += [v for v in module.variables.values() if v.name in used]
+    places: dict[str, int] = {}
+    size = 0
+    for variable in everywhere:
+        if variable.space == "shared" and not variable.extern:
+            size = -(-size // variable.align) * variable.align
+            places[variable.name] = _SYSTEM_SHARED + size
+            size += variable.nbytes
+    return places, size
+
+
+def _reach(module: Module, function: Function) -> tuple[set[str], list[Function]]:
+    """Symbols that a kernel and the functions it calls name, and these functions."""
+    used: set[str] = set()
+    functions, at = [function], 0
+    while at < len(functions):
+        for ins in functions[at].instructions:
+            for op in ins.operands:
+                op = op.base if isinstance(op, Address) else op
+                if isinstance(op, Symbol) and op.name not in used:
+                    used.add(op.name)
+                    if op.name in module.functions:
+                        functions.append(module.functions[op.name])
+        at += 1
+    return used, functions
+
+
+def _parameters(
+    function: Function, args: Sequence[Any], memory: GlobalMemory
+) -> tuple[Buffer, dict[str, int]]:
+    """Lay out the kernel's parameters; buffers among them become global memory."""
+    wanted = function.parameters
+    if len(args) != len(wanted):
+        raise ValueError(f"args: got {len(args)}, {function.name} takes {len(wanted)}")
+    offsets: dict[str, int] = {}
+    alive: list[Any] = []  # an address stays an array's own while the array lives
+    data = bytearray()
+    for i, (arg, parameter) in enumerate(zip(args, wanted, strict=True)):
+        data += b"\0" * (-len(data) % parameter.align)
+        offsets[parameter.name] = len(data)
+        data += _bytes(arg, parameter, f"args[{i}]", memory, alive)
+    block = np.zeros(len(data) + 64, np.uint8)
+    lead = -block.ctypes.data % 64
+    block = block[lead : lead + len(data)]
+    block[:] = np.frombuffer(bytes(data), np.uint8)
+    buffer = Buffer("the parameters", block.ctypes.data, block, writable=False)
+    return memory.add(buffer) if len(data) else buffer, offsets
+
+
+def _bytes(
+    arg: Any, parameter: Parameter, name: str, memory: GlobalMemory, alive: list[Any]
+) -> bytes:
+    """One argument as the kernel sees it."""
+    size, kind = parameter.nbytes, parameter.type
+    if hasattr(arg, "detach"):  # a torch tensor, without importing torch
+        arg = _tensor_bytes(arg, name)
+    if isinstance(arg, np.ndarray):
+        if not arg.flags.c_contiguous:
+            raise ValueError(f"{name}: is not contiguous; make it so first")
+        if arg.dtype.hasobject:
+            raise TypeError(f"{name}: an array of Python objects has no bytes to pass")
+        if size != 8:
+            raise ValueError(
+                f"{name}: got an array; {parameter.name} has {size} bytes, a pointer has 8"
+            )
+        flat = arg.reshape(-1).view(np.uint8)
+        alive.append(flat)
+        if len(flat):
+            memory.add(Buffer(name, flat.ctypes.data, flat, arg.flags.writeable))
+        return int(flat.ctypes.data).to_bytes(8, "little")
+    if isinstance(arg, bytes | bytearray | np.generic):
+        raw = arg.tobytes() if isinstance(arg, np.generic) else bytes(arg)
+        if len(raw) != size:
+            what = arg.dtype if isinstance(arg, np.generic) else f"{len(raw)} bytes"
+            raise ValueError(f"{name}: got {what}; {parameter.name} has {size} bytes")
+        return raw
+    if not isinstance(arg, bool | int | float):
+        raise TypeError(
+            f"{name}: got {type(arg).__name__}; expected an array, a tensor, a number or bytes"
+        )
+    if parameter.count != 1 or size > 8:
+        raise ValueError(f"{name}: got a number; {parameter.name} has {size} bytes: pass bytes")
+    if kind[0] == "f" or (isinstance(arg, float) and kind[0] == "b" and size > 1):
+        return np.array(arg, f"<f{size}").tobytes()
+    if isinstance(arg, float):
+        raise TypeError(f"{name}: got a float; {parameter.name} is of type .{kind}")
+    if not -(1 << 8 * size - 1) <= arg < 1 << 8 * size:
+        raise ValueError(f"{name}: {arg} does not fit {parameter.name}, of type .{kind}")
+    return (int(arg) & (1 << 8 * size) - 1).to_bytes(size, "little")
+
+
+def _tensor_bytes(tensor: Any, name: str) -> np.ndarray:
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name}: is on {tensor.device}; the emulator takes CPU tensors")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: is not contiguous; make it so first")
+    return tensor.detach().flatten().view(torch.uint8).numpy()

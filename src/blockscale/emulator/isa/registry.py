@@ -1,0 +1,331 @@
+"""How an instruction finds its meaning: opcode -> builder -> step.
+
+A builder is registered for a family ("add", "ld", "cp.async.bulk"); the longest family that starts
+an opcode gets it. It receives a :class:`Form`, takes every modifier and operand it knows, and must
+leave none: what is unknown is an error with its line, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..machine import Fragment, Split, Step, storage
+from ..program import (
+    Address,
+    Immediate,
+    Instruction,
+    Not,
+    Operand,
+    PtxError,
+    Register,
+    Special,
+    Symbol,
+    Vector,
+)
+
+__all__ = [
+    "BITS",
+    "INTEGERS",
+    "SIGNED",
+    "TYPES",
+    "UNSIGNED",
+    "Form",
+    "Getter",
+    "Setter",
+    "build",
+    "families",
+    "instruction",
+]
+
+Getter = Callable[[Fragment], Any]
+Setter = Callable[[Fragment, Any], None]
+Builder = Callable[["Form"], Step]
+
+#: numpy dtype in which an operand of a PTX type is computed.
+TYPES: Mapping[str, Any] = {
+    "pred": np.bool_,
+    **{
+        f"{kind}{bits}": np.dtype(f"{code}{bits // 8}")
+        for kind, code in (("u", "u"), ("b", "u"), ("s", "i"))
+        for bits in (8, 16, 32, 64)
+    },
+    "f16": np.dtype(np.float16),
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+    "bf16": np.dtype(np.uint16),
+    "f16x2": np.dtype(np.uint32),
+    "bf16x2": np.dtype(np.uint32),
+    "f32x2": np.dtype(np.uint64),
+    "b128": np.dtype("V16"),
+}
+SIGNED = ("s16", "s32", "s64")
+UNSIGNED = ("u16", "u32", "u64")
+INTEGERS = (*UNSIGNED, *SIGNED)
+BITS = ("b16", "b32", "b64")
+
+_builders: dict[tuple[str, ...], tuple[Builder, bool]] = {}
+
+
+def instruction(*names: str, control: bool = False) -> Callable[[Builder], Builder]:
+    """Register a builder for opcode families.
+
+    ``control`` marks steps that may return something: threads whose predicate is false are then
+    split off first, so that the step sees a whole fragment.
+    """
+
+    def register(builder: Builder) -> Builder:
+        for name in names:
+            _builders[tuple(name.split("."))] = (builder, control)
+        return builder
+
+    return register
+
+
+def families() -> list[str]:
+    """Every registered family, for the documentation."""
+    return sorted(".".join(key) for key in _builders)
+
+
+class Form:
+    """One instruction while it is built: its modifiers and operands, and where it stands."""
+
+    def __init__(self, ins: Instruction, resolve: Callable[[str], int], machine: Any) -> None:
+        self.ins = ins
+        self.parts = ins.parts
+        self.machine = machine
+        self.resolve = resolve  # address of a symbol in its own state space
+        self.left: list[str] = []
+        self.used = 0  # operands looked at: the rest would be ignored, which is an error
+
+    # --- modifiers ---
+
+    def start(self, family: tuple[str, ...]) -> None:
+        self.left = list(self.parts[len(family) :])
+
+    def has(self, *names: str) -> bool:
+        """Take a modifier if it is there (any of ``names``)."""
+        for name in names:
+            if name in self.left:
+                self.left.remove(name)
+                return True
+        return False
+
+    def one(self, *names: str, default: str | None = None) -> str | None:
+        """Take the one of ``names`` that is there."""
+        for name in names:
+            if self.has(name):
+                return name
+        return default
+
+    def types(self) -> list[str]:
+        """Take all type modifiers, in order."""
+        found = [part for part in self.left if part in TYPES or part == "tf32"]
+        for part in found:
+            self.left.remove(part)
+        return found
+
+    def type(self, *allowed: str) -> str:
+        """Take the only type, one of ``allowed`` where any are given."""
+        found = self.types()
+        if len(found) != 1:
+            raise self.error(f"expected one type, found {', '.join(found) or 'none'}")
+        if allowed and found[0] not in allowed:
+            raise self.error(f"type .{found[0]} is not supported")
+        return found[0]
+
+    def done(self) -> None:
+        if self.left:
+            raise self.error("unsupported modifier " + ", ".join("." + part for part in self.left))
+        if self.used < len(self.ins.operands):
+            raise self.error(f"has {len(self.ins.operands)} operands, {self.used} are expected")
+
+    def error(self, message: str) -> PtxError:
+        return PtxError(f"{self.ins.opcode}: {message}", self.ins.line)
+
+    # --- operands ---
+
+    def all_used(self) -> None:
+        self.used = len(self.ins.operands)
+
+    def operand(self, index: int) -> Operand:
+        self.used = max(self.used, index + 1)
+        try:
+            return self.ins.operands[index]
+        except IndexError:
+            raise self.error(f"has {len(self.ins.operands)} operands, too few") from None
+
+    def get(self, operand: int | Operand, type: str) -> Getter:
+        """A function that reads an operand as ``type``: an array over threads, or a scalar."""
+        op = self.operand(operand) if isinstance(operand, int) else operand
+        dtype = np.dtype(TYPES[type])
+        if isinstance(op, Register):
+            slot, kept = op.slot, storage(op)
+            if kept == dtype:
+                return lambda w: w.R[slot][w.sel]
+            if kept.itemsize == dtype.itemsize and kept != np.bool_ and dtype != np.bool_:
+                return lambda w: w.R[slot].view(dtype)[w.sel]
+            if (
+                kept.itemsize > dtype.itemsize and dtype != np.bool_
+            ):  # a wide register read narrow: its low bits
+                narrow = np.dtype(f"u{dtype.itemsize}")
+                return lambda w: w.R[slot][w.sel].astype(narrow).view(dtype)
+            raise self.error(f"register {op.name} of type .{op.type} read as .{type}")
+        if isinstance(op, Immediate) and dtype.kind != "V":
+            constant = _immediate(op, dtype)
+            return lambda w: constant
+        if isinstance(op, Not):
+            inner = self.get(op.register, "pred")
+            return lambda w: np.logical_not(inner(w))
+        if isinstance(op, Symbol) and self.machine.is_local(op.name):
+            name, offset = op.name, op.offset
+            return lambda w: dtype.type(w.frame.local_offsets[name] + offset)
+        if isinstance(op, Symbol):
+            if dtype.kind not in "ui":
+                raise self.error(f"the address {op.name} read as .{type}")
+            address = dtype.type(self.resolve(op.name) + op.offset)
+            if self.machine.is_shared(op.name):  # a CTA's own addresses carry its rank
+                return lambda w: dtype.type(int(address) + w.cta.shared_base)
+            return lambda w: address
+        if isinstance(op, Special):
+            return self.machine.special(op.name, dtype, self)
+        raise self.error(f"operand {op!r} cannot be read as .{type}")
+
+    def set(self, operand: int | Operand, type: str) -> Setter:
+        """A function that writes an operand of ``type``; the sink ``_`` takes anything."""
+        op = self.operand(operand) if isinstance(operand, int) else operand
+        if op is None:
+            return lambda w, value: None
+        if not isinstance(op, Register):
+            raise self.error("the destination is no register")
+        dtype, kept, slot = np.dtype(TYPES[type]), storage(op), op.slot
+        if kept == dtype:
+
+            def put(w: Fragment, value: Any) -> None:
+                w.R[slot][w.sel] = value
+
+            return put
+        if kept.itemsize == dtype.itemsize and kept != np.bool_:
+
+            def put_view(w: Fragment, value: Any) -> None:
+                w.R[slot].view(dtype)[w.sel] = value
+
+            return put_view
+        if kept.itemsize > dtype.itemsize and dtype != np.bool_:
+            signed = dtype.kind == "i"
+
+            def put_wide(w: Fragment, value: Any) -> None:
+                value = np.asarray(value, dtype)
+                wide = (
+                    value.astype(f"i{kept.itemsize}")
+                    if signed
+                    else value.view(f"u{dtype.itemsize}")
+                )
+                w.R[slot][w.sel] = wide.astype(kept)
+
+            return put_wide
+        raise self.error(f"register {op.name} of type .{op.type} written as .{type}")
+
+    def items(self, operand: int) -> tuple[Operand, ...]:
+        """The items of a vector operand, or the operand alone."""
+        op = self.operand(operand)
+        return op.items if isinstance(op, Vector) else (op,)
+
+    def address(self, operand: int | Operand, type: str = "u64") -> Getter:
+        """Base + offset of [..], per thread, as uint64."""
+        op = self.operand(operand) if isinstance(operand, int) else operand
+        if not isinstance(op, Address):
+            raise self.error(f"expected an address, found {op!r}")
+        base, offset = op.base, np.uint64(op.offset & (1 << 64) - 1)
+        if op.more:
+            raise self.error("expected one address, found a list")
+        wide = "u64" if not isinstance(base, Register) or storage(base).itemsize == 8 else "u32"
+        get = self.get(base, wide)
+        if wide == "u64" and isinstance(base, Register):
+            return lambda w: get(w) + offset
+        return lambda w: _threads(get(w), w).astype(np.uint64) + offset
+
+
+def _threads(value: Any, w: Fragment) -> np.ndarray:
+    """A scalar spread over the threads of the fragment."""
+    return np.broadcast_to(value, w.n)
+
+
+def _immediate(op: Immediate, dtype: np.dtype) -> Any:
+    if dtype == np.bool_:
+        return np.bool_(op.value != 0)
+    if op.float_bits is not None:
+        bits = np.array(op.value, f"u{op.float_bits // 8}")
+        if dtype.kind == "f":
+            return bits.view(f"f{op.float_bits // 8}").astype(dtype)[()]
+        if op.float_bits // 8 == dtype.itemsize:
+            return bits.view(dtype)[()]
+        return bits.view(np.float64).astype(np.float32).view(dtype)[()]
+    mask = (1 << 8 * dtype.itemsize) - 1
+    return np.array(op.value & mask, f"u{dtype.itemsize}").view(dtype)[()]
+
+
+def build(ins: Instruction, resolve: Callable[[str], int], machine: Any) -> Step:
+    """The step of an instruction, predicate included. PtxError for what is not supported."""
+    parts = ins.parts
+    for length in range(len(parts), 0, -1):
+        if parts[:length] in _builders:
+            builder, control = _builders[parts[:length]]
+            form = Form(ins, resolve, machine)
+            form.start(parts[:length])
+            step = _built(builder, form)
+            if ins.predicate is None or parts[0] == "bra":
+                return step
+            return (_predicated_control if control else _predicated)(step, ins)
+    raise PtxError(f"unsupported instruction {ins.opcode}", ins.line)
+
+
+def _built(builder: Builder, form: Form) -> Step:
+    try:
+        step = builder(form)
+        form.done()
+    except PtxError as error:
+        raise error if error.line is not None else form.error(str(error)) from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise form.error(f"malformed ({error})") from error
+    return step
+
+
+def _predicated(step: Step, ins: Instruction) -> Step:
+    assert ins.predicate is not None
+    slot, negated = ins.predicate.slot, ins.negated
+
+    def run(w: Fragment) -> Any:
+        mask = w.R[slot][w.sel]
+        if negated:
+            mask = ~mask
+        if mask.all():
+            return step(w)
+        if not mask.any():
+            return None
+        threads, sel, n = w.threads, w.sel, w.n
+        w.threads = threads[mask]
+        w.sel, w.n = w.threads, len(w.threads)
+        try:
+            return step(w)
+        finally:
+            w.threads, w.sel, w.n = threads, sel, n
+
+    return run
+
+
+def _predicated_control(step: Step, ins: Instruction) -> Step:
+    assert ins.predicate is not None
+    slot, negated = ins.predicate.slot, ins.negated
+
+    def run(w: Fragment) -> Any:
+        mask = w.R[slot][w.sel] ^ negated
+        if mask.all():
+            return step(w)
+        if not mask.any():
+            return None
+        return Split(mask, skip=True)
+
+    return run

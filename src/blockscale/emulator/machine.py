@@ -1,0 +1,390 @@
+"""Warps, CTAs, clusters and who runs next.
+
+The unit of execution is a *fragment*: threads of one CTA that stand at the same instruction,
+executed together as numpy vectors. A divergent branch splits a fragment; fragments that meet merge.
+In a CTA the fragment with the smallest program counter runs first, which brings diverged threads
+together again after a loop or an if; whoever must wait is passed over, and whoever spins is
+interrupted after a quantum, so nobody starves.
+
+An instruction is compiled once into a *step*, a function of the fragment. It returns None (go on),
+an int (jump), or an :class:`Event`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from .memory import RANK_SHIFT, Buffer, GlobalMemory, MemoryFault
+from .program import Function, PtxError, Register, type_bytes
+
+__all__ = [
+    "CTA",
+    "Cluster",
+    "Deadlock",
+    "Diverge",
+    "Event",
+    "Exit",
+    "Fragment",
+    "Frame",
+    "Launch",
+    "Split",
+    "Stack",
+    "State",
+    "Step",
+    "Switch",
+    "Wait",
+    "storage",
+]
+
+_QUANTUM = 1024  # instructions that a fragment may run while others could
+_SYSTEM_SHARED = 1024  # bytes at the start of shared memory that belong to the system since sm_90
+
+Step = Callable[["Fragment"], Any]
+
+_STORAGE = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
+
+
+def storage(register: Register) -> np.dtype:
+    """dtype in which a register is kept: bool for predicates, else unsigned bits."""
+    if register.type == "pred":
+        return np.dtype(bool)
+    size = type_bytes(register.type)
+    return np.dtype(_STORAGE[size])
+
+
+class Event:
+    """What a step returns when the fragment cannot simply go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diverge(Event):
+    """Threads go to several places: (target, mask over the fragment's threads)."""
+
+    ways: tuple[tuple[int, np.ndarray], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exit(Event):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Switch(Event):
+    """Frame and pc of the fragment were changed: call and ret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait(Event):
+    """Do this instruction again when ``ready`` says so; ``why`` is for the deadlock report."""
+
+    ready: Callable[[], bool]
+    why: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Event):
+    """Only some threads execute the instruction now: the rest is left at it, or passes over it."""
+
+    go: np.ndarray
+    skip: bool = False
+
+
+class State(Enum):
+    """How a cluster stands."""
+
+    DONE = "every thread has exited"
+    STUCK = "nothing can move"
+    RUNNING = "there is more to run"
+
+
+class Deadlock(PtxError):
+    """Nothing can move; the message lists every fragment, where it stands and what it waits for."""
+
+
+class Frame:
+    """One function's registers and .param variables, for all threads of a CTA at one call depth."""
+
+    __slots__ = ("code", "depth", "function", "local_offsets", "registers", "threads", "variables")
+
+    def __init__(self, code: Any, threads: int, depth: int) -> None:
+        self.code = code
+        self.function: Function = code.function
+        self.threads, self.depth = threads, depth
+        self.registers = [
+            np.full(threads, 0, storage(r)) if r.type == "pred" else _poisoned(threads, r)
+            for r in self.function.registers
+        ]
+        self.variables: dict[str, np.ndarray] = {}  # .param of calls, (threads, bytes)
+        self.local_offsets: dict[str, int] = {}
+
+    def variable(self, name: str) -> np.ndarray:
+        """A .param variable of a call, (threads, bytes), made when first used."""
+        if name not in self.variables:
+            function = self.function
+            for parameter in (*function.parameters, *function.results, *function.locals.values()):
+                if parameter.name == name:
+                    self.variables[name] = np.full((self.threads, parameter.nbytes), 0xA5, np.uint8)
+        return self.variables[name]
+
+
+#: Callers, innermost last: (frame, return pc, results as (name here, name in the callee)).
+Stack = tuple[tuple[Frame, int, tuple[tuple[str, str], ...]], ...]
+
+
+def _poisoned(threads: int, register: Register) -> np.ndarray:
+    kept = storage(register)
+    out = np.empty(threads, kept)
+    out.view(np.uint8).fill(0xA5)
+    return out
+
+
+class Fragment:
+    """Threads of a CTA that are at the same instruction of the same frames."""
+
+    __slots__ = ("R", "cta", "frame", "n", "pc", "sel", "stack", "threads", "used", "wait")
+
+    def __init__(self, cta: CTA, threads: np.ndarray, frame: Frame, pc: int, stack: Stack) -> None:
+        self.cta = cta
+        self.wait: Wait | None = None
+        self.used = 0  # instructions of its quantum
+        self.enter(frame, pc, stack)
+        self.select(threads)
+
+    def select(self, threads: np.ndarray) -> None:
+        self.threads = threads
+        self.n = len(threads)
+        first, last = int(threads[0]), int(threads[-1])
+        self.sel: Any = slice(first, last + 1) if last - first + 1 == self.n else threads
+
+    def enter(self, frame: Frame, pc: int, stack: Stack) -> None:
+        self.frame, self.R, self.pc, self.stack = frame, frame.registers, pc, stack
+
+    def part(self, mask: np.ndarray, pc: int) -> Fragment:
+        """Some of the threads, at ``pc``."""
+        part = Fragment(self.cta, self.threads[mask], self.frame, pc, self.stack)
+        part.used = self.used
+        return part
+
+    def same_place(self, other: Fragment) -> bool:
+        return self.pc == other.pc and self.frame is other.frame and self.stack == other.stack
+
+    def location(self) -> str:
+        warps = sorted({int(t) // 32 for t in self.threads})
+        full = {int(t) for w in warps for t in range(32 * w, min(32 * w + 32, self.cta.size))}
+        lanes = ""
+        if len(full) != self.n:
+            lanes = f" lane {_ranges(sorted({int(t) % 32 for t in self.threads}))}"
+        where = f"CTA {self.cta.index}, warp {_ranges(warps)}{lanes}"
+        instructions = self.frame.function.instructions
+        if self.pc >= len(instructions):
+            return f"{where}, the end of {self.frame.function.name}"
+        instruction = instructions[self.pc]
+        source = ""
+        if instruction.source:
+            source = ", " + self.frame.code.source_line(*instruction.source)
+        return f"{where}, line {instruction.line}{source}: {instruction.opcode}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+class CTA:
+    """A thread block: its threads, shared memory and barriers."""
+
+    def __init__(
+        self, cluster: Cluster, index: tuple[int, int, int], rank: int, code: Any, launch: Launch
+    ) -> None:
+        self.cluster, self.index, self.rank, self.launch = cluster, index, rank, launch
+        bx, by, bz = launch.block
+        self.size = bx * by * bz
+        linear = np.arange(self.size, dtype=np.uint32)
+        self.tid = (linear % bx, linear // bx % by, linear // (bx * by))
+        self.linear = linear
+        self.lane = linear % 32
+        self.shared_base = rank << RANK_SHIFT
+        self.shared = np.full(_SYSTEM_SHARED + launch.shared_bytes, 0xFF, np.uint8)
+        self.frames: dict[tuple[str, int], Frame] = {}
+        self.local = np.full((self.size, 0), 0xFF, np.uint8)
+        self.exited = np.zeros(self.size, bool)
+        self.barriers: dict[int, Any] = {}
+        self.laps = 0  # times that every fragment had used up its quantum
+        frame = self.frame(code, 0)
+        self.fragments = [Fragment(self, np.arange(self.size), frame, 0, ())]
+
+    def frame(self, code: Any, depth: int) -> Frame:
+        key = (code.function.name, depth)
+        if key not in self.frames:
+            frame = self.frames[key] = Frame(code, self.size, depth)
+            for variable in code.function.variables.values():
+                if variable.space == "local":
+                    frame.local_offsets[variable.name] = self.grow_local(variable)
+        return self.frames[key]
+
+    def grow_local(self, variable: Any) -> int:
+        """Room for a .local variable in every thread; its offset."""
+        start = -(-self.local.shape[1] // variable.align) * variable.align
+        more = np.full((self.size, start + variable.nbytes - self.local.shape[1]), 0xFF, np.uint8)
+        self.local = np.concatenate([self.local, more], axis=1)
+        return start
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.fragments)
+
+    def pick(self) -> Fragment | None:
+        """The next fragment to run, merged with its equals: the deepest call, then the smallest pc.
+
+        Fragments that have used up a quantum stand back until the others have had theirs.
+        """
+        can = [f for f in self.fragments if f.wait is None or f.wait.ready()]
+        if not can:
+            return None
+        fresh = [f for f in can if f.used < _QUANTUM]
+        if not fresh:
+            self.laps += 1
+            for fragment in can:
+                fragment.used = 0
+            fresh = can
+        best = max(fresh, key=lambda f: (len(f.stack), -f.pc))
+        twins = [f for f in self.fragments if f is not best and f.same_place(best)]
+        if twins:
+            best.select(np.sort(np.concatenate([best.threads, *(f.threads for f in twins)])))
+            best.used = max(f.used for f in (best, *twins))
+            self.fragments = [f for f in self.fragments if f not in twins]
+        best.wait = None
+        return best
+
+
+@dataclass(slots=True)
+class Launch:
+    """What a kernel was launched with."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int  # static and dynamic
+    dynamic_shared: int
+    static_shared: dict[str, int]  # name -> offset in shared memory
+    memory: GlobalMemory
+    parameters: Buffer
+    parameter_offsets: dict[str, int]
+    module_variables: dict[str, Buffer]
+
+
+class Cluster:
+    """CTAs that run together; the asynchronous work they have in flight lives here."""
+
+    def __init__(self, launch: Launch, code: Any, index: tuple[int, int, int]) -> None:
+        self.launch, self.index = launch, index
+        cx, cy, cz = launch.cluster
+        ix, iy, iz = index
+        self.ctas = [
+            CTA(self, (ix * cx + x, iy * cy + y, iz * cz + z), rank, code, launch)
+            for rank, (z, y, x) in enumerate(np.ndindex(cz, cy, cx))
+        ]
+        self.barrier: Any = None
+
+    def shared(self, address: int, size: int) -> tuple[CTA, int]:
+        """The CTA and offset of a shared::cluster address; MemoryFault if it is none."""
+        rank, offset = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
+        if rank >= len(self.ctas):
+            raise MemoryFault(f"shared address {address:#x} names CTA {rank} of {len(self.ctas)}")
+        cta = self.ctas[rank]
+        if offset < _SYSTEM_SHARED or offset + size > len(cta.shared):
+            raise MemoryFault(
+                f"shared address {address:#x} (+{size}) is out of bounds: CTA {cta.index} has "
+                f"{len(cta.shared) - _SYSTEM_SHARED} bytes from {_SYSTEM_SHARED:#x}"
+            )
+        return cta, offset
+
+    def run(self, laps: int) -> State:
+        """Run until every thread has exited, nothing can move, or a CTA has had some laps."""
+        limits = [(cta, cta.laps + laps) for cta in self.ctas]
+        while all(cta.laps < limit for cta, limit in limits):
+            moved = False
+            for cta in self.ctas:
+                fragment = cta.pick()
+                if fragment is not None:
+                    moved = True
+                    _run(cta, fragment)
+            if not moved:
+                return State.STUCK if any(cta.alive for cta in self.ctas) else State.DONE
+        return State.RUNNING
+
+    def report(self) -> str:
+        lines = [
+            f"{fragment.location()} waits for {fragment.wait.why() if fragment.wait else 'a turn'}"
+            for cta in self.ctas
+            for fragment in cta.fragments
+        ]
+        return "\n  ".join(lines)
+
+
+def _run(cta: CTA, fragment: Fragment) -> None:
+    """Run one fragment until it meets or overtakes another, waits, or has had its quantum."""
+    meet = len(fragment.frame.code.steps)
+    for other in cta.fragments:
+        if fragment.pc < other.pc < meet and other.frame is fragment.frame and not other.wait:
+            meet = other.pc
+    code = fragment.frame.code
+    steps, counts, pc, n = code.steps, code.counts, fragment.pc, fragment.n
+    try:
+        for used in range(fragment.used + 1, _QUANTUM + 1):
+            fragment.pc, fragment.used = pc, used
+            result = steps[pc](fragment)
+            if result is None:
+                counts[pc] += n
+                pc += 1
+            elif type(result) is int:
+                counts[pc] += n
+                pc = result
+            elif type(result) is Split:
+                cta.fragments.append(fragment.part(~result.go, pc + result.skip))
+                fragment.select(fragment.threads[result.go])
+                n = fragment.n
+                continue
+            else:
+                if type(result) is not Wait:
+                    counts[pc] += n
+                _handle(cta, fragment, result)
+                return
+            if pc >= meet:
+                break
+        fragment.pc = pc
+    except PtxError as error:
+        raise _located(error, code, pc, fragment) from None
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise _located(PtxError(f"emulator: {error!r}"), code, pc, fragment) from error
+
+
+def _handle(cta: CTA, fragment: Fragment, event: Event) -> None:
+    if isinstance(event, Wait):
+        fragment.wait = event
+    elif isinstance(event, Exit):
+        cta.exited[fragment.threads] = True
+        cta.fragments.remove(fragment)
+    elif isinstance(event, Diverge):
+        cta.fragments.remove(fragment)
+        cta.fragments += [fragment.part(mask, target) for target, mask in event.ways]
+    elif not isinstance(event, Switch):
+        raise AssertionError(event)
+
+
+def _located(error: PtxError, code: Any, pc: int, fragment: Fragment) -> PtxError:
+    """The error with CTA, warp and line, unless it is about another line."""
+    instructions = code.function.instructions
+    if pc >= len(instructions) or error.line not in (None, instructions[pc].line):
+        return error
+    return type(error)(f"{error.message}; {fragment.location()}", instructions[pc].line)
