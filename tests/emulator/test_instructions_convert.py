@@ -284,12 +284,14 @@ def forms() -> list[Form]:
             mark = ".relu" if relu else ""
             form(
                 f"cvt.rn.satfinite{mark}.{element}x2.f32", result, "f32 f32",
-                pair(partial(narrow, element=element, source="f32", relu=relu), size), target=target,
+                pair(partial(narrow, element=element, source="f32", relu=relu), size),
+                target=target,
             )  # fmt: skip
             if size == 8 and BITS[element] == 8:
                 form(
                     f"cvt.rn.satfinite{mark}.{element}x2.f16x2", result, "f16x2",
-                    halves(partial(narrow, element=element, source="f16", relu=relu), 8), target=target,
+                    halves(partial(narrow, element=element, source="f16", relu=relu), 8),
+                    target=target,
                 )  # fmt: skip
             form(
                 f"cvt.rn{mark}.f16x2.{element}x2", "b32", "b16",

@@ -385,3 +385,17 @@ def test_special_registers() -> None:
             t % 8, t // 8 % 3, t // 24, x, y, y // 2, y % 2, y % 2, 3, 4, 2, lane, t // 32,
             (1 << lane) - 1, 0xFFFFFFFF & ~((1 << lane) - 1), 2,
         ]  # fmt: skip
+
+
+def test_instructions_are_counted_once() -> None:
+    """In threads: what had to wait, or was executed by parts, is not counted twice."""
+    report = run(
+        """setp.lt.u32 %p1, %t, 10; @%p1 bra low; shfl.sync.idx.b32 %r1, %t, 0, 31, 0xfffffc00;
+        low: bar.sync 0; @%p1 exit; vote.sync.any.pred %p2, %p1, -1;""",
+        words(64), block=32,
+    )  # fmt: skip
+    counts = {k: v for k, v in report.instructions.items() if v}
+    wanted = {"setp.lt.u32": 32, "bra": 32, "shfl.sync.idx.b32": 22, "bar.sync": 32, "exit": 10}
+    assert {k: counts[k] for k in wanted} == wanted
+    assert (counts["vote.sync.any.pred"], counts["ret"]) == (22, 22)
+    assert report.total == sum(counts.values())

@@ -194,6 +194,9 @@ def test_tiny_blocks(name: str) -> None:
         x = bits.view(torch.float32) * torch.where(bits & 1 == 0, 1.0, -1.0)
         check(x, formats[name])
         check(x.to(torch.bfloat16), formats[name], axis=-2)
+        for given in (7, 1 << 20, 1 << 23) if formats[name].has_global_scale else ():
+            # bits, since flush-to-zero may be on
+            check(x, formats[name], torch.tensor(given, dtype=torch.int32).view(torch.float32))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -73,7 +73,7 @@ def _show(comparison: Comparison, folder: Path) -> None:
         console = Console(width=1000)
     table = Table(title=f"{comparison.settings.steps} steps, {comparison.settings.seeds} seed(s)")
     for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
+        table.add_column(column, justify="right" if i else "left")
     for row in comparison.rows():
         table.add_row(*cells(row))
     console.print(table)

@@ -2,6 +2,7 @@
 
 from .device import Device, Report
 from .machine import Deadlock
+from .memory import MemoryFault
 from .program import PtxError
 
-__all__ = ["Deadlock", "Device", "PtxError", "Report"]
+__all__ = ["Deadlock", "Device", "MemoryFault", "PtxError", "Report"]

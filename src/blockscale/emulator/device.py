@@ -15,14 +15,13 @@ import numpy as np
 
 from .code import Code, Program
 from .machine import Cluster, Deadlock, Launch, State
-from .memory import Buffer, GlobalMemory
+from .memory import SYSTEM_SHARED, Buffer, GlobalMemory
 from .parse import parse
 from .program import Address, Function, Module, Parameter, PtxError, Symbol
 
 __all__ = ["Device", "Report"]
 
 TARGETS = ("sm_90a", "sm_100a")
-_SYSTEM_SHARED = 1024
 _MOST_SHARED = 227 * 1024
 _LAPS = 16  # of a cluster before others get theirs: it may be spinning on what they will write
 _RESIDENT = 128  # clusters under way at a time
@@ -34,7 +33,7 @@ _parse = lru_cache(maxsize=64)(parse)
 
 @dataclass(frozen=True)
 class Report:
-    """What a launch did: instructions executed, by opcode, counted in threads and in warps."""
+    """What a launch did: threads that came to each opcode; jumps count where they are taken."""
 
     instructions: dict[str, int]
 
@@ -213,7 +212,7 @@ def _prepare(
         )
     for variable in module.variables.values():
         if variable.space == "shared" and variable.extern:
-            static[variable.name] = _SYSTEM_SHARED + dynamic
+            static[variable.name] = SYSTEM_SHARED + dynamic
     return Launch(
         *dims,
         shared_bytes=dynamic + shared,
@@ -236,7 +235,7 @@ def _shared(module: Module, function: Function) -> tuple[dict[str, int], int]:
     for variable in everywhere:
         if variable.space == "shared" and not variable.extern:
             size = -(-size // variable.align) * variable.align
-            places[variable.name] = _SYSTEM_SHARED + size
+            places[variable.name] = SYSTEM_SHARED + size
             size += variable.nbytes
     return places, size
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .memory import RANK_SHIFT, Buffer, GlobalMemory, MemoryFault
+from .memory import RANK_SHIFT, SYSTEM_SHARED, Buffer, GlobalMemory, MemoryFault
 from .program import Function, PtxError, Register, type_bytes
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 _QUANTUM = 1024  # instructions that a fragment may run while others could
-_SYSTEM_SHARED = 1024  # bytes at the start of shared memory that belong to the system since sm_90
 
 Step = Callable[["Fragment"], Any]
 
@@ -214,7 +213,7 @@ class CTA:
         self.linear = linear
         self.lane = linear % 32
         self.shared_base = rank << RANK_SHIFT
-        self.shared = np.full(_SYSTEM_SHARED + launch.shared_bytes, 0xFF, np.uint8)
+        self.shared = np.full(SYSTEM_SHARED + launch.shared_bytes, 0xFF, np.uint8)
         self.frames: dict[tuple[str, int], Frame] = {}
         self.local = np.full((self.size, 0), 0xFF, np.uint8)
         self.exited = np.zeros(self.size, bool)
@@ -302,10 +301,10 @@ class Cluster:
         if rank >= len(self.ctas):
             raise MemoryFault(f"shared address {address:#x} names CTA {rank} of {len(self.ctas)}")
         cta = self.ctas[rank]
-        if offset < _SYSTEM_SHARED or offset + size > len(cta.shared):
+        if offset < SYSTEM_SHARED or offset + size > len(cta.shared):
             raise MemoryFault(
                 f"shared address {address:#x} (+{size}) is out of bounds: CTA {cta.index} has "
-                f"{len(cta.shared) - _SYSTEM_SHARED} bytes from {_SYSTEM_SHARED:#x}"
+                f"{len(cta.shared) - SYSTEM_SHARED} bytes from {SYSTEM_SHARED:#x}"
             )
         return cta, offset
 
@@ -327,7 +326,7 @@ class Cluster:
         lines = [
             f"{fragment.location()} waits for {fragment.wait.why() if fragment.wait else 'a turn'}"
             for cta in self.ctas
-            for fragment in cta.fragments
+            for fragment in sorted(cta.fragments, key=lambda f: int(f.threads[0]))
         ]
         return "\n  ".join(lines)
 

@@ -19,6 +19,7 @@ __all__ = [
     "LOCAL_WINDOW",
     "RANK_SHIFT",
     "SHARED_WINDOW",
+    "SYSTEM_SHARED",
     "Buffer",
     "GlobalMemory",
     "MemoryFault",
@@ -29,6 +30,7 @@ __all__ = [
 SHARED_WINDOW = 0x0100_0000_0000_0000  # generic addresses of shared memory start here
 LOCAL_WINDOW = 0x0200_0000_0000_0000
 RANK_SHIFT = 24
+SYSTEM_SHARED = 1024  # bytes at the start of shared memory that belong to the system since sm_90
 
 
 class MemoryFault(PtxError):

@@ -22,9 +22,9 @@ COLUMNS = (
     "difference to bf16",
     "%",
     "saturated per million",
-    "SQNR activations",
+    "SQNR (dB) activations",
     "weights",
-    "gradients (dB)",
+    "gradients",
 )
 
 
@@ -146,8 +146,9 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: .35rem .8rem; border-bottom: 1px solid #ddd; text-align: right; }}
 thead th {{ border-bottom: 2px solid #1c1c1c; font-weight: 600; vertical-align: bottom; }}
 th:first-child, td:first-child, .facts th, .facts td {{ text-align: left; padding-left: 0; }}
+tbody td {{ white-space: nowrap; }}
 .facts th {{ font-weight: 500; color: #666; white-space: nowrap; vertical-align: top; }}
-.facts td {{ overflow-wrap: anywhere; }}
+.facts td {{ overflow-wrap: anywhere; white-space: normal; }}
 .note {{ color: #666; font-size: .9rem; }}
 </style>
 </head>

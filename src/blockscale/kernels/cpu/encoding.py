@@ -141,8 +141,8 @@ def _odd_blocks(amax, small, reciprocal, odd):
     found = np.uint8(0)
     for b in range(amax.size):
         m, r = amax[b], reciprocal[b]
-        far = (r >= np.int32(_LARGE)) | ((r > 0) & (r < np.int32(MIN_NORMAL)))
-        is_odd = (m >= np.int32(INF)) | ((m > 0) & ((m < small) | far))
+        large = r >= np.int32(_LARGE)  # subnormal elements count (reciprocals never are)
+        is_odd = (m >= np.int32(INF)) | ((m > 0) & ((m < small) | large))
         odd[b] = np.uint8(is_odd)
         found |= odd[b]
     return found
