@@ -65,7 +65,7 @@ def test_rows():
 def test_one_seed_has_no_spread():
     _, mxfp8 = comparison({"bf16": [2.0], "mxfp8": [2.002]}).rows()
     assert mxfp8.spread_percent is None
-    assert cells(mxfp8)[COLUMNS.index("%")] == "+0.10"
+    assert cells(mxfp8)[COLUMNS.index("in %")] == "+0.10"
 
 
 def test_without_the_baseline_nothing_is_compared():

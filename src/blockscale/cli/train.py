@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
+#: Those of the report, narrow enough for 80 characters.
+_COLUMNS = (
+    "recipe",
+    "train\nloss",
+    "validation\nloss",
+    "minus\nbf16",
+    "in %",
+    "saturated\n/ million",
+    "SQNR (dB) of\nx    w    g",
+)
+
 
 def train(
     recipe: Annotated[
@@ -66,17 +77,24 @@ def train(
 
 
 def _show(comparison: Comparison, folder: Path) -> None:
-    from ..training.report import COLUMNS, cells
+    from ..training.report import cells
 
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width to fold to
         console = Console(width=1000)
-    table = Table(title=f"{comparison.settings.steps} steps, {comparison.settings.seeds} seed(s)")
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if i else "left")
+    steps, seeds = comparison.settings.steps, comparison.settings.seeds
+    title = f"{steps} steps, mean of {seeds} seeds" if seeds > 1 else f"{steps} steps, one seed"
+    gap = 1 if console.width < 100 else 3
+    table = Table(title=title, title_justify="left", box=None, padding=(0, gap, 0, 0))
+    for i, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="right" if i else "left", overflow="fold")
     for row in comparison.rows():
-        table.add_row(*cells(row))
+        *most, x, w, g = cells(row)
+        table.add_row(*most, f"{x:>4} {w:>4} {g:>4}")
     console.print(table)
+    console.print(
+        Text("x, w, g: activations, weights, gradients; ±: standard deviation over seeds")
+    )
     for sentence in comparison.verdict():
         console.print(Text(sentence), soft_wrap=True)
     console.print(Text(f"{folder}: loss.png, report.html, results.json"), soft_wrap=True)
@@ -91,7 +109,7 @@ def _watched(names: tuple[str, ...], settings: Settings) -> Iterator[Callable[[P
         return
     columns = (
         bars.TextColumn("{task.description}"),
-        bars.BarColumn(bar_width=24),
+        bars.BarColumn(bar_width=16),
         bars.MofNCompleteColumn(),
         bars.TextColumn("{task.fields[status]}"),
     )
@@ -103,12 +121,12 @@ def _watched(names: tuple[str, ...], settings: Settings) -> Iterator[Callable[[P
             for seed in range(settings.seeds)
             for name in names
         }
-        validation: dict[tuple[str, int], str] = {}
+        validation: dict[tuple[str, int], str] = {}  # the second loss of the line, once known
 
         def report(event: Progress) -> None:
             run = event.recipe, event.seed
             if event.validation_loss is not None:
-                validation[run] = f", validation {event.validation_loss:.3f}"
+                validation[run] = f" / {event.validation_loss:.3f}"
             progress.update(
                 tasks[run],
                 completed=event.step,

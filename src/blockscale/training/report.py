@@ -20,9 +20,9 @@ COLUMNS = (
     "train loss",
     "validation loss",
     "difference to bf16",
-    "%",
+    "in %",
     "saturated per million",
-    "SQNR (dB) activations",
+    "SQNR (dB): activations",
     "weights",
     "gradients",
 )
