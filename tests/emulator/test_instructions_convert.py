@@ -14,6 +14,9 @@ import pytest
 from ptx_forms import Form, bits, check
 from test_instructions_integer import signed
 
+from blockscale import emulator as em
+from kernels import run
+
 FLOATS = ("f16", "bf16", "f32", "f64")
 INTEGERS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")
 WHOLE = {"rni": "rn", "rzi": "rz", "rmi": "rm", "rpi": "rp"}
@@ -287,11 +290,11 @@ def forms() -> list[Form]:
                 pair(partial(narrow, element=element, source="f32", relu=relu), size),
                 target=target,
             )  # fmt: skip
-            if size == 8 and BITS[element] == 8:
+            for half in ("f16", "bf16"):
                 form(
-                    f"cvt.rn.satfinite{mark}.{element}x2.f16x2", result, "f16x2",
-                    halves(partial(narrow, element=element, source="f16", relu=relu), 8),
-                    target=target,
+                    f"cvt.rn.satfinite{mark}.{element}x2.{half}x2", result, f"{half}x2",
+                    halves(partial(narrow, element=element, source=half, relu=relu), size),
+                    target=target if half == "f16" else "sm_100a",
                 )  # fmt: skip
             form(
                 f"cvt.rn{mark}.f16x2.{element}x2", "b32", "b16",
@@ -349,3 +352,20 @@ def test_the_model_itself() -> None:
     assert pf.encode(pf.Fraction(65520), "f16") == 0x7C00
     assert pf.encode(pf.Fraction(65519), "f16") == 0x7BFF
     assert e8m0(0x3F800001, True, True) == 128
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cvt.rn.satfinite.e2m1x2.f32 %b, %f1, %f2;",
+        "cvt.rn.f16x2.e3m2x2 %r1, %h1;",
+        "cvt.rz.satfinite.ue8m0x2.f32 %h1, %f1, %f2;",
+        "cvt.rn.bf16x2.ue8m0x2 %r1, %h1;",
+        "cvt.rn.satfinite.e4m3x2.bf16x2 %h1, %r1;",
+        "cvt.rn.satfinite.tf32.f32 %r1, %f1;",
+        "cvt.rs.f16x2.f32 %r1, %f1, %f2, %r2;",
+    ],
+)
+def test_later_targets(line: str) -> None:
+    with pytest.raises(em.PtxError, match=r"needs sm_100.*target is sm_90a"):
+        run(f".reg .b8 %b; {line}", np.zeros(32, np.uint32))

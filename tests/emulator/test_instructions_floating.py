@@ -10,10 +10,14 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import ptx_floats as pf
 import ptx_forms
 import pytest
 from ptx_forms import Form, check
+
+from blockscale import emulator as em
+from kernels import run
 
 Model = Callable[..., int]
 ROUNDINGS = ("rn", "rz", "rm", "rp")
@@ -69,6 +73,28 @@ def signs(a: int, name: str, flip: bool) -> int:
     if pf.decode(a, name) == pf.NAN:
         return pf.nan(name)
     return pf.negate(a, name) if flip else a & _rest(name)
+
+
+def out_of_bounds(function: Model, name: str) -> Model:
+    """+0 where a factor is the NaN that stands for what lies outside of a tensor, as on an H200."""
+    return lambda a, b, c: 0 if {a, b} & {0x7FF7, 0xFFF7} else function(a, b, c)
+
+
+def mixed(function: Model, narrow: str, rounding: str) -> Model:
+    """fp32 arithmetic whose sources but the last are narrow."""
+
+    def run(*values: int) -> int:
+        *first, last = values
+        return function(*(widened(v, narrow) for v in first), last, "f32", rounding)
+
+    return run
+
+
+def widened(a: int, name: str) -> int:
+    value = pf.decode(a, name)
+    if isinstance(value, str):
+        return pf.nan("f32") if value == pf.NAN else pf.infinity(pf.sign(a, name), "f32")
+    return pf.encode(value, "f32", "rn", pf.sign(a, name))
 
 
 def extreme(
@@ -135,7 +161,7 @@ def _rest(name: str) -> int:
 def forms() -> list[Form]:
     found = []
 
-    def form(opcode: str, result: str, operands: str, model: Model, **more: str) -> None:
+    def form(opcode: str, result: str, operands: str, model: Model, **more: Any) -> None:
         found.append(Form(opcode, result, tuple(operands.split()), model, **more))  # type: ignore[arg-type]
 
     for name, (function, count) in ARITHMETIC.items():
@@ -168,6 +194,28 @@ def forms() -> list[Form]:
     for half in ("f16", "bf16"):
         clamped = relu(functools.partial(pf.fma, name=half), half)
         form(f"fma.rn.relu.{half}", half, f"{half} {half} {half}", clamped)
+        sources = (0x7FF7, 0xFFF7, 0x7FF6, pf.nan(half), *pf.edges(half))
+        for mark, model in (("", functools.partial(pf.fma, name=half)), (".relu", clamped)):
+            bounded = out_of_bounds(model, half)
+            form(
+                f"fma.rn.oob{mark}.{half}", half, f"{half} {half} {half}", bounded,
+                pools=(sources,) * 3,
+            )  # fmt: skip
+            pairs = [a << 16 | b for a in sources for b in sources[:6]]
+            form(
+                f"fma.rn.oob{mark}.{half}x2", f"{half}x2", " ".join([f"{half}x2"] * 3),
+                lanes(bounded, 16), pools=(pairs,) * 3,
+            )  # fmt: skip
+        for name in ("add", "sub", "fma"):
+            function, count = ARITHMETIC[name]
+            for rounding in ROUNDINGS:
+                sources = " ".join([half] * (count - 1) + ["f32"])
+                model = mixed(function, half, rounding)
+                form(f"{name}.{rounding}.f32.{half}", "f32", sources, model, target="sm_100a")
+            form(
+                f"{name}.rz.sat.f32.{half}", "f32", sources,
+                saturated(mixed(function, half, "rz"), "f32"), target="sm_100a",
+            )  # fmt: skip
     for name in ("min", "max"):
         low = name == "min"
         for t in ("f32", "f16", "bf16"):
@@ -214,6 +262,7 @@ def forms() -> list[Form]:
             form(f"setp.{test}.{t}", "pred", f"{t} {t}", compare(t, test))
     form("abs.ftz.f32", "f32", "f32", lambda a: signs(pf.flush(a), "f32", False))
     form("neg.ftz.f32", "f32", "f32", lambda a: signs(pf.flush(a), "f32", True))
+    form("abs.ftz.f16", "f16", "f16", lambda a: signs(pf.flush(a, "f16"), "f16", False))
     form("abs.bf16x2", "bf16x2", "bf16x2", lanes(lambda a: signs(a, "bf16", False), 16))
     form("neg.f16x2", "f16x2", "f16x2", lanes(lambda a: signs(a, "f16", True), 16))
     less = compare("f32", "lt")
@@ -314,3 +363,24 @@ def test_approximations_are_close() -> None:
 )
 def test_special_values(opcode: str, operand: int, result: int) -> None:
     check(Form(opcode, "f32", ("f32",), lambda a: result, pools=((operand,),)))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("add.f32.f16 %f1, %h1, %f2;", "needs sm_100, .target is sm_90a"),
+        ("fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;", "needs sm_100"),
+        ("max.f32 %f1, %f2, %f3, %f4;", "needs sm_100"),
+        ("mul.f32.f16 %f1, %h1, %f2;", "types f32, f16 are not supported"),
+        ("add.sat.bf16 %h1, %h2, %h3;", "unsupported modifier"),
+        ("fma.rn.relu.sat.f16 %h1, %h2, %h3, %h4;", "unsupported combination"),
+        ("fma.rn.oob.f32 %f1, %f2, %f3, %f4;", "unsupported modifier"),
+        ("max.abs.f32 %f1, %f2, %f3;", "two inputs take .xorsign.abs"),
+        ("min.ftz.bf16 %h1, %h2, %h3;", ".ftz is not supported"),
+        ("ex2.approx.bf16 %h1, %h2;", "takes .ftz"),
+        ("tanh.approx.ftz.f16 %h1, %h2;", "takes no .ftz"),
+    ],
+)
+def test_refused(line: str, message: str) -> None:
+    with pytest.raises(em.PtxError, match=message):
+        run(line, np.zeros(32, np.uint32))

@@ -1,8 +1,21 @@
 """Run compiled Hopper and Blackwell kernels on a CPU: PTX text and buffers in, memory out."""
 
+from .checks import DataRace, Uninitialized
+from .cutedsl import cutedsl
 from .device import Device, Report
 from .machine import Deadlock
 from .memory import MemoryFault
 from .program import PtxError
+from .tensormap import TensorMap
 
-__all__ = ["Deadlock", "Device", "MemoryFault", "PtxError", "Report"]
+__all__ = [
+    "DataRace",
+    "Deadlock",
+    "Device",
+    "MemoryFault",
+    "PtxError",
+    "Report",
+    "TensorMap",
+    "Uninitialized",
+    "cutedsl",
+]

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from . import isa
+from .checks import Site
 from .isa.control import leave
+from .isa.registry import is_strong
 from .machine import CTA, Fragment, Launch
-from .memory import LOCAL_WINDOW, SHARED_WINDOW, MemoryFault, gather, scatter
+from .memory import LOCAL_WINDOW, SHARED_WINDOW
+from .ports import (
+    read_global,
+    read_local,
+    read_own,
+    read_shared,
+    write_global,
+    write_local,
+    write_own,
+    write_shared,
+)
 from .program import Address, Function, Module, PtxError, Symbol
+from .registers import guarded
 
 __all__ = ["Code", "Program"]
 
@@ -42,11 +56,19 @@ class Code:
         self.program, self.function = program, function
         self.launch = program.launch
         self.counts = [0] * (len(function.instructions) + 1)
+        self.held: set[int] = set()  # slots of registers that asynchronous instructions use
         self.steps: list[Any] = [
             isa.build(ins, self.resolve, self) for ins in function.instructions
         ]
+        if self.held:
+            held = frozenset(self.held)
+            self.steps = [
+                step if ins.parts[0] == "wgmma" else guarded(step, ins, held)
+                for step, ins in zip(self.steps, function.instructions, strict=True)
+            ]
         self.steps.append(leave)  # who runs past the end returns
         self.ticks = itertools.count()
+        self._sites: dict[tuple[int, tuple[int, int, int]], Site] = {}
 
     # --- symbols ---
 
@@ -80,8 +102,27 @@ class Code:
     def code(self, name: str) -> Code:
         return self.program.code(name)
 
-    def source_line(self, file: int, line: int) -> str:
-        return f"{self.program.module.files.get(file, f'file {file}')}:{line}"
+    def location(self, pc: int) -> str:
+        """Line, source line where there is one, and opcode."""
+        if pc >= len(self.function.instructions):
+            return f"the end of {self.function.name}"
+        ins = self.function.instructions[pc]
+        return f"line {ins.line}{self._source(pc)}: {ins.opcode}"
+
+    def _source(self, pc: int) -> str:
+        found = self.function.instructions[pc].source
+        if not found:
+            return ""
+        file, line = found
+        return f", {self.program.module.files.get(file, f'file {file}')}:{line}"
+
+    def site(self, pc: int, cta: CTA) -> Site:
+        """Where an access is made, for the checks."""
+        key = (pc, cta.index)
+        if key not in self._sites:
+            ins = self.function.instructions[pc]
+            self._sites[key] = Site(ins.opcode, ins.line, f"CTA {cta.index}", self._source(pc))
+        return self._sites[key]
 
     # --- memory ---
 
@@ -97,54 +138,60 @@ class Code:
         """A function (fragment, addresses, size) -> bytes (threads, size)."""
         name = _symbol(form, operand)
         if name is not None and self.is_frame(name):
-            return lambda w, where, size: _read_private(w.frame.variable(name), w, where, size)
+            return lambda w, where, size: read_own(w.frame.variable(name), w, where, size)
         if space in ("shared", "shared::cta", "shared::cluster"):
-            return _read_shared
+            strong = is_strong(form.parts)
+            return lambda w, where, size: read_shared(w, where, size, strong)
         if space == "local":
-            return _read_local
+            return read_local
         if space is None:
-            return self._read_generic
-        memory = self.launch.memory
-        return lambda w, where, size: memory.load(where, size)
+            return partial(self._read_generic, is_strong(form.parts))
+        launch = self.launch
+        if space.startswith("param") or space == "const":
+            return lambda w, where, size: launch.memory.load(where, size)
+        return lambda w, where, size: read_global(w, launch, where, size)
 
     def writer(
         self, form: Any, space: str | None, operand: int
     ) -> Callable[[Fragment, np.ndarray, np.ndarray], None]:
         name = _symbol(form, operand)
         if name is not None and self.is_frame(name):
-            return lambda w, where, values: _write_private(w.frame.variable(name), w, where, values)
+            return lambda w, where, values: write_own(w.frame.variable(name), w, where, values)
         if space in ("shared", "shared::cta", "shared::cluster"):
-            return _write_shared
+            strong = is_strong(form.parts)
+            return lambda w, where, values: write_shared(w, where, values, strong)
         if space == "local":
-            return _write_local
+            return write_local
         if space is None:
-            return self._write_generic
-        memory = self.launch.memory
-        return lambda w, where, values: memory.store(where, values)
+            return partial(self._write_generic, is_strong(form.parts))
+        launch = self.launch
+        return lambda w, where, values: write_global(w, launch, where, values)
 
-    def _read_generic(self, w: Fragment, where: np.ndarray, size: int) -> np.ndarray:
+    def _read_generic(self, strong: bool, w: Fragment, where: np.ndarray, size: int) -> np.ndarray:
         out = np.empty((len(where), size), np.uint8)
         for chosen, window in _windows(where):
             part = _Part(w, chosen)
             at = where[chosen] - np.uint64(window)
             if window == SHARED_WINDOW:
-                out[chosen] = _read_shared(part, at, size)
+                out[chosen] = read_shared(part, at, size, strong)
             elif window == LOCAL_WINDOW:
-                out[chosen] = _read_local(part, at, size)
+                out[chosen] = read_local(part, at, size)
             else:
-                out[chosen] = self.launch.memory.load(at, size)
+                out[chosen] = read_global(part, self.launch, at, size)
         return out
 
-    def _write_generic(self, w: Fragment, where: np.ndarray, values: np.ndarray) -> None:
+    def _write_generic(
+        self, strong: bool, w: Fragment, where: np.ndarray, values: np.ndarray
+    ) -> None:
         for chosen, window in _windows(where):
             part = _Part(w, chosen)
             at = where[chosen] - np.uint64(window)
             if window == SHARED_WINDOW:
-                _write_shared(part, at, values[chosen])
+                write_shared(part, at, values[chosen], strong)
             elif window == LOCAL_WINDOW:
-                _write_local(part, at, values[chosen])
+                write_local(part, at, values[chosen])
             else:
-                self.launch.memory.store(at, values[chosen])
+                write_global(part, self.launch, at, values[chosen])
 
     # --- special registers ---
 
@@ -201,9 +248,10 @@ class _Part:
     """Some threads of a fragment, for memory functions."""
 
     def __init__(self, w: Fragment, chosen: np.ndarray) -> None:
-        self.cta, self.frame = w.cta, w.frame
+        self.cta, self.frame, self.pc = w.cta, w.frame, w.pc
         self.threads = w.threads[chosen]
         self.sel, self.n = self.threads, len(self.threads)
+        self.agents, self.site = lambda: w.agents()[chosen], w.site
 
 
 def _symbol(form: Any, operand: int) -> str | None:
@@ -215,57 +263,3 @@ def _windows(where: np.ndarray) -> list[tuple[np.ndarray, int]]:
     top = where >> np.uint64(56)
     parts = [(np.nonzero(top == value)[0], int(value) << 56) for value in np.unique(top)]
     return [(at, top if top in (SHARED_WINDOW, LOCAL_WINDOW) else 0) for at, top in parts]
-
-
-def _ranks(w: Any, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.ndarray]]:
-    cluster = w.cta.cluster
-    low, high = int(where.min()), int(where.max())
-    cta, _ = cluster.shared(low, size)
-    if low >> 24 == high >> 24:
-        cluster.shared(high, size)
-        return [(cta, slice(None), (where & np.uint64(0xFFFFFF)).astype(np.int64))]
-    found = []
-    for rank in np.unique(where >> np.uint64(24)):
-        chosen = np.nonzero(where >> np.uint64(24) == rank)[0]
-        for address in (where[chosen].min(), where[chosen].max()):
-            cta, _ = cluster.shared(int(address), size)
-        found.append((cta, chosen, (where[chosen] & np.uint64(0xFFFFFF)).astype(np.int64)))
-    return found
-
-
-def _read_shared(w: Any, where: np.ndarray, size: int) -> np.ndarray:
-    out = np.empty((len(where), size), np.uint8)
-    for cta, chosen, offsets in _ranks(w, where, size):
-        out[chosen] = gather(cta.shared, offsets, size)
-    return out
-
-
-def _write_shared(w: Any, where: np.ndarray, values: np.ndarray) -> None:
-    for cta, chosen, offsets in _ranks(w, where, values.shape[1]):
-        scatter(cta.shared, offsets, values[chosen])
-
-
-def _private(variable: np.ndarray, w: Any, where: np.ndarray, size: int) -> Any:
-    """Where each thread's bytes lie in its own row of (threads, bytes)."""
-    if int(where.max()) + size > variable.shape[1]:
-        raise MemoryFault(
-            f"address {int(where.max()):#x} (+{size}) of a thread's own memory is out of bounds: "
-            f"it has {variable.shape[1]} bytes"
-        )
-    return w.threads[:, None], where.astype(np.int64)[:, None] + np.arange(size)
-
-
-def _read_private(variable: np.ndarray, w: Any, where: np.ndarray, size: int) -> np.ndarray:
-    return variable[_private(variable, w, where, size)]
-
-
-def _write_private(variable: np.ndarray, w: Any, where: np.ndarray, values: np.ndarray) -> None:
-    variable[_private(variable, w, where, values.shape[1])] = values
-
-
-def _read_local(w: Any, where: np.ndarray, size: int) -> np.ndarray:
-    return _read_private(w.cta.local, w, where, size)
-
-
-def _write_local(w: Any, where: np.ndarray, values: np.ndarray) -> None:
-    _write_private(w.cta.local, w, where, values)

@@ -13,16 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from .checks import CHECKS
 from .code import Code, Program
-from .machine import Cluster, Deadlock, Launch, State
+from .engine import COMPLETIONS
+from .machine import Cluster, Deadlock, Launch, Settings, State
 from .memory import SYSTEM_SHARED, Buffer, GlobalMemory
 from .parse import parse
 from .program import Address, Function, Module, Parameter, PtxError, Symbol
+from .tensormap import TensorMap
 
 __all__ = ["Device", "Report"]
 
 TARGETS = ("sm_90a", "sm_100a")
 _MOST_SHARED = 227 * 1024
+_NARROW = {"b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16"}
 _LAPS = 16  # of a cluster before others get theirs: it may be spinning on what they will write
 _RESIDENT = 128  # clusters under way at a time
 
@@ -47,12 +51,39 @@ class Device:
 
     Args:
         target: "sm_90a" or "sm_100a".
+        completion: when asynchronous work completes: "eager", "late" (when nothing else can move)
+            or "random".
+        seed: of the random order.
+        check: what to look after besides bounds and alignment: "all", "none", or some of "race"
+            (accesses to shared and Tensor Memory that nothing orders), "uninitialized" (reads of
+            them that nobody wrote before) and "registers" (used while asynchronous work has them).
+        exact: sum products of the tensor cores exactly and round once, instead of as they do.
     """
 
-    def __init__(self, target: str = "sm_90a") -> None:
+    def __init__(
+        self,
+        target: str = "sm_90a",
+        *,
+        completion: str = "eager",
+        seed: int = 0,
+        check: str | Sequence[str] = "all",
+        exact: bool = False,
+    ) -> None:
         if target not in TARGETS:
             raise ValueError(f"target: got {target!r}; choose one of {', '.join(TARGETS)}")
+        if completion not in COMPLETIONS:
+            raise ValueError(
+                f"completion: got {completion!r}; choose one of {', '.join(COMPLETIONS)}"
+            )
+        named = (check,) if isinstance(check, str) else tuple(check)
+        wanted = {"all": CHECKS, "none": ()}.get(named[0] if len(named) == 1 else "", named)
+        if unknown := sorted(set(wanted) - set(CHECKS)):
+            raise ValueError(
+                f"check: got {', '.join(map(repr, unknown))}; choose all, none, or some of "
+                f"{', '.join(CHECKS)}"
+            )
         self.target = target
+        self._settings = Settings(target, completion, seed, frozenset(wanted), exact)
 
     def launch(
         self,
@@ -64,6 +95,7 @@ class Device:
         *,
         cluster: int | Sequence[int] | None = None,
         shared: int = 0,
+        buffers: Sequence[tuple[str, Any]] = (),
     ) -> Report:
         """Run a kernel; buffers among ``args`` are written in place.
 
@@ -72,8 +104,11 @@ class Device:
             name: of the entry.
             grid, block, cluster: numbers or up to three of them; ``cluster`` defaults to what the
                 kernel requires.
-            args: numpy arrays or CPU torch tensors (passed as pointers), numbers, or bytes.
+            args: numpy arrays or CPU torch tensors (passed as pointers), tensor maps, numbers, or
+                bytes.
             shared: dynamic shared memory, bytes.
+            buffers: more memory that the kernel may reach, by addresses that it finds elsewhere:
+                (name, array or tensor).
 
         Raises PtxError (a ValueError) for what is not PTX, not supported or not allowed, and
         Deadlock where nothing can move.
@@ -81,7 +116,9 @@ class Device:
         module = _parse(ptx)
         _check_target(module, self.target)
         function = _entry(module, name)
-        launch = _prepare(module, function, grid, block, cluster, shared, args)
+        launch = _prepare(
+            module, function, grid, block, cluster, shared, args, buffers, self._settings
+        )
         program = Program(module, launch)
         with np.errstate(all="ignore"):  # wrap-around, infinities and NaN are the hardware's too
             _run_grid(launch, program.code(name))
@@ -189,9 +226,13 @@ def _prepare(
     cluster: int | Sequence[int] | None,
     shared: int,
     args: Sequence[Any],
+    buffers: Sequence[tuple[str, Any]],
+    settings: Settings,
 ) -> Launch:
     dims = _dimensions(function, grid, block, cluster)
     memory = GlobalMemory()
+    for label, array in buffers:
+        _add(array, f"buffers: {label}", memory)
     parameters, offsets = _parameters(function, args, memory)
     variables = {}
     for variable in module.variables.values():
@@ -222,7 +263,20 @@ def _prepare(
         parameters=parameters,
         parameter_offsets=offsets,
         module_variables=variables,
+        settings=settings,
+        cell=_cell(module),
     )
+
+
+def _cell(module: Module) -> int:
+    """Bytes of shared memory that the checks tell apart: words, where no instruction reaches less."""
+    for function in module.functions.values():
+        for ins in function.instructions:
+            parts = ins.parts
+            if parts[0] in ("ld", "st", "atom", "red") and _NARROW & set(parts):
+                if not set(parts) & {"global", "param", "local", "const"}:
+                    return 1
+    return 4
 
 
 def _shared(module: Module, function: Function) -> tuple[dict[str, int], int]:
@@ -283,21 +337,19 @@ def _bytes(
 ) -> bytes:
     """One argument as the kernel sees it."""
     size, kind = parameter.nbytes, parameter.type
-    if hasattr(arg, "detach"):  # a torch tensor, without importing torch
-        arg = _tensor_bytes(arg, name)
-    if isinstance(arg, np.ndarray):
-        if not arg.flags.c_contiguous:
-            raise ValueError(f"{name}: is not contiguous; make it so first")
-        if arg.dtype.hasobject:
-            raise TypeError(f"{name}: an array of Python objects has no bytes to pass")
+    if isinstance(arg, TensorMap):
+        if size != 128:
+            raise ValueError(f"{name}: got a tensor map, of 128 bytes; {parameter.name} has {size}")
+        if arg.array is not None:
+            _add(arg.array, name, memory)
+        return arg.encode()
+    if hasattr(arg, "detach") or isinstance(arg, np.ndarray):
         if size != 8:
             raise ValueError(
                 f"{name}: got an array; {parameter.name} has {size} bytes, a pointer has 8"
             )
-        flat = arg.reshape(-1).view(np.uint8)
+        flat = _add(arg, name, memory)
         alive.append(flat)
-        if len(flat):
-            memory.add(Buffer(name, flat.ctypes.data, flat, arg.flags.writeable))
         return int(flat.ctypes.data).to_bytes(8, "little")
     if isinstance(arg, bytes | bytearray | np.generic):
         raw = arg.tobytes() if isinstance(arg, np.generic) else bytes(arg)
@@ -318,6 +370,20 @@ def _bytes(
     if not -(1 << 8 * size - 1) <= arg < 1 << 8 * size:
         raise ValueError(f"{name}: {arg} does not fit {parameter.name}, of type .{kind}")
     return (int(arg) & (1 << 8 * size) - 1).to_bytes(size, "little")
+
+
+def _add(array: Any, name: str, memory: GlobalMemory) -> np.ndarray:
+    """Make the memory of an array or tensor known; its bytes."""
+    if hasattr(array, "detach"):  # a torch tensor, without importing torch
+        array = _tensor_bytes(array, name)
+    if array.dtype.hasobject:
+        raise TypeError(f"{name}: an array of Python objects has no bytes to pass")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name}: is not contiguous; make it so first")
+    flat: np.ndarray = array.reshape(-1).view(np.uint8)
+    if len(flat):
+        memory.add(Buffer(name, flat.ctypes.data, flat, array.flags.writeable))
+    return flat
 
 
 def _tensor_bytes(tensor: Any, name: str) -> np.ndarray:

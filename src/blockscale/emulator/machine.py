@@ -19,8 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from .checks import Shadow, Site
+from .engine import Engine, Work
 from .memory import RANK_SHIFT, SYSTEM_SHARED, Buffer, GlobalMemory, MemoryFault
+from .order import Order
 from .program import Function, PtxError, Register, type_bytes
+from .watch import Watch
 
 __all__ = [
     "CTA",
@@ -30,8 +34,10 @@ __all__ = [
     "Event",
     "Exit",
     "Fragment",
+    "Flight",
     "Frame",
     "Launch",
+    "Settings",
     "Split",
     "Stack",
     "State",
@@ -79,10 +85,14 @@ class Switch(Event):
 
 @dataclass(frozen=True, slots=True)
 class Wait(Event):
-    """Do this instruction again when ``ready`` says so; ``why`` is for the deadlock report."""
+    """Do this instruction again when ``ready`` says so; ``why`` is for the deadlock report.
+
+    With ``may_fail`` it may also be done again without that: Fragment.gives_up then holds.
+    """
 
     ready: Callable[[], bool]
     why: Callable[[], str]
+    may_fail: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +115,26 @@ class Deadlock(PtxError):
     """Nothing can move; the message lists every fragment, where it stands and what it waits for."""
 
 
+class Flight:
+    """Registers that asynchronous work still reads or writes."""
+
+    __slots__ = ("threads",)
+
+    def __init__(self, threads: np.ndarray) -> None:
+        self.threads = threads  # bool over the threads of the CTA
+
+    def touched(self, w: Fragment, register: str, writes: bool) -> None:
+        """An instruction of ``w`` is about to use one of them."""
+        raise NotImplementedError
+
+
 class Frame:
     """One function's registers and .param variables, for all threads of a CTA at one call depth."""
 
-    __slots__ = ("code", "depth", "function", "local_offsets", "registers", "threads", "variables")
+    __slots__ = (
+        "code", "depth", "flights", "function", "local_offsets", "registers", "threads",
+        "variables", "written",
+    )  # fmt: skip
 
     def __init__(self, code: Any, threads: int, depth: int) -> None:
         self.code = code
@@ -120,6 +146,8 @@ class Frame:
         ]
         self.variables: dict[str, np.ndarray] = {}  # .param of calls, (threads, bytes)
         self.local_offsets: dict[str, int] = {}
+        self.flights: dict[int, list[Flight]] = {}  # slot -> who uses the register in flight
+        self.written: dict[int, np.ndarray] = {}  # slot of a tensor-core operand -> by threads
 
     def variable(self, name: str) -> np.ndarray:
         """A .param variable of a call, (threads, bytes), made when first used."""
@@ -145,11 +173,14 @@ def _poisoned(threads: int, register: Register) -> np.ndarray:
 class Fragment:
     """Threads of a CTA that are at the same instruction of the same frames."""
 
-    __slots__ = ("R", "cta", "frame", "n", "pc", "sel", "stack", "threads", "used", "wait")
+    __slots__ = (
+        "R", "cta", "frame", "gives_up", "n", "pc", "sel", "stack", "threads", "used", "wait",
+    )  # fmt: skip
 
     def __init__(self, cta: CTA, threads: np.ndarray, frame: Frame, pc: int, stack: Stack) -> None:
         self.cta = cta
         self.wait: Wait | None = None
+        self.gives_up = False  # on what it waited for: mbarrier.try_wait
         self.used = 0  # instructions of its quantum
         self.enter(frame, pc, stack)
         self.select(threads)
@@ -179,14 +210,18 @@ class Fragment:
         if len(full) != self.n:
             lanes = f" lane {_ranges(sorted({int(t) % 32 for t in self.threads}))}"
         where = f"CTA {self.cta.index}, warp {_ranges(warps)}{lanes}"
-        instructions = self.frame.function.instructions
-        if self.pc >= len(instructions):
-            return f"{where}, the end of {self.frame.function.name}"
-        instruction = instructions[self.pc]
-        source = ""
-        if instruction.source:
-            source = ", " + self.frame.code.source_line(*instruction.source)
-        return f"{where}, line {instruction.line}{source}: {instruction.opcode}"
+        return f"{where}, {self.frame.code.location(self.pc)}"
+
+    def site(self) -> Site:
+        """Where it stands, for the checks."""
+        return self.frame.code.site(self.pc, self.cta)
+
+    def agents(self) -> np.ndarray:
+        """The agent that each thread belongs to, in the cluster's order of things."""
+        return self.cta.rank * self.cta.warps + self.threads // 32
+
+    def warp_agents(self) -> np.ndarray:
+        return np.unique(self.agents())
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -212,12 +247,17 @@ class CTA:
         self.tid = (linear % bx, linear // bx % by, linear // (bx * by))
         self.linear = linear
         self.lane = linear % 32
+        self.warps = -(-self.size // 32)
         self.shared_base = rank << RANK_SHIFT
         self.shared = np.full(SYSTEM_SHARED + launch.shared_bytes, 0xFF, np.uint8)
         self.frames: dict[tuple[str, int], Frame] = {}
         self.local = np.full((self.size, 0), 0xFF, np.uint8)
         self.exited = np.zeros(self.size, bool)
         self.barriers: dict[int, Any] = {}
+        self.mbarriers: dict[int, Any] = {}
+        self.groups: dict[str, Any] = {}  # of asynchronous copies, per kind
+        self.tensor: Any = None  # Tensor Memory, when it is first used
+        self.shadow: Shadow | None = None
         self.laps = 0  # times that every fragment had used up its quantum
         frame = self.frame(code, 0)
         self.fragments = [Fragment(self, np.arange(self.size), frame, 0, ())]
@@ -257,13 +297,27 @@ class CTA:
                 fragment.used = 0
             fresh = can
         best = max(fresh, key=lambda f: (len(f.stack), -f.pc))
+        if best.wait is not None:
+            self.cluster.resumed(best)
         twins = [f for f in self.fragments if f is not best and f.same_place(best)]
         if twins:
             best.select(np.sort(np.concatenate([best.threads, *(f.threads for f in twins)])))
             best.used = max(f.used for f in (best, *twins))
+            best.gives_up = any(f.gives_up for f in (best, *twins))
             self.fragments = [f for f in self.fragments if f not in twins]
         best.wait = None
         return best
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a device behaves where hardware leaves it open, and what it looks after."""
+
+    target: str = "sm_90a"
+    completion: str = "eager"
+    seed: int = 0
+    checks: frozenset[str] = frozenset()
+    exact: bool = False  # sums of the tensor cores
 
 
 @dataclass(slots=True)
@@ -280,6 +334,9 @@ class Launch:
     parameters: Buffer
     parameter_offsets: dict[str, int]
     module_variables: dict[str, Buffer]
+    settings: Settings
+    cell: int  # bytes of shared memory that the checks tell apart
+    watch: Watch | None = None
 
 
 class Cluster:
@@ -294,6 +351,24 @@ class Cluster:
             for rank, (z, y, x) in enumerate(np.ndindex(cz, cy, cx))
         ]
         self.barrier: Any = None
+        self.at_end: list[Callable[[], None]] = []
+        settings = launch.settings
+        self.engine = Engine(settings.completion, (settings.seed, *index), launch.watch)
+        self.order: Order | None = None
+        if settings.checks & {"race", "uninitialized"}:
+            self.order = Order(len(self.ctas), self.ctas[0].warps)
+            cells = SYSTEM_SHARED + launch.shared_bytes
+            for cta in self.ctas:
+                cta.shadow = Shadow(
+                    f"byte {{}} of the shared memory of CTA {cta.index}",
+                    -(-cells // launch.cell), self.order, settings.checks, launch.cell,
+                )  # fmt: skip
+        self._failures = 0  # rounds of waits that gave up since anything moved
+
+    def resumed(self, fragment: Fragment) -> None:
+        self._failures = 0
+        if self.launch.watch is not None:
+            self.launch.watch.resumed(fragment, self.engine.tick)
 
     def shared(self, address: int, size: int) -> tuple[CTA, int]:
         """The CTA and offset of a shared::cluster address; MemoryFault if it is none."""
@@ -311,6 +386,7 @@ class Cluster:
     def run(self, laps: int) -> State:
         """Run until every thread has exited, nothing can move, or a CTA has had some laps."""
         limits = [(cta, cta.laps + laps) for cta in self.ctas]
+        seen = sum(cta.laps for cta in self.ctas)
         while all(cta.laps < limit for cta, limit in limits):
             moved = False
             for cta in self.ctas:
@@ -318,9 +394,29 @@ class Cluster:
                 if fragment is not None:
                     moved = True
                     _run(cta, fragment)
-            if not moved:
-                return State.STUCK if any(cta.alive for cta in self.ctas) else State.DONE
+            if moved and sum(cta.laps for cta in self.ctas) == seen:
+                self.engine.turn()
+                continue
+            seen = sum(cta.laps for cta in self.ctas)  # whoever spins may be waiting for a copy
+            if self.engine.force():
+                self._failures = 0
+            elif not moved and not self._give_up():
+                if any(cta.alive for cta in self.ctas):
+                    return State.STUCK
+                for check in self.at_end:
+                    check()
+                return State.DONE
         return State.RUNNING
+
+    def _give_up(self) -> bool:
+        """Let those waits fail that may; not more than twice while nothing else happens."""
+        waiting = [f for cta in self.ctas for f in cta.fragments if f.wait and f.wait.may_fail]
+        if not waiting or self._failures == 2:
+            return False
+        self._failures += 1
+        for fragment in waiting:
+            fragment.wait, fragment.gives_up = None, True
+        return True
 
     def report(self) -> str:
         lines = [
@@ -339,6 +435,7 @@ def _run(cta: CTA, fragment: Fragment) -> None:
             meet = other.pc
     code = fragment.frame.code
     steps, counts, pc, n = code.steps, code.counts, fragment.pc, fragment.n
+    before, engine = fragment.used, cta.cluster.engine
     try:
         for used in range(fragment.used + 1, _QUANTUM + 1):
             fragment.pc, fragment.used = pc, used
@@ -366,11 +463,18 @@ def _run(cta: CTA, fragment: Fragment) -> None:
         raise _located(error, code, pc, fragment) from None
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise _located(PtxError(f"emulator: {error!r}"), code, pc, fragment) from error
+    finally:
+        engine.tick += fragment.used - before
+        if engine.watch is not None:
+            engine.watch.ran(fragment, engine.tick, fragment.used - before)
 
 
 def _handle(cta: CTA, fragment: Fragment, event: Event) -> None:
     if isinstance(event, Wait):
         fragment.wait = event
+        engine = cta.cluster.engine
+        if engine.watch is not None:
+            engine.watch.waits(fragment, engine.tick, event)
     elif isinstance(event, Exit):
         cta.exited[fragment.threads] = True
         cta.fragments.remove(fragment)

@@ -1,16 +1,11 @@
 """The instructions, one family a file; importing this package registers all of them."""
 
-from . import access, barrier, control, convert, floating, integer, warp
+import importlib
+import pkgutil
+
 from .registry import build, families
 
-__all__ = [
-    "access",
-    "barrier",
-    "build",
-    "control",
-    "convert",
-    "families",
-    "floating",
-    "integer",
-    "warp",
-]
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["build", "families"]

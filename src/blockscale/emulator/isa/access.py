@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..machine import Fragment, Step
 from ..memory import MemoryFault
-from ..program import Address, Symbol
+from ..program import Address, Operand, Symbol
 from . import ieee
-from .registry import TYPES, Form, instruction
+from .registry import TYPES, Form, Getter, instruction
 
 _SPACES = (
     "global",
@@ -127,63 +127,102 @@ def _decrement(old: Any, limit: Any) -> Any:
     return np.where((old == 0) | (old > limit), limit, old - 1)
 
 
-_ATOMIC: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "exch": lambda old, new: new,
-    "inc": _increment,
-    "dec": _decrement,
+_WORDS = ("b32", "b64", "b128")
+_HALVES = ("f16", "bf16", "f16x2", "bf16x2")
+_ORDERED = ("u32", "s32", "u64", "s64")
+
+#: What an operation computes, and the types it takes alone.
+_ATOMIC: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "add": (np.add, ("u32", "s32", "u64", "f32", "f64", *_HALVES)),
+    "min": (np.minimum, _ORDERED),
+    "max": (np.maximum, _ORDERED),
+    "and": (np.bitwise_and, ("b32", "b64")),
+    "or": (np.bitwise_or, ("b32", "b64")),
+    "xor": (np.bitwise_xor, ("b32", "b64")),
+    "exch": (lambda old, new: new, ("b32", "b64", "b128")),
+    "cas": (lambda old, wanted, new: np.where(old == wanted, new, old), ("b16", *_WORDS)),
+    "inc": (_increment, ("u32",)),
+    "dec": (_decrement, ("u32",)),
 }
 
 
-_INTEGER_TYPES = ("b32", "b64", "u32", "u64", "s32", "s64")
-_FLOAT_TYPES = ("f32", "f64", "f16", "f16x2", "bf16", "bf16x2")
+def _atomic_type(form: Form, name: str, count: int) -> str:
+    """The type of an element; vectors are of floats in global memory."""
+    if count == 1:
+        type = form.type(*_ATOMIC[name][1])
+    else:
+        singles = ("f32",) if name == "add" and count < 8 else ()
+        packed = _HALVES if count < 8 else _HALVES[:2]
+        type = form.type(*singles, *(packed if name in ("add", "min", "max") else ()))
+    if form.has("noftz") != (type in _HALVES):
+        raise form.error(f".{type} takes {'' if type in _HALVES else 'no '}.noftz")
+    return type
 
 
 @instruction("atom", "red")
 def atomic(form: Form) -> Step:
-    """9.7.13. Threads take their turns in order of their number: one of the orders
+    """9.7.13.5, 9.7.13.6. Threads take their turns in order of their number: one of the orders
     that the hardware may use."""
     returns = form.parts[0] == "atom"
     at = 1 if returns else 0
     space = form.one(*_SPACES)
-    name = form.one(*_ATOMIC, "cas")
-    if name is None:
+    name = form.one(*_ATOMIC)
+    if name is None or (not returns and name in ("exch", "cas")):
         raise form.error("the operation is not supported")
+    if not returns and form.has("acquire", "acq_rel"):
+        raise form.error("returns nothing to be acquired")
     hints(form, at + (3 if name == "cas" else 2))
-    form.has("noftz")
-    if vector_length(form) > 1:
-        raise form.error("vector atomics are not supported")
-    floats = _FLOAT_TYPES if name == "add" else _FLOAT_TYPES[2:] if name in ("min", "max") else ()
-    halves = ("b16",) if name == "cas" else ()
-    type = form.type(*_INTEGER_TYPES, *floats, *halves)
+    count = vector_length(form)
+    if count > 1 and space not in (None, "global"):
+        raise form.error("vectors must be in global memory")
+    type = _atomic_type(form, name, count)
     kept = "b16" if type in ("f16", "bf16") else "b32" if type.endswith("x2") else type
     dtype = np.dtype(TYPES[kept])
-    size = dtype.itemsize
+    size = dtype.itemsize * count
     read, write = form.machine.reader(form, space, at), form.machine.writer(form, space, at)
     address = _address(form, at, space)
-    b = form.get(at + 1, kept)
-    c = form.get(at + 2, kept) if name == "cas" else None
-    put = form.set(0, kept) if returns else (lambda w, value: None)
-    combine = _combine(type, name, flushes=space == "global")
+    sources = [_each(form, at + 1, count)] + ([_each(form, at + 2, 1)] if name == "cas" else [])
+    gets = [[form.get(item, kept) for item in items] for items in sources]
+    puts = [form.set(item, kept) for item in (_each(form, 0, count) if returns else ())]
+    combine = combiner(type, name)
 
     def run(w: Fragment) -> None:
         where = checked(w, form, address(w), size)
-        operands = [np.array(np.broadcast_to(get(w), w.n)) for get in (b, c) if get is not None]
-        before = np.empty(w.n, dtype)
+        operands = [_columns(w, values, dtype) for values in gets]
+        before = np.empty((w.n, count), dtype)
         for turn in turns(where):
             part = w if len(turn) == w.n else w.part(turn, w.pc)
-            old = np.ascontiguousarray(read(part, where[turn], size)).view(dtype)[:, 0]
-            new = combine(old, *(operand[turn] for operand in operands))
+            old = np.ascontiguousarray(read(part, where[turn], size)).view(dtype)
+            elements = [operand[turn].reshape(-1) for operand in operands]
+            flushed = np.repeat(where[turn] >> np.uint64(56) == 0, count) & (space in _GLOBAL)
+            new = combine(flushed, old.reshape(-1), *elements)
             before[turn] = old
-            write(part, where[turn], np.ascontiguousarray(new, dtype)[:, None].view(np.uint8))
-        put(w, before)
+            write(
+                part, where[turn], np.ascontiguousarray(new, dtype).view(np.uint8).reshape(-1, size)
+            )
+        for i, put in enumerate(puts):
+            put(w, before[:, i])
 
     return run
+
+
+_GLOBAL = ("global", None)  # of generic addresses, those without a window
+
+
+def _each(form: Form, index: int, count: int) -> tuple[Operand, ...]:
+    """The items of an operand; a sink stands for all of them."""
+    items = (None,) * count if form.operand(index) is None else form.items(index)
+    if len(items) != count:
+        raise form.error(f"operand {index + 1} has {len(items)} items, not {count}")
+    return items
+
+
+def _columns(w: Fragment, gets: Sequence[Getter], dtype: np.dtype) -> np.ndarray:
+    """(threads, items)"""
+    values = np.empty((w.n, len(gets)), dtype)
+    for i, get in enumerate(gets):
+        values[:, i] = get(w)
+    return values
 
 
 def turns(where: np.ndarray) -> list[np.ndarray]:
@@ -197,21 +236,24 @@ def turns(where: np.ndarray) -> list[np.ndarray]:
     return [np.nonzero(rank == turn)[0] for turn in range(int(rank.max()) + 1)]
 
 
-def _combine(type: str, name: str, flushes: bool) -> Callable[..., Any]:
-    if name == "cas":
-        return lambda old, expected, new: np.where(old == expected, new, old)
-    function = _ATOMIC[name]
-    if type in ("f16", "bf16", "f16x2", "bf16x2"):
+def combiner(type: str, name: str) -> Callable[..., Any]:
+    """(mask of elements in global memory, old, operands) -> new."""
+    function = _ATOMIC[name][0]
+    if type in _HALVES:
         if name != "add":
             function = ieee.lower if name == "min" else ieee.higher
-        return lambda old, new: ieee.join(
+        return lambda flushed, old, new: ieee.join(
             function(ieee.split(old, type), ieee.split(new, type)), type
         )
-    if type == "f32" and flushes:  # red and atom to global memory flush subnormals, shared do not
-        return lambda old, new: ieee.flush(ieee.canonical(ieee.flush(old) + ieee.flush(new)))
     if type == "f32":
-        return lambda old, new: ieee.canonical(old + new)
-    return function
+        return _add_f32
+    return lambda flushed, *values: function(*values)
+
+
+def _add_f32(flushed: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """On global memory subnormal numbers are flushed, on shared memory they are not."""
+    through = ieee.flush(ieee.canonical(ieee.flush(old) + ieee.flush(new)))
+    return np.where(flushed, through, ieee.canonical(old + new))
 
 
 @instruction("prefetch", "prefetchu")

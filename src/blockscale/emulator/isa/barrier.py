@@ -7,9 +7,16 @@ from typing import Any
 import numpy as np
 
 from ..machine import CTA, Fragment, Split, Step, Wait
+from ..order import Knowledge
 from .registry import Form, instruction
 
 _NONE, _HALF, _ARRIVING = -1, -2, -3
+
+
+def pass_on(phases: dict[int, Knowledge], phase: int, known: Knowledge) -> None:
+    """Add what an arrival releases to what the end of its phase will tell."""
+    before = phases.get(phase)
+    phases[phase] = known if before is None else np.maximum(before, known)
 
 
 class Barrier:
@@ -28,6 +35,7 @@ class Barrier:
         self.ticket = np.full(cta.size, _NONE)
         self.votes: dict[int, tuple[int, int]] = {}  # phase -> predicates that were true, all
         self.vote = np.zeros(cta.size, bool)
+        self.passed_on: dict[int, Knowledge] = {}  # phase -> what its arrivals released
 
     def arrive(self, threads: np.ndarray, waits: bool, expected: int, vote: Any) -> None:
         self.vote[threads] = vote
@@ -46,6 +54,10 @@ class Barrier:
                 f"{expected} threads expected, but {self.expected} by the first to arrive"
             )
         self.expected = expected or self.expected
+        order = self.cta.cluster.order
+        if order is not None:
+            known = order.release(np.array([self.cta.rank * self.cta.warps + warp]))
+            pass_on(self.passed_on, self.phase, known)
         if self.counted[warp]:
             self.repeats += 1
         self.counted[warp] = True
@@ -71,6 +83,7 @@ class Barrier:
             done = bool((self.counted | gone).all())
         if done:
             self.votes.pop(self.phase - 8, None)
+            self.passed_on.pop(self.phase - 8, None)
             self.phase += 1
             self.counted[:] = False
             self.repeats = self.expected = 0
@@ -143,6 +156,9 @@ def bar(form: Form) -> Step:
         if put is not None:
             yes, every = barrier.votes[int(barrier.ticket[w.threads[0]])]
             put(w, {"popc": yes, "and": yes == every, "or": yes > 0}[operation or ""])
+        order = w.cta.cluster.order
+        if order is not None:
+            order.acquire(w.warp_agents(), barrier.passed_on[int(barrier.ticket[w.threads[0]])])
         barrier.ticket[w.threads] = _NONE
         return None
 
@@ -156,6 +172,7 @@ class ClusterBarrier:
         self.ctas = ctas
         self.phase = 0
         self.ticket = [np.full(cta.size, _NONE) for cta in ctas]
+        self.passed_on: dict[int, Knowledge] = {}  # phase -> what its arrivals released
 
     def settle(self) -> None:
         pairs = list(zip(self.ctas, self.ticket, strict=True))
@@ -167,7 +184,7 @@ class ClusterBarrier:
 def cluster(form: Form) -> Step:
     """arrive and wait of the barrier of all threads of the cluster: 9.7.13."""
     mode = form.one("arrive", "wait")
-    form.one("release", "acquire", "relaxed")
+    relaxed = form.one("release", "acquire", "relaxed") == "relaxed"
     form.has("aligned")
     if mode is None:
         raise form.error("expected .arrive or .wait")
@@ -183,6 +200,10 @@ def cluster(form: Form) -> Step:
         ticket = barrier.ticket[w.cta.rank]
         if (ticket[w.threads] != _NONE).any():
             raise form.error("a thread arrives twice without a wait between")
+        order = w.cta.cluster.order
+        if order is not None:
+            known = order.release(w.warp_agents(), relaxed)
+            pass_on(barrier.passed_on, barrier.phase, known)
         ticket[w.threads] = barrier.phase
         barrier.settle()
 
@@ -193,6 +214,9 @@ def cluster(form: Form) -> Step:
             raise form.error("waits for the cluster barrier without having arrived")
         over = ticket[threads] < barrier.phase
         if over.all():
+            order = w.cta.cluster.order
+            if order is not None:
+                order.acquire(w.warp_agents(), barrier.passed_on[int(ticket[threads[0]])])
             ticket[threads] = _NONE
             return None
         if over.any():

@@ -1,4 +1,4 @@
-"""Moving data between registers, comparing, selecting and control flow: PTX ISA 9.7.6 to 9.7.13."""
+"""Moving data between registers, selecting and control flow: PTX ISA 9.7.6 to 9.7.13."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Diverge, Exit, Fragment, Step, Switch
-from ..program import Group, Label, Pair, Symbol, Vector
-from . import ieee, integer
+from ..machine import Diverge, Exit, Fragment, Split, Step, Switch
+from ..order import FENCED, STRONG
+from ..program import Group, Label, Symbol, Vector
+from . import ieee
 from .registry import TYPES, Form, instruction
 
 
@@ -21,8 +22,23 @@ def mov(form: Form) -> Step:
         return _pack(form, type, source)
     if isinstance(target, Vector):
         return _unpack(form, type, target)
-    get, put = form.get(1, type), form.set(0, type)
+    put = form.set(0, type)
+    if isinstance(source, Symbol) and source.name in form.machine.program.module.functions:
+        if type not in ("u64", "s64", "b64") or source.offset:
+            raise form.error(f"the address of the function {source.name} has 64 bits")
+        address = np.uint64(_addresses(form)[source.name])
+        return lambda w: put(w, address)
+    get = form.get(1, type)
     return lambda w: put(w, get(w))
+
+
+_FUNCTIONS = 0x0300_0000_0000_0000  # where their addresses start; nothing can be loaded from there
+
+
+def _addresses(form: Form) -> dict[str, int]:
+    """Of every function of the module."""
+    functions = form.machine.program.module.functions
+    return {name: _FUNCTIONS + 16 * i for i, name in enumerate(functions)}
 
 
 def _part_type(type: str, parts: int) -> str:
@@ -89,95 +105,6 @@ def slct(form: Form) -> Step:
     a, b, c, put = form.get(1, type), form.get(2, type), form.get(3, by), form.set(0, type)
     flushed = ieee.flush if ftz and by == "f32" else (lambda value: value)
     return lambda w: put(w, np.where(flushed(c(w)) >= 0, a(w), b(w)))
-
-
-_UNORDERED = {"equ": "eq", "neu": "ne", "ltu": "lt", "leu": "le", "gtu": "gt", "geu": "ge"}
-
-
-@instruction("setp", "set")
-def setp(form: Form) -> Step:
-    """9.7.6, 9.7.7: setp.cmp[.bool].type p[|q], a, b[, c]; set writes all bits or 1.0."""
-    compare = form.one(
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "lo",
-        "ls",
-        "hi",
-        "hs",
-        "equ",
-        "neu",
-        "ltu",
-        "leu",
-        "gtu",
-        "geu",
-        "num",
-        "nan",
-    )
-    combine = form.one("and", "or", "xor")
-    ftz, types = form.has("ftz"), form.types()
-    type = types[-1] if types else ""
-    is_float = type in ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2")
-    if compare is None or type.endswith("x2"):
-        raise form.error("comparison is not supported")
-    if ftz and type != "f32":
-        raise form.error(f".ftz is not supported with .{type}")
-    a, b = _comparable(form, 1, type), _comparable(form, 2, type)
-    c = form.get(3, "pred") if combine else None
-
-    def test(w: Fragment) -> Any:
-        x, y = a(w), b(w)
-        if ftz:
-            x, y = ieee.flush(x), ieee.flush(y)
-        if not is_float:
-            return integer.integer_compare(compare)(x, y)
-        unordered = np.isnan(x) | np.isnan(y)
-        if compare in ("num", "nan"):
-            return unordered if compare == "nan" else ~unordered
-        if compare in _UNORDERED:
-            return integer.integer_compare(_UNORDERED[compare])(x, y) | unordered
-        return integer.integer_compare(compare)(x, y) & ~unordered
-
-    logic = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
-
-    def results(w: Fragment) -> tuple[Any, Any]:
-        p = test(w)
-        if c is None or combine is None:
-            return p, None
-        other = c(w)
-        return logic[combine](p, other), logic[combine](np.logical_not(p), other)
-
-    target = form.operand(0)
-    if form.parts[0] == "set":
-        out = types[0]
-        if len(types) != 2 or out not in ("u32", "s32", "f32"):
-            raise form.error("expected two types, the first .u32, .s32 or .f32")
-        put = form.set(0, out)
-        one = np.float32(1) if out == "f32" else np.array(-1).astype(TYPES[out])
-        return lambda w: put(w, np.where(results(w)[0], one, TYPES[out].type(0)))
-    if len(types) != 1:
-        raise form.error("expected one type")
-    first = form.set(target.first if isinstance(target, Pair) else target, "pred")
-    if not isinstance(target, Pair):
-        return lambda w: first(w, results(w)[0])
-    second = form.set(target.second, "pred")
-
-    def both(w: Fragment) -> None:
-        p, q = results(w)
-        first(w, p)
-        second(w, np.logical_not(p) if q is None else q)
-
-    return both
-
-
-def _comparable(form: Form, index: int, type: str) -> Any:
-    if type not in ("f16", "bf16"):
-        return form.get(index, type)
-    get = form.get(index, "b16")
-    return lambda w: ieee.split(np.broadcast_to(get(w), w.n), type)[:, 0]
 
 
 @instruction("bra", control=True)
@@ -261,33 +188,56 @@ def ret(form: Form) -> Step:
 
 @instruction("call", control=True)
 def call(form: Form) -> Step:
-    """call (results), function, (arguments): 9.7.12. Direct calls only."""
+    """call (results), function, (arguments)[, prototype or targets]: 9.7.12.5. Arguments and
+    results are variables in .param space; an indirect call goes where a register says, and its
+    prototype is that of the function found there."""
     form.has("uni")
     operands = list(form.ins.operands)
     form.all_used()
     results = _names(operands.pop(0)) if isinstance(operands[0], Group) else ()
     target = operands.pop(0)
-    arguments = _names(operands.pop(0)) if operands else ()
-    if operands or not isinstance(target, Symbol):
-        raise form.error("only direct calls, with their arguments in .param space, are supported")
-    machine, name = form.machine, target.name
+    arguments = _names(operands.pop(0)) if operands and isinstance(operands[0], Group) else ()
+    machine = form.machine
+    if isinstance(target, Symbol) and not operands:
+        name = target.name
+        return lambda w: _enter(form, w, machine.code(name), arguments, results)
+    if len(operands) != 1 or not isinstance(operands[0], Symbol):
+        raise form.error("expected a function, or a register and a prototype")
+    get = form.get(target, "u64")
+    functions = {address: name for name, address in _addresses(form).items()}
 
     def run(w: Fragment) -> Any:
-        code = machine.code(name)
-        wanted = code.function
-        if (len(arguments), len(results)) != (len(wanted.parameters), len(wanted.results)):
-            raise form.error(f"{name} takes {len(wanted.parameters)} arguments")
-        callee = w.cta.frame(code, w.frame.depth + 1)
-        for given, parameter in zip(arguments, wanted.parameters, strict=True):
-            value = w.frame.variable(given)[w.threads]
-            if value.shape[1] != parameter.nbytes:
-                raise form.error(f"{given} has {value.shape[1]} bytes, not {parameter.nbytes}")
-            callee.variable(parameter.name)[w.threads] = value
-        back = tuple(zip(results, (p.name for p in wanted.results), strict=True))
-        w.enter(callee, 0, (*w.stack, (w.frame, w.pc + 1, back)))
-        return Switch()
+        where = np.broadcast_to(get(w), w.n)
+        first = int(where[0])
+        if first not in functions:
+            raise form.error(f"there is no function at {first:#x}")
+        here = where == where[0]
+        if not here.all():
+            return Split(here)
+        return _enter(form, w, machine.code(functions[first]), arguments, results)
 
     return run
+
+
+def _enter(
+    form: Form, w: Fragment, code: Any, arguments: tuple[str, ...], results: tuple[str, ...]
+) -> Switch:
+    """Go to a function: copies of the arguments are its parameters."""
+    wanted = code.function
+    if (len(arguments), len(results)) != (len(wanted.parameters), len(wanted.results)):
+        raise form.error(
+            f"{wanted.name} takes {len(wanted.parameters)} arguments and gives "
+            f"{len(wanted.results)} results"
+        )
+    callee = w.cta.frame(code, w.frame.depth + 1)
+    for given, parameter in zip(arguments, wanted.parameters, strict=True):
+        value = w.frame.variable(given)[w.threads]
+        if value.shape[1] != parameter.nbytes:
+            raise form.error(f"{given} has {value.shape[1]} bytes, not {parameter.nbytes}")
+        callee.variable(parameter.name)[w.threads] = value
+    back = tuple(zip(results, (p.name for p in wanted.results), strict=True))
+    w.enter(callee, 0, (*w.stack, (w.frame, w.pc + 1, back)))
+    return Switch()
 
 
 def _names(group: Any) -> tuple[str, ...]:
@@ -296,17 +246,28 @@ def _names(group: Any) -> tuple[str, ...]:
 
 _FENCES = (
     "sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys", "gl", "proxy", "alias",
-    "async", "async::generic", "mbarrier_init", "global", "shared::cta", "shared::cluster",
+    "async", "async::generic", "tensormap::generic", "mbarrier_init", "global", "shared::cta", "shared::cluster",
     "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
 )  # fmt: skip
 
 
 @instruction("fence", "membar")
 def fence(form: Form) -> Step:
-    """9.7.13: nothing to do, since this machine is sequentially consistent."""
+    """9.7.13. Memory is sequentially consistent here; what a fence does is to order accesses for
+    the checks: for the asynchronous proxy, or for relaxed arrivals after it."""
+    names = set(form.left)
     while form.has(*_FENCES):
         pass
-    return lambda w: None
+    if "proxy" in names and not names & {"async", "async::generic"}:
+        return lambda w: None
+    row = FENCED if "proxy" in names else STRONG
+
+    def run(w: Fragment) -> None:
+        order = w.cta.cluster.order
+        if order is not None:
+            order.fence(w.warp_agents(), row)
+
+    return run
 
 
 @instruction("nop", "pmevent", "nanosleep")

@@ -85,7 +85,11 @@ def cvt(form: Form) -> Step:
     narrow_forms = _element(to) or _element(source)
     if narrow_forms and (ftz or sat):
         raise form.error("unsupported modifier with this type")
+    if not {_element(to), _element(source)} <= {"", "tf32", "e4m3", "e5m2"}:
+        form.needs("sm_100f")
     if to == "tf32":
+        if satfinite and rounding != "rna":
+            form.needs("sm_100")
         return _tf32(form, rounding or "rn", relu, satfinite)
     if _element(to):
         return _to_narrow(form, _element(to), source, rounding, relu, satfinite)
@@ -260,6 +264,8 @@ def _to_narrow(
     scale = element == "ue8m0"
     if (rounding not in ("rz", "rp") or relu) if scale else (rounding != "rn" or not satfinite):
         raise form.error("expected .rz or .rp" if scale else "expected .rn.satfinite")
+    if source == "bf16x2":
+        form.needs("sm_100f")
     bits = 4 if element == "e2m1" else 8
     both, put = _two(form, source), form.set(0, "b8" if bits == 4 else "b16")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Step
-from . import integer
+from ..machine import Fragment, Step
+from . import integer, simd
 from .ieee import (
     TINY16,
     TINY32,
@@ -67,21 +67,47 @@ def _nearest_fma(a: Any, b: Any, c: Any) -> np.ndarray:
 def arithmetic(form: Form, name: str, sources: int) -> Step:
     """add, sub, mul, fma of f32, f64, f16, bf16 and their packed forms."""
     rounding = form.one(*ROUNDINGS, default="rn") or "rn"
-    ftz, sat, relu = form.has("ftz"), form.has("sat"), form.has("relu")
-    type = form.type(*_FLOATS)
+    ftz, sat, relu, oob = (form.has(n) for n in ("ftz", "sat", "relu", "oob"))
+    types = form.types()
+    if len(types) == 2 and types[0] == "f32" and name != "mul" and not (ftz or relu or oob):
+        return _mixed(form, name, rounding, sat, types[1])
+    if len(types) != 1 or types[0] not in _FLOATS:
+        raise form.error(f"types {', '.join(types) or 'none'} are not supported")
+    (type,) = types
     if type == "f64":
-        if ftz or sat or relu:
+        if ftz or sat or relu or oob:
             raise form.error("has no modifiers with .f64 but the rounding")
         if rounding != "rn" or name == "fma":
             return integer.simple(
                 form, type, np.vectorize(exact_fp64(name, rounding), [float]), sources
             )
         return integer.simple(form, type, _NEAREST[name], sources)
-    if (type in _HALVES and rounding != "rn") or (relu and (name != "fma" or type not in _HALVES)):
+    if type in _HALVES and (rounding != "rn" or (sat and relu) or (ftz and oob)):
+        raise form.error("unsupported combination of modifiers")
+    if (relu or oob) and (name != "fma" or type not in _HALVES):
         raise form.error("unsupported modifier with this type")
+    if (sat and type in ("bf16", "bf16x2", "f32x2")) or (ftz and type in ("bf16", "bf16x2")):
+        raise form.error("unsupported modifier with this type")
+    if type == "f32x2":
+        form.needs("sm_100")
+
+    def half(*values: Any) -> np.ndarray:
+        if ftz:
+            values = tuple(flush(v, TINY16) for v in values)
+        out = clamp(to_float32(_exact(name, rounding, values), "odd"), sat, relu)
+        return flush(out, TINY16) if ftz else out
+
+    if type in _HALVES:
+        return packed(form, type, half, sources, oob)
+    single = _single(name, rounding, ftz, sat)
+    return (integer.simple if type == "f32" else packed)(form, type, single, sources)
+
+
+def _single(name: str, rounding: str, ftz: bool, sat: bool) -> Any:
+    """add, sub, mul or fma of fp32."""
     nearest = _nearest_fma if name == "fma" else _NEAREST[name]
 
-    def single(*values: Any) -> np.ndarray:
+    def run(*values: Any) -> np.ndarray:
         if ftz:
             values = tuple(flush(v) for v in values)
         out = (
@@ -90,25 +116,44 @@ def arithmetic(form: Form, name: str, sources: int) -> Step:
             else to_float32(_exact(name, rounding, values), rounding)
         )
         out = flush(out) if ftz else out
-        return canonical(clamp(out, sat, relu))
+        return canonical(clamp(out, sat, False))
 
-    def half(*values: Any) -> np.ndarray:
-        if ftz:
-            values = tuple(flush(v, TINY16) for v in values)
-        out = clamp(to_float32(_exact(name, rounding, values), "odd"), sat, relu)
-        return flush(out, TINY16) if ftz else out
-
-    if type == "f32":
-        return integer.simple(form, type, single, sources)
-    return packed(form, type, single if type == "f32x2" else half, sources)
+    return run
 
 
-def packed(form: Form, type: str, function: Any, sources: int) -> Step:
-    """``function`` of fp32 parts; a 16-bit type rounds what comes out to nearest even."""
+def _mixed(form: Form, name: str, rounding: str, sat: bool, type: str) -> Step:
+    """fp32 arithmetic whose operands but the last are .f16 or .bf16: 9.7.5."""
+    if type not in ("f16", "bf16"):
+        raise form.error(f"type .{type} is not supported")
+    form.needs("sm_100")
+    count = 2 if name == "fma" else 1
+    narrow = [form.get(i + 1, "b16") for i in range(count)]
+    last, put = form.get(count + 1, "f32"), form.set(0, "f32")
+    single = _single(name, rounding, False, sat)
+
+    def run(w: Fragment) -> None:
+        put(w, single(*(split(get(w), type)[:, 0] for get in narrow), last(w)))
+
+    return run
+
+
+#: OOB-NaN of PTX ISA 5.5.3.3, of either sign: its bits are those that an H200 takes for it.
+_OUT_OF_BOUNDS = np.uint16(0x7FF7)
+
+
+def packed(form: Form, type: str, function: Any, sources: int, oob: bool = False) -> Step:
+    """``function`` of fp32 parts; a 16-bit type rounds what comes out to nearest even.
+
+    ``oob``: a part is +0 where one of its first two sources is the NaN of what is out of bounds.
+    """
     bits = {"f32x2": "b64", "f16x2": "b32", "bf16x2": "b32", "f16": "b16", "bf16": "b16"}[type]
 
     def run(*values: Any) -> np.ndarray:
-        return join(function(*np.broadcast_arrays(*[split(v, type) for v in values])), type)
+        parts: Any = function(*np.broadcast_arrays(*[split(v, type) for v in values]))
+        if oob:
+            a, b = (np.atleast_1d(v)[:, None].view(np.uint16) & 0x7FFF for v in values[:2])
+            parts = np.where((a == _OUT_OF_BOUNDS) | (b == _OUT_OF_BOUNDS), 0, parts)
+        return join(parts, type)
 
     return integer.simple(form, bits, run, sources)
 
@@ -123,6 +168,8 @@ def add(form: Form) -> Step:
     name = form.parts[0]
     if _is_float(form):
         return arithmetic(form, name, 2)
+    if name == "add" and not set(form.left).isdisjoint(simd.PACKED):
+        return simd.halves(form, np.add)
     return integer.add_or_sub(form, np.add if name == "add" else np.subtract)
 
 
@@ -150,8 +197,10 @@ def min_max(form: Form) -> Step:
     else a NaN loses; .xorsign.abs of two."""
     low, count = form.parts[0] == "min", len(form.ins.operands) - 1
     if not _is_float(form):
-        relu, type = form.has("relu"), form.type(*INTEGERS)
-        function = np.minimum if low else np.maximum
+        relu, function = form.has("relu"), np.minimum if low else np.maximum
+        if not set(form.left).isdisjoint(simd.PACKED):
+            return simd.halves(form, function, relu)
+        type = form.type(*INTEGERS)
         if relu and type == "s32":
             return integer.simple(form, type, lambda a, b: np.maximum(function(a, b), 0))
         if relu:
@@ -161,8 +210,14 @@ def min_max(form: Form) -> Step:
     type = form.type(*_FLOATS)
     if count not in (2, 3) or (count == 3 and (type != "f32" or xorsign)):
         raise form.error(f"{count} inputs are not supported")
+    if (xorsign and not absolute) or (absolute and count == 2 and not xorsign):
+        raise form.error("two inputs take .xorsign.abs, three take .abs")
+    if count == 3:
+        form.needs("sm_100")
     if type == "f64" and (ftz or nan or xorsign or absolute):
         raise form.error("has no modifiers with .f64")
+    if ftz and type.startswith("bf16"):
+        raise form.error(f".ftz is not supported with .{type}")
     tiny = TINY16 if type.startswith("f16") else TINY32
 
     def every(*values: Any) -> np.ndarray:
@@ -196,13 +251,16 @@ def sign(form: Form) -> Step:
     if not _is_float(form):
         return integer.simple(form, form.type(*SIGNED), function, 1)
     ftz, type = form.has("ftz"), form.type("f32", "f64", *_HALVES)
-    if ftz and type != "f32":
+    if ftz and type not in ("f32", "f16", "f16x2"):
         raise form.error(f".ftz is not supported with .{type}")
     if type == "f64":
         return integer.simple(form, type, lambda a: np.where(np.isnan(a), a, function(a)), 1)
-    if type == "f32":
-        return integer.simple(form, type, lambda a: canonical(function(flush(a) if ftz else a)), 1)
-    return packed(form, type, function, 1)
+    tiny = TINY32 if type == "f32" else TINY16
+
+    def single(a: Any) -> np.ndarray:
+        return canonical(function(flush(a, tiny) if ftz else a))
+
+    return (integer.simple if type == "f32" else packed)(form, type, single, 1)
 
 
 @instruction("div", "rcp", "sqrt")
@@ -247,12 +305,14 @@ _APPROXIMATE: Mapping[str, Any] = {
 
 @instruction(*_APPROXIMATE)
 def approximate(form: Form) -> Step:
-    """9.7.3. Correctly rounded here; the hardware's differ by a few units."""
+    """9.7.3, 9.7.4. Correctly rounded here; the hardware's differ by a few units."""
     name = form.parts[0]
     if not form.has("approx"):
         raise form.error("expected .approx")
     ftz = form.has("ftz")
     type = form.type("f32", *(_HALVES if name in ("ex2", "tanh") else ()))
+    if type in _HALVES and ftz != (name == "ex2" and type.startswith("bf16")):
+        raise form.error(f".{type} takes {'no .ftz' if ftz else '.ftz'}")
 
     def single(a: Any) -> np.ndarray:
         a = flush(a) if ftz else a

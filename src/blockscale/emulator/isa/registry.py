@@ -7,7 +7,8 @@ leave none: what is unknown is an error with its line, never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ __all__ = [
     "build",
     "families",
     "instruction",
+    "is_strong",
 ]
 
 Getter = Callable[[Fragment], Any]
@@ -120,6 +122,13 @@ class Form:
                 return name
         return default
 
+    def several(self, *names: str) -> list[str]:
+        """Take all of ``names`` that are there, in the order in which they are written."""
+        found = [part for part in self.left if part in names]
+        for part in found:
+            self.left.remove(part)
+        return found
+
     def types(self) -> list[str]:
         """Take all type modifiers, in order."""
         found = [part for part in self.left if part in TYPES or part == "tf32"]
@@ -145,6 +154,16 @@ class Form:
     def error(self, message: str) -> PtxError:
         return PtxError(f"{self.ins.opcode}: {message}", self.ins.line)
 
+    def needs(self, *targets: str) -> None:
+        """PtxError unless the module's .target has what one of ``targets`` brought.
+
+        "sm_100": that or anything later; "sm_100f": its family, if the module names it with a
+        letter; "sm_100a": that one alone.
+        """
+        given = self.machine.program.module.target
+        if not any(_has(own, wanted) for own in given for wanted in targets):
+            raise self.error(f"needs {' or '.join(targets)}, .target is {', '.join(given)}")
+
     # --- operands ---
 
     def all_used(self) -> None:
@@ -156,6 +175,14 @@ class Form:
             return self.ins.operands[index]
         except IndexError:
             raise self.error(f"has {len(self.ins.operands)} operands, too few") from None
+
+    def is_address(self, index: int) -> bool:
+        return isinstance(self.ins.operands[index], Address)
+
+    def is_predicate(self, index: int) -> bool:
+        op = self.ins.operands[index]
+        op = op.register if isinstance(op, Not) else op
+        return isinstance(op, Register) and op.type == "pred"
 
     def get(self, operand: int | Operand, type: str) -> Getter:
         """A function that reads an operand as ``type``: an array over threads, or a scalar."""
@@ -233,6 +260,16 @@ class Form:
         op = self.operand(operand)
         return op.items if isinstance(op, Vector) else (op,)
 
+    def asynchronous(self, items: Sequence[Operand]) -> tuple[int, ...]:
+        """Slots of registers that the instruction holds after it was issued."""
+        slots = []
+        for op in items:
+            if not isinstance(op, Register):
+                raise self.error("expected registers")
+            slots.append(op.slot)
+        self.machine.held.update(slots)
+        return tuple(slots)
+
     def address(self, operand: int | Operand, type: str = "u64") -> Getter:
         """Base + offset of [..], per thread, as uint64."""
         op = self.operand(operand) if isinstance(operand, int) else operand
@@ -246,6 +283,19 @@ class Form:
         if wide == "u64" and isinstance(base, Register):
             return lambda w: get(w) + offset
         return lambda w: _threads(get(w), w).astype(np.uint64) + offset
+
+
+def _has(own: str, wanted: str) -> bool:
+    """Whether PTX for ``own`` may use what needs ``wanted``: PTX ISA 11.1.2."""
+    have, need = (re.fullmatch(r"sm_(\d+)([af]?)", name) for name in (own, wanted))
+    if have is None or need is None:
+        return False
+    number, least, letter = int(have[1]), int(need[1]), have[2]
+    return {
+        "": number >= least,
+        "f": letter != "" and number // 10 == least // 10 and number >= least,
+        "a": letter == "a" and number == least,
+    }[need[2]]
 
 
 def _threads(value: Any, w: Fragment) -> np.ndarray:
@@ -276,10 +326,34 @@ def build(ins: Instruction, resolve: Callable[[str], int], machine: Any) -> Step
             form = Form(ins, resolve, machine)
             form.start(parts[:length])
             step = _built(builder, form)
+            if parts[0] in _ACCESSES and is_strong(parts):
+                step = _strong(step, parts[0] not in ("ld", "ldu"))
             if ins.predicate is None or parts[0] == "bra":
                 return step
             return (_predicated_control if control else _predicated)(step, ins)
     raise PtxError(f"unsupported instruction {ins.opcode}", ins.line)
+
+
+_ACCESSES = ("ld", "ldu", "st", "atom", "red")
+_STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel"}
+
+
+def is_strong(parts: tuple[str, ...]) -> bool:
+    """Whether an access may synchronize: atomics, and what is marked as such."""
+    return parts[0] in ("atom", "red") or not _STRONG.isdisjoint(parts)
+
+
+def _strong(step: Step, releases: bool) -> Step:
+    """Orders who makes strong accesses. All of them count as one flag, which may order more than
+    the hardware does: a race can be missed, none is invented."""
+
+    def run(w: Fragment) -> Any:
+        order = w.cta.cluster.order
+        if order is not None:
+            order.through("flags", np.unique(w.agents()), releases)
+        return step(w)
+
+    return run
 
 
 def _built(builder: Builder, form: Form) -> Step:

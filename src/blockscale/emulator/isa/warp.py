@@ -6,13 +6,15 @@ warps only goes on with those; the others wait until their missing lanes arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..machine import Fragment, Split, Step, Wait
 from ..program import Pair
+from . import ieee
 from .registry import BITS, TYPES, Form, instruction
 
 _ALL = np.uint32(0xFFFFFFFF)
@@ -168,17 +170,18 @@ def match(form: Form) -> Step:
 
 @instruction("redux.sync", control=True)
 def redux(form: Form) -> Step:
-    """9.7.13, integers."""
+    """9.7.13.12."""
     name = form.one("add", "min", "max", "and", "or", "xor")
     if name is None:
         raise form.error("the operation is not supported")
-    type = form.type(*(("u32", "s32") if name in ("add", "min", "max") else ("b32",)))
-    functions: dict[str, Callable[..., Any]] = {
-        "add": np.add, "min": np.minimum, "max": np.maximum,
-        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    }  # fmt: skip
+    function, allowed = _REDUCTIONS[name]
+    type, (absolute, nan) = form.type(*allowed), (form.has("abs"), form.has("NaN"))
     put, a, mask = form.set(0, type), form.get(1, type), form.get(2, "b32")
-    function = functions[name]
+    if type == "f32":
+        form.needs("sm_100f")
+        function = _extreme(name == "min", absolute, nan)
+    elif absolute or nan:
+        raise form.error(".abs and .NaN need .f32")
 
     def run(w: Fragment) -> None:
         value = np.array(np.broadcast_to(a(w), w.n), TYPES[type])
@@ -189,10 +192,35 @@ def redux(form: Form) -> Step:
             of_warp = warps == warp
             for chosen in np.unique(masks[of_warp]):
                 members = of_warp & (masks == chosen)
-                out[members] = function.reduce(value[members], dtype=value.dtype)  # type: ignore[attr-defined]
+                out[members] = function(value[members])
         put(w, out)
 
     return gathered(form, 2, run)
+
+
+_BITWISE = ("b32",)
+_NUMBERS = ("u32", "s32")
+#: A reduction of an array to one value, and its types.
+_REDUCTIONS: Mapping[str, tuple[Callable[[np.ndarray], Any], tuple[str, ...]]] = {
+    "add": (lambda values: np.add.reduce(values, dtype=values.dtype), _NUMBERS),
+    "min": (np.min, (*_NUMBERS, "f32")),
+    "max": (np.max, (*_NUMBERS, "f32")),
+    "and": (np.bitwise_and.reduce, _BITWISE),
+    "or": (np.bitwise_or.reduce, _BITWISE),
+    "xor": (np.bitwise_xor.reduce, _BITWISE),
+}
+
+
+def _extreme(low: bool, absolute: bool, nan: bool) -> Callable[[np.ndarray], Any]:
+    """min or max of fp32: a NaN loses, unless it is to propagate; -0 < +0."""
+
+    def run(values: np.ndarray) -> Any:
+        values = np.abs(values) if absolute else values
+        if nan and np.isnan(values).any():
+            return ieee.canonical(np.nan)
+        return ieee.canonical(functools.reduce(ieee.lower if low else ieee.higher, values))
+
+    return run
 
 
 @instruction("elect.sync", control=True)

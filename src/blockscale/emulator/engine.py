@@ -1,0 +1,150 @@
+"""Asynchronous work in flight: copies, tensor-core instructions, and when they complete.
+
+The order of completion is the emulator's choice, within what the hardware may do:
+
+- ``eager``: at once;
+- ``late``: only when nothing else can move, one piece at a time;
+- ``random``: at any moment, as the seed says.
+
+Work of one pipe completes in the order of its issue; everything else in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .program import PtxError
+
+if TYPE_CHECKING:
+    from .checks import Site
+    from .machine import CTA, Fragment
+    from .order import Actor
+    from .watch import Watch
+
+__all__ = ["COMPLETIONS", "Engine", "Work"]
+
+COMPLETIONS = ("eager", "late", "random")
+
+
+class Work:
+    """One asynchronous operation.
+
+    Args:
+        issuer: the fragment that issues it, standing at the instruction.
+        run: what it does when it completes.
+        pipe: name of the pipe that keeps its order; None: it has none.
+        after: what must be done before it.
+        needs: CTAs whose shared memory must live until it is done.
+        actor: its place in the order of things; None where nothing is checked.
+    """
+
+    __slots__ = (
+        "actor", "after", "done", "issuer", "line", "needs", "pipe", "rest", "run", "threads",
+        "what",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        issuer: Fragment,
+        run: Callable[[Work], None],
+        *,
+        pipe: Hashable = None,
+        after: tuple[Work, ...] = (),
+        needs: tuple[CTA, ...] = (),
+        actor: Actor | None = None,
+    ) -> None:
+        instruction = issuer.frame.function.instructions[issuer.pc]
+        self.what, self.line = instruction.opcode, instruction.line
+        self.issuer = (issuer.cta, issuer.frame.code, issuer.pc)
+        self.threads = issuer.threads
+        self.run, self.pipe, self.after, self.needs = run, pipe, after, needs
+        self.actor = actor
+        self.done = False
+        self.rest: Work | None = None  # what it leaves to be done, once it has read its source
+
+    def take_place_of(self, other: Work) -> None:
+        """Be reported as where the other was issued."""
+        self.what, self.line, self.issuer = other.what, other.line, other.issuer
+        self.threads = other.threads
+
+    @property
+    def finished(self) -> bool:
+        return self.done and (self.rest is None or self.rest.finished)
+
+    def location(self) -> str:
+        cta, code, pc = self.issuer
+        return f"CTA {cta.index}, {code.location(pc)}"
+
+    def site(self) -> Site:
+        cta, code, pc = self.issuer
+        return code.site(pc, cta)
+
+    def complete(self) -> None:
+        for cta in self.needs:
+            if not cta.alive:
+                raise PtxError(
+                    f"{self.location()} is still in flight, and needs the shared memory of CTA "
+                    f"{cta.index}, which has exited",
+                    self.line,
+                )
+        try:
+            self.run(self)
+        except PtxError as error:
+            if error.line is not None:
+                raise
+            raise type(error)(f"{error.message}; {self.location()}", self.line) from None
+        self.done = True
+
+
+class Engine:
+    """The asynchronous work of a cluster.
+
+    Args:
+        completion: one of COMPLETIONS.
+        seed: of the random order.
+        watch: is told of issues and completions.
+    """
+
+    def __init__(self, completion: str, seed: Any, watch: Watch | None) -> None:
+        self.completion, self.watch = completion, watch
+        self.random = np.random.default_rng(seed) if completion == "random" else None
+        self.flying: list[Work] = []
+        self.tick = 0  # instructions that the cluster has run
+
+    def submit(self, work: Work) -> None:
+        self.flying.append(work)
+        if self.watch is not None:
+            self.watch.issued(work, self.tick)
+        if self.completion == "eager":
+            self._complete(work)
+
+    def turn(self) -> None:
+        """Between two turns of the warps: with random completion, something may happen."""
+        if self.random is not None and self.flying and self.random.random() < 0.3:
+            self.force()
+
+    def force(self) -> bool:
+        """Complete one piece of work; False if there is none."""
+        if not self.flying:
+            return False
+        heads: dict[Any, Work] = {}
+        for work in self.flying:
+            heads.setdefault(id(work) if work.pipe is None else work.pipe, work)
+        ready = [work for work in heads.values() if all(other.done for other in work.after)]
+        chosen = 0 if self.random is None else int(self.random.integers(len(ready)))
+        self._complete(ready[chosen])
+        return True
+
+    def finish(self, work: Work) -> None:
+        """Complete this one now: somebody needs it."""
+        if not work.done:
+            self._complete(work)
+
+    def _complete(self, work: Work) -> None:
+        self.flying.remove(work)
+        work.complete()
+        if self.watch is not None:
+            self.watch.completed(work, self.tick)

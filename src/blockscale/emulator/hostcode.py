@@ -1,0 +1,325 @@
+"""The host code of a function compiled by CuTe DSL, linked against an emulated CUDA runtime.
+
+Host code builds TMA descriptors and parameters and asks the CUDA runtime for launches. The DSL
+keeps it as MLIR; here its own engine compiles it once more, with the C functions of this module in
+place of the CUDA runtime's. They are found before those of any library, so neither a GPU nor a
+driver is needed, and none is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from .device import Device, Report
+from .parse import parse
+from .program import PtxError
+
+__all__ = ["HostCode", "device_attributes", "landing", "settings"]
+
+_FAILED = 719  # cudaErrorLaunchFailure: makes host code return; what went wrong is raised after
+
+# What cudaDeviceGetAttribute answers: number of the attribute (CUDA runtime API, enum
+# cudaDeviceAttr) and value; first of both devices, then of an H200 and of a B200.
+_ATTRIBUTES = {
+    1: 1024,  # threads in a block
+    8: 48 * 1024,  # shared memory of a block that does not ask for more
+    10: 32,  # threads in a warp
+    12: 65536,  # registers of a block
+    39: 2048,  # threads on an SM
+    81: 228 * 1024,  # shared memory of an SM
+    82: 65536,  # registers of an SM
+    95: 1,  # cooperative launches
+    97: 227 * 1024,  # shared memory of a block that asks
+    106: 32,  # blocks on an SM
+    111: 1024,  # shared memory of a block that belongs to the system
+}
+# 16: SMs; 38: bytes of L2 cache; 75, 76: compute capability
+_TARGETS = {
+    "sm_90a": {16: 132, 38: 50 << 20, 75: 9, 76: 0},
+    "sm_100a": {16: 148, 38: 126 << 20, 75: 10, 76: 0},
+}
+
+# Launch attributes (enum cudaLaunchAttributeID) that change no result here: hints, priorities, and
+# leave to overlap launches (6), which a kernel need not have.
+_CLUSTER = 4
+_HINTS = {0, 1, 2, 3, 5, 6, 8, 9, 10, 11}
+
+
+def device_attributes(target: str) -> Mapping[int, int]:
+    """Numbers of CUDA device attributes to their values."""
+    return _ATTRIBUTES | _TARGETS[target]
+
+
+def settings() -> Any:
+    """The DSL's settings, as its environment variables set them."""
+    return _dsl().envar
+
+
+def _dsl() -> Any:
+    return import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
+
+
+class HostCode:
+    """Host code and kernels of a compiled function.
+
+    Args:
+        compiled: what ``cute.compile`` returned.
+
+    Raises ValueError if the DSL did not keep the PTX.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self.ptx = _ptx(compiled)
+        self.module = parse(self.ptx)
+        self.kernels: list[str] = []  # a kernel's handle is its place here, counted from one
+        self._name = compiled.function_name
+        self._loaded = not compiled.has_gpu_module
+        operations = list(compiled.ir_module.body.operations)
+        constants = [
+            str(op.attributes["value"])
+            for op in operations
+            if op.name == "llvm.mlir.global" and _symbol(op).startswith("__tvm_ffi__str")
+        ]
+        self.wants_gpu_tensors = any("expected device_type=cuda" in text for text in constants)
+        self._functions = dict(_functions())  # C functions live as long as their object here
+        for name in (_symbol(op) for op in operations if op.name == "llvm.func"):
+            if name.startswith("_cu") and name not in self._functions:
+                self._functions[name] = _missing(name)
+        engine = import_module("cutlass._mlir.execution_engine").ExecutionEngine
+        self._engine = engine(compiled.ir_module, shared_libs=_dsl().get_shared_libs())
+        for name, function in self._functions.items():
+            self._engine.raw_register_runtime(name, ctypes.cast(function, ctypes.c_void_p))
+
+    def call(self, packed: Sequence[Any]) -> int:
+        """Call with the addresses of the arguments; returns a CUDA error code."""
+        if not self._loaded:
+            library, ordinal = ctypes.c_void_p(1), ctypes.c_int32(0)
+            place = ctypes.c_void_p(ctypes.addressof(library))
+            load = self._engine.raw_lookup("cuda_load_to_device")
+            _invoke(load, [ctypes.addressof(place), ctypes.addressof(ordinal)])
+            self._loaded = True
+        return _invoke(self._engine.raw_lookup("_mlir_ciface_" + self._name), packed)
+
+    def foreign(self, wrapper: types.FunctionType | None) -> Callable[..., Any]:
+        """The TVM-FFI function; ``wrapper`` is the DSL's, which sorts keyword arguments."""
+        entry = self._engine.raw_lookup("__tvm_ffi_" + self._name)
+
+        @_SafeCall
+        def safe_call(*args: int | None) -> int:
+            cells = [kind(arg) for kind, arg in zip(_SafeCall._argtypes_, args, strict=True)]
+            return _invoke(entry, [ctypes.addressof(cell) for cell in cells])
+
+        kind = import_module("tvm_ffi").Function
+        address = ctypes.cast(safe_call, ctypes.c_void_p).value
+        function = kind.__from_extern_c__(address, keep_alive_object=safe_call)
+        if wrapper is None:
+            return function
+        scope = {k: function if isinstance(v, kind) else v for k, v in wrapper.__globals__.items()}
+        again = types.FunctionType(wrapper.__code__, scope, argdefs=wrapper.__defaults__)
+        again.__kwdefaults__ = wrapper.__kwdefaults__
+        return again
+
+
+# TVMFFISafeCallType: the function itself, arguments, their number, the result; an error code.
+_SafeCall: Any = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p
+)
+
+
+def _ptx(compiled: Any) -> str:
+    text = compiled.__ptx__ if compiled.ir_module is not None else None
+    if not text or ".version" not in text:  # the DSL gives a path where it could not write the file
+        raise ValueError(
+            f"{compiled.function_name}: the DSL kept no PTX of it; call cute.compile inside "
+            "`with cutedsl(device)`, or with options='--keep-ptx' and an existing dump folder"
+        )
+    return str(text)
+
+
+def _symbol(operation: Any) -> str:
+    return str(operation.attributes["sym_name"].value)
+
+
+def _invoke(address: int, packed: Sequence[Any]) -> int:
+    """Call through MLIR's packed interface: addresses of the arguments, then of the result."""
+    result = ctypes.c_int32(0)
+    cells = (ctypes.c_void_p * (len(packed) + 1))(*packed, ctypes.addressof(result))
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(cells)
+    return result.value
+
+
+@dataclass
+class _Call:
+    """A call under way."""
+
+    device: Device
+    host: HostCode
+    buffers: Sequence[tuple[str, np.ndarray]]
+    reports: list[Report]
+    failure: BaseException | None = None
+
+
+_calls: ContextVar[_Call] = ContextVar("_calls")
+
+
+@contextmanager
+def landing(
+    device: Device,
+    host: HostCode,
+    buffers: Sequence[tuple[str, np.ndarray]],
+    reports: list[Report],
+) -> Iterator[None]:
+    """Launches that ``host`` asks for in the block go to ``device``.
+
+    What a launch raises comes out of the block, whatever the host code made of its failure.
+
+    Args:
+        buffers: what the kernels may touch, with names.
+        reports: gets the report of each launch.
+    """
+    call = _Call(device, host, buffers, reports)
+    token = _calls.set(call)
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+        if call.failure is not None:
+            raise call.failure from None
+
+
+class _Config(ctypes.Structure):
+    """cudaLaunchConfig_t"""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint32),
+    ]
+
+
+class _Attribute(ctypes.Structure):
+    """cudaLaunchAttribute"""
+
+    _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
+
+
+def _launch(call: _Call, config: int, kernel: int, parameters: int) -> None:
+    c = _Config.from_address(config)
+    cluster = None
+    for attribute in (_Attribute * c.count).from_address(c.attributes) if c.count else ():
+        if attribute.id == _CLUSTER:
+            cluster = tuple(attribute.value[:3])
+        elif attribute.id not in _HINTS:
+            raise PtxError(f"launch attribute {attribute.id}: not supported")
+    name = call.host.kernels[kernel - 1]
+    wanted = call.host.module.functions[name].parameters
+    places = (ctypes.c_void_p * len(wanted)).from_address(parameters) if wanted else ()
+    report = call.device.launch(
+        call.host.ptx,
+        name,
+        tuple(c.grid),
+        tuple(c.block),
+        [ctypes.string_at(at, p.nbytes) for at, p in zip(places, wanted, strict=True)],
+        cluster=cluster,
+        shared=c.shared,
+        buffers=call.buffers,
+    )
+    call.reports.append(report)
+
+
+def _get_kernel(call: _Call, out: int, library: int, name: int) -> None:
+    call.host.kernels.append(ctypes.string_at(name).decode())
+    ctypes.c_void_p.from_address(out).value = len(call.host.kernels)
+
+
+def _device_attribute(call: _Call, out: int, attribute: int, ordinal: int) -> None:
+    known = device_attributes(call.device.target)
+    if attribute not in known:
+        raise PtxError(f"device attribute {attribute}: the emulated devices have no value for it")
+    ctypes.c_int32.from_address(out).value = known[attribute]
+
+
+def _kernel_attribute(call: _Call, out: int, attribute: int, kernel: int, ordinal: int) -> None:
+    """Host code asks for static shared memory, to set a limit that Device.launch checks itself."""
+    ctypes.c_int32.from_address(out).value = 0
+
+
+def _load_once(call: _Call, state: int, init: int, load: int, set_error: int) -> None:
+    """The DSL's helper of TVM-FFI entries: load the kernels before the first launch."""
+    loaded = ctypes.c_uint64.from_address(state)
+    if not loaded.value:
+        ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_int)(load)(state, 0)
+        loaded.value = 1
+
+
+def _writes(value: int) -> Callable[..., None]:
+    def function(call: _Call, out: int) -> None:
+        ctypes.c_int32.from_address(out).value = value
+
+    return function
+
+
+def _nothing(call: _Call, *_: int) -> None:
+    """Limits that Device.launch checks itself; streams, which have nothing left to do."""
+
+
+_RUNTIME: dict[str, tuple[Callable[..., None], str]] = {  # arguments: p a pointer, i an int
+    "_cudaLaunchKernelEx": (_launch, "ppp"),
+    "_cudaLibraryLoadData": (_nothing, "ppppippi"),
+    "_cudaLibraryGetKernel": (_get_kernel, "ppp"),
+    "_cudaDeviceGetAttribute": (_device_attribute, "pii"),
+    "_cuKernelGetAttribute": (_kernel_attribute, "pipi"),
+    "_cudaKernelSetAttributeForDevice": (_nothing, "piii"),
+    "_cudaFuncSetAttribute": (_nothing, "pii"),
+    "_cudaGetDevice": (_writes(0), "p"),
+    "_cudaGetDeviceCount": (_writes(1), "p"),
+    "_cudaSetDevice": (_nothing, "i"),
+    "_cudaDeviceSynchronize": (_nothing, ""),
+    "_cudaStreamSynchronize": (_nothing, "p"),
+    "cuda_dialect_init_library_once": (_load_once, "pppp"),
+}
+_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int32}
+
+
+@lru_cache(maxsize=1)
+def _functions() -> Mapping[str, Any]:
+    """C functions by the name that host code calls."""
+    functions: dict[str, Any] = {name: _exported(*entry) for name, entry in _RUNTIME.items()}
+    # Called when an engine goes, perhaps after Python: a function of C that only looks.
+    functions["cuda_dialect_unload_library_once"] = ctypes.pythonapi.Py_IsInitialized
+    return functions
+
+
+def _exported(function: Callable[..., None], kinds: str) -> Any:
+    """A C function. No exception can pass through host code: it waits in the call."""
+
+    def body(*args: int | None) -> int:
+        call = _calls.get()
+        try:
+            function(call, *(arg or 0 for arg in args))
+        except BaseException as error:
+            call.failure = call.failure or error
+            return _FAILED
+        return 0
+
+    return ctypes.CFUNCTYPE(ctypes.c_int32, *(_KINDS[kind] for kind in kinds))(body)
+
+
+def _missing(name: str) -> Any:
+    def function(call: _Call) -> None:
+        raise PtxError(f"{name[1:]}: the host code calls it, the emulator does not have it")
+
+    return _exported(function, "")

@@ -1,0 +1,245 @@
+"""Bulk copies without a tensor map: cp.async.bulk, cp.reduce.async.bulk. PTX ISA 9.7.9.25.4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..engine import Work
+from ..machine import CTA, Fragment, Step
+from ..memory import RANK_SHIFT, MemoryFault
+from ..ports import read_global, read_shared, write_global, write_shared
+from .access import combiner
+from .copies import groups
+from .mbarrier import MBarrier, find, visible
+from .registry import TYPES, Form, instruction
+
+__all__ = ["REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send"]
+
+_PIECE = 16
+_SPACES = ("global", "shared::cluster", "shared::cta")
+#: Operations of cp.reduce.async.bulk and the types that each takes.
+REDUCTIONS = {
+    "and": ("b32", "b64"),
+    "or": ("b32", "b64"),
+    "xor": ("b32", "b64"),
+    "add": ("u32", "s32", "u64", "s64", "f32", "f64", "f16", "bf16"),
+    "inc": ("u32",),
+    "dec": ("u32",),
+    "min": ("u32", "s32", "u64", "s64", "f16", "bf16"),
+    "max": ("u32", "s32", "u64", "s64", "f16", "bf16"),
+}
+
+
+def pieces(start: int, size: int) -> np.ndarray:
+    return np.uint64(start) + np.arange(0, size, _PIECE, dtype=np.uint64)
+
+
+Landing = tuple[CTA, int, MBarrier]
+
+
+def landings(w: Fragment, to: int, bar: int, mask: int | None, pair: bool = False) -> list[Landing]:
+    """Where a copy into shared memory lands: (CTA, address, the mbarrier that is told).
+
+    Args:
+        to, bar: addresses of the destination and of the mbarrier.
+        mask: CTAs of a multicast, which lands at the same offset in each; None: at ``to`` only.
+        pair: .cta_group::2: the mbarrier may be that of the other CTA of each pair.
+    """
+    ctas, offset = w.cta.cluster.ctas, (1 << RANK_SHIFT) - 1
+    if mask is None:
+        cta, _ = w.cta.cluster.shared(to, 1)
+        barrier = find(w.cta, bar)
+        if barrier.cta is not cta and not (pair and barrier.cta.rank ^ 1 == cta.rank):
+            raise MemoryFault(
+                f"the mbarrier at {bar:#x} is not in the CTA of the destination {to:#x}"
+            )
+        return [(cta, to, barrier)]
+    if not mask or mask >> len(ctas):
+        raise MemoryFault(f"multicast to CTAs {mask:#x} of a cluster of {len(ctas)}")
+    found = []
+    for rank in range(len(ctas)):
+        if mask >> rank & 1:
+            told = rank & ~1 | bar >> RANK_SHIFT & 1 if pair else rank
+            barrier = find(w.cta, told << RANK_SHIFT | bar & offset)
+            found.append((ctas[rank], rank << RANK_SHIFT | to & offset, barrier))
+    return found
+
+
+def deliver(
+    w: Fragment, size: int, read: Callable[[Work], Callable[[Work, int], None]],
+    lands: list[Landing], needs: tuple[CTA, ...] = (),
+) -> None:  # fmt: skip
+    """Submit a copy into shared memory that tells mbarriers of its bytes.
+
+    Args:
+        size: the bytes that each mbarrier is told of.
+        read: fetches the source; what it returns writes it to an address of shared::cluster.
+    """
+    cluster = w.cta.cluster
+    for _, _, barrier in lands:
+        visible(w, barrier)
+
+    def copy(work: Work) -> None:
+        write = read(work)
+        for _, address, _ in lands:
+            write(work, address)
+        known = work.actor.message() if work.actor is not None else None
+        for _, _, barrier in lands:
+            barrier.complete(size, known)
+
+    actor = cluster.order.begin(w.warp_agents()) if cluster.order else None
+    ctas = {cta.rank: cta for cta in (*needs, *(cta for cta, _, _ in lands))}
+    cluster.engine.submit(Work(w, copy, needs=tuple(ctas.values()), actor=actor))
+
+
+def send(w: Fragment, read: Callable[[Work], Callable[[Work], None]]) -> None:
+    """Submit a copy out of shared memory, as part of the open bulk group of the thread.
+
+    Args:
+        read: fetches the source; what it returns writes the destination, later.
+    """
+    cluster = w.cta.cluster
+
+    def fetch(work: Work) -> None:
+        write = read(work)
+        work.rest = Work(w, write, actor=work.actor)
+        work.rest.take_place_of(work)
+        cluster.engine.submit(work.rest)
+
+    actor = cluster.order.begin(w.warp_agents()) if cluster.order else None
+    work = Work(w, fetch, needs=(w.cta,), actor=actor)
+    groups(w.cta, "bulk").add(w.threads, work)
+    cluster.engine.submit(work)
+
+
+def reduced(operation: str | None, type: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """(old bytes, new bytes) -> bytes after a reduction of elements of ``type``; rows stay rows."""
+    if operation is None:
+        return lambda old, new: new
+    kept = {"f16": "b16", "bf16": "b16"}.get(type, type)
+    dtype, function = np.dtype(TYPES[kept]), combiner(type, operation)
+
+    def run(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        a, b = (np.ascontiguousarray(x).view(dtype).reshape(-1) for x in (old, new))
+        out = function(np.zeros(len(a), bool), a, b)
+        return np.ascontiguousarray(out, dtype).view(np.uint8).reshape(old.shape)
+
+    return run
+
+
+def one_by_one(form: Form, run: Callable[[Fragment], None]) -> Step:
+    """Each thread issues an operation of its own, in order."""
+
+    def step(w: Fragment) -> None:
+        if w.n == 1:
+            run(w)
+            return
+        for thread in range(w.n):
+            alone = np.zeros(w.n, bool)
+            alone[thread] = True
+            run(w.part(alone, w.pc))
+
+    return step
+
+
+def _checked(form: Form, size: int, **addresses: int) -> None:
+    if size % _PIECE:
+        raise form.error(f"size {size} is not a multiple of 16")
+    for name, address in addresses.items():
+        if address % _PIECE:
+            raise MemoryFault(f"{name} {address:#x} of {form.ins.opcode} is not a multiple of 16")
+
+
+@instruction("cp.async.bulk", "cp.reduce.async.bulk")
+def bulk(form: Form) -> Step:
+    """[dst], [src], size, then [mbar] and a CTA mask, or nothing, or a byte mask; cache policy."""
+    spaces = form.several(*_SPACES)
+    if len(spaces) != 2 or spaces[0] == spaces[1]:
+        raise form.error("expected the state spaces of destination and source")
+    target, source = spaces
+    operation = None
+    type = "b32"
+    if form.parts[1] == "reduce":
+        operation = form.one(*REDUCTIONS)
+        if operation is None:
+            raise form.error(f"expected one of {', '.join(REDUCTIONS)}")
+        form.has("noftz")
+        type = form.type(*REDUCTIONS[operation])
+    told = form.has("mbarrier::complete_tx::bytes")
+    grouped = form.has("bulk_group")
+    if told == grouped or grouped != (target == "global"):
+        raise form.error(
+            "expected .mbarrier::complete_tx::bytes into shared, .bulk_group into global memory"
+        )
+    multicast, masked = form.has("multicast::cluster"), form.has("cp_mask")
+    at = 3
+    to, start, size_of = form.address(0), form.address(1), form.get(2, "u32")
+    bar = form.address(at) if told else None
+    at += told
+    ctas = form.get(at, "u16") if multicast else None
+    at += multicast
+    if form.has("L2::cache_hint"):
+        form.get(at, "b64")
+        at += 1
+    bytes_of = form.get(at, "b16") if masked else None
+    combine_bytes = reduced(operation, type)
+
+    def run(w: Fragment) -> None:
+        size, first, last = _one(size_of, w), _one(start, w), _one(to, w)
+        _checked(form, size, destination=last, source=first)
+        launch = w.cta.launch
+        if size == 0:
+            return
+        keep = np.ones(_PIECE, bool)
+        if bytes_of is not None:
+            keep = (_one(bytes_of, w) >> np.arange(_PIECE) & 1).astype(bool)
+
+        def read(work: Work) -> Any:
+            if source == "global":
+                values = read_global(work, launch, pieces(first, size), _PIECE)
+            else:
+                values = read_shared(work, pieces(first, size), _PIECE)
+
+            def into_shared(work: Work, address: int) -> None:
+                where = pieces(address, size)
+                old = values if operation is None else read_shared(work, where, _PIECE)
+                write_shared(work, where, combine_bytes(old, values))
+
+            def into_global(work: Work) -> None:
+                where = pieces(last, size)
+                new = values
+                if operation is not None or not keep.all():
+                    old = launch.memory.load(where, _PIECE)
+                    new = np.where(keep, combine_bytes(old, values), old)
+                write_global(work, launch, where, new)
+
+            return into_global if target == "global" else into_shared
+
+        if bar is None:
+            send(w, read)
+            return
+        mask = None if ctas is None else _one(ctas, w)
+        needs = () if source == "global" else (w.cta,)
+        deliver(w, size, read, landings(w, last, _one(bar, w), mask), needs)
+
+    return one_by_one(form, run)
+
+
+def _one(get: Any, w: Fragment) -> int:
+    """The value of a fragment of one thread."""
+    return int(np.asarray(get(w)).flat[0])
+
+
+@instruction("cp.async.bulk.prefetch")
+def prefetch(form: Form) -> Step:
+    """cp.async.bulk.prefetch.L2.global [src], size."""
+    form.has("L2")
+    form.has("global")
+    form.address(0)
+    form.get(1, "u32")
+    if form.has("L2::cache_hint"):
+        form.get(2, "b64")
+    return lambda w: None

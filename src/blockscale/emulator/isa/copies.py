@@ -1,0 +1,188 @@
+"""cp.async: copies of 4 to 16 bytes a thread, and the groups that asynchronous copies form.
+
+PTX ISA 9.7.9.25.3 (non-bulk) and 9.7.9.25.4 (commit_group and wait_group of bulk copies).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from ..engine import Work
+from ..machine import CTA, Fragment, Step, Wait
+from ..ports import read_global, write_shared
+from .access import checked
+from .mbarrier import addresses, find
+from .registry import Form, instruction
+
+__all__ = ["Groups", "groups"]
+
+
+class Groups:
+    """The groups of copies of each thread of a CTA, of one kind."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, list[Work]] = {}
+        self.closed: dict[int, deque[list[Work]]] = {}
+
+    def add(self, threads: np.ndarray, work: Work) -> None:
+        for thread in threads.tolist():
+            self.open.setdefault(thread, []).append(work)
+
+    def commit(self, threads: np.ndarray) -> None:
+        for thread in threads.tolist():
+            self.closed.setdefault(thread, deque()).append(self.open.pop(thread, []))
+
+    def older(self, threads: np.ndarray, keep: int) -> list[Work]:
+        """The copies of all groups of these threads but the last ``keep``, each once."""
+        found: dict[int, Work] = {}
+        for thread in threads.tolist():
+            mine = self.closed.get(thread, ())
+            for group in list(mine)[: max(len(mine) - keep, 0)]:
+                found.update((id(work), work) for work in group)
+        return list(found.values())
+
+    def drop(self, threads: np.ndarray, keep: int) -> None:
+        for thread in threads.tolist():
+            mine = self.closed.get(thread)
+            while mine and len(mine) > keep:
+                mine.popleft()
+
+    def all(self, threads: np.ndarray) -> list[Work]:
+        mine = [work for thread in threads.tolist() for work in self.open.get(thread, ())]
+        return self.older(threads, 0) + mine
+
+
+def groups(cta: CTA, kind: str) -> Groups:
+    found: Groups = cta.groups.setdefault(kind, Groups())
+    return found
+
+
+def learn(w: Fragment, works: list[Work]) -> None:
+    """Who waited for these knows what they did."""
+    order = w.cta.cluster.order
+    if order is not None and works:
+        known = order.join(work.actor.message() for work in works if work.actor is not None)
+        order.acquire(w.warp_agents(), known)
+
+
+def wait_for(w: Fragment, works: list[Work], reads: bool, what: str) -> Wait | None:
+    """A wait until these are done, or have read their source; None if they have."""
+
+    def left() -> list[Work]:
+        return [work for work in works if not (work.done if reads else work.finished)]
+
+    if not left():
+        learn(w, works)
+        return None
+    return Wait(
+        lambda: not left(), lambda: f"{what}: {len(left())} in flight, {left()[0].location()}"
+    )
+
+
+@instruction("cp.async")
+def cp_async(form: Form) -> Step:
+    """cp.async.{ca,cg}.shared.global [dst], [src], size[, src-size | ignore-src][, policy]."""
+    level = form.one("ca", "cg")
+    if not form.has("shared", "shared::cta") or not form.has("global") or level is None:
+        raise form.error("expected .ca or .cg, .shared and .global")
+    form.one("L2::64B", "L2::128B", "L2::256B")
+    operands = len(form.ins.operands)
+    if form.has("L2::cache_hint"):
+        operands -= 1
+        form.get(operands, "b64")
+    target, source, size_of = form.address(0), form.address(1), form.get(2, "u32")
+    ignores = operands > 3 and form.is_predicate(3)
+    given = form.get(3, "pred" if ignores else "u32") if operands > 3 else None
+
+    def run(w: Fragment) -> None:
+        size = int(np.max(size_of(w)))
+        if size not in ((16,) if level == "cg" else (4, 8, 16)):
+            raise form.error(f"copies {size} bytes; allowed are 16, with .ca also 4 and 8")
+        to = checked(w, form, np.array(target(w)), size)
+        at = checked(w, form, np.array(source(w)), size)
+        length = np.full(w.n, size)
+        if given is not None:
+            value = np.broadcast_to(given(w), w.n)
+            length = np.where(value, 0, size) if ignores else value.astype(np.int64)
+        if (length > size).any():
+            raise form.error(f"src-size {int(length.max())} is larger than the size {size}")
+        cluster, launch = w.cta.cluster, w.cta.launch
+        for address in (to.min(), to.max()):
+            cluster.shared(int(address), size)
+
+        def copy(work: Work) -> None:
+            values = np.zeros((len(to), size), np.uint8)
+            some = np.nonzero(length > 0)[0]
+            if len(some):
+                values[some] = read_global(work, launch, at[some], size)
+            values[np.arange(size) >= length[:, None]] = 0
+            write_shared(work, to, values)
+
+        actor = cluster.order.begin(w.warp_agents(), generic=True) if cluster.order else None
+        work = Work(w, copy, needs=(w.cta,), actor=actor)
+        groups(w.cta, "cp.async").add(w.threads, work)
+        cluster.engine.submit(work)
+
+    return run
+
+
+@instruction("cp.async.commit_group", "cp.async.bulk.commit_group")
+def commit_group(form: Form) -> Step:
+    kind = "bulk" if "bulk" in form.parts else "cp.async"
+
+    def run(w: Fragment) -> None:
+        groups(w.cta, kind).commit(w.threads)
+
+    return run
+
+
+@instruction("cp.async.wait_group", "cp.async.wait_all", "cp.async.bulk.wait_group", control=True)
+def wait_group(form: Form) -> Step:
+    """Wait until at most n groups are pending; .read: until their sources have been read."""
+    kind = "bulk" if "bulk" in form.parts else "cp.async"
+    every = form.parts[-1] == "wait_all"
+    reads = kind == "bulk" and form.has("read")
+    keep_of = None if every else form.get(0, "u32")
+
+    def run(w: Fragment) -> Any:
+        mine = groups(w.cta, kind)
+        keep = 0 if keep_of is None else int(np.max(keep_of(w)))
+        if every:
+            mine.commit(w.threads)
+        wait = wait_for(w, mine.older(w.threads, keep), reads, form.ins.opcode)
+        if wait is None and not reads:
+            mine.drop(w.threads, keep)
+        return wait
+
+    return run
+
+
+@instruction("cp.async.mbarrier.arrive")
+def arrive(form: Form) -> Step:
+    """Arrive once all earlier cp.async of the thread are done; .noinc: as one that was counted."""
+    counted = form.has("noinc")
+    space = form.one("shared", "shared::cta")
+    form.type("b64")
+    where = addresses(form, 0, space)
+
+    def run(w: Fragment) -> None:
+        cluster, mine = w.cta.cluster, groups(w.cta, "cp.async")
+        for i, address in enumerate(where(w)):
+            barrier = find(w.cta, int(address))
+            if not counted:
+                barrier.pending += 1
+            earlier = tuple(mine.all(w.threads[i : i + 1]))
+            known = None
+            if cluster.order is not None:
+                known = cluster.order.join(o.actor.message() for o in earlier if o.actor)
+
+            def signal(work: Work, barrier: Any = barrier, known: Any = known) -> None:
+                barrier.learn(known)
+                barrier.arrive()
+
+            cluster.engine.submit(Work(w, signal, after=earlier, needs=(w.cta,)))
+
+    return run

@@ -1,0 +1,312 @@
+"""mbarrier objects: arrivals, transactions and phases. PTX ISA 9.7.13.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..machine import CTA, Fragment, Split, Step, Wait
+from ..memory import SHARED_WINDOW, MemoryFault
+from ..order import Knowledge
+from ..program import PtxError
+from .registry import Form, instruction
+
+__all__ = ["MBarrier", "addresses", "find", "visible"]
+
+_MOST = (1 << 20) - 1  # of counts and of bytes
+_COUNT_BITS = 20  # a state token is the phase above the pending count
+
+
+class MBarrier:
+    """One barrier object in shared memory.
+
+    A phase ends when no arrivals are pending and all bytes that were announced have come.
+    """
+
+    def __init__(self, cta: CTA, offset: int, count: int) -> None:
+        self.cta, self.offset = cta, offset
+        self.count = self.pending = count
+        self.bytes = 0
+        self.phase = 0  # phases that have ended
+        self.gathering: Knowledge | None = None
+        self.passed_on: Knowledge | None = None
+
+    def __str__(self) -> str:
+        return f"mbarrier {self.offset:#x} of CTA {self.cta.index}"
+
+    def describe(self) -> str:
+        text = f"{self}, phase {self.phase}: {self.pending} of {self.count} arrivals pending"
+        if self.bytes > 0:
+            text += f", {self.bytes} bytes announced have not come"
+        if self.bytes < 0:
+            text += f", {-self.bytes} bytes came unannounced"
+        return text
+
+    def learn(self, known: Knowledge | None) -> None:
+        if known is not None:
+            before = self.gathering
+            self.gathering = known if before is None else np.maximum(before, known)
+
+    def arrive(self, count: int = 1) -> int:
+        """Count arrivals; returns the state before."""
+        if count > self.pending:
+            raise PtxError(
+                f"{count} arrivals at {self}, where {self.pending} of {self.count} are pending "
+                f"in phase {self.phase}"
+            )
+        token = self.phase << _COUNT_BITS | self.pending
+        self.pending -= count
+        self.settle()
+        return token
+
+    def expect(self, count: int) -> None:
+        self.bytes += count
+        if self.bytes > _MOST:
+            raise PtxError(f"{self} expects {self.bytes} bytes; at most {_MOST}")
+
+    def complete(self, count: int, known: Knowledge | None = None) -> None:
+        """Bytes have come."""
+        self.learn(known)
+        self.bytes -= count
+        if self.bytes < -_MOST:
+            raise PtxError(f"{-self.bytes} bytes came to {self} unannounced")
+        self.settle()
+
+    def settle(self) -> None:
+        if self.pending:
+            return
+        if self.bytes < 0:
+            raise PtxError(
+                f"wrong transaction bytes: {-self.bytes} more bytes came to {self} than its "
+                f"phase {self.phase} expects"
+            )
+        if self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+            self.passed_on, self.gathering = self.gathering, None
+
+
+def find(cta: CTA, address: int) -> MBarrier:
+    """The object at an address of shared::cluster, seen from ``cta``."""
+    owner, offset = cta.cluster.shared(address, 8)
+    if offset % 8:
+        raise MemoryFault(f"mbarrier address {address:#x} is not a multiple of 8")
+    barrier = owner.mbarriers.get(offset)
+    if barrier is None:
+        raise PtxError(f"no mbarrier was initialized at {address:#x} of CTA {owner.index}")
+    return barrier
+
+
+def addresses(form: Form, index: int, space: str | None) -> Callable[[Fragment], np.ndarray]:
+    """Per-thread addresses of shared::cluster."""
+    get = form.address(index)
+    if space is not None:
+        return get
+
+    def generic(w: Fragment) -> np.ndarray:
+        where = get(w)
+        if (where >> np.uint64(56) != np.uint64(SHARED_WINDOW >> 56)).any():
+            raise MemoryFault(f"{form.ins.opcode}: the address is not in shared memory")
+        return where - np.uint64(SHARED_WINDOW)
+
+    return generic
+
+
+def _space(form: Form) -> str | None:
+    return form.one("shared", "shared::cta", "shared::cluster")
+
+
+def visible(w: Fragment, barrier: MBarrier) -> None:
+    """The initialization must happen before every use."""
+    shadow, order = barrier.cta.shadow, w.cta.cluster.order
+    if shadow is None or order is None or not shadow.races:
+        return
+    cell = np.array([barrier.offset // shadow.size])
+    for agent in w.warp_agents():
+        if not shadow.seen(cell, order.known[agent]):
+            shadow.read(cell[None], np.array([agent]), w.site(), strong=False)
+
+
+@instruction("mbarrier.init")
+def init(form: Form) -> Step:
+    space = _space(form)
+    form.type("b64")
+    where, count = addresses(form, 0, space), form.get(1, "u32")
+
+    def run(w: Fragment) -> None:
+        counts = np.broadcast_to(count(w), w.n)
+        for address, n in zip(where(w), counts, strict=True):
+            owner, offset = w.cta.cluster.shared(int(address), 8)
+            if owner is not w.cta:
+                raise form.error("the mbarrier lies in the shared memory of another CTA")
+            if offset % 8:
+                raise MemoryFault(f"mbarrier address {int(address):#x} is not a multiple of 8")
+            if not 1 <= n <= _MOST:
+                raise form.error(f"count {n}; allowed are 1 to {_MOST}")
+            owner.mbarriers[offset] = MBarrier(owner, offset, int(n))
+            _mark(w, owner, offset)
+
+    return run
+
+
+def _mark(w: Fragment, cta: CTA, offset: int) -> None:
+    """Its 8 bytes are written; what they hold is opaque."""
+    cta.shared[offset : offset + 8] = 0xB8
+    if cta.shadow is not None:
+        cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)
+        cta.shadow.write(cells[None], w.agents()[:1], w.site(), strong=True)
+
+
+@instruction("mbarrier.inval")
+def inval(form: Form) -> Step:
+    space = _space(form)
+    form.type("b64")
+    where = addresses(form, 0, space)
+
+    def run(w: Fragment) -> None:
+        for address in where(w):
+            barrier = find(w.cta, int(address))
+            del barrier.cta.mbarriers[barrier.offset]
+
+    return run
+
+
+@instruction("mbarrier.expect_tx", "mbarrier.complete_tx")
+def transactions(form: Form) -> Step:
+    """Change the bytes awaited without arriving."""
+    expects = form.parts[1] == "expect_tx"
+    form.has("relaxed")
+    form.one("cta", "cluster")
+    space = _space(form)
+    form.type("b64")
+    where, count = addresses(form, 0, space), form.get(1, "u32")
+
+    def run(w: Fragment) -> None:
+        counts = np.broadcast_to(count(w), w.n)
+        for address, n in zip(where(w), counts, strict=True):
+            barrier = find(w.cta, int(address))
+            visible(w, barrier)
+            if expects:
+                barrier.expect(int(n))
+            else:
+                barrier.complete(int(n))
+
+    return run
+
+
+@instruction("mbarrier.arrive", "mbarrier.arrive_drop")
+def arrive(form: Form) -> Step:
+    """With .expect_tx, announces bytes and arrives once; .noComplete must leave arrivals pending."""
+    drops = form.parts[1] == "arrive_drop"
+    expects = form.has("expect_tx")
+    partial = form.has("noComplete")
+    relaxed = form.one("release", "relaxed") == "relaxed"
+    form.one("cta", "cluster")
+    space = _space(form)
+    form.type("b64")
+    operands = form.ins.operands
+    first = 0 if operands and form.is_address(0) else 1  # the state token may be left out
+    put = form.set(0, "b64") if first else None
+    where = addresses(form, first, space)
+    count = form.get(first + 1, "u32") if len(operands) > first + 1 else None
+    if expects and count is None:
+        raise form.error("needs the number of bytes")
+
+    def run(w: Fragment) -> None:
+        counts = np.broadcast_to(1 if count is None else count(w), w.n)
+        tokens = np.zeros(w.n, np.uint64)
+        order = w.cta.cluster.order
+        released: dict[int, Knowledge] = {}
+        if order is not None:
+            released = {int(a): order.release(np.array([a]), relaxed) for a in w.warp_agents()}
+        agents = w.agents()
+        for i, address in enumerate(where(w)):
+            barrier, n = find(w.cta, int(address)), int(counts[i])
+            if released:
+                visible(w, barrier)
+                barrier.learn(released[int(agents[i])])
+            if expects:
+                barrier.expect(n)
+            if drops:
+                barrier.count -= 1 if expects else n
+            before = barrier.phase
+            tokens[i] = barrier.arrive(1 if expects else n)
+            if partial and barrier.phase != before:
+                raise form.error(f"completes phase {before} of {barrier}")
+        if put is not None:
+            put(w, tokens)
+
+    return run
+
+
+@instruction("mbarrier.pending_count")
+def pending_count(form: Form) -> Step:
+    form.type("b64")
+    put, get = form.set(0, "u32"), form.get(1, "b64")
+    mask = np.uint64((1 << _COUNT_BITS) - 1)
+    return lambda w: put(w, (get(w) & mask).astype(np.uint32))
+
+
+@instruction("mbarrier.test_wait", "mbarrier.try_wait", control=True)
+def wait(form: Form) -> Step:
+    """True once the phase has ended. try_wait suspends its threads, and may in the end say false:
+    here, when nothing else can move."""
+    suspends = form.parts[1] == "try_wait"
+    parity = form.has("parity")
+    relaxed = form.one("acquire", "relaxed") == "relaxed"
+    form.one("cta", "cluster")
+    space = _space(form)
+    form.type("b64")
+    put, where = form.set(0, "pred"), addresses(form, 1, space)
+    token = form.get(2, "u32" if parity else "b64")
+    if suspends and len(form.ins.operands) > 3:
+        form.get(3, "u32")  # a hint how long
+
+    def waited(w: Fragment) -> tuple[list[tuple[MBarrier, int]], np.ndarray]:
+        """Barriers and tokens, each pair once, and which of them is whose."""
+        places, tokens = where(w), np.broadcast_to(token(w), w.n)
+        pairs = np.stack([places, tokens.astype(np.uint64)], 1)
+        whose = np.zeros(w.n, np.int64)
+        if (pairs == pairs[0]).all():
+            pairs = pairs[:1]
+        else:
+            pairs, whose = np.unique(pairs, axis=0, return_inverse=True)
+        found = [(find(w.cta, int(place)), int(what)) for place, what in pairs]
+        for barrier, what in found:
+            visible(w, barrier)
+            if barrier.cta is not w.cta:
+                raise form.error("waits for an mbarrier of another CTA")
+            if parity and what > 1:
+                raise form.error(f"phase parity {what}; allowed are 0 and 1")
+        return found, whose.reshape(-1)
+
+    def ended(pair: tuple[MBarrier, int]) -> bool:
+        barrier, what = pair
+        return barrier.phase & 1 != what if parity else barrier.phase != what >> _COUNT_BITS
+
+    def run(w: Fragment) -> Any:
+        pairs, whose = waited(w)
+        over = np.array([ended(pair) for pair in pairs])[whose]
+        if suspends and not w.gives_up:
+            if not over.any():
+                return Wait(lambda: any(map(ended, pairs)), lambda: why(pairs), may_fail=True)
+            if not over.all():
+                return Split(over)
+        w.gives_up = False
+        order = w.cta.cluster.order
+        if order is not None and not relaxed:
+            agents = w.agents()
+            for i, (barrier, _) in enumerate(pairs):
+                chosen = over & (whose == i)
+                if barrier.passed_on is not None and chosen.any():
+                    order.acquire(np.unique(agents[chosen]), barrier.passed_on)
+        put(w, over)
+        return None
+
+    def why(pairs: list[tuple[MBarrier, int]]) -> str:
+        barrier, what = next(pair for pair in pairs if not ended(pair))
+        return (f"the phase of parity {what} of " if parity else "") + barrier.describe()
+
+    return run

@@ -1,0 +1,219 @@
+"""tcgen05: allocation of Tensor Memory, commit, fences and waits. PTX ISA 9.7.16.7, .8, .11, .12."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..engine import Work
+from ..machine import CTA, Fragment, Step, Wait
+from ..memory import RANK_SHIFT, MemoryFault
+from ..ports import write_shared
+from ..program import PtxError
+from ..tensor_memory import COLUMNS, tensor_memory
+from .copies import groups, wait_for
+from .mbarrier import addresses, find, visible
+from .registry import Form, instruction
+from .warp import gathered
+
+__all__ = ["cta_group", "enqueue", "for_warps", "pair", "split_address", "uniform"]
+
+
+def cta_group(form: Form) -> int:
+    """1 or 2, from the qualifier that every such instruction must have."""
+    found = form.one("cta_group::1", "cta_group::2")
+    if found is None:
+        raise form.error("expected .cta_group::1 or .cta_group::2")
+    return int(found[-1])
+
+
+def pair(cta: CTA, group: int) -> tuple[CTA, ...]:
+    """The CTAs that an instruction works on: this one, or both of its pair, the even one first."""
+    if group == 1:
+        return (cta,)
+    ctas, first = cta.cluster.ctas, cta.rank & ~1
+    if first + 1 >= len(ctas):
+        raise PtxError(f".cta_group::2 in a cluster of {len(ctas)}: CTA {cta.index} has no peer")
+    return ctas[first], ctas[first + 1]
+
+
+def uniform(form: Form, value: Any, what: str) -> int:
+    """The value that all threads must agree on."""
+    values = np.asarray(value)
+    if values.ndim and (values != values.flat[0]).any():
+        raise form.error(f"{what} differs between threads of a warp")
+    return int(values.flat[0]) if values.ndim else int(values)
+
+
+def split_address(address: int) -> tuple[int, int]:
+    """Lane and column of an address of Tensor Memory."""
+    return address >> 16, address & 0xFFFF
+
+
+def for_warps(form: Form, run: Callable[[Fragment], Any]) -> Step:
+    """``run`` for each whole warp in turn: .sync.aligned."""
+
+    def step(w: Fragment) -> None:
+        warps = w.threads // 32
+        for warp in np.unique(warps):
+            mine = warps == warp
+            run(w if mine.all() else w.part(mine, w.pc))
+
+    return gathered(form, None, step)
+
+
+def enqueue(w: Fragment, run: Callable[[Work], None], needs: tuple[CTA, ...]) -> None:
+    """Submit work to the pipe of the issuing thread's warp, which keeps its order."""
+    cluster = w.cta.cluster
+    pipe = ("tcgen05", w.cta.rank, int(w.threads[0]) // 32)
+    actor = cluster.order.follow(w.warp_agents(), pipe) if cluster.order else None
+    cluster.engine.submit(Work(w, run, pipe=pipe, needs=needs, actor=actor))
+
+
+def one_thread(form: Form, run: Callable[[Fragment], None]) -> Step:
+    """Issued by single threads, each for itself."""
+
+    def step(w: Fragment) -> None:
+        for thread in range(w.n):
+            alone = np.zeros(w.n, bool)
+            alone[thread] = True
+            run(w if w.n == 1 else w.part(alone, w.pc))
+
+    return step
+
+
+@instruction("tcgen05.alloc", control=True)
+def alloc(form: Form) -> Step:
+    """Columns of Tensor Memory, their address into shared memory; waits until they are free."""
+    form.needs("sm_100a")
+    group = cta_group(form)
+    form.has("sync")
+    form.has("aligned")
+    space = form.one("shared", "shared::cta")
+    form.type("b32")
+    where, count = addresses(form, 0, space), form.get(1, "u32")
+
+    def run(w: Fragment) -> Any:
+        columns = uniform(form, count(w), "the number of columns")
+        if columns < 32 or columns > COLUMNS or columns & (columns - 1):
+            raise form.error(f"{columns} columns; allowed are powers of two from 32 to {COLUMNS}")
+        memory = tensor_memory(w.cta)
+        pair(w.cta, group)
+        if memory.closed_by is not None:
+            raise form.error(
+                f"the CTA has given up the right to allocate in line {memory.closed_by}"
+            )
+        start = memory.place_for(columns)
+        if start is None:
+            used = int((memory.owner >= 0).sum())
+            return Wait(
+                lambda: memory.place_for(columns) is not None,
+                lambda: f"{columns} columns of Tensor Memory: {used} of {COLUMNS} are allocated",
+            )
+        memory.allocate(columns, start)
+        first = np.zeros(w.n, bool)
+        first[0] = True
+        value = np.array([[start]], np.uint32).view(np.uint8)
+        write_shared(w.part(first, w.pc), where(w)[:1], value)
+        return None
+
+    return gathered(form, None, run)
+
+
+@instruction("tcgen05.dealloc", control=True)
+def dealloc(form: Form) -> Step:
+    form.needs("sm_100a")
+    cta_group(form)
+    form.has("sync")
+    form.has("aligned")
+    form.type("b32")
+    address, count = form.get(0, "u32"), form.get(1, "u32")
+
+    def run(w: Fragment) -> None:
+        _, start = split_address(uniform(form, address(w), "the address"))
+        tensor_memory(w.cta).free(start, uniform(form, count(w), "the number of columns"))
+
+    return for_warps(form, run)
+
+
+@instruction("tcgen05.relinquish_alloc_permit", control=True)
+def relinquish(form: Form) -> Step:
+    form.needs("sm_100a")
+    cta_group(form)
+    form.has("sync")
+    form.has("aligned")
+
+    def run(w: Fragment) -> None:
+        tensor_memory(w.cta).closed_by = form.ins.line
+
+    return gathered(form, None, run)
+
+
+@instruction("tcgen05.fence")
+def fence(form: Form) -> Step:
+    """::before_thread_sync, ::after_thread_sync. What they order is ordered here by the waits and
+    barriers around them: compilers leave them out too, and hardware runs that."""
+    form.needs("sm_100a")
+    return lambda w: None
+
+
+for _name in ("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"):
+    instruction(_name)(fence)
+
+
+@instruction("tcgen05.wait::ld", "tcgen05.wait::st", control=True)
+def wait(form: Form) -> Step:
+    """Until the warp's loads from, or stores to, Tensor Memory are done."""
+    form.needs("sm_100a")
+    form.has("sync")
+    form.has("aligned")
+    kind = "tcgen05." + form.parts[1][-2:]
+
+    def run(w: Fragment) -> Any:
+        mine = groups(w.cta, kind)
+        waiting = wait_for(w, mine.all(w.threads), False, form.ins.opcode)
+        if waiting is None:
+            mine.commit(w.threads)
+            mine.drop(w.threads, 0)
+        return waiting
+
+    return gathered(form, None, run)
+
+
+@instruction("tcgen05.commit")
+def commit(form: Form) -> Step:
+    """Arrive at an mbarrier once all earlier tcgen05 work of the thread is done."""
+    form.needs("sm_100a")
+    group = cta_group(form)
+    if not form.has("mbarrier::arrive::one"):
+        raise form.error("expected .mbarrier::arrive::one")
+    space = form.one("shared::cluster", "shared", "shared::cta")
+    multicast = form.has("multicast::cluster")
+    form.type("b64")
+    where = addresses(form, 0, space)
+    mask = form.get(1, "u16") if multicast else None
+
+    def run(w: Fragment) -> None:
+        pair(w.cta, group)
+        address = int(where(w)[0])
+        told = [address]
+        if mask is not None:
+            chosen, ctas = int(np.max(mask(w))), w.cta.cluster.ctas
+            if not chosen or chosen >> len(ctas):
+                raise MemoryFault(f"multicast to CTAs {chosen:#x} of a cluster of {len(ctas)}")
+            offset = address & (1 << RANK_SHIFT) - 1
+            told = [r << RANK_SHIFT | offset for r in range(len(ctas)) if chosen >> r & 1]
+        barriers = [find(w.cta, one) for one in told]
+        for barrier in barriers:
+            visible(w, barrier)
+
+        def signal(work: Work) -> None:
+            for barrier in barriers:
+                barrier.learn(work.actor.message() if work.actor is not None else None)
+                barrier.arrive()
+
+        enqueue(w, signal, tuple(barrier.cta for barrier in barriers))
+
+    return one_thread(form, run)

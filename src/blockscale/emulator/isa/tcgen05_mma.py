@@ -1,0 +1,275 @@
+"""tcgen05.mma: products into Tensor Memory, of one CTA or of a pair. PTX ISA 9.7.16.10."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..engine import Work
+from ..machine import CTA, Fragment, Step
+from ..ports import read_shared
+from ..program import Address
+from ..tensor_memory import tensor_memory
+from ..tensorcore.arithmetic import multiply
+from ..tensorcore.descriptors import (
+    InstructionDescriptor,
+    SharedDescriptor,
+    instruction_descriptor,
+    tcgen05_descriptor,
+)
+from ..tensorcore.operands import frozen, operand_bytes, unpack_nibbles, unpack_slots
+from ..tensorcore.tmem import (
+    accumulator_places,
+    operand_copies,
+    operand_places,
+    scale_copies,
+    scale_places,
+)
+from .registry import Form, instruction
+from .tcgen05 import cta_group, enqueue, one_thread, pair, split_address
+
+_KINDS = ("f16", "tf32", "f8f6f4", "i8", "mxf8f6f4", "mxf4", "mxf4nvf4")
+#: Scales of a row that one instruction takes, by kind and qualifier; 9.7.16.10.7.
+_VECTORS = {
+    "mxf8f6f4": {"": "1X", "block32": "1X", "scale_vec::1X": "1X"},
+    "mxf4": {"": "2X", "block32": "2X", "scale_vec::2X": "2X"},
+    "mxf4nvf4": {
+        "block32": "2X", "scale_vec::2X": "2X", "block16": "4X", "scale_vec::4X": "4X",
+    },
+}  # fmt: skip
+_COLLECTORS = tuple(
+    f"collector::a::{use}" for use in ("fill", "use", "lastuse", "discard")
+)  # what the unit keeps of A between instructions: no effect on results
+#: CUTLASS keeps SFA_ID and SFB_ID in the two highest bits, too; the hardware does without them.
+_SCALE_ADDRESS = (1 << 30) - 1
+#: Bits of what holds an element in shared memory, if not a byte.
+_CONTAINERS = {"f16": 16, "bf16": 16, "tf32": 32}
+_SIGNS = {"e2m1": 3, "e3m2": 5, "e2m3": 5, "e4m3": 7, "e5m2": 7, "f16": 15, "bf16": 15, "tf32": 31}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """How one operand of an instruction is read: its rows in each CTA, K and type."""
+
+    rows: int
+    k: int
+    type: str
+    major: str
+    packed: bool  # two elements a byte: kinds mxf4 and mxf4nvf4
+    negated: bool
+
+
+@lru_cache(maxsize=256)
+def chunks(
+    matrix: SharedDescriptor, rows: int, row_bytes: int, major: str, bits: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Starts of the 16-byte pieces that hold an operand, and which bytes of them are its elements:
+    (rows, elements * bytes)."""
+    first = operand_bytes(matrix, rows, row_bytes, major, bits)
+    every = (first[..., None] + np.arange(bits // 8)).reshape(rows, -1)
+    starts, place = np.unique(every >> 4, return_inverse=True)
+    return frozen(starts << 4), frozen(place.reshape(every.shape) * 16 + (every & 15))
+
+
+def from_shared(work: Work, cta: CTA, matrix: SharedDescriptor, operand: Operand) -> np.ndarray:
+    """(rows, K) codes."""
+    bits = _CONTAINERS.get(operand.type, 8)
+    row_bytes = operand.k * bits // (16 if operand.packed else 8)
+    starts, place = chunks(matrix, operand.rows, row_bytes, operand.major, bits)
+    data = read_shared(work, starts.astype(np.uint64) + np.uint64(cta.shared_base), 16)
+    return _codes(data.reshape(-1)[place], operand)
+
+
+def _codes(data: np.ndarray, operand: Operand) -> np.ndarray:
+    """(rows, bytes) -> (rows, K) codes, negated if asked."""
+    bits = _CONTAINERS.get(operand.type, 8)
+    codes = np.ascontiguousarray(data).view(f"u{bits // 8}")
+    if operand.packed:
+        codes = unpack_nibbles(codes)
+    elif operand.type in ("e2m1", "e2m3", "e3m2"):
+        codes = unpack_slots(codes, 4 if operand.type == "e2m1" else 6)
+    if operand.negated:
+        codes = codes ^ codes.dtype.type(1 << _SIGNS[operand.type])
+    return codes
+
+
+@dataclass(frozen=True, slots=True)
+class Multiplication:
+    """One tcgen05.mma, with everything it was given."""
+
+    shape: InstructionDescriptor
+    group: int
+    vector: str  # "" without block scaling
+    a: SharedDescriptor | int  # an int: address in Tensor Memory
+    b: SharedDescriptor
+    d: int
+    scales: tuple[int, int] | None
+    accumulate: bool
+    scale_d: int
+    disabled: np.ndarray | None  # lanes of D that are not written
+    exact: bool
+
+    def run(self, work: Work, ctas: tuple[CTA, ...]) -> None:
+        shape, group = self.shape, self.group
+        packed = shape.kind in ("mxf4", "mxf4nvf4")
+        rows = Operand(
+            shape.m // group, shape.k, shape.a_type, _major(shape.transpose_a), packed,
+            shape.negate_a,
+        )  # fmt: skip
+        columns = Operand(
+            shape.n // group, shape.k, shape.b_type, _major(shape.transpose_b), packed,
+            shape.negate_b,
+        )  # fmt: skip
+        b = np.concatenate([from_shared(work, cta, self.b, columns) for cta in ctas])
+        for rank, cta in enumerate(ctas):
+            if isinstance(self.a, int):
+                a = self._from_tensor(work, cta, rows)
+            else:
+                a = from_shared(work, cta, self.a, rows)
+            self._multiply(work, cta, rank, a, b)
+
+    def _multiply(self, work: Work, cta: CTA, rank: int, a: np.ndarray, b: np.ndarray) -> None:
+        shape, memory = self.shape, tensor_memory(cta)
+        lane, column = split_address(self.d)
+        lanes, columns = accumulator_places(shape.m, shape.n, self.group, rank)
+        lanes, columns = lanes + lane, columns + column
+        half = shape.d_type == "f16"
+        c = None
+        if self.accumulate:
+            words = memory.read(work, lanes, columns)
+            c = words.astype(np.uint16).view(np.float16) if half else words.view(np.float32)
+            if self.scale_d:
+                c = np.ldexp(c, -self.scale_d)
+        more: dict[str, Any] = {}
+        if self.scales is not None:
+            blocks = int(self.vector[0])
+            more = {
+                "sfa": self._scales(work, cta, 0, len(a)),
+                "sfb": self._scales(work, cta, 1, len(b)),
+                "scale_type": shape.scale_type,
+                "vector": shape.k // blocks,
+            }
+        d = multiply(
+            "tcgen05", a, b, c, a_type=shape.a_type, b_type=shape.b_type, d_type=shape.d_type,
+            exact=self.exact, **more,
+        )  # fmt: skip
+        words = d.view(np.uint16).astype(np.uint32) if half else d.view(np.uint32)
+        if self.disabled is not None:
+            keep = ~self.disabled[lanes[:, 0]]
+            lanes, columns, words = lanes[keep], columns[keep], words[keep]
+        if len(words):
+            memory.write(work, lanes, columns, words)
+        watch = cta.launch.watch
+        if watch is not None:
+            watch.multiplied(work, 2 * len(a) * len(b) * shape.k)
+
+    def _from_tensor(self, work: Work, cta: CTA, operand: Operand) -> np.ndarray:
+        assert isinstance(self.a, int)
+        bits = 4 if operand.packed else _CONTAINERS.get(operand.type, 8)
+        lane, column = split_address(self.a)
+        shape = self.shape
+        lanes, columns, low = operand_places(shape.m, operand.k, bits, self.group)
+        copies = operand_copies(shape.m, self.group)
+        words = memory_words(work, cta, lanes + lane, columns + column)
+        for further in list(copies)[1:]:
+            other = memory_words(work, cta, lanes + lane + further, columns + column)
+            if (other != words).any():
+                raise ValueError("the copies of A in Tensor Memory differ, which is not supported")
+        codes = words >> low.astype(np.uint32) & np.uint32((1 << bits) - 1)
+        codes = codes.astype(f"u{max(bits // 8, 1)}")
+        if operand.type == "e2m1" and not operand.packed:
+            codes = codes >> np.uint8(2) & np.uint8(15)
+        if operand.negated:
+            codes = codes ^ codes.dtype.type(1 << _SIGNS[operand.type])
+        return codes
+
+    def _scales(self, work: Work, cta: CTA, which: int, rows: int) -> np.ndarray:
+        """(rows, blocks) codes; each 32 lanes hold a copy, and one is read."""
+        assert self.scales is not None
+        shape = self.shape
+        lane, column = split_address(self.scales[which] & _SCALE_ADDRESS)
+        halves = 2 if which and (shape.m, self.group) == (128, 2) else 1
+        id = (shape.sfa_id, shape.sfb_id)[which]
+        lanes, columns, byte = scale_places(self.vector, rows, id, halves)
+        words = memory_words(work, cta, lanes + lane, columns + column)
+        for further in list(scale_copies(halves))[1:]:
+            other = memory_words(work, cta, lanes + lane + further, columns + column)
+            same = other >> (8 * byte).astype(np.uint32) & np.uint32(0xFF)
+            if (same != words >> (8 * byte).astype(np.uint32) & np.uint32(0xFF)).any():
+                raise ValueError(
+                    f"the copies of scale_{'ab'[which]} in the four parts of 32 lanes differ"
+                )
+        return (words >> (8 * byte).astype(np.uint32)).astype(np.uint8)
+
+
+def memory_words(work: Work, cta: CTA, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    return tensor_memory(cta).read(work, lanes, columns)
+
+
+def _major(transposed: bool) -> str:
+    return "mn" if transposed else "k"
+
+
+@instruction("tcgen05.mma")
+def mma(form: Form) -> Step:
+    """[d], a-desc or [a], b-desc, idesc, then [scale-a], [scale-b], enable-d; or, without scales,
+    lanes not to write, enable-d, scale of d. Sparse (.sp) and .ws forms are not supported."""
+    form.needs("sm_100a")
+    group = cta_group(form)
+    kind = form.one(*(f"kind::{name}" for name in _KINDS))
+    if kind is None or kind == "kind::i8":
+        raise form.error(f"expected one of .kind::{', .kind::'.join(_KINDS)}; i8 is not supported")
+    kind = kind.removeprefix("kind::")
+    scaled = form.has("block_scale")
+    if scaled != (kind in _VECTORS):
+        raise form.error(f".block_scale goes with the kinds {', '.join(_VECTORS)}")
+    vector = ""
+    if scaled:
+        given = form.one("block16", "block32", *(f"scale_vec::{n}X" for n in (1, 2, 4))) or ""
+        if given not in _VECTORS[kind]:
+            raise form.error(f"kind::{kind} takes one of .{', .'.join(_VECTORS[kind])}")
+        vector = _VECTORS[kind][given]
+    form.one(*_COLLECTORS)
+    operands = form.ins.operands
+    d, b_of, shape_of = form.address(0), form.get(2, "b64"), form.get(3, "b32")
+    in_tensor = isinstance(form.operand(1), Address)
+    a_of = form.address(1) if in_tensor else form.get(1, "b64")
+    at = 4
+    scales = (form.address(4), form.address(5)) if scaled else None
+    at += 2 * scaled
+    lanes_of = None
+    if not scaled and not form.is_predicate(at):
+        lanes_of = [form.get(item, "b32") for item in form.items(at)]
+        at += 1
+    enable = form.get(at, "pred")
+    scale_d = form.get(at + 1, "u32") if len(operands) > at + 1 else None
+
+    def run(w: Fragment) -> None:
+        shape = instruction_descriptor(_one(shape_of(w)), kind, group)
+        if shape.sparse:
+            raise form.error("the instruction descriptor says sparse, the opcode does not")
+        a: SharedDescriptor | int = _one(a_of(w))
+        if not in_tensor:
+            a = tcgen05_descriptor(_one(a_of(w)))
+        disabled = None
+        if lanes_of is not None:
+            words = np.array([_one(get(w)) for get in lanes_of], "<u4")
+            disabled = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
+            disabled = disabled[:128]
+        todo = Multiplication(
+            shape, group, vector, a, tcgen05_descriptor(_one(b_of(w))), _one(d(w)),
+            None if scales is None else (_one(scales[0](w)), _one(scales[1](w))),
+            bool(np.max(enable(w))), 0 if scale_d is None else _one(scale_d(w)), disabled,
+            w.cta.launch.settings.exact,
+        )  # fmt: skip
+        ctas = pair(w.cta, group)
+        enqueue(w, lambda work: todo.run(work, ctas), ctas)
+
+    return one_thread(form, run)
+
+
+def _one(value: Any) -> int:
+    return int(np.asarray(value).flat[0])

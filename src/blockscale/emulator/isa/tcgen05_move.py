@@ -1,0 +1,188 @@
+"""tcgen05.ld, .st, .cp and .shift: what moves in and out of Tensor Memory. PTX ISA 9.7.16.8, .9."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..engine import Work
+from ..machine import Fragment, Step
+from ..ports import read_shared
+from ..registers import Loading
+from ..tensor_memory import tensor_memory
+from ..tensorcore.descriptors import tcgen05_descriptor
+from ..tensorcore.operands import operand_bytes
+from ..tensorcore.tmem import (
+    COPY_SHAPES,
+    SHIFT_LANES,
+    SHIFT_WORDS,
+    copy_places,
+    decompress,
+    load_places,
+    packed_places,
+)
+from .copies import groups
+from .registry import Form, instruction
+from .tcgen05 import cta_group, enqueue, for_warps, one_thread, pair, split_address, uniform
+
+_SHAPES = ("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2")
+_NUMS = tuple(f"x{1 << i}" for i in range(8))
+_COPIES = tuple(COPY_SHAPES)
+_MULTICASTS = ("warpx2::02_13", "warpx2::01_23", "warpx4")
+
+
+def _shape(form: Form, address_at: int, values_at: int) -> Any:
+    """Common to ld and st: (function of warp and address -> lanes and columns, registers)."""
+    form.needs("sm_100a")
+    form.has("sync")
+    form.has("aligned")
+    shape, num = form.one(*_SHAPES), form.one(*_NUMS)
+    if shape is None or num is None:
+        raise form.error(f"expected one of .{', .'.join(_SHAPES)} and .x1 to .x128")
+    packed = form.has("pack::16b", "unpack::16b")
+    form.type("b32")
+    address = form.address(address_at)
+    half = None
+    if shape == "16x32bx2":
+        half = form.get(2 if address_at else 1, "u32")
+        values_at += 0 if address_at else 1
+    items = form.items(values_at)
+    places = packed_places if packed else load_places
+
+    def find(w: Fragment) -> tuple[np.ndarray, np.ndarray]:
+        warp = int(w.threads[0]) // 32 % 4
+        lane, column = split_address(uniform(form, address(w), "the address"))
+        offset = 0 if half is None else uniform(form, half(w), "the offset of the second half")
+        lanes, columns = places(shape, int(num[1:]), warp, offset)
+        further = lane - 32 * warp
+        if further not in ((0,) if shape == "32x32b" else (0, 16)):
+            raise form.error(
+                f"lane {lane} of the address is not of warp {warp} of its group, which reaches "
+                f"lanes {32 * warp} to {32 * warp + 31}"
+            )
+        return lanes + further, columns + column
+
+    registers = load_places(shape, int(num[1:]), 0)[0].shape[1]
+    if len(items) != registers:
+        raise form.error(f"has {len(items)} registers, .{shape}.{num} takes {registers}")
+    return find, items, packed
+
+
+@instruction("tcgen05.ld", control=True)
+def load(form: Form) -> Step:
+    """The registers are in flight until tcgen05.wait::ld, or until one of them is used."""
+    find, items, packed = _shape(form, 1, 0)
+    slots = form.asynchronous(items)
+
+    def run(w: Fragment) -> None:
+        lanes, columns = find(w)
+        memory, frame, threads = tensor_memory(w.cta), w.frame, w.threads
+
+        def read(work: Work) -> None:
+            if packed:
+                halves = memory.read(work, lanes[..., None], columns) & np.uint32(0xFFFF)
+                words = halves[..., 0] | halves[..., 1] << np.uint32(16)
+            else:
+                words = memory.read(work, lanes, columns)
+            for i, slot in enumerate(slots):
+                frame.registers[slot].view(np.uint32)[threads] = words[:, i]
+            loading.land()
+
+        cluster = w.cta.cluster
+        actor = cluster.order.begin(w.warp_agents()) if cluster.order else None
+        work = Work(w, read, needs=(w.cta,), actor=actor)
+        loading = Loading(w, slots, work)
+        groups(w.cta, "tcgen05.ld").add(threads[:1], work)
+        cluster.engine.submit(work)
+
+    return for_warps(form, run)
+
+
+@instruction("tcgen05.st", control=True)
+def store(form: Form) -> Step:
+    find, items, packed = _shape(form, 0, 1)
+    gets = [form.get(item, "b32") for item in items]
+
+    def run(w: Fragment) -> None:
+        lanes, columns = find(w)
+        memory = tensor_memory(w.cta)
+        words = np.stack([np.broadcast_to(get(w), w.n) for get in gets], 1)
+
+        def write(work: Work) -> None:
+            if packed:
+                halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], -1)
+                memory.write(work, lanes[..., None], columns, halves)
+            else:
+                memory.write(work, lanes, columns, words)
+
+        cluster = w.cta.cluster
+        actor = cluster.order.begin(w.warp_agents()) if cluster.order else None
+        work = Work(w, write, needs=(w.cta,), actor=actor)
+        groups(w.cta, "tcgen05.st").add(w.threads[:1], work)
+        cluster.engine.submit(work)
+
+    return for_warps(form, run)
+
+
+@instruction("tcgen05.cp")
+def copy(form: Form) -> Step:
+    """From the shared memory of each CTA to its own Tensor Memory."""
+    form.needs("sm_100a")
+    group = cta_group(form)
+    shape, multicast = form.one(*_COPIES), form.one(*_MULTICASTS)
+    if shape is None:
+        raise form.error(f"expected one of .{', .'.join(_COPIES)}")
+    target, source = form.has("b8x16"), form.one("b6x16_p32", "b4x16_p64")
+    if target != (source is not None):
+        raise form.error("expected .b8x16 and .b6x16_p32 or .b4x16_p64 together")
+    lanes, columns = copy_places(shape, multicast)
+    rows, row_bytes = COPY_SHAPES[shape]
+    address, descriptor = form.address(0), form.get(1, "b64")
+
+    def run(w: Fragment) -> None:
+        lane, column = split_address(int(np.max(address(w))))
+        matrix = tcgen05_descriptor(int(np.max(descriptor(w))))
+        chunks = operand_bytes(matrix, rows, row_bytes, "k")[:, ::16]
+        ctas = pair(w.cta, group)
+
+        def move(work: Work) -> None:
+            for cta in ctas:
+                where = chunks.ravel().astype(np.uint64) + np.uint64(cta.shared_base)
+                data = read_shared(work, where, 16).reshape(rows, row_bytes)
+                if source is not None:
+                    data = decompress(data, source)
+                words = np.ascontiguousarray(data).view(np.uint32)
+                memory = tensor_memory(cta)
+                memory.write(work, lane + lanes[..., None], column + columns, words[None])
+
+        enqueue(w, move, ctas)
+
+    return one_thread(form, run)
+
+
+@instruction("tcgen05.shift")
+def shift(form: Form) -> Step:
+    """Rows of 32 bytes move down by one lane, in all lanes of each 32 but the last."""
+    form.needs("sm_100a")
+    group = cta_group(form)
+    if not form.has("down"):
+        raise form.error("expected .down")
+    address = form.address(0)
+
+    def run(w: Fragment) -> None:
+        lane, column = split_address(int(np.max(address(w))))
+        if lane % 32:
+            raise form.error(f"lane {lane} of the address is not a multiple of 32")
+        ctas = pair(w.cta, group)
+        columns = column + np.arange(SHIFT_WORDS)
+        lanes = (np.arange(lane, 128, 32)[:, None] + np.array(SHIFT_LANES)).reshape(-1, 1)
+
+        def move(work: Work) -> None:
+            for cta in ctas:
+                memory = tensor_memory(cta)
+                memory.write(work, lanes, columns, memory.read(work, lanes + 1, columns))
+
+        enqueue(w, move, ctas)
+
+    return one_thread(form, run)

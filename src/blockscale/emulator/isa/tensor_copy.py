@@ -1,0 +1,171 @@
+"""Copies of boxes of tensors: cp.async.bulk.tensor and relatives. PTX ISA 9.7.9.27."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..engine import Work
+from ..machine import Fragment, Step
+from ..memory import MemoryFault
+from ..ports import read_global, read_shared, write_global, write_shared
+from ..program import Address, Vector
+from ..tensormap import TensorMap
+from ..tensormap_tile import Tile
+from .bulk import REDUCTIONS, deliver, landings, one_by_one, reduced, send
+from .registry import Form, instruction
+
+_DIMENSIONS = tuple(f"{n}d" for n in range(1, 6))
+_LOADS = ("tile", "tile::gather4")
+_STORES = ("tile", "tile::scatter4")
+_decode = lru_cache(maxsize=256)(TensorMap.decode)
+
+
+def _tensor(form: Form, index: int) -> Callable[[Fragment], tuple[TensorMap, list[int]]]:
+    """The operand [map, {coordinates}] of a fragment of one thread."""
+    op = form.operand(index)
+    if not isinstance(op, Address) or len(op.more) != 1 or not isinstance(op.more[0], Vector):
+        raise form.error("expected [tensor map, {coordinates}]")
+    at = form.address(Address(op.base, op.offset))
+    gets = [form.get(item, "s32") for item in op.more[0].items]
+
+    def find(w: Fragment) -> tuple[TensorMap, list[int]]:
+        where = np.array(at(w))
+        if int(where[0]) % 64:
+            raise MemoryFault(f"address {int(where[0]):#x} of a tensor map: a multiple of 64")
+        raw = w.cta.launch.memory.load(where[:1], 128)[0].tobytes()
+        return _decode(raw), [int(np.asarray(get(w)).flat[0]) for get in gets]
+
+    return find
+
+
+def _box(
+    form: Form, given: tuple[TensorMap, list[int]], rank: int, rows: bool, store: bool
+) -> Tile:
+    tensor, coordinates = given
+    expected = 2 if rows else rank
+    if len(tensor.shape) != expected:
+        raise form.error(f"the tensor map is of rank {len(tensor.shape)}, not {expected}")
+    find = tensor.tile4 if rows else tensor.tile
+    return find(coordinates, store=store)
+
+
+@instruction("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
+def tensor(form: Form) -> Step:
+    """Loads: [dst], [map, {..}], [mbar], CTA mask, policy. Stores: [map, {..}], [src], policy."""
+    dimensions = form.one(*_DIMENSIONS)
+    spaces = form.several("global", "shared::cluster", "shared::cta")
+    if dimensions is None or len(spaces) != 2 or spaces.count("global") != 1:
+        raise form.error("expected .1d to .5d, and the state spaces of destination and source")
+    rank = int(dimensions[0])
+    operation = form.one(*REDUCTIONS) if form.parts[1] == "reduce" else None
+    if (operation is not None) != (form.parts[1] == "reduce"):
+        raise form.error(f"expected one of {', '.join(REDUCTIONS)}")
+    if spaces[0] == "global":
+        return _store(form, rank, operation)
+    if operation is not None:
+        raise form.error("reduces into global memory only")
+    return _load(form, rank)
+
+
+def _load(form: Form, rank: int) -> Step:
+    rows = (form.one(*_LOADS) or "tile") == "tile::gather4"
+    if rows:
+        form.needs("sm_100a")
+    if not form.has("mbarrier::complete_tx::bytes"):
+        raise form.error("expected .mbarrier::complete_tx::bytes")
+    multicast = form.has("multicast::cluster")
+    group = form.one("cta_group::1", "cta_group::2")
+    if group:
+        form.needs("sm_100a")
+    to, source, bar = form.address(0), _tensor(form, 1), form.address(2)
+    at = 3
+    ctas = form.get(at, "u16") if multicast else None
+    at += multicast
+    if form.has("L2::cache_hint"):
+        form.get(at, "b64")
+
+    def run(w: Fragment) -> None:
+        box = _box(form, source(w), rank, rows, store=False)
+        launch = w.cta.launch
+        mask = None if ctas is None else int(np.asarray(ctas(w)).flat[0])
+        lands = landings(w, int(to(w)[0]), int(bar(w)[0]), mask, pair=group == "cta_group::2")
+
+        def read(work: Work) -> Callable[[Work, int], None]:
+            values = box.load(lambda where, size: read_global(work, launch, where, size))
+            return lambda work, base: write_shared(work, box.places(base).astype(np.uint64), values)
+
+        deliver(w, box.nbytes, read, lands)
+
+    return one_by_one(form, run)
+
+
+def _store(form: Form, rank: int, operation: str | None) -> Step:
+    rows = (form.one(*_STORES) or "tile") == "tile::scatter4"
+    if rows:
+        form.needs("sm_100a")
+    if not form.has("bulk_group"):
+        raise form.error("expected .bulk_group")
+    target, source = _tensor(form, 0), form.address(1)
+    if form.has("L2::cache_hint"):
+        form.get(2, "b64")
+
+    def run(w: Fragment) -> None:
+        given = target(w)
+        box = _box(form, given, rank, rows, store=True)
+        where = box.places(int(source(w)[0])).astype(np.uint64)
+        launch = w.cta.launch
+        element = given[0].element.removesuffix("_ftz")
+        if operation is not None and element not in REDUCTIONS[operation]:
+            if f"b{element[1:]}" not in REDUCTIONS[operation]:
+                raise form.error(f".{operation} of {element} is not supported")
+        combine = reduced(operation, element)
+
+        def fetch(work: Work) -> Callable[[Work], None]:
+            values = read_shared(work, where, box.taken)
+
+            def put(places: np.ndarray, values: np.ndarray, work: Work) -> None:
+                if operation is not None:
+                    values = combine(launch.memory.load(places, values.shape[1]), values)
+                write_global(work, launch, places, values)
+
+            return lambda work: box.store(values, lambda at, new: put(at, new, work))
+
+        send(w, fetch)
+
+    return one_by_one(form, run)
+
+
+@instruction("cp.async.bulk.prefetch.tensor")
+def prefetch(form: Form) -> Step:
+    """Into L2: no effect on values."""
+    dimensions = form.one(*_DIMENSIONS)
+    if dimensions is None or not form.has("L2") or not form.has("global"):
+        raise form.error("expected .1d to .5d, .L2 and .global")
+    rows = (form.one(*_LOADS) or "tile") == "tile::gather4"
+    source = _tensor(form, 0)
+    if form.has("L2::cache_hint"):
+        form.get(1, "b64")
+
+    def run(w: Fragment) -> None:
+        _box(form, source(w), int(dimensions[0]), rows, store=False)
+
+    return one_by_one(form, run)
+
+
+def _prefetch_map(form: Form) -> Step:
+    """Of a tensor map itself: no effect on values."""
+    address: Any = form.address(0)
+
+    def run(w: Fragment) -> None:
+        for where in np.unique(address(w)):
+            w.cta.launch.memory.load(np.array([where]), 128)
+
+    return run
+
+
+for _space in ("", "const.", "param.", "param::entry."):
+    instruction(f"prefetch.{_space}tensormap")(_prefetch_map)

@@ -1,0 +1,148 @@
+"""How threads and asynchronous work reach memory: bounds, checks and observers on the way.
+
+Whoever accesses is either a fragment (each of its threads one item) or a :class:`Work` (pieces of
+equal size). Addresses of shared memory are those of shared::cluster.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .checks import Shadow
+from .engine import Work
+from .memory import MemoryFault, gather, scatter
+
+if TYPE_CHECKING:
+    from .machine import CTA, Launch
+
+__all__ = [
+    "cells",
+    "read_global",
+    "read_local",
+    "read_own",
+    "read_shared",
+    "write_global",
+    "write_local",
+    "write_own",
+    "write_shared",
+]
+
+
+def cells(offsets: np.ndarray, size: int, cell: int) -> np.ndarray:
+    """Cells (n, k) of pieces of ``size`` bytes at ``offsets``."""
+    first = offsets // cell
+    if size <= cell:
+        return np.asarray(first[:, None])
+    return np.asarray(first[:, None] + np.arange(-(-size // cell)))
+
+
+# --- shared memory ---------------------------------------------------------------------------------
+
+
+def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
+    """(n, size) bytes that a fragment or a work reads at addresses of shared::cluster."""
+    out = np.empty((len(where), size), np.uint8)
+    for cta, chosen, offsets in _owners(by, where, size):
+        _observe(by, "read", cta, chosen, offsets, size, strong)
+        out[chosen] = gather(cta.shared, offsets, size)
+    return out
+
+
+def write_shared(by: Any, where: np.ndarray, values: np.ndarray, strong: bool = False) -> None:
+    size = values.shape[1]
+    for cta, chosen, offsets in _owners(by, where, size):
+        _observe(by, "write", cta, chosen, offsets, size, strong)
+        scatter(cta.shared, offsets, values[chosen])
+
+
+def _owners(by: Any, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.ndarray]]:
+    """CTAs whose memory it is, which of the pieces lie there, and their offsets."""
+    cluster = (by.issuer[0] if isinstance(by, Work) else by.cta).cluster
+    low, high = int(where.min()), int(where.max())
+    cta, _ = cluster.shared(low, size)
+    if low >> 24 == high >> 24:
+        cluster.shared(high, size)
+        return [(cta, slice(None), (where & np.uint64(0xFFFFFF)).astype(np.int64))]
+    found = []
+    for rank in np.unique(where >> np.uint64(24)):
+        chosen = np.nonzero(where >> np.uint64(24) == rank)[0]
+        for address in (where[chosen].min(), where[chosen].max()):
+            cta, _ = cluster.shared(int(address), size)
+        found.append((cta, chosen, (where[chosen] & np.uint64(0xFFFFFF)).astype(np.int64)))
+    return found
+
+
+def _observe(
+    by: Any, kind: str, cta: CTA, chosen: Any, offsets: np.ndarray, size: int, strong: bool
+) -> None:
+    shadow: Shadow | None = cta.shadow
+    if shadow is not None:
+        touched = cells(offsets, size, shadow.size)
+        if isinstance(by, Work):
+            assert by.actor is not None
+            check = shadow.read_by if kind == "read" else shadow.write_by
+            check(touched, by.actor, by.site())
+        else:
+            look = shadow.read if kind == "read" else shadow.write
+            look(touched, by.agents()[chosen], by.site(), strong)
+    _tell(by, "shared", kind, offsets, size, cta, chosen, cta.launch)
+
+
+def _tell(
+    by: Any, space: str, kind: str, where: np.ndarray, size: int, cta: CTA | None, chosen: Any,
+    launch: Launch,
+) -> None:  # fmt: skip
+    if launch.watch is None:
+        return
+    if isinstance(by, Work):
+        launch.watch.transfer(by, space, kind, where, size, cta)
+    else:
+        launch.watch.access(by, space, kind, where, size, cta, by.threads[chosen])
+
+
+# --- global memory ---------------------------------------------------------------------------------
+
+
+def read_global(by: Any, launch: Launch, where: np.ndarray, size: int) -> np.ndarray:
+    _tell(by, "global", "read", where, size, None, slice(None), launch)
+    return launch.memory.load(where, size)
+
+
+def write_global(by: Any, launch: Launch, where: np.ndarray, values: np.ndarray) -> None:
+    _tell(by, "global", "write", where, values.shape[1], None, slice(None), launch)
+    launch.memory.store(where, values)
+
+
+# --- a thread's own --------------------------------------------------------------------------------
+
+
+def _own(variable: np.ndarray, w: Any, where: np.ndarray, size: int) -> Any:
+    """Where each thread's bytes lie in its own row of (threads, bytes)."""
+    if int(where.max()) + size > variable.shape[1]:
+        raise MemoryFault(
+            f"address {int(where.max()):#x} (+{size}) of a thread's own memory is out of bounds: "
+            f"it has {variable.shape[1]} bytes"
+        )
+    return w.threads[:, None], where.astype(np.int64)[:, None] + np.arange(size)
+
+
+def read_own(variable: np.ndarray, w: Any, where: np.ndarray, size: int) -> np.ndarray:
+    """From a .param variable of a call."""
+    out: np.ndarray = variable[_own(variable, w, where, size)]
+    return out
+
+
+def write_own(variable: np.ndarray, w: Any, where: np.ndarray, values: np.ndarray) -> None:
+    variable[_own(variable, w, where, values.shape[1])] = values
+
+
+def read_local(w: Any, where: np.ndarray, size: int) -> np.ndarray:
+    _tell(w, "local", "read", where, size, None, slice(None), w.cta.launch)
+    return read_own(w.cta.local, w, where, size)
+
+
+def write_local(w: Any, where: np.ndarray, values: np.ndarray) -> None:
+    _tell(w, "local", "write", where, values.shape[1], None, slice(None), w.cta.launch)
+    write_own(w.cta.local, w, where, values)

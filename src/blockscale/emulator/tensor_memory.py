@@ -1,0 +1,113 @@
+"""Tensor Memory of a CTA: 128 lanes of 512 words, allocation and checks. PTX ISA 9.7.16.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .checks import Shadow
+from .engine import Work
+from .machine import CTA
+from .memory import MemoryFault
+from .program import PtxError
+
+__all__ = ["COLUMNS", "TensorMemory", "tensor_memory"]
+
+LANES, COLUMNS = 128, 512
+_RUN = 16  # lanes that the checks do not tell apart: no instruction reaches fewer, but .4x256b
+
+
+class TensorMemory:
+    """The words, (128, 512) uint32: NaN until they are written."""
+
+    def __init__(self, cta: CTA) -> None:
+        self.cta = cta
+        self.words = np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
+        self.owner = np.full(COLUMNS, -1)  # first column of the allocation that a column is in
+        self.closed_by: int | None = None  # line that gave up the right to allocate
+        self.shadow: Shadow | None = None
+        cluster = cta.cluster
+        if cluster.order is not None:
+            name = f"{{}} of the Tensor Memory of CTA {cta.index}"
+            checks = cta.launch.settings.checks
+            self.shadow = _Shadow(name, LANES // _RUN * COLUMNS, cluster.order, checks)
+        cluster.at_end.append(self._check_end)
+
+    def _check_end(self) -> None:
+        left = np.unique(self.owner[self.owner >= 0])
+        if len(left):
+            raise PtxError(
+                f"leak: CTA {self.cta.index} exits with {int((self.owner >= 0).sum())} columns of "
+                f"Tensor Memory allocated, from column {int(left[0])}: tcgen05.dealloc is missing"
+            )
+
+    # --- allocation ---
+
+    def place_for(self, columns: int) -> int | None:
+        """First column of a free run, None where there is none."""
+        for start in range(0, COLUMNS - columns + 1, 32):
+            if (self.owner[start : start + columns] < 0).all():
+                return start
+        return None
+
+    def allocate(self, columns: int, start: int) -> None:
+        self.owner[start : start + columns] = start
+
+    def free(self, start: int, columns: int) -> None:
+        mine = np.nonzero(self.owner == start)[0]
+        if len(mine) != columns or (columns and int(mine[0]) != start):
+            raise PtxError(
+                f"{columns} columns from {start} were not allocated so"
+                + (f": {len(mine)} are from there" if len(mine) else ", or were freed before")
+            )
+        self.owner[mine] = -1
+        if self.shadow is not None:  # whoever gets them next must write them first
+            cells = (np.arange(LANES // _RUN)[:, None] * COLUMNS + mine).ravel()
+            self.shadow.written[cells] = 0
+
+    # --- access ---
+
+    def _checked(self, kind: str, work: Work, lanes: np.ndarray, columns: np.ndarray) -> None:
+        if int(lanes.max()) >= LANES or int(columns.max()) >= COLUMNS:
+            raise MemoryFault(
+                f"lane {int(lanes.max())}, column {int(columns.max())} of Tensor Memory is out of "
+                f"bounds: it has {LANES} lanes of {COLUMNS} columns"
+            )
+        if (self.owner[columns] < 0).any():
+            column = int(columns[self.owner[columns] < 0].flat[0])
+            raise MemoryFault(f"column {column} of Tensor Memory is not allocated")
+        launch = self.cta.launch
+        if self.shadow is not None:
+            assert work.actor is not None
+            touched = np.zeros((LANES // _RUN, COLUMNS), bool)
+            touched[lanes // _RUN, columns] = True
+            cells = np.nonzero(touched.ravel())[0]
+            check = self.shadow.read_by if kind == "read" else self.shadow.write_by
+            check(cells, work.actor, work.site())
+        if launch.watch is not None:
+            where = np.broadcast_to(lanes * COLUMNS + columns, np.broadcast(lanes, columns).shape)
+            launch.watch.transfer(work, "tensor", kind, where.reshape(-1) * 4, 4, self.cta)
+
+    def read(self, work: Work, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Words at broadcast lanes and columns."""
+        self._checked("read", work, lanes, columns)
+        found: np.ndarray = self.words[lanes, columns]
+        return found
+
+    def write(self, work: Work, lanes: np.ndarray, columns: np.ndarray, values: Any) -> None:
+        self._checked("write", work, lanes, columns)
+        self.words[lanes, columns] = values
+
+
+class _Shadow(Shadow):
+    def place(self, cell: int) -> str:
+        lane, column = divmod(cell, COLUMNS)
+        return f"lanes {lane * _RUN} to {lane * _RUN + _RUN - 1}, column {column}"
+
+
+def tensor_memory(cta: CTA) -> TensorMemory:
+    if cta.tensor is None:
+        cta.tensor = TensorMemory(cta)
+    memory: TensorMemory = cta.tensor
+    return memory

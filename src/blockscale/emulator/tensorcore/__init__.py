@@ -1,0 +1,1 @@
+"""Tensor cores: the number formats of their operands and the arithmetic of one MMA."""

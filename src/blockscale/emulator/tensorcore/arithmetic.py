@@ -1,0 +1,267 @@
+"""The sums of tensor cores: what one wgmma or tcgen05.mma makes of its operands.
+
+The PTX ISA leaves accumulation open; measurements of the hardware agree on this model. An element
+of D is one fused sum of c and all products of the instruction:
+
+1. Products are exact and are not normalized: the exponent of one is the sum of its factors' (and
+   of their scales'). With 4-bit operands of K 64, each 16 neighbours are summed exactly first, and
+   the exponent of such a sum is that of its scales alone.
+2. All terms are aligned to the largest exponent among them and cut toward zero at ``fraction``
+   bits below it. That exponent is never less than ``floor``, which zeros have.
+3. The exact sum of what is left is rounded once: toward zero to fp32 (fp8 on Hopper: with 13
+   fraction bits only), to nearest even to fp16. A magnitude past the largest number is infinite.
+
+Zero is +0 and NaN 0x7fffffff or 0x7fff, whatever the signs and payloads of the operands. NaN comes
+from a NaN operand or scale, 0 times infinity, and opposite infinities. Subnormals are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..isa.ieee import two_sum_error, two_sum_to_odd
+from .elements import NO_EXPONENT, decode
+
+__all__ = ["Unit", "multiply"]
+
+Unit = Literal["wgmma", "tcgen05"]
+
+_BLOCK = 1 << 16  # products at a time: they stay in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a unit keeps of a sum."""
+
+    fraction: int  # bits below the largest exponent
+    result: int  # fraction bits of a result in fp32
+    floor: int  # the least exponent to align to, when D is fp32
+    group: int = 1  # products that are summed exactly before they are aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A type of C and D."""
+
+    dtype: np.dtype
+    smallest: int  # exponent of the smallest normal number
+    nan: int
+
+
+_RESULTS: Mapping[str, Result] = {
+    "f32": Result(np.dtype(np.float32), -126, 0x7FFFFFFF),
+    "f16": Result(np.dtype(np.float16), -14, 0x7FFF),
+}
+_FLOOR_F16 = -21
+
+_FULL = Model(25, 23, -133)
+_HOPPER_FP8 = Model(13, 13, -133)
+_FP4 = Model(35, 23, -139, group=16)
+
+_FP8 = ("e4m3", "e5m2")
+_FP8_FP6_FP4 = (*_FP8, "e3m2", "e2m3", "e2m1")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Operand types that may be mixed, with what an instruction on them looks like."""
+
+    types: tuple[str, ...]
+    k: int
+    model: Model
+    results: tuple[str, ...] = ("f32",)
+    scales: tuple[tuple[str, int], ...] = (("", 0),)  # (type, vector)
+
+
+_KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "wgmma": (
+        Kind(("tf32",), 8, _FULL),
+        Kind(("bf16",), 16, _FULL),
+        Kind(("f16",), 16, _FULL, ("f32", "f16")),
+        Kind(_FP8, 32, _HOPPER_FP8, ("f32", "f16")),
+    ),
+    "tcgen05": (
+        Kind(("tf32",), 8, _FULL),
+        Kind(("bf16",), 16, _FULL),
+        Kind(("f16",), 16, _FULL, ("f32", "f16")),
+        Kind(_FP8_FP6_FP4, 32, _FULL, ("f32", "f16")),
+        Kind(_FP8_FP6_FP4, 32, _FULL, scales=(("ue8m0", 32),)),
+        Kind(("e2m1",), 64, _FP4, scales=(("ue8m0", 32), ("ue8m0", 16), ("ue4m3", 16))),
+    ),
+}
+
+
+def multiply(
+    unit: Unit,
+    a: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray | None,
+    *,
+    a_type: str,
+    b_type: str,
+    d_type: str = "f32",
+    sfa: np.ndarray | None = None,
+    sfb: np.ndarray | None = None,
+    scale_type: str = "",
+    vector: int = 0,
+    exact: bool = False,
+) -> np.ndarray:
+    """D (M, N) = A B^T + C of one instruction, in ``d_type``, bit for bit as the unit gives it.
+
+    a (M, K) and b (N, K): codes as unsigned integers, one element each; tf32 as fp32 bits.
+    c (M, N): of ``d_type``, None for zeros. K: 8 for tf32, 16 for 16-bit types, 32 for narrower
+    ones, 64 for block-scaled e2m1. M and N: any.
+    sfa (M, K / vector), sfb (N, K / vector): codes of ``scale_type``, given together with
+    ``vector``: ue8m0 and 32 with K = 32; ue8m0 and 32 or 16, ue4m3 and 16 with K = 64.
+    exact: nothing is cut; D is the exact sum of all scaled products and c, rounded once to nearest
+    even. Zero is +0, NaN as ever.
+
+    ValueError: the unit has no instruction on these types, or shapes do not fit.
+    """
+    kind = _kind(unit, a_type, b_type, d_type, a.shape[-1], scale_type, vector)
+    for name, array, shape in (
+        ("a", a, (*a.shape[:1], kind.k)),
+        ("b", b, (*b.shape[:1], kind.k)),
+        ("c", c, (len(a), len(b))),
+        ("sfa", sfa, (len(a), kind.k // vector) if vector else None),
+        ("sfb", sfb, (len(b), kind.k // vector) if vector else None),
+    ):
+        given = None if array is None else array.shape
+        if given != shape and not (name == "c" and given is None):
+            raise ValueError(f"{name} has shape {given}, not {shape}")
+    result = _RESULTS[d_type]
+    if c is not None and c.dtype != result.dtype:
+        raise ValueError(f"c is {c.dtype}, not {result.dtype}, with d_type {d_type}")
+
+    group = kind.model.group
+    left = _operand(a, a_type, sfa, scale_type, vector, group)
+    right = _operand(b, b_type, sfb, scale_type, vector, group)
+    d = np.empty((len(a), len(b)), result.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for rows in _row_blocks(len(a), len(b) * kind.k):
+            terms, top = _terms(left, rows, right, group)
+            addend = np.zeros(terms.shape[1:]) if c is None else c[rows].astype(np.float64)
+            if exact:
+                d[rows] = _exact_sum(terms, addend).astype(result.dtype)
+                continue
+            floor = kind.model.floor if d_type == "f32" else _FLOOR_F16
+            top = np.maximum(np.maximum(top, floor), _exponents(addend, result.smallest))
+            total = _aligned_sum(terms, addend, top, kind.model.fraction)
+            d[rows] = total if d_type == "f16" else _toward_zero(total, kind.model.result)
+    d += 0  # -0 becomes +0
+    bits = d.view(f"u{d.itemsize}")
+    bits[np.isnan(d)] = result.nan
+    return d
+
+
+def _kind(
+    unit: str, a_type: str, b_type: str, d_type: str, k: int, scale_type: str, vector: int
+) -> Kind:
+    if unit not in _KINDS:
+        raise ValueError(f"unit is {unit!r}, not one of {', '.join(_KINDS)}")
+    for kind in _KINDS[unit]:
+        types, scaled = {a_type, b_type} <= set(kind.types), (scale_type, vector) in kind.scales
+        if types and scaled and k == kind.k and d_type in kind.results:
+            return kind
+    scales = f" with a scale in {scale_type} for each {vector}" if vector or scale_type else ""
+    raise ValueError(f"{unit} has no {d_type} += {a_type} x {b_type} of K {k}{scales}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    values: np.ndarray  # (K, rows) float64, scaled
+    exponents: np.ndarray  # (K / group, rows) int16: what the terms are aligned by
+
+
+def _operand(
+    codes: np.ndarray,
+    type: str,
+    scales: np.ndarray | None,
+    scale_type: str,
+    vector: int,
+    group: int,
+) -> _Operand:
+    values, exponents = decode(np.ascontiguousarray(codes.T), type)
+    if scales is None:
+        return _Operand(values, exponents)
+    scale, scale_exponents = decode(scales.T, scale_type)
+    values = values * np.repeat(scale, vector, axis=0)
+    scale_exponents = np.repeat(scale_exponents, vector // group, axis=0)
+    return _Operand(values, exponents + scale_exponents if group == 1 else scale_exponents)
+
+
+def _row_blocks(rows: int, products: int) -> Iterator[slice]:
+    """Slices of the rows of D, of which each needs so many products."""
+    step = max(1, _BLOCK // max(1, products))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _terms(
+    left: _Operand, rows: slice, right: _Operand, group: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Terms (K / group, m, N) and the largest exponent (m, N) among those that are not zero."""
+    values = left.values[:, rows]
+    exponents = left.exponents[:, rows, None] + right.exponents[:, None]
+    if group == 1:
+        return values[:, :, None] * right.values[:, None], exponents.max(axis=0)
+    one = values.reshape(-1, group, values.shape[1]).swapaxes(1, 2)
+    other = right.values.reshape(-1, group, right.values.shape[1])
+    products = (one != 0).astype(np.float32) @ (other != 0).astype(np.float32)
+    # Products that cancel still count.
+    return one @ other, np.where(products > 0, exponents, NO_EXPONENT).max(axis=0)
+
+
+def _exponents(values: np.ndarray, smallest: int) -> np.ndarray:
+    """The exponents of C; zero has none."""
+    exponents = np.maximum(np.frexp(values)[1] - 1, smallest)
+    return np.where(values == 0, NO_EXPONENT, exponents)
+
+
+def _aligned_sum(
+    terms: np.ndarray, addend: np.ndarray, top: np.ndarray, fraction: int
+) -> np.ndarray:
+    """Sum of what the terms have above ``fraction`` bits below ``top``; overwrites the terms."""
+    scale = np.ldexp(1.0, fraction - top)
+    terms *= scale
+    np.trunc(terms, out=terms)
+    return np.ldexp(terms.sum(axis=0) + np.trunc(addend * scale), top - fraction)
+
+
+def _toward_zero(values: np.ndarray, fraction: int) -> np.ndarray:
+    """float64 cut to so many fraction bits of fp32."""
+    kept = (values.view(np.int64) & -(1 << (52 - fraction))).view(np.float64)
+    subnormal = np.abs(values) < 2.0**-126
+    if subnormal.any():
+        step = 2.0 ** (-126 - fraction)
+        kept = np.where(subnormal, np.trunc(values / step) * step, kept)
+    return kept.astype(np.float32)
+
+
+def _exact_sum(terms: np.ndarray, addend: np.ndarray) -> np.ndarray:
+    """The sum in float64 rounded to odd: one more rounding, to fp32 or fp16, is then the only one.
+
+    High and low parts together hold most sums; where they do not, fsum decides.
+    """
+    high, low, lost = addend, np.zeros_like(addend), np.zeros(addend.shape, bool)
+    for term in terms:
+        total = high + term
+        error = two_sum_error(high, term, total)
+        rest = low + error
+        lost |= two_sum_error(low, error, rest) != 0
+        high, low = total, rest
+    finite = np.isfinite(high)
+    rounded = two_sum_to_odd(high, low)
+    for m, n in np.argwhere(lost & finite):
+        rounded[m, n] = _exact_element([addend[m, n], *terms[:, m, n]])
+    return np.where(finite, rounded, high)
+
+
+def _exact_element(terms: list[float]) -> float:
+    total = math.fsum(terms)
+    error = np.array(math.fsum([*terms, -total]))
+    return float(two_sum_to_odd(np.array(total), error))

@@ -1,0 +1,47 @@
+"""Which element of a matrix each register of a warpgroup holds: wgmma, PTX ISA 9.7.15.5.1.1.
+
+The ISA has figures only; these are CUTLASS's ALayout_64x* and CLayout_64xN in words: thread t has
+rows t % 32 / 4 and 8 more of the 16 rows of its warp, and registers come in pairs of these rows.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from .operands import frozen
+
+__all__ = ["accumulator_fragment", "operand_fragment"]
+
+
+@lru_cache
+def accumulator_fragment(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of D (64 x n), each (128 threads, n / 2 elements d0, d1, ...).
+
+    f32 and s32: element i is register i. f16: it is half i % 2 (0 is low) of register i // 2.
+    """
+    if n % 8 or not 8 <= n <= 256:
+        raise ValueError(f"n is {n}, allowed: multiples of 8 from 8 to 256")
+    return _fragment(2, n // 4)
+
+
+@lru_cache
+def operand_fragment(element_bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and k of A (64 x 256 / element_bits), each (128 threads, elements a0, a1, ...).
+
+    Four registers, 32 / element_bits elements in each, the first in the lowest bits.
+    ``element_bits``: 8, 16 or 32.
+    """
+    if element_bits not in (8, 16, 32):
+        raise ValueError(f"element_bits is {element_bits}, allowed: 8, 16, 32")
+    return _fragment(32 // element_bits, 4)
+
+
+def _fragment(packed: int, registers: int) -> tuple[np.ndarray, np.ndarray]:
+    """``packed`` elements side by side in a register, or in the pair that stands for one."""
+    thread = np.arange(128)[:, None]
+    register, place = np.divmod(np.arange(registers * packed)[None, :], packed)
+    rows = thread // 32 * 16 + thread % 32 // 4 + register % 2 * 8
+    columns = register // 2 * 4 * packed + thread % 4 * packed + place
+    return frozen(np.broadcast_to(rows, columns.shape)), frozen(columns)
