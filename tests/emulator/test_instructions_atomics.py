@@ -108,6 +108,7 @@ def test_generic_float_add_flushes_on_global_memory_only() -> None:
         ("atom.global.add.noftz.f32 %f1, [%at], %f2;", "takes no .noftz"),
         ("atom.global.min.noftz.f16 %h1, [%at], %h2;", "type .f16 is not supported"),
         ("atom.global.min.v2.f32 {%f1, %f2}, [%at], {%f1, %f2};", "type .f32 is not supported"),
+        ("atom.global.exch.v2.b64 {%rd1, %rd2}, [%at], {%rd1, %rd2};", "vectors take .add"),
         ("atom.shared.add.v2.f32 {%f1, %f2}, [%r1], {%f1, %f2};", "must be in global memory"),
         ("atom.global.add.v4.f32 {%f1, %f2}, [%at], {%f1, %f2};", "2 items, not 4"),
         ("atom.global.add.b128 %r1, [%at], %r2;", "type .b128 is not supported"),

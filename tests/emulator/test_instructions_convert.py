@@ -355,6 +355,28 @@ def test_the_model_itself() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("cvt.f32.s32 %f1, %r1;", "needs .rn"),
+        ("cvt.bf16.f64 %h1, %rd1;", "needs .rn"),
+        ("cvt.rn.f32.f16 %f1, %h1;", "modifier .rn"),
+        ("cvt.rni.f32.f64 %f1, %rd1;", "modifier .rni"),
+        ("cvt.rn.ftz.f16.f64 %h1, %rd1;", "unsupported modifier"),
+        ("cvt.rn.sat.bf16.f32 %h1, %f1;", "unsupported modifier"),
+        ("cvt.sat.s64.s32 %rd1, %r1;", "unsupported modifier"),
+        ("cvt.rp.relu.f16.f32 %h1, %f1;", "unsupported modifier"),
+        ("cvt.rn.satfinite.f16.s32 %h1, %r1;", "unsupported modifier"),
+        ("cvt.rm.f16x2.f32 %r1, %f1, %f2;", "modifier .rm"),
+        ("cvt.rz.f16x2.e4m3x2 %r1, %h1;", "expected .rn"),
+        ("cvt.rn.sat.f16x2.f32 %r1, %f1, %f2;", "unsupported modifier"),
+    ],
+)
+def test_refused(line: str, message: str) -> None:
+    with pytest.raises(em.PtxError, match=message):
+        run(line, np.zeros(32, np.uint32))
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "cvt.rn.satfinite.e2m1x2.f32 %b, %f1, %f2;",

@@ -373,7 +373,7 @@ def test_special_values(opcode: str, operand: int, result: int) -> None:
         ("max.f32 %f1, %f2, %f3, %f4;", "needs sm_100"),
         ("mul.f32.f16 %f1, %h1, %f2;", "types f32, f16 are not supported"),
         ("add.sat.bf16 %h1, %h2, %h3;", "unsupported modifier"),
-        ("fma.rn.relu.sat.f16 %h1, %h2, %h3, %h4;", "unsupported combination"),
+        ("fma.rn.relu.sat.f16 %h1, %h2, %h3, %h4;", "unsupported modifier"),
         ("fma.rn.oob.f32 %f1, %f2, %f3, %f4;", "unsupported modifier"),
         ("max.abs.f32 %f1, %f2, %f3;", "two inputs take .xorsign.abs"),
         ("min.ftz.bf16 %h1, %h2, %h3;", ".ftz is not supported"),

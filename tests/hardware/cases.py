@@ -205,6 +205,11 @@ _KINDS = {
 }
 
 
+def wgmma_formats(kind: str) -> tuple[str, str, str]:
+    """Of A, B and D."""
+    return _KINDS[kind]
+
+
 def numbers(rng: np.random.Generator, format: str, count: int, mode: str) -> np.ndarray:
     """Bits of numbers: "near" one, of "wide" range, or with any bits among them ("special")."""
     exponent, mantissa, size = _FORMATS[format]

@@ -1,6 +1,6 @@
 """Everything the emulator supports of sm_90a, on a GPU and in the emulator: bit for bit.
 
-    PYTHONPATH=src:tests/emulator python tests/hardware/compare.py --record FILE.npz --json FILE.json
+    PYTHONPATH=src:tests/emulator python tests/hardware/compare.py --record R.npz --json J.json
 
 Every launch that the tests of the emulator make for sm_90a, the forms of cases.py, and its kernels
 (kernels/*.cu, compiled with nvcc). known.py says where the two may differ.

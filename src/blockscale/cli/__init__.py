@@ -7,6 +7,7 @@ import sys
 import typer
 
 from .doctor import doctor
+from .emulate import emulate
 from .inspect import inspect
 from .quantize import quantize
 from .train import train
@@ -30,6 +31,7 @@ app.command()(doctor)
 app.command()(inspect)
 app.command()(quantize)
 app.command()(train)
+app.add_typer(emulate, name="emulate")
 
 # typer carries its own copy of click: this is its ClickException, the base of all usage errors
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]

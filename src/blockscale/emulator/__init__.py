@@ -2,10 +2,11 @@
 
 from .checks import DataRace, Uninitialized
 from .cutedsl import cutedsl
-from .device import Device, Report
+from .device import Device
 from .machine import Deadlock
 from .memory import MemoryFault
 from .program import PtxError
+from .report import Report
 from .tensormap import TensorMap
 
 __all__ = [

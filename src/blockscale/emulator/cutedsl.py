@@ -20,8 +20,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from .device import Device, Report
+from .device import Device
 from .hostcode import HostCode, device_attributes, landing, settings
+from .report import Report
 
 __all__ = ["cutedsl"]
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import multiprocessing
 import operator
+import os
 import re
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from .arguments import add_memory, lay_out
 from .checks import CHECKS
 from .code import Code, Program
+from .collect import collect, finish
 from .engine import COMPLETIONS
 from .machine import Cluster, Deadlock, Launch, Settings, State
 from .memory import SYSTEM_SHARED, Buffer, GlobalMemory
 from .parse import parse
-from .program import Address, Function, Module, Parameter, PtxError, Symbol
-from .tensormap import TensorMap
+from .program import Address, Function, Module, PtxError, Symbol
+from .report import Report
+from .workers import run_forked
 
-__all__ = ["Device", "Report"]
+__all__ = ["Device"]
 
 TARGETS = ("sm_90a", "sm_100a")
 _MOST_SHARED = 227 * 1024
@@ -33,17 +38,6 @@ _RESIDENT = 128  # clusters under way at a time
 Dim = tuple[int, int, int]
 
 _parse = lru_cache(maxsize=64)(parse)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a launch did: threads that came to each opcode; jumps count where they are taken."""
-
-    instructions: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.instructions.values())
 
 
 class Device:
@@ -58,6 +52,7 @@ class Device:
             (accesses to shared and Tensor Memory that nothing orders), "uninitialized" (reads of
             them that nobody wrote before) and "registers" (used while asynchronous work has them).
         exact: sum products of the tensor cores exactly and round once, instead of as they do.
+        workers: processes that the clusters of a grid are spread over.
     """
 
     def __init__(
@@ -68,6 +63,7 @@ class Device:
         seed: int = 0,
         check: str | Sequence[str] = "all",
         exact: bool = False,
+        workers: int = 1,
     ) -> None:
         if target not in TARGETS:
             raise ValueError(f"target: got {target!r}; choose one of {', '.join(TARGETS)}")
@@ -82,7 +78,9 @@ class Device:
                 f"check: got {', '.join(map(repr, unknown))}; choose all, none, or some of "
                 f"{', '.join(CHECKS)}"
             )
-        self.target = target
+        if workers < 1 or (workers > 1 and not hasattr(os, "fork")):
+            raise ValueError(f"workers: got {workers}; at least 1, and 1 where there is no fork")
+        self.target, self.workers = target, workers
         self._settings = Settings(target, completion, seed, frozenset(wanted), exact)
 
     def launch(
@@ -96,6 +94,8 @@ class Device:
         cluster: int | Sequence[int] | None = None,
         shared: int = 0,
         buffers: Sequence[tuple[str, Any]] = (),
+        profile: bool = False,
+        trace: bool = False,
     ) -> Report:
         """Run a kernel; buffers among ``args`` are written in place.
 
@@ -109,6 +109,8 @@ class Device:
             shared: dynamic shared memory, bytes.
             buffers: more memory that the kernel may reach, by addresses that it finds elsewhere:
                 (name, array or tensor).
+            profile: report memory traffic, bank conflicts, products and waits, too.
+            trace: and what each warp and engine did when, for ``Report.trace``.
 
         Raises PtxError (a ValueError) for what is not PTX, not supported or not allowed, and
         Deadlock where nothing can move.
@@ -120,17 +122,26 @@ class Device:
             module, function, grid, block, cluster, shared, args, buffers, self._settings
         )
         program = Program(module, launch)
+        code = program.code(name)
+        clusters = math.prod(-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True))
+        workers = min(self.workers, clusters)
+
+        def run(number: int) -> Report:
+            if profile or trace:
+                launch.watch = collect(launch, trace=trace)
+            _run_grid(launch, code, number, workers)
+            return finish(launch.watch, program.codes())
+
         with np.errstate(all="ignore"):  # wrap-around, infinities and NaN are the hardware's too
-            _run_grid(launch, program.code(name))
-        instructions: dict[str, int] = {}
-        for compiled in program.codes():
-            for ins, count in zip(compiled.function.instructions, compiled.counts, strict=False):
-                instructions[ins.opcode] = instructions.get(ins.opcode, 0) + count
-        return Report(dict(sorted(instructions.items())))
+            if workers == 1:
+                return run(0)
+            launch.lock = multiprocessing.get_context("fork").Lock()
+            return Report.merge(run_forked(launch.memory, workers, run))
 
 
-def _run_grid(launch: Launch, code: Code) -> None:
-    """Run clusters one after the other; who takes long, or spins, lets the next one start."""
+def _run_grid(launch: Launch, code: Code, first: int, step: int) -> None:
+    """Run every ``step``-th cluster, one after the other; who takes long, or spins, lets the next
+    one start."""
     counts = [-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True)]
     unfinished: deque[Cluster] = deque()
 
@@ -141,7 +152,7 @@ def _run_grid(launch: Launch, code: Code) -> None:
         if state is State.RUNNING:
             unfinished.append(cluster)
 
-    for z, y, x in np.ndindex(*reversed(counts)):
+    for z, y, x in itertools.islice(np.ndindex(*reversed(counts)), first, None, step):
         advance(Cluster(launch, code, (x, y, z)))
         while len(unfinished) >= _RESIDENT:
             advance(unfinished.popleft())
@@ -232,8 +243,8 @@ def _prepare(
     dims = _dimensions(function, grid, block, cluster)
     memory = GlobalMemory()
     for label, array in buffers:
-        _add(array, f"buffers: {label}", memory)
-    parameters, offsets = _parameters(function, args, memory)
+        add_memory(array, f"buffers: {label}", memory)
+    parameters, offsets = lay_out(function, args, memory)
     variables = {}
     for variable in module.variables.values():
         if variable.space in ("global", "const"):
@@ -269,13 +280,13 @@ def _prepare(
 
 
 def _cell(module: Module) -> int:
-    """Bytes of shared memory that the checks tell apart: words, where no instruction reaches less."""
+    """Bytes of shared memory that the checks tell apart: a word, if no instruction reaches less."""
     for function in module.functions.values():
         for ins in function.instructions:
             parts = ins.parts
-            if parts[0] in ("ld", "st", "atom", "red") and _NARROW & set(parts):
-                if not set(parts) & {"global", "param", "local", "const"}:
-                    return 1
+            elsewhere = {"global", "param", "local", "const"} & set(parts)
+            if parts[0] in ("ld", "st", "atom", "red") and _NARROW & set(parts) and not elsewhere:
+                return 1
     return 4
 
 
@@ -308,89 +319,3 @@ def _reach(module: Module, function: Function) -> tuple[set[str], list[Function]
                         functions.append(module.functions[op.name])
         at += 1
     return used, functions
-
-
-def _parameters(
-    function: Function, args: Sequence[Any], memory: GlobalMemory
-) -> tuple[Buffer, dict[str, int]]:
-    """Lay out the kernel's parameters; buffers among them become global memory."""
-    wanted = function.parameters
-    if len(args) != len(wanted):
-        raise ValueError(f"args: got {len(args)}, {function.name} takes {len(wanted)}")
-    offsets: dict[str, int] = {}
-    alive: list[Any] = []  # an address stays an array's own while the array lives
-    data = bytearray()
-    for i, (arg, parameter) in enumerate(zip(args, wanted, strict=True)):
-        data += b"\0" * (-len(data) % parameter.align)
-        offsets[parameter.name] = len(data)
-        data += _bytes(arg, parameter, f"args[{i}]", memory, alive)
-    block = np.zeros(len(data) + 64, np.uint8)
-    lead = -block.ctypes.data % 64
-    block = block[lead : lead + len(data)]
-    block[:] = np.frombuffer(bytes(data), np.uint8)
-    buffer = Buffer("the parameters", block.ctypes.data, block, writable=False)
-    return memory.add(buffer) if len(data) else buffer, offsets
-
-
-def _bytes(
-    arg: Any, parameter: Parameter, name: str, memory: GlobalMemory, alive: list[Any]
-) -> bytes:
-    """One argument as the kernel sees it."""
-    size, kind = parameter.nbytes, parameter.type
-    if isinstance(arg, TensorMap):
-        if size != 128:
-            raise ValueError(f"{name}: got a tensor map, of 128 bytes; {parameter.name} has {size}")
-        if arg.array is not None:
-            _add(arg.array, name, memory)
-        return arg.encode()
-    if hasattr(arg, "detach") or isinstance(arg, np.ndarray):
-        if size != 8:
-            raise ValueError(
-                f"{name}: got an array; {parameter.name} has {size} bytes, a pointer has 8"
-            )
-        flat = _add(arg, name, memory)
-        alive.append(flat)
-        return int(flat.ctypes.data).to_bytes(8, "little")
-    if isinstance(arg, bytes | bytearray | np.generic):
-        raw = arg.tobytes() if isinstance(arg, np.generic) else bytes(arg)
-        if len(raw) != size:
-            what = arg.dtype if isinstance(arg, np.generic) else f"{len(raw)} bytes"
-            raise ValueError(f"{name}: got {what}; {parameter.name} has {size} bytes")
-        return raw
-    if not isinstance(arg, bool | int | float):
-        raise TypeError(
-            f"{name}: got {type(arg).__name__}; expected an array, a tensor, a number or bytes"
-        )
-    if parameter.count != 1 or size > 8:
-        raise ValueError(f"{name}: got a number; {parameter.name} has {size} bytes: pass bytes")
-    if kind[0] == "f" or (isinstance(arg, float) and kind[0] == "b" and size > 1):
-        return np.array(arg, f"<f{size}").tobytes()
-    if isinstance(arg, float):
-        raise TypeError(f"{name}: got a float; {parameter.name} is of type .{kind}")
-    if not -(1 << 8 * size - 1) <= arg < 1 << 8 * size:
-        raise ValueError(f"{name}: {arg} does not fit {parameter.name}, of type .{kind}")
-    return (int(arg) & (1 << 8 * size) - 1).to_bytes(size, "little")
-
-
-def _add(array: Any, name: str, memory: GlobalMemory) -> np.ndarray:
-    """Make the memory of an array or tensor known; its bytes."""
-    if hasattr(array, "detach"):  # a torch tensor, without importing torch
-        array = _tensor_bytes(array, name)
-    if array.dtype.hasobject:
-        raise TypeError(f"{name}: an array of Python objects has no bytes to pass")
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{name}: is not contiguous; make it so first")
-    flat: np.ndarray = array.reshape(-1).view(np.uint8)
-    if len(flat):
-        memory.add(Buffer(name, flat.ctypes.data, flat, array.flags.writeable))
-    return flat
-
-
-def _tensor_bytes(tensor: Any, name: str) -> np.ndarray:
-    import torch
-
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name}: is on {tensor.device}; the emulator takes CPU tensors")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: is not contiguous; make it so first")
-    return tensor.detach().flatten().view(torch.uint8).numpy()

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from .device import Device, Report
+from .device import Device
 from .parse import parse
 from .program import PtxError
+from .report import Report
 
 __all__ = ["HostCode", "device_attributes", "landing", "settings"]
 

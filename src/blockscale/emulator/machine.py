@@ -13,6 +13,7 @@ an int (jump), or an :class:`Event`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -337,6 +338,7 @@ class Launch:
     settings: Settings
     cell: int  # bytes of shared memory that the checks tell apart
     watch: Watch | None = None
+    lock: AbstractContextManager[Any] = nullcontext()  # around atomic operations on global memory
 
 
 class Cluster:

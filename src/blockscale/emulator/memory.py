@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +95,9 @@ class GlobalMemory:
         self._bases.insert(at, buffer.base)
         self._buffers.insert(at, buffer)
         return buffer
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return iter(self._buffers)
 
     def _remove(self, buffer: Buffer) -> None:
         at = self._buffers.index(buffer)

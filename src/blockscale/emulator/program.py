@@ -36,6 +36,9 @@ class PtxError(ValueError):
         super().__init__(message + where)
         self.message, self.line, self.column = message, line, column
 
+    def __reduce__(self) -> tuple[type[PtxError], tuple[str, int | None, int | None]]:
+        return type(self), (self.message, self.line, self.column)
+
 
 @dataclass(frozen=True, slots=True)
 class Register:

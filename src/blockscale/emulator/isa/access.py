@@ -153,7 +153,9 @@ def _atomic_type(form: Form, name: str, count: int) -> str:
     else:
         singles = ("f32",) if name == "add" and count < 8 else ()
         packed = _HALVES if count < 8 else _HALVES[:2]
-        type = form.type(*singles, *(packed if name in ("add", "min", "max") else ()))
+        if name not in ("add", "min", "max"):
+            raise form.error("vectors take .add, .min and .max")
+        type = form.type(*singles, *packed)
     if form.has("noftz") != (type in _HALVES):
         raise form.error(f".{type} takes {'' if type in _HALVES else 'no '}.noftz")
     return type

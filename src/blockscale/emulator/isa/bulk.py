@@ -211,10 +211,11 @@ def bulk(form: Form) -> Step:
             def into_global(work: Work) -> None:
                 where = pieces(last, size)
                 new = values
-                if operation is not None or not keep.all():
-                    old = launch.memory.load(where, _PIECE)
-                    new = np.where(keep, combine_bytes(old, values), old)
-                write_global(work, launch, where, new)
+                with launch.lock:
+                    if operation is not None or not keep.all():
+                        old = launch.memory.load(where, _PIECE)
+                        new = np.where(keep, combine_bytes(old, values), old)
+                    write_global(work, launch, where, new)
 
             return into_global if target == "global" else into_shared
 

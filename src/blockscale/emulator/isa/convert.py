@@ -94,14 +94,42 @@ def cvt(form: Form) -> Step:
     if _element(to):
         return _to_narrow(form, _element(to), source, rounding, relu, satfinite)
     if _element(source):
+        if rounding != "rn" or satfinite:
+            raise form.error("expected .rn without .satfinite")
         return _from_narrow(form, _element(source), to, relu)
     if to in ("bf16x2", "f16x2") and source == "f32":
+        if ftz or sat:
+            raise form.error("unsupported modifier with this type")
         return _pair(form, to[:-2], relu, satfinite, rounding or "rn")
     return _scalar(form, source, to, rounding, ftz, sat, relu, satfinite)
 
 
 _FLOATS = ("f16", "bf16", "f32", "f64")
 _INTEGERS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")
+
+
+def _roundings(source: str, to: str) -> tuple[str | None, ...]:
+    """What may say how to round; None: nothing."""
+    if to in _INTEGERS:
+        return tuple(_INTEGER_ROUNDING) if source in _FLOATS else (None,)
+    if source in _INTEGERS:
+        return ROUNDINGS
+    if source == to:
+        return (None, *_INTEGER_ROUNDING)
+    sizes = np.dtype(TYPES[source]).itemsize, np.dtype(TYPES[to]).itemsize
+    if sizes[0] == sizes[1]:  # f16 and bf16
+        return (None, *ROUNDINGS)
+    return ROUNDINGS if sizes[0] > sizes[1] else (None,)
+
+
+def _may_saturate(source: str, to: str) -> bool:
+    """Whether .sat is allowed: for integers, where something can be out of range."""
+    if to in _FLOATS:
+        return "bf16" not in (to, source)
+    if source in _FLOATS:
+        return source != "bf16"
+    own, info = np.iinfo(TYPES[source]), np.iinfo(TYPES[to])
+    return bool(own.min < info.min or own.max > info.max)
 
 
 def _scalar(
@@ -119,15 +147,17 @@ def _scalar(
             raise form.error(f"type .{name} is not supported")
     from_float, to_float = source in _FLOATS, to in _FLOATS
     whole = rounding in _INTEGER_ROUNDING
+    allowed = _roundings(source, to)
+    if rounding not in allowed:
+        raise form.error(
+            f"unsupported modifier .{rounding}" if rounding else f"needs .{', .'.join(allowed)}"
+        )
     if (
-        (rounding == "rna")
-        or (whole and not from_float)
-        or (rounding and not (from_float or to_float))
+        (ftz and "f32" not in (source, to))
+        or (sat and not _may_saturate(source, to))
+        or ((relu or satfinite) and (source != "f32" or to not in ("f16", "bf16") or ftz or sat))
+        or ((relu or satfinite) and rounding not in ("rn", "rz"))
     ):
-        raise form.error(f"unsupported modifier .{rounding}")
-    if from_float and not to_float and not whole:
-        raise form.error("needs .rni, .rzi, .rmi or .rpi")
-    if (relu or satfinite) and to not in ("f16", "bf16"):
         raise form.error("unsupported modifier with this type")
     if source in ("s64", "u64") and to == "f64" and rounding not in (None, "rn"):
         raise form.error(f"rounding .{rounding} of 64-bit integers is not supported")
@@ -243,7 +273,7 @@ def _two(form: Form, source: str) -> Callable[[Fragment], tuple[np.ndarray, np.n
 
 def _pair(form: Form, half: str, relu: bool, satfinite: bool, rounding: str) -> Step:
     """cvt.rn.bf16x2.f32 d, a, b: a goes to the upper half."""
-    if rounding not in ROUNDINGS:
+    if rounding not in ("rn", "rz"):
         raise form.error(f"unsupported modifier .{rounding}")
     both, put = _two(form, "f32"), form.set(0, "b32")
 
@@ -266,6 +296,8 @@ def _to_narrow(
         raise form.error("expected .rz or .rp" if scale else "expected .rn.satfinite")
     if source == "bf16x2":
         form.needs("sm_100f")
+    if scale and source == "f16x2":
+        raise form.error("source .f16x2 is not supported")
     bits = 4 if element == "e2m1" else 8
     both, put = _two(form, source), form.set(0, "b8" if bits == 4 else "b16")
 
@@ -283,15 +315,18 @@ def _to_narrow(
 
 def _from_narrow(form: Form, element: str, to: str, relu: bool) -> Step:
     """f16x2.e4m3x2 and the like, bf16x2.ue8m0x2: exact."""
-    if to != ("bf16x2" if element == "ue8m0" else "f16x2"):
+    scale = element == "ue8m0"
+    if to != ("bf16x2" if scale else "f16x2"):
         raise form.error(f"to .{to} is not supported")
+    if relu and scale:
+        raise form.error("unsupported modifier .relu")
     bits = 4 if element == "e2m1" else 8
     get, put = form.get(1, "b8" if bits == 4 else "b16"), form.set(0, "b32")
 
     def run(w: Fragment) -> None:
         both = np.array(np.broadcast_to(get(w), w.n)).astype(np.uint16)
         codes = np.stack([both & np.uint16((1 << bits) - 1), both >> np.uint16(bits)], 1)
-        value = _widen_e8m0(codes) if element == "ue8m0" else widen(codes, element)
+        value = _widen_e8m0(codes) if scale else widen(codes, element)
         put(w, ieee.join(ieee.clamp(value, False, relu), to))
 
     return run

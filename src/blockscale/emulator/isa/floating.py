@@ -83,7 +83,7 @@ def arithmetic(form: Form, name: str, sources: int) -> Step:
             )
         return integer.simple(form, type, _NEAREST[name], sources)
     if type in _HALVES and (rounding != "rn" or (sat and relu) or (ftz and oob)):
-        raise form.error("unsupported combination of modifiers")
+        raise form.error("unsupported modifier with this type or beside another")
     if (relu or oob) and (name != "fma" or type not in _HALVES):
         raise form.error("unsupported modifier with this type")
     if (sat and type in ("bf16", "bf16x2", "f32x2")) or (ftz and type in ("bf16", "bf16x2")):
@@ -207,7 +207,7 @@ def min_max(form: Form) -> Step:
             raise form.error(".relu needs .s32")
         return integer.simple(form, type, function)
     ftz, nan, xorsign, absolute = (form.has(n) for n in ("ftz", "NaN", "xorsign", "abs"))
-    type = form.type(*_FLOATS)
+    type = form.type("f32", "f64", *_HALVES)
     if count not in (2, 3) or (count == 3 and (type != "f32" or xorsign)):
         raise form.error(f"{count} inputs are not supported")
     if (xorsign and not absolute) or (absolute and count == 2 and not xorsign):
@@ -311,7 +311,8 @@ def approximate(form: Form) -> Step:
         raise form.error("expected .approx")
     ftz = form.has("ftz")
     type = form.type("f32", *(_HALVES if name in ("ex2", "tanh") else ()))
-    if type in _HALVES and ftz != (name == "ex2" and type.startswith("bf16")):
+    strict = name == "tanh" or type in _HALVES
+    if strict and ftz != (name == "ex2" and type.startswith("bf16")):
         raise form.error(f".{type} takes {'no .ftz' if ftz else '.ftz'}")
 
     def single(a: Any) -> np.ndarray:

@@ -326,6 +326,8 @@ def build(ins: Instruction, resolve: Callable[[str], int], machine: Any) -> Step
             form = Form(ins, resolve, machine)
             form.start(parts[:length])
             step = _built(builder, form)
+            if parts[0] in ("atom", "red"):
+                step = _locked(step)
             if parts[0] in _ACCESSES and is_strong(parts):
                 step = _strong(step, parts[0] not in ("ld", "ldu"))
             if ins.predicate is None or parts[0] == "bra":
@@ -341,6 +343,14 @@ _STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel"}
 def is_strong(parts: tuple[str, ...]) -> bool:
     """Whether an access may synchronize: atomics, and what is marked as such."""
     return parts[0] in ("atom", "red") or not _STRONG.isdisjoint(parts)
+
+
+def _locked(step: Step) -> Step:
+    def run(w: Fragment) -> Any:
+        with w.cta.launch.lock:
+            return step(w)
+
+    return run
 
 
 def _strong(step: Step, releases: bool) -> Step:

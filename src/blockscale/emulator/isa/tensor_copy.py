@@ -128,9 +128,10 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
             values = read_shared(work, where, box.taken)
 
             def put(places: np.ndarray, values: np.ndarray, work: Work) -> None:
-                if operation is not None:
-                    values = combine(launch.memory.load(places, values.shape[1]), values)
-                write_global(work, launch, places, values)
+                with launch.lock:
+                    if operation is not None:
+                        values = combine(launch.memory.load(places, values.shape[1]), values)
+                    write_global(work, launch, places, values)
 
             return lambda work: box.store(values, lambda at, new: put(at, new, work))
 

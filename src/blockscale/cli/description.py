@@ -1,0 +1,253 @@
+"""The description of a launch that ``blockscale emulate`` reads: JSON, and arrays beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ..emulator.program import Module
+
+__all__ = ["Case", "read_case"]
+
+_KEYS = ("target", "entry", "grid", "block", "cluster", "shared", "args", "outputs", "expected")
+_CODES = {"u": "u", "b": "u", "s": "i", "f": "f"}
+_SCALARS = {
+    f"{kind}{bits}": np.dtype(f"{code}{bits // 8}")
+    for kind, code in _CODES.items()
+    for bits in (8, 16, 32, 64)
+    if kind != "f" or bits > 8
+}
+_ALIGNMENT = 256  # of an allocation on a GPU
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch, ready to be made.
+
+    Attributes:
+        grid, block, cluster, shared, args: what Device.launch takes.
+        arrays: by name, those of the data and those made here; the kernel writes into them.
+        outputs: names of arrays to show.
+        expected: output -> what it should be.
+    """
+
+    target: str
+    entry: str
+    grid: Any
+    block: Any
+    cluster: Any
+    shared: int
+    args: list[Any]
+    arrays: dict[str, np.ndarray]
+    outputs: list[str]
+    expected: dict[str, np.ndarray]
+
+
+def read_case(
+    module: Module, description: Mapping[str, Any], data: Mapping[str, np.ndarray]
+) -> Case:
+    """Check a description; what it leaves out comes from the module where that says it.
+
+    Args:
+        module: the parsed PTX.
+        description: what the JSON file says, with the options of the command line.
+        data: the arrays of the NPZ file.
+
+    Raises ValueError naming the key.
+    """
+    _only(description, "the description", *_KEYS)
+    entry = description.get("entry") or _only_entry(module)
+    function = module.functions.get(entry)
+    required = function.directives.get("reqntid") if function else (1,)  # the launch says no entry
+    block = description.get("block") or required
+    if not block:
+        raise ValueError(f"block: {entry} does not require one; give --block")
+    arrays: dict[str, np.ndarray] = {}
+    args = [
+        _argument(_object(spec, f"args[{i}]"), f"args[{i}]", arrays, data)
+        for i, spec in enumerate(_list(description, "args"))
+    ]
+    outputs = _list(description, "outputs") or [name for name in arrays if name not in data]
+    for name in outputs:
+        if name not in arrays:
+            raise ValueError(f"outputs: {name!r} is no argument; those are {_names(arrays)}")
+    expected = {}
+    for name, source in _object(description.get("expected") or {}, "expected").items():
+        if name not in outputs:
+            raise ValueError(f"expected: {name!r} is no output; those are {_names(outputs)}")
+        expected[name] = _of_data(data, source, f"expected[{name!r}]")
+    return Case(
+        description.get("target") or _target(module),
+        entry,
+        description.get("grid") or 1,
+        block,
+        description.get("cluster"),
+        description.get("shared") or 0,
+        args,
+        arrays,
+        outputs,
+        expected,
+    )
+
+
+def _only_entry(module: Module) -> str:
+    entries = [function.name for function in module.functions.values() if function.is_entry]
+    if len(entries) != 1:
+        raise ValueError(f"entry: the PTX has {_names(entries)}; choose one with --entry")
+    return entries[0]
+
+
+def _target(module: Module) -> str:
+    """The device for which the PTX is, or the older one for what runs anywhere."""
+    newer = any(name.startswith("sm_10") for name in module.target)
+    return "sm_100a" if newer else "sm_90a"
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _argument(
+    spec: Mapping[str, Any],
+    where: str,
+    arrays: dict[str, np.ndarray],
+    data: Mapping[str, np.ndarray],
+) -> Any:
+    """What the kernel gets for one entry of ``args``."""
+    kinds = [kind for kind in ("array", "zeros", "scalar", "bytes", "tensor_map") if kind in spec]
+    if len(kinds) != 1:
+        raise ValueError(
+            f"{where}: got {', '.join(spec) or 'nothing'}; expected one of array, zeros, scalar, "
+            "bytes and tensor_map"
+        )
+    if kinds[0] in ("array", "zeros"):
+        _only(spec, where, *_OF_ARRAYS)
+        return _array(spec, where, arrays, data)
+    if kinds[0] == "scalar":
+        _only(spec, where, "scalar", "type")
+        return _scalar(spec["scalar"], spec.get("type"), where)
+    _only(spec, where, kinds[0])
+    if kinds[0] == "bytes":
+        try:
+            return bytes.fromhex(spec["bytes"])
+        except (TypeError, ValueError):
+            raise ValueError(f"{where}: bytes are hexadecimal digits: {spec['bytes']!r}") from None
+    return _tensor_map(_object(spec["tensor_map"], where), where, arrays, data)
+
+
+_OF_ARRAYS = ("array", "zeros", "dtype", "name")
+
+
+def _array(
+    spec: Mapping[str, Any],
+    where: str,
+    arrays: dict[str, np.ndarray],
+    data: Mapping[str, np.ndarray],
+) -> np.ndarray:
+    """The array that {"array": name} or {"zeros": shape, "dtype": ..., "name": ...} means.
+
+    A name stands for the same array every time.
+    """
+    if "array" in spec:
+        name = spec["array"]
+        if name not in arrays:
+            arrays[name] = _aligned(_of_data(data, name, where))
+        return arrays[name]
+    name = spec.get("name", where)
+    if name in arrays or name in data:
+        raise ValueError(f"{where}: the name {name!r} is taken; use {{'array': {name!r}}}")
+    shape = spec["zeros"] if isinstance(spec["zeros"], list) else [spec["zeros"]]
+    if not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise ValueError(f"{where}: zeros is a shape: {spec['zeros']!r}")
+    try:
+        arrays[name] = _aligned(np.zeros(shape, np.dtype(spec.get("dtype", "float32"))))
+    except TypeError:
+        raise ValueError(
+            f"{where}: numpy knows no dtype {spec['dtype']!r}; bits of such a type are uint8 or "
+            "uint16"
+        ) from None
+    return arrays[name]
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    """A copy at an address like those on a GPU."""
+    room = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    lead = -room.ctypes.data % _ALIGNMENT
+    out = room[lead : lead + array.nbytes].view(array.dtype).reshape(array.shape)
+    out[...] = array
+    return out
+
+
+def _scalar(value: Any, type: str | None, where: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{where}: scalar is a number: {value!r}")
+    if type is None:
+        return value
+    dtype = _SCALARS.get(type)
+    if dtype is None:
+        raise ValueError(f"{where}: type {type!r}; allowed are {', '.join(_SCALARS)}")
+    if dtype.kind == "f":
+        return dtype.type(value)
+    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    if type[0] == "b":
+        low = -(int(high) + 1) // 2
+    if isinstance(value, float) or not low <= value <= high:
+        raise ValueError(f"{where}: {value} is no {type}")
+    return np.array(value & (1 << 8 * dtype.itemsize) - 1, f"u{dtype.itemsize}").view(dtype)[()]
+
+
+def _tensor_map(
+    spec: Mapping[str, Any],
+    where: str,
+    arrays: dict[str, np.ndarray],
+    data: Mapping[str, np.ndarray],
+) -> Any:
+    """{"array": name, "box": [...], ...}: what TensorMap.of takes; or zeros, as for arrays."""
+    from ..emulator import TensorMap
+
+    own = {key: value for key, value in spec.items() if key in _OF_ARRAYS}
+    if len({"array", "zeros"} & set(own)) != 1 or "box" not in spec:
+        raise ValueError(f"{where}: tensor_map needs a box, and array or zeros")
+    more = {key: value for key, value in spec.items() if key not in (*own, "box")}
+    array = _array(own, where, arrays, data)
+    try:
+        return TensorMap.of(array, spec["box"], **more)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _of_data(data: Mapping[str, np.ndarray], name: Any, where: str) -> np.ndarray:
+    if name not in data:
+        raise ValueError(f"{where}: {name!r} is not in the data, which has {_names(data)}")
+    return np.ascontiguousarray(data[name]).reshape(data[name].shape)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _only(spec: Mapping[str, Any], where: str, *allowed: str) -> None:
+    if unknown := sorted(set(spec) - set(allowed)):
+        raise ValueError(
+            f"{where}: unknown key {', '.join(map(repr, unknown))}; allowed are "
+            f"{', '.join(allowed)}"
+        )
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: got {value!r}; expected an object")
+    return value
+
+
+def _list(description: Mapping[str, Any], key: str) -> list[Any]:
+    value = description.get(key) or []
+    if not isinstance(value, list):
+        raise ValueError(f"{key}: got {value!r}; expected a list")
+    return value

@@ -1,0 +1,100 @@
+"""The arguments of a launch: buffers, tensor maps and numbers, as the kernel sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .memory import Buffer, GlobalMemory
+from .program import Function, Parameter
+from .tensormap import TensorMap
+
+__all__ = ["add_memory", "lay_out"]
+
+
+def lay_out(
+    function: Function, args: Sequence[Any], memory: GlobalMemory
+) -> tuple[Buffer, dict[str, int]]:
+    """Lay out the kernel's parameters; buffers among them become global memory."""
+    wanted = function.parameters
+    if len(args) != len(wanted):
+        raise ValueError(f"args: got {len(args)}, {function.name} takes {len(wanted)}")
+    offsets: dict[str, int] = {}
+    alive: list[Any] = []  # an address stays an array's own while the array lives
+    data = bytearray()
+    for i, (arg, parameter) in enumerate(zip(args, wanted, strict=True)):
+        data += b"\0" * (-len(data) % parameter.align)
+        offsets[parameter.name] = len(data)
+        data += _bytes(arg, parameter, f"args[{i}]", memory, alive)
+    block = np.zeros(len(data) + 64, np.uint8)
+    lead = -block.ctypes.data % 64
+    block = block[lead : lead + len(data)]
+    block[:] = np.frombuffer(bytes(data), np.uint8)
+    buffer = Buffer("the parameters", block.ctypes.data, block, writable=False)
+    return memory.add(buffer) if len(data) else buffer, offsets
+
+
+def _bytes(
+    arg: Any, parameter: Parameter, name: str, memory: GlobalMemory, alive: list[Any]
+) -> bytes:
+    """One argument as the kernel sees it."""
+    size, kind = parameter.nbytes, parameter.type
+    if isinstance(arg, TensorMap):
+        if size != 128:
+            raise ValueError(f"{name}: got a tensor map, of 128 bytes; {parameter.name} has {size}")
+        if arg.array is not None:
+            add_memory(arg.array, name, memory)
+        return arg.encode()
+    if hasattr(arg, "detach") or isinstance(arg, np.ndarray):
+        if size != 8:
+            raise ValueError(
+                f"{name}: got an array; {parameter.name} has {size} bytes, a pointer has 8"
+            )
+        flat = add_memory(arg, name, memory)
+        alive.append(flat)
+        return int(flat.ctypes.data).to_bytes(8, "little")
+    if isinstance(arg, bytes | bytearray | np.generic):
+        raw = arg.tobytes() if isinstance(arg, np.generic) else bytes(arg)
+        if len(raw) != size:
+            what = arg.dtype if isinstance(arg, np.generic) else f"{len(raw)} bytes"
+            raise ValueError(f"{name}: got {what}; {parameter.name} has {size} bytes")
+        return raw
+    if not isinstance(arg, bool | int | float):
+        raise TypeError(
+            f"{name}: got {type(arg).__name__}; expected an array, a tensor, a number or bytes"
+        )
+    if parameter.count != 1 or size > 8:
+        raise ValueError(f"{name}: got a number; {parameter.name} has {size} bytes: pass bytes")
+    if kind[0] == "f" or (isinstance(arg, float) and kind[0] == "b" and size > 1):
+        return np.array(arg, f"<f{size}").tobytes()
+    if isinstance(arg, float):
+        raise TypeError(f"{name}: got a float; {parameter.name} is of type .{kind}")
+    if not -(1 << 8 * size - 1) <= arg < 1 << 8 * size:
+        raise ValueError(f"{name}: {arg} does not fit {parameter.name}, of type .{kind}")
+    return (int(arg) & (1 << 8 * size) - 1).to_bytes(size, "little")
+
+
+def add_memory(array: Any, name: str, memory: GlobalMemory) -> np.ndarray:
+    """Make the memory of an array or tensor known; its bytes."""
+    if hasattr(array, "detach"):  # a torch tensor, without importing torch
+        array = _tensor_bytes(array, name)
+    if array.dtype.hasobject:
+        raise TypeError(f"{name}: an array of Python objects has no bytes to pass")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name}: is not contiguous; make it so first")
+    flat: np.ndarray = array.reshape(-1).view(np.uint8)
+    if len(flat):
+        memory.add(Buffer(name, flat.ctypes.data, flat, array.flags.writeable))
+    return flat
+
+
+def _tensor_bytes(tensor: Any, name: str) -> np.ndarray:
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name}: is on {tensor.device}; the emulator takes CPU tensors")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: is not contiguous; make it so first")
+    return tensor.detach().flatten().view(torch.uint8).numpy()
