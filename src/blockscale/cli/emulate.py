@@ -100,7 +100,7 @@ def run(
     }
     description = _read_json(args) | {k: v for k, v in given.items() if v is not None}
     arrays = _read_npz(data)
-    text = file.read_text(encoding="utf-8")
+    text = _read_text(file, "file")
     try:
         case = read_case(parse(text), description, arrays)
         device = Device(
@@ -207,11 +207,18 @@ def _dimensions(text: str | None, name: str) -> list[int] | None:
         raise ValueError(f"{name}: got {text!r}; expected numbers like 4 or 4,2,1") from None
 
 
+def _read_text(path: Path, name: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: {path} is not text") from None
+
+
 def _read_json(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        found = json_module.loads(path.read_text(encoding="utf-8"))
+        found = json_module.loads(_read_text(path, "args"))
     except json_module.JSONDecodeError as error:
         raise ValueError(f"args: {path} is not JSON: {error}") from None
     if not isinstance(found, dict):

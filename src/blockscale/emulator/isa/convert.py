@@ -150,7 +150,9 @@ def _scalar(
     allowed = _roundings(source, to)
     if rounding not in allowed:
         raise form.error(
-            f"unsupported modifier .{rounding}" if rounding else f"needs .{', .'.join(allowed)}"
+            f"unsupported modifier .{rounding}"
+            if rounding
+            else f"needs .{', .'.join(filter(None, allowed))}"
         )
     if (
         (ftz and "f32" not in (source, to))

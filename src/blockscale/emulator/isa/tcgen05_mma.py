@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ..engine import Work
 from ..machine import CTA, Fragment, Step
-from ..ports import read_shared
+from ..matrix_operands import Operand, container_bits, from_shared, negated
 from ..program import Address
 from ..tensor_memory import tensor_memory
 from ..tensorcore.arithmetic import multiply
@@ -20,7 +19,6 @@ from ..tensorcore.descriptors import (
     instruction_descriptor,
     tcgen05_descriptor,
 )
-from ..tensorcore.operands import frozen, operand_bytes, unpack_nibbles, unpack_slots
 from ..tensorcore.tmem import (
     accumulator_places,
     operand_copies,
@@ -45,55 +43,6 @@ _COLLECTORS = tuple(
 )  # what the unit keeps of A between instructions: no effect on results
 #: CUTLASS keeps SFA_ID and SFB_ID in the two highest bits, too; the hardware does without them.
 _SCALE_ADDRESS = (1 << 30) - 1
-#: Bits of what holds an element in shared memory, if not a byte.
-_CONTAINERS = {"f16": 16, "bf16": 16, "tf32": 32}
-_SIGNS = {"e2m1": 3, "e3m2": 5, "e2m3": 5, "e4m3": 7, "e5m2": 7, "f16": 15, "bf16": 15, "tf32": 31}
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """How one operand of an instruction is read: its rows in each CTA, K and type."""
-
-    rows: int
-    k: int
-    type: str
-    major: str
-    packed: bool  # two elements a byte: kinds mxf4 and mxf4nvf4
-    negated: bool
-
-
-@lru_cache(maxsize=256)
-def chunks(
-    matrix: SharedDescriptor, rows: int, row_bytes: int, major: str, bits: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Starts of the 16-byte pieces that hold an operand, and which bytes of them are its elements:
-    (rows, elements * bytes)."""
-    first = operand_bytes(matrix, rows, row_bytes, major, bits)
-    every = (first[..., None] + np.arange(bits // 8)).reshape(rows, -1)
-    starts, place = np.unique(every >> 4, return_inverse=True)
-    return frozen(starts << 4), frozen(place.reshape(every.shape) * 16 + (every & 15))
-
-
-def from_shared(work: Work, cta: CTA, matrix: SharedDescriptor, operand: Operand) -> np.ndarray:
-    """(rows, K) codes."""
-    bits = _CONTAINERS.get(operand.type, 8)
-    row_bytes = operand.k * bits // (16 if operand.packed else 8)
-    starts, place = chunks(matrix, operand.rows, row_bytes, operand.major, bits)
-    data = read_shared(work, starts.astype(np.uint64) + np.uint64(cta.shared_base), 16)
-    return _codes(data.reshape(-1)[place], operand)
-
-
-def _codes(data: np.ndarray, operand: Operand) -> np.ndarray:
-    """(rows, bytes) -> (rows, K) codes, negated if asked."""
-    bits = _CONTAINERS.get(operand.type, 8)
-    codes = np.ascontiguousarray(data).view(f"u{bits // 8}")
-    if operand.packed:
-        codes = unpack_nibbles(codes)
-    elif operand.type in ("e2m1", "e2m3", "e3m2"):
-        codes = unpack_slots(codes, 4 if operand.type == "e2m1" else 6)
-    if operand.negated:
-        codes = codes ^ codes.dtype.type(1 << _SIGNS[operand.type])
-    return codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +117,7 @@ class Multiplication:
 
     def _from_tensor(self, work: Work, cta: CTA, operand: Operand) -> np.ndarray:
         assert isinstance(self.a, int)
-        bits = 4 if operand.packed else _CONTAINERS.get(operand.type, 8)
+        bits = 4 if operand.packed else container_bits(operand.type)
         lane, column = split_address(self.a)
         shape = self.shape
         lanes, columns, low = operand_places(shape.m, operand.k, bits, self.group)
@@ -182,9 +131,7 @@ class Multiplication:
         codes = codes.astype(f"u{max(bits // 8, 1)}")
         if operand.type == "e2m1" and not operand.packed:
             codes = codes >> np.uint8(2) & np.uint8(15)
-        if operand.negated:
-            codes = codes ^ codes.dtype.type(1 << _SIGNS[operand.type])
-        return codes
+        return negated(codes, operand)
 
     def _scales(self, work: Work, cta: CTA, which: int, rows: int) -> np.ndarray:
         """(rows, blocks) codes; each 32 lanes hold a copy, and one is read."""

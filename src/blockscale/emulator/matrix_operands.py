@@ -1,0 +1,70 @@
+"""Operands of wgmma and tcgen05.mma as codes, from where they lie in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from .engine import Work
+from .machine import CTA
+from .ports import read_shared
+from .tensorcore.descriptors import SharedDescriptor
+from .tensorcore.operands import frozen, operand_bytes, unpack_nibbles, unpack_slots
+
+__all__ = ["Operand", "container_bits", "from_shared", "negated"]
+
+#: Bits of what holds an element in shared memory, if not a byte.
+_CONTAINERS = {"f16": 16, "bf16": 16, "tf32": 32}
+_SIGNS = {"e2m1": 3, "e3m2": 5, "e2m3": 5, "e4m3": 7, "e5m2": 7, "f16": 15, "bf16": 15, "tf32": 31}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """How one operand of an instruction is read: its rows in each CTA, K and type."""
+
+    rows: int
+    k: int
+    type: str
+    major: str  # "k" or "mn"
+    packed: bool  # two elements a byte: kinds mxf4 and mxf4nvf4
+    negated: bool
+
+
+def container_bits(type: str) -> int:
+    """Bits of what holds an element of a type."""
+    return _CONTAINERS.get(type, 8)
+
+
+@lru_cache(maxsize=256)
+def _chunks(
+    matrix: SharedDescriptor, rows: int, row_bytes: int, major: str, bits: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Starts of the 16-byte pieces that hold an operand, and which bytes of them are its elements:
+    (rows, elements * bytes)."""
+    first = operand_bytes(matrix, rows, row_bytes, major, bits)
+    every = (first[..., None] + np.arange(bits // 8)).reshape(rows, -1)
+    starts, place = np.unique(every >> 4, return_inverse=True)
+    return frozen(starts << 4), frozen(place.reshape(every.shape) * 16 + (every & 15))
+
+
+def from_shared(work: Work, cta: CTA, matrix: SharedDescriptor, operand: Operand) -> np.ndarray:
+    """(rows, K) codes, negated if asked."""
+    bits = container_bits(operand.type)
+    row_bytes = operand.k * bits // (16 if operand.packed else 8)
+    starts, place = _chunks(matrix, operand.rows, row_bytes, operand.major, bits)
+    data = read_shared(work, starts.astype(np.uint64) + np.uint64(cta.shared_base), 16)
+    codes = np.ascontiguousarray(data.reshape(-1)[place]).view(f"u{bits // 8}")
+    if operand.packed:
+        codes = unpack_nibbles(codes)
+    elif operand.type in ("e2m1", "e2m3", "e3m2"):
+        codes = unpack_slots(codes, 4 if operand.type == "e2m1" else 6)
+    return negated(codes, operand)
+
+
+def negated(codes: np.ndarray, operand: Operand) -> np.ndarray:
+    """The codes with their signs changed, if the operand says so."""
+    if not operand.negated:
+        return codes
+    return codes ^ codes.dtype.type(1 << _SIGNS[operand.type])
