@@ -275,7 +275,8 @@ END:
     report = run(body, aligned(4), block=128, profile=True)
     longest = report.stalls[0]
     assert (longest.role, longest.what, longest.count) == ("warp 1-3", "barrier", 1)
-    assert longest.longest == longest.ticks == 3 * turns + 2  # with mov and bra
+    # mov, the loop and bra; then the slow warp may run to its end before the others go on.
+    assert 3 * turns + 2 <= longest.longest == longest.ticks <= 3 * turns + 5
     assert report.waits()["barrier"][0] == sum(s.count for s in report.stalls)
     assert longest.place.line == line_of(text(body), "bar.sync")
     assert longest.reason.endswith("barrier 0: 3 of 4 warps are there")

@@ -269,7 +269,8 @@ def record(outcomes: Sequence[Outcome], path: Path) -> None:
         if o.gpu is not None and o.status != "known"
     }
     names = sorted(found)
-    np.savez_compressed(path, names=names, digests=[int(found[n], 16) for n in names])
+    digests = np.array([int(found[n], 16) for n in names], np.uint64)
+    np.savez_compressed(path, names=names, digests=digests)
 
 
 def versions() -> dict[str, str]:

@@ -153,7 +153,9 @@ def _run_grid(launch: Launch, code: Code, first: int, step: int) -> None:
             unfinished.append(cluster)
 
     for z, y, x in itertools.islice(np.ndindex(*reversed(counts)), first, None, step):
-        advance(Cluster(launch, code, (x, y, z)))
+        launch.waiting.append((x, y, z))
+    while launch.waiting:
+        advance(Cluster(launch, code, launch.waiting.popleft()))
         while len(unfinished) >= _RESIDENT:
             advance(unfinished.popleft())
     while unfinished:

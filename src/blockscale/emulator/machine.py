@@ -12,9 +12,10 @@ an int (jump), or an :class:`Event`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -337,6 +338,7 @@ class Launch:
     module_variables: dict[str, Buffer]
     settings: Settings
     cell: int  # bytes of shared memory that the checks tell apart
+    waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # clusters not yet started
     watch: Watch | None = None
     lock: AbstractContextManager[Any] = nullcontext()  # around atomic operations on global memory
 

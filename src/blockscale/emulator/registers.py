@@ -1,7 +1,10 @@
 """Registers that asynchronous instructions hold, and what happens to who touches them.
 
 tcgen05.ld fills registers later; the hardware makes who uses one of them wait, so here its use
-completes the load. Operands of wgmma must not be touched until it is waited for.
+completes the load. Operands of wgmma must not be touched until it is waited for, and what writes
+them must be followed by wgmma.fence: PTX ISA 9.7.15.7.1, 9.7.15.7.3. A plain mov may copy an
+accumulator in flight, and counts as no write that needs a fence: compilers put one anywhere, and
+ptxas removes it or waits.
 """
 
 from __future__ import annotations
@@ -13,9 +16,20 @@ import numpy as np
 
 from .engine import Work
 from .machine import Flight, Fragment, Step
-from .program import Address, Group, Instruction, Not, Operand, Pair, Register, Vector
+from .program import (
+    Address,
+    Group,
+    Immediate,
+    Instruction,
+    Not,
+    Operand,
+    Pair,
+    PtxError,
+    Register,
+    Vector,
+)
 
-__all__ = ["Loading", "guarded", "mark"]
+__all__ = ["Loading", "Multiplying", "guarded", "mark"]
 
 _NO_RESULT = ("st", "red", "bar", "bra", "brx", "mbarrier", "cp", "prefetch", "stmatrix", "wgmma")
 
@@ -49,6 +63,54 @@ class Loading(Flight):
             )
 
 
+class Multiplying(Flight):
+    """Registers that a wgmma of one warpgroup reads and writes, until it has been waited for."""
+
+    __slots__ = ("frame", "reads", "shape", "work", "writes")
+
+    def __init__(
+        self, w: Fragment, reads: tuple[int, ...], writes: tuple[int, ...], shape: str, work: Work
+    ) -> None:
+        threads = np.zeros(w.cta.size, bool)
+        threads[w.threads] = True
+        super().__init__(threads)
+        self.frame, self.shape, self.work = w.frame, shape, work
+        self.reads, self.writes = reads, writes
+        for slot in {*reads, *writes}:
+            w.frame.flights.setdefault(slot, []).append(self)
+
+    def land(self) -> None:
+        for slot in {*self.reads, *self.writes}:
+            self.frame.flights[slot].remove(self)
+
+    def touched(self, w: Fragment, register: str, writes: bool) -> None:
+        if not writes and _is_plain_mov(w.frame.function.instructions[w.pc]):
+            self._finish(w)
+        elif "registers" in w.cta.launch.settings.checks:
+            raise PtxError(
+                f"{w.frame.function.instructions[w.pc].opcode} {'writes' if writes else 'reads'} "
+                f"register {register}, which the {self.work.what} in line {self.work.line} still "
+                "uses: wgmma.commit_group and wgmma.wait_group must come between"
+            )
+
+    def _finish(self, w: Fragment) -> None:
+        """Complete the work, and what its pipe has before it."""
+        engine = w.cta.cluster.engine
+        for work in [work for work in engine.flying if work.pipe == self.work.pipe]:
+            if self.work.done:
+                break
+            engine.finish(work)
+
+
+def _is_plain_mov(ins: Instruction) -> bool:
+    """Whether it copies one register or constant to another register."""
+    return (
+        ins.parts[0] == "mov"
+        and isinstance(ins.operands[0], Register)
+        and isinstance(ins.operands[1], Register | Immediate)
+    )
+
+
 def _registers(op: Operand) -> list[Register]:
     if isinstance(op, Register):
         return [op]
@@ -75,6 +137,7 @@ def guarded(step: Step, ins: Instruction, held: frozenset[int]) -> Step:
     if not used:
         return step
     predicate, negated = ins.predicate, ins.negated
+    marks = not _is_plain_mov(ins)
 
     def run(w: Fragment) -> Any:
         threads = w.threads
@@ -85,7 +148,7 @@ def guarded(step: Step, ins: Instruction, held: frozenset[int]) -> Step:
             for flight in list(frame.flights.get(slot, ())):
                 if flight.threads[threads].any():
                     flight.touched(w, name, writes)
-            if writes:
+            if writes and marks:
                 mark(w, slot)[threads] = True
         return step(w)
 

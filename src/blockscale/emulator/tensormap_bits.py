@@ -19,7 +19,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ELEMENTS", "FILLS", "INTERLEAVES", "PROMOTIONS", "SWIZZLES", "pack", "unpack"]
+__all__ = ["ELEMENTS", "FILLS", "INTERLEAVES", "PROMOTIONS", "SWIZZLES", "pack", "replace", "unpack"]
 
 # Flag bits without a known effect on copies: CuTe DSL's host code sets 1 always and 21 for tensors
 # of 128 KiB and more.
@@ -117,3 +117,49 @@ def unpack(raw: bytes) -> dict[str, Any]:
 
 def _filled(values: list[int], count: int) -> list[int]:
     return values + [0] * (count - len(values))
+
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+#: Bits of the flags that tensormap.replace sets, by its name of the field.
+_REPLACED = {
+    "elemtype": 0x780,
+    "interleave_layout": 0x1800,
+    "swizzle_mode": 0x6000,
+    "fill_mode": 0x8000,
+    "swizzle_atomicity": 0x180000,
+}
+
+
+def replace(raw: bytes, field: str, place: int, value: int) -> bytes:
+    """The 128 bytes with one field changed, as tensormap.replace does (PTX ISA 9.7.9.28).
+
+    Args:
+        field: name in the PTX ISA, "global_address".
+        place: of the dimension, for fields that have one for each.
+        value: bytes for addresses and strides, the number for sizes and steps, the number less
+            one for the rank, a code of the ISA's table for types and modes.
+    """
+    out = bytearray(raw)
+    if field == "global_address":
+        _U64.pack_into(out, 0, value)
+    elif field == "global_stride":
+        _U32.pack_into(out, 12 + 4 * place, value >> 4 & 0xFFFF_FFFF)
+        high = _U32.unpack_from(out, 28)[0] & ~(15 << 4 * place)
+        _U32.pack_into(out, 28, high | (value >> 36 & 15) << 4 * place)
+    elif field == "global_dim":
+        _U32.pack_into(out, 32 + 4 * place, value - 1 & 0xFFFF_FFFF)
+    elif field == "box_dim":
+        out[55 + place] = value - 1 & 0xFF
+    elif field == "element_stride":
+        steps = int.from_bytes(out[52:54], "little") & ~(7 << 3 * place)
+        out[52:54] = (steps | (value - 1 & 7) << 3 * place).to_bytes(2, "little")
+    else:
+        flags = _U32.unpack_from(out, 8)[0]
+        if field == "rank":
+            flags = flags & ~0x70 | (value & 7) << 4
+        else:
+            mask = _REPLACED[field]
+            low = (mask & -mask).bit_length() - 1
+            flags = flags & ~mask | value << low & mask
+        _U32.pack_into(out, 8, flags)
+    return bytes(out)
