@@ -143,8 +143,9 @@ def test_kinds_of_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (np.load("out.npz")["bits"].view(np.float32) == -X.reshape(-1)).all()
     assert (np.load("out.npz")["x"] == X).all()
     describe(Path("k.json"), args=args, outputs=None, expected=None)
+    capsys.readouterr()
     assert emulate("k.ptx", *CASE, "--json") == 0
-    outputs = json.loads(capsys.readouterr().out.partition("\n{")[2].join("{}")[:-1])["outputs"]
+    outputs = json.loads(capsys.readouterr().out)["outputs"]
     assert [output["name"] for output in outputs] == ["bits"]
 
 
@@ -233,8 +234,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"griid": [1]}, "griid"),
     ({"block": None}, "block"),
     ({"block": [0]}, "block"),
-    ({"args": {}}, "args: got 0"),
-    ({"args": 3}, "args"),
+    ({"block": [1.5]}, "block: got [1.5]"),
+    ({"grid": 0}, "grid: got 0"),
+    ({"cluster": "2"}, "cluster: got '2'"),
+    ({"shared": "all"}, "shared: got 'all'; expected an integer"),
+    ({"entry": ["scale"]}, "entry: got ['scale']; expected text"),
+    ({"args": {}}, "args: got {}; expected a list"),
+    ({"args": [], "outputs": [], "expected": {}}, "args: got 0, scale takes 4"),
+    ({"outputs": [["out"]]}, "outputs: ['out']"),
+    ({"expected": ["out"]}, "expected: got ['out']; expected an object"),
+    ({"expected": {"out": ["twice"]}}, "expected['out']: ['twice']"),
+    (args_of({"array": ["x"]}), "args[0]: ['x']"),
     ({"outputs": ["nosuch"]}, "outputs: 'nosuch'"),
     ({"expected": {"x": "twice"}}, "expected: 'x'"),
     ({"expected": {"out": "nosuch"}}, "expected['out']: 'nosuch'"),

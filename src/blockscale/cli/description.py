@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ..emulator.program import Module
 
 __all__ = ["Case", "read_case"]
+
+_T = TypeVar("_T")
 
 _KEYS = ("target", "entry", "grid", "block", "cluster", "shared", "args", "outputs", "expected")
 _CODES = {"u": "u", "b": "u", "s": "i", "f": "f"}
@@ -37,9 +39,9 @@ class Case:
 
     target: str
     entry: str
-    grid: Any
-    block: Any
-    cluster: Any
+    grid: Sequence[int]
+    block: Sequence[int]
+    cluster: Sequence[int] | None
     shared: int
     args: list[Any]
     arrays: dict[str, np.ndarray]
@@ -60,33 +62,35 @@ def read_case(
     Raises ValueError naming the key.
     """
     _only(description, "the description", *_KEYS)
-    entry = description.get("entry") or _only_entry(module)
+    entry = _given(description, "entry", str) or _only_entry(module)
     function = module.functions.get(entry)
     required = function.directives.get("reqntid") if function else (1,)  # the launch says no entry
-    block = description.get("block") or required
-    if not block:
+    block = _dimensions(description, "block") or required
+    if block is None:
         raise ValueError(f"block: {entry} does not require one; give --block")
     arrays: dict[str, np.ndarray] = {}
     args = [
         _argument(_object(spec, f"args[{i}]"), f"args[{i}]", arrays, data)
-        for i, spec in enumerate(_list(description, "args"))
+        for i, spec in enumerate(_given(description, "args", list) or [])
     ]
-    outputs = _list(description, "outputs") or [name for name in arrays if name not in data]
+    outputs = _given(description, "outputs", list)
+    if outputs is None:
+        outputs = [name for name in arrays if name not in data]
     for name in outputs:
-        if name not in arrays:
+        if not isinstance(name, str) or name not in arrays:
             raise ValueError(f"outputs: {name!r} is no argument; those are {_names(arrays)}")
     expected = {}
-    for name, source in _object(description.get("expected") or {}, "expected").items():
+    for name, source in (_given(description, "expected", dict) or {}).items():
         if name not in outputs:
             raise ValueError(f"expected: {name!r} is no output; those are {_names(outputs)}")
         expected[name] = _of_data(data, source, f"expected[{name!r}]")
     return Case(
-        description.get("target") or _target(module),
+        _given(description, "target", str) or _target(module),
         entry,
-        description.get("grid") or 1,
+        _dimensions(description, "grid") or [1],
         block,
-        description.get("cluster"),
-        description.get("shared") or 0,
+        _dimensions(description, "cluster"),
+        _given(description, "shared", int) or 0,
         args,
         arrays,
         outputs,
@@ -153,10 +157,10 @@ def _array(
     """
     if "array" in spec:
         name = spec["array"]
-        if name not in arrays:
+        if not isinstance(name, str) or name not in arrays:
             arrays[name] = _aligned(_of_data(data, name, where))
         return arrays[name]
-    name = spec.get("name", where)
+    name = _given(spec, "name", str) or where
     if name in arrays or name in data:
         raise ValueError(f"{where}: the name {name!r} is taken; use {{'array': {name!r}}}")
     shape = spec["zeros"] if isinstance(spec["zeros"], list) else [spec["zeros"]]
@@ -223,7 +227,7 @@ def _tensor_map(
 
 
 def _of_data(data: Mapping[str, np.ndarray], name: Any, where: str) -> np.ndarray:
-    if name not in data:
+    if not isinstance(name, str) or name not in data:
         raise ValueError(f"{where}: {name!r} is not in the data, which has {_names(data)}")
     return np.ascontiguousarray(data[name]).reshape(data[name].shape)
 
@@ -246,8 +250,21 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _list(description: Mapping[str, Any], key: str) -> list[Any]:
-    value = description.get(key) or []
-    if not isinstance(value, list):
-        raise ValueError(f"{key}: got {value!r}; expected a list")
+def _given(description: Mapping[str, Any], key: str, type: type[_T]) -> _T | None:
+    value = description.get(key)
+    if value is not None and not isinstance(value, type):
+        raise ValueError(f"{key}: got {value!r}; expected {_JSON[type]}")
     return value
+
+
+_JSON = {str: "text", int: "an integer", list: "a list", dict: "an object"}
+
+
+def _dimensions(description: Mapping[str, Any], key: str) -> list[int] | None:
+    value = description.get(key)
+    if value is None:
+        return None
+    given = value if isinstance(value, list) else [value]
+    if not 1 <= len(given) <= 3 or not all(isinstance(n, int) and n > 0 for n in given):
+        raise ValueError(f"{key}: got {value!r}; expected one to three positive integers")
+    return given

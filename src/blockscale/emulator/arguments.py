@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def _bytes(
         if size != 128:
             raise ValueError(f"{name}: got a tensor map, of 128 bytes; {parameter.name} has {size}")
         if arg.array is not None:
-            add_memory(arg.array, name, memory)
+            memory.add(_span(arg.array, name))
         return arg.encode()
     if hasattr(arg, "detach") or isinstance(arg, np.ndarray):
         if size != 8:
@@ -88,6 +89,22 @@ def add_memory(array: Any, name: str, memory: GlobalMemory) -> np.ndarray:
     if len(flat):
         memory.add(Buffer(name, flat.ctypes.data, flat, array.flags.writeable))
     return flat
+
+
+def _span(array: Any, name: str) -> Buffer:
+    """The memory from the first to the last element of a strided array."""
+    if hasattr(array, "detach"):
+        array = array.detach().view(_unsigned(array)).numpy()
+    low, high = np.lib.array_utils.byte_bounds(array)
+    data = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
+    return Buffer(name, low, data, array.flags.writeable, (array,))
+
+
+def _unsigned(tensor: Any) -> Any:
+    """A dtype of torch of the same size that numpy has, too."""
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
 
 
 def _tensor_bytes(tensor: Any, name: str) -> np.ndarray:

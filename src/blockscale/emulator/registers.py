@@ -2,9 +2,9 @@
 
 tcgen05.ld fills registers later; the hardware makes who uses one of them wait, so here its use
 completes the load. Operands of wgmma must not be touched until it is waited for, and what writes
-them must be followed by wgmma.fence: PTX ISA 9.7.15.7.1, 9.7.15.7.3. A plain mov may copy an
-accumulator in flight, and counts as no write that needs a fence: compilers put one anywhere, and
-ptxas removes it or waits.
+them must be followed by wgmma.fence: PTX ISA 9.7.15.7.1, 9.7.15.7.3. mov is exempt, for compilers
+put it anywhere (around the tied operands of inline assembly, as packing of halves): it needs no
+fence, and completes the wgmma that it meets. ptxas removes it or waits, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from .machine import Flight, Fragment, Step
 from .program import (
     Address,
     Group,
-    Immediate,
     Instruction,
     Not,
     Operand,
@@ -84,11 +83,12 @@ class Multiplying(Flight):
             self.frame.flights[slot].remove(self)
 
     def touched(self, w: Fragment, register: str, writes: bool) -> None:
-        if not writes and _is_plain_mov(w.frame.function.instructions[w.pc]):
+        ins = w.frame.function.instructions[w.pc]
+        if ins.parts[0] == "mov":
             self._finish(w)
         elif "registers" in w.cta.launch.settings.checks:
             raise PtxError(
-                f"{w.frame.function.instructions[w.pc].opcode} {'writes' if writes else 'reads'} "
+                f"{ins.opcode} {'writes' if writes else 'reads'} "
                 f"register {register}, which the {self.work.what} in line {self.work.line} still "
                 "uses: wgmma.commit_group and wgmma.wait_group must come between"
             )
@@ -100,15 +100,6 @@ class Multiplying(Flight):
             if self.work.done:
                 break
             engine.finish(work)
-
-
-def _is_plain_mov(ins: Instruction) -> bool:
-    """Whether it copies one register or constant to another register."""
-    return (
-        ins.parts[0] == "mov"
-        and isinstance(ins.operands[0], Register)
-        and isinstance(ins.operands[1], Register | Immediate)
-    )
 
 
 def _registers(op: Operand) -> list[Register]:
@@ -137,7 +128,7 @@ def guarded(step: Step, ins: Instruction, held: frozenset[int]) -> Step:
     if not used:
         return step
     predicate, negated = ins.predicate, ins.negated
-    marks = not _is_plain_mov(ins)
+    marks = ins.parts[0] != "mov"
 
     def run(w: Fragment) -> Any:
         threads = w.threads

@@ -19,7 +19,16 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ELEMENTS", "FILLS", "INTERLEAVES", "PROMOTIONS", "SWIZZLES", "pack", "replace", "unpack"]
+__all__ = [
+    "ELEMENTS",
+    "FILLS",
+    "INTERLEAVES",
+    "PROMOTIONS",
+    "SWIZZLES",
+    "pack",
+    "replace",
+    "unpack",
+]
 
 # Flag bits without a known effect on copies: CuTe DSL's host code sets 1 always and 21 for tensors
 # of 128 KiB and more.

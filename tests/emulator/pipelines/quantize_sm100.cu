@@ -4,7 +4,7 @@
 
 constexpr u32 ROWS = 128, COLUMNS = 128, BUFFERS = 2;  // of a tile
 constexpr u32 HALF = ROWS * 128;                       // bytes of 64 columns of bf16
-constexpr u32 LARGEST = 448, SCALES = 512;
+constexpr u32 SCALES = 512;
 
 struct alignas(1024) Shared {
   u8 in[BUFFERS][2][HALF];

@@ -13,6 +13,7 @@ import numpy as np
 from ..engine import Work
 from ..machine import CTA, Fragment, Step, Wait
 from ..ports import read_global, write_shared
+from ..program import Immediate
 from .access import checked
 from .mbarrier import addresses, find
 from .registry import Form, instruction
@@ -61,11 +62,12 @@ def groups(cta: CTA, kind: str) -> Groups:
 
 
 def learn(w: Fragment, works: list[Work]) -> None:
-    """Who waited for these knows what they did."""
-    order = w.cta.cluster.order
-    if order is not None and works:
-        known = order.join(work.actor.message() for work in works if work.actor is not None)
-        order.acquire(w.warp_agents(), known)
+    """Each warp that waited for its own of these knows what they did."""
+    order, waiting = w.cta.cluster.order, w.warp_agents()
+    for work in works:
+        if order is not None and work.actor is not None:
+            own = np.unique(order.agents_of(w.cta.rank, work.threads))
+            order.acquire(np.intersect1d(own, waiting), work.actor.message())
 
 
 def wait_for(w: Fragment, works: list[Work], reads: bool, what: str) -> Wait | None:
@@ -80,6 +82,13 @@ def wait_for(w: Fragment, works: list[Work], reads: bool, what: str) -> Wait | N
     return Wait(
         lambda: not left(), lambda: f"{what}: {len(left())} in flight, {left()[0].location()}"
     )
+
+
+def warps(w: Fragment) -> list[Fragment]:
+    """The fragment in parts of one warp each."""
+    number = w.threads // 32
+    each = np.unique(number)
+    return [w] if len(each) == 1 else [w.part(number == warp, w.pc) for warp in each]
 
 
 @instruction("cp.async")
@@ -98,6 +107,10 @@ def cp_async(form: Form) -> Step:
     given = form.get(3, "pred" if ignores else "u32") if operands > 3 else None
 
     def run(w: Fragment) -> None:
+        for part in warps(w):
+            issue(part)
+
+    def issue(w: Fragment) -> None:
         size = int(np.max(size_of(w)))
         if size not in ((16,) if level == "cg" else (4, 8, 16)):
             raise form.error(f"copies {size} bytes; allowed are 16, with .ca also 4 and 8")
@@ -145,6 +158,8 @@ def wait_group(form: Form) -> Step:
     kind = "bulk" if "bulk" in form.parts else "cp.async"
     every = form.parts[-1] == "wait_all"
     reads = kind == "bulk" and form.has("read")
+    if not every and not isinstance(form.operand(0), Immediate):
+        raise form.error("the number of groups must be an immediate")
     keep_of = None if every else form.get(0, "u32")
 
     def run(w: Fragment) -> Any:

@@ -114,8 +114,16 @@ def addresses(form: Form, index: int, space: str | None) -> Callable[[Fragment],
     return generic
 
 
-def _space(form: Form) -> str | None:
-    return form.one("shared", "shared::cta", "shared::cluster")
+def _space(form: Form, *more: str) -> str | None:
+    return form.one("shared", "shared::cta", *more)
+
+
+def _order(form: Form, *orders: str) -> str | None:
+    """The order, which goes with a scope and never without."""
+    order, scope = form.one(*orders), form.one("cta", "cluster")
+    if (order is None) != (scope is None):
+        raise form.error(f".{' or .'.join(orders)} and .cta or .cluster go together")
+    return order
 
 
 def visible(w: Fragment, barrier: MBarrier) -> None:
@@ -177,9 +185,8 @@ def inval(form: Form) -> Step:
 def transactions(form: Form) -> Step:
     """Change the bytes awaited without arriving."""
     expects = form.parts[1] == "expect_tx"
-    form.has("relaxed")
-    form.one("cta", "cluster")
-    space = _space(form)
+    _order(form, "relaxed")
+    space = _space(form, "shared::cluster")
     form.type("b64")
     where, count = addresses(form, 0, space), form.get(1, "u32")
 
@@ -202,17 +209,17 @@ def arrive(form: Form) -> Step:
     drops = form.parts[1] == "arrive_drop"
     expects = form.has("expect_tx")
     partial = form.has("noComplete")
-    relaxed = form.one("release", "relaxed") == "relaxed"
-    form.one("cta", "cluster")
-    space = _space(form)
+    if partial and {"relaxed", "cluster"} & set(form.left):
+        raise form.error(".noComplete goes with .release.cta only")
+    relaxed = _order(form, "release", "relaxed") == "relaxed"
+    space = _space(form, *(() if partial else ("shared::cluster",)))
+    if space == "shared::cluster" and form.operand(0) is not None:
+        raise form.error("gives no state in .shared::cluster: expected _")
     form.type("b64")
-    operands = form.ins.operands
-    first = 0 if operands and form.is_address(0) else 1  # the state token may be left out
-    put = form.set(0, "b64") if first else None
-    where = addresses(form, first, space)
-    count = form.get(first + 1, "u32") if len(operands) > first + 1 else None
-    if expects and count is None:
-        raise form.error("needs the number of bytes")
+    put, where = form.set(0, "b64"), addresses(form, 1, space)
+    count = form.get(2, "u32") if len(form.ins.operands) > 2 else None
+    if (expects or partial) and count is None:
+        raise form.error(f"needs the number of {'bytes' if expects else 'arrivals'}")
 
     def run(w: Fragment) -> None:
         counts = np.broadcast_to(1 if count is None else count(w), w.n)
@@ -221,11 +228,12 @@ def arrive(form: Form) -> Step:
         released: dict[int, Knowledge] = {}
         if order is not None:
             released = {int(a): order.release(np.array([a]), relaxed) for a in w.warp_agents()}
-        agents = w.agents()
-        for i, address in enumerate(where(w)):
+        agents, places = w.agents(), where(w)
+        for address in np.unique(places):
+            visible(w, find(w.cta, int(address)))
+        for i, address in enumerate(places):
             barrier, n = find(w.cta, int(address)), int(counts[i])
             if released:
-                visible(w, barrier)
                 barrier.learn(released[int(agents[i])])
             if expects:
                 barrier.expect(n)
@@ -235,8 +243,7 @@ def arrive(form: Form) -> Step:
             tokens[i] = barrier.arrive(1 if expects else n)
             if partial and barrier.phase != before:
                 raise form.error(f"completes phase {before} of {barrier}")
-        if put is not None:
-            put(w, tokens)
+        put(w, tokens)
 
     return run
 
@@ -255,8 +262,7 @@ def wait(form: Form) -> Step:
     here, when nothing else can move."""
     suspends = form.parts[1] == "try_wait"
     parity = form.has("parity")
-    relaxed = form.one("acquire", "relaxed") == "relaxed"
-    form.one("cta", "cluster")
+    relaxed = _order(form, "acquire", "relaxed") == "relaxed"
     space = _space(form)
     form.type("b64")
     put, where = form.set(0, "pred"), addresses(form, 1, space)
