@@ -66,11 +66,16 @@ def prmt_mode(mode: str) -> Callable[[int, int, int], int]:
     return run
 
 
+def field_part(type: str, value: int) -> int:
+    """The PTX ISA says the low 8 bits; an H200 does that with 32-bit operands only."""
+    return value & 255 if bits(type) == 32 else min(value, 255)
+
+
 def bfe(type: str) -> Callable[[int, int, int], int]:
     top = bits(type) - 1
 
     def run(a: int, b: int, c: int) -> int:
-        at, length = b & 255, c & 255
+        at, length = field_part(type, b), field_part(type, c)
         fill = 0 if type[0] == "u" or length == 0 else a >> min(at + length - 1, top) & 1
         return sum(
             (a >> at + i & 1 if i < length and at + i <= top else fill) << i for i in range(top + 1)
@@ -83,7 +88,7 @@ def bfi(type: str) -> Callable[[int, int, int, int], int]:
     top = bits(type) - 1
 
     def run(a: int, b: int, c: int, d: int) -> int:
-        at, length = c & 255, d & 255
+        at, length = field_part(type, c), field_part(type, d)
         for i in range(length):
             if at + i <= top:
                 b = b & ~(1 << at + i) | (a >> i & 1) << at + i
@@ -203,7 +208,7 @@ def forms() -> list[Form]:
                 pools=((0, 0x80000001, 0x12345678), (0, 0xFFFFFFFF, 0x9ABCDEF0), SHIFTS),
             )  # fmt: skip
     # Beyond 255 the PTX ISA takes the low 8 bits, which an H200 does in the 32-bit forms only.
-    fields = (0, 1, 4, 31, 32, 33, 63, 64, 65, 255)
+    fields = (0, 1, 4, 31, 32, 33, 63, 64, 65, 255, 256, 260, 0xFFFFFFFF)
     for t in ("u32", "s32", "u64", "s64"):
         values = (0, (1 << bits(t)) - 1, 0xA5A5A5A5DEADBEEF & (1 << bits(t)) - 1, 0x12345678)
         form(f"bfe.{t}", t, f"{t} u32 u32", bfe(t), pools=(values, fields, fields))

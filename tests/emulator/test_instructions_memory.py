@@ -142,7 +142,7 @@ def test_spaces_and_generic_addresses() -> None:
 
 def test_module_variables() -> None:
     """.const and .global data with initializers; a store into .const memory is refused."""
-    before = """.global .align 4 .f32 g[4] = {1.5, 0f40200000, -2, 3};
+    before = """.global .align 4 .f32 g[4] = {1.5, 0f40200000, -2.0, 3.0};
     .const .align 8 .b8 c[8] = {1, 2, 3, 0xff};\n.global .u64 big = 0x1122334455667788;\n"""
     out = np.zeros(32, np.float32)
     body = """and.b32 %r1, %t, 3; mov.u64 %rd1, g; mad.wide.u32 %rd2, %r1, 4, %rd1;

@@ -16,6 +16,8 @@ import pytest
 from blockscale import emulator as em
 from blockscale.emulator.collect import Collector
 from blockscale.emulator.report import family
+from blockscale.emulator.trace import Slice
+from blockscale.emulator.trace import events as trace_events
 from kernels import HEAD, line_of, run, text
 
 RNG = np.random.default_rng(0)
@@ -125,6 +127,17 @@ def test_an_atomic_is_one_request_of_each_warp(address: str) -> None:
     assert report.bytes == {"global": {"atomic": 256}}
 
 
+def test_turns_at_one_address_are_one_request() -> None:
+    """Two neighbours meet at each word: the second of each pair comes after all the first."""
+    body = """
+    shr.u32 %r1, %t, 1;
+    mad.wide.u32 %rd1, %r1, 4, %out;
+    red.global.add.u32 [%rd1], 1;
+    """
+    row = run(body, aligned(64, np.uint32), block=64, profile=True).global_memory("atomic")
+    assert (row.requests, row.asked, row.sectors) == (2, 128, 4)
+
+
 # --- shared memory --------------------------------------------------------------------------------
 
 SHARED = ".shared .align 1024 .b8 buffer[16384];\n"
@@ -220,10 +233,10 @@ END:
 )
 
 
-def copy(completion: str = "late", grid: int = 1, **more: Any) -> em.Report:
+def copy(completion: str = "late", grid: int = 1, workers: int = 1, **more: Any) -> em.Report:
     source, target = aligned(256, np.uint32), aligned(256, np.uint32)
     source[:] = RNG.integers(0, 1 << 30, 256)
-    device = em.Device("sm_90a", completion=completion)
+    device = em.Device("sm_90a", completion=completion, workers=workers)
     report = device.launch(COPY, "k", grid, 64, [source, target], **more)
     wanted = source.copy()
     wanted[::4] += 1
@@ -280,6 +293,35 @@ END:
     assert report.waits()["barrier"][0] == sum(s.count for s in report.stalls)
     assert longest.place.line == line_of(text(body), "bar.sync")
     assert longest.reason.endswith("barrier 0: 3 of 4 warps are there")
+    assert report.warp_instructions * 32 == report.total  # waiting is no instruction
+
+
+def test_who_comes_later_waits_less() -> None:
+    """Three groups of warps, which go on together."""
+    body = """
+    setp.lt.u32 %p1, %t, 32;
+    @%p1 bra SLOWEST;
+    setp.lt.u32 %p1, %t, 64;
+    @%p1 bra SLOW;
+MEET:
+    bar.sync 0;
+    bra END;
+SLOW:
+    mov.u32 %r1, 900;
+    bra AGAIN;
+SLOWEST:
+    mov.u32 %r1, 0;
+AGAIN:
+    add.u32 %r1, %r1, 1;
+    setp.lt.u32 %p2, %r1, 1000;
+    @%p2 bra AGAIN;
+    bra MEET;
+END:
+    """
+    stalls = run(body, aligned(4), block=128, profile=True).stalls
+    assert [(stall.role, stall.count) for stall in stalls] == [("warp 2-3", 1), ("warp 1", 1)]
+    assert stalls[1].reason.endswith("3 of 4 warps are there")
+    assert stalls[0].longest >= stalls[1].longest + 300 > 300
 
 
 def test_products_add_up() -> None:
@@ -322,6 +364,14 @@ def test_reports_add_up_over_processes() -> None:
     assert len(both.stalls) == len(one.stalls)
     assert both.stalls[0].longest == max(s.longest for r in (one, two) for s in r.stalls)
     assert em.Report.merge([]) == em.Report({})
+
+
+def test_processes_report_what_one_does(tmp_path: Path) -> None:
+    alone, forked = (copy(grid=4, workers=workers, trace=True) for workers in (1, 2))
+    assert forked.as_dict() == alone.as_dict()
+    traces = [events(report, tmp_path / "trace.json") for report in (alone, forked)]
+    assert [len(trace) for trace in traces] == [len(traces[0])] * 2
+    assert len({event["pid"] for event in traces[1]}) == 4
 
 
 def test_as_a_dictionary() -> None:
@@ -414,6 +464,23 @@ def test_trace(completion: str, tmp_path: Path) -> None:
         assert names[start["pid"], start["tid"]].startswith("warp")
         assert names[end["pid"], end["tid"]].startswith("TMA")
         assert start["ts"] <= end["ts"]
+
+
+def test_parts_of_a_warp_that_wait_have_a_row_of_their_own() -> None:
+    """Runs keep the first row, so that arrows find them."""
+    cta = (0, 0, 0)
+    of_warp = [("wait", 0, 10), ("run", 3, 5), ("run", 12, 15), ("wait", 5, 12), ("wait", 10, 13)]
+    slices = [Slice(cta, "warp 2", kind, f"{kind} {a}", a, b) for kind, a, b in of_warp]
+    slices.append(Slice(cta, "TMA loads", "work", "copy", 12, 20, {}, ("warp 2", 12)))
+    found = trace_events(slices)
+    names = rows(found)
+    placed = {e["name"]: names[1, e["tid"]] for e in found if e["ph"] == "X"}
+    assert placed == {
+        "run 3": "warp 2", "run 12": "warp 2", "wait 5": "warp 2", "wait 0": "warp 2 (2)",
+        "wait 10": "warp 2 (2)", "copy": "TMA loads",
+    }  # fmt: skip
+    (start,) = [e for e in found if e["ph"] == "s"]
+    assert (names[1, start["tid"]], start["ts"]) == ("warp 2", 12)
 
 
 def test_a_trace_tells_late_from_eager(tmp_path: Path) -> None:

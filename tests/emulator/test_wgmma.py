@@ -62,7 +62,12 @@ class Tile:
         if self.major == "mn" and self.swizzle == "none":
             across, down = self.leading, self.stride
         address = at + group * across + inner * wide * 16 + unit * 16 + block * down
-        swap = {"none": 0, "32B": address >> 7 & 1, "64B": address >> 7 & 3, "128B": address >> 7 & 7}
+        swap = {
+            "none": 0,
+            "32B": address >> 7 & 1,
+            "64B": address >> 7 & 3,
+            "128B": address >> 7 & 7,
+        }
         return address ^ swap[self.swizzle] << 4
 
     def descriptor(self, at: int) -> int:
@@ -149,12 +154,11 @@ fill:
     ld.global.v4.u32 {{%a0, %a1, %a2, %a3}}, [%areg];
 """
     prologue += "".join(f"{load} %d{i}, [%out+{4 * i}];\n" for i in range(registers))
-    prologue += "FENCE_PROXY\nbar.sync 0;\n"
+    prologue += "fence.proxy.async.shared::cta;\nbar.sync 0;\n"
     stores = "".join(
         f"st.global.{'f32' if kind == 'f32' else 'b32'} [%out+{4 * i}], %d{i};\n"
         for i in range(registers)
     )
-    prologue = prologue.replace("FENCE_PROXY", "fence.proxy.async.shared::cta;")
     return (
         HEAD.format(target="sm_90a")
         + f".visible .entry k(.param .u64 mem, .param .u64 out, .param .u64 areg) {{\n"
@@ -257,7 +261,9 @@ def problem(shape: Shape, seed: int = 0) -> Problem:
     return Problem(shape, a, b, c, memory, (of_a.descriptor(at[0]), of_b.descriptor(at[1])))
 
 
-def single(p: Problem, scale_d: str = "%pt", before: str = FENCE, after: str = COMMIT + WAIT) -> str:
+def single(
+    p: Problem, scale_d: str = "%pt", before: str = FENCE, after: str = COMMIT + WAIT
+) -> str:
     a, b = p.descriptors
     source = f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b};\n{before}"
     first = "{%a0,%a1,%a2,%a3}" if p.shape.from_registers else "%rd10"
@@ -325,11 +331,10 @@ def test_signs(kind: str, signs: tuple[int, int], from_registers: bool) -> None:
     assert (run(p, single(p)) == accumulator_to_threads(p.expected())).all()
 
 
-@pytest.mark.parametrize("scale_d", ["%pf", "0", "!%pt"])
-def test_without_accumulator(scale_d: str) -> None:
+def test_without_accumulator() -> None:
     p = problem(Shape("f16", "f16", "f32", 8))
     p.c[:] = np.nan
-    got = run(p, single(p, scale_d))
+    got = run(p, single(p, "%pf"))
     assert (got == accumulator_to_threads(p.expected(accumulate=False))).all()
 
 
@@ -378,28 +383,289 @@ def test_two_warpgroups(completion: str, seed: int) -> None:
     assert (out == np.concatenate(wanted)).all()
 
 
-def test_wait_group_leaves_the_youngest() -> None:
-    """With late completion, wait_group 1 finishes the first product and not the second."""
-    p = problem(Shape("bf16", "bf16", "f32", 8))
+def two_groups(p: Problem, more: str = "") -> str:
+    """D and %e each get a product, in a group of its own; then all but one group are waited for."""
     a, b = p.descriptors
     body = f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b};\n{FENCE}"
     for name in "de":
         body += p.shape.instruction(name, "%rd10", "%rd11", "%pf") + COMMIT
-    body += "wgmma.wait_group.sync.aligned 1;\n"
-    copy = "".join(f"st.global.f32 [%out+{4 * i}], %e{i};\n" for i in range(4))
-    source = module(body, 4, p.shape)
-    assert (run(p, source, completion="late") == accumulator_to_threads(p.expected(False))).all()
-    early = module(body + copy, 4, p.shape)
-    with pytest.raises(em.PtxError, match=r"st.global.f32 reads register %e0, which the wgmma"):
-        run(p, early, completion="late")
-    shown = module(body + copy.replace("%out", "%areg"), 4, p.shape)
-    for check, done in (("race", False), ("none", False)):
-        values = np.zeros((128, 4), np.float32)
+    return module(body + "wgmma.wait_group.sync.aligned 1;\n" + more, 4, p.shape)
+
+
+STORE_E = "".join(f"st.global.f32 [%areg+{4 * i}], %e{i};\n" for i in range(4))
+
+
+def test_wait_group_finishes_the_older() -> None:
+    p = problem(Shape("bf16", "bf16", "f32", 8))
+    wanted, seen = accumulator_to_threads(p.expected(False)), np.zeros((128, 4), np.float32)
+    out = np.zeros_like(wanted)
+    source = two_groups(p, STORE_E + WAIT)
+    launch(source, p.memory, out, seen, completion="late", check="race")
+    assert (out == wanted).all()
+    assert (seen != wanted).all()  # the younger product has not been made
+    out[:] = 0
+    launch(two_groups(p, WAIT + STORE_E), p.memory, out, seen, completion="late")
+    assert (out == wanted).all()
+    assert (seen == wanted).all()
+    for completion in ("late", "eager"):
+        with pytest.raises(em.PtxError, match=r"st.global.f32 reads register %e0, which the wgmma"):
+            launch(source, p.memory, out, seen, completion=completion)
+
+
+@pytest.mark.parametrize(("completion", "seed"), POLICIES)
+def test_moves_go_along(completion: str, seed: int) -> None:
+    """Compilers copy accumulators between products, and pack halves."""
+    p = problem(Shape("f16", "f16", "f16", 8))
+    a, b = p.descriptors
+    body = f"""mov.b64 %rd10, {a}; mov.b64 %rd11, {b}; .reg .b16 %low, %high;\n{FENCE}"""
+    body += "mov.b32 %e0, %d0; mov.b32 %e1, %d1;\n"
+    body += p.shape.instruction("e", "%rd10", "%rd11", "%pt")
+    body += "mov.b32 {%low, %high}, %e0; mov.b32 %d0, {%low, %high}; mov.b32 %d1, %e1;\n"
+    body += p.shape.instruction("d", "%rd10", "%rd11", "%pt") + COMMIT + WAIT
+    got = run(p, module(body, 2, p.shape), completion=completion, seed=seed)
+    twice = replace(p, c=p.expected())
+    assert (got == accumulator_to_threads(twice.expected())).all()
+
+
+# --- mistakes ---------------------------------------------------------------------------------------
+
+S8 = Shape("bf16", "bf16", "f32", 8)
+RS = Shape("bf16", "bf16", "f32", 8, True)
+
+
+def fails(p: Problem, body: str, match: str, error: type = em.PtxError, **settings: Any) -> None:
+    a, b = p.descriptors
+    body = f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b};\n" + body
+    source = module(body, p.shape.registers, p.shape)
+    with pytest.raises(error, match=match) as caught:
+        run(p, source, **settings)
+    assert str(line_of(source, "wgmma.mma_async")) in str(caught.value)
+
+
+D = S8.instruction("d", "%rd10", "%rd11", "%pt")
+R = RS.instruction("d", "{%a0,%a1,%a2,%a3}", "%rd11", "%pt")
+
+
+@pytest.mark.parametrize("completion", ["eager", "late"])
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        (
+            FENCE + D + COMMIT + "add.f32 %f0, %d3, %d3;",
+            r"add.f32 reads register %d3, .* must come",
+        ),
+        (
+            FENCE + D + COMMIT + "add.f32 %d2, %f0, %f0;",
+            r"add.f32 writes register %d2, which the wg",
+        ),
+        (FENCE + D + WAIT + "add.f32 %f0, %d0, %d0;", r"reads register %d0, .*commit_group"),
+        (FENCE + R + COMMIT + "add.u32 %a1, %t, 1;", r"add.u32 writes register %a1"),
+        (
+            FENCE + R + COMMIT + "@%pf add.u32 %a1, %t, 1; add.u32 %t, %a3, 1;",
+            r"reads register %a3",
+        ),
+        (D + COMMIT + WAIT, "wgmma.fence is missing: it must come before the first"),
+        (FENCE + "add.f32 %d1, %f0, %f0;" + D, "wgmma.fence is missing: register %d1 was written"),
+        (
+            FENCE + "ld.global.b32 %a2, [%areg];" + R,
+            "wgmma.fence is missing: register %a2 was writ",
+        ),
+    ],
+)
+def test_registers_in_use(body: str, match: str, completion: str) -> None:
+    p = problem(RS if "%a" in body else S8)
+    body = ".reg .f32 %f<2>; mov.f32 %f0, 0f00000000;\n" + body
+    fails(p, body, match, completion=completion)
+    a, b = p.descriptors
+    source = f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b};\n" + body + COMMIT + WAIT
+    run(p, module(source, 4, p.shape), completion=completion, check=("race", "uninitialized"))
+
+
+@pytest.mark.parametrize(
+    ("body", "good"),
+    [
+        (FENCE + D + COMMIT + WAIT + "add.f32 %d1, %f0, %f0;" + D, False),
+        (FENCE + D + COMMIT + WAIT + "add.f32 %d1, %f0, %f0;" + FENCE + D, True),
+        (FENCE + D + COMMIT + WAIT + D, True),
+        (FENCE + D + D + COMMIT + D + COMMIT + "wgmma.wait_group.sync.aligned 1;" + D, True),
+        ("@%pf add.f32 %d1, %f0, %f0;" + FENCE + "@%pf add.f32 %d1, %f0, %f0;" + D, True),
+    ],
+)
+def test_where_a_fence_is_needed(body: str, good: bool) -> None:
+    p = problem(S8)
+    body = ".reg .f32 %f<2>; mov.f32 %f0, 0f00000000;\n" + body + COMMIT + WAIT
+    a, b = p.descriptors
+    source = module(f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b};\n" + body, 4, p.shape)
+    if good:
+        run(p, source)
+    else:
+        with pytest.raises(em.PtxError, match="fence is missing: register %d1"):
+            run(p, source)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Shape("f16", "f16", "f16", 16), Shape("f16", "f16", "f32", 8)),  # another shape
+        (Shape("f16", "f16", "f16", 16), Shape("f16", "f16", "f16", 8)),
+    ],
+)
+def test_other_shape_on_the_same_accumulator(first: Shape, second: Shape) -> None:
+    p = problem(first)
+    other = second.instruction("d", "%rd10", "%rd11", "%pt")
+    this = first.instruction("d", "%rd10", "%rd11", "%pt")
+    fails(p, FENCE + this + other, "uses register %d0, which the wgmma.* and is not of its shape")
+    a, b = p.descriptors
+    waited = f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b};\n" + FENCE + this + COMMIT + WAIT + FENCE
+    run(p, module(waited + other + COMMIT + WAIT, first.registers, first))
+
+
+def test_accumulator_in_flight_as_operand() -> None:
+    first = Shape("f16", "f16", "f16", 16)
+    second = Shape("f16", "f16", "f16", 8, True).instruction(
+        "e", "{%d0,%d1,%d2,%d3}", "%rd11", "%pt"
+    )
+    body = FENCE + first.instruction("d", "%rd10", "%rd11", "%pt") + second
+    fails(problem(first), body, "uses register %d0, which the wgmma")
+
+
+STORE = "st.shared.u32 [shared+16], %r1;\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        (STORE + "bar.sync 0;" + FENCE + D, "missing fence.proxy.async: wgmma.mma_async"),
+        (STORE + "fence.proxy.async.shared::cta;" + FENCE + D, ""),
+        ("setp.lt.u32 %p2, %t, 32; @%p2 " + STORE + "fence.proxy.async;" + FENCE + D, ""),
+    ],
+)
+def test_proxy_fence(body: str, match: str) -> None:
+    """Every warp fences what it wrote itself; a product knows what its four warps know."""
+    p = problem(S8)
+    if match:
+        fails(p, "setp.eq.u32 %p1, %t, 0; @%p1 " + body, match, em.DataRace)
+        return
+    a, b = p.descriptors
+    source = f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b}; setp.eq.u32 %p1, %t, 0;"
+    run(p, module(source + "@%p1 " * body.startswith("st") + body + COMMIT + WAIT, 4, p.shape))
+
+
+@pytest.mark.parametrize("completion", ["eager", "late"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_overwriting_an_operand(wait: bool, completion: str) -> None:
+    p = problem(S8)
+    body = FENCE + D + COMMIT + WAIT * wait + "setp.eq.u32 %p1, %t, 5; @%p1 " + STORE
+    if not wait:
+        if completion == "eager":
+            fails(p, body + WAIT, "data race: st.shared.u32 .* after the read by", em.DataRace)
+        else:
+            fails(p, body + WAIT, "data race|fence.proxy.async", em.DataRace, completion="late")
+        return
+    a, b = p.descriptors
+    run(p, module(f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b};\n" + body, 4, p.shape))
+
+
+def test_reading_what_nobody_wrote() -> None:
+    p = problem(S8)
+    fails(
+        p,
+        f"mov.b64 %rd10, {p.descriptors[0] + (SPACE >> 4)};" + FENCE + D + COMMIT + WAIT,
+        "out of bounds|nobody has written",
+    )
+    source = single(p).replace("fill:", "mov.u32 %r2, 20000;\nfill:", 1)
+    source = source.replace("@%p0 bra fill", "@%pf bra fill").replace(
+        "st.shared.v4.u32", "@%pf st.shared.v4.u32"
+    )
+    with pytest.raises(em.Uninitialized, match="reads byte 0x.* nobody has written"):
         launch(
-            shown.replace("st.global.f32 [%out", "st.global.f32 [%rd20"), p.memory,
-            accumulator_to_threads(p.c), values, completion="late", check=check,
-        ) if False else launch(
-            shown, p.memory, accumulator_to_threads(p.c), values, completion="late", check=check
-        )  # fmt: skip
-        same = values == accumulator_to_threads(p.expected(False))
-        assert same.all() == done
+            source.replace("ld.global.v4.u32 {%r6", "@%pf ld.global.v4.u32 {%r6"),
+            p.memory,
+            accumulator_to_threads(p.c),
+        )
+
+
+@pytest.mark.parametrize(
+    ("body", "block", "match"),
+    [
+        (
+            "setp.gt.u32 %p1, %t, 95; @%p1 bra end;",
+            128,
+            "all of warpgroup 0: warp 3 not here; warp 3 n",
+        ),
+        ("setp.eq.u32 %p1, %t, 40; @%p1 bra wait;", 128, "all of warpgroup 0: warp 1 not here"),
+        ("", 160, "warpgroup 1: warp 5, 6, 7 not here; warp 5, 6, 7 never comes"),
+    ],
+)
+@pytest.mark.parametrize("what", [FENCE, FENCE + D, COMMIT, WAIT])
+def test_threads_that_do_not_come(body: str, block: int, match: str, what: str) -> None:
+    p = problem(S8)
+    a, b = p.descriptors
+    body = f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b}; {body} {what} bra end; wait: bar.sync 1, 256; end:"
+    source = (
+        module(body, 4, p.shape).replace("bra end; wait", "ret; wait").replace("end:", "end: ret;")
+    )
+    with pytest.raises(em.Deadlock, match=re.escape(match)):
+        launch(source, p.memory, np.zeros((block, 4), np.float32), block=block)
+
+
+def test_a_descriptor_that_differs() -> None:
+    fails(
+        problem(S8),
+        FENCE + "cvt.u64.u32 %rd12, %t; add.u64 %rd10, %rd10, %rd12;" + D,
+        "the descriptor of A differs between threads of a warpgroup",
+    )
+    fails(
+        problem(S8), f"mov.b64 %rd10, {1 << 14};" + FENCE + D, "descriptor of A, 0x4000: .*reserved"
+    )
+    fails(problem(S8), "setp.eq.u32 %pt, %t, 3;" + FENCE + D, "scale-d differs between threads")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("m64n8k16.f32.bf16.bf16 {%d0,%d1,%d2}, %rd1, %rd2, %pt, 1, 1, 0, 0", "operand 0 has 3 regist"),
+        ("m64n12k16.f32.bf16.bf16 {%d0,%d1,%d2,%d3}, %rd1, %rd2, %pt, 1, 1, 0, 0", "N is 12"),
+        ("m64n8k8.f32.bf16.bf16 {%d0,%d1,%d2,%d3}, %rd1, %rd2, %pt, 1, 1, 0, 0", "K is 8; .bf16.bf16"),
+        ("m64n8k16.f16.bf16.bf16 {%a0,%a1}, %rd1, %rd2, %pt, 1, 1, 0, 0", "there is no .f16.bf16.bf16"),
+        ("m64n8k16.f32.f16.bf16 {%d0,%d1,%d2,%d3}, %rd1, %rd2, %pt, 1, 1, 0, 0", "no .f32.f16.bf16"),
+        ("m64n8k16.f32.f16.f16 {%d0,%d1,%d2,%d3}, %rd1, %rd2, %pt, 2, 1, 0, 0", "operand 4, a sign, is 2"),
+        ("m64n8k16.f32.f16.f16 {%d0,%d1,%d2,%d3}, %rd1, %rd2, %pt, 1, 1, 0, 2", "operand 7, a transpos"),
+        ("m64n8k16.f32.f16.f16 {%d0,%d1,%d2,%d3}, %rd1, %rd2, %pt, 1, 1, 0", "7 operands, too few"),
+        ("m64n8k8.f32.tf32.tf32 {%d0,%d1,%d2,%d3}, %rd1, %rd2, %pt, 1, 1, 0, 0", "6 are expected"),
+        (
+            "m64n8k16.f32.f16.f16 {%d0,%d1,%d2,%d3}, {%a0,%a1,%a2,%a3}, %rd2, %pt, 1, 1, 0, 0",
+            "8 operands, 7 are expected",
+        ),
+        ("m64n8k16.f32.f16.f16 {%d0,%d1,%d2,%d3}, {%a0,%a1}, %rd2, %pt, 1, 1, 0", "1 has 2 registers"),
+        ("m64n8k16.f32.f16.f16 {%d0,%d1,%d2,%rd3}, %rd1, %rd2, %pt, 1, 1, 0, 0", "rd3 has type .b64"),
+        ("m64n8k32.s32.s8.s8 {%a0,%a1,%a2,%a3}, %rd1, %rd2, %pt", "integer and single-bit"),
+        ("m64n8k256.s32.b1.b1.and.popc {%a0,%a1,%a2,%a3}, %rd1, %rd2, %pt", "integer and single-bit"),
+    ],
+)  # fmt: skip
+def test_malformed(text: str, match: str) -> None:
+    with pytest.raises(em.PtxError, match=re.escape(match) + r".*\(line \d+\)"):
+        source = module(f"wgmma.mma_async.sync.aligned.{text};", 4)
+        launch(source, np.zeros(SPACE, np.uint8), np.zeros((128, 4), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        (
+            "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.f16.f16 {%d0}, %rd1, %rd2, %r1, 0;",
+            "sparse",
+        ),
+        ("wgmma.fence.sync;", r"expected .sync.aligned"),
+        ("wgmma.wait_group.sync.aligned %r1;", "expected a number of groups"),
+    ],
+)
+def test_malformed_others(line: str, match: str) -> None:
+    with pytest.raises(em.PtxError, match=match):
+        launch(module(line, 4), np.zeros(SPACE, np.uint8), np.zeros((128, 4), np.float32))
+
+
+def test_needs_sm_90a() -> None:
+    source = single(problem(S8)).replace(".target sm_90a", ".target sm_90")
+    with pytest.raises(em.PtxError, match="needs sm_90a, .target is sm_90"):
+        launch(source, np.zeros(SPACE, np.uint8), np.zeros((128, 4), np.float32))

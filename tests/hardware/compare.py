@@ -111,7 +111,7 @@ def of_tests(pattern: str) -> Recorder:
     paths = [str(p) for p in sorted(folder.glob(pattern)) if not re.search(_NOT_FOR_A_GPU, p.name)]
     recorder = Recorder()
     with recorder.watching():
-        options = ["-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow", "--tb=line"]
+        options = ["-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow and not undefined", "--tb=line"]
         pytest.main([*options, *paths], plugins=[recorder])
     return recorder
 
@@ -289,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", type=Path, required=True, help="hashes of what the GPU gave")
     parser.add_argument("--json", type=Path, required=True, help="versions, counts, differences")
-    parser.add_argument("--full", type=Path, help="what the kernels gave, in full")
+    parser.add_argument("--full", type=Path, help="what kernels gave, and what differs, in full")
     parser.add_argument("--tests", default="test_*.py", help="of tests/emulator")
     given = parser.parse_args()
     recorder, every = of_tests(given.tests), cases()
@@ -306,8 +306,8 @@ def main() -> None:
         outcomes = run_all(gpu, launches)
     record(outcomes, given.record)
     if given.full:
-        kernels = [o for o in outcomes if o.launch.sort == "kernel" and o.gpu is not None]
-        arrays = {f"{o.launch.name}:{i}": r for o in kernels for i, r in enumerate(o.gpu or ())}
+        kept = [o for o in outcomes if o.launch.sort == "kernel" or o.status != "equal"]
+        arrays = {f"{o.launch.name}:{i}": r for o in kept for i, r in enumerate(o.gpu or ())}
         np.savez_compressed(
             given.full, **{k: np.frombuffer(v, np.uint8) for k, v in arrays.items()}
         )

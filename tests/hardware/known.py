@@ -101,13 +101,6 @@ def _approximate(launch: Any, gpu: Regions) -> bool:
     return bool(good.all())
 
 
-def _long_fields(launch: Any, gpu: Regions) -> bool:
-    """Equal where position and length are at most 255."""
-    position, length = (np.frombuffer(r, np.uint32) for r in launch.request.regions[-3:-1])
-    x, y = (np.frombuffer(r[-1], np.uint64) for r in (gpu, launch.emulated))
-    return bool(((x == y) | (position > 255) | (length > 255)).all())
-
-
 def _but_warpid(launch: Any, gpu: Regions) -> bool:
     ((x, y),) = _pairs(launch, gpu, np.uint32)
     columns = [i for i in range(16) if i != 12]
@@ -137,11 +130,6 @@ KNOWN: tuple[Known, ...] = (
         "functions of CUDA's library made of approximations: within 2e-6", _near,
     ),
     Known("test_reduction", "red|atom", "floats are added in another order: within 2e-6", _near),
-    Known(
-        "^bf[ei]", r"^(bfe\.[us]64|bfi\.b64)",
-        "64-bit bfe and bfi: the PTX ISA takes 8 bits of position and length, an H200 more",
-        _long_fields,
-    ),
     Known(
         "atomics_take_turns.*exch", "atom",
         "lanes take turns in any order, seen in the old values", _turns,

@@ -105,6 +105,10 @@ class Shadow:
                 who = np.broadcast_to(at, cells.shape)[touched]
                 self._after_reads(cells[touched], known[who, SEEN], site)
         self._wrote(cells, at, self.order.time[at], site)
+        if self.races and not strong:
+            lost = self.writer[cells] != at
+            if lost.any():
+                self._race(cells[lost][0], "writes", site, "write")
         self.strong[cells] = strong
 
     # --- by asynchronous work ---

@@ -65,11 +65,6 @@ class Work:
         self.done = False
         self.rest: Work | None = None  # what it leaves to be done, once it has read its source
 
-    def take_place_of(self, other: Work) -> None:
-        """Be reported as where the other was issued."""
-        self.what, self.line, self.issuer = other.what, other.line, other.issuer
-        self.threads = other.threads
-
     @property
     def finished(self) -> bool:
         return self.done and (self.rest is None or self.rest.finished)
@@ -96,6 +91,8 @@ class Work:
             if error.line is not None:
                 raise
             raise type(error)(f"{error.message}; {self.location()}", self.line) from None
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise PtxError(f"emulator: {error!r}; {self.location()}", self.line) from error
         self.done = True
 
 

@@ -105,13 +105,19 @@ class Order:
 
     # --- asynchronous work ---
 
+    def _issue(self, issuers: np.ndarray) -> Knowledge:
+        """What the issuers know; what they do afterwards is not before the work."""
+        known: Knowledge = self.known[issuers].max(axis=0)
+        self._advance(issuers)
+        return known
+
     def begin(self, issuers: np.ndarray, generic: bool = False) -> Actor:
         """A copy, not ordered with any other."""
         base, size = (self._plain, _PLAIN) if generic else (self._copies, _COPIES)
         slot = base + self._turns[generic] % size
         self._turns[generic] += 1
         self.time[slot] += 1
-        return Actor(slot, int(self.time[slot]), self.known[issuers].max(axis=0), generic)
+        return Actor(slot, int(self.time[slot]), self._issue(issuers), generic)
 
     def follow(self, issuers: np.ndarray, pipe: Hashable) -> Actor:
         """Work in a pipe: it knows of all earlier work there."""
@@ -123,7 +129,7 @@ class Order:
                 raise ValueError(f"no slot for the pipe {pipe!r}")
         self.time[slot] += 1
         known = self.known[slot]
-        np.maximum(known, self.known[issuers].max(axis=0), out=known)
+        np.maximum(known, self._issue(issuers), out=known)
         known[:, slot] = self.time[slot]
         return Actor(slot, int(self.time[slot]), known.copy())
 

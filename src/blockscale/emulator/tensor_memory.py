@@ -8,7 +8,7 @@ import numpy as np
 
 from .checks import Shadow
 from .engine import Work
-from .machine import CTA
+from .machine import CTA, Fragment
 from .memory import MemoryFault
 from .program import PtxError
 
@@ -54,7 +54,8 @@ class TensorMemory:
     def allocate(self, columns: int, start: int) -> None:
         self.owner[start : start + columns] = start
 
-    def free(self, start: int, columns: int) -> None:
+    def free(self, start: int, columns: int, w: Fragment) -> None:
+        """``w``: who does it, after all that is done there."""
         mine = np.nonzero(self.owner == start)[0]
         if len(mine) != columns or (columns and int(mine[0]) != start):
             raise PtxError(
@@ -64,6 +65,7 @@ class TensorMemory:
         self.owner[mine] = -1
         if self.shadow is not None:  # whoever gets them next must write them first
             cells = (np.arange(LANES // _RUN)[:, None] * COLUMNS + mine).ravel()
+            self.shadow.write(cells[None], w.agents()[:1], w.site(), strong=False)
             self.shadow.written[cells] = 0
 
     # --- access ---

@@ -158,7 +158,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(192)
     store(s, rank, tmem, &d, tiles);
   }
   before_sync();
-  __syncthreads();
   meet_cluster();
   if (warp == 1) {
     after_sync();

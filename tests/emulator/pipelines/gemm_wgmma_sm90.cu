@@ -130,7 +130,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     }
     fence_mbarrier_init();
   }
-  __syncthreads();
   meet_cluster_relaxed();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");

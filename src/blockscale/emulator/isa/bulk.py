@@ -19,8 +19,13 @@ from .registry import TYPES, Form, instruction
 __all__ = ["REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send"]
 
 _PIECE = 16
+#: Destination and source.
+_WAYS = (
+    ("shared::cluster", "global"), ("shared::cta", "global"), ("shared::cluster", "shared::cta"),
+    ("global", "shared::cta"),
+)  # fmt: skip
 _SPACES = ("global", "shared::cluster", "shared::cta")
-#: Operations of cp.reduce.async.bulk and the types that each takes.
+#: Operations of reductions and the types that each takes in global memory.
 REDUCTIONS = {
     "and": ("b32", "b64"),
     "or": ("b32", "b64"),
@@ -31,6 +36,12 @@ REDUCTIONS = {
     "min": ("u32", "s32", "u64", "s64", "f16", "bf16"),
     "max": ("u32", "s32", "u64", "s64", "f16", "bf16"),
 }
+#: Those that shared memory has, too.
+_IN_SHARED = {
+    *((operation, "b32") for operation in ("and", "or", "xor")),
+    *((operation, type) for operation in ("add", "min", "max") for type in ("u32", "s32")),
+    ("add", "u64"), ("inc", "u32"), ("dec", "u32"),
+}  # fmt: skip
 
 
 def pieces(start: int, size: int) -> np.ndarray:
@@ -103,14 +114,19 @@ def send(w: Fragment, read: Callable[[Work], Callable[[Work], None]]) -> None:
     """
     cluster = w.cta.cluster
 
+    writes: list[Callable[[Work], None]] = []
+
     def fetch(work: Work) -> None:
-        write = read(work)
-        work.rest = Work(w, write, actor=work.actor)
-        work.rest.take_place_of(work)
-        cluster.engine.submit(work.rest)
+        writes.append(read(work))
+        work.rest = rest
+        cluster.engine.submit(rest)
+
+    def store(work: Work) -> None:
+        writes[0](work)
 
     actor = cluster.order.begin(w.warp_agents()) if cluster.order else None
     work = Work(w, fetch, needs=(w.cta,), actor=actor)
+    rest = Work(w, store, actor=actor)
     groups(w.cta, "bulk").add(w.threads, work)
     cluster.engine.submit(work)
 
@@ -157,7 +173,7 @@ def _checked(form: Form, size: int, **addresses: int) -> None:
 def bulk(form: Form) -> Step:
     """[dst], [src], size, then [mbar] and a CTA mask, or nothing, or a byte mask; cache policy."""
     spaces = form.several(*_SPACES)
-    if len(spaces) != 2 or spaces[0] == spaces[1]:
+    if tuple(spaces) not in _WAYS:
         raise form.error("expected the state spaces of destination and source")
     target, source = spaces
     operation = None
@@ -166,22 +182,31 @@ def bulk(form: Form) -> Step:
         operation = form.one(*REDUCTIONS)
         if operation is None:
             raise form.error(f"expected one of {', '.join(REDUCTIONS)}")
-        form.has("noftz")
+        noftz = form.has("noftz")
         type = form.type(*REDUCTIONS[operation])
+        if noftz != (operation == "add" and type in ("f16", "bf16")):
+            raise form.error("expected .noftz with .add of .f16 and .bf16 only")
+        if source == "global" or (type == "s64" and operation == "add"):
+            raise form.error(f"there is no .{operation} of .{type} from .{source} to .{target}")
+        if target != "global" and (operation, type) not in _IN_SHARED:
+            raise form.error(f"there is no .{operation} of .{type} in shared memory")
     told = form.has("mbarrier::complete_tx::bytes")
     grouped = form.has("bulk_group")
     if told == grouped or grouped != (target == "global"):
         raise form.error(
             "expected .mbarrier::complete_tx::bytes into shared, .bulk_group into global memory"
         )
-    multicast, masked = form.has("multicast::cluster"), form.has("cp_mask")
+    multicast = (target, source) == _WAYS[0] and form.has("multicast::cluster")
+    masked = target == "global" and operation is None and form.has("cp_mask")
+    if masked:
+        form.needs("sm_100")
     at = 3
     to, start, size_of = form.address(0), form.address(1), form.get(2, "u32")
     bar = form.address(at) if told else None
     at += told
     ctas = form.get(at, "u16") if multicast else None
     at += multicast
-    if form.has("L2::cache_hint"):
+    if "global" in spaces and form.has("L2::cache_hint"):
         form.get(at, "b64")
         at += 1
     bytes_of = form.get(at, "b16") if masked else None

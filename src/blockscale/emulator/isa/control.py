@@ -258,6 +258,9 @@ def fence(form: Form) -> Step:
     names = set(form.left)
     while form.has(*_FENCES):
         pass
+    if "tensormap::generic" in names and "acquire" in names:
+        form.address(0)
+        form.get(1, "u32")
     if "proxy" in names and not names & {"async", "async::generic"}:
         return lambda w: None
     row = FENCED if "proxy" in names else STRONG

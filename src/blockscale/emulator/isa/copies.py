@@ -15,7 +15,7 @@ from ..machine import CTA, Fragment, Step, Wait
 from ..ports import read_global, write_shared
 from ..program import Immediate
 from .access import checked
-from .mbarrier import addresses, find
+from .mbarrier import addresses, find, visible
 from .registry import Form, instruction
 
 __all__ = ["Groups", "groups"]
@@ -187,6 +187,7 @@ def arrive(form: Form) -> Step:
         cluster, mine = w.cta.cluster, groups(w.cta, "cp.async")
         for i, address in enumerate(where(w)):
             barrier = find(w.cta, int(address))
+            visible(w, barrier)
             if not counted:
                 barrier.pending += 1
             earlier = tuple(mine.all(w.threads[i : i + 1]))

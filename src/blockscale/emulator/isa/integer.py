@@ -280,6 +280,12 @@ def _low_bits(count: Any) -> Any:
     return np.where(count >= 64, ~np.uint64(0), some)
 
 
+def field_part(value: Any, bits: int) -> Any:
+    """Position or length of a field: the low 8 bits of it, as the PTX ISA says. With 64-bit
+    operands an H200 takes all of it."""
+    return np.int64(value & 0xFF) if bits == 32 else np.minimum(np.int64(value), 255)
+
+
 @instruction("bfe")
 def bfe(form: Form) -> Step:
     """9.7.1: a field of ``length`` bits, filled with its sign, or with that of the whole number
@@ -292,7 +298,7 @@ def bfe(form: Form) -> Step:
 
     def run(w: Fragment) -> None:
         value = np.asarray(a(w)).view(unsigned).astype(np.uint64)
-        start, count = np.int64(at(w) & 0xFF), np.int64(length(w) & 0xFF)
+        start, count = field_part(at(w), bits), field_part(length(w), bits)
         reach = np.clip(bits - start, 0, count)
         shifted = value >> np.minimum(start, 63).astype(np.uint64)
         out = shifted & _low_bits(reach)
@@ -316,7 +322,7 @@ def bfi(form: Form) -> Step:
 
     def run(w: Fragment) -> None:
         a, b, start, count = (get(w) for get in gets)
-        start, count = np.int64(start & 0xFF), np.int64(count & 0xFF)
+        start, count = field_part(start, bits), field_part(count, bits)
         at = np.minimum(start, 63).astype(np.uint64)
         mask = _low_bits(np.clip(bits - start, 0, count)) << at
         put(w, ((np.uint64(b) & ~mask) | ((np.uint64(a) << at) & mask)).astype(dtype))

@@ -205,7 +205,7 @@ def transactions(form: Form) -> Step:
 
 @instruction("mbarrier.arrive", "mbarrier.arrive_drop")
 def arrive(form: Form) -> Step:
-    """With .expect_tx, announces bytes and arrives once; .noComplete must leave arrivals pending."""
+    """With .expect_tx, announces bytes and arrives once; .noComplete must leave some pending."""
     drops = form.parts[1] == "arrive_drop"
     expects = form.has("expect_tx")
     partial = form.has("noComplete")

@@ -1,4 +1,4 @@
-"""tcgen05: allocation of Tensor Memory, commit, fences and waits. PTX ISA 9.7.16.7, .8, .11, .12."""
+"""tcgen05: allocation of Tensor Memory, commit, fences, waits. PTX ISA 9.7.16.7, .8, .11, .12."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engine import Work
-from ..machine import CTA, Fragment, Step, Wait
+from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import write_shared
 from ..program import PtxError
@@ -18,7 +18,7 @@ from .mbarrier import addresses, find, visible
 from .registry import Form, instruction
 from .warp import gathered
 
-__all__ = ["cta_group", "enqueue", "for_warps", "pair", "split_address", "uniform"]
+__all__ = ["aligned", "cta_group", "enqueue", "for_warps", "pair", "split_address", "uniform"]
 
 
 def cta_group(form: Form) -> int:
@@ -37,6 +37,12 @@ def pair(cta: CTA, group: int) -> tuple[CTA, ...]:
     if first + 1 >= len(ctas):
         raise PtxError(f".cta_group::2 in a cluster of {len(ctas)}: CTA {cta.index} has no peer")
     return ctas[first], ctas[first + 1]
+
+
+def aligned(form: Form) -> None:
+    """Takes .sync and .aligned, which must be there."""
+    if not (form.has("sync") and form.has("aligned")):
+        raise form.error("expected .sync.aligned")
 
 
 def uniform(form: Form, value: Any, what: str) -> int:
@@ -89,13 +95,15 @@ def alloc(form: Form) -> Step:
     """Columns of Tensor Memory, their address into shared memory; waits until they are free."""
     form.needs("sm_100a")
     group = cta_group(form)
-    form.has("sync")
-    form.has("aligned")
-    space = form.one("shared", "shared::cta")
+    aligned(form)
+    space = form.one("shared::cta")
     form.type("b32")
     where, count = addresses(form, 0, space), form.get(1, "u32")
 
     def run(w: Fragment) -> Any:
+        warp = w.threads // 32
+        if warp[0] != warp[-1]:
+            return Split(warp == warp[0])
         columns = uniform(form, count(w), "the number of columns")
         if columns < 32 or columns > COLUMNS or columns & (columns - 1):
             raise form.error(f"{columns} columns; allowed are powers of two from 32 to {COLUMNS}")
@@ -126,14 +134,14 @@ def alloc(form: Form) -> Step:
 def dealloc(form: Form) -> Step:
     form.needs("sm_100a")
     cta_group(form)
-    form.has("sync")
-    form.has("aligned")
+    aligned(form)
     form.type("b32")
     address, count = form.get(0, "u32"), form.get(1, "u32")
 
     def run(w: Fragment) -> None:
         _, start = split_address(uniform(form, address(w), "the address"))
-        tensor_memory(w.cta).free(start, uniform(form, count(w), "the number of columns"))
+        columns = uniform(form, count(w), "the number of columns")
+        tensor_memory(w.cta).free(start, columns, w)
 
     return for_warps(form, run)
 
@@ -142,8 +150,7 @@ def dealloc(form: Form) -> Step:
 def relinquish(form: Form) -> Step:
     form.needs("sm_100a")
     cta_group(form)
-    form.has("sync")
-    form.has("aligned")
+    aligned(form)
 
     def run(w: Fragment) -> None:
         tensor_memory(w.cta).closed_by = form.ins.line
@@ -167,8 +174,7 @@ for _name in ("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_
 def wait(form: Form) -> Step:
     """Until the warp's loads from, or stores to, Tensor Memory are done."""
     form.needs("sm_100a")
-    form.has("sync")
-    form.has("aligned")
+    aligned(form)
     kind = "tcgen05." + form.parts[1][-2:]
 
     def run(w: Fragment) -> Any:
@@ -189,7 +195,7 @@ def commit(form: Form) -> Step:
     group = cta_group(form)
     if not form.has("mbarrier::arrive::one"):
         raise form.error("expected .mbarrier::arrive::one")
-    space = form.one("shared::cluster", "shared", "shared::cta")
+    space = form.one("shared::cluster")
     multicast = form.has("multicast::cluster")
     form.type("b64")
     where = addresses(form, 0, space)

@@ -10,7 +10,7 @@ import numpy as np
 from ..engine import Work
 from ..machine import CTA, Fragment, Step
 from ..matrix_operands import Operand, container_bits, from_shared, negated
-from ..program import Address
+from ..program import Address, Immediate, Vector
 from ..tensor_memory import tensor_memory
 from ..tensorcore.arithmetic import multiply
 from ..tensorcore.descriptors import (
@@ -58,7 +58,7 @@ class Multiplication:
     scales: tuple[int, int] | None
     accumulate: bool
     scale_d: int
-    disabled: np.ndarray | None  # lanes of D that are not written
+    disabled: np.ndarray | None  # (group, 128) lanes of D that are not written
     exact: bool
 
     def run(self, work: Work, ctas: tuple[CTA, ...]) -> None:
@@ -107,7 +107,7 @@ class Multiplication:
         )  # fmt: skip
         words = d.view(np.uint16).astype(np.uint32) if half else d.view(np.uint32)
         if self.disabled is not None:
-            keep = ~self.disabled[lanes[:, 0]]
+            keep = ~self.disabled[rank][lanes]
             lanes, columns, words = lanes[keep], columns[keep], words[keep]
         if len(words):
             memory.write(work, lanes, columns, words)
@@ -188,11 +188,20 @@ def mma(form: Form) -> Step:
     scales = (form.address(4), form.address(5)) if scaled else None
     at += 2 * scaled
     lanes_of = None
-    if not scaled and not form.is_predicate(at):
+    if not scaled and isinstance(form.operand(at), Vector):
         lanes_of = [form.get(item, "b32") for item in form.items(at)]
+        if len(lanes_of) != 4 * group:
+            raise form.error(
+                f"has {len(lanes_of)} words of lanes, .cta_group::{group} takes {4 * group}"
+            )
         at += 1
     enable = form.get(at, "pred")
-    scale_d = form.get(at + 1, "u32") if len(operands) > at + 1 else None
+    scale_d = 0
+    if kind in ("f16", "tf32") and len(operands) > at + 1:
+        scale = form.operand(at + 1)
+        if not isinstance(scale, Immediate) or not 0 <= scale.value <= 15:
+            raise form.error("scale-input-d must be an immediate from 0 to 15")
+        scale_d = int(scale.value)
 
     def run(w: Fragment) -> None:
         shape = instruction_descriptor(_one(shape_of(w)), kind, group)
@@ -204,12 +213,12 @@ def mma(form: Form) -> Step:
         disabled = None
         if lanes_of is not None:
             words = np.array([_one(get(w)) for get in lanes_of], "<u4")
-            disabled = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
-            disabled = disabled[:128]
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+            disabled = bits.astype(bool).reshape(group, 128)
         todo = Multiplication(
             shape, group, vector, a, tcgen05_descriptor(_one(b_of(w))), _one(d(w)),
             None if scales is None else (_one(scales[0](w)), _one(scales[1](w))),
-            bool(np.max(enable(w))), 0 if scale_d is None else _one(scale_d(w)), disabled,
+            bool(np.max(enable(w))), scale_d, disabled,
             w.cta.launch.settings.exact,
         )  # fmt: skip
         ctas = pair(w.cta, group)

@@ -9,6 +9,7 @@ import numpy as np
 from ..engine import Work
 from ..machine import Fragment, Step
 from ..ports import read_shared
+from ..program import Immediate, Vector
 from ..registers import Loading
 from ..tensor_memory import tensor_memory
 from ..tensorcore.descriptors import tcgen05_descriptor
@@ -24,7 +25,16 @@ from ..tensorcore.tmem import (
 )
 from .copies import groups
 from .registry import Form, instruction
-from .tcgen05 import cta_group, enqueue, for_warps, one_thread, pair, split_address, uniform
+from .tcgen05 import (
+    aligned,
+    cta_group,
+    enqueue,
+    for_warps,
+    one_thread,
+    pair,
+    split_address,
+    uniform,
+)
 
 _SHAPES = ("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2")
 _NUMS = tuple(f"x{1 << i}" for i in range(8))
@@ -32,21 +42,25 @@ _COPIES = tuple(COPY_SHAPES)
 _MULTICASTS = ("warpx2::02_13", "warpx2::01_23", "warpx4")
 
 
-def _shape(form: Form, address_at: int, values_at: int) -> Any:
+def _shape(form: Form, address_at: int, values_at: int, pack: str) -> Any:
     """Common to ld and st: (function of warp and address -> lanes and columns, registers)."""
     form.needs("sm_100a")
-    form.has("sync")
-    form.has("aligned")
+    aligned(form)
     shape, num = form.one(*_SHAPES), form.one(*_NUMS)
     if shape is None or num is None:
         raise form.error(f"expected one of .{', .'.join(_SHAPES)} and .x1 to .x128")
-    packed = form.has("pack::16b", "unpack::16b")
+    packed = form.has(pack)
     form.type("b32")
     address = form.address(address_at)
     half = None
     if shape == "16x32bx2":
-        half = form.get(2 if address_at else 1, "u32")
+        second = 2 if address_at else 1
+        if not isinstance(form.operand(second), Immediate):
+            raise form.error("the offset of the second half must be an immediate")
+        half = form.get(second, "u32")
         values_at += 0 if address_at else 1
+    if not isinstance(form.operand(values_at), Vector):
+        raise form.error("expected registers in braces")
     items = form.items(values_at)
     places = packed_places if packed else load_places
 
@@ -72,7 +86,7 @@ def _shape(form: Form, address_at: int, values_at: int) -> Any:
 @instruction("tcgen05.ld", control=True)
 def load(form: Form) -> Step:
     """The registers are in flight until tcgen05.wait::ld, or until one of them is used."""
-    find, items, packed = _shape(form, 1, 0)
+    find, items, packed = _shape(form, 1, 0, "pack::16b")
     slots = form.asynchronous(items)
 
     def run(w: Fragment) -> None:
@@ -101,7 +115,7 @@ def load(form: Form) -> Step:
 
 @instruction("tcgen05.st", control=True)
 def store(form: Form) -> Step:
-    find, items, packed = _shape(form, 0, 1)
+    find, items, packed = _shape(form, 0, 1, "unpack::16b")
     gets = [form.get(item, "b32") for item in items]
 
     def run(w: Fragment) -> None:

@@ -46,9 +46,8 @@ def _box(
     form: Form, given: tuple[TensorMap, list[int]], rank: int, rows: bool, store: bool
 ) -> Tile:
     tensor, coordinates = given
-    expected = 2 if rows else rank
-    if len(tensor.shape) != expected:
-        raise form.error(f"the tensor map is of rank {len(tensor.shape)}, not {expected}")
+    if len(tensor.shape) != rank:
+        raise form.error(f"the tensor map is of rank {len(tensor.shape)}, not {rank}")
     find = tensor.tile4 if rows else tensor.tile
     return find(coordinates, store=store)
 
@@ -64,20 +63,28 @@ def tensor(form: Form) -> Step:
     operation = form.one(*REDUCTIONS) if form.parts[1] == "reduce" else None
     if (operation is not None) != (form.parts[1] == "reduce"):
         raise form.error(f"expected one of {', '.join(REDUCTIONS)}")
-    if spaces[0] == "global":
+    if spaces == ["global", "shared::cta"]:
         return _store(form, rank, operation)
-    if operation is not None:
-        raise form.error("reduces into global memory only")
-    return _load(form, rank)
+    if operation is not None or spaces[0] == "global":
+        raise form.error("stores and reduces from .shared::cta to .global only")
+    return _load(form, rank, spaces[0])
 
 
-def _load(form: Form, rank: int) -> Step:
-    rows = (form.one(*_LOADS) or "tile") == "tile::gather4"
+def _rows(form: Form, rank: int, modes: tuple[str, ...]) -> bool:
+    """Whether the mode is that of four rows."""
+    rows = (form.one(*modes) or "tile") == modes[1]
     if rows:
         form.needs("sm_100a")
+        if rank != 2:
+            raise form.error(f".{modes[1]} is for .2d only")
+    return rows
+
+
+def _load(form: Form, rank: int, target: str) -> Step:
+    rows = _rows(form, rank, _LOADS)
     if not form.has("mbarrier::complete_tx::bytes"):
         raise form.error("expected .mbarrier::complete_tx::bytes")
-    multicast = form.has("multicast::cluster")
+    multicast = target == "shared::cluster" and form.has("multicast::cluster")
     group = form.one("cta_group::1", "cta_group::2")
     if group:
         form.needs("sm_100a")
@@ -104,9 +111,7 @@ def _load(form: Form, rank: int) -> Step:
 
 
 def _store(form: Form, rank: int, operation: str | None) -> Step:
-    rows = (form.one(*_STORES) or "tile") == "tile::scatter4"
-    if rows:
-        form.needs("sm_100a")
+    rows = _rows(form, rank, _STORES)
     if not form.has("bulk_group"):
         raise form.error("expected .bulk_group")
     target, source = _tensor(form, 0), form.address(1)
@@ -119,9 +124,8 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
         where = box.places(int(source(w)[0])).astype(np.uint64)
         launch = w.cta.launch
         element = given[0].element.removesuffix("_ftz")
-        if operation is not None and element not in REDUCTIONS[operation]:
-            if f"b{element[1:]}" not in REDUCTIONS[operation]:
-                raise form.error(f".{operation} of {element} is not supported")
+        if operation is not None and not {element, f"b{element[1:]}"} & {*REDUCTIONS[operation]}:
+            raise form.error(f".{operation} of {element} is not supported")
         combine = reduced(operation, element)
 
         def fetch(work: Work) -> Callable[[Work], None]:
@@ -146,13 +150,13 @@ def prefetch(form: Form) -> Step:
     dimensions = form.one(*_DIMENSIONS)
     if dimensions is None or not form.has("L2") or not form.has("global"):
         raise form.error("expected .1d to .5d, .L2 and .global")
-    rows = (form.one(*_LOADS) or "tile") == "tile::gather4"
-    source = _tensor(form, 0)
+    rank = int(dimensions[0])
+    rows, source = _rows(form, rank, _LOADS), _tensor(form, 0)
     if form.has("L2::cache_hint"):
         form.get(1, "b64")
 
     def run(w: Fragment) -> None:
-        _box(form, source(w), int(dimensions[0]), rows, store=False)
+        _box(form, source(w), rank, rows, store=False)
 
     return one_by_one(form, run)
 
