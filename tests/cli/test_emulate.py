@@ -100,9 +100,7 @@ def test_json_trace_and_saved_outputs(
     assert json.loads(Path("trace.json").read_text())["traceEvents"]
 
 
-def test_options_go_before_the_description(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_override_the_description(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert emulate("k.ptx", *CASE, "--grid", "1", "--block", "32,1") == 1
     out = capsys.readouterr().out
     assert "64 of 96 differ, first [1, 0]: 0.0, expected " in out
@@ -312,3 +310,55 @@ def test_several_entries_need_a_choice(folder: Path, capsys: pytest.CaptureFixtu
     assert emulate("two.ptx", *CASE, "--entry", "other") == 0
     assert emulate("two.ptx", *CASE, "--entry", "nosuch") == 1
     assert "'nosuch' is not in the module" in capsys.readouterr().err
+
+
+def test_structures_and_maps_by_shape(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A structure points to an array that no other argument shows; a map says its own shape."""
+    Path("s.ptx").write_text(
+        """.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .align 8 .b8 p[16], .param .align 64 .b8 map[128], .param .u64 out) {
+    .reg .b32 %r<9>; .reg .b64 %rd<9>; .reg .pred %p;
+    .shared .align 128 .b8 box[32]; .shared .align 8 .b64 bar;
+    ld.param.u64 %rd1, [p]; ld.param.u32 %r1, [p+8]; ld.param.u64 %rd2, [out];
+    ld.global.u32 %r2, [%rd1]; add.u32 %r2, %r2, %r1; st.global.u32 [%rd2], %r2;
+    mov.u32 %r3, bar; mov.u32 %r4, box; mov.b64 %rd3, map; cvta.param.u64 %rd3, %rd3;
+    mov.u32 %r5, 0; mov.u32 %r6, 1;
+    mbarrier.init.shared.b64 [%r3], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 32;
+    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+        [%r4], [%rd3, {%r5, %r6}], [%r3];
+L:  mbarrier.try_wait.parity.shared.b64 %p, [%r3], 0;
+    @!%p bra L;
+    ld.shared.u32 %r7, [%r4+28]; st.global.u32 [%rd2+4], %r7;
+    ret;
+}
+"""
+    )
+    describe(
+        Path("k.json"),
+        entry="k",
+        grid=[1],
+        block=[1],
+        args=[
+            {"struct": [{"array": "x"}, {"scalar": 5, "type": "u32"}, {"bytes": "00000000"}]},
+            {
+                "tensor_map": {
+                    "array": "y", "element": "u32", "shape": [8, 2], "strides": [32],
+                    "box": [8, 1],
+                }
+            },
+            {"zeros": [2], "dtype": "uint32", "name": "out"},
+        ],
+        outputs=["out"],
+        expected={"out": "wanted"},
+    )  # fmt: skip
+    np.savez(
+        "s.npz",
+        x=np.array([7], np.uint32),
+        y=np.arange(16, dtype=np.uint32),
+        wanted=np.array([12, 15], np.uint32),
+    )
+    assert emulate("s.ptx", "--args", "k.json", "--data", "s.npz") == 0
+    assert "yes" in capsys.readouterr().out

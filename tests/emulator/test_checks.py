@@ -12,7 +12,7 @@ from blockscale import emulator as em
 from blockscale.emulator.checks import DataRace, Uninitialized
 from kernels import line_of, text
 
-SHARED = """.shared .align 128 .b8 s[1024]; .shared .align 8 .b64 bar;
+SHARED = """.shared .align 128 .b8 s[1024]; .shared .align 8 .b64 bar[2];
     setp.lt.u32 %p1, %t, 32; setp.eq.u32 %p2, %t, 0; shl.b32 %r1, %t, 2;
     mov.u32 %r2, s; mov.u32 %r3, bar; add.u32 %r4, %r2, %r1;
 """
@@ -200,7 +200,7 @@ TWINS = [
          ld.shared.u32 %r5, [%r4]; // B
          add.u32 %r5, %r5, 1; st.global.u32 [%at], %r5;
          cp.async.wait_all;""",
-         ("cp.async.wait_group 0;",), ("cp.async.wait_group 1;",), "byte 0x400", wanted="1"),
+         ("cp.async.wait_group 0;",), ("cp.async.wait_group 1;",), "byte 0x4", wanted="1"),
     Twin("cp.async of another warp",
          """cp.async.ca.shared.global [%r4], [%at], 4; // A
          cp.async.wait_all;
@@ -349,3 +349,167 @@ def test_the_wrong_twin_is_reported(twin: Twin) -> None:
         says = twin.says.format(**places)
         assert says in str(error) or isinstance(error, twin.error[1:]), (says, str(error))
         assert error.line in places.values(), str(error)
+
+
+# --- transactions, exits, alignment -----------------------------------------------------------------
+
+TRANSFER = (
+    BAR
+    + """@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [bar], {expected};
+    @%p2 """
+    + BULK
+    + """ [s], [%out], 256, [bar]; // A
+    """
+    + WAIT
+    + """ // B
+    ld.shared.u32 %r5, [%r4]; st.global.u32 [%at], %r5;"""
+)
+
+
+def transfer(expected: int, count: int = 1) -> str:
+    return text(SHARED + TRANSFER.format(expected=expected, count=count))
+
+
+def test_bytes_as_announced() -> None:
+    outcome(transfer(256), [np.arange(64, dtype=np.uint32)], block=64)
+
+
+@pytest.mark.parametrize("expected", [16, 240])
+def test_more_bytes_than_announced(expected: int) -> None:
+    source = transfer(expected)
+    for error in refusal(source, [np.zeros(64, np.uint32)], block=64):
+        assert error.line == line_of(source, "// A")
+        assert (
+            f"wrong transaction bytes: {256 - expected} more bytes came to mbarrier 0x800 of "
+            "CTA (0, 0, 0) than its phase 0 expects" in str(error)
+        )
+
+
+@pytest.mark.parametrize("expected", [272, 1 << 19])
+def test_fewer_bytes_than_announced(expected: int) -> None:
+    source = transfer(expected)
+    for error in refusal(source, [np.zeros(64, np.uint32)], em.Deadlock, block=64):
+        assert (
+            f"CTA (0, 0, 0), warp 0-1, line {line_of(source, '// B')}: "
+            "mbarrier.try_wait.parity.shared.b64 waits for the phase of parity 0 of mbarrier 0x800 "
+            "of CTA (0, 0, 0), phase 0: 0 of 1 arrivals pending, "
+            f"{expected - 256} bytes announced have not come" in str(error)
+        )
+
+
+def test_too_few_arrivals() -> None:
+    source = transfer(256, count=3)
+    for error in refusal(source, [np.zeros(64, np.uint32)], em.Deadlock, block=64):
+        assert "phase 0: 2 of 3 arrivals pending" in str(error)
+        assert "bytes" not in str(error)
+
+
+def test_each_warp_is_in_the_report_of_a_deadlock() -> None:
+    body = (
+        BAR.format(count=1)
+        + """@%p1 bra L;
+    bar.sync 1, 64; // B
+    L: mbarrier.try_wait.parity.shared.b64 %p3, [bar], 0; // A
+    @!%p3 bra L;"""
+    )
+    source = text(SHARED + body)
+    for error in refusal(source, [np.zeros(64, np.uint32)], em.Deadlock, block=64):
+        a, b = line_of(source, "// A"), line_of(source, "// B")
+        assert f"CTA (0, 0, 0), warp 0, line {a}: mbarrier.try_wait" in str(error)
+        assert f"CTA (0, 0, 0), warp 1, line {b}: bar.sync waits for barrier 1: 32 of 64" in str(
+            error
+        )
+
+
+@pytest.mark.parametrize(
+    ("issue", "wait"),
+    [
+        ("cp.async.bulk.global.shared::cta.bulk_group [%out], [s], 16;"
+         "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group.read 0;"),
+        ("mbarrier.init.shared.b64 [bar], 1; mbarrier.arrive.expect_tx.shared.b64 %rd1, [bar], 16; "
+         + BULK + " [s], [%out], 16, [bar];", WAIT),
+        ("cp.async.cg.shared.global [s], [%out], 16;", "cp.async.wait_all;"),
+    ],
+)  # fmt: skip
+def test_exit_with_a_copy_in_flight(issue: str, wait: str) -> None:
+    body = """@!%p2 bra E;
+    st.shared.v4.u32 [s], {0, 0, 0, 0}; fence.proxy.async;
+    """
+    out = np.zeros(4, np.uint32)
+    outcome(text(SHARED + body + issue + wait + "E:"), [out])
+    source = text(SHARED + body + issue + "// A\nE:")
+    for error in refusal(source, [out], orders=ORDERS[1:2]):
+        assert error.line == line_of(source, "// A")
+        assert (
+            "is still in flight, and needs the shared memory of CTA (0, 0, 0), which has exited"
+            in str(error)
+        )
+
+
+ALIGNED = [
+    ("cp.async.bulk.global.shared::cta.bulk_group [%out{}], [s], 16;", 16, "destination 0x"),
+    ("cp.async.bulk.global.shared::cta.bulk_group [%out], [s{}], 16;", 16, "source 0x"),
+    (BULK + " [s{}], [%out], 16, [bar];", 16, "destination 0x"),
+    (BULK + " [s], [%out{}], 16, [bar];", 16, "source 0x"),
+    (BULK + " [s], [%out], 16, [bar{}];", 8, "mbarrier address 0x"),
+    ("cp.async.ca.shared.global [s{}], [%out], 4;", 4, "address 0x"),
+    ("cp.async.ca.shared.global [s{}], [%out], 8;", 8, "address 0x"),
+    ("cp.async.cg.shared.global [s], [%out{}], 16;", 16, "address 0x"),
+    ("mbarrier.init.shared.b64 [bar{}], 1;", 8, "mbarrier address 0x"),
+    ("mbarrier.arrive.shared.b64 %rd1, [bar{}];", 8, "mbarrier address 0x"),
+    ("mbarrier.test_wait.parity.shared.b64 %p9, [bar{}], 1;", 8, "mbarrier address 0x"),
+]
+
+
+@pytest.mark.parametrize(("line", "align", "says"), ALIGNED)
+def test_misaligned(line: str, align: int, says: str) -> None:
+    body = """@!%p2 bra E; st.shared.v4.u32 [s], {0, 0, 0, 0}; st.shared.v4.u32 [s+16], {0, 0, 0, 0};
+    fence.proxy.async; mbarrier.init.shared.b64 [bar], 2; fence.mbarrier_init.release.cluster;
+    mbarrier.expect_tx.relaxed.cta.shared.b64 [bar], 16;
+    mbarrier.expect_tx.relaxed.cta.shared.b64 [bar], 16;"""
+    tail = """cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; cp.async.wait_all;
+    nanosleep.u32 1; bar.warp.sync 1; E: bar.sync 0;"""
+    out = np.zeros(64, np.uint32)
+    source = text(f"{SHARED}{body}\n{line} // A\n{tail}")
+    em.Device().launch(source.replace("{}", ""), "k", 1, 32, [out])
+    em.Device().launch(
+        source.replace("{}", f"+{align}"), "k", 1, 32, [out]
+    ) if "bar{}" not in line else None
+    for error in refusal(source.replace("{}", f"+{align // 2}"), [out]):
+        assert error.line == line_of(source, "// A")
+        assert says in str(error)
+        assert f"is not a multiple of {align}" in str(error)
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_size_of_a_bulk_copy(size: int) -> None:
+    body = f"@%p2 cp.async.bulk.global.shared::cta.bulk_group [%out], [s], {size};"
+    for error in refusal(text(SHARED + body), [np.zeros(64, np.uint32)]):
+        assert f"size {size} is not a multiple of 16" in str(error)
+
+
+# --- settings ---------------------------------------------------------------------------------------
+
+
+def test_checks_can_be_chosen() -> None:
+    race = next(twin for twin in TWINS if twin.name == "write and read")
+    blank = next(twin for twin in TWINS if twin.name == "uninitialized")
+    for twin, wanted, allowed in (
+        (race, DataRace, ("none", "uninitialized", ("registers",))),
+        (blank, Uninitialized, ("none", "race", ("race", "registers"))),
+    ):
+        source, out = twin.source(twin.wrong), np.zeros(64, np.uint32)
+        for check in allowed:
+            em.Device(check=check).launch(source, "k", 1, 64, [out])
+        for check in ("all", wanted.__name__.lower().removeprefix("data")):
+            with pytest.raises(wanted):
+                em.Device(check=check).launch(source, "k", 1, 64, [out])
+
+
+def test_words_are_told_apart_where_nothing_is_narrower() -> None:
+    """Two warps write neighbouring halves of what a vector store writes: no race in either size."""
+    for store, step in (("st.shared.v2.u16 [%r5], {%h1, %h1}", 4), ("st.shared.u16 [%r5], %h1", 2)):
+        body = f"""mad.lo.u32 %r5, %t, {step}, %r2; cvt.u16.u32 %h1, %t; {store}; bar.sync 0;
+        ld.shared.u16 %h2, [%r5]; cvt.u32.u16 %r6, %h2; st.global.u32 [%at], %r6;"""
+        out = outcome(text(SHARED + body), [np.zeros(64, np.uint32)], block=64)[0]
+        assert (out == np.arange(64)).all()

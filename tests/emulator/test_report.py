@@ -321,7 +321,7 @@ END:
     stalls = run(body, aligned(4), block=128, profile=True).stalls
     assert [(stall.role, stall.count) for stall in stalls] == [("warp 2-3", 1), ("warp 1", 1)]
     assert stalls[1].reason.endswith("3 of 4 warps are there")
-    assert stalls[0].longest >= stalls[1].longest + 300 > 300
+    assert stalls[0].longest >= stalls[1].longest + 300
 
 
 def test_products_add_up() -> None:

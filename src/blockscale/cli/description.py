@@ -33,6 +33,7 @@ class Case:
     Attributes:
         grid, block, cluster, shared, args: what Device.launch takes.
         arrays: by name, those of the data and those made here; the kernel writes into them.
+        buffers: those that no argument of its own shows: what structures point to.
         outputs: names of arrays to show.
         expected: output -> what it should be.
     """
@@ -45,6 +46,7 @@ class Case:
     shared: int
     args: list[Any]
     arrays: dict[str, np.ndarray]
+    buffers: list[tuple[str, np.ndarray]]
     outputs: list[str]
     expected: dict[str, np.ndarray]
 
@@ -93,9 +95,14 @@ def read_case(
         _given(description, "shared", int) or 0,
         args,
         arrays,
+        [(n, a) for n, a in arrays.items() if not any(a is _memory(arg) for arg in args)],
         outputs,
         expected,
     )
+
+
+def _memory(arg: Any) -> Any:
+    return getattr(arg, "array", arg)
 
 
 def _only_entry(module: Module) -> str:
@@ -121,11 +128,10 @@ def _argument(
     data: Mapping[str, np.ndarray],
 ) -> Any:
     """What the kernel gets for one entry of ``args``."""
-    kinds = [kind for kind in ("array", "zeros", "scalar", "bytes", "tensor_map") if kind in spec]
+    kinds = [kind for kind in _KINDS if kind in spec]
     if len(kinds) != 1:
         raise ValueError(
-            f"{where}: got {', '.join(spec) or 'nothing'}; expected one of array, zeros, scalar, "
-            "bytes and tensor_map"
+            f"{where}: got {', '.join(spec) or 'nothing'}; expected one of {', '.join(_KINDS)}"
         )
     if kinds[0] in ("array", "zeros"):
         _only(spec, where, *_OF_ARRAYS)
@@ -139,9 +145,32 @@ def _argument(
             return bytes.fromhex(spec["bytes"])
         except (TypeError, ValueError):
             raise ValueError(f"{where}: bytes are hexadecimal digits: {spec['bytes']!r}") from None
+    if kinds[0] == "struct":
+        return _struct(spec["struct"], where, arrays, data)
     return _tensor_map(_object(spec["tensor_map"], where), where, arrays, data)
 
 
+def _struct(
+    parts: Any, where: str, arrays: dict[str, np.ndarray], data: Mapping[str, np.ndarray]
+) -> bytes:
+    """Pointers, typed numbers and bytes, one after the other."""
+    if not isinstance(parts, list):
+        raise ValueError(f"{where}: struct is a list: {parts!r}")
+    out = b""
+    for i, part in enumerate(parts):
+        value = _argument(_object(part, f"{where}.struct[{i}]"), where, arrays, data)
+        if isinstance(value, np.ndarray):
+            out += int(value.ctypes.data).to_bytes(8, "little")
+        elif isinstance(value, bytes):
+            out += value
+        elif isinstance(value, np.generic):
+            out += value.tobytes()
+        else:
+            raise ValueError(f"{where}.struct[{i}]: a number needs its type")
+    return out
+
+
+_KINDS = ("array", "zeros", "scalar", "bytes", "tensor_map", "struct")
 _OF_ARRAYS = ("array", "zeros", "dtype", "name")
 
 
@@ -209,7 +238,10 @@ def _tensor_map(
     arrays: dict[str, np.ndarray],
     data: Mapping[str, np.ndarray],
 ) -> Any:
-    """{"array": name, "box": [...], ...}: what TensorMap.of takes; or zeros, as for arrays."""
+    """{"array": name, "box": [...], ...}: what TensorMap.of takes; or zeros, as for arrays.
+
+    With a shape (innermost first), strides and element, the array is only where it begins.
+    """
     from ..emulator import TensorMap
 
     own = {key: value for key, value in spec.items() if key in _OF_ARRAYS}
@@ -218,6 +250,8 @@ def _tensor_map(
     more = {key: value for key, value in spec.items() if key not in (*own, "box")}
     array = _array(own, where, arrays, data)
     try:
+        if "shape" in more:
+            return TensorMap(array.ctypes.data, box=spec["box"], array=array, **more)
         return TensorMap.of(array, spec["box"], **more)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None

@@ -59,7 +59,7 @@ class Output:
 def run(
     file: Annotated[Path, typer.Argument(help="PTX.")],
     args: Annotated[
-        Path | None, typer.Option(help="JSON that describes the launch; options go before it.")
+        Path | None, typer.Option(help="JSON that describes the launch; options override it.")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="NPZ with the arrays it names.")] = None,
     entry: Annotated[str | None, typer.Option(help="Kernel, if there are several.")] = None,
@@ -114,6 +114,7 @@ def run(
             case.args,
             cluster=case.cluster,
             shared=case.shared,
+            buffers=case.buffers,
             profile=True,
             trace=trace is not None,
         )

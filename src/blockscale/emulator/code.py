@@ -248,7 +248,7 @@ class _Part:
     """Some threads of a fragment, for memory functions."""
 
     def __init__(self, w: Fragment, chosen: np.ndarray) -> None:
-        self.cta, self.frame, self.pc = w.cta, w.frame, w.pc
+        self.cta, self.frame, self.pc, self.used = w.cta, w.frame, w.pc, w.used
         self.threads = w.threads[chosen]
         self.sel, self.n = self.threads, len(self.threads)
         self.agents, self.site = lambda: w.agents()[chosen], w.site

@@ -167,7 +167,7 @@ class Collector(Watch):
         if batch.kind == "atomic":  # a read and a write for each turn of its threads
             if kind == "write":
                 return
-            turn = (w.cta.index, w.cta.cluster.engine.tick, getattr(w, "used", None))
+            turn = (w.cta.index, w.cta.cluster.engine.tick, w.used)
         batch.add(where, threads, turn)
 
     def transfer(

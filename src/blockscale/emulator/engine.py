@@ -43,7 +43,7 @@ class Work:
 
     __slots__ = (
         "actor", "after", "done", "issuer", "line", "needs", "pipe", "rest", "run", "threads",
-        "what",
+        "used", "what",
     )  # fmt: skip
 
     def __init__(
@@ -59,7 +59,7 @@ class Work:
         instruction = issuer.frame.function.instructions[issuer.pc]
         self.what, self.line = instruction.opcode, instruction.line
         self.issuer = (issuer.cta, issuer.frame.code, issuer.pc)
-        self.threads = issuer.threads
+        self.threads, self.used = issuer.threads, issuer.used
         self.run, self.pipe, self.after, self.needs = run, pipe, after, needs
         self.actor = actor
         self.done = False
@@ -109,12 +109,13 @@ class Engine:
         self.completion, self.watch = completion, watch
         self.random = np.random.default_rng(seed) if completion == "random" else None
         self.flying: list[Work] = []
-        self.tick = 0  # instructions that the cluster has run
+        self.tick = 0  # instructions that the cluster had run when the last turn ended
+        self.base = 0  # and those before the fragment that is running now began its quantum
 
     def submit(self, work: Work) -> None:
         self.flying.append(work)
         if self.watch is not None:
-            self.watch.issued(work, self.tick)
+            self.watch.issued(work, self.base + work.used)
         if self.completion == "eager":
             self._complete(work)
 
@@ -144,4 +145,4 @@ class Engine:
         self.flying.remove(work)
         work.complete()
         if self.watch is not None:
-            self.watch.completed(work, self.tick)
+            self.watch.completed(work, max(self.tick, self.base + work.used))

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from .checks import Shadow, Site
+from .checks import DataRace, Shadow, Site
 from .engine import Engine, Work
 from .memory import RANK_SHIFT, SYSTEM_SHARED, Buffer, GlobalMemory, MemoryFault
-from .order import Order
+from .order import SEEN, Order
 from .program import Function, PtxError, Register, type_bytes
 from .watch import Watch
 
@@ -260,6 +260,8 @@ class CTA:
         self.groups: dict[str, Any] = {}  # of asynchronous copies, per kind
         self.tensor: Any = None  # Tensor Memory, when it is first used
         self.shadow: Shadow | None = None
+        #: Warps of other CTAs that reached the shared memory: when last, and where.
+        self.visits: dict[int, tuple[int, Site]] = {}
         self.laps = 0  # times that every fragment had used up its quantum
         frame = self.frame(code, 0)
         self.fragments = [Fragment(self, np.arange(self.size), frame, 0, ())]
@@ -284,6 +286,27 @@ class CTA:
     def alive(self) -> bool:
         return bool(self.fragments)
 
+    def visit(self, agent: int, time: int, site: Site) -> None:
+        """A warp of another CTA reaches this one's shared memory."""
+        if self.shadow is not None and self.shadow.races:
+            self.visits[agent] = time, site
+
+    def leave(self) -> None:
+        """Its last thread has exited, and its shared memory is gone: whatever other CTAs did there
+        must be known to have happened before."""
+        if not self.visits:
+            return
+        assert self.cluster.order is not None
+        first = self.rank * self.warps
+        known = self.cluster.order.known[first : first + self.warps, SEEN].max(axis=0)
+        for agent, (time, site) in self.visits.items():
+            if time > known[agent]:
+                raise DataRace(
+                    f"CTA {self.index} exits, and nothing orders that after an access to its shared "
+                    f"memory: {site}",
+                    site.line,
+                )
+
     def pick(self) -> Fragment | None:
         """The next fragment to run, merged with its equals: the deepest call, then the smallest pc.
 
@@ -300,7 +323,7 @@ class CTA:
             fresh = can
         best = max(fresh, key=lambda f: (len(f.stack), -f.pc))
         if best.wait is not None:
-            self.cluster.resumed(best)
+            self.cluster.resumed()
         twins = [f for f in self.fragments if f is not best and f.same_place(best)]
         if twins:
             best.select(np.sort(np.concatenate([best.threads, *(f.threads for f in twins)])))
@@ -369,10 +392,9 @@ class Cluster:
                 )  # fmt: skip
         self._failures = 0  # rounds of waits that gave up since anything moved
 
-    def resumed(self, fragment: Fragment) -> None:
+    def resumed(self) -> None:
+        """Somebody's wait is over."""
         self._failures = 0
-        if self.launch.watch is not None:
-            self.launch.watch.resumed(fragment, self.engine.tick)
 
     def shared(self, address: int, size: int) -> tuple[CTA, int]:
         """The CTA and offset of a shared::cluster address; MemoryFault if it is none."""
@@ -380,6 +402,8 @@ class Cluster:
         if rank >= len(self.ctas):
             raise MemoryFault(f"shared address {address:#x} names CTA {rank} of {len(self.ctas)}")
         cta = self.ctas[rank]
+        if not cta.alive:
+            raise MemoryFault(f"shared address {address:#x} is of CTA {cta.index}, which has exited")
         if offset < SYSTEM_SHARED or offset + size > len(cta.shared):
             raise MemoryFault(
                 f"shared address {address:#x} (+{size}) is out of bounds: CTA {cta.index} has "
@@ -440,6 +464,7 @@ def _run(cta: CTA, fragment: Fragment) -> None:
     code = fragment.frame.code
     steps, counts, pc, n = code.steps, code.counts, fragment.pc, fragment.n
     before, engine = fragment.used, cta.cluster.engine
+    engine.base = engine.tick - before
     try:
         for used in range(fragment.used + 1, _QUANTUM + 1):
             fragment.pc, fragment.used = pc, used
@@ -482,6 +507,8 @@ def _handle(cta: CTA, fragment: Fragment, event: Event) -> None:
     elif isinstance(event, Exit):
         cta.exited[fragment.threads] = True
         cta.fragments.remove(fragment)
+        if not cta.alive:
+            cta.leave()
     elif isinstance(event, Diverge):
         cta.fragments.remove(fragment)
         cta.fragments += [fragment.part(mask, target) for target, mask in event.ways]

@@ -87,6 +87,9 @@ def _observe(
         else:
             look = shadow.read if kind == "read" else shadow.write
             look(touched, by.agents()[chosen], by.site(), strong)
+            if cta is not by.cta:
+                for agent in np.unique(by.agents()[chosen]).tolist():
+                    cta.visit(agent, int(shadow.order.time[agent]), by.site())
     _tell(by, "shared", kind, offsets, size, cta, chosen, cta.launch)
 
 

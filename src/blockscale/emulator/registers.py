@@ -34,7 +34,8 @@ _NO_RESULT = ("st", "red", "bar", "bra", "brx", "mbarrier", "cp", "prefetch", "s
 
 
 class Loading(Flight):
-    """Registers that a tcgen05.ld of one warp will write."""
+    """Registers that a tcgen05.ld of one warp writes, until one of them is used: that warp knows
+    then that the load is done."""
 
     __slots__ = ("frame", "slots", "work")
 
@@ -49,13 +50,11 @@ class Loading(Flight):
                     earlier.touched(w, "", True)
             w.frame.flights.setdefault(slot, []).append(self)
 
-    def land(self) -> None:
-        for slot in self.slots:
-            self.frame.flights[slot].remove(self)
-
     def touched(self, w: Fragment, register: str, writes: bool) -> None:
         cluster = w.cta.cluster
         cluster.engine.finish(self.work)
+        for slot in self.slots:
+            self.frame.flights[slot].remove(self)
         if cluster.order is not None and self.work.actor is not None:
             cluster.order.acquire(
                 np.unique(w.agents()[self.threads[w.threads]]), self.work.actor.message()

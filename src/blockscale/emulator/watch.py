@@ -50,9 +50,6 @@ class Watch:
     def waits(self, w: Fragment, tick: int, wait: Wait) -> None:
         """A fragment begins to wait."""
 
-    def resumed(self, w: Fragment, tick: int) -> None:
-        """It goes on."""
-
     def issued(self, work: Work, tick: int) -> None:
         """Asynchronous work began."""
 

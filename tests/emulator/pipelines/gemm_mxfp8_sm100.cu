@@ -50,7 +50,6 @@ __device__ void multiply(Shared& s, u32 tmem, u32 tiles, u32 depths) {
       u32 at = turn % STAGES;
       Stage& stage = s.stage[at];
       wait(offset_of(&s.full[at]), turn / STAGES & 1);
-      after_sync();
       copy_scales<1>(tmem + SFA, scale_tile(offset_of(stage.sfa)));
       copy_scales<1>(tmem + SFB, scale_tile(offset_of(stage.sfb)));
 #pragma unroll 1
@@ -117,10 +116,8 @@ extern "C" __global__ void __launch_bounds__(192)
   if (warp == 1) {
     allocate<1>(offset_of(&s.columns), TMEM);
     relinquish<1>();
-    before_sync();
   }
   __syncthreads();
-  after_sync();
   u32 tmem = s.columns;
   if (warp == 0) {
     if (elect()) load(s, &a, &b, sfa, sfb, tiles, depths);
@@ -129,10 +126,6 @@ extern "C" __global__ void __launch_bounds__(192)
   } else {
     store(s, tmem, &d, tiles);
   }
-  before_sync();
   __syncthreads();
-  if (warp == 1) {
-    after_sync();
-    deallocate<1>(tmem, TMEM);
-  }
+  if (warp == 1) deallocate<1>(tmem, TMEM);
 }

@@ -72,7 +72,6 @@ __device__ void multiply(Shared& s, u32 tmem, u32 tiles, u32 depths) {
       u32 at = turn % STAGES;
       Stage& stage = s.stage[at];
       wait_cluster(offset_of(&s.full[at]), turn / STAGES & 1);
-      after_sync();
 #pragma unroll 1
       for (u32 step = 0; step < STEPS; ++step) {
         copy_scales<2>(tmem + SFA + 4 * step, scale_tile(offset_of(stage.sfa) + SCALES * step));
@@ -116,7 +115,8 @@ __device__ void store(Shared& s, u32 rank, u32 tmem, const TensorMap* d, u32 til
       }
     }
     before_sync();
-    arrive_at(offset_of(&s.freed[from]), 0);
+    __syncwarp();
+    if (row % 32 == 0) arrive_at(offset_of(&s.freed[from]), 0);
   }
   if (first) wait_stores<0>();
 }
@@ -137,18 +137,16 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(192)
 #pragma unroll 1
     for (u32 i = 0; i < ACCUMULATORS; ++i) {
       mbarrier_init(offset_of(&s.ready[i]), 1);
-      mbarrier_init(offset_of(&s.freed[i]), 256);
+      mbarrier_init(offset_of(&s.freed[i]), 8);
     }
     fence_mbarrier_init();
   }
   if (warp == 1) {
     allocate<2>(offset_of(&s.columns), TMEM);
     relinquish<2>();
-    before_sync();
   }
   __syncthreads();
   meet_cluster_relaxed();
-  after_sync();
   u32 tmem = s.columns;
   if (warp == 0) {
     if (elect()) load(s, rank, &a, &b, &sfa, &sfb, tiles, depths);
@@ -157,10 +155,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(192)
   } else {
     store(s, rank, tmem, &d, tiles);
   }
-  before_sync();
   meet_cluster();
-  if (warp == 1) {
-    after_sync();
-    deallocate<2>(tmem, TMEM);
-  }
+  if (warp == 1) deallocate<2>(tmem, TMEM);
 }

@@ -78,9 +78,7 @@ __device__ __forceinline__ void release(Shared& s, u32 k) {
 
 __device__ void consume(Shared& s, const TensorMap* d, u32 depths) {
   u32 group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
-  float sum[64];
-#pragma unroll
-  for (u32 i = 0; i < 64; ++i) sum[i] = 0;
+  float sum[64];  // the first product does not add to it
 #pragma unroll 1
   for (u32 k = 0; k < depths; ++k) {
     Stage& stage = s.stage[k % STAGES];

@@ -55,7 +55,6 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll 1
     for (u32 i = 0; i < BUFFERS && i < tiles; ++i) fetch(s, &in, i, i);
   }
-  __syncthreads();
 #pragma unroll 1
   for (u32 tile = 0; tile < tiles; ++tile) {
     u32 at = tile % BUFFERS;

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import SHARED_WINDOW, MemoryFault
-from ..order import Knowledge
+from ..order import SEEN, Knowledge
 from ..program import PtxError
 from .registry import Form, instruction
 
@@ -234,7 +234,10 @@ def arrive(form: Form) -> Step:
         for i, address in enumerate(places):
             barrier, n = find(w.cta, int(address)), int(counts[i])
             if released:
-                barrier.learn(released[int(agents[i])])
+                agent = int(agents[i])
+                barrier.learn(released[agent])
+                if barrier.cta is not w.cta and not relaxed:
+                    barrier.cta.visit(agent, int(released[agent][SEEN, agent]), w.site())
             if expects:
                 barrier.expect(n)
             if drops:

@@ -101,12 +101,11 @@ def load(form: Form) -> Step:
                 words = memory.read(work, lanes, columns)
             for i, slot in enumerate(slots):
                 frame.registers[slot].view(np.uint32)[threads] = words[:, i]
-            loading.land()
 
         cluster = w.cta.cluster
         actor = cluster.order.begin(w.warp_agents()) if cluster.order else None
         work = Work(w, read, needs=(w.cta,), actor=actor)
-        loading = Loading(w, slots, work)
+        Loading(w, slots, work)
         groups(w.cta, "tcgen05.ld").add(threads[:1], work)
         cluster.engine.submit(work)
 
