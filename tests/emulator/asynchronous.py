@@ -35,13 +35,14 @@ def outcome(
     block: Any = 32,
     cluster: Any = None,
     shared: int = 0,
+    orders: Sequence[tuple[str, int]] = ORDERS,
 ) -> list[np.ndarray]:
     """The arrays among ``args`` after kernel ``k``, in whatever order work completes.
 
     A function among ``args`` gets the arrays before it and gives an argument: a tensor map.
     """
     first: list[np.ndarray] | None = None
-    for device in devices(target):
+    for device in devices(target, orders):
         given: list[Any] = []
         for arg in args:
             arg = aligned(arg) if isinstance(arg, np.ndarray) else arg

@@ -133,7 +133,7 @@ STORE = "st.shared.u32 [shared+16], %r1;\n"
     [
         (STORE + "bar.sync 0;" + FENCE + D, "missing fence.proxy.async: wgmma.mma_async"),
         (STORE + "fence.proxy.async.shared::cta;" + FENCE + D, ""),
-        ("setp.lt.u32 %p2, %t, 32; @%p2 " + STORE + "fence.proxy.async;" + FENCE + D, ""),
+        ("setp.gt.u32 %p2, %t, 126; @%p2 " + STORE + "fence.proxy.async;" + FENCE + D, ""),
     ],
 )
 def test_proxy_fence(body: str, match: str) -> None:

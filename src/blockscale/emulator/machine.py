@@ -166,10 +166,12 @@ Stack = tuple[tuple[Frame, int, tuple[tuple[str, str], ...]], ...]
 
 
 def _poisoned(threads: int, register: Register) -> np.ndarray:
+    """0xffa5a5a5: a NaN as a float of any size, and no address."""
     kept = storage(register)
-    out = np.empty(threads, kept)
-    out.view(np.uint8).fill(0xA5)
-    return out
+    out = np.empty((threads, kept.itemsize), np.uint8)
+    out.fill(0xA5)
+    out[:, -1] = 0xFF
+    return out.view(kept)[:, 0]
 
 
 class Fragment:

@@ -1,5 +1,5 @@
-"""Kernels with everything that makes a Hopper or Blackwell kernel one: rings of asynchronous copies,
-warps with roles, tensor cores, clusters. What each is launched with, and what must come out.
+"""Kernels with everything that makes a Hopper or Blackwell kernel one: rings of asynchronous
+copies, warps with roles, tensor cores, clusters. What each is launched with, and what comes out.
 
 Beside each ``.cu`` lies its ``.ptx``; ``python -m pipelines`` in the folder above makes them anew.
 """
@@ -87,7 +87,7 @@ def compile(pipeline: Pipeline) -> str:
     return re.sub(r'(\.file\s+\d+ )"(?:[^"]*/)?([^"/]+)"', r'\1"\2"', text)
 
 
-# --- operands whose products and sums are exact in fp32, so that float64 is the oracle -------------
+# --- operands whose products and sums are exact in fp32, so that float64 is the oracle ---
 
 
 def _rng() -> np.random.Generator:
@@ -144,10 +144,8 @@ def _nvfp4() -> Case:
     choices = np.array([0.5, 0.75, 1, 1.5], np.float64)
     scales = [rng.choice(choices, (rows, k // 16)) for rows in (m, n)]
     wide = [_E2M1[c] * s.repeat(16, 1) for c, s in zip(codes, scales, strict=True)]
-    tiles = [
-        scale_tiles(s.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)).view(np.uint16).reshape(-1, 256)
-        for s in scales
-    ]
+    codes = [s.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) for s in scales]
+    tiles = [scale_tiles(c).view(np.uint16).reshape(-1, 256) for c in codes]
     d = _output(m, n)
     args = [
         _map(a, (256, 128), "b4x16_align8"), _map(b, (256, 64), "b4x16_align8"),

@@ -107,6 +107,11 @@ __device__ void store(Shared& s, u32 rank, u32 tmem, const TensorMap* d, u32 til
         wait_load();
         store_columns(offset_of(s.out[part]), row, 4 * half, x);
       }
+      if (part == COLUMNS / 64 - 1) {
+        before_sync();
+        __syncwarp();
+        if (row % 32 == 0) arrive_at(offset_of(&s.freed[from]), 0);
+      }
       fence_async();
       meet(1, 128);
       if (first) {
@@ -114,9 +119,6 @@ __device__ void store(Shared& s, u32 rank, u32 tmem, const TensorMap* d, u32 til
         commit_stores();
       }
     }
-    before_sync();
-    __syncwarp();
-    if (row % 32 == 0) arrive_at(offset_of(&s.freed[from]), 0);
   }
   if (first) wait_stores<0>();
 }
