@@ -1,5 +1,6 @@
 """A kernel around tcgen05 instructions: an image of Tensor Memory in, the image after them out."""
 
+# ruff: noqa: E501 (lines of PTX)
 from __future__ import annotations
 
 import numpy as np

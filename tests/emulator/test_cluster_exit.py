@@ -75,4 +75,4 @@ def test_exit_after_waiting_for_the_arrival() -> None:
 @pytest.mark.parametrize("action", ACTIONS)
 def test_access_after_the_exit(action: str) -> None:
     with pytest.raises(em.PtxError, match=r"of CTA \(0, 0, 0\), which has exited"):
-        launch(LATE + ACTIONS[action], "", check="none")
+        launch(LATE + ACTIONS[action], "")

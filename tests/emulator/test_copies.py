@@ -1,5 +1,6 @@
 """cp.async, cp.async.bulk, cp.reduce.async.bulk and their groups: PTX ISA 9.7.9.25."""
 
+# ruff: noqa: E501 (lines of PTX)
 from __future__ import annotations
 
 import ml_dtypes

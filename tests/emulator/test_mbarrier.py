@@ -1,5 +1,6 @@
 """mbarrier objects: PTX ISA 9.7.13.15, against a model of what its text says."""
 
+# ruff: noqa: E501 (lines of PTX)
 from __future__ import annotations
 
 import random

@@ -4,6 +4,7 @@ Operands are placed here by the canonical layouts. D must be what ``multiply`` m
 operands, bit for bit, and close to the sum in float64.
 """
 
+# ruff: noqa: E501 (lines of PTX)
 from __future__ import annotations
 
 from dataclasses import dataclass

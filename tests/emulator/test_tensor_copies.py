@@ -4,6 +4,7 @@ What a tensor map means byte for byte is in test_tensormap_copies.py; here the m
 at a time, and the instructions around it count.
 """
 
+# ruff: noqa: E501 (lines of PTX)
 from __future__ import annotations
 
 import itertools
@@ -179,7 +180,7 @@ def test_reduce(operation: str, dtype: str) -> None:
         }[operation]()  # fmt: skip
     wanted = array.copy()
     wanted[2:10, 16:32] = result.astype(kind)
-    body = store_body(2, data.nbytes, start, f"cp.reduce.async", f".{operation}.tile")
+    body = store_body(2, data.nbytes, start, "cp.reduce.async", f".{operation}.tile")
     args = [array.view(f"u{kind.itemsize}"), image(new, box, start),
             lambda a, data: em.TensorMap.of(a, box, element=ELEMENTS[dtype])]  # fmt: skip
     assert outcome(kernel(body), args, block=64)[0].tobytes() == wanted.tobytes()

@@ -91,13 +91,23 @@ class Shadow:
             self.was_read[cells] = True
             self.read_site[cells] = self.number(site)
 
-    def write(self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool) -> None:
+    def write(
+        self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool,
+        same: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Cells (n, k) written by agents (n,).
+
+        ``same`` (2, n, k): the cell held the value that is written; it holds it afterwards, all
+        threads having written. That is no race.
+        """
         at = np.ascontiguousarray(agents)[:, None]
         if self.races:
             known = self.order.known
             late = self.written[cells] > known[at, SEEN, self.writer[cells]]
             if strong:
                 late &= ~self.strong[cells]
+            if same is not None:
+                late &= ~same[0]
             if late.any():
                 self._race(cells[late][0], "writes", site, "write")
             touched = self.was_read[cells]
@@ -107,6 +117,8 @@ class Shadow:
         self._wrote(cells, at, self.order.time[at], site)
         if self.races and not strong:
             lost = self.writer[cells] != at
+            if same is not None:
+                lost &= ~same[1]
             if lost.any():
                 self._race(cells[lost][0], "writes", site, "write")
         self.strong[cells] = strong

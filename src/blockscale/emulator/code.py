@@ -12,7 +12,7 @@ import numpy as np
 from . import isa
 from .checks import Site
 from .isa.control import leave
-from .isa.registry import is_strong
+from .isa.steps import is_strong
 from .machine import CTA, Fragment, Launch
 from .memory import LOCAL_WINDOW, SHARED_WINDOW
 from .ports import (

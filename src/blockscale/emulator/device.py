@@ -17,10 +17,11 @@ import numpy as np
 
 from .arguments import add_memory, lay_out
 from .checks import CHECKS
+from .cluster import Cluster
 from .code import Code, Program
 from .collect import collect, finish
 from .engine import COMPLETIONS
-from .machine import Cluster, Deadlock, Launch, Settings, State
+from .machine import Deadlock, Launch, Settings, State
 from .memory import SYSTEM_SHARED, Buffer, GlobalMemory
 from .parse import parse
 from .program import Address, Function, Module, PtxError, Symbol

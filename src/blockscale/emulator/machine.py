@@ -1,4 +1,4 @@
-"""Warps, CTAs, clusters and who runs next.
+"""Threads, warps and CTAs, and which of them are next to run.
 
 The unit of execution is a *fragment*: threads of one CTA that stand at the same instruction,
 executed together as numpy vectors. A divergent branch splits a fragment; fragments that meet merge.
@@ -17,26 +17,28 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .checks import DataRace, Shadow, Site
-from .engine import Engine, Work
-from .memory import RANK_SHIFT, SYSTEM_SHARED, Buffer, GlobalMemory, MemoryFault
-from .order import SEEN, Order
+from .memory import RANK_SHIFT, SYSTEM_SHARED, Buffer, GlobalMemory
+from .order import SEEN
 from .program import Function, PtxError, Register, type_bytes
 from .watch import Watch
 
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
 __all__ = [
     "CTA",
-    "Cluster",
+    "QUANTUM",
     "Deadlock",
     "Diverge",
     "Event",
     "Exit",
-    "Fragment",
     "Flight",
+    "Fragment",
     "Frame",
     "Launch",
     "Settings",
@@ -49,7 +51,7 @@ __all__ = [
     "storage",
 ]
 
-_QUANTUM = 1024  # instructions that a fragment may run while others could
+QUANTUM = 1024  # instructions that a fragment may run while others could
 
 Step = Callable[["Fragment"], Any]
 
@@ -304,8 +306,8 @@ class CTA:
         for agent, (time, site) in self.visits.items():
             if time > known[agent]:
                 raise DataRace(
-                    f"CTA {self.index} exits, and nothing orders that after an access to its shared "
-                    f"memory: {site}",
+                    f"CTA {self.index} exits, and nothing orders that after an access to its "
+                    f"shared memory: {site}",
                     site.line,
                 )
 
@@ -317,7 +319,7 @@ class CTA:
         can = [f for f in self.fragments if f.wait is None or f.wait.ready()]
         if not can:
             return None
-        fresh = [f for f in can if f.used < _QUANTUM]
+        fresh = [f for f in can if f.used < QUANTUM]
         if not fresh:
             self.laps += 1
             for fragment in can:
@@ -365,162 +367,5 @@ class Launch:
     cell: int  # bytes of shared memory that the checks tell apart
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # clusters not yet started
     watch: Watch | None = None
-    lock: AbstractContextManager[Any] = nullcontext()  # around atomic operations on global memory
-
-
-class Cluster:
-    """CTAs that run together; the asynchronous work they have in flight lives here."""
-
-    def __init__(self, launch: Launch, code: Any, index: tuple[int, int, int]) -> None:
-        self.launch, self.index = launch, index
-        cx, cy, cz = launch.cluster
-        ix, iy, iz = index
-        self.ctas = [
-            CTA(self, (ix * cx + x, iy * cy + y, iz * cz + z), rank, code, launch)
-            for rank, (z, y, x) in enumerate(np.ndindex(cz, cy, cx))
-        ]
-        self.barrier: Any = None
-        self.at_end: list[Callable[[], None]] = []
-        settings = launch.settings
-        self.engine = Engine(settings.completion, (settings.seed, *index), launch.watch)
-        self.order: Order | None = None
-        if settings.checks & {"race", "uninitialized"}:
-            self.order = Order(len(self.ctas), self.ctas[0].warps)
-            cells = SYSTEM_SHARED + launch.shared_bytes
-            for cta in self.ctas:
-                cta.shadow = Shadow(
-                    f"byte {{}} of the shared memory of CTA {cta.index}",
-                    -(-cells // launch.cell), self.order, settings.checks, launch.cell,
-                )  # fmt: skip
-        self._failures = 0  # rounds of waits that gave up since anything moved
-
-    def resumed(self) -> None:
-        """Somebody's wait is over."""
-        self._failures = 0
-
-    def shared(self, address: int, size: int) -> tuple[CTA, int]:
-        """The CTA and offset of a shared::cluster address; MemoryFault if it is none."""
-        rank, offset = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
-        if rank >= len(self.ctas):
-            raise MemoryFault(f"shared address {address:#x} names CTA {rank} of {len(self.ctas)}")
-        cta = self.ctas[rank]
-        if not cta.alive:
-            raise MemoryFault(f"shared address {address:#x} is of CTA {cta.index}, which has exited")
-        if offset < SYSTEM_SHARED or offset + size > len(cta.shared):
-            raise MemoryFault(
-                f"shared address {address:#x} (+{size}) is out of bounds: CTA {cta.index} has "
-                f"{len(cta.shared) - SYSTEM_SHARED} bytes from {SYSTEM_SHARED:#x}"
-            )
-        return cta, offset
-
-    def run(self, laps: int) -> State:
-        """Run until every thread has exited, nothing can move, or a CTA has had some laps."""
-        limits = [(cta, cta.laps + laps) for cta in self.ctas]
-        seen = sum(cta.laps for cta in self.ctas)
-        while all(cta.laps < limit for cta, limit in limits):
-            moved = False
-            for cta in self.ctas:
-                fragment = cta.pick()
-                if fragment is not None:
-                    moved = True
-                    _run(cta, fragment)
-            if moved and sum(cta.laps for cta in self.ctas) == seen:
-                self.engine.turn()
-                continue
-            seen = sum(cta.laps for cta in self.ctas)  # whoever spins may be waiting for a copy
-            if self.engine.force():
-                self._failures = 0
-            elif not moved and not self._give_up():
-                if any(cta.alive for cta in self.ctas):
-                    return State.STUCK
-                for check in self.at_end:
-                    check()
-                return State.DONE
-        return State.RUNNING
-
-    def _give_up(self) -> bool:
-        """Let those waits fail that may; not more than twice while nothing else happens."""
-        waiting = [f for cta in self.ctas for f in cta.fragments if f.wait and f.wait.may_fail]
-        if not waiting or self._failures == 2:
-            return False
-        self._failures += 1
-        for fragment in waiting:
-            fragment.wait, fragment.gives_up = None, True
-        return True
-
-    def report(self) -> str:
-        lines = [
-            f"{fragment.location()} waits for {fragment.wait.why() if fragment.wait else 'a turn'}"
-            for cta in self.ctas
-            for fragment in sorted(cta.fragments, key=lambda f: int(f.threads[0]))
-        ]
-        return "\n  ".join(lines)
-
-
-def _run(cta: CTA, fragment: Fragment) -> None:
-    """Run one fragment until it meets or overtakes another, waits, or has had its quantum."""
-    meet = len(fragment.frame.code.steps)
-    for other in cta.fragments:
-        if fragment.pc < other.pc < meet and other.frame is fragment.frame and not other.wait:
-            meet = other.pc
-    code = fragment.frame.code
-    steps, counts, pc, n = code.steps, code.counts, fragment.pc, fragment.n
-    before, engine = fragment.used, cta.cluster.engine
-    engine.base = engine.tick - before
-    try:
-        for used in range(fragment.used + 1, _QUANTUM + 1):
-            fragment.pc, fragment.used = pc, used
-            result = steps[pc](fragment)
-            if result is None:
-                counts[pc] += n
-                pc += 1
-            elif type(result) is int:
-                counts[pc] += n
-                pc = result
-            elif type(result) is Split:
-                cta.fragments.append(fragment.part(~result.go, pc + result.skip))
-                fragment.select(fragment.threads[result.go])
-                n = fragment.n
-                continue
-            else:
-                if type(result) is not Wait:
-                    counts[pc] += n
-                _handle(cta, fragment, result)
-                return
-            if pc >= meet:
-                break
-        fragment.pc = pc
-    except PtxError as error:
-        raise _located(error, code, pc, fragment) from None
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise _located(PtxError(f"emulator: {error!r}"), code, pc, fragment) from error
-    finally:
-        engine.tick += fragment.used - before
-        if engine.watch is not None:
-            engine.watch.ran(fragment, engine.tick, fragment.used - before)
-
-
-def _handle(cta: CTA, fragment: Fragment, event: Event) -> None:
-    if isinstance(event, Wait):
-        fragment.wait = event
-        engine = cta.cluster.engine
-        if engine.watch is not None:
-            engine.watch.waits(fragment, engine.tick, event)
-    elif isinstance(event, Exit):
-        cta.exited[fragment.threads] = True
-        cta.fragments.remove(fragment)
-        if not cta.alive:
-            cta.leave()
-    elif isinstance(event, Diverge):
-        cta.fragments.remove(fragment)
-        cta.fragments += [fragment.part(mask, target) for target, mask in event.ways]
-    elif not isinstance(event, Switch):
-        raise AssertionError(event)
-
-
-def _located(error: PtxError, code: Any, pc: int, fragment: Fragment) -> PtxError:
-    """The error with CTA, warp and line, unless it is about another line."""
-    instructions = code.function.instructions
-    if pc >= len(instructions) or error.line not in (None, instructions[pc].line):
-        return error
-    return type(error)(f"{error.message}; {fragment.location()}", instructions[pc].line)
+    #: Around atomic operations on global memory.
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)

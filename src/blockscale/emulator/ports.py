@@ -53,8 +53,15 @@ def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> 
 def write_shared(by: Any, where: np.ndarray, values: np.ndarray, strong: bool = False) -> None:
     size = values.shape[1]
     for cta, chosen, offsets in _owners(by, where, size):
-        _observe(by, "write", cta, chosen, offsets, size, strong)
-        scatter(cta.shared, offsets, values[chosen])
+        new = values[chosen]
+        kept = gather(cta.shared, offsets, size) == new
+        scatter(cta.shared, offsets, new)
+        same: np.ndarray | None = None
+        if cta.shadow is not None and not isinstance(by, Work):
+            # Several warps may write one value, as `if (found) flag = 1` does.
+            kept = np.stack([kept, gather(cta.shared, offsets, size) == new])
+            same = np.all(kept.reshape(2, len(new), -1, min(size, cta.shadow.size)), axis=-1)
+        _observe(by, "write", cta, chosen, offsets, size, strong, same)
 
 
 def _owners(by: Any, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.ndarray]]:
@@ -75,8 +82,9 @@ def _owners(by: Any, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.nd
 
 
 def _observe(
-    by: Any, kind: str, cta: CTA, chosen: Any, offsets: np.ndarray, size: int, strong: bool
-) -> None:
+    by: Any, kind: str, cta: CTA, chosen: Any, offsets: np.ndarray, size: int, strong: bool,
+    same: np.ndarray | None = None,
+) -> None:  # fmt: skip
     shadow: Shadow | None = cta.shadow
     if shadow is not None:
         touched = cells(offsets, size, shadow.size)
@@ -85,8 +93,11 @@ def _observe(
             check = shadow.read_by if kind == "read" else shadow.write_by
             check(touched, by.actor, by.site())
         else:
-            look = shadow.read if kind == "read" else shadow.write
-            look(touched, by.agents()[chosen], by.site(), strong)
+            agents, site = by.agents()[chosen], by.site()
+            if kind == "read":
+                shadow.read(touched, agents, site, strong)
+            else:
+                shadow.write(touched, agents, site, strong, same)
             if cta is not by.cta:
                 for agent in np.unique(by.agents()[chosen]).tolist():
                     cta.visit(agent, int(shadow.order.time[agent]), by.site())

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Fragment, Split, Step, storage
+from ..machine import Fragment, Step, storage
 from ..program import (
     Address,
     Immediate,
@@ -26,6 +26,7 @@ from ..program import (
     Symbol,
     Vector,
 )
+from .steps import predicated, synchronized
 
 __all__ = [
     "BITS",
@@ -39,7 +40,6 @@ __all__ = [
     "build",
     "families",
     "instruction",
-    "is_strong",
 ]
 
 Getter = Callable[[Fragment], Any]
@@ -325,45 +325,9 @@ def build(ins: Instruction, resolve: Callable[[str], int], machine: Any) -> Step
             builder, control = _builders[parts[:length]]
             form = Form(ins, resolve, machine)
             form.start(parts[:length])
-            step = _built(builder, form)
-            if parts[0] in ("atom", "red"):
-                step = _locked(step)
-            if parts[0] in _ACCESSES and is_strong(parts):
-                step = _strong(step, parts[0] not in ("ld", "ldu"))
-            if ins.predicate is None or parts[0] == "bra":
-                return step
-            return (_predicated_control if control else _predicated)(step, ins)
+            step = synchronized(_built(builder, form), parts)
+            return step if parts[0] == "bra" else predicated(step, ins, control)
     raise PtxError(f"unsupported instruction {ins.opcode}", ins.line)
-
-
-_ACCESSES = ("ld", "ldu", "st", "atom", "red")
-_STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel"}
-
-
-def is_strong(parts: tuple[str, ...]) -> bool:
-    """Whether an access may synchronize: atomics, and what is marked as such."""
-    return parts[0] in ("atom", "red") or not _STRONG.isdisjoint(parts)
-
-
-def _locked(step: Step) -> Step:
-    def run(w: Fragment) -> Any:
-        with w.cta.launch.lock:
-            return step(w)
-
-    return run
-
-
-def _strong(step: Step, releases: bool) -> Step:
-    """Orders who makes strong accesses. All of them count as one flag, which may order more than
-    the hardware does: a race can be missed, none is invented."""
-
-    def run(w: Fragment) -> Any:
-        order = w.cta.cluster.order
-        if order is not None:
-            order.through("flags", np.unique(w.agents()), releases)
-        return step(w)
-
-    return run
 
 
 def _built(builder: Builder, form: Form) -> Step:
@@ -375,41 +339,3 @@ def _built(builder: Builder, form: Form) -> Step:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise form.error(f"malformed ({error})") from error
     return step
-
-
-def _predicated(step: Step, ins: Instruction) -> Step:
-    assert ins.predicate is not None
-    slot, negated = ins.predicate.slot, ins.negated
-
-    def run(w: Fragment) -> Any:
-        mask = w.R[slot][w.sel]
-        if negated:
-            mask = ~mask
-        if mask.all():
-            return step(w)
-        if not mask.any():
-            return None
-        threads, sel, n = w.threads, w.sel, w.n
-        w.threads = threads[mask]
-        w.sel, w.n = w.threads, len(w.threads)
-        try:
-            return step(w)
-        finally:
-            w.threads, w.sel, w.n = threads, sel, n
-
-    return run
-
-
-def _predicated_control(step: Step, ins: Instruction) -> Step:
-    assert ins.predicate is not None
-    slot, negated = ins.predicate.slot, ins.negated
-
-    def run(w: Fragment) -> Any:
-        mask = w.R[slot][w.sel] ^ negated
-        if mask.all():
-            return step(w)
-        if not mask.any():
-            return None
-        return Split(mask, skip=True)
-
-    return run

@@ -1,0 +1,198 @@
+# mypy: ignore-errors
+"""The numerics of a format on CuTe DSL values: block maximum, scale, elements.
+
+Bit for bit ``reference.quantize``. The maximum and a power-of-two scale are found in integers:
+magnitudes of floats are ordered as their bits are, and infinities and NaNs come out on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import torch
+from cutlass import Float32, Uint32, select_
+
+from ...rounding import FP32_INF, FP32_MAX, FP32_NAN
+from ..cpu.spec import NEAREST_FP32, NEAREST_UE4M3, POWER_OF_TWO, Spec
+from . import ptx
+
+__all__ = ["Encoder"]
+
+_MIN_NORMAL = 0x00800000
+_HALF_INF = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How blocks of ``dtype`` become a scale and elements ("e4m3", "e5m2" or "e2m1").
+
+    A "state" is a running maximum in one word: the magnitudes of two 16-bit elements, or of one
+    fp32 element. Under nonfinite="te" a NaN counts as zero in it.
+    """
+
+    spec: Spec
+    element: str
+    dtype: torch.dtype
+    blackwell: bool
+
+    @property
+    def per_word(self) -> int:
+        """Elements of the input in a word."""
+        return 4 // self.dtype.itemsize
+
+    @property
+    def per_code_word(self) -> int:
+        """Codes in a word."""
+        return 32 // self.spec.bits
+
+    @property
+    def has_table(self) -> bool:
+        return self.spec.kind == NEAREST_UE4M3
+
+    # --- the maximum ------------------------------------------------------------------------------
+
+    def state(self, word):
+        """The state of one word of input."""
+        if self.per_word == 1:
+            magnitude = word & 0x7FFFFFFF
+            if self.spec.propagate:
+                return magnitude
+            return select_(magnitude > Uint32(FP32_INF), Uint32(0), magnitude)
+        magnitude = word & 0x7FFF7FFF
+        if self.spec.propagate:
+            return magnitude
+        above = 0x7FFF - _HALF_INF[self.dtype]  # carries into the sign bit of a half that is a NaN
+        nan = (magnitude + (above << 16 | above)) & 0x80008000
+        return magnitude & ~(nan - (nan >> 15))
+
+    def merge(self, a, b):
+        return cutlass.max(a, b) if self.per_word == 1 else ptx.max_u16x2(a, b)
+
+    def states(self, words: list):
+        """The state of several words."""
+        state = self.state(words[0])
+        for word in words[1:]:
+            state = self.merge(state, self.state(word))
+        return state
+
+    def amax(self, state):
+        """fp32 bits of the largest magnitude in a state."""
+        if self.per_word == 1:
+            return state
+        return self._bits(cutlass.max(state & 0xFFFF, state >> 16), 0)
+
+    def amaxes(self, state) -> list:
+        """fp32 bits of each magnitude in a state."""
+        return [self._bits(state, i) for i in range(self.per_word)]
+
+    def _bits(self, word, i: int):
+        """fp32 bits of element ``i`` of a word."""
+        if self.per_word == 1:
+            return word
+        if self.dtype == torch.bfloat16:
+            return word & 0xFFFF0000 if i else word << 16
+        return ptx.half_to_float(word, bool(i)).bitcast(Uint32)
+
+    # --- the scale --------------------------------------------------------------------------------
+
+    def encode_scale(self, global_scale):
+        """What a maximum is multiplied with to become a UE4M3 scale."""
+        one = _at_most_max(ptx.divide(Float32(1.0), global_scale))
+        return ptx.divide(one, Uint32(self.spec.max_bits).bitcast(Float32))
+
+    def table_entry(self, code, global_scale):
+        """fp32 bits of 1 / (value of the UE4M3 ``code`` * global_scale), 0 for a product of 0."""
+        product = ptx.e4m3_value(code) * global_scale
+        inverse = _at_most_max(ptx.divide(Float32(1.0), product)).bitcast(Uint32)
+        return select_(product.bitcast(Uint32) == Uint32(0), Uint32(0), inverse)
+
+    def scale(self, amax, encode_scale=None, table=None):
+        """The stored scale, and its reciprocal's fp32 bits, of a block with maximum ``amax``.
+
+        ``encode_scale`` and ``table`` (shared memory, one entry a code) are for UE4M3.
+        """
+        spec, bad = self.spec, amax >= Uint32(FP32_INF)
+        if spec.kind == POWER_OF_TWO:
+            exponent = (amax + (0x7FFFFF - spec.limit)) >> 23  # + 1 where the mantissa is above
+            byte = cutlass.max(exponent, Uint32(spec.max_exponent + spec.min_byte))
+            byte = byte - spec.max_exponent
+            code, reciprocal = byte << spec.shift, (Uint32(254) - byte) << 23
+        elif spec.kind == NEAREST_FP32:
+            quotient = ptx.divide(amax.bitcast(Float32), Uint32(spec.max_bits).bitcast(Float32))
+            code = cutlass.max(quotient.bitcast(Uint32), Uint32(_MIN_NORMAL))
+            reciprocal = ptx.divide(Float32(1.0), code.bitcast(Float32)).bitcast(Uint32)
+        else:
+            scaled = amax.bitcast(Float32) * encode_scale
+            code = ptx.fp8_of_four([scaled] * 4, "e4m3") & 0x7F
+            reciprocal = ptx.load_shared(table + code * 4, 4)[0]
+        special = spec.scale_nan if spec.propagate else spec.scale_max
+        code = select_(bad, Uint32(special), code)
+        if spec.propagate:  # a NaN for a reciprocal makes every element one
+            reciprocal = select_(bad, Uint32(FP32_NAN), reciprocal)
+        return code, reciprocal
+
+    # --- elements ---------------------------------------------------------------------------------
+
+    def elements(self, words: list, amax: list, reciprocal: list) -> list:
+        """Codes, packed into words, of words of input.
+
+        ``amax`` and ``reciprocal`` are fp32 bits, one for each element; those of E2M1 elements in a
+        word of codes are of one block.
+        """
+        bits = [self._bits(word, i) for word in words for i in range(self.per_word)]
+        scaled = []
+        for i in range(0, len(bits), 2):
+            scaled += self._multiply(bits[i : i + 2], reciprocal[i : i + 2])
+        if not self.spec.propagate:
+            scaled = [self._te(*each) for each in zip(bits, scaled, amax, strict=True)]
+        size = self.per_code_word
+        return [self._pack(scaled[i : i + size], amax[i]) for i in range(0, len(scaled), size)]
+
+    def _multiply(self, bits: list, reciprocal: list) -> list:
+        values = [each.bitcast(Float32) for each in bits]
+        factors = [each.bitcast(Float32) for each in reciprocal]
+        if self.blackwell and reciprocal[0] is reciprocal[1]:
+            return ptx.multiply2(*values, factors[0])
+        return [value * factor for value, factor in zip(values, factors, strict=True)]
+
+    def _te(self, bits, scaled, amax):
+        """In a block with an infinity: infinities and NaNs as they are, all else 0."""
+        finite = (bits & 0x7FFFFFFF) < Uint32(FP32_INF)
+        special = select_(finite, Uint32(0), bits)
+        infinite = amax == Uint32(FP32_INF)
+        return select_(infinite, special, scaled.bitcast(Uint32)).bitcast(Float32)
+
+    def _pack(self, values: list, amax):
+        if self.element != "e2m1":
+            return ptx.fp8_of_four(values, self.element)
+        if self.blackwell:
+            word = ptx.e2m1_of_eight(values)
+        else:
+            word = Uint32(0)
+            for i, value in enumerate(values):
+                word = word | (_e2m1(value) << (4 * i))
+        if self.spec.propagate:  # E2M1 has no NaN: only the block's scale says so
+            word = select_(amax >= Uint32(FP32_INF), Uint32(0), word)
+        return word
+
+
+def _at_most_max(value):
+    """A positive value, infinity replaced by the largest finite one."""
+    return cutlass.min(value.bitcast(Uint32), Uint32(FP32_MAX)).bitcast(Float32)
+
+
+def _e2m1(value):
+    """E2M1 code of one fp32 value, to nearest even, saturating, a NaN to the largest.
+
+    Adding 2^22 times the value's power of two (at least 1) leaves, in the lowest bits of the sum,
+    the value as a multiple of half that power, rounded to even.
+    """
+    bits = value.bitcast(Uint32)
+    magnitude = cutlass.min(bits & 0x7FFFFFFF, Uint32(0x40C00000))  # 6
+    binade = cutlass.max(magnitude & 0x7F800000, Uint32(0x3F800000))
+    magic = binade + (22 << 23)
+    total = magnitude.bitcast(Float32) + magic.bitcast(Float32)
+    code = total.bitcast(Uint32) - magic + (binade >> 22) - 254
+    sign = select_((bits & 0x7FFFFFFF) > Uint32(FP32_INF), Uint32(0), (bits >> 28) & 8)
+    return code | sign

@@ -1,0 +1,121 @@
+# mypy: ignore-errors
+"""Single PTX instructions as functions on CuTe DSL values, where the DSL has none of its own.
+
+Addresses are integers: 64 bits in global memory, 32 in shared memory.
+"""
+
+from __future__ import annotations
+
+from cutlass import Float32, Uint32
+from cutlass.cute.arch import inline_ptx
+
+__all__ = [
+    "divide",
+    "e2m1_of_eight",
+    "e4m3_value",
+    "fp8_of_four",
+    "half_to_float",
+    "load_global",
+    "load_shared",
+    "max_u16x2",
+    "multiply2",
+    "store_global",
+    "store_shared",
+]
+
+_VECTOR = {1: "b8", 2: "b16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
+
+
+def _one(code: str, result, *args):
+    return inline_ptx(code, write_only_types=[result], read_only_args=list(args))
+
+
+def _registers(letter: str, first: int, count: int) -> str:
+    names = ", ".join("{$" + f"{letter}{first + i}" + "}" for i in range(count))
+    return names if count == 1 else "{ " + names + " }"
+
+
+def load_shared(address, nbytes: int) -> list:
+    """``nbytes`` (1, 2, 4, 8 or 16) of shared memory as words; less than one is zero-extended."""
+    if nbytes < 4:
+        return [_one(f"ld.shared.u{8 * nbytes} {{$w0}}, [{{$r0}}];", Uint32, address)]
+    count = nbytes // 4
+    words = inline_ptx(
+        f"ld.shared.{_VECTOR[nbytes]} {_registers('w', 0, count)}, [{{$r0}}];",
+        write_only_types=[Uint32] * count,
+        read_only_args=[address],
+    )
+    return list(words) if count > 1 else [words]
+
+
+def load_global(address, nbytes: int):
+    """2 or 4 bytes of global memory, zero-extended."""
+    return _one(f"ld.global.u{8 * nbytes} {{$w0}}, [{{$r0}}];", Uint32, address)
+
+
+def store_shared(address, words: list, nbytes: int) -> None:
+    """Words, or the low ``nbytes`` (1 or 2) of one, to shared memory."""
+    _store("shared", address, words, nbytes)
+
+
+def store_global(address, words: list, nbytes: int) -> None:
+    """Words, or the low ``nbytes`` (1 or 2) of one, to global memory."""
+    _store("global", address, words, nbytes)
+
+
+def _store(space: str, address, words: list, nbytes: int) -> None:
+    inline_ptx(
+        f"st.{space}.{_VECTOR[nbytes]} [{{$r0}}], {_registers('r', 1, len(words))};",
+        read_only_args=[address, *words],
+    )
+
+
+def max_u16x2(a, b):
+    return _one("max.u16x2 {$w0}, {$r0}, {$r1};", Uint32, a, b)
+
+
+def half_to_float(word, upper: bool):
+    """fp32 value of one half of a word; exact."""
+    code = "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, PART; }"
+    return _one(code.replace("PART", "h" if upper else "l"), Float32, word)
+
+
+def multiply2(a, b, factor) -> list:
+    """``a * factor`` and ``b * factor`` by one instruction (sm_100 and later)."""
+    code = (
+        "{ .reg .b64 x, f; mov.b64 x, { {$r0}, {$r1} }; mov.b64 f, { {$r2}, {$r2} };"
+        " mul.rn.f32x2 x, x, f; mov.b64 { {$w0}, {$w1} }, x; }"
+    )
+    return list(inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[a, b, factor]))
+
+
+def divide(a, b):
+    """The IEEE quotient, to nearest even; subnormals are kept."""
+    return _one("div.rn.f32 {$w0}, {$r0}, {$r1};", Float32, a, b)
+
+
+def fp8_of_four(values: list, element: str):
+    """Four fp32 values to ``element`` ("e4m3" or "e5m2"), saturating, the first in the low byte."""
+    code = (
+        "{ .reg .b16 l, h; cvt.rn.satfinite.KINDx2.f32 l, {$r1}, {$r0};"
+        " cvt.rn.satfinite.KINDx2.f32 h, {$r3}, {$r2}; mov.b32 {$w0}, {l, h}; }"
+    )
+    return _one(code.replace("KIND", element), Uint32, *values)
+
+
+def e2m1_of_eight(values: list):
+    """Eight fp32 values to E2M1, saturating, the first in the low nibble (sm_100a and later)."""
+    convert = " ".join(
+        f"cvt.rn.satfinite.e2m1x2.f32 b{i}, {{$r{2 * i + 1}}}, {{$r{2 * i}}};" for i in range(4)
+    )
+    code = "{ .reg .b8 b0, b1, b2, b3; " + convert + " mov.b32 {$w0}, {b0, b1, b2, b3}; }"
+    return _one(code, Uint32, *values)
+
+
+def e4m3_value(code):
+    """fp32 value of an E4M3 code; exact."""
+    text = (
+        "{ .reg .b16 c, l, h; .reg .b32 p; cvt.u16.u32 c, {$r0}; cvt.rn.f16x2.e4m3x2 p, c;"
+        " mov.b32 {l, h}, p; cvt.f32.f16 {$w0}, l; }"
+    )
+    return _one(text, Float32, code)
