@@ -16,6 +16,7 @@ from asynchronous import refusal
 from tcgen05_kernel import run, source
 
 from blockscale.emulator.tensorcore.arithmetic import multiply
+from kernels import line_of
 
 RNG = np.random.default_rng(16)
 CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}
@@ -330,6 +331,24 @@ def test_products_add_up_in_order() -> None:
     for i in range(0, 64, 16):
         d = multiply("tcgen05", a[:, i : i + 16], b[:, i : i + 16], d, a_type="f16", b_type="f16")
     assert (after[0] == d.view(np.uint32)).all()
+
+
+def test_copies_of_scales_that_differ() -> None:
+    """What is wrong with asynchronous work is reported where it was issued, whenever it is done."""
+    data = np.zeros((1, 65536), np.uint8)
+    at = place(np.zeros((128, 32), np.uint8), 0, "128B", data[0])
+    tensor = np.full((1, 128, 64), 0x7F7F7F7F, np.uint32)
+    idesc = (16 >> 3) << 17 | 1 << 23 | 1 << 27
+    body = f"""mov.u32 %r9, s; and.b32 %r9, %r9, 0xffffff; shr.u32 %r9, %r9, 4; cvt.u64.u32 %rd12, %r9;
+    mov.u64 %rd10, {at}; add.u64 %rd10, %rd10, %rd12; setp.ne.u32 %p5, 0, 0;
+    tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%r30], %rd10, %rd10, {idesc}, [%r30+32], [%r30+40], %p5; // A"""
+    after = run(body, tensor, data)
+    assert (after[0, :, :16] == 0).all()
+    tensor[0, 70, 33] = 0x7F7F7F80
+    code = source(body, 64, data.shape[1])
+    for error in refusal(code, [np.zeros_like(tensor), tensor, data], target="sm_100a", block=128):
+        assert "copies of scale_a" in str(error)
+        assert error.line == line_of(code, "// A")
 
 
 ILLEGAL = [

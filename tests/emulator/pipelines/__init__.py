@@ -115,8 +115,9 @@ def _map(array: np.ndarray, box: tuple[int, ...], element: str | None = None) ->
     return em.TensorMap.of(array, box, element=element, swizzle="128B")
 
 
-def _mxfp8() -> Case:
-    rng, (m, n, k) = _rng(), (128, 3 * 64, 3 * 128)
+def mxfp8(tiles: int = 3, steps: int = 3) -> Case:
+    """One CTA: 128 rows, so many tiles of 64 columns, K of so many steps of 128."""
+    rng, (m, n, k) = _rng(), (128, tiles * 64, steps * 128)
     values = [rng.integers(-8, 9, shape).astype(np.float64) for shape in ((m, k), (n, k))]
     a, b = (v.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) for v in values)
     sfa, sfb = (rng.integers(125, 129, (rows, k // 32), dtype=np.uint8) for rows in (m, n))
@@ -127,8 +128,9 @@ def _mxfp8() -> Case:
     # a tile of B is 64 rows, and has a tile of scales of its own
     filled = np.zeros((n // 64, 128, k // 32), np.uint8)
     filled[:, :64] = sfb.reshape(n // 64, 64, -1)
-    d, tiles = _output(m, n), [scale_tiles(sfa), scale_tiles(filled.reshape(-1, k // 32))]
-    args = [_map(a, (128, 128)), _map(b, (128, 64)), *tiles, _map(d, (64, 128), "bf16"), 3, 3]
+    d, scales = _output(m, n), [scale_tiles(sfa), scale_tiles(filled.reshape(-1, k // 32))]
+    maps = [_map(a, (128, 128)), _map(b, (128, 64))]
+    args = [*maps, *scales, _map(d, (64, 128), "bf16"), tiles, steps]
     expected = _exact(wide[0] @ wide[1].T, np.abs(wide[0]) @ np.abs(wide[1]).T, 2.0**-4)
     return Case(args, [d], [expected])
 
@@ -166,8 +168,9 @@ def _wgmma() -> Case:
     return Case(args, [d], [expected])
 
 
-def _quantize() -> Case:
-    rng, (m, k) = _rng(), (2 * 128, 4 * 128)
+def quantize(rows: int = 2, columns: int = 4) -> Case:
+    """So many CTAs of 128 rows, each with so many tiles of 128 columns."""
+    rng, (m, k) = _rng(), (rows * 128, columns * 128)
     sizes = np.exp2(rng.integers(-30, 30, (m, k // 32))).repeat(32, 1)
     x = (rng.standard_normal((m, k)) * sizes).astype(ml_dtypes.bfloat16)
     x[3, :32] = 0
@@ -192,9 +195,9 @@ def _quantize() -> Case:
 PIPELINES = {
     p.entry: p
     for p in (
-        Pipeline("gemm_mxfp8_sm100", "sm_100a", "gemm_mxfp8", (1,), 192, 94208, _mxfp8),
+        Pipeline("gemm_mxfp8_sm100", "sm_100a", "gemm_mxfp8", (1,), 192, 94208, mxfp8),
         Pipeline("gemm_nvfp4_2cta_sm100", "sm_100a", "gemm_nvfp4", (2,), 192, 91136, _nvfp4),
         Pipeline("gemm_wgmma_sm90", "sm_90a", "gemm_wgmma", (2,), 384, 164864, _wgmma),
-        Pipeline("quantize_sm90", "sm_90a", "quantize", (1, 2), 128, 99328, _quantize),
+        Pipeline("quantize_sm90", "sm_90a", "quantize", (1, 2), 128, 99328, quantize),
     )
 }
