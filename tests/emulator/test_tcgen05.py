@@ -205,6 +205,18 @@ def test_every_warp_allocates_for_itself() -> None:
     assert (out == out[:, :1]).all()
 
 
+def test_warps_that_wait_for_room_together() -> None:
+    """Of three that ask for half each, two get it; nobody ever frees."""
+    body = """setp.ge.u32 %p3, %t, 96; @%p3 bra E; shr.u32 %r5, %t, 5; shl.b32 %r6, %r5, 2;
+    mov.u32 %r7, place; add.u32 %r7, %r7, %r6;
+    setp.lt.u32 %p4, %r5, 2; selp.u32 %r8, 512, 256, %p4;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r7], %r8; E: bar.sync 0;"""
+    for error in refused(body.replace("512", "256"), np.zeros(128, np.uint32), error=em.Deadlock):
+        assert "waits for 256 columns of Tensor Memory: 512 of 512 are allocated" in str(error)
+    for error in refused(body, np.zeros(128, np.uint32), error=em.Deadlock):
+        assert "columns of Tensor Memory: " in str(error)
+
+
 ALLOCATIONS = [
     (alloc(32), "", "leak: CTA (0, 0, 0) exits with 32 columns of Tensor Memory allocated, from column 0"),
     (alloc(48), "48 columns", "allowed are powers of two from 32 to 512"),

@@ -28,6 +28,8 @@ from .program import PtxError
 
 __all__ = ["Cluster"]
 
+_FAILURES = 32  # rounds of failing waits in which nothing else happens: then it is a deadlock
+
 
 class Cluster:
     """CTAs that run together; the asynchronous work they have in flight lives here."""
@@ -102,9 +104,9 @@ class Cluster:
         return State.RUNNING
 
     def _give_up(self) -> bool:
-        """Let those waits fail that may; not more than twice while nothing else happens."""
+        """Let those waits fail that may; not for ever while nothing else happens."""
         waiting = [f for cta in self.ctas for f in cta.fragments if f.wait and f.wait.may_fail]
-        if not waiting or self._failures == 2:
+        if not waiting or self._failures == _FAILURES:
             return False
         self._failures += 1
         for fragment in waiting:

@@ -168,11 +168,11 @@ Stack = tuple[tuple[Frame, int, tuple[tuple[str, str], ...]], ...]
 
 
 def _poisoned(threads: int, register: Register) -> np.ndarray:
-    """0xffa5a5a5: a NaN as a float of any size, and no address."""
+    """0xfff5a5a5 and alike: a NaN as a float of any size, and no address."""
     kept = storage(register)
     out = np.empty((threads, kept.itemsize), np.uint8)
     out.fill(0xA5)
-    out[:, -1] = 0xFF
+    out[:, -2:] = (0xF5, 0xFF)[-kept.itemsize :]
     return out.view(kept)[:, 0]
 
 

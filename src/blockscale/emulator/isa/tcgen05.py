@@ -101,13 +101,14 @@ def alloc(form: Form) -> Step:
     where, count = addresses(form, 0, space), form.get(1, "u32")
 
     def run(w: Fragment) -> Any:
-        warp = w.threads // 32
-        if warp[0] != warp[-1]:
-            return Split(warp == warp[0])
-        columns = uniform(form, count(w), "the number of columns")
+        counts = np.broadcast_to(count(w), w.n)
+        warps, least = w.threads // 32, int(counts.argmin())
+        memory, one = tensor_memory(w.cta), warps == warps[least]
+        if not one.all() and memory.place_for(int(counts[least])) is not None:
+            return Split(one)  # warps take turns; where none has room, they wait together
+        columns = uniform(form, counts[one], "the number of columns")
         if columns < 32 or columns > COLUMNS or columns & (columns - 1):
             raise form.error(f"{columns} columns; allowed are powers of two from 32 to {COLUMNS}")
-        memory = tensor_memory(w.cta)
         pair(w.cta, group)
         if memory.closed_by is not None:
             raise form.error(

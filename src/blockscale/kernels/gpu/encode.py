@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import cutlass
 import torch
-from cutlass import Float32, Uint32, select_
+from cutlass import Float32, Uint32
 
 from ...rounding import FP32_INF, FP32_MAX, FP32_NAN
 from ..cpu.spec import NEAREST_FP32, NEAREST_UE4M3, POWER_OF_TWO, Spec
@@ -58,12 +58,12 @@ class Encoder:
             magnitude = word & 0x7FFFFFFF
             if self.spec.propagate:
                 return magnitude
-            return select_(magnitude > Uint32(FP32_INF), Uint32(0), magnitude)
+            return _select(magnitude > Uint32(FP32_INF), Uint32(0), magnitude)
         magnitude = word & 0x7FFF7FFF
         if self.spec.propagate:
             return magnitude
         above = 0x7FFF - _HALF_INF[self.dtype]  # carries into the sign bit of a half that is a NaN
-        nan = (magnitude + (above << 16 | above)) & 0x80008000
+        nan = (magnitude + (above << 16 | above)) & Uint32(0x80008000)
         return magnitude & ~(nan - (nan >> 15))
 
     def merge(self, a, b):
@@ -91,7 +91,7 @@ class Encoder:
         if self.per_word == 1:
             return word
         if self.dtype == torch.bfloat16:
-            return word & 0xFFFF0000 if i else word << 16
+            return word & Uint32(0xFFFF0000) if i else word << 16
         return ptx.half_to_float(word, bool(i)).bitcast(Uint32)
 
     # --- the scale --------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Encoder:
         """fp32 bits of 1 / (value of the UE4M3 ``code`` * global_scale), 0 for a product of 0."""
         product = ptx.e4m3_value(code) * global_scale
         inverse = _at_most_max(ptx.divide(Float32(1.0), product)).bitcast(Uint32)
-        return select_(product.bitcast(Uint32) == Uint32(0), Uint32(0), inverse)
+        return _select(product.bitcast(Uint32) == Uint32(0), Uint32(0), inverse)
 
     def scale(self, amax, encode_scale=None, table=None):
         """The stored scale, and its reciprocal's fp32 bits, of a block with maximum ``amax``.
@@ -127,9 +127,9 @@ class Encoder:
             code = ptx.fp8_of_four([scaled] * 4, "e4m3") & 0x7F
             reciprocal = ptx.load_shared(table + code * 4, 4)[0]
         special = spec.scale_nan if spec.propagate else spec.scale_max
-        code = select_(bad, Uint32(special), code)
+        code = _select(bad, Uint32(special), code)
         if spec.propagate:  # a NaN for a reciprocal makes every element one
-            reciprocal = select_(bad, Uint32(FP32_NAN), reciprocal)
+            reciprocal = _select(bad, Uint32(FP32_NAN), reciprocal)
         return code, reciprocal
 
     # --- elements ---------------------------------------------------------------------------------
@@ -159,9 +159,9 @@ class Encoder:
     def _te(self, bits, scaled, amax):
         """In a block with an infinity: infinities and NaNs as they are, all else 0."""
         finite = (bits & 0x7FFFFFFF) < Uint32(FP32_INF)
-        special = select_(finite, Uint32(0), bits)
+        special = _select(finite, Uint32(0), bits)
         infinite = amax == Uint32(FP32_INF)
-        return select_(infinite, special, scaled.bitcast(Uint32)).bitcast(Float32)
+        return _select(infinite, special, scaled.bitcast(Uint32)).bitcast(Float32)
 
     def _pack(self, values: list, amax):
         if self.element != "e2m1":
@@ -173,8 +173,12 @@ class Encoder:
             for i, value in enumerate(values):
                 word = word | (_e2m1(value) << (4 * i))
         if self.spec.propagate:  # E2M1 has no NaN: only the block's scale says so
-            word = select_(amax >= Uint32(FP32_INF), Uint32(0), word)
+            word = _select(amax >= Uint32(FP32_INF), Uint32(0), word)
         return word
+
+
+def _select(condition, a, b):
+    return Uint32(cutlass.select_(condition, a, b))
 
 
 def _at_most_max(value):
@@ -194,5 +198,5 @@ def _e2m1(value):
     magic = binade + (22 << 23)
     total = magnitude.bitcast(Float32) + magic.bitcast(Float32)
     code = total.bitcast(Uint32) - magic + (binade >> 22) - 254
-    sign = select_((bits & 0x7FFFFFFF) > Uint32(FP32_INF), Uint32(0), (bits >> 28) & 8)
+    sign = _select((bits & 0x7FFFFFFF) > Uint32(FP32_INF), Uint32(0), (bits >> 28) & 8)
     return code | sign

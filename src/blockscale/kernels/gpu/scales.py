@@ -64,7 +64,7 @@ class _RowMajor(Staging):
     def line(self, line, start, shape):
         row = start[0] + line
         offset = (Int64(row) * shape[1] + start[1]) * self.itemsize
-        valid = select_(row < shape[0], (shape[1] - start[1]) * self.itemsize, Int32(0))
+        valid = Int32(select_(row < shape[0], (shape[1] - start[1]) * self.itemsize, Int32(0)))
         return offset, valid
 
 
@@ -83,7 +83,7 @@ class _BlockMajor(Staging):
     def line(self, line, start, shape):
         block, length = start[1] + line, (shape[0] + (self.pad - 1)) & -self.pad
         offset = (Int64(block) * length + start[0]) * self.itemsize
-        valid = select_(block < shape[1], (length - start[0]) * self.itemsize, Int32(0))
+        valid = Int32(select_(block < shape[1], (length - start[0]) * self.itemsize, Int32(0)))
         return offset, valid
 
 
@@ -104,7 +104,7 @@ class _Packed(Staging):
     def line(self, line, start, shape):
         word, length = (start[1] >> 2) + line, (shape[0] + 3) & -4
         offset = (Int64(word) * length + start[0]) * 4
-        valid = select_(word < (shape[1] + 3) >> 2, (length - start[0]) * 4, Int32(0))
+        valid = Int32(select_(word < (shape[1] + 3) >> 2, (length - start[0]) * 4, Int32(0)))
         return offset, valid
 
 
@@ -124,7 +124,7 @@ class _Tcgen05(Staging):
         row, column = (start[0] >> 7) + line // across, (start[1] >> 2) + line % across
         tiles = (shape[1] + 3) >> 2
         offset = (Int64(row) * tiles + column) * 512
-        return offset, select_(column < tiles, Int32(512), Int32(0))
+        return offset, Int32(select_(column < tiles, Int32(512), Int32(0)))
 
 
 _KINDS = {
