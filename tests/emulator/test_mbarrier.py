@@ -122,10 +122,20 @@ def test_a_token_is_of_the_phase_before_the_arrival(verb: str, order: str) -> No
     W: mbarrier.{verb}{order}.shared.b64 %p2, [bar], %rd1; @!%p2 bra W;
     mbarrier.arrive.shared.b64 %rd2, [bar];
     V: mbarrier.{verb}{order}.b64 %p2, [%rd20], %rd2; @!%p2 bra V;
-    mbarrier.test_wait.shared.b64 %p2, [bar], %rd1;
+    mbarrier.test_wait.shared.b64 %p2, [bar], %rd2;
     selp.u32 %r3, 1, 0, %p2; st.global.u32 [%at], %r3;"""
     )
     assert (outcome(text(SHARED + body), [np.zeros(64, np.uint32)], block=64)[0] == 1).all()
+
+
+def test_a_state_two_phases_old() -> None:
+    """The ISA forbids it, and an H200 says that the phase has not ended."""
+    body = init(1) + "\n".join(
+        f"mbarrier.arrive.shared.b64 %rd{i}, [bar]; mbarrier.test_wait.shared.b64 %p2, [bar], %rd1;"
+        for i in (1, 2)
+    )
+    with pytest.raises(em.PtxError, match="state is of phase 0 of .* which is in phase 2"):
+        em.Device("sm_90a").launch(text(SHARED + body), "k", 1, 1, [np.zeros(1, np.uint32)])
 
 
 def test_the_arrivals_of_a_warp_count_each() -> None:

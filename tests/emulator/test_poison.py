@@ -8,6 +8,7 @@ import pytest
 from kernels import run
 
 
+@pytest.mark.undefined
 @pytest.mark.parametrize(
     ("register", "store", "dtype"),
     [("%f1", "f32", np.float32), ("%fd", "f64", np.float64), ("%h1", "b16", np.float16)],

@@ -155,7 +155,7 @@ def test_store(
 REDUCTIONS = [
     ("add", "u4"), ("add", "i4"), ("add", "u8"), ("add", "f2"), ("add", "bf16"), ("add", "f4"),
     ("min", "u4"), ("max", "i4"), ("min", "i8"), ("max", "u8"), ("min", "f2"), ("max", "bf16"),
-    ("and", "u4"), ("or", "u4"), ("xor", "i8"), ("inc", "u4"), ("dec", "u4"),
+    ("and", "u4"), ("or", "u4"), ("xor", "u8"), ("inc", "u4"), ("dec", "u4"),
 ]  # fmt: skip
 
 
@@ -313,6 +313,7 @@ def test_prefetches_change_nothing() -> None:
     outcome(kernel(body, "sm_100a"), args, target="sm_100a")
 
 
+@pytest.mark.undefined  # the map holds an address of this machine, nothing for a GPU
 def test_a_map_in_global_memory() -> None:
     array = random_bytes((16, 16), "u4")
     raw = np.frombuffer(em.TensorMap.of(array, (16, 4)).encode(), np.uint8)

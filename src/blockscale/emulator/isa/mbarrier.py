@@ -289,6 +289,11 @@ def wait(form: Form) -> Step:
                 raise form.error("waits for an mbarrier of another CTA")
             if parity and what > 1:
                 raise form.error(f"phase parity {what}; allowed are 0 and 1")
+            if not parity and barrier.phase - (what >> _COUNT_BITS) not in (0, 1):
+                raise form.error(
+                    f"the state is of phase {what >> _COUNT_BITS} of {barrier}, which is in phase "
+                    f"{barrier.phase}: only that and the one before can be waited for"
+                )
         return found, whose.reshape(-1)
 
     def ended(pair: tuple[MBarrier, int]) -> bool:

@@ -124,7 +124,8 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
         where = box.places(int(source(w)[0])).astype(np.uint64)
         launch = w.cta.launch
         element = given[0].element.removesuffix("_ftz")
-        if operation is not None and not {element, f"b{element[1:]}"} & {*REDUCTIONS[operation]}:
+        bits = element.replace("u", "b")  # of unsigned types: an H200 faults with s64
+        if operation is not None and not {element, bits} & {*REDUCTIONS[operation]}:
             raise form.error(f".{operation} of {element} is not supported")
         combine = reduced(operation, element)
 

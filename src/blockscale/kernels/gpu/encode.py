@@ -157,21 +157,17 @@ class Encoder:
         return [value * factor for value, factor in zip(values, factors, strict=True)]
 
     def _te(self, bits, scaled, amax):
-        """In a block with an infinity: infinities and NaNs as they are, all else 0."""
-        finite = (bits & 0x7FFFFFFF) < Uint32(FP32_INF)
-        special = _select(finite, Uint32(0), bits)
-        infinite = amax == Uint32(FP32_INF)
+        """In a block with an infinity: infinities and NaNs stay, all else becomes 0."""
+        magnitude, inf = bits & 0x7FFFFFFF, Uint32(FP32_INF)
+        special = _select(magnitude > inf, Uint32(FP32_NAN), bits)  # without its sign
+        special = _select(magnitude < inf, Uint32(0), special)
+        infinite = amax == inf
         return _select(infinite, special, scaled.bitcast(Uint32)).bitcast(Float32)
 
     def _pack(self, values: list, amax):
         if self.element != "e2m1":
             return ptx.fp8_of_four(values, self.element)
-        if self.blackwell:
-            word = ptx.e2m1_of_eight(values)
-        else:
-            word = Uint32(0)
-            for i, value in enumerate(values):
-                word = word | (_e2m1(value) << (4 * i))
+        word = ptx.e2m1_of_eight(values) if self.blackwell else _e2m1_of_eight(values)
         if self.spec.propagate:  # E2M1 has no NaN: only the block's scale says so
             word = _select(amax >= Uint32(FP32_INF), Uint32(0), word)
         return word
@@ -186,17 +182,24 @@ def _at_most_max(value):
     return cutlass.min(value.bitcast(Uint32), Uint32(FP32_MAX)).bitcast(Float32)
 
 
-def _e2m1(value):
-    """E2M1 code of one fp32 value, to nearest even, saturating, a NaN to the largest.
+def _e2m1_of_eight(values: list):
+    """Eight fp32 values to E2M1 as ``ptx.e2m1_of_eight`` does, in 12 instructions an element."""
+    word = Uint32(0)
+    for i, value in enumerate(values):
+        word = word + (_e2m1_magnitude(value) << (4 * i))
+    bits = [value.bitcast(Uint32) for value in values]
+    even, odd = (ptx.top_bytes(bits[i::2]) & Uint32(0x80808080) for i in (0, 1))
+    return word | odd | (even >> 4)
 
-    Adding 2^22 times the value's power of two (at least 1) leaves, in the lowest bits of the sum,
-    the value as a multiple of half that power, rounded to even.
+
+def _e2m1_magnitude(value):
+    """E2M1 code of the magnitude of an fp32 value, to nearest even, saturating.
+
+    Adding 2^22 times the magnitude's power of two (at least 1) leaves, in the lowest bits of the
+    sum, the magnitude as a multiple of half that power, rounded to even.
     """
-    bits = value.bitcast(Uint32)
-    magnitude = cutlass.min(bits & 0x7FFFFFFF, Uint32(0x40C00000))  # 6
-    binade = cutlass.max(magnitude & 0x7F800000, Uint32(0x3F800000))
+    magnitude = ptx.clipped_magnitude(value, 6.0)
+    binade = cutlass.max(magnitude.bitcast(Uint32) & 0x7F800000, Uint32(0x3F800000))
     magic = binade + (22 << 23)
-    total = magnitude.bitcast(Float32) + magic.bitcast(Float32)
-    code = total.bitcast(Uint32) - magic + (binade >> 22) - 254
-    sign = _select((bits & 0x7FFFFFFF) > Uint32(FP32_INF), Uint32(0), (bits >> 28) & 8)
-    return code | sign
+    total = magnitude + magic.bitcast(Float32)
+    return total.bitcast(Uint32) - magic + (binade >> 22) - 254

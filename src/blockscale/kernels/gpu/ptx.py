@@ -10,6 +10,7 @@ from cutlass import Float32, Uint32
 from cutlass.cute.arch import inline_ptx
 
 __all__ = [
+    "clipped_magnitude",
     "divide",
     "e2m1_of_eight",
     "e4m3_value",
@@ -21,6 +22,7 @@ __all__ = [
     "multiply2",
     "store_global",
     "store_shared",
+    "top_bytes",
 ]
 
 _VECTOR = {1: "b8", 2: "b16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
@@ -87,6 +89,22 @@ def multiply2(a, b, factor) -> list:
         " mul.rn.f32x2 x, x, f; mov.b64 { {$w0}, {$w1} }, x; }"
     )
     return list(inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[a, b, factor]))
+
+
+def clipped_magnitude(value, limit: float):
+    """The smaller of ``abs(value)`` and ``limit``; ``limit`` for a NaN."""
+    return _one(
+        "{ .reg .f32 a; abs.f32 a, {$r0}; min.f32 {$w0}, a, {$r1}; }", Float32, value, Float32(limit)
+    )
+
+
+def top_bytes(words: list):
+    """The top byte of each of four words, the first one's lowest."""
+    code = (
+        "{ .reg .b32 l, h; prmt.b32 l, {$r0}, {$r1}, 0x0073; prmt.b32 h, {$r2}, {$r3}, 0x0073;"
+        " prmt.b32 {$w0}, l, h, 0x5410; }"
+    )
+    return _one(code, Uint32, *words)
 
 
 def divide(a, b):

@@ -205,6 +205,8 @@ class Quantizer:
                 state = encoder.merge(state, other)
             amax = encoder.amax(state)
             code, reciprocal = encoder.scale(amax, encode_scale, table)
+            if const_expr(self.stagings[-1].pad > 1):  # of zeros: padding is zero, though
+                code = cutlass.select_(start[0] + row < shape[0], code, Uint32(0))
             if lane % lanes == 0:
                 block = panel * (PANEL // self.format.block_size) + lane // lanes
                 nbytes = self.format.scale.nbytes

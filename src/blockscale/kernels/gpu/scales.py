@@ -12,6 +12,7 @@ Outer is what is not contracted: rows for axis -1, columns for axis -2.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cutlass import Int32, Int64, select_
 
@@ -29,6 +30,8 @@ class Staging:
     blocks: int
     itemsize: int
     vector: int  # bytes of one store
+
+    pad: ClassVar[int] = 1  # the layout's outer extent is a multiple of this
 
     @property
     def lines(self) -> int:
@@ -71,8 +74,6 @@ class _RowMajor(Staging):
 class _BlockMajor(Staging):
     """compact, axis -2: a line is the scales of one row of blocks."""
 
-    pad = 1  # the length of a line in global memory is a multiple of this many scales
-
     @property
     def lines(self) -> int:
         return self.blocks
@@ -88,7 +89,7 @@ class _BlockMajor(Staging):
 
 
 class _Sm90(_BlockMajor):
-    pad = 4
+    pad = 4  # with zeros
 
 
 class _Packed(Staging):
