@@ -43,7 +43,7 @@ class Work:
 
     __slots__ = (
         "actor", "after", "done", "issuer", "line", "needs", "pipe", "rest", "run", "threads",
-        "used", "what",
+        "tick", "used", "what",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +63,7 @@ class Work:
         self.run, self.pipe, self.after, self.needs = run, pipe, after, needs
         self.actor = actor
         self.done = False
+        self.tick = 0  # when it was issued
         self.rest: Work | None = None  # what it leaves to be done, once it has read its source
 
     @property
@@ -114,8 +115,9 @@ class Engine:
 
     def submit(self, work: Work) -> None:
         self.flying.append(work)
+        work.tick = self.base + work.used
         if self.watch is not None:
-            self.watch.issued(work, self.base + work.used)
+            self.watch.issued(work, work.tick)
         if self.completion == "eager":
             self._complete(work)
 
@@ -145,4 +147,4 @@ class Engine:
         self.flying.remove(work)
         work.complete()
         if self.watch is not None:
-            self.watch.completed(work, max(self.tick, self.base + work.used))
+            self.watch.completed(work, max(self.tick, work.tick))

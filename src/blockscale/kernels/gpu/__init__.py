@@ -1,6 +1,6 @@
 """Quantization on a GPU, by kernels written in CuTe DSL: the reference's bytes at memory speed.
 
-CuTe DSL is imported by the first call. See ``quantize`` for the kernel, ``config`` for how it is
+CuTe DSL is imported by the first call. See ``kernel`` for the kernel, ``config`` for how it is
 chosen, ``compiled`` for how it is compiled and kept.
 """
 

@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from ...formats import get_format
 from .config import Config
-from .quantize import NUMERIC, Quantizer
+from .kernel import NUMERIC, Quantizer
 
 __all__ = ["build", "cache_folder", "load"]
 
