@@ -58,7 +58,9 @@ def emulated(
 
 
 def expected(x: Tensor, format: str, axis: int, layout: str, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    data, scale = reference.quantize(x, get_format(format), axis=axis, **kwargs)
+    fmt = get_format(format)
+    kwargs.setdefault("scale_rounding", fmt.default_scale_rounding)
+    data, scale = reference.quantize(x, fmt, axis=axis, **kwargs)
     scale = as_bytes(scale)
     if layout != "compact":
         scale = get_layout(layout).swizzle(scale if axis == -1 else scale.mT)
