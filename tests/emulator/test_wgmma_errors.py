@@ -140,7 +140,8 @@ def test_proxy_fence(body: str, match: str) -> None:
     """Every warp fences what it wrote itself; a product knows what its four warps know."""
     p = problem(S8)
     if match:
-        fails(p, "setp.eq.u32 %p1, %t, 0; @%p1 " + body, match, em.DataRace)
+        body = "setp.eq.u32 %p1, %t, 0; @%p1 " + body
+        fails(p, body, match, em.DataRace, completion="eager")
         return
     a, b = p.descriptors
     source = f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b}; setp.eq.u32 %p1, %t, 0;"
@@ -154,9 +155,10 @@ def test_overwriting_an_operand(wait: bool, completion: str) -> None:
     body = FENCE + D + COMMIT + WAIT * wait + "setp.eq.u32 %p1, %t, 5; @%p1 " + STORE
     if not wait:
         if completion == "eager":
-            fails(p, body + WAIT, "data race: st.shared.u32 .* after the read by", em.DataRace)
+            match = "data race: st.shared.u32 .* after the read by"
         else:
-            fails(p, body + WAIT, "data race|fence.proxy.async", em.DataRace, completion="late")
+            match = "data race|fence.proxy.async"
+        fails(p, body + WAIT, match, em.DataRace, completion=completion)
         return
     a, b = p.descriptors
     run(p, module(f"mov.b64 %rd10, {a}; mov.b64 %rd11, {b};\n" + body, 4, p.shape))
@@ -170,8 +172,9 @@ def test_warpgroups_do_not_wait_for_each_other() -> None:
     store = "setp.eq.u32 %p1, %t, 200; @%p1 " + STORE
     out = np.zeros((256, 4), np.float32)
     launch(module(body + "bar.sync 0;" + store, 4, p.shape), p.memory, out, block=256)
+    source = module(body + store, 4, p.shape)
     with pytest.raises(em.DataRace, match="nothing orders it after the read by wgmma"):
-        launch(module(body + store, 4, p.shape), p.memory, out, block=256)
+        launch(source, p.memory, out, block=256, completion="eager")
 
 
 def test_each_warpgroup_needs_its_fence() -> None:

@@ -129,14 +129,20 @@ def _filled(values: list[int], count: int) -> list[int]:
 
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-#: Bits of the flags that tensormap.replace sets, by its name of the field.
+#: Bits of the flags that tensormap.replace sets, by its name of the field; read off the code that
+#: ptxas makes of it, as is what ``replace`` does with the other fields.
 _REPLACED = {
+    "rank": 0x70,
     "elemtype": 0x780,
     "interleave_layout": 0x1800,
-    "swizzle_mode": 0x6000,
+    "swizzle_mode": 0x40_6000,
     "fill_mode": 0x8000,
-    "swizzle_atomicity": 0x180000,
+    "swizzle_atomicity": 0x38_0000,
 }
+#: Codes of .elemtype: the ISA's table has the tf32 types before the packed ones. Types but these
+#: leave the bit of tf32 as it is.
+_REPLACED_TYPES = {11: "tf32", 12: "tf32_ftz", 13: "b4x16_align8", 14: "b4x16_align16"}
+_REPLACED_TYPES |= {15: "b6x16_align16"}
 
 
 def replace(raw: bytes, field: str, place: int, value: int) -> bytes:
@@ -146,7 +152,7 @@ def replace(raw: bytes, field: str, place: int, value: int) -> bytes:
         field: name in the PTX ISA, "global_address".
         place: of the dimension, for fields that have one for each.
         value: bytes for addresses and strides, the number for sizes and steps, the number less
-            one for the rank, a code of the ISA's table for types and modes.
+            one for the rank, a code of the ISA's table 33 for types and modes.
     """
     out = bytearray(raw)
     if field == "global_address":
@@ -163,12 +169,10 @@ def replace(raw: bytes, field: str, place: int, value: int) -> bytes:
         steps = int.from_bytes(out[52:54], "little") & ~(7 << 3 * place)
         out[52:54] = (steps | (value - 1 & 7) << 3 * place).to_bytes(2, "little")
     else:
+        mask = _REPLACED[field]
+        bits = value << (mask & -mask).bit_length() - 1 & mask
+        if field == "elemtype" and value in _REPLACED_TYPES:
+            bits = ELEMENTS[_REPLACED_TYPES[value]]
         flags = _U32.unpack_from(out, 8)[0]
-        if field == "rank":
-            flags = flags & ~0x70 | (value & 7) << 4
-        else:
-            mask = _REPLACED[field]
-            low = (mask & -mask).bit_length() - 1
-            flags = flags & ~mask | value << low & mask
-        _U32.pack_into(out, 8, flags)
+        _U32.pack_into(out, 8, flags & ~mask | bits)
     return bytes(out)

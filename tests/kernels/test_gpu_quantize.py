@@ -1,0 +1,136 @@
+"""The GPU quantizers, run in the emulator: their bytes are the reference's."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+from blockscale.formats import formats  # noqa: E402
+from blockscale.kernels import gpu  # noqa: E402
+
+from gpu_bench import Profiled, check, emulated, nasty  # noqa: E402
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BOTH = (-1, -2)
+
+# format, axes, layout, dtype and what differs from the defaults: each is another kernel.
+CASES: list[tuple[str, tuple[int, ...], str, torch.dtype, dict[str, Any]]] = [
+    ("mxfp8", BOTH, "tcgen05", BF16, {}),
+    ("mxfp8", BOTH, "compact", FP16, {"nonfinite": "te"}),
+    ("mxfp8", (-1,), "compact", FP32, {"scale_rounding": "floor"}),
+    ("mxfp8_e5m2", (-2,), "packed", FP32, {"nonfinite": "te"}),
+    ("mxfp8_e5m2", (-1,), "packed", BF16, {"scale_rounding": "even"}),
+    ("mxfp4", (-1,), "tcgen05", BF16, {"nonfinite": "te"}),
+    ("mxfp4", (-1,), "compact", FP16, {"scale_rounding": "ceil"}),
+    ("nvfp4", (-1,), "tcgen05", BF16, {"global_scale": 0.37}),
+    ("nvfp4", (-1,), "compact", FP32, {"global_scale": 1e-4, "nonfinite": "te"}),
+    ("fp8_1x128", (-1,), "sm90", BF16, {}),
+    ("fp8_1x128", (-1,), "compact", FP32, {"nonfinite": "te"}),
+    ("fp8_1x128", (-1,), "sm90", FP16, {"scale_rounding": "rceil"}),
+]
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    scale = given.get("global_scale")
+    return given if scale is None else given | {"global_scale": torch.tensor(scale)}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, (*c[:3], c[3]))))
+def test_formats(case, arch):
+    format, axes, layout, dtype, given = case
+    x = nasty(40, 160, dtype)
+    check(x, format, arch, axes, layout=layout, **_arguments(given))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("shape", "completion"),
+    [
+        ((1, 32), "late"),
+        ((129, 96), "eager"),
+        ((128, 128), "random"),
+        ((33, 272), "late"),
+        ((300, 16), "random"),
+    ],
+)
+def test_shapes(shape, completion, arch):
+    """Tails and padding; memory is filled with other bytes before."""
+    x = nasty(*shape, BF16, seed=sum(shape))
+    check(x, "mxfp8", arch, BOTH, layout="tcgen05", completion=completion)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_bf16(arch):
+    patterns = torch.arange(1 << 16).to(torch.int32).to(torch.int16)
+    x = patterns.view(BF16).view(512, 128)
+    # next to each other, and far apart: sorted blocks are all special or all not
+    for each in (x, x.view(128, 512).mT.contiguous()):
+        check(each, "mxfp8", arch, BOTH, layout="tcgen05")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("format", "axes", "layout"),
+    [
+        ("mxfp8", BOTH, "tcgen05"),
+        ("mxfp8", (-1,), "compact"),
+        ("nvfp4", (-1,), "tcgen05"),
+        ("fp8_1x128", (-1,), "sm90"),
+    ],
+)
+def test_sectors(format, axes, layout, arch):
+    """No sector of global memory is moved in part, and none twice."""
+    rows, columns = 128, 1024
+    given = {"global_scale": torch.tensor(1.0)} if format == "nvfp4" else {}
+    device = Profiled(arch, check="all")
+    x = nasty(rows, columns, BF16)
+    (report,) = check(x, format, arch, axes, layout=layout, device=device, **given)
+    write, read = report.global_memory("write"), report.global_memory("read")
+    fmt = formats[format]
+    each = fmt.element.bits / 8 + fmt.scale.nbytes / fmt.block_size
+    assert write.asked == 32 * write.sectors == len(axes) * int(each * rows * columns)
+    scalars = 32 * 32 if fmt.has_global_scale else 0  # a sector, read by every warp
+    assert 2 * rows * columns <= 32 * read.sectors <= 2 * rows * columns + scalars
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_strided_misaligned_and_odd(arch):
+    whole = nasty(70, 400, BF16)
+    check(whole[::2, 8:264], "mxfp8", arch)  # strides that TMA takes
+    check(whole[:, 1:65], "mxfp8", arch)  # an address that it does not
+    check(whole[:, :37].contiguous(), "mxfp8", arch, BOTH)  # rows that it does not
+
+
+def test_shapes_of_rows():
+    x = nasty(6, 64, BF16)
+    check(x.view(2, 3, 64), "mxfp8", "sm_90a")
+    check(x[0], "mxfp8", "sm_90a")
+
+
+def test_same_bytes_again():
+    x = nasty(128, 128, BF16)
+    first, second = (emulated(x, "mxfp8", "sm_90a", completion="random")[0] for _ in range(2))
+    assert torch.equal(first[0][0].view(torch.uint8), second[0][0].view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("x", "format", "axes", "layout", "arch", "message"),
+    [
+        (torch.zeros(2, 64), "mxfp8", (-1,), "compact", "sm_80", "sm_90a and sm_100a"),
+        (torch.zeros(2, 64), "mxfp8", (-1,), "compact", None, "x is on cpu"),
+        (torch.zeros(2, 64).double(), "mxfp8", (-1,), "compact", "sm_90a", "float64"),
+        (torch.zeros(2, 64), "mxfp6_e2m3", (-1,), "compact", "sm_90a", "6-bit"),
+        (torch.zeros(2, 3, 64), "mxfp8", (-1,), "tcgen05", "sm_90a", "matrices"),
+        (torch.zeros(64), "mxfp8", (-2,), "compact", "sm_90a", "need a matrix"),
+        (torch.zeros(2, 64), "nvfp4", (-1,), "compact", "sm_90a", "needs one"),
+        (torch.zeros(64, 2).mT, "mxfp8", (-1,), "compact", "sm_90a", "not contiguous"),
+    ],
+)
+def test_refusals(x, format, axes, layout, arch, message):
+    with pytest.raises(ValueError, match=message):
+        gpu.quantize(x, formats[format], axes=axes, layout=layout, arch=arch)
