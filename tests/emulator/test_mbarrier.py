@@ -134,7 +134,7 @@ def test_a_state_two_phases_old() -> None:
         f"mbarrier.arrive.shared.b64 %rd{i}, [bar]; mbarrier.test_wait.shared.b64 %p2, [bar], %rd1;"
         for i in (1, 2)
     )
-    with pytest.raises(em.PtxError, match="state is of phase 0 of .* which is in phase 2"):
+    with pytest.raises(em.PtxError, match=r"state is of phase 0 of .* which is in phase 2"):
         em.Device("sm_90a").launch(text(SHARED + body), "k", 1, 1, [np.zeros(1, np.uint32)])
 
 

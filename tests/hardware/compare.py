@@ -111,7 +111,8 @@ def of_tests(pattern: str) -> Recorder:
     paths = [str(p) for p in sorted(folder.glob(pattern)) if not re.search(_NOT_FOR_A_GPU, p.name)]
     recorder = Recorder()
     with recorder.watching():
-        options = ["-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow and not undefined", "--tb=line"]
+        options = ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=line"]
+        options += ["-m", "not slow and not undefined"]
         pytest.main([*options, *paths], plugins=[recorder])
     return recorder
 

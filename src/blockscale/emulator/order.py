@@ -1,7 +1,7 @@
 """Who happens before whom: vector clocks over the warps of a cluster and its asynchronous work.
 
-An agent is a warp, or a slot of asynchronous work: one slot for each tensor-core pipe, whose work is
-in order, and a ring of slots for copies, which are not. Each agent keeps three rows of knowledge:
+An agent is a warp, or a slot of asynchronous work: one slot for each tensor-core pipe, whose work
+is in order, and a ring of slots for copies, which are not. Each agent has three rows of knowledge:
 
 - ``SEEN``: accesses that happen before whatever it does next;
 - ``FENCED``: those that the asynchronous proxy may rely on, too, because a proxy fence lies between

@@ -38,7 +38,7 @@ def cells(offsets: np.ndarray, size: int, cell: int) -> np.ndarray:
     return np.asarray(first[:, None] + np.arange(-(-size // cell)))
 
 
-# --- shared memory ---------------------------------------------------------------------------------
+# --- shared memory --------------------------------------------------------------------------------
 
 
 def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
@@ -116,7 +116,7 @@ def _tell(
         launch.watch.access(by, space, kind, where, size, cta, by.threads[chosen])
 
 
-# --- global memory ---------------------------------------------------------------------------------
+# --- global memory --------------------------------------------------------------------------------
 
 
 def read_global(by: Any, launch: Launch, where: np.ndarray, size: int) -> np.ndarray:
@@ -129,7 +129,7 @@ def write_global(by: Any, launch: Launch, where: np.ndarray, values: np.ndarray)
     launch.memory.store(where, values)
 
 
-# --- a thread's own --------------------------------------------------------------------------------
+# --- a thread's own -------------------------------------------------------------------------------
 
 
 def _own(variable: np.ndarray, w: Any, where: np.ndarray, size: int) -> Any:

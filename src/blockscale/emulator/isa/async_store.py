@@ -15,8 +15,8 @@ from ..machine import Fragment, Step, storage
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import read_shared, write_global, write_shared
 from ..program import Register
-from .access import checked, combiner, turns, vector_length
-from .copies import warps
+from .access import checked, vector_length
+from .bulk import one_by_one, reduced
 from .mbarrier import addresses, find, visible
 from .registry import TYPES, Form, instruction
 
@@ -35,8 +35,8 @@ _REDUCED = {
     "xor": ("b32",),
     "add": ("u32", "s32", "u64", "s64"),
 }
-#: (mask of elements in global memory, old, new) -> what is kept.
-Combine = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+#: (values to store, a function that fetches the bytes before) -> bytes after.
+Kept = Callable[[np.ndarray, Callable[[], np.ndarray]], np.ndarray]
 
 
 @instruction("st.async", "red.async")
@@ -46,15 +46,16 @@ def store(form: Form) -> Step:
     return _into_shared(form) if form.has(_TOLD) else _into_global(form)
 
 
-def _operation(form: Form, *types: str) -> tuple[str, Combine | None]:
+def _operation(form: Form, *types: str) -> tuple[str, Kept]:
     """The type, one of ``types`` for st.async, and what red.async does."""
     if form.parts[0] == "st":
-        return form.type(*types), None
+        return form.type(*types), lambda new, old: new.view(np.uint8)
     name = form.one(*_REDUCED)
     if name is None:
         raise form.error(f"expected one of .{', .'.join(_REDUCED)}")
     type = form.type(*_REDUCED[name])
-    return type, combiner(type, name)
+    combine = reduced(name, type)
+    return type, lambda new, old: combine(old(), new.view(np.uint8))
 
 
 def _values(form: Form, type: str, count: int) -> Callable[[Fragment], np.ndarray]:
@@ -76,17 +77,8 @@ def _values(form: Form, type: str, count: int) -> Callable[[Fragment], np.ndarra
     return get_all
 
 
-def _combined(combine: Combine | None, new: np.ndarray, old: Callable[[], np.ndarray]) -> np.ndarray:
-    """Bytes (n, size) that are kept of ``new`` (n, count); ``old`` fetches those before."""
-    if combine is not None:
-        before = np.ascontiguousarray(old()).view(new.dtype).reshape(-1)
-        after = combine(np.zeros(len(new), bool), before, new.reshape(-1))
-        new = np.ascontiguousarray(after, new.dtype).reshape(-1, 1)
-    return np.ascontiguousarray(new).view(np.uint8)
-
-
 def _into_shared(form: Form) -> Step:
-    """Each thread's bytes are counted by an mbarrier of the CTA they go to."""
+    """Each thread's bytes, on their own, are counted by an mbarrier of the CTA they go to."""
     reduces = form.parts[0] == "red"
     if reduces:
         if not form.has("relaxed") or not form.has("cluster"):
@@ -95,7 +87,7 @@ def _into_shared(form: Form) -> Step:
     else:
         form.one("weak", "cluster")
         space = form.one("shared::cluster", "shared::cta", "shared")
-    type, combine = _operation(form, *_STORED)
+    type, kept = _operation(form, *_STORED)
     count = 1 if reduces else vector_length(form)
     size = np.dtype(TYPES[type]).itemsize * count
     if size > _MOST:
@@ -104,37 +96,25 @@ def _into_shared(form: Form) -> Step:
     target, bar = addresses(form, 0, space), addresses(form, 2, space)
 
     def run(w: Fragment) -> None:
-        if len(w.cta.cluster.ctas) == 1:
-            raise form.error("is for clusters of more than one CTA")
-        for part in warps(w):
-            issue(part)
-
-    def issue(w: Fragment) -> None:
-        where, new = checked(w, form, np.array(target(w)), size), values(w)
-        barriers = [find(w.cta, int(address)) for address in bar(w)]
-        for barrier, address in zip(barriers, where, strict=True):
-            visible(w, barrier)
-            if barrier.cta.rank != int(address) >> RANK_SHIFT:
-                raise MemoryFault(f"{barrier} is not in the CTA of the destination {address:#x}")
-            if reduces and barrier.cta is w.cta:
-                raise MemoryFault(f"the destination {address:#x} is in the CTA that executes it")
         cluster = w.cta.cluster
+        if len(cluster.ctas) == 1:
+            raise form.error("is for clusters of more than one CTA")
+        where, new = checked(w, form, np.array(target(w)), size), values(w)
+        barrier = find(w.cta, int(bar(w)[0]))
+        visible(w, barrier)
+        if barrier.cta.rank != int(where[0]) >> RANK_SHIFT:
+            raise MemoryFault(f"{barrier} is not in the CTA of the destination {int(where[0]):#x}")
+        if reduces and barrier.cta is w.cta:
+            raise MemoryFault(f"the destination {int(where[0]):#x} is in the CTA that executes it")
 
         def write(work: Work) -> None:
-            for turn in turns(where):
-                at = where[turn]
-                write_shared(
-                    work, at, _combined(combine, new[turn], lambda: read_shared(work, at, size))
-                )
-            known = work.actor.message() if work.actor is not None else None
-            for barrier in barriers:
-                barrier.complete(size, known)
+            write_shared(work, where, kept(new, lambda: read_shared(work, where, size)))
+            barrier.complete(size, work.actor.message() if work.actor is not None else None)
 
         actor = cluster.order.begin(w.warp_agents(), generic=True) if cluster.order else None
-        needs = {b.cta.rank: b.cta for b in barriers}
-        cluster.engine.submit(Work(w, write, needs=tuple(needs.values()), actor=actor))
+        cluster.engine.submit(Work(w, write, needs=(barrier.cta,), actor=actor))
 
-    return run
+    return one_by_one(form, run)
 
 
 def _into_global(form: Form) -> Step:
@@ -147,22 +127,20 @@ def _into_global(form: Form) -> Step:
     if form.has("mmio") and order != "release":
         raise form.error(".mmio goes with .release only")
     form.one("global")
-    type, combine = _operation(form, *_STORED, *_SMALL)
+    type, kept = _operation(form, *_STORED, *_SMALL)
     size = np.dtype(TYPES[type]).itemsize
     target, values = form.address(0), _values(form, type, 1)
 
     def run(w: Fragment) -> None:
-        where, new = checked(w, form, np.array(target(w)), size), values(w)
+        where, stored = checked(w, form, np.array(target(w)), size), values(w)
         launch = w.cta.launch
         launch.memory.load(where, size)  # faults where there is no memory
 
         def write(work: Work) -> None:
             with launch.lock:
-                for turn in turns(where):
-                    at = where[turn]
-                    kept = _combined(combine, new[turn], lambda: launch.memory.load(at, size))
-                    write_global(work, launch, at, kept)
+                new = kept(stored, lambda: launch.memory.load(where, size))
+                write_global(work, launch, where, new)
 
         w.cta.cluster.engine.submit(Work(w, write))
 
-    return run
+    return one_by_one(form, run)

@@ -246,7 +246,8 @@ def _names(group: Any) -> tuple[str, ...]:
 
 _FENCES = (
     "sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys", "gl", "proxy", "alias",
-    "async", "async::generic", "tensormap::generic", "mbarrier_init", "global", "shared::cta", "shared::cluster",
+    "async", "async::generic", "tensormap::generic", "mbarrier_init",
+    "global", "shared::cta", "shared::cluster",
     "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
 )  # fmt: skip
 

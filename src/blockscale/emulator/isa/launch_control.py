@@ -1,4 +1,7 @@
-"""clusterlaunchcontrol: taking over the work of clusters that have not started. PTX ISA 9.7.13.17."""
+"""clusterlaunchcontrol: taking over the work of clusters that have not started.
+
+PTX ISA 9.7.13.17 and 9.7.13.18.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +11,50 @@ import numpy as np
 
 from ..engine import Work
 from ..machine import Fragment, Step
+from ..memory import MemoryFault
 from ..ports import write_shared
-from .bulk import Landing, deliver, landings, one_by_one
+from .bulk import deliver, landings, one_by_one
 from .mbarrier import addresses
 from .registry import Form, instruction
 
 _BYTES = 16  # of an answer: x, y, z of the first CTA, and 1 if there was a cluster to cancel
+_NONE = np.uint32(0xFFFF_FFFF)  # x, y and z of no cluster, which are undefined
+_FAILED = "clusterlaunchcontrol"  # among the groups of a CTA: it was told that none is left
 
 
 @instruction("clusterlaunchcontrol.try_cancel.async")
 def try_cancel(form: Form) -> Step:
     """[answer], [mbar]: cancel a cluster that waits for its launch, and say which."""
     form.needs("sm_100")
-    space = form.one("shared::cta", "shared")
-    if not form.has("mbarrier::complete_tx::bytes"):
-        raise form.error("expected .mbarrier::complete_tx::bytes")
+    space = form.one("shared::cta")
+    if not form.has("mbarrier::complete_tx::bytes") or not form.has("b128"):
+        raise form.error("expected .mbarrier::complete_tx::bytes and .b128")
     every = form.has("multicast::cluster::all")
     if every:
-        form.needs("sm_100a", "sm_100f")
-    form.one("b128")
+        form.needs("sm_100f")
     to, bar = addresses(form, 0, space), addresses(form, 1, space)
 
     def run(w: Fragment) -> None:
         cluster, launch = w.cta.cluster, w.cta.launch
-        target = int(to(w)[0])
+        target, barrier = int(to(w)[0]), int(bar(w)[0])
+        for address in (target, barrier):
+            if cluster.shared(address, 1)[0] is not w.cta:
+                raise MemoryFault(f"address {address:#x} is in the shared memory of another CTA")
         if target % _BYTES:
-            raise form.error(f"address {target:#x} is not a multiple of {_BYTES}")
-        mask = (1 << len(cluster.ctas)) - 1 if every else None
-        lands: list[Landing] = landings(w, target, int(bar(w)[0]), mask)
+            raise MemoryFault(f"address {target:#x} is not a multiple of {_BYTES}")
+        if _FAILED in w.cta.groups:
+            raise form.error("this CTA was told already that no cluster is left to cancel")
 
         def read(work: Work) -> Any:
-            answer = np.zeros(4, np.uint32)
+            answer = np.array([_NONE, _NONE, _NONE, 0], np.uint32)
             if launch.waiting:
                 index = launch.waiting.popleft()
                 answer[:] = (*(i * c for i, c in zip(index, launch.cluster, strict=True)), 1)
             values = answer.view(np.uint8)[None]
-            return lambda work, address: write_shared(
-                work, np.array([address], np.uint64), values
-            )
+            return lambda work, address: write_shared(work, np.array([address], np.uint64), values)
 
-        deliver(w, _BYTES, read, lands)
+        mask = (1 << len(cluster.ctas)) - 1 if every else None
+        deliver(w, _BYTES, read, landings(w, target, barrier, mask))
 
     return one_by_one(form, run)
 
@@ -57,13 +64,24 @@ def _words(value: Any) -> np.ndarray:
     return np.atleast_1d(np.ascontiguousarray(value)).view(np.uint32).reshape(-1, 4)
 
 
+def _types(form: Form, *names: str) -> None:
+    if not all(form.has(name) for name in names):
+        raise form.error(f"expected .{'.'.join(names)}")
+
+
 @instruction("clusterlaunchcontrol.query_cancel.is_canceled")
 def is_canceled(form: Form) -> Step:
     form.needs("sm_100")
-    form.has("pred")
-    form.has("b128")
+    _types(form, "pred", "b128")
     put, get = form.set(0, "pred"), form.get(1, "b128")
-    return lambda w: put(w, _words(get(w))[:, 3] != 0)
+
+    def run(w: Fragment) -> None:
+        canceled = _words(get(w))[:, 3] != 0
+        if not canceled.all():
+            w.cta.groups[_FAILED] = True
+        put(w, canceled)
+
+    return run
 
 
 @instruction("clusterlaunchcontrol.query_cancel")
@@ -73,14 +91,16 @@ def first_cta(form: Form) -> Step:
     axis = form.one(*(f"get_first_ctaid::{a}" for a in "xyz"), "get_first_ctaid")
     if axis is None:
         raise form.error("expected .is_canceled or .get_first_ctaid")
-    form.has("v4")
-    form.has("b32")
-    form.has("b128")
     get = form.get(1, "b128")
     if axis != "get_first_ctaid":
+        _types(form, "b32", "b128")
         put, at = form.set(0, "b32"), "xyz".index(axis[-1])
         return lambda w: put(w, _words(get(w))[:, at])
-    puts = [form.set(item, "b32") for item in form.items(0)]
+    _types(form, "v4", "b32", "b128")
+    items = form.items(0)
+    if len(items) != 4:
+        raise form.error(f"gives 4 values to {len(items)} registers")
+    puts = [form.set(item, "b32") for item in items]
 
     def run(w: Fragment) -> None:
         words = _words(get(w))

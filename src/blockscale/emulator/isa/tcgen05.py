@@ -13,6 +13,7 @@ from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import write_shared
 from ..program import PtxError
 from ..tensor_memory import COLUMNS, tensor_memory
+from .bulk import one_by_one
 from .copies import groups, wait_for
 from .mbarrier import addresses, find, visible
 from .registry import Form, instruction
@@ -76,18 +77,6 @@ def enqueue(w: Fragment, run: Callable[[Work], None], needs: tuple[CTA, ...]) ->
     pipe = ("tcgen05", w.cta.rank, int(w.threads[0]) // 32)
     actor = cluster.order.follow(w.warp_agents(), pipe) if cluster.order else None
     cluster.engine.submit(Work(w, run, pipe=pipe, needs=needs, actor=actor))
-
-
-def one_thread(form: Form, run: Callable[[Fragment], None]) -> Step:
-    """Issued by single threads, each for itself."""
-
-    def step(w: Fragment) -> None:
-        for thread in range(w.n):
-            alone = np.zeros(w.n, bool)
-            alone[thread] = True
-            run(w if w.n == 1 else w.part(alone, w.pc))
-
-    return step
 
 
 @instruction("tcgen05.alloc", control=True)
@@ -223,4 +212,4 @@ def commit(form: Form) -> Step:
 
         enqueue(w, signal, tuple(barrier.cta for barrier in barriers))
 
-    return one_thread(form, run)
+    return one_by_one(form, run)

@@ -26,8 +26,9 @@ from ..tensorcore.tmem import (
     scale_copies,
     scale_places,
 )
+from .bulk import one_by_one
 from .registry import Form, instruction
-from .tcgen05 import cta_group, enqueue, one_thread, pair, split_address
+from .tcgen05 import cta_group, enqueue, pair, split_address
 
 _KINDS = ("f16", "tf32", "f8f6f4", "i8", "mxf8f6f4", "mxf4", "mxf4nvf4")
 #: Scales of a row that one instruction takes, by kind and qualifier; 9.7.16.10.7.
@@ -224,7 +225,7 @@ def mma(form: Form) -> Step:
         ctas = pair(w.cta, group)
         enqueue(w, lambda work: todo.run(work, ctas), ctas)
 
-    return one_thread(form, run)
+    return one_by_one(form, run)
 
 
 def _one(value: Any) -> int:

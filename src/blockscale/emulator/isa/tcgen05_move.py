@@ -23,6 +23,7 @@ from ..tensorcore.tmem import (
     load_places,
     packed_places,
 )
+from .bulk import one_by_one
 from .copies import groups
 from .registry import Form, instruction
 from .tcgen05 import (
@@ -30,7 +31,6 @@ from .tcgen05 import (
     cta_group,
     enqueue,
     for_warps,
-    one_thread,
     pair,
     split_address,
     uniform,
@@ -171,7 +171,7 @@ def copy(form: Form) -> Step:
 
         enqueue(w, move, ctas)
 
-    return one_thread(form, run)
+    return one_by_one(form, run)
 
 
 @instruction("tcgen05.shift")
@@ -198,4 +198,4 @@ def shift(form: Form) -> Step:
 
         enqueue(w, move, ctas)
 
-    return one_thread(form, run)
+    return one_by_one(form, run)

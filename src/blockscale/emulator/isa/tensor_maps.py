@@ -80,7 +80,9 @@ def _constant(form: Form, index: int, allowed: range) -> int:
     op = form.operand(index)
     if not isinstance(op, Immediate) or op.value not in allowed:
         given = op.value if isinstance(op, Immediate) else "a register"
-        raise form.error(f"operand {index + 1} is {given}; allowed are constants 0 to {allowed[-1]}")
+        raise form.error(
+            f"operand {index + 1} is {given}; allowed are constants 0 to {allowed[-1]}"
+        )
     return op.value
 
 
