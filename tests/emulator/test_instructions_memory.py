@@ -242,3 +242,17 @@ def test_views_of_one_array() -> None:
     for views in ((data, data[4:8]), (data[:50], data[40:]), (data[:8], data)):
         run(body, out, *views, parameters=".param .u64 a, .param .u64 b")
         assert (out == views[0][0] + 16 + np.arange(32) + views[1][0]).all()
+
+
+def test_spellings_that_compilers_no_longer_use() -> None:
+    """None of the hints and fences changes a value; madc.lo adds the carry of add.cc."""
+    data, out = np.array([*range(31), 1 << 31], np.uint32), np.zeros(32, np.uint32)
+    run(
+        """barrier.cta.sync 0; membar.cta; membar.gl; membar.sys; pmevent 7; pmevent.mask 3;
+        ld.param.u64 %rd1, [in]; mad.wide.u32 %rd2, %t, 4, %rd1;
+        prefetchu.L1 [%rd2]; prefetch.const.tensormap [map];
+        ldu.global.u32 %r1, [%rd2]; add.cc.u32 %r2, %r1, -1; madc.lo.u32 %r3, %t, 3, %r1;
+        st.global.u32 [%at], %r3;""",
+        out, data, parameters=".param .u64 in", before=".const .align 64 .b8 map[128];\n",
+    )  # fmt: skip
+    assert (out == 3 * np.arange(32) + data + (data > 0)).all()

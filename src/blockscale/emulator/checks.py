@@ -129,6 +129,8 @@ class Shadow:
         self._blank(cells, site)
         if self.races:
             self._after_write(cells, actor, "reads", site)
+            if actor.strong:
+                return
             self.reads[cells, actor.slot] = actor.time
             self.was_read[cells] = True
             self.read_site[cells] = self.number(site)
@@ -141,7 +143,7 @@ class Shadow:
                 known = actor.message()[SEEN]
                 self._after_reads(touched, known[None], site)
         self._wrote(cells, actor.slot, actor.time, site)
-        self.strong[cells] = False
+        self.strong[cells] = actor.strong
 
     def _after_write(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> None:
         known = actor.message()
@@ -151,6 +153,8 @@ class Shadow:
             fenced = known[SEEN]
         writer, written = self.writer[cells], self.written[cells]
         late = written > fenced[writer]
+        if actor.strong:
+            late &= ~self.strong[cells]
         if late.any():
             cell = cells[late][0]
             unordered = self.written[cell] > known[SEEN][self.writer[cell]]

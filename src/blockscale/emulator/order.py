@@ -35,6 +35,7 @@ class Actor:
     time: int
     known: Knowledge
     generic: bool = False  # works in the generic proxy, like ordinary accesses
+    strong: bool = False  # its accesses are atomic: no race with other strong ones
 
     def message(self) -> Knowledge:
         """What those who wait for this work learn."""
@@ -111,13 +112,13 @@ class Order:
         self._advance(issuers)
         return known
 
-    def begin(self, issuers: np.ndarray, generic: bool = False) -> Actor:
+    def begin(self, issuers: np.ndarray, generic: bool = False, strong: bool = False) -> Actor:
         """A copy, not ordered with any other."""
         base, size = (self._plain, _PLAIN) if generic else (self._copies, _COPIES)
         slot = base + self._turns[generic] % size
         self._turns[generic] += 1
         self.time[slot] += 1
-        return Actor(slot, int(self.time[slot]), self._issue(issuers), generic)
+        return Actor(slot, int(self.time[slot]), self._issue(issuers), generic, strong)
 
     def follow(self, issuers: np.ndarray, pipe: Hashable) -> Actor:
         """Work in a pipe: it knows of all earlier work there."""

@@ -111,7 +111,8 @@ def _into_shared(form: Form) -> Step:
             write_shared(work, where, kept(new, lambda: read_shared(work, where, size)))
             barrier.complete(size, work.actor.message() if work.actor is not None else None)
 
-        actor = cluster.order.begin(w.warp_agents(), generic=True) if cluster.order else None
+        order, agents = cluster.order, w.warp_agents()
+        actor = order.begin(agents, generic=True, strong=reduces) if order else None
         cluster.engine.submit(Work(w, write, needs=(barrier.cta,), actor=actor))
 
     return one_by_one(form, run)

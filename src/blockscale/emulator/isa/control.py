@@ -274,7 +274,7 @@ def fence(form: Form) -> Step:
     return run
 
 
-@instruction("nop", "pmevent", "nanosleep")
+@instruction("pmevent", "nanosleep")
 def nothing(form: Form) -> Step:
     """9.7.19: no effect on values."""
     form.has("mask", "u32")

@@ -22,6 +22,8 @@ def is_strong(parts: tuple[str, ...]) -> bool:
 
 def synchronized(step: Step, parts: tuple[str, ...]) -> Step:
     """The step of an opcode, if it is an access, with what atomicity and order ask of it."""
+    if parts[:2] == ("red", "async"):  # what it does, it does later
+        return step
     if parts[0] in ("atom", "red"):
         step = _locked(step)
     if parts[0] in _ACCESSES and is_strong(parts):

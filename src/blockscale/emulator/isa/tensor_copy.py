@@ -173,5 +173,5 @@ def _prefetch_map(form: Form) -> Step:
     return run
 
 
-for _space in ("", "const.", "param.", "param::entry."):
+for _space in ("", "const.", "param."):
     instruction(f"prefetch.{_space}tensormap")(_prefetch_map)
