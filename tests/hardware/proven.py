@@ -3,8 +3,8 @@
     python tests/hardware/proven.py FOLDER ... --json FILE
 
 A folder holds ``kernel.ptx``, ``launch.json`` (what ``blockscale emulate --args`` reads, with
-outputs and what is expected of them) and ``data.npz``. Neither PTX nor data of other projects are in
-this repository; benchmarks/results/emulator_proven.json has what came of them.
+outputs and what is expected of them) and ``data.npz``. Neither PTX nor data of other projects are
+in this repository; benchmarks/results/emulator_proven.json has what came of them.
 
 Where the checks refuse a kernel, it runs once more without them, and both outcomes are recorded.
 """

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,20 +25,17 @@ class Profiled(em.Device):
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that torch.empty returns has every byte 0xA5."""
-    original = torch.empty
+    """Memory that torch.empty_like returns has every byte 0xA5."""
+    original = torch.empty_like
 
-    def empty(*args: Any, **kwargs: Any) -> Tensor:
+    def empty_like(*args: Any, **kwargs: Any) -> Tensor:
         out = original(*args, **kwargs)
-        if out.numel():
-            out.view(torch.uint8).fill_(0xA5)
+        assert out.is_contiguous()
+        out.view(torch.uint8).fill_(0xA5)
         return out
 
-    torch.empty = empty  # type: ignore[assignment]
-    try:
+    with patch.object(torch, "empty_like", empty_like):
         yield
-    finally:
-        torch.empty = original
 
 
 def emulated(
@@ -57,7 +55,9 @@ def emulated(
     return results, reports
 
 
-def expected(x: Tensor, format: str, axis: int, layout: str, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def expected(
+    x: Tensor, format: str, axis: int, layout: str, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
     fmt = get_format(format)
     kwargs.setdefault("scale_rounding", fmt.default_scale_rounding)
     data, scale = reference.quantize(x, fmt, axis=axis, **kwargs)

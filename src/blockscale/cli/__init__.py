@@ -6,8 +6,10 @@ import sys
 
 import typer
 
+from .bench import bench
 from .doctor import doctor
 from .emulate import emulate
+from .emulate_quantize import quantize as emulate_quantize
 from .inspect import inspect
 from .quantize import quantize
 from .train import train
@@ -31,7 +33,9 @@ app.command()(doctor)
 app.command()(inspect)
 app.command()(quantize)
 app.command()(train)
+emulate.command("quantize")(emulate_quantize)
 app.add_typer(emulate, name="emulate")
+app.add_typer(bench, name="bench")
 
 # typer carries its own copy of click: this is its ClickException, the base of all usage errors
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]

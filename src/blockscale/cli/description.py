@@ -196,12 +196,15 @@ def _array(
     if not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ValueError(f"{where}: zeros is a shape: {spec['zeros']!r}")
     try:
-        arrays[name] = _aligned(np.zeros(shape, np.dtype(spec.get("dtype", "float32"))))
+        dtype = np.dtype(spec.get("dtype", "float32"))
     except TypeError:
+        dtype = np.dtype(object)
+    if dtype.isbuiltin != 1 or dtype.hasobject:  # those of ml_dtypes count only where it is loaded
         raise ValueError(
             f"{where}: numpy knows no dtype {spec['dtype']!r}; bits of such a type are uint8 or "
             "uint16"
-        ) from None
+        )
+    arrays[name] = _aligned(np.zeros(shape, dtype))
     return arrays[name]
 
 

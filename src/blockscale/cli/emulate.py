@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from .description import read_case
 
-__all__ = ["Output", "emulate", "examine", "run"]
+__all__ = ["Output", "emulate", "examine", "run", "show"]
 
 
 class _Group(TyperGroup):
@@ -132,7 +132,7 @@ def run(
         found = {"outputs": [asdict(output) for output in outputs], "report": report.as_dict()}
         typer.echo(json_module.dumps(found, indent=1))
     else:
-        _show(outputs)
+        show(outputs)
         typer.echo(report.table())
     if any(output.equal is False for output in outputs):
         raise typer.Exit(1)
@@ -176,7 +176,7 @@ def _number(value: Any) -> float | int | str:
     return number if np.isfinite(number) else str(number)
 
 
-def _show(outputs: list[Output]) -> None:
+def show(outputs: list[Output]) -> None:
     if not outputs:
         return
     table = Table(box=None, pad_edge=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def cache_folder() -> Path:
     return Path(named or platformdirs.user_cache_dir("blockscale")) / "kernels"
 
 
-@lru_cache(maxsize=None)
+@cache
 def build(config: Config):
     """Compile a kernel, which takes about a second."""
     item, spec = config.dtype.itemsize, config.spec
@@ -67,7 +67,7 @@ def _tensor(dtype, rank: int, align: int, spaced: bool = False):
     return make_fake_tensor(dtype, sizes, (apart, 1)[2 - rank :], assumed_align=align)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(config: Config):
     """The kernel, from the cache on disk if it is there; else compiled, and put there."""
     folder, key = cache_folder(), _key(config)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...formats import Format, get_format
+from ...layouts import get_layout
 from ..cpu.spec import Spec, specify
 
 __all__ = ["ARCHITECTURES", "DTYPES", "PANEL", "Config", "choose_config", "why_not"]
@@ -17,6 +19,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 _TILE = 128 * 128  # elements that a block of threads takes
 _SECTOR = 32
+_SHARED = 227 << 10  # of a multiprocessor
+_SMALL = 6 << 10  # room for scales, barrier, table, and what the system takes of each block
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class Config:
         axes: (-1,), (-2,) or both of them from one read.
         tile_rows, tile_columns: of the input, a block of threads each.
         warps: of a block.
+        resident: blocks on a multiprocessor at once, at most; 0 for as many as fit.
         tma: the tile is loaded by TMA; else by plain loads, an element at a time.
         column_store: bytes of a store of column-wise data, 16 or 1.
         scale_stores: bytes of a store of scales, for each of ``axes``.
@@ -42,6 +47,7 @@ class Config:
     tile_rows: int
     tile_columns: int
     warps: int
+    resident: int
     tma: bool
     column_store: int
     scale_stores: tuple[int, ...]
@@ -53,6 +59,14 @@ class Config:
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+    @property
+    def unused_shared(self) -> int:
+        """Bytes of shared memory that a block claims only to keep others away."""
+        if not self.resident:
+            return 0
+        tile = self.tile_rows * self.tile_columns * self.dtype.itemsize
+        return max(_SHARED // self.resident - tile - _SMALL, 0)
 
     @property
     def panels(self) -> int:
@@ -67,10 +81,12 @@ def why_not(format: Format, axes: Sequence[int], layout: str, arch: str, dtype: 
         return f"dtype {dtype}: there are kernels for {', '.join(map(str, DTYPES))}"
     if format.element.bits == 6:
         return f"format {format.name}: no kernel packs 6-bit elements"
-    if format.block[0] > 1:
-        return f"format {format.name}: no kernel has blocks of several rows"
-    if -2 in axes and (format.element.bits < 8 or format.block_size != 32):
-        return f"format {format.name} along axis -2: no kernel yet"
+    if format.scale.nbytes not in get_layout(layout).itemsize:
+        return f"layout {layout}: does not hold scales of {format.name}"
+    if format.block[0] > 1 and layout != "compact":
+        return f"format {format.name}: its kernels write compact scales"
+    if -2 in axes and format.element.bits < 8:
+        return f"format {format.name} along axis -2: no kernel packs along columns"
     return ""
 
 
@@ -104,9 +120,12 @@ def choose_config(
         tile_rows=rows,
         tile_columns=columns,
         warps=max(4, rows * columns // _TILE * 4),
+        # Measured on an H200: loads of more blocks than three only get in the way of stores. Where
+        # elements take more instructions, four bits, more blocks hide them.
+        resident=3 if arch == "sm_90a" and format.element.bits == 8 else 0,
         tma=(row_stride * dtype.itemsize) % 16 == 0 and address % 16 == 0,
         column_store=16 if shape[1] % 16 == 0 else 1,
-        scale_stores=tuple(_scale_store(shape, format, axis, layout) for axis in axes),
+        scale_stores=tuple(_scale_store(shape, columns, format, axis, layout) for axis in axes),
     )
 
 
@@ -114,7 +133,8 @@ def _tile(
     shape: tuple[int, int], format: Format, axes: tuple[int, ...], layout: str
 ) -> tuple[int, int]:
     """Rows and columns: such that stores of scales fill whole sectors."""
-    if layout != "compact" or -1 not in axes:
+    tall = format.block[0] > 1 or (-2 in axes and format.block_size > 32)
+    if layout != "compact" or -1 not in axes or tall:
         return 128, PANEL
     fill = _SECTOR // format.scale.nbytes * format.block_size  # columns whose scales fill a sector
     needed = 1 << (shape[1] - 1).bit_length()
@@ -123,12 +143,10 @@ def _tile(
     return (max(rows, 32) if -2 in axes else rows), columns
 
 
-def _scale_store(shape: tuple[int, int], format: Format, axis: int, layout: str) -> int:
-    """The widest store that every line of scales is a multiple of."""
+def _scale_store(shape: tuple[int, int], tile: int, format: Format, axis: int, layout: str) -> int:
+    """The widest store that divides a line of scales, of the matrix and of ``tile`` columns."""
     if layout != "compact":
         return 16
-    line = -(-shape[1] // format.block_size) if axis == -1 else shape[1]
-    line *= format.scale.nbytes
-    return max(n for n in (16, 8, 4, 2, 1) if line % n == 0)
-
-
+    columns = format.block[1] if axis == -1 else format.block[0]  # of a scale
+    lines = [-(-n // columns) * format.scale.nbytes for n in (shape[1], tile)]
+    return math.gcd(16, *lines)

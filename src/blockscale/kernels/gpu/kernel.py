@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import cutlass
 import torch
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ...formats import get_format
@@ -52,7 +52,9 @@ class Quantizer:
             config.arch.startswith("sm_10"),
         )
         rows, columns, size = config.tile_rows, config.tile_columns, self.format.block_size
-        extent = {-1: (rows, columns // size), -2: (columns, max(rows // size, 1))}
+        self.tall = size > _BAND and (-2 in config.axes or self.format.block[0] > 1)
+        high = self.format.block[0]  # across the contraction
+        extent = {-1: (rows // high, columns // size), -2: (columns // high, rows // size)}
         self.stagings = {
             axis: staging(config.layout, axis, *extent[axis], self.format.scale.nbytes, store)
             for axis, store in zip(config.axes, config.scale_stores, strict=True)
@@ -81,9 +83,7 @@ class Quantizer:
         )
 
     @cute.kernel
-    def kernel(
-        self, atom, view, x, row_data, row_scale, column_data, column_scale, global_scale
-    ):
+    def kernel(self, atom, view, x, row_data, row_scale, column_data, column_scale, global_scale):
         config = self.config
         thread = cute.arch.thread_idx()[0]
         across, down, layer = cute.arch.block_idx()
@@ -100,6 +100,12 @@ class Quantizer:
             axis: memory.allocate_array(cutlass.Uint8, it.nbytes, byte_alignment=16).toint()
             for axis, it in self.stagings.items()
         }
+        maxima = None  # of 32 rows of each column, where a block has more of them
+        if const_expr(self.tall):
+            count = config.tile_rows // _BAND * PANEL
+            maxima = memory.allocate_array(cutlass.Uint32, count, byte_alignment=16).toint()
+        if const_expr(config.unused_shared):
+            memory.allocate_array(cutlass.Uint8, config.unused_shared)
         if const_expr(config.tma):
             self.start_load(atom, view, tile, barrier, down, across)
         else:
@@ -119,17 +125,23 @@ class Quantizer:
             cute.arch.mbarrier_wait(barrier, 0)
 
         address = tile.iterator.toint()
+        high, size = self.format.block
         if const_expr(-1 in config.axes):
-            self.rows(address, staged[-1], row_data, start, x.shape, encode_scale, table)
+            if const_expr(high == 1):
+                self.rows(address, staged[-1], row_data, start, x.shape, encode_scale, table)
+            else:
+                self.columns(-1, address, staged[-1], maxima, row_data, start, x.shape)
         if const_expr(-2 in config.axes):
-            self.columns(address, staged[-2], column_data, start)
+            self.columns(-2, address, staged[-2], maxima, column_data, start, x.shape)
         cute.arch.sync_threads()
-        m, k, size = x.shape[0], x.shape[1], self.format.block_size
+        m, k = x.shape[0], x.shape[1]
         if const_expr(-1 in config.axes):
-            first, shape = (start[0], start[1] // size), (m, cute.ceil_div(k, size))
+            first = start[0] // high, start[1] // size
+            shape = cute.ceil_div(m, high), cute.ceil_div(k, size)
             self.copy_scales(self.stagings[-1], staged[-1], row_scale, first, shape)
         if const_expr(-2 in config.axes):
-            first, shape = (start[1], start[0] // size), (k, cute.ceil_div(m, size))
+            first = start[1] // high, start[0] // size
+            shape = cute.ceil_div(k, high), cute.ceil_div(m, size)
             self.copy_scales(self.stagings[-2], staged[-2], column_scale, first, shape)
 
     # --- loads ------------------------------------------------------------------------------------
@@ -150,9 +162,10 @@ class Quantizer:
         if thread == 0:
             cute.arch.mbarrier_init(barrier, 1)
             cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if thread == 0:
             nbytes = config.tile_rows * config.tile_columns * config.dtype.itemsize
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, nbytes)
-        cute.arch.sync_threads()
         if thread < 32:
             for panel in range_constexpr(config.panels):
                 cute.copy(
@@ -178,9 +191,9 @@ class Quantizer:
                 value = ptx.load_global(base + (row * stride + column) * size, size)
             ptx.store_shared(address + index * size, [value], size)
 
-    def words(self, address) -> list:
-        """16 elements of shared memory."""
-        nbytes = _ELEMENTS * self.config.dtype.itemsize
+    def words(self, address, itemsize: int = 0) -> list:
+        """16 elements of shared memory, of the input unless ``itemsize`` is given."""
+        nbytes = _ELEMENTS * (itemsize or self.config.dtype.itemsize)
         return [w for i in range(0, nbytes, 16) for w in ptx.load_shared(address + i, 16)]
 
     # --- blocks along rows ------------------------------------------------------------------------
@@ -215,15 +228,14 @@ class Quantizer:
             row = start[0] + row
             column = (start[1] + panel * PANEL) * config.spec.bits // 8 + lane * stored
             if row < shape[0] and column < pitch:
-                ptx.store_global(
-                    data.iterator.toint() + Int64(row) * pitch + column, codes, stored
-                )
+                ptx.store_global(data.iterator.toint() + Int64(row) * pitch + column, codes, stored)
 
     # --- blocks along columns ---------------------------------------------------------------------
 
     @cute.jit
-    def columns(self, address, staged, data, start):
-        config, encoder, place = self.config, self.encoder, self.stagings[-2]
+    def columns(self, axis, address, staged, maxima, data, start, shape):
+        """Blocks of 32 or 128 rows and one column, or of 128 x 128 for either axis."""
+        config, encoder, place = self.config, self.encoder, self.stagings[axis]
         thread = cute.arch.thread_idx()[0]
         lane, group, warp = thread % _STRIP_LANES, thread % 32 // _STRIP_LANES, thread // 32
         bands = config.tile_rows // _BAND
@@ -238,23 +250,71 @@ class Quantizer:
 
             states = [encoder.state(word) for word in self.words(first)]
             for j in range_constexpr(1, _LANE_ROWS):
-                words = self.words(first + j * row_bytes)
-                states = [encoder.merge(s, encoder.state(w)) for s, w in zip(states, words)]
+                words = [encoder.state(word) for word in self.words(first + j * row_bytes)]
+                states = [encoder.merge(s, w) for s, w in zip(states, words, strict=True)]
             for distance in (8, 16):
                 states = [
                     encoder.merge(s, cute.arch.shuffle_sync_bfly(s, distance)) for s in states
                 ]
             amaxes = [amax for state in states for amax in encoder.amaxes(state)]
-            codes, reciprocals = zip(*(encoder.scale(amax) for amax in amaxes))
-            for j in range_constexpr(_ELEMENTS):
-                if group == j // (_ELEMENTS // 4):
-                    ptx.store_shared(
-                        staged + place.place(column + j, band), [codes[j]], self.format.scale.nbytes
-                    )
+            if const_expr(self.tall):
+                mine = maxima + lane * _ELEMENTS * 4
+                for j in range_constexpr(_ELEMENTS):
+                    if group == j // (_ELEMENTS // 4):
+                        ptx.store_shared(mine + band * PANEL * 4 + j * 4, [amaxes[j]], 4)
+                cute.arch.sync_threads()
+                if const_expr(self.format.block[0] > 1):
+                    amaxes, reciprocals = self.square_scale(place, staged, maxima)
+                else:
+                    self.tall_scales(place, staged, maxima, start[1], shape[1])
+                    cute.arch.sync_threads()
+                    reciprocals = self.words(mine, 4)
+                    if const_expr(not config.spec.propagate):
+                        amaxes = self.words(mine + PANEL * 4, 4)
+            else:
+                scales = [encoder.scale(amax) for amax in amaxes]
+                reciprocals = [reciprocal for _, reciprocal in scales]
+                for j in range_constexpr(_ELEMENTS):
+                    if group == j // (_ELEMENTS // 4):
+                        where = staged + place.place(column + j, band)
+                        ptx.store_shared(where, [scales[j][0]], self.format.scale.nbytes)
             for j in range_constexpr(_LANE_ROWS):
                 words = self.words(first + j * row_bytes)
-                elements = encoder.elements(words, amaxes, list(reciprocals))
+                elements = encoder.elements(words, amaxes, reciprocals)
                 self.store_columns(elements, data, start[0] + row + j, start[1] + column)
+
+    @cute.jit
+    def tall_scales(self, place, staged, maxima, start, columns):
+        """Scales of blocks of 128 rows and one column, a thread each, from ``maxima`` (4, 128).
+
+        Reciprocals replace the first row of ``maxima``, maxima of whole blocks the second.
+        """
+        thread = cute.arch.thread_idx()[0]
+        mine = maxima + thread * 4
+        bands = range(self.config.tile_rows // _BAND)
+        amax = cutlass.max(*(ptx.load_shared(mine + i * PANEL * 4, 4)[0] for i in bands))
+        code, reciprocal = self.encoder.scale(amax)
+        if const_expr(place.pad > 1):  # of zeros: padding is zero, though
+            code = cutlass.select_(start + thread < columns, code, Uint32(0))
+        ptx.store_shared(staged + place.place(thread, 0), [code], self.format.scale.nbytes)
+        ptx.store_shared(mine, [reciprocal], 4)
+        ptx.store_shared(mine + PANEL * 4, [amax], 4)
+
+    @cute.jit
+    def square_scale(self, place, staged, maxima):
+        """The scale of a block of 128 x 128 from ``maxima`` (4, 128): its maximum and
+        reciprocal, for each of 16 elements.
+        """
+        thread = cute.arch.thread_idx()[0]
+        count = self.config.tile_rows // _BAND * PANEL // 32  # of a lane
+        found = cutlass.max(*self.words(maxima + thread % 32 * count * 4, 4))
+        for distance in (1, 2, 4, 8, 16):
+            found = cutlass.max(found, cute.arch.shuffle_sync_bfly(found, distance))
+        code, reciprocal = self.encoder.scale(found)
+        if thread == 0:
+            ptx.store_shared(staged + place.place(0, 0), [code], self.format.scale.nbytes)
+        cute.arch.sync_threads()  # the other axis may come next
+        return [found] * _ELEMENTS, [reciprocal] * _ELEMENTS
 
     @cute.jit
     def store_columns(self, words, data, row, column):

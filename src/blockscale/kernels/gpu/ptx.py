@@ -10,9 +10,10 @@ from cutlass import Float32, Uint32
 from cutlass.cute.arch import inline_ptx
 
 __all__ = [
-    "clipped_magnitude",
+    "E2M1_BASE",
     "divide",
     "e2m1_of_eight",
+    "e2m1_steps",
     "e4m3_value",
     "fp8_of_four",
     "half_to_float",
@@ -91,11 +92,27 @@ def multiply2(a, b, factor) -> list:
     return list(inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[a, b, factor]))
 
 
-def clipped_magnitude(value, limit: float):
-    """The smaller of ``abs(value)`` and ``limit``; ``limit`` for a NaN."""
-    return _one(
-        "{ .reg .f32 a; abs.f32 a, {$r0}; min.f32 {$w0}, a, {$r1}; }", Float32, value, Float32(limit)
+#: Bits of the number to which ``e2m1_steps`` adds: 1.5 * 2^23, whose last bit is worth 1.
+E2M1_BASE = 0x4B400000
+
+
+def e2m1_steps(value):
+    """``E2M1_BASE`` plus the E2M1 code of a magnitude, to nearest even, saturating; 0 for a NaN.
+
+    The codes 0-4, 4-6 and 6-7 are evenly spaced, by 0.5, 1 and 2: three ramps, cut to their ranges
+    by saturation to [0, 1], are added one after the other, each sum rounded to an integer. Where a
+    ramp is not 0 those before it are full, and even: ties go as they should.
+    """
+    code = (
+        "{ .reg .f32 a, r, s, t, n; abs.f32 a, {$r0};"
+        " mul.rn.sat.f32 r, a, 0f3F000000;"
+        " fma.rn.sat.f32 s, a, 0f3F000000, 0fBF800000;"
+        " fma.rn.sat.f32 t, a, 0f3F000000, 0fC0000000;"
+        " fma.rn.f32 n, r, 0f40800000, 0f4B400000;"
+        " fma.rn.f32 n, s, 0f40000000, n;"
+        " add.rn.f32 n, n, t; mov.b32 {$w0}, n; }"
     )
+    return _one(code, Uint32, value)
 
 
 def top_bytes(words: list):

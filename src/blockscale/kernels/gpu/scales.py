@@ -140,8 +140,6 @@ _KINDS = {
 }
 
 
-def staging(
-    layout: str, axis: int, outer: int, blocks: int, itemsize: int, vector: int
-) -> Staging:
+def staging(layout: str, axis: int, outer: int, blocks: int, itemsize: int, vector: int) -> Staging:
     """The staging of ``layout`` for scales along ``axis``."""
     return _KINDS[layout, axis](outer, blocks, itemsize, vector)

@@ -1,0 +1,1 @@
+"""Measurements on a GPU: ours and others' side by side, in one run."""

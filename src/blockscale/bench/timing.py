@@ -1,0 +1,52 @@
+"""Time of a call on a GPU: events, the L2 cache evicted before each, the median of many."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Timer"]
+
+_EVICTED = 256 << 20  # bytes read between calls: several times the largest L2
+_CLOCK = 2.0e9  # cycles a second, at most
+
+
+class Timer:
+    """Times calls on the current CUDA device. Keeps 256 MiB there, to evict the cache with."""
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(_EVICTED // 4, device="cuda")
+
+    def microseconds(self, call: Callable[[], object], repeats: int = 30) -> float:
+        """Median time of ``call``. The device waits until all calls are queued, so that only its
+        own time counts.
+
+        Reading evicts the cache and leaves nothing to be written back.
+        """
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        self._memory.sum()
+        queued = time.perf_counter() - start
+        torch.cuda.synchronize()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        torch.cuda._sleep(int(min(2 * repeats * queued + 1e-3, 0.5) * _CLOCK))
+        for before, after in events:
+            self._memory.sum()
+            before.record()
+            call()
+            after.record()
+        torch.cuda.synchronize()
+        return 1e3 * statistics.median(before.elapsed_time(after) for before, after in events)
+
+    def copy(self, nbytes: float) -> float:
+        """Time in which the device copies, reading and writing ``nbytes`` in all."""
+        half: Tensor = torch.empty(int(nbytes) // 4, dtype=torch.int16, device="cuda")
+        target = torch.empty_like(half)
+        return self.microseconds(lambda: target.copy_(half))

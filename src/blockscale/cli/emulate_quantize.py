@@ -1,0 +1,89 @@
+"""``blockscale emulate quantize``: our own quantizer, compiled and run without a GPU."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from .emulate import examine, show
+
+__all__ = ["quantize"]
+
+_AXES = {"rows": (-1,), "columns": (-2,), "both": (-1, -2)}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def quantize(
+    arch: Annotated[str, typer.Option(help="sm_90a or sm_100a.")] = "sm_100a",
+    format: Annotated[str, typer.Option(help="Such as mxfp8, nvfp4, fp8_1x128.")] = "mxfp8",
+    shape: Annotated[str, typer.Option(help="Rows and columns of the input.")] = "129x160",
+    axis: Annotated[str, typer.Option(help="Blocks along rows, columns or both.")] = "rows",
+    layout: Annotated[str, typer.Option(help="Of the scales.")] = "compact",
+    dtype: Annotated[str, typer.Option(help="Of the input: bf16, fp16 or fp32.")] = "bf16",
+    scale_rounding: Annotated[str | None, typer.Option(help="Default: the format's.")] = None,
+    nonfinite: Annotated[str, typer.Option(help="propagate or te.")] = "propagate",
+    completion: Annotated[
+        str, typer.Option(help="When asynchronous work completes: eager, late or random.")
+    ] = "late",
+    seed: Annotated[int, typer.Option(help="Of the input and the random order.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Quantize random numbers by the GPU's kernel; compare with the reference.
+
+    Prints the outputs and what the launch did. Exit code 1 if a byte differs. Needs
+    CuTe DSL (pip install 'blockscale[cuda]'), but no GPU.
+    """
+    import torch
+
+    from .. import emulator, reference
+    from ..formats import choose, get_format
+    from ..kernels import gpu
+    from ..layouts import as_bytes, get_layout
+
+    class Profiled(emulator.Device):
+        def launch(self, *args: Any, **kwargs: Any) -> emulator.Report:
+            return super().launch(*args, **kwargs, profile=True)
+
+    fmt, where, axes = get_format(format), get_layout(layout), choose("axis", axis, _AXES)
+    kind = getattr(torch, choose("dtype", dtype, _DTYPES))
+    x = torch.randn(_shape(shape), generator=torch.Generator().manual_seed(seed)).to(kind)
+    rounding = scale_rounding or fmt.default_scale_rounding
+    choose("scale_rounding", rounding, dict.fromkeys(fmt.scale.roundings))
+    given: dict[str, Any] = {"scale_rounding": rounding, "nonfinite": nonfinite}
+    if fmt.has_global_scale:
+        given["global_scale"] = reference.global_scale(x, fmt)
+    device = Profiled(arch, completion=completion, seed=seed, check="all")
+    reason = gpu.unsupported(x, fmt, axes, where.name, arch)
+    if reason:
+        raise ValueError(reason)
+    with emulator.cutedsl(device) as reports:
+        results = gpu.quantize(x, fmt, axes=axes, layout=where.name, arch=arch, **given)
+    outputs = []
+    for along, (data, scale) in zip(axes, results, strict=True):
+        wanted, compact = reference.quantize(x, fmt, axis=along, **given)
+        placed = as_bytes(compact)
+        if where.name != "compact":
+            placed = where.swizzle(placed if along == -1 else placed.mT)
+        name = "rows" if along == -1 else "columns"
+        for what, got, want in (("data", data, wanted), ("scale", scale, placed)):
+            arrays = [t.contiguous().view(torch.uint8).numpy() for t in (got, want)]
+            outputs.append(examine(f"{what} of {name}", *arrays))
+    report = reports[0]
+    if json:
+        found = {"outputs": [asdict(output) for output in outputs], "report": report.as_dict()}
+        typer.echo(json_module.dumps(found, indent=1))
+    else:
+        show(outputs)
+        typer.echo(report.table())
+    if not all(output.equal for output in outputs):
+        raise typer.Exit(1)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise ValueError(f"shape: got {text!r}; expected rows and columns like 129x160")
+    return int(parts[0]), int(parts[1])

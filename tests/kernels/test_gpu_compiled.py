@@ -1,0 +1,102 @@
+"""The cache of compiled quantizers on disk, and the choice of a kernel. No GPU is needed."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+from blockscale.formats import formats
+from blockscale.kernels.gpu import compiled
+from blockscale.kernels.gpu.config import Config, choose_config
+
+
+def config(shape: tuple[int, int] = (256, 256), **kwargs) -> Config:
+    stride, dtype = kwargs.pop("stride", shape[1]), kwargs.pop("dtype", torch.bfloat16)
+    return choose_config(shape, stride, dtype, formats["mxfp8"], **kwargs)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BLOCKSCALE_CACHE_DIR", str(tmp_path))
+    compiled.load.cache_clear()
+    yield tmp_path / "kernels"
+    compiled.load.cache_clear()
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.o"))
+
+
+def test_second_process_does_not_compile(folder, monkeypatch):
+    compiled.load(config())
+    (entry,) = entries(folder)
+    compiled.load.cache_clear()  # as another process
+    monkeypatch.setattr(compiled, "build", lambda config: pytest.fail("compiled again"))
+    assert callable(compiled.load(config()))
+    assert entries(folder) == [entry]
+
+
+def test_corrupt_entry_is_rebuilt(folder):
+    compiled.load(config())
+    (entry,) = entries(folder)
+    content = entry.read_bytes()
+    for broken in (b"", content[:1000], bytes([content[0] ^ 1]) + content[1:]):
+        entry.write_bytes(broken)
+        compiled.load.cache_clear()
+        assert callable(compiled.load(config()))
+        (rebuilt,) = entries(folder)
+        assert compiled._name(rebuilt.name.split("-")[0], rebuilt.read_bytes()) == rebuilt.name
+
+
+def test_unwritable_folder(folder, monkeypatch):
+    folder.parent.joinpath("kernels").write_text("a file where the folder should be")
+    assert callable(compiled.load(config()))
+
+
+def test_key_depends_on_configuration_source_and_version(monkeypatch):
+    base = compiled._key(config())
+    assert base == compiled._key(config())
+    keys = {base}
+    for field, value in (("arch", "sm_100a"), ("warps", 8), ("nonfinite", "te"), ("tma", False)):
+        keys.add(compiled._key(dataclasses.replace(config(), **{field: value})))
+    monkeypatch.setattr(compiled, "version", lambda package: "0")
+    keys.add(compiled._key(config()))
+    monkeypatch.setattr(compiled, "_sources", lambda: b"other")
+    keys.add(compiled._key(config()))
+    assert len(keys) == 7
+
+
+def test_choice_depends_on_no_number_of_rows():
+    """Batches of every size share a kernel."""
+    assert len({config((m, 7168), layout="tcgen05") for m in (1, 127, 128, 4096, 1 << 30)}) == 1
+
+
+@pytest.mark.parametrize("layout", ["compact", "tcgen05", "packed"])
+@pytest.mark.parametrize("axes", [(-1,), (-2,), (-1, -2)])
+@pytest.mark.parametrize("columns", [16, 32, 96, 160, 1000, 2880, 7168])
+def test_tiles_fit(columns, axes, layout):
+    for dtype in (torch.bfloat16, torch.float32):
+        c = config((999, columns), axes=axes, layout=layout, dtype=dtype)
+        shared = c.tile_rows * c.tile_columns * dtype.itemsize
+        assert shared <= 128 << 10  # of the 227 KiB of a Hopper or Blackwell SM
+        assert c.tile_rows * c.panels % (4 * c.warps) == 0
+        assert c.tile_columns % 128 == 0
+        for axis, store in zip(axes, c.scale_stores, strict=True):
+            line = -(-columns // 32) if axis == -1 else columns
+            assert layout != "compact" or line % store == 0
+        if -2 in axes:
+            assert c.tile_rows % 32 == 0
+            assert (c.tile_rows // 32 * c.panels) % c.warps == 0
+        assert c.warps * 32 <= 1024
+
+
+def test_tma_wants_sixteen_bytes():
+    assert config((8, 64)).tma
+    assert not config((8, 64), address=2).tma
+    assert not config((8, 64), stride=65).tma
+    assert config((8, 64), stride=72).tma
+    assert config((8, 64), stride=68, dtype=torch.float32).tma
