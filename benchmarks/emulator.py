@@ -58,7 +58,7 @@ def timed(entry: str, case: Case, grid: tuple[int, ...], **settings: Any) -> dic
 
 
 def eight(workers: int) -> dict[str, Any]:
-    return timed("quantize", quantize(8, 4), (1, 8), workers=workers)
+    return timed("quantize", quantize(8, 16), (1, 8), workers=workers)
 
 
 MEASURED: dict[str, Callable[[], dict[str, Any]]] = {
