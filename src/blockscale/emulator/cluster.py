@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from .machine import (
     Wait,
 )
 from .memory import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
-from .order import Order
+from .order import Actor, Order
 from .program import PtxError
 
 __all__ = ["Cluster"]
@@ -60,6 +60,14 @@ class Cluster:
     def resumed(self) -> None:
         """Somebody's wait is over."""
         self._failures = 0
+
+    def begin(self, w: Fragment, generic: bool = False, strong: bool = False) -> Actor | None:
+        """The place in the order of things of a copy that ``w`` issues; see Order.begin."""
+        return self.order.begin(w.warp_agents(), generic, strong) if self.order else None
+
+    def follow(self, w: Fragment, pipe: Hashable) -> Actor | None:
+        """The same for work in a pipe."""
+        return self.order.follow(w.warp_agents(), pipe) if self.order else None
 
     def shared(self, address: int, size: int) -> tuple[CTA, int]:
         """The CTA and offset of a shared::cluster address; MemoryFault if it is none."""

@@ -21,7 +21,7 @@ from .program import PtxError
 if TYPE_CHECKING:
     from .checks import Site
     from .machine import CTA, Fragment
-    from .order import Actor
+    from .order import Actor, Knowledge
     from .watch import Watch
 
 __all__ = ["COMPLETIONS", "Engine", "Work"]
@@ -69,6 +69,10 @@ class Work:
     @property
     def finished(self) -> bool:
         return self.done and (self.rest is None or self.rest.finished)
+
+    def message(self) -> Knowledge | None:
+        """What those who wait for it learn."""
+        return None if self.actor is None else self.actor.message()
 
     def location(self) -> str:
         cta, code, pc = self.issuer

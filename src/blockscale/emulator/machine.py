@@ -124,8 +124,9 @@ class Flight:
 
     __slots__ = ("threads",)
 
-    def __init__(self, threads: np.ndarray) -> None:
-        self.threads = threads  # bool over the threads of the CTA
+    def __init__(self, w: Fragment) -> None:
+        self.threads = np.zeros(w.cta.size, bool)  # whose registers, over the threads of the CTA
+        self.threads[w.threads] = True
 
     def touched(self, w: Fragment, register: str, writes: bool) -> None:
         """An instruction of ``w`` is about to use one of them."""
@@ -205,6 +206,12 @@ class Fragment:
         part = Fragment(self.cta, self.threads[mask], self.frame, pc, self.stack)
         part.used = self.used
         return part
+
+    def alone(self, thread: int) -> Fragment:
+        """One of the threads, by its place among them, at the same instruction."""
+        if self.n == 1:
+            return self
+        return self.part(np.arange(self.n) == thread, self.pc)
 
     def same_place(self, other: Fragment) -> bool:
         return self.pc == other.pc and self.frame is other.frame and self.stack == other.stack

@@ -40,13 +40,11 @@ class Loading(Flight):
     __slots__ = ("frame", "slots", "work")
 
     def __init__(self, w: Fragment, slots: Sequence[int], work: Work) -> None:
-        threads = np.zeros(w.cta.size, bool)
-        threads[w.threads] = True
-        super().__init__(threads)
+        super().__init__(w)
         self.frame, self.slots, self.work = w.frame, slots, work
         for slot in slots:
             for earlier in list(w.frame.flights.get(slot, ())):
-                if (earlier.threads & threads).any():
+                if (earlier.threads & self.threads).any():
                     earlier.touched(w, "", True)
             w.frame.flights.setdefault(slot, []).append(self)
 
@@ -69,9 +67,7 @@ class Multiplying(Flight):
     def __init__(
         self, w: Fragment, reads: tuple[int, ...], writes: tuple[int, ...], shape: str, work: Work
     ) -> None:
-        threads = np.zeros(w.cta.size, bool)
-        threads[w.threads] = True
-        super().__init__(threads)
+        super().__init__(w)
         self.frame, self.shape, self.work = w.frame, shape, work
         self.reads, self.writes = reads, writes
         for slot in {*reads, *writes}:

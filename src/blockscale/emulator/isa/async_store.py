@@ -109,13 +109,12 @@ def _into_shared(form: Form) -> Step:
 
         def write(work: Work) -> None:
             write_shared(work, where, kept(new, lambda: read_shared(work, where, size)))
-            barrier.complete(size, work.actor.message() if work.actor is not None else None)
+            barrier.complete(size, work.message())
 
-        order, agents = cluster.order, w.warp_agents()
-        actor = order.begin(agents, generic=True, strong=reduces) if order else None
+        actor = cluster.begin(w, generic=True, strong=reduces)
         cluster.engine.submit(Work(w, write, needs=(barrier.cta,), actor=actor))
 
-    return one_by_one(form, run)
+    return one_by_one(run)
 
 
 def _into_global(form: Form) -> Step:
@@ -144,4 +143,4 @@ def _into_global(form: Form) -> Step:
 
         w.cta.cluster.engine.submit(Work(w, write))
 
-    return one_by_one(form, run)
+    return one_by_one(run)

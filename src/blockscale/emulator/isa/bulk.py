@@ -14,7 +14,7 @@ from ..ports import read_global, read_shared, write_global, write_shared
 from .access import combiner
 from .copies import groups
 from .mbarrier import MBarrier, find, visible
-from .registry import TYPES, Form, instruction
+from .registry import TYPES, Form, first, instruction
 
 __all__ = ["REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send"]
 
@@ -97,11 +97,11 @@ def deliver(
         write = read(work)
         for _, address, _ in lands:
             write(work, address)
-        known = work.actor.message() if work.actor is not None else None
+        known = work.message()
         for _, _, barrier in lands:
             barrier.complete(size, known)
 
-    actor = cluster.order.begin(w.warp_agents()) if cluster.order else None
+    actor = cluster.begin(w)
     ctas = {cta.rank: cta for cta in (*needs, *(cta for cta, _, _ in lands))}
     cluster.engine.submit(Work(w, copy, needs=tuple(ctas.values()), actor=actor))
 
@@ -124,7 +124,7 @@ def send(w: Fragment, read: Callable[[Work], Callable[[Work], None]]) -> None:
     def store(work: Work) -> None:
         writes[0](work)
 
-    actor = cluster.order.begin(w.warp_agents()) if cluster.order else None
+    actor = cluster.begin(w)
     work = Work(w, fetch, needs=(w.cta,), actor=actor)
     rest = Work(w, store, actor=actor)
     groups(w.cta, "bulk").add(w.threads, work)
@@ -146,17 +146,12 @@ def reduced(operation: str | None, type: str) -> Callable[[np.ndarray, np.ndarra
     return run
 
 
-def one_by_one(form: Form, run: Callable[[Fragment], None]) -> Step:
+def one_by_one(run: Callable[[Fragment], None]) -> Step:
     """Each thread issues an operation of its own, in order."""
 
     def step(w: Fragment) -> None:
-        if w.n == 1:
-            run(w)
-            return
         for thread in range(w.n):
-            alone = np.zeros(w.n, bool)
-            alone[thread] = True
-            run(w.part(alone, w.pc))
+            run(w.alone(thread))
 
     return step
 
@@ -213,20 +208,20 @@ def bulk(form: Form) -> Step:
     combine_bytes = reduced(operation, type)
 
     def run(w: Fragment) -> None:
-        size, first, last = _one(size_of, w), _one(start, w), _one(to, w)
-        _checked(form, size, destination=last, source=first)
+        size, begin, last = first(size_of(w)), first(start(w)), first(to(w))
+        _checked(form, size, destination=last, source=begin)
         launch = w.cta.launch
         if size == 0:
             return
         keep = np.ones(_PIECE, bool)
         if bytes_of is not None:
-            keep = (_one(bytes_of, w) >> np.arange(_PIECE) & 1).astype(bool)
+            keep = (first(bytes_of(w)) >> np.arange(_PIECE) & 1).astype(bool)
 
         def read(work: Work) -> Any:
             if source == "global":
-                values = read_global(work, launch, pieces(first, size), _PIECE)
+                values = read_global(work, launch, pieces(begin, size), _PIECE)
             else:
-                values = read_shared(work, pieces(first, size), _PIECE)
+                values = read_shared(work, pieces(begin, size), _PIECE)
 
             def into_shared(work: Work, address: int) -> None:
                 where = pieces(address, size)
@@ -247,16 +242,11 @@ def bulk(form: Form) -> Step:
         if bar is None:
             send(w, read)
             return
-        mask = None if ctas is None else _one(ctas, w)
+        mask = None if ctas is None else first(ctas(w))
         needs = () if source == "global" else (w.cta,)
-        deliver(w, size, read, landings(w, last, _one(bar, w), mask), needs)
+        deliver(w, size, read, landings(w, last, first(bar(w)), mask), needs)
 
-    return one_by_one(form, run)
-
-
-def _one(get: Any, w: Fragment) -> int:
-    """The value of a fragment of one thread."""
-    return int(np.asarray(get(w)).flat[0])
+    return one_by_one(run)
 
 
 @instruction("cp.async.bulk.prefetch")

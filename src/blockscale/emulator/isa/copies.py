@@ -134,7 +134,7 @@ def cp_async(form: Form) -> Step:
             values[np.arange(size) >= length[:, None]] = 0
             write_shared(work, to, values)
 
-        actor = cluster.order.begin(w.warp_agents(), generic=True) if cluster.order else None
+        actor = cluster.begin(w, generic=True)
         work = Work(w, copy, needs=(w.cta,), actor=actor)
         groups(w.cta, "cp.async").add(w.threads, work)
         cluster.engine.submit(work)

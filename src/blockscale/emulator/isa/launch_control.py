@@ -56,7 +56,7 @@ def try_cancel(form: Form) -> Step:
         mask = (1 << len(cluster.ctas)) - 1 if every else None
         deliver(w, _BYTES, read, landings(w, target, barrier, mask))
 
-    return one_by_one(form, run)
+    return one_by_one(run)
 
 
 def _words(value: Any) -> np.ndarray:

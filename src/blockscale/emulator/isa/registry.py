@@ -39,6 +39,7 @@ __all__ = [
     "Setter",
     "build",
     "families",
+    "first",
     "instruction",
 ]
 
@@ -296,6 +297,11 @@ def _has(own: str, wanted: str) -> bool:
         "f": letter != "" and number // 10 == least // 10 and number >= least,
         "a": letter == "a" and number == least,
     }[need[2]]
+
+
+def first(value: Any) -> int:
+    """The value of a fragment of one thread, or of the first of several."""
+    return int(np.asarray(value).flat[0])
 
 
 def _threads(value: Any, w: Fragment) -> np.ndarray:

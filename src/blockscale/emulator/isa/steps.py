@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..machine import Fragment, Split, Step
 from ..program import Instruction
 
@@ -46,7 +44,7 @@ def _strong(step: Step, releases: bool) -> Step:
     def run(w: Fragment) -> Any:
         order = w.cta.cluster.order
         if order is not None:
-            order.through("flags", np.unique(w.agents()), releases)
+            order.through("flags", w.warp_agents(), releases)
         return step(w)
 
     return run

@@ -14,7 +14,7 @@ from ..ports import write_shared
 from ..program import PtxError
 from ..tensor_memory import COLUMNS, tensor_memory
 from .bulk import one_by_one
-from .copies import groups, wait_for
+from .copies import groups, wait_for, warps
 from .mbarrier import addresses, find, visible
 from .registry import Form, instruction
 from .warp import gathered
@@ -63,10 +63,8 @@ def for_warps(form: Form, run: Callable[[Fragment], Any]) -> Step:
     """``run`` for each whole warp in turn: .sync.aligned."""
 
     def step(w: Fragment) -> None:
-        warps = w.threads // 32
-        for warp in np.unique(warps):
-            mine = warps == warp
-            run(w if mine.all() else w.part(mine, w.pc))
+        for warp in warps(w):
+            run(warp)
 
     return gathered(form, None, step)
 
@@ -75,7 +73,7 @@ def enqueue(w: Fragment, run: Callable[[Work], None], needs: tuple[CTA, ...]) ->
     """Submit work to the pipe of the issuing thread's warp, which keeps its order."""
     cluster = w.cta.cluster
     pipe = ("tcgen05", w.cta.rank, int(w.threads[0]) // 32)
-    actor = cluster.order.follow(w.warp_agents(), pipe) if cluster.order else None
+    actor = cluster.follow(w, pipe)
     cluster.engine.submit(Work(w, run, pipe=pipe, needs=needs, actor=actor))
 
 
@@ -111,10 +109,8 @@ def alloc(form: Form) -> Step:
                 lambda: f"{columns} columns of Tensor Memory: {used} of {COLUMNS} are allocated",
             )
         memory.allocate(columns, start)
-        first = np.zeros(w.n, bool)
-        first[0] = True
         value = np.array([[start]], np.uint32).view(np.uint8)
-        write_shared(w.part(first, w.pc), where(w)[:1], value)
+        write_shared(w.alone(0), where(w)[:1], value)
         return None
 
     return gathered(form, None, run)
@@ -207,9 +203,9 @@ def commit(form: Form) -> Step:
 
         def signal(work: Work) -> None:
             for barrier in barriers:
-                barrier.learn(work.actor.message() if work.actor is not None else None)
+                barrier.learn(work.message())
                 barrier.arrive()
 
         enqueue(w, signal, tuple(barrier.cta for barrier in barriers))
 
-    return one_by_one(form, run)
+    return one_by_one(run)

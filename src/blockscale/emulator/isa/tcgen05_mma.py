@@ -27,7 +27,7 @@ from ..tensorcore.tmem import (
     scale_places,
 )
 from .bulk import one_by_one
-from .registry import Form, instruction
+from .registry import Form, first, instruction
 from .tcgen05 import cta_group, enqueue, pair, split_address
 
 _KINDS = ("f16", "tf32", "f8f6f4", "i8", "mxf8f6f4", "mxf4", "mxf4nvf4")
@@ -205,28 +205,24 @@ def mma(form: Form) -> Step:
         scale_d = int(scale.value)
 
     def run(w: Fragment) -> None:
-        shape = instruction_descriptor(_one(shape_of(w)), kind, group)
+        shape = instruction_descriptor(first(shape_of(w)), kind, group)
         if shape.sparse:
             raise form.error("the instruction descriptor says sparse, the opcode does not")
-        a: SharedDescriptor | int = _one(a_of(w))
+        a: SharedDescriptor | int = first(a_of(w))
         if not in_tensor:
-            a = tcgen05_descriptor(_one(a_of(w)))
+            a = tcgen05_descriptor(first(a_of(w)))
         disabled = None
         if lanes_of is not None:
-            words = np.array([_one(get(w)) for get in lanes_of], "<u4")
+            words = np.array([first(get(w)) for get in lanes_of], "<u4")
             bits = np.unpackbits(words.view(np.uint8), bitorder="little")
             disabled = bits.astype(bool).reshape(group, 128)
         todo = Multiplication(
-            shape, group, vector, a, tcgen05_descriptor(_one(b_of(w))), _one(d(w)),
-            None if scales is None else (_one(scales[0](w)), _one(scales[1](w))),
+            shape, group, vector, a, tcgen05_descriptor(first(b_of(w))), first(d(w)),
+            None if scales is None else (first(scales[0](w)), first(scales[1](w))),
             bool(np.max(enable(w))), scale_d, disabled,
             w.cta.launch.settings.exact,
         )  # fmt: skip
         ctas = pair(w.cta, group)
         enqueue(w, lambda work: todo.run(work, ctas), ctas)
 
-    return one_by_one(form, run)
-
-
-def _one(value: Any) -> int:
-    return int(np.asarray(value).flat[0])
+    return one_by_one(run)

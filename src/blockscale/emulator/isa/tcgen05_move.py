@@ -103,7 +103,7 @@ def load(form: Form) -> Step:
                 frame.registers[slot].view(np.uint32)[threads] = words[:, i]
 
         cluster = w.cta.cluster
-        actor = cluster.order.begin(w.warp_agents()) if cluster.order else None
+        actor = cluster.begin(w)
         work = Work(w, read, needs=(w.cta,), actor=actor)
         Loading(w, slots, work)
         groups(w.cta, "tcgen05.ld").add(threads[:1], work)
@@ -130,7 +130,7 @@ def store(form: Form) -> Step:
                 memory.write(work, lanes, columns, words)
 
         cluster = w.cta.cluster
-        actor = cluster.order.begin(w.warp_agents()) if cluster.order else None
+        actor = cluster.begin(w)
         work = Work(w, write, needs=(w.cta,), actor=actor)
         groups(w.cta, "tcgen05.st").add(w.threads[:1], work)
         cluster.engine.submit(work)
@@ -171,7 +171,7 @@ def copy(form: Form) -> Step:
 
         enqueue(w, move, ctas)
 
-    return one_by_one(form, run)
+    return one_by_one(run)
 
 
 @instruction("tcgen05.shift")
@@ -198,4 +198,4 @@ def shift(form: Form) -> Step:
 
         enqueue(w, move, ctas)
 
-    return one_by_one(form, run)
+    return one_by_one(run)

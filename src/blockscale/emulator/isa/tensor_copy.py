@@ -16,7 +16,7 @@ from ..program import Address, Vector
 from ..tensormap import TensorMap
 from ..tensormap_tile import Tile
 from .bulk import REDUCTIONS, deliver, landings, one_by_one, reduced, send
-from .registry import Form, instruction
+from .registry import Form, first, instruction
 
 _DIMENSIONS = tuple(f"{n}d" for n in range(1, 6))
 _LOADS = ("tile", "tile::gather4")
@@ -37,7 +37,7 @@ def _tensor(form: Form, index: int) -> Callable[[Fragment], tuple[TensorMap, lis
         if int(where[0]) % 64:
             raise MemoryFault(f"address {int(where[0]):#x} of a tensor map: a multiple of 64")
         raw = w.cta.launch.memory.load(where[:1], 128)[0].tobytes()
-        return _decode(raw), [int(np.asarray(get(w)).flat[0]) for get in gets]
+        return _decode(raw), [first(get(w)) for get in gets]
 
     return find
 
@@ -98,7 +98,7 @@ def _load(form: Form, rank: int, target: str) -> Step:
     def run(w: Fragment) -> None:
         box = _box(form, source(w), rank, rows, store=False)
         launch = w.cta.launch
-        mask = None if ctas is None else int(np.asarray(ctas(w)).flat[0])
+        mask = None if ctas is None else first(ctas(w))
         lands = landings(w, int(to(w)[0]), int(bar(w)[0]), mask, pair=group == "cta_group::2")
 
         def read(work: Work) -> Callable[[Work, int], None]:
@@ -107,7 +107,7 @@ def _load(form: Form, rank: int, target: str) -> Step:
 
         deliver(w, box.nbytes, read, lands)
 
-    return one_by_one(form, run)
+    return one_by_one(run)
 
 
 def _store(form: Form, rank: int, operation: str | None) -> Step:
@@ -142,7 +142,7 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
 
         send(w, fetch)
 
-    return one_by_one(form, run)
+    return one_by_one(run)
 
 
 @instruction("cp.async.bulk.prefetch.tensor")
@@ -159,7 +159,7 @@ def prefetch(form: Form) -> Step:
     def run(w: Fragment) -> None:
         _box(form, source(w), rank, rows, store=False)
 
-    return one_by_one(form, run)
+    return one_by_one(run)
 
 
 def _prefetch_map(form: Form) -> Step:

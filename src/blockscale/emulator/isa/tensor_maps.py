@@ -65,9 +65,7 @@ def replace_field(form: Form) -> Step:
                 step = f", multiples of {allowed.step}" if allowed.step > 1 else ""
                 raise form.error(f"{field} {new}; allowed are {allowed[0]} to {allowed[-1]}{step}")
             _aligned(form, int(where[i]))
-            one = np.zeros(w.n, bool)
-            one[i] = True
-            part = w.part(one, w.pc)
+            part = w.alone(i)
             raw = read(part, where[i : i + 1], _BYTES)[0].tobytes()
             out = np.frombuffer(replace(raw, field, place, new), np.uint8)
             write(part, where[i : i + 1], out[None].copy())

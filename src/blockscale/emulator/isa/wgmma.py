@@ -255,7 +255,7 @@ def mma_async(form: Form) -> Step:
             _check(w, form, mine, registers, d, f"{shape} {d_type}")
         threads = slice(int(w.threads[0]), int(w.threads[-1]) + 1)
         pipe = ("wgmma", cta.rank, int(w.threads[0]) // _GROUP)
-        actor = cluster.order.follow(w.warp_agents(), pipe) if cluster.order else None
+        actor = cluster.follow(w, pipe)
         work = Work(
             w, lambda work: todo.run(work, cta, frame, threads), pipe=pipe, needs=(cta,),
             actor=actor,
