@@ -16,7 +16,10 @@ LAYOUTS = {"E8M0": "tcgen05", "UE4M3": "tcgen05", "FP32": "sm90"}
 
 @pytest.fixture(autouse=True)
 def _forget_compiled_code():
+    """Of this process, and what others left on disk: it calls the ops as they were then."""
     torch.compiler.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
 
 
 def matrix(*shape, seed=0, dtype=torch.bfloat16):
@@ -52,12 +55,24 @@ def test_opcheck_quantize_other_arguments(backend):
     x = matrix(96, 64)
     args = (x, "mxfp8", -1, "rceil", "te", "tcgen05", None, i32(40, 90))
     torch.library.opcheck(OPS.quantize.default, args)
-    args = (x, "mxfp8", -2, "floor", "te", "compact", None, i32(40, 90), True)
+    args = (x, "mxfp8", -2, "floor", "te", "compact", None, i32(40, 90))
     torch.library.opcheck(OPS.quantize.default, args)
-    args = (matrix(3, 5, 40), "mxfp4", -1, "rceil", "te", "compact", None, None, False, 7)
+    args = (matrix(3, 5, 40), "mxfp4", -1, "rceil", "te", "compact", None, None, 7)
     torch.library.opcheck(OPS.quantize.default, args)
     args = (matrix(40), "mxfp8", -1, "rceil", "te", "compact")
     torch.library.opcheck(OPS.quantize.default, args)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck_quantize_both(backend, name):
+    fmt = formats[name]
+    scalar = torch.tensor(0.01) if fmt.has_global_scale else None
+    for layout in ("compact", LAYOUTS[fmt.scale.name]):
+        args = (matrix(256, 128), name, fmt.scale.roundings[0], "te", layout, "compact", scalar)
+        torch.library.opcheck(OPS.quantize_both.default, args)
+    if fmt.block[0] == 1 and fmt.element.bits == 8:
+        args = (matrix(96, 128), name, "rceil", "te", layout, "compact", None, i32(40, 90), 7)
+        torch.library.opcheck(OPS.quantize_both.default, args)
 
 
 def test_opcheck_global_scale(backend):
@@ -116,9 +131,9 @@ def test_opcheck_grouped(backend):
 
 def test_every_op_is_checked_here():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name[:12] == "blockscale::"]
-    assert sorted(names) == [
-        f"blockscale::{name}" for name in ("dequantize", "gemm", "global_scale", "quantize")
-    ]
+    here = ["dequantize", "gemm", "global_scale", "quantize", "quantize_both"]
+    in_test_fused = ["rmsnorm_quantize", "swiglu_quantize"]
+    assert sorted(names) == [f"blockscale::{name}" for name in here + in_test_fused]
 
 
 # --- torch.compile --------------------------------------------------------------------------------

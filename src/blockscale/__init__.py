@@ -13,9 +13,11 @@ from . import (
     tensor_rules,  # noqa: F401 (fills the table of operations)
 )
 from .formats import Format, formats
+from .fused import rmsnorm_quantize, swiglu_backward_quantize, swiglu_quantize
 from .gemm import gemm, grouped_gemm
 from .layouts import layouts
 from .nn import Recipe, autocast, convert
+from .ops import FallbackWarning
 from .quantize import quantize, quantize_both
 from .tensor import ScaledTensor
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FallbackWarning",
     "Format",
     "Recipe",
     "ScaledTensor",
@@ -38,6 +41,9 @@ __all__ = [
     "nn",
     "quantize",
     "quantize_both",
+    "rmsnorm_quantize",
+    "swiglu_backward_quantize",
+    "swiglu_quantize",
 ]
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from . import ops
 from .formats import NONFINITE, Format, choose, get_format
-from .layouts import Layout, get_layout
+from .layouts import Layout, get_layout, layouts
+from .remember import remembered
 from .tensor import ScaledTensor, check_axis, check_offsets
 
 __all__ = ["quantize", "quantize_both"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEEDS = (int, torch.SymInt, type(None))
+_BOTH = (-1, -2)
 
 
 def quantize(
@@ -28,6 +32,7 @@ def quantize(
     pad: bool = False,
     offsets: Tensor | None = None,
     seed: int | None = None,
+    backend: str = "auto",
 ) -> ScaledTensor:
     """Quantize ``x`` (..., M, K) in blocks along ``axis``.
 
@@ -49,6 +54,10 @@ def quantize(
             ``axis=-2`` blocks start anew in each group (no padding needed); with ``axis=-1`` the
             scales of each group start on a 128-row tile in every layout but compact.
         seed: round elements stochastically with this seed instead of to nearest even.
+        backend: ``"auto"``: compiled kernels where there are some for this call, else the
+            reference, plain torch; on a GPU a :class:`FallbackWarning` says so, once for each
+            reason. ``"kernel"``: a kernel, or ValueError. ``"reference"``: plain torch. All of
+            them give the same bytes.
 
     Returns:
         A :class:`ScaledTensor` of the shape and dtype of ``x``. It has no gradient:
@@ -60,119 +69,239 @@ def quantize(
 
     Source: OCP MX v1.0 section 6.3 with the scale rounded up (seed 000; arXiv 2506.08027).
     """
-    fmt, where, axis = get_format(format), get_layout(layout), check_axis(axis)
-    rounding = _check_rounding(fmt, scale_rounding)
-    choose("nonfinite", nonfinite, dict.fromkeys(NONFINITE))
-    if (isinstance(seed, int) and not -(2**63) <= seed < 2**63) or not isinstance(seed, _SEEDS):
-        raise ValueError(f"seed: got {seed!r}; expected a 64-bit int, or None for nearest even")
-    _check_input(x, fmt, axis, offsets, pad)
-    if where.name != "compact" and (x.dim() != 2 or (offsets is not None and axis == -2)):
-        raise ValueError(
-            f"layout: {where.name!r} stores the scales of one matrix; x has shape "
-            f"{tuple(x.shape)}{' and groups along the contraction' * (offsets is not None)}: "
-            "flatten leading dimensions first, or keep 'compact'"
-        )
-    scalar = _check_global_scale(global_scale, x, fmt)
-    k_grouped = offsets is not None and axis == -2
-    x = x.detach()
+    axis = check_axis(axis)
+    call = _check(
+        x, (axis,), format, scale_rounding, (layout,), nonfinite, pad, offsets, seed, backend
+    )
+    scalar = _check_global_scale(global_scale, x, call.format, backend)
+    source = x.detach() if x.requires_grad else x
     data, scale = ops.quantize(
-        x, fmt.name, axis, rounding, nonfinite, where.name, scalar, offsets, k_grouped, seed
+        source,
+        call.format.name,
+        axis,
+        call.scale_rounding,
+        nonfinite,
+        call.layouts[0].name,
+        scalar,
+        offsets,
+        seed,
+        backend,
     )
-    return ScaledTensor(
-        data,
-        scale,
-        format=fmt,
-        shape=x.shape,
-        axis=axis,
-        dtype=x.dtype,
-        layout=where,
-        global_scale=scalar,
-        offsets=offsets,
-        k_grouped=k_grouped,
-    )
+    return _wrap(x, call, 0, data, scale, scalar, offsets)
 
 
 def quantize_both(
     x: Tensor,
     format: str | Format = "mxfp8",
     *,
+    scale_rounding: str | None = None,
+    layout: str | Layout | tuple[str | Layout, str | Layout] = "compact",
+    nonfinite: str = "propagate",
     global_scale: Tensor | float | None = None,
-    **kwargs: object,
+    pad: bool = False,
+    offsets: Tensor | None = None,
+    seed: int | None = None,
+    backend: str = "auto",
 ) -> tuple[ScaledTensor, ScaledTensor]:
     """``x`` (..., M, K) quantized along rows (axis -1) and along columns (axis -2).
 
     Two different tensors, both from high precision: one for the product that contracts K, one for
-    that which contracts M. Takes the arguments of :func:`quantize` but ``axis``; NVFP4's
-    global scale is found once.
+    that which contracts M. GPU kernels make both from one read of ``x``. Takes the arguments of
+    :func:`quantize` but ``axis``; NVFP4's global scale is found once.
+
+    Args:
+        layout: of both, or a pair: of the rows' and of the columns' scales. With ``offsets`` the
+            columns' are compact, so that the rows' tiles are asked for by ``("tcgen05",
+            "compact")``.
+
+    Returns: the tensors along -1 and along -2. Raises TypeError or ValueError as :func:`quantize`.
     """
-    fmt = get_format(format)
-    if fmt.has_global_scale and global_scale is None:
-        _check_input(x, fmt, -1, None, True)
-        global_scale = ops.global_scale(x.detach(), fmt.name)
-    row, column = (
-        quantize(x, fmt, axis, global_scale=global_scale, **kwargs)  # type: ignore[arg-type]
-        for axis in (-1, -2)
+    pair = layout if isinstance(layout, tuple) else (layout, layout)
+    call = _check(x, _BOTH, format, scale_rounding, pair, nonfinite, pad, offsets, seed, backend)
+    scalar = _check_global_scale(global_scale, x, call.format, backend)
+    source = x.detach() if x.requires_grad else x
+    row, row_scale, column, column_scale = ops.quantize_both(
+        source,
+        call.format.name,
+        call.scale_rounding,
+        nonfinite,
+        call.layouts[0].name,
+        call.layouts[1].name,
+        scalar,
+        offsets,
+        seed,
+        backend,
     )
-    return row, column
+    return (
+        _wrap(x, call, 0, row, row_scale, scalar, offsets),
+        _wrap(x, call, 1, column, column_scale, scalar, offsets),
+    )
 
 
-def _check_rounding(fmt: Format, scale_rounding: str | None) -> str:
-    if scale_rounding is None:
-        return fmt.default_scale_rounding
-    choose(
-        f"scale_rounding (of format {fmt.name!r})",
+class _Call(NamedTuple):
+    """Arguments that were checked, with names looked up."""
+
+    format: Format
+    axes: tuple[int, ...]
+    scale_rounding: str
+    layouts: tuple[Layout, ...]
+
+
+def _wrap(
+    x: Tensor,
+    call: _Call,
+    i: int,
+    data: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    offsets: Tensor | None,
+) -> ScaledTensor:
+    axis = call.axes[i]
+    return ScaledTensor(
+        data,
+        scale,
+        format=call.format,
+        shape=x.shape,
+        axis=axis,
+        dtype=x.dtype,
+        layout=call.layouts[i],
+        global_scale=global_scale,
+        offsets=offsets,
+        k_grouped=offsets is not None and axis == -2,
+    )
+
+
+def _check(
+    x: Tensor,
+    axes: tuple[int, ...],
+    format: str | Format,
+    scale_rounding: str | None,
+    stored: tuple[str | Layout, ...],
+    nonfinite: str,
+    pad: bool,
+    offsets: Tensor | None,
+    seed: int | None,
+    backend: str,
+) -> _Call:
+    """All checks but that of the global scale; those of names and shapes are remembered."""
+    if seed is not None and (
+        not isinstance(seed, _SEEDS) or (isinstance(seed, int) and not -(2**63) <= seed < 2**63)
+    ):
+        raise ValueError(f"seed: got {seed!r}; expected a 64-bit int, or None for nearest even")
+    _check_tensor(x)
+    grouped = offsets is not None
+    call = _check_call(
+        x.shape,
+        x.dtype,
+        axes,
+        format.name if isinstance(format, Format) else format,  # its hash is slow
         scale_rounding,
-        dict.fromkeys(fmt.scale.roundings),
+        stored,
+        nonfinite,
+        pad,
+        grouped,
+        backend,
     )
-    return scale_rounding
+    if offsets is not None:
+        check_offsets(offsets, x.shape[0], x.device)
+    return call
 
 
-def _check_input(x: Tensor, fmt: Format, axis: int, offsets: Tensor | None, pad: bool) -> None:
-    if not isinstance(x, Tensor):
+@remembered
+def _check_call(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    axes: tuple[int, ...],
+    format: str,
+    scale_rounding: str | None,
+    stored: tuple[str | Layout, ...],
+    nonfinite: str,
+    pad: bool,
+    grouped: bool,
+    backend: str,
+) -> _Call:
+    """Raise unless a tensor of ``shape`` and ``dtype`` can be quantized so."""
+    call = _check_names(axes, format, scale_rounding, stored)
+    choose("nonfinite", nonfinite, dict.fromkeys(NONFINITE))
+    choose("backend", backend, dict.fromkeys(ops.BACKENDS))
+    if dtype not in _DTYPES:
+        names = ", ".join(str(d) for d in _DTYPES)
+        raise TypeError(f"x: got {dtype}; expected one of {names}: cast it first")
+    _check_shape(shape, call, pad, grouped)
+    return call
+
+
+def _check_names(
+    axes: tuple[int, ...],
+    format: str,
+    scale_rounding: str | None,
+    stored: tuple[str | Layout, ...],
+) -> _Call:
+    fmt = get_format(format)
+    if len(stored) != len(axes):
+        raise ValueError(f"layout: got {stored!r}; expected one layout, or (rows, columns)")
+    where = tuple(get_layout(layout) for layout in stored)
+    rounding = fmt.default_scale_rounding
+    if scale_rounding is not None:
+        known = dict.fromkeys(fmt.scale.roundings)
+        choose(f"scale_rounding (of format {fmt.name!r})", scale_rounding, known)
+        rounding = scale_rounding
+    for layout in where:
+        if fmt.scale.nbytes not in layout.itemsize:
+            held = "one-byte scales" if layout.itemsize == (1,) else "fp32 scales"
+            names = [repr(n) for n, each in layouts.items() if fmt.scale.nbytes in each.itemsize]
+            raise ValueError(
+                f"layout: layout {layout.name!r} holds {held}, {fmt.name!r} has {fmt.scale.name}; "
+                f"choose one of {', '.join(names)}"
+            )
+    return _Call(fmt, axes, rounding, where)
+
+
+def _check_tensor(x: Tensor) -> None:
+    if type(x) is not Tensor and not isinstance(x, Tensor):
         raise TypeError(f"x: got {type(x).__name__}; expected a torch.Tensor")
-    if isinstance(x, ScaledTensor):
+    if type(x) is ScaledTensor:
         raise TypeError(
             "x: is a ScaledTensor already; quantizing it again rounds twice: quantize the "
             "high-precision tensor (or its .dequantize(), if there is no other)"
         )
     if not torch.compiler.is_compiling():  # traced tensors are dense; their strides, torch's choice
         _check_memory(x)
-    if x.dtype not in _DTYPES:
-        names = ", ".join(str(d) for d in _DTYPES)
-        raise TypeError(f"x: got {x.dtype}; expected one of {names}: cast it first")
-    if x.dim() < -axis:
-        raise ValueError(f"x: has {x.dim()} dimension(s); axis={axis} needs at least {-axis}")
-    if x.numel() == 0:
-        raise ValueError(f"x: has shape {tuple(x.shape)}, there is nothing to quantize")
-    k = x.shape[axis]
-    if offsets is not None:
-        _check_offsets(offsets, x, fmt, axis)
-        if axis == -2:
-            return
-    if not pad and k % fmt.block_size:
+
+
+def _check_shape(shape: torch.Size, call: _Call, pad: bool, grouped: bool) -> None:
+    fmt = call.format
+    for axis in call.axes:
+        if len(shape) < -axis:
+            raise ValueError(
+                f"x: has {len(shape)} dimension(s); axis={axis} needs at least {-axis}"
+            )
+    if 0 in shape:
+        raise ValueError(f"x: has shape {tuple(shape)}, there is nothing to quantize")
+    for axis in call.axes:
+        if grouped:
+            _check_groups(shape, fmt, axis)
+        if not pad and not (grouped and axis == -2) and shape[axis] % fmt.block_size:
+            raise ValueError(
+                f"x: dimension {axis} is {shape[axis]}, not a multiple of {fmt.name}'s block of "
+                f"{fmt.block_size}; pass pad=True to pad it with zeros"
+            )
+    for axis, layout in zip(call.axes, call.layouts, strict=True):
+        k_grouped = grouped and axis == -2
+        if layout.name == "compact" or (len(shape) == 2 and not k_grouped):
+            continue
+        remedy = "flatten leading dimensions first, or keep 'compact'"
+        if k_grouped and len(call.axes) == 2:
+            remedy = f"pass layout=({call.layouts[0].name!r}, 'compact'), of rows and of columns"
         raise ValueError(
-            f"x: dimension {axis} is {k}, not a multiple of {fmt.name}'s block of "
-            f"{fmt.block_size}; pass pad=True to pad it with zeros"
+            f"layout: {layout.name!r} stores the scales of one matrix; x has shape "
+            f"{tuple(shape)}{' and groups along the contraction' * k_grouped}: {remedy}"
         )
 
 
-def _check_memory(x: Tensor) -> None:
-    if x.layout != torch.strided or x.is_quantized or x.is_nested:
-        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
-        raise TypeError(
-            f"x: got a {kind} tensor; expected a dense one: call .to_dense() or .dequantize()"
-        )
-    if x.dim() and x.stride(-1) != 1 and x.shape[-1] != 1:
-        raise ValueError(
-            f"x: strides {x.stride()} are not contiguous in the last dimension; call .contiguous() "
-            "(or quantize the transposed tensor along the other axis)"
-        )
-
-
-def _check_offsets(offsets: Tensor, x: Tensor, fmt: Format, axis: int) -> None:
-    if x.dim() != 2:
-        raise ValueError(f"offsets: x has shape {tuple(x.shape)}; groups cut the rows of a matrix")
-    check_offsets(offsets, x.shape[0], x.device)
+def _check_groups(shape: torch.Size, fmt: Format, axis: int) -> None:
+    if len(shape) != 2:
+        raise ValueError(f"offsets: x has shape {tuple(shape)}; groups cut the rows of a matrix")
     if fmt.block[0] > 1:
         raise ValueError(
             f"offsets: blocks of {fmt.name!r} span {fmt.block[0]} rows; groups cannot cut them"
@@ -184,19 +313,34 @@ def _check_offsets(offsets: Tensor, x: Tensor, fmt: Format, axis: int) -> None:
         )
 
 
+def _check_memory(x: Tensor) -> None:
+    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
+        raise TypeError(
+            f"x: got a {kind} tensor; expected a dense one: call .to_dense() or .dequantize()"
+        )
+    strides = x.stride()
+    if strides and strides[-1] != 1 and x.shape[-1] != 1:
+        raise ValueError(
+            f"x: strides {strides} are not contiguous in the last dimension; call .contiguous() "
+            "(or quantize the transposed tensor along the other axis)"
+        )
+
+
 def _check_global_scale(
-    global_scale: Tensor | float | None, x: Tensor, fmt: Format
+    global_scale: Tensor | float | None, x: Tensor, fmt: Format, backend: str
 ) -> Tensor | None:
     if not fmt.has_global_scale:
         if global_scale is not None:
             raise ValueError(f"global_scale: format {fmt.name!r} has none; leave it out")
         return None
     if global_scale is None:
-        return ops.global_scale(x.detach(), fmt.name)
+        return ops.global_scale(x.detach(), fmt.name, backend)
     if not isinstance(global_scale, Tensor):
         if not isinstance(global_scale, (int, float)):
             raise TypeError(f"global_scale: got {global_scale!r}; expected an fp32 scalar")
-        global_scale = torch.tensor(global_scale, dtype=torch.float32, device=x.device)
+        # no copy from the host: that would wait for the device, and no graph could hold it
+        global_scale = torch.full((), global_scale, dtype=torch.float32, device=x.device)
     if global_scale.dtype != torch.float32 or global_scale.numel() != 1:
         raise ValueError(
             f"global_scale: got {tuple(global_scale.shape)} {global_scale.dtype}; expected an "
@@ -208,4 +352,6 @@ def _check_global_scale(
         value = global_scale.item()
         if not 0 < value < float("inf"):
             raise ValueError(f"global_scale: got {value}; expected a positive finite number")
-    return global_scale.detach().reshape(())
+    if global_scale.requires_grad:
+        global_scale = global_scale.detach()
+    return global_scale.reshape(()) if global_scale.dim() else global_scale

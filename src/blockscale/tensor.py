@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .formats import Format, choose, get_format
 from .layouts import Grouped, Layout, as_bytes, get_layout
+from .remember import remembered
 
 __all__ = ["RULES", "ScaledTensor", "check_axis", "check_offsets"]
 
@@ -98,7 +99,7 @@ class ScaledTensor(torch.Tensor):
         k_grouped: bool = False,
     ) -> ScaledTensor:
         return torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=_strides(shape, axis, data), dtype=dtype, device=data.device
+            cls, shape, strides=_strides(shape, data), dtype=dtype, device=data.device
         )
 
     def __init__(
@@ -155,39 +156,32 @@ class ScaledTensor(torch.Tensor):
     # --- what it is -------------------------------------------------------------------------------
 
     def _check(self, scale_dtype: torch.dtype) -> None:
-        name, shape = self.format.name, tuple(self.shape)
-        if len(shape) < -self.axis:
-            raise ValueError(f"axis: got {self.axis} for {len(shape)} dimension(s)")
-        if self.format.has_global_scale != (self.global_scale is not None):
-            verb = "needs" if self.format.has_global_scale else "has no"
-            raise ValueError(f"global_scale: format {name!r} {verb} global_scale")
+        name, shape = self.format_name, tuple(self.shape)
+        groups = None if self.offsets is None else self.offsets.shape[0]
+        has_global = self.global_scale is not None
+        want = _stored(name, self.layout_name, shape, self.axis, groups, self.k_grouped, has_global)
         if self.global_scale is not None and (
             self.global_scale.dtype != torch.float32 or self.global_scale.numel() != 1
         ):
             raise ValueError("global_scale: expected an fp32 scalar tensor")
-        if self.layout_name != "compact" and (len(shape) != 2 or self.k_grouped):
-            raise ValueError(
-                f"layout: {self.layout.name!r} stores the scales of one matrix; with leading "
-                "dimensions, or groups along the contraction, scales are compact"
-            )
-        groups = self._k_groups
-        want = self.format.data_shape(shape, self.axis, groups), self.format.element.dtype
-        if (tuple(self.qdata.shape), self.qdata.dtype) != want:
+        if (tuple(self.qdata.shape), self.qdata.dtype) != (want.data, want.data_dtype):
             raise ValueError(
                 f"data: got {tuple(self.qdata.shape)} {self.qdata.dtype}; {name!r} stores "
-                f"{shape} along axis {self.axis} as {want[0]} {want[1]}"
+                f"{shape} along axis {self.axis} as {want.data} {want.data_dtype}"
             )
-        want = self._stored_scale_shape(), self.layout.stored_dtype(self.format.scale.dtype)
-        bytes_too = (want[1], torch.uint8) if want[1].itemsize == 1 else (want[1],)
-        if tuple(self.qscale.shape) != want[0] or scale_dtype not in bytes_too:
+        if tuple(self.qscale.shape) != want.scale or scale_dtype not in want.scale_dtypes:
             raise ValueError(
                 f"scale: got {tuple(self.qscale.shape)} {scale_dtype}; {name!r} in layout "
-                f"{self.layout.name!r} for {shape} along axis {self.axis} is {want[0]} {want[1]}"
+                f"{self.layout_name!r} for {shape} along axis {self.axis} is {want.scale} "
+                f"{want.scale_dtypes[0]}"
             )
-        for part, tensor in self._parts().items():
-            if tensor.device != self.qdata.device:
+        device = self.qdata.device
+        for part in ("qscale", "global_scale", "offsets"):
+            tensor = getattr(self, part)
+            if tensor is not None and tensor.device != device:
                 raise ValueError(
-                    f"{part}: is on {tensor.device}, data on {self.qdata.device}; move it there"
+                    f"{_OUTER.get(part, part)}: is on {tensor.device}, data on {device}; "
+                    "move it there"
                 )
 
     @property
@@ -204,13 +198,6 @@ class ScaledTensor(torch.Tensor):
         """(rows, blocks) of the scales as layouts see them, the contraction last."""
         rows, blocks = self.compact_shape[-2:]
         return (rows, blocks) if self.axis == -1 else (blocks, rows)
-
-    def _stored_scale_shape(self) -> tuple[int, ...]:
-        if self.layout_name == "compact":
-            return self.compact_shape
-        if self.offsets is not None:
-            return Grouped(self.layout).stored_shape(self._matrix_shape, self.offsets.shape[0])
-        return self.layout.stored_shape(self._matrix_shape)
 
     def compact_scale(self) -> Tensor:
         """The scales in the compact layout, in ``format.scale.dtype``."""
@@ -359,13 +346,60 @@ def _rebuild(parts: dict[str, Tensor], meta: dict[str, Any], shape: Sequence[int
 torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
 
 
-def _strides(shape: Sequence[int], axis: int, data: Tensor) -> list[int]:
-    """Strides of a dense tensor whose fastest dimension is that of the data."""
-    order = list(range(len(shape)))
-    if len(shape) > 1 and data.stride(-1) != 1 and data.stride(-2) == 1:
-        order[-1], order[-2] = order[-2], order[-1]
+class _Stored(NamedTuple):
+    """Shapes and dtypes of the parts of a ScaledTensor."""
+
+    data: tuple[int, ...]
+    data_dtype: torch.dtype
+    scale: tuple[int, ...]
+    scale_dtypes: tuple[torch.dtype, ...]  # that of the layout; one-byte scales as uint8 too
+
+
+@remembered
+def _stored(
+    format: str,
+    layout: str,
+    shape: tuple[int, ...],
+    axis: int,
+    groups: int | None,
+    k_grouped: bool,
+    has_global_scale: bool,
+) -> _Stored:
+    """What stores a tensor of ``shape``; ValueError where nothing does."""
+    fmt, where = get_format(format), get_layout(layout)
+    if len(shape) < -axis:
+        raise ValueError(f"axis: got {axis} for {len(shape)} dimension(s)")
+    if fmt.has_global_scale != has_global_scale:
+        verb = "needs" if fmt.has_global_scale else "has no"
+        raise ValueError(f"global_scale: format {format!r} {verb} global_scale")
+    if layout != "compact" and (len(shape) != 2 or k_grouped):
+        raise ValueError(
+            f"layout: {layout!r} stores the scales of one matrix; with leading "
+            "dimensions, or groups along the contraction, scales are compact"
+        )
+    k_groups = groups if groups is not None and k_grouped else 0
+    scale = fmt.scale_shape(shape, axis, k_groups)
+    if layout != "compact":
+        matrix = (scale[0], scale[1]) if axis == -1 else (scale[1], scale[0])
+        if groups is None:
+            scale = where.stored_shape(matrix)
+        else:
+            scale = Grouped(where).stored_shape(matrix, groups)
+    dtype = where.stored_dtype(fmt.scale.dtype)
+    return _Stored(
+        fmt.data_shape(shape, axis, k_groups),
+        fmt.element.dtype,
+        scale,
+        (dtype, torch.uint8) if dtype.itemsize == 1 else (dtype,),
+    )
+
+
+def _strides(shape: Sequence[int], data: Tensor) -> list[int] | None:
+    """Strides of a dense tensor whose fastest dimension is that of the data; None: the last."""
+    if len(shape) < 2 or data.stride(-1) == 1 or data.stride(-2) != 1:
+        return None
     strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
+    for dim in (len(shape) - 2, len(shape) - 1, *reversed(range(len(shape) - 2))):
         strides[dim] = step
         step = step * shape[dim]
     return strides

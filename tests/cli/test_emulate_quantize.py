@@ -1,4 +1,4 @@
-"""``blockscale emulate quantize`` and ``blockscale bench`` from the command line."""
+"""``blockscale emulate quantize`` from the command line."""
 
 import json
 import subprocess
@@ -51,12 +51,3 @@ def test_bad_input(arguments, message):
     assert found.returncode == 2
     assert message in found.stderr
     assert "Traceback" not in found.stderr
-
-
-def test_bench_needs_a_gpu():
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    found = run("bench", "quantize")
-    assert found.returncode == 2
-    assert "needs an NVIDIA GPU" in found.stderr

@@ -136,7 +136,9 @@ class Recorder(em.Device):
         self.launches: list[dict[str, Any]] = []
         self._fails = fails or {}
 
-    def launch(self, ptx, name, grid, block, args, *, cluster=None, shared=0, buffers=()):
+    def launch(
+        self, ptx, name, grid, block, args, *, cluster=None, shared=0, buffers=(), profile=False
+    ):
         self.launches.append(dict(locals()))
         if failure := self._fails.get(len(self.launches) - 1):
             raise failure
@@ -215,6 +217,16 @@ def test_tiles_through_tma(target: str) -> None:
         arguments = [from_dlpack(t, assumed_align=16) for t in (source, out)]
         cute.compile(copy_tiles, *arguments, STREAM)(*arguments, STREAM)
     assert torch.equal(out, source)
+
+
+@pytest.mark.parametrize("profile", [False, True])
+def test_profile(profile: bool) -> None:
+    a, b, c = tensors()
+    with cutedsl(em.Device(), profile=profile) as reports:
+        arguments = [*dynamic(a, b, c), STREAM]
+        cute.compile(add, *arguments)(*arguments)
+    written = reports[0].global_memory("write")
+    assert (written and written.asked) == (c.nbytes if profile else None)
 
 
 def test_launches_of_one_call_run_in_order() -> None:
@@ -426,7 +438,7 @@ def test_attributes_that_no_device_has() -> None:
 
     function, kinds = hostcode._RUNTIME["_cudaDeviceGetAttribute"]
     out = ctypes.c_int32(7)
-    call = hostcode._Call(em.Device(), None, [], [])
+    call = hostcode._Call(em.Device(), None, [], [], False)
     token = hostcode._calls.set(call)
     try:
         assert hostcode._exported(function, kinds)(ctypes.addressof(out), 9999, 0) != 0

@@ -2,26 +2,9 @@
 
 import pytest
 import torch
+from gpu_inputs import nasty, same
 
 import blockscale as bs
-
-
-def nasty(dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(256, 384, generator=generator)
-    x *= torch.exp2(torch.randint(-120, 100, (256, 12), generator=generator).float()).repeat(1, 32)
-    x[3, :32] = 0.0
-    x[5, 7] = float("nan")
-    x[6, 40] = float("inf")
-    x[7, 3] = -0.0
-    return x.to(dtype)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(
-        a.cpu().contiguous().flatten().view(torch.uint8),
-        b.cpu().contiguous().flatten().view(torch.uint8),
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

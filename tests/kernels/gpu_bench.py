@@ -13,14 +13,7 @@ from blockscale import reference
 from blockscale.emulator.report import Report
 from blockscale.formats import get_format
 from blockscale.kernels import gpu
-from blockscale.layouts import as_bytes, get_layout
-
-
-class Profiled(em.Device):
-    """A device whose launches are profiled."""
-
-    def launch(self, *args: Any, **kwargs: Any) -> Report:
-        return super().launch(*args, **kwargs, profile=True)
+from blockscale.layouts import Grouped, as_bytes, get_layout
 
 
 @contextmanager
@@ -44,27 +37,34 @@ def emulated(
     arch: str,
     axes: tuple[int, ...] = (-1,),
     *,
+    layouts: tuple[str, ...] | None = None,
     completion: str = "late",
-    device: em.Device | None = None,
+    profile: bool = False,
     **kwargs: Any,
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Report]]:
     """What the kernel gives in the emulator, and the reports of its launches."""
-    device = device or em.Device(arch, completion=completion, check="all")
-    with em.cutedsl(device) as reports, poisoned():
-        results = gpu.quantize(x, get_format(format), axes=axes, arch=arch, **kwargs)
+    device = em.Device(arch, completion=completion, check="all")
+    layouts = layouts or ("compact",) * len(axes)
+    with em.cutedsl(device, profile=profile) as reports, poisoned():
+        fmt = get_format(format)
+        results = gpu.quantize(x, fmt, axes=axes, layouts=layouts, arch=arch, **kwargs)
     return results, reports
 
 
 def expected(
-    x: Tensor, format: str, axis: int, layout: str, **kwargs: Any
+    x: Tensor, format: str, axis: int, layout: str, offsets: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     fmt = get_format(format)
     kwargs.setdefault("scale_rounding", fmt.default_scale_rounding)
-    data, scale = reference.quantize(x, fmt, axis=axis, **kwargs)
+    cut = offsets if axis == -2 else None
+    data, scale = reference.quantize(x, fmt, axis=axis, offsets=cut, **kwargs)
     scale = as_bytes(scale)
-    if layout != "compact":
-        scale = get_layout(layout).swizzle(scale if axis == -1 else scale.mT)
-    return data, scale
+    if layout == "compact":
+        return data, scale
+    matrix, where = scale if axis == -1 else scale.mT, get_layout(layout)
+    if offsets is not None:
+        return data, Grouped(where).swizzle(matrix, offsets)
+    return data, where.swizzle(matrix)
 
 
 def assert_same(got: Tensor, want: Tensor, what: str) -> None:
@@ -81,16 +81,17 @@ def check(
     arch: str,
     axes: tuple[int, ...] = (-1,),
     *,
-    layout: str = "compact",
+    layout: str | tuple[str, ...] = "compact",
     completion: str = "late",
-    device: em.Device | None = None,
+    profile: bool = False,
     **kwargs: Any,
 ) -> list[Report]:
-    """Assert that the kernel's bytes are the reference's."""
+    """Assert that the kernel's bytes are the reference's; ``layout``: for all axes, or for each."""
+    layouts = (layout,) * len(axes) if isinstance(layout, str) else layout
     results, reports = emulated(
-        x, format, arch, axes, layout=layout, completion=completion, device=device, **kwargs
+        x, format, arch, axes, layouts=layouts, completion=completion, profile=profile, **kwargs
     )
-    for axis, (data, scale) in zip(axes, results, strict=True):
+    for axis, layout, (data, scale) in zip(axes, layouts, results, strict=True):
         want_data, want_scale = expected(x, format, axis, layout, **kwargs)
         assert_same(data, want_data, f"data along {axis}")
         assert_same(scale, want_scale, f"scales along {axis}")

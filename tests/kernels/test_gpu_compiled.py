@@ -16,7 +16,10 @@ from blockscale.kernels.gpu.config import Config, choose_config
 
 def config(shape: tuple[int, int] = (256, 256), **kwargs) -> Config:
     stride, dtype = kwargs.pop("stride", shape[1]), kwargs.pop("dtype", torch.bfloat16)
-    return choose_config(shape, stride, dtype, formats["mxfp8"], **kwargs)
+    axes = kwargs.setdefault("axes", (-1,))
+    kwargs["layouts"] = (kwargs.pop("layout", "compact"),) * len(axes)
+    sources = [(kwargs.pop("address", 0), stride * dtype.itemsize)]
+    return choose_config(shape, sources, dtype, formats["mxfp8"], **kwargs)
 
 
 @pytest.fixture
@@ -71,8 +74,9 @@ def test_key_depends_on_configuration_source_and_version(monkeypatch):
 
 
 def test_choice_depends_on_no_number_of_rows():
-    """Batches of every size share a kernel."""
-    assert len({config((m, 7168), layout="tcgen05") for m in (1, 127, 128, 4096, 1 << 30)}) == 1
+    """Batches of every size share a kernel, but for the smallest."""
+    assert len({config((m, 7168), layout="tcgen05") for m in (17, 127, 128, 4096, 1 << 30)}) == 1
+    assert len({config((m, 7168), layout="tcgen05") for m in (1, 2, 15, 16)}) == 1
 
 
 @pytest.mark.parametrize("layout", ["compact", "tcgen05", "packed"])

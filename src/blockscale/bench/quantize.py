@@ -2,65 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
-from ..formats import get_format
-from ..kernels import gpu
+from .cases import Case, Group, prepare
+from .peers import Peer
 from .timing import Timer
 
-__all__ = ["CASES", "PEERS", "SHAPES", "Case", "Row", "draw", "measure"]
+__all__ = ["Absent", "Row", "draw", "measure"]
 
-SHAPES = ((16384, 16384), (16384, 7168), (32768, 2048))
-PEERS = ("torchao",)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A way to quantize."""
-
-    format: str
-    axes: tuple[int, ...]
-    layout: str
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def name(self) -> str:
-        along = {(-1,): "rows", (-2,): "columns", (-1, -2): "both"}[self.axes]
-        return f"{self.format} {along}, {self.layout}, {str(self.dtype).removeprefix('torch.')}"
-
-    def nbytes(self, rows: int, columns: int) -> float:
-        """Bytes that must move: the input once, data and scales for each axis."""
-        fmt = get_format(self.format)
-        each = fmt.element.bits / 8 + fmt.scale.nbytes / (fmt.block[0] * fmt.block[1])
-        return rows * columns * (self.dtype.itemsize + len(self.axes) * each)
-
-
-CASES = (
-    Case("mxfp8", (-1,), "tcgen05"),
-    Case("mxfp8", (-1,), "compact"),
-    Case("mxfp8", (-2,), "tcgen05"),
-    Case("mxfp8", (-1, -2), "tcgen05"),
-    Case("mxfp8", (-1, -2), "compact"),
-    Case("mxfp8", (-1,), "tcgen05", torch.float32),
-    Case("mxfp4", (-1,), "tcgen05"),
-    Case("nvfp4", (-1,), "tcgen05"),
-    Case("fp8_1x128", (-1,), "sm90"),
-    Case("fp8_1x128", (-2,), "sm90"),
-    Case("fp8_1x128", (-1, -2), "sm90"),
-    Case("fp8_128x128", (-1,), "compact"),
-)
+Prepared = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A measurement; ``of_copy`` is the copy's time at the same bytes over this one."""
 
+    group: str
     rows: int
     columns: int
     case: str
@@ -71,64 +32,73 @@ class Row:
     of_copy: float
 
 
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """What could not run, and why."""
+
+    group: str
+    rows: int
+    columns: int
+    case: str
+    who: str
+    why: str
+
+
 def measure(
-    shapes: Sequence[tuple[int, int]] = SHAPES,
-    cases: Sequence[Case] = CASES,
-    peers: Iterable[str] = (),
-) -> Iterator[Row]:
-    """Time every case on random normal numbers, and those peers that can do the same."""
-    timer, peers = Timer(), tuple(peers)
-    for rows, columns in shapes:
-        for case in cases:
-            x = torch.randn(rows, columns, device="cuda", dtype=case.dtype)
+    group: Group,
+    shapes: Sequence[tuple[int, int]] | None = None,
+    peers: Sequence[Peer] = (),
+    timer: Timer | None = None,
+) -> Iterator[Row | Absent]:
+    """Time every case of a group on random normal numbers, and the peers that do the same."""
+    timer = timer or Timer()
+    for rows, columns in shapes or group.shapes:
+        for case in group.cases:
             nbytes = case.nbytes(rows, columns)
-            for who, call in _calls(case, x, peers):
-                before = timer.copy(nbytes)
+            for who, make in _contestants(case, rows, columns, timer.device, peers):
+                where = group.name, rows, columns, case.name, who
+                try:
+                    call = make()
+                    call()
+                except Exception as error:  # whatever a peer raises: the table says it
+                    yield Absent(*where, f"{type(error).__name__}: {error}")
+                    continue
+                before = timer.copy(nbytes, kernel=group.copy_kernel)
                 took = timer.microseconds(call)
-                copy = (before + timer.copy(nbytes)) / 2
-                speed = nbytes / took / 1e3
-                yield Row(rows, columns, case.name, who, took, speed, copy, copy / took)
+                copy = (before + timer.copy(nbytes, kernel=group.copy_kernel)) / 2
+                yield Row(*where, took, nbytes / took / 1e3, copy, copy / took)
 
 
-def _calls(
-    case: Case, x: Tensor, peers: Iterable[str]
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    fmt = get_format(case.format)
-    scale = torch.ones((), device="cuda") if fmt.has_global_scale else None
-    yield (
-        "blockscale",
-        lambda: gpu.quantize(x, fmt, axes=case.axes, layout=case.layout, global_scale=scale),
-    )
-    same = (case.format, case.layout, case.dtype) == ("mxfp8", "compact", torch.bfloat16)
-    if "torchao" in peers and same and case.axes == (-1,) and find_spec("torchao"):
-        yield from _torchao(x)
-
-
-def _torchao(x: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode  # type: ignore[import-untyped]
-    from torchao.prototype.mx_formats.kernels import triton_to_mxfp8_dim0  # type: ignore[import-untyped]
-    from torchao.prototype.mx_formats.mx_tensor import to_mx  # type: ignore[import-untyped]
-
-    mode = ScaleCalculationMode.RCEIL
-    compiled = torch.compile(lambda t: to_mx(t, torch.float8_e4m3fn, 32, scaling_mode=mode))
-    yield "torchao, Triton", lambda: triton_to_mxfp8_dim0(x, 32, "rceil")
-    yield "torchao, torch.compile", lambda: compiled(x)
+def _contestants(
+    case: Case, rows: int, columns: int, device: str, peers: Sequence[Peer]
+) -> Iterator[tuple[str, Callable[[], Prepared]]]:
+    yield "blockscale", lambda: prepare(case, rows, columns, device)
+    for peer in peers:
+        if peer.case == case:
+            x = torch.randn(rows, columns, device=device, dtype=case.dtype)
+            yield peer.name, lambda peer=peer, x=x: peer.prepare(x)  # type: ignore[misc]
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Speed as a part of the copy's: a row of bars for each case, a colour for each shape."""
+    """Speed as a part of the copy's: bars for each case, a colour for each shape."""
     shapes = list(dict.fromkeys((row.rows, row.columns) for row in rows))
-    names = list(dict.fromkeys(f"{row.case} ({row.who})" for row in rows))
-    figure = Figure(figsize=(9, 1 + 0.45 * len(names)), layout="constrained")
+    bars: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        bars.setdefault((row.group, f"{row.case} ({row.who})"), []).append(row)
+    figure = Figure(figsize=(9, 1 + 0.45 * len(bars)), layout="constrained")
     axes = figure.subplots()
-    height = 0.8 / len(shapes)
-    for i, shape in enumerate(shapes):
-        mine = [row for row in rows if (row.rows, row.columns) == shape]
-        at = [names.index(f"{row.case} ({row.who})") + (i + 0.5) * height - 0.4 for row in mine]
-        axes.barh(at, [row.of_copy for row in mine], height, label=f"{shape[0]} x {shape[1]}")
+    for shape in shapes:
+        at, length = [], []
+        for i, mine in enumerate(bars.values()):
+            for j, row in enumerate(mine):
+                if (row.rows, row.columns) == shape:
+                    at.append(i + 0.8 * (j + 0.5) / len(mine) - 0.4)
+                    length.append(row.of_copy)
+        axes.barh(at, length, 0.25, label=f"{shape[0]} x {shape[1]}")
     axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(bars)), [name for _, name in bars])
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("speed, as a part of the device's own copy of as many bytes")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=3)
     return figure

@@ -15,7 +15,8 @@ from rich.table import Table
 
 __all__ = ["Facts", "advice", "doctor", "gather"]
 
-_PACKAGES = ("torch", "numba", "nvidia-cutlass-dsl", "triton", "safetensors")
+_DSL = ("nvidia-cutlass-dsl", "apache-tvm-ffi")  # what GPU kernels need
+_PACKAGES = ("torch", "numba", *_DSL, "triton", "safetensors")
 
 _ARCHITECTURES = {
     (9, 0): ("sm_90a", "Hopper: TMA and WGMMA"),
@@ -77,7 +78,10 @@ def _version(package: str) -> str | None:
 
 def advice(facts: Facts) -> list[str]:
     """What to know and what to do, one sentence or two each; a pure function of the facts."""
+    from ..kernels.gpu.config import ARCHITECTURES
+
     lines = []
+    targets = " and ".join(ARCHITECTURES)
     if facts.packages["numba"] is None:
         lines.append("numba is missing: the CPU reference runs instead, about 100 times slower.")
     if facts.gpu is None:
@@ -85,12 +89,14 @@ def advice(facts: Facts) -> list[str]:
         lines.append(f"No GPU ({why}): everything runs on the CPU, with the same bytes.")
     elif facts.capability in _ARCHITECTURES:
         lines.append(f"{facts.gpu} is {facts.architecture}, {_ARCHITECTURES[facts.capability][1]}.")
-        if facts.packages["nvidia-cutlass-dsl"] is None:
+        if facts.architecture not in ARCHITECTURES:
+            lines.append(f"Kernels are compiled for {targets} so far: plain torch runs on it.")
+        elif None in (facts.packages.get(name) for name in _DSL):
             lines.append("The CuTe DSL is missing: pip install 'blockscale[cuda]' for GPU kernels.")
     else:
         lines.append(
-            f"{facts.gpu} is {facts.architecture}; kernels are written for sm_90a, sm_100a and "
-            "sm_103a, so plain torch runs on it."
+            f"{facts.gpu} is {facts.architecture}; kernels are compiled for {targets}, so plain "
+            "torch runs on it."
         )
     wanted = facts.architecture if facts.capability and facts.capability[0] == 10 else "sm_100a"
     if facts.dsl_arch in ("sm_100", "sm_100f", "sm_103", "sm_103f"):

@@ -43,10 +43,6 @@ def quantize(
     from ..kernels import gpu
     from ..layouts import as_bytes, get_layout
 
-    class Profiled(emulator.Device):
-        def launch(self, *args: Any, **kwargs: Any) -> emulator.Report:
-            return super().launch(*args, **kwargs, profile=True)
-
     fmt, where, axes = get_format(format), get_layout(layout), choose("axis", axis, _AXES)
     kind = getattr(torch, choose("dtype", dtype, _DTYPES))
     x = torch.randn(_shape(shape), generator=torch.Generator().manual_seed(seed)).to(kind)
@@ -55,12 +51,13 @@ def quantize(
     given: dict[str, Any] = {"scale_rounding": rounding, "nonfinite": nonfinite}
     if fmt.has_global_scale:
         given["global_scale"] = reference.global_scale(x, fmt)
-    device = Profiled(arch, completion=completion, seed=seed, check="all")
-    reason = gpu.unsupported(x, fmt, axes, where.name, arch)
+    device = emulator.Device(arch, completion=completion, seed=seed, check="all")
+    layouts = (where.name,) * len(axes)
+    reason = gpu.unsupported(x, fmt, axes, layouts, arch=arch)
     if reason:
         raise ValueError(reason)
-    with emulator.cutedsl(device) as reports:
-        results = gpu.quantize(x, fmt, axes=axes, layout=where.name, arch=arch, **given)
+    with emulator.cutedsl(device, profile=True) as reports:
+        results = gpu.quantize(x, fmt, axes=axes, layouts=layouts, arch=arch, **given)
     outputs = []
     for along, (data, scale) in zip(axes, results, strict=True):
         wanted, compact = reference.quantize(x, fmt, axis=along, **given)

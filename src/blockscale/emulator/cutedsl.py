@@ -32,7 +32,10 @@ Methods = dict[str, Any]
 
 @contextmanager
 def cutedsl(
-    device: Device, *, buffers: Sequence[Any] | Mapping[str, Any] = ()
+    device: Device,
+    *,
+    buffers: Sequence[Any] | Mapping[str, Any] = (),
+    profile: bool = False,
 ) -> Iterator[list[Report]]:
     """Calls of functions compiled by CuTe DSL land in ``device`` while the block runs.
 
@@ -49,6 +52,8 @@ def cutedsl(
         device: where the launches go.
         buffers: further arrays or CPU tensors that kernels may touch, in a sequence or by name;
             read at each call, so it may grow.
+        profile: of each launch, as of ``Device.launch``: reports memory traffic, bank conflicts,
+            products and waits, too.
 
     Yields a list that grows by the Report of each launch.
 
@@ -61,7 +66,7 @@ def cutedsl(
     tensor = import_module("cutlass.cute.runtime")._Tensor
     hardware = import_module("cutlass.utils.hardware_info").HardwareInfo
     options = import_module("cutlass.base_dsl.compiler").CompileOptions
-    session = _Session(device, buffers)
+    session = _Session(device, buffers, profile)
     with TemporaryDirectory() as folder, ExitStack() as stack:
         kept = {"_arch": device.target, "keep_ptx": True, "dump_dir": folder, "no_cache": True}
         replaced: list[tuple[Any, Methods]] = [
@@ -84,15 +89,18 @@ def cutedsl(
 class _Session:
     """One ``with`` block: the methods that the DSL has while it runs."""
 
-    def __init__(self, device: Device, buffers: Sequence[Any] | Mapping[str, Any]) -> None:
+    def __init__(
+        self, device: Device, buffers: Sequence[Any] | Mapping[str, Any], profile: bool
+    ) -> None:
         self.reports: list[Report] = []
-        self._device, self._buffers = device, buffers
+        self._device, self._buffers, self._profile = device, buffers, profile
         self._packed: dict[int, tuple[Any, list[Named]]] = {}
 
     def _landing(self, host: HostCode, memory: list[Named]) -> Any:
         further = self._buffers
         named = further.items() if isinstance(further, Mapping) else _number("buffers", further)
-        return landing(self._device, host, memory + _memory(named), self.reports)
+        memory = memory + _memory(named)
+        return landing(self._device, host, memory, self.reports, self._profile)
 
     def arguments(self, owner: Any) -> Methods:
         """Where the DSL packs a call's arguments: remember their memory."""

@@ -167,6 +167,7 @@ class _Call:
     host: HostCode
     buffers: Sequence[tuple[str, np.ndarray]]
     reports: list[Report]
+    profile: bool
     failure: BaseException | None = None
 
 
@@ -179,6 +180,7 @@ def landing(
     host: HostCode,
     buffers: Sequence[tuple[str, np.ndarray]],
     reports: list[Report],
+    profile: bool,
 ) -> Iterator[None]:
     """Launches that ``host`` asks for in the block go to ``device``.
 
@@ -187,8 +189,9 @@ def landing(
     Args:
         buffers: what the kernels may touch, with names.
         reports: gets the report of each launch.
+        profile: of each launch, too.
     """
-    call = _Call(device, host, buffers, reports)
+    call = _Call(device, host, buffers, reports, profile)
     token = _calls.set(call)
     try:
         yield
@@ -237,6 +240,7 @@ def _launch(call: _Call, config: int, kernel: int, parameters: int) -> None:
         cluster=cluster,
         shared=c.shared,
         buffers=call.buffers,
+        profile=call.profile,
     )
     call.reports.append(report)
 

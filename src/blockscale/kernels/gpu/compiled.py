@@ -5,6 +5,8 @@ An entry of the cache is an object file named after two hashes: of what the kern
 (sources, configuration, version of the DSL) and of its own bytes. A file whose bytes do not give
 its name is never loaded. Writers hold a lock, so that of many processes only one compiles, and
 rename a finished file into place.
+
+A configuration is any hashable value with a ``repr`` that tells all of it, and ``compile()``.
 """
 
 from __future__ import annotations
@@ -16,21 +18,12 @@ from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
-import cutlass
 import platformdirs
-from cutlass import cute
-from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
 from filelock import FileLock
-
-from ...formats import get_format
-from .config import Config
-from .kernel import NUMERIC, Quantizer
 
 __all__ = ["build", "cache_folder", "load"]
 
-_FUNCTION = "quantize"
-_SCALES = {1: cutlass.Uint8, 4: cutlass.Float32}
-_MATRICES = ("compact", "sm90", "packed")  # layouts whose scales are stored with two dimensions
+_FUNCTION = "blockscale_kernel"
 
 
 def cache_folder() -> Path:
@@ -40,35 +33,13 @@ def cache_folder() -> Path:
 
 
 @cache
-def build(config: Config):
+def build(config):
     """Compile a kernel, which takes about a second."""
-    item, spec = config.dtype.itemsize, config.spec
-    matrix, words = config.layout in _MATRICES, config.layout == "packed"
-    scale = cutlass.Int32 if words else _SCALES[4 if spec.scale_nan > 0xFF else 1]
-    outputs = []
-    for axis in (-1, -2):
-        pair = [_tensor(cutlass.Uint8, 2, 16), _tensor(scale, 1 + matrix, 16)]
-        outputs += pair if axis in config.axes else [None, None]
-    quantizer = Quantizer(config)
-    return cute.compile(
-        quantizer,
-        _tensor(NUMERIC[config.dtype], 2, 16 if config.tma else item, config.tma),
-        *outputs,
-        _tensor(cutlass.Float32, 1, 4) if quantizer.encoder.has_table else None,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {config.arch}",
-    )
-
-
-def _tensor(dtype, rank: int, align: int, spaced: bool = False):
-    """A tensor of any shape, ``align`` bytes aligned; ``spaced``: each of its rows is, too."""
-    sizes = tuple(cute.sym_int32() for _ in range(rank))
-    apart = cute.sym_int64(divisibility=align * 8 // dtype.width if spaced else 1)
-    return make_fake_tensor(dtype, sizes, (apart, 1)[2 - rank :], assumed_align=align)
+    return config.compile()
 
 
 @cache
-def load(config: Config):
+def load(config):
     """The kernel, from the cache on disk if it is there; else compiled, and put there."""
     folder, key = cache_folder(), _key(config)
     try:
@@ -79,17 +50,23 @@ def load(config: Config):
                 path = _save(build(config), folder, key)
     except OSError:  # a place that cannot be written to: this process compiles for itself
         return build(config)
+    from cutlass.cute.runtime import load_module
+
     return getattr(load_module(str(path), enable_tvm_ffi=True), _FUNCTION)
 
 
 @lru_cache
 def _sources() -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    """All code that a kernel is made of: this folder, and the numbers that formats stand for."""
+    here = sorted(Path(__file__).parent.glob("*.py"))
+    package = Path(__file__).parents[2]
+    others = [package / name for name in ("formats.py", "rounding.py", "kernels/cpu/spec.py")]
+    return b"".join(path.read_bytes() for path in [*here, *others])
 
 
-def _key(config: Config) -> str:
+def _key(config) -> str:
     """Hash of all that a kernel depends on."""
-    what = config, config.spec, get_format(config.format), version("nvidia-cutlass-dsl")
+    what = type(config).__name__, config, version("nvidia-cutlass-dsl")
     return hashlib.sha256(_sources() + repr(what).encode()).hexdigest()[:32]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,15 +13,44 @@ from ...formats import Format, get_format
 from ...layouts import get_layout
 from ..cpu.spec import Spec, specify
 
-__all__ = ["ARCHITECTURES", "DTYPES", "PANEL", "Config", "choose_config", "why_not"]
+__all__ = [
+    "ARCHITECTURES",
+    "DTYPES",
+    "GROUP_ROWS",
+    "PANEL",
+    "PRODUCERS",
+    "Config",
+    "Producer",
+    "choose_config",
+    "why_not",
+]
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
+GROUP_ROWS = 128  # an expert's scales start at a multiple of it
 _TILE = 128 * 128  # elements that a block of threads takes
+_FEW_ROWS = 16
 _SECTOR = 32
 _SHARED = 227 << 10  # of a multiprocessor
 _SMALL = 6 << 10  # room for scales, barrier, table, and what the system takes of each block
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """Where a tile comes from: ``sources`` tiles of the same size become ``parts``, which lie
+    side by side in the tensor that is quantized.
+    """
+
+    sources: int
+    parts: int
+
+
+PRODUCERS = {
+    "load": Producer(1, 1),
+    "swiglu": Producer(2, 1),  # gate, up -> their product
+    "swiglu_backward": Producer(3, 2),  # gate, up, gradient -> gradients of gate and up
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +58,15 @@ class Config:
     """A kernel: all that its code depends on.
 
     Attributes:
-        axes: (-1,), (-2,) or both of them from one read.
+        axes: (-1,), (-2,) or both of them from one read; () finds the largest magnitude only.
+        layouts: of the scales, for each of ``axes``.
+        grouped: rows belong to experts, whose ends lie in a tensor on the device.
         tile_rows, tile_columns: of the input, a block of threads each.
+        loaded_rows: of them that are there at all.
         warps: of a block.
         resident: blocks on a multiprocessor at once, at most; 0 for as many as fit.
         tma: the tile is loaded by TMA; else by plain loads, an element at a time.
-        column_store: bytes of a store of column-wise data, 16 or 1.
+        column_store: bytes of a store of column-wise data: 16 or 1, packed 16 or 8.
         scale_stores: bytes of a store of scales, for each of ``axes``.
     """
 
@@ -42,10 +75,13 @@ class Config:
     format: str
     scale_rounding: str
     nonfinite: str
-    layout: str
     axes: tuple[int, ...]
+    layouts: tuple[str, ...]
+    producer: str
+    grouped: bool
     tile_rows: int
     tile_columns: int
+    loaded_rows: int
     warps: int
     resident: int
     tma: bool
@@ -61,19 +97,42 @@ class Config:
         return 32 * self.warps
 
     @property
+    def tile_bytes(self) -> int:
+        """Of one source."""
+        return self.loaded_rows * self.tile_columns * self.dtype.itemsize
+
+    @property
     def unused_shared(self) -> int:
         """Bytes of shared memory that a block claims only to keep others away."""
         if not self.resident:
             return 0
-        tile = self.tile_rows * self.tile_columns * self.dtype.itemsize
-        return max(_SHARED // self.resident - tile - _SMALL, 0)
+        used = self.tile_bytes * PRODUCERS[self.producer].sources + _SMALL
+        return max(_SHARED // self.resident - used, 0)
+
+    @property
+    def box_rows(self) -> int:
+        """Rows that one instruction loads. Of a tile with an expert's last rows, few are needed."""
+        return 32 if self.grouped else self.loaded_rows
+
+    @property
+    def spread(self) -> bool:
+        """Whether scales along rows start on a new tile for each expert."""
+        return self.grouped and -1 in self.axes and self.layouts[0] != "compact"
 
     @property
     def panels(self) -> int:
         return self.tile_columns // PANEL
 
+    def compile(self) -> Any:
+        """The kernel's host function; takes about a second and the CuTe DSL."""
+        from . import amax, kernel
 
-def why_not(format: Format, axes: Sequence[int], layout: str, arch: str, dtype: torch.dtype) -> str:
+        return (kernel if self.axes else amax).compile_config(self)
+
+
+def why_not(
+    format: Format, axes: Sequence[int], layouts: Sequence[str], arch: str, dtype: torch.dtype
+) -> str:
     """Why there is no kernel for such a call; empty where there is one."""
     if arch not in ARCHITECTURES:
         return f"architecture {arch}: there are kernels for {' and '.join(ARCHITECTURES)}"
@@ -81,66 +140,86 @@ def why_not(format: Format, axes: Sequence[int], layout: str, arch: str, dtype: 
         return f"dtype {dtype}: there are kernels for {', '.join(map(str, DTYPES))}"
     if format.element.bits == 6:
         return f"format {format.name}: no kernel packs 6-bit elements"
-    if format.scale.nbytes not in get_layout(layout).itemsize:
-        return f"layout {layout}: does not hold scales of {format.name}"
-    if format.block[0] > 1 and layout != "compact":
-        return f"format {format.name}: its kernels write compact scales"
-    if -2 in axes and format.element.bits < 8:
-        return f"format {format.name} along axis -2: no kernel packs along columns"
+    for layout in layouts:
+        if format.scale.nbytes not in get_layout(layout).itemsize:
+            return f"layout {layout}: does not hold scales of {format.name}"
+        if format.block[0] > 1 and layout != "compact":
+            return f"format {format.name}: its kernels write compact scales"
     return ""
 
 
 def choose_config(
     shape: tuple[int, int],
-    row_stride: int,
+    sources: Sequence[tuple[int, int]],
     dtype: torch.dtype,
     format: Format,
     *,
     axes: tuple[int, ...] = (-1,),
-    layout: str = "compact",
+    layouts: tuple[str, ...] = ("compact",),
     scale_rounding: str | None = None,
     nonfinite: str = "propagate",
     arch: str = "sm_90a",
-    address: int = 0,
+    producer: str = "load",
+    grouped: bool = False,
 ) -> Config:
-    """The kernel for a matrix of ``shape`` whose rows lie ``row_stride`` elements apart.
+    """The kernel for matrices of ``shape``.
 
-    ``address`` is that of the first element: TMA wants it and the distance between rows to be
-    multiples of 16 bytes.
+    ``sources`` has for each of the producer's inputs the address of its first element and the
+    distance between its rows, both in bytes: TMA wants multiples of 16.
     """
-    rows, columns = _tile(shape, format, axes, layout)
+    few = shape[0] <= _FEW_ROWS and -2 not in axes and not grouped and producer == "load"
+    rows, columns = (GROUP_ROWS, PANEL) if few else _tile(shape, format, axes, layouts, grouped)
     return Config(
         arch=arch,
         dtype=dtype,
         format=format.name,
         scale_rounding=scale_rounding or format.default_scale_rounding,
         nonfinite=nonfinite,
-        layout=layout,
         axes=axes,
+        layouts=layouts,
+        producer=producer,
+        grouped=grouped,
         tile_rows=rows,
         tile_columns=columns,
-        warps=max(4, rows * columns // _TILE * 4),
+        loaded_rows=_FEW_ROWS if few else rows,
+        warps=max(4 if producer == "load" else 8, rows * columns // _TILE * 4),
         # Measured on an H200: loads of more blocks than three only get in the way of stores. Where
         # elements take more instructions, four bits, more blocks hide them.
         resident=3 if arch == "sm_90a" and format.element.bits == 8 else 0,
-        tma=(row_stride * dtype.itemsize) % 16 == 0 and address % 16 == 0,
-        column_store=16 if shape[1] % 16 == 0 else 1,
-        scale_stores=tuple(_scale_store(shape, columns, format, axis, layout) for axis in axes),
+        tma=all(address % 16 == 0 and apart % 16 == 0 for address, apart in sources),
+        column_store=_column_store(shape, format, axes),
+        scale_stores=tuple(
+            _scale_store(shape, columns, format, axis, layout)
+            for axis, layout in zip(axes, layouts, strict=True)
+        ),
     )
 
 
 def _tile(
-    shape: tuple[int, int], format: Format, axes: tuple[int, ...], layout: str
+    shape: tuple[int, int],
+    format: Format,
+    axes: tuple[int, ...],
+    layouts: tuple[str, ...],
+    grouped: bool,
 ) -> tuple[int, int]:
     """Rows and columns: such that stores of scales fill whole sectors."""
-    tall = format.block[0] > 1 or (-2 in axes and format.block_size > 32)
-    if layout != "compact" or -1 not in axes or tall:
+    tall = format.block[0] > 1 or (
+        -2 in axes and (format.block_size > 32 or format.element.bits < 8)
+    )
+    if set(layouts) != {"compact"} or -1 not in axes or tall or grouped:
         return 128, PANEL
     fill = _SECTOR // format.scale.nbytes * format.block_size  # columns whose scales fill a sector
     needed = 1 << (shape[1] - 1).bit_length()
     columns = max(PANEL, min(fill, needed, 1024))
     rows = _TILE // columns
     return (max(rows, 32) if -2 in axes else rows), columns
+
+
+def _column_store(shape: tuple[int, int], format: Format, axes: tuple[int, ...]) -> int:
+    """The widest store of column-wise data, whose lines are rows, or columns where packed."""
+    if format.element.bits == 8:
+        return 16 if shape[1] % 16 == 0 else 1
+    return math.gcd(16, format.data_shape(shape, -2)[0]) if -2 in axes else 16
 
 
 def _scale_store(shape: tuple[int, int], tile: int, format: Format, axis: int, layout: str) -> int:

@@ -54,17 +54,23 @@ class Encoder:
 
     def state(self, word):
         """The state of one word of input."""
+        magnitude = self._magnitude(word)
+        return magnitude if self.spec.propagate else self._clear(magnitude, 1)
+
+    def finite(self, word):
+        """The state of one word of input, in which infinities count as zero, too."""
+        return self._clear(self._magnitude(word), 0)
+
+    def _magnitude(self, word):
+        return word & (0x7FFFFFFF if self.per_word == 1 else 0x7FFF7FFF)
+
+    def _clear(self, magnitude, first: int):
+        """Zero for magnitudes from the ``first``-th after infinity on."""
         if self.per_word == 1:
-            magnitude = word & 0x7FFFFFFF
-            if self.spec.propagate:
-                return magnitude
-            return _select(magnitude > Uint32(FP32_INF), Uint32(0), magnitude)
-        magnitude = word & 0x7FFF7FFF
-        if self.spec.propagate:
-            return magnitude
-        above = 0x7FFF - _HALF_INF[self.dtype]  # carries into the sign bit of a half that is a NaN
-        nan = (magnitude + (above << 16 | above)) & Uint32(0x80008000)
-        return magnitude & ~(nan - (nan >> 15))
+            return _select(magnitude >= Uint32(FP32_INF + first), Uint32(0), magnitude)
+        above = 0x8000 - _HALF_INF[self.dtype] - first  # carries into the sign bit of such a half
+        found = (magnitude + (above << 16 | above)) & Uint32(0x80008000)
+        return magnitude & ~(found - (found >> 15))
 
     def merge(self, a, b):
         return cutlass.max(a, b) if self.per_word == 1 else ptx.max_u16x2(a, b)
@@ -140,7 +146,23 @@ class Encoder:
         ``amax`` and ``reciprocal`` are fp32 bits, one for each element; those of E2M1 elements in a
         word of codes are of one block.
         """
-        bits = [self._bits(word, i) for word in words for i in range(self.per_word)]
+        return self._codes(self._all_bits(words), amax, reciprocal)
+
+    def elements_of_columns(self, rows: list, amax: list, reciprocal: list) -> list:
+        """Codes, packed into words, of each column of ``rows``, which are words of input each.
+
+        ``amax`` and ``reciprocal`` are one for each column, whose rows are of one block.
+        """
+        columns = zip(*map(self._all_bits, rows), strict=True)
+        return [
+            self._codes(list(bits), [a] * len(bits), [r] * len(bits))
+            for bits, a, r in zip(columns, amax, reciprocal, strict=True)
+        ]
+
+    def _all_bits(self, words: list) -> list:
+        return [self._bits(word, i) for word in words for i in range(self.per_word)]
+
+    def _codes(self, bits: list, amax: list, reciprocal: list) -> list:
         scaled = []
         for i in range(0, len(bits), 2):
             scaled += self._multiply(bits[i : i + 2], reciprocal[i : i + 2])
@@ -184,7 +206,7 @@ def _at_most_max(value):
 
 
 def _e2m1_of_eight(values: list):
-    """Eight fp32 values, no NaN, to E2M1 as ``ptx.e2m1_of_eight`` does: 9 instructions each."""
+    """Eight fp32 values, no NaN, to E2M1 as ``ptx.e2m1_of_eight`` does: 8 instructions each."""
     word = Uint32(0)
     for i, value in enumerate(values):
         word = word + ((ptx.e2m1_steps(value) - ptx.E2M1_BASE) << (4 * i))

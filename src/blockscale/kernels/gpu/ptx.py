@@ -11,16 +11,24 @@ from cutlass.cute.arch import inline_ptx
 
 __all__ = [
     "E2M1_BASE",
+    "add",
     "divide",
     "e2m1_of_eight",
     "e2m1_steps",
     "e4m3_value",
+    "exp_minus_abs",
+    "fma",
     "fp8_of_four",
     "half_to_float",
     "load_global",
     "load_shared",
     "max_u16x2",
+    "maximum",
+    "multiply",
     "multiply2",
+    "reciprocal",
+    "round_pair",
+    "select_negative",
     "store_global",
     "store_shared",
     "top_bytes",
@@ -97,20 +105,19 @@ E2M1_BASE = 0x4B400000
 
 
 def e2m1_steps(value):
-    """``E2M1_BASE`` plus the E2M1 code of a magnitude, to nearest even, saturating; 0 for a NaN.
+    """``E2M1_BASE`` plus the E2M1 code of a magnitude, to nearest even, saturating.
 
-    The codes 0-4, 4-6 and 6-7 are evenly spaced, by 0.5, 1 and 2: three ramps, cut to their ranges
-    by saturation to [0, 1], are added one after the other, each sum rounded to an integer. Where a
-    ramp is not 0 those before it are full, and even: ties go as they should.
+    The codes 0-4, 4-6 and 6-7 are evenly spaced, by 0.5, 1 and 2: the code is the least of three
+    straight lines, of which the last is cut off by saturation to [0, 1]. Each line is rounded to
+    an integer as it is added; rounding keeps the order, so the least is the rounded least.
     """
     code = (
-        "{ .reg .f32 a, r, s, t, n; abs.f32 a, {$r0};"
-        " mul.rn.sat.f32 r, a, 0f3F000000;"
-        " fma.rn.sat.f32 s, a, 0f3F000000, 0fBF800000;"
+        "{ .reg .f32 a, n, t; .reg .s32 i, j, k; abs.f32 a, {$r0};"
+        " fma.rn.f32 n, a, 0f40000000, 0f4B400000; mov.b32 i, n;"
+        " add.rn.f32 n, a, 0f4B400002; mov.b32 j, n;"
         " fma.rn.sat.f32 t, a, 0f3F000000, 0fC0000000;"
-        " fma.rn.f32 n, r, 0f40800000, 0f4B400000;"
-        " fma.rn.f32 n, s, 0f40000000, n;"
-        " add.rn.f32 n, n, t; mov.b32 {$w0}, n; }"
+        " add.rn.f32 n, t, 0f4B400006; mov.b32 k, n;"
+        " min.s32 i, i, j; min.s32 {$w0}, i, k; }"
     )
     return _one(code, Uint32, value)
 
@@ -154,3 +161,60 @@ def e4m3_value(code):
         " mov.b32 {l, h}, p; cvt.f32.f16 {$w0}, l; }"
     )
     return _one(text, Float32, code)
+
+
+# --- IEEE operations that the compiler neither fuses nor reorders ---------------------------------
+
+
+def add(a, b):
+    return _one("add.rn.f32 {$w0}, {$r0}, {$r1};", Float32, a, b)
+
+
+def multiply(a, b):
+    return _one("mul.rn.f32 {$w0}, {$r0}, {$r1};", Float32, a, b)
+
+
+def fma(a, b, c):
+    return _one("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", Float32, a, b, c)
+
+
+def maximum(a, b):
+    """The larger one; the other one where one is a NaN."""
+    return _one("max.f32 {$w0}, {$r0}, {$r1};", Float32, a, b)
+
+
+def select_negative(g, a, b):
+    """``a`` where g < 0, else ``b``."""
+    code = "{ .reg .pred p; setp.lt.f32 p, {$r0}, 0f00000000; selp.f32 {$w0}, {$r1}, {$r2}, p; }"
+    return _one(code, Float32, g, a, b)
+
+
+def round_pair(low, high, kind: str):
+    """A word of two fp32 values rounded to "bf16" or "f16"."""
+    return _one(f"cvt.rn.{kind}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};", Uint32, low, high)
+
+
+def reciprocal(d):
+    """The IEEE 1 / d for d from 1 to 2, where no range needs a check.
+
+    From an approximation within 1 ulp, one step of Newton's: what ``rcp.rn`` does for such d.
+    """
+    code = (
+        "{ .reg .f32 y, m, r; rcp.approx.ftz.f32 y, {$r0}; neg.f32 m, {$r0};"
+        " fma.rn.f32 r, m, y, 0f3F800000; fma.rn.f32 {$w0}, y, r, y; }"
+    )
+    return _one(code, Float32, d)
+
+
+def exp_minus_abs(g):
+    """exp(-|g|) as the reference has it: 2^n times a polynomial, n by adding 1.5 * 2^23."""
+    code = (
+        "{ .reg .f32 a, z, n, f, p; .reg .b32 i, j; abs.f32 a, {$r0};"
+        " min.f32 a, a, 0f42B00F33; fma.rn.f32 z, a, 0fBFB8AA3B, 0f4B400000;"
+        " sub.rn.f32 n, 0f4B400000, z; fma.rn.f32 f, a, 0fBFB8AA3B, n;"
+        " fma.rn.f32 p, f, 0f3AAE5FA3, 0f3C1E7A05; fma.rn.f32 p, p, f, 0f3D635ACB;"
+        " fma.rn.f32 p, p, f, 0f3E75FCD2; fma.rn.f32 p, p, f, 0f3F317215;"
+        " fma.rn.f32 p, p, f, 0f3F800000; mov.b32 i, z; mov.b32 j, p;"
+        " shl.b32 i, i, 23; add.s32 j, j, i; mov.b32 {$w0}, j; }"
+    )
+    return _one(code, Float32, g)

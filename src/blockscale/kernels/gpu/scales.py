@@ -125,7 +125,8 @@ class _Tcgen05(Staging):
         row, column = (start[0] >> 7) + line // across, (start[1] >> 2) + line % across
         tiles = (shape[1] + 3) >> 2
         offset = (Int64(row) * tiles + column) * 512
-        return offset, Int32(select_(column < tiles, Int32(512), Int32(0)))
+        valid = Int32(select_(row < (shape[0] + 127) >> 7, Int32(512), Int32(0)))
+        return offset, Int32(select_(column < tiles, valid, Int32(0)))
 
 
 _KINDS = {

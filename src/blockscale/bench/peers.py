@@ -1,0 +1,71 @@
+"""Other libraries' quantizers. Each is measured beside the case of ours whose bytes it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cases import Case
+
+__all__ = ["PEERS", "Peer"]
+
+_MX = "torchao.prototype.mx_formats"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """``prepare(x)`` imports what is needed and returns the call that does ``case`` with ``x``.
+
+    It raises, or the call does, where the library is missing or has nothing for this GPU.
+    """
+
+    name: str
+    case: Case
+    prepare: Callable[[Tensor], Callable[[], object]]
+
+
+def _triton(*names: str) -> Callable[[Tensor], Callable[[], object]]:
+    """MXFP8 by those of torchao's Triton kernels, one after another."""
+
+    def prepare(x: Tensor) -> Callable[[], object]:
+        kernels = import_module(f"{_MX}.kernels")
+        if not getattr(kernels, "_triton_kernels_available", True):
+            version = import_module("torchao").__version__
+            raise RuntimeError(f"torchao {version} has these kernels from sm_100 on only")
+        calls: list[Callable[..., object]] = [getattr(kernels, name) for name in names]
+        return lambda: [call(x, 32, "rceil") for call in calls]
+
+    return prepare
+
+
+def _compiled(x: Tensor) -> Callable[[], object]:
+    """MXFP8 by torch.compile of torchao's plain torch."""
+    mode = import_module(f"{_MX}.config").ScaleCalculationMode.RCEIL
+    to_mx: Any = import_module(f"{_MX}.mx_tensor").to_mx
+    torch.compiler.reset()  # else the second shape is compiled for every shape, which is slower
+
+    def quantize(t: Tensor) -> Any:
+        return to_mx(t, torch.float8_e4m3fn, 32, scaling_mode=mode)
+
+    compiled = torch.compile(quantize, dynamic=False)
+    return lambda: compiled(x)
+
+
+def _blockwise(x: Tensor) -> Callable[[], object]:
+    kernels: Any = import_module("torchao.prototype.blockwise_fp8_training.kernels")
+    return lambda: kernels.triton_fp8_blockwise_act_quant_lhs(x)
+
+
+_ROWS, _COLUMNS, _BOTH = (Case("mxfp8", axes, "compact") for axes in ((-1,), (-2,), (-1, -2)))
+PEERS = (
+    Peer("torchao, Triton", _ROWS, _triton("triton_to_mxfp8_dim0")),
+    Peer("torchao, torch.compile", _ROWS, _compiled),
+    Peer("torchao, Triton", _COLUMNS, _triton("triton_to_mxfp8_dim1")),
+    Peer("torchao, Triton twice", _BOTH, _triton("triton_to_mxfp8_dim0", "triton_to_mxfp8_dim1")),
+    Peer("torchao, Triton", Case("fp8_1x128", (-1,), "sm90"), _blockwise),
+)

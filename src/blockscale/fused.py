@@ -1,0 +1,250 @@
+"""Quantizers with SwiGLU, its backward or RMSNorm in front: one kernel on a GPU, no tensor between.
+
+Each gives the bytes of the two steps one after the other, see "Fused producers" in the numerics.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .formats import Format
+from .layouts import Layout
+from .quantize import _DTYPES, _Call, _check, _check_global_scale, _check_tensor, _wrap
+from .tensor import ScaledTensor
+
+__all__ = ["rmsnorm_quantize", "swiglu_backward_quantize", "swiglu_quantize"]
+
+_AXES = ((-1,), (-2,), (-1, -2))
+_SMALLEST_EPS, _LARGEST_EPS = 2.0**-126, torch.finfo(torch.float32).max
+
+
+def swiglu_quantize(
+    x: Tensor,
+    format: str | Format = "mxfp8",
+    *,
+    axes: tuple[int, ...] = (-1, -2),
+    scale_rounding: str | None = None,
+    layout: str | Layout | tuple[str | Layout, ...] = "compact",
+    nonfinite: str = "propagate",
+    global_scale: Tensor | float | None = None,
+    pad: bool = False,
+    offsets: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[ScaledTensor, ...]:
+    """Quantize ``silu(gate) * up`` (M, H) of ``x`` (M, 2H), whose first H columns are the gate.
+
+    Args:
+        x: float32, bfloat16 or float16, last dimension contiguous and even, not empty.
+        axes: of the contractions to come: (-1,), (-2,), or (-1, -2) for both from one read.
+        layout: of all scales, or one for each of ``axes``. With ``offsets``, those along axis -2
+            are compact.
+        global_scale: as in :func:`blockscale.quantize`; its default, from the product, costs a
+            second read of ``x``.
+        backend: as in :func:`blockscale.quantize`. On a CPU plain torch makes the product, and
+            this is about its quantization.
+
+    The other arguments are those of :func:`blockscale.quantize`, for the product (M, H). Dimensions
+    in front of M are taken too, by plain torch.
+
+    Returns:
+        One :class:`ScaledTensor` (M, H), of the dtype of ``x``, for each of ``axes``. They have no
+        gradient: :func:`swiglu_backward_quantize` is it.
+
+    Raises TypeError or ValueError as :func:`blockscale.quantize`, and for an odd last dimension.
+
+    Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202.
+    """
+    half = _check_halves(x)
+    values = x.narrow(-1, 0, half)  # not those: a tensor of their shape and dtype
+    names = scale_rounding, layout, nonfinite, pad, offsets, backend
+    try:
+        call = _checked(values, axes, format, *names)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} (here x is the product, half as wide)") from None
+    return _swiglu(x, None, values, call, nonfinite, global_scale, offsets, backend)
+
+
+def swiglu_backward_quantize(
+    grad: Tensor,
+    x: Tensor,
+    format: str | Format = "mxfp8",
+    *,
+    axes: tuple[int, ...] = (-1, -2),
+    scale_rounding: str | None = None,
+    layout: str | Layout | tuple[str | Layout, ...] = "compact",
+    nonfinite: str = "propagate",
+    global_scale: Tensor | float | None = None,
+    pad: bool = False,
+    offsets: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[ScaledTensor, ...]:
+    """Quantize the gradient (M, 2H) of ``x`` (M, 2H), given ``grad`` (M, H) of its SwiGLU.
+
+    Args:
+        grad: of the dtype and on the device of ``x``, last dimension contiguous.
+        x: what :func:`swiglu_quantize` took.
+
+    The other arguments are those of :func:`swiglu_quantize`.
+
+    Returns:
+        One :class:`ScaledTensor` of the shape and dtype of ``x`` for each of ``axes``: gradients of
+        the gate in the first H columns, of ``up`` in the others.
+
+    Raises TypeError or ValueError as :func:`swiglu_quantize`, and where ``grad`` does not fit.
+    """
+    half = _check_halves(x)
+    call = _checked(x, axes, format, scale_rounding, layout, nonfinite, pad, offsets, backend)
+    _check_other("grad", grad, (*x.shape[:-1], half), x, (x.dtype,))
+    return _swiglu(x, grad, x, call, nonfinite, global_scale, offsets, backend)
+
+
+def rmsnorm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    format: str | Format = "mxfp8",
+    *,
+    eps: float = 1e-6,
+    scale_rounding: str | None = None,
+    layout: str | Layout = "compact",
+    nonfinite: str = "propagate",
+    global_scale: Tensor | float | None = None,
+    pad: bool = False,
+    backend: str = "auto",
+) -> tuple[ScaledTensor, Tensor]:
+    """Quantize ``x * rstd * weight`` along rows, where ``rstd = 1 / sqrt(mean(x**2) + eps)``.
+
+    Args:
+        x: (..., M, K), float32, bfloat16 or float16, last dimension contiguous, not empty.
+        weight: (K,), of any of these dtypes, contiguous, on the device of ``x``.
+        eps: what is added to the mean of squares; positive, a normal number of fp32.
+        global_scale: as in :func:`blockscale.quantize`. Without it NVFP4 has no kernel on a GPU:
+            the scale depends on all rows before the first can be written.
+
+    The other arguments are those of :func:`blockscale.quantize`.
+
+    Returns:
+        A :class:`ScaledTensor` of the shape and dtype of ``x``, blocked along -1, and ``rstd``
+        (..., M) in fp32, which a backward needs. Neither has a gradient.
+
+    Raises TypeError or ValueError as :func:`blockscale.quantize`, and where ``weight`` or ``eps``
+    does not fit.
+
+    Source: Zhang and Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
+    """
+    call = _checked(x, (-1,), format, scale_rounding, layout, nonfinite, pad, None, backend)
+    _check_other("weight", weight, (x.shape[-1],), x, _DTYPES)
+    if not isinstance(eps, (int, float)) or not _SMALLEST_EPS <= eps <= _LARGEST_EPS:
+        raise ValueError(
+            f"eps: got {eps!r}; expected a positive number, normal in fp32 (from 2**-126), as 1e-6"
+        )
+    scalar = _given_scale(global_scale, x, call, backend)
+    data, scale, rstd, *found = ops.rmsnorm_quantize(
+        x.detach() if x.requires_grad else x,
+        weight.detach() if weight.requires_grad else weight,
+        float(eps),
+        call.format.name,
+        call.scale_rounding,
+        nonfinite,
+        call.layouts[0].name,
+        scalar,
+        backend,
+    )
+    return _wrap(x, call, 0, data, scale, found[0] if found else scalar, None), rstd
+
+
+def _swiglu(
+    x: Tensor,
+    grad: Tensor | None,
+    values: Tensor,
+    call: _Call,
+    nonfinite: str,
+    global_scale: Tensor | float | None,
+    offsets: Tensor | None,
+    backend: str,
+) -> tuple[ScaledTensor, ...]:
+    scalar = _given_scale(global_scale, x, call, backend)
+    results = ops.swiglu_quantize(
+        x.detach() if x.requires_grad else x,
+        grad.detach() if grad is not None and grad.requires_grad else grad,
+        call.format.name,
+        -1 in call.axes,
+        -2 in call.axes,
+        call.scale_rounding,
+        nonfinite,
+        call.layouts[0].name,
+        call.layouts[-1].name,
+        scalar,
+        offsets,
+        backend,
+    )
+    if len(results) % 2:
+        scalar = results[-1]
+    return tuple(
+        _wrap(values, call, i, results[2 * i], results[2 * i + 1], scalar, offsets)
+        for i in range(len(call.axes))
+    )
+
+
+def _given_scale(
+    global_scale: Tensor | float | None, x: Tensor, call: _Call, backend: str
+) -> Tensor | None:
+    """The global scale of the caller; None where the op is to find it, or there is none."""
+    if global_scale is None:
+        return None
+    return _check_global_scale(global_scale, x, call.format, backend)
+
+
+def _checked(
+    x: Tensor,
+    axes: tuple[int, ...],
+    format: str | Format,
+    scale_rounding: str | None,
+    layout: str | Layout | tuple[str | Layout, ...],
+    nonfinite: str,
+    pad: bool,
+    offsets: Tensor | None,
+    backend: str,
+) -> _Call:
+    """The checks of ``quantize``, for each of ``axes``."""
+    if axes not in _AXES:
+        raise ValueError(f"axes: got {axes!r}; choose one of {', '.join(map(str, _AXES))}")
+    stored = layout if isinstance(layout, tuple) else (layout,) * len(axes)
+    return _check(x, axes, format, scale_rounding, stored, nonfinite, pad, offsets, None, backend)
+
+
+def _check_halves(x: Tensor) -> int:
+    """Columns of gate and of up."""
+    _check_tensor(x)
+    if not x.dim() or x.shape[-1] % 2:
+        raise ValueError(
+            f"x: has shape {tuple(x.shape)}; its last dimension holds gate and up side by side, "
+            "as many columns of each: expected an even number"
+        )
+    return x.shape[-1] // 2
+
+
+def _check_other(
+    name: str,
+    given: Tensor,
+    shape: tuple[int, ...],
+    x: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Raise unless a second input fits ``x``."""
+    if not isinstance(given, Tensor) or isinstance(given, ScaledTensor):
+        raise TypeError(f"{name}: got {type(given).__name__}; expected a plain torch.Tensor")
+    if given.dtype not in dtypes:
+        allowed = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name}: got {given.dtype}, x has {x.dtype}; cast it to {allowed}")
+    if given.shape != shape:
+        raise ValueError(
+            f"{name}: has shape {tuple(given.shape)}; x of shape {tuple(x.shape)} needs {shape}"
+        )
+    if given.device != x.device:
+        raise ValueError(f"{name}: is on {given.device}, x on {x.device}; move it there")
+    if torch.compiler.is_compiling():  # traced tensors are dense; their strides, torch's choice
+        return
+    if given.layout != torch.strided or (given.stride(-1) != 1 and shape[-1] != 1):
+        raise ValueError(f"{name}: is not contiguous in its last dimension; call .contiguous()")

@@ -1,0 +1,117 @@
+# mypy: ignore-errors
+"""The global scale of a tensor: the largest finite magnitude of each tile, then of all of them."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Uint32, cute, range_constexpr
+from cutlass.cute.runtime import make_fake_stream
+
+from ...formats import E4M3, get_format
+from ...rounding import _MIN_GLOBAL, FP32_ONE
+from . import ptx
+from .any_tensor import any_tensor
+from .config import Config
+from .encode import Encoder
+from .groups import TileRows
+from .kernel import fake_sources
+from .tile import ELEMENTS, Tiles, load_words
+
+__all__ = ["Amax", "compile_config"]
+
+_THREADS = 1024  # of the one block that reduces the tiles' maxima
+
+
+class Amax:
+    """Two kernels: one of a block a tile, one of a single block."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.format = get_format(config.format)
+        self.tiles = Tiles(config)
+        self.encoder = Encoder(config.spec, "", config.dtype, config.arch.startswith("sm_10"))
+
+    @cute.jit
+    def __call__(self, sources, partials, scale, stream):
+        """Launch. ``sources`` (M, K) each; ``partials`` int32, one for each tile; ``scale`` (1,)
+        fp32, the result.
+        """
+        config = self.config
+        atoms, views = self.tiles.descriptors(sources)
+        rows, columns = sources[0].shape
+        down = cute.ceil_div(rows, config.tile_rows)
+        across = cute.ceil_div(columns, config.tile_columns)
+        self.find(atoms, views, sources, partials).launch(
+            grid=(down * across, 1, 1), block=(config.threads, 1, 1), stream=stream
+        )
+        self.combine(partials, scale).launch(grid=(1, 1, 1), block=(_THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def find(self, atoms, views, sources, partials):
+        config = self.config
+        thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        across = cute.ceil_div(sources[0].shape[1], config.tile_columns)
+        row, column = block // across * config.tile_rows, block % across * config.tile_columns
+        memory = cutlass.memory.SmemAllocator()
+        tiles, barrier = self.tiles.allocate(memory)
+        found = memory.allocate_array(cutlass.Uint32, config.warps, byte_alignment=16).toint()
+        rows = TileRows(row, None, None, None, None)
+        self.tiles.start(sources, atoms, views, tiles, barrier, rows, column)
+        self.tiles.wait(barrier)
+        self.tiles.produce(tiles)
+        states = []
+        for part in self.tiles.parts(sources, tiles, column):
+            step = config.threads * ELEMENTS
+            for i in range_constexpr(config.loaded_rows * config.tile_columns // step):
+                offset = (i * config.threads + thread) * ELEMENTS * config.dtype.itemsize
+                words = load_words(part.address + offset, config.dtype.itemsize)
+                state = self.encoder.finite(words[0])
+                for word in words[1:]:
+                    state = self.encoder.merge(state, self.encoder.finite(word))
+                states.append(self.encoder.amax(state))
+        amax = _block_maximum(cutlass.max(*states), found, config.warps)
+        if thread == 0:
+            ptx.store_global(partials.iterator.toint() + cutlass.Int64(block) * 4, [amax], 4)
+
+    @cute.kernel
+    def combine(self, partials, scale):
+        thread = cute.arch.thread_idx()[0]
+        memory = cutlass.memory.SmemAllocator()
+        found = memory.allocate_array(cutlass.Uint32, _THREADS // 32, byte_alignment=16).toint()
+        amax = Uint32(0)
+        for i in range(thread, partials.shape[0], _THREADS):
+            each = ptx.load_global(partials.iterator.toint() + cutlass.Int64(i) * 4, 4)
+            amax = cutlass.max(amax, each)
+        amax = _block_maximum(amax, found, _THREADS // 32)
+        if thread == 0:
+            largest = Float32(E4M3.max * self.format.element.max)
+            quotient = ptx.divide(amax.bitcast(Float32), largest).bitcast(Uint32)
+            value = cutlass.max(quotient, Uint32(_MIN_GLOBAL))
+            value = cutlass.select_(amax == Uint32(0), Uint32(FP32_ONE), value)
+            ptx.store_global(scale.iterator.toint(), [value], 4)
+
+
+@cute.jit
+def _block_maximum(value, shared, warps: cutlass.Constexpr):
+    """The largest of every thread's values, in thread 0; ``shared`` has a word for each warp."""
+    thread = cute.arch.thread_idx()[0]
+    for i in range_constexpr(5):
+        value = cutlass.max(value, cute.arch.shuffle_sync_bfly(value, 1 << i))
+    if thread % 32 == 0:
+        ptx.store_shared(shared + thread // 32 * 4, [value], 4)
+    cute.arch.sync_threads()
+    for i in range_constexpr(warps):
+        value = cutlass.max(value, ptx.load_shared(shared + i * 4, 4)[0])
+    return value
+
+
+def compile_config(config: Config):
+    """The host function of the two kernels, which takes tensors of any shape."""
+    return cute.compile(
+        Amax(config),
+        fake_sources(config),
+        any_tensor(cutlass.Int32, 1, 4),
+        any_tensor(Float32, 1, 4),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi --gpu-arch {config.arch}",
+    )

@@ -1,0 +1,176 @@
+# mypy: ignore-errors
+"""Blocks along the columns of a tile in shared memory, and blocks of 128 x 128.
+
+A warp takes 32 rows of a panel, "a band", or of half a panel; a lane 8 or 4 rows of 16 columns.
+Taller blocks are put together of bands through shared memory.
+
+The same walk over the tile quantizes rows, too.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int64, Uint32, const_expr, cute, range_constexpr, select_
+
+from . import ptx
+from .config import PANEL, Config
+from .encode import Encoder
+from .rows import Rows
+from .scales import Staging
+from .tile import ELEMENTS, STRIP_LANES, load_words
+
+__all__ = ["BAND", "Columns"]
+
+BAND = 32  # rows of a block along a column
+
+
+class Columns:
+    def __init__(
+        self,
+        config: Config,
+        encoder: Encoder,
+        block: tuple[int, int],
+        place: Staging,
+        also: Rows | None,
+    ):
+        self.config, self.encoder, self.place, self.also = config, encoder, place, also
+        self.square = block[0] > 1
+        self.tall = self.square or block[1] > BAND
+        self.bands = config.loaded_rows // BAND
+        whole = self.bands * config.panels % config.warps == 0
+        self.lanes = STRIP_LANES if whole else STRIP_LANES // 2  # side by side
+
+    def allocate(self, memory):
+        """Maxima of each column of each band, where a block has more than one of them."""
+        if not self.tall:
+            return None
+        count = self.bands * PANEL
+        return memory.allocate_array(cutlass.Uint32, count, byte_alignment=16).toint()
+
+    @cute.jit
+    def __call__(self, tiles, memory, parts, outputs, row_outputs, maxima, rows, width, made):
+        """Quantize the parts of a tile. ``memory`` is where ``tiles`` are, ``outputs`` a scale's
+        address in shared memory and data in global memory for each part, ``rows`` which rows of
+        the tensor they are, ``width`` how many columns it has. ``made``: parts are in memory.
+        """
+        config, encoder = self.config, self.encoder
+        itemsize = config.dtype.itemsize
+        thread = cute.arch.thread_idx()[0]
+        lanes, bands = self.lanes, self.bands
+        lane, group, warp = thread % lanes, thread % 32 // lanes, thread // 32
+        halves = STRIP_LANES // lanes
+        row_bytes = PANEL * itemsize
+        for i in range_constexpr(bands * config.panels * halves // config.warps):
+            unit = i * config.warps + warp
+            band, panel = unit // halves % bands, unit // halves // bands
+            row = band * BAND + group * lanes
+            column = (unit % halves * lanes + lane) * ELEMENTS
+            first = ((panel * config.loaded_rows + row) * PANEL + column) * itemsize
+            column = panel * PANEL + column
+
+            states = [None] * len(parts)
+            for j in range_constexpr(lanes):
+                found = tiles.fetch(memory, first + j * row_bytes, keep=True, made=made)
+                for k in range_constexpr(len(parts)):
+                    if const_expr(self.also is not None):
+                        where = row + j, column
+                        self.also.strip(parts[k], found[k], where, row_outputs[k], rows, None, None)
+                    words = [encoder.state(word) for word in found[k]]
+                    if const_expr(j > 0):
+                        words = [encoder.merge(s, w) for s, w in zip(states[k], words, strict=True)]
+                    states[k] = words
+            for k in range_constexpr(len(parts)):
+                where = (row, column), group, band, first
+                self.finish(parts[k], states[k], where, outputs[k], maxima, rows, width)
+
+    @cute.jit
+    def finish(self, part, states, where, output, maxima, rows, width):
+        """Scales and elements of a lane's columns, of whose rows ``states`` are the maxima."""
+        config, encoder, place = self.config, self.encoder, self.place
+        (row, column), group, band, first = where
+        staged, data = output
+        lanes, groups, itemsize = self.lanes, 32 // self.lanes, config.dtype.itemsize
+        stop = data.shape[1] if const_expr(part.stop is None) else part.stop
+        row_stop = data.shape[0] if const_expr(not config.grouped) else rows.stop
+        for j in range_constexpr(groups.bit_length() - 1):
+            distance = lanes << j
+            states = [encoder.merge(s, cute.arch.shuffle_sync_bfly(s, distance)) for s in states]
+        amaxes = [amax for state in states for amax in encoder.amaxes(state)]
+        if const_expr(self.tall):
+            mine = maxima + column % PANEL * 4
+            for j in range_constexpr(ELEMENTS):
+                if group == j // (ELEMENTS // groups):
+                    ptx.store_shared(mine + band * PANEL * 4 + j * 4, [amaxes[j]], 4)
+            cute.arch.sync_threads()
+            if const_expr(self.square):
+                amaxes, reciprocals = self.square_scale(staged, maxima)
+            else:
+                self.tall_scales(staged, maxima, part.column, width)
+                cute.arch.sync_threads()
+                reciprocals = load_words(mine, 4)
+                if const_expr(not config.spec.propagate):
+                    amaxes = load_words(mine + PANEL * 4, 4)
+        else:
+            scales = [encoder.scale(amax) for amax in amaxes]
+            reciprocals = [reciprocal for _, reciprocal in scales]
+            for j in range_constexpr(ELEMENTS):
+                if group == j // (ELEMENTS // groups):
+                    target = staged + place.place(column + j, band)
+                    ptx.store_shared(target, [scales[j][0]], place.itemsize)
+        for j in range_constexpr(lanes):
+            words = load_words(part.address + first + j * PANEL * itemsize, itemsize)
+            elements = encoder.elements(words, amaxes, reciprocals)
+            if const_expr(config.grouped):  # the tail is zero
+                owned = rows.start < rows.scale_stop
+                elements = [Uint32(select_(owned, word, Uint32(0))) for word in elements]
+            where = rows.start + row + j, part.column + column
+            self.store(elements, data, where, (row_stop, stop))
+        if const_expr(self.tall):  # ``maxima`` may be used again
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def tall_scales(self, staged, maxima, start, columns):
+        """Scales of blocks of 128 rows and one column, a thread each, from ``maxima`` (4, 128).
+
+        Reciprocals replace the first row of ``maxima``, maxima of whole blocks the second.
+        """
+        place, thread = self.place, cute.arch.thread_idx()[0]
+        mine = maxima + thread * 4
+        if thread < PANEL:
+            bands = range(self.bands)
+            amax = cutlass.max(*(ptx.load_shared(mine + i * PANEL * 4, 4)[0] for i in bands))
+            code, reciprocal = self.encoder.scale(amax)
+            if const_expr(place.pad > 1):  # of zeros: padding is zero, though
+                code = select_(start + thread < columns, code, Uint32(0))
+            ptx.store_shared(staged + place.place(thread, 0), [code], place.itemsize)
+            ptx.store_shared(mine, [reciprocal], 4)
+            ptx.store_shared(mine + PANEL * 4, [amax], 4)
+
+    @cute.jit
+    def square_scale(self, staged, maxima):
+        """The scale of a block of 128 x 128 from ``maxima`` (4, 128): its maximum and
+        reciprocal, for each of 16 elements.
+        """
+        thread = cute.arch.thread_idx()[0]
+        count = self.bands * PANEL // 32  # of a lane
+        found = cutlass.max(*load_words(maxima + thread % 32 * count * 4, 4))
+        for distance in (1, 2, 4, 8, 16):
+            found = cutlass.max(found, cute.arch.shuffle_sync_bfly(found, distance))
+        code, reciprocal = self.encoder.scale(found)
+        if thread == 0:
+            where = staged + self.place.place(0, 0)
+            ptx.store_shared(where, [code], self.place.itemsize)
+        return [found] * ELEMENTS, [reciprocal] * ELEMENTS
+
+    @cute.jit
+    def store(self, words, data, where, stop):
+        """Store 16 bytes of a row of column-wise data."""
+        row, column = where
+        address = data.iterator.toint() + Int64(row) * data.shape[1] + column
+        if const_expr(self.config.column_store == 16):
+            if row < stop[0] and column < stop[1]:
+                ptx.store_global(address, words, 16)
+        else:
+            for i in range_constexpr(16):
+                if row < stop[0] and column + i < stop[1]:
+                    ptx.store_global(address + i, [words[i // 4] >> (8 * (i % 4))], 1)

@@ -1,0 +1,263 @@
+"""RMSNorm and quantization of its rows from one read: what to compile for a call, and the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats import Format, get_format
+from ..cpu.spec import Spec, specify
+from .config import DTYPES
+from .plan import _like, _matrix, _Output, _output, architecture, unsupported
+
+__all__ = ["SEGMENT", "NormConfig", "choose_norm", "rmsnorm", "unsupported_rmsnorm"]
+
+SEGMENT = 512  # columns of a warp at a time
+_SHARED = 227 << 10  # that a block may have, of 228 KB
+_RESERVED = 1 << 10  # that the system takes of each block
+_RESIDENT = 3  # blocks on a multiprocessor at once: one waits for loads while others compute
+_WARPS = 32  # of them all, so that a thread has 64 registers
+_PROCESSORS = {"sm_90a": 132, "sm_100a": 148}
+_FEW_WARPS = 8  # of a block, at least, where it has work for them
+_MAX_ROWS = 32
+_ROW_MULTIPLE = {"compact": 1, "sm90": 4, "packed": 4, "tcgen05": 128}  # rows of scales
+
+
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """A kernel: all that its code depends on.
+
+    Attributes:
+        columns: of the input.
+        tile_rows: rows of a block of threads, a power of two.
+        segment_warps: warps side by side along a row, each taking every so many-th segment.
+        row_warps: warps that share the rows of a tile.
+        bulk: a row is loaded by one bulk copy; else by plain loads, an element at a time.
+        wide_weight: 16 weights are loaded by 16-byte loads; else one at a time.
+    """
+
+    arch: str
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    format: str
+    scale_rounding: str
+    nonfinite: str
+    layout: str
+    columns: int
+    tile_rows: int
+    segment_warps: int
+    row_warps: int
+    bulk: bool
+    wide_weight: bool
+
+    @property
+    def spec(self) -> Spec:
+        return specify(get_format(self.format), self.scale_rounding, self.nonfinite)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.segment_warps * self.row_warps
+
+    @property
+    def segments(self) -> int:
+        return -(-self.columns // SEGMENT)
+
+    @property
+    def row_multiple(self) -> int:
+        """The layout has scales of a multiple of so many rows."""
+        return _ROW_MULTIPLE[self.layout]
+
+    def compile(self) -> Any:
+        """The kernel's host function; takes about a second and the CuTe DSL."""
+        from .rmsnorm import compile_config
+
+        return compile_config(self)
+
+
+def choose_norm(
+    shape: tuple[int, int],
+    source: tuple[int, int],
+    dtype: torch.dtype,
+    weight: tuple[int, torch.dtype],
+    format: Format,
+    *,
+    layout: str = "compact",
+    scale_rounding: str | None = None,
+    nonfinite: str = "propagate",
+    arch: str = "sm_90a",
+) -> NormConfig:
+    """The kernel for a matrix of ``shape``, K of which shared memory holds a row.
+
+    ``source``: address of its first element and distance between its rows, both in bytes.
+    ``weight``: address of the first weight, and their dtype.
+    """
+    m, k = shape
+    segments, processors = -(-k // SEGMENT), _PROCESSORS[arch]
+    row, small = segments * _segment_bytes(dtype, format) + 4, _small(format) + _RESERVED
+    whole = _SHARED + _RESERVED
+    fit = min(max((whole // _RESIDENT - small) // row, 1), _MAX_ROWS)
+    spread = max(m // processors, 1)  # leave no multiprocessor idle
+    rows = 1 << min(fit, spread).bit_length() - 1
+    resident = min(_RESIDENT, whole // (rows * row + small), -(-m // (rows * processors)))
+    segment_warps = -(-segments // -(-segments // (_WARPS // resident)))
+    return NormConfig(
+        arch=arch,
+        dtype=dtype,
+        weight_dtype=weight[1],
+        format=format.name,
+        scale_rounding=scale_rounding or format.default_scale_rounding,
+        nonfinite=nonfinite,
+        layout=layout,
+        columns=k,
+        tile_rows=rows,
+        segment_warps=segment_warps,
+        row_warps=min(rows, 1 << max(_FEW_WARPS // segment_warps, 1).bit_length() - 1),
+        bulk=all(n % 16 == 0 for n in (*source, k * dtype.itemsize)),
+        wide_weight=weight[0] % 16 == 0 and k % 16 == 0,
+    )
+
+
+def _segment_bytes(dtype: torch.dtype, format: Format) -> int:
+    """Shared memory of a row's segment: elements, scales, and the sum of squares."""
+    scales = SEGMENT // format.block_size * format.scale.nbytes
+    return SEGMENT * dtype.itemsize + scales + 4
+
+
+def _small(format: Format) -> int:
+    """Shared memory of a block beside its rows: the barrier, a table, and gaps to align them."""
+    return 256 + (512 if format.has_global_scale else 0)
+
+
+def _most_columns(dtype: torch.dtype, format: Format) -> int:
+    return (_SHARED - _small(format) - 4) // _segment_bytes(dtype, format) * SEGMENT
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """``view`` has shape and strides of ``x`` as a matrix, where it is none; ``rstd`` is one item,
+    expanded.
+    """
+
+    run: Callable[..., Any]
+    view: tuple[tuple[int, int], tuple[int, int]] | None
+    output: _Output
+    rstd: Tensor
+
+
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    format: Format,
+    *,
+    eps: float,
+    layout: str = "compact",
+    scale_rounding: str | None = None,
+    nonfinite: str = "propagate",
+    global_scale: Tensor | None = None,
+    arch: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Data and scales, along rows, of the RMSNorm of ``x`` (..., K), and rstd (...,) in fp32.
+
+    Byte for byte ``reference.quantize`` of ``reference.rmsnorm``, its scales put into ``layout``.
+    ``weight`` (K,) may have another dtype than ``x``. One-byte scales are returned as uint8.
+    ``arch``: of the kernel where ``x`` is on a CPU, for the emulator.
+
+    Raises ValueError where ``unsupported_rmsnorm`` gives a reason, for a ``weight`` that does not
+    fit ``x``, and for a missing ``global_scale``.
+    """
+    reason = unsupported_rmsnorm(x, format, layout, arch)
+    if reason:
+        raise ValueError(f"rmsnorm: {reason}")
+    if format.has_global_scale and global_scale is None:
+        raise ValueError(f"global_scale: {format.name} needs one")
+    k = x.shape[-1]
+    if weight.shape != (k,) or weight.dtype not in DTYPES or not weight.is_contiguous():
+        raise ValueError(
+            f"weight: got {tuple(weight.shape)} {weight.dtype} with stride {weight.stride()}; "
+            f"allowed: ({k},), contiguous, of {', '.join(map(str, DTYPES))}"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"weight: is on {weight.device}; move it to {x.device}, where x is")
+    plan = _plan(
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.data_ptr() % 16,
+        x.device,
+        (weight.data_ptr() % 16, weight.dtype),
+        format.name,
+        layout,
+        scale_rounding,
+        nonfinite,
+        arch,
+    )
+    data, scale = torch.empty_like(plan.output.data), torch.empty_like(plan.output.scale)
+    rstd = torch.empty_like(plan.rstd)
+    if global_scale is not None:
+        global_scale = global_scale.view(1)
+    matrix = x if plan.view is None else x.as_strided(*plan.view)
+    plan.run(matrix, weight, data, scale, rstd, eps, global_scale)
+    return (*plan.output.shaped(data, scale), rstd if x.ndim == 2 else rstd.view(x.shape[:-1]))
+
+
+def unsupported_rmsnorm(x: Tensor, format: Format, layout: str, arch: str | None = None) -> str:
+    """Why the kernel cannot normalize and quantize ``x`` so; empty where it can."""
+    reason = unsupported(x, format, (-1,), (layout,), arch=arch)
+    return reason or _unsupported(x.shape, x.dtype, format.name)
+
+
+@lru_cache(maxsize=4096)
+def _unsupported(shape: torch.Size, dtype: torch.dtype, format: str) -> str:
+    fmt = get_format(format)
+    if 0 in shape:
+        return f"x has shape {tuple(shape)}: nothing to normalize"
+    if fmt.block[0] > 1:
+        return f"format {format}: the kernel has no blocks of several rows"
+    most = _most_columns(dtype, fmt)
+    if shape[-1] > most:
+        return f"x has {shape[-1]} columns: shared memory holds rows of at most {most} of {dtype}"
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    address: int,
+    device: torch.device,
+    weight: tuple[int, torch.dtype],
+    format: str,
+    layout: str,
+    scale_rounding: str | None,
+    nonfinite: str,
+    arch: str | None,
+) -> _Plan:
+    from . import compiled
+
+    fmt, found = get_format(format), _matrix(shape, stride)
+    assert found is not None  # else it is not supported
+    rows, columns, apart = found
+    config = choose_norm(
+        (rows, columns),
+        (address, apart * dtype.itemsize),
+        dtype,
+        weight,
+        fmt,
+        layout=layout,
+        scale_rounding=scale_rounding,
+        nonfinite=nonfinite,
+        arch=arch or architecture(device.index),
+    )
+    same = len(shape) == 2 and stride == (apart, 1)
+    return _Plan(
+        run=(compiled.load if device.type == "cuda" else compiled.build)(config),
+        view=None if same else ((rows, columns), (apart, 1)),
+        output=_output(shape, fmt, -1, layout, device, None),
+        rstd=_like((rows,), torch.float32, device),
+    )

@@ -1,0 +1,398 @@
+# mypy: ignore-errors
+"""RMSNorm of rows and their quantization, from one read.
+
+A block of threads holds whole rows in shared memory, each loaded by one bulk copy, all waited on
+once. A warp takes a "segment", 512 columns of a row, 16 elements a lane, first for the sum of
+squares, and, when the block's rows are summed up, to normalize, round and quantize it.
+
+Sums are those of a balanced binary tree over the columns: 16 elements in a lane, lanes 1, 2, 4, 8
+and 16 apart, then segments. No product is fused with a sum: every result is rounded, in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr, select_
+from cutlass.cute.runtime import make_fake_stream
+
+from ...formats import get_format
+from ...rounding import FP32_INF, FP32_NAN
+from . import ptx
+from .any_tensor import any_tensor
+from .arithmetic import (
+    add,
+    below,
+    bits_of,
+    copy_bulk,
+    elementwise,
+    floats,
+    load_float,
+    load_wide,
+    rounded,
+    square_root,
+)
+from .encode import Encoder
+from .norm import SEGMENT, NormConfig
+from .scales import Staging, staging
+from .tile import ELEMENTS, NUMERIC, load_words
+
+__all__ = ["RmsNorm", "compile_config"]
+
+_TILE = 128  # rows of a tile of the tcgen05 layout
+_SCALES = {1: cutlass.Uint8, 4: cutlass.Float32}
+_MATRICES = ("compact", "sm90", "packed")  # layouts whose scales are stored with two dimensions
+
+
+@dataclass(frozen=True)
+class _Interleaved(Staging):
+    """tcgen05 tiles of rows in the order of ``RmsNorm.row``: a line is four blocks of each."""
+
+    @property
+    def lines(self) -> int:
+        return self.blocks // 4
+
+    def place(self, outer, block):
+        return (block >> 2) * self.line_bytes + outer * 4 + (block & 3)
+
+    def line(self, line, start, shape):
+        tiles = (shape[1] + 3) >> 2
+        offset = (Int64(start[0] // _TILE) * tiles + line) * (_TILE * 4) + start[0] % _TILE * 4
+        return offset, Int32(select_(line < tiles, Int32(self.line_bytes), Int32(0)))
+
+
+class RmsNorm:
+    """The kernel of a :class:`NormConfig` and the host code that launches it."""
+
+    def __init__(self, config: NormConfig):
+        self.config = config
+        self.format = get_format(config.format)
+        self.blackwell = config.arch.startswith("sm_10")
+        self.encoder = Encoder(
+            config.spec, self.format.element.name.lower(), config.dtype, self.blackwell
+        )
+        self.segment_blocks = SEGMENT // self.format.block_size
+        size, rows = self.format.scale.nbytes, config.tile_rows
+        line = math.ceil(config.columns / self.format.block_size) if self.is_compact else rows * 4
+        line *= size if self.is_compact else 1
+        extent = rows, config.segments * self.segment_blocks, size, math.gcd(line, 16)
+        if config.layout == "tcgen05":
+            self.place = _Interleaved(*extent)
+        else:
+            self.place = staging(config.layout, -1, *extent)
+        self.row_bytes = config.segments * SEGMENT * config.dtype.itemsize
+
+    @property
+    def is_compact(self) -> bool:
+        return self.config.layout == "compact"
+
+    @cute.jit
+    def __call__(self, x, weight, data, scale, rstd, eps: Float32, global_scale, stream):
+        """Launch. ``x`` (M, K), ``weight`` (K,), ``data`` uint8 (M, bytes), ``scale`` in any shape,
+        ``rstd`` (M,) fp32, ``global_scale`` (1,) fp32 or None.
+        """
+        config = self.config
+        multiple = config.row_multiple
+        rows = (x.shape[0] + multiple - 1) // multiple * multiple
+        self.kernel(x, weight, data, scale, rstd, eps, global_scale).launch(
+            grid=(cute.ceil_div(rows, config.tile_rows), 1, 1),
+            block=(config.threads, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, x, weight, data, scale, rstd, eps: Float32, global_scale):
+        config, encoder, rows = self.config, self.encoder, self.config.tile_rows
+        thread = cute.arch.thread_idx()[0]
+        first = cute.arch.block_idx()[0] * rows
+
+        memory = cutlass.memory.SmemAllocator()
+        tile = _allocate(memory, rows * self.row_bytes, 128)
+        staged = _allocate(memory, self.place.nbytes)
+        sums = _allocate(memory, config.segments * rows * 4)
+        inverses = _allocate(memory, rows * 4)
+        barrier = memory.allocate_array(cutlass.Int64, 1)
+        table = None
+        if const_expr(encoder.has_table):
+            table = _allocate(memory, 128 * 4)
+        if self.row(first) < x.shape[0]:
+            shared = tile, staged, sums, inverses, barrier, table
+            self.normalize(x, weight, data, rstd, eps, global_scale, first, *shared)
+        else:  # rows of padding
+            for i in range(thread, self.place.nbytes // 4, config.threads):
+                ptx.store_shared(staged + i * 4, [Uint32(0)], 4)
+        cute.arch.sync_threads()
+        self.copy_scales(staged, scale, first, x.shape[0])
+
+    @cute.jit
+    def normalize(
+        self,
+        x,
+        weight,
+        data,
+        rstd,
+        eps,
+        global_scale,
+        first,
+        tile,
+        staged,
+        sums,
+        inverses,
+        barrier,
+        table,
+    ):
+        """Normalize and quantize the rows from slot ``first`` on; their scales go to ``staged``."""
+        config, encoder = self.config, self.encoder
+        thread = cute.arch.thread_idx()[0]
+        if const_expr(config.bulk):
+            self.start_load(x, tile, barrier, first)
+        else:
+            self.load(x, tile, first)
+        encode_scale = None
+        if const_expr(encoder.has_table):
+            value = global_scale[0]
+            encode_scale = encoder.encode_scale(value)
+            for i in range(thread, 128, config.threads):
+                ptx.store_shared(table + i * 4, [encoder.table_entry(Uint32(i), value)], 4)
+        warp = thread // 32
+        across, down = warp % config.segment_warps, warp // config.segment_warps
+        words = self.weights(weight, across)
+        if const_expr(config.bulk):
+            cute.arch.mbarrier_wait(barrier, 0)
+        else:
+            cute.arch.sync_threads()
+
+        passes = -(-config.segments // config.segment_warps)
+        for i in range_constexpr(passes):
+            segment = across + i * config.segment_warps
+            if segment < config.segments:
+                self.add_squares(tile, sums, segment, down)
+        cute.arch.sync_threads()
+        if thread < config.tile_rows:
+            self.finish(sums, inverses, rstd, eps, first + thread)
+        cute.arch.sync_threads()
+        for i in range_constexpr(passes):
+            segment = across + i * config.segment_warps
+            factors, words = floats(words, config.weight_dtype), None
+            if const_expr(i + 1 < passes):  # while this one is at work
+                words = self.weights(weight, segment + config.segment_warps)
+            if segment < config.segments:
+                args = tile, staged, inverses, data, factors, segment, down, first, x.shape[0]
+                self.quantize(*args, encode_scale, table)
+
+    def row(self, slot):
+        """The row that is number ``slot`` in the order of blocks of threads.
+
+        In tcgen05 tiles rows 32 apart lie together: with such an order a block's scales do, too.
+        """
+        if self.config.layout != "tcgen05":
+            return slot
+        return (slot & -_TILE) + ((slot & 3) << 5) + ((slot & (_TILE - 1)) >> 2)
+
+    # --- loads ------------------------------------------------------------------------------------
+
+    @cute.jit
+    def start_load(self, x, tile, barrier, first):
+        """Load rows from ``first`` on, the last row for those past it: the barrier's first phase
+        ends when all are there. Columns past the last one are set to zero.
+        """
+        config = self.config
+        thread = cute.arch.thread_idx()[0]
+        size = config.dtype.itemsize
+        if thread == 0:
+            cute.arch.mbarrier_init(barrier, config.tile_rows)
+            cute.arch.mbarrier_init_fence()
+        used = config.columns * size
+        unused = (self.row_bytes - used) // 16
+        for i in range(thread, config.tile_rows * unused, config.threads):
+            where = tile + i // unused * self.row_bytes + used + i % unused * 16
+            ptx.store_shared(where, [Uint32(0)] * 4, 16)
+        cute.arch.sync_threads()
+        if thread < config.tile_rows:
+            row = cutlass.min(self.row(first + thread), x.shape[0] - 1)
+            source = x.iterator.toint() + Int64(row) * x.stride[0] * size
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, used)
+            copy_bulk(tile + thread * self.row_bytes, source, used, barrier.toint())
+
+    @cute.jit
+    def load(self, x, tile, first):
+        """As ``start_load``, an element at a time: for addresses that bulk copies cannot take."""
+        config, size = self.config, self.config.dtype.itemsize
+        pitch = config.segments * SEGMENT
+        for i in range(cute.arch.thread_idx()[0], config.tile_rows * pitch, config.threads):
+            row = cutlass.min(self.row(first + i // pitch), x.shape[0] - 1)
+            column = i % pitch
+            value = Uint32(0)
+            if column < config.columns:
+                source = x.iterator.toint() + (Int64(row) * x.stride[0] + column) * size
+                value = ptx.load_global(source, size)
+            ptx.store_shared(tile + i * size, [value], size)
+
+    @cute.jit
+    def weights(self, weight, segment):
+        """Words of a lane's 16 weights; of any where there are none."""
+        config, size = self.config, self.config.weight_dtype.itemsize
+        column = segment * SEGMENT + cute.arch.lane_idx() * ELEMENTS
+        base = weight.iterator.toint()
+        if const_expr(config.wide_weight):
+            start = base + cutlass.min(column, config.columns - ELEMENTS) * size
+            return [w for i in range(0, ELEMENTS * size, 16) for w in load_wide(start + i)]
+        values = [
+            ptx.load_global(base + cutlass.min(column + i, config.columns - 1) * size, size)
+            for i in range(ELEMENTS)
+        ]
+        if const_expr(size == 4):
+            return values
+        return [a | (b << 16) for a, b in zip(values[0::2], values[1::2], strict=True)]
+
+    # --- the norm ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def add_squares(self, tile, sums, segment, down):
+        """Sums of squares of a segment in each of a warp's rows."""
+        config = self.config
+        lane = cute.arch.lane_idx()
+        count = config.tile_rows // config.row_warps
+        together = min(count, 4)
+        for i in range(count // together):
+            found = []
+            for j in range_constexpr(together):
+                row = down * count + i * together + j
+                values = floats(self.elements(tile, row, segment), config.dtype)
+                # Bit-reversed, so that a sum of neighbours is one of the first and second half.
+                values = [values[int(f"{n:04b}"[::-1], 2)] for n in range(ELEMENTS)]
+                found.append(self.multiply(values, values))
+            while const_expr(len(found[0]) > 1):
+                found = [self.add(v[: len(v) // 2], v[len(v) // 2 :]) for v in found]
+            totals = [v[0] for v in found]
+            for j in range_constexpr(5):
+                others = [cute.arch.shuffle_sync_bfly(total, 1 << j) for total in totals]
+                totals = [add(a, b) for a, b in zip(totals, others, strict=True)]
+            if lane == 0:
+                where = sums + (segment * config.tile_rows + down * count + i * together) * 4
+                ptx.store_shared(where, [bits_of(total) for total in totals], 4 * together)
+
+    @cute.jit
+    def finish(self, sums, inverses, rstd, eps, slot):
+        """1 / sqrt(mean + eps) of a thread's row."""
+        config = self.config
+        thread = cute.arch.thread_idx()[0]
+        where = sums + thread * 4
+        pitch = config.tile_rows * 4
+        parts = [load_float(where + i * pitch) for i in range(config.segments)]
+        while const_expr(len(parts) > 1):  # zeros that would fill up the tree change no sum
+            parts = [
+                add(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i]
+                for i in range(0, len(parts), 2)
+            ]
+        mean = ptx.divide(parts[0], Float32(config.columns))
+        inverse = bits_of(ptx.divide(Float32(1.0), square_root(add(mean, eps))))
+        bad = inverse & 0x7FFFFFFF > Uint32(FP32_INF)
+        inverse = Uint32(select_(bad, Uint32(FP32_NAN), inverse))
+        ptx.store_shared(inverses + thread * 4, [inverse], 4)
+        row = self.row(slot)
+        if row < rstd.shape[0]:
+            ptx.store_global(rstd.iterator.toint() + Int64(row) * 4, [inverse], 4)
+
+    # --- quantization -----------------------------------------------------------------------------
+
+    @cute.jit
+    def quantize(
+        self, tile, staged, inverses, data, factors, segment, down, first, rows, encode_scale, table
+    ):
+        """Normalize and quantize a segment of each of a warp's rows."""
+        config, encoder, bits = self.config, self.encoder, self.config.spec.bits
+        lane = cute.arch.lane_idx()
+        lanes = self.format.block_size // ELEMENTS  # of a block
+        steps = lanes.bit_length() - 1
+        column = segment * SEGMENT + lane * ELEMENTS
+        pitch, stored = data.shape[1], ELEMENTS * bits // 8
+        count = config.tile_rows // config.row_warps
+        for i in range(count):
+            slot = down * count + i
+            values = floats(self.elements(tile, slot, segment), config.dtype)
+            values = self.multiply(values, [load_float(inverses + slot * 4)] * ELEMENTS)
+            words = rounded(self.multiply(values, factors), config.dtype)
+            if const_expr(config.columns % SEGMENT):
+                words = self.inside(words, column)
+            state = encoder.states(words)
+            for j in range_constexpr(steps):
+                state = encoder.merge(state, cute.arch.shuffle_sync_bfly(state, 1 << j))
+            amax = encoder.amax(state)
+            code, reciprocal = encoder.scale(amax, encode_scale, table)
+            row = self.row(first + slot)
+            code = select_(row < rows, code, Uint32(0))  # padding is zero
+            if lane % lanes == 0:
+                block = segment * self.segment_blocks + lane // lanes
+                where = staged + self.place.place(slot, block)
+                ptx.store_shared(where, [code], self.place.itemsize)
+            codes = encoder.elements(words, [amax] * ELEMENTS, [reciprocal] * ELEMENTS)
+            offset = column * bits // 8
+            if row < rows and offset < pitch:
+                ptx.store_global(data.iterator.toint() + Int64(row) * pitch + offset, codes, stored)
+
+    def inside(self, words: list, column) -> list:
+        """Zeros for what lies past the last column of 16 elements from ``column`` on."""
+        columns, each = self.config.columns, self.encoder.per_word
+        if columns % each == 0:
+            return [below(w, column + i * each, columns) for i, w in enumerate(words)]
+        halves = [
+            [below(w & Uint32(0xFFFF << 16 * j), column + i * 2 + j, columns) for j in range(2)]
+            for i, w in enumerate(words)
+        ]
+        return [low | high for low, high in halves]
+
+    @cute.jit
+    def copy_scales(self, staged, scale, first, rows):
+        """Copy the scales of the block's rows from shared to global memory."""
+        config, place = self.config, self.place
+        shape = rows, math.ceil(config.columns / self.format.block_size)
+        count = place.nbytes // place.vector
+        for i in range(cute.arch.thread_idx()[0], count, config.threads):
+            position = i * place.vector
+            line, within = position // place.line_bytes, position % place.line_bytes
+            offset, valid = place.line(line, (first, 0), shape)
+            if within < valid:
+                words = ptx.load_shared(staged + position, place.vector)
+                ptx.store_global(scale.iterator.toint() + offset + within, words, place.vector)
+
+    # --- elements ---------------------------------------------------------------------------------
+
+    def elements(self, tile, slot, segment) -> list:
+        """Words of a lane's 16 elements."""
+        size = self.config.dtype.itemsize
+        column = segment * SEGMENT + cute.arch.lane_idx() * ELEMENTS
+        return load_words(tile + slot * self.row_bytes + column * size, size)
+
+    def multiply(self, a: list, b: list) -> list:
+        return elementwise("mul", a, b, self.blackwell)
+
+    def add(self, a: list, b: list) -> list:
+        return elementwise("add", a, b, self.blackwell)
+
+
+def _allocate(memory, nbytes: int, align: int = 16):
+    return memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=align).toint()
+
+
+def compile_config(config: NormConfig):
+    """The host function of a kernel, which takes any number of rows."""
+    size = config.dtype.itemsize
+    kernel = RmsNorm(config)
+    scale = _SCALES[4 if config.spec.scale_nan > 0xFF else 1]
+    scale = cutlass.Int32 if config.layout == "packed" else scale
+    weight = NUMERIC[config.weight_dtype]
+    return cute.compile(
+        kernel,
+        any_tensor(NUMERIC[config.dtype], 2, 16 if config.bulk else size, config.bulk),
+        any_tensor(weight, 1, 16 if config.wide_weight else config.weight_dtype.itemsize),
+        any_tensor(cutlass.Uint8, 2, 16),
+        any_tensor(scale, 1 + (config.layout in _MATRICES), 16),
+        any_tensor(Float32, 1, 4),
+        Float32(0.0),
+        any_tensor(Float32, 1, 4) if kernel.encoder.has_table else None,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi --gpu-arch {config.arch}",
+    )

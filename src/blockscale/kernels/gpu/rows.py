@@ -1,0 +1,72 @@
+# mypy: ignore-errors
+"""Blocks along the rows of a tile in shared memory.
+
+Eight lanes take a "strip", 128 columns of one row, 16 elements each, so that a warp stores four
+rows of 128 bytes.
+"""
+
+from __future__ import annotations
+
+from cutlass import Int64, Uint32, const_expr, cute, range_constexpr, select_
+
+from . import ptx
+from .config import PANEL, Config
+from .encode import Encoder
+from .scales import Staging
+from .tile import ELEMENTS, STRIP_LANES
+
+__all__ = ["Rows"]
+
+
+class Rows:
+    def __init__(self, config: Config, encoder: Encoder, block_size: int, place: Staging):
+        self.config, self.encoder, self.place = config, encoder, place
+        self.block_size = block_size
+
+    @cute.jit
+    def __call__(self, tiles, memory, parts, outputs, rows, encode_scale, table):
+        """Quantize the parts of a tile. ``memory`` is where ``tiles`` are, ``outputs`` a scale's
+        address in shared memory and data in global memory for each part, ``rows`` which rows of
+        the tensor they are.
+        """
+        config = self.config
+        thread = cute.arch.thread_idx()[0]
+        column = thread % STRIP_LANES * ELEMENTS
+        step = config.threads // STRIP_LANES
+        for i in range_constexpr(config.loaded_rows * config.panels // step):
+            strip = i * step + thread // STRIP_LANES
+            row, panel = strip % config.loaded_rows, strip // config.loaded_rows
+            offset = (strip * PANEL + column) * config.dtype.itemsize
+            made = tiles.fetch(memory, offset)
+            for j in range_constexpr(len(parts)):
+                where = row, panel * PANEL + column
+                self.strip(parts[j], made[j], where, outputs[j], rows, encode_scale, table)
+
+    @cute.jit
+    def strip(self, part, words, where, output, rows, encode_scale, table):
+        """Quantize 16 elements, ``words``, of a row; lanes side by side share blocks.
+
+        ``where`` is their row and column in the tile.
+        """
+        config, encoder, place = self.config, self.encoder, self.place
+        staged, data = output
+        row, column = where
+        bits, lanes = config.spec.bits, self.block_size // ELEMENTS  # of a block
+        stored = ELEMENTS * bits // 8
+        pitch = data.shape[1]
+        stop = pitch if const_expr(part.stop is None) else part.stop * bits // 8
+        state = encoder.states(words)
+        for j in range_constexpr(lanes.bit_length() - 1):
+            state = encoder.merge(state, cute.arch.shuffle_sync_bfly(state, 1 << j))
+        amax = encoder.amax(state)
+        code, reciprocal = encoder.scale(amax, encode_scale, table)
+        if const_expr(place.pad > 1 or config.spread):  # padding is zero
+            code = select_(rows.start + row < rows.scale_stop, code, Uint32(0))
+        if column // ELEMENTS % lanes == 0:
+            target = staged + place.place(row, column // self.block_size)
+            ptx.store_shared(target, [code], place.itemsize)
+        codes = encoder.elements(words, [amax] * ELEMENTS, [reciprocal] * ELEMENTS)
+        row = rows.start + row
+        column = (part.column + column) * bits // 8
+        if row < rows.stop and column < stop:
+            ptx.store_global(data.iterator.toint() + Int64(row) * pitch + column, codes, stored)

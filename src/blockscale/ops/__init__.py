@@ -1,0 +1,28 @@
+"""Every operation of the library as a torch.library op: schema, fake and choice of the backend.
+
+The ops take and return plain tensors; the user functions wrap them in ScaledTensor. One-byte scales
+go in and out as uint8, and so does data going in: much of torch (its compiler, opcheck) cannot work
+with float8_e8m0fnu. Kernels run where there are some (``backends`` decides), the reference
+elsewhere. Both give the same bytes.
+"""
+
+from .backends import BACKENDS, OPERATIONS, FallbackWarning, backend, cpu_backend
+from .dequantize import dequantize
+from .fused import rmsnorm_quantize, swiglu_quantize
+from .gemm import gemm
+from .quantize import global_scale, quantize, quantize_both
+
+__all__ = [
+    "BACKENDS",
+    "OPERATIONS",
+    "FallbackWarning",
+    "backend",
+    "cpu_backend",
+    "dequantize",
+    "gemm",
+    "global_scale",
+    "quantize",
+    "quantize_both",
+    "rmsnorm_quantize",
+    "swiglu_quantize",
+]

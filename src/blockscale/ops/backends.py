@@ -1,0 +1,106 @@
+"""Which backend runs an operation: a kernel where there is one, else the reference."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..formats import formats
+from ..kernels import gpu
+
+__all__ = [
+    "BACKENDS",
+    "OPERATIONS",
+    "FallbackWarning",
+    "backend",
+    "cpu_backend",
+    "no_cpu_kernels",
+    "on_gpu",
+    "use_kernel",
+]
+
+OPERATIONS = ("quantize", "quantize_both", "global_scale", "dequantize", "gemm", "grouped_gemm")
+
+#: What ``backend=`` may be: the best that there is, a kernel or an error, or the reference.
+BACKENDS = ("auto", "kernel", "reference")
+
+_GPU_OPERATIONS = ("quantize", "quantize_both", "global_scale")
+
+_warned: set[str] = set()
+
+
+class FallbackWarning(UserWarning):
+    """An operation on a GPU has no kernel for its arguments: plain torch gives the same bytes."""
+
+
+@lru_cache
+def cpu_backend() -> str:
+    """ "numba" where the compiled CPU kernels can be used, else "reference"."""
+    return "numba" if find_spec("numba") else "reference"
+
+
+def no_cpu_kernels() -> str:
+    """Why the CPU kernels cannot be used; empty where they can."""
+    # looked up in the package, where tests replace it
+    return "" if ops.cpu_backend() == "numba" else "numba is not installed: pip install numba"
+
+
+def backend(operation: str, device: str) -> tuple[str, str]:
+    """(name, reason) of what runs ``operation`` on a device type, "cpu" or "cuda"."""
+    if device == "cpu":
+        return _on_cpu(operation)
+    if operation not in _GPU_OPERATIONS:
+        return "reference", "plain torch on the device; its kernels are not part of this release"
+    probe = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
+    reason = gpu.unsupported(probe, formats["mxfp8"], (-1,), ("compact",))
+    if reason:
+        return "reference", reason
+    if operation == "global_scale":
+        return "CuTe DSL", "compiled kernel, same bytes as the reference"
+    return "CuTe DSL", "reference where seed= or a 6-bit format is asked for"
+
+
+def _on_cpu(operation: str) -> tuple[str, str]:
+    reason = no_cpu_kernels()
+    if reason:
+        return "reference", f"{reason} for compiled kernels"
+    if operation in ("gemm", "grouped_gemm"):
+        return "numba + torch", "operands dequantized to fp32 by a kernel, multiplied by torch"
+    if operation in ("quantize", "quantize_both"):
+        return "numba", "reference where seed= or groups along the contraction are asked for"
+    return "numba", "compiled kernel, same bytes as the reference"
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether the GPU kernels are those for ``x``."""
+    return x.is_cuda
+
+
+def use_kernel(operation: str, x: Tensor, backend: str, reason: str) -> bool:
+    """Whether a kernel runs ``operation``, given why none can (empty where one can).
+
+    Raises ValueError where ``backend`` asks for one that there is not. On a GPU the reference is
+    many times slower: its use is said once for each reason.
+    """
+    if backend == "reference" or not reason:
+        return backend != "reference"
+    if backend == "kernel":
+        raise ValueError(
+            f"backend: no kernel can run {operation} as asked for: {reason}. Change that, or pass "
+            "backend='auto' to run plain torch instead, with the same bytes"
+        )
+    if on_gpu(x) and reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"{operation} on {x.device} runs as plain torch, with the same bytes but many times "
+            f"slower: {reason}. Change that for a kernel, or pass backend='reference' if it is "
+            "meant. (Said once for each reason.)",
+            FallbackWarning,
+            stacklevel=2,
+        )
+    return False

@@ -1,0 +1,73 @@
+"""What the quantizing ops return, without its values: for compilers and planning."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import Format, get_format
+from ..layouts import Grouped, get_layout
+
+__all__ = ["empty", "global_scale", "quantize", "quantize_both"]
+
+
+def empty(
+    x: Tensor, fmt: Format, axis: int, layout: str, offsets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Data and scales as ``quantize`` returns them, without their values."""
+    groups = offsets.shape[0] if offsets is not None else 0
+    k_groups = groups if axis == -2 else 0
+    data_shape = fmt.data_shape(x.shape, axis, k_groups)
+    if axis == -2 and fmt.element.bits < 8:
+        flipped = (*data_shape[:-2], data_shape[-1], data_shape[-2])
+        data = x.new_empty(flipped, dtype=fmt.element.dtype).mT
+    else:
+        data = x.new_empty(data_shape, dtype=fmt.element.dtype)
+    shape = fmt.scale_shape(x.shape, axis, k_groups)
+    scale_dtype = torch.uint8 if fmt.scale.nbytes == 1 else fmt.scale.dtype
+    if layout == "compact":
+        return data, x.new_empty(shape, dtype=scale_dtype)
+    matrix = (shape[0], shape[1]) if axis == -1 else (shape[1], shape[0])
+    where = get_layout(layout)
+    stored = (
+        where.stored_shape(matrix)
+        if offsets is None
+        else Grouped(where).stored_shape(matrix, groups)
+    )
+    return data, x.new_empty(stored, dtype=where.stored_dtype(scale_dtype))
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    axis: int,
+    scale_rounding: str,
+    nonfinite: str,
+    layout: str,
+    global_scale: Tensor | None = None,
+    offsets: Tensor | None = None,
+    seed: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    return empty(x, get_format(format), axis, layout, offsets)
+
+
+def quantize_both(
+    x: Tensor,
+    format: str,
+    scale_rounding: str,
+    nonfinite: str,
+    row_layout: str,
+    column_layout: str,
+    global_scale: Tensor | None = None,
+    offsets: Tensor | None = None,
+    seed: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fmt = get_format(format)
+    rows = empty(x, fmt, -1, row_layout, offsets)
+    return *rows, *empty(x, fmt, -2, column_layout, offsets)
+
+
+def global_scale(x: Tensor, format: str, backend: str = "auto") -> Tensor:
+    return x.new_empty((), dtype=torch.float32)

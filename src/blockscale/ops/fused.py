@@ -1,0 +1,207 @@
+"""The ops ``swiglu_quantize`` and ``rmsnorm_quantize``: a producer and the quantizer behind it.
+
+On a GPU one kernel reads what the producer needs and writes what the quantizer gives. Elsewhere,
+and where there is no such kernel, the reference makes the values and ``quantize`` takes them.
+
+An op returns a list: data and scales for each axis, what else it promises, and last the global
+scale where it found one itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..formats import Format, get_format
+from ..kernels import gpu
+from . import fakes
+from .backends import on_gpu, use_kernel
+from .operation import operation
+from .quantize import _placed, _written, global_scale, quantize, quantize_both
+
+__all__ = ["rmsnorm_quantize", "swiglu_quantize"]
+
+_UNKNOWN_SCALE = (
+    "global_scale: found from the normalized values, which the kernel does not keep; pass one"
+)
+
+
+# --- SwiGLU ---------------------------------------------------------------------------------------
+
+
+def _fake_swiglu(
+    x: Tensor,
+    grad: Tensor | None,
+    format: str,
+    rows: bool,
+    columns: bool,
+    scale_rounding: str,
+    nonfinite: str,
+    row_layout: str,
+    column_layout: str,
+    global_scale: Tensor | None = None,
+    offsets: Tensor | None = None,
+    backend: str = "auto",
+) -> list[Tensor]:
+    fmt = get_format(format)
+    values = x if grad is not None else x[..., : x.shape[-1] // 2]
+    results: list[Tensor] = []
+    for axis, layout in zip(*_asked(rows, columns, row_layout, column_layout), strict=True):
+        results += fakes.empty(values, fmt, axis, layout, offsets)
+    return results + _fake_scalar(x, fmt, global_scale)
+
+
+@operation(_fake_swiglu)
+def swiglu_quantize(
+    x: Tensor,
+    grad: Tensor | None,
+    format: str,
+    rows: bool,
+    columns: bool,
+    scale_rounding: str,
+    nonfinite: str,
+    row_layout: str,
+    column_layout: str,
+    global_scale: Tensor | None = None,
+    offsets: Tensor | None = None,
+    backend: str = "auto",
+) -> list[Tensor]:
+    """``reference.swiglu`` of ``x``, with ``grad`` ``reference.swiglu_backward``, quantized along
+    ``rows`` (axis -1), ``columns`` (axis -2) or both, from one read.
+    """
+    fmt = get_format(format)
+    axes, layouts = _asked(rows, columns, row_layout, column_layout)
+    producer, others = ("swiglu", ()) if grad is None else ("swiglu_backward", (grad,))
+    written, kernel = _written(fmt, layouts), False
+    if on_gpu(x):
+        reason = ""
+        if backend != "reference":
+            grouped = offsets is not None
+            reason = gpu.unsupported(x, fmt, axes, written, grouped=grouped, producer=producer)
+        kernel = use_kernel(f"{producer}_quantize", x, backend, reason)
+    if not kernel:
+        values = reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x)
+        more = scale_rounding, nonfinite, global_scale, offsets
+        return _quantize(values, format, axes, layouts, *more, backend)
+    found = []
+    if fmt.has_global_scale and global_scale is None:
+        global_scale = gpu.global_scale(x, fmt, producer=producer, others=others)
+        found = [global_scale]
+    pairs = gpu.quantize(
+        x,
+        fmt,
+        axes=axes,
+        layouts=written,
+        scale_rounding=scale_rounding,
+        nonfinite=nonfinite,
+        global_scale=global_scale,
+        offsets=offsets,
+        producer=producer,
+        others=others,
+    )
+    results: list[Tensor] = []
+    for (data, scale), axis, layout in zip(pairs, axes, layouts, strict=True):
+        results += data, scale if written is layouts else _placed(scale, axis, layout, None)
+    return results + found
+
+
+def _asked(
+    rows: bool, columns: bool, row_layout: str, column_layout: str
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The axes that are asked for, and the layout of each."""
+    return (-1,) * rows + (-2,) * columns, (row_layout,) * rows + (column_layout,) * columns
+
+
+# --- RMSNorm --------------------------------------------------------------------------------------
+
+
+def _fake_rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    format: str,
+    scale_rounding: str,
+    nonfinite: str,
+    layout: str,
+    global_scale: Tensor | None = None,
+    backend: str = "auto",
+) -> list[Tensor]:
+    fmt = get_format(format)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return [*fakes.empty(x, fmt, -1, layout, None), rstd, *_fake_scalar(x, fmt, global_scale)]
+
+
+@operation(_fake_rmsnorm)
+def rmsnorm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    format: str,
+    scale_rounding: str,
+    nonfinite: str,
+    layout: str,
+    global_scale: Tensor | None = None,
+    backend: str = "auto",
+) -> list[Tensor]:
+    """``reference.rmsnorm`` of ``x``, quantized along rows, and its rstd."""
+    fmt, kernel = get_format(format), False
+    (written,) = _written(fmt, (layout,))
+    if on_gpu(x):
+        reason = ""
+        if backend != "reference":
+            unknown = fmt.has_global_scale and global_scale is None
+            reason = _UNKNOWN_SCALE if unknown else gpu.unsupported_rmsnorm(x, fmt, written)
+        kernel = use_kernel("rmsnorm_quantize", x, backend, reason)
+    if not kernel:
+        values, rstd = reference.rmsnorm(x, weight, eps)
+        more = scale_rounding, nonfinite, global_scale, None
+        data, scale, *found = _quantize(values, format, (-1,), (layout,), *more, backend)
+        return [data, scale, rstd, *found]
+    data, scale, rstd = gpu.rmsnorm(
+        x,
+        weight,
+        fmt,
+        eps=eps,
+        layout=written,
+        scale_rounding=scale_rounding,
+        nonfinite=nonfinite,
+        global_scale=global_scale,
+    )
+    return [data, scale if written == layout else _placed(scale, -1, layout, None), rstd]
+
+
+# --- what both need -------------------------------------------------------------------------------
+
+
+def _quantize(
+    values: Tensor,
+    format: str,
+    axes: tuple[int, ...],
+    layouts: tuple[str, ...],
+    scale_rounding: str,
+    nonfinite: str,
+    scalar: Tensor | None,
+    offsets: Tensor | None,
+    backend: str,
+) -> list[Tensor]:
+    """``values`` quantized along ``axes``, and their global scale where none was given."""
+    found = []
+    if get_format(format).has_global_scale and scalar is None:
+        scalar = global_scale(values, format, backend)
+        found = [scalar]
+    further = scalar, offsets, None, backend
+    pair: tuple[Tensor, ...]
+    if len(axes) == 2:
+        pair = quantize_both(
+            values, format, scale_rounding, nonfinite, layouts[0], layouts[1], *further
+        )
+    else:
+        pair = quantize(values, format, axes[0], scale_rounding, nonfinite, layouts[0], *further)
+    return [*pair, *found]
+
+
+def _fake_scalar(x: Tensor, fmt: Format, global_scale: Tensor | None) -> list[Tensor]:
+    if not fmt.has_global_scale or global_scale is not None:
+        return []
+    return [fakes.global_scale(x, fmt.name)]

@@ -1,0 +1,147 @@
+"""What may come before a quantizer in one kernel: SwiGLU, its backward and RMSNorm, bit for bit.
+
+Inputs are widened to fp32 and every step is one IEEE fp32 operation, to nearest even, in the order
+written here, so that any processor gives the same bytes: there is no exp and nothing approximate.
+The result is rounded once to the dtype of ``x``. Which NaN a NaN is stays open, except in ``rstd``.
+
+Torch computes each step by itself, so that nothing is contracted, and its fp32 sums, products and
+quotients of two tensors are IEEE's on CPUs and GPUs. A quotient with a number is not (a GPU
+multiplies by the reciprocal), nor is a root, and there is no fma: see :func:`square_root` and
+:func:`fma`. A CPU thread that called ``torch.set_flush_denormal(True)`` loses the subnormals.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from ..rounding import FP32_NAN, from_float32_bits
+
+__all__ = ["fma", "rmsnorm", "square_root", "swiglu", "swiglu_backward"]
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
+
+
+# The bits of these constants are part of the definition.
+LOG2_E = _float(0x3FB8AA3B)  # log2(e) to nearest
+LARGEST_GATE = _float(0x42B00F33)  # 88.03, the last one below 127 / LOG2_E
+TO_INTEGER = _float(0x4B400000)  # 1.5 * 2^23: what is summed with it loses all behind the point
+#: 2^f for -0.5 <= f <= 0.5 with a relative error below 9.7e-8, highest power first: the minimax
+#: polynomial of degree 5 that is 1 at 0, its coefficients rounded to fp32 one after the other.
+POWER_OF_2 = tuple(
+    map(_float, (0x3AAE5FA3, 0x3C1E7A05, 0x3D635ACB, 0x3E75FCD2, 0x3F317215, 0x3F800000))
+)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``x`` (..., 2H), the gate in its first H columns: (..., H) like ``x``.
+
+    A gate below -88.03 gives itself times 60 * 2^-149, where exp underflows. NaN comes only from
+    what is not finite, or from an infinity that the products overflow to.
+    """
+    gate, up = _halves(x)
+    return (_silu(gate, *_sigmoid(gate)) * up).to(x.dtype)
+
+
+def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of ``x`` (..., 2H), like it, from ``grad`` (..., H) of ``swiglu(x)``."""
+    gate, up = _halves(x)
+    grad = grad.to(torch.float32)
+    e, sigmoid = _sigmoid(gate)
+    # silu' = s * (1 + g * (1 - s)), where s is the sigmoid or e times it, and 1 - s the other one
+    start = torch.where(gate < 0, e, torch.ones_like(e))
+    slope = sigmoid * fma(gate * e, sigmoid, start)
+    # the slope is at most 1.1: with it first, nothing overflows to meet a zero
+    return torch.cat(((grad * slope) * up, grad * _silu(gate, e, sigmoid)), -1).to(x.dtype)
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x`` (..., K) over the root mean square of its rows, times ``weight`` (K,).
+
+    Squares are summed pairwise: neighbours first, then sums of two, of four and so on, over a row
+    padded with zeros to a power of two. ``eps`` is rounded to fp32. Returns the result, like ``x``,
+    and ``rstd`` (...,) in fp32, what the rows were multiplied with.
+    """
+    wide = x.to(torch.float32)
+    k = x.shape[-1]
+    total = torch.nn.functional.pad(wide * wide, (0, (1 << (k - 1).bit_length()) - k))
+    while total.shape[-1] > 1:
+        total = total[..., 0::2] + total[..., 1::2]
+    total = total.squeeze(-1)
+    mean = total / torch.full_like(total, k)
+    rstd = torch.ones_like(mean) / square_root(mean + torch.full_like(mean, eps))
+    rstd = torch.where(rstd.isnan(), _canonical_nan(rstd), rstd)
+    y = (wide * rstd.unsqueeze(-1)) * weight.to(torch.float32)
+    return y.to(x.dtype), rstd
+
+
+def square_root(x: Tensor) -> Tensor:
+    """The fp32 root, rounded once. Torch's own is off by one now and then, where it is MKL's.
+
+    A root of a 24-bit number is at least 2^-51 of itself away from where fp32 rounding changes,
+    more than the error of a root in float64.
+    """
+    return x.to(torch.float64).sqrt().to(torch.float32)
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """fp32 ``a * b + c`` rounded once.
+
+    float64 holds the product. The sum is rounded to float64 to odd (where it is not exact, its last
+    bit says so), after which rounding to fp32 is as good as rounding once: Boldo and Melquiond,
+    "Emulation of a FMA and correctly rounded sums", IEEE TC 57 (2008).
+    """
+    product, c = a.to(torch.float64) * b.to(torch.float64), c.to(torch.float64)
+    total = product + c
+    there = total - product  # Knuth's sum without error
+    error = (product - (total - there)) + (c - there)
+    bits = total.view(torch.int64)
+    up = (error > 0) == (total > 0)  # away from zero
+    odd = torch.where(bits & 1 == 1, bits, torch.where(up, bits + 1, bits - 1))
+    inexact = (error > 0) | (error < 0)  # neither where something is infinite or NaN
+    return torch.where(inexact, odd, bits).view(torch.float64).to(torch.float32)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = x.to(torch.float32).chunk(2, -1)
+    return gate, up
+
+
+def _sigmoid(gate: Tensor) -> tuple[Tensor, Tensor]:
+    """``exp(-abs(gate))`` and the sigmoid of ``abs(gate)``: no cancellation, no overflow."""
+    e = _exp_minus_magnitude(gate)
+    one = torch.ones_like(e)
+    return e, one / (one + e)
+
+
+def _silu(gate: Tensor, e: Tensor, sigmoid: Tensor) -> Tensor:
+    return torch.where(gate < 0, gate * e, gate) * sigmoid
+
+
+def _exp_minus_magnitude(gate: Tensor) -> Tensor:
+    """``2^f * 2^n``, with n added to the exponent field of 2^f; a NaN counts as a large gate.
+
+    Where the field ends at 0 (gates from 87.34 to 88.03) the values go down to 60 * 2^-149 in
+    straight lines instead of to 2^-127.
+    """
+
+    def constant(value: float) -> Tensor:
+        return torch.full_like(gate, value)
+
+    magnitude = torch.fmin(gate.abs(), constant(LARGEST_GATE))
+    shifted = fma(magnitude, constant(-LOG2_E), constant(TO_INTEGER))
+    n = shifted - constant(TO_INTEGER)
+    f = fma(magnitude, constant(-LOG2_E), -n)
+    power = constant(POWER_OF_2[0])
+    for coefficient in POWER_OF_2[1:]:
+        power = fma(power, f, constant(coefficient))
+    bits = power.view(torch.int32) + n.to(torch.int32) * (1 << 23)
+    return bits.view(torch.float32)
+
+
+def _canonical_nan(like: Tensor) -> Tensor:
+    return from_float32_bits(torch.full_like(like, FP32_NAN, dtype=torch.int64))

@@ -1,0 +1,189 @@
+"""``blockscale bench``: what it measures, and how it tells what cannot run."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from blockscale import reference
+from blockscale.bench import cases, host, peers, quantize, timing
+from blockscale.bench.cases import GROUPS, Case, Group, expert_ends, prepare
+from blockscale.bench.peers import Peer
+from blockscale.cli.bench import bench
+
+CASES = list(dict.fromkeys(case for group in GROUPS for case in group.cases))
+
+
+class Kernels:
+    """In the place of blockscale.kernels.gpu: counts the bytes that it is given."""
+
+    def __init__(self) -> None:
+        self.read, self.results = 0, 0
+
+    def quantize(self, x, format, *, axes, layouts, global_scale, offsets, producer, others):
+        assert len(layouts) == len(axes)
+        assert (global_scale is not None) == format.has_global_scale
+        assert offsets is None or offsets[-1] == x.shape[0]
+        self.read += sum(t.nbytes for t in (x, *others))
+        h = x.shape[1] // 2
+        if producer == "swiglu_backward":
+            assert [t.shape for t in others] == [(x.shape[0], h)]
+        self._write(x[:, :h].contiguous() if producer == "swiglu" else x, format, axes)
+
+    def global_scale(self, x, format, *, producer, others):
+        self.read += sum(t.nbytes for t in (x, *others))
+        return torch.ones(())
+
+    def rmsnorm(self, x, weight, format, *, eps, layout, scale_rounding, nonfinite):
+        self.read += x.nbytes + weight.nbytes
+        self.results += 4 * x.shape[0]
+        self._write(x, format, (-1,))
+
+    def _write(self, x, format, axes):
+        given = {"global_scale": torch.ones(())} if format.has_global_scale else {}
+        rounding = format.default_scale_rounding
+        for axis in axes:
+            results = reference.quantize(x, format, axis=axis, scale_rounding=rounding, **given)
+            self.results += sum(t.nbytes for t in results)
+
+
+class FakeTimer:
+    """Every call takes 2 us, every copy 3."""
+
+    device = "cpu"
+
+    def microseconds(self, call):
+        call()
+        return 2.0
+
+    def copy(self, nbytes, *, kernel):
+        return 3.0
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    kernels = Kernels()
+    monkeypatch.setattr(cases, "gpu", kernels)
+    return kernels
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_bytes_are_those_of_the_inputs_and_results(case, kernels):
+    rows, columns = 384, 512
+    prepare(case, rows, columns, "cpu")()
+    assert case.nbytes(rows, columns) == kernels.read + kernels.results
+
+
+def test_names_and_groups_are_unique():
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert len({group.name for group in GROUPS}) == len(GROUPS)
+
+
+@pytest.mark.parametrize("experts", [8, 32])
+def test_experts_are_skewed(experts):
+    ends = expert_ends(32768, experts)
+    assert ends[-1] == 32768
+    sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
+    assert all(end % 128 for end in ends[:-1])
+    for i, size in enumerate(sorted(sizes, reverse=True)):
+        assert abs(size - max(sizes) / (i + 1)) <= 2
+    assert sizes != sorted(sizes)
+    assert sizes != sorted(sizes, reverse=True)
+
+
+def test_peers_stand_beside_the_case_they_do(kernels):
+    rows, columns = Case("mxfp8", (-1,), "compact"), Case("mxfp8", (-2,), "compact")
+    seen = []
+
+    def lacking(x):
+        raise ModuleNotFoundError("No module named 'peer'")
+
+    peers = (Peer("good", rows, lambda x: lambda: seen.append(x.shape)), Peer("bad", rows, lacking))
+    found = list(quantize.measure(Group("some", (rows, columns)), [(64, 96)], peers, FakeTimer()))
+    assert [(row.case, row.who) for row in found] == [
+        (rows.name, "blockscale"),
+        (rows.name, "good"),
+        (rows.name, "bad"),
+        (columns.name, "blockscale"),
+    ]
+    assert set(seen) == {(64, 96)}
+    assert isinstance(found[2], quantize.Absent)
+    assert found[2].why == "ModuleNotFoundError: No module named 'peer'"
+    ours = found[0]
+    assert (ours.microseconds, ours.copy_microseconds, ours.of_copy) == (2.0, 3.0, 1.5)
+    assert ours.gigabytes_per_second == pytest.approx(64 * 96 * (3 + 1 / 32) / 2e3)
+
+
+def test_a_case_without_a_kernel_says_why():
+    group = Group("some", (Case("mxfp8", (-1,), "compact"),))
+    (absent,) = quantize.measure(group, [(32, 64)], (), FakeTimer())
+    assert isinstance(absent, quantize.Absent)
+    assert absent.why.startswith("ValueError: ")
+
+
+def test_every_shape_of_a_group_is_measured(kernels):
+    group = Group("some", (Case("mxfp8", (-1,), "compact"),), ((32, 64), (64, 64)))
+    found = list(quantize.measure(group, timer=FakeTimer()))
+    assert [(row.rows, row.columns) for row in found] == [(32, 64), (64, 64)]
+    figure = quantize.draw(found)
+    assert sum(len(bars) for bars in figure.axes[0].containers) == 2
+
+
+def test_tables_json_and_plot(kernels, monkeypatch, tmp_path):
+    def lacking(x):
+        raise RuntimeError("only on [other] GPUs")
+
+    case = Case("mxfp8", (-2,), "compact")
+    monkeypatch.setattr(peers, "PEERS", (Peer("some library", case, lacking),))
+    monkeypatch.setattr(timing, "Timer", FakeTimer)
+    monkeypatch.setattr(host, "measure_host", lambda: [host.HostCall("a call", 7.25)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["quantize", "--shapes", "128x256,256x512", "--peers", "all"]
+    found = CliRunner().invoke(
+        bench, [*arguments, "--json", str(out), "--plot", str(plot)], catch_exceptions=False
+    )
+    assert found.exit_code == 0
+    why = "RuntimeError: only on [other] GPUs"
+    assert f"{case.name} (some library), 128x256, cannot run: {why}" in found.output
+    assert all(group.name in found.output for group in GROUPS)
+    assert "7.25" in found.output
+    content = json.loads(out.read_text())
+    wanted = [
+        (group.name, rows, columns, case.name, "blockscale")
+        for group in GROUPS
+        for rows, columns in ((128, 256), (256, 512))
+        for case in group.cases
+    ]
+    keys = ("group", "rows", "columns", "case", "who")
+    assert [tuple(row[key] for key in keys) for row in content["rows"]] == wanted
+    assert [(row["rows"], row["who"], row["why"]) for row in content["absent"]] == [
+        (128, "some library", why),
+        (256, "some library", why),
+    ]
+    assert content["host"] == [{"what": "a call", "microseconds": 7.25}]
+    assert content["gpu"] == "a GPU"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize", "--peers", "some"], "peers: got 'some'"),
+        (["quantize", "--shapes", "128"], "shapes: got '128'"),
+        (["quantize", "--shapes", "0x128"], "shapes: got '0x128'"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CliRunner().invoke(bench, arguments, catch_exceptions=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("arguments", [[], ["quantize"]])
+def test_needs_a_gpu(arguments):
+    with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
+        CliRunner().invoke(bench, arguments, catch_exceptions=False)

@@ -1,0 +1,31 @@
+"""Help for the tests on a GPU: inputs, and bytes compared."""
+
+import torch
+
+import blockscale as bs
+
+DEVICE = "cuda"
+
+
+def nasty(dtype: torch.dtype, rows: int = 256, columns: int = 384, seed: int = 0) -> torch.Tensor:
+    """Every size of number, a NaN, an infinity, -0 and a block of zeros; on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    exponent = torch.randint(-120, 100, (rows, -(-columns // 32)), generator=generator).float()
+    x *= torch.exp2(exponent).repeat_interleave(32, 1)[:, :columns]
+    x[3 % rows, :32] = 0.0
+    x[5 % rows, 7] = float("nan")
+    x[6 % rows, columns - 1] = float("inf")
+    x[7 % rows, 3] = -0.0
+    return x.to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bytes of tensors alike, wherever they are."""
+    alike = (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    x, y = (t.cpu().contiguous().flatten().view(torch.uint8) for t in (a, b))
+    return alike and torch.equal(x, y)
+
+
+def same_parts(a: bs.ScaledTensor, b: bs.ScaledTensor) -> bool:
+    return same(a.qdata, b.qdata) and same(a.qscale, b.qscale)

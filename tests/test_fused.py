@@ -1,0 +1,399 @@
+"""swiglu_quantize, its backward and rmsnorm_quantize: the bytes of two steps, as one operation."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale import ops, reference
+from blockscale.formats import formats
+from blockscale.ops import backends, fused
+
+OPS = torch.ops.blockscale
+LAYOUTS = {"E8M0": "tcgen05", "UE4M3": "tcgen05", "FP32": "sm90"}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ALL_AXES = [(-1,), (-2,), (-1, -2)]
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code():
+    torch.compiler.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+def matrix(*shape, seed=0, dtype=torch.bfloat16):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
+
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def assert_same(got, want):
+    """All parts of two ScaledTensors, or of two tuples of them."""
+    if isinstance(got, tuple):
+        for pair in zip(got, want, strict=True):
+            assert_same(*pair)
+        return
+    assert got._meta() == want._meta()
+    assert got.shape == want.shape
+    for a, b in zip(got._parts().values(), want._parts().values(), strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        a, b = (t.contiguous().flatten().view(torch.uint8) for t in (a, b))
+        assert torch.equal(a, b)
+
+
+def in_two_steps(values, name, axes, **kwargs):
+    """``values`` quantized along ``axes``, by quantize, with one global scale."""
+    if formats[name].has_global_scale:
+        kwargs.setdefault("global_scale", reference.global_scale(values, formats[name]))
+    return tuple(bs.quantize(values, name, axis, **kwargs) for axis in axes)
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", formats)
+@pytest.mark.parametrize("axes", ALL_AXES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu(backend, name, axes, dtype):
+    x, grad = matrix(256, 512, dtype=dtype), matrix(256, 256, seed=1, dtype=dtype)
+    for layout in ("compact", LAYOUTS[formats[name].scale.name]):
+        got = bs.swiglu_quantize(x, name, axes=axes, layout=layout)
+        assert_same(got, in_two_steps(reference.swiglu(x), name, axes, layout=layout))
+        got = bs.swiglu_backward_quantize(grad, x, name, axes=axes, layout=layout)
+        values = reference.swiglu_backward(grad, x)
+        assert_same(got, in_two_steps(values, name, axes, layout=layout))
+
+
+@pytest.mark.parametrize("name", formats)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+def test_rmsnorm(backend, name, dtype, weight_dtype):
+    x, weight = matrix(128, 384, dtype=dtype), matrix(384, seed=1, dtype=weight_dtype)
+    for layout in ("compact", LAYOUTS[formats[name].scale.name]):
+        got, rstd = bs.rmsnorm_quantize(x, weight, name, eps=1e-5, layout=layout)
+        y, want = reference.rmsnorm(x, weight, 1e-5)
+        assert_same((got,), in_two_steps(y, name, (-1,), layout=layout))
+        assert torch.equal(rstd, want)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_1x128"])
+def test_offsets(backend, name):
+    x, grad, ends = matrix(200, 512), matrix(200, 256, seed=1), i32(30, 30, 190)
+    where = LAYOUTS[formats[name].scale.name]
+    for layout in (("compact", "compact"), (where, "compact")):
+        both = bs.swiglu_quantize(x, name, layout=layout, offsets=ends)
+        back = bs.swiglu_backward_quantize(grad, x, name, layout=layout, offsets=ends)
+        for values, got in (
+            (reference.swiglu(x), both),
+            (reference.swiglu_backward(grad, x), back),
+        ):
+            each = zip((-1, -2), layout, strict=True)
+            want = (bs.quantize(values, name, a, layout=w, offsets=ends) for a, w in each)
+            assert_same(got, tuple(want))
+    assert_same(bs.swiglu_quantize(x, name, axes=(-2,), offsets=ends), both[1:])
+
+
+def test_arguments_reach_the_quantizer(backend):
+    x, grad, weight = matrix(100, 130), matrix(100, 65, seed=1), matrix(130, seed=2)
+    x[3, 5], x[40, 100] = math.inf, math.nan
+    calls = {
+        bs.swiglu_quantize: ((x,), reference.swiglu(x)),
+        bs.swiglu_backward_quantize: ((grad, x), reference.swiglu_backward(grad, x)),
+        bs.rmsnorm_quantize: ((x, weight), reference.rmsnorm(x, weight, 1e-6)[0]),
+    }
+    kwargs = {"scale_rounding": "even", "nonfinite": "te", "pad": True}
+    for function, (args, values) in calls.items():
+        got = function(*args, **kwargs)
+        got = got if function is not bs.rmsnorm_quantize else got[:1]
+        assert_same(got, in_two_steps(values, "mxfp8", (-1, -2)[: len(got)], **kwargs))
+        for scalar in (0.01, torch.tensor(0.01), torch.tensor([0.01])):
+            got = function(*args, "nvfp4", pad=True, global_scale=scalar)
+            got = got if function is not bs.rmsnorm_quantize else got[:1]
+            axes = (-1, -2)[: len(got)]
+            assert_same(got, in_two_steps(values, "nvfp4", axes, pad=True, global_scale=0.01))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_leading_dimensions_and_strides(backend, name):
+    x, grad, weight = matrix(2, 3, 64, 128), matrix(2, 3, 64, 64), matrix(128)
+    axes = (-1, -2)
+    assert_same(bs.swiglu_quantize(x, name), in_two_steps(reference.swiglu(x), name, axes))
+    values = reference.swiglu_backward(grad, x)
+    assert_same(bs.swiglu_backward_quantize(grad, x, name), in_two_steps(values, name, axes))
+    q, rstd = bs.rmsnorm_quantize(x, weight, name)
+    assert_same((q,), in_two_steps(reference.rmsnorm(x, weight, 1e-6)[0], name, (-1,)))
+    assert rstd.shape == (2, 3, 64)
+    wide, grad = matrix(128, 300), matrix(128, 90)
+    strided = wide[::2, 20:148], grad[1::2, 5:69]
+    whole = tuple(each.contiguous() for each in strided)
+    assert_same(bs.swiglu_quantize(strided[0], name), bs.swiglu_quantize(whole[0], name))
+    got = bs.swiglu_backward_quantize(strided[1], strided[0], name)
+    assert_same(got, bs.swiglu_backward_quantize(whole[1], whole[0], name))
+
+
+def test_results_have_no_gradient():
+    x, grad = matrix(64, 128).requires_grad_(), matrix(64, 64).requires_grad_()
+    weight = matrix(128).requires_grad_()
+    q, rstd = bs.rmsnorm_quantize(x, weight)
+    for each in (*bs.swiglu_quantize(x), *bs.swiglu_backward_quantize(grad, x), q, rstd):
+        assert not each.requires_grad
+
+
+def test_meta_tensors():
+    for name in formats:
+        x = torch.empty(256, 512, device="meta", dtype=torch.bfloat16)
+        for got, real in zip(
+            bs.swiglu_quantize(x, name), bs.swiglu_quantize(matrix(256, 512), name), strict=True
+        ):
+            assert (got.qdata.shape, got.qdata.stride()) == (real.qdata.shape, real.qdata.stride())
+            assert got.scale.shape == real.scale.shape
+        q, rstd = bs.rmsnorm_quantize(x, x[0], name)
+        assert (q.shape, rstd.shape, rstd.dtype) == ((256, 512), (256,), torch.float32)
+
+
+# --- the ops --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "fp8_128x128"])
+@pytest.mark.parametrize("axes", ALL_AXES)
+def test_opcheck_swiglu(backend, name, axes):
+    fmt, x = formats[name], matrix(128, 512)
+    rounding, where = fmt.default_scale_rounding, LAYOUTS[fmt.scale.name]
+    args = name, -1 in axes, -2 in axes, rounding, "propagate", where, "compact"
+    for grad in (None, matrix(128, 256, seed=1)):
+        for scalar in (None, torch.tensor(0.01)) if fmt.has_global_scale else (None,):
+            torch.library.opcheck(OPS.swiglu_quantize.default, (x, grad, *args, scalar))
+
+
+def test_opcheck_swiglu_groups(backend):
+    args = "mxfp8", True, True, "floor", "te", "tcgen05", "compact", None, i32(40, 90)
+    torch.library.opcheck(OPS.swiglu_quantize.default, (matrix(96, 64), None, *args))
+    args = (*args, "reference")
+    torch.library.opcheck(OPS.swiglu_quantize.default, (matrix(96, 64), matrix(96, 32), *args))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128"])
+def test_opcheck_rmsnorm(backend, name):
+    fmt = formats[name]
+    args = 1e-6, name, fmt.default_scale_rounding, "te", LAYOUTS[fmt.scale.name]
+    for scalar in (None, torch.tensor(0.01)) if fmt.has_global_scale else (None,):
+        args = (matrix(128, 256), matrix(256, dtype=torch.float32), *args[-5:], scalar)
+        torch.library.opcheck(OPS.rmsnorm_quantize.default, args)
+        args = args[:-1]
+    args = (matrix(3, 5, 40), matrix(40), 1e-6, "mxfp8", "rceil", "te", "compact")
+    torch.library.opcheck(OPS.rmsnorm_quantize.default, args)
+
+
+def same(a, b):
+    if isinstance(a, tuple):
+        return all(same(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(name, dynamic):
+    def step(x, grad, weight):
+        return (
+            *bs.swiglu_quantize(x, name),
+            *bs.swiglu_backward_quantize(grad, x, name, axes=(-2,)),
+            *bs.rmsnorm_quantize(x, weight, name),
+        )
+
+    run = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for i, (m, k) in enumerate([(640, 512), (384, 768), (256, 1024)]):
+        args = matrix(m, k), matrix(m, k // 2, seed=1), matrix(k, seed=2)
+        with torch.compiler.set_stance("fail_on_recompile" if dynamic and i else "default"):
+            assert same(run(*args), step(*args))
+
+
+def test_inductor():
+    def step(x, w):
+        row, column = bs.swiglu_quantize(x * 2, layout="tcgen05")
+        return bs.gemm(row, bs.quantize(w).mT) + 1, column
+
+    args = matrix(64, 128), matrix(32, 64, seed=1)
+    assert same(torch.compile(step, fullgraph=True, dynamic=False)(*args), step(*args))
+
+
+# --- which backend --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU made of the reference, which notes what it is asked for; ``reason``: why it cannot."""
+
+    class Gpu:
+        calls, reason = [], ""
+
+        def unsupported(self, x, fmt, axes, layouts, *, grouped=False, producer="load"):
+            return self.reason
+
+        def unsupported_rmsnorm(self, x, fmt, layout):
+            return self.reason
+
+        def global_scale(self, x, fmt, *, producer, others):
+            self.calls.append(("global_scale", producer))
+            return reference.global_scale(self.make(producer, x, others), fmt)
+
+        def quantize(self, x, fmt, *, axes, layouts, producer, others, **kwargs):
+            self.calls.append(("quantize", producer, axes))
+            values, offsets = self.make(producer, x, others), kwargs.pop("offsets")
+            more = kwargs["scale_rounding"], kwargs["nonfinite"]
+            tail = kwargs["global_scale"], offsets
+            return [
+                ops.quantize(values, fmt.name, axis, *more, layout, *tail)
+                for axis, layout in zip(axes, layouts, strict=True)
+            ]
+
+        def rmsnorm(self, x, weight, fmt, *, eps, layout, **kwargs):
+            self.calls.append(("rmsnorm",))
+            y, rstd = reference.rmsnorm(x, weight, eps)
+            more = kwargs["scale_rounding"], kwargs["nonfinite"], layout, kwargs["global_scale"]
+            return *ops.quantize(y, fmt.name, -1, *more), rstd
+
+        @staticmethod
+        def make(producer, x, others):
+            made = {"swiglu": reference.swiglu, "swiglu_backward": reference.swiglu_backward}
+            return made[producer](*others, x)
+
+    fake = Gpu()
+    fake.calls = []
+    monkeypatch.setattr(fused, "gpu", fake)
+    monkeypatch.setattr(fused, "on_gpu", lambda x: True)
+    monkeypatch.setattr(backends, "on_gpu", lambda x: True)
+    monkeypatch.setattr(backends, "_warned", set())
+    return fake
+
+
+def check_calls(name, want_calls, gpu, **kwargs):
+    x, grad, weight = matrix(128, 512), matrix(128, 256, seed=1), matrix(512, seed=2)
+    gpu.calls.clear()
+    layout = LAYOUTS[formats[name].scale.name]
+    got = bs.swiglu_quantize(x, name, layout=layout, **kwargs)
+    assert_same(got, in_two_steps(reference.swiglu(x), name, (-1, -2), layout=layout))
+    got = bs.swiglu_backward_quantize(grad, x, name, axes=(-1,), layout=layout, **kwargs)
+    values = reference.swiglu_backward(grad, x)
+    assert_same(got, in_two_steps(values, name, (-1,), layout=layout))
+    y, _ = reference.rmsnorm(x, weight, 1e-6)
+    scalar = reference.global_scale(y, formats[name]) if formats[name].has_global_scale else None
+    got, _ = bs.rmsnorm_quantize(x, weight, name, layout=layout, global_scale=scalar, **kwargs)
+    assert_same((got,), in_two_steps(y, name, (-1,), layout=layout))
+    assert gpu.calls == want_calls
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128"])
+def test_a_gpu_gets_one_call(gpu, name):
+    scaled = formats[name].has_global_scale
+    calls = [
+        *[("global_scale", "swiglu")] * scaled, ("quantize", "swiglu", (-1, -2)),
+        *[("global_scale", "swiglu_backward")] * scaled, ("quantize", "swiglu_backward", (-1,)),
+        ("rmsnorm",),
+    ]  # fmt: skip
+    for backend in ("auto", "kernel"):
+        check_calls(name, calls, gpu, backend=backend)
+    check_calls(name, [], gpu, backend="reference")
+
+
+def test_a_gpu_without_the_kernel(gpu):
+    gpu.reason = "it is Sunday"
+    with pytest.warns(ops.FallbackWarning, match="as plain torch.*it is Sunday") as caught:
+        check_calls("mxfp8", [], gpu)
+    assert len(caught) == 1
+    for function, args in (
+        (bs.swiglu_quantize, (matrix(64, 128),)),
+        (bs.swiglu_backward_quantize, (matrix(64, 64), matrix(64, 128))),
+        (bs.rmsnorm_quantize, (matrix(64, 128), matrix(128))),
+    ):
+        with pytest.raises(ValueError, match=r"backend: no kernel can run .*_quantize.*Sunday"):
+            function(*args, backend="kernel")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            function(*args, backend="reference")
+
+
+def test_rmsnorm_to_nvfp4_on_a_gpu_wants_the_global_scale(gpu):
+    x, weight = matrix(64, 128), matrix(128)
+    with pytest.raises(ValueError, match=r"global_scale: found from the normalized .*pass one"):
+        bs.rmsnorm_quantize(x, weight, "nvfp4", backend="kernel")
+    assert not gpu.calls
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [
+    bs.swiglu_quantize, lambda x, **kwargs: bs.swiglu_backward_quantize(x, x, **kwargs),
+])  # fmt: skip
+def test_bad_halves(function):
+    for x in (matrix(4, 65), matrix(4, 1), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"x: has shape .*gate and up.*an even number"):
+            function(x, pad=True)
+    with pytest.raises(TypeError, match=r"x: got Tensor|x: got list"):
+        function([1.0])
+    with pytest.raises(TypeError, match="x: is a ScaledTensor already"):
+        function(bs.quantize(matrix(64, 64)))
+    with pytest.raises(ValueError, match=r"x: strides .*call \.contiguous"):
+        function(matrix(64, 64).mT)
+    for axes in ((), (-2, -1), (0,), -1, None, [-1], (-1, -1)):
+        with pytest.raises(ValueError, match=r"axes: got .*choose one of \(-1,\), \(-2,\), \(-1"):
+            function(matrix(64, 64), axes=axes)
+    for layout in (("compact",), ("compact",) * 3, ()):
+        with pytest.raises(ValueError, match=r"layout: got .*one layout, or \(rows, columns\)"):
+            function(matrix(64, 64), layout=layout)
+
+
+def test_bad_swiglu():
+    with pytest.raises(ValueError, match=r"dimension -1 is 16, .*block of 32.*x is the product"):
+        bs.swiglu_quantize(matrix(64, 32))
+    with pytest.raises(TypeError, match=r"x: got torch\.int8"):
+        bs.swiglu_quantize(torch.ones(64, 64, dtype=torch.int8))
+    with pytest.raises(ValueError, match="nothing to quantize"):
+        bs.swiglu_quantize(torch.ones(0, 64))
+    with pytest.raises(ValueError, match="global_scale: format 'mxfp8' has none"):
+        bs.swiglu_quantize(matrix(64, 64), global_scale=1.0)
+    with pytest.raises(ValueError, match=r"global_scale: got 0.0; expected a positive"):
+        bs.swiglu_quantize(matrix(64, 64), "nvfp4", global_scale=0.0)
+    with pytest.raises(ValueError, match="backend"):
+        bs.swiglu_quantize(matrix(64, 64), backend="triton")
+    with pytest.raises(ValueError, match="offsets: got"):
+        bs.swiglu_quantize(matrix(64, 64), offsets=i32(5, 65))
+
+
+@pytest.mark.parametrize(("grad", "error", "match"), [
+    (None, TypeError, "grad: got NoneType; expected a plain torch.Tensor"),
+    (bs.quantize(torch.ones(64, 32)), TypeError, "grad: got ScaledTensor"),
+    (torch.ones(64, 32), TypeError, r"grad: got torch.float32, x has torch.bfloat16; cast it to"),
+    (matrix(64, 64), ValueError, r"grad: has shape \(64, 64\); x of shape .* needs \(64, 32\)"),
+    (matrix(32, 32), ValueError, r"grad: has shape \(32, 32\)"),
+    (matrix(64, 32).to("meta"), ValueError, "grad: is on meta, x on cpu"),
+    (matrix(32, 64).mT, ValueError, r"grad: is not contiguous .*call \.contiguous"),
+])  # fmt: skip
+def test_bad_grad(grad, error, match):
+    with pytest.raises(error, match=match):
+        bs.swiglu_backward_quantize(grad, matrix(64, 64))
+
+
+@pytest.mark.parametrize(("weight", "error", "match"), [
+    ([1.0] * 64, TypeError, "weight: got list"),
+    (torch.ones(64, dtype=torch.float64), TypeError, "weight: got torch.float64, .*float32 or"),
+    (torch.ones(32), ValueError, r"weight: has shape \(32,\); x of shape .* needs \(64,\)"),
+    (torch.ones(1, 64), ValueError, r"weight: has shape \(1, 64\)"),
+    (torch.ones(128)[::2], ValueError, "weight: is not contiguous"),
+])  # fmt: skip
+def test_bad_weight(weight, error, match):
+    with pytest.raises(error, match=match):
+        bs.rmsnorm_quantize(matrix(64, 64), weight)
+
+
+@pytest.mark.parametrize("eps", [0, 0.0, -1e-6, math.nan, math.inf, 1e-40, 1e39, "1e-6", None])
+def test_bad_eps(eps):
+    with pytest.raises(ValueError, match=r"eps: got .*; expected a positive number"):
+        bs.rmsnorm_quantize(matrix(64, 64), matrix(64), eps=eps)
