@@ -98,27 +98,13 @@ class ScaledTensor(torch.Tensor):
         offsets: Tensor | None = None,
         k_grouped: bool = False,
     ) -> ScaledTensor:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=_strides(shape, data), dtype=dtype, device=data.device
+        strides = _strides(shape, data)
+        self = torch.Tensor._make_wrapper_subclass(  # by position: by name it takes longer
+            cls, shape, strides, None, None, dtype, torch.strided, data.device
         )
-
-    def __init__(
-        self,
-        data: Tensor,
-        scale: Tensor,
-        *,
-        format: str | Format,
-        shape: Sequence[int],
-        axis: int = -1,
-        dtype: torch.dtype = torch.bfloat16,
-        layout: str | Layout = "compact",
-        global_scale: Tensor | None = None,
-        offsets: Tensor | None = None,
-        k_grouped: bool = False,
-    ) -> None:
         self.qdata = data
         # as bytes: torch's compiler knows no float8_e8m0fnu
-        self.qscale = as_bytes(scale)
+        self.qscale = scale if scale.dtype is torch.uint8 else as_bytes(scale)
         self.global_scale = global_scale
         self.offsets = offsets
         # names, because torch.compile traces through strings only
@@ -126,7 +112,8 @@ class ScaledTensor(torch.Tensor):
         self.layout_name = get_layout(layout).name
         self.axis = check_axis(axis)
         self.k_grouped = k_grouped
-        self._check(scale.dtype)
+        self._check(tuple(shape), scale.dtype)
+        return self
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -155,33 +142,31 @@ class ScaledTensor(torch.Tensor):
 
     # --- what it is -------------------------------------------------------------------------------
 
-    def _check(self, scale_dtype: torch.dtype) -> None:
-        name, shape = self.format_name, tuple(self.shape)
-        groups = None if self.offsets is None else self.offsets.shape[0]
-        has_global = self.global_scale is not None
-        want = _stored(name, self.layout_name, shape, self.axis, groups, self.k_grouped, has_global)
-        if self.global_scale is not None and (
-            self.global_scale.dtype != torch.float32 or self.global_scale.numel() != 1
-        ):
+    def _check(self, shape: tuple[int, ...], scale_dtype: torch.dtype) -> None:
+        name, data, scale = self.format_name, self.qdata, self.qscale
+        scalar, offsets = self.global_scale, self.offsets
+        groups = None if offsets is None else offsets.shape[0]
+        want = _stored(
+            name, self.layout_name, shape, self.axis, groups, self.k_grouped, scalar is not None
+        )
+        if scalar is not None and (scalar.dtype != torch.float32 or scalar.numel() != 1):
             raise ValueError("global_scale: expected an fp32 scalar tensor")
-        if (tuple(self.qdata.shape), self.qdata.dtype) != (want.data, want.data_dtype):
+        if data.shape != want.data or data.dtype != want.data_dtype:
             raise ValueError(
-                f"data: got {tuple(self.qdata.shape)} {self.qdata.dtype}; {name!r} stores "
+                f"data: got {tuple(data.shape)} {data.dtype}; {name!r} stores "
                 f"{shape} along axis {self.axis} as {want.data} {want.data_dtype}"
             )
-        if tuple(self.qscale.shape) != want.scale or scale_dtype not in want.scale_dtypes:
+        if scale.shape != want.scale or scale_dtype not in want.scale_dtypes:
             raise ValueError(
-                f"scale: got {tuple(self.qscale.shape)} {scale_dtype}; {name!r} in layout "
+                f"scale: got {tuple(scale.shape)} {scale_dtype}; {name!r} in layout "
                 f"{self.layout_name!r} for {shape} along axis {self.axis} is {want.scale} "
                 f"{want.scale_dtypes[0]}"
             )
-        device = self.qdata.device
-        for part in ("qscale", "global_scale", "offsets"):
-            tensor = getattr(self, part)
+        device = data.device
+        for part, tensor in (("scale", scale), ("global_scale", scalar), ("offsets", offsets)):
             if tensor is not None and tensor.device != device:
                 raise ValueError(
-                    f"{_OUTER.get(part, part)}: is on {tensor.device}, data on {device}; "
-                    "move it there"
+                    f"{part}: is on {tensor.device}, data on {device}; move it there"
                 )
 
     @property

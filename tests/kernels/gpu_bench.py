@@ -18,17 +18,29 @@ from blockscale.layouts import Grouped, as_bytes, get_layout
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that torch.empty_like returns has every byte 0xA5."""
-    original = torch.empty_like
+    """Memory that torch.empty_like and Tensor.new_empty return has every byte 0xA5."""
 
-    def empty_like(*args: Any, **kwargs: Any) -> Tensor:
-        out = original(*args, **kwargs)
-        assert out.is_contiguous()
-        out.view(torch.uint8).fill_(0xA5)
-        return out
+    def poisoning(original: Any) -> Any:
+        def empty(*args: Any, **kwargs: Any) -> Tensor:
+            out = original(*args, **kwargs)
+            assert out.is_contiguous()
+            out.view(torch.uint8).fill_(0xA5)
+            return out
 
-    with patch.object(torch, "empty_like", empty_like):
+        return empty
+
+    with (
+        patch.object(torch, "empty_like", poisoning(torch.empty_like)),
+        patch.object(Tensor, "new_empty", poisoning(Tensor.new_empty)),
+    ):
         yield
+
+
+def produced(x: Tensor, producer: str = "load", others: tuple[Tensor, ...] = ()) -> Tensor:
+    """What is quantized, by the reference."""
+    if producer == "load":
+        return x
+    return reference.swiglu_backward(*others, x) if others else reference.swiglu(x)
 
 
 def emulated(
@@ -91,8 +103,9 @@ def check(
     results, reports = emulated(
         x, format, arch, axes, layouts=layouts, completion=completion, profile=profile, **kwargs
     )
+    values = produced(x, kwargs.pop("producer", "load"), kwargs.pop("others", ()))
     for axis, layout, (data, scale) in zip(axes, layouts, results, strict=True):
-        want_data, want_scale = expected(x, format, axis, layout, **kwargs)
+        want_data, want_scale = expected(values, format, axis, layout, **kwargs)
         assert_same(data, want_data, f"data along {axis}")
         assert_same(scale, want_scale, f"scales along {axis}")
     return reports

@@ -103,7 +103,7 @@ def test_sectors(format, axes, layout, arch):
     fmt = formats[format]
     each = fmt.element.bits / 8 + fmt.scale.nbytes / fmt.block_size
     assert write.asked == 32 * write.sectors == len(axes) * int(each * rows * columns)
-    scalars = 32 * 32 if fmt.has_global_scale else 0  # a sector, read by every warp
+    scalars = 32 * 64 if fmt.has_global_scale else 0  # a sector, read by every warp
     assert 2 * rows * columns <= 32 * read.sectors <= 2 * rows * columns + scalars
 
 

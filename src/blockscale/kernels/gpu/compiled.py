@@ -1,10 +1,10 @@
-# mypy: ignore-errors
 """Kernels, compiled once in a process and kept on disk for the next one.
 
-An entry of the cache is an object file named after two hashes: of what the kernel depends on
+An entry of the cache is a shared library named after two hashes: of what the kernel depends on
 (sources, configuration, version of the DSL) and of its own bytes. A file whose bytes do not give
 its name is never loaded. Writers hold a lock, so that of many processes only one compiles, and
-rename a finished file into place.
+rename a finished file into place. Loading a library needs no CuTe DSL, whose import takes seconds.
+Where there is no linker, an entry is an object file, which needs it.
 
 A configuration is any hashable value with a ``repr`` that tells all of it, and ``compile()``.
 """
@@ -13,15 +13,22 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache, lru_cache
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 from filelock import FileLock
 
 __all__ = ["build", "cache_folder", "load"]
+
+Kernel = Callable[..., Any]
 
 _FUNCTION = "blockscale_kernel"
 
@@ -33,26 +40,23 @@ def cache_folder() -> Path:
 
 
 @cache
-def build(config):
+def build(config: Any) -> Kernel:
     """Compile a kernel, which takes about a second."""
-    return config.compile()
+    kernel: Kernel = config.compile()
+    return kernel
 
 
 @cache
-def load(config):
+def load(config: Any) -> Kernel:
     """The kernel, from the cache on disk if it is there; else compiled, and put there."""
     folder, key = cache_folder(), _key(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{key}.lock"):
             path = _find(folder, key)
-            if path is None:
-                path = _save(build(config), folder, key)
+            return (path and _open(path)) or _open(_save(build(config), folder, key))
     except OSError:  # a place that cannot be written to: this process compiles for itself
         return build(config)
-    from cutlass.cute.runtime import load_module
-
-    return getattr(load_module(str(path), enable_tvm_ffi=True), _FUNCTION)
 
 
 @lru_cache
@@ -64,7 +68,7 @@ def _sources() -> bytes:
     return b"".join(path.read_bytes() for path in [*here, *others])
 
 
-def _key(config) -> str:
+def _key(config: Any) -> str:
     """Hash of all that a kernel depends on."""
     what = type(config).__name__, config, version("nvidia-cutlass-dsl")
     return hashlib.sha256(_sources() + repr(what).encode()).hexdigest()[:32]
@@ -72,19 +76,46 @@ def _key(config) -> str:
 
 def _find(folder: Path, key: str) -> Path | None:
     """The entry, if its bytes are what its name says; any other is removed."""
-    for path in folder.glob(f"{key}-*.o"):
-        if path.name == _name(key, path.read_bytes()):
+    for path in folder.glob(f"{key}-*"):
+        if path.name == _name(key, path):
             return path
         path.unlink(missing_ok=True)
     return None
 
 
-def _save(function, folder: Path, key: str) -> Path:
+def _open(path: Path) -> Kernel | None:
+    """The kernel in a file; None, and no file, if what it was linked with has gone."""
+    if path.suffix == ".o":
+        runtime = import_module("cutlass.cute.runtime")
+        return getattr(runtime.load_module(str(path), enable_tvm_ffi=True), _FUNCTION)
+    try:
+        kernel: Kernel = import_module("tvm_ffi").load_module(str(path)).get_function(_FUNCTION)
+    except (OSError, RuntimeError):
+        path.unlink(missing_ok=True)
+        return None
+    return kernel
+
+
+def _save(kernel: Any, folder: Path, key: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         built = Path(place) / "kernel.o"
-        function.export_to_c(str(built), _FUNCTION)
-        return built.rename(folder / _name(key, built.read_bytes()))
+        kernel.export_to_c(str(built), _FUNCTION)
+        built = _link(built)
+        return built.rename(folder / _name(key, built))
 
 
-def _name(key: str, content: bytes) -> str:
-    return f"{key}-{hashlib.sha256(content).hexdigest()[:32]}.o"
+def _link(built: Path) -> Path:
+    """An object file as a shared library that finds what it needs; itself without a linker."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    needed = import_module("cutlass.runtime").find_runtime_libraries(enable_tvm_ffi=True)
+    library = built.with_suffix(".so")
+    if compiler is None:
+        return built
+    paths = [option for path in needed for option in (path, f"-Wl,-rpath,{Path(path).parent}")]
+    command = [compiler, "-shared", "-o", str(library), str(built), *paths]
+    done = subprocess.run(command, capture_output=True, check=False)
+    return library if done.returncode == 0 else built
+
+
+def _name(key: str, path: Path) -> str:
+    return f"{key}-{hashlib.sha256(path.read_bytes()).hexdigest()[:32]}{path.suffix}"

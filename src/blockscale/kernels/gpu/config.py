@@ -168,7 +168,10 @@ def choose_config(
     distance between its rows, both in bytes: TMA wants multiples of 16.
     """
     few = shape[0] <= _FEW_ROWS and -2 not in axes and not grouped and producer == "load"
-    rows, columns = (GROUP_ROWS, PANEL) if few else _tile(shape, format, axes, layouts, grouped)
+    rows, columns = _tile(shape, format, axes, layouts, grouped, arch)
+    if few:
+        rows, columns = GROUP_ROWS, PANEL
+    eight, resident = _occupancy(format, axes, layouts, producer, grouped, arch)
     return Config(
         arch=arch,
         dtype=dtype,
@@ -182,10 +185,8 @@ def choose_config(
         tile_rows=rows,
         tile_columns=columns,
         loaded_rows=_FEW_ROWS if few else rows,
-        warps=max(4 if producer == "load" else 8, rows * columns // _TILE * 4),
-        # Measured on an H200: loads of more blocks than three only get in the way of stores. Where
-        # elements take more instructions, four bits, more blocks hide them.
-        resident=3 if arch == "sm_90a" and format.element.bits == 8 else 0,
+        warps=(8 if eight and not few else 4) * max(1, rows * columns // _TILE),
+        resident=resident,
         tma=all(address % 16 == 0 and apart % 16 == 0 for address, apart in sources),
         column_store=_column_store(shape, format, axes),
         scale_stores=tuple(
@@ -195,20 +196,57 @@ def choose_config(
     )
 
 
+def _occupancy(
+    format: Format,
+    axes: tuple[int, ...],
+    layouts: tuple[str, ...],
+    producer: str,
+    grouped: bool,
+    arch: str,
+) -> tuple[bool, int]:
+    """Whether 128 x 128 elements take eight warps or four, and blocks on a multiprocessor at once.
+
+    What was fastest on an H200, see docs/performance.md: loads of more blocks than three get in the
+    way of stores; more warps or blocks hide what else takes time: instructions (producers, four
+    bits), barriers (tall blocks), finding an expert. Four warps take the fewest instructions.
+    """
+    both, four_bits = len(axes) == 2, format.element.bits < 8
+    if both and format.block_size > PANEL // 2:
+        eight = False  # lanes that walk down a band side by side must have a row's whole block
+    elif producer != "load" or arch != "sm_90a":
+        eight = producer != "load"
+    else:
+        eight = four_bits or (grouped and not both) or (both and set(layouts) == {"compact"})
+    if four_bits:
+        resident = 0 if -2 in axes else 5
+    elif grouped:
+        resident = 5 if both else 4
+    else:
+        tall = format.block[0] > 1 or (-2 in axes and format.block_size > 32)
+        resident = 4 if tall and not both else 3
+    return eight, resident if arch == "sm_90a" else 0
+
+
 def _tile(
     shape: tuple[int, int],
     format: Format,
     axes: tuple[int, ...],
     layouts: tuple[str, ...],
     grouped: bool,
+    arch: str,
 ) -> tuple[int, int]:
-    """Rows and columns: such that stores of scales fill whole sectors."""
+    """Rows and columns: such that stores of scales fill whole sectors.
+
+    Those of both axes do so by tiles of twice the size, which an H200 likes less than half sectors.
+    """
     tall = format.block[0] > 1 or (
         -2 in axes and (format.block_size > 32 or format.element.bits < 8)
     )
     if set(layouts) != {"compact"} or -1 not in axes or tall or grouped:
         return 128, PANEL
     fill = _SECTOR // format.scale.nbytes * format.block_size  # columns whose scales fill a sector
+    if -2 in axes and arch == "sm_90a":
+        fill = min(fill, _TILE // 32)
     needed = 1 << (shape[1] - 1).bit_length()
     columns = max(PANEL, min(fill, needed, 1024))
     rows = _TILE // columns

@@ -89,8 +89,7 @@ class Quantizer:
 
     @cute.kernel
     def kernel(self, atoms, views, sources, outputs, global_scale, offsets):
-        config, encoder, size = self.config, self.encoder, self.format.block_size
-        thread = cute.arch.thread_idx()[0]
+        config, size = self.config, self.format.block_size
         across, down, layer = cute.arch.block_idx()
         down = layer * _DEEP + down
         m, k = sources[0].shape
@@ -104,47 +103,71 @@ class Quantizer:
         tiles, barrier = self.tiles.allocate(memory)
         parts = self.tiles.parts(sources, tiles, column)
         staged = {
-            axis: [self.allocate(memory, place) for _ in parts]
+            axis: [self.allocate(memory, place.nbytes) for _ in parts]
             for axis, place in self.stagings.items()
         }
-        maxima = None
+        maxima = table = None
         for along in list(self.columns.values())[:1]:
             maxima = along.allocate(memory)
+        if const_expr(self.encoder.has_table):
+            table = self.allocate(memory, 128 * 4)
         if const_expr(config.unused_shared):
             memory.allocate_array(cutlass.Uint8, config.unused_shared)
-        if const_expr(config.loaded_rows < config.tile_rows):
+        if const_expr(config.loaded_rows < config.tile_rows or config.spread):
             for axis, place in self.stagings.items():
                 for address in staged[axis]:
                     self.clear_scales(place, address)
-        self.tiles.start(sources, atoms, views, tiles, barrier, rows, column)
-        encode_scale, table = None, None
+
+        to = {axis: [(each, outputs[axis][0]) for each in staged[axis]] for axis in config.axes}
+        loading = sources, atoms, views, tiles, barrier, rows, column
+        if const_expr(config.grouped):
+            if rows.start < rows.stop:
+                self.quantize(loading, parts, to, maxima, table, global_scale)
+        else:
+            self.quantize(loading, parts, to, maxima, table, global_scale)
+        cute.arch.sync_threads()
+        self.write_scales(parts, staged, outputs, rows, (m, k * len(parts)), offsets)
+
+    @cute.jit
+    def quantize(self, loading, parts, outputs, maxima, table, global_scale):
+        """Load a tile and quantize its ``parts``; ``outputs`` has, for each axis and part, a
+        scale's address in shared memory and data in global memory.
+        """
+        config, encoder = self.config, self.encoder
+        sources, _, _, tiles, barrier, rows, _ = loading
+        thread = cute.arch.thread_idx()[0]
+        self.tiles.start(*loading)
+        encode_scale = None
         if const_expr(encoder.has_table):
-            table = memory.allocate_array(cutlass.Uint32, 128).toint()
             value = global_scale[0]
             encode_scale = encoder.encode_scale(value)
             if thread < 128:
-                code = Uint32(thread)
-                ptx.store_shared(table + thread * 4, [encoder.table_entry(code, value)], 4)
+                entry = encoder.table_entry(Uint32(thread), value)
+                ptx.store_shared(table + thread * 4, [entry], 4)
             cute.arch.sync_threads()
         self.tiles.wait(barrier)
         if const_expr(config.grouped):  # what was not loaded, and what is another expert's
             self.tiles.clear(tiles, rows.stop - rows.start)
-        width = k * len(parts)
-        to = {axis: [(each, outputs[axis][0]) for each in staged[axis]] for axis in config.axes}
         if const_expr(self.packed is not None):
             self.tiles.produce(tiles)
         if const_expr(self.rows is not None and not self.columns):
-            self.rows(self.tiles, tiles, parts, to[-1], rows, encode_scale, table)
-        made = False
+            self.rows(self.tiles, tiles, parts, outputs[-1], rows, encode_scale, table)
+        width, made = sources[0].shape[1] * len(parts), False
         for axis, along in self.columns.items():
-            along(self.tiles, tiles, parts, to[axis], to.get(-1), maxima, rows, width, made)
+            row_outputs = outputs.get(-1)
+            along(self.tiles, tiles, parts, outputs[axis], row_outputs, maxima, rows, width, made)
             made = True
         if const_expr(self.packed is not None):
-            for part, output in zip(parts, to[-2], strict=True):
+            for part, output in zip(parts, outputs[-2], strict=True):
                 self.packed(part, output, rows, encode_scale, table)
-        cute.arch.sync_threads()
 
-        high = self.format.block[0]
+    # --- scales -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def write_scales(self, parts, staged, outputs, rows, shape, offsets):
+        """Copy the scales of a tile of a tensor of ``shape`` to global memory."""
+        config, (high, size) = self.config, self.format.block
+        m, width = shape
         if const_expr(-1 in config.axes):
             start, stop = rows.scale_start // high, cute.ceil_div(m, high)
             if const_expr(config.spread):
@@ -152,25 +175,21 @@ class Quantizer:
             elif const_expr(config.grouped):
                 start, stop = rows.start, rows.stop
             for part, address in zip(parts, staged[-1], strict=True):
-                first, shape = (start, part.column // size), (stop, cute.ceil_div(width, size))
-                self.copy_scales(self.stagings[-1], address, outputs[-1][1], first, shape)
+                first, extent = (start, part.column // size), (stop, cute.ceil_div(width, size))
+                self.copy_scales(self.stagings[-1], address, outputs[-1][1], first, extent)
         if const_expr(-2 in config.axes):
             blocks = cute.ceil_div(m, size)
             if const_expr(config.grouped):
                 blocks = rows.block + cute.ceil_div(rows.scale_stop - rows.start, size)
             for part, address in zip(parts, staged[-2], strict=True):
-                first, shape = (
-                    (part.column // high, rows.block),
-                    (cute.ceil_div(width, high), blocks),
-                )
-                self.copy_scales(self.stagings[-2], address, outputs[-2][1], first, shape)
+                first = part.column // high, rows.block
+                extent = cute.ceil_div(width, high), blocks
+                self.copy_scales(self.stagings[-2], address, outputs[-2][1], first, extent)
                 if const_expr(config.grouped):
                     self.clear_unused(outputs[-2][1], part.column, width, rows.unused)
 
-    # --- scales -----------------------------------------------------------------------------------
-
-    def allocate(self, memory, place):
-        return memory.allocate_array(cutlass.Uint8, place.nbytes, byte_alignment=16).toint()
+    def allocate(self, memory, nbytes):
+        return memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=16).toint()
 
     @cute.jit
     def clear_scales(self, place, staged):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -264,10 +264,16 @@ def _choose(
 def _kernel(config: Config, device: torch.device) -> Callable[..., Any]:
     from . import compiled
 
-    function: Callable[..., Any] = (compiled.load if device.type == "cuda" else compiled.build)(
-        config
-    )
-    return function
+    if device.type != "cuda":
+        return compiled.build(config)
+    kernel = compiled.load(config)
+    return kernel if torch.cuda.device_count() == 1 else partial(_run_on, device, kernel)
+
+
+def _run_on(device: torch.device, kernel: Callable[..., Any], *args: Any) -> None:
+    """Launches go to the current device."""
+    with torch.cuda.device(device):
+        kernel(*args)
 
 
 def _output(
