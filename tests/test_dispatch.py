@@ -20,7 +20,7 @@ from blockscale.kernels import gpu
 from blockscale.layouts import Grouped, as_bytes, get_layout
 from blockscale.ops import backends
 
-REAL_UNSUPPORTED, REAL_QUANTIZE = gpu.unsupported, gpu.quantize
+REAL_UNSUPPORTED = gpu.unsupported
 BOTH = (-1, -2)
 BF16 = torch.bfloat16
 
@@ -42,17 +42,19 @@ class Kernels:
         self.reason = ""  # why it can nothing
         self.one_read = True  # whether it can both axes at once
 
-    def unsupported(
+    def refuse(
         self, x: Tensor, format: Format, axes: Any, layouts: Any, *, grouped: bool = False
-    ) -> str:
-        if self.reason:
-            return self.reason
-        if len(axes) == 2 and not self.one_read:
-            return "one axis at a time"
+    ) -> None:
         reason = REAL_UNSUPPORTED(x, format, axes, layouts, grouped=grouped, arch="sm_90a")
-        return "" if "not installed" in reason else reason
+        if len(axes) == 2 and not self.one_read:
+            reason = "one axis at a time"
+        reason = self.reason or reason
+        if reason and "not installed" not in reason:
+            raise gpu.Unsupported(reason)
 
     def quantize(self, x: Tensor, format: Format, **given: Any) -> list[tuple[Tensor, Tensor]]:
+        grouped = given["offsets"] is not None
+        self.refuse(x, format, given["axes"], given["layouts"], grouped=grouped)
         self.calls.append({"x": x, **given})
         keep = ("scale_rounding", "nonfinite", "global_scale")
         results = []
@@ -77,6 +79,7 @@ class Kernels:
         return results
 
     def global_scale(self, x: Tensor, format: Format) -> Tensor:
+        self.refuse(x, format, (-1,), ("compact",))
         self.scalars += 1
         return reference.global_scale(x, format)
 
@@ -96,7 +99,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, forget_warnings: None) -> None:
 @pytest.fixture
 def kernels(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     stub = Kernels()
-    for name in ("unsupported", "quantize", "global_scale"):
+    for name in ("quantize", "global_scale"):
         monkeypatch.setattr(gpu, name, getattr(stub, name))
     return stub
 
@@ -264,7 +267,11 @@ def test_what_only_the_reference_can(kernels, function, given, reason):
 
 
 def test_one_axis_by_the_kernel_and_one_by_the_reference(kernels, monkeypatch):
-    monkeypatch.setattr(gpu, "unsupported", lambda x, f, axes, *_, **__: "columns" * (-2 in axes))
+    def refuse(x: Tensor, format: Format, axes: Any, *_: Any, **__: Any) -> None:
+        if -2 in axes:
+            raise gpu.Unsupported("columns")
+
+    monkeypatch.setattr(kernels, "refuse", refuse)
     (row, column), said = fallback(bs.quantize_both, matrix())
     assert [call["axes"] for call in kernels.calls] == [(-1,)]
     assert len(said) == 1
@@ -287,7 +294,8 @@ def test_machines_without_kernels(on_gpu, monkeypatch, function, patched, arch, 
     plan._unsupported.cache_clear()
     for name, value in patched.items():
         monkeypatch.setattr(plan, name, value)
-    monkeypatch.setattr(gpu, "unsupported", partial(REAL_UNSUPPORTED, arch=arch))
+    for name in ("quantize", "global_scale"):
+        monkeypatch.setattr(gpu, name, partial(getattr(gpu, name), arch=arch))
     for name in ("mxfp8", "nvfp4"):
         with pytest.raises(ValueError, match=f"backend: no kernel .*{reason}"):
             function(matrix(), name, backend="kernel")
@@ -456,7 +464,7 @@ def test_the_kernel_in_the_emulator(on_gpu, monkeypatch, no_warning, format):
     from blockscale import emulator as em
 
     arch = "sm_100a"
-    for name in ("unsupported", "quantize", "global_scale"):
+    for name in ("quantize", "global_scale"):
         monkeypatch.setattr(gpu, name, partial(getattr(gpu, name), arch=arch))
     x = matrix(40, 160)
     x[3, 5], x[7, 9], x[8] = torch.nan, -torch.inf, -0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import ops
 from .formats import Format
 from .layouts import Layout
-from .quantize import _DTYPES, _Call, _check, _check_global_scale, _check_tensor, _wrap
+from .quantize import DTYPES, Call, check, check_global_scale, check_tensor, wrap
 from .tensor import ScaledTensor
 
 __all__ = ["rmsnorm_quantize", "swiglu_backward_quantize", "swiglu_quantize"]
@@ -134,7 +134,7 @@ def rmsnorm_quantize(
     Source: Zhang and Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
     call = _checked(x, (-1,), format, scale_rounding, layout, nonfinite, pad, None, backend)
-    _check_other("weight", weight, (x.shape[-1],), x, _DTYPES)
+    _check_other("weight", weight, (x.shape[-1],), x, DTYPES)
     if not isinstance(eps, (int, float)) or not _SMALLEST_EPS <= eps <= _LARGEST_EPS:
         raise ValueError(
             f"eps: got {eps!r}; expected a positive number, normal in fp32 (from 2**-126), as 1e-6"
@@ -151,14 +151,14 @@ def rmsnorm_quantize(
         scalar,
         backend,
     )
-    return _wrap(x, call, 0, data, scale, found[0] if found else scalar, None), rstd
+    return wrap(x, call, 0, data, scale, found[0] if found else scalar, None), rstd
 
 
 def _swiglu(
     x: Tensor,
     grad: Tensor | None,
     values: Tensor,
-    call: _Call,
+    call: Call,
     nonfinite: str,
     global_scale: Tensor | float | None,
     offsets: Tensor | None,
@@ -182,18 +182,18 @@ def _swiglu(
     if len(results) % 2:
         scalar = results[-1]
     return tuple(
-        _wrap(values, call, i, results[2 * i], results[2 * i + 1], scalar, offsets)
+        wrap(values, call, i, results[2 * i], results[2 * i + 1], scalar, offsets)
         for i in range(len(call.axes))
     )
 
 
 def _given_scale(
-    global_scale: Tensor | float | None, x: Tensor, call: _Call, backend: str
+    global_scale: Tensor | float | None, x: Tensor, call: Call, backend: str
 ) -> Tensor | None:
     """The global scale of the caller; None where the op is to find it, or there is none."""
     if global_scale is None:
         return None
-    return _check_global_scale(global_scale, x, call.format, backend)
+    return check_global_scale(global_scale, x, call.format, backend)
 
 
 def _checked(
@@ -206,17 +206,17 @@ def _checked(
     pad: bool,
     offsets: Tensor | None,
     backend: str,
-) -> _Call:
+) -> Call:
     """The checks of ``quantize``, for each of ``axes``."""
     if axes not in _AXES:
         raise ValueError(f"axes: got {axes!r}; choose one of {', '.join(map(str, _AXES))}")
     stored = layout if isinstance(layout, tuple) else (layout,) * len(axes)
-    return _check(x, axes, format, scale_rounding, stored, nonfinite, pad, offsets, None, backend)
+    return check(x, axes, format, scale_rounding, stored, nonfinite, pad, offsets, None, backend)
 
 
 def _check_halves(x: Tensor) -> int:
     """Columns of gate and of up."""
-    _check_tensor(x)
+    check_tensor(x)
     if not x.dim() or x.shape[-1] % 2:
         raise ValueError(
             f"x: has shape {tuple(x.shape)}; its last dimension holds gate and up side by side, "

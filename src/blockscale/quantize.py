@@ -13,9 +13,18 @@ from .layouts import Layout, get_layout, layouts
 from .remember import remembered
 from .tensor import ScaledTensor, check_axis, check_offsets
 
-__all__ = ["quantize", "quantize_both"]
+__all__ = [
+    "DTYPES",
+    "Call",
+    "check",
+    "check_global_scale",
+    "check_tensor",
+    "quantize",
+    "quantize_both",
+    "wrap",
+]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEEDS = (int, torch.SymInt, type(None))
 _BOTH = (-1, -2)
 
@@ -70,10 +79,10 @@ def quantize(
     Source: OCP MX v1.0 section 6.3 with the scale rounded up (seed 000; arXiv 2506.08027).
     """
     axis = check_axis(axis)
-    call = _check(
+    call = check(
         x, (axis,), format, scale_rounding, (layout,), nonfinite, pad, offsets, seed, backend
     )
-    scalar = _check_global_scale(global_scale, x, call.format, backend)
+    scalar = check_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
     data, scale = ops.quantize(
         source,
@@ -87,7 +96,7 @@ def quantize(
         seed,
         backend,
     )
-    return _wrap(x, call, 0, data, scale, scalar, offsets)
+    return wrap(x, call, 0, data, scale, scalar, offsets)
 
 
 def quantize_both(
@@ -117,8 +126,8 @@ def quantize_both(
     Returns: the tensors along -1 and along -2. Raises TypeError or ValueError as :func:`quantize`.
     """
     pair = layout if isinstance(layout, tuple) else (layout, layout)
-    call = _check(x, _BOTH, format, scale_rounding, pair, nonfinite, pad, offsets, seed, backend)
-    scalar = _check_global_scale(global_scale, x, call.format, backend)
+    call = check(x, _BOTH, format, scale_rounding, pair, nonfinite, pad, offsets, seed, backend)
+    scalar = check_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
     row, row_scale, column, column_scale = ops.quantize_both(
         source,
@@ -133,12 +142,12 @@ def quantize_both(
         backend,
     )
     return (
-        _wrap(x, call, 0, row, row_scale, scalar, offsets),
-        _wrap(x, call, 1, column, column_scale, scalar, offsets),
+        wrap(x, call, 0, row, row_scale, scalar, offsets),
+        wrap(x, call, 1, column, column_scale, scalar, offsets),
     )
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """Arguments that were checked, with names looked up."""
 
     format: Format
@@ -147,9 +156,9 @@ class _Call(NamedTuple):
     layouts: tuple[Layout, ...]
 
 
-def _wrap(
+def wrap(
     x: Tensor,
-    call: _Call,
+    call: Call,
     i: int,
     data: Tensor,
     scale: Tensor,
@@ -171,7 +180,7 @@ def _wrap(
     )
 
 
-def _check(
+def check(
     x: Tensor,
     axes: tuple[int, ...],
     format: str | Format,
@@ -182,13 +191,13 @@ def _check(
     offsets: Tensor | None,
     seed: int | None,
     backend: str,
-) -> _Call:
+) -> Call:
     """All checks but that of the global scale; those of names and shapes are remembered."""
     if seed is not None and (
         not isinstance(seed, _SEEDS) or (isinstance(seed, int) and not -(2**63) <= seed < 2**63)
     ):
         raise ValueError(f"seed: got {seed!r}; expected a 64-bit int, or None for nearest even")
-    _check_tensor(x)
+    check_tensor(x)
     grouped = offsets is not None
     call = _check_call(
         x.shape,
@@ -219,13 +228,13 @@ def _check_call(
     pad: bool,
     grouped: bool,
     backend: str,
-) -> _Call:
+) -> Call:
     """Raise unless a tensor of ``shape`` and ``dtype`` can be quantized so."""
     call = _check_names(axes, format, scale_rounding, stored)
     choose("nonfinite", nonfinite, dict.fromkeys(NONFINITE))
     choose("backend", backend, dict.fromkeys(ops.BACKENDS))
-    if dtype not in _DTYPES:
-        names = ", ".join(str(d) for d in _DTYPES)
+    if dtype not in DTYPES:
+        names = ", ".join(str(d) for d in DTYPES)
         raise TypeError(f"x: got {dtype}; expected one of {names}: cast it first")
     _check_shape(shape, call, pad, grouped)
     return call
@@ -236,7 +245,7 @@ def _check_names(
     format: str,
     scale_rounding: str | None,
     stored: tuple[str | Layout, ...],
-) -> _Call:
+) -> Call:
     fmt = get_format(format)
     if len(stored) != len(axes):
         raise ValueError(f"layout: got {stored!r}; expected one layout, or (rows, columns)")
@@ -254,10 +263,10 @@ def _check_names(
                 f"layout: layout {layout.name!r} holds {held}, {fmt.name!r} has {fmt.scale.name}; "
                 f"choose one of {', '.join(names)}"
             )
-    return _Call(fmt, axes, rounding, where)
+    return Call(fmt, axes, rounding, where)
 
 
-def _check_tensor(x: Tensor) -> None:
+def check_tensor(x: Tensor) -> None:
     if type(x) is not Tensor and not isinstance(x, Tensor):
         raise TypeError(f"x: got {type(x).__name__}; expected a torch.Tensor")
     if type(x) is ScaledTensor:
@@ -269,7 +278,7 @@ def _check_tensor(x: Tensor) -> None:
         _check_memory(x)
 
 
-def _check_shape(shape: torch.Size, call: _Call, pad: bool, grouped: bool) -> None:
+def _check_shape(shape: torch.Size, call: Call, pad: bool, grouped: bool) -> None:
     fmt = call.format
     for axis in call.axes:
         if len(shape) < -axis:
@@ -327,7 +336,7 @@ def _check_memory(x: Tensor) -> None:
         )
 
 
-def _check_global_scale(
+def check_global_scale(
     global_scale: Tensor | float | None, x: Tensor, fmt: Format, backend: str
 ) -> Tensor | None:
     if not fmt.has_global_scale:

@@ -165,9 +165,7 @@ class ScaledTensor(torch.Tensor):
         device = data.device
         for part, tensor in (("scale", scale), ("global_scale", scalar), ("offsets", offsets)):
             if tensor is not None and tensor.device != device:
-                raise ValueError(
-                    f"{part}: is on {tensor.device}, data on {device}; move it there"
-                )
+                raise ValueError(f"{part}: is on {tensor.device}, data on {device}; move it there")
 
     @property
     def _k_groups(self) -> int:

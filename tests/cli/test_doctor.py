@@ -67,7 +67,8 @@ def test_this_machine_as_json():
     )
     found = json.loads(run.stdout)
     assert found["python"] == gather().python
-    assert {row["operation"] for row in found["backends"]} >= {"quantize", "gemm"}
+    fused = {"swiglu_quantize", "swiglu_backward_quantize", "rmsnorm_quantize"}
+    assert {row["operation"] for row in found["backends"]} >= {"quantize", "gemm", *fused}
     assert all(row["why"] for row in found["backends"])
 
 

@@ -134,7 +134,8 @@ def test_compile(name, backend):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_opcheck(name):
-    ops, fmt, x = torch.ops.blockscale, bs.formats[name], nasty(BF16, 256, 128).to(DEVICE)
+    ops, fmt = torch.ops.blockscale, bs.formats[name]
+    x = torch.randn(256, 128, device=DEVICE, dtype=BF16)  # opcheck takes no NaN for equal
     scalar = torch.tensor(0.01, device=DEVICE) if fmt.has_global_scale else None
     rounding, layout = fmt.scale.roundings[0], "tcgen05" if fmt.scale.nbytes == 1 else "sm90"
     for where in ("compact", layout):

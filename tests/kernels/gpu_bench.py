@@ -24,7 +24,7 @@ def poisoned() -> Iterator[None]:
         def empty(*args: Any, **kwargs: Any) -> Tensor:
             out = original(*args, **kwargs)
             assert out.is_contiguous()
-            out.view(torch.uint8).fill_(0xA5)
+            out.view(-1).view(torch.uint8).fill_(0xA5)
             return out
 
         return empty

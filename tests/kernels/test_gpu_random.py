@@ -39,24 +39,24 @@ BOTH = (-1, -2)
 # stores of them are, and, compact, of their scales. Odd ones take many more instructions.
 FAMILIES = {
     "both-tcgen05": Family(
-        22, "sm_90a", BOTH, "tcgen05", BF16, "rceil", "propagate", range(16, 201, 16), 8
+        16, "sm_90a", BOTH, "tcgen05", BF16, "rceil", "propagate", range(16, 201, 16), 8
     ),
-    "both-packed": Family(20, "sm_100a", BOTH, "packed", FP16, "even", "te", range(16, 201, 16), 8),
+    "both-packed": Family(10, "sm_100a", BOTH, "packed", FP16, "even", "te", range(16, 129, 16), 8),
     "both-compact": Family(
-        8, "sm_100a", BOTH, "compact", FP32, "floor", "te", (*range(17, 32, 2), 65, 83, 95), 2
+        6, "sm_100a", BOTH, "compact", FP32, "floor", "te", (*range(17, 32, 2), 65, 83, 95), 2
     ),
     "rows-tcgen05": Family(
         30, "sm_100a", (-1,), "tcgen05", BF16, "rceil", "propagate", range(16, 201, 16), 8
     ),
-    "rows-packed": Family(40, "sm_90a", (-1,), "packed", FP32, "even", "te", range(16, 201, 16), 4),
+    "rows-packed": Family(46, "sm_90a", (-1,), "packed", FP32, "even", "te", range(16, 201, 16), 4),
     "rows-compact": Family(
-        45, "sm_90a", (-1,), "compact", FP16, "ceil", "propagate", (16, 32, 80, 96), 8
+        70, "sm_90a", (-1,), "compact", FP16, "ceil", "propagate", (16, 32, 80, 96), 8
     ),
     "columns-compact": Family(
-        20, "sm_90a", (-2,), "compact", FP32, "rceil", "te", range(16, 201, 16), 4
+        12, "sm_90a", (-2,), "compact", FP32, "rceil", "te", range(16, 201, 16), 4
     ),
     "columns-tcgen05": Family(
-        15, "sm_100a", (-2,), "tcgen05", FP16, "floor", "propagate", range(18, 201, 4), 4
+        10, "sm_100a", (-2,), "tcgen05", FP16, "floor", "propagate", range(18, 201, 4), 4
     ),
 }
 

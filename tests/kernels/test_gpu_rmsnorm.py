@@ -15,6 +15,7 @@ from blockscale import emulator as em
 from blockscale import reference
 from blockscale.emulator.report import Report
 from blockscale.formats import formats
+from blockscale.kernels import gpu
 from blockscale.kernels.gpu import norm
 from blockscale.layouts import as_bytes, get_layout
 
@@ -106,6 +107,13 @@ CASES: list[tuple[str, str, torch.dtype, torch.dtype, tuple[int, int], dict[str,
     ("fp8_1x128", "compact", FP32, FP32, (19, 1104), {"nonfinite": "te"}),
     ("fp8_1x128", "sm90", FP16, BF16, (33, 896), {"scale_rounding": "rceil"}),
 ]
+
+
+def test_name_of_the_function_is_not_a_module():
+    """A submodule of the same name would take its place once it is imported."""
+    import blockscale.kernels.gpu.rmsnorm_kernel  # noqa: F401
+
+    assert gpu.rmsnorm is norm.rmsnorm
 
 
 @pytest.mark.parametrize("i", range(len(CASES)), ids=["-".join(map(str, c[:3])) for c in CASES])

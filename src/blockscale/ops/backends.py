@@ -19,17 +19,38 @@ __all__ = [
     "FallbackWarning",
     "backend",
     "cpu_backend",
+    "fall_back",
     "no_cpu_kernels",
     "on_gpu",
     "use_kernel",
 ]
 
-OPERATIONS = ("quantize", "quantize_both", "global_scale", "dequantize", "gemm", "grouped_gemm")
+_FUSED = ("swiglu_quantize", "swiglu_backward_quantize", "rmsnorm_quantize")
+
+OPERATIONS = (
+    "quantize",
+    "quantize_both",
+    *_FUSED,
+    "global_scale",
+    "dequantize",
+    "gemm",
+    "grouped_gemm",
+)
 
 #: What ``backend=`` may be: the best that there is, a kernel or an error, or the reference.
 BACKENDS = ("auto", "kernel", "reference")
 
-_GPU_OPERATIONS = ("quantize", "quantize_both", "global_scale")
+# What is said of those with GPU kernels.
+_QUANTIZE = "reference where seed= or a 6-bit format is asked for"
+_SWIGLU = "reference where a 6-bit format is asked for"
+_ON_GPU = {
+    "quantize": _QUANTIZE,
+    "quantize_both": _QUANTIZE,
+    "swiglu_quantize": _SWIGLU,
+    "swiglu_backward_quantize": _SWIGLU,
+    "rmsnorm_quantize": "reference for 6 bits, 128x128 blocks, nvfp4 without global_scale=",
+    "global_scale": "compiled kernel, same bytes as the reference",
+}
 
 _warned: set[str] = set()
 
@@ -54,15 +75,13 @@ def backend(operation: str, device: str) -> tuple[str, str]:
     """(name, reason) of what runs ``operation`` on a device type, "cpu" or "cuda"."""
     if device == "cpu":
         return _on_cpu(operation)
-    if operation not in _GPU_OPERATIONS:
+    if operation not in _ON_GPU:
         return "reference", "plain torch on the device; its kernels are not part of this release"
     probe = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
     reason = gpu.unsupported(probe, formats["mxfp8"], (-1,), ("compact",))
     if reason:
         return "reference", reason
-    if operation == "global_scale":
-        return "CuTe DSL", "compiled kernel, same bytes as the reference"
-    return "CuTe DSL", "reference where seed= or a 6-bit format is asked for"
+    return "CuTe DSL", _ON_GPU[operation]
 
 
 def _on_cpu(operation: str) -> tuple[str, str]:
@@ -71,6 +90,8 @@ def _on_cpu(operation: str) -> tuple[str, str]:
         return "reference", f"{reason} for compiled kernels"
     if operation in ("gemm", "grouped_gemm"):
         return "numba + torch", "operands dequantized to fp32 by a kernel, multiplied by torch"
+    if operation in _FUSED:
+        return "torch + numba", "values made by torch, quantized by a kernel"
     if operation in ("quantize", "quantize_both"):
         return "numba", "reference where seed= or groups along the contraction are asked for"
     return "numba", "compiled kernel, same bytes as the reference"
@@ -84,11 +105,19 @@ def on_gpu(x: Tensor) -> bool:
 def use_kernel(operation: str, x: Tensor, backend: str, reason: str) -> bool:
     """Whether a kernel runs ``operation``, given why none can (empty where one can).
 
-    Raises ValueError where ``backend`` asks for one that there is not. On a GPU the reference is
-    many times slower: its use is said once for each reason.
+    Raises ValueError where ``backend`` asks for one that there is not.
     """
     if backend == "reference" or not reason:
         return backend != "reference"
+    fall_back(operation, x, backend, reason)
+    return False
+
+
+def fall_back(operation: str, x: Tensor, backend: str, reason: str) -> None:
+    """Let the reference run ``operation``; ValueError where ``backend`` asks for a kernel.
+
+    On a GPU the reference is many times slower: its use is said once for each reason.
+    """
     if backend == "kernel":
         raise ValueError(
             f"backend: no kernel can run {operation} as asked for: {reason}. Change that, or pass "
@@ -103,4 +132,3 @@ def use_kernel(operation: str, x: Tensor, backend: str, reason: str) -> bool:
             FallbackWarning,
             stacklevel=2,
         )
-    return False

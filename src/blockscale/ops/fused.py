@@ -18,7 +18,7 @@ from ..kernels import gpu
 from . import fakes
 from .backends import on_gpu, use_kernel
 from .operation import operation
-from .quantize import _placed, _written, global_scale, quantize, quantize_both
+from .quantize import global_scale, placed, quantize, quantize_both, written_layouts
 
 __all__ = ["rmsnorm_quantize", "swiglu_quantize"]
 
@@ -73,7 +73,7 @@ def swiglu_quantize(
     fmt = get_format(format)
     axes, layouts = _asked(rows, columns, row_layout, column_layout)
     producer, others = ("swiglu", ()) if grad is None else ("swiglu_backward", (grad,))
-    written, kernel = _written(fmt, layouts), False
+    written, kernel = written_layouts(fmt, layouts), False
     if on_gpu(x):
         reason = ""
         if backend != "reference":
@@ -102,7 +102,7 @@ def swiglu_quantize(
     )
     results: list[Tensor] = []
     for (data, scale), axis, layout in zip(pairs, axes, layouts, strict=True):
-        results += data, scale if written is layouts else _placed(scale, axis, layout, None)
+        results += data, scale if written is layouts else placed(scale, axis, layout, None)
     return results + found
 
 
@@ -146,7 +146,7 @@ def rmsnorm_quantize(
 ) -> list[Tensor]:
     """``reference.rmsnorm`` of ``x``, quantized along rows, and its rstd."""
     fmt, kernel = get_format(format), False
-    (written,) = _written(fmt, (layout,))
+    (written,) = written_layouts(fmt, (layout,))
     if on_gpu(x):
         reason = ""
         if backend != "reference":
@@ -168,7 +168,7 @@ def rmsnorm_quantize(
         nonfinite=nonfinite,
         global_scale=global_scale,
     )
-    return [data, scale if written == layout else _placed(scale, -1, layout, None), rstd]
+    return [data, scale if written == layout else placed(scale, -1, layout, None), rstd]
 
 
 # --- what both need -------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from ..formats import Format, get_format
 from ..kernels import cpu, gpu
 from ..layouts import Grouped, as_bytes, get_layout
 from . import fakes
-from .backends import no_cpu_kernels, on_gpu, use_kernel
+from .backends import fall_back, no_cpu_kernels, on_gpu
 from .operation import operation
 
-__all__ = ["global_scale", "quantize", "quantize_both"]
+__all__ = ["global_scale", "placed", "quantize", "quantize_both", "written_layouts"]
 
 Pair = tuple[Tensor, Tensor]  # data and scales
 
@@ -37,35 +37,26 @@ def quantize(
     With ``offsets``, axis -2 has blocks that start anew in each group, axis -1 scales that
     ``layouts.Grouped`` places.
     """
-    fmt, axes, layouts = get_format(format), (axis,), (layout,)
+    fmt = get_format(format)
     if axis == -1 and layout == "compact":
         offsets = None  # groups of rows move no compact scale
-    reason = "" if backend == "reference" else _why_not(x, fmt, axes, layouts, offsets, seed)
-    kernel = use_kernel("quantize", x, backend, reason)
-    if kernel and on_gpu(x):
-        more = scale_rounding, nonfinite, global_scale, offsets
-        return _on_gpu(x, fmt, axes, layouts, *more)[0]
-    if kernel:
-        data, scale = cpu.quantize(
-            x,
-            fmt,
-            axis=axis,
-            scale_rounding=scale_rounding,
-            nonfinite=nonfinite,
-            global_scale=global_scale,
-        )
-    else:
-        data, scale = reference.quantize(
-            x,
-            fmt,
-            axis=axis,
-            scale_rounding=scale_rounding,
-            nonfinite=nonfinite,
-            global_scale=global_scale,
-            offsets=offsets if axis == -2 else None,
-            seed=seed,
-        )
-    return data, _placed(as_bytes(scale), axis, layout, offsets)
+    if backend != "reference":
+        more = scale_rounding, nonfinite, global_scale, offsets, seed
+        try:
+            return _by_kernel(x, fmt, (axis,), (layout,), *more)[0]
+        except gpu.Unsupported as why:
+            fall_back("quantize", x, backend, str(why))
+    data, scale = reference.quantize(
+        x,
+        fmt,
+        axis=axis,
+        scale_rounding=scale_rounding,
+        nonfinite=nonfinite,
+        global_scale=global_scale,
+        offsets=offsets if axis == -2 else None,
+        seed=seed,
+    )
+    return data, placed(as_bytes(scale), axis, layout, offsets)
 
 
 @operation(fakes.quantize_both)
@@ -82,17 +73,20 @@ def quantize_both(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize`` along -1, then along -2, from one read of ``x`` where a kernel can do that."""
-    fmt, layouts = get_format(format), (row_layout, column_layout)
-    one_read = backend != "reference" and on_gpu(x)
-    if one_read and not _why_not(x, fmt, (-1, -2), layouts, offsets, seed):
-        more = scale_rounding, nonfinite, global_scale, offsets
-        row, column = _on_gpu(x, fmt, (-1, -2), layouts, *more)
-    else:
-        further = global_scale, offsets, seed, backend
-        row, column = (
-            quantize(x, format, axis, scale_rounding, nonfinite, layout, *further)
-            for axis, layout in zip((-1, -2), layouts, strict=True)
-        )
+    layouts = row_layout, column_layout
+    if backend != "reference" and on_gpu(x):
+        more = scale_rounding, nonfinite, global_scale, offsets, seed
+        try:
+            row, column = _by_kernel(x, get_format(format), (-1, -2), layouts, *more)
+        except gpu.Unsupported:
+            pass  # what one axis needs, the other may not
+        else:
+            return *row, *column
+    further = global_scale, offsets, seed, backend
+    row, column = (
+        quantize(x, format, axis, scale_rounding, nonfinite, layout, *further)
+        for axis, layout in zip((-1, -2), layouts, strict=True)
+    )
     return *row, *column
 
 
@@ -100,36 +94,21 @@ def quantize_both(
 def global_scale(x: Tensor, format: str, backend: str = "auto") -> Tensor:
     """fp32 scalar for a format with two levels of scales; see reference.global_scale."""
     fmt = get_format(format)
-    reason = ""
     if backend != "reference":
-        reason = _why_not(x, fmt, (-1,), ("compact",), None, None)
-    if not use_kernel("global_scale", x, backend, reason):
-        return reference.global_scale(x, fmt)
-    return (gpu if on_gpu(x) else cpu).global_scale(x, fmt)
+        try:
+            if on_gpu(x):
+                return gpu.global_scale(x, fmt)
+            _require_cpu_kernels()
+            return cpu.global_scale(x, fmt)
+        except gpu.Unsupported as why:
+            fall_back("global_scale", x, backend, str(why))
+    return reference.global_scale(x, fmt)
 
 
-# --- the backends ---------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 
-def _why_not(
-    x: Tensor,
-    fmt: Format,
-    axes: tuple[int, ...],
-    layouts: tuple[str, ...],
-    offsets: Tensor | None,
-    seed: int | None,
-) -> str:
-    """Why no kernel quantizes ``x`` so; empty where one does."""
-    if seed is not None:
-        return "seed: no kernel rounds stochastically; leave it out to round to nearest even"
-    if on_gpu(x):
-        return gpu.unsupported(x, fmt, axes, _written(fmt, layouts), grouped=offsets is not None)
-    if offsets is not None and -2 in axes:
-        return "offsets with axis=-2: no CPU kernel starts blocks anew in each group"
-    return no_cpu_kernels()
-
-
-def _on_gpu(
+def _by_kernel(
     x: Tensor,
     fmt: Format,
     axes: tuple[int, ...],
@@ -138,8 +117,29 @@ def _on_gpu(
     nonfinite: str,
     global_scale: Tensor | None,
     offsets: Tensor | None,
+    seed: int | None,
 ) -> Sequence[Pair]:
-    written = _written(fmt, layouts)
+    """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
+    if seed is not None:
+        raise gpu.Unsupported(
+            "seed: no kernel rounds stochastically; leave it out to round to nearest even"
+        )
+    if not on_gpu(x):
+        if offsets is not None and axes == (-2,):
+            raise gpu.Unsupported(
+                "offsets with axis=-2: no CPU kernel starts blocks anew in each group"
+            )
+        _require_cpu_kernels()
+        data, scale = cpu.quantize(
+            x,
+            fmt,
+            axis=axes[0],
+            scale_rounding=scale_rounding,
+            nonfinite=nonfinite,
+            global_scale=global_scale,
+        )
+        return [(data, placed(as_bytes(scale), axes[0], layouts[0], offsets))]
+    written = written_layouts(fmt, layouts)
     results = gpu.quantize(
         x,
         fmt,
@@ -153,17 +153,23 @@ def _on_gpu(
     if written is layouts:
         return results
     return [
-        (data, _placed(scale, axis, layout, None))
+        (data, placed(scale, axis, layout, None))
         for (data, scale), axis, layout in zip(results, axes, layouts, strict=True)
     ]
 
 
-def _written(fmt: Format, layouts: tuple[str, ...]) -> tuple[str, ...]:
+def _require_cpu_kernels() -> None:
+    reason = no_cpu_kernels()
+    if reason:
+        raise gpu.Unsupported(reason)
+
+
+def written_layouts(fmt: Format, layouts: tuple[str, ...]) -> tuple[str, ...]:
     """The layouts that GPU kernels write: scales of 128x128 blocks, so few, are placed later."""
     return layouts if fmt.block[0] == 1 else ("compact",) * len(layouts)
 
 
-def _placed(scale: Tensor, axis: int, layout: str, offsets: Tensor | None) -> Tensor:
+def placed(scale: Tensor, axis: int, layout: str, offsets: Tensor | None) -> Tensor:
     """Compact scales, stored in ``layout``."""
     if layout == "compact":
         return scale

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ...formats import Format
 from .norm import rmsnorm, unsupported_rmsnorm
-from .plan import architecture, plan_amax, plan_quantize, unsupported
+from .plan import Unsupported, architecture, plan_amax, plan_quantize, unsupported
 
 __all__ = [
+    "Unsupported",
     "architecture",
     "global_scale",
     "quantize",
@@ -53,8 +54,8 @@ def quantize(
             gradient (M, H), ``reference.swiglu_backward`` of both (M, 2H) is quantized.
         arch: of the kernel where ``x`` is on a CPU, for the emulator.
 
-    One-byte scales are returned as uint8. Raises ValueError where ``unsupported`` gives a reason,
-    and for a missing ``global_scale``.
+    One-byte scales are returned as uint8. Raises Unsupported, a ValueError, where ``unsupported``
+    gives a reason, and ValueError for a missing ``global_scale``.
     """
     plan = plan_quantize(
         _describe(x),
@@ -70,16 +71,13 @@ def quantize(
         producer,
         arch,
     )
-    results: list[tuple[Tensor, Tensor]] = []
-    arguments: list[Tensor | None] = [None] * 4
+    arguments: list[Any] = [None] * 4
     for output in plan.outputs:
-        data, scale = torch.empty_like(output.data), torch.empty_like(output.scale)
-        arguments[output.first : output.first + 2] = data, scale
-        results.append(output.shaped(data, scale))
-    if global_scale is not None:
-        global_scale = global_scale.view(1)
+        arguments[output.first] = torch.empty_like(output.data)
+        arguments[output.first + 1] = torch.empty_like(output.scale)
     plan.run(plan.sources(x, *others), *arguments, global_scale, offsets if plan.grouped else None)
-    return results
+    # shaped while the kernel runs
+    return [output.shaped(*arguments[output.first : output.first + 2]) for output in plan.outputs]
 
 
 def global_scale(
@@ -95,9 +93,9 @@ def global_scale(
         _describe(x), tuple(map(_describe, others)), x.device, format.name, producer, arch
     )
     partials = x.new_empty(plan.tiles, dtype=torch.int32)
-    scale = x.new_empty(1, dtype=torch.float32)
+    scale = x.new_empty((), dtype=torch.float32)
     plan.run(plan.sources(x, *others), partials, scale)
-    return scale.view(())
+    return scale
 
 
 def _describe(x: Tensor) -> Any:

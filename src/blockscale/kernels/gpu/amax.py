@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import cutlass
 from cutlass import Float32, Uint32, cute, range_constexpr
-from cutlass.cute.runtime import make_fake_stream
 
 from ...formats import E4M3, get_format
 from ...rounding import _MIN_GLOBAL, FP32_ONE
 from . import ptx
-from .any_tensor import any_tensor
+from .any_tensor import any_tensor, compile_for
 from .config import Config
 from .encode import Encoder
 from .groups import TileRows
@@ -29,11 +28,11 @@ class Amax:
         self.config = config
         self.format = get_format(config.format)
         self.tiles = Tiles(config)
-        self.encoder = Encoder(config.spec, "", config.dtype, config.arch.startswith("sm_10"))
+        self.encoder = Encoder.of(config)
 
     @cute.jit
     def __call__(self, sources, partials, scale, stream):
-        """Launch. ``sources`` (M, K) each; ``partials`` int32, one for each tile; ``scale`` (1,)
+        """Launch. ``sources`` (M, K) each; ``partials`` int32, one for each tile; ``scale`` ()
         fp32, the result.
         """
         config = self.config
@@ -107,11 +106,10 @@ def _block_maximum(value, shared, warps: cutlass.Constexpr):
 
 def compile_config(config: Config):
     """The host function of the two kernels, which takes tensors of any shape."""
-    return cute.compile(
+    return compile_for(
+        config.arch,
         Amax(config),
         fake_sources(config),
         any_tensor(cutlass.Int32, 1, 4),
-        any_tensor(Float32, 1, 4),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {config.arch}",
+        any_tensor(Float32, 0, 4),
     )

@@ -1,12 +1,25 @@
 # mypy: ignore-errors
-"""Tensors of any shape, as the compiler of CuTe DSL wants them described."""
+"""What kernels are compiled for: tensors of any shape, as CuTe DSL wants them described."""
 
 from __future__ import annotations
 
+import cutlass
+import torch
 from cutlass import cute
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-__all__ = ["any_tensor"]
+from ...formats import Format
+from .tile import NUMERIC
+
+__all__ = ["any_outputs", "any_source", "any_tensor", "compile_for"]
+
+_ELEMENTS = {
+    torch.float8_e4m3fn: cutlass.Float8E4M3FN,
+    torch.float8_e5m2: cutlass.Float8E5M2,
+    torch.uint8: cutlass.Uint8,
+}
+_SCALES = {1: cutlass.Uint8, 4: cutlass.Float32}
+_MATRICES = ("compact", "sm90", "packed")  # layouts whose scales are stored with two dimensions
 
 
 def any_tensor(dtype, rank: int, align: int, spaced: bool = False):
@@ -14,3 +27,24 @@ def any_tensor(dtype, rank: int, align: int, spaced: bool = False):
     sizes = tuple(cute.sym_int32() for _ in range(rank))
     apart = cute.sym_int64(divisibility=align * 8 // dtype.width if spaced else 1)
     return make_fake_tensor(dtype, sizes, (apart, 1)[2 - rank :], assumed_align=align)
+
+
+def any_source(dtype: torch.dtype, aligned: bool):
+    """A matrix; ``aligned``: each of its rows starts at a multiple of 16 bytes."""
+    return any_tensor(NUMERIC[dtype], 2, 16 if aligned else dtype.itemsize, aligned)
+
+
+def any_outputs(format: Format, layout: str) -> list:
+    """Data, and scales in ``layout``."""
+    scale = cutlass.Int32 if layout == "packed" else _SCALES[format.scale.nbytes]
+    return [
+        any_tensor(_ELEMENTS[format.element.dtype], 2, 16),
+        any_tensor(scale, 1 + (layout in _MATRICES), 16),
+    ]
+
+
+def compile_for(arch: str, function, *arguments):
+    """``function``, whose last argument is torch's stream, for what ``arguments`` describe."""
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    options = f"--enable-tvm-ffi --gpu-arch {arch}"
+    return cute.compile(function, *arguments, stream, options=options)

@@ -1,111 +1,55 @@
 # mypy: ignore-errors
-"""fp32 arithmetic on CuTe DSL values, each result rounded, and what brings values in and out."""
+"""Elements in words as lists of fp32 values, sums and products of such lists, and back to words."""
 
 from __future__ import annotations
 
 import torch
-from cutlass import Float32, Int32, Uint32
-from cutlass.cute.arch import inline_ptx
+from cutlass import Float32, Uint32
 
 from . import ptx
 
-__all__ = [
-    "add",
-    "below",
-    "bits_of",
-    "copy_bulk",
-    "elementwise",
-    "floats",
-    "load_float",
-    "load_wide",
-    "rounded",
-    "square_root",
-]
+__all__ = ["add", "element", "fma", "multiply", "narrow", "widen"]
 
 
-def bits_of(value):
-    return value.bitcast(Uint32)
-
-
-def load_float(address):
-    return ptx.load_shared(address, 4)[0].bitcast(Float32)
-
-
-def floats(words: list, dtype: torch.dtype) -> list:
+def widen(words: list, dtype: torch.dtype) -> list:
     """fp32 values of the elements in words; exact."""
-    if dtype == torch.float32:
-        return [word.bitcast(Float32) for word in words]
+    return [element(word, i, dtype) for word in words for i in range(4 // dtype.itemsize)]
+
+
+def element(word, i: int, dtype: torch.dtype):
+    """fp32 value of element ``i`` of a word; exact."""
     if dtype == torch.float16:
-        return [ptx.half_to_float(word, bool(i)) for word in words for i in range(2)]
-    return [
-        half.bitcast(Float32) for word in words for half in (word << 16, word & Uint32(0xFFFF0000))
-    ]
+        return ptx.half_to_float(word, bool(i))
+    if dtype == torch.bfloat16:
+        word = word & Uint32(0xFFFF0000) if i else word << 16
+    return word.bitcast(Float32)
 
 
-def rounded(values: list, dtype: torch.dtype) -> list:
+def narrow(values: list, dtype: torch.dtype) -> list:
     """Words of fp32 values rounded to ``dtype``, to nearest even."""
     if dtype == torch.float32:
-        return [bits_of(value) for value in values]
-    code = f"cvt.rn.{'bf16' if dtype == torch.bfloat16 else 'f16'}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};"
-    return [
-        inline_ptx(code, write_only_types=[Uint32], read_only_args=values[i : i + 2])
-        for i in range(0, len(values), 2)
-    ]
+        return [value.bitcast(Uint32) for value in values]
+    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    return [ptx.round_pair(*values[i : i + 2], kind) for i in range(0, len(values), 2)]
 
 
-def add(a, b):
-    return _one("add", a, b)
+def add(a: list, b: list, blackwell: bool) -> list:
+    """Sums of two lists' items; Blackwell takes two at a time."""
+    return _each(ptx.add, ptx.add_pairs if blackwell else None, a, b)
 
 
-def elementwise(operation: str, a: list, b: list, blackwell: bool) -> list:
-    """Sums ("add") or products ("mul") of two lists; Blackwell takes two items at a time."""
-    if not blackwell or len(a) % 2:
-        return [_one(operation, *pair) for pair in zip(a, b, strict=True)]
-    pairs = range(0, len(a), 2)
-    return [v for i in pairs for v in _pair(operation, *a[i : i + 2], *b[i : i + 2])]
+def multiply(a: list, b: list, blackwell: bool) -> list:
+    """Products of two lists' items; Blackwell takes two at a time."""
+    return _each(ptx.multiply, ptx.multiply_pairs if blackwell else None, a, b)
 
 
-def _one(operation: str, a, b):
-    """The sum or product of two values: ".rn" keeps it from being fused with another."""
-    code = f"{operation}.rn.f32 {{$w0}}, {{$r0}}, {{$r1}};"
-    return inline_ptx(code, write_only_types=[Float32], read_only_args=[a, b])
+def fma(a: list, b: list, c: list, blackwell: bool) -> list:
+    """``a * b + c`` of three lists' items, rounded once; Blackwell takes two at a time."""
+    return _each(ptx.fma, ptx.fma_pairs if blackwell else None, a, b, c)
 
 
-def _pair(operation: str, a0, a1, b0, b1) -> list:
-    """As ``_one`` of two pairs by one instruction (sm_100 and later)."""
-    code = (
-        "{ .reg .b64 x, y; mov.b64 x, { {$r0}, {$r1} }; mov.b64 y, { {$r2}, {$r3} };"
-        f" {operation}.rn.f32x2 x, x, y; mov.b64 {{ {{$w0}}, {{$w1}} }}, x; }}"
-    )
-    return list(inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[a0, a1, b0, b1]))
-
-
-def square_root(value):
-    return inline_ptx(
-        "sqrt.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value]
-    )
-
-
-def below(word, position, limit: int):
-    """A word, or zero if ``position`` is not below ``limit``; never a constant, which ptxas does
-    not take for every operand.
-    """
-    code = "{ .reg .pred p; setp.lt.s32 p, {$r1}, {$r2}; selp.b32 {$w0}, {$r0}, 0, p; }"
-    return inline_ptx(
-        code, write_only_types=[Uint32], read_only_args=[word, position, Int32(limit)]
-    )
-
-
-def load_wide(address) -> list:
-    """Four words of global memory that no kernel writes meanwhile."""
-    code = "ld.global.nc.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
-    return list(inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address]))
-
-
-def copy_bulk(shared, source, nbytes: int, barrier) -> None:
-    """Copy a multiple of 16 bytes from global memory; ``barrier`` counts them."""
-    inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[shared, source, Int32(nbytes), barrier],
-    )
+def _each(one, two, *lists: list) -> list:
+    if two is None or len(lists[0]) % 2:
+        return [one(*items) for items in zip(*lists, strict=True)]
+    pairs = range(0, len(lists[0]), 2)
+    return [v for i in pairs for v in two(*(items[i : i + 2] for items in lists))]

@@ -15,6 +15,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -54,24 +55,33 @@ def load(config: Any) -> Kernel:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{key}.lock"):
             path = _find(folder, key)
-            return (path and _open(path)) or _open(_save(build(config), folder, key))
+            kernel = None if path is None else _open(path)
+            return kernel or _open(_save(build(config), folder, key)) or build(config)
     except OSError:  # a place that cannot be written to: this process compiles for itself
         return build(config)
 
 
 @lru_cache
 def _sources() -> bytes:
-    """All code that a kernel is made of: this folder, and the numbers that formats stand for."""
+    """Code that any kernel may be made of: this folder, and the numbers that formats stand for."""
     here = sorted(Path(__file__).parent.glob("*.py"))
     package = Path(__file__).parents[2]
     others = [package / name for name in ("formats.py", "rounding.py", "kernels/cpu/spec.py")]
     return b"".join(path.read_bytes() for path in [*here, *others])
 
 
+@lru_cache
+def _beside(module: str) -> bytes:
+    """All code in the folder of a module, that of a configuration's class."""
+    here = Path(str(sys.modules[module].__file__)).parent
+    return b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))
+
+
 def _key(config: Any) -> str:
     """Hash of all that a kernel depends on."""
     what = type(config).__name__, config, version("nvidia-cutlass-dsl")
-    return hashlib.sha256(_sources() + repr(what).encode()).hexdigest()[:32]
+    sources = _sources() + _beside(type(config).__module__)
+    return hashlib.sha256(sources + repr(what).encode()).hexdigest()[:32]
 
 
 def _find(folder: Path, key: str) -> Path | None:
@@ -87,9 +97,10 @@ def _open(path: Path) -> Kernel | None:
     """The kernel in a file; None, and no file, if what it was linked with has gone."""
     if path.suffix == ".o":
         runtime = import_module("cutlass.cute.runtime")
-        return getattr(runtime.load_module(str(path), enable_tvm_ffi=True), _FUNCTION)
+        kernel: Kernel = getattr(runtime.load_module(str(path), enable_tvm_ffi=True), _FUNCTION)
+        return kernel
     try:
-        kernel: Kernel = import_module("tvm_ffi").load_module(str(path)).get_function(_FUNCTION)
+        kernel = import_module("tvm_ffi").load_module(str(path)).get_function(_FUNCTION)
     except (OSError, RuntimeError):
         path.unlink(missing_ok=True)
         return None

@@ -167,7 +167,8 @@ def choose_config(
     ``sources`` has for each of the producer's inputs the address of its first element and the
     distance between its rows, both in bytes: TMA wants multiples of 16.
     """
-    few = shape[0] <= _FEW_ROWS and -2 not in axes and not grouped and producer == "load"
+    plain = producer == "load" and not grouped and format.block[0] == 1
+    few = plain and -2 not in axes and shape[0] <= _FEW_ROWS
     rows, columns = _tile(shape, format, axes, layouts, grouped, arch)
     if few:
         rows, columns = GROUP_ROWS, PANEL

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import cutlass
 import torch
-from cutlass import Float32, Uint32
+from cutlass import Float32, Uint32, cute
 
+from ...formats import get_format
 from ...rounding import FP32_INF, FP32_MAX, FP32_NAN
 from ..cpu.spec import NEAREST_FP32, NEAREST_UE4M3, POWER_OF_TWO, Spec
 from . import ptx
+from .arithmetic import element
 
 __all__ = ["Encoder"]
 
@@ -35,6 +37,12 @@ class Encoder:
     element: str
     dtype: torch.dtype
     blackwell: bool
+
+    @classmethod
+    def of(cls, config) -> Encoder:
+        """The encoder of a configuration."""
+        element = get_format(config.format).element.name.lower()
+        return cls(config.spec, element, config.dtype, config.arch.startswith("sm_10"))
 
     @property
     def per_word(self) -> int:
@@ -94,13 +102,17 @@ class Encoder:
 
     def _bits(self, word, i: int):
         """fp32 bits of element ``i`` of a word."""
-        if self.per_word == 1:
-            return word
-        if self.dtype == torch.bfloat16:
-            return word & Uint32(0xFFFF0000) if i else word << 16
-        return ptx.half_to_float(word, bool(i)).bitcast(Uint32)
+        return element(word, i, self.dtype).bitcast(Uint32)
 
     # --- the scale --------------------------------------------------------------------------------
+
+    @cute.jit
+    def prepare(self, global_scale, table, threads: cutlass.Constexpr):
+        """``encode_scale``, and ``table`` filled by all ``threads`` of a block, of UE4M3 scales."""
+        value = global_scale.iterator.load()
+        for i in range(cute.arch.thread_idx()[0], 128, threads):
+            ptx.store_shared(table + i * 4, [self.table_entry(Uint32(i), value)], 4)
+        return self.encode_scale(value)
 
     def encode_scale(self, global_scale):
         """What a maximum is multiplied with to become a UE4M3 scale."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from ...formats import Format, get_format
 from ..cpu.spec import Spec, specify
 from .config import DTYPES
-from .plan import _like, _matrix, _Output, _output, architecture, unsupported
+from .outputs import Output, choose_output, template
+from .plan import architecture, as_matrix, get_kernel, unsupported
 
 __all__ = ["SEGMENT", "NormConfig", "choose_norm", "rmsnorm", "unsupported_rmsnorm"]
 
@@ -68,13 +69,18 @@ class NormConfig:
         return -(-self.columns // SEGMENT)
 
     @property
+    def spread(self) -> bool:
+        """Whether rows past the last one, copies of it, have scales, which are zero."""
+        return self.layout != "compact"
+
+    @property
     def row_multiple(self) -> int:
         """The layout has scales of a multiple of so many rows."""
         return _ROW_MULTIPLE[self.layout]
 
     def compile(self) -> Any:
         """The kernel's host function; takes about a second and the CuTe DSL."""
-        from .rmsnorm import compile_config
+        from .rmsnorm_kernel import compile_config
 
         return compile_config(self)
 
@@ -139,13 +145,11 @@ def _most_columns(dtype: torch.dtype, format: Format) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """``view`` has shape and strides of ``x`` as a matrix, where it is none; ``rstd`` is one item,
-    expanded.
-    """
+    """``view`` has shape and strides of ``x`` as a matrix, where it is none."""
 
     run: Callable[..., Any]
     view: tuple[tuple[int, int], tuple[int, int]] | None
-    output: _Output
+    output: Output
     rstd: Tensor
 
 
@@ -198,8 +202,6 @@ def rmsnorm(
     )
     data, scale = torch.empty_like(plan.output.data), torch.empty_like(plan.output.scale)
     rstd = torch.empty_like(plan.rstd)
-    if global_scale is not None:
-        global_scale = global_scale.view(1)
     matrix = x if plan.view is None else x.as_strided(*plan.view)
     plan.run(matrix, weight, data, scale, rstd, eps, global_scale)
     return (*plan.output.shaped(data, scale), rstd if x.ndim == 2 else rstd.view(x.shape[:-1]))
@@ -238,9 +240,7 @@ def _plan(
     nonfinite: str,
     arch: str | None,
 ) -> _Plan:
-    from . import compiled
-
-    fmt, found = get_format(format), _matrix(shape, stride)
+    fmt, found = get_format(format), as_matrix(shape, stride)
     assert found is not None  # else it is not supported
     rows, columns, apart = found
     config = choose_norm(
@@ -256,8 +256,8 @@ def _plan(
     )
     same = len(shape) == 2 and stride == (apart, 1)
     return _Plan(
-        run=(compiled.load if device.type == "cuda" else compiled.build)(config),
+        run=get_kernel(config, device),
         view=None if same else ((rows, columns), (apart, 1)),
-        output=_output(shape, fmt, -1, layout, device, None),
-        rstd=_like((rows,), torch.float32, device),
+        output=choose_output(shape, fmt, -1, layout, device, None),
+        rstd=template((rows,), torch.float32, device),
     )

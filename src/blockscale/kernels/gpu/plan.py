@@ -13,35 +13,24 @@ import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
-from ...layouts import Grouped, get_layout
 from .config import PANEL, PRODUCERS, Config, choose_config, why_not
+from .outputs import Output, choose_output
 
-__all__ = ["architecture", "plan_amax", "plan_quantize", "unsupported"]
+__all__ = [
+    "Unsupported",
+    "architecture",
+    "as_matrix",
+    "get_kernel",
+    "plan_amax",
+    "plan_quantize",
+    "unsupported",
+]
 
 Described = tuple[torch.Size, tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, address
 
 
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """What a call allocates for one axis, and the shapes in which it returns it.
-
-    ``data`` and ``scale`` are one item each, expanded: empty_like of them is the fastest way to
-    allocate. ``first`` is the position of ``data`` among the kernel's arguments.
-    """
-
-    first: int
-    data: Tensor  # bytes, as a matrix
-    data_shape: tuple[int, ...]
-    element: torch.dtype
-    scale: Tensor
-    scale_shape: tuple[int, ...]
-    turned: bool  # data is stored column by column
-
-    def shaped(self, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        if len(self.data_shape) != 2:
-            data, scale = data.view(self.data_shape), scale.view(self.scale_shape)
-        data = data.mT if self.turned else data
-        return data if self.element == torch.uint8 else data.view(self.element), scale
+class Unsupported(ValueError):
+    """There is no kernel for a call, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +39,7 @@ class _Plan:
 
     run: Callable[..., Any]
     views: tuple[tuple[int, tuple[Any, Any, int]], ...] | None
-    outputs: tuple[_Output, ...] = ()
+    outputs: tuple[Output, ...] = ()
     grouped: bool = False
     tiles: int = 0
 
@@ -121,7 +110,7 @@ def _unsupported(
         return f"x has shape {tuple(shape)}: blocks along columns need a matrix"
     if stride[-1] != 1 and shape[-1] > 1:
         return f"x has strides {stride}: not contiguous in the last dimension"
-    if _matrix(shape, stride) is None:
+    if as_matrix(shape, stride) is None:
         return f"x has strides {stride}: its rows do not lie at equal distances"
     if producer == "swiglu_backward" and shape[-1] % (2 * PANEL):
         return f"x has shape {tuple(shape)}: half of its columns are no multiple of {PANEL}"
@@ -131,7 +120,7 @@ def _unsupported(
     return why_not(fmt, axes, layouts, arch, dtype)
 
 
-def _matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, int] | None:
+def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, int] | None:
     """Rows, columns and the distance between rows of all dimensions but the last taken as one."""
     rows, apart = 1, 0
     for n, step in reversed(list(zip(shape[:-1], stride[:-1], strict=True))):
@@ -171,10 +160,10 @@ def plan_quantize(
         x, others, device, fmt, producer, arch, axes=axes, layouts=layouts, **given
     )
     return _Plan(
-        run=_kernel(config, device),
+        run=get_kernel(config, device),
         views=views,
         outputs=tuple(
-            _output(shape, fmt, axis, layout, device, groups if grouped else None)
+            choose_output(shape, fmt, axis, layout, device, groups if grouped else None)
             for axis, layout in zip(axes, layouts, strict=True)
         ),
         grouped=grouped,
@@ -196,7 +185,7 @@ def plan_amax(
     config, views = _choose(x, others, device, fmt, producer, arch, axes=(), layouts=())
     rows, columns = math.prod(shape[:-1]), shape[-1] // PRODUCERS[producer].parts
     tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
-    return _Plan(run=_kernel(config, device), views=views, tiles=tiles)
+    return _Plan(run=get_kernel(config, device), views=views, tiles=tiles)
 
 
 def _check(
@@ -210,7 +199,7 @@ def _check(
     producer: str,
     arch: str | None,
 ) -> tuple[int, ...]:
-    """The shape of what is quantized; ValueError if the kernels cannot."""
+    """The shape of what is quantized; Unsupported if the kernels cannot."""
     for i, (shape, stride, dtype, _) in enumerate((x, *others)):
         kind = "load" if i else producer
         if dtype != x[2]:
@@ -219,7 +208,7 @@ def _check(
             shape, stride, dtype, device, format.name, axes, layouts, grouped, kind, arch
         )
         if reason:
-            raise ValueError(f"quantize: {reason}")
+            raise Unsupported(reason)
     halved = producer == "swiglu"
     return (*x[0][:-1], x[0][-1] // 2) if halved else tuple(x[0])
 
@@ -237,7 +226,7 @@ def _choose(
     size = x[2].itemsize
     found: list[tuple[int, tuple[Any, Any, int]]] = []
     for i, (shape, stride, _, _) in enumerate((x, *others)):
-        matrix = _matrix(shape, stride)
+        matrix = as_matrix(shape, stride)
         assert matrix is not None  # else it is not supported
         rows, columns, apart = matrix
         halves = 2 if producer != "load" and i == 0 else 1
@@ -261,7 +250,8 @@ def _choose(
     return config, None if whole and producer == "load" else tuple(found)
 
 
-def _kernel(config: Config, device: torch.device) -> Callable[..., Any]:
+def get_kernel(config: Any, device: torch.device) -> Callable[..., Any]:
+    """The kernel of a configuration, for tensors on ``device``."""
     from . import compiled
 
     if device.type != "cuda":
@@ -274,43 +264,3 @@ def _run_on(device: torch.device, kernel: Callable[..., Any], *args: Any) -> Non
     """Launches go to the current device."""
     with torch.cuda.device(device):
         kernel(*args)
-
-
-def _output(
-    shape: tuple[int, ...],
-    format: Format,
-    axis: int,
-    layout: str,
-    device: torch.device,
-    groups: int | None,
-) -> _Output:
-    k_groups = groups if groups is not None and axis == -2 else 0
-    data = format.data_shape(shape, axis, k_groups)
-    scale = format.scale_shape(shape, axis, k_groups)
-    outer = (scale[0], scale[-1]) if axis == -1 else (scale[-1], scale[0])
-    where, kept = get_layout(layout), format.scale.dtype
-    kept = torch.uint8 if format.scale.nbytes == 1 else kept
-    stored: tuple[int, ...] = scale
-    if layout != "compact":
-        grouped = groups is not None and axis == -1
-        stored = (
-            Grouped(where).stored_shape(outer, groups or 0)
-            if grouped
-            else where.stored_shape(outer)
-        )
-    flat = stored if len(shape) == 2 else (math.prod(scale[:-1]), scale[-1])
-    turned = axis == -2 and format.element.bits < 8
-    matrix = (math.prod(data[:-1]), data[-1])
-    return _Output(
-        first=2 * (axis == -2),
-        data=_like(matrix[::-1] if turned else matrix, torch.uint8, device),
-        data_shape=data,
-        element=format.element.dtype,
-        scale=_like(flat, where.stored_dtype(kept), device),
-        scale_shape=stored,
-        turned=turned,
-    )
-
-
-def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(1, dtype=dtype, device=device).expand(tuple(shape))

@@ -6,29 +6,37 @@ Addresses are integers: 64 bits in global memory, 32 in shared memory.
 
 from __future__ import annotations
 
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.arch import inline_ptx
 
 __all__ = [
     "E2M1_BASE",
     "add",
+    "add_pairs",
+    "below",
+    "copy_bulk",
     "divide",
     "e2m1_of_eight",
     "e2m1_steps",
     "e4m3_value",
-    "exp_minus_abs",
     "fma",
+    "fma_pairs",
     "fp8_of_four",
     "half_to_float",
+    "load_constant",
+    "load_float",
     "load_global",
     "load_shared",
+    "magnitude_at_most",
     "max_u16x2",
     "maximum",
     "multiply",
     "multiply2",
-    "reciprocal",
+    "multiply_pairs",
+    "reciprocal_of_minus",
     "round_pair",
     "select_negative",
+    "square_root",
     "store_global",
     "store_shared",
     "top_bytes",
@@ -59,6 +67,17 @@ def load_shared(address, nbytes: int) -> list:
     return list(words) if count > 1 else [words]
 
 
+def load_float(address):
+    """An fp32 value of shared memory."""
+    return _one("ld.shared.f32 {$w0}, [{$r0}];", Float32, address)
+
+
+def load_constant(address) -> list:
+    """Four words of global memory that no kernel writes meanwhile."""
+    code = f"ld.global.nc.v4.b32 {_registers('w', 0, 4)}, [{{$r0}}];"
+    return list(inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address]))
+
+
 def load_global(address, nbytes: int):
     """2 or 4 bytes of global memory, zero-extended."""
     return _one(f"ld.global.u{8 * nbytes} {{$w0}}, [{{$r0}}];", Uint32, address)
@@ -81,6 +100,23 @@ def _store(space: str, address, words: list, nbytes: int) -> None:
     )
 
 
+def copy_bulk(shared, source, nbytes: int, barrier) -> None:
+    """Copy a multiple of 16 bytes from global to shared memory; ``barrier`` counts them."""
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[shared, source, Int32(nbytes), barrier],
+    )
+
+
+def below(word, position, limit: int):
+    """A word, or zero if ``position`` is not below ``limit``; never a constant, which ptxas does
+    not take for every operand.
+    """
+    code = "{ .reg .pred p; setp.lt.s32 p, {$r1}, {$r2}; selp.b32 {$w0}, {$r0}, 0, p; }"
+    return _one(code, Uint32, word, position, Int32(limit))
+
+
 def max_u16x2(a, b):
     return _one("max.u16x2 {$w0}, {$r0}, {$r1};", Uint32, a, b)
 
@@ -89,15 +125,6 @@ def half_to_float(word, upper: bool):
     """fp32 value of one half of a word; exact."""
     code = "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, PART; }"
     return _one(code.replace("PART", "h" if upper else "l"), Float32, word)
-
-
-def multiply2(a, b, factor) -> list:
-    """``a * factor`` and ``b * factor`` by one instruction (sm_100 and later)."""
-    code = (
-        "{ .reg .b64 x, f; mov.b64 x, { {$r0}, {$r1} }; mov.b64 f, { {$r2}, {$r2} };"
-        " mul.rn.f32x2 x, x, f; mov.b64 { {$w0}, {$w1} }, x; }"
-    )
-    return list(inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[a, b, factor]))
 
 
 #: Bits of the number to which ``e2m1_steps`` adds: 1.5 * 2^23, whose last bit is worth 1.
@@ -129,11 +156,6 @@ def top_bytes(words: list):
         " prmt.b32 {$w0}, l, h, 0x5410; }"
     )
     return _one(code, Uint32, *words)
-
-
-def divide(a, b):
-    """The IEEE quotient, to nearest even; subnormals are kept."""
-    return _one("div.rn.f32 {$w0}, {$r0}, {$r1};", Float32, a, b)
 
 
 def fp8_of_four(values: list, element: str):
@@ -174,6 +196,39 @@ def multiply(a, b):
     return _one("mul.rn.f32 {$w0}, {$r0}, {$r1};", Float32, a, b)
 
 
+def add_pairs(a: list, b: list) -> list:
+    """Two sums by one instruction (sm_100 and later)."""
+    return _pairs("add", a, b)
+
+
+def multiply_pairs(a: list, b: list) -> list:
+    """Two products by one instruction (sm_100 and later)."""
+    return _pairs("mul", a, b)
+
+
+def multiply2(a, b, factor) -> list:
+    """``a * factor`` and ``b * factor`` by one instruction (sm_100 and later)."""
+    return multiply_pairs([a, b], [factor, factor])
+
+
+def fma_pairs(a: list, b: list, c: list) -> list:
+    """Two fused products and sums by one instruction (sm_100 and later)."""
+    return _pairs("fma", a, b, c)
+
+
+def _pairs(operation: str, *operands: list) -> list:
+    names = "xyz"[: len(operands)]
+    packed = [
+        f"mov.b64 {name}, {{ {{$r{2 * i}}}, {{$r{2 * i + 1}}} }};" for i, name in enumerate(names)
+    ]
+    code = (
+        f"{{ .reg .b64 {', '.join(names)}; {' '.join(packed)}"
+        f" {operation}.rn.f32x2 x, {', '.join(names)}; mov.b64 {{ {{$w0}}, {{$w1}} }}, x; }}"
+    )
+    values = [value for pair in operands for value in pair]
+    return list(inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=values))
+
+
 def fma(a, b, c):
     return _one("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", Float32, a, b, c)
 
@@ -194,27 +249,22 @@ def round_pair(low, high, kind: str):
     return _one(f"cvt.rn.{kind}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};", Uint32, low, high)
 
 
-def reciprocal(d):
-    """The IEEE 1 / d for d from 1 to 2, where no range needs a check.
-
-    From an approximation within 1 ulp, one step of Newton's: what ``rcp.rn`` does for such d.
-    """
-    code = (
-        "{ .reg .f32 y, m, r; rcp.approx.ftz.f32 y, {$r0}; neg.f32 m, {$r0};"
-        " fma.rn.f32 r, m, y, 0f3F800000; fma.rn.f32 {$w0}, y, r, y; }"
-    )
-    return _one(code, Float32, d)
+def divide(a, b):
+    """The IEEE quotient, to nearest even; subnormals are kept."""
+    return _one("div.rn.f32 {$w0}, {$r0}, {$r1};", Float32, a, b)
 
 
-def exp_minus_abs(g):
-    """exp(-|g|) as the reference has it: 2^n times a polynomial, n by adding 1.5 * 2^23."""
-    code = (
-        "{ .reg .f32 a, z, n, f, p; .reg .b32 i, j; abs.f32 a, {$r0};"
-        " min.f32 a, a, 0f42B00F33; fma.rn.f32 z, a, 0fBFB8AA3B, 0f4B400000;"
-        " sub.rn.f32 n, 0f4B400000, z; fma.rn.f32 f, a, 0fBFB8AA3B, n;"
-        " fma.rn.f32 p, f, 0f3AAE5FA3, 0f3C1E7A05; fma.rn.f32 p, p, f, 0f3D635ACB;"
-        " fma.rn.f32 p, p, f, 0f3E75FCD2; fma.rn.f32 p, p, f, 0f3F317215;"
-        " fma.rn.f32 p, p, f, 0f3F800000; mov.b32 i, z; mov.b32 j, p;"
-        " shl.b32 i, i, 23; add.s32 j, j, i; mov.b32 {$w0}, j; }"
-    )
-    return _one(code, Float32, g)
+def square_root(value):
+    return _one("sqrt.rn.f32 {$w0}, {$r0};", Float32, value)
+
+
+def reciprocal_of_minus(value):
+    """-1 / value within 1 ulp."""
+    code = "{ .reg .f32 d; neg.f32 d, {$r0}; rcp.approx.ftz.f32 {$w0}, d; }"
+    return _one(code, Float32, value)
+
+
+def magnitude_at_most(value, largest):
+    """The smaller of |value| and ``largest``, which it is for a NaN."""
+    code = "{ .reg .f32 a; abs.f32 a, {$r0}; min.f32 {$w0}, a, {$r1}; }"
+    return _one(code, Float32, value, largest)

@@ -24,10 +24,10 @@ class Rows:
         self.block_size = block_size
 
     @cute.jit
-    def __call__(self, tiles, memory, parts, outputs, rows, encode_scale, table):
+    def __call__(self, tiles, memory, parts, outputs, rows, encode_scale, table, made):
         """Quantize the parts of a tile. ``memory`` is where ``tiles`` are, ``outputs`` a scale's
         address in shared memory and data in global memory for each part, ``rows`` which rows of
-        the tensor they are.
+        the tensor they are. ``made``: parts are in memory.
         """
         config = self.config
         thread = cute.arch.thread_idx()[0]
@@ -37,10 +37,10 @@ class Rows:
             strip = i * step + thread // STRIP_LANES
             row, panel = strip % config.loaded_rows, strip // config.loaded_rows
             offset = (strip * PANEL + column) * config.dtype.itemsize
-            made = tiles.fetch(memory, offset)
+            found = tiles.fetch(memory, offset, made=made)
             for j in range_constexpr(len(parts)):
                 where = row, panel * PANEL + column
-                self.strip(parts[j], made[j], where, outputs[j], rows, encode_scale, table)
+                self.strip(parts[j], found[j], where, outputs[j], rows, encode_scale, table)
 
     @cute.jit
     def strip(self, part, words, where, output, rows, encode_scale, table):

@@ -14,7 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cutlass import Int32, Int64, select_
+import cutlass
+from cutlass import Int32, Int64, cute, range_constexpr, select_
+
+from . import ptx
 
 __all__ = ["Staging", "staging"]
 
@@ -52,6 +55,22 @@ class Staging:
     def line(self, line, start, shape):
         """Byte offset of a line in global memory, and how many of its bytes belong there."""
         raise NotImplementedError
+
+    @cute.jit
+    def copy(self, staged, scale, start, shape, threads: cutlass.Constexpr):
+        """Copy the scales from shared memory at ``staged`` to ``scale``, by all ``threads``."""
+        thread = cute.arch.thread_idx()[0]
+        total = self.nbytes // self.vector
+        for i in range_constexpr(cute.ceil_div(total, threads)):
+            index = i * threads + thread
+            if index < total:
+                position = index * self.vector
+                line, within = position // self.line_bytes, position % self.line_bytes
+                offset, valid = self.line(line, start, shape)
+                if within < valid:
+                    words = ptx.load_shared(staged + position, self.vector)
+                    target = scale.iterator.toint() + offset + within
+                    ptx.store_global(target, words, self.vector)
 
 
 class _RowMajor(Staging):

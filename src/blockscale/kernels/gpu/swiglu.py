@@ -2,76 +2,88 @@
 """SwiGLU and its backward on CuTe DSL values: bit for bit ``reference.swiglu``.
 
 Every operation is one of IEEE fp32, in the reference's order; see docs/numerics.md. A producer
-takes words of each source and gives words of each part, of the same elements.
+takes words of each source and gives words of each part, of the same elements. Values come in lists,
+since Blackwell computes two at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from cutlass import Float32, Uint32
 
 from . import ptx
+from .arithmetic import fma, multiply, narrow, widen
 
 __all__ = ["PRODUCE"]
+
+_LARGEST = 0x42B00F33  # 88.03: exp(-|g|) is at its smallest from there on
+_MINUS_LOG2_E = 0xBFB8AA3B
+_MAGIC = 0x4B400000  # 1.5 * 2^23, whose last bit is worth 1
+_POLYNOMIAL = (0x3AAE5FA3, 0x3C1E7A05, 0x3D635ACB, 0x3E75FCD2, 0x3F317215, 0x3F800000)  # of 2^f
 
 
 @dataclass(frozen=True)
 class _Gate:
-    """Of a gate g: r = 1 / (1 + exp(-|g|)), t = g * exp(-|g|), c = exp(-|g|) if g < 0 else 1."""
+    """Of gates g: r = 1 / (1 + exp(-|g|)), t = g * exp(-|g|), c = exp(-|g|) if g < 0 else 1."""
 
-    r: Any
-    t: Any
-    c: Any
-    silu: Any
-
-
-def _swiglu(gate, up) -> list:
-    return [ptx.multiply(_gate(gate).silu, up)]
+    r: list
+    t: list
+    c: list
+    silu: list
 
 
-def _swiglu_backward(gate, up, grad) -> list:
-    g = _gate(gate)
-    slope = ptx.multiply(g.r, ptx.fma(g.t, g.r, g.c))
-    return [ptx.multiply(ptx.multiply(grad, slope), up), ptx.multiply(grad, g.silu)]
+def _swiglu(blackwell: bool, gate: list, up: list) -> list:
+    return [multiply(_gate(gate, blackwell).silu, up, blackwell)]
 
 
-def _gate(g) -> _Gate:
-    e = ptx.exp_minus_abs(g)
-    t = ptx.multiply(g, e)
-    r = ptx.reciprocal(ptx.add(Float32(1.0), e))
-    c = ptx.select_negative(g, e, Float32(1.0))
-    return _Gate(r, t, c, ptx.multiply(ptx.maximum(g, t), r))
+def _swiglu_backward(blackwell: bool, gate: list, up: list, grad: list) -> list:
+    g = _gate(gate, blackwell)
+    slope = multiply(g.r, fma(g.t, g.r, g.c, blackwell), blackwell)
+    by_gate = multiply(multiply(grad, slope, blackwell), up, blackwell)
+    return [by_gate, multiply(grad, g.silu, blackwell)]
+
+
+def _gate(gate: list, blackwell: bool) -> _Gate:
+    e = _exp_minus_abs(gate, blackwell)
+    t = multiply(gate, e, blackwell)
+    one, minus_one = (_constant(bits, gate) for bits in (0x3F800000, 0xBF800000))
+    minus_d = fma(e, minus_one, minus_one, blackwell)  # -(1 + e), from -2 to -1
+    # 1 / d from an approximation within 1 ulp by one step of Newton's: what rcp.rn does for such d
+    y = [ptx.reciprocal_of_minus(each) for each in minus_d]
+    r = fma(y, fma(minus_d, y, one, blackwell), y, blackwell)
+    c = [ptx.select_negative(*each) for each in zip(gate, e, one, strict=True)]
+    largest = [ptx.maximum(*each) for each in zip(gate, t, strict=True)]
+    return _Gate(r, t, c, multiply(largest, r, blackwell))
+
+
+def _exp_minus_abs(gate: list, blackwell: bool) -> list:
+    """2^n times a polynomial of the fraction f that is left; n is found by adding 1.5 * 2^23."""
+    a = [ptx.magnitude_at_most(g, Uint32(_LARGEST).bitcast(Float32)) for g in gate]
+    magic, minus_one = _constant(_MAGIC, gate), _constant(0xBF800000, gate)
+    scale = _constant(_MINUS_LOG2_E, gate)
+    z = fma(a, scale, magic, blackwell)
+    f = fma(a, scale, fma(z, minus_one, magic, blackwell), blackwell)
+    p = _constant(_POLYNOMIAL[0], gate)
+    for bits in _POLYNOMIAL[1:]:
+        p = fma(p, f, _constant(bits, gate), blackwell)
+    pairs = zip(p, z, strict=True)
+    return [(x.bitcast(Uint32) + (n.bitcast(Uint32) << 23)).bitcast(Float32) for x, n in pairs]
+
+
+def _constant(bits: int, like: list) -> list:
+    return [Uint32(bits).bitcast(Float32)] * len(like)
 
 
 def _of_words(function):
-    """``function`` of single fp32 values, for words of elements of a dtype."""
+    """``function`` of lists of fp32 values, for words of elements of a dtype."""
 
-    def produce(sources: list, dtype: torch.dtype) -> list:
-        values = [[v for word in words for v in widen(word, dtype)] for words in sources]
-        made = [function(*each) for each in zip(*values, strict=True)]
-        return [narrow(list(part), dtype) for part in zip(*made, strict=True)]
+    def produce(sources: list, dtype: torch.dtype, blackwell: bool) -> list:
+        made = function(blackwell, *(widen(words, dtype) for words in sources))
+        return [narrow(part, dtype) for part in made]
 
     return produce
-
-
-def widen(word, dtype: torch.dtype) -> list:
-    """fp32 values of a word's elements; exact."""
-    if dtype == torch.float32:
-        return [word.bitcast(Float32)]
-    if dtype == torch.float16:
-        return [ptx.half_to_float(word, upper) for upper in (False, True)]
-    return [(word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)]
-
-
-def narrow(values: list, dtype: torch.dtype) -> list:
-    """Words of fp32 values, rounded to ``dtype``."""
-    if dtype == torch.float32:
-        return [value.bitcast(Uint32) for value in values]
-    kind = "bf16" if dtype == torch.bfloat16 else "f16"
-    return [ptx.round_pair(*values[i : i + 2], kind) for i in range(0, len(values), 2)]
 
 
 PRODUCE = {"swiglu": _of_words(_swiglu), "swiglu_backward": _of_words(_swiglu_backward)}

@@ -161,7 +161,8 @@ class Tiles:
         if made or self.config.producer == "load":
             return [load_words(addresses[i], itemsize) for i in range(self.shape.parts)]
         words = [load_words(address, itemsize) for address in addresses]
-        parts = PRODUCE[self.config.producer](words, self.config.dtype)
+        blackwell = self.config.arch.startswith("sm_10")
+        parts = PRODUCE[self.config.producer](words, self.config.dtype, blackwell)
         if keep:
             for part, address in zip(parts, addresses, strict=False):
                 for i in range(0, len(part), 4):

@@ -16,34 +16,23 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr, select_
-from cutlass.cute.runtime import make_fake_stream
 
 from ...formats import get_format
 from ...rounding import FP32_INF, FP32_NAN
 from . import ptx
-from .any_tensor import any_tensor
-from .arithmetic import (
-    add,
-    below,
-    bits_of,
-    copy_bulk,
-    elementwise,
-    floats,
-    load_float,
-    load_wide,
-    rounded,
-    square_root,
-)
+from .any_tensor import any_outputs, any_source, any_tensor, compile_for
+from .arithmetic import add, multiply, narrow, widen
 from .encode import Encoder
+from .groups import TileRows
 from .norm import SEGMENT, NormConfig
+from .rows import Rows
 from .scales import Staging, staging
-from .tile import ELEMENTS, NUMERIC, load_words
+from .shared import allocate, clear
+from .tile import ELEMENTS, NUMERIC, Part, load_words
 
 __all__ = ["RmsNorm", "compile_config"]
 
 _TILE = 128  # rows of a tile of the tcgen05 layout
-_SCALES = {1: cutlass.Uint8, 4: cutlass.Float32}
-_MATRICES = ("compact", "sm90", "packed")  # layouts whose scales are stored with two dimensions
 
 
 @dataclass(frozen=True)
@@ -70,18 +59,17 @@ class RmsNorm:
         self.config = config
         self.format = get_format(config.format)
         self.blackwell = config.arch.startswith("sm_10")
-        self.encoder = Encoder(
-            config.spec, self.format.element.name.lower(), config.dtype, self.blackwell
-        )
-        self.segment_blocks = SEGMENT // self.format.block_size
+        self.encoder = Encoder.of(config)
         size, rows = self.format.scale.nbytes, config.tile_rows
         line = math.ceil(config.columns / self.format.block_size) if self.is_compact else rows * 4
         line *= size if self.is_compact else 1
-        extent = rows, config.segments * self.segment_blocks, size, math.gcd(line, 16)
+        blocks = config.segments * SEGMENT // self.format.block_size
+        extent = rows, blocks, size, math.gcd(line, 16)
         if config.layout == "tcgen05":
             self.place = _Interleaved(*extent)
         else:
             self.place = staging(config.layout, -1, *extent)
+        self.rows = Rows(config, self.encoder, self.format.block_size, self.place)
         self.row_bytes = config.segments * SEGMENT * config.dtype.itemsize
 
     @property
@@ -90,8 +78,8 @@ class RmsNorm:
 
     @cute.jit
     def __call__(self, x, weight, data, scale, rstd, eps: Float32, global_scale, stream):
-        """Launch. ``x`` (M, K), ``weight`` (K,), ``data`` uint8 (M, bytes), ``scale`` in any shape,
-        ``rstd`` (M,) fp32, ``global_scale`` (1,) fp32 or None.
+        """Launch. ``x`` (M, K), ``weight`` (K,), ``data`` (M, bytes), ``scale`` in any shape,
+        ``rstd`` (M,) fp32, ``global_scale`` () fp32 or None.
         """
         config = self.config
         multiple = config.row_multiple
@@ -105,26 +93,25 @@ class RmsNorm:
     @cute.kernel
     def kernel(self, x, weight, data, scale, rstd, eps: Float32, global_scale):
         config, encoder, rows = self.config, self.encoder, self.config.tile_rows
-        thread = cute.arch.thread_idx()[0]
         first = cute.arch.block_idx()[0] * rows
 
         memory = cutlass.memory.SmemAllocator()
-        tile = _allocate(memory, rows * self.row_bytes, 128)
-        staged = _allocate(memory, self.place.nbytes)
-        sums = _allocate(memory, config.segments * rows * 4)
-        inverses = _allocate(memory, rows * 4)
+        tile = allocate(memory, rows * self.row_bytes, 128)
+        staged = allocate(memory, self.place.nbytes)
+        sums = allocate(memory, config.segments * rows * 4)
+        inverses = allocate(memory, rows * 4)
         barrier = memory.allocate_array(cutlass.Int64, 1)
         table = None
         if const_expr(encoder.has_table):
-            table = _allocate(memory, 128 * 4)
+            table = allocate(memory, 128 * 4)
         if self.row(first) < x.shape[0]:
             shared = tile, staged, sums, inverses, barrier, table
             self.normalize(x, weight, data, rstd, eps, global_scale, first, *shared)
         else:  # rows of padding
-            for i in range(thread, self.place.nbytes // 4, config.threads):
-                ptx.store_shared(staged + i * 4, [Uint32(0)], 4)
+            clear(staged, self.place.nbytes, config.threads)
         cute.arch.sync_threads()
-        self.copy_scales(staged, scale, first, x.shape[0])
+        shape = x.shape[0], math.ceil(config.columns / self.format.block_size)
+        self.place.copy(staged, scale, (first, 0), shape, config.threads)
 
     @cute.jit
     def normalize(
@@ -152,10 +139,7 @@ class RmsNorm:
             self.load(x, tile, first)
         encode_scale = None
         if const_expr(encoder.has_table):
-            value = global_scale[0]
-            encode_scale = encoder.encode_scale(value)
-            for i in range(thread, 128, config.threads):
-                ptx.store_shared(table + i * 4, [encoder.table_entry(Uint32(i), value)], 4)
+            encode_scale = encoder.prepare(global_scale, table, config.threads)
         warp = thread // 32
         across, down = warp % config.segment_warps, warp // config.segment_warps
         words = self.weights(weight, across)
@@ -175,7 +159,7 @@ class RmsNorm:
         cute.arch.sync_threads()
         for i in range_constexpr(passes):
             segment = across + i * config.segment_warps
-            factors, words = floats(words, config.weight_dtype), None
+            factors, words = widen(words, config.weight_dtype), None
             if const_expr(i + 1 < passes):  # while this one is at work
                 words = self.weights(weight, segment + config.segment_warps)
             if segment < config.segments:
@@ -214,7 +198,7 @@ class RmsNorm:
             row = cutlass.min(self.row(first + thread), x.shape[0] - 1)
             source = x.iterator.toint() + Int64(row) * x.stride[0] * size
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, used)
-            copy_bulk(tile + thread * self.row_bytes, source, used, barrier.toint())
+            ptx.copy_bulk(tile + thread * self.row_bytes, source, used, barrier.toint())
 
     @cute.jit
     def load(self, x, tile, first):
@@ -238,7 +222,7 @@ class RmsNorm:
         base = weight.iterator.toint()
         if const_expr(config.wide_weight):
             start = base + cutlass.min(column, config.columns - ELEMENTS) * size
-            return [w for i in range(0, ELEMENTS * size, 16) for w in load_wide(start + i)]
+            return [w for i in range(0, ELEMENTS * size, 16) for w in ptx.load_constant(start + i)]
         values = [
             ptx.load_global(base + cutlass.min(column + i, config.columns - 1) * size, size)
             for i in range(ELEMENTS)
@@ -260,19 +244,20 @@ class RmsNorm:
             found = []
             for j in range_constexpr(together):
                 row = down * count + i * together + j
-                values = floats(self.elements(tile, row, segment), config.dtype)
+                values = widen(self.elements(tile, row, segment), config.dtype)
                 # Bit-reversed, so that a sum of neighbours is one of the first and second half.
                 values = [values[int(f"{n:04b}"[::-1], 2)] for n in range(ELEMENTS)]
-                found.append(self.multiply(values, values))
+                found.append(multiply(values, values, self.blackwell))
             while const_expr(len(found[0]) > 1):
-                found = [self.add(v[: len(v) // 2], v[len(v) // 2 :]) for v in found]
+                halves = [(v[: len(v) // 2], v[len(v) // 2 :]) for v in found]
+                found = [add(*each, self.blackwell) for each in halves]
             totals = [v[0] for v in found]
             for j in range_constexpr(5):
                 others = [cute.arch.shuffle_sync_bfly(total, 1 << j) for total in totals]
-                totals = [add(a, b) for a, b in zip(totals, others, strict=True)]
+                totals = [ptx.add(a, b) for a, b in zip(totals, others, strict=True)]
             if lane == 0:
                 where = sums + (segment * config.tile_rows + down * count + i * together) * 4
-                ptx.store_shared(where, [bits_of(total) for total in totals], 4 * together)
+                ptx.store_shared(where, [t.bitcast(Uint32) for t in totals], 4 * together)
 
     @cute.jit
     def finish(self, sums, inverses, rstd, eps, slot):
@@ -281,14 +266,14 @@ class RmsNorm:
         thread = cute.arch.thread_idx()[0]
         where = sums + thread * 4
         pitch = config.tile_rows * 4
-        parts = [load_float(where + i * pitch) for i in range(config.segments)]
+        parts = [ptx.load_float(where + i * pitch) for i in range(config.segments)]
         while const_expr(len(parts) > 1):  # zeros that would fill up the tree change no sum
             parts = [
-                add(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i]
+                ptx.add(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i]
                 for i in range(0, len(parts), 2)
             ]
         mean = ptx.divide(parts[0], Float32(config.columns))
-        inverse = bits_of(ptx.divide(Float32(1.0), square_root(add(mean, eps))))
+        inverse = ptx.divide(Float32(1.0), ptx.square_root(ptx.add(mean, eps))).bitcast(Uint32)
         bad = inverse & 0x7FFFFFFF > Uint32(FP32_INF)
         inverse = Uint32(select_(bad, Uint32(FP32_NAN), inverse))
         ptx.store_shared(inverses + thread * 4, [inverse], 4)
@@ -303,60 +288,31 @@ class RmsNorm:
         self, tile, staged, inverses, data, factors, segment, down, first, rows, encode_scale, table
     ):
         """Normalize and quantize a segment of each of a warp's rows."""
-        config, encoder, bits = self.config, self.encoder, self.config.spec.bits
-        lane = cute.arch.lane_idx()
-        lanes = self.format.block_size // ELEMENTS  # of a block
-        steps = lanes.bit_length() - 1
-        column = segment * SEGMENT + lane * ELEMENTS
-        pitch, stored = data.shape[1], ELEMENTS * bits // 8
+        config = self.config
+        column = segment * SEGMENT + cute.arch.lane_idx() * ELEMENTS
         count = config.tile_rows // config.row_warps
         for i in range(count):
             slot = down * count + i
-            values = floats(self.elements(tile, slot, segment), config.dtype)
-            values = self.multiply(values, [load_float(inverses + slot * 4)] * ELEMENTS)
-            words = rounded(self.multiply(values, factors), config.dtype)
+            inverse = [ptx.load_float(inverses + slot * 4)] * ELEMENTS
+            values = widen(self.elements(tile, slot, segment), config.dtype)
+            values = multiply(values, inverse, self.blackwell)
+            words = narrow(multiply(values, factors, self.blackwell), config.dtype)
             if const_expr(config.columns % SEGMENT):
                 words = self.inside(words, column)
-            state = encoder.states(words)
-            for j in range_constexpr(steps):
-                state = encoder.merge(state, cute.arch.shuffle_sync_bfly(state, 1 << j))
-            amax = encoder.amax(state)
-            code, reciprocal = encoder.scale(amax, encode_scale, table)
-            row = self.row(first + slot)
-            code = select_(row < rows, code, Uint32(0))  # padding is zero
-            if lane % lanes == 0:
-                block = segment * self.segment_blocks + lane // lanes
-                where = staged + self.place.place(slot, block)
-                ptx.store_shared(where, [code], self.place.itemsize)
-            codes = encoder.elements(words, [amax] * ELEMENTS, [reciprocal] * ELEMENTS)
-            offset = column * bits // 8
-            if row < rows and offset < pitch:
-                ptx.store_global(data.iterator.toint() + Int64(row) * pitch + offset, codes, stored)
+            which = TileRows(self.row(first + slot) - slot, rows, rows, None, None)
+            part, where, output = Part(tile, 0, None), (slot, column), (staged, data)
+            self.rows.strip(part, words, where, output, which, encode_scale, table)
 
     def inside(self, words: list, column) -> list:
         """Zeros for what lies past the last column of 16 elements from ``column`` on."""
         columns, each = self.config.columns, self.encoder.per_word
         if columns % each == 0:
-            return [below(w, column + i * each, columns) for i, w in enumerate(words)]
+            return [ptx.below(w, column + i * each, columns) for i, w in enumerate(words)]
         halves = [
-            [below(w & Uint32(0xFFFF << 16 * j), column + i * 2 + j, columns) for j in range(2)]
+            [ptx.below(w & Uint32(0xFFFF << 16 * j), column + i * 2 + j, columns) for j in range(2)]
             for i, w in enumerate(words)
         ]
         return [low | high for low, high in halves]
-
-    @cute.jit
-    def copy_scales(self, staged, scale, first, rows):
-        """Copy the scales of the block's rows from shared to global memory."""
-        config, place = self.config, self.place
-        shape = rows, math.ceil(config.columns / self.format.block_size)
-        count = place.nbytes // place.vector
-        for i in range(cute.arch.thread_idx()[0], count, config.threads):
-            position = i * place.vector
-            line, within = position // place.line_bytes, position % place.line_bytes
-            offset, valid = place.line(line, (first, 0), shape)
-            if within < valid:
-                words = ptx.load_shared(staged + position, place.vector)
-                ptx.store_global(scale.iterator.toint() + offset + within, words, place.vector)
 
     # --- elements ---------------------------------------------------------------------------------
 
@@ -366,33 +322,17 @@ class RmsNorm:
         column = segment * SEGMENT + cute.arch.lane_idx() * ELEMENTS
         return load_words(tile + slot * self.row_bytes + column * size, size)
 
-    def multiply(self, a: list, b: list) -> list:
-        return elementwise("mul", a, b, self.blackwell)
-
-    def add(self, a: list, b: list) -> list:
-        return elementwise("add", a, b, self.blackwell)
-
-
-def _allocate(memory, nbytes: int, align: int = 16):
-    return memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=align).toint()
-
 
 def compile_config(config: NormConfig):
     """The host function of a kernel, which takes any number of rows."""
-    size = config.dtype.itemsize
-    kernel = RmsNorm(config)
-    scale = _SCALES[4 if config.spec.scale_nan > 0xFF else 1]
-    scale = cutlass.Int32 if config.layout == "packed" else scale
-    weight = NUMERIC[config.weight_dtype]
-    return cute.compile(
+    kernel, weight = RmsNorm(config), config.weight_dtype
+    return compile_for(
+        config.arch,
         kernel,
-        any_tensor(NUMERIC[config.dtype], 2, 16 if config.bulk else size, config.bulk),
-        any_tensor(weight, 1, 16 if config.wide_weight else config.weight_dtype.itemsize),
-        any_tensor(cutlass.Uint8, 2, 16),
-        any_tensor(scale, 1 + (config.layout in _MATRICES), 16),
+        any_source(config.dtype, config.bulk),
+        any_tensor(NUMERIC[weight], 1, 16 if config.wide_weight else weight.itemsize),
+        *any_outputs(kernel.format, config.layout),
         any_tensor(Float32, 1, 4),
         Float32(0.0),
-        any_tensor(Float32, 1, 4) if kernel.encoder.has_table else None,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {config.arch}",
+        any_tensor(Float32, 0, 4) if kernel.encoder.has_table else None,
     )

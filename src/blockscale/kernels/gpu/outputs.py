@@ -1,0 +1,77 @@
+"""What a call of a kernel allocates, and the shapes in which it returns it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...formats import Format
+from ...layouts import Grouped, get_layout
+
+__all__ = ["Output", "choose_output", "template"]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Data and scales along one axis.
+
+    ``data`` and ``scale`` are templates. ``first`` is the position of ``data`` among the kernel's
+    arguments.
+    """
+
+    first: int
+    data: Tensor  # as a matrix
+    data_shape: tuple[int, ...]
+    scale: Tensor
+    scale_shape: tuple[int, ...]
+    turned: bool  # data is stored column by column
+
+    def shaped(self, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        if len(self.data_shape) != 2:
+            data, scale = data.view(self.data_shape), scale.view(self.scale_shape)
+        return data.mT if self.turned else data, scale
+
+
+def choose_output(
+    shape: tuple[int, ...],
+    format: Format,
+    axis: int,
+    layout: str,
+    device: torch.device,
+    groups: int | None,
+) -> Output:
+    """What becomes of a tensor of ``shape``; ``groups``: whose rows are so many experts'."""
+    k_groups = groups if groups is not None and axis == -2 else 0
+    data = format.data_shape(shape, axis, k_groups)
+    scale = format.scale_shape(shape, axis, k_groups)
+    outer = (scale[0], scale[-1]) if axis == -1 else (scale[-1], scale[0])
+    where, kept = get_layout(layout), format.scale.dtype
+    kept = torch.uint8 if format.scale.nbytes == 1 else kept
+    stored: tuple[int, ...] = scale
+    if layout != "compact":
+        grouped = groups is not None and axis == -1
+        stored = (
+            Grouped(where).stored_shape(outer, groups or 0)
+            if grouped
+            else where.stored_shape(outer)
+        )
+    flat = stored if len(shape) == 2 else (math.prod(scale[:-1]), scale[-1])
+    turned = axis == -2 and format.element.bits < 8
+    matrix = (math.prod(data[:-1]), data[-1])
+    return Output(
+        first=2 * (axis == -2),
+        data=template(matrix[::-1] if turned else matrix, format.element.dtype, device),
+        data_shape=data,
+        scale=template(flat, where.stored_dtype(kept), device),
+        scale_shape=stored,
+        turned=turned,
+    )
+
+
+def template(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One item, expanded: empty_like of it is the fastest way to allocate."""
+    return torch.empty(1, dtype=dtype, device=device).expand(tuple(shape))
