@@ -8,10 +8,11 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import check, emulated, nasty
+from gpu_bench import MULTIPROCESSORS, check, emulated, nasty
 
 from blockscale.formats import formats
 from blockscale.kernels import gpu
+from blockscale.kernels.gpu import config, plan
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -107,6 +108,27 @@ def test_sectors(format, axes, layout, arch):
     assert 2 * rows * columns <= 32 * read.sectors <= 2 * rows * columns + scalars
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("format", "axes", "layout"),
+    [
+        ("mxfp8", (-1,), "tcgen05"),
+        ("mxfp8", (-1,), "compact"),
+        ("mxfp8", BOTH, "tcgen05"),
+        ("nvfp4", (-1,), "tcgen05"),
+        ("fp8_1x128", (-1,), "sm90"),
+        ("fp8_1x128", BOTH, "sm90"),
+    ],
+)
+def test_small(format, axes, layout, arch, monkeypatch):
+    """Tensors that do not fill a GPU, whose tiles take more warps."""
+    monkeypatch.setattr(config, "_MULTIPROCESSORS", MULTIPROCESSORS)
+    plan.plan_quantize.cache_clear()
+    given = {"global_scale": torch.tensor(0.37)} if format == "nvfp4" else {}
+    check(nasty(130, 272, BF16), format, arch, axes, layout=layout, **given)
+    plan.plan_quantize.cache_clear()
+
+
 def test_strided_misaligned_and_odd():
     whole = nasty(40, 400, BF16)
     check(whole[::2, 8:136], "mxfp8", "sm_90a")  # strides that TMA takes
@@ -144,3 +166,21 @@ def test_same_bytes_again():
 def test_refusals(x, format, axes, layout, arch, message):
     with pytest.raises(ValueError, match=message):
         gpu.quantize(x, formats[format], axes=axes, layouts=(layout,) * len(axes), arch=arch)
+
+
+@pytest.mark.parametrize(
+    ("format", "axes", "layout", "message"),
+    [
+        ("mxfp4", (-2,), "compact", "cut its bytes or blocks"),
+        ("fp8_128x128", (-2,), "compact", "cut its bytes or blocks"),
+        ("fp8_128x128", BOTH, "compact", "cut its bytes or blocks"),
+        ("mxfp8", (-2,), "tcgen05", "along columns are compact"),
+        ("mxfp8", BOTH, "packed", "along columns are compact"),
+    ],
+)
+def test_refusals_of_groups(format, axes, layout, message):
+    ends, layouts = torch.tensor([3, 64], dtype=torch.int32), (layout,) * len(axes)
+    x, fmt = torch.zeros(64, 64), formats[format]
+    assert message in gpu.unsupported(x, fmt, axes, layouts, grouped=True, arch="sm_90a")
+    with pytest.raises(ValueError, match=message):
+        gpu.quantize(x, fmt, axes=axes, layouts=layouts, offsets=ends, arch="sm_90a")

@@ -31,6 +31,7 @@ PANEL = 128  # columns of a tile that lie together in shared memory, and of a st
 GROUP_ROWS = 128  # an expert's scales start at a multiple of it
 _TILE = 128 * 128  # elements that a block of threads takes
 _FEW_ROWS = 16
+_MULTIPROCESSORS = 132  # of an H200
 _SECTOR = 32
 _SHARED = 227 << 10  # of a multiprocessor
 _SMALL = 6 << 10  # room for scales, barrier, table, and what the system takes of each block
@@ -173,6 +174,9 @@ def choose_config(
     if few:
         rows, columns = GROUP_ROWS, PANEL
     eight, resident = _occupancy(format, axes, layouts, producer, grouped, arch)
+    warps = (8 if eight and not few else 4) * max(1, rows * columns // _TILE)
+    if plain and not few and -(-shape[0] // rows) * -(-shape[1] // columns) <= _MULTIPROCESSORS:
+        warps = _most_warps(format, axes, warps)  # the tiles do not fill the GPU: hide latency
     return Config(
         arch=arch,
         dtype=dtype,
@@ -186,7 +190,7 @@ def choose_config(
         tile_rows=rows,
         tile_columns=columns,
         loaded_rows=_FEW_ROWS if few else rows,
-        warps=(8 if eight and not few else 4) * max(1, rows * columns // _TILE),
+        warps=warps,
         resident=resident,
         tma=all(address % 16 == 0 and apart % 16 == 0 for address, apart in sources),
         column_store=_column_store(shape, format, axes),
@@ -195,6 +199,13 @@ def choose_config(
             for axis, layout in zip(axes, layouts, strict=True)
         ),
     )
+
+
+def _most_warps(format: Format, axes: tuple[int, ...], warps: int) -> int:
+    """The most warps that a tile can take, given those that it takes where there are many."""
+    if axes == (-1,):
+        return 4 * warps if warps == 4 else 2 * warps
+    return warps if len(axes) == 2 and format.block_size > PANEL // 2 else max(warps, 8)
 
 
 def _occupancy(
@@ -256,9 +267,11 @@ def _tile(
 
 def _column_store(shape: tuple[int, int], format: Format, axes: tuple[int, ...]) -> int:
     """The widest store of column-wise data, whose lines are rows, or columns where packed."""
+    if -2 not in axes and format.block[0] == 1:
+        return 16  # there is none
     if format.element.bits == 8:
         return 16 if shape[1] % 16 == 0 else 1
-    return math.gcd(16, format.data_shape(shape, -2)[0]) if -2 in axes else 16
+    return math.gcd(16, format.data_shape(shape, -2)[0])
 
 
 def _scale_store(shape: tuple[int, int], tile: int, format: Format, axis: int, layout: str) -> int:

@@ -115,8 +115,11 @@ def _unsupported(
     if producer == "swiglu_backward" and shape[-1] % (2 * PANEL):
         return f"x has shape {tuple(shape)}: half of its columns are no multiple of {PANEL}"
     fmt = get_format(format)
-    if grouped and -2 in axes and fmt.element.bits < 8:
-        return f"format {format} along axis -2: groups would cut its bytes"
+    if grouped and -2 in axes:
+        if fmt.element.bits < 8 or fmt.block[0] > 1:
+            return f"format {format} along axis -2: groups would cut its bytes or blocks"
+        if layouts[axes.index(-2)] != "compact":
+            return "layout of axis -2: scales of groups along columns are compact"
     return why_not(fmt, axes, layouts, arch, dtype)
 
 
