@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...formats import Format
 from .norm import rmsnorm, unsupported_rmsnorm
-from .plan import Unsupported, architecture, plan_amax, plan_quantize, unsupported
+from .plan import Unsupported, architecture, describe, plan_amax, plan_quantize, unsupported
 
 __all__ = [
     "Unsupported",
@@ -58,8 +58,8 @@ def quantize(
     gives a reason, and ValueError for a missing ``global_scale``.
     """
     plan = plan_quantize(
-        _describe(x),
-        tuple(map(_describe, others)),
+        describe(x),
+        tuple(map(describe, others)),
         x.device,
         format.name,
         axes,
@@ -90,14 +90,9 @@ def global_scale(
 ) -> Tensor:
     """``reference.global_scale`` of ``x``, or of what ``producer`` makes of it: an fp32 scalar."""
     plan = plan_amax(
-        _describe(x), tuple(map(_describe, others)), x.device, format.name, producer, arch
+        describe(x), tuple(map(describe, others)), x.device, format.name, producer, arch
     )
     partials = x.new_empty(plan.tiles, dtype=torch.int32)
     scale = x.new_empty((), dtype=torch.float32)
     plan.run(plan.sources(x, *others), partials, scale)
     return scale
-
-
-def _describe(x: Tensor) -> Any:
-    """What of a tensor decides which kernel takes it."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16

@@ -17,9 +17,11 @@ from .config import PANEL, PRODUCERS, Config, choose_config, why_not
 from .outputs import Output, choose_output
 
 __all__ = [
+    "Described",
     "Unsupported",
     "architecture",
     "as_matrix",
+    "describe",
     "get_kernel",
     "plan_amax",
     "plan_quantize",
@@ -50,6 +52,11 @@ class _Plan:
             inputs[i].as_strided(shape, stride, inputs[i].storage_offset() + offset)
             for i, (shape, stride, offset) in self.views
         )
+
+
+def describe(x: Tensor) -> Described:
+    """What of a tensor decides which kernel takes it."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16
 
 
 @lru_cache

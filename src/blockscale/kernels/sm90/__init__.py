@@ -1,0 +1,70 @@
+"""Block-scaled products on Hopper, by kernels written in CuTe DSL for sm_90a.
+
+CuTe DSL is imported by the first call. ``plan`` finds what a call needs, once; ``kernel`` is
+the kernel, ``config`` how it is chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..gpu.plan import describe
+from .plan import plan_gemm
+
+__all__ = ["gemm"]
+
+
+def gemm(
+    a_data: Tensor,
+    a_scale: Tensor,
+    b_data: Tensor,
+    b_scale: Tensor,
+    *,
+    b_block: tuple[int, int] = (128, 128),
+    out_dtype: torch.dtype = torch.bfloat16,
+    c: Tensor | None = None,
+    accumulate: bool = False,
+    arch: str | None = None,
+) -> Tensor:
+    """``A @ B.mT`` of E4M3 matrices with fp32 scales: (M, N).
+
+    The products of 128 elements along K are summed, then scaled in fp32 and added up along K in
+    fp32; the sum is rounded once.
+
+    Args:
+        a_data: (M, K) E4M3, or its bytes.
+        a_scale: of 1 x 128 elements, in layout "sm90": fp32 (ceil(K / 128), M padded to 4).
+        b_data: (N, K) E4M3, or its bytes.
+        b_scale: of 128 x 128 elements, compact: fp32 (ceil(N / 128), ceil(K / 128)); or with
+            ``b_block`` (1, 128) as those of A.
+        out_dtype: bfloat16, float16 or float32.
+        c: written to and returned, (M, N); may have rows that lie apart.
+        accumulate: add to ``c``, which is fp32, instead of overwriting it.
+        arch: of the kernel where the tensors are on a CPU, for the emulator.
+
+    Raises Unsupported, a ValueError, where there is no kernel: K no multiple of 16, data whose rows
+    do not start at a multiple of 16 bytes, other architectures. ValueError or TypeError where
+    shapes, strides or dtypes do not belong together.
+    """
+    plan = plan_gemm(
+        describe(a_data),
+        describe(a_scale),
+        describe(b_data),
+        describe(b_scale),
+        None if c is None else describe(c),
+        out_dtype,
+        b_block,
+        accumulate,
+        a_data.device,
+        arch,
+    )
+    out = torch.empty_like(plan.out) if c is None else c
+    if plan.run is None:
+        return out if accumulate else out.zero_()
+    if a_data.dtype != torch.uint8:
+        a_data = a_data.view(torch.uint8)
+    if b_data.dtype != torch.uint8:
+        b_data = b_data.view(torch.uint8)
+    plan.run(a_data, a_scale, b_data, b_scale, out, plan.multiprocessors)
+    return out

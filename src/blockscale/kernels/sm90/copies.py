@@ -1,0 +1,80 @@
+# mypy: ignore-errors
+"""Tiles between global and shared memory by TMA: rows of 128 bytes, swizzled, or plain scales."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+__all__ = ["Copies"]
+
+
+class Copies:
+    """Boxes of one tensor in global memory, and ``slots`` of tiles in shared memory.
+
+    A tile has ``tile`` (rows, columns) and is moved by one box, or by ``shares`` of them one above
+    the other, each loaded by another block of a cluster for all of them.
+    """
+
+    def __init__(self, kind, tile, slots: int, *, shares: int = 1, swizzled: bool = True):
+        self.kind, self.tile, self.slots, self.shares = kind, tile, slots, shares
+        self.swizzled = swizzled
+        self.swizzle = cute.make_swizzle(3, 4, 3)
+
+    @property
+    def box(self):
+        return self.tile[0] // self.shares, self.tile[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a tile."""
+        return self.tile[0] * self.tile[1] * self.kind.width // 8
+
+    def describe(self, tensor, op=None):
+        """On the host: atom and tensor of coordinates. ``op``: a store; else it loads."""
+        if op is None:
+            op = cpasync.CopyBulkTensorTileG2SOp()
+            if self.shares > 1:
+                op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        rows, columns = self.box
+        layout = cute.make_layout((rows, columns), stride=(columns, 1))
+        if self.swizzled:
+            layout = cute.make_composed_layout(self.swizzle, 0, layout)
+        atom, view = cpasync.make_tiled_tma_atom(op, tensor, layout, self.box)
+        return atom, view
+
+    def allocate(self, memory):
+        rows, columns = self.tile
+        layout = cute.make_layout((rows, columns, self.slots), stride=(columns, 1, rows * columns))
+        swizzle = self.swizzle if self.swizzled else None
+        return memory.allocate_tensor(self.kind, layout, byte_alignment=1024, swizzle=swizzle)
+
+    def pieces(self, atom, view, tiles, slot, position, share):
+        """Both ends of a copy of the box whose first element is at ``position``."""
+        moved = cute.domain_offset(position, view)
+        target = cute.local_tile(tiles[(None, None, slot)], self.box, (share, 0))
+        return cpasync.tma_partition(
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(target, 0, 2),
+            cute.group_modes(cute.local_tile(moved, self.box, (0, 0)), 0, 2),
+        )
+
+    def load(self, atom, view, tiles, slot, position, barrier, share, first):
+        """Load a tile, or the ``share`` of it that is this block's, into a slot; by a warp.
+        ``first``: of the cluster's blocks that share it.
+        """
+        row, column = position
+        if self.shares > 1:
+            row = row + share * self.box[0]
+        shared, piece = self.pieces(atom, view, tiles, slot, (row, column), share)
+        mask = cutlass.Int16(((1 << self.shares) - 1) << first)
+        given = {"mcast_mask": mask} if self.shares > 1 else {}
+        cute.copy(atom, piece, shared, tma_bar_ptr=barrier, **given)
+
+    def store(self, atom, view, tiles, slot, position):
+        """Store the box in a slot; by a warp."""
+        shared, piece = self.pieces(atom, view, tiles, slot, position, 0)
+        cute.copy(atom, shared, piece)

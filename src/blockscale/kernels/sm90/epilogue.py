@@ -1,0 +1,99 @@
+# mypy: ignore-errors
+"""A warpgroup's sums to the output, rounded once: through shared memory by TMA, or one by one."""
+
+from __future__ import annotations
+
+import torch
+from cutlass import const_expr, cute, range_constexpr
+
+from . import ptx
+from .config import Config
+from .copies import Copies
+
+__all__ = ["Epilogue"]
+
+_KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+class Epilogue:
+    def __init__(self, config: Config, copies: Copies):
+        self.config, self.copies = config, copies
+
+    def value(self, sums, row_step: int, column: int, i: int):
+        """The ``i``-th of a thread's four values in the eight columns from ``column`` on."""
+        config = self.config
+        batch = sums[row_step * config.column_steps + column // config.batch]
+        return batch[column % config.batch // 2 + i]
+
+    @cute.jit
+    def store(self, sums, tiles, atom, view, group, thread, row, column):
+        """Store boxes of 64 rows x 128 bytes, ``c_buffers`` at a time."""
+        config = self.config
+        first = group * config.c_buffers
+        across = config.tile[1] // config.box_columns
+        base = tiles.iterator.toint() + first * self.copies.nbytes
+        for start in range_constexpr(0, config.boxes, config.c_buffers):
+            if thread < 32:  # stores have read the buffers
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.meet(group)
+            for i in range_constexpr(config.c_buffers):
+                box = start + i
+                self.put(
+                    sums,
+                    base + i * self.copies.nbytes,
+                    box // across,
+                    box % across * config.box_columns,
+                    thread,
+                )
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.meet(group)
+            if thread < 32:
+                for i in range_constexpr(config.c_buffers):
+                    box = start + i
+                    position = (
+                        row + box // across * 64,
+                        column + box % across * config.box_columns,
+                    )
+                    self.copies.store(atom, view, tiles, first + i, position)
+                cute.arch.cp_async_bulk_commit_group()
+
+    def meet(self, group):
+        cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
+
+    def put(self, sums, address, row_step: int, column: int, thread) -> None:
+        """Put a box's values into shared memory, swizzled."""
+        config, kind = self.config, _KINDS.get(self.config.out_dtype)
+        warp, lane = thread // 32, thread % 32
+        if kind is None:
+            row = warp * 16 + lane // 4
+            line = address + row * 128 + lane % 2 * 8
+            for group in range(config.box_columns // 8):
+                chunk = (2 * group + lane % 4 // 2) ^ (row % 8)
+                values = [self.value(sums, row_step, column + 8 * group, i) for i in range(4)]
+                ptx.store_shared2(line + chunk * 16, values[:2])
+                ptx.store_shared2(line + 8 * 128 + chunk * 16, values[2:])
+            return
+        row = warp * 16 + lane % 16
+        for group in range(0, config.box_columns // 8, 2):
+            chunk = (group + lane // 16) ^ (row % 8)
+            words = []
+            for j in (0, 1):
+                values = [self.value(sums, row_step, column + 8 * (group + j), i) for i in range(4)]
+                words += [ptx.round_pair(*values[i : i + 2], kind) for i in (0, 2)]
+            ptx.store_matrix(address + row * 128 + chunk * 16, words)
+
+    @cute.jit
+    def store_each(self, sums, d, thread, row, column):
+        """Store where rows may start anywhere."""
+        config = self.config
+        warp, lane = thread // 32, thread % 32
+        for row_step in range_constexpr(config.row_steps):
+            for group in range_constexpr(config.tile[1] // 8):
+                for i in range_constexpr(4):
+                    r = row + row_step * 64 + warp * 16 + lane // 4 + i // 2 * 8
+                    c = column + group * 8 + lane % 4 * 2 + i % 2
+                    if r < d.shape[0] and c < d.shape[1]:
+                        value = self.value(sums, row_step, group * 8, i)
+                        if const_expr(config.accumulate):
+                            value = value + d[r, c]
+                        d[r, c] = d.element_type(value)

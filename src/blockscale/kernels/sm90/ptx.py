@@ -1,0 +1,218 @@
+# mypy: ignore-errors
+"""Single PTX instructions, or a few that must stay together, as functions on CuTe DSL values.
+
+All are volatile: the compiler keeps them in the order in which they are written. It would sink
+plain arithmetic on a finished partial sum below the next wgmma, which then has to wait for it.
+"""
+
+from __future__ import annotations
+
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+
+__all__ = [
+    "arrive",
+    "arrive_at",
+    "arrive_remote",
+    "at_block",
+    "descriptor",
+    "expect",
+    "fma4",
+    "load_floats",
+    "load_matrix",
+    "multiply",
+    "pin",
+    "round_pair",
+    "sleep",
+    "store_matrix",
+    "store_remote",
+    "store_scale",
+    "store_shared2",
+    "wait_cluster",
+    "wait_products",
+    "wgmma",
+]
+
+_HIGH = 0x40000040  # of a descriptor: swizzle of 128 bytes, eight rows are 1024 bytes
+
+
+def _asm(code, results, args, constraints, memory=False):
+    """Values of ``results`` (DSL types) from inline PTX; ``constraints`` of the arguments."""
+    letters = {Float32: "=f", Int32: "=r"}
+    parts = [*(letters[each] for each in results), *constraints]
+    parts += ["~{memory}"] * memory
+    values = [arg.ir_value() for arg in args]
+    kinds = [each.mlir_type for each in results]
+    result = None
+    if len(kinds) == 1:
+        result = kinds[0]
+    elif kinds:
+        result = llvm.StructType.get_literal(kinds)
+    out = llvm.inline_asm(result, values, code, ",".join(parts), has_side_effects=True)
+    if not kinds:
+        return []
+    if len(kinds) == 1:
+        return [results[0](out)]
+    return [each(llvm.extractvalue(kinds[i], out, [i])) for i, each in enumerate(results)]
+
+
+def pin(value):
+    """The value, computed here and nowhere else."""
+    return _asm("mov.b32 $0, $1;", [Int32], [Int32(value)], ["r"])[0]
+
+
+def sleep(nanoseconds) -> None:
+    _asm("nanosleep.u32 $0;", [], [nanoseconds], ["r"], memory=True)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def descriptor(address):
+    """Low word of the descriptor of a matrix in shared memory: rows of 128 bytes, swizzled."""
+    return ((Int32(address) >> 4) & 0x3FFF) | (1 << 16)
+
+
+def wgmma(parts: list, a, b) -> list:
+    """Start a K block's partial sum of 64 rows, in place of a thread's ``parts``, half as many as
+    there are columns.
+
+    ``a``: a descriptor, or the 16 registers of the warpgroup's fragments; ``b``: a descriptor.
+    """
+    count = len(parts)
+    sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    registers = isinstance(a, list)
+    given = [*a, b] if registers else [a, b]
+    lines = [
+        ".reg .pred p, q; .reg .b64 a, b;",
+        "setp.ne.b32 p, 0, 0; setp.ne.b32 q, 1, 0;",
+        f"mov.b64 b, {{${count + len(given) - 1}, {_HIGH}}};",
+        "" if registers else f"mov.b64 a, {{${count}, {_HIGH}}};",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for step in range(4):
+        left = "a"
+        if registers:
+            left = "{" + ", ".join(f"${count + 4 * step + i}" for i in range(4)) + "}"
+        elif step:
+            lines.append("add.s64 a, a, 2;")
+        if step:
+            lines.append("add.s64 b, b, 2;")
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.f32.e4m3.e4m3 "
+            f"{sums}, {left}, b, {'q' if step else 'p'}, 1, 1;"
+        )
+    lines.append("wgmma.commit_group.sync.aligned;")
+    code = "{ " + " ".join(lines) + " }"
+    constraints = ["r"] * len(given) + [str(i) for i in range(count)]
+    return _asm(code, [Float32] * count, [*given, *parts], constraints, memory=True)
+
+
+def wait_products(pending: int) -> None:
+    """Until all but the last ``pending`` groups of wgmmas have finished."""
+    _asm(f"wgmma.wait_group.sync.aligned {pending};", [], [], [], memory=True)
+
+
+def fma4(sums: list, parts: list, scales: list) -> list:
+    """``sums + parts * scales``, four of them; two scales, of two rows, or four."""
+    which = [0, 0, 1, 1] if len(scales) == 2 else range(4)
+    code = " ".join(f"fma.rn.f32 ${i}, ${4 + i}, ${8 + which[i]}, ${i};" for i in range(4))
+    constraints = ["f"] * (4 + len(scales)) + [str(i) for i in range(4)]
+    return _asm(code, [Float32] * 4, [*parts, *scales, *sums], constraints)
+
+
+def multiply(a, b):
+    return _asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b], ["f", "f"])[0]
+
+
+# --- shared memory --------------------------------------------------------------------------------
+
+
+def load_floats(address, offset: int, count: int = 1) -> list:
+    """``count`` (1, 2 or 4) fp32 ``offset`` bytes after ``address``."""
+    names = ", ".join(f"${i}" for i in range(count))
+    names, kind = (names, "f32") if count == 1 else (f"{{{names}}}", f"v{count}.f32")
+    code = f"ld.shared.{kind} {names}, [${count} + {offset}];"
+    return _asm(code, [Float32] * count, [address], ["r"], memory=True)
+
+
+def store_scale(address, value) -> None:
+    _asm("st.shared.f32 [$0], $1;", [], [address, value], ["r", "f"], memory=True)
+
+
+def load_matrix(address) -> list:
+    """Four 8 x 16-byte matrices; a lane gives the address of a row."""
+    code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return _asm(code, [Int32] * 4, [address], ["r"], memory=True)
+
+
+def store_matrix(address, words: list) -> None:
+    code = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    _asm(code, [], [address, *words], ["r"] * 5, memory=True)
+
+
+def store_shared2(address, values: list) -> None:
+    code = "st.shared.v2.f32 [$0], {$1, $2};"
+    _asm(code, [], [address, *values], ["r", "f", "f"], memory=True)
+
+
+def round_pair(low, high, kind: str):
+    """A word of two fp32 values rounded to "bf16" or "f16"."""
+    return _asm(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", [Int32], [low, high], ["f", "f"])[0]
+
+
+# --- barriers -------------------------------------------------------------------------------------
+
+
+def expect(barrier, nbytes: int) -> None:
+    """Arrive, by the thread that calls, and wait for so many bytes more."""
+    code = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};"
+    _asm(code, [], [barrier], ["r"], memory=True)
+
+
+def arrive(barrier) -> None:
+    code = "mbarrier.arrive.shared::cta.b64 _, [$0];"
+    _asm(code, [], [barrier], ["r"], memory=True)
+
+
+def arrive_at(barrier, lane, first, blocks: int) -> None:
+    """Arrive once at the barrier of each of ``blocks`` of the cluster, from ``first`` on; called by
+    a warp's lanes."""
+    code = (
+        f"{{ .reg .pred p; .reg .b32 a, b; setp.lt.u32 p, $1, {blocks}; add.u32 b, $1, $2;"
+        " @p mapa.shared::cluster.u32 a, $0, b;"
+        " @p mbarrier.arrive.shared::cluster.b64 _, [a]; }"
+    )
+    if blocks == 1:
+        code = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+    _asm(code, [], [barrier, lane, first], ["r", "r", "r"], memory=True)
+
+
+# --- another block's memory -----------------------------------------------------------------------
+
+
+def at_block(address, block):
+    """An address of shared memory, in another block of the cluster."""
+    code = "mapa.shared::cluster.u32 $0, $1, $2;"
+    return _asm(code, [Int32], [Int32(address), block], ["r", "r"])[0]
+
+
+def store_remote(address, offset: int, values: list) -> None:
+    """Four fp32."""
+    code = f"st.shared::cluster.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};"
+    _asm(code, [], [address, *values], ["r"] + ["f"] * 4, memory=True)
+
+
+def arrive_remote(barrier) -> None:
+    """What this thread wrote there is seen by those who wait."""
+    code = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];"
+    _asm(code, [], [barrier], ["r"], memory=True)
+
+
+def wait_cluster(barrier, phase) -> None:
+    """Wait for arrivals of other blocks, and see what they wrote."""
+    code = (
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64"
+        " p, [$0], $1; @!p bra AGAIN; }"
+    )
+    _asm(code, [], [barrier, phase], ["r", "r"], memory=True)

@@ -1,0 +1,369 @@
+"""The FP8 product for Hopper, run in the emulator, against fp64 products of its operands."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+from blockscale import emulator as em
+from blockscale import quantize
+from blockscale.emulator.hostcode import settings
+from blockscale.kernels import sm90
+from blockscale.kernels.gpu import compiled
+from blockscale.kernels.gpu.plan import Unsupported
+from blockscale.kernels.sm90.config import Config, choose_config
+from blockscale.layouts import get_layout
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WGMMA = 3e-4  # relative error of FP8 products, whose sums a Hopper GPU rounds below fp32
+SQUARE = Config(BF16, tile=(128, 128), cluster=(1, 1), c_buffers=2)
+
+# Ways to cut the work that give the same bits: all add K block after K block.
+VARIANTS = {
+    "wide": Config(BF16),
+    "wide, one wgmma of four rotates": Config(BF16, batch=64, partials=2),
+    "wide, A in registers": Config(BF16, a_registers=True),
+    "wide, both": Config(BF16, batch=64, partials=2, a_registers=True),
+    "tall": Config(BF16, tile=(256, 128), cluster=(1, 2), stages=4, c_buffers=1),
+    "192 columns rotate": Config(
+        BF16, tile=(128, 192), stages=4, batch=96, partials=2, c_buffers=3
+    ),
+    "192 columns rotate, A in registers": Config(
+        BF16, tile=(128, 192), stages=4, batch=64, partials=2, c_buffers=3, a_registers=True
+    ),
+    "three warpgroups": Config(
+        BF16, tile=(192, 128), cluster=(1, 2), stages=4, warpgroups=3, c_buffers=2
+    ),
+    "square rotates": Config(BF16, tile=(128, 128), partials=2, stages=5, c_buffers=2, unroll=8),
+    "square": SQUARE,
+}
+
+
+@pytest.fixture(autouse=True)
+def _keep_code(monkeypatch):
+    """Compiled functions have their machine code, too."""
+    monkeypatch.setattr(settings(), "keep_cubin", True)
+
+
+def operands(
+    m: int, n: int, k: int, b_block: tuple[int, int] = (128, 128), spread: float = 2.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Data and scales, random: exponents of scales have deviation ``spread``."""
+    generator = torch.Generator().manual_seed(m + n + k)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def scale(*shape: int) -> Tensor:
+        return torch.exp2(normal(*shape) * spread)
+
+    a, b = (100 * normal(rows, k) for rows in (m, n))
+    a, b = (x.clamp(-448, 448).to(torch.float8_e4m3fn) for x in (a, b))
+    blocks, layout = -(-k // 128), get_layout("sm90")
+    a_scale = layout.swizzle(scale(m, blocks))
+    b_scale = scale(-(-n // b_block[0]), blocks)
+    return a, a_scale, b, layout.swizzle(b_scale) if b_block[0] == 1 else b_scale
+
+
+def product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_block: tuple[int, int]
+) -> Tensor:
+    """In fp64, of dequantized operands."""
+    (m, k), n = a.shape, b.shape[0]
+    wide_a = a_scale.T[:m].repeat_interleave(128, 1)[:, :k]
+    rows = b_scale.T[:n] if b_block[0] == 1 else b_scale.repeat_interleave(128, 0)[:n]
+    wide_b = rows.repeat_interleave(128, 1)[:, :k]
+    return (a.double() * wide_a.double()) @ (b.double() * wide_b.double()).T
+
+
+def emulated(
+    config: Config,
+    given: tuple[Tensor, Tensor, Tensor, Tensor],
+    start: Tensor | None = None,
+    *,
+    completion: str = "late",
+    multiprocessors: int = 2,
+) -> Tensor:
+    """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
+    between them may change."""
+    a, a_scale, b, b_scale = given
+    m, n, pad = a.shape[0], b.shape[0], 16 // config.out_dtype.itemsize
+    whole = torch.empty(m + 2, n + 2 * pad, dtype=config.out_dtype)
+    whole.view(torch.uint8).fill_(0xA5)
+    before = whole.clone()
+    out = whole[1:-1, pad:-pad]
+    if start is not None:
+        out.copy_(start)
+    with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
+        kernel = compiled.build(config)
+        kernel(a.view(torch.uint8), a_scale, b.view(torch.uint8), b_scale, out, multiprocessors)
+    result = out.clone()
+    out.copy_(before[1:-1, pad:-pad])
+    assert torch.equal(whole.view(torch.uint8), before.view(torch.uint8)), "written beside it"
+    return result
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """The error is that of rounding, and of sums of FP8 products."""
+    assert bool(torch.isfinite(got).all())
+    rounding = (want.to(dtype).double() - want).norm() / want.norm()
+    error = (got.double() - want).norm() / want.norm()
+    assert error <= (rounding**2 + WGMMA**2) ** 0.5
+
+
+@cache
+def _square(shape: tuple[int, int, int]) -> Tensor:
+    return emulated(SQUARE, operands(*shape))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name):
+    """Tails in M, N and K, more tiles than blocks; the same bits as with the simplest."""
+    shape, config = (136, 264, 336), VARIANTS[name]
+    given = operands(*shape)
+    got = emulated(config, given)
+    assert_close(got, product(*given, config.b_block), config.out_dtype)
+    assert torch.equal(got, _square(shape))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_unrolled(name):
+    """K blocks that fill the body of the loop and more."""
+    shape, config = (72, 136, 9 * 128), VARIANTS[name]
+    got = emulated(config, operands(*shape), completion="random")
+    assert torch.equal(got, _square(shape))
+
+
+SPLIT = {
+    "split": replace(SQUARE, split=2, stages=3),
+    "split, tiles of A shared": replace(SQUARE, split=2, cluster=(1, 2), c_buffers=1),
+    "split, tiles of B shared, added": Config(
+        FP32,
+        tile=(128, 128),
+        split=2,
+        partials=2,
+        c_buffers=2,
+        b_block=(1, 128),
+        accumulate=True,
+    ),
+    "split, stored one by one": replace(SQUARE, split=2, tma_store=False),
+}
+
+
+@pytest.mark.parametrize("shape", [(130, 264, 1168), (16, 72, 272)])
+@pytest.mark.parametrize("name", SPLIT)
+def test_split(name, shape):
+    """Two blocks have a part of K each; several tiles one after another."""
+    config = SPLIT[name]
+    given = operands(*shape, config.b_block)
+    want, start = product(*given, config.b_block), None
+    if config.accumulate:
+        start = torch.randn(shape[:2])
+        want = want + start.double()
+    got = emulated(config, given, start, completion="random", multiprocessors=4)
+    assert_close(got, want, config.out_dtype)
+
+
+EPILOGUES = {
+    "fp32": Config(FP32, c_buffers=2),
+    "fp32 added": Config(FP32, c_buffers=2, accumulate=True),
+    "fp32 added, 1x128": replace(SQUARE, out_dtype=FP32, accumulate=True, b_block=(1, 128)),
+    "bf16, 1x128": Config(BF16, b_block=(1, 128)),
+    "bf16, 1x128, rotating": replace(VARIANTS["192 columns rotate"], b_block=(1, 128)),
+    "fp16": replace(SQUARE, out_dtype=FP16),
+    "bf16, tall": VARIANTS["tall"],
+}
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_epilogues(name):
+    config, (m, n, k) = EPILOGUES[name], (140, 272, 272)
+    given = operands(m, n, k, config.b_block, spread=0.5)
+    given = (given[0], given[1] * 1e-4, *given[2:])  # within the range of fp16
+    want, start = product(*given, config.b_block), None
+    if config.accumulate:
+        start = torch.randn(m, n)
+        want = want + start.double()
+    assert_close(emulated(config, given, start, completion="eager"), want, config.out_dtype)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 141, 160), (130, 7, 1040)])
+def test_odd_rows(shape, accumulate):
+    """Rows that TMA cannot store."""
+    config = Config(FP32, tma_store=False, accumulate=accumulate)
+    given = operands(*shape)
+    start = torch.randn(shape[:2])
+    want = product(*given, config.b_block) + start.double() * accumulate
+    assert_close(emulated(config, given, start), want, FP32)
+
+
+@pytest.mark.parametrize("shape", [(1, 576, 128), (128, 128, 16), (64, 136, 2064), (257, 8, 128)])
+def test_shapes(shape):
+    config = choose_config(shape, BF16)
+    given = operands(*shape)
+    got = emulated(config, given, completion="random", multiprocessors=132)
+    assert_close(got, product(*given, config.b_block), BF16)
+
+
+@pytest.mark.parametrize("b_block", [(128, 128), (1, 128)])
+def test_scales_of_any_size(b_block):
+    """Scales from 2^-60 to 2^60, each block's product exact in fp32: so is the sum of two."""
+    m, n, k = 128, 128, 256
+    a, b = torch.ones(m, k), torch.ones(n, k)
+    a[:, 128:] = 0
+    a[:, 128] = 1
+    a, b = (x.to(torch.float8_e4m3fn) for x in (a, b))
+    generator = torch.Generator().manual_seed(0)
+    _, a_scale, _, b_scale = operands(m, n, k, b_block)
+    for scale in (a_scale, b_scale):
+        scale[:] = torch.exp2(torch.randint(-60, 61, scale.shape, generator=generator).float())
+    config = replace(SQUARE, out_dtype=FP32, b_block=b_block)
+    got = emulated(config, (a, a_scale, b, b_scale))
+    # each term is a power of two, their sum is rounded once
+    assert torch.equal(got, product(a, a_scale, b, b_scale, b_block).float())
+
+
+def test_not_numbers():
+    """NaN and infinite scales reach what they scale and nothing else; rows of zeros are zero."""
+    given = operands(128, 256, 256)
+    a, a_scale, _, b_scale = given
+    a[3] = 0.0
+    a.view(torch.uint8)[5, 7] = 0x7F  # NaN
+    a_scale[1, 9] = float("inf")
+    b_scale[1, 1] = float("nan")
+    got = emulated(replace(SQUARE, stages=3), given)
+    want = product(*given, (128, 128))
+    finite = (
+        want.isfinite()
+    )  # sums of infinities of both signs: here a block is summed, then scaled
+    assert torch.equal(got.isfinite(), finite)
+    assert bool(got[5].isnan().all())
+    assert bool(got[:, 128:].isnan().all())
+    assert_close(got[finite], want[finite], BF16)
+    assert bool((got[3, :128] == 0).all())
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def call(given: tuple[Tensor, ...], **kwargs) -> Tensor:
+    with em.cutedsl(em.Device("sm_90a", check="all")):
+        return sm90.gemm(*given, arch="sm_90a", **kwargs)
+
+
+def test_quantized():
+    """From values to a product, with the scales that the quantizers write."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, 256, generator=generator) for rows in (72, 136))
+    a = quantize(x, "fp8_1x128", layout="sm90")
+    b = quantize(w, "fp8_128x128")
+    got = call((a.qdata, a.scale, b.qdata, b.scale), out_dtype=BF16)
+    assert got.shape == (72, 136)
+    assert got.dtype == BF16
+    assert_close(got, a.dequantize(torch.float64) @ b.dequantize(torch.float64).T, BF16)
+    c = quantize(w, "fp8_1x128", layout="sm90")
+    got = call((a.qdata, a.scale, c.qdata, c.scale), out_dtype=FP32, b_block=(1, 128))
+    assert_close(got, a.dequantize(torch.float64) @ c.dequantize(torch.float64).T, FP32)
+
+
+def test_outputs():
+    given = operands(33, 48, 128)
+    want = product(*given, (128, 128))
+    c = torch.zeros(33, 48, dtype=BF16)
+    assert call(given, c=c) is c
+    assert_close(c, want, BF16)
+    wide = torch.full((33, 51), 2.0)  # rows that TMA cannot take
+    got = call(given, c=wide[:, 1:-2], out_dtype=FP32, accumulate=True)
+    assert_close(got, want + 2, FP32)
+    assert bool((wide[:, [0, -1, -2]] == 2).all())
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 128), (16, 0, 128), (16, 16, 0)])
+def test_empty(shape):
+    given = operands(*shape)
+    got = call(given)
+    assert got.shape == shape[:2]
+    assert not got.any()
+    start = torch.ones(shape[:2])
+    assert bool((call(given, c=start, out_dtype=FP32, accumulate=True) == 1).all())
+
+
+def test_bad_input():
+    a, a_scale, b, b_scale = given = operands(32, 48, 256)
+    bad = {
+        "a_data, b_data": (a, a_scale, b[:, :128].contiguous(), b_scale),
+        "a_data: has shape": (a[None], a_scale, b, b_scale),
+        "b_data: has strides": (a, a_scale, b.T.contiguous().T, b_scale),
+        "a_scale: has shape": (a, a_scale.T.contiguous(), b, b_scale),
+        "a_scale: has strides": (a, a_scale.T.contiguous().T, b, b_scale),
+        "b_scale: has shape": (a, a_scale, b, b_scale[:, :1]),
+    }
+    for message, tensors in bad.items():
+        with pytest.raises(ValueError, match=message):
+            call(tensors)
+    with pytest.raises(TypeError, match="a_data: got"):
+        call((a.float(), a_scale, b, b_scale))
+    with pytest.raises(TypeError, match="a_scale: got"):
+        call((a, a_scale.double(), b, b_scale))
+    with pytest.raises(ValueError, match="accumulate: needs c"):
+        call(given, accumulate=True, out_dtype=FP32)
+    with pytest.raises(ValueError, match="c: has shape"):
+        call(given, c=torch.zeros(48, 32, dtype=BF16))
+    with pytest.raises(TypeError, match="c: got"):
+        call(given, c=torch.zeros(32, 48))
+    with pytest.raises(Unsupported, match="accumulate: adds in fp32"):
+        call(given, c=torch.zeros(32, 48, dtype=BF16), accumulate=True)
+    with pytest.raises(Unsupported, match="K = 40"):
+        call(operands(32, 48, 40))
+    with pytest.raises(Unsupported, match="16 bytes"):
+        call((a[:, 1:241], a_scale, b[:, :240], b_scale))
+    with pytest.raises(Unsupported, match="sm_100a"):
+        sm90.gemm(*given, arch="sm_100a")
+    with pytest.raises(Unsupported, match="b_block"):
+        call(given, b_block=(64, 64))
+
+
+def test_cached_by_its_code(monkeypatch):
+    config = choose_config((128, 128, 128), BF16)
+    before = compiled._key(config)
+    assert compiled._key(replace(config, stages=4)) != before
+    monkeypatch.setattr(compiled, "_beside", lambda module: module.encode())
+    assert compiled._key(config) != before
+
+
+# --- code -----------------------------------------------------------------------------------------
+
+
+def frame_bytes(cubin: bytes) -> list[int]:
+    """Of local memory, a function each: entries of kind EIATTR_FRAME_SIZE in .nv.info."""
+    table, size, count, names = struct.unpack_from("<40xQ10x3H", cubin)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    text, found = headers[names][4], []
+    for name, _, _, _, start, length in headers:
+        end = cubin.index(b"\0", text + name)
+        if cubin[text + name : end] != b".nv.info":
+            continue
+        where = start
+        while where < start + length:
+            kind, attribute, extent = struct.unpack_from("<BBH", cubin, where)
+            if (kind, attribute) == (4, 0x11):
+                found.append(struct.unpack_from("<I", cubin, where + 8)[0])
+            where += 4 + (extent if kind == 4 else 0)
+    return found
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *SPLIT, *EPILOGUES])
+def test_no_spills(name):
+    config = {**VARIANTS, **SPLIT, **EPILOGUES}[name]
+    with em.cutedsl(em.Device("sm_90a")):
+        frames = frame_bytes(compiled.build(config).__cubin__)
+    assert frames == [0]
