@@ -11,6 +11,7 @@ import torch
 import blockscale as bs
 from blockscale import ops, reference
 from blockscale.formats import formats
+from blockscale.kernels import gpu as kernels
 from blockscale.ops import backends, fused
 
 OPS = torch.ops.blockscale
@@ -233,17 +234,19 @@ def gpu(monkeypatch):
     class Gpu:
         calls, reason = [], ""
 
-        def unsupported(self, x, fmt, axes, layouts, *, grouped=False, producer="load"):
-            return self.reason
+        Unsupported = kernels.Unsupported
 
-        def unsupported_rmsnorm(self, x, fmt, layout):
-            return self.reason
+        def refuse(self):
+            if self.reason:
+                raise self.Unsupported(self.reason)
 
         def global_scale(self, x, fmt, *, producer, others):
+            self.refuse()
             self.calls.append(("global_scale", producer))
             return reference.global_scale(self.make(producer, x, others), fmt)
 
         def quantize(self, x, fmt, *, axes, layouts, producer, others, **kwargs):
+            self.refuse()
             self.calls.append(("quantize", producer, axes))
             values, offsets = self.make(producer, x, others), kwargs.pop("offsets")
             more = kwargs["scale_rounding"], kwargs["nonfinite"]
@@ -254,6 +257,7 @@ def gpu(monkeypatch):
             ]
 
         def rmsnorm(self, x, weight, fmt, *, eps, layout, **kwargs):
+            self.refuse()
             self.calls.append(("rmsnorm",))
             y, rstd = reference.rmsnorm(x, weight, eps)
             more = kwargs["scale_rounding"], kwargs["nonfinite"], layout, kwargs["global_scale"]

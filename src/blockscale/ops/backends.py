@@ -22,7 +22,6 @@ __all__ = [
     "fall_back",
     "no_cpu_kernels",
     "on_gpu",
-    "use_kernel",
 ]
 
 _FUSED = ("swiglu_quantize", "swiglu_backward_quantize", "rmsnorm_quantize")
@@ -100,17 +99,6 @@ def _on_cpu(operation: str) -> tuple[str, str]:
 def on_gpu(x: Tensor) -> bool:
     """Whether the GPU kernels are those for ``x``."""
     return x.is_cuda
-
-
-def use_kernel(operation: str, x: Tensor, backend: str, reason: str) -> bool:
-    """Whether a kernel runs ``operation``, given why none can (empty where one can).
-
-    Raises ValueError where ``backend`` asks for one that there is not.
-    """
-    if backend == "reference" or not reason:
-        return backend != "reference"
-    fall_back(operation, x, backend, reason)
-    return False
 
 
 def fall_back(operation: str, x: Tensor, backend: str, reason: str) -> None:

@@ -16,7 +16,7 @@ from .. import reference
 from ..formats import Format, get_format
 from ..kernels import gpu
 from . import fakes
-from .backends import on_gpu, use_kernel
+from .backends import fall_back, on_gpu
 from .operation import operation
 from .quantize import global_scale, placed, quantize, quantize_both, written_layouts
 
@@ -72,18 +72,31 @@ def swiglu_quantize(
     """
     fmt = get_format(format)
     axes, layouts = _asked(rows, columns, row_layout, column_layout)
+    more = scale_rounding, nonfinite, global_scale, offsets
+    if on_gpu(x) and backend != "reference":
+        try:
+            return _swiglu_by_kernel(x, grad, fmt, axes, layouts, *more)
+        except gpu.Unsupported as why:
+            producer = "swiglu" if grad is None else "swiglu_backward"
+            fall_back(f"{producer}_quantize", x, backend, str(why))
+    values = reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x)
+    return _quantize(values, format, axes, layouts, *more, backend)
+
+
+def _swiglu_by_kernel(
+    x: Tensor,
+    grad: Tensor | None,
+    fmt: Format,
+    axes: tuple[int, ...],
+    layouts: tuple[str, ...],
+    scale_rounding: str,
+    nonfinite: str,
+    global_scale: Tensor | None,
+    offsets: Tensor | None,
+) -> list[Tensor]:
+    """What the kernel makes of ``x``; Unsupported where there is none."""
     producer, others = ("swiglu", ()) if grad is None else ("swiglu_backward", (grad,))
-    written, kernel = written_layouts(fmt, layouts), False
-    if on_gpu(x):
-        reason = ""
-        if backend != "reference":
-            grouped = offsets is not None
-            reason = gpu.unsupported(x, fmt, axes, written, grouped=grouped, producer=producer)
-        kernel = use_kernel(f"{producer}_quantize", x, backend, reason)
-    if not kernel:
-        values = reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x)
-        more = scale_rounding, nonfinite, global_scale, offsets
-        return _quantize(values, format, axes, layouts, *more, backend)
+    written = written_layouts(fmt, layouts)
     found = []
     if fmt.has_global_scale and global_scale is None:
         global_scale = gpu.global_scale(x, fmt, producer=producer, others=others)
@@ -145,19 +158,32 @@ def rmsnorm_quantize(
     backend: str = "auto",
 ) -> list[Tensor]:
     """``reference.rmsnorm`` of ``x``, quantized along rows, and its rstd."""
-    fmt, kernel = get_format(format), False
+    fmt = get_format(format)
+    more = scale_rounding, nonfinite, global_scale
+    if on_gpu(x) and backend != "reference":
+        try:
+            return _rmsnorm_by_kernel(x, weight, eps, fmt, layout, *more)
+        except gpu.Unsupported as why:
+            fall_back("rmsnorm_quantize", x, backend, str(why))
+    values, rstd = reference.rmsnorm(x, weight, eps)
+    data, scale, *found = _quantize(values, format, (-1,), (layout,), *more, None, backend)
+    return [data, scale, rstd, *found]
+
+
+def _rmsnorm_by_kernel(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    fmt: Format,
+    layout: str,
+    scale_rounding: str,
+    nonfinite: str,
+    global_scale: Tensor | None,
+) -> list[Tensor]:
+    """What the kernel makes of ``x``; Unsupported where there is none."""
+    if fmt.has_global_scale and global_scale is None:
+        raise gpu.Unsupported(_UNKNOWN_SCALE)
     (written,) = written_layouts(fmt, (layout,))
-    if on_gpu(x):
-        reason = ""
-        if backend != "reference":
-            unknown = fmt.has_global_scale and global_scale is None
-            reason = _UNKNOWN_SCALE if unknown else gpu.unsupported_rmsnorm(x, fmt, written)
-        kernel = use_kernel("rmsnorm_quantize", x, backend, reason)
-    if not kernel:
-        values, rstd = reference.rmsnorm(x, weight, eps)
-        more = scale_rounding, nonfinite, global_scale, None
-        data, scale, *found = _quantize(values, format, (-1,), (layout,), *more, backend)
-        return [data, scale, rstd, *found]
     data, scale, rstd = gpu.rmsnorm(
         x,
         weight,

@@ -30,7 +30,7 @@ def any_tensor(dtype, rank: int, align: int, spaced: bool = False):
 
 
 def any_source(dtype: torch.dtype, aligned: bool):
-    """A matrix; ``aligned``: each of its rows starts at a multiple of 16 bytes."""
+    """A matrix of values; ``aligned``: each of its rows starts at a multiple of 16 bytes."""
     return any_tensor(NUMERIC[dtype], 2, 16 if aligned else dtype.itemsize, aligned)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "GROUP_ROWS",
     "PANEL",
     "PRODUCERS",
+    "SHARED",
     "Config",
     "Producer",
     "choose_config",
@@ -33,7 +34,7 @@ _TILE = 128 * 128  # elements that a block of threads takes
 _FEW_ROWS = 16
 _MULTIPROCESSORS = 132  # of an H200
 _SECTOR = 32
-_SHARED = 227 << 10  # of a multiprocessor
+SHARED = 227 << 10  # that a block may have, or several of a multiprocessor together
 _SMALL = 6 << 10  # room for scales, barrier, table, and what the system takes of each block
 
 
@@ -108,7 +109,7 @@ class Config:
         if not self.resident:
             return 0
         used = self.tile_bytes * PRODUCERS[self.producer].sources + _SMALL
-        return max(_SHARED // self.resident - used, 0)
+        return max(SHARED // self.resident - used, 0)
 
     @property
     def box_rows(self) -> int:

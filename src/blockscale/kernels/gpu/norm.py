@@ -12,14 +12,13 @@ from torch import Tensor
 
 from ...formats import Format, get_format
 from ..cpu.spec import Spec, specify
-from .config import DTYPES
+from .config import DTYPES, SHARED
 from .outputs import Output, choose_output, template
-from .plan import architecture, as_matrix, get_kernel, unsupported
+from .plan import Unsupported, architecture, as_matrix, get_kernel, unsupported
 
 __all__ = ["SEGMENT", "NormConfig", "choose_norm", "rmsnorm", "unsupported_rmsnorm"]
 
 SEGMENT = 512  # columns of a warp at a time
-_SHARED = 227 << 10  # that a block may have, of 228 KB
 _RESERVED = 1 << 10  # that the system takes of each block
 _RESIDENT = 3  # blocks on a multiprocessor at once: one waits for loads while others compute
 _WARPS = 32  # of them all, so that a thread has 64 registers
@@ -105,7 +104,7 @@ def choose_norm(
     m, k = shape
     segments, processors = -(-k // SEGMENT), _PROCESSORS[arch]
     row, small = segments * _segment_bytes(dtype, format) + 4, _small(format) + _RESERVED
-    whole = _SHARED + _RESERVED
+    whole = SHARED + _RESERVED
     fit = min(max((whole // _RESIDENT - small) // row, 1), _MAX_ROWS)
     spread = max(m // processors, 1)  # leave no multiprocessor idle
     rows = 1 << min(fit, spread).bit_length() - 1
@@ -140,7 +139,7 @@ def _small(format: Format) -> int:
 
 
 def _most_columns(dtype: torch.dtype, format: Format) -> int:
-    return (_SHARED - _small(format) - 4) // _segment_bytes(dtype, format) * SEGMENT
+    return (SHARED - _small(format) - 4) // _segment_bytes(dtype, format) * SEGMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +170,12 @@ def rmsnorm(
     ``weight`` (K,) may have another dtype than ``x``. One-byte scales are returned as uint8.
     ``arch``: of the kernel where ``x`` is on a CPU, for the emulator.
 
-    Raises ValueError where ``unsupported_rmsnorm`` gives a reason, for a ``weight`` that does not
-    fit ``x``, and for a missing ``global_scale``.
+    Raises Unsupported, a ValueError, where ``unsupported_rmsnorm`` gives a reason; ValueError for a
+    ``weight`` that does not fit ``x``, and for a missing ``global_scale``.
     """
     reason = unsupported_rmsnorm(x, format, layout, arch)
     if reason:
-        raise ValueError(f"rmsnorm: {reason}")
+        raise Unsupported(reason)
     if format.has_global_scale and global_scale is None:
         raise ValueError(f"global_scale: {format.name} needs one")
     k = x.shape[-1]

@@ -26,7 +26,7 @@ from .encode import Encoder
 from .groups import TileRows
 from .norm import SEGMENT, NormConfig
 from .rows import Rows
-from .scales import Staging, staging
+from .scales import Packed, staging
 from .shared import allocate, clear
 from .tile import ELEMENTS, NUMERIC, Part, load_words
 
@@ -36,15 +36,8 @@ _TILE = 128  # rows of a tile of the tcgen05 layout
 
 
 @dataclass(frozen=True)
-class _Interleaved(Staging):
+class _Interleaved(Packed):
     """tcgen05 tiles of rows in the order of ``RmsNorm.row``: a line is four blocks of each."""
-
-    @property
-    def lines(self) -> int:
-        return self.blocks // 4
-
-    def place(self, outer, block):
-        return (block >> 2) * self.line_bytes + outer * 4 + (block & 3)
 
     def line(self, line, start, shape):
         tiles = (shape[1] + 3) >> 2

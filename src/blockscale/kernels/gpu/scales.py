@@ -19,7 +19,7 @@ from cutlass import Int32, Int64, cute, range_constexpr, select_
 
 from . import ptx
 
-__all__ = ["Staging", "staging"]
+__all__ = ["Packed", "Staging", "staging"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _Sm90(_BlockMajor):
     pad = 4  # with zeros
 
 
-class _Packed(Staging):
+class Packed(Staging):
     """A line is four blocks of each outer index, a word each."""
 
     @property
@@ -155,8 +155,8 @@ _KINDS = {
     ("tcgen05", -2): _Tcgen05,
     ("sm90", -1): _Sm90,
     ("sm90", -2): _Sm90,
-    ("packed", -1): _Packed,
-    ("packed", -2): _Packed,
+    ("packed", -1): Packed,
+    ("packed", -2): Packed,
 }
 
 

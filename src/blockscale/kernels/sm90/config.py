@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ..gpu.config import SHARED
+
 __all__ = ["BLOCK_K", "OUT_DTYPES", "Config", "choose_config", "why_not"]
 
 BLOCK_K = 128  # columns of a scale, and of a stage
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 B_BLOCKS = ((128, 128), (1, 128))
-_SHARED = 227 << 10  # of a block of threads
 _ROWS = 64  # of one wgmma
 _MULTIPROCESSORS = 132  # of an H100 SXM and of an H200
 _LONG = 2048  # elements along K that are worth splitting
@@ -70,7 +71,7 @@ class Config:
             "batch": self.batch % 16 or self.batch > 256,
             "cluster": self.cluster not in ((1, 1), (2, 1), (1, 2)),
             "split": self.split not in (1, 2),
-            "stages": self.shared_bytes > _SHARED,
+            "stages": self.shared_bytes > SHARED,
             "c_buffers": self.boxes % self.c_buffers or columns * self.out_dtype.itemsize % _BOX,
         }
         for name, bad in wrong.items():

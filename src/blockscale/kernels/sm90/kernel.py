@@ -10,12 +10,11 @@ takes half of K (``exchange``).
 from __future__ import annotations
 
 import cutlass
-import torch
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
 
-from ..gpu.any_tensor import any_tensor
+from ..gpu.any_tensor import any_source, any_tensor, compile_for
+from ..gpu.tile import NUMERIC
 from . import ptx
 from .config import BLOCK_K, Config
 from .copies import Copies
@@ -25,12 +24,6 @@ from .mainloop import Mainloop
 from .schedule import Raster
 
 __all__ = ["Gemm", "compile_config"]
-
-OUT = {
-    torch.bfloat16: cutlass.BFloat16,
-    torch.float16: cutlass.Float16,
-    torch.float32: cutlass.Float32,
-}
 
 
 class Gemm:
@@ -51,7 +44,7 @@ class Gemm:
         self.b_scale = Copies(Float32, (1, columns), stages, swizzled=False)
         box = (64, config.box_columns)
         slots = config.c_buffers * config.warpgroups
-        self.out = Copies(OUT[config.out_dtype], box, slots)
+        self.out = Copies(NUMERIC[config.out_dtype], box, slots)
         self.mainloop, self.epilogue = Mainloop(config), Epilogue(config, self.out)
         self.exchange = Exchange(config)
 
@@ -260,16 +253,14 @@ class Gemm:
 
 def compile_config(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
-    own = config.out_dtype.itemsize
-    fp32_rows = any_tensor(Float32, 2, 16, True)
-    return cute.compile(
+    scales = any_tensor(Float32, 2, 16, True)
+    return compile_for(
+        config.arch,
         Gemm(config),
         any_tensor(cutlass.Uint8, 2, 16, True),
-        fp32_rows,
+        scales,
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(Float32, 2, 16, True) if config.b_block[0] == 1 else any_tensor(Float32, 2, 4),
-        any_tensor(OUT[config.out_dtype], 2, 16 if config.tma_store else own, config.tma_store),
+        any_source(config.out_dtype, config.tma_store),
         Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {config.arch}",
     )
