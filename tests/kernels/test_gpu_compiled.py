@@ -104,7 +104,7 @@ def test_key_depends_on_configuration_source_and_version(monkeypatch):
         keys.add(compiled._key(dataclasses.replace(config(), **{field: value})))
     monkeypatch.setattr(compiled, "version", lambda package: "0")
     keys.add(compiled._key(config()))
-    monkeypatch.setattr(compiled, "_sources", lambda: b"other")
+    monkeypatch.setattr(compiled, "_sources", lambda module: b"other")
     keys.add(compiled._key(config()))
     assert len(keys) == 7
 

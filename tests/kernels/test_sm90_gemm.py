@@ -336,7 +336,7 @@ def test_cached_by_its_code(monkeypatch):
     config = choose_config((128, 128, 128), BF16)
     before = compiled._key(config)
     assert compiled._key(replace(config, stages=4)) != before
-    monkeypatch.setattr(compiled, "_beside", lambda module: module.encode())
+    monkeypatch.setattr(compiled, "_sources", lambda module: module.encode())
     assert compiled._key(config) != before
 
 

@@ -62,25 +62,20 @@ def load(config: Any) -> Kernel:
 
 
 @lru_cache
-def _sources() -> bytes:
-    """Code that any kernel may be made of: this folder, and the numbers that formats stand for."""
-    here = sorted(Path(__file__).parent.glob("*.py"))
-    package = Path(__file__).parents[2]
-    others = [package / name for name in ("formats.py", "rounding.py", "kernels/cpu/spec.py")]
-    return b"".join(path.read_bytes() for path in [*here, *others])
-
-
-@lru_cache
-def _beside(module: str) -> bytes:
-    """All code in the folder of a module, that of a configuration's class."""
-    here = Path(str(sys.modules[module].__file__)).parent
-    return b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))
+def _sources(module: str) -> bytes:
+    """Code that a kernel may be made of: the folder of its configuration's class, this one, that of
+    shared parts, and the numbers that formats stand for."""
+    here, package = Path(__file__).parent, Path(__file__).parents[2]
+    folders = {Path(str(sys.modules[module].__file__)).parent, here, here.parent / "common"}
+    paths = [path for folder in sorted(folders) for path in sorted(folder.glob("*.py"))]
+    paths += [package / name for name in ("formats.py", "rounding.py", "kernels/cpu/spec.py")]
+    return b"".join(path.read_bytes() for path in paths)
 
 
 def _key(config: Any) -> str:
     """Hash of all that a kernel depends on."""
     what = type(config).__name__, config, version("nvidia-cutlass-dsl")
-    sources = _sources() + _beside(type(config).__module__)
+    sources = _sources(type(config).__module__)
     return hashlib.sha256(sources + repr(what).encode()).hexdigest()[:32]
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from cutlass import const_expr, cute, range_constexpr
 
+from ..common.copies import Copies
 from . import ptx
 from .config import Config
-from .copies import Copies
 
 __all__ = ["Epilogue"]
 

@@ -13,15 +13,15 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
+from ..common.copies import Copies
+from ..common.schedule import Raster
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
 from . import ptx
 from .config import BLOCK_K, Config
-from .copies import Copies
 from .epilogue import Epilogue
 from .exchange import Exchange
 from .mainloop import Mainloop
-from .schedule import Raster
 
 __all__ = ["Gemm", "compile_config"]
 
@@ -31,7 +31,7 @@ class Gemm:
 
     def __init__(self, config: Config):
         self.config = config
-        self.raster = Raster(config)
+        self.raster = Raster(config.tile, config.cluster, config.group)
 
     def setup(self):
         """What needs a compiler that runs."""

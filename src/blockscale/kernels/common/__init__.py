@@ -1,0 +1,1 @@
+"""Parts that kernels for several architectures are made of."""
