@@ -193,6 +193,10 @@ class Format:
             out[-3 - axis] = -(-out[-3 - axis] // self.block[0])
         return tuple(out)
 
+    def turned(self, axis: int, k_major: bool) -> bool:
+        """Whether data is stored column by column: packed columns are, others if ``k_major``."""
+        return axis == -2 and (k_major or self.element.bits < 8)
+
     def _padded(self, n: int) -> int:
         return -(-n // self.block_size) * self.block_size
 

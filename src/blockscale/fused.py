@@ -31,6 +31,7 @@ def swiglu_quantize(
     global_scale: Tensor | float | None = None,
     pad: bool = False,
     offsets: Tensor | None = None,
+    k_major: bool = False,
     backend: str = "auto",
 ) -> tuple[ScaledTensor, ...]:
     """Quantize ``silu(gate) * up`` (M, H) of ``x`` (M, 2H), whose first H columns are the gate.
@@ -58,12 +59,12 @@ def swiglu_quantize(
     """
     half = _check_halves(x)
     values = x.narrow(-1, 0, half)  # not those: a tensor of their shape and dtype
-    names = scale_rounding, layout, nonfinite, pad, offsets, backend
+    names = scale_rounding, layout, nonfinite, pad, offsets, backend, k_major
     try:
         call = _checked(values, axes, format, *names)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error} (here x is the product, half as wide)") from None
-    return _swiglu(x, None, values, call, nonfinite, global_scale, offsets, backend)
+    return _swiglu(x, None, values, call, nonfinite, global_scale, offsets, backend, k_major)
 
 
 def swiglu_backward_quantize(
@@ -78,6 +79,7 @@ def swiglu_backward_quantize(
     global_scale: Tensor | float | None = None,
     pad: bool = False,
     offsets: Tensor | None = None,
+    k_major: bool = False,
     backend: str = "auto",
 ) -> tuple[ScaledTensor, ...]:
     """Quantize the gradient (M, 2H) of ``x`` (M, 2H), given ``grad`` (M, H) of its SwiGLU.
@@ -95,9 +97,10 @@ def swiglu_backward_quantize(
     Raises TypeError or ValueError as :func:`swiglu_quantize`, and where ``grad`` does not fit.
     """
     half = _check_halves(x)
-    call = _checked(x, axes, format, scale_rounding, layout, nonfinite, pad, offsets, backend)
+    names = scale_rounding, layout, nonfinite, pad, offsets, backend, k_major
+    call = _checked(x, axes, format, *names)
     _check_other("grad", grad, (*x.shape[:-1], half), x, (x.dtype,))
-    return _swiglu(x, grad, x, call, nonfinite, global_scale, offsets, backend)
+    return _swiglu(x, grad, x, call, nonfinite, global_scale, offsets, backend, k_major)
 
 
 def rmsnorm_quantize(
@@ -133,7 +136,8 @@ def rmsnorm_quantize(
 
     Source: Zhang and Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
-    call = _checked(x, (-1,), format, scale_rounding, layout, nonfinite, pad, None, backend)
+    names = scale_rounding, layout, nonfinite, pad, None, backend, False
+    call = _checked(x, (-1,), format, *names)
     _check_other("weight", weight, (x.shape[-1],), x, DTYPES)
     if not isinstance(eps, (int, float)) or not _SMALLEST_EPS <= eps <= _LARGEST_EPS:
         raise ValueError(
@@ -163,6 +167,7 @@ def _swiglu(
     global_scale: Tensor | float | None,
     offsets: Tensor | None,
     backend: str,
+    k_major: bool,
 ) -> tuple[ScaledTensor, ...]:
     scalar = _given_scale(global_scale, x, call, backend)
     results = ops.swiglu_quantize(
@@ -178,6 +183,7 @@ def _swiglu(
         scalar,
         offsets,
         backend,
+        k_major,
     )
     if len(results) % 2:
         scalar = results[-1]
@@ -206,12 +212,14 @@ def _checked(
     pad: bool,
     offsets: Tensor | None,
     backend: str,
+    k_major: bool,
 ) -> Call:
     """The checks of ``quantize``, for each of ``axes``."""
     if axes not in _AXES:
         raise ValueError(f"axes: got {axes!r}; choose one of {', '.join(map(str, _AXES))}")
     stored = layout if isinstance(layout, tuple) else (layout,) * len(axes)
-    return check(x, axes, format, scale_rounding, stored, nonfinite, pad, offsets, None, backend)
+    names = scale_rounding, stored, nonfinite, pad, offsets, None, backend, k_major
+    return check(x, axes, format, *names)
 
 
 def _check_halves(x: Tensor) -> int:

@@ -41,6 +41,7 @@ def quantize(
     pad: bool = False,
     offsets: Tensor | None = None,
     seed: int | None = None,
+    k_major: bool = False,
     backend: str = "auto",
 ) -> ScaledTensor:
     """Quantize ``x`` (..., M, K) in blocks along ``axis``.
@@ -63,6 +64,10 @@ def quantize(
             ``axis=-2`` blocks start anew in each group (no padding needed); with ``axis=-1`` the
             scales of each group start on a 128-row tile in every layout but compact.
         seed: round elements stochastically with this seed instead of to nearest even.
+        k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8
+            tensor cores read them: ``qdata`` is then the ``mT`` of a contiguous tensor, each of
+            whose rows starts at a multiple of 32 bytes. Values and scales are the same. Rows, and
+            packed data, lie so without it.
         backend: ``"auto"``: compiled kernels where there are some for this call, else the
             reference, plain torch; on a GPU a :class:`FallbackWarning` says so, once for each
             reason. ``"kernel"``: a kernel, or ValueError. ``"reference"``: plain torch. All of
@@ -80,7 +85,17 @@ def quantize(
     """
     axis = check_axis(axis)
     call = check(
-        x, (axis,), format, scale_rounding, (layout,), nonfinite, pad, offsets, seed, backend
+        x,
+        (axis,),
+        format,
+        scale_rounding,
+        (layout,),
+        nonfinite,
+        pad,
+        offsets,
+        seed,
+        backend,
+        k_major,
     )
     scalar = check_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
@@ -95,6 +110,7 @@ def quantize(
         offsets,
         seed,
         backend,
+        k_major,
     )
     return wrap(x, call, 0, data, scale, scalar, offsets)
 
@@ -110,6 +126,7 @@ def quantize_both(
     pad: bool = False,
     offsets: Tensor | None = None,
     seed: int | None = None,
+    k_major: bool = False,
     backend: str = "auto",
 ) -> tuple[ScaledTensor, ScaledTensor]:
     """``x`` (..., M, K) quantized along rows (axis -1) and along columns (axis -2).
@@ -126,7 +143,9 @@ def quantize_both(
     Returns: the tensors along -1 and along -2. Raises TypeError or ValueError as :func:`quantize`.
     """
     pair = layout if isinstance(layout, tuple) else (layout, layout)
-    call = check(x, _BOTH, format, scale_rounding, pair, nonfinite, pad, offsets, seed, backend)
+    call = check(
+        x, _BOTH, format, scale_rounding, pair, nonfinite, pad, offsets, seed, backend, k_major
+    )
     scalar = check_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
     row, row_scale, column, column_scale = ops.quantize_both(
@@ -140,6 +159,7 @@ def quantize_both(
         offsets,
         seed,
         backend,
+        k_major,
     )
     return (
         wrap(x, call, 0, row, row_scale, scalar, offsets),
@@ -191,6 +211,7 @@ def check(
     offsets: Tensor | None,
     seed: int | None,
     backend: str,
+    k_major: bool,
 ) -> Call:
     """All checks but that of the global scale; those of names and shapes are remembered."""
     if seed is not None and (
@@ -210,6 +231,7 @@ def check(
         pad,
         grouped,
         backend,
+        k_major,
     )
     if offsets is not None:
         check_offsets(offsets, x.shape[0], x.device)
@@ -228,6 +250,7 @@ def _check_call(
     pad: bool,
     grouped: bool,
     backend: str,
+    k_major: bool,
 ) -> Call:
     """Raise unless a tensor of ``shape`` and ``dtype`` can be quantized so."""
     call = _check_names(axes, format, scale_rounding, stored)
@@ -236,7 +259,7 @@ def _check_call(
     if dtype not in DTYPES:
         names = ", ".join(str(d) for d in DTYPES)
         raise TypeError(f"x: got {dtype}; expected one of {names}: cast it first")
-    _check_shape(shape, call, pad, grouped)
+    _check_shape(shape, call, pad, grouped, k_major)
     return call
 
 
@@ -278,7 +301,7 @@ def check_tensor(x: Tensor) -> None:
         _check_memory(x)
 
 
-def _check_shape(shape: torch.Size, call: Call, pad: bool, grouped: bool) -> None:
+def _check_shape(shape: torch.Size, call: Call, pad: bool, grouped: bool, k_major: bool) -> None:
     fmt = call.format
     for axis in call.axes:
         if len(shape) < -axis:
@@ -289,7 +312,7 @@ def _check_shape(shape: torch.Size, call: Call, pad: bool, grouped: bool) -> Non
         raise ValueError(f"x: has shape {tuple(shape)}, there is nothing to quantize")
     for axis in call.axes:
         if grouped:
-            _check_groups(shape, fmt, axis)
+            _check_groups(shape, fmt, axis, k_major)
         if not pad and not (grouped and axis == -2) and shape[axis] % fmt.block_size:
             raise ValueError(
                 f"x: dimension {axis} is {shape[axis]}, not a multiple of {fmt.name}'s block of "
@@ -308,7 +331,7 @@ def _check_shape(shape: torch.Size, call: Call, pad: bool, grouped: bool) -> Non
         )
 
 
-def _check_groups(shape: torch.Size, fmt: Format, axis: int) -> None:
+def _check_groups(shape: torch.Size, fmt: Format, axis: int, k_major: bool) -> None:
     if len(shape) != 2:
         raise ValueError(f"offsets: x has shape {tuple(shape)}; groups cut the rows of a matrix")
     if fmt.block[0] > 1:
@@ -319,6 +342,11 @@ def _check_groups(shape: torch.Size, fmt: Format, axis: int) -> None:
         raise ValueError(
             f"offsets: {fmt.name!r} packs several elements a byte along the contraction, which "
             "groups cannot cut; quantize each group alone, or use an 8-bit format"
+        )
+    if axis == -2 and k_major:
+        raise ValueError(
+            "offsets: with k_major=True, groups along the contraction would start at any byte of a "
+            "line, where no tensor core reads them; quantize each group alone, or leave k_major out"
         )
 
 

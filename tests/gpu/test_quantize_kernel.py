@@ -49,6 +49,17 @@ def test_formats(name, layout, dtype):
         check(nasty(dtype), name, layout=layout, nonfinite=nonfinite)
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"), [place for place in PLACES if bs.formats[place[0]].element.bits == 8]
+)
+def test_k_major(name, layout):
+    given = {"layout": layout, "k_major": True}
+    for dtype in (BF16, FP16, FP32):
+        check(nasty(dtype), name, nonfinite="te", **given)
+    for shape in ((1, 32), (129, 37), (1000, 2880)):
+        check(nasty(BF16, *shape), name, **given)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_scale_roundings(name):
     for rounding in bs.formats[name].scale.roundings:

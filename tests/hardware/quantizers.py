@@ -99,6 +99,13 @@ def cases() -> list[Case]:
                   for axes in (ROWS, COLUMNS, BOTH)]  # fmt: skip
         found.append(Case("fp8_1x128", BOTH, ("sm90",) * 2, producer=producer))
         found.append(Case("nvfp4", BOTH, ("tcgen05",) * 2, producer=producer))
+    for name, layout in (
+        ("mxfp8", "packed"), ("fp8_1x128", "sm90"), ("fp8_128x128", "compact")
+    ):  # fmt: skip
+        found += [Case(name, axes, (layout,) * len(axes), given={"k_major": True})
+                  for axes in (COLUMNS, BOTH)]  # fmt: skip
+    for producer in ("swiglu", "swiglu_backward"):
+        found.append(Case("mxfp8", BOTH, ("packed",) * 2, BF16, producer, given={"k_major": True}))
     for layout, name in (("tcgen05", "mxfp8"), ("sm90", "fp8_1x128")):
         found.append(Case(name, ROWS, (layout,), experts=8))
         found.append(Case(name, BOTH, (layout, "compact"), experts=40))

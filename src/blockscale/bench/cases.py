@@ -41,12 +41,14 @@ class Case:
     producer: str = "load"
     experts: int = 0  # groups of rows, see ``expert_ends``
     amax: bool = False  # finds the global scale by a read of its own; otherwise it is given
+    k_major: bool = False  # columns of 8 bits are stored column by column
 
     @property
     def name(self) -> str:
         name = f"{_PRODUCERS[self.producer][0]}{self.format} {_ALONG[self.axes]}"
         name += ", with its amax" * self.amax
         name += f", {self.experts} experts" * bool(self.experts)
+        name += ", K-major" * self.k_major
         return f"{name}, {self.layout}, {str(self.dtype).removeprefix('torch.')}"
 
     def nbytes(self, rows: int, columns: int) -> float:
@@ -104,6 +106,18 @@ GROUPS = (
             Case("fp8_1x128", (-2,), "sm90"),
             Case("fp8_1x128", _BOTH, "sm90"),
             Case("fp8_128x128", (-1,), "compact"),
+        ),
+    ),
+    Group(
+        "Columns stored K-major",
+        (
+            Case("fp8_1x128", (-2,), "sm90", k_major=True),
+            Case("fp8_1x128", _BOTH, "sm90", k_major=True),
+            Case("fp8_128x128", _BOTH, "compact"),
+            Case("fp8_128x128", _BOTH, "compact", k_major=True),
+            Case("mxfp8", (-2,), "packed", k_major=True),
+            Case("mxfp8", _BOTH, "packed", k_major=True),
+            Case("mxfp8", _BOTH, "packed", producer="swiglu", k_major=True),
         ),
     ),
     Group(
@@ -184,6 +198,7 @@ def prepare(case: Case, rows: int, columns: int, device: str = "cuda") -> Callab
             offsets=offsets,
             producer=case.producer,
             others=others,
+            k_major=case.k_major,
         )
 
     return call

@@ -12,13 +12,13 @@ __all__ = ["empty", "global_scale", "quantize", "quantize_both"]
 
 
 def empty(
-    x: Tensor, fmt: Format, axis: int, layout: str, offsets: Tensor | None
+    x: Tensor, fmt: Format, axis: int, layout: str, offsets: Tensor | None, k_major: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Data and scales as ``quantize`` returns them, without their values."""
     groups = offsets.shape[0] if offsets is not None else 0
     k_groups = groups if axis == -2 else 0
     data_shape = fmt.data_shape(x.shape, axis, k_groups)
-    if axis == -2 and fmt.element.bits < 8:
+    if fmt.turned(axis, k_major):
         flipped = (*data_shape[:-2], data_shape[-1], data_shape[-2])
         data = x.new_empty(flipped, dtype=fmt.element.dtype).mT
     else:
@@ -48,8 +48,9 @@ def quantize(
     offsets: Tensor | None = None,
     seed: int | None = None,
     backend: str = "auto",
+    k_major: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    return empty(x, get_format(format), axis, layout, offsets)
+    return empty(x, get_format(format), axis, layout, offsets, k_major)
 
 
 def quantize_both(
@@ -63,10 +64,11 @@ def quantize_both(
     offsets: Tensor | None = None,
     seed: int | None = None,
     backend: str = "auto",
+    k_major: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     fmt = get_format(format)
     rows = empty(x, fmt, -1, row_layout, offsets)
-    return *rows, *empty(x, fmt, -2, column_layout, offsets)
+    return *rows, *empty(x, fmt, -2, column_layout, offsets, k_major)
 
 
 def global_scale(x: Tensor, format: str, backend: str = "auto") -> Tensor:

@@ -43,12 +43,13 @@ def _fake_swiglu(
     global_scale: Tensor | None = None,
     offsets: Tensor | None = None,
     backend: str = "auto",
+    k_major: bool = False,
 ) -> list[Tensor]:
     fmt = get_format(format)
     values = x if grad is not None else x[..., : x.shape[-1] // 2]
     results: list[Tensor] = []
     for axis, layout in zip(*_asked(rows, columns, row_layout, column_layout), strict=True):
-        results += fakes.empty(values, fmt, axis, layout, offsets)
+        results += fakes.empty(values, fmt, axis, layout, offsets, k_major)
     return results + _fake_scalar(x, fmt, global_scale)
 
 
@@ -66,6 +67,7 @@ def swiglu_quantize(
     global_scale: Tensor | None = None,
     offsets: Tensor | None = None,
     backend: str = "auto",
+    k_major: bool = False,
 ) -> list[Tensor]:
     """``reference.swiglu`` of ``x``, with ``grad`` ``reference.swiglu_backward``, quantized along
     ``rows`` (axis -1), ``columns`` (axis -2) or both, from one read.
@@ -75,12 +77,12 @@ def swiglu_quantize(
     more = scale_rounding, nonfinite, global_scale, offsets
     if on_gpu(x) and backend != "reference":
         try:
-            return _swiglu_by_kernel(x, grad, fmt, axes, layouts, *more)
+            return _swiglu_by_kernel(x, grad, fmt, axes, layouts, *more, k_major)
         except gpu.Unsupported as why:
             producer = "swiglu" if grad is None else "swiglu_backward"
             fall_back(f"{producer}_quantize", x, backend, str(why))
     values = reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x)
-    return _quantize(values, format, axes, layouts, *more, backend)
+    return _quantize(values, format, axes, layouts, *more, backend, k_major)
 
 
 def _swiglu_by_kernel(
@@ -93,6 +95,7 @@ def _swiglu_by_kernel(
     nonfinite: str,
     global_scale: Tensor | None,
     offsets: Tensor | None,
+    k_major: bool,
 ) -> list[Tensor]:
     """What the kernel makes of ``x``; Unsupported where there is none."""
     producer, others = ("swiglu", ()) if grad is None else ("swiglu_backward", (grad,))
@@ -112,6 +115,7 @@ def _swiglu_by_kernel(
         offsets=offsets,
         producer=producer,
         others=others,
+        k_major=k_major,
     )
     results: list[Tensor] = []
     for (data, scale), axis, layout in zip(pairs, axes, layouts, strict=True):
@@ -210,13 +214,14 @@ def _quantize(
     scalar: Tensor | None,
     offsets: Tensor | None,
     backend: str,
+    k_major: bool = False,
 ) -> list[Tensor]:
     """``values`` quantized along ``axes``, and their global scale where none was given."""
     found = []
     if get_format(format).has_global_scale and scalar is None:
         scalar = global_scale(values, format, backend)
         found = [scalar]
-    further = scalar, offsets, None, backend
+    further = scalar, offsets, None, backend, k_major
     pair: tuple[Tensor, ...]
     if len(axes) == 2:
         pair = quantize_both(

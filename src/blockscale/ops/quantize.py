@@ -31,6 +31,7 @@ def quantize(
     offsets: Tensor | None = None,
     seed: int | None = None,
     backend: str = "auto",
+    k_major: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Data and scales of ``x``, scales in ``layout``; see reference.quantize.
 
@@ -41,7 +42,7 @@ def quantize(
     if axis == -1 and layout == "compact":
         offsets = None  # groups of rows move no compact scale
     if backend != "reference":
-        more = scale_rounding, nonfinite, global_scale, offsets, seed
+        more = scale_rounding, nonfinite, global_scale, offsets, seed, k_major
         try:
             return _by_kernel(x, fmt, (axis,), (layout,), *more)[0]
         except gpu.Unsupported as why:
@@ -55,6 +56,7 @@ def quantize(
         global_scale=global_scale,
         offsets=offsets if axis == -2 else None,
         seed=seed,
+        k_major=k_major,
     )
     return data, placed(as_bytes(scale), axis, layout, offsets)
 
@@ -71,18 +73,19 @@ def quantize_both(
     offsets: Tensor | None = None,
     seed: int | None = None,
     backend: str = "auto",
+    k_major: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize`` along -1, then along -2, from one read of ``x`` where a kernel can do that."""
     layouts = row_layout, column_layout
     if backend != "reference" and on_gpu(x):
-        more = scale_rounding, nonfinite, global_scale, offsets, seed
+        more = scale_rounding, nonfinite, global_scale, offsets, seed, k_major
         try:
             row, column = _by_kernel(x, get_format(format), (-1, -2), layouts, *more)
         except gpu.Unsupported:
             pass  # what one axis needs, the other may not
         else:
             return *row, *column
-    further = global_scale, offsets, seed, backend
+    further = global_scale, offsets, seed, backend, k_major
     row, column = (
         quantize(x, format, axis, scale_rounding, nonfinite, layout, *further)
         for axis, layout in zip((-1, -2), layouts, strict=True)
@@ -118,6 +121,7 @@ def _by_kernel(
     global_scale: Tensor | None,
     offsets: Tensor | None,
     seed: int | None,
+    k_major: bool,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
     if seed is not None:
@@ -138,6 +142,8 @@ def _by_kernel(
             nonfinite=nonfinite,
             global_scale=global_scale,
         )
+        if fmt.turned(axes[0], k_major) and data.stride(-2) != 1:
+            data = data.mT.contiguous().mT
         return [(data, placed(as_bytes(scale), axes[0], layouts[0], offsets))]
     written = written_layouts(fmt, layouts)
     results = gpu.quantize(
@@ -149,6 +155,7 @@ def _by_kernel(
         nonfinite=nonfinite,
         global_scale=global_scale,
         offsets=offsets,
+        k_major=k_major,
     )
     if written is layouts:
         return results

@@ -36,11 +36,13 @@ def quantize(
     global_scale: Tensor | None = None,
     offsets: Tensor | None = None,
     seed: int | None = None,
+    k_major: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Data and compact scales of ``x`` (..., M, K), blocked along ``axis`` (-1 or -2).
 
     The contraction is padded with zeros to whole blocks; where the data is packed it is packed
-    along the contraction. Shapes: ``format.data_shape`` and ``format.scale_shape``.
+    along the contraction. Shapes: ``format.data_shape`` and ``format.scale_shape``. Strides:
+    contiguous, or ``mT`` of a contiguous tensor where ``format.turned``.
     """
     noise = None if seed is None else random_bits(seed, x.shape, x.device)
     if axis == -2:  # from here on the contraction is the last axis
@@ -64,8 +66,8 @@ def quantize(
     scale = scales[0] if offsets is None else _place_groups(scales, bounds, x.shape[-1], format)
     stored = pack(codes, format.element)
     if axis == -2:
-        # 8-bit data keeps the order of x; packed data stays contraction-major, as FP4 units read it
-        stored = stored.mT.contiguous() if format.element.bits == 8 else stored.mT
+        # packed data stays contraction-major, as FP4 units read it; 8-bit data is as x is
+        stored = stored.mT if format.turned(axis, k_major) else stored.mT.contiguous()
         scale = scale.mT.contiguous()
     return stored, _store_scale(scale, format)
 

@@ -38,6 +38,7 @@ def quantize(
     offsets: Tensor | None = None,
     producer: str = "load",
     others: tuple[Tensor, ...] = (),
+    k_major: bool = False,
     arch: str | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Data and scales of ``x`` (..., M, K) for each of ``axes``, (-1,), (-2,) or (-1, -2), from one
@@ -52,6 +53,7 @@ def quantize(
         producer: "load": ``x`` is quantized; "swiglu": ``x`` (M, 2H) is gate and up,
             ``reference.swiglu`` of it (M, H) is quantized; "swiglu_backward": ``others`` has the
             gradient (M, H), ``reference.swiglu_backward`` of both (M, 2H) is quantized.
+        k_major: data along columns is stored column by column, as 4-bit data always is.
         arch: of the kernel where ``x`` is on a CPU, for the emulator.
 
     One-byte scales are returned as uint8. Raises Unsupported, a ValueError, where ``unsupported``
@@ -69,6 +71,7 @@ def quantize(
         global_scale is not None,
         None if offsets is None else offsets.shape[0],
         producer,
+        k_major,
         arch,
     )
     arguments: list[Any] = [None] * 4

@@ -11,7 +11,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ...formats import Format
 from .tile import NUMERIC
 
-__all__ = ["any_outputs", "any_source", "any_tensor", "compile_for"]
+__all__ = ["any_matrix", "any_outputs", "any_source", "any_tensor", "compile_for"]
 
 _ELEMENTS = {
     torch.float8_e4m3fn: cutlass.Float8E4M3FN,
@@ -27,6 +27,13 @@ def any_tensor(dtype, rank: int, align: int, spaced: bool = False):
     sizes = tuple(cute.sym_int32() for _ in range(rank))
     apart = cute.sym_int64(divisibility=align * 8 // dtype.width if spaced else 1)
     return make_fake_tensor(dtype, sizes, (apart, 1)[2 - rank :], assumed_align=align)
+
+
+def any_matrix(dtype, align: int):
+    """A matrix with any strides."""
+    sizes = tuple(cute.sym_int32() for _ in range(2))
+    strides = tuple(cute.sym_int64() for _ in range(2))
+    return make_fake_tensor(dtype, sizes, strides, assumed_align=align)
 
 
 def any_source(dtype: torch.dtype, aligned: bool):

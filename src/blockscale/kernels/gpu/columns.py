@@ -4,7 +4,8 @@
 A warp takes 32 rows of a panel, "a band", or of half a panel; a lane 8 or 4 rows of 16 columns.
 Taller blocks are put together of bands through shared memory.
 
-The same walk over the tile quantizes rows, too.
+The same walk over the tile quantizes rows, too. Data lies in global memory as the tile does, or
+column by column: then it takes the place of what it was made of, and is copied out in ``pieces``.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ import cutlass
 from cutlass import Int64, Uint32, const_expr, cute, range_constexpr, select_
 
 from . import ptx
-from .config import PANEL, Config
+from .config import BAND, PANEL, Config
 from .encode import Encoder
+from .pieces import PIECE, Pieces
 from .rows import Rows
 from .scales import Staging
 from .tile import ELEMENTS, STRIP_LANES, load_words
 
-__all__ = ["BAND", "Columns"]
-
-BAND = 32  # rows of a block along a column
+__all__ = ["Columns"]
 
 
 class Columns:
@@ -32,8 +32,10 @@ class Columns:
         block: tuple[int, int],
         place: Staging,
         also: Rows | None,
+        pieces: Pieces | None,
     ):
-        self.config, self.encoder, self.place, self.also = config, encoder, place, also
+        self.config, self.encoder, self.place = config, encoder, place
+        self.also, self.pieces = also, pieces
         self.square = block[0] > 1
         self.tall = self.square or block[1] > BAND
         self.bands = config.loaded_rows // BAND
@@ -82,6 +84,11 @@ class Columns:
             for k in range_constexpr(len(parts)):
                 where = (row, column), group, band, first
                 self.finish(parts[k], states[k], where, outputs[k], maxima, rows, width)
+        if const_expr(self.pieces is not None):
+            if const_expr(not self.tall):  # else all have met already
+                cute.arch.sync_threads()
+            for k in range_constexpr(len(parts)):
+                self.pieces.copy(parts[k], outputs[k][1], rows)
 
     @cute.jit
     def finish(self, part, states, where, output, maxima, rows, width):
@@ -117,14 +124,17 @@ class Columns:
                 if group == j // (ELEMENTS // groups):
                     target = staged + place.place(column + j, band)
                     ptx.store_shared(target, [scales[j][0]], place.itemsize)
-        for j in range_constexpr(lanes):
-            words = load_words(part.address + first + j * PANEL * itemsize, itemsize)
-            elements = encoder.elements(words, amaxes, reciprocals)
-            if const_expr(config.grouped):  # the tail is zero
-                owned = rows.start < rows.scale_stop
-                elements = [Uint32(select_(owned, word, Uint32(0))) for word in elements]
-            where = rows.start + row + j, part.column + column
-            self.store(elements, data, where, (row_stop, stop))
+        if const_expr(self.pieces is not None):
+            self.put(part, (row, column), first, amaxes, reciprocals)
+        else:
+            for j in range_constexpr(lanes):
+                words = load_words(part.address + first + j * PANEL * itemsize, itemsize)
+                elements = encoder.elements(words, amaxes, reciprocals)
+                if const_expr(config.grouped):  # the tail is zero
+                    owned = rows.start < rows.scale_stop
+                    elements = [Uint32(select_(owned, word, Uint32(0))) for word in elements]
+                where = rows.start + row + j, part.column + column
+                self.store(elements, data, where, (row_stop, stop))
         if const_expr(self.tall):  # ``maxima`` may be used again
             cute.arch.sync_threads()
 
@@ -161,6 +171,22 @@ class Columns:
             where = staged + self.place.place(0, 0)
             ptx.store_shared(where, [code], self.place.itemsize)
         return [found] * ELEMENTS, [reciprocal] * ELEMENTS
+
+    @cute.jit
+    def put(self, part, where, first, amaxes, reciprocals):
+        """Replace a lane's rows of 16 columns by the pieces, or parts of them, made of them."""
+        row, column = where
+        itemsize, codes = self.config.dtype.itemsize, [[] for _ in range(ELEMENTS)]
+        for j in range_constexpr(0, self.lanes, 4):  # a word of each column
+            start = part.address + first + j * PANEL * itemsize
+            words = [load_words(start + i * PANEL * itemsize, itemsize) for i in range(4)]
+            found = self.encoder.elements_of_columns(words, amaxes, reciprocals)
+            for k in range_constexpr(ELEMENTS):
+                codes[k] += found[k]
+        cute.arch.sync_warp()  # all of the warp's rows have been read
+        target = self.pieces.at(part.address, column // ELEMENTS, row // PIECE) + row % PIECE
+        for k in range_constexpr(ELEMENTS):
+            ptx.store_shared(target + k * self.pieces.pitch, codes[k], self.lanes)
 
     @cute.jit
     def store(self, words, data, where, stop):

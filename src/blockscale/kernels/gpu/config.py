@@ -15,6 +15,7 @@ from ..cpu.spec import Spec, specify
 
 __all__ = [
     "ARCHITECTURES",
+    "BAND",
     "DTYPES",
     "GROUP_ROWS",
     "PANEL",
@@ -29,6 +30,7 @@ __all__ = [
 ARCHITECTURES = ("sm_90a", "sm_100a")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
+BAND = 32  # rows that a warp takes at once along columns
 GROUP_ROWS = 128  # an expert's scales start at a multiple of it
 _TILE = 128 * 128  # elements that a block of threads takes
 _FEW_ROWS = 16
@@ -63,12 +65,13 @@ class Config:
         axes: (-1,), (-2,) or both of them from one read; () finds the largest magnitude only.
         layouts: of the scales, for each of ``axes``.
         grouped: rows belong to experts, whose ends lie in a tensor on the device.
+        turned: data along columns lies column by column.
         tile_rows, tile_columns: of the input, a block of threads each.
         loaded_rows: of them that are there at all.
         warps: of a block.
         resident: blocks on a multiprocessor at once, at most; 0 for as many as fit.
         tma: the tile is loaded by TMA; else by plain loads, an element at a time.
-        column_store: bytes of a store of column-wise data: 16 or 1, packed 16 or 8.
+        column_store: bytes of a store of column-wise data: 16 or 1, of 4-bit data 16 or 8.
         scale_stores: bytes of a store of scales, for each of ``axes``.
     """
 
@@ -81,6 +84,7 @@ class Config:
     layouts: tuple[str, ...]
     producer: str
     grouped: bool
+    turned: bool
     tile_rows: int
     tile_columns: int
     loaded_rows: int
@@ -163,15 +167,17 @@ def choose_config(
     arch: str = "sm_90a",
     producer: str = "load",
     grouped: bool = False,
+    k_major: bool = False,
 ) -> Config:
     """The kernel for matrices of ``shape``.
 
     ``sources`` has for each of the producer's inputs the address of its first element and the
     distance between its rows, both in bytes: TMA wants multiples of 16.
     """
+    turned = -2 in axes and format.turned(-2, k_major)
     plain = producer == "load" and not grouped and format.block[0] == 1
     few = plain and -2 not in axes and shape[0] <= _FEW_ROWS
-    rows, columns = _tile(shape, format, axes, layouts, grouped, arch)
+    rows, columns = _tile(shape, format, axes, layouts, grouped, turned, arch)
     if few:
         rows, columns = GROUP_ROWS, PANEL
     eight, resident = _occupancy(format, axes, layouts, producer, grouped, arch)
@@ -188,13 +194,14 @@ def choose_config(
         layouts=layouts,
         producer=producer,
         grouped=grouped,
+        turned=turned,
         tile_rows=rows,
         tile_columns=columns,
         loaded_rows=_FEW_ROWS if few else rows,
         warps=warps,
         resident=resident,
         tma=all(address % 16 == 0 and apart % 16 == 0 for address, apart in sources),
-        column_store=_column_store(shape, format, axes),
+        column_store=_column_store(shape, format, axes, turned),
         scale_stores=tuple(
             _scale_store(shape, columns, format, axis, layout)
             for axis, layout in zip(axes, layouts, strict=True)
@@ -246,15 +253,14 @@ def _tile(
     axes: tuple[int, ...],
     layouts: tuple[str, ...],
     grouped: bool,
+    turned: bool,
     arch: str,
 ) -> tuple[int, int]:
     """Rows and columns: such that stores of scales fill whole sectors.
 
     Those of both axes do so by tiles of twice the size, which an H200 likes less than half sectors.
     """
-    tall = format.block[0] > 1 or (
-        -2 in axes and (format.block_size > 32 or format.element.bits < 8)
-    )
+    tall = format.block[0] > 1 or turned or (-2 in axes and format.block_size > 32)
     if set(layouts) != {"compact"} or -1 not in axes or tall or grouped:
         return 128, PANEL
     fill = _SECTOR // format.scale.nbytes * format.block_size  # columns whose scales fill a sector
@@ -266,13 +272,15 @@ def _tile(
     return (max(rows, 32) if -2 in axes else rows), columns
 
 
-def _column_store(shape: tuple[int, int], format: Format, axes: tuple[int, ...]) -> int:
-    """The widest store of column-wise data, whose lines are rows, or columns where packed."""
+def _column_store(
+    shape: tuple[int, int], format: Format, axes: tuple[int, ...], turned: bool
+) -> int:
+    """The widest store of column-wise data, whose lines are rows, or columns where turned."""
     if -2 not in axes and format.block[0] == 1:
         return 16  # there is none
-    if format.element.bits == 8:
-        return 16 if shape[1] % 16 == 0 else 1
-    return math.gcd(16, format.data_shape(shape, -2)[0])
+    if turned:
+        return math.gcd(16, format.data_shape(shape, -2)[0])
+    return 16 if shape[1] % 16 == 0 else 1
 
 
 def _scale_store(shape: tuple[int, int], tile: int, format: Format, axis: int, layout: str) -> int:

@@ -19,6 +19,7 @@ from .config import PRODUCERS, Config
 from .encode import Encoder
 from .groups import TileRows, find_rows, scale_rows, tile_count
 from .packed import PackedColumns
+from .pieces import Pieces
 from .rows import Rows
 from .scales import staging
 from .shared import allocate, clear
@@ -46,24 +47,25 @@ class Quantizer:
                 config.axes, config.layouts, config.scale_stores, strict=True
             )
         }
+        pieces = Pieces(config) if config.turned else None
         self.rows = self.packed = None
         self.columns = {}
         for axis, place in self.stagings.items():
             if axis == -1 and high == 1:
                 self.rows = Rows(config, self.encoder, size, place)
             elif config.spec.bits < 8:
-                self.packed = PackedColumns(config, self.encoder, size, place)
+                self.packed = PackedColumns(config, self.encoder, size, place, pieces)
             else:
-                also = self.rows
-                self.columns[axis] = Columns(config, self.encoder, self.format.block, place, also)
+                block, turned = self.format.block, pieces if axis == -2 else None
+                self.columns[axis] = Columns(config, self.encoder, block, place, self.rows, turned)
 
     @cute.jit
     def __call__(
         self, sources, row_data, row_scale, column_data, column_scale, global_scale, offsets, stream
     ):
-        """Launch. ``sources`` (M, K) each; data (rows, elements), packed (rows, bytes) or along
-        columns (columns, bytes); scales in any shape; None for an axis that is not asked for;
-        ``global_scale`` () fp32 and ``offsets`` (groups,) int32, or None.
+        """Launch. ``sources`` (M, K) each; data (rows, bytes), if turned (columns, bytes); scales
+        in any shape; None for an axis that is not asked for; ``global_scale`` () fp32 and
+        ``offsets`` (groups,) int32, or None.
         """
         config = self.config
         atoms, views = self.tiles.descriptors(sources)

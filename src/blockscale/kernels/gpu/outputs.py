@@ -43,8 +43,11 @@ def choose_output(
     layout: str,
     device: torch.device,
     groups: int | None,
+    k_major: bool = False,
 ) -> Output:
-    """What becomes of a tensor of ``shape``; ``groups``: whose rows are so many experts'."""
+    """What becomes of a tensor of ``shape``; ``groups``: whose rows are so many experts';
+    ``k_major``: see ``gpu.quantize``.
+    """
     k_groups = groups if groups is not None and axis == -2 else 0
     data = format.data_shape(shape, axis, k_groups)
     scale = format.scale_shape(shape, axis, k_groups)
@@ -60,7 +63,7 @@ def choose_output(
             else where.stored_shape(outer)
         )
     flat = stored if len(shape) == 2 else (math.prod(scale[:-1]), scale[-1])
-    turned = axis == -2 and format.element.bits < 8
+    turned = format.turned(axis, k_major)
     matrix = (math.prod(data[:-1]), data[-1])
     return Output(
         first=2 * (axis == -2),

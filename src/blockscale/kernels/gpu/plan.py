@@ -23,6 +23,7 @@ __all__ = [
     "as_matrix",
     "describe",
     "get_kernel",
+    "missing",
     "plan_amax",
     "plan_quantize",
     "unsupported",
@@ -59,6 +60,13 @@ def describe(x: Tensor) -> Described:
     return x.shape, x.stride(), x.dtype, x.data_ptr() % 16
 
 
+def missing() -> str:
+    """Which package kernels cannot do without; empty where all are here."""
+    if find_spec("cutlass") is None or find_spec("tvm_ffi") is None:
+        return "CuTe DSL is not installed: pip install 'blockscale[cuda]'"
+    return ""
+
+
 @lru_cache
 def architecture(index: int | None) -> str:
     """Target of a CUDA device: "sm_90a", "sm_100a", or another one's without a kernel."""
@@ -74,6 +82,7 @@ def unsupported(
     *,
     grouped: bool = False,
     producer: str = "load",
+    k_major: bool = False,
     arch: str | None = None,
 ) -> str:
     """Why the kernels cannot quantize ``x`` so; empty where they can."""
@@ -87,6 +96,7 @@ def unsupported(
         tuple(layouts),
         grouped,
         producer,
+        k_major,
         arch,
     )
 
@@ -102,10 +112,11 @@ def _unsupported(
     layouts: tuple[str, ...],
     grouped: bool,
     producer: str,
+    k_major: bool,
     arch: str | None,
 ) -> str:
-    if find_spec("cutlass") is None or find_spec("tvm_ffi") is None:
-        return "CuTe DSL is not installed: pip install 'blockscale[cuda]'"
+    if missing():
+        return missing()
     if arch is None:
         if device.type != "cuda":
             return f"x is on {device}: the kernels run on CUDA devices"
@@ -127,6 +138,8 @@ def _unsupported(
             return f"format {format} along axis -2: groups would cut its bytes or blocks"
         if layouts[axes.index(-2)] != "compact":
             return "layout of axis -2: scales of groups along columns are compact"
+        if k_major:
+            return "k_major: no kernel stores groups along the contraction column by column"
     return why_not(fmt, axes, layouts, arch, dtype)
 
 
@@ -156,24 +169,24 @@ def plan_quantize(
     has_global_scale: bool,
     groups: int | None,
     producer: str,
+    k_major: bool,
     arch: str | None,
 ) -> _Plan:
     """The plan of a call of ``quantize``."""
     fmt, grouped = get_format(format), groups is not None
-    shape = _check(x, others, device, fmt, axes, layouts, grouped, producer, arch)
+    shape = _check(x, others, device, fmt, axes, layouts, grouped, producer, k_major, arch)
     if fmt.has_global_scale and not has_global_scale:
         raise ValueError(f"global_scale: {fmt.name} needs one")
     # offsets change neither data nor compact scales along rows
     grouped = grouped and (-2 in axes or set(layouts) != {"compact"})
-    given = {"scale_rounding": scale_rounding, "nonfinite": nonfinite, "grouped": grouped}
-    config, views = _choose(
-        x, others, device, fmt, producer, arch, axes=axes, layouts=layouts, **given
-    )
+    given: dict[str, Any] = {"scale_rounding": scale_rounding, "nonfinite": nonfinite}
+    given |= {"axes": axes, "layouts": layouts, "grouped": grouped, "k_major": k_major}
+    config, views = _choose(x, others, device, fmt, producer, arch, **given)
     return _Plan(
         run=get_kernel(config, device),
         views=views,
         outputs=tuple(
-            choose_output(shape, fmt, axis, layout, device, groups if grouped else None)
+            choose_output(shape, fmt, axis, layout, device, groups if grouped else None, k_major)
             for axis, layout in zip(axes, layouts, strict=True)
         ),
         grouped=grouped,
@@ -191,7 +204,7 @@ def plan_amax(
 ) -> _Plan:
     """The plan of a call of ``global_scale``."""
     fmt = get_format(format)
-    shape = _check(x, others, device, fmt, (-1,), ("compact",), False, producer, arch)
+    shape = _check(x, others, device, fmt, (-1,), ("compact",), False, producer, False, arch)
     config, views = _choose(x, others, device, fmt, producer, arch, axes=(), layouts=())
     rows, columns = math.prod(shape[:-1]), shape[-1] // PRODUCERS[producer].parts
     tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
@@ -207,6 +220,7 @@ def _check(
     layouts: tuple[str, ...],
     grouped: bool,
     producer: str,
+    k_major: bool,
     arch: str | None,
 ) -> tuple[int, ...]:
     """The shape of what is quantized; Unsupported if the kernels cannot."""
@@ -215,7 +229,7 @@ def _check(
         if dtype != x[2]:
             raise ValueError(f"quantize: x has {x[2]}, another input {dtype}; cast one of them")
         reason = _unsupported(
-            shape, stride, dtype, device, format.name, axes, layouts, grouped, kind, arch
+            shape, stride, dtype, device, format.name, axes, layouts, grouped, kind, k_major, arch
         )
         if reason:
             raise Unsupported(reason)
