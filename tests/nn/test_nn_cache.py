@@ -11,19 +11,21 @@ import torch
 
 import blockscale as bs
 from blockscale.nn import Linear, cache, clear_weight_cache, linear
+from blockscale.nn.forms import quantize_forms
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """The axes that weights were quantized along, in order."""
+    """The forms that weights were quantized to, in order."""
     clear_weight_cache()
     calls = []
 
-    def count(weight, format, axis, **kwargs):
-        calls.append(axis)
-        return bs.quantize(weight, format, axis, **kwargs)
+    def count(*args, rows, columns):
+        if rows or columns:
+            calls.append("rows" * rows + " columns" * columns)
+        return quantize_forms(*args, rows=rows, columns=columns)
 
-    monkeypatch.setattr(cache, "quantize", count)
+    monkeypatch.setattr(cache, "quantize_forms", count)
     return calls
 
 
@@ -41,12 +43,38 @@ def fresh(layer):
     return linear(X.to(layer.weight.dtype), layer.weight.detach().clone(), recipe=layer.recipe)
 
 
-def test_a_weight_is_quantized_once_per_axis(counted, layer):
+def test_a_weight_is_read_once_for_both_forms(counted, layer):
     for _ in range(3):
         layer(X.clone().requires_grad_()).sum().backward()
     with torch.no_grad():
         layer(X)
-    assert counted == [-1, -2]
+    assert counted == ["rows columns"]
+
+
+def test_only_what_is_used_is_quantized(counted, layer):
+    with torch.no_grad():
+        layer(X.clone().requires_grad_())
+    layer(X).sum().backward()  # no gradient of x
+    assert counted == ["rows"]
+    layer(X.clone().requires_grad_())
+    assert counted == ["rows", " columns"]
+
+
+def test_another_stream_makes_its_own(counted, layer, monkeypatch):
+    """It would not wait for the one that made them."""
+    for stream in (1, 2, 1, 2):
+        monkeypatch.setattr(cache, "_stream", lambda weight, stream=stream: stream)
+        layer(X)
+    assert counted == ["rows", "rows"]
+
+
+def test_a_captured_graph_quantizes_in_each_replay(counted, layer, monkeypatch):
+    monkeypatch.setattr(cache, "_is_captured", lambda weight: True)
+    for _ in range(2):
+        layer(X)
+    assert counted == ["rows", "rows"]
+    monkeypatch.undo()
+    assert layer.weight not in cache._cache  # what is made in a graph is nothing before a replay
 
 
 def test_two_recipes_do_not_share(counted, layer):
@@ -109,7 +137,9 @@ def test_writing_through_data_needs_a_call(layer):
 def test_nothing_outlives_the_module():
     layer = Linear(64, 32)
     layer(X)
-    q = weakref.ref(cache.quantized_weight(layer.weight, -1, "mxfp8", None))
+    forms = cache.quantized_weight(layer.weight, "mxfp8", None, rows=True, columns=False)
+    q = weakref.ref(forms.rows)
+    del forms
     weight = weakref.ref(layer.weight)
     size = len(cache._cache)
     del layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blockscale.training import Corpus, Settings, read_text
+from blockscale.training import Corpus, Settings, Text, read_text
 
 CONTEXT = 32
 
@@ -26,10 +26,10 @@ def small() -> Settings:
 
 
 @pytest.fixture(scope="session")
-def text() -> bytes:
-    return read_text()[:50_000]
+def text() -> Text:
+    return Text.of(read_text().train[:50_000], "a part")
 
 
 @pytest.fixture(scope="session")
-def corpus(text: bytes) -> Corpus:
+def corpus(text: Text) -> Corpus:
     return Corpus(text, CONTEXT)

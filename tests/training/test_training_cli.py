@@ -17,7 +17,11 @@ from blockscale.training import RECIPES, Corpus
 def command(monkeypatch, capsys, tmp_path, small):
     """Calls ``blockscale train``; returns (exit code, stdout, stderr). The model is a small one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training, "Settings", lambda **given: dataclasses.replace(small, **given))
+    monkeypatch.setattr(
+        training.Settings,
+        "on",
+        lambda device, **given: dataclasses.replace(small, device=device, **given),
+    )
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["blockscale", "train", *map(str, arguments)])
@@ -78,6 +82,16 @@ def test_own_data(command, here, tmp_path):
     assert json.loads(out)["text"]["source"] == "own.bin"
 
 
+def test_minutes_are_turned_into_steps(command, here, monkeypatch):
+    monkeypatch.setattr(
+        sys.modules["blockscale.cli.train"], "_check_minutes", lambda *_: None
+    )  # needs a GPU
+    monkeypatch.setattr(training, "steps_within", lambda minutes, *_: int(2 * minutes))
+    code, out, _ = command("--recipe", "bf16", "--seeds", 1, "--minutes", 1.5, "--json")
+    assert code == 0
+    assert json.loads(out)["settings"]["steps"] == 3
+
+
 def test_a_run_that_fails_leaves_no_folder(command, monkeypatch, tmp_path):
     def fail(*_):
         raise OSError(28, "No space left on device")
@@ -97,6 +111,9 @@ def test_a_run_that_fails_leaves_no_folder(command, monkeypatch, tmp_path):
         (["--steps", "-5"], "steps: got -5; give 1 or more"),
         (["--steps", "many"], "Invalid value for '--steps': "),
         (["--seeds", "0"], "seeds: got 0; give 1 or more"),
+        (["--minutes", "0"], "minutes: got 0; give more than 0"),
+        (["--minutes", "1"], "minutes: on a CPU runs share the cores; give --steps"),
+        (["--minutes", "1", "--steps", "2"], "minutes: is given beside steps; give one"),
         (["--device", "tpu"], "device: got 'tpu'; choose 'cpu', 'cuda' or 'cuda:0'"),
         (["--device", "cuda:99"], "device: 'cuda:99' is asked for, but torch "),
         (["--data", "missing.txt"], "data: cannot read missing.txt (No such file or directory)"),

@@ -8,21 +8,24 @@ import os
 import pytest
 import torch
 
-from blockscale.training import Corpus, read_text
+from blockscale.training import Corpus, Text, read_text
 
 
 def test_the_packaged_text():
     text = read_text()
     assert len(text) == 935_822
-    assert text.startswith(b"ALL'S WELL THAT ENDS WELL")
-    assert max(text) < 128
+    assert text.train.startswith(b"ALL'S WELL THAT ENDS WELL")
+    assert max(text.train + text.validation) < 128
 
 
 @pytest.mark.parametrize("content", [b"plain text", bytes(range(256)) * 4])
 def test_any_file_gz_or_not(tmp_path, content):
     (tmp_path / "a.bin").write_bytes(content)
     (tmp_path / "a.gz").write_bytes(gzip.compress(content))
-    assert read_text(tmp_path / "a.bin") == read_text(tmp_path / "a.gz") == content
+    for name in ("a.bin", "a.gz"):
+        text = read_text(tmp_path / name)
+        assert text.train + text.validation == content
+        assert text.source == name
 
 
 def test_what_cannot_be_read(tmp_path):
@@ -42,19 +45,19 @@ def test_what_cannot_be_read(tmp_path):
 
 def test_the_tail_is_held_out():
     text = bytes(range(250)) * 4
-    corpus = Corpus(text, 16)
+    corpus = Corpus(Text.of(text, ""), 16)
     assert bytes(corpus.train.tolist()) == text[:900]
     assert bytes(corpus.validation.tolist()) == text[900:]
 
 
 @pytest.mark.parametrize("size", [0, 1, 169])
 def test_a_text_that_is_too_short(size):
-    with pytest.raises(ValueError, match=r"data: .*bytes are too few; .*need 170 or more"):
-        Corpus(bytes(size), 16)
+    with pytest.raises(ValueError, match=r"data: .*bytes are too few; .*need 17 or more"):
+        Corpus(Text.of(bytes(size), ""), 16)
 
 
 def test_the_shortest_text():
-    corpus = Corpus(bytes(170), 16)
+    corpus = Corpus(Text.of(bytes(170), ""), 16)
     assert corpus.validation_starts(8).tolist() == [0]
     inputs, _ = corpus.sequences(corpus.validation, corpus.validation_starts(8))
     assert inputs.shape == (1, 16)
@@ -63,7 +66,7 @@ def test_the_shortest_text():
 
 
 def test_targets_are_the_next_bytes():
-    corpus = Corpus(bytes(i % 251 for i in range(4000)), 16)
+    corpus = Corpus(Text.of(bytes(i % 251 for i in range(4000)), ""), 16)
     inputs, targets = corpus.sequences(corpus.train, torch.tensor([0, 100, 3600 - 17]))
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], targets[:, :-1])

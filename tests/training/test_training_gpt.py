@@ -22,7 +22,7 @@ def test_the_default_has_one_to_three_million_parameters():
 
 
 def test_it_starts_without_an_opinion(small):
-    loss = _loss(_model(None, 0, small), tokens(), tokens(), torch.device("cpu"))
+    loss = _loss(_model(None, 0, small), tokens(), tokens())
     assert abs(loss.item() - math.log(256)) < 0.1
 
 
@@ -60,7 +60,7 @@ def test_linear_layers_take_and_give_bfloat16(small):
             if isinstance(layer, torch.nn.Linear):
                 layer.register_forward_hook(forward)
                 layer.register_full_backward_hook(backward)
-        _loss(model, tokens(), tokens(), torch.device("cpu")).backward()
+        _loss(model, tokens(), tokens()).backward()
         assert len(seen) == 4 * 5
         assert {t.dtype for t in seen} == {torch.bfloat16}
         assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from blockscale.training import RECIPES, Comparison, Run, Settings, prepare_folder, write_report
+from blockscale.training import (
+    RECIPES,
+    Comparison,
+    Run,
+    Settings,
+    Text,
+    prepare_folder,
+    write_report,
+)
 from blockscale.training.report import COLUMNS, cells, html
 from blockscale.training.results import _is_separated
 
@@ -37,7 +45,8 @@ def comparison(finals, **kwargs):
         run(name, seed, v, **kwargs) for name, vs in finals.items() for seed, v in enumerate(vs)
     ]
     settings = Settings(steps=3, seeds=len(next(iter(finals.values()))))
-    return Comparison(runs, settings, b"to be or not", "a <text>", 12.3)
+    text = Text("a <text>", b"to be ", b"or not", "the second half")
+    return Comparison(runs, settings, text, 12.3)
 
 
 THREE = {

@@ -12,8 +12,6 @@ from blockscale.training import RECIPES, Statistics
 from blockscale.training.run import _loss, _model
 from blockscale.training.statistics import limits
 
-CPU = torch.device("cpu")
-
 
 def batch():
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +68,7 @@ def test_both_axes_count_and_zeros_do_not():
 def test_every_recipe_is_measured(small, name):
     model, statistics = _model(RECIPES[name], 0, small), Statistics()
     with statistics.watch(model):
-        _loss(model, *batch(), CPU).backward()
+        _loss(model, *batch()).backward()
     found = statistics.summary()
     weights = 32 * 32 * (3 + 1 + 4 + 4)
     assert found["weights"]["elements"] == 2 * weights
@@ -90,7 +88,7 @@ def test_high_precision_products_are_not_measured(small):
     recipe, statistics = bs.Recipe(high_precision=("dgrad", "wgrad")), Statistics()
     model = _model(recipe, 0, small)
     with statistics.watch(model):
-        _loss(model, *batch(), CPU).backward()
+        _loss(model, *batch()).backward()
     assert statistics.summary().keys() == {"activations", "weights"}
     assert statistics.summary()["weights"]["elements"] == 32 * 32 * 12
 
@@ -101,19 +99,19 @@ def test_watching_changes_nothing(small):
         model, statistics = _model(bs.Recipe(), 0, small), Statistics()
         if watched:
             with statistics.watch(model):
-                _loss(model, *batch(), CPU).backward()
+                _loss(model, *batch()).backward()
         else:
-            _loss(model, *batch(), CPU).backward()
+            _loss(model, *batch()).backward()
         grads.append([p.grad for p in model.parameters()])
         assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     before = statistics.summary()
-    _loss(model, *batch(), CPU).backward()
+    _loss(model, *batch()).backward()
     assert statistics.summary() == before
 
 
 def test_a_model_without_quantized_layers(small):
     model, statistics = _model(None, 0, small), Statistics()
     with statistics.watch(model), torch.no_grad():
-        _loss(model, *batch(), CPU)
+        _loss(model, *batch())
     assert statistics.summary() == {}

@@ -6,6 +6,7 @@ import json as json_module
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,14 +36,32 @@ _COLUMNS = (
 def train(
     recipe: Annotated[
         list[str] | None,
-        typer.Option(help="Recipe to train under; repeatable. Default: the four of the docs."),
+        typer.Option(help="Recipe to train under; repeatable. Default: those of the docs."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 200,
-    seeds: Annotated[int, typer.Option(help="Runs of each recipe, with seeds 0, 1, ...")] = 3,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps of each run. Default: 200, cuda 1000.")
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="On cuda, instead of --steps: as many as the slowest recipe makes in it."
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="Runs of each recipe, with seeds 0, 1, ... Default: 3, cuda 1."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: a larger model.")] = "cpu",
     data: Annotated[
-        Path | None, typer.Option(help="File to learn from, .gz or not. Default: Shakespeare.")
+        str | None,
+        typer.Option(
+            help="File to learn from, .gz or not; or site-packages: the Python sources installed "
+            "here. Default: Shakespeare, cuda site-packages."
+        ),
     ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the model's blocks by torch.compile.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="New or empty folder. Default: runs/train-001, -002, ...")
     ] = None,
@@ -54,26 +73,44 @@ def train(
     """
     from .. import training
 
-    names = training.check_recipes(recipe or training.DEFAULT_RECIPES)
-    settings = training.Settings(steps=steps, seeds=seeds, device=device)
-    text = training.read_text(data)
+    names = training.check_recipes(recipe or training.default_recipes(device))
+    given = {"steps": steps, "seeds": seeds, "compile": compile or None}
+    settings = training.Settings.on(
+        device, **{name: value for name, value in given.items() if value is not None}
+    )
+    text = training.choose_text(data, device)
     training.Corpus(text, settings.context)  # refuses a text that is too short
+    _check_minutes(minutes, steps, device)
     folder = training.prepare_folder(out)
     began = time.perf_counter()
     try:
+        if minutes is not None:
+            settings = replace(
+                settings, steps=training.steps_within(minutes, names, text, settings)
+            )
         with _watched(names, settings) as report:
             runs = training.compare(names, text, settings, report)
     except BaseException:
         if not any(folder.iterdir()):
             folder.rmdir()
         raise
-    source = "Shakespeare, seven plays (packaged)" if data is None else data.name
-    comparison = training.Comparison(runs, settings, text, source, time.perf_counter() - began)
+    comparison = training.Comparison(runs, settings, text, time.perf_counter() - began)
     training.write_report(comparison, folder)
     if json:
         typer.echo(json_module.dumps(comparison.to_json(), indent=1))
     else:
         _show(comparison, folder)
+
+
+def _check_minutes(minutes: float | None, steps: int | None, device: str) -> None:
+    if minutes is None:
+        return
+    if not minutes > 0:
+        raise ValueError(f"minutes: got {minutes:g}; give more than 0")
+    if steps is not None:
+        raise ValueError("minutes: is given beside steps; give one of them")
+    if device == "cpu":
+        raise ValueError("minutes: on a CPU runs share the cores; give --steps")
 
 
 def _show(comparison: Comparison, folder: Path) -> None:

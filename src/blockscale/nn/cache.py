@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..quantize import quantize
-from ..tensor import ScaledTensor
+from .forms import Forms, quantize_forms
 
 __all__ = ["clear_weight_cache", "quantized_weight"]
 
@@ -18,25 +17,48 @@ _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def quantized_weight(
-    weight: Tensor, axis: int, format: str, scale_rounding: str | None
-) -> ScaledTensor:
-    """``weight`` (N, K) quantized along ``axis``, from the cache if it is the same as last time.
+    weight: Tensor, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
+) -> Forms:
+    """``weight`` (N, K) quantized, from the cache if it is the same as last time.
+
+    At least the forms that are asked for are there. Those that were not made before are made from
+    one read.
 
     A change is seen through the tensor's version counter (every in-place operation), its storage
     and optimizer steps (fused ones leave the counter alone). Writing through ``weight.data``
-    bypasses the counter, here as in autograd: call :func:`clear_weight_cache` after that. Traced
-    code, and weights made in inference mode (they have no counter), are quantized each time.
+    bypasses the counter, here as in autograd: call :func:`clear_weight_cache` after that. Quantized
+    each time: in traced code; weights made in inference mode (they have no counter); and in the
+    capture of a CUDA graph, whose replays are to see what the weight is then.
     """
-    if torch.compiler.is_compiling() or weight.is_inference():
-        return quantize(weight, format, axis, scale_rounding=scale_rounding, pad=True)
+    if torch.compiler.is_compiling() or weight.is_inference() or _is_captured(weight):
+        return quantize_forms(weight, format, scale_rounding, rows=rows, columns=columns)
     state = (weight._version, weight.data_ptr(), weight.dtype)
     kept = _cache.get(weight)
     if kept is None or kept[0] != state:
         kept = _cache[weight] = (state, {})
-    key = (axis, format, scale_rounding)
-    if key not in kept[1]:
-        kept[1][key] = quantize(weight, format, axis, scale_rounding=scale_rounding, pad=True)
-    return kept[1][key]
+    key = (format, scale_rounding, _stream(weight))
+    have = kept[1].get(key, Forms())
+    made = quantize_forms(
+        weight,
+        format,
+        scale_rounding,
+        rows=rows and have.rows is None,
+        columns=columns and have.columns is None,
+    )
+    forms = kept[1][key] = Forms(
+        have.rows if made.rows is None else made.rows,
+        have.columns if made.columns is None else made.columns,
+    )
+    return forms
+
+
+def _is_captured(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(weight: Tensor) -> int:
+    """The stream that work is queued on: another one does not wait for what was made here."""
+    return torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
 
 
 def clear_weight_cache() -> None:

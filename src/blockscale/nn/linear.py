@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..gemm import gemm
-from ..quantize import quantize
-from ..tensor import ScaledTensor
 from .cache import quantized_weight
-from .recipe import Recipe
+from .forms import quantize_forms
+from .recipe import PRODUCTS, Recipe
 
 __all__ = ["Linear", "linear"]
 
@@ -26,7 +25,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
 
     Returns (..., N) in the dtype of ``x``, or that of torch.autocast where it is on. Blocks run
     along the contraction of each product: fprop x and w by rows; dgrad g by rows, w by columns;
-    wgrad g and x by columns. Dimensions that are no multiple of a block are padded with zeros.
+    wgrad g and x by columns. Each tensor is read once for both of its forms. Dimensions that are no
+    multiple of a block are padded with zeros.
     Raises ValueError or TypeError as torch.nn.functional.linear and :func:`blockscale.quantize`.
     """
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
@@ -37,7 +37,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
         out_dtype = torch.get_autocast_dtype(x.device.type)
     else:
         out_dtype = x.dtype
-    return _Linear.apply(x, weight, bias, recipe, out_dtype)
+    trains = torch.is_grad_enabled()
+    dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
+    return _Linear.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
 
 
 class _Linear(torch.autograd.Function):
@@ -49,61 +51,66 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         recipe: Recipe,
         out_dtype: torch.dtype,
+        dgrad: bool,
+        wgrad: bool,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        if "fprop" in recipe.high_precision:
-            y = rows.to(out_dtype) @ weight.to(out_dtype).mT
-            y = y if bias is None else y + bias.to(out_dtype)
+        """``dgrad`` and ``wgrad``: whether these products will follow."""
+        x_rows = x.reshape(-1, x.shape[-1]).contiguous()
+        quantized = {product: product not in recipe.high_precision for product in PRODUCTS}
+        x_forms = quantize_forms(
+            x_rows,
+            recipe.format_of("activations").name,
+            recipe.scale_rounding,
+            rows=quantized["fprop"],
+            columns=wgrad and quantized["wgrad"],
+        )
+        w_forms = quantized_weight(
+            weight,
+            recipe.format_of("weights").name,
+            recipe.scale_rounding,
+            rows=quantized["fprop"],
+            columns=dgrad and quantized["dgrad"],
+        )
+        if x_forms.rows is not None and w_forms.rows is not None:
+            y = gemm(x_forms.rows, w_forms.rows.mT, out_dtype, bias=bias)
         else:
-            y = gemm(
-                _quantize(rows, recipe, "activations", -1),
-                _weight(weight, recipe, -1).mT,
-                out_dtype,
-                bias=bias,
-            )
-        x_by_columns: Tensor | None = None
-        if weight.requires_grad:  # wgrad contracts the rows: only this form of x is needed again
-            x_by_columns = rows
-            if "wgrad" not in recipe.high_precision:
-                x_by_columns = _quantize(rows, recipe, "activations", -2)
-        ctx.save_for_backward(x_by_columns, weight)
-        ctx.recipe, ctx.x_shape, ctx.x_dtype = recipe, x.shape, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+            y = x_rows.to(out_dtype) @ weight.to(out_dtype).mT
+            y = y if bias is None else y + bias.to(out_dtype)
+        # all that the backward pass reads again: x by columns, w by columns
+        x_kept = x_rows if x_forms.columns is None else x_forms.columns
+        w_kept = w_forms.columns if quantized["dgrad"] else weight
+        ctx.save_for_backward(x_kept if wgrad else None, w_kept if dgrad else None)
+        ctx.recipe, ctx.quantized, ctx.x_shape = recipe, quantized, x.shape
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_by_columns, weight = ctx.saved_tensors
-        recipe = ctx.recipe
+        x_kept, w_kept = ctx.saved_tensors
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
         g = grad.reshape(-1, grad.shape[-1]).contiguous()
+        g_forms = quantize_forms(
+            g,
+            ctx.recipe.format_of("gradients").name,
+            ctx.recipe.scale_rounding,
+            rows=dgrad and ctx.quantized["dgrad"],
+            columns=wgrad and ctx.quantized["wgrad"],
+        )
         grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            if "dgrad" in recipe.high_precision:
-                grad_x = g @ weight.to(g.dtype)
-            else:
-                grad_x = gemm(
-                    _quantize(g, recipe, "gradients", -1), _weight(weight, recipe, -2), ctx.x_dtype
-                )
-            grad_x = grad_x.to(ctx.x_dtype).reshape(ctx.x_shape)
-        if ctx.needs_input_grad[1]:
-            if "wgrad" in recipe.high_precision:
-                grad_weight = (g.mT @ x_by_columns.to(g.dtype)).to(weight.dtype)
-            else:
-                g_by_columns = _quantize(g, recipe, "gradients", -2)
-                grad_weight = gemm(g_by_columns.mT, x_by_columns, weight.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = g.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None
-
-
-def _quantize(x: Tensor, recipe: Recipe, role: str, axis: int) -> ScaledTensor:
-    name = recipe.format_of(role).name
-    return quantize(x, name, axis, scale_rounding=recipe.scale_rounding, pad=True)
-
-
-def _weight(weight: Tensor, recipe: Recipe, axis: int) -> ScaledTensor:
-    name = recipe.format_of("weights").name
-    return quantized_weight(weight, axis, name, recipe.scale_rounding)
+        if g_forms.rows is not None:
+            grad_x = gemm(g_forms.rows, w_kept, x_dtype)
+        elif dgrad:
+            grad_x = (g @ w_kept.to(g.dtype)).to(x_dtype)
+        if g_forms.columns is not None:
+            grad_weight = gemm(g_forms.columns.mT, x_kept, w_dtype)
+        elif wgrad:
+            grad_weight = (g.mT @ x_kept.to(g.dtype)).to(w_dtype)
+        if bias_grad:
+            grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
+        if grad_x is not None:
+            grad_x = grad_x.reshape(ctx.x_shape)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class Linear(torch.nn.Linear):

@@ -1,13 +1,15 @@
 """Training a small GPT under several recipes, to see what each does to its loss."""
 
 from .compare import compare
-from .data import Corpus, read_text
+from .data import Corpus, Text, read_text
 from .gpt import GPT
-from .recipes import BASELINE, DEFAULT_RECIPES, RECIPES, check_recipes
+from .pace import steps_within
+from .recipes import BASELINE, DEFAULT_RECIPES, RECIPES, check_recipes, default_recipes
 from .report import prepare_folder, write_report
 from .results import Comparison, Row
 from .run import Progress, Run, train
 from .settings import Settings
+from .sources import choose_text, python_sources
 from .statistics import Statistics
 
 __all__ = [
@@ -22,10 +24,15 @@ __all__ = [
     "Run",
     "Settings",
     "Statistics",
+    "Text",
     "check_recipes",
+    "choose_text",
     "compare",
+    "default_recipes",
     "prepare_folder",
+    "python_sources",
     "read_text",
+    "steps_within",
     "train",
     "write_report",
 ]

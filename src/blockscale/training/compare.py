@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .data import Corpus
+from .data import Corpus, Text
 from .recipes import RECIPES
 from .run import Progress, Run, train
 from .settings import Settings
@@ -25,16 +25,16 @@ Report = Callable[[Progress], None]
 
 
 def compare(
-    recipes: Sequence[str], text: bytes, settings: Settings, report: Report = lambda progress: None
+    recipes: Sequence[str], text: Text, settings: Settings, report: Report = lambda progress: None
 ) -> list[Run]:
     """Train under each of ``recipes`` with each seed; the runs, by recipe, then seed.
 
-    ``report`` is called in this process after each step of any of them.
+    ``report`` is called in this process after each step of any of them (on a GPU, after some).
 
     On a CPU each run has one thread, so its losses depend neither on the number of cores nor on
     what runs beside it; matrices this small gain little from a second thread.
     """
-    corpus = Corpus(text, settings.context)
+    corpus = Corpus(text, settings.context, settings.device)
     # all recipes of a seed first: what a comparison needs is done at about the same time
     jobs = [(name, seed) for seed in range(settings.seeds) for name in recipes]
     if settings.device == "cpu":
@@ -45,7 +45,7 @@ def compare(
 
 
 def _in_processes(
-    jobs: list[tuple[str, int]], text: bytes, settings: Settings, report: Report
+    jobs: list[tuple[str, int]], text: Text, settings: Settings, report: Report
 ) -> list[Run]:
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     events: multiprocessing.Queue[Progress] = context.Queue()
@@ -85,7 +85,7 @@ def _cores() -> int:
 _worker: dict[str, Any] = {}
 
 
-def _start(events: Any, stop: Any, text: bytes, settings: Settings) -> None:
+def _start(events: Any, stop: Any, text: Text, settings: Settings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from ..formats import choose
 from ..nn import Recipe
 
-__all__ = ["BASELINE", "DEFAULT_RECIPES", "RECIPES", "check_recipes"]
+__all__ = ["BASELINE", "DEFAULT_RECIPES", "RECIPES", "check_recipes", "default_recipes"]
 
 #: What every other recipe is compared with.
 BASELINE = "bf16"
@@ -29,6 +29,14 @@ RECIPES: Mapping[str, Recipe | None] = MappingProxyType(
 
 #: The claim (MXFP8 trains as BF16 does) and its two ablations.
 DEFAULT_RECIPES = (BASELINE, "mxfp8", "mxfp8_e5m2_grad", "mxfp8_floor")
+
+#: On a GPU: what it is fast with.
+_GPU_RECIPES = (BASELINE, "fp8_block", "mxfp8")
+
+
+def default_recipes(device: str) -> tuple[str, ...]:
+    """Those of the docs, on a CPU and on a GPU."""
+    return DEFAULT_RECIPES if device == "cpu" else _GPU_RECIPES
 
 
 def check_recipes(names: Iterable[str]) -> tuple[str, ...]:

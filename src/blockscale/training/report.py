@@ -111,6 +111,7 @@ def html(comparison: Comparison, picture: bytes) -> str:
         f"{settings.learning_rate:g}, warmup and cosine",
         "seeds": f"{settings.seeds}, each with the same batches for every recipe",
         "text": f"{text['source']}, {text['bytes']:,} bytes, SHA-256 {text['sha256']}",
+        "held out": f"{text['held_out']}, {text['held_out_bytes']:,} bytes",
         "device": settings.device,
         "made": f"{comparison.created} in {comparison.seconds:.0f} s",
         **comparison.versions,

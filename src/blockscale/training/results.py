@@ -14,6 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from .data import Text
 from .recipes import BASELINE, RECIPES
 from .run import Run
 from .settings import Settings
@@ -21,8 +24,9 @@ from .statistics import ROLES
 
 __all__ = ["Comparison", "Row"]
 
-#: What MXFP8 is held to: the part of the validation loss by which it may differ from BF16.
+#: What these are held to: the part of the validation loss by which they may differ from BF16.
 PARITY_PERCENT = 0.5
+_HELD_TO_PARITY = ("mxfp8", "fp8_block")
 
 #: Student's t, two-sided 95 %, by degrees of freedom.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -40,24 +44,26 @@ class Row:
     spread_percent: float | None  # standard deviation of difference_percent over the seeds
     saturated_per_million: float | None  # of all elements quantized
     sqnr_db: dict[str, float] | None  # by role
+    tokens_per_second: float
+    peak_memory: int | None  # bytes; None on a CPU
 
 
 class Comparison:
     """The runs of several recipes with the same seeds, and what they ran on."""
 
-    def __init__(
-        self, runs: Sequence[Run], settings: Settings, text: bytes, source: str, seconds: float
-    ) -> None:
+    def __init__(self, runs: Sequence[Run], settings: Settings, text: Text, seconds: float) -> None:
         self.runs = list(runs)
         self.settings = settings
         self.seconds = seconds
         self.text = {
-            "source": source,
+            "source": text.source,
             "bytes": len(text),
-            "sha256": hashlib.sha256(text).hexdigest(),
+            "sha256": hashlib.sha256(text.train + text.validation).hexdigest(),
+            "held_out": text.held_out,
+            "held_out_bytes": len(text.validation),
         }
         self.created = datetime.now(UTC).isoformat(timespec="seconds")
-        self.versions = _versions()
+        self.versions = _versions(settings.device)
 
     @property
     def recipes(self) -> list[str]:
@@ -105,25 +111,41 @@ class Comparison:
             }
             if elements
             else None,
+            statistics.fmean(run.tokens_per_second for run in runs),
+            max((run.peak_memory for run in runs if run.peak_memory is not None), default=None),
         )
 
     def verdict(self) -> list[str]:
         """What the numbers say, and what they do not, one sentence each."""
-        seeds = self.settings.seeds
-        sentences = []
-        if {BASELINE, "mxfp8"} <= set(self.recipes):
-            each = self.percent("mxfp8", BASELINE)
-            mean = statistics.fmean(each)
-            where = "within" if abs(mean) < PARITY_PERCENT else "outside"
-            spread = f" (spread over {seeds} seeds {_stdev(each):.2f} %)" if seeds > 1 else ""
-            sentences.append(
-                f"mxfp8 ends {mean:+.2f} % from bf16 in validation loss{spread}, "
-                f"{where} {PARITY_PERCENT} %."
-            )
+        sentences = [
+            self._parity(name) for name in _HELD_TO_PARITY if {BASELINE, name} <= set(self.recipes)
+        ]
         others = [name for name in self.recipes if name not in (BASELINE, "mxfp8")]
         if "mxfp8" in self.recipes and others:
             sentences.append(self._separation(others))
+        if self.settings.device != "cpu":  # there runs share the cores
+            sentences.append(self._speed())
         return sentences
+
+    def _parity(self, name: str) -> str:
+        seeds, each = self.settings.seeds, self.percent(name, BASELINE)
+        mean = statistics.fmean(each)
+        where = "within" if abs(mean) < PARITY_PERCENT else "outside"
+        spread = f" (spread over {seeds} seeds {_stdev(each):.2f} %)" if seeds > 1 else ""
+        return (
+            f"{name} ends {mean:+.2f} % from {BASELINE} in validation loss{spread}, "
+            f"{where} {PARITY_PERCENT} %."
+        )
+
+    def _speed(self) -> str:
+        rows = self.rows()
+        base = next((r.tokens_per_second for r in rows if r.recipe == BASELINE), None)
+        values = []
+        for row in rows:
+            of_base = "" if base is None else f" ({row.tokens_per_second / base:.2f}x)"
+            memory = "" if row.peak_memory is None else f", {row.peak_memory / 2**30:.1f} GiB"
+            values.append(f"{row.recipe} {row.tokens_per_second:,.0f} tokens/s{of_base}{memory}")
+        return f"Speed and peak memory: {'; '.join(values)}."
 
     def _separation(self, others: list[str]) -> str:
         seeds = self.settings.seeds
@@ -192,7 +214,7 @@ def _is_separated(differences: list[float]) -> bool:
     return abs(statistics.fmean(differences)) > t * _stdev(differences) / n**0.5
 
 
-def _versions() -> dict[str, str]:
+def _versions(device: str) -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("blockscale", "torch", "numba", "numpy"):
         try:
@@ -205,6 +227,8 @@ def _versions() -> dict[str, str]:
         found["blockscale"] = __version__
     found["platform"] = f"{platform.system()} {platform.machine()}"
     found["processor"] = f"{_processor()}, {os.cpu_count()} cores"
+    if device != "cpu":
+        found["gpu"] = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..nn import Recipe, convert
 from .data import Corpus
 from .gpt import GPT, VOCABULARY, in_block
+from .meter import Meter
 from .settings import Settings
 from .statistics import Statistics
 
@@ -31,6 +33,7 @@ class Run:
     validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
     seconds: float = 0.0
     tokens_per_second: float = 0.0  # in training steps, the rest left out
+    peak_memory: int | None = None  # bytes of tensors in training steps; None on a CPU
     statistics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -46,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, sent after each step."""
+    """Where a run stands, sent after each step that the losses are looked at."""
 
     recipe: str
     seed: int
@@ -66,47 +69,71 @@ def train(
 ) -> Run:
     """Train a GPT under ``recipe`` (None: bfloat16) and return what was measured.
 
-    ``seed`` decides initial parameters and batches, the same for every recipe.
+    ``corpus`` lies on the device of ``settings``. ``seed`` decides initial parameters and batches,
+    the same for every recipe.
     """
-    began, spent = time.perf_counter(), 0.0
+    began = time.perf_counter()
     device = torch.device(settings.device)
     model = _model(recipe, seed, settings).to(device)
     optimizer = _optimizer(model, settings)
     run = Run(name, seed, sum(p.numel() for p in model.parameters()))
     statistics = Statistics()
+    meter = Meter(device)
+    losses: list[Tensor] = []  # not looked at yet
     for step, starts in enumerate(corpus.batches(settings.steps, settings.batch, seed), 1):
-        tick = time.perf_counter()
         inputs, targets = corpus.sequences(corpus.train, starts)
+        if settings.is_due(step, settings.samples):
+            with meter.paused(), _eager(settings), statistics.watch(model):
+                _loss(model, inputs, targets).backward()
+                optimizer.zero_grad()
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate_at(step)
-        if settings.is_due(step, settings.samples):
-            with statistics.watch(model):
-                loss = _loss(model, inputs, targets, device)
-                loss.backward()
-        else:
-            loss = _loss(model, inputs, targets, device)
-            loss.backward()
+        loss = _loss(model, inputs, targets)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         optimizer.zero_grad()
-        run.train_loss.append(loss.item())
-        spent += time.perf_counter() - tick
-        run.tokens_per_second = step * inputs.numel() / spent
+        losses.append(loss.detach())
+        validates = settings.is_due(step, settings.validations)
+        if not (validates or step == settings.steps or step % settings.log_every == 0):
+            continue
+        run.train_loss += torch.stack(losses).tolist()
+        meter.lap(len(losses) * inputs.numel())
+        losses.clear()
+        run.tokens_per_second = meter.tokens_per_second
         validated = None
-        if settings.is_due(step, settings.validations):
-            validated = _validate(model, corpus, settings, device)
+        if validates:
+            with meter.paused():
+                validated = _validate(model, corpus, settings)
             run.validation.append((step, validated))
         report(Progress(name, seed, step, run.train_loss[-1], run.tokens_per_second, validated))
+    run.peak_memory = meter.peak_memory
     run.statistics = statistics.summary()
     run.seconds = time.perf_counter() - began
     return run
 
 
+def _eager(settings: Settings) -> AbstractContextManager[Any]:
+    """Compiled blocks run as they are written, so that their layers can be watched."""
+    return torch.compiler.set_stance("force_eager") if settings.compile else nullcontext()
+
+
 def _model(recipe: Recipe | None, seed: int, settings: Settings) -> torch.nn.Module:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = GPT(settings.width, settings.layers, settings.heads, settings.context)
-    return model if recipe is None else convert(model, recipe, in_block)
+        model = GPT(
+            settings.width,
+            settings.layers,
+            settings.heads,
+            settings.context,
+            settings.fused_attention,
+        )
+    if recipe is not None:
+        convert(model, recipe, in_block)
+    if settings.compile:
+        for block in model.blocks:  # one graph, compiled once, for all of them
+            block.compile(fullgraph=True)
+    return model
 
 
 def _optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.AdamW:
@@ -123,20 +150,18 @@ def _optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.AdamW:
     )
 
 
-def _loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> Tensor:
-    with torch.autocast(device.type, torch.bfloat16):
-        logits = model(inputs.to(device))
-    return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.to(device).flatten())
+def _loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        logits = model(inputs)
+    return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.flatten())
 
 
 @torch.no_grad()
-def _validate(
-    model: torch.nn.Module, corpus: Corpus, settings: Settings, device: torch.device
-) -> float:
+def _validate(model: torch.nn.Module, corpus: Corpus, settings: Settings) -> float:
     total, count = 0.0, 0
     all_starts = corpus.validation_starts(settings.validation_sequences)
     for starts in all_starts.split(settings.validation_batch):
         inputs, targets = corpus.sequences(corpus.validation, starts)
-        total += _loss(model, inputs, targets, device).item() * inputs.numel()
+        total += _loss(model, inputs, targets).item() * inputs.numel()
         count += inputs.numel()
     return total / count

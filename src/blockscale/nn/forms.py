@@ -1,0 +1,44 @@
+"""A tensor quantized for the products that read it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..quantize import quantize, quantize_both
+from ..tensor import ScaledTensor
+from .placement import placement
+
+__all__ = ["Forms", "quantize_forms"]
+
+
+class Forms(NamedTuple):
+    """A matrix blocked along its rows (axis -1) and along its columns (-2); None: not made."""
+
+    rows: ScaledTensor | None = None
+    columns: ScaledTensor | None = None
+
+
+def quantize_forms(
+    x: Tensor, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
+) -> Forms:
+    """The forms of ``x`` (M, K) that are asked for, both from one read.
+
+    They lie in memory as its device multiplies them. The contraction is padded with zeros to whole
+    blocks.
+    """
+    if not (rows or columns):
+        return Forms()
+    layout, k_major = placement(format, x.device)
+    if rows and columns:
+        return Forms(
+            *quantize_both(
+                x, format, scale_rounding=scale_rounding, layout=layout, pad=True, k_major=k_major
+            )
+        )
+    axis = -1 if rows else -2
+    one = quantize(
+        x, format, axis, scale_rounding=scale_rounding, layout=layout, pad=True, k_major=k_major
+    )
+    return Forms(rows=one) if rows else Forms(columns=one)

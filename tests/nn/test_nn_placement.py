@@ -1,0 +1,184 @@
+"""The layer with operands placed as Hopper wants them: the same numbers, one read of each tensor.
+
+The placement is Hopper's, the device a CPU: what is asserted needs no kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale.nn import Linear, clear_weight_cache, forms, linear, placement
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+RECIPES = {
+    "mxfp8": bs.Recipe(),
+    "nvfp4": bs.Recipe("nvfp4"),
+    "fp8_block": bs.Recipe("fp8_1x128", weights="fp8_128x128"),
+    "fp8_1x128": bs.Recipe("fp8_1x128"),
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Placement as on a GPU with compute capability 9.0."""
+    monkeypatch.setattr(placement, "_capability", lambda index: 9)
+    clear_weight_cache()
+
+    def on_cuda(format, device):
+        return placement.placement.__wrapped__(format, CUDA)
+
+    monkeypatch.setattr(forms, "placement", on_cuda)
+    yield
+    clear_weight_cache()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Operands of every product, and every tensor that was quantized, in order."""
+    products, reads = [], []
+
+    def multiply(a, b, *args, **kwargs):
+        products.append((a, b))
+        return bs.gemm(a, b, *args, **kwargs)
+
+    def count(function):
+        def call(x, *args, **kwargs):
+            reads.append((function.__name__, x.shape))
+            return function(x, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(sys.modules[linear.__module__], "gemm", multiply)
+    for function in (bs.quantize, bs.quantize_both):
+        monkeypatch.setattr(forms, function.__name__, count(function))
+    return products, reads
+
+
+def both_passes(recipe, m=96, k=256, n=160):
+    generator = torch.Generator().manual_seed(0)
+    x, w, g = (
+        torch.randn(*shape, generator=generator).to(torch.bfloat16)
+        for shape in ((m, k), (n, k), (m, n))
+    )
+    x.requires_grad_(), w.requires_grad_()
+    y = linear(x, w, recipe=recipe)
+    y.backward(g)
+    return y.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("shape", [(96, 256, 160), (33, 70, 48)])
+def test_the_same_numbers(request, name, shape):
+    plain = both_passes(RECIPES[name], *shape)
+    request.getfixturevalue("hopper")
+    for a, b in zip(plain, both_passes(RECIPES[name], *shape), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("m", [96, 33])
+def test_the_contraction_of_every_operand_is_contiguous(hopper, seen, name, m):
+    both_passes(RECIPES[name], m)
+    products, _ = seen
+    assert len(products) == 3
+    for a, b in products:
+        for q in (a, b.mT):
+            assert q.axis == -1
+            assert q.qdata.stride(-1) == 1
+            if q.format.element.bits == 8:  # rows begin where TMA reads them; of any M
+                assert q.qdata.stride(0) % 16 == 0
+            assert q.layout.name == ("sm90" if q.format_name == "fp8_1x128" else "compact")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_tensor_is_read_once(hopper, seen, name):
+    both_passes(RECIPES[name])
+    _, reads = seen
+    assert reads == [("quantize_both", s) for s in ((96, 256), (160, 256), (96, 160))]
+
+
+def test_without_gradients_only_rows_are_made(hopper, seen):
+    layer = Linear(64, 32)
+    with torch.no_grad():
+        for _ in range(2):
+            layer(torch.randn(8, 64))
+    assert [name for name, _ in seen[1]] == ["quantize"] * 3  # x, w, x
+
+
+def test_gradients_of_micro_batches_add_up(hopper):
+    """In fp32, as autograd does for any layer."""
+    layer = Linear(64, 32, bias=False)
+    alone = []
+    for seed in (1, 2):
+        x = torch.randn(40, 64, generator=torch.Generator().manual_seed(seed))
+        layer.weight.grad = None
+        layer(x).square().sum().backward()
+        alone.append((x, layer.weight.grad))
+    layer.weight.grad = None
+    for x, _ in alone:
+        layer(x).square().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+    assert torch.equal(layer.weight.grad, alone[0][1] + alone[1][1])
+
+
+def test_compiled(hopper):
+    torch.compiler.reset()
+    layer = Linear(64, 32, recipe=RECIPES["fp8_block"])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(40, 64)
+    results = []
+    for function in (layer, compiled):
+        layer.weight.grad = None
+        y = function(x)
+        y.square().sum().backward()
+        results.append((y.detach(), layer.weight.grad))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_weight_changed_after_the_forward_pass(hopper):
+    """The gradient is that of the forward pass that was made."""
+    layer = Linear(64, 32, bias=False)
+    x = torch.randn(40, 64, requires_grad=True)
+    layer(x).sum().backward()
+    wanted, x.grad = x.grad, None
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    y.sum().backward()
+    assert torch.equal(x.grad, wanted)
+
+
+# --- the placements themselves --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "format", "layout", "k_major"),
+    [
+        (9, "fp8_1x128", "sm90", True),
+        (9, "fp8_128x128", "compact", True),
+        (9, "mxfp8", "compact", True),
+        (9, "nvfp4", "compact", True),
+        (8, "fp8_1x128", "compact", False),
+        (10, "mxfp8", "compact", False),
+    ],
+)
+def test_placements(monkeypatch, capability, format, layout, k_major):
+    monkeypatch.setattr(placement, "_capability", lambda index: capability)
+    assert placement.placement.__wrapped__(format, CUDA) == (layout, k_major)
+    assert placement.placement.__wrapped__(format, CPU) == ("compact", False)
+
+
+def test_the_capability_is_a_constant_to_the_compiler(monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def function(x):
+        return x + placement._capability(0)
+
+    assert function(torch.zeros(2)).tolist() == [9, 9]
