@@ -335,7 +335,7 @@ class CTA:
         best = max(fresh, key=lambda f: (len(f.stack), -f.pc))
         if best.wait is not None:
             self.cluster.resumed()
-        twins = [f for f in self.fragments if f is not best and f.same_place(best)]
+        twins = [f for f in can if f is not best and f.same_place(best)]
         if twins:
             best.select(np.sort(np.concatenate([best.threads, *(f.threads for f in twins)])))
             best.used = max(f.used for f in (best, *twins))
