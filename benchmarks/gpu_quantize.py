@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 def tables(result: dict[str, Any]) -> str:
     """What docs/performance.md shows: a table a group, what the host pays, what could not run."""
-    parts = [_machine(result)]
+    parts = [machine(result)]
     for group, rows in _groups(result["rows"]):
         parts.append(f"**{group}**")
         if any(", 8 experts" in row["case"] for row in rows):
@@ -64,17 +64,17 @@ def _large(rows: Sequence[Row]) -> str:
     """Share of copy for each shape."""
     shapes = _shapes(rows)
     found = _by_case(rows)
-    lines = _head([f"{m} x {k}" for m, k in shapes])
+    lines = head([f"{m} x {k}" for m, k in shapes])
     for name, measured in found.items():
         cells = [f"{measured[s]['of_copy']:.2f}" if s in measured else "" for s in shapes]
-        lines.append(_line(name, cells))
+        lines.append(line(name, cells))
     return "\n".join(lines)
 
 
 def _small(rows: Sequence[Row]) -> str:
     """Microseconds, and those as a part of a copy kernel's."""
     shapes = _shapes(rows)
-    lines = _head([part for m, k in shapes for part in (f"{m} x {k}, us", "of a copy kernel's")])
+    lines = head([part for m, k in shapes for part in (f"{m} x {k}, us", "of a copy kernel's")])
     for name, measured in _by_case(rows).items():
         cells = []
         for shape in shapes:
@@ -82,14 +82,14 @@ def _small(rows: Sequence[Row]) -> str:
             cells += (
                 [f"{row['microseconds']:.1f}", f"{1 / row['of_copy']:.2f}"] if row else ["", ""]
             )
-        lines.append(_line(name, cells))
+        lines.append(line(name, cells))
     return "\n".join(lines)
 
 
 def _experts(rows: Sequence[Row]) -> str:
     """Microseconds, and how much longer than without experts, the first case."""
     shapes = _shapes(rows)
-    lines = _head([part for m, k in shapes for part in (f"{m} x {k}, us", "longer than without")])
+    lines = head([part for m, k in shapes for part in (f"{m} x {k}, us", "longer than without")])
     found = _by_case(rows)
     alone = next(iter(found.values()))
     for name, measured in found.items():
@@ -101,7 +101,7 @@ def _experts(rows: Sequence[Row]) -> str:
                 continue
             more = row["microseconds"] / alone[shape]["microseconds"] - 1
             cells += [f"{row['microseconds']:.1f}", "" if measured is alone else f"{more:+.1%}"]
-        lines.append(_line(name, cells))
+        lines.append(line(name, cells))
     return "\n".join(lines)
 
 
@@ -128,9 +128,9 @@ def summary(result: dict[str, Any]) -> str:
         best = min(rows.values(), key=lambda row: row["microseconds"], default=None)
         if ours is not None:
             cells = [*_speed(ours), *(_speed(best) if best else ("", ""))]
-            lines.append(_line(name, cells))
+            lines.append(line(name, cells))
     size = f"{_SHOWN[0]} x {_SHOWN[1]}"
-    return "\n".join([*lines, "", f"Results of {size}, from bfloat16: {_machine(result)}"])
+    return "\n".join([*lines, "", f"Results of {size}, from bfloat16: {machine(result)}"])
 
 
 def _speed(row: Row) -> tuple[str, str]:
@@ -215,7 +215,7 @@ def _large_rows(result: dict[str, Any], case: str) -> dict[str, dict[tuple[int, 
     return found
 
 
-def _machine(result: dict[str, Any]) -> str:
+def machine(result: dict[str, Any]) -> str:
     names = {"nvidia-cutlass-dsl": "CuTe DSL", "torchao": "torchao", "triton": "Triton"}
     parts = [result["gpu"], f"torch {result['torch']}"]
     parts += [f"{names[key]} {result[key]}" for key in names if result.get(key)]
@@ -249,18 +249,18 @@ def _first_line(text: str) -> str:
     return text.splitlines()[0][:160].rstrip(".")
 
 
-def _head(columns: Sequence[str]) -> list[str]:
-    return [_line("", columns), "| --- |" + " ---: |" * len(columns)]
+def head(columns: Sequence[str]) -> list[str]:
+    return [line("", columns), "| --- |" + " ---: |" * len(columns)]
 
 
-def _line(name: str, cells: Sequence[str]) -> str:
+def line(name: str, cells: Sequence[str]) -> str:
     return f"| {name} | " + " | ".join(cells) + " |"
 
 
-def rewrite(page: Path, text: str) -> None:
+def rewrite(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """Put ``text`` between the marks of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}")
 
 
 def main() -> None:

@@ -145,6 +145,85 @@ def test_everything_is_added_before_one_rounding(backend):
     assert bs.gemm(a, b, bias=torch.tensor([256.0])).item() == 258
 
 
+def test_out_that_shares_memory(operands):
+    """Refused, and nothing is written; neighbours in one storage are no trouble."""
+    a, b = bs.quantize(matrix(64, 128)), bs.quantize(matrix(32, 128, seed=1)).mT
+    bytes_of_b = b.qdata.mT.view(torch.uint8).flatten()
+    memory = torch.zeros(64 * 32 + 32)
+    out, bias = memory[: 64 * 32].view(64, 32), memory[64 * 32 :]
+    bs.gemm(a, b, out=out, bias=bias)
+    before = out.clone()
+    with pytest.raises(ValueError, match="out: shares memory with bias"):
+        bs.gemm(a, b, out=out, bias=out[3])
+    with pytest.raises(ValueError, match="out: shares memory with b"):
+        bs.gemm(
+            bs.quantize(matrix(32, 128)), b, out=bytes_of_b[:4096].view(torch.float32).view(32, 32)
+        )
+    with pytest.raises(ValueError, match=r"out: has strides .* share memory"):
+        bs.gemm(a, b, out=torch.zeros(32).expand(64, 32))
+    assert torch.equal(out, before)
+
+
+def test_out_is_seen_to_be_written(operands):
+    """What autograd has kept of ``out`` is known to be no longer there."""
+    out = torch.ones(64, 32)
+    y = (torch.ones(64, 32, requires_grad=True) * out).sum()
+    bs.gemm(*operands, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_gradient_through_out(operands):
+    bias = torch.zeros(32, requires_grad=True)
+    y = bs.gemm(*operands, out=torch.zeros(64, 32), bias=bias)
+    y.sum().backward()
+    assert torch.equal(bias.grad, torch.full((32,), 64.0))
+
+
+def test_backend(operands):
+    want = bs.gemm(*operands)
+    for name in ("auto", "reference"):
+        assert torch.equal(bs.gemm(*operands, backend=name), want)
+    with pytest.raises(ValueError, match=r"backend: no kernel can run gemm .* on cpu"):
+        bs.gemm(*operands, backend="kernel")
+    with pytest.raises(ValueError, match="backend: got 'fast'; choose one of"):
+        bs.gemm(*operands, backend="fast")
+
+
+# --- a plain bf16 matrix --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", formats)
+@pytest.mark.parametrize("k", [256, 130])
+def test_plain_rows(backend, name, k):
+    """Weight-only: ``a`` is not quantized, nor padded."""
+    x, b = matrix(70, k), bs.quantize(matrix(33, k, seed=1), name, pad=True).mT
+    for rows in (x, x.mT.contiguous().mT):
+        y = bs.gemm(rows, b, torch.float32)
+        assert_product(y, x, b.dequantize(torch.float64))
+
+
+def test_plain_rows_of_another_type():
+    b = bs.quantize(matrix(32, 128)).mT
+    for dtype in (torch.float32, torch.float16):
+        with pytest.raises(
+            TypeError, match=r"a: got .*ScaledTensor.*bfloat16 matrix.*\.bfloat16\(\)"
+        ):
+            bs.gemm(matrix(64, 128).to(dtype), b)
+    with pytest.raises(TypeError, match=r"b: got torch.bfloat16; expected a ScaledTensor"):
+        bs.gemm(bs.quantize(matrix(64, 128)), matrix(128, 32))
+    with pytest.raises(ValueError, match="a, b: got"):
+        bs.gemm(matrix(64, 96), b)
+
+
+def test_gradient_of_plain_rows(backend):
+    x, b = matrix(64, 128).requires_grad_(), bs.quantize(matrix(32, 128, seed=1)).mT
+    y = bs.gemm(x, b, torch.float32)
+    g = matrix(64, 32, seed=2)
+    y.backward(g.float())
+    assert_product(x.grad, g, b.dequantize(torch.float64).mT)
+
+
 def test_gradient_of_the_bias(operands):
     bias = torch.zeros(32, requires_grad=True)
     y = bs.gemm(*operands, torch.float32, bias=bias)

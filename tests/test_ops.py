@@ -99,39 +99,58 @@ def test_opcheck_dequantize_groups(backend):
     torch.library.opcheck(OPS.dequantize.default, dequantize_args(q, torch.float16))
 
 
-def side(q):
-    parts = as_bytes(q.qdata), as_bytes(q.compact_scale())
-    return (*parts, q.global_scale, q.format_name, list(q.shape))
+def side(q, *, layout=()):
+    """An operand as the ops take it; scales of grouped products are always compact."""
+    if type(q) is torch.Tensor:
+        return q, None, None, None, "compact", list(q.shape)
+    scale = q.qscale if layout == ("sm90",) else q.compact_bytes()
+    return as_bytes(q.qdata), scale, q.global_scale, q.format_name, *layout, list(q.shape)
+
+
+COMPACT = {"layout": ("compact",)}
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128"])
 def test_opcheck_gemm(backend, name):
     a, b = bs.quantize(matrix(64, 128), name), bs.quantize(matrix(32, 128, seed=1), name).mT
     for bias, c in ((None, None), (torch.ones(32), torch.ones(64, 32))):
-        args = (*side(a), *side(b), bias, c, None, False, torch.float32)
+        args = (*side(a, **COMPACT), *side(b, **COMPACT), bias, c, torch.float32)
         torch.library.opcheck(OPS.gemm.default, args)
+        args = (*side(a, **COMPACT), *side(b, **COMPACT), bias, torch.ones(64, 32), c is not None)
+        torch.library.opcheck(OPS.gemm_out.default, args)
+
+
+def test_opcheck_gemm_other_operands():
+    a = bs.quantize(matrix(64, 128), "fp8_1x128", layout="sm90")
+    b = bs.quantize(matrix(32, 128, seed=1), "fp8_1x128", layout="sm90").mT
+    args = (*side(a, layout=("sm90",)), *side(b, layout=("sm90",)), None, None, torch.bfloat16)
+    torch.library.opcheck(OPS.gemm.default, args)
+    args = (*side(matrix(64, 128)), *side(b, layout=("sm90",)), None, None, torch.bfloat16)
+    torch.library.opcheck(OPS.gemm.default, args)
 
 
 def test_opcheck_gemm_gradients(backend):
     a, b = bs.quantize(matrix(64, 128)), bs.quantize(matrix(32, 128, seed=1)).mT
     bias, c = torch.ones(32, requires_grad=True), torch.ones(64, 32, requires_grad=True)
-    args = (*side(a), *side(b), bias, c, None, False, torch.float32)
-    torch.library.opcheck(OPS.gemm.default, args)
+    for left in (a, matrix(64, 128).requires_grad_()):
+        args = (*side(left, **COMPACT), *side(b, **COMPACT), bias, c, torch.float32)
+        torch.library.opcheck(OPS.gemm.default, args)
 
 
 def test_opcheck_grouped(backend):
     ends = i32(10, 10, 60)
     a, b = bs.quantize(matrix(64, 128)), bs.quantize(matrix(3, 32, 128, seed=1)).mT
-    args = (*side(a), *side(b), None, None, ends, False, torch.bfloat16)
-    torch.library.opcheck(OPS.gemm.default, args)
+    args = (*side(a), *side(b), ends, False, torch.bfloat16)
+    torch.library.opcheck(OPS.grouped_gemm.default, args)
     a, b = (bs.quantize(matrix(64, 32, seed=s), axis=-2, offsets=ends) for s in (0, 1))
-    args = (*side(a.mT), *side(b), None, None, ends, True, torch.bfloat16)
-    torch.library.opcheck(OPS.gemm.default, args)
+    args = (*side(a.mT), *side(b), ends, True, torch.bfloat16)
+    torch.library.opcheck(OPS.grouped_gemm.default, args)
 
 
 def test_every_op_is_checked_here():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name[:12] == "blockscale::"]
-    here = ["dequantize", "gemm", "global_scale", "quantize", "quantize_both"]
+    here = ["dequantize", "gemm", "gemm_out", "global_scale", "grouped_gemm", "quantize"]
+    here += ["quantize_both"]
     in_test_fused = ["rmsnorm_quantize", "swiglu_quantize"]
     assert sorted(names) == [f"blockscale::{name}" for name in here + in_test_fused]
 

@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from . import ops
-from .formats import get_format
+from .formats import choose, get_format
+from .gemm_launch import find_call
 from .layouts import as_bytes
+from .ops.operation import needs_gradient
+from .remember import remembered
 from .tensor import ScaledTensor, check_offsets
 
 __all__ = ["gemm", "grouped_gemm"]
 
+_QUANTIZED = "a ScaledTensor: call blockscale.quantize"
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def gemm(
-    a: ScaledTensor,
+    a: ScaledTensor | Tensor,
     b: ScaledTensor,
     out_dtype: torch.dtype | None = None,
     *,
     out: Tensor | None = None,
     accumulate: bool = False,
     bias: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """``a @ b`` with fp32 accumulation, as torch.mm.
 
+    On Hopper kernels multiply all formats of 8 and 4 bits. 8-bit operands have to lie with the
+    contraction contiguous: rows do, columns (axis=-2) do with ``quantize(..., k_major=True)``.
+    Scales of fp8_1x128 are read in layout "sm90" (``quantize(..., layout="sm90")``), others
+    compact; those that lie otherwise, and those of an ``a`` in 128 x 128 blocks, are rewritten in
+    every call, by one to three small kernels. docs/numerics.md says how exact the sums are.
+
     Args:
-        a: (M, K), blocked along axis -1.
+        a: (M, K), blocked along axis -1; or a plain bfloat16 matrix, which is not quantized
+            (weight-only): its products with the values of ``b`` are summed in fp32.
         b: (K, N), blocked along axis -2: ``w.mT`` for a weight (N, K) quantized along axis -1.
         out_dtype: bfloat16 (default), float16 or float32.
-        out: write here, (M, N); its dtype is the default of ``out_dtype``.
+        out: write here, (M, N); its dtype is the default of ``out_dtype``. Its memory may not be
+            that of another argument.
         accumulate: add to ``out`` (in fp32, before the one rounding) instead of overwriting it.
         bias: (N,), added before rounding.
+        backend: "auto": a kernel where there is one, else plain torch (said by a FallbackWarning on
+            a GPU); "kernel": a ValueError where there is none; "reference": plain torch.
 
     Returns: (M, N), or ``out``.
 
@@ -40,32 +57,103 @@ def gemm(
     do not belong together. A tensor blocked along the other axis is not transposed: that would
     need the high-precision values.
     """
-    _check_operand("a", a, -1)
+    call = find_call(a, b, out_dtype, out, accumulate, bias, backend)
+    if call is not None and call.launch is not None:
+        return call.launch(call.a, call.b, out, bias)
+    for name, x in (("a", a), ("b", b), ("out", out), ("bias", bias)):
+        if not isinstance(x, Tensor) and (x is not None or name in "ab"):
+            wanted = _QUANTIZED if name in "ab" else "a torch.Tensor"
+            raise TypeError(f"{name}: got {type(x).__name__}; expected {wanted}")
+    dtype = _check(
+        _describe(a),
+        _describe(b),
+        None if out is None else _describe(out),
+        None if bias is None else _describe(bias),
+        out_dtype,
+        accumulate,
+        backend,
+    )
+    left, right = _side(a), _side(b)
+    if out is None:
+        result = ops.gemm(*left, *right, bias, None, dtype, backend)
+    elif needs_gradient(a, bias, out):  # there is none for what is written in place
+        c = out if accumulate else None
+        result = out.copy_(ops.gemm(*left, *right, bias, c, dtype, backend))
+    else:
+        ops.gemm_out(*left, *right, bias, out, accumulate, backend)
+        result = out
+    if call is not None:
+        call.remember(out, bias, dtype, accumulate)
+    return result
+
+
+class _Given(NamedTuple):
+    """What of an argument decides whether it fits the others."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    format: str | None  # of a ScaledTensor, as what follows
+    axis: int | None
+    k_grouped: bool
+
+
+def _describe(x: Tensor) -> _Given:
+    if isinstance(x, ScaledTensor):
+        return _Given(x.shape, x.dtype, x.device, x.format_name, x.axis, x.k_grouped)
+    return _Given(x.shape, x.dtype, x.device, None, None, False)
+
+
+@remembered
+def _check(
+    a: _Given,
+    b: _Given,
+    out: _Given | None,
+    bias: _Given | None,
+    out_dtype: torch.dtype | None,
+    accumulate: bool,
+    backend: str,
+) -> torch.dtype:
+    """The type of the product of ``gemm``; raises as it does."""
+    choose("backend", backend, dict.fromkeys(ops.BACKENDS))
+    if a.format is not None:
+        _check_operand("a", a, -1)
+    elif a.dtype != torch.bfloat16:
+        raise TypeError(
+            f"a: got {a.dtype}; expected {_QUANTIZED}; or a bfloat16 matrix, which is multiplied "
+            "as it is: call .bfloat16()"
+        )
     _check_operand("b", b, -2)
     _check_pair(a, b)
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; expected (M, K) @ (K, N)")
     if a.k_grouped or b.k_grouped:
         raise ValueError("a, b: blocks start anew in groups along K; use grouped_gemm")
     m, n = a.shape[0], b.shape[1]
-    dtype = _check_out_dtype(out_dtype, out)
-    if out is not None and tuple(out.shape) != (m, n):
-        raise ValueError(f"out: has shape {tuple(out.shape)}; the product is {(m, n)}")
-    if out is not None and out.device != a.device:
-        raise ValueError(f"out: is on {out.device}, a on {a.device}; move it there")
+    dtype = out_dtype or (torch.bfloat16 if out is None else out.dtype)
+    _check_out_dtype(dtype)
+    if out is not None:
+        _check_out(out, (m, n), dtype, a.device)
     if accumulate and out is None:
         raise ValueError("accumulate: needs out, the tensor to add to")
-    if bias is not None and not (isinstance(bias, Tensor) and bias.is_floating_point()):
-        given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"bias: got {given}; expected a floating-point tensor ({n},)")
+    if bias is not None and not bias.dtype.is_floating_point:
+        raise TypeError(f"bias: got {bias.dtype}; expected a floating-point tensor ({n},)")
     if bias is not None and (tuple(bias.shape) != (n,) or bias.device != a.device):
         raise ValueError(
             f"bias: got {tuple(bias.shape)} on {bias.device}; expected ({n},) on {a.device}"
         )
-    product = _call(a, b, bias, out if accumulate else None, None, False, dtype)
-    if out is None:
-        return product
-    return out.copy_(product)
+    return dtype
+
+
+def _check_out(
+    out: _Given, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    if out.dtype != dtype:
+        raise TypeError(f"out: is {out.dtype}, out_dtype asks for {dtype}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out: has shape {tuple(out.shape)}; the product is {shape}")
+    if out.device != device:
+        raise ValueError(f"out: is on {out.device}, a on {device}; move it there")
 
 
 def grouped_gemm(
@@ -87,10 +175,13 @@ def grouped_gemm(
 
     Raises ValueError or TypeError as :func:`gemm`.
     """
-    _check_operand("a", a, -1)
-    _check_operand("b", b, -2)
-    _check_pair(a, b)
-    dtype = _check_out_dtype(out_dtype, None)
+    for name, q, axis in (("a", a, -1), ("b", b, -2)):
+        if not isinstance(q, ScaledTensor):
+            raise TypeError(f"{name}: got {type(q).__name__}; expected {_QUANTIZED}")
+        _check_operand(name, _describe(q), axis)
+    _check_pair(_describe(a), _describe(b))
+    dtype = out_dtype or torch.bfloat16
+    _check_out_dtype(dtype)
     k_grouped = b.dim() == 2
     check_offsets(offsets, a.shape[-1 if k_grouped else 0], a.device)
     shapes = f"got {tuple(a.shape)} and {tuple(b.shape)} with {len(offsets)} groups"
@@ -110,7 +201,8 @@ def grouped_gemm(
             )
         if k_grouped and not _same(q.offsets, offsets):
             raise ValueError(f"offsets: differ from those that {name} was quantized with")
-    return _call(a, b, None, None, offsets, k_grouped, dtype)
+    left, right = _compact(a), _compact(b)
+    return ops.grouped_gemm(*left, *right, offsets, k_grouped, dtype)
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:
@@ -119,34 +211,29 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
     return a is not None and torch.equal(a, b)
 
 
-def _call(
-    a: ScaledTensor,
-    b: ScaledTensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    offsets: Tensor | None,
-    k_grouped: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    sides = [
-        part
-        for q in (a, b)
-        for part in (
-            as_bytes(q.qdata),
-            q.compact_bytes(),
-            q.global_scale,
-            q.format_name,
-            q.shape,
-        )
-    ]
-    return ops.gemm(*sides, bias, c, offsets, k_grouped, dtype)
+def _side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
+    """An operand as the ops take it."""
+    if not isinstance(x, ScaledTensor):
+        return x, None, None, None, "compact", x.shape
+    direct = x.layout_name == "sm90" and x.offsets is None
+    return (
+        as_bytes(x.qdata),
+        x.qscale if direct else x.compact_bytes(),
+        x.global_scale,
+        x.format_name,
+        "sm90" if direct else "compact",
+        x.shape,
+    )
 
 
-def _check_operand(name: str, q: ScaledTensor, axis: int) -> None:
-    if not isinstance(q, ScaledTensor):
-        raise TypeError(
-            f"{name}: got {type(q).__name__}; expected a ScaledTensor: call blockscale.quantize"
-        )
+def _compact(q: ScaledTensor) -> tuple[Any, Any, Any, str, Any]:
+    """An operand of a grouped product."""
+    return as_bytes(q.qdata), q.compact_bytes(), q.global_scale, q.format_name, q.shape
+
+
+def _check_operand(name: str, q: _Given, axis: int) -> None:
+    if q.format is None:
+        raise TypeError(f"{name}: got {q.dtype}; expected {_QUANTIZED}")
     if q.axis != axis:
         raise ValueError(
             f"{name}: is blocked along axis {q.axis}, but is contracted along axis {axis}; its "
@@ -155,24 +242,19 @@ def _check_operand(name: str, q: ScaledTensor, axis: int) -> None:
         )
 
 
-def _check_pair(a: ScaledTensor, b: ScaledTensor) -> None:
-    x, y = get_format(a.format_name), get_format(b.format_name)
-    if not x.multiplies(y):
-        raise ValueError(
-            f"a, b: formats {x.name!r} and {y.name!r} cannot be multiplied: blocks of "
-            f"{x.block_size} and {y.block_size} with {x.scale.name} and {y.scale.name} scales; "
-            "quantize both alike"
-        )
+def _check_pair(a: _Given, b: _Given) -> None:
+    if a.format is not None and b.format is not None:
+        x, y = get_format(a.format), get_format(b.format)
+        if not x.multiplies(y):
+            raise ValueError(
+                f"a, b: formats {x.name!r} and {y.name!r} cannot be multiplied: blocks of "
+                f"{x.block_size} and {y.block_size} with {x.scale.name} and {y.scale.name} scales; "
+                "quantize both alike"
+            )
     if a.device != b.device:
         raise ValueError(f"a, b: are on {a.device} and {b.device}; move one of them")
 
 
-def _check_out_dtype(out_dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
-    if out is not None and not isinstance(out, Tensor):
-        raise TypeError(f"out: got {type(out).__name__}; expected a torch.Tensor")
-    dtype = out_dtype or (out.dtype if out is not None else torch.bfloat16)
+def _check_out_dtype(dtype: torch.dtype) -> None:
     if dtype not in _OUT_DTYPES:
         raise TypeError(f"out_dtype: got {dtype}; choose torch.bfloat16, float16 or float32")
-    if out is not None and out.dtype != dtype:
-        raise TypeError(f"out: is {out.dtype}, out_dtype asks for {dtype}")
-    return dtype

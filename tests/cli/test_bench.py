@@ -22,7 +22,9 @@ class Kernels:
     def __init__(self) -> None:
         self.read, self.results = 0, 0
 
-    def quantize(self, x, format, *, axes, layouts, global_scale, offsets, producer, others):
+    def quantize(
+        self, x, format, *, axes, layouts, global_scale, offsets, producer, others, k_major
+    ):
         assert len(layouts) == len(axes)
         assert (global_scale is not None) == format.has_global_scale
         assert offsets is None or offsets[-1] == x.shape[0]
@@ -138,7 +140,8 @@ def test_tables_json_and_plot(kernels, monkeypatch, tmp_path):
     case = Case("mxfp8", (-2,), "compact")
     monkeypatch.setattr(peers, "PEERS", (Peer("some library", case, lacking),))
     monkeypatch.setattr(timing, "Timer", FakeTimer)
-    monkeypatch.setattr(host, "measure_host", lambda: [host.HostCall("a call", 7.25)])
+    monkeypatch.setattr(host, "quantize_calls", dict)
+    monkeypatch.setattr(host, "measure_host", lambda *_: [host.HostCall("a call", 7.25)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
@@ -164,7 +167,7 @@ def test_tables_json_and_plot(kernels, monkeypatch, tmp_path):
         (128, "some library", why),
         (256, "some library", why),
     ]
-    assert content["host"] == [{"what": "a call", "microseconds": 7.25}]
+    assert content["host"] == [{"what": "a call", "microseconds": 7.25, "why": ""}]
     assert content["gpu"] == "a GPU"
     assert plot.read_bytes().startswith(b"\x89PNG")
 

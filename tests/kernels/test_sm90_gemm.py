@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from functools import cache
 
@@ -13,6 +12,18 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from sm90_inputs import (
+    BF16,
+    FP16,
+    FP32,
+    SQUARE,
+    assert_close,
+    assert_no_spills,
+    emulated,
+    operands,
+    product,
+)
+
 from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.emulator.hostcode import settings
@@ -20,29 +31,16 @@ from blockscale.kernels import sm90
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm90.config import Config, choose_config
-from blockscale.layouts import get_layout
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WGMMA = 3e-4  # relative error of FP8 products, whose sums a Hopper GPU rounds below fp32
-SQUARE = Config(BF16, tile=(128, 128), cluster=(1, 1), c_buffers=2)
 
 # Ways to cut the work that give the same bits: all add K block after K block.
 VARIANTS = {
     "wide": Config(BF16),
-    "wide, one wgmma of four rotates": Config(BF16, batch=64, partials=2),
-    "wide, A in registers": Config(BF16, a_registers=True),
-    "wide, both": Config(BF16, batch=64, partials=2, a_registers=True),
+    "wide, skewed, no cluster": Config(BF16, cluster=(1, 1), skew=300, unroll=1),
     "tall": Config(BF16, tile=(256, 128), cluster=(1, 2), stages=4, c_buffers=1),
-    "192 columns rotate": Config(
-        BF16, tile=(128, 192), stages=4, batch=96, partials=2, c_buffers=3
-    ),
-    "192 columns rotate, A in registers": Config(
-        BF16, tile=(128, 192), stages=4, batch=64, partials=2, c_buffers=3, a_registers=True
-    ),
     "three warpgroups": Config(
         BF16, tile=(192, 128), cluster=(1, 2), stages=4, warpgroups=3, c_buffers=2
     ),
-    "square rotates": Config(BF16, tile=(128, 128), partials=2, stages=5, c_buffers=2, unroll=8),
+    "192 columns": Config(BF16, tile=(128, 192), stages=4, batch=192, c_buffers=3),
     "square": SQUARE,
 }
 
@@ -53,72 +51,6 @@ def _keep_code(monkeypatch):
     monkeypatch.setattr(settings(), "keep_cubin", True)
 
 
-def operands(
-    m: int, n: int, k: int, b_block: tuple[int, int] = (128, 128), spread: float = 2.0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Data and scales, random: exponents of scales have deviation ``spread``."""
-    generator = torch.Generator().manual_seed(m + n + k)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    def scale(*shape: int) -> Tensor:
-        return torch.exp2(normal(*shape) * spread)
-
-    a, b = (100 * normal(rows, k) for rows in (m, n))
-    a, b = (x.clamp(-448, 448).to(torch.float8_e4m3fn) for x in (a, b))
-    blocks, layout = -(-k // 128), get_layout("sm90")
-    a_scale = layout.swizzle(scale(m, blocks))
-    b_scale = scale(-(-n // b_block[0]), blocks)
-    return a, a_scale, b, layout.swizzle(b_scale) if b_block[0] == 1 else b_scale
-
-
-def product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_block: tuple[int, int]
-) -> Tensor:
-    """In fp64, of dequantized operands."""
-    (m, k), n = a.shape, b.shape[0]
-    wide_a = a_scale.T[:m].repeat_interleave(128, 1)[:, :k]
-    rows = b_scale.T[:n] if b_block[0] == 1 else b_scale.repeat_interleave(128, 0)[:n]
-    wide_b = rows.repeat_interleave(128, 1)[:, :k]
-    return (a.double() * wide_a.double()) @ (b.double() * wide_b.double()).T
-
-
-def emulated(
-    config: Config,
-    given: tuple[Tensor, Tensor, Tensor, Tensor],
-    start: Tensor | None = None,
-    *,
-    completion: str = "late",
-    multiprocessors: int = 2,
-) -> Tensor:
-    """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
-    between them may change."""
-    a, a_scale, b, b_scale = given
-    m, n, pad = a.shape[0], b.shape[0], 16 // config.out_dtype.itemsize
-    whole = torch.empty(m + 2, n + 2 * pad, dtype=config.out_dtype)
-    whole.view(torch.uint8).fill_(0xA5)
-    before = whole.clone()
-    out = whole[1:-1, pad:-pad]
-    if start is not None:
-        out.copy_(start)
-    with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
-        kernel = compiled.build(config)
-        kernel(a.view(torch.uint8), a_scale, b.view(torch.uint8), b_scale, out, multiprocessors)
-    result = out.clone()
-    out.copy_(before[1:-1, pad:-pad])
-    assert torch.equal(whole.view(torch.uint8), before.view(torch.uint8)), "written beside it"
-    return result
-
-
-def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    """The error is that of rounding, and of sums of FP8 products."""
-    assert bool(torch.isfinite(got).all())
-    rounding = (want.to(dtype).double() - want).norm() / want.norm()
-    error = (got.double() - want).norm() / want.norm()
-    assert error <= (rounding**2 + WGMMA**2) ** 0.5
-
-
 @cache
 def _square(shape: tuple[int, int, int]) -> Tensor:
     return emulated(SQUARE, operands(*shape))
@@ -126,43 +58,33 @@ def _square(shape: tuple[int, int, int]) -> Tensor:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name):
-    """Tails in M, N and K, more tiles than blocks; the same bits as with the simplest."""
-    shape, config = (136, 264, 336), VARIANTS[name]
-    given = operands(*shape)
-    got = emulated(config, given)
-    assert_close(got, product(*given, config.b_block), config.out_dtype)
-    assert torch.equal(got, _square(shape))
+    """Tails in M, N and K, more tiles than blocks, then K blocks that fill the body of the loop and
+    more; the same bits as with the simplest. A test for each kernel, so that it is compiled once.
+    """
+    config = VARIANTS[name]
+    for shape, completion in (((136, 264, 336), "late"), ((72, 136, 9 * 128), "random")):
+        given = operands(*shape)
+        got = emulated(config, given, completion=completion)
+        assert_close(got, product(*given, config.b_block), config.out_dtype)
+        assert torch.equal(got, _square(shape))
+    assert_no_spills(config)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_unrolled(name):
-    """K blocks that fill the body of the loop and more."""
-    shape, config = (72, 136, 9 * 128), VARIANTS[name]
-    got = emulated(config, operands(*shape), completion="random")
-    assert torch.equal(got, _square(shape))
-
-
-SPLIT = {
-    "split": replace(SQUARE, split=2, stages=3),
-    "split, tiles of A shared": replace(SQUARE, split=2, cluster=(1, 2), c_buffers=1),
-    "split, tiles of B shared, added": Config(
-        FP32,
-        tile=(128, 128),
-        split=2,
-        partials=2,
-        c_buffers=2,
-        b_block=(1, 128),
-        accumulate=True,
+_TURNS = {"cluster": (1, 1), "alternate": True, "c_buffers": 1}
+ALTERNATE = {
+    "64 rows": Config(BF16, tile=(64, 128), stages=5, **{**_TURNS, "cluster": (1, 2)}),
+    "64 columns, added": Config(
+        FP32, tile=(128, 64), stages=6, batch=64, b_block=(1, 128), accumulate=True, **_TURNS
     ),
-    "split, stored one by one": replace(SQUARE, split=2, tma_store=False),
+    "one by one": Config(BF16, tile=(64, 64), stages=7, batch=64, tma_store=False, **_TURNS),
 }
 
 
-@pytest.mark.parametrize("shape", [(130, 264, 1168), (16, 72, 272)])
-@pytest.mark.parametrize("name", SPLIT)
-def test_split(name, shape):
-    """Two blocks have a part of K each; several tiles one after another."""
-    config = SPLIT[name]
+@pytest.mark.parametrize("shape", [(130, 264, 1168), (16, 72, 272), (72, 8, 128)])
+@pytest.mark.parametrize("name", ALTERNATE)
+def test_alternate(name, shape):
+    """Warpgroups have every other K block, or none; several tiles one after another."""
+    config = ALTERNATE[name]
     given = operands(*shape, config.b_block)
     want, start = product(*given, config.b_block), None
     if config.accumulate:
@@ -177,7 +99,17 @@ EPILOGUES = {
     "fp32 added": Config(FP32, c_buffers=2, accumulate=True),
     "fp32 added, 1x128": replace(SQUARE, out_dtype=FP32, accumulate=True, b_block=(1, 128)),
     "bf16, 1x128": Config(BF16, b_block=(1, 128)),
-    "bf16, 1x128, rotating": replace(VARIANTS["192 columns rotate"], b_block=(1, 128)),
+    "bf16, 1x128, 192 columns": replace(VARIANTS["192 columns"], b_block=(1, 128)),
+    "fp32 added, 1x128, scales kept": Config(
+        FP32,
+        b_block=(1, 128),
+        accumulate=True,
+        tile=(256, 96),
+        cluster=(1, 2),
+        stages=4,
+        batch=96,
+        c_buffers=2,
+    ),
     "fp16": replace(SQUARE, out_dtype=FP16),
     "bf16, tall": VARIANTS["tall"],
 }
@@ -193,6 +125,7 @@ def test_epilogues(name):
         start = torch.randn(m, n)
         want = want + start.double()
     assert_close(emulated(config, given, start, completion="eager"), want, config.out_dtype)
+    assert_no_spills(config)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -320,8 +253,13 @@ def test_bad_input():
         call(given, c=torch.zeros(48, 32, dtype=BF16))
     with pytest.raises(TypeError, match="c: got"):
         call(given, c=torch.zeros(32, 48))
-    with pytest.raises(Unsupported, match="accumulate: adds in fp32"):
-        call(given, c=torch.zeros(32, 48, dtype=BF16), accumulate=True)
+    with pytest.raises(TypeError, match="bias: got"):
+        call(given, bias=torch.zeros(48, dtype=torch.float64))
+    for bias in (torch.zeros(47), torch.zeros(96)[::2]):
+        with pytest.raises(ValueError, match="bias: has shape"):
+            call(given, bias=bias)
+    with pytest.raises(ValueError, match="alpha: has shape"):
+        call(given, alpha=torch.ones(1))
     with pytest.raises(Unsupported, match="K = 40"):
         call(operands(32, 48, 40))
     with pytest.raises(Unsupported, match="16 bytes"):
@@ -338,32 +276,3 @@ def test_cached_by_its_code(monkeypatch):
     assert compiled._key(replace(config, stages=4)) != before
     monkeypatch.setattr(compiled, "_sources", lambda module: module.encode())
     assert compiled._key(config) != before
-
-
-# --- code -----------------------------------------------------------------------------------------
-
-
-def frame_bytes(cubin: bytes) -> list[int]:
-    """Of local memory, a function each: entries of kind EIATTR_FRAME_SIZE in .nv.info."""
-    table, size, count, names = struct.unpack_from("<40xQ10x3H", cubin)
-    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
-    text, found = headers[names][4], []
-    for name, _, _, _, start, length in headers:
-        end = cubin.index(b"\0", text + name)
-        if cubin[text + name : end] != b".nv.info":
-            continue
-        where = start
-        while where < start + length:
-            kind, attribute, extent = struct.unpack_from("<BBH", cubin, where)
-            if (kind, attribute) == (4, 0x11):
-                found.append(struct.unpack_from("<I", cubin, where + 8)[0])
-            where += 4 + (extent if kind == 4 else 0)
-    return found
-
-
-@pytest.mark.parametrize("name", [*VARIANTS, *SPLIT, *EPILOGUES])
-def test_no_spills(name):
-    config = {**VARIANTS, **SPLIT, **EPILOGUES}[name]
-    with em.cutedsl(em.Device("sm_90a")):
-        frames = frame_bytes(compiled.build(config).__cubin__)
-    assert frames == [0]

@@ -2,49 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ..formats import get_format
+from ..gemm import gemm
 from ..kernels import gpu
 from ..quantize import quantize, quantize_both
+from .contest import Call, ready
 from .timing import host_microseconds
 
-__all__ = ["HostCall", "measure_host"]
+__all__ = ["HostCall", "gemm_calls", "measure_host", "quantize_calls"]
 
 _IN_GRAPH = 100
+
+Calls = dict[str, Call]
 
 
 @dataclass(frozen=True, slots=True)
 class HostCall:
-    """A call, and the median time for which it keeps the host."""
+    """A call, and the median time for which it keeps the host; without one, why it cannot run."""
 
     what: str
-    microseconds: float
+    microseconds: float | None
+    why: str = ""
 
 
-def measure_host(rows: int = 128, columns: int = 7168) -> Iterator[HostCall]:
-    """Time MXFP8 calls with tcgen05 scales of a small bf16 matrix, which the device finishes before
-    the host does; beside torch's own smallest call."""
+def quantize_calls(rows: int = 128, columns: int = 7168) -> Calls:
+    """MXFP8 calls with tcgen05 scales of a small bf16 matrix, which the device finishes before the
+    host does; beside torch's own smallest call."""
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     mxfp8, both = get_format("mxfp8"), (-1, -2)
-    calls: dict[str, Callable[[], object]] = {
+    return {
         "gpu.quantize, rows": lambda: gpu.quantize(x, mxfp8, layouts=("tcgen05",)),
         "gpu.quantize, both": lambda: gpu.quantize(x, mxfp8, axes=both, layouts=("tcgen05",) * 2),
         "bs.quantize, rows": lambda: quantize(x, layout="tcgen05"),
         "bs.quantize_both": lambda: quantize_both(x, layout="tcgen05"),
         "torch: x.clone()": x.clone,
     }
-    for what, call in calls.items():
-        for _ in range(3):
-            call()
+
+
+def gemm_calls(m: int = 128, n: int = 256, k: int = 512, device: str = "cuda") -> Calls:
+    """Products of small matrices, beside torch's own in bf16."""
+    x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
+    a, b = quantize(x, "fp8_1x128", layout="sm90"), quantize(w, "fp8_128x128").mT
+    out, mx, mx_weight = torch.zeros(m, n, device=device), quantize(x), quantize(w).mT
+    return {
+        "bs.gemm, fp8_block": lambda: gemm(a, b, backend="kernel"),
+        "bs.gemm, fp8_block, out=, accumulate": lambda: gemm(
+            a, b, out=out, accumulate=True, backend="kernel"
+        ),
+        "bs.gemm, mxfp8": lambda: gemm(mx, mx_weight, backend="kernel"),
+        "bs.gemm, bf16 by mxfp8": lambda: gemm(x, mx_weight, backend="kernel"),
+        "torch: x @ w.mT": lambda: x @ w.mT,
+    }
+
+
+def measure_host(calls: Calls, in_graph: str) -> Iterator[HostCall]:
+    """Time the calls, and that named ``in_graph`` as one of many in a CUDA graph."""
+    found = {what: _first(call) for what, call in calls.items()}
+    for what, call in found.items():
+        if isinstance(call, str):
+            yield HostCall(what, None, call)
+            continue
+        call()
         yield HostCall(what, host_microseconds(call))
+    if isinstance(found[in_graph], str):
+        return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(_IN_GRAPH):
-            quantize(x, layout="tcgen05")
+            calls[in_graph]()
     graph.replay()
     took = host_microseconds(graph.replay, 200, at_once=1)
-    yield HostCall(f"bs.quantize, rows, one of {_IN_GRAPH} in a CUDA graph", took / _IN_GRAPH)
+    yield HostCall(f"{in_graph}, one of {_IN_GRAPH} in a CUDA graph", took / _IN_GRAPH)
+
+
+def _first(call: Call) -> Call | str:
+    return ready(lambda: call)

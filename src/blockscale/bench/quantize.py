@@ -9,12 +9,11 @@ import torch
 from matplotlib.figure import Figure
 
 from .cases import Case, Group, prepare
+from .contest import Call, ready
 from .peers import Peer
 from .timing import Timer
 
 __all__ = ["Absent", "Row", "draw", "measure"]
-
-Prepared = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,9 @@ def measure(
             nbytes = case.nbytes(rows, columns)
             for who, make in _contestants(case, rows, columns, timer.device, peers):
                 where = group.name, rows, columns, case.name, who
-                try:
-                    call = make()
-                    call()
-                except Exception as error:  # whatever a peer raises: the table says it
-                    yield Absent(*where, f"{type(error).__name__}: {error}")
+                call = ready(make)
+                if isinstance(call, str):
+                    yield Absent(*where, call)
                     continue
                 before = timer.copy(nbytes, kernel=group.copy_kernel)
                 took = timer.microseconds(call)
@@ -71,7 +68,7 @@ def measure(
 
 def _contestants(
     case: Case, rows: int, columns: int, device: str, peers: Sequence[Peer]
-) -> Iterator[tuple[str, Callable[[], Prepared]]]:
+) -> Iterator[tuple[str, Callable[[], Call]]]:
     yield "blockscale", lambda: prepare(case, rows, columns, device)
     for peer in peers:
         if peer.case == case:

@@ -6,10 +6,10 @@ import sys
 
 import typer
 
+from . import emulate_gemm, emulate_quantize
 from .bench import bench
 from .doctor import doctor
 from .emulate import emulate
-from .emulate_quantize import quantize as emulate_quantize
 from .inspect import inspect
 from .quantize import quantize
 from .train import train
@@ -33,7 +33,8 @@ app.command()(doctor)
 app.command()(inspect)
 app.command()(quantize)
 app.command()(train)
-emulate.command("quantize")(emulate_quantize)
+emulate.command("gemm")(emulate_gemm.gemm)
+emulate.command("quantize")(emulate_quantize.quantize)
 app.add_typer(emulate, name="emulate")
 app.add_typer(bench, name="bench")
 

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import json as json_module
-from collections.abc import Sequence
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
+
+from . import bench_output as output
+from .sizes import parse_sizes
 
 if TYPE_CHECKING:
-    from ..bench.host import HostCall
-    from ..bench.quantize import Absent, Row
+    from ..bench.contest import Absent, Contest, Row
+    from ..bench.quantize import Absent as NotQuantized
+    from ..bench.quantize import Row as Quantized
+    from ..bench.timing import Timer
 
 __all__ = ["bench"]
 
 bench = typer.Typer()
 
-_PACKAGES = ("nvidia-cutlass-dsl", "triton", "torchao")
+_PRODUCT = ("M, N and K", "4096x7168x2048")
+
+Peers = Annotated[str, typer.Option(help="all, or none: others to measure, too.")]
+Json = Annotated[Path | None, typer.Option(help="JSON to write.")]
+Plot = Annotated[Path | None, typer.Option(help="PNG to draw.")]
 
 
 @bench.callback(invoke_without_command=True)
 def _all(context: typer.Context) -> None:
     """Measure speed on the GPU; without a command, all there is to measure."""
     if context.invoked_subcommand is None:
-        quantize()
+        for command in (quantize, gemm, linear, ladder):
+            command()
 
 
 @bench.command()
@@ -37,101 +43,231 @@ def quantize(
         str,
         typer.Option(help="Rows x columns: 16384x7168,4096x4096; default: some for each group."),
     ] = "",
-    peers: Annotated[str, typer.Option(help="all, or none: others to measure, too.")] = "none",
-    json: Annotated[Path | None, typer.Option(help="JSON to write.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG to draw.")] = None,
+    peers: Peers = "none",
+    json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Measure the quantizers beside the device's copy of as many bytes.
 
     Times are medians with a cold L2 cache; then what a call costs the host. Needs a GPU for which
     there are kernels. What cannot run is listed with the reason.
     """
-    import torch
-
     from ..bench.cases import GROUPS
-    from ..bench.host import measure_host
+    from ..bench.host import measure_host, quantize_calls
     from ..bench.peers import PEERS
     from ..bench.quantize import Absent, Row, draw, measure
     from ..bench.timing import Timer
 
-    if peers not in ("all", "none"):
-        raise ValueError(f"peers: got {peers!r}; choose all or none")
-    sizes = [_shape(part) for part in shapes.split(",")] if shapes else None
-    if not torch.cuda.is_available():
-        raise ValueError("bench: needs an NVIDIA GPU; `blockscale emulate quantize` needs none")
-    timer, found = Timer(), list[Row | Absent]()
+    chosen = PEERS if _wanted(peers) else ()
+    sizes = None
+    if shapes:
+        found_sizes = parse_sizes("shapes", shapes, "rows and columns", "16384x7168")
+        sizes = [(rows, columns) for rows, columns in found_sizes]
+    _need_gpu("quantize")
+    timer, rows, absent = Timer(), list[Row](), list[Absent]()
     for group in GROUPS:
-        mine = list(measure(group, sizes, PEERS if peers == "all" else (), timer))
-        _show(group.name, mine)
-        found += mine
-        _write(json, found, ())
-    calls = list(measure_host())
-    table = Table("what", box=None, pad_edge=False, title="Host, a call", title_justify="left")
-    table.add_column("us", justify="right")
-    for call in calls:
-        table.add_row(call.what, f"{call.microseconds:.2f}")
-    _console().print(table)
-    _write(json, found, calls)
+        mine = list(measure(group, sizes, chosen, timer))
+        _show_quantized(group.name, mine)
+        rows += [row for row in mine if isinstance(row, Row)]
+        absent += [row for row in mine if isinstance(row, Absent)]
+        output.write(json, rows=rows, absent=absent, host=())
+    calls = list(measure_host(quantize_calls(), "bs.quantize, rows"))
+    output.show_host(calls)
+    output.write(json, rows=rows, absent=absent, host=calls)
     if plot is not None:
-        draw([row for row in found if isinstance(row, Row)]).savefig(plot, dpi=150)
+        draw(rows).savefig(plot, dpi=150)
 
 
-def _show(title: str, found: Sequence[Row | Absent]) -> None:
+def _show_quantized(title: str, found: Iterable[Quantized | NotQuantized]) -> None:
     from ..bench.quantize import Row
 
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    for column in ("shape", "what", "who", "us", "GB/s", "copy, us", "of copy"):
-        table.add_column(column, justify="left" if column in ("what", "who") else "right")
-    reasons = []
+    cells, reasons = [], []
     for row in found:
         first = f"{row.rows}x{row.columns}", row.case, row.who
         if isinstance(row, Row):
             numbers = f"{row.microseconds:.1f}", f"{row.gigabytes_per_second:.0f}"
-            table.add_row(*first, *numbers, f"{row.copy_microseconds:.1f}", f"{row.of_copy:.3f}")
+            cells.append((*first, *numbers, f"{row.copy_microseconds:.1f}", f"{row.of_copy:.3f}"))
         else:
-            table.add_row(*first, "-", "-", "-", "-")
+            cells.append((*first, "-", "-", "-", "-"))
             reasons.append(f"{row.case} ({row.who}), {first[0]}, cannot run: {row.why}")
-    console = _console()
-    console.print(table)
-    for reason in reasons:
-        console.print(reason, markup=False, highlight=False)
-    console.print()
+    columns = ("shape", "what", "who", "us", "GB/s", "copy, us", "of copy")
+    output.print_table(title, columns, cells, 3)
+    output.print_lines(reasons)
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=1000)
+@bench.command()
+def gemm(
+    shapes: Annotated[
+        str, typer.Option(help="M x N x K: 4096x7168x2048,...; default: some for each group.")
+    ] = "",
+    format: Annotated[
+        str, typer.Option(help="fp8_block, mxfp8 or nvfp4, or several; default: all.")
+    ] = "",
+    peers: Peers = "none",
+    chooser: Annotated[
+        bool,
+        typer.Option("--chooser", help="Instead: the kernel chosen beside all, at LLMs' shapes."),
+    ] = False,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Measure products beside torch's in bf16, and others' block-scaled ones.
+
+    Times are medians with a cold L2 cache, of ours and the others in turn; then what a call costs
+    the host. Needs a GPU for which there are kernels. What cannot run is listed with the reason.
+    """
+    from ..bench.gemm import FORMATS, GROUPS, contests
+    from ..bench.host import gemm_calls, measure_host
+    from ..bench.pictures import draw
+    from ..formats import choose
+
+    names = format.split(",") if format else list(FORMATS)
+    for name in names:
+        choose("format", name, FORMATS)
+    wanted, sizes = _wanted(peers), _products(shapes)
+    timer = _need_gpu("gemm")
+    if chooser:
+        _chooser(timer, json)
+        return
+    every = contests(GROUPS, formats=names, shapes=sizes, peers=wanted)
+    rows, absent = _measure(every, timer, json)
+    calls = list(measure_host(gemm_calls(), "bs.gemm, fp8_block"))
+    output.show_host(calls)
+    output.write(json, rows=rows, absent=absent, host=calls)
+    if plot is not None:
+        draw(rows).savefig(plot, dpi=150)
 
 
-def _write(path: Path | None, found: Sequence[Row | Absent], calls: Sequence[HostCall]) -> None:
-    """After each group, so that a run that is stopped leaves what it has."""
+@bench.command()
+def linear(
+    shapes: Annotated[str, typer.Option(help="Rows x outputs x inputs: 16384x7168x4096,...")] = "",
+    recipe: Annotated[str, typer.Option(help="fp8_block or mxfp8; default: both.")] = "",
+    peers: Peers = "none",
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Measure a linear layer, forward and backward, beside torch's in bf16 and torchao's.
+
+    Three products and all casts count. Ours quantizes its weight in each step, or once ("cached").
+    """
+    from ..bench.linear import RECIPES, SHAPES, contests
+    from ..bench.pictures import draw
+    from ..formats import choose
+
+    names = recipe.split(",") if recipe else list(RECIPES)
+    for name in names:
+        choose("recipe", name, RECIPES)
+    wanted, sizes = _wanted(peers), _products(shapes) or SHAPES
+    timer = _need_gpu("gemm")
+    rows, _ = _measure(contests(names, sizes, peers=wanted), timer, json)
+    if plot is not None:
+        draw(rows).savefig(plot, dpi=150)
+
+
+@bench.command()
+def ladder(
+    sizes: Annotated[str, typer.Option(help="Of M = N = K.")] = "2048,4096",
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Measure the steps from a first FP8 kernel to the shipped one, each with one idea more.
+
+    Beside them torch's bf16 product, cuBLASLt and DeepGEMM. What cannot run is listed with the
+    reason.
+    """
+    chosen = [size for (size,) in parse_sizes("sizes", sizes, "sizes", "4096")]
+    timer = _need_gpu("gemm")
+    from ..bench.ladder import GROUP, PEERS, STEPS, contests, draw
+
+    every = contests(chosen, multiprocessors=_multiprocessors())
+    rows, absent = _measure(every, timer, json, quiet=True)
+    found = {(row.who, row.m): f"{row.tflops:.0f}" for row in rows}
+    ideas = {step.name: step.idea for step in STEPS} | dict.fromkeys(PEERS, "")
+    cells = [
+        (name, *(found.get((name, size), "-") for size in chosen), idea)
+        for name, idea in ideas.items()
+    ]
+    columns = ("step", *(f"TFLOP/s, {size}^3" for size in chosen), "idea")
+    output.print_table(GROUP, columns, cells, 1)
+    output.print_lines(f"{a.who}, {a.shape}, cannot run: {a.why}" for a in absent)
+    if plot is not None:
+        draw(rows).savefig(plot, dpi=150)
+
+
+def _measure(
+    contests: Iterable[Contest], timer: Timer, json: Path | None, quiet: bool = False
+) -> tuple[list[Row], list[Absent]]:
+    """All of them, a table for each group; JSON after each contest."""
+    from ..bench.contest import Absent, Row, contest
+
+    rows, absent = list[Row](), list[Absent]()
+    for group, several in groupby(contests, key=lambda one: one.where.group):
+        mine: list[Row | Absent] = []
+        for one in several:
+            found = list(contest(one, timer))
+            mine += found
+            rows += [each for each in found if isinstance(each, Row)]
+            absent += [each for each in found if isinstance(each, Absent)]
+            output.write(json, rows=rows, absent=absent, host=())
+        if not quiet:
+            output.show_contests(group, mine)
+    return rows, absent
+
+
+def _chooser(timer: Timer, json: Path | None) -> None:
+    from ..bench.chooser import Choice, compare, summary
+    from ..bench.llm_shapes import LLM_SHAPES
+
+    choices, failed = list[Choice](), list[str]()
+    for found in compare(LLM_SHAPES, timer, _multiprocessors()):
+        if isinstance(found, str):
+            failed.append(found)
+        else:
+            choices.append(found)
+        output.write(json, choices=choices, failed=failed)
+    cells = [
+        (c.model, c.layer, c.shape, c.chosen, c.best, f"{c.tflops:.0f}", f"{c.of_best:.3f}")
+        for c in choices
+    ]
+    columns = ("model", "layer", "shape", "chosen", "best", "TFLOP/s", "best's time / its")
+    output.print_table("Chooser", columns, cells, 5)
+    lines = [f"cannot run: {why}" for why in failed]
+    if choices:
+        mean, least = summary(choices)
+        lines.append(
+            f"of the best: {mean:.3f} (geometric mean of {len(choices)}), least {least:.3f}"
+        )
+    output.print_lines(lines)
+
+
+# --- input ----------------------------------------------------------------------------------------
+
+
+def _wanted(peers: str) -> bool:
+    if peers not in ("all", "none"):
+        raise ValueError(f"peers: got {peers!r}; choose all or none")
+    return peers == "all"
+
+
+def _products(shapes: str) -> list[tuple[int, int, int]] | None:
+    if not shapes:
+        return None
+    return [(m, n, k) for m, n, k in parse_sizes("shapes", shapes, *_PRODUCT)]
+
+
+def _need_gpu(emulated: str) -> Timer:
+    """ValueError without one; ``emulated`` names the command that needs none."""
     import torch
 
-    from ..bench.quantize import Row
+    from ..bench.timing import Timer
 
-    if path is None:
-        return
-    content: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        **{package: _version(package) for package in _PACKAGES},
-        "rows": [asdict(row) for row in found if isinstance(row, Row)],
-        "absent": [asdict(row) for row in found if not isinstance(row, Row)],
-        "host": [asdict(call) for call in calls],
-    }
-    path.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if not torch.cuda.is_available():
+        raise ValueError(f"bench: needs an NVIDIA GPU; `blockscale emulate {emulated}` needs none")
+    return Timer()
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _multiprocessors() -> int:
+    import torch
 
-
-def _shape(text: str) -> tuple[int, int]:
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
-        raise ValueError(f"shapes: got {text!r}; expected rows and columns like 16384x7168")
-    return int(parts[0]), int(parts[1])
+    count: int = torch.cuda.get_device_properties().multi_processor_count
+    return count

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json as json_module
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from .emulate import examine, show
+from .emulate_ours import emulated, tell
+from .sizes import parse_size
 
 __all__ = ["quantize"]
 
@@ -38,25 +39,25 @@ def quantize(
     """
     import torch
 
-    from .. import emulator, reference
+    from .. import reference
     from ..formats import choose, get_format
     from ..kernels import gpu
     from ..layouts import as_bytes, get_layout
 
     fmt, where, axes = get_format(format), get_layout(layout), choose("axis", axis, _AXES)
     kind = getattr(torch, choose("dtype", dtype, _DTYPES))
-    x = torch.randn(_shape(shape), generator=torch.Generator().manual_seed(seed)).to(kind)
+    size = parse_size("shape", shape, "rows and columns", "129x160")
+    x = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(kind)
     rounding = scale_rounding or fmt.default_scale_rounding
     choose("scale_rounding", rounding, dict.fromkeys(fmt.scale.roundings))
     given: dict[str, Any] = {"scale_rounding": rounding, "nonfinite": nonfinite}
     if fmt.has_global_scale:
         given["global_scale"] = reference.global_scale(x, fmt)
-    device = emulator.Device(arch, completion=completion, seed=seed, check="all")
     layouts = (where.name,) * len(axes)
     reason = gpu.unsupported(x, fmt, axes, layouts, arch=arch)
     if reason:
         raise ValueError(reason)
-    with emulator.cutedsl(device, profile=True) as reports:
+    with emulated(arch, completion, seed) as reports:
         results = gpu.quantize(x, fmt, axes=axes, layouts=layouts, arch=arch, **given)
     outputs = []
     for along, (data, scale) in zip(axes, results, strict=True):
@@ -68,19 +69,8 @@ def quantize(
         for what, got, want in (("data", data, wanted), ("scale", scale, placed)):
             arrays = [t.contiguous().view(torch.uint8).numpy() for t in (got, want)]
             outputs.append(examine(f"{what} of {name}", *arrays))
-    report = reports[0]
-    if json:
-        found = {"outputs": [asdict(output) for output in outputs], "report": report.as_dict()}
-        typer.echo(json_module.dumps(found, indent=1))
-    else:
+    if not json:
         show(outputs)
-        typer.echo(report.table())
+    tell(json, {"outputs": [asdict(output) for output in outputs]}, reports)
     if not all(output.equal for output in outputs):
         raise typer.Exit(1)
-
-
-def _shape(text: str) -> tuple[int, int]:
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
-        raise ValueError(f"shape: got {text!r}; expected rows and columns like 129x160")
-    return int(parts[0]), int(parts[1])

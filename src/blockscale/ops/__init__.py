@@ -9,7 +9,8 @@ elsewhere. Both give the same bytes.
 from .backends import BACKENDS, OPERATIONS, FallbackWarning, backend, cpu_backend
 from .dequantize import dequantize
 from .fused import rmsnorm_quantize, swiglu_quantize
-from .gemm import gemm
+from .gemm import gemm, gemm_out
+from .grouped_gemm import grouped_gemm
 from .quantize import global_scale, quantize, quantize_both
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "cpu_backend",
     "dequantize",
     "gemm",
+    "gemm_out",
     "global_scale",
+    "grouped_gemm",
     "quantize",
     "quantize_both",
     "rmsnorm_quantize",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..formats import formats
-from ..kernels import gpu
+from ..kernels import gpu, sm90
 
 __all__ = [
     "BACKENDS",
@@ -42,6 +42,10 @@ BACKENDS = ("auto", "kernel", "reference")
 # What is said of those with GPU kernels.
 _QUANTIZE = "reference where seed= or a 6-bit format is asked for"
 _SWIGLU = "reference where a 6-bit format is asked for"
+_GEMM = (
+    "4-bit operands, 8-bit ones whose contraction is contiguous; reference for 6 bits, and for "
+    "bf16 by fp8_1x128 or fp8_128x128"
+)
 _ON_GPU = {
     "quantize": _QUANTIZE,
     "quantize_both": _QUANTIZE,
@@ -55,7 +59,7 @@ _warned: set[str] = set()
 
 
 class FallbackWarning(UserWarning):
-    """An operation on a GPU has no kernel for its arguments: plain torch gives the same bytes."""
+    """An operation on a GPU has no kernel for its arguments: plain torch runs, and is slower."""
 
 
 @lru_cache
@@ -74,6 +78,9 @@ def backend(operation: str, device: str) -> tuple[str, str]:
     """(name, reason) of what runs ``operation`` on a device type, "cpu" or "cuda"."""
     if device == "cpu":
         return _on_cpu(operation)
+    if operation == "gemm":
+        reason = sm90.unsupported(torch.empty(0, device=device).device)
+        return ("reference", reason) if reason else ("CuTe DSL", _GEMM)
     if operation not in _ON_GPU:
         return "reference", "plain torch on the device; its kernels are not part of this release"
     probe = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
@@ -106,17 +113,18 @@ def fall_back(operation: str, x: Tensor, backend: str, reason: str) -> None:
 
     On a GPU the reference is many times slower: its use is said once for each reason.
     """
+    result = "sums in fp32" if operation == "gemm" else "the same bytes"
     if backend == "kernel":
         raise ValueError(
             f"backend: no kernel can run {operation} as asked for: {reason}. Change that, or pass "
-            "backend='auto' to run plain torch instead, with the same bytes"
+            f"backend='auto' to run plain torch instead, with {result}"
         )
     if on_gpu(x) and reason not in _warned:
-        _warned.add(reason)
         warnings.warn(
-            f"{operation} on {x.device} runs as plain torch, with the same bytes but many times "
+            f"{operation} on {x.device} runs as plain torch, with {result} but many times "
             f"slower: {reason}. Change that for a kernel, or pass backend='reference' if it is "
             "meant. (Said once for each reason.)",
             FallbackWarning,
             stacklevel=2,
         )
+        _warned.add(reason)  # where the warning is made an error, it is one each time

@@ -1,84 +1,218 @@
-"""The op ``gemm``: plain and grouped products of quantized operands."""
+"""The ops ``gemm`` and ``gemm_out``: products of quantized operands.
+
+Both take an operand as its parts: data (one-byte elements as uint8), scales in layout "compact" or
+"sm90", fp32 global scale, names of format and layout, shape. ``a`` may be a plain bf16 matrix: it
+has no scales and no format.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import reference
+from ..kernels import gpu
+from .backends import fall_back
 from .dequantize import dequantize
+from .gemm_kernels import Side, multiply, scale_matrix
+from .operation import operation
 
-__all__ = ["gemm"]
+__all__ = ["gemm", "gemm_out", "write_to"]
+
+_A_DATA, _BIAS, _C = 0, 12, 13  # inputs of ``gemm`` that may have a gradient
+_B = slice(6, 12)
 
 
-@torch.library.custom_op("blockscale::gemm", mutates_args=())
+def _fake(
+    a_data: Tensor,
+    a_scale: Tensor | None,
+    a_global: Tensor | None,
+    a_format: str | None,
+    a_layout: str,
+    a_shape: list[int],
+    b_data: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_format: str,
+    b_layout: str,
+    b_shape: list[int],
+    bias: Tensor | None,
+    c: Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str = "auto",
+) -> Tensor:
+    return a_data.new_empty([a_shape[0], b_shape[1]], dtype=out_dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.dtypes = [None if inputs[i] is None else inputs[i].dtype for i in (_BIAS, _C)]
+    if inputs[_A_DATA].requires_grad:
+        data, scale, scalar, *ctx.b = inputs[_B]
+        ctx.save_for_backward(data, scale, scalar)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of a plain ``a``, of bias and of c: quantized operands have no gradient."""
+    gradients: list[Tensor | None] = [None] * 16
+    if ctx.needs_input_grad[_A_DATA]:
+        b = _values(Side(*ctx.saved_tensors, *ctx.b), -2)
+        gradients[_A_DATA] = reference.gemm(grad, b.mT, out_dtype=torch.bfloat16)
+    bias, c = ctx.dtypes
+    gradients[_BIAS] = None if bias is None else grad.float().sum(0).to(bias)
+    gradients[_C] = None if c is None else grad.to(c)
+    return tuple(gradients)
+
+
+@operation(_fake, gradient=(_backward, _keep))
 def gemm(
     a_data: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     a_global: Tensor | None,
-    a_format: str,
+    a_format: str | None,
+    a_layout: str,
     a_shape: list[int],
     b_data: Tensor,
     b_scale: Tensor,
     b_global: Tensor | None,
     b_format: str,
+    b_layout: str,
     b_shape: list[int],
     bias: Tensor | None,
     c: Tensor | None,
-    offsets: Tensor | None,
-    k_grouped: bool,
     out_dtype: torch.dtype,
+    backend: str = "auto",
 ) -> Tensor:
-    """Product of ``a`` (M, K), blocked along -1, and ``b`` (..., K, N), blocked along -2.
-
-    Scales are compact. With ``offsets`` grouped, see reference.grouped_gemm.
-    """
-    cut = offsets if k_grouped else None
-    f32 = torch.float32
-    a = dequantize(a_data, a_scale, a_format, a_shape, -1, a_global, cut, f32)
-    b = dequantize(b_data, b_scale, b_format, b_shape, -2, b_global, cut, f32)
-    if offsets is None:
-        return reference.gemm(a, b, out_dtype=out_dtype, bias=bias, c=c)
-    return reference.grouped_gemm(a, b, offsets, out_dtype=out_dtype)
+    """``a @ b + bias + c``: ``a`` (M, K), blocked along -1, and ``b`` (K, N), blocked along -2."""
+    a = Side(a_data, a_scale, a_global, a_format, a_layout, a_shape)
+    b = Side(b_data, b_scale, b_global, b_format, b_layout, b_shape)
+    out = None if c is None else c.to(out_dtype, copy=True)
+    return _product(a, b, bias, out, c is not None, out_dtype, backend)
 
 
-@gemm.register_fake
-def _(
+def _fake_out(
     a_data: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     a_global: Tensor | None,
-    a_format: str,
+    a_format: str | None,
+    a_layout: str,
     a_shape: list[int],
     b_data: Tensor,
     b_scale: Tensor,
     b_global: Tensor | None,
     b_format: str,
+    b_layout: str,
     b_shape: list[int],
     bias: Tensor | None,
-    c: Tensor | None,
-    offsets: Tensor | None,
-    k_grouped: bool,
+    out: Tensor,
+    accumulate: bool,
+    backend: str = "auto",
+) -> None:
+    return None
+
+
+@operation(_fake_out, mutates=("out",))
+def gemm_out(
+    a_data: Tensor,
+    a_scale: Tensor | None,
+    a_global: Tensor | None,
+    a_format: str | None,
+    a_layout: str,
+    a_shape: list[int],
+    b_data: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_format: str,
+    b_layout: str,
+    b_shape: list[int],
+    bias: Tensor | None,
+    out: Tensor,
+    accumulate: bool,
+    backend: str = "auto",
+) -> None:
+    """``gemm`` into ``out``, or added to it."""
+    a = Side(a_data, a_scale, a_global, a_format, a_layout, a_shape)
+    b = Side(b_data, b_scale, b_global, b_format, b_layout, b_shape)
+    write_to(out, (a_data, a_scale), (b_data, b_scale), bias)
+    _product(a, b, bias, out, accumulate, out.dtype, backend)
+
+
+def _product(
+    a: Side,
+    b: Side,
+    bias: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
     out_dtype: torch.dtype,
+    backend: str,
 ) -> Tensor:
-    shape = [a_shape[0], b_shape[-1]]
-    if offsets is not None and k_grouped:
-        shape = [offsets.shape[0], *shape]
-    return a_data.new_empty(shape, dtype=out_dtype)
+    """By a kernel where there is one, else by the reference."""
+    if backend != "reference":
+        try:
+            return multiply(a, b, bias, out, accumulate, out_dtype)
+        except gpu.Unsupported as why:
+            fall_back("gemm", a.data, backend, str(why))
+    c = out if accumulate else None
+    product = reference.gemm(_values(a, -1), _values(b, -2), out_dtype=out_dtype, bias=bias, c=c)
+    return product if out is None else out.copy_(product)
 
 
-def _gemm_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    bias, c = inputs[10], inputs[11]
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.c_dtype = None if c is None else c.dtype
+def _values(side: Side, axis: int) -> Tensor:
+    """What an operand stands for; fp32, or what it is."""
+    if side.format is None:
+        return side.data
+    scale = scale_matrix(side, axis)
+    return dequantize(
+        side.data,
+        scale if axis == -1 else scale.mT,
+        side.format,
+        list(side.shape),
+        axis,
+        side.global_scale,
+        None,
+        torch.float32,
+    )
 
 
-def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """bias and c are the only differentiable inputs: quantized operands have no gradient."""
-    bias = None if ctx.bias_dtype is None else grad.float().sum(0).to(ctx.bias_dtype)
-    c = None if ctx.c_dtype is None else grad.to(ctx.c_dtype)
-    return (*[None] * 10, bias, c, None, None, None)
+def write_to(
+    out: Tensor,
+    a: tuple[Tensor, Tensor | None],
+    b: tuple[Tensor, Tensor | None],
+    bias: Tensor | None,
+) -> None:
+    """Before ``out`` is written: ValueError if it shares memory with inputs, or with itself.
+
+    Torch is told, which may not see it written.
+    """
+    start = out.data_ptr()
+    end = start + _extent(out.shape, out.stride(), out.element_size())
+    for name, parts in (("a", a), ("b", b), ("bias", (bias,))):
+        for x in parts:
+            if x is None or x.device != out.device:
+                continue
+            other = x.data_ptr()
+            if start < other + _extent(x.shape, x.stride(), x.element_size()) and other < end:
+                raise ValueError(f"out: shares memory with {name}; pass another tensor, or a copy")
+    _check_spread(out.shape, out.stride())
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
-gemm.register_autograd(_gemm_backward, setup_context=_gemm_context)
+@lru_cache(maxsize=4096)
+def _extent(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> int:
+    """Bytes from the first element to the end of the last."""
+    if 0 in shape:
+        return 0
+    return itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def _check_spread(shape: torch.Size, stride: tuple[int, ...]) -> None:
+    """ValueError if elements of an output lie in the same place."""
+    reach = 0
+    for step, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n > 1):
+        if step <= reach:
+            raise ValueError(f"out: has strides {stride}, its elements share memory: pass another")
+        reach += step * (n - 1)

@@ -2,50 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["operation"]
+__all__ = ["needs_gradient", "operation", "unwatched"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), str, int, float, bool})
+_PLAIN = frozenset(
+    {
+        *(Tensor, torch.nn.Parameter, torch.Size, torch.dtype),
+        *(type(None), str, int, float, bool),
+    }
+)
 
 
-def operation(fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def operation(
+    fake: Callable[P, R],
+    *,
+    mutates: Sequence[str] = (),
+    gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as ``blockscale::<its name>``; ``fake`` makes what it returns, empty.
 
-    The function must not change or return its arguments, has no gradient and takes a tensor first.
+    The function takes a tensor first. It changes the arguments that ``mutates`` names, returns none
+    of its arguments, and has no gradient unless ``gradient`` is what computes it and what keeps
+    things for that (see torch.library.register_autograd).
     """
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
-        op = torch.library.custom_op(f"blockscale::{run.__name__}", run, mutates_args=())
+        op = torch.library.custom_op(f"blockscale::{run.__name__}", run, mutates_args=mutates)
         op.register_fake(fake)
+        if gradient is not None:
+            op.register_autograd(gradient[0], setup_context=gradient[1])
 
         @wraps(run)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return (run if _eager(*args, *kwargs.values()) else op)(*args, **kwargs)
+            given = (*args, *kwargs.values())
+            plain = _eager(*given) and not (gradient and needs_gradient(*given))
+            return (run if plain else op)(*args, **kwargs)
 
         return call
 
     return register
 
 
-def _eager(*args: Any) -> bool:
-    """Whether a function of these may be called at once, without torch's dispatcher.
+def needs_gradient(*args: Any) -> bool:
+    """Whether autograd records what is done with these."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(each, Tensor) and each.requires_grad for each in args)
 
-    The dispatcher costs more than the launch of a kernel. It is needed where something looks on
-    (compilers, modes, function transforms) and for tensors that only stand for others.
-    """
+
+def unwatched() -> bool:
+    """Whether nothing looks on at what is called: compilers, modes, function transforms."""
     if torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return _PLAIN.issuperset(map(type, args)) and not args[0].is_meta
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def _eager(*args: Any) -> bool:
+    """Whether a function of these may be called at once, without torch's dispatcher.
+
+    The dispatcher costs more than the launch of a kernel. It is needed where something looks on,
+    and for tensors that only stand for others.
+    """
+    return unwatched() and _PLAIN.issuperset(map(type, args)) and not args[0].is_meta

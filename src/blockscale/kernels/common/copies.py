@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Tiles between global and shared memory by TMA: rows of 128 bytes, swizzled, or plain scales."""
+"""Tiles between global and shared memory by TMA: rows of 128 or 64 bytes, swizzled, or scales."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
 __all__ = ["Copies"]
+
+_SWIZZLES = {64: 2}  # bits that are changed, for rows of so many bytes
 
 
 class Copies:
@@ -20,7 +22,7 @@ class Copies:
     def __init__(self, kind, tile, slots: int, *, shares: int = 1, swizzled: bool = True):
         self.kind, self.tile, self.slots, self.shares = kind, tile, slots, shares
         self.swizzled = swizzled
-        self.swizzle = cute.make_swizzle(3, 4, 3)
+        self.swizzle = cute.make_swizzle(_SWIZZLES.get(tile[1] * kind.width // 8, 3), 4, 3)
 
     @property
     def box(self):
@@ -62,15 +64,13 @@ class Copies:
             cute.group_modes(cute.local_tile(moved, self.box, (0, 0)), 0, 2),
         )
 
-    def load(self, atom, view, tiles, slot, position, barrier, share, first):
-        """Load a tile, or the ``share`` of it that is this block's, into a slot; by a warp.
-        ``first``: of the cluster's blocks that share it.
-        """
+    def load(self, atom, view, tiles, slot, position, barrier, share=0):
+        """Load a tile, or the ``share`` of it that is this block's, into a slot; by a warp."""
         row, column = position
         if self.shares > 1:
             row = row + share * self.box[0]
         shared, piece = self.pieces(atom, view, tiles, slot, (row, column), share)
-        mask = cutlass.Int16(((1 << self.shares) - 1) << first)
+        mask = cutlass.Int16((1 << self.shares) - 1)
         given = {"mcast_mask": mask} if self.shares > 1 else {}
         cute.copy(atom, piece, shared, tma_bar_ptr=barrier, **given)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..gpu.plan import describe
-from .plan import plan_gemm
+from .plan import plan_gemm, unsupported
 
-__all__ = ["gemm"]
+__all__ = ["gemm", "unsupported"]
 
 
 def gemm(
@@ -25,22 +25,27 @@ def gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     c: Tensor | None = None,
     accumulate: bool = False,
+    bias: Tensor | None = None,
+    alpha: Tensor | None = None,
     arch: str | None = None,
 ) -> Tensor:
-    """``A @ B.mT`` of E4M3 matrices with fp32 scales: (M, N).
+    """``alpha * A @ B.mT + bias`` of E4M3 matrices with fp32 scales: (M, N).
 
     The products of 128 elements along K are summed, then scaled in fp32 and added up along K in
-    fp32; the sum is rounded once.
+    fp32; the sum is multiplied, added to in fp32, and rounded once. The same bits in every run.
 
     Args:
         a_data: (M, K) E4M3, or its bytes.
         a_scale: of 1 x 128 elements, in layout "sm90": fp32 (ceil(K / 128), M padded to 4).
         b_data: (N, K) E4M3, or its bytes.
-        b_scale: of 128 x 128 elements, compact: fp32 (ceil(N / 128), ceil(K / 128)); or with
-            ``b_block`` (1, 128) as those of A.
+        b_scale: of 128 x 128 elements, compact: fp32 (ceil(N / 128), ceil(K / 128)), with any
+            strides; or with ``b_block`` (1, 128) as those of A.
         out_dtype: bfloat16, float16 or float32.
-        c: written to and returned, (M, N); may have rows that lie apart.
-        accumulate: add to ``c``, which is fp32, instead of overwriting it.
+        c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
+            the other tensors (not looked at here).
+        accumulate: add to ``c`` instead of overwriting it.
+        bias: (N,) in bfloat16, float16 or float32.
+        alpha: () fp32.
         arch: of the kernel where the tensors are on a CPU, for the emulator.
 
     Raises Unsupported, a ValueError, where there is no kernel: K no multiple of 16, data whose rows
@@ -53,6 +58,8 @@ def gemm(
         describe(b_data),
         describe(b_scale),
         None if c is None else describe(c),
+        None if bias is None else describe(bias),
+        None if alpha is None else describe(alpha),
         out_dtype,
         b_block,
         accumulate,
@@ -61,10 +68,12 @@ def gemm(
     )
     out = torch.empty_like(plan.out) if c is None else c
     if plan.run is None:
-        return out if accumulate else out.zero_()
+        if not accumulate:
+            out.zero_()
+        return out if bias is None else out.add_(bias)
     if a_data.dtype != torch.uint8:
         a_data = a_data.view(torch.uint8)
     if b_data.dtype != torch.uint8:
         b_data = b_data.view(torch.uint8)
-    plan.run(a_data, a_scale, b_data, b_scale, out, plan.multiprocessors)
+    plan.run(a_data, a_scale, b_data, b_scale, out, bias, alpha, plan.multiprocessors)
     return out

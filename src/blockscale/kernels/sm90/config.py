@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ..gpu.config import SHARED
 
-__all__ = ["BLOCK_K", "OUT_DTYPES", "Config", "choose_config", "why_not"]
+__all__ = ["BLOCK_K", "OUT_DTYPES", "Config", "candidates", "choose_config", "why_not"]
 
 BLOCK_K = 128  # columns of a scale, and of a stage
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 B_BLOCKS = ((128, 128), (1, 128))
 _ROWS = 64  # of one wgmma
 _MULTIPROCESSORS = 132  # of an H100 SXM and of an H200
-_LONG = 2048  # elements along K that are worth splitting
 _BOX = 128  # bytes of a row of the output that one instruction stores
 
 
@@ -27,18 +27,17 @@ class Config:
 
     Attributes:
         b_block: of a scale of B: 128 x 128, or 1 x 128.
-        accumulate: add to the output, which is fp32.
+        accumulate: add to the output.
+        bias: the type of a vector that is added to each row, if there is one.
+        alpha: the sums are multiplied by a scalar.
         tile: rows and columns of the output that a block of threads takes at once.
         cluster: blocks that share tiles of B (along M) and of A (along N); two at most.
-        split: blocks that have a part of K each, and bring their sums together; two at most, of no
-            fewer K blocks.
         stages: tiles of A and B in flight.
         warpgroups: that multiply, each some of the tile's rows.
+        alternate: two warpgroups take all rows instead, and every other K block each: where the
+            tiles are few and small, one waits for memory while the other works.
         batch: columns of one wgmma. Four of them, one K block, are a partial sum.
-        partials: partial sums of a warpgroup. With two, the tensor cores work on one while the
-            other is scaled and added.
-        a_registers: A goes through registers, read once for all batches.
-        unroll: K blocks in the body of the loop, between which wgmmas stay in flight.
+        unroll: K blocks in the body of the loop.
         c_buffers: boxes of 64 rows x 128 bytes in which a warpgroup puts its output together.
         skew: nanoseconds by which a warpgroup starts after the one before it, so that one works
             while another stores.
@@ -51,26 +50,26 @@ class Config:
     accumulate: bool = False
     tile: tuple[int, int] = (128, 256)
     cluster: tuple[int, int] = (2, 1)
-    split: int = 1
     stages: int = 3
     warpgroups: int = 2
+    alternate: bool = False
     batch: int = 128
-    partials: int = 1
-    a_registers: bool = False
     unroll: int = 4
     c_buffers: int = 4
     skew: int = 0
     group: int = 8
     tma_store: bool = True
+    bias: torch.dtype | None = None
+    alpha: bool = False
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
         rows, columns = self.tile
         wrong = {
-            "tile": rows % (_ROWS * self.warpgroups) or columns % self.batch,
+            "tile": rows % (_ROWS * self.row_warpgroups) or columns % self.batch,
+            "alternate": self.alternate and self.warpgroups != 2,
             "batch": self.batch % 16 or self.batch > 256,
             "cluster": self.cluster not in ((1, 1), (2, 1), (1, 2)),
-            "split": self.split not in (1, 2),
             "stages": self.shared_bytes > SHARED,
             "c_buffers": self.boxes % self.c_buffers or columns * self.out_dtype.itemsize % _BOX,
         }
@@ -88,34 +87,28 @@ class Config:
         return {1: (56, 240), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
 
     @property
-    def sharing(self) -> int:
-        """Blocks of a cluster that share tiles of A or B."""
+    def blocks(self) -> int:
+        """Of threads, in a cluster; they share tiles of A or B."""
         return self.cluster[0] * self.cluster[1]
 
     @property
-    def blocks(self) -> int:
-        """Of threads, in a cluster."""
-        return self.sharing * self.split
+    def exchange_bytes(self) -> int:
+        """Room for the sums of the other warpgroup."""
+        return 4 * self.tile[0] * self.tile[1] if self.alternate else 0
 
     @property
-    def exchange_bytes(self) -> int:
-        """Room for another block's sums."""
-        return 4 * self.tile[0] * self.tile[1] if self.split > 1 else 0
+    def row_warpgroups(self) -> int:
+        """That share the rows of a tile, and store them."""
+        return 1 if self.alternate else self.warpgroups
 
     @property
     def row_steps(self) -> int:
         """wgmmas that a warpgroup needs to go down its rows."""
-        return self.tile[0] // (_ROWS * self.warpgroups)
+        return self.tile[0] // (_ROWS * self.row_warpgroups)
 
     @property
     def column_steps(self) -> int:
         return self.tile[1] // self.batch
-
-    @property
-    def carries(self) -> bool:
-        """Whether the last of a loop's partial sums is added in the next one."""
-        even = self.row_steps * self.column_steps % 2 == 0
-        return self.partials == 2 and even and self.b_block[0] > 1
 
     @property
     def segment(self) -> int:
@@ -126,6 +119,11 @@ class Config:
     def b_scales(self) -> int:
         """Scales of B in a stage."""
         return self.tile[1] if self.b_block[0] == 1 else self.tile[1] // self.segment
+
+    @property
+    def reduces(self) -> bool:
+        """Whether what the output holds is added where it is, by TMA, which does so in its type."""
+        return self.accumulate and self.tma_store and self.out_dtype == torch.float32
 
     @property
     def box_columns(self) -> int:
@@ -144,7 +142,7 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         stage = sum(self.tile) * BLOCK_K + sum(self.scale_bytes)  # and two barriers
-        output = self.warpgroups * self.c_buffers * _ROWS * _BOX if self.tma_store else 0
+        output = self.row_warpgroups * self.c_buffers * _ROWS * _BOX if self.tma_store else 0
         return self.stages * (stage + 16) + output + self.exchange_bytes + 256
 
     def compile(self) -> Any:
@@ -154,16 +152,12 @@ class Config:
         return compile_config(self)
 
 
-def why_not(
-    k: int, out_dtype: torch.dtype, accumulate: bool, b_block: tuple[int, int], arch: str
-) -> str:
+def why_not(k: int, out_dtype: torch.dtype, b_block: tuple[int, int], arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""
     if arch != "sm_90a":
         return f"architecture {arch}: these kernels are for sm_90a"
     if out_dtype not in OUT_DTYPES:
         return f"out_dtype {out_dtype}: there are kernels for {', '.join(map(str, OUT_DTYPES))}"
-    if accumulate and out_dtype != torch.float32:
-        return f"accumulate: adds in fp32, the output is {out_dtype}"
     if b_block not in B_BLOCKS:
         return f"b_block {b_block}: there are kernels for {' and '.join(map(str, B_BLOCKS))}"
     if k % 16:
@@ -171,6 +165,65 @@ def why_not(
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A way to cut a product into tiles, and what it costs: in nanoseconds, fitted to the times of
+    all of them at 40 shapes of LLMs on an H200.
+
+    Attributes:
+        fields: of a :class:`Config`.
+        loop: of a K block.
+        fixed: of a tile, beside its K blocks.
+    """
+
+    fields: dict[str, Any]
+    loop: int
+    fixed: int
+
+    def nanoseconds(self, shape: tuple[int, int, int]) -> int:
+        """An estimate for a product."""
+        config = Config(torch.bfloat16, **self.fields, c_buffers=1)
+        (m, n, k), (rows, columns) = shape, config.tile
+        down, across = config.cluster
+        clusters = -(-m // (rows * down)) * -(-n // (columns * across))
+        turns = -(-clusters // (_MULTIPROCESSORS // config.blocks))
+        return turns * (-(-k // BLOCK_K) * self.loop + self.fixed)
+
+
+_WIDE = {"tile": (128, 256), "stages": 4}
+_SQUARE = {"tile": (128, 128), "stages": 5}
+_FEW = {"cluster": (1, 1), "alternate": True, "stages": 7}
+
+SHAPES = (
+    Shape(_WIDE, 750, 1037),
+    Shape({**_WIDE, "cluster": (1, 1)}, 792, 462),
+    Shape({"tile": (192, 128), "cluster": (1, 2), "stages": 4, "warpgroups": 3}, 567, 421),
+    Shape(_SQUARE, 440, 200),
+    Shape({**_SQUARE, "cluster": (1, 1)}, 440, 210),
+    Shape({**_FEW, "tile": (128, 64), "batch": 64}, 246, 1705),
+    Shape({**_FEW, "tile": (64, 128)}, 313, 1935),
+    Shape({**_FEW, "tile": (64, 64), "batch": 64}, 170, 3992),
+)
+
+
+def candidates(shape: tuple[int, int, int], out_dtype: torch.dtype, **given: Any) -> list[Config]:
+    """Configurations for a product of ``shape`` (M, N, K), the one of least estimated time first;
+    ``given``: other fields of theirs."""
+    ordered = sorted(SHAPES, key=lambda each: each.nanoseconds(shape))
+    return [_fit(out_dtype, **each.fields, **given) for each in ordered]
+
+
+def _fit(out_dtype: torch.dtype, **fields: Any) -> Config:
+    """A configuration with as much room for its output as there is."""
+    for c_buffers in (4, 3, 2):
+        try:
+            return Config(out_dtype, **fields, c_buffers=c_buffers)
+        except ValueError:
+            continue
+    return Config(out_dtype, **fields, c_buffers=1)
+
+
+@lru_cache(maxsize=1024)
 def choose_config(
     shape: tuple[int, int, int],
     out_dtype: torch.dtype,
@@ -178,19 +231,13 @@ def choose_config(
     b_block: tuple[int, int] = (128, 128),
     accumulate: bool = False,
     aligned: bool = True,
+    bias: torch.dtype | None = None,
+    alpha: bool = False,
 ) -> Config:
     """The kernel for a product of ``shape`` (M, N, K).
 
-    ``aligned``: the output starts, and each of its rows does, at a multiple of 16 bytes.
+    ``aligned``: the output starts, and each of its rows starts and ends, at a multiple of 16 bytes.
+    ``bias``: its type.
     """
-    (m, n, k), tile = shape, (128, 128)
-    given = {"b_block": b_block, "accumulate": accumulate, "tma_store": aligned}
-    tiles = -(-m // tile[0]) * -(-n // tile[1])
-    if tiles <= _MULTIPROCESSORS // 2:
-        cluster = (1, 2) if n > tile[1] else (2, 1) if m > tile[0] else (1, 1)
-        if k >= _LONG:
-            few = {"split": 2, "stages": 4, "c_buffers": 1}
-        else:
-            few = {"stages": 5, "c_buffers": 2}
-        return Config(out_dtype, tile=tile, cluster=cluster, **few, **given)
-    return Config(out_dtype, c_buffers=4 if out_dtype.itemsize == 2 else 2, **given)
+    added = {"accumulate": accumulate, "bias": bias, "alpha": alpha}
+    return candidates(shape, out_dtype, b_block=b_block, tma_store=aligned, **added)[0]

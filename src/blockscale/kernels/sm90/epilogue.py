@@ -1,10 +1,11 @@
 # mypy: ignore-errors
-"""A warpgroup's sums to the output, rounded once: through shared memory by TMA, or one by one."""
+"""A warpgroup's sums to the output: scaled, added to, rounded once, stored by TMA or one by one."""
 
 from __future__ import annotations
 
+import cutlass
 import torch
-from cutlass import const_expr, cute, range_constexpr
+from cutlass import Float32, const_expr, cute, range_constexpr
 
 from ..common.copies import Copies
 from . import ptx
@@ -21,9 +22,55 @@ class Epilogue:
 
     def value(self, sums, row_step: int, column: int, i: int):
         """The ``i``-th of a thread's four values in the eight columns from ``column`` on."""
+        batch, first = self.where(sums, row_step, column)
+        return batch[first + i]
+
+    def where(self, sums, row_step: int, column: int):
+        """The tensor of those four values, and the index of the first."""
         config = self.config
         batch = sums[row_step * config.column_steps + column // config.batch]
-        return batch[column % config.batch // 2 + i]
+        return batch, column % config.batch // 2
+
+    @cute.jit
+    def scale(self, sums, bias, alpha, thread, column):
+        """``alpha * sum + bias`` in place: ``alpha`` () fp32, ``bias`` (N,), or None."""
+        config = self.config
+        factor = None if alpha is None else alpha.iterator.load()
+        groups = config.tile[1] // 8 if alpha is not None or bias is not None else 0
+        for group in range_constexpr(groups):
+            added = []
+            for j in range_constexpr(0 if bias is None else 2):
+                where = column + group * 8 + thread % 4 * 2 + j
+                added.append(Float32(bias[cutlass.min(where, bias.shape[0] - 1)]))
+            for row_step in range_constexpr(config.row_steps):
+                batch, first = self.where(sums, row_step, group * 8)
+                for i in range_constexpr(4):
+                    value = batch[first + i]
+                    if const_expr(alpha is not None):
+                        value = value * factor
+                    if const_expr(bias is not None):
+                        value = value + added[i % 2]
+                    batch[first + i] = value
+
+    @cute.jit
+    def add(self, sums, d, thread, row, column):
+        """Add what a 16-bit output holds, in pairs: its rows start at multiples of four bytes and
+        have an even number of columns."""
+        config, kind = self.config, _KINDS[self.config.out_dtype]
+        row = row + thread // 32 * 16 + thread % 32 // 4
+        column = column + thread % 4 * 2
+        start = d.iterator.toint()
+        for row_step in range_constexpr(config.row_steps):
+            for half in range_constexpr(2):
+                r = row + row_step * 64 + half * 8
+                address = start + d.layout((r, column)) * 2
+                for group in range_constexpr(config.tile[1] // 8):
+                    inside = cutlass.Int32(r < d.shape[0] and column + group * 8 < d.shape[1])
+                    pair = ptx.load_pair(address, group * 16, inside, kind)
+                    batch, first = self.where(sums, row_step, group * 8)
+                    for j in range_constexpr(2):
+                        i = first + 2 * half + j
+                        batch[i] = batch[i] + pair[j]
 
     @cute.jit
     def store(self, sums, tiles, atom, view, group, thread, row, column):
@@ -32,8 +79,10 @@ class Epilogue:
         first = group * config.c_buffers
         across = config.tile[1] // config.box_columns
         base = tiles.iterator.toint() + first * self.copies.nbytes
+        # known to be the same in all lanes: else the compiler gives up uniform registers all over
+        warp = cute.arch.make_warp_uniform(thread // 32)
         for start in range_constexpr(0, config.boxes, config.c_buffers):
-            if thread < 32:  # stores have read the buffers
+            if warp == 0:  # stores have read the buffers
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.meet(group)
             for i in range_constexpr(config.c_buffers):
@@ -47,7 +96,7 @@ class Epilogue:
                 )
             cute.arch.fence_proxy("async.shared", space="cta")
             self.meet(group)
-            if thread < 32:
+            if warp == 0:
                 for i in range_constexpr(config.c_buffers):
                     box = start + i
                     position = (
@@ -95,5 +144,5 @@ class Epilogue:
                     if r < d.shape[0] and c < d.shape[1]:
                         value = self.value(sums, row_step, group * 8, i)
                         if const_expr(config.accumulate):
-                            value = value + d[r, c]
+                            value = value + Float32(d[r, c])
                         d[r, c] = d.element_type(value)

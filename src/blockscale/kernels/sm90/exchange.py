@@ -1,7 +1,8 @@
 # mypy: ignore-errors
-"""Sums of a tile from two blocks of threads, each of which had half of K, brought together.
+"""Sums of a tile from two warpgroups, each of which had every other K block, brought together.
 
-The second block writes its sums into the first one's shared memory, a thread to the same thread.
+The second one writes its sums to shared memory, from which the first one adds them: a thread those
+of the same thread.
 """
 
 from __future__ import annotations
@@ -20,43 +21,37 @@ class Exchange:
         self.config = config
 
     def allocate(self, memory) -> None:
-        """Room for a tile, and for each warpgroup a barrier: it is full, or free."""
-        config = self.config
-        self.sums = memory.allocate_array(
-            cutlass.Uint8, config.exchange_bytes, byte_alignment=128
-        ).toint()
-        self.full = memory.allocate_array(cutlass.Int64, 2 * config.warpgroups)
-        self.free = self.full + config.warpgroups
+        """Room for a tile, and two barriers: it is full, or free."""
+        nbytes = self.config.exchange_bytes
+        self.sums = memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=128).toint()
+        self.full = memory.allocate_array(cutlass.Int64, 2)
+        self.free = self.full + 1
 
     def initialize(self) -> None:
-        for i in range(2 * self.config.warpgroups):
-            cute.arch.mbarrier_init(self.full + i, 128)
+        for barrier in (self.full, self.free):
+            cute.arch.mbarrier_init(barrier, 128)
 
-    def places(self, group, thread):
-        """Of a thread's sums, four at a time."""
-        return (
-            self.sums + group * (self.config.exchange_bytes // self.config.warpgroups) + thread * 16
-        )
+    def quads(self, sums):
+        """Four at a time: their batch, the first of them, and how far apart they are kept."""
+        each = self.config.batch // 2
+        return [(sums[i // each], i % each, i * 512) for i in range(0, each * len(sums), 4)]
 
     @cute.jit
-    def send(self, sums, group, thread, phase, peer):
+    def send(self, sums, thread, phase):
         """Wait until the last sums have been read, then write these."""
-        ptx.wait_cluster((self.free + group).toint(), phase ^ 1)
-        place = ptx.at_block(self.places(group, thread), peer)
-        each = self.config.batch // 2
-        for i in range_constexpr(0, each * len(sums), 4):
-            values = [sums[i // each][i % each + j] for j in range(4)]
-            ptx.store_remote(place, i * 512, values)
-        ptx.arrive_remote(ptx.at_block((self.full + group).toint(), peer))
+        cute.arch.mbarrier_wait(self.free, phase ^ 1)
+        place = self.sums + thread * 16
+        for batch, first, offset in self.quads(sums):
+            ptx.store_floats(place, offset, [batch[first + j] for j in range(4)])
+        cute.arch.mbarrier_arrive(self.full)
 
     @cute.jit
-    def receive(self, sums, group, thread, phase, peer):
-        """Add the sums of the other block."""
-        ptx.wait_cluster((self.full + group).toint(), phase)
-        place = self.places(group, thread)
-        each = self.config.batch // 2
-        for i in range_constexpr(0, each * len(sums), 4):
-            values = ptx.load_floats(place, i * 512, 4)
+    def receive(self, sums, thread, phase):
+        """Add the sums of the other warpgroup."""
+        cute.arch.mbarrier_wait(self.full, phase)
+        place = self.sums + thread * 16
+        for batch, first, offset in self.quads(sums):
+            values = ptx.load_floats(place, offset, 4)
             for j in range_constexpr(4):
-                sums[i // each][i % each + j] = sums[i // each][i % each + j] + values[j]
-        ptx.arrive_remote(ptx.at_block((self.free + group).toint(), peer))
+                batch[first + j] = batch[first + j] + values[j]
+        cute.arch.mbarrier_arrive(self.free)

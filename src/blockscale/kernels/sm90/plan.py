@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gpu.plan import Described, Unsupported, architecture, get_kernel
-from .config import BLOCK_K, Config, choose_config, why_not
+from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
+from .config import BLOCK_K, OUT_DTYPES, choose_config, why_not
 
-__all__ = ["Plan", "plan_gemm"]
+__all__ = [
+    "Plan",
+    "aligned_rows",
+    "check_matrix",
+    "check_vector",
+    "multiprocessors_of",
+    "plan_gemm",
+    "unsupported",
+]
 
 _BYTES = (torch.uint8, torch.float8_e4m3fn)
 _EMULATED = 132  # multiprocessors, where there is no device to ask
@@ -21,15 +29,23 @@ _EMULATED = 132  # multiprocessors, where there is no device to ask
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``run`` takes data as bytes, scales, the output, and how many multiprocessors there are; None
-    where nothing is to do. ``out`` is one item, expanded to the output's shape: empty_like of it is
-    the fastest way to allocate.
+    """``run`` takes data as bytes, scales, the output, bias, alpha, and how many multiprocessors
+    there are; None where nothing is to be multiplied. ``config`` is its kernel's. ``out`` is one
+    item, expanded to the output's shape: empty_like of it is the fastest way to allocate.
     """
 
-    config: Config | None
+    config: Any
     run: Callable[..., Any] | None
     multiprocessors: int
     out: Tensor
+
+
+@lru_cache
+def unsupported(device: torch.device) -> str:
+    """Why no product runs here; empty where some do."""
+    if device.type != "cuda":
+        return f"the operands are on {device}: the kernels run on CUDA devices"
+    return missing() or why_not(BLOCK_K, OUT_DTYPES[0], (128, 128), architecture(device.index))
 
 
 @lru_cache(maxsize=4096)
@@ -39,6 +55,8 @@ def plan_gemm(
     b: Described,
     b_scale: Described,
     out: Described | None,
+    bias: Described | None,
+    alpha: Described | None,
     out_dtype: torch.dtype,
     b_block: tuple[int, int],
     accumulate: bool,
@@ -47,26 +65,28 @@ def plan_gemm(
 ) -> Plan:
     """The plan of a call of ``gemm``; raises as it does."""
     for name, data in (("a_data", a), ("b_data", b)):
-        _check_matrix(name, data, _BYTES)
+        check_matrix(name, data, _BYTES)
     (m, k), n = a[0], b[0][0]
     if b[0][1] != k:
         raise ValueError(
             f"a_data, b_data: got {(m, k)} and {tuple(b[0])}; expected (M, K) and (N, K)"
         )
     arch = arch or architecture(device.index)
-    reason = why_not(k, out_dtype, accumulate, b_block, arch)
+    reason = missing() or why_not(k, out_dtype, b_block, arch)
     if reason:
         raise Unsupported(reason)
     blocks = -(-k // BLOCK_K)
-    _check_scale("a_scale", a_scale, (blocks, -(-m // 4) * 4), spaced=True)
-    along_rows = b_block[0] == 1
-    padded = (blocks, -(-n // 4) * 4)
-    wanted = padded if along_rows else (-(-n // b_block[0]), blocks)
-    _check_scale("b_scale", b_scale, wanted, spaced=along_rows)
+    _check_rows("a_scale", a_scale, (blocks, -(-m // 4) * 4))
+    if b_block[0] == 1:
+        _check_rows("b_scale", b_scale, (blocks, -(-n // 4) * 4))
+    else:
+        _check_scale("b_scale", b_scale, (-(-n // b_block[0]), blocks), "compact scales")
+    check_vector("bias", bias, (n,), OUT_DTYPES)
+    check_vector("alpha", alpha, (), (torch.float32,))
     if accumulate and out is None:
         raise ValueError("accumulate: needs c, the tensor to add to")
     if out is not None:
-        _check_matrix("c", out, (out_dtype,))
+        check_matrix("c", out, (out_dtype,))
         if tuple(out[0]) != (m, n):
             raise ValueError(f"c: has shape {tuple(out[0])}; the product is {(m, n)}")
     like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
@@ -75,15 +95,25 @@ def plan_gemm(
     for name, data in (("a_data", a), ("b_data", b)):
         if data[3] or data[1][0] % 16:
             raise Unsupported(f"{name}: TMA wants rows that start at a multiple of 16 bytes")
-    apart, address = (n, 0) if out is None else (out[1][0], out[3])
-    aligned = address == 0 and apart * out_dtype.itemsize % 16 == 0
     config = choose_config(
-        (m, n, k), out_dtype, b_block=b_block, accumulate=accumulate, aligned=aligned
+        (m, n, k),
+        out_dtype,
+        b_block=b_block,
+        accumulate=accumulate,
+        aligned=aligned_rows(n, out, out_dtype),
+        bias=None if bias is None else bias[2],
+        alpha=alpha is not None,
     )
-    return Plan(config, get_kernel(config, device), _multiprocessors(device), like)
+    return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
 
 
-def _check_matrix(name: str, x: Described, dtypes: tuple[torch.dtype, ...]) -> None:
+def aligned_rows(n: int, out: Described | None, dtype: torch.dtype) -> bool:
+    """Whether TMA can store the output: it writes whole groups of 16 bytes of a row."""
+    apart, address = (n, 0) if out is None else (out[1][0], out[3])
+    return not (address or apart * dtype.itemsize % 16 or n * dtype.itemsize % 16)
+
+
+def check_matrix(name: str, x: Described, dtypes: tuple[torch.dtype, ...]) -> None:
     shape, stride, dtype, _ = x
     if dtype not in dtypes:
         raise TypeError(f"{name}: got {dtype}; expected {' or '.join(map(str, dtypes))}")
@@ -95,23 +125,40 @@ def _check_matrix(name: str, x: Described, dtypes: tuple[torch.dtype, ...]) -> N
         )
 
 
-def _check_scale(name: str, x: Described, wanted: tuple[int, int], *, spaced: bool) -> None:
-    shape, stride, dtype, address = x
-    if dtype != torch.float32:
-        raise TypeError(f"{name}: got {dtype}; expected torch.float32")
-    if tuple(shape) != wanted:
-        kind = 'layout "sm90"' if spaced else "compact scales"
-        raise ValueError(f"{name}: has shape {tuple(shape)}; expected {wanted}, {kind}")
+def _check_scale(name: str, x: Described, wanted: tuple[int, int], kind: str) -> None:
+    if x[2] != torch.float32:
+        raise TypeError(f"{name}: got {x[2]}; expected torch.float32")
+    if tuple(x[0]) != wanted:
+        raise ValueError(f"{name}: has shape {tuple(x[0])}; expected {wanted}, {kind}")
+
+
+def _check_rows(name: str, x: Described, wanted: tuple[int, int]) -> None:
+    """Of scales that are loaded by TMA."""
+    _check_scale(name, x, wanted, 'layout "sm90"')
+    stride, address = x[1], x[3]
     if 0 in wanted:
         return
-    if (stride[1] != 1 and shape[1] > 1) or (spaced and (address or stride[0] % 4)):
+    if stride[1] != 1 or stride[0] % 4 or address:
         raise ValueError(
             f"{name}: has strides {stride} and starts {address} bytes after a multiple of 16; "
             'expected rows as those of layout "sm90": call contiguous()'
         )
 
 
-def _multiprocessors(device: torch.device) -> int:
+def check_vector(
+    name: str, x: Described | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if x is None:
+        return
+    if x[2] not in dtypes:
+        raise TypeError(f"{name}: got {x[2]}; expected {' or '.join(map(str, dtypes))}")
+    if tuple(x[0]) != shape or (shape > (1,) and x[1] != (1,)):
+        raise ValueError(
+            f"{name}: has shape {tuple(x[0])} and strides {x[1]}; expected {shape}, contiguous"
+        )
+
+
+def multiprocessors_of(device: torch.device) -> int:
     if device.type != "cuda":
         return _EMULATED
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

@@ -19,11 +19,12 @@ __all__ = [
     "expect",
     "fma4",
     "load_floats",
-    "load_matrix",
+    "load_pair",
     "multiply",
     "pin",
     "round_pair",
     "sleep",
+    "store_floats",
     "store_matrix",
     "store_remote",
     "store_scale",
@@ -75,37 +76,27 @@ def descriptor(address):
 
 def wgmma(parts: list, a, b) -> list:
     """Start a K block's partial sum of 64 rows, in place of a thread's ``parts``, half as many as
-    there are columns.
-
-    ``a``: a descriptor, or the 16 registers of the warpgroup's fragments; ``b``: a descriptor.
+    there are columns. ``a``, ``b``: descriptors.
     """
     count = len(parts)
     sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
-    registers = isinstance(a, list)
-    given = [*a, b] if registers else [a, b]
     lines = [
         ".reg .pred p, q; .reg .b64 a, b;",
         "setp.ne.b32 p, 0, 0; setp.ne.b32 q, 1, 0;",
-        f"mov.b64 b, {{${count + len(given) - 1}, {_HIGH}}};",
-        "" if registers else f"mov.b64 a, {{${count}, {_HIGH}}};",
+        f"mov.b64 a, {{${count}, {_HIGH}}}; mov.b64 b, {{${count + 1}, {_HIGH}}};",
         "wgmma.fence.sync.aligned;",
     ]
     for step in range(4):
-        left = "a"
-        if registers:
-            left = "{" + ", ".join(f"${count + 4 * step + i}" for i in range(4)) + "}"
-        elif step:
-            lines.append("add.s64 a, a, 2;")
         if step:
-            lines.append("add.s64 b, b, 2;")
+            lines.append("add.s64 a, a, 2; add.s64 b, b, 2;")
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.f32.e4m3.e4m3 "
-            f"{sums}, {left}, b, {'q' if step else 'p'}, 1, 1;"
+            f"{sums}, a, b, {'q' if step else 'p'}, 1, 1;"
         )
     lines.append("wgmma.commit_group.sync.aligned;")
     code = "{ " + " ".join(lines) + " }"
-    constraints = ["r"] * len(given) + [str(i) for i in range(count)]
-    return _asm(code, [Float32] * count, [*given, *parts], constraints, memory=True)
+    constraints = ["r", "r", *(str(i) for i in range(count))]
+    return _asm(code, [Float32] * count, [a, b, *parts], constraints, memory=True)
 
 
 def wait_products(pending: int) -> None:
@@ -136,14 +127,14 @@ def load_floats(address, offset: int, count: int = 1) -> list:
     return _asm(code, [Float32] * count, [address], ["r"], memory=True)
 
 
+def store_floats(address, offset: int, values: list) -> None:
+    """Four fp32 ``offset`` bytes after ``address``."""
+    code = f"st.shared.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};"
+    _asm(code, [], [address, *values], ["r"] + ["f"] * 4, memory=True)
+
+
 def store_scale(address, value) -> None:
     _asm("st.shared.f32 [$0], $1;", [], [address, value], ["r", "f"], memory=True)
-
-
-def load_matrix(address) -> list:
-    """Four 8 x 16-byte matrices; a lane gives the address of a row."""
-    code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-    return _asm(code, [Int32] * 4, [address], ["r"], memory=True)
 
 
 def store_matrix(address, words: list) -> None:
@@ -161,6 +152,17 @@ def round_pair(low, high, kind: str):
     return _asm(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", [Int32], [low, high], ["f", "f"])[0]
 
 
+def load_pair(address, offset: int, wanted, kind: str) -> list:
+    """Two neighbours of "bf16" or "f16" in global memory, ``offset`` bytes after ``address``, as
+    fp32; zeros, and nothing read, unless ``wanted``."""
+    code = (
+        "{ .reg .pred p; .reg .b32 w; .reg .b16 a, b; setp.ne.b32 p, $3, 0; mov.b32 w, 0;"
+        f" @p ld.global.b32 w, [$2 + {offset}]; mov.b32 {{a, b}}, w;"
+        f" cvt.f32.{kind} $0, a; cvt.f32.{kind} $1, b; }}"
+    )
+    return _asm(code, [Float32] * 2, [address, wanted], ["l", "r"], memory=True)
+
+
 # --- barriers -------------------------------------------------------------------------------------
 
 
@@ -175,17 +177,16 @@ def arrive(barrier) -> None:
     _asm(code, [], [barrier], ["r"], memory=True)
 
 
-def arrive_at(barrier, lane, first, blocks: int) -> None:
-    """Arrive once at the barrier of each of ``blocks`` of the cluster, from ``first`` on; called by
-    a warp's lanes."""
+def arrive_at(barrier, lane, blocks: int) -> None:
+    """Arrive once at the barrier of each of ``blocks`` of the cluster; called by a warp's lanes."""
     code = (
-        f"{{ .reg .pred p; .reg .b32 a, b; setp.lt.u32 p, $1, {blocks}; add.u32 b, $1, $2;"
-        " @p mapa.shared::cluster.u32 a, $0, b;"
+        f"{{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, $1, {blocks};"
+        " @p mapa.shared::cluster.u32 a, $0, $1;"
         " @p mbarrier.arrive.shared::cluster.b64 _, [a]; }"
     )
     if blocks == 1:
         code = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
-    _asm(code, [], [barrier, lane, first], ["r", "r", "r"], memory=True)
+    _asm(code, [], [barrier, lane], ["r", "r"], memory=True)
 
 
 # --- another block's memory -----------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""The kernel that the chooser takes for FP8 with scales of 128, beside every one that it could."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+
+from ..kernels.gpu.plan import get_kernel
+from ..kernels.sm90.config import Config, candidates, choose_config
+from ..quantize import quantize
+from .contest import Call, ready, turns
+from .llm_shapes import LlmShape
+from .timing import Timer
+from .warm import compile_all
+
+__all__ = ["Choice", "compare", "describe", "summary"]
+
+_REPEATS = 12  # of each of many
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``of_best``: the time of the best candidate over that of the chosen one."""
+
+    model: str
+    layer: str
+    m: int
+    n: int
+    k: int
+    chosen: str
+    best: str
+    microseconds: float  # of the chosen one
+    tflops: float
+    of_best: float
+    candidates: dict[str, float]  # microseconds
+    failed: dict[str, str]  # and why
+
+    @property
+    def shape(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+def compare(
+    shapes: Sequence[LlmShape], timer: Timer, multiprocessors: int
+) -> Iterator[Choice | str]:
+    """Time all candidates at each shape; text where the chosen one could not run, and why."""
+    compile_all(config for shape in shapes for config in _candidates(shape))
+    for shape in shapes:
+        calls: dict[str, Call] = {}
+        failed: dict[str, str] = {}
+        chosen = describe(_chosen(shape))
+        for name, call in _calls(shape, timer.device, multiprocessors):
+            if isinstance(call, str):
+                failed[name] = call
+            else:
+                calls[name] = call
+        took = {}
+        for name, time in turns(calls, timer, _REPEATS).items():
+            if isinstance(time, str):
+                failed[name] = time
+            else:
+                took[name] = time
+        if chosen not in took:
+            yield f"{shape.model}, {shape.layer}, {shape.m} tokens: {failed[chosen]}"
+            continue
+        best = min(took, key=lambda name: took[name])
+        mine, flops = took[chosen], 2 * shape.m * shape.n * shape.k
+        where = shape.model, shape.layer, shape.m, shape.n, shape.k
+        rate = flops / mine / 1e6
+        yield Choice(*where, chosen, best, mine, rate, took[best] / mine, took, failed)
+
+
+def _calls(shape: LlmShape, device: str, multiprocessors: int) -> Iterator[tuple[str, Call | str]]:
+    x, w = (
+        torch.randn(n, shape.k, device=device, dtype=torch.bfloat16) for n in (shape.m, shape.n)
+    )
+    a, b = quantize(x, "fp8_1x128", layout="sm90"), quantize(w, "fp8_128x128")
+    given = a.qdata.view(torch.uint8), a.scale, b.qdata.view(torch.uint8), b.scale
+    d = torch.empty(shape.m, shape.n, device=device, dtype=torch.bfloat16)
+    for config in _candidates(shape):
+
+        def prepare(config: Config = config) -> Call:
+            kernel = get_kernel(config, x.device)
+            return partial(kernel, *given, d, None, None, multiprocessors)
+
+        yield describe(config), ready(prepare)
+
+
+def _chosen(shape: LlmShape) -> Config:
+    return choose_config((shape.m, shape.n, shape.k), torch.bfloat16)
+
+
+def _candidates(shape: LlmShape) -> list[Config]:
+    """The chosen one, and the others."""
+    others = candidates((shape.m, shape.n, shape.k), torch.bfloat16)
+    return list(dict.fromkeys([_chosen(shape), *others]))
+
+
+def describe(config: Config) -> str:
+    """What of a configuration is not the default."""
+    plain = Config(config.out_dtype)
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name)]
+    return " ".join(f"{name}={getattr(config, name)}".replace(" ", "") for name in changed)
+
+
+def summary(found: Iterable[Choice]) -> tuple[float, float]:
+    """Geometric mean and least of ``of_best``."""
+    shares = [choice.of_best for choice in found]
+    return math.exp(sum(map(math.log, shares)) / len(shares)), min(shares)

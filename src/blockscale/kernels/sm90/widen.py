@@ -1,0 +1,198 @@
+# mypy: ignore-errors
+"""Elements of four and eight bits times their block scales, as bf16 in registers.
+
+An element's bits are put where bf16 has its sign, its lowest exponent bits and its highest mantissa
+bits: that is its value times a power of two, subnormals included. One multiplication by the scale
+and the inverse of that power is exact where bf16 can hold both factors and the result. A scale so
+large that bf16 cannot hold its product with the power is left out, and multiplied by afterwards.
+
+An octet, eight neighbours along K, becomes four pairs: words of two steps of a wgmma, whose columns
+of K may be in any order that both operands share. Which pairs: those that lie 16 bits apart in a
+word. With eight bits these are (0, 2), (1, 3), (4, 6), (5, 7); with four bits, and for all that is
+multiplied by such, (0, 4), (1, 5), (2, 6), (3, 7).
+
+Hopper does logic, shifts and additions of integers at half the rate of other instructions, and
+what widens is bound by them: multiplications take their place where they can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Int32
+
+from .ptx import _asm
+
+__all__ = ["WIDENERS", "Widener", "e8m0_factor", "ue4m3_factors"]
+
+_MERGE = 0xEA  # lop3: (a & b) | c
+_MARK = 0xBE  # lop3: (a ^ b) | c
+_E8M0 = (  # of a byte b: 2^-127 is subnormal, 255 is NaN
+    "mul.lo.u32 {x}, {b}, 0x00800080; max.u32 {x}, {x}, 0x00400040;"
+    " setp.eq.u32 e, {b}, 255; selp.b32 z, 0x00400040, 0, e; or.b32 {x}, {x}, z;"
+)
+
+
+def _power(exponent: int) -> str:
+    """A power of two as bf16, twice."""
+    return f"0x{((exponent + 127) << 7) * 0x10001:08x}"
+
+
+@dataclass(frozen=True)
+class Widener:
+    """How elements of one kind are widened.
+
+    Attributes:
+        bits: of an element.
+        shift: of an element in the upper half of 16 bits, to where bf16 has its magnitude.
+        mask: the bits of a word that hold two widened magnitudes.
+        special: added to a byte without its sign, this reaches the sign where the byte is NaN.
+        powers: exponents of the powers of two whose product brings a widened element to its value.
+            Of three, the second one makes infinities of what stands for them.
+    """
+
+    bits: int
+    shift: int = 0
+    mask: int = 0
+    special: int = 0
+    powers: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> int:
+        """Of an octet."""
+        return self.bits // 4
+
+    @property
+    def folds(self) -> bool:
+        """Whether a scale is multiplied by the power of two first."""
+        return len(self.powers) == 1
+
+    def octet(self, words: list, factor, nibbles: bool) -> list:
+        """Four pairs times ``factor``. ``nibbles``: the order of four bits."""
+        count, lines = len(words), []
+        for i in range(4):
+            lines += self._pair(i, [f"${4 + j}" for j in range(count)], nibbles)
+            if self.bits < 16:
+                for each in [] if self.folds else self.powers:
+                    lines.append(f"mov.b32 z, {_power(each)}; mul.rn.bf16x2 x, x, z;")
+                lines.append(f"mul.rn.bf16x2 x, x, ${4 + count};")
+            lines.append(f"mov.b32 o{i}, x;")
+        lines += [f"mov.b32 ${i}, o{i};" for i in range(4)]  # when all that is given has been read
+        given = words if self.bits == 16 else [*words, factor]
+        code = "{ .reg .b32 x, y, z, o<4>; " + " ".join(lines) + " }"
+        return _asm(code, [Int32] * 4, given, ["r"] * len(given))
+
+    def _pair(self, i: int, words: list[str], nibbles: bool) -> list[str]:
+        """The ``i``-th pair in x, not yet multiplied."""
+        if self.bits == 16:
+            low, high = (words[i // 2], words[i // 2 + 2]) if nibbles else words[i // 2 * 2 :][:2]
+            return [f"prmt.b32 x, {low}, {high}, {'0x7632' if i % 2 else '0x5410'};"]
+        if self.bits == 4:  # both halves' i-th four bits, twice: for the sign, and for the rest
+            return {
+                0: [f"and.b32 x, {words[0]}, 0x000f000f; mul.lo.u32 x, x, 0x1040;"],
+                1: [f"and.b32 x, {words[0]}, 0x00f000f0; mul.lo.u32 x, x, 0x0104;"],
+                2: [
+                    f"shr.u32 y, {words[0]}, 8;",
+                    "and.b32 x, y, 0x000f000f; mul.lo.u32 x, x, 0x1040;",
+                ],
+                3: ["and.b32 x, y, 0x00f000f0; mul.lo.u32 x, x, 0x0104;"],
+            }[i] + ["and.b32 x, x, 0x81c081c0;"]
+        if nibbles:
+            sign = [f"prmt.b32 y, {words[0]}, {words[1]}, 0x{0x4000 + 0x1010 * i:x};"]
+            magnitude = f"shr.u32 x, y, {self.shift};"
+        elif i % 2:
+            sign = [f"mov.b32 y, {words[i // 2]};"]
+            magnitude = f"shr.u32 x, y, {self.shift};"
+        else:
+            sign = [f"shl.b32 y, {words[i // 2]}, 8;"]
+            magnitude = f"shl.b32 x, {words[i // 2]}, {8 - self.shift};"
+        return [
+            *sign,
+            f"{magnitude} and.b32 x, x, 0x{self.mask:08x};",
+            f"lop3.b32 x, y, 0x80008000, x, 0x{_MERGE:02x};",
+        ]
+
+    def e8m0_factors(self, scales, count: int) -> list:
+        """What octets of blocks are multiplied by, whose scales are the ``count`` lowest bytes of a
+        word, and whether that leaves out the scales, which is so for all of a warp if one of its
+        lanes has a scale that is too large, or NaN."""
+        if not self.folds:
+            return [*(e8m0_factor(scales >> (8 * i) & 255) for i in range(count)), Int32(0)]
+        (power,) = self.powers
+        given = [f"s{i}" for i in range(count)]
+        lines = [f"bfe.u32 {each}, ${count + 1}, {8 * i}, 8;" for i, each in enumerate(given)]
+        lines += [f"mov.b32 x, {given[0]};", *(f"max.u32 x, x, {each};" for each in given[1:])]
+        lines.append(f"setp.gt.u32 p, x, {254 - power};")
+        lines.append("vote.sync.any.pred p, p, 0xffffffff;")
+        for i, each in enumerate(given):
+            lines.append(f"mad.lo.u32 o{i}, {each}, 0x00800080, 0x{power * 0x00800080:08x};")
+            lines.append(f"selp.b32 o{i}, {_power(power)}, o{i}, p;")
+        lines += [f"mov.b32 ${i}, o{i};" for i in range(count)] + [f"selp.b32 ${count}, 1, 0, p;"]
+        code = f"{{ .reg .pred p; .reg .b32 x, o<{count}>, s<{count}>; " + " ".join(lines) + " }"
+        return _asm(code, [Int32] * (count + 1), [scales], ["r"])
+
+    def rescaled(self, pairs: list, scales, count: int, left_out) -> list:
+        """``pairs`` times scales that were left out; a branch, seldom taken. Each ``count``-th pair
+        has the same scale."""
+        if not self.folds:
+            return pairs
+        total = len(pairs)
+        lines = [f"setp.eq.u32 p, ${total}, 0; @p bra.uni DONE;"]
+        for i in range(count):
+            lines.append(f"bfe.u32 b, ${total + 1}, {8 * i}, 8;" + _E8M0.format(x="x", b="b"))
+            lines += [f"mul.rn.bf16x2 ${j}, ${j}, x;" for j in range(i, total, count)]
+        code = "{ .reg .pred p, e; .reg .b32 b, x, z; " + " ".join(lines) + " DONE: }"
+        constraints = ["r", "r", *(str(i) for i in range(total))]
+        return _asm(code, [Int32] * total, [left_out, scales, *pairs], constraints)
+
+    def marked(self, seen, words: list, one):
+        """``seen``, its highest bits in bytes set where ``words`` have NaN, and elsewhere perhaps.
+
+        ``one``: a register that is 1, and no one knows: it makes a multiplication of an addition.
+        """
+        if not self.special:
+            return seen
+        lines = [f"mov.b32 s, ${len(words) + 1};"]
+        for i in range(len(words)):
+            # a sign that changes: of this byte, or of a byte below that is NaN itself
+            lines.append(f"mad.lo.u32 x, ${1 + i}, ${len(words) + 2}, {self.special * 0x01010101};")
+            lines.append(f"lop3.b32 s, x, ${1 + i}, s, 0x{_MARK:02x};")
+        code = "{ .reg .b32 x, s; " + " ".join(lines) + " mov.b32 $0, s; }"
+        return _asm(code, [Int32], [*words, seen, one], ["r"] * (2 + len(words)))[0]
+
+    def poisoned(self, factor, seen):
+        """NaN, twice, where ``seen`` says that there was one, else ``factor``: for NaN are then all
+        sums that elements of this row go into."""
+        if not self.special:
+            return factor
+        code = (
+            "{ .reg .pred p; .reg .b32 x; and.b32 x, $2, 0x80808080; setp.ne.b32 p, x, 0;"
+            " selp.b32 $0, 0x7fff7fff, $1, p; }"
+        )
+        return _asm(code, [Int32], [factor, seen], ["r"] * 2)[0]
+
+
+WIDENERS = {
+    "bf16": Widener(16),
+    "E4M3": Widener(8, 4, 0x07F007F0, special=0x01, powers=(120,)),
+    "E5M2": Widener(8, 3, 0x0FE00FE0, special=0x03, powers=(112, 112, -112)),
+    "E2M1": Widener(4, powers=(126,)),
+}
+
+
+def e8m0_factor(byte):
+    """A scale as bf16, twice."""
+    code = "{ .reg .pred e; .reg .b32 x, z; " + _E8M0.format(x="x", b="$1") + " mov.b32 $0, x; }"
+    return _asm(code, [Int32], [byte], ["r"])[0]
+
+
+def ue4m3_factors(pair) -> list:
+    """Two scales in the lower bytes of a word as bf16 times 2^119, each twice: that undoes the
+    2^-126 of a widened E2M1 element but for 2^-7, so that no product is too large."""
+    code = (
+        "{ .reg .b16 b, u, v; .reg .b32 x, y; .reg .f32 f, g; cvt.u16.u32 b, $2;"
+        " cvt.rn.f16x2.e4m3x2 x, b; mov.b32 {u, v}, x; cvt.f32.f16 f, u; cvt.f32.f16 g, v;"
+        f" cvt.rn.bf16x2.f32 x, g, f; mov.b32 y, {_power(119)}; mul.rn.bf16x2 x, x, y;"
+        " prmt.b32 $0, x, x, 0x1010; prmt.b32 $1, x, x, 0x3232; }"
+    )
+    return _asm(code, [Int32] * 2, [pair], ["r"])

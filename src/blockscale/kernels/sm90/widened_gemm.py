@@ -1,0 +1,88 @@
+"""Products of MXFP8, MXFP4 and NVFP4 matrices, and of bf16 by these, on Hopper: exact.
+
+Hopper's tensor cores know no block scales. An element times its block's scale has few bits (E4M3
+times a power of two: four; E2M1 times UE4M3: six), so bf16 holds it, and bf16 products are the same
+as those that Blackwell's tensor cores form.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..gpu.plan import describe
+from .widened_plan import plan_widened
+
+__all__ = ["widened_gemm"]
+
+
+def widened_gemm(
+    a_data: Tensor,
+    a_scale: Tensor | None,
+    a_format: str | None,
+    b_data: Tensor,
+    b_scale: Tensor,
+    b_format: str,
+    *,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    c: Tensor | None = None,
+    accumulate: bool = False,
+    arch: str | None = None,
+) -> Tensor:
+    """``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same bits in every
+    run.
+
+    Each element times its block's scale is exact in bf16, but for multiples of less than 2^-133,
+    which are rounded to that: E4M3 with scales below 2^-124, E5M2 with scales below 2^-117. What
+    overflows fp32 when it is dequantized is infinite here, too. A NaN makes the sums of its row of
+    A, or of B, NaN; so do NaN scales; infinities of E5M2 stay infinite.
+
+    Args:
+        a_data: (M, K) bytes of elements, two in a byte where they have four bits; or bf16.
+        a_scale: compact, (M, K / block) bytes; None for bf16.
+        a_format: "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4"; None for bf16.
+        b_data, b_scale, b_format: likewise, (N, K) and (N, K / block).
+        alpha: () fp32: the product of NVFP4's global scales.
+        bias: (N,) in bfloat16, float16 or float32.
+        out_dtype: bfloat16, float16 or float32.
+        c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
+            the other tensors (not looked at here).
+        accumulate: add to ``c`` instead of overwriting it.
+        arch: of the kernel where the tensors are on a CPU, for the emulator.
+
+    Raises Unsupported, a ValueError, where there is no kernel: data whose rows do not start at a
+    multiple of 16 bytes, other formats and architectures. ValueError or TypeError where shapes,
+    strides or dtypes do not belong together.
+    """
+    plan = plan_widened(
+        describe(a_data),
+        None if a_scale is None else describe(a_scale),
+        a_format,
+        describe(b_data),
+        describe(b_scale),
+        b_format,
+        None if c is None else describe(c),
+        None if bias is None else describe(bias),
+        None if alpha is None else describe(alpha),
+        out_dtype,
+        accumulate,
+        a_data.device,
+        arch,
+    )
+    out = torch.empty_like(plan.out) if c is None else c
+    if plan.run is None:
+        if not accumulate:
+            out.zero_()
+        return out if bias is None else out.add_(bias)
+    a = _bytes(a_data, a_format), None if a_scale is None else _bytes(a_scale, a_format)
+    b = _bytes(b_data, b_format), _bytes(b_scale, b_format)
+    assert plan.config is not None
+    left, right = (b, a) if plan.config.swap else (a, b)
+    plan.run(*left, *right, out, bias, alpha, plan.multiprocessors)
+    return out
+
+
+def _bytes(x: Tensor, format: str | None) -> Tensor:
+    return x if format is None or x.dtype == torch.uint8 else x.view(torch.uint8)

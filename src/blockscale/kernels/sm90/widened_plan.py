@@ -1,0 +1,109 @@
+"""What a call of the product that widens needs, found once for all calls alike."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ...formats import Format, get_format
+from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
+from .config import OUT_DTYPES
+from .plan import Plan, aligned_rows, check_matrix, check_vector, multiprocessors_of
+from .widened_config import BF16, BLOCK_K, choose_config, why_not
+
+__all__ = ["plan_widened"]
+
+_BYTES = (
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float4_e2m1fn_x2,
+    torch.float8_e8m0fnu,
+)
+
+
+@lru_cache(maxsize=4096)
+def plan_widened(
+    a: Described,
+    a_scale: Described | None,
+    a_format: str | None,
+    b: Described,
+    b_scale: Described,
+    b_format: str,
+    out: Described | None,
+    bias: Described | None,
+    alpha: Described | None,
+    out_dtype: torch.dtype,
+    accumulate: bool,
+    device: torch.device,
+    arch: str | None,
+) -> Plan:
+    """The plan of a call of ``widened_gemm``; raises as it does. ``Plan.run`` takes the left
+    operand's data and scales, the right one's, the output, bias, alpha, and multiprocessors.
+    """
+    arch = arch or architecture(device.index)
+    reason = missing() or why_not(a_format or BF16, b_format, out_dtype, arch)
+    if reason:
+        raise Unsupported(reason)
+    for name, data in (("a_data", a), ("b_data", b)):
+        if len(data[0]) == 2 and data[1][1] != 1 and data[0][1] > 1:
+            raise ValueError(
+                f"{name}: has strides {data[1]}; its last dimension, K, must lie together: "
+                "quantize columns with k_major=True, or call contiguous()"
+            )
+    check_matrix("a_data", a, (torch.bfloat16,) if a_format is None else _BYTES)
+    check_matrix("b_data", b, _BYTES)
+    m, n, format = a[0][0], b[0][0], get_format(b_format)
+    k = format.element.elements(b[0][1])
+    a_k = a[0][1] if a_format is None else get_format(a_format).element.elements(a[0][1])
+    padded = -(-a_k // format.block_size) * format.block_size
+    if k % format.block_size or k != (padded if a_format is None else a_k):
+        raise ValueError(
+            f"a_data, b_data: got {(m, a_k)} and {(n, k)} elements; expected (M, K) and (N, K), "
+            f"quantized ones padded to blocks of {format.block_size}"
+        )
+    if (a_format is None) != (a_scale is None):
+        raise ValueError("a_scale: belongs to quantized data, bf16 data has None")
+    given = [("b_scale", b_scale, n)] + ([("a_scale", a_scale, m)] if a_scale is not None else [])
+    for name, scale, rows in given:
+        _check_scale(name, scale, (rows, k // format.block_size), format)
+    check_vector("bias", bias, (n,), OUT_DTYPES)
+    check_vector("alpha", alpha, (), (torch.float32,))
+    if accumulate and out is None:
+        raise ValueError("accumulate: needs c, the tensor to add to")
+    if out is not None:
+        check_matrix("c", out, (out_dtype,))
+        if tuple(out[0]) != (m, n):
+            raise ValueError(f"c: has shape {tuple(out[0])}; the product is {(m, n)}")
+    like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
+    if 0 in (m, n, k):
+        return Plan(None, None, 0, like)
+    for name, data in (("a_data", a), ("b_data", b)):
+        if data[3] or data[1][0] * data[2].itemsize % 16:
+            raise Unsupported(f"{name}: TMA wants rows that start at a multiple of 16 bytes")
+    row = BLOCK_K // format.block_size
+    config = choose_config(
+        (m, n, k),
+        a_format or BF16,
+        b_format,
+        out_dtype,
+        accumulate=accumulate,
+        bias=None if bias is None else bias[2],
+        alpha=alpha is not None,
+        aligned=aligned_rows(n, out, out_dtype),
+        async_scales=k % BLOCK_K == 0
+        and all(x[1][0] % row == 0 and x[3] % row == 0 for _, x, _ in given),
+    )
+    return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
+
+
+def _check_scale(name: str, x: Described, wanted: tuple[int, int], format: Format) -> None:
+    if x[2].itemsize != 1:
+        raise TypeError(f"{name}: got {x[2]}; expected bytes of {format.scale.name}")
+    if tuple(x[0]) != wanted:
+        raise ValueError(f"{name}: has shape {tuple(x[0])}; expected {wanted}, compact scales")
+    if x[1][1] != 1 and wanted[1] > 1:
+        raise ValueError(
+            f"{name}: has strides {x[1]}; its last dimension must lie together: call contiguous()"
+        )

@@ -1,0 +1,104 @@
+# mypy: ignore-errors
+"""Single PTX instructions of the kernel that widens, beside those of ``ptx``."""
+
+from __future__ import annotations
+
+from cutlass import Float32, Int32
+
+from .ptx import _HIGH, _asm
+
+__all__ = [
+    "arrive_once",
+    "arrive_when_copied",
+    "copy_async",
+    "load_small",
+    "load_words",
+    "store_byte",
+    "store_matrix_transposed",
+    "store_words",
+    "take_bytes",
+    "wgmma",
+]
+
+
+def wgmma(sums: list, fragments: list, b, step: int, ends: bool) -> list:
+    """Add products of 16 columns of K, the ``step``-th of four: a wgmma of bf16, in place of a
+    thread's ``sums``. ``ends``: a group of them.
+
+    ``fragments``: four registers of the warpgroup's 64 rows; ``b``: a descriptor of the first step.
+    """
+    count = len(sums)
+    names = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    left = "{" + ", ".join(f"${count + i}" for i in range(4)) + "}"
+    lines = [".reg .b64 b;", f"mov.b64 b, {{${count + 4}, {_HIGH}}}; add.s64 b, b, {2 * step};"]
+    lines += ["wgmma.fence.sync.aligned;"] * (step == 0)
+    lines.append(
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 "
+        f"{names}, {left}, b, 1, 1, 1, 0;"
+    )
+    lines += ["wgmma.commit_group.sync.aligned;"] * ends
+    code = "{ " + " ".join(lines) + " }"
+    constraints = ["r"] * 5 + [str(i) for i in range(count)]
+    return _asm(code, [Float32] * count, [*fragments, b, *sums], constraints, memory=True)
+
+
+# --- shared memory --------------------------------------------------------------------------------
+
+
+def load_words(address, offset: int, count: int) -> list:
+    """``count`` (1, 2 or 4) words ``offset`` bytes after ``address``."""
+    names = ", ".join(f"${i}" for i in range(count))
+    names, kind = (names, "b32") if count == 1 else (f"{{{names}}}", f"v{count}.b32")
+    code = f"ld.shared.{kind} {names}, [${count} + {offset}];"
+    return _asm(code, [Int32] * count, [address], ["r"], memory=True)
+
+
+def load_small(address, offset: int, nbytes: int):
+    """One or two bytes, zero-extended."""
+    code = f"ld.shared.u{8 * nbytes} $0, [$1 + {offset}];"
+    return _asm(code, [Int32], [address], ["r"], memory=True)[0]
+
+
+def take_bytes(word, odd):
+    """Two bytes of a word, next to each other: the even ones, or the odd ones."""
+    code = "{ .reg .b32 x; shl.b32 x, $2, 3; shr.u32 x, $1, x; prmt.b32 $0, x, 0, 0x4420; }"
+    return _asm(code, [Int32], [word, Int32(odd)], ["r", "r"])[0]
+
+
+def store_words(address, words: list) -> None:
+    """Four words."""
+    code = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
+    _asm(code, [], [address, *words], ["r"] * 5, memory=True)
+
+
+def store_byte(address, value) -> None:
+    _asm("st.shared.u8 [$0], $1;", [], [address, value], ["r", "r"], memory=True)
+
+
+def store_matrix_transposed(address, words: list) -> None:
+    """Four 8 x 16-byte matrices, transposed; a lane gives the address of a row."""
+    code = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
+    _asm(code, [], [address, *words], ["r"] * 5, memory=True)
+
+
+def copy_async(target, source, nbytes: int, wanted) -> None:
+    """``nbytes`` (4 or 8) of global memory to shared memory, or zeros unless ``wanted`` is 1."""
+    code = (
+        "{ .reg .b32 n; mul.lo.u32 n, $2, "
+        f"{nbytes}; cp.async.ca.shared.global [$0], [$1], {nbytes}, n; }}"
+    )
+    _asm(code, [], [target, source, wanted], ["r", "l", "r"], memory=True)
+
+
+def arrive_once(barrier) -> None:
+    """Arrive, by one of a warp's lanes."""
+    code = (
+        "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+    )
+    _asm(code, [], [barrier], ["r"], memory=True)
+
+
+def arrive_when_copied(barrier) -> None:
+    """Arrive when what this thread has copied is there."""
+    code = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
+    _asm(code, [], [barrier], ["r"], memory=True)

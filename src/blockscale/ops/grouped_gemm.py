@@ -1,0 +1,57 @@
+"""The op ``grouped_gemm``: one product a group of rows or of the contraction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .dequantize import dequantize
+from .operation import operation
+
+__all__ = ["grouped_gemm"]
+
+
+def _fake(
+    a_data: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
+    a_format: str,
+    a_shape: list[int],
+    b_data: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_format: str,
+    b_shape: list[int],
+    offsets: Tensor,
+    k_grouped: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    shape = [a_shape[0], b_shape[-1]]
+    return a_data.new_empty([offsets.shape[0], *shape] if k_grouped else shape, dtype=out_dtype)
+
+
+@operation(_fake)
+def grouped_gemm(
+    a_data: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
+    a_format: str,
+    a_shape: list[int],
+    b_data: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_format: str,
+    b_shape: list[int],
+    offsets: Tensor,
+    k_grouped: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Products of ``a`` (M, K), blocked along -1, and ``b`` (..., K, N), blocked along -2.
+
+    Scales are compact. See reference.grouped_gemm.
+    """
+    cut, f32 = offsets if k_grouped else None, torch.float32
+    a = dequantize(a_data, a_scale, a_format, a_shape, -1, a_global, cut, f32)
+    b = dequantize(b_data, b_scale, b_format, b_shape, -2, b_global, cut, f32)
+    return reference.grouped_gemm(a, b, offsets, out_dtype=out_dtype)

@@ -1,0 +1,495 @@
+"""``blockscale bench gemm|linear|ladder``: what they measure, told apart from how fast it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+from blockscale import ScaledTensor
+from blockscale.bench import chooser, gemm, host, ladder, linear, pictures, timing
+from blockscale.bench.contest import (
+    BASELINE,
+    OURS,
+    Absent,
+    Contest,
+    Row,
+    Where,
+    contest,
+    ready,
+    speedups,
+    turns,
+)
+from blockscale.bench.llm_shapes import LLM_SHAPES
+from blockscale.cli.bench import bench
+from blockscale.kernels.sm90.config import Config
+from blockscale.kernels.sm90.ladder_steps import STEPS
+from blockscale.ops import FallbackWarning
+
+TRITON = {"torchao blockwise", "torchao's cast, cuBLASLt blockwise"}  # no CPU can do these
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+class Clock:
+    """A timer of calls that say how long they take; each is slower by ``drift`` than the last."""
+
+    device = "cpu"
+
+    def __init__(self, drift: float = 0.0) -> None:
+        self.drift, self.calls = drift, 0
+
+    def microseconds(self, call, repeats=30):
+        took = call()
+        self.calls += 1
+        return (took if isinstance(took, float) else 2.0) + self.drift * self.calls
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+def takes(time):
+    return lambda: lambda: time
+
+
+WHERE = Where("a group", "a case", 4, 8, 16)
+
+
+# --- contests -------------------------------------------------------------------------------------
+
+
+def test_drift_falls_on_all_alike():
+    calls = {"a": lambda: 2.0, "b": lambda: 4.0, "c": lambda: 8.0}
+    found = turns(calls, Clock(drift=1.0))
+    assert found == {"a": 2 + 3.5, "b": 4 + 3.5, "c": 8 + 3.5}
+
+
+def test_who_cannot_run_is_told_and_the_others_go_on():
+    def missing():
+        raise ModuleNotFoundError("No module named 'peer'")
+
+    class Faulty:
+        times = 0
+
+        def __call__(self):  # ready, once in turn, then it fails
+            self.times += 1
+            if self.times == 3:
+                raise RuntimeError("illegal address")
+            return 3.0
+
+    them = {"missing": missing, OURS: takes(2.0), "faulty": Faulty, "good": takes(4.0)}
+    found = list(contest(Contest(WHERE, them, products=3), Clock()))
+    where = ("a group", "a case", 4, 8, 16)
+    assert found == [
+        Absent(*where, "missing", "ModuleNotFoundError: No module named 'peer'"),
+        Row(*where, OURS, 2.0, 3 * 2 * 4 * 8 * 16 / 2e-6 / 1e12),
+        Absent(*where, "faulty", "RuntimeError: illegal address"),
+        Row(*where, "good", 4.0, 3 * 2 * 4 * 8 * 16 / 4e-6 / 1e12),
+    ]
+
+
+def test_plain_torch_in_the_place_of_a_kernel_is_no_measurement(monkeypatch):
+    from blockscale.ops import backends
+
+    monkeypatch.setattr(backends, "on_gpu", lambda x: True)
+    monkeypatch.setattr(backends, "_warned", set())
+
+    def prepare():
+        return lambda: backends.fall_back("gemm", torch.empty(0), "auto", "no kernel for it")
+
+    for _ in range(2):  # each time
+        why = ready(prepare)
+        assert isinstance(why, str)
+        assert why.startswith(FallbackWarning.__name__)
+        assert "no kernel for it" in why
+
+
+def test_speedups():
+    def row(m, who, time, case="a case"):
+        return Row("a group", case, m, 8, 16, who, time, 0.0)
+
+    rows = [
+        row(1, OURS, 2.0),
+        row(1, "peer", 2.0),
+        row(1, f"{OURS}, cached", 1.0),
+        row(2, OURS, 2.0),
+        row(2, "peer", 8.0),
+        row(2, "peer", 5.0, "where ours is not"),
+    ]
+    (found,) = speedups(rows)
+    assert (found.who, found.mean, found.least) == ("peer", 2.0, 1.0)
+    assert (found.shape, found.shapes) == ("1x8x16", 2)
+
+
+def test_pictures():
+    rows = [
+        replace(Row("a group", "a case", m, 8, 16, who, time, 10 / time))
+        for m in (1, 2)
+        for who, time in ((OURS, 2.0), (BASELINE, 4.0), ("peer", 8.0))
+    ]
+    figure = pictures.draw([*rows, Row("a group", "without it", 1, 8, 16, OURS, 1.0, 1.0)])
+    (axes,) = figure.axes
+    assert sorted(bar.get_height() for bar in axes.patches) == [0.5, 0.5, 2.0, 2.0]
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def scaled_mm(a, b, a_scale, a_kind, b_scale, b_kind, *, output_dtype):
+    """What cuBLASLt does with such operands, as PyTorch's documentation has it."""
+    (m, k), n = a.shape, b.shape[1]
+    kinds = F.ScalingType
+    assert (a.dtype, b.dtype, a_kind) == (FP8, FP8, kinds.BlockWise1x128)
+    assert a.stride() == (k, 1)
+    assert b.stride() == (1, k)
+    assert a_scale.shape == (m, k // 128)
+    assert a_scale.stride(0) == 1
+    wide_a = a.float() * a_scale.repeat_interleave(128, 1)
+    if b_kind == kinds.BlockWise128x128:
+        assert b_scale.stride(0) == 1
+        assert b_scale.stride(1) % 4 == 0
+        scale = b_scale[: k // 128].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    else:
+        assert b_scale.shape == (n, k // 128)
+        assert b_scale.stride(0) == 1
+        scale = b_scale.T.repeat_interleave(128, 0)
+    return (wide_a @ (b.float() * scale)).to(output_dtype)
+
+
+def deep_gemm():
+    def fp8_gemm_nt(a, b, d, c=None, recipe=None):
+        wide = []
+        for data, scale in (a, b):
+            rows = data.shape[0] // scale.shape[0]
+            wide.append(data.float() * scale.repeat_interleave(rows, 0).repeat_interleave(128, 1))
+        d.copy_(wide[0] @ wide[1].T + (0 if c is None else c))
+        return d
+
+    module = ModuleType("deep_gemm")
+    module.fp8_gemm_nt = fp8_gemm_nt
+    return module
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Products by plain torch; the operands that ours was given."""
+    given = []
+
+    def product(a, b, *, out=None, accumulate=False, backend):
+        assert backend == "kernel"
+        given.append((a, b))
+        wide = [t.dequantize() if isinstance(t, ScaledTensor) else t for t in (a, b)]
+        found = wide[0].float() @ wide[1].float()
+        if out is None:
+            return found.to(BF16)
+        assert accumulate
+        return out.add_(found)
+
+    monkeypatch.setattr(gemm, "gemm", product)
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm())
+    return given
+
+
+def test_all_of_a_contest_do_the_same(products):
+    shape = 16, 256, 384
+    could = set()
+    for one in gemm.contests(gemm.GROUPS, shapes=[shape], peers=True, device="cpu"):
+        x, w = one.contestants[BASELINE].args
+        want = x.double() @ w.double().T
+        for who, prepare in one.contestants.items():
+            if who in TRITON:
+                continue
+            got = prepare()().double()
+            could.add((one.where.group, one.where.case, who))
+            most = 0.16 if "nvfp4" in one.where.case else 0.05
+            assert float((got - want).norm() / want.norm()) < most, (one.where, who)
+    ours = [key for key in could if key[2] == OURS]
+    assert len(ours) == sum(len(group.cases) for group in gemm.GROUPS)
+    assert {"DeepGEMM", "cuBLASLt blockwise", BASELINE} <= {who for _, _, who in could}
+    for a, _ in products:
+        if isinstance(a, ScaledTensor) and a.format_name == "fp8_1x128":
+            assert a.layout_name == "sm90"
+
+
+def test_activations_are_quantized_in_the_call_only_where_that_is_measured(products, monkeypatch):
+    seen = []
+    original = gemm.quantize
+
+    def quantize(x, *args, **kwargs):
+        seen.append(x.shape[0])
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(gemm, "quantize", quantize)
+    for one in gemm.contests(gemm.GROUPS, shapes=[(16, 128, 256)], device="cpu"):
+        call = one.contestants[OURS]()
+        seen.clear()
+        call()
+        in_call = one.where.group.startswith("Activations quantized in the call")
+        assert seen == [16] * in_call, one.where
+
+
+def test_host_calls(products, monkeypatch):
+    """What is called does what its name says; the host's time is a GPU's matter."""
+    monkeypatch.setattr(host, "gemm", gemm.gemm)
+    calls = host.gemm_calls(device="cpu")
+    want = calls["torch: x @ w.mT"]().float()
+    for what, call in calls.items():
+        error = (call().float() - want).norm() / want.norm()
+        assert float(error) < 0.05, what
+    assert "bs.gemm, fp8_block" in calls  # the one that is captured
+    monkeypatch.setattr(host, "host_microseconds", lambda call, *_, **__: 5.0)
+
+    def lacking():
+        raise ValueError("no kernel")
+
+    (found,) = host.measure_host({"lacking": lacking}, "lacking")
+    assert found == host.HostCall("lacking", None, "ValueError: no kernel")
+
+
+def test_formats_shapes_and_peers_that_are_wanted():
+    chosen = list(gemm.contests(gemm.GROUPS, formats=["nvfp4"], shapes=[(1, 32, 64)], device="cpu"))
+    assert {(c.where.case, c.where.shape) for c in chosen} == {
+        ("nvfp4", "1x32x64"),
+        ("nvfp4 weights", "1x32x64"),
+    }
+    assert all(set(c.contestants) == {OURS, BASELINE} for c in chosen)
+    assert all(m * n * k for group in gemm.GROUPS for m, n, k in group.shapes)
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def test_layers_have_all_gradients(monkeypatch):
+    cleared = []
+    original = linear.clear_weight_cache
+    monkeypatch.setattr(linear, "clear_weight_cache", lambda: cleared.append(original()))
+    could = set()
+    for one in linear.contests(shapes=[(128, 256, 384)], peers=True, device="cpu"):
+        assert one.products == 3
+        _, x, w, grad = one.contestants[BASELINE].args
+        want = [grad.double() @ w.double(), grad.double().T @ x.detach().double()]
+        for who, prepare in one.contestants.items():
+            if who in TRITON:
+                continue
+            could.add((one.where.case, who))
+            call = prepare()
+            call()
+            cleared.clear()
+            found = call()  # not added to those of the step before
+            assert len(cleared) == (who == OURS)
+            for got, exact in zip(found, want, strict=True):
+                assert float((got.double() - exact).norm() / exact.norm()) < 0.06, who
+    ours = (OURS, linear.CACHED, BASELINE)
+    assert {(recipe, who) for recipe in linear.RECIPES for who in ours} <= could
+
+
+# --- the chooser ----------------------------------------------------------------------------------
+
+
+def test_shapes_of_language_models():
+    shapes = {(s.m, s.n, s.k) for s in LLM_SHAPES}
+    assert len(LLM_SHAPES) == len(shapes) == 40
+    assert len({s.model for s in LLM_SHAPES}) > 5
+    assert all(s.k % 128 == 0 and s.n % 8 == 0 for s in LLM_SHAPES)
+
+
+CANDIDATES = [Config(BF16, group=group) for group in (8, 4, 2, 1)]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels that write the product, and take as long as their ``group`` is high; no 1."""
+
+    def get_kernel(config, device):
+        def run(a, a_scale, b, b_scale, d, bias, alpha, multiprocessors):
+            assert multiprocessors == 132
+            assert a.dtype == b.dtype == torch.uint8
+            assert a_scale.shape == (a.shape[1] // 128, a.shape[0])
+            assert b_scale.shape == (-(-b.shape[0] // 128), b.shape[1] // 128)
+            assert d.shape == (a.shape[0], b.shape[0])
+            if config.group == 1:
+                raise RuntimeError("too many registers")
+            return float(config.group)
+
+        return run
+
+    monkeypatch.setattr(chooser, "get_kernel", get_kernel)
+    monkeypatch.setattr(chooser, "compile_all", list)
+    monkeypatch.setattr(chooser, "_candidates", lambda shape: CANDIDATES)
+
+
+@pytest.mark.parametrize("group", [8, 4, 1])
+def test_choice_beside_the_best(kernels, monkeypatch, group):
+    monkeypatch.setattr(chooser, "_chosen", lambda shape: Config(BF16, group=group))
+    shape = replace(LLM_SHAPES[0], m=64, n=256, k=512)
+    (found,) = chooser.compare([shape], Clock(), 132)
+    if group == 1:
+        assert found == f"{shape.model}, qkv, 64 tokens: RuntimeError: too many registers"
+        return
+    assert found.of_best == 2 / group
+    assert (found.best, found.microseconds) == ("group=2", group)
+    assert found.candidates == {"": 8.0, "group=4": 4.0, "group=2": 2.0}
+    assert found.failed == {"group=1": "RuntimeError: too many registers"}
+    assert found.tflops == pytest.approx(2 * 64 * 256 * 512 / group / 1e6)
+    assert chooser.summary([found, replace(found, of_best=1.0)]) == (
+        pytest.approx((2 / group) ** 0.5),
+        2 / group,
+    )
+
+
+# --- the ladder -----------------------------------------------------------------------------------
+
+
+def test_ladder(products, monkeypatch):
+    monkeypatch.setattr(ladder, "compile_all", list)
+    seen = []
+
+    def launch(step, a, a_scale, b, b_scale, d, multiprocessors):
+        rows, wide = (a_scale, b_scale) if step.by_rows else (a_scale.T, b_scale)
+        scale = wide.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        exact = (a.view(FP8).float() * rows.repeat_interleave(128, 1)) @ (
+            b.view(FP8).float() * scale
+        ).T
+        seen.append((step.name, multiprocessors, exact))
+
+    monkeypatch.setattr(type(STEPS[0]), "launch", launch)
+    (one,) = ladder.contests([256], multiprocessors=132, device="cpu")
+    assert list(one.contestants) == [*(step.name for step in STEPS), *ladder.PEERS]
+    x, w = one.contestants[BASELINE].args
+    want = x.float() @ w.float().T
+    found = list(contest(one, Clock()))
+    assert [row.who for row in found] == list(one.contestants)
+    for _, multiprocessors, exact in seen:
+        assert multiprocessors == 132
+        assert float((exact - want).norm() / want.norm()) < 0.05
+    figure = ladder.draw(found)
+    assert len(figure.axes[0].lines) == 1 + len(ladder.PEERS)
+    assert len(figure.axes[0].lines[0].get_xdata()) == len(STEPS)
+    plt.close("all")
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch, products):
+    """A machine with a GPU whose work is done on the CPU."""
+    monkeypatch.setattr(timing, "Timer", Clock)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    fields = {"multi_processor_count": 132}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: type("Found", (), fields))
+    monkeypatch.setattr(host, "gemm_calls", dict)
+    calls = [
+        host.HostCall("a call", 7.25),
+        host.HostCall("another", None, "ValueError: no [kernel]"),
+    ]
+    monkeypatch.setattr(host, "measure_host", lambda *_: calls)
+    for module in (gemm, linear, ladder):
+        original = module.contests
+        monkeypatch.setattr(
+            module, "contests", lambda *a, _of=original, **k: _of(*a, **k, device="cpu")
+        )
+
+
+def invoke(*arguments):
+    found = CliRunner().invoke(bench, arguments, catch_exceptions=False)
+    assert found.exit_code == 0
+    return found.output
+
+
+def test_gemm_command(gpu, tmp_path):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    shown = invoke(
+        *("gemm", "--shapes", "16x128x256,32x128x256", "--format", "fp8_block,nvfp4"),
+        *("--peers", "all", "--json", str(out), "--plot", str(plot)),
+    )
+    content = json.loads(out.read_text())
+    assert content["gpu"] == "a GPU"
+    cases = [
+        (group.name, case.name, m)
+        for group in gemm.GROUPS
+        for case in group.cases
+        if case.format != "mxfp8"
+        for m in (16, 32)
+    ]
+    ours = [(r["group"], r["case"], r["m"]) for r in content["rows"] if r["who"] == OURS]
+    assert ours == cases
+    assert content["host"][0]["microseconds"] == 7.25
+    for group in gemm.GROUPS:
+        assert group.name in shown
+    assert f"fp8_block: 1.000 times as fast as {BASELINE} (geometric mean of 2)" in shown
+    assert "another cannot run: ValueError: no [kernel]" in shown
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_chooser_command(gpu, kernels, monkeypatch, tmp_path):
+    shape = replace(LLM_SHAPES[0], m=64, n=256, k=512)
+    monkeypatch.setattr("blockscale.bench.llm_shapes.LLM_SHAPES", (shape, shape))
+    chosen = iter([CANDIDATES[1], CANDIDATES[3]])
+    monkeypatch.setattr(chooser, "_chosen", lambda shape: next(chosen))
+    out = tmp_path / "out.json"
+    shown = invoke("gemm", "--chooser", "--json", str(out))
+    assert "of the best: 0.500 (geometric mean of 1), least 0.500" in shown
+    assert "RuntimeError: too many registers" in shown
+    content = json.loads(out.read_text())
+    assert [choice["of_best"] for choice in content["choices"]] == [0.5]
+    assert len(content["failed"]) == 1
+
+
+def test_linear_command(gpu, tmp_path):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    shown = invoke(
+        *("linear", "--shapes", "128x128x256", "--recipe", "mxfp8"),
+        *("--json", str(out), "--plot", str(plot)),
+    )
+    assert f"mxfp8: 1.000 times as fast as {BASELINE}" in shown
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["who"] for row in rows] == [OURS, linear.CACHED, BASELINE]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ladder_command(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(ladder, "compile_all", list)
+    monkeypatch.setattr(type(STEPS[0]), "launch", lambda *_: 4.0)
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    shown = invoke("ladder", "--sizes", "128,256", "--json", str(out), "--plot", str(plot))
+    assert all(step.idea in shown for step in STEPS)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["who"] for row in rows if row["m"] == 256] == [
+        *(step.name for step in STEPS),
+        *ladder.PEERS,
+    ]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gemm", "--peers", "some"], "peers: got 'some'"),
+        (["gemm", "--shapes", "128x128"], "shapes: got '128x128'; expected M, N and K"),
+        (["gemm", "--format", "fp8"], "format: got 'fp8'"),
+        (["linear", "--recipe", "fp8"], "recipe: got 'fp8'"),
+        (["linear", "--shapes", "0x1x1"], "shapes: got '0x1x1'"),
+        (["ladder", "--sizes", "2048x2048"], "sizes: got '2048x2048'"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CliRunner().invoke(bench, arguments, catch_exceptions=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["gemm", "linear", "ladder"])
+def test_needs_a_gpu(command):
+    with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
+        CliRunner().invoke(bench, [command], catch_exceptions=False)

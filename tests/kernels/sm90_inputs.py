@@ -1,0 +1,110 @@
+"""Help for the tests of the FP8 product: operands, their product, a kernel in the emulator."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from blockscale import emulator as em
+from blockscale.kernels.gpu import compiled
+from blockscale.kernels.sm90.config import Config
+from blockscale.layouts import get_layout
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WGMMA = 3e-4  # relative error of FP8 products, whose sums a Hopper GPU rounds below fp32
+SQUARE = Config(BF16, tile=(128, 128), cluster=(1, 1), c_buffers=2)
+
+
+def operands(
+    m: int, n: int, k: int, b_block: tuple[int, int] = (128, 128), spread: float = 2.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Data and scales, random: exponents of scales have deviation ``spread``."""
+    generator = torch.Generator().manual_seed(m + n + k)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def scale(*shape: int) -> Tensor:
+        return torch.exp2(normal(*shape) * spread)
+
+    a, b = (100 * normal(rows, k) for rows in (m, n))
+    a, b = (x.clamp(-448, 448).to(torch.float8_e4m3fn) for x in (a, b))
+    blocks, layout = -(-k // 128), get_layout("sm90")
+    a_scale = layout.swizzle(scale(m, blocks))
+    b_scale = scale(-(-n // b_block[0]), blocks)
+    return a, a_scale, b, layout.swizzle(b_scale) if b_block[0] == 1 else b_scale
+
+
+def product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_block: tuple[int, int]
+) -> Tensor:
+    """In fp64, of dequantized operands."""
+    (m, k), n = a.shape, b.shape[0]
+    wide_a = a_scale.T[:m].repeat_interleave(128, 1)[:, :k]
+    rows = b_scale.T[:n] if b_block[0] == 1 else b_scale.repeat_interleave(128, 0)[:n]
+    wide_b = rows.repeat_interleave(128, 1)[:, :k]
+    return (a.double() * wide_a.double()) @ (b.double() * wide_b.double()).T
+
+
+def emulated(
+    config: Config,
+    given: tuple[Tensor, Tensor, Tensor, Tensor],
+    start: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    alpha: Tensor | None = None,
+    completion: str = "late",
+    multiprocessors: int = 2,
+) -> Tensor:
+    """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
+    between them may change."""
+    a, a_scale, b, b_scale = given
+    m, n, pad = a.shape[0], b.shape[0], 16 // config.out_dtype.itemsize
+    whole = torch.empty(m + 2, n + 2 * pad, dtype=config.out_dtype)
+    whole.view(torch.uint8).fill_(0xA5)
+    before = whole.clone()
+    out = whole[1:-1, pad:-pad]
+    if start is not None:
+        out.copy_(start)
+    with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
+        data = [x.view(torch.uint8) for x in (a, b)]
+        compiled.build(config)(
+            data[0], a_scale, data[1], b_scale, out, bias, alpha, multiprocessors
+        )
+    result = out.clone()
+    out.copy_(before[1:-1, pad:-pad])
+    assert torch.equal(whole.view(torch.uint8), before.view(torch.uint8)), "written beside it"
+    return result
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """The error is that of rounding, and of sums of FP8 products."""
+    assert bool(torch.isfinite(got).all())
+    rounding = (want.to(dtype).double() - want).norm() / want.norm()
+    error = (got.double() - want).norm() / want.norm()
+    assert error <= (rounding**2 + WGMMA**2) ** 0.5
+
+
+def frame_bytes(cubin: bytes) -> list[int]:
+    """Of local memory, a function each: entries of kind EIATTR_FRAME_SIZE in .nv.info."""
+    table, size, count, names = struct.unpack_from("<40xQ10x3H", cubin)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    text, found = headers[names][4], []
+    for name, _, _, _, start, length in headers:
+        end = cubin.index(b"\0", text + name)
+        if cubin[text + name : end] != b".nv.info":
+            continue
+        where = start
+        while where < start + length:
+            kind, attribute, extent = struct.unpack_from("<BBH", cubin, where)
+            if (kind, attribute) == (4, 0x11):
+                found.append(struct.unpack_from("<I", cubin, where + 8)[0])
+            where += 4 + (extent if kind == 4 else 0)
+    return found
+
+
+def assert_no_spills(config: Config) -> None:
+    """Of a kernel that has been run, with ``keep_cubin`` set."""
+    assert frame_bytes(compiled.build(config).__cubin__) == [0]

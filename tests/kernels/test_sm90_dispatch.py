@@ -1,0 +1,233 @@
+"""``bs.gemm`` on the Hopper kernels: CPU tensors count as those of a GPU, kernels are emulated."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+from sm90_inputs import BF16, FP32, WGMMA, assert_close
+
+import blockscale as bs
+from blockscale import emulator as em
+from blockscale import gemm_launch
+from blockscale.kernels import sm90
+from blockscale.kernels.sm90 import plan, widened_plan
+from blockscale.ops import backends
+
+ROWS, BLOCKS = "fp8_1x128", "fp8_128x128"
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """A machine with a Hopper GPU, which is the emulator; counts the products that kernels run."""
+    clear()
+    monkeypatch.setattr(gemm_launch, "_launches", {})
+    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr(sm90, "unsupported", lambda device: "")
+    monkeypatch.setattr(backends, "on_gpu", lambda x: True)
+    launched, get_kernel = [], plan.get_kernel
+
+    def counted(config, device):
+        kernel = get_kernel(config, device)
+
+        def run(*args):
+            launched.append(config)
+            kernel(*args)
+
+        return run
+
+    for module in (plan, widened_plan):
+        monkeypatch.setattr(module, "architecture", lambda index: "sm_90a")
+        monkeypatch.setattr(module, "get_kernel", counted)
+    with em.cutedsl(em.Device("sm_90a", check="all")):
+        yield launched
+    clear()
+
+
+def clear() -> None:
+    plan.plan_gemm.cache_clear()
+    widened_plan.plan_widened.cache_clear()
+
+
+def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def product(a, b) -> torch.Tensor:
+    return a.dequantize(torch.float64) @ b.dequantize(torch.float64)
+
+
+@pytest.mark.parametrize(("left", "right"), [
+    ((ROWS, "sm90"), (BLOCKS, "compact")),
+    ((ROWS, "compact"), (BLOCKS, "sm90")),
+    ((ROWS, "sm90"), (ROWS, "sm90")),
+    ((ROWS, "compact"), (ROWS, "compact")),
+    ((BLOCKS, "compact"), (ROWS, "sm90")),
+    ((BLOCKS, "sm90"), (BLOCKS, "compact")),
+], ids=str)  # fmt: skip
+def test_formats_and_layouts(launches, left, right):
+    """A call, and one like it, which is looked up."""
+    a = bs.quantize(matrix(34, 256), left[0], layout=left[1])
+    b = bs.quantize(matrix(136, 256, seed=1), right[0], layout=right[1]).mT
+    first = bs.gemm(a, b, backend="kernel")
+    again = bs.gemm(a, b)
+    assert len(launches) == 2
+    assert torch.equal(first, again)
+    assert_close(first, product(a, b), BF16)
+
+
+@pytest.mark.parametrize(("left", "right"), [
+    ("mxfp8", "mxfp8"), ("mxfp4", "mxfp8_e5m2"), ("nvfp4", "nvfp4"), (None, "mxfp8"),
+    (None, "nvfp4"),
+])  # fmt: skip
+def test_widened_formats(launches, left, right):
+    """Widened to bf16; ``a`` may be bf16, and the last block of the contraction a part."""
+    x, w = matrix(34, 248), matrix(136, 248, seed=1)
+    a = x if left is None else bs.quantize(x, left, pad=True)
+    b = bs.quantize(w, right, pad=True).mT
+    values = x.double() if left is None else a.dequantize(torch.float64)
+    want = values @ b.dequantize(torch.float64)
+    for _ in range(2):
+        assert_close(bs.gemm(a, b, backend="kernel"), want, BF16)
+    bias = matrix(136, seed=2)
+    out = torch.ones(34, 136)
+    bs.gemm(a, b, out=out, accumulate=True, bias=bias)
+    assert_close(out, want + 1 + bias.double(), FP32)
+    assert len(launches) == 3
+
+
+def test_fprop_dgrad_wgrad(launches):
+    """The three products of a layer, each with its contraction contiguous."""
+    x, w, g = matrix(128, 256), matrix(384, 256, seed=1), matrix(128, 384, seed=2)
+    places = {"layout": ("sm90", "compact"), "k_major": True}
+    w_row, w_column = bs.quantize_both(w, BLOCKS, k_major=True)
+    g_row, g_column = bs.quantize_both(g, ROWS, **places)
+    x_row, x_column = bs.quantize_both(x, ROWS, **places)
+    for a, b in ((x_row, w_row.mT), (g_row, w_column), (g_column.mT, x_column)):
+        assert_close(bs.gemm(a, b, FP32, backend="kernel"), product(a, b), FP32)
+    assert len(launches) == 3
+
+
+def test_out_bias_and_accumulate(launches):
+    a = bs.quantize(matrix(34, 128), ROWS, layout="sm90")
+    b = bs.quantize(matrix(40, 128, seed=1), BLOCKS).mT
+    start, bias = matrix(34, 40, seed=2), matrix(40, seed=3)
+    want = product(a, b) + bias.double()
+    for kind in (bias, bias.double(), torch.stack([bias, bias], 1)[:, 0]):
+        out = torch.full((34, 48), 7.0)
+        for _ in range(2):
+            bs.gemm(a, b, out=out[:, :40], bias=kind)
+            assert_close(out[:, :40], want, FP32)
+            assert bool((out[:, 40:] == 7).all())
+    column_major = start.mT.contiguous().mT
+    for out in (start.clone(), column_major):
+        assert bs.gemm(a, b, out=out, accumulate=True, bias=bias) is out
+        assert_close(out, want + start.double(), BF16)
+    assert len(launches) == 8
+    for _ in range(2):  # remembered calls are checked
+        with pytest.raises(ValueError, match="out: shares memory with bias"):
+            bs.gemm(a, b, out=start, bias=start[3])
+
+
+def test_remembered_calls_are_those_alike(launches):
+    """What differs from a remembered call takes its own kernel and its own checks."""
+    x, w = matrix(34, 256), matrix(40, 256, seed=1)
+    a, b = bs.quantize(x, ROWS, layout="sm90"), bs.quantize(w, BLOCKS).mT
+    for _ in range(2):
+        bs.gemm(a, b)
+    smaller = bs.quantize(x[:2], ROWS, layout="sm90")
+    assert bs.gemm(smaller, b).shape == (2, 40)
+    assert bs.gemm(a, b, FP32).dtype == FP32
+    with pytest.raises(ValueError, match="a: is blocked along axis -2"):
+        bs.gemm(b, a.mT)
+    with pytest.raises(ValueError, match="accumulate: needs out"):
+        bs.gemm(a, b, accumulate=True)
+    with pytest.raises(ValueError, match="backend: got"):
+        bs.gemm(a, b, backend="fast")
+    a.qdata.view(torch.uint8).copy_(bs.quantize(x * -1, ROWS).qdata.view(torch.uint8))
+    assert_close(bs.gemm(a, b), product(a, b), BF16)  # the same memory, other values
+    count = len(launches)
+    assert torch.equal(bs.gemm(a, b, backend="reference"), bs.gemm(a, b, backend="reference"))
+    assert len(launches) == count
+
+
+def test_gradients_and_compiled_code(launches):
+    a = bs.quantize(matrix(34, 128), ROWS, layout="sm90")
+    b = bs.quantize(matrix(40, 128, seed=1), BLOCKS).mT
+    bias, c = matrix(40, seed=2).float().requires_grad_(), matrix(34, 40, seed=3).float()
+    for _ in range(2):
+        bias.grad = None
+        bs.gemm(a, b, FP32, bias=bias).sum().backward()
+        assert torch.equal(bias.grad, torch.full((40,), 34.0))
+    with torch.no_grad():
+        assert not bs.gemm(a, b, FP32, out=c.clone().requires_grad_(), bias=bias).grad_fn
+
+    def step(a, b, c):
+        bs.gemm(a, b, out=c, accumulate=True)
+        return bs.gemm(a, b) * 2
+
+    torch.compiler.reset()
+    run = torch.compile(step, fullgraph=True, backend="aot_eager")
+    mine, theirs = c.clone(), c.clone()
+    assert torch.equal(run(a, b, mine), step(a, b, theirs))
+    assert torch.equal(mine, theirs)
+    assert len(launches) == 7
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "reason"),
+    [
+        (bs.quantize(matrix(128, 34), ROWS, -2).mT, None, "a: .*quantize columns.*k_major=True"),
+        (None, bs.quantize(matrix(128, 40), BLOCKS, -2), "b: .*quantize columns.*k_major=True"),
+        (matrix(34, 128), None, "no kernel multiplies bf16 by fp8_128x128"),
+    ],
+)
+def test_no_kernel(launches, a, b, reason):
+    """Said, with the remedy, or raised; the reference gives the product."""
+    a = bs.quantize(matrix(34, 128), ROWS) if a is None else a
+    b = bs.quantize(matrix(40, 128), BLOCKS).mT if b is None else b
+    with pytest.raises(ValueError, match=f"backend: no kernel can run gemm as asked.*{reason}"):
+        bs.gemm(a, b, backend="kernel")
+    with pytest.warns(bs.FallbackWarning, match=f"gemm on cpu runs as plain torch.*{reason}"):
+        y = bs.gemm(a, b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(bs.gemm(a, b), y)  # said once
+        assert torch.equal(bs.gemm(a, b, backend="reference"), y)
+    assert not launches
+
+
+def test_padded_contraction(launches):
+    a = bs.quantize(matrix(9, 130), ROWS, pad=True, layout="sm90")
+    b = bs.quantize(matrix(16, 130, seed=1), BLOCKS, pad=True).mT
+    assert_close(bs.gemm(a, b, FP32), product(a, b), FP32)
+    assert len(launches) == 1
+
+
+def test_not_numbers(launches):
+    """NaN and infinity, in values and in scales, go where the reference has them."""
+    x, w = matrix(34, 256), matrix(136, 256, seed=1)
+    x[3, 7], x[5, 200], x[9] = torch.nan, torch.inf, 0.0
+    w[130, 5] = torch.nan
+    a = bs.quantize(x, ROWS, layout="sm90")
+    b = bs.quantize(w, BLOCKS).mT
+    got, want = bs.gemm(a, b, FP32), bs.gemm(a, b, FP32, backend="reference")
+    assert len(launches) == 1
+    assert torch.equal(got.isfinite(), want.isfinite())
+    assert not bool(got[9, :128].any())
+    finite = want.isfinite()
+    assert bool((got - want)[finite].norm() <= WGMMA * want[finite].norm())
+
+
+def test_doctor(monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(0))
+    name, why = backends.backend("gemm", "cuda")
+    assert name == "CuTe DSL"
+    assert "fp8_128x128" in why
+    monkeypatch.setattr(sm90, "unsupported", lambda device: "no reason")
+    assert backends.backend("gemm", "cuda") == ("reference", "no reason")
