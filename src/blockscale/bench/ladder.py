@@ -69,7 +69,7 @@ def draw(rows: Sequence[Row], steps: Sequence[Step] = STEPS) -> Figure:
                 axes.axvline(found[who], color=f"C{i}", linestyle=style, linewidth=1, label=label)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.08 * max(axes.get_xlim()[1], 1))
     axes.set_xlabel("TFLOP/s")
     figure.legend(loc="outside upper center", ncols=max(len(sizes), 1), fontsize=8)
     return figure

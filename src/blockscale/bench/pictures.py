@@ -37,7 +37,7 @@ def draw(rows: Sequence[Row]) -> Figure:
                 axes.text(x, y, f"{row.tflops:.0f}", ha="center", va="bottom", fontsize=7)
         axes.axhline(1.0, color="black", linewidth=1)
         axes.set_xticks(range(len(shapes)), shapes, fontsize=8)
-        axes.set_title(f"{group}: {case}", fontsize=9, loc="left")
+        axes.set_title(f"{group}: {case}", fontsize=9, loc="left", pad=18)
         axes.legend(
             fontsize=7, ncols=len(names), loc="lower right", bbox_to_anchor=(1, 1), frameon=False
         )
