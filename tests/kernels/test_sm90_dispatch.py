@@ -209,6 +209,15 @@ def test_padded_contraction(launches):
     assert len(launches) == 1
 
 
+def test_rows_that_tma_cannot_load(launches):
+    """Those that do not start at multiples of 16 bytes are copied to such."""
+    a, b = (bs.quantize(matrix(rows, 48, seed=rows), "nvfp4") for rows in (9, 16))
+    assert a.qdata.stride(0) == 24
+    got = bs.gemm(a, b.mT, FP32, backend="kernel")
+    assert len(launches) == 1
+    torch.testing.assert_close(got.double(), product(a, b.mT), rtol=2**-20, atol=2**-20)
+
+
 def test_not_numbers(launches):
     """NaN and infinity, in values and in scales, go where the reference has them."""
     x, w = matrix(34, 256), matrix(136, 256, seed=1)

@@ -113,9 +113,9 @@ def _fp8(
     _check_k_major("b", b_data)
     few = b.kind.block[0] > 1
     return sm90.gemm(
-        a.data,
+        _spaced(a.data),
         _by_rows(a, -1),
-        b_data,
+        _spaced(b_data),
         scale_matrix(b, -2) if few else _by_rows(b, -2),
         b_block=b.kind.block,
         out_dtype=out_dtype,
@@ -132,6 +132,16 @@ def _check_k_major(name: str, data: Tensor) -> None:
             f"{name}: its contraction is not contiguous, as the kernels need it: quantize "
             "columns (axis=-2) with k_major=True"
         )
+
+
+def _spaced(data: Tensor) -> Tensor:
+    """A matrix whose rows start at multiples of 16 bytes, as TMA loads them; copied if need be."""
+    size = data.element_size()
+    if not (data.data_ptr() % 16 or data.stride(0) * size % 16):
+        return data
+    rows, columns = data.shape
+    apart = -(-columns * size // 16) * 16 // size
+    return data.new_empty(rows, apart)[:, :columns].copy_(data)
 
 
 def _by_rows(side: Side, axis: int) -> Tensor:
@@ -163,10 +173,10 @@ def _widened(
     else:
         _check_k_major("a", a.data)
     return widened_gemm(
-        a.data,
+        _spaced(a.data),
         None if a.format is None else scale_matrix(a, -1).contiguous(),
         a.format,
-        b_data,
+        _spaced(b_data),
         scale_matrix(b, -2).contiguous(),
         b.kind.name,
         alpha=global_product(a.global_scale, b.global_scale),
