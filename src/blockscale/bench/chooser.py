@@ -95,9 +95,8 @@ def _chosen(shape: LlmShape) -> Config:
 
 
 def _candidates(shape: LlmShape) -> list[Config]:
-    """The chosen one, and the others."""
-    others = candidates((shape.m, shape.n, shape.k), torch.bfloat16)
-    return list(dict.fromkeys([_chosen(shape), *others]))
+    """The chosen one, then the others."""
+    return candidates((shape.m, shape.n, shape.k), torch.bfloat16)
 
 
 def describe(config: Config) -> str:

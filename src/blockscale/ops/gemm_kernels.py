@@ -108,14 +108,11 @@ def _fp8(
     accumulate: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    b_data = b.data.mT
-    _check_k_major("a", a.data)
-    _check_k_major("b", b_data)
     few = b.kind.block[0] > 1
     return sm90.gemm(
-        _spaced(a.data),
+        _loadable("a", a.data),
         _by_rows(a, -1),
-        _spaced(b_data),
+        _loadable("b", b.data.mT),
         scale_matrix(b, -2) if few else _by_rows(b, -2),
         b_block=b.kind.block,
         out_dtype=out_dtype,
@@ -125,17 +122,14 @@ def _fp8(
     )
 
 
-def _check_k_major(name: str, data: Tensor) -> None:
-    """The kernels of Hopper take 8-bit operands whose contraction is contiguous."""
+def _loadable(name: str, data: Tensor) -> Tensor:
+    """A matrix as kernels of Hopper load it: Unsupported unless its contraction is contiguous;
+    copied to where rows start at multiples of 16 bytes, as TMA wants them, if they do not."""
     if data.stride(1) != 1 and data.shape[1] > 1:
         raise gpu.Unsupported(
             f"{name}: its contraction is not contiguous, as the kernels need it: quantize "
             "columns (axis=-2) with k_major=True"
         )
-
-
-def _spaced(data: Tensor) -> Tensor:
-    """A matrix whose rows start at multiples of 16 bytes, as TMA loads them; copied if need be."""
     size = data.element_size()
     if not (data.data_ptr() % 16 or data.stride(0) * size % 16):
         return data
@@ -166,17 +160,12 @@ def _widened(
     accumulate: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    b_data = b.data.mT
-    _check_k_major("b", b_data)
-    if a.format is None:
-        a = a._replace(data=a.data if a.data.stride(1) == 1 else a.data.contiguous())
-    else:
-        _check_k_major("a", a.data)
+    plain = a.format is None  # and may lie in any order
     return widened_gemm(
-        _spaced(a.data),
-        None if a.format is None else scale_matrix(a, -1).contiguous(),
+        _loadable("a", a.data.contiguous() if plain and a.data.stride(1) != 1 else a.data),
+        None if plain else scale_matrix(a, -1).contiguous(),
         a.format,
-        _spaced(b_data),
+        _loadable("b", b.data.mT),
         scale_matrix(b, -2).contiguous(),
         b.kind.name,
         alpha=global_product(a.global_scale, b.global_scale),

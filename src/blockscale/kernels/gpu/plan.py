@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -55,9 +55,15 @@ class _Plan:
         )
 
 
-def describe(x: Tensor) -> Described:
-    """What of a tensor decides which kernel takes it."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16
+@overload
+def describe(x: Tensor) -> Described: ...
+@overload
+def describe(x: None) -> None: ...
+@overload
+def describe(x: Tensor | None) -> Described | None: ...
+def describe(x: Tensor | None) -> Described | None:
+    """What of a tensor, if there is one, decides which kernel takes it."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
 def missing() -> str:

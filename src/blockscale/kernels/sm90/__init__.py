@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..gpu.plan import describe
-from .plan import plan_gemm, unsupported
+from .plan import plan_gemm, sum_of_nothing, unsupported
 
 __all__ = ["gemm", "unsupported"]
 
@@ -57,9 +57,9 @@ def gemm(
         describe(a_scale),
         describe(b_data),
         describe(b_scale),
-        None if c is None else describe(c),
-        None if bias is None else describe(bias),
-        None if alpha is None else describe(alpha),
+        describe(c),
+        describe(bias),
+        describe(alpha),
         out_dtype,
         b_block,
         accumulate,
@@ -68,9 +68,7 @@ def gemm(
     )
     out = torch.empty_like(plan.out) if c is None else c
     if plan.run is None:
-        if not accumulate:
-            out.zero_()
-        return out if bias is None else out.add_(bias)
+        return sum_of_nothing(out, bias, accumulate)
     if a_data.dtype != torch.uint8:
         a_data = a_data.view(torch.uint8)
     if b_data.dtype != torch.uint8:

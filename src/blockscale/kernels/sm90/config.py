@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..gpu.config import SHARED
+from .stored import BOX, MULTIPROCESSORS, ROWS, Stored
 
 __all__ = ["BLOCK_K", "OUT_DTYPES", "Config", "candidates", "choose_config", "why_not"]
 
 BLOCK_K = 128  # columns of a scale, and of a stage
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 B_BLOCKS = ((128, 128), (1, 128))
-_ROWS = 64  # of one wgmma
-_MULTIPROCESSORS = 132  # of an H100 SXM and of an H200
-_BOX = 128  # bytes of a row of the output that one instruction stores
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(Stored):
     """A kernel: all that its code depends on.
 
     Attributes:
@@ -66,12 +63,12 @@ class Config:
     def __post_init__(self) -> None:
         rows, columns = self.tile
         wrong = {
-            "tile": rows % (_ROWS * self.row_warpgroups) or columns % self.batch,
+            "tile": rows % (ROWS * self.row_warpgroups) or columns % self.batch,
             "alternate": self.alternate and self.warpgroups != 2,
             "batch": self.batch % 16 or self.batch > 256,
             "cluster": self.cluster not in ((1, 1), (2, 1), (1, 2)),
             "stages": self.shared_bytes > SHARED,
-            "c_buffers": self.boxes % self.c_buffers or columns * self.out_dtype.itemsize % _BOX,
+            "c_buffers": self.boxes % self.c_buffers or columns * self.out_dtype.itemsize % BOX,
         }
         for name, bad in wrong.items():
             if bad:
@@ -102,11 +99,6 @@ class Config:
         return 1 if self.alternate else self.warpgroups
 
     @property
-    def row_steps(self) -> int:
-        """wgmmas that a warpgroup needs to go down its rows."""
-        return self.tile[0] // (_ROWS * self.row_warpgroups)
-
-    @property
     def column_steps(self) -> int:
         return self.tile[1] // self.batch
 
@@ -121,20 +113,6 @@ class Config:
         return self.tile[1] if self.b_block[0] == 1 else self.tile[1] // self.segment
 
     @property
-    def reduces(self) -> bool:
-        """Whether what the output holds is added where it is, by TMA, which does so in its type."""
-        return self.accumulate and self.tma_store and self.out_dtype == torch.float32
-
-    @property
-    def box_columns(self) -> int:
-        return _BOX // self.out_dtype.itemsize
-
-    @property
-    def boxes(self) -> int:
-        """Of a warpgroup's output."""
-        return self.row_steps * self.tile[1] // self.box_columns
-
-    @property
     def scale_bytes(self) -> tuple[int, int]:
         """Of A and of B in a stage."""
         return 4 * self.tile[0], -(-4 * self.b_scales // 128) * 128
@@ -142,8 +120,7 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         stage = sum(self.tile) * BLOCK_K + sum(self.scale_bytes)  # and two barriers
-        output = self.row_warpgroups * self.c_buffers * _ROWS * _BOX if self.tma_store else 0
-        return self.stages * (stage + 16) + output + self.exchange_bytes + 256
+        return self.stages * (stage + 16) + self.output_bytes + self.exchange_bytes + 256
 
     def compile(self) -> Any:
         """The kernel's host function; takes about a second and the CuTe DSL."""
@@ -186,7 +163,7 @@ class Shape:
         (m, n, k), (rows, columns) = shape, config.tile
         down, across = config.cluster
         clusters = -(-m // (rows * down)) * -(-n // (columns * across))
-        turns = -(-clusters // (_MULTIPROCESSORS // config.blocks))
+        turns = -(-clusters // (MULTIPROCESSORS // config.blocks))
         return turns * (-(-k // BLOCK_K) * self.loop + self.fixed)
 
 
@@ -206,24 +183,24 @@ SHAPES = (
 )
 
 
-def candidates(shape: tuple[int, int, int], out_dtype: torch.dtype, **given: Any) -> list[Config]:
-    """Configurations for a product of ``shape`` (M, N, K), the one of least estimated time first;
-    ``given``: other fields of theirs."""
-    ordered = sorted(SHAPES, key=lambda each: each.nanoseconds(shape))
-    return [_fit(out_dtype, **each.fields, **given) for each in ordered]
+def _ordered(shape: tuple[int, int, int]) -> list[Shape]:
+    """The one of least estimated time first."""
+    return sorted(SHAPES, key=lambda each: each.nanoseconds(shape))
+
+
+def candidates(shape: tuple[int, int, int], out_dtype: torch.dtype) -> list[Config]:
+    """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first."""
+    return [_fit(out_dtype, **each.fields) for each in _ordered(shape)]
 
 
 def _fit(out_dtype: torch.dtype, **fields: Any) -> Config:
     """A configuration with as much room for its output as there is."""
-    for c_buffers in (4, 3, 2):
-        try:
-            return Config(out_dtype, **fields, c_buffers=c_buffers)
-        except ValueError:
-            continue
-    return Config(out_dtype, **fields, c_buffers=1)
+    least = Config(out_dtype, **fields, c_buffers=1)
+    room = SHARED - least.shared_bytes + least.output_bytes
+    fitting = (n for n in (4, 3, 2) if least.boxes % n == 0 and n * least.output_bytes <= room)
+    return replace(least, c_buffers=next(fitting, 1))
 
 
-@lru_cache(maxsize=1024)
 def choose_config(
     shape: tuple[int, int, int],
     out_dtype: torch.dtype,
@@ -240,4 +217,5 @@ def choose_config(
     ``bias``: its type.
     """
     added = {"accumulate": accumulate, "bias": bias, "alpha": alpha}
-    return candidates(shape, out_dtype, b_block=b_block, tma_store=aligned, **added)[0]
+    fields = _ordered(shape)[0].fields
+    return _fit(out_dtype, **fields, b_block=b_block, tma_store=aligned, **added)

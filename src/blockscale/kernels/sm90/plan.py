@@ -12,19 +12,21 @@ from torch import Tensor
 
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .config import BLOCK_K, OUT_DTYPES, choose_config, why_not
+from .stored import MULTIPROCESSORS
 
 __all__ = [
     "Plan",
     "aligned_rows",
+    "check_loadable",
     "check_matrix",
-    "check_vector",
+    "check_rest",
     "multiprocessors_of",
     "plan_gemm",
+    "sum_of_nothing",
     "unsupported",
 ]
 
 _BYTES = (torch.uint8, torch.float8_e4m3fn)
-_EMULATED = 132  # multiprocessors, where there is no device to ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +83,11 @@ def plan_gemm(
         _check_rows("b_scale", b_scale, (blocks, -(-n // 4) * 4))
     else:
         _check_scale("b_scale", b_scale, (-(-n // b_block[0]), blocks), "compact scales")
-    check_vector("bias", bias, (n,), OUT_DTYPES)
-    check_vector("alpha", alpha, (), (torch.float32,))
-    if accumulate and out is None:
-        raise ValueError("accumulate: needs c, the tensor to add to")
-    if out is not None:
-        check_matrix("c", out, (out_dtype,))
-        if tuple(out[0]) != (m, n):
-            raise ValueError(f"c: has shape {tuple(out[0])}; the product is {(m, n)}")
+    check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
     like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
     if 0 in (m, n, k):
         return Plan(None, None, 0, like)
-    for name, data in (("a_data", a), ("b_data", b)):
-        if data[3] or data[1][0] % 16:
-            raise Unsupported(f"{name}: TMA wants rows that start at a multiple of 16 bytes")
+    check_loadable(a_data=a, b_data=b)
     config = choose_config(
         (m, n, k),
         out_dtype,
@@ -105,6 +98,39 @@ def plan_gemm(
         alpha=alpha is not None,
     )
     return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
+
+
+def check_rest(
+    shape: tuple[int, int],
+    out: Described | None,
+    bias: Described | None,
+    alpha: Described | None,
+    out_dtype: torch.dtype,
+    accumulate: bool,
+) -> None:
+    """Raise unless the other arguments fit a product of ``shape``."""
+    _check_vector("bias", bias, shape[1:], OUT_DTYPES)
+    _check_vector("alpha", alpha, (), (torch.float32,))
+    if accumulate and out is None:
+        raise ValueError("accumulate: needs c, the tensor to add to")
+    if out is not None:
+        check_matrix("c", out, (out_dtype,))
+        if tuple(out[0]) != shape:
+            raise ValueError(f"c: has shape {tuple(out[0])}; the product is {shape}")
+
+
+def check_loadable(**operands: Described) -> None:
+    """Unsupported where TMA cannot load one."""
+    for name, (_, stride, dtype, address) in operands.items():
+        if address or stride[0] * dtype.itemsize % 16:
+            raise Unsupported(f"{name}: TMA wants rows that start at a multiple of 16 bytes")
+
+
+def sum_of_nothing(out: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor:
+    """``out``, as a product without a kernel leaves it."""
+    if not accumulate:
+        out.zero_()
+    return out if bias is None else out.add_(bias)
 
 
 def aligned_rows(n: int, out: Described | None, dtype: torch.dtype) -> bool:
@@ -145,7 +171,7 @@ def _check_rows(name: str, x: Described, wanted: tuple[int, int]) -> None:
         )
 
 
-def check_vector(
+def _check_vector(
     name: str, x: Described | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
     if x is None:
@@ -160,6 +186,6 @@ def check_vector(
 
 def multiprocessors_of(device: torch.device) -> int:
     if device.type != "cuda":
-        return _EMULATED
+        return MULTIPROCESSORS  # there is no device to ask
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count

@@ -10,23 +10,21 @@ import torch
 from ...formats import Format, formats, get_format
 from ..gpu.config import SHARED
 from .config import OUT_DTYPES
+from .stored import MULTIPROCESSORS, ROWS, Stored
 
 __all__ = ["BF16", "BLOCK_K", "Config", "choose_config", "why_not"]
 
 BLOCK_K = 128  # columns of a stage
 BF16 = "bf16"  # where the name of a format is expected: an operand without scales
-_ROWS = 64  # of one wgmma
-_BOX = 128  # bytes of a row of the output that one instruction stores
 _RIGHT_ROWS = (8, 16, 32, 64, 128)
-_MULTIPROCESSORS = 132  # of an H100 SXM and of an H200
-_IN_FOURS = 120  # of them, that clusters of four surely get
+_IN_FOURS = 120  # multiprocessors that clusters of four surely get
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
 _FEW = 128  # rows of A that are few: B is read once, and that is what takes the time
 _STAGES = 12  # at most
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(Stored):
     """A kernel: all that its code depends on.
 
     The rows of the left operand are those of a wgmma: it is widened in registers. The rows of the
@@ -71,7 +69,7 @@ class Config:
 
     def __post_init__(self) -> None:
         wrong = {
-            "tile": self.tile[0] % (_ROWS * self.warpgroups) or self.tile[1] not in _RIGHT_ROWS,
+            "tile": self.tile[0] % (ROWS * self.warpgroups) or self.tile[1] not in _RIGHT_ROWS,
             "warpgroups": self.warpgroups not in (1, 2, 4),
             "ahead": self.ahead not in (1, 2, 3, 4),
             "split": self.split not in (1, 2, 4, 8),
@@ -146,27 +144,8 @@ class Config:
         return self.tile[1]
 
     @property
-    def row_steps(self) -> int:
-        """wgmmas that a warpgroup needs to go down its rows."""
-        return self.tile[0] // (_ROWS * self.warpgroups)
-
-    @property
     def column_steps(self) -> int:
         return 1
-
-    @property
-    def reduces(self) -> bool:
-        """Whether what the output holds is added where it is, by TMA, which does so in its type."""
-        return self.accumulate and self.tma_store and self.out_dtype == torch.float32
-
-    @property
-    def box_columns(self) -> int:
-        return _BOX // self.out_dtype.itemsize
-
-    @property
-    def boxes(self) -> int:
-        """Of a warpgroup's output."""
-        return self.row_steps * self.tile[1] // self.box_columns
 
     @property
     def exchange_bytes(self) -> int:
@@ -187,10 +166,9 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """At most."""
-        output = self.warpgroups * self.c_buffers * _ROWS * _BOX if self.tma_store else 0
         wide = self.wide * (self.tile[1] * 256 + 16)
         exchange = (self.split - 1) * self.shared_groups * self.exchange_bytes
-        return self.stages * self.stage_bytes + wide + output + exchange + 1024
+        return self.stages * self.stage_bytes + wide + self.output_bytes + exchange + 1024
 
     def compile(self) -> Any:
         """The kernel's host function; takes about a second and the CuTe DSL."""
@@ -218,7 +196,7 @@ def _cut(columns: int, n: int, blocks: int, tall: bool) -> tuple[bool, int]:
     """Whether tiles have 256 rows of B or 128, and among how many blocks of threads each is split
     along K: the most that run at once. Clusters of four leave some multiprocessors alone.
     """
-    options = ((True, 4, _IN_FOURS), (False, 2, _MULTIPROCESSORS), (True, 2, _MULTIPROCESSORS))
+    options = ((True, 4, _IN_FOURS), (False, 2, MULTIPROCESSORS), (True, 2, MULTIPROCESSORS))
     for high, split, most in options:
         tiles = -(-n // (256 if high else 128)) * columns
         if (tall or not high) and split <= blocks and tiles * split <= most:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..gpu.plan import describe
+from .plan import sum_of_nothing
 from .widened_plan import plan_widened
 
 __all__ = ["widened_gemm"]
@@ -58,14 +59,14 @@ def widened_gemm(
     """
     plan = plan_widened(
         describe(a_data),
-        None if a_scale is None else describe(a_scale),
+        describe(a_scale),
         a_format,
         describe(b_data),
         describe(b_scale),
         b_format,
-        None if c is None else describe(c),
-        None if bias is None else describe(bias),
-        None if alpha is None else describe(alpha),
+        describe(c),
+        describe(bias),
+        describe(alpha),
         out_dtype,
         accumulate,
         a_data.device,
@@ -73,9 +74,7 @@ def widened_gemm(
     )
     out = torch.empty_like(plan.out) if c is None else c
     if plan.run is None:
-        if not accumulate:
-            out.zero_()
-        return out if bias is None else out.add_(bias)
+        return sum_of_nothing(out, bias, accumulate)
     a = _bytes(a_data, a_format), None if a_scale is None else _bytes(a_scale, a_format)
     b = _bytes(b_data, b_format), _bytes(b_scale, b_format)
     assert plan.config is not None

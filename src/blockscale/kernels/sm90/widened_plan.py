@@ -8,8 +8,14 @@ import torch
 
 from ...formats import Format, get_format
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
-from .config import OUT_DTYPES
-from .plan import Plan, aligned_rows, check_matrix, check_vector, multiprocessors_of
+from .plan import (
+    Plan,
+    aligned_rows,
+    check_loadable,
+    check_matrix,
+    check_rest,
+    multiprocessors_of,
+)
 from .widened_config import BF16, BLOCK_K, choose_config, why_not
 
 __all__ = ["plan_widened"]
@@ -68,20 +74,11 @@ def plan_widened(
     given = [("b_scale", b_scale, n)] + ([("a_scale", a_scale, m)] if a_scale is not None else [])
     for name, scale, rows in given:
         _check_scale(name, scale, (rows, k // format.block_size), format)
-    check_vector("bias", bias, (n,), OUT_DTYPES)
-    check_vector("alpha", alpha, (), (torch.float32,))
-    if accumulate and out is None:
-        raise ValueError("accumulate: needs c, the tensor to add to")
-    if out is not None:
-        check_matrix("c", out, (out_dtype,))
-        if tuple(out[0]) != (m, n):
-            raise ValueError(f"c: has shape {tuple(out[0])}; the product is {(m, n)}")
+    check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
     like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
     if 0 in (m, n, k):
         return Plan(None, None, 0, like)
-    for name, data in (("a_data", a), ("b_data", b)):
-        if data[3] or data[1][0] * data[2].itemsize % 16:
-            raise Unsupported(f"{name}: TMA wants rows that start at a multiple of 16 bytes")
+    check_loadable(a_data=a, b_data=b)
     row = BLOCK_K // format.block_size
     config = choose_config(
         (m, n, k),
