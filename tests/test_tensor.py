@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockscale as bs
 from blockscale.formats import formats
-from blockscale.layouts import layouts
+from blockscale.layouts import as_bytes, layouts
 
 LAYOUTS = {"E8M0": "tcgen05", "UE4M3": "packed", "FP32": "sm90"}
 KINDS = [
@@ -241,6 +244,68 @@ def test_mT_moves_the_contraction(name, layout, axis):
     assert torch.equal(q.mT.contiguous().dequantize(), q.dequantize().mT)
 
 
+def test_mT_is_made_once():
+    """And anew where it would no longer be that of its tensor."""
+    q = make("nvfp4")
+    turned = q.mT
+    assert q.mT is turned
+    as_bytes(q.qdata)[0, 0] ^= 1
+    assert torch.equal(q.mT.dequantize(), q.dequantize().mT)
+    turned.requires_grad_()
+    assert not q.mT.requires_grad
+    for name in ("global_scale", "qdata", "qscale"):
+        kept = q.mT
+        setattr(q, name, getattr(make("nvfp4", seed=1), name))
+        assert q.mT is not kept
+        assert torch.equal(q.mT.dequantize(), q.dequantize().mT)
+    other = copy.deepcopy(q)
+    assert shares_memory(other.mT, other)
+    assert not shares_memory(other.mT, q)
+    assert pickle.loads(pickle.dumps(q)).mT is not q.mT
+    gone = weakref.ref(q)
+    gc.disable()  # no cycle keeps it
+    try:
+        del q
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_mT_is_seen_by_who_looks_on():
+    q = make()
+    assert q.mT is q.mT
+    with Seen() as mode:
+        assert torch.equal(q.mT, q.t())
+    assert mode.seen.count(torch.ops.aten.transpose.int) == 1
+    weight = nn.Parameter(q)
+    assert weight.mT.grad_fn is not None
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_inference_mode():
+    """Views of a tensor made outside, and of one made inside, which is used outside."""
+    q = make()
+    with torch.inference_mode():
+        made = make()
+        for x in (q, made):
+            for view in (x.mT, x.t(), x.detach(), x.view(256, 384), x[:32]):
+                assert view.qdata.data_ptr() == x.qdata.data_ptr()
+        assert torch.equal(q.mT.dequantize(), made.mT.dequantize())
+        assert q.clone().is_inference()
+    assert not q.mT.is_inference()
+    assert torch.equal(q.mT, made.mT)
+    assert torch.equal(q[:32].dequantize(), made[:32].dequantize())
+
+
 def test_mT_of_leading_dimensions():
     q = make(shape=(3, 4, 64, 96))
     assert q.mT.shape == (3, 4, 96, 64)
@@ -249,6 +314,8 @@ def test_mT_of_leading_dimensions():
         q.transpose(0, 1)
     with pytest.raises(TypeError, match="only the last two dimensions"):
         make(shape=(64,)).transpose(0, 0)
+    with pytest.raises(TypeError, match="only the last two dimensions"):
+        _ = make(shape=(64,)).mT
 
 
 @pytest.mark.parametrize("name", [n for n, f in formats.items() if f.block[0] == 1])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .formats import choose, get_format
-from .gemm_launch import find_call
+from .gemm_launch import find_call, remember
 from .layouts import as_bytes
 from .ops.operation import needs_gradient
 from .remember import remembered
@@ -58,8 +58,10 @@ def gemm(
     need the high-precision values.
     """
     call = find_call(a, b, out_dtype, out, accumulate, bias, backend)
-    if call is not None and call.launch is not None:
-        return call.launch(call.a, call.b, out, bias)
+    if call is not None:
+        launch, left, right, _ = call
+        if launch is not None:
+            return launch(left, right, out, bias)
     for name, x in (("a", a), ("b", b), ("out", out), ("bias", bias)):
         if not isinstance(x, Tensor) and (x is not None or name in "ab"):
             wanted = _QUANTIZED if name in "ab" else "a torch.Tensor"
@@ -73,18 +75,18 @@ def gemm(
         accumulate,
         backend,
     )
-    left, right = _side(a), _side(b)
+    sides = *_side(a), *_side(b)
     if out is None:
-        result = ops.gemm(*left, *right, bias, None, dtype, backend)
+        product = ops.gemm(*sides, bias, None, dtype, backend)
     elif needs_gradient(a, bias, out):  # there is none for what is written in place
         c = out if accumulate else None
-        result = out.copy_(ops.gemm(*left, *right, bias, c, dtype, backend))
+        product = out.copy_(ops.gemm(*sides, bias, c, dtype, backend))
     else:
-        ops.gemm_out(*left, *right, bias, out, accumulate, backend)
-        result = out
+        ops.gemm_out(*sides, bias, out, accumulate, backend)
+        product = out
     if call is not None:
-        call.remember(out, bias, dtype, accumulate)
-    return result
+        remember(call, a, b, out, bias, dtype, accumulate)
+    return product
 
 
 class _Given(NamedTuple):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .formats import Format, choose, get_format
 from .layouts import Grouped, Layout, as_bytes, get_layout
-from .remember import remembered
+from .stored import stored_parts, strides_like
+from .watching import unwatched
 
 __all__ = ["RULES", "ScaledTensor", "check_axis", "check_offsets"]
 
@@ -81,6 +82,10 @@ class ScaledTensor(torch.Tensor):
     offsets: Tensor | None
     k_grouped: bool
 
+    # kept for calls to come
+    _operand: Any = None  # of products, by gemm_launch
+    _turned: tuple[ScaledTensor, Tensor, Tensor] | None = None  # mT, and what it was made of
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -98,20 +103,19 @@ class ScaledTensor(torch.Tensor):
         offsets: Tensor | None = None,
         k_grouped: bool = False,
     ) -> ScaledTensor:
-        strides = _strides(shape, data)
-        self = torch.Tensor._make_wrapper_subclass(  # by position: by name it takes longer
-            cls, shape, strides, None, None, dtype, torch.strided, data.device
+        self = _wrap(
+            cls,
+            data,
+            scale if scale.dtype is torch.uint8 else as_bytes(scale),
+            global_scale,
+            offsets,
+            get_format(format).name,
+            get_layout(layout).name,
+            check_axis(axis),
+            k_grouped,
+            shape,
+            dtype,
         )
-        self.qdata = data
-        # as bytes: torch's compiler knows no float8_e8m0fnu
-        self.qscale = scale if scale.dtype is torch.uint8 else as_bytes(scale)
-        self.global_scale = global_scale
-        self.offsets = offsets
-        # names, because torch.compile traces through strings only
-        self.format_name = get_format(format).name
-        self.layout_name = get_layout(layout).name
-        self.axis = check_axis(axis)
-        self.k_grouped = k_grouped
         self._check(tuple(shape), scale.dtype)
         return self
 
@@ -128,7 +132,28 @@ class ScaledTensor(torch.Tensor):
     @property
     def mT(self) -> ScaledTensor:  # type: ignore[override]
         """The transposed matrix (of each batch); the contraction moves along, no byte changes."""
-        return self.transpose(-2, -1)  # type: ignore[return-value]
+        if not unwatched() or self.requires_grad:
+            return self.transpose(-2, -1)  # type: ignore[return-value]
+        kept = self._turned
+        if kept is not None:
+            turned, data, scale = kept
+            if (
+                data is self.qdata
+                and scale is self.qscale
+                and turned.global_scale is self.global_scale
+                and turned.offsets is self.offsets
+                and not turned.requires_grad
+            ):
+                return turned
+        if self.dim() < 2:
+            return self.transpose(-2, -1)  # type: ignore[return-value]  # says why not
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # it may be asked for again outside
+                turned = _turn(self)
+        else:
+            turned = _turn(self)
+        self._turned = turned, self.qdata, self.qscale
+        return turned
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
@@ -146,7 +171,7 @@ class ScaledTensor(torch.Tensor):
         name, data, scale = self.format_name, self.qdata, self.qscale
         scalar, offsets = self.global_scale, self.offsets
         groups = None if offsets is None else offsets.shape[0]
-        want = _stored(
+        want = stored_parts(
             name, self.layout_name, shape, self.axis, groups, self.k_grouped, scalar is not None
         )
         if scalar is not None and (scalar.dtype != torch.float32 or scalar.numel() != 1):
@@ -318,7 +343,57 @@ class ScaledTensor(torch.Tensor):
                 "scales; call .dequantize() first (and blockscale.quantize the result), or "
                 "blockscale.gemm to multiply"
             )
+        if func.is_view and not args[0].is_inference() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # torch wants views of normal tensors to be normal
+                return rule(*args, **(kwargs or {}))
         return rule(*args, **(kwargs or {}))
+
+
+def _wrap(
+    cls: type[ScaledTensor],
+    data: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    offsets: Tensor | None,
+    format_name: str,
+    layout_name: str,
+    axis: int,
+    k_grouped: bool,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> ScaledTensor:
+    """A ScaledTensor of parts that are known to fit."""
+    strides = strides_like(shape, data)
+    self = torch.Tensor._make_wrapper_subclass(  # by position: by name it takes longer
+        cls, shape, strides, None, None, dtype, torch.strided, data.device
+    )
+    self.qdata = data
+    self.qscale = scale  # as bytes: torch's compiler knows no float8_e8m0fnu
+    self.global_scale = global_scale
+    self.offsets = offsets
+    self.format_name = format_name  # names, because torch.compile traces through strings only
+    self.layout_name = layout_name
+    self.axis = axis
+    self.k_grouped = k_grouped
+    return self
+
+
+def _turn(q: ScaledTensor) -> ScaledTensor:
+    """``q.mT``; what fits stays fit."""
+    *lead, rows, columns = q.shape
+    return _wrap(
+        ScaledTensor,
+        q.qdata.mT,
+        q.qscale.mT if q.layout_name == "compact" else q.qscale,
+        q.global_scale,
+        q.offsets,
+        q.format_name,
+        q.layout_name,
+        -3 - q.axis,
+        q.k_grouped,
+        (*lead, columns, rows),
+        q.dtype,
+    )
 
 
 def _rebuild(parts: dict[str, Tensor], meta: dict[str, Any], shape: Sequence[int]) -> ScaledTensor:
@@ -327,62 +402,3 @@ def _rebuild(parts: dict[str, Tensor], meta: dict[str, Any], shape: Sequence[int
 
 
 torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
-
-
-class _Stored(NamedTuple):
-    """Shapes and dtypes of the parts of a ScaledTensor."""
-
-    data: tuple[int, ...]
-    data_dtype: torch.dtype
-    scale: tuple[int, ...]
-    scale_dtypes: tuple[torch.dtype, ...]  # that of the layout; one-byte scales as uint8 too
-
-
-@remembered
-def _stored(
-    format: str,
-    layout: str,
-    shape: tuple[int, ...],
-    axis: int,
-    groups: int | None,
-    k_grouped: bool,
-    has_global_scale: bool,
-) -> _Stored:
-    """What stores a tensor of ``shape``; ValueError where nothing does."""
-    fmt, where = get_format(format), get_layout(layout)
-    if len(shape) < -axis:
-        raise ValueError(f"axis: got {axis} for {len(shape)} dimension(s)")
-    if fmt.has_global_scale != has_global_scale:
-        verb = "needs" if fmt.has_global_scale else "has no"
-        raise ValueError(f"global_scale: format {format!r} {verb} global_scale")
-    if layout != "compact" and (len(shape) != 2 or k_grouped):
-        raise ValueError(
-            f"layout: {layout!r} stores the scales of one matrix; with leading "
-            "dimensions, or groups along the contraction, scales are compact"
-        )
-    k_groups = groups if groups is not None and k_grouped else 0
-    scale = fmt.scale_shape(shape, axis, k_groups)
-    if layout != "compact":
-        matrix = (scale[0], scale[1]) if axis == -1 else (scale[1], scale[0])
-        if groups is None:
-            scale = where.stored_shape(matrix)
-        else:
-            scale = Grouped(where).stored_shape(matrix, groups)
-    dtype = where.stored_dtype(fmt.scale.dtype)
-    return _Stored(
-        fmt.data_shape(shape, axis, k_groups),
-        fmt.element.dtype,
-        scale,
-        (dtype, torch.uint8) if dtype.itemsize == 1 else (dtype,),
-    )
-
-
-def _strides(shape: Sequence[int], data: Tensor) -> list[int] | None:
-    """Strides of a dense tensor whose fastest dimension is that of the data; None: the last."""
-    if len(shape) < 2 or data.stride(-1) == 1 or data.stride(-2) != 1:
-        return None
-    strides, step = [0] * len(shape), 1
-    for dim in (len(shape) - 2, len(shape) - 1, *reversed(range(len(shape) - 2))):
-        strides[dim] = step
-        step = step * shape[dim]
-    return strides

@@ -87,7 +87,7 @@ def check(
 def small_machine(monkeypatch):
     """A machine of one multiprocessor: few rows make blocks as many rows make them elsewhere."""
     norm._plan.cache_clear()
-    monkeypatch.setattr(norm, "_PROCESSORS", dict.fromkeys(ARCHITECTURES, 1))
+    monkeypatch.setattr(norm, "MULTIPROCESSORS", dict.fromkeys(ARCHITECTURES, 1))
     yield
     norm._plan.cache_clear()
 
@@ -253,7 +253,7 @@ def test_choice(format, dtype, arch):
             assert config.segments * 2 > config.segment_warps  # none without a segment
             assert n * row <= 75 << 10 or (n == 1 and row <= 227 << 10)
             blocks = -(-m // n)
-            assert n == 1 or blocks >= norm._PROCESSORS[arch]
+            assert n == 1 or blocks >= norm.MULTIPROCESSORS[arch]
             seen.add(n)
     assert {1, 4, 32} <= seen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 
@@ -17,6 +18,7 @@ from .timing import host_microseconds
 __all__ = ["HostCall", "gemm_calls", "measure_host", "quantize_calls"]
 
 _IN_GRAPH = 100
+_FRESH = 2500  # more operands than calls that are timed: of one seen before, more is known
 
 Calls = dict[str, Call]
 
@@ -47,10 +49,14 @@ def quantize_calls(rows: int = 128, columns: int = 7168) -> Calls:
 def gemm_calls(m: int = 128, n: int = 256, k: int = 512, device: str = "cuda") -> Calls:
     """Products of small matrices, beside torch's own in bf16."""
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
-    a, b = quantize(x, "fp8_1x128", layout="sm90"), quantize(w, "fp8_128x128").mT
+    a, weight = quantize(x, "fp8_1x128", layout="sm90"), quantize(w, "fp8_128x128")
+    b, fresh = weight.mT, cycle([a.detach() for _ in range(_FRESH)])
     out, mx, mx_weight = torch.zeros(m, n, device=device), quantize(x), quantize(w).mT
     return {
         "bs.gemm, fp8_block": lambda: gemm(a, b, backend="kernel"),
+        "bs.gemm, fp8_block, each a new, w.mT in the call": lambda: gemm(
+            next(fresh), weight.mT, backend="kernel"
+        ),
         "bs.gemm, fp8_block, out=, accumulate": lambda: gemm(
             a, b, out=out, accumulate=True, backend="kernel"
         ),

@@ -38,17 +38,7 @@ def empty(
 
 
 def quantize(
-    x: Tensor,
-    format: str,
-    axis: int,
-    scale_rounding: str,
-    nonfinite: str,
-    layout: str,
-    global_scale: Tensor | None = None,
-    offsets: Tensor | None = None,
-    seed: int | None = None,
-    backend: str = "auto",
-    k_major: bool = False,
+    x: Tensor, format: str, axis: int, layout: str, offsets: Tensor | None, k_major: bool
 ) -> tuple[Tensor, Tensor]:
     return empty(x, get_format(format), axis, layout, offsets, k_major)
 
@@ -56,20 +46,15 @@ def quantize(
 def quantize_both(
     x: Tensor,
     format: str,
-    scale_rounding: str,
-    nonfinite: str,
     row_layout: str,
     column_layout: str,
-    global_scale: Tensor | None = None,
-    offsets: Tensor | None = None,
-    seed: int | None = None,
-    backend: str = "auto",
-    k_major: bool = False,
+    offsets: Tensor | None,
+    k_major: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     fmt = get_format(format)
     rows = empty(x, fmt, -1, row_layout, offsets)
     return *rows, *empty(x, fmt, -2, column_layout, offsets, k_major)
 
 
-def global_scale(x: Tensor, format: str, backend: str = "auto") -> Tensor:
+def global_scale(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)

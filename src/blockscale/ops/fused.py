@@ -36,14 +36,11 @@ def _fake_swiglu(
     format: str,
     rows: bool,
     columns: bool,
-    scale_rounding: str,
-    nonfinite: str,
     row_layout: str,
     column_layout: str,
-    global_scale: Tensor | None = None,
-    offsets: Tensor | None = None,
-    backend: str = "auto",
-    k_major: bool = False,
+    global_scale: Tensor | None,
+    offsets: Tensor | None,
+    k_major: bool,
 ) -> list[Tensor]:
     fmt = get_format(format)
     values = x if grad is not None else x[..., : x.shape[-1] // 2]
@@ -133,17 +130,7 @@ def _asked(
 # --- RMSNorm --------------------------------------------------------------------------------------
 
 
-def _fake_rmsnorm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    format: str,
-    scale_rounding: str,
-    nonfinite: str,
-    layout: str,
-    global_scale: Tensor | None = None,
-    backend: str = "auto",
-) -> list[Tensor]:
+def _fake_rmsnorm(x: Tensor, format: str, layout: str, global_scale: Tensor | None) -> list[Tensor]:
     fmt = get_format(format)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     return [*fakes.empty(x, fmt, -1, layout, None), rstd, *_fake_scalar(x, fmt, global_scale)]
@@ -235,4 +222,4 @@ def _quantize(
 def _fake_scalar(x: Tensor, fmt: Format, global_scale: Tensor | None) -> list[Tensor]:
     if not fmt.has_global_scale or global_scale is not None:
         return []
-    return [fakes.global_scale(x, fmt.name)]
+    return [fakes.global_scale(x)]

@@ -7,6 +7,7 @@ has no scales and no format.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,30 +21,15 @@ from .dequantize import dequantize
 from .gemm_kernels import Side, multiply, scale_matrix
 from .operation import operation
 
-__all__ = ["gemm", "gemm_out", "write_to"]
+__all__ = ["check_apart", "gemm", "gemm_out", "mark_written", "span"]
 
 _A_DATA, _BIAS, _C = 0, 12, 13  # inputs of ``gemm`` that may have a gradient
 _B = slice(6, 12)
 
+_INPUTS = ("a", "a", "b", "b", "bias")  # of a product: data and scales, bias
 
-def _fake(
-    a_data: Tensor,
-    a_scale: Tensor | None,
-    a_global: Tensor | None,
-    a_format: str | None,
-    a_layout: str,
-    a_shape: list[int],
-    b_data: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_format: str,
-    b_layout: str,
-    b_shape: list[int],
-    bias: Tensor | None,
-    c: Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str = "auto",
-) -> Tensor:
+
+def _fake(a_data: Tensor, a_shape: list[int], b_shape: list[int], out_dtype: torch.dtype) -> Tensor:
     return a_data.new_empty([a_shape[0], b_shape[1]], dtype=out_dtype)
 
 
@@ -92,24 +78,7 @@ def gemm(
     return _product(a, b, bias, out, c is not None, out_dtype, backend)
 
 
-def _fake_out(
-    a_data: Tensor,
-    a_scale: Tensor | None,
-    a_global: Tensor | None,
-    a_format: str | None,
-    a_layout: str,
-    a_shape: list[int],
-    b_data: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_format: str,
-    b_layout: str,
-    b_shape: list[int],
-    bias: Tensor | None,
-    out: Tensor,
-    accumulate: bool,
-    backend: str = "auto",
-) -> None:
+def _fake_out() -> None:
     return None
 
 
@@ -135,7 +104,11 @@ def gemm_out(
     """``gemm`` into ``out``, or added to it."""
     a = Side(a_data, a_scale, a_global, a_format, a_layout, a_shape)
     b = Side(b_data, b_scale, b_global, b_format, b_layout, b_shape)
-    write_to(out, (a_data, a_scale), (b_data, b_scale), bias)
+    inputs = a_data, a_scale, b_data, b_scale, bias
+    spans = [span(x) if x is not None and x.device == out.device else 0 for x in inputs]
+    check_apart(out, span(out), inputs, spans)
+    _check_spread(out.shape, out.stride())
+    mark_written(out)
     _product(a, b, bias, out, accumulate, out.dtype, backend)
 
 
@@ -176,36 +149,34 @@ def _values(side: Side, axis: int) -> Tensor:
     )
 
 
-def write_to(
-    out: Tensor,
-    a: tuple[Tensor, Tensor | None],
-    b: tuple[Tensor, Tensor | None],
-    bias: Tensor | None,
+def check_apart(
+    out: Tensor, out_span: int, inputs: Sequence[Tensor | None], spans: Sequence[int]
 ) -> None:
-    """Before ``out`` is written: ValueError if it shares memory with inputs, or with itself.
+    """ValueError if ``out`` shares memory with data or scales of ``a`` or ``b``, or with bias.
 
-    Torch is told, which may not see it written.
+    ``spans``: of each input; 0 of those that are not there, or lie in another memory.
     """
     start = out.data_ptr()
-    end = start + _extent(out.shape, out.stride(), out.element_size())
-    for name, parts in (("a", a), ("b", b), ("bias", (bias,))):
-        for x in parts:
-            if x is None or x.device != out.device:
-                continue
+    end = start + out_span
+    for name, x, n in zip(_INPUTS, inputs, spans, strict=True):
+        if n and x is not None:
             other = x.data_ptr()
-            if start < other + _extent(x.shape, x.stride(), x.element_size()) and other < end:
+            if start < other + n and other < end:
                 raise ValueError(f"out: shares memory with {name}; pass another tensor, or a copy")
-    _check_spread(out.shape, out.stride())
+
+
+def mark_written(out: Tensor) -> None:
+    """Tell torch, which may not see it written."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
 
 
-@lru_cache(maxsize=4096)
-def _extent(shape: torch.Size, stride: tuple[int, ...], itemsize: int) -> int:
+def span(x: Tensor) -> int:
     """Bytes from the first element to the end of the last."""
-    if 0 in shape:
+    if not x.numel():
         return 0
-    return itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.element_size() * (1 + last)
 
 
 @lru_cache(maxsize=4096)

@@ -14,14 +14,7 @@ __all__ = ["grouped_gemm"]
 
 def _fake(
     a_data: Tensor,
-    a_scale: Tensor,
-    a_global: Tensor | None,
-    a_format: str,
     a_shape: list[int],
-    b_data: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_format: str,
     b_shape: list[int],
     offsets: Tensor,
     k_grouped: bool,

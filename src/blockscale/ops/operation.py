@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import Signature, signature
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["needs_gradient", "operation", "unwatched"]
+from ..watching import unwatched
+
+__all__ = ["needs_gradient", "operation"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,21 +26,22 @@ _PLAIN = frozenset(
 
 
 def operation(
-    fake: Callable[P, R],
+    fake: Callable[..., R],
     *,
     mutates: Sequence[str] = (),
     gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as ``blockscale::<its name>``; ``fake`` makes what it returns, empty.
 
-    The function takes a tensor first. It changes the arguments that ``mutates`` names, returns none
-    of its arguments, and has no gradient unless ``gradient`` is what computes it and what keeps
-    things for that (see torch.library.register_autograd).
+    The function takes a tensor first; ``fake`` takes those of its arguments that it names. The
+    function changes the arguments that ``mutates`` names, returns none of its arguments, and has no
+    gradient unless ``gradient`` is what computes it and what keeps things for that (see
+    torch.library.register_autograd).
     """
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
         op = torch.library.custom_op(f"blockscale::{run.__name__}", run, mutates_args=mutates)
-        op.register_fake(fake)
+        op.register_fake(_named(fake, signature(run)))
         if gradient is not None:
             op.register_autograd(gradient[0], setup_context=gradient[1])
 
@@ -52,20 +56,24 @@ def operation(
     return register
 
 
+def _named(fake: Callable[..., R], whole: Signature) -> Callable[..., R]:
+    """``fake``, given all arguments of a function."""
+    names = tuple(signature(fake).parameters)
+
+    def call(*args: Any, **kwargs: Any) -> R:
+        given = whole.bind(*args, **kwargs)
+        given.apply_defaults()
+        return fake(**{name: given.arguments[name] for name in names})
+
+    return call
+
+
 def needs_gradient(*args: Any) -> bool:
     """Whether autograd records what is done with these."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(each, Tensor) and each.requires_grad for each in args)
-
-
-def unwatched() -> bool:
-    """Whether nothing looks on at what is called: compilers, modes, function transforms."""
-    if torch.compiler.is_compiling():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+    for each in args:
+        if isinstance(each, Tensor) and each.requires_grad:
+            return torch.is_grad_enabled()
+    return False
 
 
 def _eager(*args: Any) -> bool:

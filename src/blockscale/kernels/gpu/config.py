@@ -11,6 +11,7 @@ import torch
 
 from ...formats import Format, get_format
 from ...layouts import get_layout
+from ..common.machine import MULTIPROCESSORS
 from ..cpu.spec import Spec, specify
 
 __all__ = [
@@ -34,7 +35,7 @@ BAND = 32  # rows that a warp takes at once along columns
 GROUP_ROWS = 128  # an expert's scales start at a multiple of it
 _TILE = 128 * 128  # elements that a block of threads takes
 _FEW_ROWS = 16
-_MULTIPROCESSORS = 132  # of an H200
+_MULTIPROCESSORS = MULTIPROCESSORS["sm_90a"]  # where the choice was measured
 _SECTOR = 32
 SHARED = 227 << 10  # that a block may have, or several of a multiprocessor together
 _SMALL = 6 << 10  # room for scales, barrier, table, and what the system takes of each block

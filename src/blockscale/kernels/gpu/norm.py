@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
+from ..common.machine import MULTIPROCESSORS
 from ..cpu.spec import Spec, specify
 from .config import DTYPES, SHARED
 from .outputs import Output, choose_output, template
@@ -22,7 +23,6 @@ SEGMENT = 512  # columns of a warp at a time
 _RESERVED = 1 << 10  # that the system takes of each block
 _RESIDENT = 3  # blocks on a multiprocessor at once: one waits for loads while others compute
 _WARPS = 32  # of them all, so that a thread has 64 registers
-_PROCESSORS = {"sm_90a": 132, "sm_100a": 148}
 _FEW_WARPS = 8  # of a block, at least, where it has work for them
 _MAX_ROWS = 32
 _ROW_MULTIPLE = {"compact": 1, "sm90": 4, "packed": 4, "tcgen05": 128}  # rows of scales
@@ -102,7 +102,7 @@ def choose_norm(
     ``weight``: address of the first weight, and their dtype.
     """
     m, k = shape
-    segments, processors = -(-k // SEGMENT), _PROCESSORS[arch]
+    segments, processors = -(-k // SEGMENT), MULTIPROCESSORS[arch]
     row, small = segments * _segment_bytes(dtype, format) + 4, _small(format) + _RESERVED
     whole = SHARED + _RESERVED
     fit = min(max((whole // _RESIDENT - small) // row, 1), _MAX_ROWS)

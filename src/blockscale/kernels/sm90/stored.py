@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from ..common import machine
+
 __all__ = ["BOX", "MULTIPROCESSORS", "ROWS", "Stored"]
 
 ROWS = 64  # of one wgmma
 BOX = 128  # bytes of a row of the output that one instruction stores
-MULTIPROCESSORS = 132  # of an H100 SXM and of an H200
+MULTIPROCESSORS = machine.MULTIPROCESSORS["sm_90a"]
 
 
 class Stored:

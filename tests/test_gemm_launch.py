@@ -1,0 +1,218 @@
+"""Products that are launched by a look-up. Kernels are stubs, and CPU tensors count as a GPU's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+import blockscale as bs
+from blockscale import gemm_launch, ops
+from blockscale.kernels import sm90
+from blockscale.kernels.sm90 import plan, widened_plan
+from blockscale.ops import backends
+
+BF16 = torch.bfloat16
+M, N, K = 40, 48, 256
+#: Formats of both sides and the layout of a's scales; None is a plain bf16 matrix.
+PAIRS = [
+    ("fp8_1x128", "fp8_128x128", "sm90"),
+    ("fp8_1x128", "fp8_1x128", "sm90"),
+    ("mxfp8", "mxfp4", "compact"),
+    ("nvfp4", "nvfp4", "compact"),
+    (None, "mxfp8", "compact"),
+]
+
+
+class Calls:
+    """What reached the kernel, and how many products passed all checks before."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple] = []
+        self.checked = 0
+
+    def kernel(self, *args) -> None:
+        self.launched.append(args)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    found = Calls()
+    monkeypatch.setattr(gemm_launch, "_launches", {})
+    monkeypatch.setattr(sm90, "unsupported", lambda device: "")
+    monkeypatch.setattr(backends, "on_gpu", lambda x: True)
+    for module, cached in ((plan, plan.plan_gemm), (widened_plan, widened_plan.plan_widened)):
+        monkeypatch.setattr(module, "architecture", lambda index: "sm_90a")
+        monkeypatch.setattr(module, "get_kernel", lambda config, device: found.kernel)
+        cached.cache_clear()
+    for name in ("gemm", "gemm_out"):
+        monkeypatch.setattr(ops, name, counted(found, getattr(ops, name)))
+    yield found
+    plan.plan_gemm.cache_clear()
+    widened_plan.plan_widened.cache_clear()
+
+
+def counted(found, op):
+    def call(*args):
+        found.checked += 1
+        return op(*args)
+
+    return call
+
+
+def matrix(rows, seed=0):
+    return torch.randn((rows, K), generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def quantized(rows, name, layout="compact", seed=0):
+    x = matrix(rows, seed)
+    return x if name is None else bs.quantize(x, name, layout=layout, backend="reference")
+
+
+def operands(pair=PAIRS[0], seed=0):
+    """``a`` and a weight; the product is ``a @ weight.mT``."""
+    left, right, layout = pair
+    return quantized(M, left, layout, seed), quantized(
+        N, right, layout if right == left else "compact", seed + 1
+    )
+
+
+def starts(*tensors):
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
+def parts(q):
+    return (q.qdata, q.qscale) if isinstance(q, bs.ScaledTensor) else (q, None)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_calls_alike_are_launched_with_their_own_operands(calls, pair):
+    for seed in range(3):
+        a, w = operands(pair, 2 * seed)
+        for _ in range(2):
+            y = bs.gemm(a, w.mT)
+            assert (y.shape, y.dtype) == ((M, N), BF16)
+            *args, bias, alpha, _ = calls.launched[-1]
+            assert starts(*args) in (
+                starts(*parts(a), *parts(w), y),
+                starts(*parts(w), *parts(a), y),  # for kernels that take the wide side first
+            )
+            assert {args[0].shape[0], args[2].shape[0]} == {M, N}
+            assert {args[0].dtype, args[2].dtype} <= {torch.uint8, BF16}
+            assert bias is None
+            if pair[0] == "nvfp4":
+                assert torch.equal(alpha, a.global_scale * w.global_scale)
+            else:
+                assert alpha is None
+    assert calls.checked == 1
+
+
+def test_parts_that_were_replaced(calls):
+    a, w = operands(PAIRS[3])
+    b = w.mT
+    bs.gemm(a, b)
+    a.global_scale = torch.tensor(2.0)
+    w.global_scale = torch.tensor(3.0)
+    bs.gemm(a, w.mT)
+    assert calls.launched[-1][6].item() == 6
+    a.qdata, a.qscale = a.qdata.clone(), a.qscale.clone()
+    bs.gemm(a, w.mT)
+    left = calls.launched[-1]
+    assert set(starts(*parts(a))) < set(starts(*left[:4]))
+    other = copy.deepcopy(a)
+    bs.gemm(other, w.mT)
+    assert set(starts(*parts(other))) < set(starts(*calls.launched[-1][:4]))
+    assert not set(starts(*parts(other))) & set(starts(*parts(a)))
+    assert calls.checked == 1
+
+
+def test_other_arguments_are_checked_anew(calls):
+    a, w = operands()
+    bias, out = torch.zeros(N), torch.zeros(M, N)
+    kinds = [
+        {},
+        {"out_dtype": torch.float16},
+        {"bias": bias},
+        {"bias": bias.to(BF16)},
+        {"out": out},
+        {"out": out, "accumulate": True},
+        {"out": torch.zeros(M, N + 4)[:, :N]},
+        {"out": out, "bias": bias, "accumulate": True},
+    ]
+    for i, given in enumerate(kinds):
+        for _ in range(2):
+            y = bs.gemm(a, w.mT, **given)
+            assert y is given.get("out", y)
+            assert calls.launched[-1][5] is given.get("bias")
+            assert calls.checked == i + 1
+
+
+def test_out_of_a_remembered_call(calls):
+    a, w = operands()
+    memory = torch.zeros(4 * M * N)
+    for part, name in ((a.qdata, "a"), (a.qscale, "a"), (w.qdata, "b"), (w.qscale, "b")):
+        assert part.untyped_storage().nbytes() <= memory.nbytes
+        inside = memory.view(torch.uint8)[: part.nbytes].view(part.dtype).view(part.shape)
+        inside.copy_(part)
+        q, other = (a, w) if name == "a" else (w, a)
+        again = bs.ScaledTensor(
+            *(inside if each is part else each for each in parts(q)),
+            format=q.format,
+            shape=q.shape,
+            layout=q.layout,
+        )
+        pair = (again, other.mT) if name == "a" else (other, again.mT)
+        apart = memory[2 * M * N : 3 * M * N].view(M, N)
+        version = apart._version
+        for _ in range(2):
+            assert bs.gemm(*pair, out=apart) is apart
+        assert apart._version >= version + 2
+        count = len(calls.launched)
+        with pytest.raises(ValueError, match=f"out: shares memory with {name};"):
+            bs.gemm(*pair, out=memory[: M * N].view(M, N))
+        assert len(calls.launched) == count
+    assert calls.checked == 1
+    with torch.inference_mode():
+        bs.gemm(a, w.mT, out=torch.zeros(M, N))  # it has no version
+    assert calls.checked == 1
+
+
+class SeenFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class SeenOps(TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += func.name().startswith("blockscale::gemm")
+        return func(*args, **(kwargs or {}))
+
+
+def test_calls_that_somebody_looks_at(calls):
+    a, w = operands()
+    b, bias = w.mT, torch.zeros(N, requires_grad=True)
+    for _ in range(2):
+        bs.gemm(a, b)
+        with torch.no_grad():
+            bs.gemm(a, b, bias=bias)
+    assert calls.checked == 2
+    with SeenOps() as mode:
+        bs.gemm(a, b)
+    assert (mode.seen, calls.checked) == (1, 3)
+    with SeenFunctions():
+        bs.gemm(a, b)
+    assert calls.checked == 4
+    assert bs.gemm(a, b, bias=bias).requires_grad
+    assert calls.checked == 5
+    askew = torch.zeros(M * N + 1, dtype=BF16)[1:].view(M, N)
+    bs.gemm(a, b, out=askew)
+    bs.gemm(a, b, backend="reference")
+    assert calls.checked == 7
