@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -33,6 +34,12 @@ class Kernels:
         if producer == "swiglu_backward":
             assert [t.shape for t in others] == [(x.shape[0], h)]
         self._write(x[:, :h].contiguous() if producer == "swiglu" else x, format, axes)
+
+    def dequantize(self, data, scale, format, *, shape, axis, layout, global_scale, dtype):
+        assert (global_scale is not None) == format.has_global_scale
+        assert data.shape == format.data_shape(shape, axis)
+        self.read += data.nbytes + scale.nbytes
+        self.results += math.prod(shape) * dtype.itemsize
 
     def global_scale(self, x, format, *, producer, others):
         self.read += sum(t.nbytes for t in (x, *others))

@@ -1,4 +1,4 @@
-"""What ``bench quantize`` measures, as data."""
+"""What ``bench quantize`` measures, as data: ways to quantize, and back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..formats import get_format
+from ..formats import Format, get_format
 from ..kernels import gpu
+from ..layouts import get_layout
 
 __all__ = ["GROUPS", "SHAPES", "Case", "Group", "expert_ends", "prepare"]
 
@@ -32,7 +33,7 @@ _PRODUCERS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A way to quantize."""
+    """A way to quantize, or ``back`` from data and scales to values of ``dtype``."""
 
     format: str
     axes: tuple[int, ...]
@@ -42,10 +43,12 @@ class Case:
     experts: int = 0  # groups of rows, see ``expert_ends``
     amax: bool = False  # finds the global scale by a read of its own; otherwise it is given
     k_major: bool = False  # columns of 8 bits are stored column by column
+    back: bool = False
 
     @property
     def name(self) -> str:
-        name = f"{_PRODUCERS[self.producer][0]}{self.format} {_ALONG[self.axes]}"
+        name = "dequantize " * self.back + _PRODUCERS[self.producer][0]
+        name += f"{self.format} {_ALONG[self.axes]}"
         name += ", with its amax" * self.amax
         name += f", {self.experts} experts" * bool(self.experts)
         name += ", K-major" * self.k_major
@@ -53,7 +56,8 @@ class Case:
 
     def nbytes(self, rows: int, columns: int) -> float:
         """The fewest bytes that must move for a result of that shape: each input once (twice with
-        the amax), data and scales for each axis. Padding of scales does not count."""
+        the amax), data and scales for each axis; the same on the way back. Padding of scales does
+        not count."""
         fmt = get_format(self.format)
         each = fmt.element.bits / 8 + fmt.scale.nbytes / (fmt.block[0] * fmt.block[1])
         read = _PRODUCERS[self.producer][1] * self.dtype.itemsize * (1 + self.amax)
@@ -134,6 +138,20 @@ GROUPS = (
         ),
     ),
     Group(
+        "Dequantized",
+        (
+            Case("mxfp8", (-1,), "compact", back=True),
+            Case("mxfp8", (-2,), "compact", back=True),
+            Case("mxfp8", (-2,), "compact", k_major=True, back=True),
+            Case("mxfp4", (-1,), "compact", back=True),
+            Case("nvfp4", (-1,), "compact", back=True),
+            Case("nvfp4", (-2,), "compact", back=True),
+            Case("fp8_1x128", (-1,), "sm90", back=True),
+            Case("fp8_128x128", (-1,), "compact", back=True),
+            Case("mxfp8", (-1,), "compact", torch.float32, back=True),
+        ),
+    ),
+    Group(
         "Small inputs, beside a copy by a kernel",
         (
             Case("mxfp8", (-1,), "tcgen05"),
@@ -163,6 +181,9 @@ def prepare(case: Case, rows: int, columns: int, device: str = "cuda") -> Callab
     The call raises ValueError where there is no kernel for it.
     """
     fmt = get_format(case.format)
+
+    if case.back:
+        return _prepare_back(case, fmt, (rows, columns), device)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=case.dtype)
@@ -202,3 +223,31 @@ def prepare(case: Case, rows: int, columns: int, device: str = "cuda") -> Callab
         )
 
     return call
+
+
+def _prepare_back(
+    case: Case, fmt: Format, shape: tuple[int, int], device: str
+) -> Callable[[], object]:
+    """Data and scales are random bytes: the kernel takes as long for all."""
+    (axis,) = case.axes
+    stored = fmt.data_shape(shape, axis)
+    turned = fmt.turned(axis, case.k_major)
+    lines = stored[::-1] if turned else stored
+    data = torch.randint(0, 256, lines, dtype=torch.uint8, device=device)
+    scales = fmt.scale_shape(shape, axis)
+    if case.layout != "compact":
+        outers, blocks = scales if axis == -1 else scales[::-1]
+        scales = get_layout(case.layout).stored_shape((outers, blocks))
+    kind = torch.uint8 if fmt.scale.nbytes == 1 else torch.float32
+    scale = torch.randint(0, 127, scales, device=device).to(kind)
+    factor = torch.ones((), device=device) if fmt.has_global_scale else None
+    return lambda: gpu.dequantize(
+        data.mT if turned else data,
+        scale,
+        fmt,
+        shape=shape,
+        axis=axis,
+        layout=case.layout,
+        global_scale=factor,
+        dtype=case.dtype,
+    )

@@ -56,6 +56,22 @@ def _compiled(x: Tensor) -> Callable[[], object]:
     return lambda: compiled(x)
 
 
+def _compiled_back(x: Tensor) -> Callable[[], object]:
+    """MXFP8 to values by torch.compile of what it means, in plain torch."""
+    data = x.to(torch.float8_e4m3fn)
+    rows, columns = x.shape
+    octets = torch.randint(100, 150, (rows, columns // 32), dtype=torch.uint8, device=x.device)
+    torch.compiler.reset()  # as above
+
+    def dequantize(data: Tensor, scale: Tensor) -> Tensor:
+        factor = (scale.to(torch.int32) << 23).view(torch.float32)
+        values = data.to(torch.float32).unflatten(-1, (-1, 32)) * factor.unsqueeze(-1)
+        return values.flatten(-2).to(x.dtype)
+
+    compiled = torch.compile(dequantize, dynamic=False)
+    return lambda: compiled(data, octets)
+
+
 def _blockwise(x: Tensor) -> Callable[[], object]:
     kernels: Any = import_module("torchao.prototype.blockwise_fp8_training.kernels")
     return lambda: kernels.triton_fp8_blockwise_act_quant_lhs(x)
@@ -68,4 +84,5 @@ PEERS = (
     Peer("torchao, Triton", _COLUMNS, _triton("triton_to_mxfp8_dim1")),
     Peer("torchao, Triton twice", _BOTH, _triton("triton_to_mxfp8_dim0", "triton_to_mxfp8_dim1")),
     Peer("torchao, Triton", Case("fp8_1x128", (-1,), "sm90"), _blockwise),
+    Peer("torch.compile", Case("mxfp8", (-1,), "compact", back=True), _compiled_back),
 )

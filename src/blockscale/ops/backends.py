@@ -53,6 +53,7 @@ _ON_GPU = {
     "swiglu_backward_quantize": _SWIGLU,
     "rmsnorm_quantize": "reference for 6 bits, 128x128 blocks, nvfp4 without global_scale=",
     "global_scale": "compiled kernel, same bytes as the reference",
+    "dequantize": "reference for 6-bit formats and groups along the contraction",
 }
 
 _warned: set[str] = set()

@@ -1,4 +1,4 @@
-"""The op ``dequantize``: the CPU kernel where there is one, else the reference on any device."""
+"""The op ``dequantize``: a kernel where there is one, else the reference on any device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import get_format
-from ..kernels import cpu
-from .backends import no_cpu_kernels
+from ..formats import Format, get_format
+from ..kernels import cpu, gpu
+from .backends import fall_back, no_cpu_kernels, on_gpu
 
 __all__ = ["dequantize"]
 
@@ -31,6 +31,11 @@ def dequantize(
             data, scale, fmt, shape=size, axis=axis, global_scale=global_scale, dtype=dtype
         )
         return out.contiguous()
+    if on_gpu(data):
+        try:
+            return _by_kernel(data, scale, fmt, shape, axis, global_scale, offsets, dtype)
+        except gpu.Unsupported as why:
+            fall_back("dequantize", data, "auto", str(why))
     out = reference.dequantize(
         data, scale, fmt, shape=size, axis=axis, global_scale=global_scale, offsets=offsets
     )
@@ -49,3 +54,23 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     return data.new_empty(shape, dtype=dtype)
+
+
+def _by_kernel(
+    data: Tensor,
+    scale: Tensor,
+    fmt: Format,
+    shape: list[int],
+    axis: int,
+    global_scale: Tensor | None,
+    offsets: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What the GPU kernel makes of it; Unsupported where there is none."""
+    if offsets is not None:
+        raise gpu.Unsupported("offsets: no kernel dequantizes groups along the contraction")
+    made = torch.float32 if dtype == torch.float64 else dtype  # exact
+    out = gpu.dequantize(
+        data, scale, fmt, shape=shape, axis=axis, global_scale=global_scale, dtype=made
+    )
+    return out.to(dtype).contiguous()

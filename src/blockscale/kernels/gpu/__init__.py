@@ -1,7 +1,8 @@
 """Quantization on a GPU, by kernels written in CuTe DSL: the reference's bytes at memory speed.
 
 CuTe DSL is imported by the first call. ``plan`` finds what a call needs, once; ``kernel`` is the
-quantizer, ``config`` how it is chosen, ``compiled`` how it is compiled and kept.
+quantizer, ``config`` how it is chosen, ``compiled`` how it is compiled and kept. The way back is
+``dequantize_plan`` and ``dequantize_kernel``.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ...formats import Format
+from .dequantize_plan import dequantize
 from .norm import rmsnorm, unsupported_rmsnorm
 from .plan import Unsupported, architecture, describe, plan_amax, plan_quantize, unsupported
 
 __all__ = [
     "Unsupported",
     "architecture",
+    "dequantize",
     "global_scale",
     "quantize",
     "rmsnorm",

@@ -1,0 +1,341 @@
+"""Values of quantized tensors on a GPU: what to compile for a call, and the call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats import Format, get_format
+from ...layouts import as_bytes, get_layout
+from .config import ARCHITECTURES, DTYPES
+from .dequantize_views import View, as_matrices, is_contiguous, turn
+from .outputs import template
+from .plan import Described, Unsupported, architecture, describe, get_kernel, missing
+
+__all__ = ["THREADS", "DequantizeConfig", "dequantize"]
+
+THREADS = 256  # of a block
+_STORE = 16  # bytes of a thread's output in a row
+_MOST_ROWS = 8
+_RESIDENT = 132 * 1024  # threads with which all loads that an H200 needs are under way
+_MOST_MATRICES = 65535  # of a grid
+_MOST = 1 << 31  # what 32 bits count
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizeConfig:
+    """A kernel: all that its code depends on.
+
+    Attributes:
+        dtype: of the output.
+        layout: of the scales.
+        axis: of the contraction in the tensor whose compact scales are given.
+        down: blocks lie down the columns of what is read; else along its rows.
+        batched: there are several matrices.
+        rows: of a thread; at most those of a block where blocks lie down columns.
+        load, store, scale_load: bytes of an access to data, output and scales.
+    """
+
+    arch: str
+    format: str
+    dtype: torch.dtype
+    layout: str
+    axis: int
+    down: bool
+    batched: bool
+    has_global_scale: bool
+    rows: int
+    load: int
+    store: int
+    scale_load: int
+
+    @property
+    def columns(self) -> int:
+        """Of a thread."""
+        return _STORE // self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements in a row of a thread."""
+        return self.columns * get_format(self.format).element.bits // 8
+
+    @property
+    def outer(self) -> int:
+        """Neighbours across the contraction whose scales a thread needs."""
+        return self.columns if self.down else self.rows
+
+    def compile(self) -> Any:
+        """The kernel's host function; takes about a second and the CuTe DSL."""
+        from .dequantize_kernel import compile_config
+
+        return compile_config(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """``data``, ``scale``, ``out``: what the kernel takes of each, where it is not all as it is.
+
+    ``turned``: data lies column by column, and so will the output.
+    """
+
+    run: Callable[..., Any] | None
+    data: View | None
+    scale: View | None
+    out: View
+    template: Tensor
+    turned: bool
+
+
+def dequantize(
+    data: Tensor,
+    scale: Tensor,
+    format: Format,
+    *,
+    shape: Sequence[int],
+    axis: int = -1,
+    layout: str = "compact",
+    global_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    arch: str | None = None,
+) -> Tensor:
+    """``reference.dequantize`` of a tensor of ``shape``, rounded once to ``dtype``.
+
+    A NaN is 0x7FC0, 0x7E00 or 0x7FC00000, as from the CPU kernel; torch's casts to bfloat16 write
+    another one on each processor.
+
+    Args:
+        data: ``format.data_shape(shape, axis)``, contiguous in one of its last two dimensions; so
+            is the result, in the same one.
+        scale: as ``layout`` stores it; compact ones may have any strides.
+        global_scale: one fp32 value; where it is left out, its factor is.
+        dtype: bfloat16, float16 or float32.
+        out: takes the result; shares no memory with ``data`` and ``scale``.
+        arch: of the kernel where ``data`` is on a CPU, for the emulator.
+
+    Raises Unsupported, a ValueError, where there is no kernel, and ValueError for parts that do not
+    fit each other.
+    """
+    plan = _plan(
+        describe(data),
+        describe(scale),
+        describe(out),
+        data.device,
+        format.name,
+        tuple(shape),
+        axis,
+        layout,
+        None if global_scale is None else global_scale.numel(),
+        dtype,
+        arch,
+    )
+    made = torch.empty_like(plan.template) if out is None else out.mT if plan.turned else out
+    if plan.run is not None:
+        data, scale = (as_bytes(x) for x in (data, scale))
+        if global_scale is not None and global_scale.ndim:
+            global_scale = global_scale.view(())
+        plan.run(
+            data if plan.data is None else data.as_strided(*plan.data),
+            scale if plan.scale is None else scale.as_strided(*plan.scale),
+            made if made.shape == plan.out[0] else made.view(plan.out[0]),
+            global_scale,
+        )
+    if out is not None:
+        return out
+    return made.mT if plan.turned else made
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    data: Described,
+    scale: Described,
+    out: Described | None,
+    device: torch.device,
+    format: str,
+    shape: tuple[int, ...],
+    axis: int,
+    layout: str,
+    global_scales: int | None,
+    dtype: torch.dtype,
+    arch: str | None,
+) -> _Plan:
+    fmt = get_format(format)
+    if missing():
+        raise Unsupported(missing())
+    if arch is None:
+        if device.type != "cuda":
+            raise Unsupported(f"data is on {device}: the kernels run on CUDA devices")
+        arch = architecture(device.index)
+    _check(data, scale, fmt, shape, axis, layout, global_scales, dtype, arch)
+    turned = len(shape) > 1 and data[1][-1] != 1 and data[1][-2] == 1
+    made = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+    if out is not None:
+        _check_out(out, shape, dtype, turned)
+    kept = template(made, dtype, device)
+    if 0 in shape:
+        return _Plan(None, None, None, (made, ()), kept, turned)
+    down = (axis == -2) != turned
+    if down and fmt.element.bits < 8:
+        raise Unsupported(f"data has strides {data[1]}: it is packed along axis {axis}, not so")
+    lines = turn(data[:2]) if turned else data[:2]
+    views = as_matrices(lines, scale[:2], made, fmt, down, turned)
+    if views is None:
+        raise Unsupported(
+            f"data has strides {data[1]}, scale {scale[1]}: leading dimensions cannot be one"
+        )
+    read, found, written = views
+    _check_sizes(shape, views)
+    config = _choose(
+        read, found, written[0], data[3], scale[3], 0 if out is None else out[3],
+        format=fmt, dtype=dtype, layout=layout, axis=axis, down=down, arch=arch,
+        has_global_scale=global_scales is not None,
+    )  # fmt: skip
+    return _Plan(
+        run=get_kernel(config, device),
+        data=None if read == data[:2] else read,
+        scale=None if found == scale[:2] else found,
+        out=written,
+        template=kept,
+        turned=turned,
+    )
+
+
+def _check(
+    data: Described,
+    scale: Described,
+    format: Format,
+    shape: tuple[int, ...],
+    axis: int,
+    layout: str,
+    global_scales: int | None,
+    dtype: torch.dtype,
+    arch: str,
+) -> None:
+    """Raise where there is no kernel, or parts do not fit each other."""
+    name, where, itemsize = format.name, get_layout(layout), format.scale.nbytes
+    if arch not in ARCHITECTURES:
+        raise Unsupported(f"architecture {arch}: there are kernels for {_listed(ARCHITECTURES)}")
+    if dtype not in DTYPES:
+        raise Unsupported(f"dtype {dtype}: there are kernels for {_listed(DTYPES)}")
+    if format.element.bits == 6:
+        raise Unsupported(f"format {name}: no kernel unpacks 6-bit elements")
+    if itemsize not in where.itemsize:
+        raise Unsupported(f"layout {layout}: does not hold scales of {name}")
+    if layout != "compact" and len(shape) != 2:
+        raise Unsupported(f"layout {layout}: holds the scales of a matrix, shape is {shape}")
+    if len(shape) < -axis:
+        raise ValueError(f"axis: got {axis} for {len(shape)} dimension(s)")
+    if global_scales not in (None, 1):
+        raise ValueError(f"global_scale: got {global_scales} values; expected one, or None")
+    want = format.data_shape(shape, axis)
+    if data[0] != want or data[2].itemsize != 1:
+        raise ValueError(
+            f"data: got {tuple(data[0])} {data[2]}; {name} stores {shape} along axis {axis} as "
+            f"{want} {format.element.dtype}"
+        )
+    stored = format.scale_shape(shape, axis)
+    if layout != "compact":
+        rows, blocks = stored if axis == -1 else stored[::-1]
+        stored = where.stored_shape((rows, blocks))
+    size = where.stored_dtype(format.scale.dtype).itemsize
+    if scale[0] != stored or scale[2].itemsize != size:
+        raise ValueError(
+            f"scale: got {tuple(scale[0])} {scale[2]}; {name} in layout {layout} for {shape} along "
+            f"axis {axis} is {tuple(stored)}, {size} byte(s) each"
+        )
+    if layout != "compact" and not is_contiguous(scale[0], scale[1]):
+        raise Unsupported(f"scale has strides {scale[1]}: in layout {layout} it is contiguous")
+    if 1 not in data[1][-2:]:
+        raise Unsupported(f"data has strides {data[1]}: not contiguous in a dimension")
+
+
+def _check_out(out: Described, shape: tuple[int, ...], dtype: torch.dtype, turned: bool) -> None:
+    """``out`` must be dense, and lie in memory as the data does."""
+    if tuple(out[0]) != shape or out[2] != dtype:
+        raise ValueError(f"out: got {tuple(out[0])} {out[2]}; expected {shape} {dtype}")
+    if not is_contiguous(*(turn(out[:2]) if turned else out[:2])):
+        order = "column by column (mT of a contiguous tensor)" if turned else "contiguous"
+        raise ValueError(f"out: has strides {out[1]}; expected {order}, as the data is")
+
+
+def _check_sizes(shape: tuple[int, ...], views: Sequence[View]) -> None:
+    """Unsupported where the kernel would count too far."""
+    if math.prod(views[2][0][:-2]) > _MOST_MATRICES:
+        raise Unsupported(f"shape {shape}: more than {_MOST_MATRICES} matrices")
+    lengths = [n for view in views for n in view[0]]
+    strides = [4 * n for view in views for n in view[1][-2:]]
+    if max(*lengths, *strides, math.prod(views[2][0][-2:]) // _STORE) >= _MOST:
+        raise Unsupported(f"shape {shape}: the kernel counts a matrix's columns and blocks to 2^31")
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(map(str, names))
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def _choose(
+    data: View,
+    scale: View,
+    out: tuple[int, ...],
+    data_address: int,
+    scale_address: int,
+    out_address: int,
+    *,
+    format: Format,
+    dtype: torch.dtype,
+    layout: str,
+    axis: int,
+    down: bool,
+    arch: str,
+    has_global_scale: bool,
+) -> DequantizeConfig:
+    """The kernel for matrices of the shape ``out``; addresses count modulo 16."""
+    columns = _STORE // dtype.itemsize
+    threads = math.prod(out[:-1]) * -(-out[-1] // columns)
+    rows = _MOST_ROWS
+    while rows > 1 and threads < rows * _RESIDENT:
+        rows //= 2
+    nbytes = columns * format.element.bits // 8
+    return DequantizeConfig(
+        arch=arch,
+        format=format.name,
+        dtype=dtype,
+        layout=layout,
+        axis=axis,
+        down=down,
+        batched=len(out) > 2,
+        has_global_scale=has_global_scale,
+        rows=rows,
+        load=math.gcd(nbytes, data[0][-1], *_steps(data, -1), data_address),
+        store=math.gcd(_STORE, out[-1] * dtype.itemsize, out_address),
+        scale_load=_scale_load(
+            scale, scale_address, format, layout, axis, columns if down else rows
+        ),
+    )
+
+
+def _scale_load(
+    scale: View, address: int, format: Format, layout: str, axis: int, count: int
+) -> int:
+    """The widest load of neighbours across the contraction, of which a thread needs ``count``."""
+    size, shape, stride = format.scale.nbytes, *scale
+    outer = {"compact": -2 if axis == -1 else -1, "sm90": -1}.get(layout)
+    if outer is None or format.block[0] > 1 or (stride[outer] != 1 and shape[outer] > 1):
+        return size
+    lengths = count, shape[outer], *_steps(scale, outer)
+    return math.gcd(_STORE, address, *(n * size for n in lengths))
+
+
+def _steps(view: View, but: int) -> list[int]:
+    """Strides of all dimensions but one that have several items."""
+    shape, stride = map(list, view)
+    del shape[but], stride[but]
+    return [step for n, step in zip(shape, stride, strict=True) if n > 1]
