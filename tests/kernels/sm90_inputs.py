@@ -10,6 +10,7 @@ from torch import Tensor
 from blockscale import emulator as em
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.sm90.config import Config
+from blockscale.kernels.sm90.product_config import ProductConfig
 from blockscale.layouts import get_layout
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -61,7 +62,22 @@ def emulated(
     """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
     between them may change."""
     a, a_scale, b, b_scale = given
-    m, n, pad = a.shape[0], b.shape[0], 16 // config.out_dtype.itemsize
+    data = [x.view(torch.uint8) for x in (a, b)]
+    operands = data[0], a_scale, data[1], b_scale
+    shape, rest = (a.shape[0], b.shape[0]), (bias, alpha, multiprocessors)
+    return launched(config, shape, operands, start, rest, completion)
+
+
+def launched(
+    config: ProductConfig,
+    shape: tuple[int, int],
+    operands: tuple[Tensor, ...],
+    start: Tensor | None,
+    rest: tuple[Tensor | int | None, ...],
+    completion: str,
+) -> Tensor:
+    """As ``emulated``: a kernel that takes ``operands``, the output, and the ``rest``."""
+    (m, n), pad = shape, 16 // config.out_dtype.itemsize
     whole = torch.empty(m + 2, n + 2 * pad, dtype=config.out_dtype)
     whole.view(torch.uint8).fill_(0xA5)
     before = whole.clone()
@@ -69,10 +85,7 @@ def emulated(
     if start is not None:
         out.copy_(start)
     with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
-        data = [x.view(torch.uint8) for x in (a, b)]
-        compiled.build(config)(
-            data[0], a_scale, data[1], b_scale, out, bias, alpha, multiprocessors
-        )
+        compiled.build(config)(*operands, out, *rest)
     result = out.clone()
     out.copy_(before[1:-1, pad:-pad])
     assert torch.equal(whole.view(torch.uint8), before.view(torch.uint8)), "written beside it"
@@ -105,6 +118,6 @@ def frame_bytes(cubin: bytes) -> list[int]:
     return found
 
 
-def assert_no_spills(config: Config) -> None:
+def assert_no_spills(config: ProductConfig) -> None:
     """Of a kernel that has been run, with ``keep_cubin`` set."""
     assert frame_bytes(compiled.build(config).__cubin__) == [0]

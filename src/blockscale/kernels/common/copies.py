@@ -7,7 +7,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "Panels"]
 
 _SWIZZLES = {64: 2}  # bits that are changed, for rows of so many bytes
 
@@ -78,3 +78,22 @@ class Copies:
         """Store the box in a slot; by a warp."""
         shared, piece = self.pieces(atom, view, tiles, slot, position, 0)
         cute.copy(atom, shared, piece)
+
+
+class Panels(Copies):
+    """Tiles wider than what a row of shared memory holds: ``panels`` of them side by side, which
+    are one above the other there, each moved as a tile of :class:`Copies` is."""
+
+    def __init__(self, kind, tile, slots: int, panels: int, *, shares: int = 1):
+        super().__init__(kind, tile, slots * panels, shares=shares)
+        self.panels = panels
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels * super().nbytes
+
+    def load(self, atom, view, tiles, slot, position, barrier, share=0):
+        row, column = position
+        for i in range(self.panels):
+            at = row, column + i * self.tile[1]
+            super().load(atom, view, tiles, slot * self.panels + i, at, barrier, share)

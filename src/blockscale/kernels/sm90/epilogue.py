@@ -9,7 +9,7 @@ from cutlass import Float32, const_expr, cute, range_constexpr
 
 from ..common.copies import Copies
 from . import ptx
-from .config import Config
+from .product_config import ProductConfig
 
 __all__ = ["Epilogue"]
 
@@ -17,7 +17,7 @@ _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class Epilogue:
-    def __init__(self, config: Config, copies: Copies):
+    def __init__(self, config: ProductConfig, copies: Copies):
         self.config, self.copies = config, copies
 
     def value(self, sums, row_step: int, column: int, i: int):

@@ -11,13 +11,13 @@ import cutlass
 from cutlass import cute, range_constexpr
 
 from . import ptx
-from .config import Config
+from .product_config import ProductConfig
 
 __all__ = ["Exchange"]
 
 
 class Exchange:
-    def __init__(self, config: Config):
+    def __init__(self, config: ProductConfig):
         self.config = config
 
     def allocate(self, memory) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from cutlass import Float32, const_expr, cute, range_constexpr
+from cutlass import const_expr, cute, range_constexpr
 
 from . import ptx
 from .config import BLOCK_K, Config
+from .loop import Loop
 
 __all__ = ["Mainloop"]
 
@@ -24,29 +25,16 @@ _COLUMNS = 8  # of a wgmma's result, of which a thread has two, in two rows
 _AHEAD = 5  # pairs of scales that are read before they are needed: there are registers for so many
 
 
-class Mainloop:
-    def __init__(self, config: Config):
-        self.config = config
+class Mainloop(Loop):
+    config: Config
 
     def allocate(self) -> list:
-        """Sums of a thread, a tensor for each batch."""
-        config = self.config
-        self.parts = cute.make_rmem_tensor((config.batch // 2,), Float32)
-        self.parts.fill(0.0)
-        sums = [cute.make_rmem_tensor((config.batch // 2,), Float32) for _ in self.batches]
-        for each in sums:
-            each.fill(0.0)
-        return sums
+        self.parts = self.zeros()
+        return super().allocate()
 
-    @property
-    def batches(self) -> list[tuple[int, int]]:
-        """Steps down the rows and across the columns."""
-        config = self.config
-        return [(i, j) for i in range(config.row_steps) for j in range(config.column_steps)]
-
-    def start(self, shared, b_scales, full, empty, rows, thread) -> None:
-        """Addresses of a thread of the warpgroup that has the tile's rows from ``rows`` on."""
-        a, b, a_scales = shared
+    def start(self, shared, full, empty, rows, thread) -> None:
+        """``shared``: tiles, and scales of A and of B."""
+        a, b, a_scales, b_scales = shared
         self.full, self.empty = full, empty
         warp, lane = thread // 32, thread % 32
         self.lane = lane
@@ -93,7 +81,7 @@ class Mainloop:
                         if more:
                             cute.arch.mbarrier_wait(self.full + stage, phase)
                 ptx.wait_products(0)
-                release = (self.empty + here).toint() if last else None
+                release = here if last else None
                 self.add(sums[i], rows[row_step], columns, release)
         return stage, phase
 
@@ -129,11 +117,9 @@ class Mainloop:
         return iter([found[i] for i in segments])
 
     def add(self, sums, rows: list, columns: Iterator[list], release) -> None:
-        """Add a batch's partial sum. ``release``: the barrier of the stage, if it is not needed
-        after this batch.
-        """
+        """Add a batch's partial sum. ``release``: the stage, if it is not needed after this."""
         config = self.config
-        if config.b_block[0] > 1:
+        if release is not None and config.b_block[0] > 1:
             self.release(release)
         scales, scaled = None, None
         for group, column in enumerate(columns):
@@ -145,12 +131,8 @@ class Mainloop:
             added = ptx.fma4([sums[i] for i in where], parts, scales)
             for i, value in zip(where, added, strict=True):
                 sums[i] = value
-        if config.b_block[0] == 1:
+        if release is not None and config.b_block[0] == 1:
             self.release(release)
-
-    def release(self, barrier) -> None:
-        if barrier is not None:
-            ptx.arrive_at(barrier, self.lane, self.config.blocks)
 
 
 def _ahead(items: Iterator[Any]) -> Iterator[Any]:

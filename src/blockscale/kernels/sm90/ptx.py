@@ -17,6 +17,7 @@ __all__ = [
     "at_block",
     "descriptor",
     "expect",
+    "finish",
     "fma4",
     "load_floats",
     "load_pair",
@@ -32,6 +33,7 @@ __all__ = [
     "wait_cluster",
     "wait_products",
     "wgmma",
+    "wgmma_bf16",
 ]
 
 _HIGH = 0x40000040  # of a descriptor: swizzle of 128 bytes, eight rows are 1024 bytes
@@ -69,17 +71,35 @@ def sleep(nanoseconds) -> None:
 # --- products -------------------------------------------------------------------------------------
 
 
-def descriptor(address):
-    """Low word of the descriptor of a matrix in shared memory: rows of 128 bytes, swizzled."""
-    return ((Int32(address) >> 4) & 0x3FFF) | (1 << 16)
+def descriptor(address, apart: int = 16):
+    """Low word of the descriptor of a matrix in shared memory: rows of 128 bytes, swizzled, and
+    more of them ``apart`` bytes further where rows are longer."""
+    return ((Int32(address) >> 4) & 0x3FFF) | (apart >> 4 << 16)
 
 
 def wgmma(parts: list, a, b) -> list:
     """Start a K block's partial sum of 64 rows, in place of a thread's ``parts``, half as many as
     there are columns. ``a``, ``b``: descriptors.
     """
-    count = len(parts)
-    sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    return _wgmmas(parts, a, b, "k32.f32.e4m3.e4m3", (2, 2), ("p", "q"), "1, 1")
+
+
+def wgmma_bf16(sums: list, a, b, steps: tuple[int, int], transposed: tuple[bool, bool]) -> list:
+    """Start adding a K block of bf16 to the ``sums`` of 64 rows.
+
+    ``steps``: how far 16 columns of K are apart in A and in B, for a descriptor; ``transposed``:
+    rows in shared memory are those of K.
+    """
+    more = ", ".join(str(int(each)) for each in (True, True, *transposed))
+    return _wgmmas(sums, a, b, "k16.f32.bf16.bf16", steps, ("q", "q"), more)
+
+
+def _wgmmas(sums: list, a, b, kind: str, steps, keeps, more: str) -> list:
+    """A group of four along K. ``keeps``: whether the first one, and the others, add to ``sums``:
+    q, or overwrite them: p.
+    """
+    count = len(sums)
+    names = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = [
         ".reg .pred p, q; .reg .b64 a, b;",
         "setp.ne.b32 p, 0, 0; setp.ne.b32 q, 1, 0;",
@@ -88,20 +108,27 @@ def wgmma(parts: list, a, b) -> list:
     ]
     for step in range(4):
         if step:
-            lines.append("add.s64 a, a, 2; add.s64 b, b, 2;")
+            lines.append(f"add.s64 a, a, {steps[0]}; add.s64 b, b, {steps[1]};")
         lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.f32.e4m3.e4m3 "
-            f"{sums}, a, b, {'q' if step else 'p'}, 1, 1;"
+            f"wgmma.mma_async.sync.aligned.m64n{2 * count}{kind} "
+            f"{names}, a, b, {keeps[step > 0]}, {more};"
         )
     lines.append("wgmma.commit_group.sync.aligned;")
     code = "{ " + " ".join(lines) + " }"
     constraints = ["r", "r", *(str(i) for i in range(count))]
-    return _asm(code, [Float32] * count, [a, b, *parts], constraints, memory=True)
+    return _asm(code, [Float32] * count, [a, b, *sums], constraints, memory=True)
 
 
 def wait_products(pending: int) -> None:
     """Until all but the last ``pending`` groups of wgmmas have finished."""
     _asm(f"wgmma.wait_group.sync.aligned {pending};", [], [], [], memory=True)
+
+
+def finish(sums: list) -> list:
+    """``sums``, when all wgmmas have finished."""
+    constraints = [str(i) for i in range(len(sums))]
+    code = "wgmma.wait_group.sync.aligned 0;"
+    return _asm(code, [Float32] * len(sums), sums, constraints, memory=True)
 
 
 def fma4(sums: list, parts: list, scales: list) -> list:

@@ -1,0 +1,97 @@
+"""What to compile for a product of bf16 matrices, and how it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .product_config import ROW, ProductConfig, Shape, fit, ordered
+
+__all__ = ["BLOCK_K", "PlainConfig", "candidates", "choose_config"]
+
+BLOCK_K = ROW // 2  # columns of a stage
+MAJORS = ("k", "mn")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainConfig(ProductConfig):
+    """A kernel of bf16: all that its code depends on.
+
+    Attributes:
+        a_major, b_major: which dimension of A (M, K), of B (N, K) lies together in memory: "k", or
+            the other one, "mn".
+    """
+
+    a_major: str = "k"
+    b_major: str = "k"
+
+    def wrong(self) -> dict[str, Any]:
+        return ProductConfig.wrong(self) | {
+            "a_major": self.a_major not in MAJORS,
+            "b_major": self.b_major not in MAJORS
+            or (self.b_major == "mn" and self.batch % BLOCK_K),
+        }
+
+    def compile(self) -> Any:
+        """The kernel's host function; takes about a second and the CuTe DSL."""
+        from .plain import compile_config
+
+        return compile_config(self)
+
+
+def _shape(loop: int, fixed: int, **fields: Any) -> Shape:
+    return Shape(PlainConfig(torch.bfloat16, c_buffers=1, **fields), loop, fixed)
+
+
+_SQUARE = {"tile": (128, 128), "batch": 128, "stages": 5}
+_FEW = {"cluster": (1, 1), "alternate": True, "stages": 7}
+
+# Estimated from FP8's: as many bytes a K block, and tensor cores at half the rate.
+SHAPES = (
+    _shape(608, 3729),
+    _shape(613, 3836, cluster=(1, 1)),
+    _shape(465, 2571, tile=(128, 192), batch=192),
+    _shape(344, 1410, **_SQUARE),
+    _shape(345, 1934, **_SQUARE, cluster=(1, 1)),
+    _shape(275, 1343, **_FEW, tile=(128, 64), batch=64),
+    _shape(296, 922, **_FEW, tile=(64, 128), batch=128),
+    _shape(204, 543, **_FEW, tile=(64, 64), batch=64),
+)
+
+
+def candidates(
+    shape: tuple[int, int, int], out_dtype: torch.dtype, **fields: Any
+) -> list[PlainConfig]:
+    """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first."""
+    return [fit(each, out_dtype=out_dtype, **fields) for each in ordered(SHAPES, shape, BLOCK_K)]
+
+
+def choose_config(
+    shape: tuple[int, int, int],
+    out_dtype: torch.dtype,
+    *,
+    majors: tuple[str, str] = ("k", "k"),
+    accumulate: bool = False,
+    aligned: bool = True,
+    bias: torch.dtype | None = None,
+    alpha: bool = False,
+) -> PlainConfig:
+    """The kernel for a product of ``shape`` (M, N, K).
+
+    ``majors``: of A and of B. ``aligned``: the output starts, and each of its rows starts and ends,
+    at a multiple of 16 bytes. ``bias``: its type.
+    """
+    first = ordered(SHAPES, shape, BLOCK_K)[0]
+    config: PlainConfig = fit(
+        first,
+        out_dtype=out_dtype,
+        a_major=majors[0],
+        b_major=majors[1],
+        accumulate=accumulate,
+        bias=bias,
+        alpha=alpha,
+        tma_store=aligned,
+    )
+    return config

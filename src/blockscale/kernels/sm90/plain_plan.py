@@ -1,0 +1,70 @@
+"""What a call of the bf16 product needs, found once for all calls alike."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
+from .plain_config import choose_config
+from .plan import (
+    Plan,
+    aligned_rows,
+    check_loadable,
+    check_matrix,
+    check_rest,
+    multiprocessors_of,
+)
+from .product_config import why_not
+
+__all__ = ["plan_plain"]
+
+
+@lru_cache(maxsize=4096)
+def plan_plain(
+    a: Described,
+    b: Described,
+    out: Described | None,
+    bias: Described | None,
+    alpha: Described | None,
+    out_dtype: torch.dtype,
+    accumulate: bool,
+    device: torch.device,
+    arch: str | None,
+) -> Plan:
+    """The plan of a call of ``plain_gemm``; raises as it does. ``Plan.run`` takes the operands,
+    transposed where K is not contiguous, the output, bias, alpha, and multiprocessors.
+    """
+    rows = {"a": _by_rows(a), "b": _by_rows(b)}
+    for name, data in rows.items():
+        check_matrix(name, data, (torch.bfloat16,))
+    if a[0][1] != b[0][1]:
+        raise ValueError(f"a, b: got {tuple(a[0])} and {tuple(b[0])}; expected (M, K) and (N, K)")
+    reason = missing() or why_not(out_dtype, arch or architecture(device.index))
+    if reason:
+        raise Unsupported(reason)
+    (m, k), n = a[0], b[0][0]
+    check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
+    like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
+    if 0 in (m, n, k):
+        return Plan(None, None, 0, like)
+    check_loadable(**rows)
+    config = choose_config(
+        (m, n, k),
+        out_dtype,
+        majors=("k" if rows["a"] is a else "mn", "k" if rows["b"] is b else "mn"),
+        accumulate=accumulate,
+        aligned=aligned_rows(n, out, out_dtype),
+        bias=None if bias is None else bias[2],
+        alpha=alpha is not None,
+    )
+    return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
+
+
+def _by_rows(x: Described) -> Described:
+    """The matrix, or its transpose where that is what has contiguous rows."""
+    shape, stride, dtype, address = x
+    if len(shape) != 2 or stride[1] == 1 or stride[0] != 1:
+        return x
+    return torch.Size(shape[::-1]), stride[::-1], dtype, address

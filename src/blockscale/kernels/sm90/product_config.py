@@ -1,0 +1,158 @@
+"""What configurations of the products share whose operands reach the tensor cores as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..gpu.config import SHARED
+from .stored import BOX, MULTIPROCESSORS, ROWS, Stored
+
+__all__ = ["OUT_DTYPES", "ROW", "ProductConfig", "Shape", "fit", "ordered", "why_not"]
+
+ROW = 128  # bytes of a row of a tile in shared memory
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductConfig(Stored):
+    """A kernel: all that its code depends on.
+
+    Attributes:
+        accumulate: add to the output.
+        tile: rows and columns of the output that a block of threads takes at once.
+        cluster: blocks that share tiles of B (along M) and of A (along N); two at most.
+        stages: tiles of A and B in flight.
+        warpgroups: that multiply, each some of the tile's rows.
+        alternate: two warpgroups take all rows instead, and every other K block each: where the
+            tiles are few and small, one waits for memory while the other works.
+        batch: columns of one wgmma.
+        c_buffers: boxes of 64 rows x 128 bytes in which a warpgroup puts its output together.
+        skew: nanoseconds by which a warpgroup starts after the one before it, so that one works
+            while another stores.
+        group: tiles along M that are taken before the next ones along N.
+        tma_store: the output is stored by TMA; else an element at a time.
+        bias: the type of a vector that is added to each row, if there is one.
+        alpha: the sums are multiplied by a scalar.
+    """
+
+    out_dtype: torch.dtype
+    accumulate: bool = False
+    tile: tuple[int, int] = (128, 256)
+    cluster: tuple[int, int] = (2, 1)
+    stages: int = 4
+    warpgroups: int = 2
+    alternate: bool = False
+    batch: int = 256
+    c_buffers: int = 2
+    skew: int = 0
+    group: int = 8
+    tma_store: bool = True
+    bias: torch.dtype | None = None
+    alpha: bool = False
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        for name, bad in self.wrong().items():
+            if bad:
+                raise ValueError(f"{name}: got {getattr(self, name)}; no kernel is made so: {self}")
+
+    def wrong(self) -> dict[str, Any]:
+        """Fields, and whether there is no kernel with such a value."""
+        rows, columns = self.tile
+        return {
+            "tile": rows % (ROWS * self.row_warpgroups) or columns % self.batch,
+            "alternate": self.alternate and self.warpgroups != 2,
+            "batch": self.batch % 16 or self.batch > 256,
+            "cluster": self.cluster not in ((1, 1), (2, 1), (1, 2)),
+            "stages": self.shared_bytes > SHARED,
+            "c_buffers": self.boxes % self.c_buffers or columns * self.out_dtype.itemsize % BOX,
+        }
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.warpgroups)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that loads, and of one that multiplies."""
+        return {1: (56, 240), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
+
+    @property
+    def blocks(self) -> int:
+        """Of threads, in a cluster; they share tiles of A or B."""
+        return self.cluster[0] * self.cluster[1]
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Room for the sums of the other warpgroup."""
+        return 4 * self.tile[0] * self.tile[1] if self.alternate else 0
+
+    @property
+    def row_warpgroups(self) -> int:
+        """That share the rows of a tile, and store them."""
+        return 1 if self.alternate else self.warpgroups
+
+    @property
+    def column_steps(self) -> int:
+        return self.tile[1] // self.batch
+
+    @property
+    def stage_bytes(self) -> int:
+        return sum(self.tile) * ROW
+
+    @property
+    def shared_bytes(self) -> int:
+        """With two barriers a stage."""
+        return self.stages * (self.stage_bytes + 16) + self.output_bytes + self.exchange_bytes + 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A way to cut a product into tiles, and what it costs, in nanoseconds.
+
+    Attributes:
+        config: with one buffer for its output.
+        loop: of a K block.
+        fixed: of a tile, beside its K blocks.
+    """
+
+    config: ProductConfig
+    loop: int
+    fixed: int
+
+    def nanoseconds(self, shape: tuple[int, int, int], block_k: int) -> int:
+        """An estimate for a product of ``shape`` (M, N, K), in K blocks of ``block_k``."""
+        config, (m, n, k) = self.config, shape
+        rows, columns = config.tile
+        down, across = config.cluster
+        clusters = -(-m // (rows * down)) * -(-n // (columns * across))
+        turns = -(-clusters // (MULTIPROCESSORS // config.blocks))
+        return turns * (-(-k // block_k) * self.loop + self.fixed)
+
+
+def ordered(
+    shapes: Iterable[Shape], shape: tuple[int, int, int], block_k: int
+) -> list[ProductConfig]:
+    """The one of least estimated time first."""
+    return [each.config for each in sorted(shapes, key=lambda s: s.nanoseconds(shape, block_k))]
+
+
+def fit(config: ProductConfig, **fields: Any) -> Any:
+    """The configuration with other ``fields``, and as much room for its output as there is."""
+    least = replace(config, c_buffers=1, **fields)
+    room = SHARED - least.shared_bytes + least.output_bytes
+    fitting = (n for n in (4, 3, 2) if least.boxes % n == 0 and n * least.output_bytes <= room)
+    return replace(least, c_buffers=next(fitting, 1))
+
+
+def why_not(out_dtype: torch.dtype, arch: str) -> str:
+    """Why there is no kernel for such a product; empty where there is one."""
+    if arch != "sm_90a":
+        return f"architecture {arch}: these kernels are for sm_90a"
+    if out_dtype not in OUT_DTYPES:
+        return f"out_dtype {out_dtype}: there are kernels for {', '.join(map(str, OUT_DTYPES))}"
+    return ""
