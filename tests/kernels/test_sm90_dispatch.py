@@ -16,7 +16,8 @@ import blockscale as bs
 from blockscale import emulator as em
 from blockscale import gemm_launch
 from blockscale.kernels import sm90
-from blockscale.kernels.sm90 import plan, widened_plan
+from blockscale.kernels.gpu import dequantize_plan
+from blockscale.kernels.sm90 import dequantized_gemm, plain_plan, plan, widened_plan
 from blockscale.ops import backends
 
 ROWS, BLOCKS = "fp8_1x128", "fp8_128x128"
@@ -41,9 +42,15 @@ def launches(monkeypatch):
 
         return run
 
-    for module in (plan, widened_plan):
+    for module in (plan, widened_plan, plain_plan, dequantize_plan):
         monkeypatch.setattr(module, "architecture", lambda index: "sm_90a")
         monkeypatch.setattr(module, "get_kernel", counted)
+    dequantize = dequantized_gemm.dequantize
+
+    def emulated(*args, **options):
+        return dequantize(*args, **options | {"arch": "sm_90a"})
+
+    monkeypatch.setattr(dequantized_gemm, "dequantize", emulated)
     with em.cutedsl(em.Device("sm_90a", check="all")):
         yield launched
     clear()
@@ -52,6 +59,8 @@ def launches(monkeypatch):
 def clear() -> None:
     plan.plan_gemm.cache_clear()
     widened_plan.plan_widened.cache_clear()
+    plain_plan.plan_plain.cache_clear()
+    dequantize_plan._plan.cache_clear()
 
 
 def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -98,6 +107,36 @@ def test_widened_formats(launches, left, right):
     out = torch.ones(34, 136)
     bs.gemm(a, b, out=out, accumulate=True, bias=bias)
     assert_close(out, want + 1 + bias.double(), FP32)
+    assert len(launches) == 3
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), (None, "mxfp8")]
+)
+def test_widened_in_memory(launches, monkeypatch, left, right):
+    """Where that is faster: two dequantizers at most, and a product of bf16 matrices."""
+    for module in (dequantized_gemm, gemm_launch):
+        monkeypatch.setattr(module, "FEW", 33)
+    x, w = matrix(34, 248), matrix(141, 248, seed=1)
+    a = x if left is None else bs.quantize(x, left, pad=True)
+    b = bs.quantize(w, right, pad=True).mT
+    values = x.double() if left is None else a.dequantize(torch.float64)
+    want = values @ b.dequantize(torch.float64)
+    for _ in range(2):
+        assert_close(bs.gemm(a, b, backend="kernel"), want, BF16)
+    bias, out = matrix(141, seed=2), torch.ones(34, 141)
+    bs.gemm(a, b, out=out, accumulate=True, bias=bias)
+    assert_close(out, want + 1 + bias.double(), FP32)
+    assert len(launches) == (6 if left is None else 9)
+
+
+@pytest.mark.parametrize("a_strided", [False, True])
+def test_columns_as_they_lie(launches, a_strided):
+    """Operands of 8 bits whose contraction is not contiguous; and rows TMA cannot load."""
+    x, w = matrix(35, 256), matrix(256, 141, seed=1)
+    a = bs.quantize(x.mT.contiguous(), "mxfp8", -2).mT if a_strided else bs.quantize(x, "mxfp8")
+    b = bs.quantize(w, "mxfp8", -2)
+    assert_close(bs.gemm(a, b, backend="kernel"), product(a, b), BF16)
     assert len(launches) == 3
 
 

@@ -41,17 +41,13 @@ def _fp8_block(a: ScaledTensor, b: ScaledTensor, arch: str) -> Tensor:
 def _widened(a: ScaledTensor, b: ScaledTensor, arch: str) -> Tensor:
     import torch
 
-    from ..kernels.sm90.widened_gemm import widened_gemm
+    from ..kernels.sm90.dequantized_gemm import exact_gemm
 
     scalars = [q.global_scale for q in (a, b) if q.global_scale is not None]
-    return widened_gemm(
-        *(a.qdata, a.qscale.contiguous(), a.format_name),
-        *(b.qdata.mT, b.qscale.mT.contiguous(), b.format_name),
+    return exact_gemm(
+        *(a.qdata, a.qscale, a.format_name),
+        *(b.qdata.mT, b.qscale.mT, b.format_name),
         alpha=torch.stack(scalars).prod() if scalars else None,
-        bias=None,
-        out_dtype=torch.bfloat16,
-        c=None,
-        accumulate=False,
         arch=arch,
     )
 
@@ -120,15 +116,15 @@ def gemm(
     """
     import torch
 
-    from ..formats import choose, get_format
+    from ..formats import choose
 
     kernel = choose("format", format, _KERNELS)
     strided = choose("transpose", transpose, _TRANSPOSES)
     m, n, k = parse_size("shape", shape, "M, N and K", "192x320x384")
-    if transpose != "TN" and get_format(kernel.activations).element.bits == 8:
+    if transpose != "TN" and format == "fp8_block":
         raise ValueError(
-            f"transpose: got {transpose!r}; there are kernels for 8-bit operands that lie along K "
-            "both: quantize with k_major=True, and the same product is 'TN'"
+            f"transpose: got {transpose!r}; Hopper multiplies FP8 operands that lie along K both: "
+            "quantize with k_major=True, and the same product is 'TN'"
         )
     a, b = _operands(kernel, (m, n, k), strided, seed)
     start = time.perf_counter()

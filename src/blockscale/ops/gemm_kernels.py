@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..formats import Format, formats, get_format
 from ..kernels import gpu, sm90
-from ..kernels.sm90.widened_gemm import widened_gemm
+from ..kernels.sm90.dequantized_gemm import exact_gemm
+from ..kernels.sm90.loadable import loadable
 from ..layouts import get_layout
 
 __all__ = [
@@ -110,9 +111,9 @@ def _fp8(
 ) -> Tensor:
     few = b.kind.block[0] > 1
     return sm90.gemm(
-        _loadable("a", a.data),
+        _along_k("a", a.data),
         _by_rows(a, -1),
-        _loadable("b", b.data.mT),
+        _along_k("b", b.data.mT),
         scale_matrix(b, -2) if few else _by_rows(b, -2),
         b_block=b.kind.block,
         out_dtype=out_dtype,
@@ -122,20 +123,14 @@ def _fp8(
     )
 
 
-def _loadable(name: str, data: Tensor) -> Tensor:
-    """A matrix as kernels of Hopper load it: Unsupported unless its contraction is contiguous;
-    copied to where rows start at multiples of 16 bytes, as TMA wants them, if they do not."""
+def _along_k(name: str, data: Tensor) -> Tensor:
+    """A matrix whose contraction is contiguous; Unsupported otherwise."""
     if data.stride(1) != 1 and data.shape[1] > 1:
         raise gpu.Unsupported(
-            f"{name}: its contraction is not contiguous, as the kernels need it: quantize "
+            f"{name}: its contraction is not contiguous, as FP8 tensor cores need it: quantize "
             "columns (axis=-2) with k_major=True"
         )
-    size = data.element_size()
-    if not (data.data_ptr() % 16 or data.stride(0) * size % 16):
-        return data
-    rows, columns = data.shape
-    apart = -(-columns * size // 16) * 16 // size
-    return data.new_empty(rows, apart)[:, :columns].copy_(data)
+    return loadable(data)
 
 
 def _by_rows(side: Side, axis: int) -> Tensor:
@@ -160,13 +155,12 @@ def _widened(
     accumulate: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    plain = a.format is None  # and may lie in any order
-    return widened_gemm(
-        _loadable("a", a.data.contiguous() if plain and a.data.stride(1) != 1 else a.data),
-        None if plain else scale_matrix(a, -1).contiguous(),
+    return exact_gemm(
+        a.data,
+        None if a.scale is None else scale_matrix(a, -1),
         a.format,
-        _loadable("b", b.data.mT),
-        scale_matrix(b, -2).contiguous(),
+        b.data.mT,
+        scale_matrix(b, -2),
         b.kind.name,
         alpha=global_product(a.global_scale, b.global_scale),
         bias=bias,

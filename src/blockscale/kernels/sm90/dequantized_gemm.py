@@ -1,0 +1,87 @@
+"""Products of MXFP8, MXFP4 and NVFP4 matrices on Hopper, widened to bf16 in memory first: exact.
+
+``widened_gemm`` widens in its kernel, once for each tile that needs an element. With more rows than
+a few it is faster to write bf16 matrices once, at the speed of memory, and to multiply these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats import Format, get_format
+from ..gpu.dequantize_plan import dequantize
+from .loadable import loadable
+from .plain_gemm import plain_gemm
+from .widened_gemm import widened_gemm
+
+__all__ = ["FEW", "dequantized_gemm", "exact_gemm"]
+
+FEW = 128  # rows of A with which B is read once, and nothing is widened twice
+
+
+def exact_gemm(
+    a_data: Tensor,
+    a_scale: Tensor | None,
+    a_format: str | None,
+    b_data: Tensor,
+    b_scale: Tensor,
+    b_format: str,
+    **options: Any,
+) -> Tensor:
+    """``widened_gemm`` of few rows whose operands lie along K, else ``dequantized_gemm``: what is
+    faster, of arguments that both have in common."""
+    run = dequantized_gemm
+    if a_data.shape[0] <= FEW and all(x.stride(1) == 1 for x in (a_data, b_data)):
+        run, a_data, b_data = widened_gemm, loadable(a_data), loadable(b_data)
+        a_scale, b_scale = (
+            a_scale if a_scale is None else a_scale.contiguous(),
+            b_scale.contiguous(),
+        )
+    return run(a_data, a_scale, a_format, b_data, b_scale, b_format, **options)
+
+
+def dequantized_gemm(
+    a_data: Tensor,
+    a_scale: Tensor | None,
+    a_format: str | None,
+    b_data: Tensor,
+    b_scale: Tensor,
+    b_format: str,
+    *,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    c: Tensor | None = None,
+    accumulate: bool = False,
+    arch: str | None = None,
+) -> Tensor:
+    """``alpha * A @ B.mT + bias``, as ``widened_gemm`` has it, of operands that may also have their
+    other dimension contiguous: a view ``data.mT``, with scales ``scale.mT``. 4-bit elements are
+    packed along K. Takes two bytes for each element of a quantized operand while it runs.
+
+    Raises as ``widened_gemm`` does, but not for rows that lie anyhow.
+    """
+    a_k, b_k = (
+        data.shape[1] if name is None else get_format(name).element.elements(data.shape[1])
+        for data, name in ((a_data, a_format), (b_data, b_format))
+    )
+    k = a_k if a_format is None else b_k
+    a = a_data if a_scale is None else _values(a_data, a_scale, get_format(a_format), k, arch)
+    b = _values(b_data, b_scale, get_format(b_format), k, arch)
+    return plain_gemm(
+        loadable(a),
+        loadable(b),
+        alpha=alpha,
+        bias=bias,
+        out_dtype=out_dtype,
+        c=c,
+        accumulate=accumulate,
+        arch=arch,
+    )
+
+
+def _values(data: Tensor, scale: Tensor, format: Format, k: int, arch: str | None) -> Tensor:
+    return dequantize(data, scale, format, shape=(data.shape[0], k), arch=arch)
