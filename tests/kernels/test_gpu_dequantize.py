@@ -13,14 +13,16 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from gpu_bench import assert_same, nasty, poisoned
+from sm90_inputs import frame_bytes
 
 import blockscale as bs
 from blockscale import emulator as em
 from blockscale import reference
+from blockscale.emulator.hostcode import settings
 from blockscale.emulator.report import Report
 from blockscale.formats import Format, formats
 from blockscale.kernels import gpu
-from blockscale.kernels.gpu import dequantize_plan
+from blockscale.kernels.gpu import compiled, dequantize_plan
 from blockscale.layouts import as_bytes, get_layout
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -277,10 +279,18 @@ def test_nothing_beside_the_output(name, axis, shape):
     ("name", "axis", "dtype"),
     [("mxfp8", -1, BF16), ("mxfp8", -2, BF16), ("nvfp4", -1, BF16), ("fp8_1x128", -1, FP32)],
 )
-def test_sectors(name, axis, dtype, arch):
+def test_sectors(name, axis, dtype, arch, monkeypatch):
     """No sector of data or output is moved in part, and none twice; of scales, all that lie side by
-    side in a line are asked for at once.
+    side in a line are asked for at once. No registers are spilled.
     """
+    monkeypatch.setattr(settings(), "keep_cubin", True)
+    real, kernels = dequantize_plan.get_kernel, []
+
+    def get_kernel(config: Any, device: torch.device) -> Any:
+        kernels.append(compiled.build(config))
+        return real(config, device)
+
+    monkeypatch.setattr(dequantize_plan, "get_kernel", get_kernel)
     rows, columns, fmt = 32, 512, formats[name]
     if fmt.block_size > 32:
         columns = 1024
@@ -291,6 +301,7 @@ def test_sectors(name, axis, dtype, arch):
     codes = rows * columns * fmt.element.bits // 8
     of_data = [each for each in report.sectors if "no_allocate" in each.place.opcode]
     assert sum(each.asked for each in of_data) == codes == 32 * sum(e.sectors for e in of_data)
+    assert [frame_bytes(kernel.__cubin__) for kernel in kernels] == [[0]]
 
 
 # --- what is refused ------------------------------------------------------------------------------

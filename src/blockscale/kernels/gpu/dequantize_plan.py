@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
+from ..common.machine import MULTIPROCESSORS
 from .config import ARCHITECTURES, DTYPES
 from .dequantize_views import View, as_matrices, is_contiguous, turn
 from .outputs import template
@@ -23,7 +24,7 @@ __all__ = ["THREADS", "DequantizeConfig", "dequantize"]
 THREADS = 256  # of a block
 _STORE = 16  # bytes of a thread's output in a row
 _MOST_ROWS = 8
-_RESIDENT = 132 * 1024  # threads with which all loads that an H200 needs are under way
+_RESIDENT = 1024 * MULTIPROCESSORS["sm_90a"]  # threads whose loads keep an H200 busy
 _MOST_MATRICES = 65535  # of a grid
 _MOST = 1 << 31  # what 32 bits count
 
