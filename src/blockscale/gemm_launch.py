@@ -18,8 +18,8 @@ from torch import Tensor
 from .formats import get_format
 from .kernels import sm90
 from .kernels.gpu.plan import describe
-from .kernels.sm90.dequantized_gemm import FEW
 from .kernels.sm90.plan import Plan, plan_gemm
+from .kernels.sm90.widened_config import FEW
 from .kernels.sm90.widened_plan import plan_widened
 from .ops.gemm import check_apart, mark_written, span
 from .ops.gemm_kernels import FP8, KERNELS, WIDENED, detached, global_product
@@ -223,7 +223,7 @@ def _prepare_fp8(
         a.data.device,
         None,
     )
-    return _launch(plan, False, a, b, out, bias)
+    return _launch(plan, a, b, out, bias)
 
 
 def _prepare_widened(
@@ -250,11 +250,11 @@ def _prepare_widened(
         a.data.device,
         None,
     )
-    return _launch(plan, plan.config is not None and plan.config.swap, a, b, out, bias)
+    return _launch(plan, a, b, out, bias)
 
 
 def _launch(
-    plan: Plan, swap: bool, a: _Operand, b: _Operand, out: Tensor | None, bias: Tensor | None
+    plan: Plan, a: _Operand, b: _Operand, out: Tensor | None, bias: Tensor | None
 ) -> Launch:
     """What launches a kernel, given operands, output and bias that lie as these do."""
     if plan.run is None:
@@ -270,12 +270,11 @@ def _launch(
             check_apart(out, out_span, (a.data, a.scale, b.data, b.scale, bias), spans)
             mark_written(out)
             result, written = out, detached(out)
-        left, right = (b, a) if swap else (a, b)
         run(
-            left.data,
-            left.scale,
-            right.data,
-            right.scale,
+            a.data,
+            a.scale,
+            b.data,
+            b.scale,
             written,
             None if bias is None else detached(bias),
             global_product(a.global_scale, b.global_scale),

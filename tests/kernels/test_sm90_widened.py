@@ -1,4 +1,4 @@
-"""Products of operands that a Hopper kernel widens to bf16, run in the emulator, against fp64
+"""Products of few rows that a Hopper kernel widens to bf16, run in the emulator, against fp64
 products of operands that are dequantized by plain torch."""
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from blockscale.emulator.hostcode import settings
 from blockscale.formats import get_format
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
-from blockscale.kernels.sm90.widened_config import Config, choose_config, why_not
+from blockscale.kernels.sm90.widened_config import FEW, Config, choose_config, why_not
 from blockscale.kernels.sm90.widened_gemm import widened_gemm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
 Operand = tuple[Tensor, Tensor | None]
 
-SMALL = Config("mxfp8", "mxfp8", BF16, tile=(128, 64), stages=2)
+SMALL = Config("mxfp8", "mxfp8", BF16, tile=(32, 128))
 
 
 @pytest.fixture(autouse=True)
@@ -72,12 +72,7 @@ def dequantized(name: str, data: Tensor, scale: Tensor | None) -> Tensor:
 
 def operands(config: Config, m: int, n: int, k: int) -> tuple[Operand, Operand]:
     """A and B."""
-    a, b = names(config)
-    return operand(a, m, k, 1), operand(b, n, k, 2)
-
-
-def names(config: Config) -> tuple[str, str]:
-    return (config.right, config.left) if config.swap else (config.left, config.right)
+    return operand(config.a_format, m, k, 1), operand(config.b_format, n, k, 2)
 
 
 def emulated(
@@ -100,11 +95,10 @@ def emulated(
     out = whole[1:-1, pad:-pad]
     if start is not None:
         out.copy_(start)
-    left, right = (b, a) if config.swap else (a, b)
     with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
         kernel = compiled.build(config)
         assert frame_bytes(kernel.__cubin__) == [0], "spills"
-        kernel(*left, *right, out, bias, alpha, multiprocessors)
+        kernel(*a, *b, out, bias, alpha, multiprocessors)
     result = out.clone()
     out.copy_(before[1:-1, pad:-pad])
     assert torch.equal(whole.view(torch.uint8), before.view(torch.uint8)), "written beside it"
@@ -120,57 +114,49 @@ def assert_close(got: Tensor, a: Tensor, b: Tensor, added: Tensor | float = 0.0)
     assert bool(((got.double() - want).abs() <= half * (want.abs() + slack) + slack).all())
 
 
-def check(config: Config, m: int, n: int, k: int, **kwargs) -> None:
-    a, b = operands(config, m, n, k)
-    got = emulated(config, a, b, **kwargs)
-    x, y = (dequantized(name, *each) for name, each in zip(names(config), (a, b), strict=True))
-    assert_close(got, x, y)
+def check(config: Config, a: Operand, b: Operand, got: Tensor) -> None:
+    assert_close(got, dequantized(config.a_format, *a), dequantized(config.b_format, *b))
 
 
 # --- formats and shapes ---------------------------------------------------------------------------
 
-WEIGHTS = {"right": "bf16", "swap": True, "tma_store": False}
-CASES = [
-    ("eager", {"left": "mxfp8", "right": "mxfp4", "tile": (128, 8)}),
-    ("random", {"left": "mxfp4", "right": "mxfp8_e5m2", "tile": (128, 16)}),
-    ("late", {"left": "mxfp8_e5m2", "right": "mxfp8", "tile": (128, 32), "ahead": 2}),
-    ("random", {"left": "nvfp4", "right": "nvfp4", "tile": (64, 64), "warpgroups": 1}),
-    ("eager", {"left": "mxfp8", "tile": (128, 128), **WEIGHTS}),
-    ("late", {"left": "mxfp4", "tile": (256, 8), "warpgroups": 4, "split": 2, **WEIGHTS}),
-    ("random", {"left": "nvfp4", "tile": (256, 16), "warpgroups": 4, "split": 4, **WEIGHTS}),
-    ("random", {"left": "mxfp8", "tile": (128, 16), "split": 2, **WEIGHTS, "right": "mxfp8"}),
+CASES = [  # A, B, rows of their tiles, blocks that split K, K, type of the output, stored by TMA
+    ("eager", "mxfp4", "mxfp8", (8, 128), 1, 1152, FP32, False),
+    ("random", "bf16", "mxfp4", (8, 128), 1, 1152, FP32, False),
+    ("random", "mxfp8_e5m2", "mxfp4", (16, 128), 2, 384, FP32, False),
+    ("eager", "mxfp8", "mxfp8_e5m2", (32, 128), 4, 640, FP32, False),
+    ("late", "nvfp4", "nvfp4", (64, 128), 2, 256, BF16, True),
+    ("random", "bf16", "nvfp4", (64, 256), 4, 512, FP16, True),
+    ("late", "bf16", "mxfp8", (128, 128), 2, 384, BF16, True),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_pairs(case):
-    """Pairs of formats; each shape of a wgmma; tails in M and N, and several tiles by one block;
-    blocks that have a part of K each, and bring together the sums of one of their warpgroups, or of
-    two."""
-    completion, fields = case
-    store = fields["tile"][1] >= 32
-    config = replace(SMALL, **{"out_dtype": FP32, "stages": 3, "tma_store": store, **fields})
-    rows, columns = config.tile
-    m, n = (columns - 3, rows + 8) if config.swap else (rows + 8, max(8, columns - 8))
-    k = 128 * (config.split + 1)
-    check(config, m, n, k, completion=completion, multiprocessors=config.split)
+    """Pairs of formats; each shape of a wgmma; tails in M and N, and two tiles by one block; stages
+    that are used again and again; blocks that have a part of K each, and add up one of a tile's
+    shares, or none."""
+    completion, a_format, b_format, tile, split, k, dtype, tma_store = case
+    config = Config(a_format, b_format, dtype, tile, split, tma_store=tma_store)
+    a, b = operands(config, tile[0] - 3, tile[1] + 8, k)
+    check(config, a, b, emulated(config, a, b, completion=completion, multiprocessors=split))
 
 
-@pytest.mark.parametrize(("left", "k"), [("mxfp8", 288), ("nvfp4", 32)])
-def test_tails_of_k(left, k):
+def test_same_bits():
+    """Whichever of the blocks that split K is first."""
+    config = Config("mxfp8", "mxfp8_e5m2", FP32, (32, 128), 4)
+    a, b = operands(config, 5, 72, 512)
+    first, other = (
+        emulated(config, a, b, completion=each, multiprocessors=4) for each in ("eager", "random")
+    )
+    assert torch.equal(first, other)
+
+
+def test_tails_of_k():
     """Stages that are not whole; scales whose rows lie at any address."""
-    config = replace(SMALL, left=left, right=left, out_dtype=FP32, async_scales=False)
-    check(replace(config, tile=(128, 16), c_buffers=1, tma_store=False), 20, 24, k)
-
-
-def test_large_tiles():
-    config = choose_config((8192, 8192, 8192), "mxfp8", "mxfp8", BF16)
-    assert config.tile == (256, 128)
-    check(config, 136, 80, 256, completion="random")
-
-
-def test_stored_transposed():
-    check(replace(SMALL, left="nvfp4", right="bf16", swap=True), 70, 136, 128)
+    config = Config("bf16", "nvfp4", FP32, (16, 128), async_scales=False)
+    a, b = operands(config, 11, 24, 160)
+    check(config, a, b, emulated(config, a, b))
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -191,17 +177,18 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 def every_code(name: str) -> Operand:
     """Each element with the first and the last finite one of some scales, and some with the others:
-    rows of zeros but for four columns."""
+    rows of zeros but for four columns, two of which have each element."""
     format = get_format(name)
     bits = format.element.bits
     every = torch.arange(1 << bits, dtype=torch.uint8)
     some = every if bits == 4 else every[7::8]
     scales = SCALES[format.element.name if format.scale.name == "E8M0" else "UE4M3"]
     taken = [every if i in (0, len(scales) - 2) else some for i in range(len(scales))]
-    codes = torch.zeros(sum(map(len, taken)), 128, dtype=torch.uint8)
+    lengths = torch.tensor([len(each) // 2 for each in taken])
+    codes = torch.zeros(int(lengths.sum()), 128, dtype=torch.uint8)
     for i, column in enumerate(COLUMNS):
-        codes[:, column] = torch.cat([each.roll(i) for each in taken])
-    lengths = torch.tensor([len(each) for each in taken])
+        turned = [each.roll(i * len(each) // 4) for each in taken]
+        codes[:, column] = torch.cat([each[: len(each) // 2] for each in turned])
     scale = torch.tensor(scales, dtype=torch.uint8).repeat_interleave(lengths)
     return packed(codes, bits), scale[:, None].repeat(1, 128 // format.block_size)
 
@@ -225,37 +212,45 @@ def in_range(x: Tensor) -> Tensor:
     return torch.where(x.abs() >= 2.0**128, x.sign() * float("inf"), x)
 
 
-@pytest.mark.parametrize(
-    ("name", "swap"),
-    [
-        *[("mxfp8", False), ("nvfp4", False), ("mxfp8_e5m2", True), ("mxfp4", True)],
-    ],
-)
-def test_every_element(name, swap):
-    """Exact; infinite where fp32 cannot hold it, and in steps of bf16's least number."""
-    config = replace(SMALL, left=name, right=name, out_dtype=FP32, tma_store=False, tile=(128, 8))
-    a, b = every_code(name), ones(name)
-    if swap:
-        config, a, b = replace(config, tile=(128, 64)), b, a
+def assert_exact(config: Config, a: Operand, b: Operand) -> None:
     got = emulated(config, a, b)
-    x, y = (in_range(dequantized(name, *each)) for each in (a, b))
+    x, y = (in_range(dequantized(config.b_format, *each)) for each in (a, b))
     want = torch.stack([(row * y).sum(1) for row in x])
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(0.0), want.float().nan_to_num(0.0))
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"])
+def test_every_element(name):
+    """Of A and of B. Exact; infinite where fp32 cannot hold it, and in steps of bf16's least
+    number."""
+    config = Config(name, name, FP32, (64, 128))
+    data, scale = every_code(name)
+    for start in range(0, len(data), 64):
+        rows = slice(start, start + 64)
+        assert_exact(config, (data[rows], scale[rows]), ones(name))
+    assert_exact(config, ones(name), (data, scale))
+
+
 # --- epilogues and calls --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "swap"), [(BF16, True), (FP32, False)])
-def test_epilogue(dtype, swap):
-    config = replace(SMALL, out_dtype=dtype, accumulate=True, bias=BF16, alpha=True)
-    config = replace(config, swap=swap, tma_store=not swap)
-    a, b = operands(config, 40, 72, 128)
-    start, bias = torch.randn(40, 72).to(dtype), torch.randn(72).to(BF16)
+EPILOGUES = [
+    {"out_dtype": FP32, "accumulate": True, "bias": BF16},
+    {"out_dtype": FP16, "tma_store": True, "bias": FP32, "tile": (64, 128)},
+]
+
+
+@pytest.mark.parametrize("fields", EPILOGUES)
+def test_epilogue(fields):
+    config = replace(SMALL, a_format="bf16", b_format="nvfp4", alpha=True, **fields)
+    a, b = operands(config, 27, 72, 128)
+    bias = torch.randn(72).to(config.bias)
+    start = torch.randn(27, 72) if config.accumulate else None
     got = emulated(config, a, b, start=start, bias=bias, alpha=torch.tensor(0.75))
-    x, y = (dequantized("mxfp8", *each) for each in (a, b))
-    assert_close(got, 0.75 * x, y, start.double() + bias.double())
+    x, y = dequantized("bf16", *a), dequantized("nvfp4", *b)
+    added = bias.double() + (0 if start is None else start.double())
+    assert_close(got, 0.75 * x, y, added)
 
 
 def call(a: Operand, a_format: str, b: Operand, b_format: str, **kwargs) -> Tensor:
@@ -266,9 +261,9 @@ def call(a: Operand, a_format: str, b: Operand, b_format: str, **kwargs) -> Tens
 
 
 def test_quantized():
-    """From values to a product."""
+    """From values to a product; K is no multiple of a stage."""
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(rows, 96, generator=generator) for rows in (24, 40))
+    x, w = (torch.randn(rows, 288, generator=generator) for rows in (24, 40))
     a, b = quantize(x, "nvfp4"), quantize(w, "nvfp4")
     got = call((a.qdata, a.scale), "nvfp4", (b.qdata, b.scale), "nvfp4", out_dtype=FP32,
                alpha=a.global_scale * b.global_scale)  # fmt: skip
@@ -313,19 +308,53 @@ def test_bad_input():
         call(a, "mxfp8", b, "nvfp4")
     assert "sm_100a" in why_not("mxfp8", "mxfp8", BF16, "sm_100a")
     assert "float64" in why_not("mxfp8", "mxfp8", torch.float64, "sm_90a")
-    with pytest.raises(ValueError, match="tile: got"):
-        replace(SMALL, tile=(96, 64))
+    with pytest.raises(Unsupported, match=r"129 rows.*call dequantized_gemm"):
+        call(operand("mxfp8", FEW + 1, 128, 1), "mxfp8", b, "mxfp8")
 
 
-# --- code -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("wrong", [
+    {"tile": (96, 128)}, {"tile": (64, 64)}, {"tile": (128, 256)}, {"split": 8}, {"stages": 1},
+    {"stages": 40}, {"tma_store": True}, {"tile": (64, 128), "tma_store": True, "out_dtype": FP32},
+])  # fmt: skip
+def test_no_such_kernel(wrong):
+    with pytest.raises(ValueError, match=r": got .*; no kernel is made so"):
+        replace(SMALL, **wrong)
 
-CHOSEN = [
-    ((8192, 8192, 8192), "mxfp4", "mxfp8_e5m2"),
-    ((64, 8192, 8192), "bf16", "nvfp4"),
-]
+
+# --- choice ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("n", [2048, 7168, 8192, 16384])
+def test_chosen_fill_the_machine(format, n):
+    """One turn, by nearly as many blocks of threads as there are multiprocessors, where there are
+    as many tiles or they can be split."""
+    for m in (1, 16, 64):
+        config = choose_config((m, n, 8192), "bf16", format, BF16)
+        assert min(0.84 * 132, n / 32) <= n // config.tile[1] * config.split <= 132
+        assert config.stages >= 3
+
+
+def test_chosen_take_all_rows():
+    """In one tile; and each block of threads has a part of K."""
+    for m in range(1, FEW + 1):
+        for blocks in range(1, 40):
+            config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", "mxfp4", FP32)
+            assert m <= config.tile[0] < max(2 * m, 9)
+            assert config.split <= blocks
+
+
+def test_chosen_share_large_rows():
+    """Tiles of B that are half as large as A's are twice as high, if there is room for all."""
+    for n, tile in ((7168, (64, 256)), (8192, (64, 128))):
+        assert choose_config((64, n, 16384), "bf16", "nvfp4", BF16).tile == tile
+        assert choose_config((64, n, 16384), "bf16", "mxfp8", BF16).tile == (64, 128)
+
+
+@pytest.mark.parametrize("case", [
+    ((16, 7168, 16384), "bf16", "mxfp8"), ((128, 8192, 8192), "mxfp4", "mxfp4"),
+    ((64, 7168, 16384), "nvfp4", "nvfp4"),
+])  # fmt: skip
 def test_no_spills(case):
     with em.cutedsl(em.Device("sm_90a")):
         frames = frame_bytes(compiled.build(choose_config(*case, BF16)).__cubin__)

@@ -10,6 +10,7 @@ from .contest import BASELINE, Row
 
 __all__ = ["draw"]
 
+_CLEAR = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # of the line at 1
 # Okabe-Ito: told apart by colour-blind readers
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
@@ -34,7 +35,8 @@ def draw(rows: Sequence[Row]) -> Figure:
             times = [base[group, case, row.shape] / row.microseconds for row in of_who]
             axes.bar(at, times, 0.94 * width, color=_COLOURS[i % len(_COLOURS)], label=who)
             for x, y, row in zip(at, times, of_who, strict=True):
-                axes.text(x, y, f"{row.tflops:.0f}", ha="center", va="bottom", fontsize=7)
+                label = {"ha": "center", "va": "bottom", "fontsize": 7, "bbox": _CLEAR}
+                axes.text(x, y, f"{row.tflops:.0f}", **label)
         axes.axhline(1.0, color="black", linewidth=1)
         axes.set_xticks(range(len(shapes)), shapes, fontsize=8)
         axes.set_title(f"{group}: {case}", fontsize=9, loc="left", pad=18)

@@ -15,11 +15,10 @@ from ...formats import Format, get_format
 from ..gpu.dequantize_plan import dequantize
 from .loadable import loadable
 from .plain_gemm import plain_gemm
+from .widened_config import FEW
 from .widened_gemm import widened_gemm
 
-__all__ = ["FEW", "dequantized_gemm", "exact_gemm"]
-
-FEW = 128  # rows of A with which B is read once, and nothing is widened twice
+__all__ = ["dequantized_gemm", "exact_gemm"]
 
 
 def exact_gemm(
@@ -62,7 +61,7 @@ def dequantized_gemm(
     other dimension contiguous: a view ``data.mT``, with scales ``scale.mT``. 4-bit elements are
     packed along K. Takes two bytes for each element of a quantized operand while it runs.
 
-    Raises as ``widened_gemm`` does, but not for rows that lie anyhow.
+    Raises as ``widened_gemm`` does, but neither for many rows nor for rows that lie anyhow.
     """
     a_k, b_k = (
         data.shape[1] if name is None else get_format(name).element.elements(data.shape[1])

@@ -6,10 +6,8 @@ bits: that is its value times a power of two, subnormals included. One multiplic
 and the inverse of that power is exact where bf16 can hold both factors and the result. A scale so
 large that bf16 cannot hold its product with the power is left out, and multiplied by afterwards.
 
-An octet, eight neighbours along K, becomes four pairs: words of two steps of a wgmma, whose columns
-of K may be in any order that both operands share. Which pairs: those that lie 16 bits apart in a
-word. With eight bits these are (0, 2), (1, 3), (4, 6), (5, 7); with four bits, and for all that is
-multiplied by such, (0, 4), (1, 5), (2, 6), (3, 7).
+An octet, eight neighbours along K, becomes four pairs of neighbours: words of two steps of a wgmma,
+whose columns of K may be in any order that both operands share.
 
 Hopper does logic, shifts and additions of integers at half the rate of other instructions, and
 what widens is bound by them: multiplications take their place where they can.
@@ -25,7 +23,6 @@ from .ptx import _asm
 
 __all__ = ["WIDENERS", "Widener", "e8m0_factor", "ue4m3_factors"]
 
-_MERGE = 0xEA  # lop3: (a & b) | c
 _MARK = 0xBE  # lop3: (a ^ b) | c
 _E8M0 = (  # of a byte b: 2^-127 is subnormal, 255 is NaN
     "mul.lo.u32 {x}, {b}, 0x00800080; max.u32 {x}, {x}, 0x00400040;"
@@ -44,18 +41,18 @@ class Widener:
 
     Attributes:
         bits: of an element.
-        shift: of an element in the upper half of 16 bits, to where bf16 has its magnitude.
-        mask: the bits of a word that hold two widened magnitudes.
-        special: added to a byte without its sign, this reaches the sign where the byte is NaN.
+        shift: to the left, of an element in the lower byte of 16 bits, to where bf16 has it.
+        mask: the bits of a word that hold two widened elements.
         powers: exponents of the powers of two whose product brings a widened element to its value.
             Of three, the second one makes infinities of what stands for them.
+        special: added to a byte without its sign, this reaches the sign where the byte is NaN.
     """
 
     bits: int
-    shift: int = 0
-    mask: int = 0
+    shift: int
+    mask: int
+    powers: tuple[int, ...]
     special: int = 0
-    powers: tuple[int, ...] = ()
 
     @property
     def words(self) -> int:
@@ -67,50 +64,25 @@ class Widener:
         """Whether a scale is multiplied by the power of two first."""
         return len(self.powers) == 1
 
-    def octet(self, words: list, factor, nibbles: bool) -> list:
-        """Four pairs times ``factor``. ``nibbles``: the order of four bits."""
-        count, lines = len(words), []
+    def octet(self, words: list, factor) -> list:
+        """Four pairs times ``factor``."""
+        count = len(words)
+        lines = ["shl.b32 y, $4, 4;"] if self.bits == 4 else []  # elements in the upper halves
         for i in range(4):
-            lines += self._pair(i, [f"${4 + j}" for j in range(count)], nibbles)
-            if self.bits < 16:
-                for each in [] if self.folds else self.powers:
-                    lines.append(f"mov.b32 z, {_power(each)}; mul.rn.bf16x2 x, x, z;")
-                lines.append(f"mul.rn.bf16x2 x, x, ${4 + count};")
-            lines.append(f"mov.b32 o{i}, x;")
+            lines += [self._pair(i), f"mul.lo.u32 x, x, {1 << self.shift};"]
+            lines.append(f"and.b32 x, x, 0x{self.mask:08x};")
+            for each in [] if self.folds else self.powers:
+                lines.append(f"mov.b32 z, {_power(each)}; mul.rn.bf16x2 x, x, z;")
+            lines.append(f"mul.rn.bf16x2 o{i}, x, ${4 + count};")
         lines += [f"mov.b32 ${i}, o{i};" for i in range(4)]  # when all that is given has been read
-        given = words if self.bits == 16 else [*words, factor]
         code = "{ .reg .b32 x, y, z, o<4>; " + " ".join(lines) + " }"
-        return _asm(code, [Int32] * 4, given, ["r"] * len(given))
+        return _asm(code, [Int32] * 4, [*words, factor], ["r"] * (count + 1))
 
-    def _pair(self, i: int, words: list[str], nibbles: bool) -> list[str]:
-        """The ``i``-th pair in x, not yet multiplied."""
-        if self.bits == 16:
-            low, high = (words[i // 2], words[i // 2 + 2]) if nibbles else words[i // 2 * 2 :][:2]
-            return [f"prmt.b32 x, {low}, {high}, {'0x7632' if i % 2 else '0x5410'};"]
-        if self.bits == 4:  # both halves' i-th four bits, twice: for the sign, and for the rest
-            return {
-                0: [f"and.b32 x, {words[0]}, 0x000f000f; mul.lo.u32 x, x, 0x1040;"],
-                1: [f"and.b32 x, {words[0]}, 0x00f000f0; mul.lo.u32 x, x, 0x0104;"],
-                2: [
-                    f"shr.u32 y, {words[0]}, 8;",
-                    "and.b32 x, y, 0x000f000f; mul.lo.u32 x, x, 0x1040;",
-                ],
-                3: ["and.b32 x, y, 0x00f000f0; mul.lo.u32 x, x, 0x0104;"],
-            }[i] + ["and.b32 x, x, 0x81c081c0;"]
-        if nibbles:
-            sign = [f"prmt.b32 y, {words[0]}, {words[1]}, 0x{0x4000 + 0x1010 * i:x};"]
-            magnitude = f"shr.u32 x, y, {self.shift};"
-        elif i % 2:
-            sign = [f"mov.b32 y, {words[i // 2]};"]
-            magnitude = f"shr.u32 x, y, {self.shift};"
-        else:
-            sign = [f"shl.b32 y, {words[i // 2]}, 8;"]
-            magnitude = f"shl.b32 x, {words[i // 2]}, {8 - self.shift};"
-        return [
-            *sign,
-            f"{magnitude} and.b32 x, x, 0x{self.mask:08x};",
-            f"lop3.b32 x, y, 0x80008000, x, 0x{_MERGE:02x};",
-        ]
+    def _pair(self, i: int) -> str:
+        """The bytes of the ``i``-th pair in x, their signs repeated in the bytes above."""
+        low, high = (i, 4 + i) if self.bits == 4 else (2 * i, 2 * i + 1)
+        taken = low | (8 + low) << 4 | high << 8 | (8 + high) << 12
+        return f"prmt.b32 x, {'y, $4' if self.bits == 4 else '$4, $5'}, 0x{taken:04x};"
 
     def e8m0_factors(self, scales, count: int) -> list:
         """What octets of blocks are multiplied by, whose scales are the ``count`` lowest bytes of a
@@ -173,10 +145,9 @@ class Widener:
 
 
 WIDENERS = {
-    "bf16": Widener(16),
-    "E4M3": Widener(8, 4, 0x07F007F0, special=0x01, powers=(120,)),
-    "E5M2": Widener(8, 3, 0x0FE00FE0, special=0x03, powers=(112, 112, -112)),
-    "E2M1": Widener(4, powers=(126,)),
+    "E4M3": Widener(8, 4, 0x87F087F0, (120,), special=0x01),
+    "E5M2": Widener(8, 5, 0x8FE08FE0, (112, 112, -112), special=0x03),
+    "E2M1": Widener(4, 2, 0x81C081C0, (126,)),
 }
 
 

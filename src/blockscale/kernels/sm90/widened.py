@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""MXFP8, MXFP4 and NVFP4, and bf16 times these: widened to bf16 in the kernel, multiplied as such.
+"""MXFP8, MXFP4 and NVFP4, and bf16 times these: few rows of A, widened in the kernel to bf16.
 
 A block of threads has a warp that loads tiles by TMA, three that bring block scales, a warpgroup
-that widens the right operand from shared memory to shared memory (``widened_converter``), and
-warpgroups that widen the left one in registers, multiply (``widened_mainloop``) and store
-(``epilogue``). Blocks stay until all tiles are done (``schedule``). Blocks of a cluster each take a
-part of K (``exchange``).
+that widens A from shared memory to shared memory (``widened_converter``) or puts the columns of
+bf16 in order (``widened_order``), and warpgroups that widen B in registers, multiply
+(``widened_mainloop``) and store (``widened_transposed``). Blocks stay until all tiles are done: all
+rows of A and some of B. Blocks of a cluster each take a part of K (``widened_exchange``).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
-from ..common.schedule import Raster
+from ..common.persistent import advance, first, meet
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
 from . import ptx
-from .epilogue import Epilogue
-from .widened_config import BF16, BLOCK_K, Config
+from .widened_config import BF16, BLOCK_K, WARPGROUPS, Config
 from .widened_converter import Converter
 from .widened_exchange import Exchange
 from .widened_mainloop import Mainloop
+from .widened_order import Orderer
 from .widened_scales import Scales
 from .widened_transposed import TransposedEpilogue
 
@@ -35,81 +35,80 @@ class Widened:
 
     def __init__(self, config: Config):
         self.config = config
-        self.raster = Raster(config.out_tile, (1, 1), config.group)
+        self.panels = (
+            1 if config.wide else 2
+        )  # of bf16: a stage of A is two tiles of 128 bytes a row
 
     def setup(self):
         """What needs a compiler that runs."""
-        config = self.config
-        self.copies = []
-        for rows, nbytes in zip(config.tile, config.row_bytes, strict=True):
-            wide = nbytes == 2 * BLOCK_K  # bf16: a stage is two tiles of 128 bytes a row
-            kind = cutlass.BFloat16 if wide else cutlass.Uint8
-            tile = (rows, BLOCK_K // 2 if wide else nbytes)
-            self.copies.append(Copies(kind, tile, config.stages * (2 if wide else 1)))
-        box = (64, config.box_columns)
-        self.out = Copies(NUMERIC[config.out_dtype], box, config.c_buffers * config.warpgroups)
-        epilogue = TransposedEpilogue if config.swap else Epilogue
-        self.epilogue = epilogue(config, self.out)
-        self.mainloop, self.converter = Mainloop(config), Converter(config)
+        config, panels = self.config, self.panels
+        (a_rows, b_rows), (a_bytes, b_bytes) = config.tile, config.row_bytes
+        kind, across = (cutlass.Uint8, a_bytes) if config.wide else (cutlass.BFloat16, BLOCK_K // 2)
+        self.a = Copies(kind, (a_rows, across), config.stages * panels)
+        self.b = Copies(cutlass.Uint8, (b_rows, b_bytes), config.stages)
+        self.out = Copies(NUMERIC[config.out_dtype], (64, 64), WARPGROUPS)
+        self.epilogue = TransposedEpilogue(config, self.out)
+        self.mainloop = Mainloop(config)
+        self.converter = Converter(config) if config.wide else Orderer(config)
         self.scales, self.exchange = Scales(config), Exchange(config)
 
     @cute.jit
-    def __call__(
-        self, left, left_scale, right, right_scale, d, bias, alpha, multiprocessors, stream
-    ):
-        """Launch. ``left`` and ``right`` (rows, K) as bytes, or ``right`` bf16; their scales (rows,
-        K / block), None for bf16; ``d`` (M, N); ``bias`` (N,) and ``alpha`` (), or None.
+    def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
+        """Launch. ``a`` (M, K) as bytes, or bf16, and ``b`` (N, K) as bytes; their scales (rows,
+        K / block), None for bf16; ``d`` (M, N); ``bias`` (N,) and ``alpha`` (), or None. M is at
+        most a tile's.
         """
         self.setup()
         config = self.config
-        loads = [self.copies[0].describe(left), self.copies[1].describe(right)]
-        store = None
+        loads = [self.a.describe(a), self.b.describe(b)]
+        store = None, None
         if const_expr(config.tma_store):
-            op = cpasync.CopyBulkTensorTileS2GOp()
-            if const_expr(config.reduces):
-                op = cpasync.CopyReduceBulkTensorTileS2GOp()
-            store = self.out.describe(d, op)
-        clusters = self.raster.clusters(*d.shape)
-        resident = cutlass.min(clusters[0] * clusters[1], multiprocessors // config.split)
+            store = self.out.describe(d, cpasync.CopyBulkTensorTileS2GOp())
+        tiles = cute.ceil_div(b.shape[0], config.tile[1])
+        resident = cutlass.min(tiles, multiprocessors // config.split)
         self.kernel(
             [pair[0] for pair in loads],
             [pair[1] for pair in loads],
-            None if store is None else store[0],
-            None if store is None else store[1],
-            (left_scale, right_scale),
+            store[0],
+            store[1],
+            (a_scale, b_scale),
             (d, bias, alpha),
-            cute.ceil_div(left.shape[1], config.row_bytes[0]),
+            Int32(tiles),
+            cute.ceil_div(b.shape[1], config.row_bytes[1]),
         ).launch(
             grid=(resident * config.split, 1, 1),
-            block=(config.threads, 1, 1),
+            block=(128 * (2 + WARPGROUPS), 1, 1),
             cluster=(config.split, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, atoms, views, store_atom, store_view, scales, output, blocks):
-        config, d = self.config, output[0]
+    def kernel(self, atoms, views, store_atom, store_view, scales, output, tiles, blocks):
+        config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         part = Int32(0)
         if const_expr(config.split > 1):
             part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
         memory = cutlass.memory.SmemAllocator()
-        tiles = [each.allocate(memory) for each in self.copies]
-        wide = memory.allocate_array(
-            cutlass.Uint8, config.wide * config.tile[1] * 256, byte_alignment=1024
-        ).toint()
+        shared = [self.a.allocate(memory), self.b.allocate(memory)]
+        wide = shared[0].iterator.toint()
+        if const_expr(config.wide):
+            nbytes = config.wide * config.tile[0] * 256
+            wide = memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=1024).toint()
         out = self.out.allocate(memory) if config.tma_store else None
         shared_scales = [
             memory.allocate_array(cutlass.Uint8, config.stages * nbytes, byte_alignment=128).toint()
-            for nbytes in config.scale_bytes
             if nbytes
+            else None
+            for nbytes in config.scale_bytes
         ]
-        barriers = memory.allocate_array(cutlass.Int64, 2 * (config.stages + config.wide))
+        wides = config.wide or config.stages
+        barriers = memory.allocate_array(cutlass.Int64, 2 * (config.stages + wides))
         full, empty = barriers, barriers + config.stages
         wide_full = empty + config.stages
-        wide_empty = wide_full + config.wide
+        wide_empty = wide_full + wides if config.wide else empty
         if const_expr(config.split > 1):
             self.exchange.allocate(memory)
 
@@ -119,188 +118,150 @@ class Widened:
             with cute.arch.elect_one():
                 for i in range_constexpr(config.stages):
                     cute.arch.mbarrier_init(full + i, 1 + self.scales.threads)
-                    cute.arch.mbarrier_init(empty + i, 4 * (1 + config.warpgroups))
+                    cute.arch.mbarrier_init(empty + i, config.readers)
+                for i in range_constexpr(wides):
+                    cute.arch.mbarrier_init(wide_full + i, config.converters)
                 for i in range_constexpr(config.wide):
-                    cute.arch.mbarrier_init(wide_full + i, 4)
-                    cute.arch.mbarrier_init(wide_empty + i, 4 * config.warpgroups)
+                    cute.arch.mbarrier_init(wide_empty + i, 4 * WARPGROUPS)
                 if const_expr(config.split > 1):
                     self.exchange.initialize()
             cute.arch.mbarrier_init_fence()
-        self.meet()
+        meet(config.split)
 
-        first, last = part * blocks // config.split, (part + 1) * blocks // config.split
-        given = d, part, (first, last)
+        place = tiles, part * blocks // config.split, (part + 1) * blocks // config.split
         pipelines = (full, empty), (wide_full, wide_empty)
-        low, middle, high = config.registers
+        # of a multiprocessor's 512 registers for a thread of each warpgroup
         if warp < 4:
-            cute.arch.setmaxregister_decrease(low)
+            cute.arch.setmaxregister_decrease(32)
             if warp == 0:
-                self.load(atoms, views, tiles, full, empty, self.place(*given))
+                self.load(atoms, views, shared, full, empty, place)
             else:
-                self.bring(scales, shared_scales, full, empty, self.place(*given))
+                self.bring(scales, shared_scales, full, empty, place)
         elif warp < 8:
-            cute.arch.setmaxregister_decrease(middle)
-            own = tiles[1].iterator.toint(), shared_scales[-1], wide
-            self.convert(own, pipelines, self.place(*given))
+            cute.arch.setmaxregister_decrease(80)
+            own = shared[0].iterator.toint(), shared_scales[0], wide
+            if warp < 4 + config.converters:
+                self.convert(own, pipelines, place)
         else:
-            cute.arch.setmaxregister_increase(high)
-            shared = tiles[0].iterator.toint(), shared_scales[0], wide
-            at = self.place(*given)
-            self.multiply(shared, pipelines, at, out, store_atom, store_view, output)
+            cute.arch.setmaxregister_increase(200)
+            own = shared[1].iterator.toint(), shared_scales[1], wide
+            self.multiply(own, pipelines, place, part, out, store_atom, store_view, output)
         if const_expr(config.split > 1):  # a block's memory is needed until the others are done
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     @cute.jit
-    def meet(self):
-        """All threads that use a barrier have seen it."""
-        if const_expr(self.config.split > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    def advance(self, stage, phase, stages: int):
-        stage = stage + 1
-        wrapped = Int32(stage == stages)
-        return stage - wrapped * stages, phase ^ wrapped
-
-    def place(self, d, part, blocks):
-        """Clusters of tiles, this block's part of K and its K blocks; for each role by itself, for
-        there are no registers to keep it for all."""
-        return self.raster.clusters(*d.shape), part, blocks
-
-    def first(self):
-        """This cluster, and how many there are."""
-        blocks = self.config.split
-        return cute.arch.block_idx()[0] // blocks, cute.arch.grid_dim()[0] // blocks
-
-    def tile(self, index, clusters):
-        """First row of the left and of the right operand."""
-        row, column = self.raster.tile(index, clusters, 0)
-        return (column, row) if self.config.swap else (row, column)
-
-    @cute.jit
-    def load(self, atoms, views, tiles, full, empty, place):
+    def load(self, atoms, views, shared, full, empty, place):
         """Keep the stages filled: the first warp's work."""
-        config, (clusters, _, blocks) = self.config, place
-        copies = self.copies
-        several = copies[1].slots // config.stages
-        nbytes = copies[0].nbytes + several * copies[1].nbytes
+        config, (tiles, begin, end) = self.config, place
+        nbytes = self.panels * self.a.nbytes + self.b.nbytes
         lane = cute.arch.lane_idx()
-        start, step = self.first()
+        start, step = first(config.split)
         stage, phase = Int32(0), Int32(1)
-        for index in range(start, clusters[0] * clusters[1], step):
-            row, column = self.tile(index, clusters)
-            for block in range(blocks[0], blocks[1]):
+        for index in range(start, tiles, step):
+            for block in range(begin, end):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 barrier = full + stage
                 if lane == 0:
                     ptx.expect(barrier.toint(), nbytes)
-                position = (row, block * copies[0].tile[1])
-                copies[0].load(atoms[0], views[0], tiles[0], stage, position, barrier)
-                for i in range_constexpr(several):
-                    position = (column, (block * several + i) * copies[1].tile[1])
-                    slot = stage * several + i
-                    copies[1].load(atoms[1], views[1], tiles[1], slot, position, barrier)
-                stage, phase = self.advance(stage, phase, config.stages)
+                position = (index * config.tile[1], block * self.b.tile[1])
+                self.b.load(atoms[1], views[1], shared[1], stage, position, barrier)
+                for i in range_constexpr(self.panels):
+                    slot, panel = stage * self.panels + i, block * self.panels + i
+                    position = (0, panel * self.a.tile[1])
+                    self.a.load(atoms[0], views[0], shared[0], slot, position, barrier)
+                stage, phase = advance(stage, phase, config.stages)
 
     @cute.jit
     def bring(self, scales, shared, full, empty, place):
         """Bring block scales to the stages: three warps' work."""
-        config, (clusters, _, blocks) = self.config, place
+        config, (tiles, begin, end) = self.config, place
         thread = cute.arch.thread_idx()[0] - 32
-        start, step = self.first()
+        start, step = first(config.split)
         stage, phase = Int32(0), Int32(1)
-        for index in range(start, clusters[0] * clusters[1], step):
-            rows = self.tile(index, clusters)
-            for block in range(blocks[0], blocks[1]):
+        for index in range(start, tiles, step):
+            rows = 0, index * config.tile[1]
+            for block in range(begin, end):
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                for i in range_constexpr(len(shared)):
+                for i in range_constexpr(0 if config.wide else 1, 2):
                     target = shared[i] + stage * config.scale_bytes[i]
                     self.scales(scales[i], target, config.tile[i], rows[i], block, thread)
                 self.scales.arrive((full + stage).toint())
-                stage, phase = self.advance(stage, phase, config.stages)
+                stage, phase = advance(stage, phase, config.stages)
 
     @cute.jit
     def convert(self, shared, pipelines, place):
-        """Widen the right operand: a warpgroup's work."""
-        clusters, _, blocks = place
+        """Widen A: a warpgroup's work."""
+        tiles, begin, end = place
         thread = cute.arch.thread_idx()[0] - 128
         self.converter.start(shared, *pipelines, thread)
-        start, step = self.first()
+        start, step = first(self.config.split)
         stage, phase, slot, turn = Int32(0), Int32(0), Int32(0), Int32(0)
-        for _ in range(start, clusters[0] * clusters[1], step):
+        for _ in range(start, tiles, step):
             stage, phase, slot, turn = self.converter(
-                blocks[1] - blocks[0], (stage, phase, slot, turn), self.advance
+                end - begin, (stage, phase, slot, turn), advance
             )
 
     @cute.jit
-    def multiply(self, shared, pipelines, place, out, store_atom, store_view, output):
+    def multiply(self, shared, pipelines, place, part, out, store_atom, store_view, output):
         """Multiply and store: a warpgroup's work."""
-        config, (clusters, part, blocks) = self.config, place
+        config, (tiles, begin, end) = self.config, place
         thread = cute.arch.thread_idx()[0] - 256
         group = cute.arch.make_warp_uniform(thread // 128)
         thread = ptx.pin(thread % 128)
-        rows = group * (64 * config.row_steps)
-        self.mainloop.start(shared, *pipelines, rows, thread)
-        start, step = self.first()
+        self.mainloop.start(shared, *pipelines, group * (64 * config.row_steps), thread)
+        start, step = first(config.split)
         stage, phase, slot, turn = Int32(0), Int32(0), Int32(0), Int32(0)
         swapped = Int32(0)
         sums = self.mainloop.allocate()
-        for index in range(start, clusters[0] * clusters[1], step):
-            row, column = self.tile(index, clusters)
+        for index in range(start, tiles, step):
             for each in sums:
                 each.fill(0.0)
             stage, phase, slot, turn = self.mainloop(
-                sums, blocks[1] - blocks[0], (stage, phase, slot, turn), self.advance
+                sums, end - begin, (stage, phase, slot, turn), advance
             )
             # in the loop, so that what follows is not computed before it, and kept
             own = cute.arch.make_warp_uniform(ptx.pin(group))
-            here = own, ptx.pin(thread)
-            at = out, store_atom, store_view, output, *here, row + own * (64 * config.row_steps)
-            if const_expr(config.split > 1):
-                if part == own % config.split:
-                    self.exchange.receive(sums, *here, swapped)
-                    self.store(sums, *at, column)
+            here = ptx.pin(thread)
+            at = out, store_atom, store_view, output, own, here
+            for i in range_constexpr(config.row_steps):
+                share = own * config.row_steps + i
+                column = index * config.tile[1] + share * 64
+                if const_expr(config.split > 1):
+                    given = share, sums[i], here, swapped
+                    if part == share % config.split:
+                        self.exchange.receive(*given)
+                        self.store(sums[i], *at, column)
+                    else:
+                        self.exchange.send(*given, part)
                 else:
-                    self.exchange.send(sums, *here, swapped, part)
-                swapped = swapped ^ 1
-            else:
-                self.store(sums, *at, column)
+                    self.store(sums[i], *at, column)
+            swapped = swapped ^ 1
         if const_expr(config.tma_store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store(self, sums, out, atom, view, output, group, thread, row, column):
-        """``row``, ``column``: of the left and of the right operand."""
-        config, (d, bias, alpha) = self.config, output
-        if const_expr(config.gain != 1):
-            for each in sums:
-                for i in range_constexpr(config.batch // 2):
-                    each[i] = each[i] * Float32(config.gain)
-        at = (column, row) if config.swap else (row, column)
-        self.epilogue.scale(sums, bias, alpha, thread, at[1])
-        if const_expr(config.tma_store):
-            if const_expr(config.accumulate and not config.reduces):
-                self.epilogue.add(sums, d, thread, *at)
-            self.epilogue.store(sums, out, atom, view, group, thread, *at)
+    def store(self, sums, out, atom, view, output, group, thread, column):
+        """Columns of the output, 64 from ``column`` on."""
+        d, bias, alpha = output
+        self.epilogue.scale(sums, bias, alpha, thread, column)
+        if const_expr(self.config.tma_store):
+            self.epilogue.store(sums, out, atom, view, group, thread, column)
         else:
-            self.epilogue.store_each(sums, d, thread, *at)
+            self.epilogue.store_each(sums, d, thread, column)
 
 
 def compile_config(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
     align = config.scale_row if config.async_scales else 1
-    kinds = cutlass.Uint8, cutlass.BFloat16 if config.right == BF16 else cutlass.Uint8
-    data = [any_tensor(kind, 2, 16, True) for kind in kinds]
+    a = cutlass.BFloat16 if config.a_format == BF16 else cutlass.Uint8
     scales = [any_tensor(cutlass.Uint8, 2, align, True) if n else None for n in config.scale_bytes]
     return compile_for(
         config.arch,
         Widened(config),
-        data[0],
+        any_tensor(a, 2, 16, True),
         scales[0],
-        data[1],
+        any_tensor(cutlass.Uint8, 2, 16, True),
         scales[1],
         any_source(config.out_dtype, config.tma_store),
         any_tensor(NUMERIC[config.bias], 1, config.bias.itemsize) if config.bias else None,

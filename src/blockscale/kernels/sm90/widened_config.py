@@ -1,4 +1,4 @@
-"""What to compile for a product of operands that are widened to bf16, and how it is chosen."""
+"""What to compile for a product of few rows that are widened to bf16, and how it is chosen."""
 
 from __future__ import annotations
 
@@ -9,104 +9,100 @@ import torch
 
 from ...formats import Format, formats, get_format
 from ..gpu.config import SHARED
-from .config import OUT_DTYPES
-from .stored import MULTIPROCESSORS, ROWS, Stored
+from ..gpu.plan import Unsupported
+from .product_config import OUT_DTYPES
+from .stored import BOX, MULTIPROCESSORS, ROWS
 
-__all__ = ["BF16", "BLOCK_K", "Config", "choose_config", "why_not"]
+__all__ = ["BF16", "BLOCK_K", "FEW", "WARPGROUPS", "Config", "choose_config", "why_not"]
 
 BLOCK_K = 128  # columns of a stage
 BF16 = "bf16"  # where the name of a format is expected: an operand without scales
-_RIGHT_ROWS = (8, 16, 32, 64, 128)
-_IN_FOURS = 120  # multiprocessors that clusters of four surely get
+FEW = 128  # rows of A with which B is read once, and nothing is widened twice
+WARPGROUPS = 2  # that multiply
+_A_ROWS = (8, 16, 32, 64, 128)  # of a tile
+_B_ROWS = 128
+_AT_ONCE = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30}  # clusters of so many blocks
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
-_FEW = 128  # rows of A that are few: B is read once, and that is what takes the time
-_STAGES = 12  # at most
+_STAGES = 2, 12  # at least, at most
 
 
 @dataclass(frozen=True, slots=True)
-class Config(Stored):
+class Config:
     """A kernel: all that its code depends on.
 
-    The rows of the left operand are those of a wgmma: it is widened in registers. The rows of the
-    right one are the columns of a wgmma: it is widened into shared memory.
+    The rows of B are those of a wgmma: it is widened in registers. The rows of A, which are one
+    tile's, are the columns of a wgmma: A is widened into shared memory. The sums are those of the
+    output transposed.
 
     Attributes:
-        left, right: names of the formats; of the right one also "bf16".
-        swap: the left operand is B: the sums are those of the output transposed.
+        a_format, b_format: names; of A also "bf16".
+        tile: rows of A and of B that a block of threads takes at once.
+        split: blocks that have a part of K each and bring their sums together.
+        stages: tiles of both operands in flight.
         accumulate: add to the output.
         bias: the type of a vector that is added to each row, if there is one.
         alpha: the sums are multiplied by a scalar.
-        tile: rows of the left and of the right operand that a block of threads takes at once.
-        split: blocks that have a part of K each and bring their sums together.
-        stages: tiles of both operands in flight.
-        wide: widened tiles of the right operand.
-        warpgroups: that multiply, each some of the tile's rows.
-        ahead: wgmmas of a unit of work, of four, that start before the next unit is widened.
-        c_buffers: boxes of 64 rows x 128 bytes in which a warpgroup puts its output together.
-        group: tiles along M that are taken before the next ones along N.
         tma_store: the output is stored by TMA; else an element at a time.
         async_scales: rows of scales lie so that those of a stage can be copied at once.
     """
 
-    left: str
-    right: str
+    a_format: str
+    b_format: str
     out_dtype: torch.dtype
-    swap: bool = False
+    tile: tuple[int, int]
+    split: int = 1
+    stages: int = _STAGES[0]
     accumulate: bool = False
     bias: torch.dtype | None = None
     alpha: bool = False
-    tile: tuple[int, int] = (256, 128)
-    split: int = 1
-    stages: int = 3
-    wide: int = 2
-    warpgroups: int = 2
-    ahead: int = 4
-    c_buffers: int = 1
-    group: int = 8
-    tma_store: bool = True
+    tma_store: bool = False
     async_scales: bool = True
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
+        (a_rows, b_rows), least = self.tile, _STAGES[0]
         wrong = {
-            "tile": self.tile[0] % (ROWS * self.warpgroups) or self.tile[1] not in _RIGHT_ROWS,
-            "warpgroups": self.warpgroups not in (1, 2, 4),
-            "ahead": self.ahead not in (1, 2, 3, 4),
-            "split": self.split not in (1, 2, 4, 8),
-            "stages": self.shared_bytes > SHARED,
-            "c_buffers": self.tma_store and (self.boxes == 0 or self.boxes % self.c_buffers),
+            "tile": a_rows not in _A_ROWS
+            or b_rows not in (_B_ROWS, 2 * _B_ROWS)
+            or a_rows * b_rows > FEW * _B_ROWS,  # a thread has registers for two K blocks
+            "split": self.split not in _AT_ONCE,
+            "stages": self.stages < least or self.shared_bytes > SHARED,
             "tma_store": self.tma_store
-            and self.swap
-            and (self.out_dtype.itemsize > 2 or self.accumulate or self.tile[1] < 64),
+            and (self.out_dtype.itemsize > 2 or self.accumulate or a_rows < ROWS),
         }
         for name, bad in wrong.items():
             if bad:
                 raise ValueError(f"{name}: got {getattr(self, name)}; no kernel is made so: {self}")
 
     @property
-    def threads(self) -> int:
-        """A warpgroup that loads, one that widens, and those that multiply."""
-        return 128 * (2 + self.warpgroups)
+    def row_steps(self) -> int:
+        """wgmmas that a warpgroup needs to go down its rows of B."""
+        return self.tile[1] // (ROWS * WARPGROUPS)
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        """Of a thread that loads, of one that widens, and of one that multiplies."""
-        few = (24, 56, 216) if self.right != BF16 else (32, 48, 216)
-        return {1: (40, 96, 240), 2: few, 4: (48, 48, 96)}[self.warpgroups]
+    def wide(self) -> int:
+        """Widened tiles of A; none for bf16, which stays where it is."""
+        return 0 if self.a_format == BF16 else 4 if self.tile[0] <= 32 else 2
+
+    @property
+    def converters(self) -> int:
+        """Warps that widen A, or put it in order: at most four threads a row."""
+        return min(4, self.tile[0] // 8)
+
+    @property
+    def readers(self) -> int:
+        """That arrive when they have read a stage: warps, or threads where threads store scales."""
+        warps = 4 * WARPGROUPS + (self.converters if self.wide else 0)
+        return warps * (1 if self.async_scales else 32)
 
     @property
     def format(self) -> Format:
-        return get_format(self.left)
+        return get_format(self.b_format)
 
     @property
     def elements(self) -> tuple[str, str]:
-        right = BF16 if self.right == BF16 else get_format(self.right).element.name
-        return self.format.element.name, right
-
-    @property
-    def nibbles(self) -> bool:
-        """Whether columns of K are taken in the order that suits operands of four bits."""
-        return "E2M1" in self.elements
+        a = BF16 if self.a_format == BF16 else get_format(self.a_format).element.name
+        return a, self.format.element.name
 
     @property
     def scale_row(self) -> int:
@@ -116,14 +112,14 @@ class Config(Stored):
     @property
     def scale_bytes(self) -> tuple[int, int]:
         """Of both operands in a stage."""
-        right = 0 if self.right == BF16 else self.tile[1] * self.scale_row
-        return self.tile[0] * self.scale_row, right
+        a = 0 if self.a_format == BF16 else self.tile[0] * self.scale_row
+        return a, self.tile[1] * self.scale_row
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Of both operands in a stage."""
-        left, right = ({BF16: 256, "E2M1": 64}.get(each, 128) for each in self.elements)
-        return left, right
+        a, b = ({BF16: 256, "E2M1": 64}.get(each, 128) for each in self.elements)
+        return a, b
 
     @property
     def gain(self) -> float:
@@ -131,44 +127,37 @@ class Config(Stored):
         multiplication by it widens an element."""
         if self.format.scale.name != "UE4M3":
             return 1.0
-        return 2.0**7 if self.right == BF16 else 2.0**14
+        return 2.0**7 if self.a_format == BF16 else 2.0**14
 
     @property
-    def out_tile(self) -> tuple[int, int]:
-        """Rows and columns of the output."""
-        return (self.tile[1], self.tile[0]) if self.swap else self.tile
+    def shares(self) -> int:
+        """Of a tile, 64 rows of B each, which blocks that split K add up in turn."""
+        return WARPGROUPS * self.row_steps
 
     @property
-    def batch(self) -> int:
-        """Columns of one wgmma."""
-        return self.tile[1]
+    def own_shares(self) -> int:
+        """Of one block, at most."""
+        return -(-self.shares // self.split)
 
     @property
-    def column_steps(self) -> int:
-        return 1
-
-    @property
-    def exchange_bytes(self) -> int:
-        """Room for the sums of one warpgroup of another block."""
-        return 4 * self.tile[0] * self.tile[1] // self.warpgroups
-
-    @property
-    def shared_groups(self) -> int:
-        """Warpgroups of a block, at most, that bring sums together."""
-        return -(-self.warpgroups // self.split)
+    def share_bytes(self) -> int:
+        """Room for another block's sums."""
+        return 4 * ROWS * self.tile[0]
 
     @property
     def stage_bytes(self) -> int:
-        """With two barriers."""
+        """With two barriers, or three."""
         both = zip(self.tile, self.row_bytes, strict=True)
-        return sum(rows * nbytes for rows, nbytes in both) + sum(self.scale_bytes) + 16
+        barriers = 16 if self.wide else 24
+        return sum(rows * nbytes for rows, nbytes in both) + sum(self.scale_bytes) + barriers
 
     @property
     def shared_bytes(self) -> int:
         """At most."""
-        wide = self.wide * (self.tile[1] * 256 + 16)
-        exchange = (self.split - 1) * self.shared_groups * self.exchange_bytes
-        return self.stages * self.stage_bytes + wide + self.output_bytes + exchange + 1024
+        wide = self.wide * (self.tile[0] * 256 + 16)
+        output = WARPGROUPS * ROWS * BOX if self.tma_store else 0
+        exchange = (self.split - 1) * self.own_shares * self.share_bytes
+        return self.stages * self.stage_bytes + wide + output + exchange + 1024
 
     def compile(self) -> Any:
         """The kernel's host function; takes about a second and the CuTe DSL."""
@@ -192,16 +181,20 @@ def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> 
     return ""
 
 
-def _cut(columns: int, n: int, blocks: int, tall: bool) -> tuple[bool, int]:
-    """Whether tiles have 256 rows of B or 128, and among how many blocks of threads each is split
-    along K: the most that run at once. Clusters of four leave some multiprocessors alone.
-    """
-    options = ((True, 4, _IN_FOURS), (False, 2, MULTIPROCESSORS), (True, 2, MULTIPROCESSORS))
-    for high, split, most in options:
-        tiles = -(-n // (256 if high else 128)) * columns
-        if (tall or not high) and split <= blocks and tiles * split <= most:
-            return high, split
-    return tall, 1
+def _cut(a_rows: int, n: int, blocks: int, b_bits: int) -> tuple[int, int]:
+    """Rows of B in a tile, and blocks of threads that split its ``blocks`` of K."""
+    tiles = -(-n // _B_ROWS)
+
+    def loops(split: int) -> int:
+        """K blocks that one block of threads takes time for; sums from each of ``split`` blocks
+        take as long to add up as another one."""
+        return -(-tiles // _AT_ONCE[split]) * (-(-blocks // split) + split)
+
+    split = min(_AT_ONCE, key=loops)
+    # A's rows are twice as many bytes as B's there: two tiles share them, where all run at once
+    if (split, a_rows, b_bits) == (2, 64, 4) and -(-tiles // 2) <= _AT_ONCE[4]:
+        return 2 * _B_ROWS, 4
+    return _B_ROWS, split
 
 
 def choose_config(
@@ -216,36 +209,29 @@ def choose_config(
     aligned: bool = True,
     async_scales: bool = True,
 ) -> Config:
-    """The kernel for a product of ``shape`` (M, N, K).
+    """The kernel for a product of ``shape`` (M, N, K); Unsupported where M is more than ``FEW``.
 
     ``aligned``: the output starts, and each of its rows does, at a multiple of 16 bytes.
     ``async_scales``: so do scales of each row, and stages of them are whole.
     """
     m, n, k = shape
-    few = m <= _FEW
-    swap = few or a_format == BF16
-    left, right = (b_format, a_format) if swap else (a_format, b_format)
-    rows = next((each for each in _RIGHT_ROWS if each >= m), 128) if few else 128
-    tall, split = not few or rows <= 64, 1
-    if few:
-        tall, split = _cut(-(-m // rows), n, -(-k // BLOCK_K), tall)
-    tile, warpgroups = (256 if tall else 128, rows), 4 if few and tall else 2
-    transposed = out_dtype.itemsize > 2 or accumulate or rows < 64
-    smallest = Config(
-        left,
-        right,
+    if m > FEW:
+        raise Unsupported(
+            f"a_data: has {m} rows; there are kernels for {FEW} at most: call dequantized_gemm"
+        )
+    a_rows = next(each for each in _A_ROWS if each >= m)
+    b_rows, split = _cut(a_rows, n, -(-k // BLOCK_K), get_format(b_format).element.bits)
+    config = Config(
+        a_format,
+        b_format,
         out_dtype,
-        swap=swap,
+        tile=(a_rows, b_rows),
+        split=split,
         accumulate=accumulate,
         bias=bias,
         alpha=alpha,
-        tile=tile,
-        split=split,
-        stages=1,
-        wide=4 if rows <= 32 else 2,
-        warpgroups=warpgroups,
-        tma_store=aligned and not (swap and transposed),
+        tma_store=aligned and a_rows >= ROWS and out_dtype.itemsize == 2 and not accumulate,
         async_scales=async_scales,
     )
-    room = SHARED - smallest.shared_bytes
-    return replace(smallest, stages=min(_STAGES, 1 + room // smallest.stage_bytes))
+    more = (SHARED - config.shared_bytes) // config.stage_bytes
+    return replace(config, stages=min(_STAGES[1], config.stages + more))

@@ -1,9 +1,8 @@
 # mypy: ignore-errors
-"""The right operand, widened from one place of shared memory to another: a warpgroup's work.
+"""A, widened from one place of shared memory to another: a warpgroup's work.
 
 It writes rows of 64 elements, swizzled as wgmma reads them, two for a stage. A chunk of 16 bytes
-has a pair of each of four blocks of columns, those which the four threads have that share a row of
-the left operand.
+has a pair of each of four blocks of columns: those which four threads have that share a row of B.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from cutlass import Int32, const_expr, cute, range_constexpr
 
 from . import ptx, widened_ptx
 from .widen import WIDENERS, ue4m3_factors
-from .widened_config import BF16, Config
+from .widened_config import Config
 
 __all__ = ["Converter"]
 
@@ -22,30 +21,26 @@ class Converter:
 
     def __init__(self, config: Config):
         self.config = config
-        self.widener = WIDENERS[config.elements[1]]
-        self.scaled = config.right != BF16
-        self.fine = self.scaled and config.format.scale.name == "UE4M3"
-        self.parts = min(4, 128 // config.tile[1])  # threads of a row
+        self.widener = WIDENERS[config.elements[0]]
+        self.fine = config.format.scale.name == "UE4M3"
+        self.parts = min(4, 128 // config.tile[0])  # threads of a row
         self.halves = 2 if self.parts == 1 else 1  # of a stage, of which a thread has octets
         self.octets = 1 if self.parts == 4 else 2  # of each of these
-        heavy = self.widener.bits == 16 or len(self.widener.powers) > 1
-        self.loaded = 1 if heavy else self.octets  # at once: as registers allow
+        self.loaded = self.octets if self.widener.folds else 1  # at once: as registers allow
 
     def start(self, shared, barriers, wide_barriers, thread) -> None:
         config, bits = self.config, self.widener.bits
         tiles, scales, wide = shared
         self.full, self.empty = barriers
         self.wide_full, self.wide_empty = wide_barriers
-        rows = config.tile[1]
+        rows = config.tile[0]
         row, part = thread % rows, thread // rows
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        self.works = warp < rows * self.parts // 32
         first = part % 4 * (4 // self.parts)
         half, octet = first // 2, first % 2
-        nbytes = 128 if bits == 16 else config.row_bytes[1]
+        nbytes = config.row_bytes[0]
         swizzle = row // 2 % 4 if nbytes == 64 else row % 8
-        chunk = {16: 2 * half + octet, 8: half, 4: 0}[bits]
-        within = {16: 0, 8: 8 * octet, 4: 8 * half + 4 * octet}[bits]
+        chunk = half if bits == 8 else 0
+        within = 8 * octet if bits == 8 else 8 * half + 4 * octet
         self.tiles = ptx.pin(tiles + row * nbytes + (chunk ^ swizzle) * 16 + within)
         self.scales = ptx.pin(scales + row * config.scale_row)
         place = wide + half * (rows * 128) + row * 128
@@ -61,15 +56,11 @@ class Converter:
         for _ in range(blocks):
             cute.arch.mbarrier_wait(self.full + stage, phase)
             cute.arch.mbarrier_wait(self.wide_empty + slot, turn ^ 1)
-            if const_expr(config.tile[1] < 32):
-                if self.works:
-                    self.widen(stage, slot)
-            else:
-                self.widen(stage, slot)
+            self.widen(stage, slot)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             widened_ptx.arrive_once((self.wide_full + slot).toint())
-            widened_ptx.arrive_once((self.empty + stage).toint())
+            widened_ptx.release((self.empty + stage).toint(), config.async_scales)
             slot, turn = advance(slot, turn, config.wide)
             stage, phase = advance(stage, phase, config.stages)
         return stage, phase, slot, turn
@@ -77,7 +68,7 @@ class Converter:
     @cute.jit
     def widen(self, stage, slot):
         """What is this thread's of a stage."""
-        widener, count, rows = self.widener, self.widener.words, self.config.tile[1]
+        widener, count, rows = self.widener, self.widener.words, self.config.tile[0]
         target = self.wide + slot * (rows * 256)
         scales = self.read_scales(stage)
         for part in range_constexpr(0, self.halves * self.octets, self.loaded):
@@ -86,11 +77,11 @@ class Converter:
             factors = self.factors(scales, words, half)
             for i in range_constexpr(self.loaded):
                 octets = [
-                    widener.octet(own[i * count :][:count], factor, self.config.nibbles)
+                    widener.octet(own[i * count :][:count], factor)
                     for own, factor in zip(words, factors, strict=True)
                 ]
                 pairs = [octets[block][j] for j in range(4) for block in range(4)]
-                if const_expr(self.scaled and not self.fine):
+                if const_expr(not self.fine):
                     pairs = widener.rescaled(pairs, scales[5], 4, scales[4])
                 for j in range_constexpr(4):
                     place = target ^ (16 * (4 * (first + i) + j))
@@ -99,11 +90,8 @@ class Converter:
 
     def load(self, stage, block: int, half: int, first: int) -> list:
         """``loaded`` of a thread's octets, in a half of a block of 32 columns."""
-        nbytes = self.config.tile[1] * self.config.row_bytes[1]
+        nbytes = self.config.tile[0] * self.config.row_bytes[0]
         base, words = self.tiles + stage * nbytes, self.loaded * self.widener.words
-        if self.widener.bits == 16:  # two tiles, each of two blocks
-            chunk = 4 * (block % 2) + 2 * half + first
-            return widened_ptx.load_words(base ^ (16 * chunk), block // 2 * (nbytes // 2), words)
         if self.widener.bits == 8:
             return widened_ptx.load_words(base ^ (16 * (2 * block + half)), 8 * first, words)
         return widened_ptx.load_words(base ^ (16 * block), 8 * half, words)
@@ -111,9 +99,7 @@ class Converter:
     def read_scales(self, stage) -> list:
         """The words of a row's scales; or four factors, whether they are without the scales, and
         these."""
-        if not self.scaled:
-            return []
-        address = self.scales + stage * self.config.scale_bytes[1]
+        address = self.scales + stage * self.config.scale_bytes[0]
         if self.fine:
             return widened_ptx.load_words(address, 0, 2)
         word = widened_ptx.load_words(address, 0, 1)[0]
@@ -121,8 +107,6 @@ class Converter:
 
     def factors(self, scales: list, words: list, half: int) -> list:
         """Of four blocks, in half a stage."""
-        if not self.scaled:
-            return [None] * 4
         if self.fine:
             pairs = [widened_ptx.take_bytes(word, self.half + half) for word in scales]
             return [factor for pair in pairs for factor in ue4m3_factors(pair)]

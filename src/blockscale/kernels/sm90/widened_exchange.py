@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Sums of a tile from blocks of threads that each had a part of K, brought together.
 
-Warpgroups with the same rows of the tile do so in one of a cluster's blocks, each group's in the
-next block. The others write theirs into its shared memory, a thread to the same thread; it adds
-them in an order that is always the same.
+A share is 64 of the tile's rows of B, those of one wgmma. Its sums are added up in one of a
+cluster's blocks, those of the next share in the next block. The others write theirs into its shared
+memory, a thread to the same thread; it adds them in an order that is always the same.
 """
 
 from __future__ import annotations
@@ -22,49 +22,47 @@ class Exchange:
         self.config = config
 
     def allocate(self, memory) -> None:
-        """Room for others' sums, and for each warpgroup a barrier: all are there, or are free."""
+        """Room for others' sums, and for each share two barriers: all are there, or are free."""
         config = self.config
-        nbytes = (config.split - 1) * config.shared_groups * config.exchange_bytes
+        nbytes = (config.split - 1) * config.own_shares * config.share_bytes
         self.sums = memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=128).toint()
-        self.full = memory.allocate_array(cutlass.Int64, 2 * config.warpgroups)
-        self.free = self.full + config.warpgroups
+        self.full = memory.allocate_array(cutlass.Int64, 2 * config.shares)
+        self.free = self.full + config.shares
 
     def initialize(self) -> None:
         config = self.config
-        for i in range(config.warpgroups):
+        for i in range(config.shares):
             cute.arch.mbarrier_init(self.full + i, 128 * (config.split - 1))
             cute.arch.mbarrier_init(self.free + i, 128)
 
-    def place(self, group, thread, distance):
+    def place(self, share, thread, distance):
         """Of a thread's sums from the block so many after the one that adds, four at a time."""
         config = self.config
-        index = (distance - 1) * config.shared_groups + group // config.split
-        return self.sums + index * config.exchange_bytes + thread * 16
+        index = (distance - 1) * config.own_shares + share // config.split
+        return self.sums + index * config.share_bytes + thread * 16
 
     @cute.jit
-    def send(self, sums, group, thread, phase, part):
+    def send(self, share, sums, thread, phase, part):
         """Wait until the last sums have been read, then write these."""
-        owner = group % self.config.split
-        ptx.wait_cluster((self.free + group).toint(), phase ^ 1)
+        owner = share % self.config.split
+        ptx.wait_cluster((self.free + share).toint(), phase ^ 1)
         distance = (part - owner) & (self.config.split - 1)
-        place = ptx.at_block(self.place(group, thread, distance), owner)
-        each = self.config.batch // 2
-        for i in range_constexpr(0, each * len(sums), 4):
-            values = [sums[i // each][i % each + j] for j in range(4)]
-            ptx.store_remote(place, i * 512, values)
-        ptx.arrive_remote(ptx.at_block((self.full + group).toint(), owner))
+        place = ptx.at_block(self.place(share, thread, distance), owner)
+        for i in range_constexpr(0, self.config.tile[0] // 2, 4):
+            ptx.store_remote(place, i * 512, [sums[i + j] for j in range(4)])
+        ptx.arrive_remote(ptx.at_block((self.full + share).toint(), owner))
 
     @cute.jit
-    def receive(self, sums, group, thread, phase):
+    def receive(self, share, sums, thread, phase):
         """Add the sums of the other blocks."""
-        split, each = self.config.split, self.config.batch // 2
-        ptx.wait_cluster((self.full + group).toint(), phase)
+        split = self.config.split
+        ptx.wait_cluster((self.full + share).toint(), phase)
         for distance in range_constexpr(1, split):
-            place = self.place(group, thread, distance)
-            for i in range_constexpr(0, each * len(sums), 4):
+            place = self.place(share, thread, distance)
+            for i in range_constexpr(0, self.config.tile[0] // 2, 4):
                 values = ptx.load_floats(place, i * 512, 4)
                 for j in range_constexpr(4):
-                    sums[i // each][i % each + j] = sums[i // each][i % each + j] + values[j]
+                    sums[i + j] = sums[i + j] + values[j]
         for distance in range_constexpr(1, split):
-            sender = (group + distance) & (split - 1)
-            ptx.arrive_remote(ptx.at_block((self.free + group).toint(), Int32(sender)))
+            sender = (share + distance) & (split - 1)
+            ptx.arrive_remote(ptx.at_block((self.free + share).toint(), Int32(sender)))

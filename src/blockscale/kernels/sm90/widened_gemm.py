@@ -1,4 +1,4 @@
-"""Products of MXFP8, MXFP4 and NVFP4 matrices, and of bf16 by these, on Hopper: exact.
+"""Products of few rows of MXFP8, MXFP4, NVFP4 or bf16 by matrices of these, on Hopper: exact.
 
 Hopper's tensor cores know no block scales. An element times its block's scale has few bits (E4M3
 times a power of two: four; E2M1 times UE4M3: six), so bf16 holds it, and bf16 products are the same
@@ -41,7 +41,8 @@ def widened_gemm(
     A, or of B, NaN; so do NaN scales; infinities of E5M2 stay infinite.
 
     Args:
-        a_data: (M, K) bytes of elements, two in a byte where they have four bits; or bf16.
+        a_data: (M, K) bytes of elements, two in a byte where they have four bits; or bf16. M is 128
+            at most.
         a_scale: compact, (M, K / block) bytes; None for bf16.
         a_format: "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4"; None for bf16.
         b_data, b_scale, b_format: likewise, (N, K) and (N, K / block).
@@ -53,9 +54,9 @@ def widened_gemm(
         accumulate: add to ``c`` instead of overwriting it.
         arch: of the kernel where the tensors are on a CPU, for the emulator.
 
-    Raises Unsupported, a ValueError, where there is no kernel: data whose rows do not start at a
-    multiple of 16 bytes, other formats and architectures. ValueError or TypeError where shapes,
-    strides or dtypes do not belong together.
+    Raises Unsupported, a ValueError, where there is no kernel: more rows of A (``dequantized_gemm``
+    takes them), data whose rows do not start at a multiple of 16 bytes, other formats and
+    architectures. ValueError or TypeError where shapes, strides or dtypes do not belong together.
     """
     plan = plan_widened(
         describe(a_data),
@@ -77,9 +78,7 @@ def widened_gemm(
         return sum_of_nothing(out, bias, accumulate)
     a = _bytes(a_data, a_format), None if a_scale is None else _bytes(a_scale, a_format)
     b = _bytes(b_data, b_format), _bytes(b_scale, b_format)
-    assert plan.config is not None
-    left, right = (b, a) if plan.config.swap else (a, b)
-    plan.run(*left, *right, out, bias, alpha, plan.multiprocessors)
+    plan.run(*a, *b, out, bias, alpha, plan.multiprocessors)
     return out
 
 

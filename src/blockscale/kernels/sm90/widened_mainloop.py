@@ -1,13 +1,15 @@
 # mypy: ignore-errors
-"""Products of a tile's K blocks: the left operand widened in registers, while wgmmas run.
+"""Products of a tile's K blocks: B widened in registers, while wgmmas run.
 
-A unit of work is 64 rows and half a stage of K: four wgmmas. A thread has 16 neighbours along K of
-two rows, which lie together in memory and share a scale each: two octets. Octets of the next unit
-are widened while a unit's wgmmas run: after the first ``ahead`` of them, and between the others.
+A unit of work is 64 rows of B and half a stage of K: four wgmmas. A thread has 16 neighbours along
+K of two rows, which lie together in memory and share a scale each: two octets. Octets of the next
+unit are widened while a unit's wgmmas run. The last wgmmas of a K block are in flight when the next
+one starts.
 """
 
 from __future__ import annotations
 
+import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 
 from . import ptx, widened_ptx
@@ -20,29 +22,30 @@ __all__ = ["Mainloop"]
 class Mainloop:
     def __init__(self, config: Config):
         self.config = config
-        self.widener = WIDENERS[config.elements[0]]
+        self.widener = WIDENERS[config.elements[1]]
         self.fine = config.format.scale.name == "UE4M3"  # a scale for each half of a stage
         self.kept = 4 if self.fine else 3  # registers for the scales of 64 rows
+        steps = range(config.row_steps)
+        self.units = [(half, step) for half in range(2) for step in steps]
 
     def allocate(self) -> list:
-        """Sums of a thread, a tensor for each step down the rows."""
+        """Sums of a thread, a tensor for each step down the rows of B."""
         config = self.config
         self.next = cute.make_rmem_tensor((16 + self.kept,), Int32)
         self.seen = cute.make_rmem_tensor((2 * config.row_steps,), Int32)
-        return [
-            cute.make_rmem_tensor((config.batch // 2,), Float32) for _ in range(config.row_steps)
-        ]
+        sums = (config.tile[0] // 2,)
+        return [cute.make_rmem_tensor(sums, Float32) for _ in range(config.row_steps)]
 
     def start(self, shared, barriers, wide_barriers, rows, thread) -> None:
         """Addresses of a thread of the warpgroup that has the tile's rows from ``rows`` on.
-        ``shared``: tiles and scales of the left operand, and widened tiles of the right one.
+        ``shared``: tiles and scales of B, and widened tiles of A.
         """
         config = self.config
         tiles, scales, wide = shared
         self.full, self.empty = barriers
         self.wide_full, self.wide_empty = wide_barriers
         row, column = rows + thread // 32 * 16 + thread % 32 // 4, thread % 4
-        nbytes = config.row_bytes[0]
+        nbytes = config.row_bytes[1]
         if nbytes == 128:  # and half a stage further it is the next 16 bytes
             chunk = (2 * column) ^ (row % 8)
         else:
@@ -58,86 +61,89 @@ class Mainloop:
         stage, phase, slot, turn = (cute.arch.make_warp_uniform(each) for each in state)
         self.seen.fill(0)
         cute.arch.mbarrier_wait(self.full + stage, phase)
-        scales, words = self.read_scales(stage, 0), self.load(stage, 0, 0)
-        octets = [self.octet(words, scales, 0, 0, i) for i in range(4)]
-        self.keep(self.fragments(octets, scales), scales)
-        for i in range(blocks):
-            stage, phase, slot, turn = self.body(
-                sums, i + 1 < blocks, (stage, phase, slot, turn), advance
-            )
+        words, scales = self.load(stage, 0, 0), self.read_scales(stage, 0)
+        self.keep(self.widen(words, scales, 0, 0), scales)
+        used = Int32(0)
+        for i in range(blocks - 1):
+            state = (stage, phase, slot, turn)
+            stage, phase, slot, turn = self.body(sums, used, i, False, state, advance)
+            used = state[2 if self.config.wide else 0]
+        state = (stage, phase, slot, turn)
+        stage, phase, slot, turn = self.body(sums, used, blocks - 1, True, state, advance)
+        self.finish(sums)
+        self.free(state[2 if self.config.wide else 0])
         self.poison(sums)
         return stage, phase, slot, turn
 
+    def finish(self, sums) -> None:
+        """Until all wgmmas have finished."""
+        each = self.config.tile[0] // 2
+        flat = ptx.finish([row[i] for row in sums for i in range(each)])
+        for i, value in enumerate(flat):
+            sums[i // each][i % each] = value
+
     @cute.jit
-    def body(self, sums, more, state, advance):
-        """A K block, whose first unit is widened. No wgmma is in flight at its ends."""
-        config = self.config
+    def body(self, sums, used, block, last: cutlass.Constexpr, state, advance):
+        """The ``block``-th K block, whose first unit is widened; or the ``last`` one. Its own last
+        wgmmas are in flight at its end: the tile of A that they read is ``used`` until the first
+        ones of the next K block are.
+        """
+        config, units = self.config, self.units
         stage, phase, slot, turn = state
-        units = [(half, step) for half in range(2) for step in range(config.row_steps)]
+        if const_expr(not config.wide):
+            slot, turn = stage, phase
         fragments = [self.next[i] for i in range(16)]
         scales = [[self.next[16 + i] for i in range(self.kept)]]
         scales += [self.read_scales(stage, step) for step in range(1, config.row_steps)]
         cute.arch.mbarrier_wait(self.wide_full + slot, turn)
         for i in range_constexpr(len(units)):
             half, step = units[i]
-            if const_expr(i + 1 < len(units)):
-                at, row_step = units[i + 1]
-                words, following = self.load(stage, at, row_step), scales[row_step]
-            for k in range_constexpr(config.ahead):
-                self.products(sums[step], slot, half, k, fragments)
-            if const_expr(i + 1 == len(units)):
-                at, row_step = 0, 0
-                cute.arch.sync_warp()
-                widened_ptx.arrive_once((self.empty + stage).toint())
+            next_half, next_step = units[(i + 1) % len(units)]
+            ends = i + 1 == len(units)
+            if const_expr(not ends):
+                words, following = self.load(stage, next_half, next_step), scales[next_step]
+            self.products(sums[step], slot, half, fragments)
+            if const_expr(ends):
+                if const_expr(config.wide):
+                    widened_ptx.release((self.empty + stage).toint(), config.async_scales)
                 stage, phase = advance(stage, phase, config.stages)
-                words, following = self.next_words(stage, phase, more)
-            ptx.wait_products(1)  # of the unit before: its registers are free
-            octets = []
-            for k in range_constexpr(config.ahead, 4):
-                octets.append(self.octet(words, following, row_step, at, len(octets)))
-                self.products(sums[step], slot, half, k, fragments)
-            for j in range_constexpr(len(octets), 4):
-                octets.append(self.octet(words, following, row_step, at, j))
-            fragments = self.fragments(octets, following)
-        ptx.wait_products(0)
-        widened_ptx.arrive_once((self.wide_empty + slot).toint())
-        slot, turn = advance(slot, turn, config.wide)
-        self.keep(fragments, following)
+                if const_expr(not last):
+                    cute.arch.mbarrier_wait(self.full + stage, phase)
+                    words, following = self.load(stage, 0, 0), self.read_scales(stage, 0)
+            if const_expr(not (ends and last)):
+                ptx.wait_products(1)  # of the unit before: its registers are free
+                if const_expr(i == 0):
+                    self.free(used, block)
+                fragments = self.widen(words, following, next_step, next_half)
+        if const_expr(not last):
+            self.keep(fragments, following)
+        if const_expr(config.wide):
+            slot, turn = advance(slot, turn, config.wide)
         return stage, phase, slot, turn
+
+    def free(self, slot, wanted=1) -> None:
+        """Arrive when wgmmas have read a widened tile, unless ``wanted`` is 0."""
+        once = self.config.async_scales or bool(self.config.wide)
+        widened_ptx.release((self.wide_empty + slot).toint(), once, wanted)
 
     def keep(self, fragments: list, scales: list) -> None:
         """The first unit of the next K block, and its scales."""
         for i, each in enumerate(fragments + scales):
             self.next[i] = each
 
-    @cute.jit
-    def next_words(self, stage, phase, more):
-        """Of the next stage's first unit, if there is one."""
-        words = cute.make_rmem_tensor((4 * self.widener.words,), Int32)
-        scales = cute.make_rmem_tensor((self.kept,), Int32)
-        words.fill(0)
-        scales.fill(0)
-        if more:
-            cute.arch.mbarrier_wait(self.full + stage, phase)
-            for i, each in enumerate(self.load(stage, 0, 0)):
-                words[i] = each
-            for i, each in enumerate(self.read_scales(stage, 0)):
-                scales[i] = each
-        return [words[i] for i in range(words.shape[0])], [scales[i] for i in range(self.kept)]
-
     def load(self, stage, half: int, step: int) -> list:
         """16 elements of one row, then of the other one, eight rows below."""
-        nbytes = self.config.row_bytes[0]
-        address = self.tiles + stage * (self.config.tile[0] * nbytes)
+        nbytes = self.config.row_bytes[1]
+        address = self.tiles + stage * (self.config.tile[1] * nbytes)
         if nbytes == 128:
             address, offset = address ^ (16 * half), 0
         else:
             offset = 8 * half
         return [
             word
-            for row in (0, 8)
+            for row in (64 * step, 64 * step + 8)
             for word in widened_ptx.load_words(
-                address, (64 * step + row) * nbytes + offset, 2 * self.widener.words
+                address, row * nbytes + offset, 2 * self.widener.words
             )
         ]
 
@@ -145,7 +151,7 @@ class Mainloop:
         """Of 64 rows, for a thread's two: a factor for each half of the stage; or one, and a word
         of both scales, and of whether these are left out of the factors."""
         config = self.config
-        address = self.scales + stage * config.scale_bytes[0]
+        address = self.scales + stage * config.scale_bytes[1]
         rows = [(64 * step + row) * config.scale_row for row in (0, 8)]
         if self.fine:
             pairs = [widened_ptx.load_small(address, row, 2) for row in rows]
@@ -155,16 +161,9 @@ class Mainloop:
         *factors, left_out = self.widener.e8m0_factors(scales, 2)
         return [*factors, left_out * 0x10000 + scales]
 
-    def octet(self, words: list, scales: list, step: int, half: int, i: int) -> list:
-        """The ``i``-th octet of a unit, widened; rows take turns."""
-        row, count = i % 2, self.widener.words
-        own = words[(2 * row + i // 2) * count :][:count]
-        self.seen[2 * step + row] = self.widener.marked(self.seen[2 * step + row], own, self.one)
-        factor = scales[2 * row + half] if self.fine else scales[row]
-        return self.widener.octet(own, factor, self.config.nibbles)
-
-    def fragments(self, octets: list, scales: list) -> list:
-        """For each step of 16 columns the registers of a wgmma."""
+    def widen(self, words: list, scales: list, step: int, half: int) -> list:
+        """A unit: for each step of 16 columns the registers of a wgmma."""
+        octets = [self.octet(words, scales, step, half, i) for i in range(4)]
         pairs = [
             octets[k // 2 * 2 + row][k % 2 * 2 + side]
             for k in range(4)
@@ -175,24 +174,30 @@ class Mainloop:
             return pairs
         return self.widener.rescaled(pairs, scales[2], 2, scales[2] & 0x10000)
 
-    def products(self, sums, slot, half: int, k: int, fragments: list) -> None:
-        """Start the ``k``-th wgmma of a unit."""
-        count = self.config.batch // 2
-        b = self.wide + (2 * slot + half) * (self.config.tile[1] * 8)
-        left = fragments[4 * k : 4 * k + 4]
-        ends = k in (self.config.ahead - 1, 3)
-        values = widened_ptx.wgmma([sums[i] for i in range(count)], left, b, k, ends)
+    def octet(self, words: list, scales: list, step: int, half: int, i: int) -> list:
+        """The ``i``-th octet of a unit, widened; rows take turns."""
+        row, count = i % 2, self.widener.words
+        own = words[(2 * row + i // 2) * count :][:count]
+        self.seen[2 * step + row] = self.widener.marked(self.seen[2 * step + row], own, self.one)
+        factor = scales[2 * row + half] if self.fine else scales[row]
+        return self.widener.octet(own, factor)
+
+    def products(self, sums, slot, half: int, fragments: list) -> None:
+        """Start the wgmmas of a unit."""
+        b = self.wide + (2 * slot + half) * (self.config.tile[0] * 8)
+        count = self.config.tile[0] // 2
+        values = widened_ptx.wgmma([sums[i] for i in range(count)], fragments, b)
         for i, value in enumerate(values):
             sums[i] = value
 
     @cute.jit
     def poison(self, sums):
-        """Sums of rows that had a NaN: those of four threads."""
+        """Sums of rows of B that had a NaN: those of four threads."""
         for i in range_constexpr(2 * self.config.row_steps if self.widener.special else 0):
             seen = self.seen[i]
             for distance in range_constexpr(1, 3):
                 seen = seen | cute.arch.shuffle_sync_bfly(seen, distance)
             if seen & 0x80808080 != 0:
-                for j in range_constexpr(self.config.batch // 2):
-                    if const_expr(j // 2 % 2 == i % 2):
-                        sums[i // 2][j] = Float32(float("nan"))
+                for group in range_constexpr(self.config.tile[0] // 8):
+                    for j in range_constexpr(2):
+                        sums[i // 2][4 * group + 2 * (i % 2) + j] = Float32(float("nan"))

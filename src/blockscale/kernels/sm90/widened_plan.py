@@ -45,9 +45,7 @@ def plan_widened(
     device: torch.device,
     arch: str | None,
 ) -> Plan:
-    """The plan of a call of ``widened_gemm``; raises as it does. ``Plan.run`` takes the left
-    operand's data and scales, the right one's, the output, bias, alpha, and multiprocessors.
-    """
+    """The plan of a call of ``widened_gemm``; raises as it does."""
     arch = arch or architecture(device.index)
     reason = missing() or why_not(a_format or BF16, b_format, out_dtype, arch)
     if reason:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, cute
 
 from .ptx import _HIGH, _asm
 
@@ -13,6 +13,7 @@ __all__ = [
     "copy_async",
     "load_small",
     "load_words",
+    "release",
     "store_byte",
     "store_matrix_transposed",
     "store_words",
@@ -21,24 +22,28 @@ __all__ = [
 ]
 
 
-def wgmma(sums: list, fragments: list, b, step: int, ends: bool) -> list:
-    """Add products of 16 columns of K, the ``step``-th of four: a wgmma of bf16, in place of a
-    thread's ``sums``. ``ends``: a group of them.
+def wgmma(sums: list, fragments: list, b) -> list:
+    """Add products of 64 columns of K, four wgmmas of bf16, to a thread's ``sums`` in place.
 
-    ``fragments``: four registers of the warpgroup's 64 rows; ``b``: a descriptor of the first step.
+    ``fragments``: for each, four registers of the warpgroup's 64 rows; ``b``: a descriptor.
     """
     count = len(sums)
     names = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
-    left = "{" + ", ".join(f"${count + i}" for i in range(4)) + "}"
-    lines = [".reg .b64 b;", f"mov.b64 b, {{${count + 4}, {_HIGH}}}; add.s64 b, b, {2 * step};"]
-    lines += ["wgmma.fence.sync.aligned;"] * (step == 0)
-    lines.append(
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 "
-        f"{names}, {left}, b, 1, 1, 1, 0;"
-    )
-    lines += ["wgmma.commit_group.sync.aligned;"] * ends
+    lines = [
+        f".reg .b64 b; mov.b64 b, {{${count + 16}, {_HIGH}}};",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for step in range(4):
+        first = count + 4 * step
+        left = "{" + ", ".join(f"${first + i}" for i in range(4)) + "}"
+        lines += ["add.s64 b, b, 2;"] * (step > 0)
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 "
+            f"{names}, {left}, b, 1, 1, 1, 0;"
+        )
+    lines.append("wgmma.commit_group.sync.aligned;")
     code = "{ " + " ".join(lines) + " }"
-    constraints = ["r"] * 5 + [str(i) for i in range(count)]
+    constraints = ["r"] * 17 + [str(i) for i in range(count)]
     return _asm(code, [Float32] * count, [*fragments, b, *sums], constraints, memory=True)
 
 
@@ -90,12 +95,25 @@ def copy_async(target, source, nbytes: int, wanted) -> None:
     _asm(code, [], [target, source, wanted], ["r", "l", "r"], memory=True)
 
 
-def arrive_once(barrier) -> None:
-    """Arrive, by one of a warp's lanes."""
+def arrive_once(barrier, wanted=1) -> None:
+    """Arrive, by one of a warp's lanes, unless ``wanted`` is 0."""
     code = (
-        "{ .reg .pred p; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+        "{ .reg .pred p, q; elect.sync _|p, 0xffffffff; setp.ne.b32 q, $1, 0; and.pred p, p, q;"
+        " @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
     )
-    _asm(code, [], [barrier], ["r"], memory=True)
+    _asm(code, [], [barrier, Int32(wanted)], ["r", "r"], memory=True)
+
+
+def release(barrier, once: bool, wanted=1) -> None:
+    """Arrive when all lanes have read what is written next, unless ``wanted`` is 0: one for all, or
+    each by itself. Tools that look for races do not see that the first way orders what threads
+    store, not TMA."""
+    if once:
+        cute.arch.sync_warp()
+        arrive_once(barrier, wanted)
+    else:
+        code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+        _asm(code, [], [barrier, Int32(wanted)], ["r", "r"], memory=True)
 
 
 def arrive_when_copied(barrier) -> None:
