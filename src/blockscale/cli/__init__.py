@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from . import emulate_gemm, emulate_quantize
+from . import bench_model, emulate_gemm, emulate_quantize
 from .bench import bench
 from .doctor import doctor
 from .emulate import emulate
@@ -36,6 +36,7 @@ app.command()(train)
 emulate.command("gemm")(emulate_gemm.gemm)
 emulate.command("quantize")(emulate_quantize.quantize)
 app.add_typer(emulate, name="emulate")
+bench.command("model")(bench_model.model)
 app.add_typer(bench, name="bench")
 
 # typer carries its own copy of click: this is its ClickException, the base of all usage errors

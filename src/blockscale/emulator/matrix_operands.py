@@ -17,6 +17,8 @@ __all__ = ["Operand", "container_bits", "from_shared", "negated"]
 
 #: Bits of what holds an element in shared memory, if not a byte.
 _CONTAINERS = {"f16": 16, "bf16": 16, "tf32": 32}
+#: Bytes of each 16 that hold elements narrower than a byte; copies leave the rest as it was.
+_PAYLOADS = {"e2m1": 8, "e2m3": 12, "e3m2": 12}
 _SIGNS = {"e2m1": 3, "e3m2": 5, "e2m3": 5, "e4m3": 7, "e5m2": 7, "f16": 15, "bf16": 15, "tf32": 31}
 
 
@@ -54,11 +56,14 @@ def from_shared(work: Work, cta: CTA, matrix: SharedDescriptor, operand: Operand
     bits = container_bits(operand.type)
     row_bytes = operand.k * bits // (16 if operand.packed else 8)
     starts, place = _chunks(matrix, operand.rows, row_bytes, operand.major, bits)
-    data = read_shared(work, starts.astype(np.uint64) + np.uint64(cta.shared_base), 16)
+    size = 16 if operand.packed else _PAYLOADS.get(operand.type, 16)
+    data = read_shared(work, starts.astype(np.uint64) + np.uint64(cta.shared_base), size)
+    if size < 16:
+        data = np.pad(data, ((0, 0), (0, 16 - size)))
     codes = np.ascontiguousarray(data.reshape(-1)[place]).view(f"u{bits // 8}")
     if operand.packed:
         codes = unpack_nibbles(codes)
-    elif operand.type in ("e2m1", "e2m3", "e3m2"):
+    elif operand.type in _PAYLOADS:
         codes = unpack_slots(codes, 4 if operand.type == "e2m1" else 6)
     return negated(codes, operand)
 

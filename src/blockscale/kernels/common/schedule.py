@@ -35,8 +35,8 @@ class Raster:
         within = index - first * across
         row = (first + within % height) * self.cluster[0]
         column = within // height * self.cluster[1]
-        if self.cluster[0] > 1:
-            row = row + rank
         if self.cluster[1] > 1:
-            column = column + rank
+            column = column + (rank if self.cluster[0] == 1 else rank // self.cluster[0])
+        if self.cluster[0] > 1:
+            row = row + (rank if self.cluster[1] == 1 else rank % self.cluster[0])
         return row * self.tile_shape[0], column * self.tile_shape[1]

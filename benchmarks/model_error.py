@@ -1,0 +1,174 @@
+"""How far the performance model is from measured times, for Hopper's kernels on an H200.
+
+Reads benchmarks/results/chooser_h200.json (all configurations of the FP8 kernel at 40 shapes) and
+gemm_h200.json, writes model_h200.json. The constants named in ``blockscale.model.machine.FITTED``
+were fitted to every other shape of the first file; the error is told for the other half, too.
+Needs no GPU.
+
+    python benchmarks/model_error.py          the error of the constants as they stand
+    python benchmarks/model_error.py --fit    and what a new fit would give: copy it by hand
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockscale.bench.chooser import describe
+from blockscale.bench.contest import OURS
+from blockscale.kernels.sm90.config import candidates
+from blockscale.model import Launch, Machine, Traffic, estimate, launch, walk
+from blockscale.model.kernels import hopper_fp8
+from blockscale.model.machine import FITTED, H200
+
+RESULTS = Path(__file__).resolve().parent / "results"
+GROUPS = {  # of gemm_h200.json -> the format of its rows in the model, by case
+    "Operands quantized beforehand": {"fp8_block": "fp8_block"},
+    "1x128 by 1x128, added to fp32": {"fp8_1x128": "fp8_1x128"},
+}
+
+#: `ncu --section MemoryWorkloadAnalysis` on that H200, caches flushed: L2 Hit Rate.
+HIT_RATES = (
+    ("fp8_block", (4096, 4096, 4096), 0.8196),
+    ("fp8_1x128", (4096, 4096, 4096), 0.8172),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A measured launch."""
+
+    part: str
+    config: str
+    launch: Launch
+    traffic: Traffic
+    microseconds: float
+
+    def ratio(self, machine: Machine) -> float:
+        """Estimated over measured time."""
+        return estimate(self.launch, machine, self.traffic).microseconds / self.microseconds
+
+
+def chooser_points() -> Iterator[Point]:
+    for i, choice in enumerate(_load("chooser_h200.json")["choices"]):
+        shape = choice["m"], choice["n"], choice["k"]
+        part = "held out" if i % 2 else "fitted"
+        for config in candidates(shape, torch.bfloat16):
+            took = choice["candidates"].get(describe(config))
+            if took is not None:
+                counts = hopper_fp8(config, shape)
+                yield Point(part, describe(config), counts, walk(counts, H200), took)
+
+
+def gemm_points() -> Iterator[Point]:
+    for row in _load("gemm_h200.json")["rows"]:
+        format = GROUPS.get(row["group"], {}).get(row["case"])
+        if format and row["who"] == OURS:
+            counts = launch("sm_90a", format, (row["m"], row["n"], row["k"]))
+            yield Point(format, "chosen", counts, walk(counts, H200), row["microseconds"])
+
+
+def summary(points: Sequence[Point], machine: Machine) -> dict[str, Any]:
+    """Of |estimated / measured - 1|."""
+    ratios = [each.ratio(machine) for each in points]
+    errors = [abs(ratio - 1) for ratio in ratios]
+    worst = points[errors.index(max(errors))]
+    return {
+        "launches": len(points),
+        "mean": statistics.mean(errors),
+        "median": statistics.median(errors),
+        "bias": statistics.mean(ratios) - 1,
+        "worst": max(errors),
+        "worst_at": f"{'x'.join(map(str, worst.launch.shape))} {worst.config}",
+    }
+
+
+def fit(points: Sequence[Point], machine: Machine) -> Machine:
+    """With constants of least mean |log(estimated / measured)|: a search along each in turn."""
+
+    def loss(candidate: Machine) -> float:
+        return statistics.mean(abs(math.log(each.ratio(candidate))) for each in points)
+
+    best, steps = loss(machine), dict.fromkeys(FITTED, 0.08)
+    while max(steps.values()) > 0.005:
+        for name in FITTED:
+            for factor in (1 + steps[name], 1 - steps[name]):
+                tried = replace(machine, **{name: getattr(machine, name) * factor})
+                if loss(tried) < best:
+                    machine, best = tried, loss(tried)
+                    break
+            else:
+                steps[name] /= 2
+    return machine
+
+
+def hit_rates() -> list[dict[str, Any]]:
+    return [
+        {
+            "format": format,
+            "shape": shape,
+            "ncu": measured,
+            "model": walk(launch("sm_90a", format, shape), H200).hit_rate,
+        }
+        for format, shape, measured in HIT_RATES
+    ]
+
+
+def _load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def _parts(points: Sequence[Point], key: Callable[[Point], str]) -> dict[str, list[Point]]:
+    found: dict[str, list[Point]] = {}
+    for each in points:
+        found.setdefault(key(each), []).append(each)
+    return found
+
+
+def main() -> None:
+    chooser, gemm = list(chooser_points()), list(gemm_points())
+    constants = {name: getattr(H200, name) for name in FITTED}
+    parts = _parts([*chooser, *gemm], lambda each: each.part)
+    by_config = _parts(chooser, lambda each: each.config)
+    result = {
+        "machine": H200.name,
+        "constants": constants,
+        "parts": {name: summary(points, H200) for name, points in parts.items()},
+        "configs": {name: summary(points, H200) for name, points in by_config.items()},
+        "hit_rates": hit_rates(),
+        "launches": [
+            {
+                "part": each.part,
+                "shape": "x".join(map(str, each.launch.shape)),
+                "config": each.config,
+                "measured": round(each.microseconds, 2),
+                "estimated": round(each.ratio(H200) * each.microseconds, 2),
+            }
+            for each in [*chooser, *gemm]
+        ],
+    }
+    if "--fit" in sys.argv[1:]:
+        fitted = fit(parts["fitted"], H200)
+        print("a new fit:", {name: float(f"{getattr(fitted, name):.4g}") for name in FITTED})
+    (RESULTS / "model_h200.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for name, row in (result["parts"] | result["configs"]).items():
+        print(
+            f"{name}: {row['launches']} launches, mean {row['mean']:.1%}, median "
+            f"{row['median']:.1%}, bias {row['bias']:+.1%}, worst {row['worst']:.1%} "
+            f"({row['worst_at']})"
+        )
+    for row in result["hit_rates"]:
+        print(f"{row['format']} {row['shape']}: ncu {row['ncu']:.1%}, model {row['model']:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Block-scaled products on Blackwell, by kernels written in CuTe DSL for sm_100a.
+
+CuTe DSL is imported by the first call. ``plan`` finds what a call needs, once; ``kernel`` is the
+kernel, ``config`` how it is chosen, ``kinds`` what the tensor cores multiply. There was no such GPU
+to run them on: they are right in the emulator, and what they reach is not known.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..gpu.plan import describe
+from ..sm90.plan import sum_of_nothing
+from .plan import plan_gemm, unsupported
+
+__all__ = ["gemm", "unsupported"]
+
+
+def gemm(
+    a_data: Tensor,
+    a_scale: Tensor,
+    a_format: str,
+    b_data: Tensor,
+    b_scale: Tensor,
+    b_format: str,
+    *,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    c: Tensor | None = None,
+    accumulate: bool = False,
+    arch: str | None = None,
+) -> Tensor:
+    """``alpha * A @ B.mT + bias`` of block-scaled matrices: (M, N).
+
+    The tensor cores multiply data and scales as they are stored and add up along K as they do; the
+    emulator has a model of it, ``emulator/tensorcore/arithmetic.py``. The sum is multiplied, added
+    to in fp32, and rounded once. The same bits in every run.
+
+    Args:
+        a_data: (M, K) of ``a_format``, or its bytes; of 4-bit elements (M, K / 2). K is contiguous,
+            or, of 8-bit elements, M, as a transposed view has it.
+        a_scale: in layout "tcgen05": tiles of 512 bytes, one after another.
+        a_format: "mxfp8", "mxfp8_e5m2" or "mxfp4", or "nvfp4" for both.
+        b_data, b_scale, b_format: (N, K) likewise.
+        alpha: () fp32: the product of the global scales.
+        bias: (N,) in bfloat16, float16 or float32.
+        out_dtype: bfloat16, float16 or float32.
+        c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
+            the other tensors (not looked at here).
+        accumulate: add to ``c`` instead of overwriting it.
+        arch: of the kernel where the tensors are on a CPU, for the emulator: "sm_100a", "sm_103a".
+
+    Raises Unsupported, a ValueError, where there is no kernel: data whose rows do not start at a
+    multiple of 16 bytes; of MXFP4 with an 8-bit format of 32 bytes, and K a multiple of 128;
+    formats that no instruction takes; other architectures. ValueError or TypeError where shapes,
+    strides or dtypes do not belong together.
+    """
+    plan = plan_gemm(
+        describe(a_data),
+        describe(a_scale),
+        a_format,
+        describe(b_data),
+        describe(b_scale),
+        b_format,
+        (a_data.data_ptr() % 32, b_data.data_ptr() % 32),
+        describe(c),
+        describe(bias),
+        describe(alpha),
+        out_dtype,
+        accumulate,
+        a_data.device,
+        arch,
+    )
+    out = torch.empty_like(plan.out) if c is None else c
+    if plan.run is None:
+        return sum_of_nothing(out, bias, accumulate)
+    if a_data.dtype != torch.uint8:
+        a_data = a_data.view(torch.uint8)
+    if b_data.dtype != torch.uint8:
+        b_data = b_data.view(torch.uint8)
+    assert plan.config is not None
+    a_data, b_data = (
+        x if major == "k" else x.T
+        for x, major in zip((a_data, b_data), plan.config.majors, strict=True)
+    )
+    a_tiles = a_scale.view(torch.int64).view(plan.scale_rows[0], -1)
+    b_tiles = b_scale.view(torch.int64).view(plan.scale_rows[1], -1)
+    plan.run(a_data, a_tiles, b_data, b_tiles, out, bias, alpha)
+    return out

@@ -1,0 +1,152 @@
+"""What a call of the product needs, found once for all calls alike: its kernel and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats import Format, get_format
+from ...layouts import get_layout
+from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
+from ..sm90.plan import aligned_rows, check_matrix, check_rest
+from .config import WHOLE, Config, choose_config, why_not
+
+__all__ = ["Plan", "plan_gemm", "unsupported"]
+
+_SPREAD = 128  # elements of 4 bits that TMA spreads at once
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``run`` takes data as bytes, transposed where ``config.majors`` says "mn", each with its
+    scales as ``scale_rows`` of tiles, the output, bias and alpha; None where nothing is to be
+    multiplied. ``out`` is one item, expanded to the output's shape: empty_like of it is the fastest
+    way to allocate.
+    """
+
+    config: Config | None
+    run: Callable[..., Any] | None
+    scale_rows: tuple[int, int]
+    out: Tensor
+
+
+@lru_cache
+def unsupported(device: torch.device) -> str:
+    """Why no product runs here; empty where some do."""
+    if device.type != "cuda":
+        return f"the operands are on {device}: the kernels run on CUDA devices"
+    return missing() or why_not("mxfp8", "mxfp8", torch.bfloat16, architecture(device.index))
+
+
+@lru_cache(maxsize=4096)
+def plan_gemm(
+    a: Described,
+    a_scale: Described,
+    a_format: str,
+    b: Described,
+    b_scale: Described,
+    b_format: str,
+    addresses: tuple[int, int],
+    out: Described | None,
+    bias: Described | None,
+    alpha: Described | None,
+    out_dtype: torch.dtype,
+    accumulate: bool,
+    device: torch.device,
+    arch: str | None,
+) -> Plan:
+    """The plan of a call of ``gemm``; raises as it does. ``addresses``: of data, modulo 32."""
+    arch = arch or architecture(device.index)
+    reason = missing() or why_not(a_format, b_format, out_dtype, arch)
+    if reason:
+        raise Unsupported(reason)
+    formats = get_format(a_format), get_format(b_format)
+    names = ("a_data", "b_data")
+    majors = _major(a, a_format), _major(b, b_format)
+    stored = [
+        x if major == "k" else _transposed(x) for x, major in zip((a, b), majors, strict=True)
+    ]
+    for name, data, format in zip(names, stored, formats, strict=True):
+        check_matrix(name, data, _dtypes(format.element.dtype))
+    depths = [x[0][1] * (8 // each.element.bits) for x, each in zip((a, b), formats, strict=True)]
+    if depths[0] != depths[1]:
+        raise ValueError(
+            f"a_data, b_data: got {tuple(a[0])} of {a_format} and {tuple(b[0])} of {b_format}, so "
+            f"K = {depths[0]} and {depths[1]}; expected (M, K) and (N, K), two elements of 4 bits "
+            "in a byte"
+        )
+    m, n, k = a[0][0], b[0][0], depths[0]
+    _check_scale("a_scale", a_scale, (m, k), formats[0])
+    _check_scale("b_scale", b_scale, (n, k), formats[1])
+    check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
+    like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
+    if 0 in (m, n, k):
+        return Plan(None, None, (0, 0), like)
+    config = choose_config(
+        (m, n, k),
+        (a_format, b_format),
+        out_dtype,
+        majors=majors,
+        accumulate=accumulate,
+        aligned=aligned_rows(n, out, out_dtype),
+        bias=None if bias is None else bias[2],
+        alpha=alpha is not None,
+        arch=arch,
+    )
+    operands = zip(names, stored, addresses, config.unpacked, strict=True)
+    for name, data, address, spread in operands:
+        _check_loadable(name, data, address, k if spread else 0)
+    rows = -(-m // 128), -(-n // 128)
+    return Plan(config, get_kernel(config, device), rows, like)
+
+
+def _dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Its bytes, or itself."""
+    return (torch.uint8,) if dtype == torch.uint8 else (dtype, torch.uint8)
+
+
+def _major(x: Described, format: str) -> str:
+    """Which dimension lies together, of those that the tensor cores take."""
+    shape, stride = x[:2]
+    other = len(shape) == 2 and stride[1] != 1 and stride[0] == 1 and format in WHOLE
+    return "mn" if other else "k"
+
+
+def _transposed(x: Described) -> Described:
+    shape, stride, dtype, address = x
+    return torch.Size(shape[::-1]), stride[::-1], dtype, address
+
+
+def _check_scale(name: str, x: Described, shape: tuple[int, int], format: Format) -> None:
+    rows, k = shape
+    block = format.block[1]
+    wanted = get_layout("tcgen05").stored_shape((rows, -(-k // block)))
+    dtypes = _dtypes(format.scale.dtype)
+    if x[2] not in dtypes:
+        raise TypeError(f"{name}: got {x[2]}; expected {' or '.join(map(str, dtypes))}")
+    if tuple(x[0]) != wanted or (x[1] != (1,) and wanted > (1,)):
+        raise ValueError(
+            f"{name}: has shape {tuple(x[0])} and strides {x[1]}; expected {wanted}, contiguous: "
+            f'{rows} x {k} elements of {format.name} in layout "tcgen05"'
+        )
+    if x[3]:
+        raise ValueError(
+            f"{name}: starts {x[3]} bytes after a multiple of 16, which TMA wants: call clone()"
+        )
+
+
+def _check_loadable(name: str, x: Described, address: int, k: int) -> None:
+    """Unsupported where TMA cannot load data. ``k``: of 4-bit elements that it spreads, or 0."""
+    apart = 32 if k else 16
+    if address % apart or x[1][0] % apart:
+        raise Unsupported(f"{name}: TMA wants rows that start at a multiple of {apart} bytes")
+    if k % _SPREAD:
+        raise Unsupported(
+            f"{name}: K = {k}; beside 8-bit elements TMA loads 4-bit ones where K is a multiple "
+            f"of {_SPREAD}: pad K with zeros"
+        )

@@ -1,0 +1,85 @@
+"""The L2 cache under a launch: which rows of A and of B are still there when they are read again.
+
+Clusters that run at once go through K in step, and the cache forgets what was used longest ago.
+What is stored does not push A and B out: the bytes that ncu counts of memory fit that better.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from itertools import islice
+
+from .counts import Launch
+from .machine import Machine
+
+__all__ = ["Traffic", "walk"]
+
+_CHUNKS = 8  # of K: what is kept or forgotten at once
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of a launch.
+
+    Attributes:
+        read: of A and B, asked of the L2 cache.
+        missed: of these, read from memory.
+        output: written, and read before that if it is added to.
+        hit_rate: as ncu seems to count it (``L2 Hit Rate``): a line has its place in one part of
+            the cache. Where multiprocessors of the other part read it, too, it is missing there
+            once more and looked up in its place; what is written is missing.
+    """
+
+    read: float
+    missed: float
+    output: float
+    hit_rate: float
+
+    @property
+    def memory(self) -> float:
+        """To and from memory."""
+        return self.missed + self.output
+
+    @property
+    def l2(self) -> float:
+        return self.read + self.output
+
+
+class _Recent:
+    """What was used last, ``size`` bytes of it."""
+
+    def __init__(self, size: float):
+        self.free, self.kept = size, OrderedDict[tuple[int, int, int], float]()
+
+    def use(self, key: tuple[int, int, int], nbytes: float) -> float:
+        """The bytes that were not there."""
+        if key in self.kept:
+            self.kept.move_to_end(key)
+            return 0.0
+        self.kept[key] = nbytes
+        self.free -= nbytes
+        while self.free < 0 and len(self.kept) > 1:
+            self.free += self.kept.popitem(last=False)[1]
+        return nbytes
+
+
+def walk(launch: Launch, machine: Machine) -> Traffic:
+    """The traffic of all clusters, in their order."""
+    (m, n, k), tile = launch.shape, launch.cluster_tile
+    edges, operands = (m, n), [k * each for each in launch.operand_bytes]
+    chunks = min(_CHUNKS, launch.k_blocks)
+    recent, missed, far = _Recent(machine.l2_bytes), 0.0, 0.0
+    raster, at_once = launch.raster(), machine.multiprocessors // launch.blocks
+    while wave := list(islice(raster, at_once)):
+        readers = [Counter(each) for each in zip(*wave, strict=True)]
+        for chunk in range(chunks):
+            for side in (0, 1):
+                for place, several in readers[side].items():
+                    lines = min(tile[side], edges[side] - place * tile[side])
+                    lost = recent.use((side, place, chunk), lines * operands[side] / chunks)
+                    missed += lost
+                    far += lost * (1 - machine.l2_parts**-several)
+    read, output = launch.read_bytes, float(launch.output_bytes)
+    rate = 1 - (missed + far + output) / (read + far + output)
+    return Traffic(read, missed, output * (1 + launch.accumulate), rate)

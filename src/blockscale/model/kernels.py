@@ -1,0 +1,148 @@
+"""The counts of the kernels that would be launched, from their own configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..formats import choose, get_format
+from ..kernels.sm90 import config as sm90
+from ..kernels.sm90 import plain_config
+from ..kernels.sm90.product_config import ROW, ProductConfig
+from ..kernels.sm90.stored import ROWS
+from ..kernels.sm100 import config as sm100
+from .counts import Launch
+
+__all__ = ["FORMATS", "hopper_bf16", "hopper_fp8", "launch", "tcgen05"]
+
+Shape = tuple[int, int, int]
+_PAIR_CYCLES = 2.5  # of shared memory, measured: a warp reads two scales a thread for eight columns
+_FP8_SCALED = 1 + 4 / sm90.BLOCK_K  # bytes of an element with its part of a scale
+
+
+def _common(config: Any, shape: Shape) -> dict[str, Any]:
+    return {
+        "shape": shape,
+        "tile": config.tile,
+        "cluster": config.cluster,
+        "group": config.group,
+        "stages": config.stages,
+        "out_bytes": config.out_dtype.itemsize,
+        "accumulate": config.accumulate,
+    }
+
+
+def _wgmma_bytes(config: ProductConfig) -> int:
+    """Of A and B that the tensor cores read for a K block: each wgmma its rows and columns."""
+    rows, columns = config.tile
+    return rows // ROWS * (columns // config.batch) * (ROWS + config.batch) * ROW
+
+
+def hopper_fp8(config: sm90.Config, shape: Shape) -> Launch:
+    """FP8 with scales of 128: a warpgroup's four warps read scales of its rows and columns."""
+    rows, columns = config.tile
+    each = config.b_block[0] == 1
+    reads = columns // 8 * _PAIR_CYCLES if each else columns // config.segment
+    wavefronts = rows // ROWS * (8 + 4 * reads)
+    return Launch(
+        unit="fp8",
+        block_k=sm90.BLOCK_K,
+        shared_bytes=_wgmma_bytes(config) + config.stage_bytes + int(wavefronts * 128),
+        operand_bytes=(_FP8_SCALED, _FP8_SCALED if each else 1 + 4 / sm90.BLOCK_K**2),
+        **_common(config, shape),
+    )
+
+
+def hopper_bf16(config: plain_config.PlainConfig, shape: Shape) -> Launch:
+    """Plain bf16."""
+    return Launch(
+        unit="bf16",
+        block_k=plain_config.BLOCK_K,
+        shared_bytes=_wgmma_bytes(config) + config.stage_bytes,
+        operand_bytes=(2, 2),
+        **_common(config, shape),
+    )
+
+
+def tcgen05(config: sm100.Config, shape: Shape) -> Launch:
+    """Block-scaled products of Blackwell. What is loaded is read once: by the tensor cores, or to
+    bring scales to Tensor Memory. A tile is stored while the next one is multiplied, as far as
+    Tensor Memory has room for both."""
+    return Launch(
+        unit="fp4" if config.kind.packed else "fp8",
+        block_k=config.kind.block_k,
+        shared_bytes=2 * config.stage_bytes,
+        operand_bytes=(_stored_bytes(config.a_format), _stored_bytes(config.b_format)),
+        exposed=0.0 if config.sums > 1 else config.early_boxes / config.boxes,
+        **_common(config, shape),
+    )
+
+
+def _stored_bytes(name: str) -> float:
+    """Of an element, with its part of a scale."""
+    fmt = get_format(name)
+    return fmt.element.bits / 8 + fmt.scale.nbytes / fmt.block_size
+
+
+# --- what is launched for a product ---------------------------------------------------------------
+
+
+def _fp8_block(shape: Shape, ctas: int | None) -> Launch:
+    return hopper_fp8(sm90.choose_config(shape, torch.bfloat16), shape)
+
+
+def _fp8_1x128(shape: Shape, ctas: int | None) -> Launch:
+    """Added to fp32, as for the gradient of a weight."""
+    fields: dict[str, Any] = {"b_block": (1, 128), "accumulate": True}
+    return hopper_fp8(sm90.choose_config(shape, torch.float32, **fields), shape)
+
+
+def _bf16(shape: Shape, ctas: int | None) -> Launch:
+    return hopper_bf16(plain_config.choose_config(shape, torch.bfloat16), shape)
+
+
+def _blackwell(a_format: str, b_format: str) -> Callable[[Shape, int | None], Launch]:
+    def build(shape: Shape, ctas: int | None) -> Launch:
+        config = sm100.choose_config(shape, (a_format, b_format), torch.bfloat16)
+        if ctas is not None:
+            config = sm100.fit(replace(config, ctas=ctas, cluster=(ctas, 1), stages=2))
+        return tcgen05(config, shape)
+
+    return build
+
+
+#: By architecture and name of what is multiplied.
+FORMATS: Mapping[str, Mapping[str, Callable[[Shape, int | None], Launch]]] = MappingProxyType(
+    {
+        "sm_90a": {"fp8_block": _fp8_block, "fp8_1x128": _fp8_1x128, "bf16": _bf16},
+        "sm_100a": {
+            "mxfp8": _blackwell("mxfp8", "mxfp8"),
+            "mxfp8_mxfp4": _blackwell("mxfp8", "mxfp4"),
+            "mxfp4": _blackwell("mxfp4", "mxfp4"),
+            "nvfp4": _blackwell("nvfp4", "nvfp4"),
+        },
+    }
+)
+
+
+def launch(
+    arch: str, format: str, shape: Shape, *, group: int | None = None, ctas: int | None = None
+) -> Launch:
+    """What ``bs.gemm`` would launch for a product of ``shape`` (M, N, K), bf16 out.
+
+    Args:
+        arch: "sm_90a" or "sm_100a".
+        format: a key of ``FORMATS[arch]``.
+        group: clusters down that are taken before the next ones across; 1 is no supergroups.
+        ctas: blocks of threads whose tensor cores work together, 1 or 2; sm_100a alone.
+    """
+    choose("arch", arch, FORMATS)
+    choose("format", format, FORMATS[arch])
+    if ctas is not None and (arch != "sm_100a" or ctas not in (1, 2)):
+        raise ValueError(f"ctas: got {ctas} for {arch}; choose 1 or 2, for sm_100a")
+    found = FORMATS[arch][format](shape, ctas)
+    return found if group is None else replace(found, group=group)
