@@ -12,8 +12,7 @@ import torch
 from ..formats import choose, get_format
 from ..kernels.sm90 import config as sm90
 from ..kernels.sm90 import plain_config
-from ..kernels.sm90.product_config import ROW, ProductConfig
-from ..kernels.sm90.stored import ROWS
+from ..kernels.sm90.product_config import ROW, ROWS, ProductConfig
 from ..kernels.sm100 import config as sm100
 from .counts import Launch
 

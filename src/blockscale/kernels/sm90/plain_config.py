@@ -52,7 +52,7 @@ _FEW = {"cluster": (1, 1), "alternate": True, "stages": 7}
 SHAPES = (
     _shape(608, 3729),
     _shape(613, 3836, cluster=(1, 1)),
-    _shape(465, 2571, tile=(128, 192), batch=192),
+    _shape(480, 2571, tile=(128, 192), batch=192),
     _shape(344, 1410, **_SQUARE),
     _shape(345, 1934, **_SQUARE, cluster=(1, 1)),
     _shape(275, 1343, **_FEW, tile=(128, 64), batch=64),

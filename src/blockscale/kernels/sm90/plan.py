@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .config import BLOCK_K, OUT_DTYPES, choose_config, why_not
-from .stored import MULTIPROCESSORS
+from .product_config import MULTIPROCESSORS
 
 __all__ = [
     "Plan",

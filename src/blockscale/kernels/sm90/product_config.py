@@ -8,17 +8,31 @@ from typing import Any
 
 import torch
 
+from ..common import machine
 from ..gpu.config import SHARED
-from .stored import BOX, MULTIPROCESSORS, ROWS, Stored
 
-__all__ = ["OUT_DTYPES", "ROW", "ProductConfig", "Shape", "fit", "ordered", "why_not"]
+__all__ = [
+    "BOX",
+    "MULTIPROCESSORS",
+    "OUT_DTYPES",
+    "ROW",
+    "ROWS",
+    "ProductConfig",
+    "Shape",
+    "fit",
+    "ordered",
+    "why_not",
+]
 
 ROW = 128  # bytes of a row of a tile in shared memory
+ROWS = 64  # of one wgmma
+BOX = 128  # bytes of a row of the output that one instruction stores
+MULTIPROCESSORS = machine.MULTIPROCESSORS["sm_90a"]
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class ProductConfig(Stored):
+class ProductConfig:
     """A kernel: all that its code depends on.
 
     Attributes:
@@ -95,6 +109,30 @@ class ProductConfig(Stored):
     def row_warpgroups(self) -> int:
         """That share the rows of a tile, and store them."""
         return 1 if self.alternate else self.warpgroups
+
+    @property
+    def row_steps(self) -> int:
+        """wgmmas that a warpgroup needs to go down its rows."""
+        return self.tile[0] // (ROWS * self.row_warpgroups)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether what the output holds is added where it is, by TMA, which does so in its type."""
+        return self.accumulate and self.tma_store and self.out_dtype == torch.float32
+
+    @property
+    def box_columns(self) -> int:
+        return BOX // self.out_dtype.itemsize
+
+    @property
+    def boxes(self) -> int:
+        """Of a warpgroup's output."""
+        return self.row_steps * self.tile[1] // self.box_columns
+
+    @property
+    def output_bytes(self) -> int:
+        """Room in shared memory to put the output together."""
+        return self.row_warpgroups * self.c_buffers * ROWS * BOX if self.tma_store else 0
 
     @property
     def column_steps(self) -> int:

@@ -10,8 +10,7 @@ import torch
 from ...formats import Format, formats, get_format
 from ..gpu.config import SHARED
 from ..gpu.plan import Unsupported
-from .product_config import OUT_DTYPES
-from .stored import BOX, MULTIPROCESSORS, ROWS
+from .product_config import BOX, MULTIPROCESSORS, OUT_DTYPES, ROWS
 
 __all__ = ["BF16", "BLOCK_K", "FEW", "WARPGROUPS", "Config", "choose_config", "why_not"]
 
