@@ -23,25 +23,32 @@ from blockscale.cli.emulate import emulate
     not (find_spec("cutlass") and find_spec("tvm_ffi")), reason="CuTe DSL is not installed"
 )
 @pytest.mark.parametrize(
-    ("format", "transpose", "launches"),
-    [("fp8_block", "TN", 1), ("nvfp4", "NT", 1), ("mxfp8", "NN", 3)],  # widened in memory first
+    ("arch", "format", "transpose", "launches", "opcode"),
+    [
+        ("sm_90a", "fp8_block", "TN", 1, "wgmma"),
+        ("sm_90a", "nvfp4", "NT", 1, "wgmma"),
+        ("sm_90a", "mxfp8", "NN", 3, "wgmma"),  # widened in memory first
+        ("sm_100a", "mxfp8", "NT", 1, "tcgen05.mma"),
+        ("sm_100a", "nvfp4", "TN", 1, "tcgen05.mma"),
+    ],
 )
-def test_error_is_at_the_floor(format, transpose, launches):
+def test_error_is_at_the_floor(arch, format, transpose, launches, opcode):
     code = "from blockscale.cli import main; main()"
-    arguments = ["--format", format, "--transpose", transpose, "--shape", "40x72x288"]
+    arguments = ["--arch", arch, "--format", format, "--transpose", transpose]
+    arguments += ["--shape", "48x80x288"]
     arguments += ["--completion", "random", "--seed", "3", "--json"]
     command = [sys.executable, "-c", code, "emulate", "gemm", *arguments]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     product = json.loads(found.stdout)
     assert (product["format"], product["transpose"]) == (format, transpose)
-    assert product["shape"] == [40, 72, 288]
+    assert product["shape"] == [48, 80, 288]
     assert product["launches"] == launches
     # rounding to 8 bits: at most 2^-9 of each value, on average less
     assert 1e-3 < product["floor"] < 2**-9
     assert product["error"] <= product["allowed"] < 1.02 * product["floor"]
-    wgmma = [p for p in product["report"]["products"] if p["opcode"].startswith("wgmma")]
-    assert sum(p["flops"] for p in wgmma) >= 2 * 40 * 72 * 288
+    used = [p for p in product["report"]["products"] if p["opcode"].startswith(opcode)]
+    assert sum(p["flops"] for p in used) >= 2 * 48 * 80 * 288
 
 
 @pytest.fixture
@@ -128,6 +135,9 @@ def test_bad_input(arguments, message):
 
 def test_another_architecture(kernel):
     kernel("fp8_block", emulate_gemm._fp8_block)
+    error = invoke("--arch", "sm_120a", "--shape", "16x8x128").exception
+    assert isinstance(error, ValueError)
+    assert "sm_120a" in str(error)
     error = invoke("--arch", "sm_100a", "--shape", "16x8x128").exception
     assert isinstance(error, ValueError)
-    assert "these kernels are for sm_90a" in str(error)
+    assert "format: got 'fp8_block'" in str(error)

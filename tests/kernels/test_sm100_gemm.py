@@ -73,7 +73,6 @@ CLUSTERS = {
     "256 columns, overlapping sums": Config("mxfp8", "mxfp8", BF16, stages=4, **WIDE),
     "2x1": Config("mxfp8", "mxfp8", BF16, cluster=(2, 1)),
     "2x2": Config("nvfp4", "nvfp4", BF16, cluster=(2, 2)),
-    "4x1": Config("mxfp8", "mxfp8", BF16, cluster=(4, 1)),
     "pair": Config("nvfp4", "nvfp4", BF16, stages=3, **PAIR, **WIDE),
     "pairs 2x2": Config("mxfp8", "mxfp8", BF16, ctas=2, cluster=(2, 2)),
     "pairs 4x1": Config("mxfp8", "mxfp4", BF16, ctas=2, cluster=(4, 1)),

@@ -1,4 +1,4 @@
-"""``blockscale emulate gemm``: our own products for Hopper, compiled and run without a GPU."""
+"""``blockscale emulate gemm``: our own products, compiled and run without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Kernel:
 
     activations: str
     weights: str
-    layout: str  # of A's scales
+    layouts: tuple[str, str]  # of A's scales, and of B's
     run: Callable[[ScaledTensor, ScaledTensor, str], Tensor]
     sums: Callable[[int], float]  # relative error of the tensor cores' sums, of K
 
@@ -39,17 +39,32 @@ def _fp8_block(a: ScaledTensor, b: ScaledTensor, arch: str) -> Tensor:
 
 
 def _widened(a: ScaledTensor, b: ScaledTensor, arch: str) -> Tensor:
-    import torch
-
     from ..kernels.sm90.dequantized_gemm import exact_gemm
 
-    scalars = [q.global_scale for q in (a, b) if q.global_scale is not None]
     return exact_gemm(
         *(a.qdata, a.qscale, a.format_name),
         *(b.qdata.mT, b.qscale.mT, b.format_name),
-        alpha=torch.stack(scalars).prod() if scalars else None,
+        alpha=_alpha(a, b),
         arch=arch,
     )
+
+
+def _tcgen05(a: ScaledTensor, b: ScaledTensor, arch: str) -> Tensor:
+    from ..kernels import sm100
+
+    return sm100.gemm(
+        *(a.qdata, a.qscale, a.format_name),
+        *(b.qdata.mT, b.qscale, b.format_name),
+        alpha=_alpha(a, b),
+        arch=arch,
+    )
+
+
+def _alpha(a: ScaledTensor, b: ScaledTensor) -> Tensor | None:
+    import torch
+
+    scalars = [q.global_scale for q in (a, b) if q.global_scale is not None]
+    return torch.stack(scalars).prod() if scalars else None
 
 
 def _of_fp8(k: int) -> float:
@@ -58,14 +73,18 @@ def _of_fp8(k: int) -> float:
 
 
 def _of_bf16(k: int) -> float:
-    """Each 16 products are added to an fp32 sum, cut off after 22 bits at worst."""
+    """Each 16 products, or more, are added to an fp32 sum, cut off after 22 bits at worst."""
     return k / 16 * 2.0**-22
 
 
 _KERNELS = {
-    "fp8_block": _Kernel("fp8_1x128", "fp8_128x128", "sm90", _fp8_block, _of_fp8),
-    "mxfp8": _Kernel("mxfp8", "mxfp8", "compact", _widened, _of_bf16),
-    "nvfp4": _Kernel("nvfp4", "nvfp4", "compact", _widened, _of_bf16),
+    "fp8_block": _Kernel("fp8_1x128", "fp8_128x128", ("sm90", "compact"), _fp8_block, _of_fp8),
+    "mxfp8": _Kernel("mxfp8", "mxfp8", ("compact", "compact"), _widened, _of_bf16),
+    "nvfp4": _Kernel("nvfp4", "nvfp4", ("compact", "compact"), _widened, _of_bf16),
+}
+_BLACKWELL = {
+    name: _Kernel(name, name, ("tcgen05", "tcgen05"), _tcgen05, _of_bf16)
+    for name in ("mxfp8", "mxfp4", "nvfp4")
 }
 # which operand has its contraction strided in memory: A, B
 _TRANSPOSES = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
@@ -95,8 +114,11 @@ class Product:
 
 
 def gemm(
-    arch: Annotated[str, typer.Option(help="sm_90a.")] = "sm_90a",
-    format: Annotated[str, typer.Option(help="fp8_block, mxfp8 or nvfp4.")] = "fp8_block",
+    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a or sm_103a.")] = "sm_90a",
+    format: Annotated[
+        str,
+        typer.Option(help="fp8_block, mxfp8 or nvfp4; from sm_100a on mxfp8, mxfp4 or nvfp4."),
+    ] = "fp8_block",
     shape: Annotated[str, typer.Option(help="M x N x K.")] = "192x320x384",
     transpose: Annotated[
         str,
@@ -118,7 +140,7 @@ def gemm(
 
     from ..formats import choose
 
-    kernel = choose("format", format, _KERNELS)
+    kernel = choose("format", format, _BLACKWELL if arch.startswith("sm_10") else _KERNELS)
     strided = choose("transpose", transpose, _TRANSPOSES)
     m, n, k = parse_size("shape", shape, "M, N and K", "192x320x384")
     if transpose != "TN" and format == "fp8_block":
@@ -169,8 +191,8 @@ def _operands(
             return quantize(x.mT.contiguous(), format, axis=-2, layout=layout, pad=True).mT
         return quantize(x, format, layout=layout, pad=True)
 
-    a = one(m, strided[0], kernel.activations, kernel.layout)
-    return a, one(n, strided[1], kernel.weights, "compact").mT
+    a = one(m, strided[0], kernel.activations, kernel.layouts[0])
+    return a, one(n, strided[1], kernel.weights, kernel.layouts[1]).mT
 
 
 def _show(product: Product) -> None:
