@@ -35,7 +35,8 @@ POISON = 0xA5
 
 @pytest.fixture(autouse=True)
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small tensors get the kernels of large ones."""
+    """Small tensors get the kernels of large ones, which have their machine code, too."""
+    monkeypatch.setattr(settings(), "keep_cubin", True)
     monkeypatch.setattr(dequantize_plan, "_RESIDENT", 0)
     dequantize_plan._plan.cache_clear()
     yield
@@ -283,7 +284,6 @@ def test_sectors(name, axis, dtype, arch, monkeypatch):
     """No sector of data or output is moved in part, and none twice; of scales, all that lie side by
     side in a line are asked for at once. No registers are spilled.
     """
-    monkeypatch.setattr(settings(), "keep_cubin", True)
     real, kernels = dequantize_plan.get_kernel, []
 
     def get_kernel(config: Any, device: torch.device) -> Any:
