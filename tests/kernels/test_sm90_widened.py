@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from guarded import guarded
 from sm90_inputs import frame_bytes
 
 from blockscale import emulator as em
@@ -88,21 +89,12 @@ def emulated(
 ) -> Tensor:
     """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
     between them may change."""
-    m, n, pad = a[0].shape[0], b[0].shape[0], 16 // config.out_dtype.itemsize
-    whole = torch.empty(m + 2, n + 2 * pad, dtype=config.out_dtype)
-    whole.view(torch.uint8).fill_(0xA5)
-    before = whole.clone()
-    out = whole[1:-1, pad:-pad]
-    if start is not None:
-        out.copy_(start)
-    with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
-        kernel = compiled.build(config)
-        assert frame_bytes(kernel.__cubin__) == [0], "spills"
-        kernel(*a, *b, out, bias, alpha, multiprocessors)
-    result = out.clone()
-    out.copy_(before[1:-1, pad:-pad])
-    assert torch.equal(whole.view(torch.uint8), before.view(torch.uint8)), "written beside it"
-    return result
+    with guarded((a[0].shape[0], b[0].shape[0]), config.out_dtype, start) as out:
+        with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
+            kernel = compiled.build(config)
+            assert frame_bytes(kernel.__cubin__) == [0], "spills"
+            kernel(*a, *b, out, bias, alpha, multiprocessors)
+        return out.clone()
 
 
 def assert_close(got: Tensor, a: Tensor, b: Tensor, added: Tensor | float = 0.0) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...layouts import as_bytes
+from ..common.calls import sum_of_nothing
 from ..gpu.plan import describe
-from ..sm90.plan import sum_of_nothing
 from .plan import plan_gemm, unsupported
 
 __all__ = ["gemm", "unsupported"]
@@ -76,16 +77,12 @@ def gemm(
     out = torch.empty_like(plan.out) if c is None else c
     if plan.run is None:
         return sum_of_nothing(out, bias, accumulate)
-    if a_data.dtype != torch.uint8:
-        a_data = a_data.view(torch.uint8)
-    if b_data.dtype != torch.uint8:
-        b_data = b_data.view(torch.uint8)
     assert plan.config is not None
-    a_data, b_data = (
-        x if major == "k" else x.T
+    a, b = (
+        as_bytes(x) if major == "k" else as_bytes(x).T
         for x, major in zip((a_data, b_data), plan.config.majors, strict=True)
     )
     a_tiles = a_scale.view(torch.int64).view(plan.scale_rows[0], -1)
     b_tiles = b_scale.view(torch.int64).view(plan.scale_rows[1], -1)
-    plan.run(a_data, a_tiles, b_data, b_tiles, out, bias, alpha)
+    plan.run(a, a_tiles, b, b_tiles, out, bias, alpha)
     return out

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from ..common.calls import OUT_DTYPES
 from ..common.machine import MULTIPROCESSORS
 from ..gpu.config import SHARED
 from .kinds import Kind, find_kind
 
-__all__ = ["ARCHES", "OUT_DTYPES", "WHOLE", "Config", "choose_config", "why_not"]
+__all__ = ["ARCHES", "WHOLE", "Config", "choose_config", "why_not"]
 
 ARCHES = ("sm_100a", "sm_103a")
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WHOLE = ("mxfp8", "mxfp8_e5m2")  # formats whose elements are bytes
 ROWS = 128  # of a block's tile: one for each lane of Tensor Memory
 ROW = 128  # bytes of a row of a tile in shared memory

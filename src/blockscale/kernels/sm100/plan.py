@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...formats import Format, get_format
 from ...layouts import get_layout
+from ..common.calls import aligned_rows, check_matrix, check_rest
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
-from ..sm90.plan import aligned_rows, check_matrix, check_rest
 from .config import WHOLE, Config, choose_config, why_not
 
 __all__ = ["Plan", "plan_gemm", "unsupported"]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...layouts import as_bytes
+from ..common.calls import sum_of_nothing
 from ..gpu.plan import describe
-from .plan import plan_gemm, sum_of_nothing, unsupported
+from .plan import plan_gemm, unsupported
 
 __all__ = ["gemm", "unsupported"]
 
@@ -69,9 +71,6 @@ def gemm(
     out = torch.empty_like(plan.out) if c is None else c
     if plan.run is None:
         return sum_of_nothing(out, bias, accumulate)
-    if a_data.dtype != torch.uint8:
-        a_data = a_data.view(torch.uint8)
-    if b_data.dtype != torch.uint8:
-        b_data = b_data.view(torch.uint8)
-    plan.run(a_data, a_scale, b_data, b_scale, out, bias, alpha, plan.multiprocessors)
+    a, b = (as_bytes(x) for x in (a_data, b_data))
+    plan.run(a, a_scale, b, b_scale, out, bias, alpha, plan.multiprocessors)
     return out

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from . import product_config
-from .product_config import OUT_DTYPES, ProductConfig, Shape, fit, ordered
+from .product_config import ProductConfig, Shape, fit, ordered
 
-__all__ = ["BLOCK_K", "OUT_DTYPES", "Config", "candidates", "choose_config", "why_not"]
+__all__ = ["BLOCK_K", "Config", "candidates", "choose_config", "why_not"]
 
 BLOCK_K = 128  # columns of a scale, and of a stage
 B_BLOCKS = ((128, 128), (1, 128))

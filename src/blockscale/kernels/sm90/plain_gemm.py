@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.calls import sum_of_nothing
 from ..gpu.plan import describe
 from .plain_plan import plan_plain
-from .plan import sum_of_nothing
 
 __all__ = ["plain_gemm"]
 

@@ -6,16 +6,10 @@ from functools import lru_cache
 
 import torch
 
+from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .plain_config import choose_config
-from .plan import (
-    Plan,
-    aligned_rows,
-    check_loadable,
-    check_matrix,
-    check_rest,
-    multiprocessors_of,
-)
+from .plan import Plan, multiprocessors_of
 from .product_config import why_not
 
 __all__ = ["plan_plain"]

@@ -10,21 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.calls import OUT_DTYPES, aligned_rows, check_loadable, check_matrix, check_rest
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
-from .config import BLOCK_K, OUT_DTYPES, choose_config, why_not
+from .config import BLOCK_K, choose_config, why_not
 from .product_config import MULTIPROCESSORS
 
-__all__ = [
-    "Plan",
-    "aligned_rows",
-    "check_loadable",
-    "check_matrix",
-    "check_rest",
-    "multiprocessors_of",
-    "plan_gemm",
-    "sum_of_nothing",
-    "unsupported",
-]
+__all__ = ["Plan", "multiprocessors_of", "plan_gemm", "unsupported"]
 
 _BYTES = (torch.uint8, torch.float8_e4m3fn)
 
@@ -100,57 +91,6 @@ def plan_gemm(
     return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
 
 
-def check_rest(
-    shape: tuple[int, int],
-    out: Described | None,
-    bias: Described | None,
-    alpha: Described | None,
-    out_dtype: torch.dtype,
-    accumulate: bool,
-) -> None:
-    """Raise unless the other arguments fit a product of ``shape``."""
-    _check_vector("bias", bias, shape[1:], OUT_DTYPES)
-    _check_vector("alpha", alpha, (), (torch.float32,))
-    if accumulate and out is None:
-        raise ValueError("accumulate: needs c, the tensor to add to")
-    if out is not None:
-        check_matrix("c", out, (out_dtype,))
-        if tuple(out[0]) != shape:
-            raise ValueError(f"c: has shape {tuple(out[0])}; the product is {shape}")
-
-
-def check_loadable(**operands: Described) -> None:
-    """Unsupported where TMA cannot load one."""
-    for name, (_, stride, dtype, address) in operands.items():
-        if address or stride[0] * dtype.itemsize % 16:
-            raise Unsupported(f"{name}: TMA wants rows that start at a multiple of 16 bytes")
-
-
-def sum_of_nothing(out: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor:
-    """``out``, as a product without a kernel leaves it."""
-    if not accumulate:
-        out.zero_()
-    return out if bias is None else out.add_(bias)
-
-
-def aligned_rows(n: int, out: Described | None, dtype: torch.dtype) -> bool:
-    """Whether TMA can store the output: it writes whole groups of 16 bytes of a row."""
-    apart, address = (n, 0) if out is None else (out[1][0], out[3])
-    return not (address or apart * dtype.itemsize % 16 or n * dtype.itemsize % 16)
-
-
-def check_matrix(name: str, x: Described, dtypes: tuple[torch.dtype, ...]) -> None:
-    shape, stride, dtype, _ = x
-    if dtype not in dtypes:
-        raise TypeError(f"{name}: got {dtype}; expected {' or '.join(map(str, dtypes))}")
-    if len(shape) != 2:
-        raise ValueError(f"{name}: has shape {tuple(shape)}; expected a matrix")
-    if stride[1] != 1 and shape[1] > 1:
-        raise ValueError(
-            f"{name}: has strides {stride}; its last dimension must lie together: call contiguous()"
-        )
-
-
 def _check_scale(name: str, x: Described, wanted: tuple[int, int], kind: str) -> None:
     if x[2] != torch.float32:
         raise TypeError(f"{name}: got {x[2]}; expected torch.float32")
@@ -168,19 +108,6 @@ def _check_rows(name: str, x: Described, wanted: tuple[int, int]) -> None:
         raise ValueError(
             f"{name}: has strides {stride} and starts {address} bytes after a multiple of 16; "
             'expected rows as those of layout "sm90": call contiguous()'
-        )
-
-
-def _check_vector(
-    name: str, x: Described | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    if x is None:
-        return
-    if x[2] not in dtypes:
-        raise TypeError(f"{name}: got {x[2]}; expected {' or '.join(map(str, dtypes))}")
-    if tuple(x[0]) != shape or (shape > (1,) and x[1] != (1,)):
-        raise ValueError(
-            f"{name}: has shape {tuple(x[0])} and strides {x[1]}; expected {shape}, contiguous"
         )
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ..common import machine
+from ..common.calls import OUT_DTYPES
 from ..gpu.config import SHARED
 
 __all__ = [
     "BOX",
     "MULTIPROCESSORS",
-    "OUT_DTYPES",
     "ROW",
     "ROWS",
     "ProductConfig",
@@ -28,7 +28,6 @@ ROW = 128  # bytes of a row of a tile in shared memory
 ROWS = 64  # of one wgmma
 BOX = 128  # bytes of a row of the output that one instruction stores
 MULTIPROCESSORS = machine.MULTIPROCESSORS["sm_90a"]
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

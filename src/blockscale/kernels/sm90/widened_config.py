@@ -10,7 +10,8 @@ import torch
 from ...formats import Format, formats, get_format
 from ..gpu.config import SHARED
 from ..gpu.plan import Unsupported
-from .product_config import BOX, MULTIPROCESSORS, OUT_DTYPES, ROWS
+from . import product_config
+from .product_config import BOX, MULTIPROCESSORS, ROWS
 
 __all__ = ["BF16", "BLOCK_K", "FEW", "WARPGROUPS", "Config", "choose_config", "why_not"]
 
@@ -167,10 +168,9 @@ class Config:
 
 def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""
-    if arch != "sm_90a":
-        return f"architecture {arch}: these kernels are for sm_90a"
-    if out_dtype not in OUT_DTYPES:
-        return f"out_dtype {out_dtype}: there are kernels for {', '.join(map(str, OUT_DTYPES))}"
+    reason = product_config.why_not(out_dtype, arch)
+    if reason:
+        return reason
     known = [f.name for f in formats.values() if f.element.name in _ELEMENTS and f.block_size <= 32]
     for name in (b_format,) if a_format == BF16 else (a_format, b_format):
         if name not in known:

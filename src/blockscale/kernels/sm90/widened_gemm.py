@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...layouts import as_bytes
+from ..common.calls import sum_of_nothing
 from ..gpu.plan import describe
-from .plan import sum_of_nothing
 from .widened_plan import plan_widened
 
 __all__ = ["widened_gemm"]
@@ -76,11 +77,7 @@ def widened_gemm(
     out = torch.empty_like(plan.out) if c is None else c
     if plan.run is None:
         return sum_of_nothing(out, bias, accumulate)
-    a = _bytes(a_data, a_format), None if a_scale is None else _bytes(a_scale, a_format)
-    b = _bytes(b_data, b_format), _bytes(b_scale, b_format)
+    a = as_bytes(a_data), None if a_scale is None else as_bytes(a_scale)
+    b = as_bytes(b_data), as_bytes(b_scale)
     plan.run(*a, *b, out, bias, alpha, plan.multiprocessors)
     return out
-
-
-def _bytes(x: Tensor, format: str | None) -> Tensor:
-    return x if format is None or x.dtype == torch.uint8 else x.view(torch.uint8)

@@ -7,15 +7,9 @@ from functools import lru_cache
 import torch
 
 from ...formats import Format, get_format
+from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
-from .plan import (
-    Plan,
-    aligned_rows,
-    check_loadable,
-    check_matrix,
-    check_rest,
-    multiprocessors_of,
-)
+from .plan import Plan, multiprocessors_of
 from .widened_config import BF16, BLOCK_K, choose_config, why_not
 
 __all__ = ["plan_widened"]
