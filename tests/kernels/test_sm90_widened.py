@@ -3,6 +3,7 @@ products of operands that are dequantized by plain torch."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -334,6 +335,20 @@ def test_chosen_take_all_rows():
             config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", "mxfp4", FP32)
             assert m <= config.tile[0] < max(2 * m, 9)
             assert config.split <= blocks
+
+
+@pytest.mark.parametrize("formats", [
+    ("bf16", "nvfp4"), ("nvfp4", "nvfp4"), ("bf16", "mxfp8"), ("mxfp8_e5m2", "mxfp8"),
+    ("mxfp8", "mxfp4"), ("mxfp4", "mxfp4"),
+])  # fmt: skip
+def test_chosen_fit(formats):
+    """Every product of few rows has a kernel, for which there is shared memory."""
+    columns = 1, 128, 576, 2112, 4096, 7168, 24576
+    sizes = itertools.product((1, 16, 33, 65, 128), columns, (32, 640, 7168))
+    for shape, dtype in itertools.product(sizes, (BF16, FP32)):
+        for added, aligned, whole in itertools.product((False, True), repeat=3):
+            how = {"accumulate": added, "aligned": aligned, "async_scales": whole}
+            assert choose_config(shape, *formats, dtype, **how).shared_bytes <= 227 * 1024
 
 
 def test_chosen_share_large_rows():

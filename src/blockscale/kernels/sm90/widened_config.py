@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,6 +145,10 @@ class Config:
         """Room for another block's sums."""
         return 4 * ROWS * self.tile[0]
 
+    def exchange_bytes(self, split: int) -> int:
+        """For the sums of others, of so many blocks that split K."""
+        return (split - 1) * -(-self.shares // split) * self.share_bytes
+
     @property
     def stage_bytes(self) -> int:
         """With two barriers, or three."""
@@ -156,7 +161,7 @@ class Config:
         """At most."""
         wide = self.wide * (self.tile[0] * 256 + 16)
         output = WARPGROUPS * ROWS * BOX if self.tma_store else 0
-        exchange = (self.split - 1) * self.own_shares * self.share_bytes
+        exchange = self.exchange_bytes(self.split)
         return self.stages * self.stage_bytes + wide + output + exchange + 1024
 
     def compile(self) -> Any:
@@ -180,8 +185,9 @@ def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> 
     return ""
 
 
-def _cut(a_rows: int, n: int, blocks: int, b_bits: int) -> tuple[int, int]:
-    """Rows of B in a tile, and blocks of threads that split its ``blocks`` of K."""
+def _cut(a_rows: int, n: int, blocks: int, b_bits: int, splits: Sequence[int]) -> tuple[int, int]:
+    """Rows of B in a tile, and blocks of threads that split its ``blocks`` of K, so many as one of
+    ``splits``."""
     tiles = -(-n // _B_ROWS)
 
     def loops(split: int) -> int:
@@ -189,7 +195,7 @@ def _cut(a_rows: int, n: int, blocks: int, b_bits: int) -> tuple[int, int]:
         take as long to add up as another one."""
         return -(-tiles // _AT_ONCE[split]) * (-(-blocks // split) + split)
 
-    split = min(_AT_ONCE, key=loops)
+    split = min(splits, key=loops)
     # A's rows are twice as many bytes as B's there: two tiles share them, where all run at once
     if (split, a_rows, b_bits) == (2, 64, 4) and -(-tiles // 2) <= _AT_ONCE[4]:
         return 2 * _B_ROWS, 4
@@ -219,18 +225,21 @@ def choose_config(
             f"a_data: has {m} rows; there are kernels for {FEW} at most: call dequantized_gemm"
         )
     a_rows = next(each for each in _A_ROWS if each >= m)
-    b_rows, split = _cut(a_rows, n, -(-k // BLOCK_K), get_format(b_format).element.bits)
     config = Config(
         a_format,
         b_format,
         out_dtype,
-        tile=(a_rows, b_rows),
-        split=split,
+        tile=(a_rows, _B_ROWS),
         accumulate=accumulate,
         bias=bias,
         alpha=alpha,
         tma_store=aligned and a_rows >= ROWS and out_dtype.itemsize == 2 and not accumulate,
         async_scales=async_scales,
     )
+    room = SHARED - config.shared_bytes
+    splits = [each for each in _AT_ONCE if config.exchange_bytes(each) <= room]
+    bits = config.format.element.bits
+    b_rows, split = _cut(a_rows, n, -(-k // BLOCK_K), bits, splits)
+    config = replace(config, tile=(a_rows, b_rows), split=split)
     more = (SHARED - config.shared_bytes) // config.stage_bytes
     return replace(config, stages=min(_STAGES[1], config.stages + more))
