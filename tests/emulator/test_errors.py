@@ -220,13 +220,14 @@ def test_what_a_kernel_requires() -> None:
 
 
 def test_targets_and_entries() -> None:
-    with pytest.raises(ValueError, match="choose one of sm_90a, sm_100a"):
+    with pytest.raises(ValueError, match="choose one of sm_90a, sm_100a, sm_103a"):
         em.Device("sm_80")
     with pytest.raises(em.PtxError, match="entry: 'other' is not in the module, which has k"):
         em.Device().launch(text(""), "other", 1, 1, [OUT])
     for target, device, fits in [
         ("sm_90a", "sm_90a", True), ("sm_90a", "sm_100a", False), ("sm_100a", "sm_90a", False),
         ("sm_80", "sm_100a", True), ("sm_100f", "sm_100a", True), ("sm_103a", "sm_100a", False),
+        ("sm_103a", "sm_103a", True), ("sm_100f", "sm_103a", True), ("sm_100a", "sm_103a", False),
     ]:  # fmt: skip
         source = text("", target=target)
         if fits:

@@ -86,11 +86,15 @@ class Cluster:
             )
         return cta, offset
 
-    def run(self, laps: int) -> State:
-        """Run until every thread has exited, nothing can move, or a CTA has had some laps."""
-        limits = [(cta, cta.laps + laps) for cta in self.ctas]
+    @property
+    def laps(self) -> int:
+        """Of the CTA that had most."""
+        return max(cta.laps for cta in self.ctas)
+
+    def run(self, rounds: int) -> State:
+        """Run until every thread has exited, nothing can move, or all CTAs had some turns."""
         seen = sum(cta.laps for cta in self.ctas)
-        while all(cta.laps < limit for cta, limit in limits):
+        for _ in range(rounds):
             moved = False
             for cta in self.ctas:
                 fragment = cta.pick()
@@ -182,6 +186,8 @@ def _handle(cta: CTA, fragment: Fragment, event: Event) -> None:
     elif isinstance(event, Exit):
         cta.exited[fragment.threads] = True
         cta.fragments.remove(fragment)
+        if cta.cluster.barrier is not None:
+            cta.cluster.barrier.settle()
         if not cta.alive:
             cta.leave()
     elif isinstance(event, Diverge):

@@ -217,7 +217,7 @@ class Collector(Watch):
         )  # fmt: skip
         before = self._stalls.get((role, wait.place))
         if before is not None:
-            worse = max(before, stall, key=lambda s: s.longest)
+            worse = max(before, stall, key=lambda s: (s.longest, s.reason))
             stall = replace(worse, count=before.count + 1, ticks=before.ticks + stall.ticks)
         self._stalls[role, wait.place] = stall
         if self._tracing and tick > start:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import operator
 import os
 import re
-from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,11 +15,11 @@ import numpy as np
 
 from .arguments import add_memory, lay_out
 from .checks import CHECKS
-from .cluster import Cluster
-from .code import Code, Program
+from .code import Program
 from .collect import collect, finish
 from .engine import COMPLETIONS
-from .machine import Deadlock, Launch, Settings, State
+from .grid import run_grid
+from .machine import Launch, Settings
 from .memory import SYSTEM_SHARED, Buffer, GlobalMemory
 from .parse import parse
 from .program import Address, Function, Module, PtxError, Symbol
@@ -30,11 +28,9 @@ from .workers import run_forked
 
 __all__ = ["Device"]
 
-TARGETS = ("sm_90a", "sm_100a")
+TARGETS = ("sm_90a", "sm_100a", "sm_103a")
 _MOST_SHARED = 227 * 1024
 _NARROW = {"b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16"}
-_LAPS = 16  # of a cluster before others get theirs: it may be spinning on what they will write
-_RESIDENT = 128  # clusters under way at a time
 
 Dim = tuple[int, int, int]
 
@@ -45,7 +41,7 @@ class Device:
     """An emulated GPU.
 
     Args:
-        target: "sm_90a" or "sm_100a".
+        target: "sm_90a", "sm_100a" or "sm_103a".
         completion: when asynchronous work completes: "eager", "late" (when nothing else can move)
             or "random".
         seed: of the random order.
@@ -54,6 +50,8 @@ class Device:
             them that nobody wrote before) and "registers" (used while asynchronous work has them).
         exact: sum products of the tensor cores exactly and round once, instead of as they do.
         workers: processes that the clusters of a grid are spread over.
+        resident: clusters of a grid that start at once and take turns, in each process; None: 2,
+            or with random completion 1 to 3, as the seed says. More start while these spin.
     """
 
     def __init__(
@@ -65,6 +63,7 @@ class Device:
         check: str | Sequence[str] = "all",
         exact: bool = False,
         workers: int = 1,
+        resident: int | None = None,
     ) -> None:
         if target not in TARGETS:
             raise ValueError(f"target: got {target!r}; choose one of {', '.join(TARGETS)}")
@@ -81,8 +80,10 @@ class Device:
             )
         if workers < 1 or (workers > 1 and not hasattr(os, "fork")):
             raise ValueError(f"workers: got {workers}; at least 1, and 1 where there is no fork")
+        if resident is not None and resident < 1:
+            raise ValueError(f"resident: got {resident}; at least 1, or None")
         self.target, self.workers = target, workers
-        self._settings = Settings(target, completion, seed, frozenset(wanted), exact)
+        self._settings = Settings(target, completion, seed, frozenset(wanted), exact, resident)
 
     def launch(
         self,
@@ -130,7 +131,7 @@ class Device:
         def run(number: int) -> Report:
             if profile or trace:
                 launch.watch = collect(launch, trace=trace)
-            _run_grid(launch, code, number, workers)
+            run_grid(launch, code, number, workers)
             return finish(launch.watch, program.codes())
 
         with np.errstate(all="ignore"):  # wrap-around, infinities and NaN are the hardware's too
@@ -138,29 +139,6 @@ class Device:
                 return run(0)
             launch.lock = multiprocessing.get_context("fork").Lock()
             return Report.merge(run_forked(launch.memory, workers, run))
-
-
-def _run_grid(launch: Launch, code: Code, first: int, step: int) -> None:
-    """Run every ``step``-th cluster, one after the other; who takes long, or spins, lets the next
-    one start."""
-    counts = [-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True)]
-    unfinished: deque[Cluster] = deque()
-
-    def advance(cluster: Cluster) -> None:
-        state = cluster.run(_LAPS)
-        if state is State.STUCK:
-            raise Deadlock(f"deadlock: nothing can move\n  {cluster.report()}")
-        if state is State.RUNNING:
-            unfinished.append(cluster)
-
-    for z, y, x in itertools.islice(np.ndindex(*reversed(counts)), first, None, step):
-        launch.waiting.append((x, y, z))
-    while launch.waiting:
-        advance(Cluster(launch, code, launch.waiting.popleft()))
-        while len(unfinished) >= _RESIDENT:
-            advance(unfinished.popleft())
-    while unfinished:
-        advance(unfinished.popleft())
 
 
 def _check_target(module: Module, target: str) -> None:

@@ -11,7 +11,7 @@ Work of one pipe completes in the order of its issue; everything else in any ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,13 +134,23 @@ class Engine:
         """Complete one piece of work; False if there is none."""
         if not self.flying:
             return False
-        heads: dict[Any, Work] = {}
-        for work in self.flying:
-            heads.setdefault(id(work) if work.pipe is None else work.pipe, work)
-        ready = [work for work in heads.values() if all(other.done for other in work.after)]
-        chosen = 0 if self.random is None else int(self.random.integers(len(ready)))
-        self._complete(ready[chosen])
+        if self.random is None:
+            self._complete(next(self._ready()))
+        else:
+            ready = list(self._ready())
+            self._complete(ready[int(self.random.integers(len(ready)))])
         return True
+
+    def _ready(self) -> Iterator[Work]:
+        """What may complete now, in the order of its issue."""
+        pipes = set()
+        for work in self.flying:
+            if work.pipe is not None:
+                if work.pipe in pipes:
+                    continue
+                pipes.add(work.pipe)
+            if not work.after or all(other.done for other in work.after):
+                yield work
 
     def finish(self, work: Work) -> None:
         """Complete this one now: somebody needs it."""

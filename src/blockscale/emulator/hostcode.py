@@ -30,7 +30,7 @@ __all__ = ["HostCode", "device_attributes", "landing", "settings"]
 _FAILED = 719  # cudaErrorLaunchFailure: makes host code return; what went wrong is raised after
 
 # What cudaDeviceGetAttribute answers: number of the attribute (CUDA runtime API, enum
-# cudaDeviceAttr) and value; first of both devices, then of an H200 and of a B200.
+# cudaDeviceAttr) and value; first of all devices, then of an H200, a B200 and a B300.
 _ATTRIBUTES = {
     1: 1024,  # threads in a block
     8: 48 * 1024,  # shared memory of a block that does not ask for more
@@ -48,6 +48,7 @@ _ATTRIBUTES = {
 _TARGETS = {
     "sm_90a": {16: 132, 38: 50 << 20, 75: 9, 76: 0},
     "sm_100a": {16: 148, 38: 126 << 20, 75: 10, 76: 0},
+    "sm_103a": {16: 148, 38: 126 << 20, 75: 10, 76: 3},
 }
 
 # Launch attributes (enum cudaLaunchAttributeID) that change no result here: hints, priorities, and

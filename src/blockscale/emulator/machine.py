@@ -354,6 +354,7 @@ class Settings:
     seed: int = 0
     checks: frozenset[str] = frozenset()
     exact: bool = False  # sums of the tensor cores
+    resident: int | None = None  # clusters that start at once
 
 
 @dataclass(slots=True)

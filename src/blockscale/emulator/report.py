@@ -264,10 +264,10 @@ def _added_stalls(rows: Iterable[Stall]) -> tuple[Stall, ...]:
     for row in rows:
         before = sums.get((row.role, row.place, row.what))
         if before is not None:
-            worse = max(before, row, key=lambda stall: stall.longest)
+            worse = max(before, row, key=lambda stall: (stall.longest, stall.reason))
             row = replace(worse, count=before.count + row.count, ticks=before.ticks + row.ticks)
         sums[row.role, row.place, row.what] = row
-    return tuple(sorted(sums.values(), key=lambda stall: -stall.longest))
+    return tuple(sorted(sums.values(), key=lambda s: (-s.longest, s.place.line, s.role)))
 
 
 # --- the table ------------------------------------------------------------------------------------

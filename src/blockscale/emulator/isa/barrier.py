@@ -222,15 +222,13 @@ def cluster(form: Form) -> Step:
         if over.any():
             return Split(over)
 
-        def ready() -> bool:
-            barrier.settle()
-            return bool((ticket[threads] < barrier.phase).any())
+        phase = int(ticket[threads].min())
 
         def why() -> str:
             here = sum(int((t == barrier.phase).sum()) for t in barrier.ticket)
             every = sum(map(len, barrier.ticket))
             return f"the barrier of its cluster: {here} of {every} threads are there"
 
-        return Wait(ready, why)
+        return Wait(lambda: phase < barrier.phase, why)
 
     return arrive if mode == "arrive" else wait

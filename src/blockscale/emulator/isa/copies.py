@@ -12,6 +12,7 @@ import numpy as np
 
 from ..engine import Work
 from ..machine import CTA, Fragment, Step, Wait
+from ..order import Knowledge
 from ..ports import read_global, write_shared
 from ..program import Immediate
 from .access import checked
@@ -63,25 +64,38 @@ def groups(cta: CTA, kind: str) -> Groups:
 
 def learn(w: Fragment, works: list[Work]) -> None:
     """Each warp that waited for its own of these knows what they did."""
-    order, waiting = w.cta.cluster.order, w.warp_agents()
+    order, waiting = w.cta.cluster.order, set(w.warp_agents().tolist())
+    if order is None:
+        return
+    told: dict[int, Knowledge] = {}
     for work in works:
-        if order is not None and work.actor is not None:
-            own = np.unique(order.agents_of(w.cta.rank, work.threads))
-            order.acquire(np.intersect1d(own, waiting), work.actor.message())
+        if work.actor is not None:
+            message = work.actor.message()
+            own = order.agents_of(w.cta.rank, work.threads).tolist()
+            for agent in waiting.intersection(own):
+                told[agent] = np.maximum(told[agent], message) if agent in told else message
+    for agent, message in told.items():
+        order.acquire(np.array([agent]), message)
 
 
 def wait_for(w: Fragment, works: list[Work], reads: bool, what: str) -> Wait | None:
     """A wait until these are done, or have read their source; None if they have."""
 
-    def left() -> list[Work]:
-        return [work for work in works if not (work.done if reads else work.finished)]
+    left = deque(works)
 
-    if not left():
+    def ready() -> bool:
+        while left and (left[0].done if reads else left[0].finished):
+            left.popleft()
+        return not left
+
+    def why() -> str:
+        count = sum(not (work.done if reads else work.finished) for work in left)
+        return f"{what}: {count} in flight, {left[0].location()}"
+
+    if ready():
         learn(w, works)
         return None
-    return Wait(
-        lambda: not left(), lambda: f"{what}: {len(left())} in flight, {left()[0].location()}"
-    )
+    return Wait(ready, why)
 
 
 def warps(w: Fragment) -> list[Fragment]:

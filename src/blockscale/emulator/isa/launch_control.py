@@ -18,7 +18,9 @@ from .mbarrier import addresses
 from .registry import Form, instruction
 
 _BYTES = 16  # of an answer: x, y, z of the first CTA, and 1 if there was a cluster to cancel
-_NONE = np.uint32(0xFFFF_FFFF)  # x, y and z of no cluster, which are undefined
+#: x, y and z of no cluster, which are undefined: one thing or the other, so that who relies on it
+#: is found out; at random either.
+_NONE = {"eager": (0xFFFF_FFFF,), "late": (0,), "random": (0, 0xFFFF_FFFF)}
 _FAILED = "clusterlaunchcontrol"  # among the groups of a CTA: it was told that none is left
 
 
@@ -46,7 +48,9 @@ def try_cancel(form: Form) -> Step:
             raise form.error("this CTA was told already that no cluster is left to cancel")
 
         def read(work: Work) -> Any:
-            answer = np.array([_NONE, _NONE, _NONE, 0], np.uint32)
+            random, undefined = cluster.engine.random, _NONE[cluster.engine.completion]
+            none = undefined[0] if random is None else int(random.choice(undefined))
+            answer = np.array([none, none, none, 0], np.uint32)
             if launch.waiting:
                 index = launch.waiting.popleft()
                 answer[:] = (*(i * c for i, c in zip(index, launch.cluster, strict=True)), 1)

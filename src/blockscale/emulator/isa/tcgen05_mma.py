@@ -165,7 +165,7 @@ def _major(transposed: bool) -> str:
 def mma(form: Form) -> Step:
     """[d], a-desc or [a], b-desc, idesc, then [scale-a], [scale-b], enable-d; or, without scales,
     lanes not to write, enable-d, scale of d. Sparse (.sp) and .ws forms are not supported."""
-    form.needs("sm_100a")
+    form.needs("sm_100a", "sm_103a")
     group = cta_group(form)
     kind = form.one(*(f"kind::{name}" for name in _KINDS))
     if kind is None or kind == "kind::i8":

@@ -24,7 +24,10 @@ _STORES = ("tile", "tile::scatter4")
 _decode = lru_cache(maxsize=256)(TensorMap.decode)
 
 
-def _tensor(form: Form, index: int) -> Callable[[Fragment], tuple[TensorMap, list[int]]]:
+Place = tuple[bytes, tuple[int, ...]]  # a tensor map as stored, and coordinates
+
+
+def _tensor(form: Form, index: int) -> Callable[[Fragment], Place]:
     """The operand [map, {coordinates}] of a fragment of one thread."""
     op = form.operand(index)
     if not isinstance(op, Address) or len(op.more) != 1 or not isinstance(op.more[0], Vector):
@@ -32,24 +35,28 @@ def _tensor(form: Form, index: int) -> Callable[[Fragment], tuple[TensorMap, lis
     at = form.address(Address(op.base, op.offset))
     gets = [form.get(item, "s32") for item in op.more[0].items]
 
-    def find(w: Fragment) -> tuple[TensorMap, list[int]]:
+    def find(w: Fragment) -> Place:
         where = np.array(at(w))
         if int(where[0]) % 64:
             raise MemoryFault(f"address {int(where[0]):#x} of a tensor map: a multiple of 64")
         raw = w.cta.launch.memory.load(where[:1], 128)[0].tobytes()
-        return _decode(raw), [first(get(w)) for get in gets]
+        return raw, tuple(first(get(w)) for get in gets)
 
     return find
 
 
-def _box(
-    form: Form, given: tuple[TensorMap, list[int]], rank: int, rows: bool, store: bool
-) -> Tile:
-    tensor, coordinates = given
-    if len(tensor.shape) != rank:
-        raise form.error(f"the tensor map is of rank {len(tensor.shape)}, not {rank}")
-    find = tensor.tile4 if rows else tensor.tile
-    return find(coordinates, store=store)
+def _box(form: Form, place: Place, rank: int, rows: bool, store: bool) -> Tile:
+    dimensions = len(_decode(place[0]).shape)
+    if dimensions != rank:
+        raise form.error(f"the tensor map is of rank {dimensions}, not {rank}")
+    return _tile(*place, rows, store)
+
+
+@lru_cache(maxsize=64)
+def _tile(raw: bytes, coordinates: tuple[int, ...], rows: bool, store: bool) -> Tile:
+    """Kept, as the lanes of a warp often say the same."""
+    tensor = _decode(raw)
+    return (tensor.tile4 if rows else tensor.tile)(coordinates, store=store)
 
 
 @instruction("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
@@ -74,7 +81,7 @@ def _rows(form: Form, rank: int, modes: tuple[str, ...]) -> bool:
     """Whether the mode is that of four rows."""
     rows = (form.one(*modes) or "tile") == modes[1]
     if rows:
-        form.needs("sm_100a")
+        form.needs("sm_100a", "sm_103a")
         if rank != 2:
             raise form.error(f".{modes[1]} is for .2d only")
     return rows
@@ -87,7 +94,7 @@ def _load(form: Form, rank: int, target: str) -> Step:
     multicast = target == "shared::cluster" and form.has("multicast::cluster")
     group = form.one("cta_group::1", "cta_group::2")
     if group:
-        form.needs("sm_100a")
+        form.needs("sm_100a", "sm_103a")
     to, source, bar = form.address(0), _tensor(form, 1), form.address(2)
     at = 3
     ctas = form.get(at, "u16") if multicast else None
@@ -123,7 +130,7 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
         box = _box(form, given, rank, rows, store=True)
         where = box.places(int(source(w)[0])).astype(np.uint64)
         launch = w.cta.launch
-        element = given[0].element.removesuffix("_ftz")
+        element = _decode(given[0]).element.removesuffix("_ftz")
         bits = element.replace("u", "b")  # of unsigned types: an H200 faults with s64
         if operation is not None and not {element, bits} & {*REDUCTIONS[operation]}:
             raise form.error(f".{operation} of {element} is not supported")
