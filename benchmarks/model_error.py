@@ -39,6 +39,9 @@ GROUPS = {  # of gemm_h200.json -> the format of its rows in the model, by case
 HIT_RATES = (
     ("fp8_block", (4096, 4096, 4096), 0.8196),
     ("fp8_1x128", (4096, 4096, 4096), 0.8172),
+    ("fp8_block", (8192, 8192, 8192), 0.7857),
+    ("fp8_block", (4096, 7168, 2048), 0.8774),
+    ("fp8_block", (16384, 4096, 7168), 0.7875),
 )
 
 

@@ -347,7 +347,8 @@ def test_the_command_shows_what_the_model_says(tmp_path):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--arch", "sm_80"], "arch: got 'sm_80'; choose one of 'sm_90a', 'sm_100a'"),
+        (["--arch", "sm_80"], "arch: got 'sm_80'; there are models of sm_90a and sm_100a"),
+        (["--arch", "sm_100"], "Choose sm_100a"),
         (["--format", "mxfp8"], "format: got 'mxfp8'; choose one of 'fp8_block'"),
         (["--shapes", "12x13"], "shapes: got '12x13'; expected M, N and K like 4096x7168x2048"),
         (["--group", "0"], "group: got 0; expected 1 or more clusters"),

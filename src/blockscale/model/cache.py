@@ -28,7 +28,8 @@ class Traffic:
         output: written, and read before that if it is added to.
         hit_rate: as ncu seems to count it (``L2 Hit Rate``): a line has its place in one part of
             the cache. Where multiprocessors of the other part read it, too, it is missing there
-            once more and looked up in its place; what is written is missing.
+            once more and looked up in its place; what is written is missing unless its place is in
+            the writer's part.
     """
 
     read: float
@@ -81,5 +82,6 @@ def walk(launch: Launch, machine: Machine) -> Traffic:
                     missed += lost
                     far += lost * (1 - machine.l2_parts**-several)
     read, output = launch.read_bytes, float(launch.output_bytes)
-    rate = 1 - (missed + far + output) / (read + far + output)
+    elsewhere = output * (1 - 1 / machine.l2_parts)
+    rate = 1 - (missed + far + elsewhere) / (read + far + output)
     return Traffic(read, missed, output * (1 + launch.accumulate), rate)

@@ -106,10 +106,8 @@ def _bf16(shape: Shape, ctas: int | None) -> Launch:
 
 def _blackwell(a_format: str, b_format: str) -> Callable[[Shape, int | None], Launch]:
     def build(shape: Shape, ctas: int | None) -> Launch:
-        config = sm100.choose_config(shape, (a_format, b_format), torch.bfloat16)
-        if ctas is not None:
-            config = sm100.fit(replace(config, ctas=ctas, cluster=(ctas, 1), stages=2))
-        return tcgen05(config, shape)
+        formats = a_format, b_format
+        return tcgen05(sm100.choose_config(shape, formats, torch.bfloat16, ctas=ctas), shape)
 
     return build
 
