@@ -4,7 +4,7 @@ Compiles them for both architectures, counts in SASS, and compares with what can
 memory moves the bytes of an element: on an H200 as fast as it copied when
 benchmarks/results/quantize_h200.json was measured, on a B200 at its data sheet's 8 TB/s. Writes
 benchmarks/results/quantize_sass.json and the two tables of docs/performance.md; ``--table`` only
-makes the tables from the JSON that is there. Needs CuTe DSL and cuobjdump (Triton brings one).
+makes the tables from the JSON that is there. Needs CuTe DSL and nvdisasm.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import argparse
 import json
 import os
 import re
-import shutil
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +60,11 @@ def cases() -> list[Any]:
     ]
 
 
-def examine(case: Any, arch: str, tool: str, folder: Path) -> dict[str, Any]:
+def examine(case: Any, arch: str) -> dict[str, Any]:
     """Compile ``case`` and look at its code."""
     from blockscale.formats import get_format
     from blockscale.kernels.gpu.config import PRODUCERS, choose_config
+    from blockscale.kernels.gpu.machine_code import disassemble, usage
 
     rows, columns = SHAPES[0]
     producer = PRODUCERS[case.producer]
@@ -80,40 +78,29 @@ def examine(case: Any, arch: str, tool: str, folder: Path) -> dict[str, Any]:
         arch=arch,
         producer=case.producer,
     )
-    path = folder / "kernel.cubin"
-    path.write_bytes(config.compile().__cubin__)
-    sass, usage = (
-        subprocess.run([tool, what, str(path)], capture_output=True, check=True, text=True).stdout
-        for what in ("-sass", "-res-usage")
-    )
+    cubin = config.compile().__cubin__
+    sass, found = disassemble(cubin), usage(cubin)
     code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", sass, re.M)
     # what follows the last EXIT are rare ways of a division, and padding
     issued = len(code) - code[::-1].index("EXIT")
     elements = config.tile_rows * config.tile_columns * producer.parts
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return {
         "arch": arch,
         "case": case.name,
         "bytes": case.nbytes(rows, columns) / rows / columns,
         "instructions": issued * config.threads / elements,
         "threads": config.threads,
-        "registers": found["REG"],
-        "local_bytes": found["STACK"] + found["LOCAL"],
+        "registers": found.registers,
+        "local_bytes": found.frame_bytes,
         "tma": any(each.startswith(("UTMALDG", "UBLKCP")) for each in code),
         "store_128": any(re.match(r"STG\.E\.(\w+\.)*128", each) for each in code),
     }
 
 
 def measure() -> dict[str, Any]:
-    tool = shutil.which("cuobjdump")
-    triton = find_spec("triton")
-    if tool is None and triton is not None and triton.origin is not None:
-        tool = str(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
-    if tool is None:
-        raise SystemExit("cuobjdump: not found; put a CUDA toolkit's bin folder on the PATH")
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(CUTE_DSL_KEEP="cubin", CUTE_DSL_DUMP_DIR=folder)  # else no __cubin__
-        found = [examine(case, arch, tool, Path(folder)) for case in cases() for arch in CHIPS]
+        found = [examine(case, arch) for case in cases() for arch in CHIPS]
     return {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"), "kernels": found}
 
 

@@ -114,11 +114,14 @@ def emulated(
     alpha: Tensor | None = None,
     completion: str = "late",
     seed: int = 0,
+    resident: int | None = None,
 ) -> Tensor:
     """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
     between them may change."""
     scales = [x.scale.view(torch.int64).view(-(-len(x.codes) // 128), -1) for x in (a, b)]
-    device = em.Device(config.arch, completion=completion, check="all", seed=seed)
+    device = em.Device(
+        config.arch, completion=completion, check="all", seed=seed, resident=resident
+    )
     pairs = zip((a.data, b.data), config.majors, strict=True)
     data = [x if major == "k" else x.T.contiguous() for x, major in pairs]
     with guarded((len(a.codes), len(b.codes)), config.out_dtype, start) as out:

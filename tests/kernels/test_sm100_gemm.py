@@ -3,9 +3,6 @@ its tensor cores makes of the operands."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 from dataclasses import replace
 from functools import cache
 
@@ -241,34 +238,3 @@ def test_chosen(formats, dtype):
         assert config.apart >= config.columns - config.early_boxes * config.box_columns
         with pytest.raises(ValueError, match="stages"):
             replace(config, stages=12)
-
-
-# --- machine code ---------------------------------------------------------------------------------
-
-SASS = {
-    "mxfp8": (Config("mxfp8", "mxfp8", BF16, stages=3), "UTCQMMA"),
-    "nvfp4": (Config("nvfp4", "nvfp4", BF16, stages=3, **PAIR, **WIDE), "UTCOMMA"),
-}
-
-
-@pytest.mark.skipif(shutil.which("cuobjdump") is None, reason="cuobjdump is not installed")
-@pytest.mark.parametrize("name", SASS)
-def test_sass(name, tmp_path):
-    """Between two K blocks the thread that multiplies only waits, copies scales and multiplies."""
-    config, multiply = SASS[name]
-    with em.cutedsl(em.Device("sm_100a")):
-        built = compiled.build(config)
-    (tmp_path / "kernel.cubin").write_bytes(built.__cubin__)
-    command = ["cuobjdump", "-sass", str(tmp_path / "kernel.cubin")]
-    text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    pattern = r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\S+ +)?([A-Z]\w*)"
-    codes = " ".join(re.findall(pattern, text))
-    blocks = [part.split() for part in codes.split("UTCBAR")]
-    found = [multiply in block for block in blocks]
-    loop = [block for block, *both in zip(blocks[1:], found, found[1:], strict=False) if all(both)]
-    assert loop
-    for block in loop:
-        assert block.count(multiply) == 4
-        assert block.count("UTCCP") == sum(config.scale_rows) * config.kind.scale_tiles
-        assert not [each for each in block if each.startswith(("LD", "ST", "F", "MUFU"))]
-    assert codes.split().count("UTMALDG") % 4 == 0 < codes.split().count("UTMALDG")

@@ -27,11 +27,13 @@ from typing import Any
 import platformdirs
 from filelock import FileLock
 
-__all__ = ["build", "cache_folder", "load"]
+__all__ = ["build", "cache_folder", "last_built", "load"]
 
 Kernel = Callable[..., Any]
 
 _FUNCTION = "blockscale_kernel"
+
+_built: list[Kernel] = []
 
 
 def cache_folder() -> Path:
@@ -44,7 +46,13 @@ def cache_folder() -> Path:
 def build(config: Any) -> Kernel:
     """Compile a kernel, which takes about a second."""
     kernel: Kernel = config.compile()
+    _built.append(kernel)
     return kernel
+
+
+def last_built() -> Any:
+    """What the DSL made of the kernel that this process compiled last; None if it did not."""
+    return _built[-1] if _built else None
 
 
 @cache

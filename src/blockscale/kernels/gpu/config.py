@@ -11,7 +11,7 @@ import torch
 
 from ...formats import Format, get_format
 from ...layouts import get_layout
-from ..common.machine import MULTIPROCESSORS
+from ..common.machine import MULTIPROCESSORS, no_kernels
 from ..cpu.spec import Spec, specify
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "why_not",
 ]
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 BAND = 32  # rows that a warp takes at once along columns
@@ -142,7 +142,7 @@ def why_not(
 ) -> str:
     """Why there is no kernel for such a call; empty where there is one."""
     if arch not in ARCHITECTURES:
-        return f"architecture {arch}: there are kernels for {' and '.join(ARCHITECTURES)}"
+        return f"architecture {arch}: {no_kernels(arch, ARCHITECTURES)}"
     if dtype not in DTYPES:
         return f"dtype {dtype}: there are kernels for {', '.join(map(str, DTYPES))}"
     if format.element.bits == 6:

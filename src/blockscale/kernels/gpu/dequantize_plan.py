@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
-from ..common.machine import MULTIPROCESSORS
+from ..common.machine import MULTIPROCESSORS, no_kernels
 from .config import ARCHITECTURES, DTYPES
 from .dequantize_views import View, as_matrices, is_contiguous, turn
 from .outputs import template
@@ -221,7 +221,7 @@ def _check(
     """Raise where there is no kernel, or parts do not fit each other."""
     name, where, itemsize = format.name, get_layout(layout), format.scale.nbytes
     if arch not in ARCHITECTURES:
-        raise Unsupported(f"architecture {arch}: there are kernels for {_listed(ARCHITECTURES)}")
+        raise Unsupported(f"architecture {arch}: {no_kernels(arch, ARCHITECTURES)}")
     if dtype not in DTYPES:
         raise Unsupported(f"dtype {dtype}: there are kernels for {_listed(DTYPES)}")
     if format.element.bits == 6:

@@ -1,8 +1,9 @@
 """Block-scaled products on Blackwell, by kernels written in CuTe DSL for sm_100a.
 
 CuTe DSL is imported by the first call. ``plan`` finds what a call needs, once; ``kernel`` is the
-kernel, ``config`` how it is chosen, ``kinds`` what the tensor cores multiply. There was no such GPU
-to run them on: they are right in the emulator, and what they reach is not known.
+kernel, ``config`` how it is chosen, ``kinds`` what the tensor cores multiply. Where the result is
+quantized, that is ``quantizing``. There was no such GPU to run them on: they are right in the
+emulator, and what they reach is not known.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from torch import Tensor
 from ...layouts import as_bytes
 from ..common.calls import sum_of_nothing
 from ..gpu.plan import describe
-from .plan import plan_gemm, unsupported
+from .plan import plan_gemm
+from .quantizing_gemm import gemm_quantize
 
-__all__ = ["gemm", "unsupported"]
+__all__ = ["gemm", "gemm_quantize"]
 
 
 def gemm(
@@ -32,6 +34,7 @@ def gemm(
     c: Tensor | None = None,
     accumulate: bool = False,
     arch: str | None = None,
+    ctas: int | None = None,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias`` of block-scaled matrices: (M, N).
 
@@ -52,6 +55,7 @@ def gemm(
             the other tensors (not looked at here).
         accumulate: add to ``c`` instead of overwriting it.
         arch: of the kernel where the tensors are on a CPU, for the emulator: "sm_100a", "sm_103a".
+        ctas: blocks whose tensor cores work together, 1 or 2, instead of those that are chosen.
 
     Raises Unsupported, a ValueError, where there is no kernel: data whose rows do not start at a
     multiple of 16 bytes; of MXFP4 with an 8-bit format of 32 bytes, and K a multiple of 128;
@@ -73,6 +77,7 @@ def gemm(
         accumulate,
         a_data.device,
         arch,
+        ctas,
     )
     out = torch.empty_like(plan.out) if c is None else c
     if plan.run is None:

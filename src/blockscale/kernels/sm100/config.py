@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ..common.calls import OUT_DTYPES
-from ..common.machine import MULTIPROCESSORS
+from ..common.machine import MULTIPROCESSORS, no_kernels
 from ..gpu.config import SHARED
 from .kinds import Kind, find_kind
+from .quantizing_config import BOX_COLUMNS, FORMATS, STEP, Quantizing
 
 __all__ = ["ARCHES", "WHOLE", "Config", "choose_config", "why_not"]
 
@@ -25,6 +26,7 @@ SCALE_COLUMNS = 4  # of Tensor Memory, for a tile of scales
 TILE_BYTES = 512  # of such a tile
 TURNS = 3  # tiles that are asked for ahead
 ANSWER = 16  # bytes, of where the next tile is
+TABLE = 512  # bytes, of a word for each UE4M3 code
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Config:
         tma_store: the output is stored by TMA; else an element at a time.
         bias: the type of a vector that is added to each row, if there is one.
         alpha: the sums are multiplied by a scalar.
+        quantizing: what the output is instead of numbers of ``out_dtype``, which is uint8 then.
     """
 
     a_format: str
@@ -63,20 +66,24 @@ class Config:
     bias: torch.dtype | None = None
     alpha: bool = False
     arch: str = "sm_100a"
+    quantizing: Quantizing | None = None
 
     def __post_init__(self) -> None:
+        plain = self.quantizing is None
         wrong = {
             "a_format": find_kind(self.a_format, self.b_format) is None,
             "majors": any(each not in ("k", "mn") for each in self.majors)
             or (self.majors[0] == "mn" and self.a_format not in WHOLE)
             or (self.majors[1] == "mn" and (self.b_format not in WHOLE or self.b_rows < ROW)),
-            "out_dtype": self.out_dtype not in OUT_DTYPES,
-            "columns": self.columns not in (128, 256),
+            "out_dtype": self.out_dtype not in (OUT_DTYPES if plain else (torch.uint8,)),
+            "quantizing": self.quantizing is not None
+            and (self.quantizing.format not in FORMATS or self.accumulate or not self.tma_store),
+            "columns": self.columns not in (128, 256) or self.tile[1] < BOX_COLUMNS,
             "ctas": self.ctas not in (1, 2),
             "cluster": self.cluster not in ((1, 1), (2, 1), (2, 2), (4, 1))
             or self.cluster[0] % self.ctas,
             "stages": self.stages < 2 or self.shared_bytes > SHARED,
-            "c_buffers": self.boxes % self.c_buffers,
+            "c_buffers": self.stores % self.c_buffers,
             "arch": self.arch not in ARCHES,
         }
         for name, bad in wrong.items():
@@ -101,9 +108,14 @@ class Config:
         return tuple(32 if each else 16 for each in self.unpacked)  # type: ignore[return-value]
 
     @property
+    def parts_of_columns(self) -> int:
+        """Of the tile's columns, each half of it from another half of B with SwiGLU."""
+        return 1 if self.quantizing is None else self.quantizing.parts
+
+    @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of a block."""
-        return ROWS, self.columns
+        """Rows and columns of the output that a block makes."""
+        return ROWS, self.columns // self.parts_of_columns
 
     @property
     def threads(self) -> int:
@@ -124,6 +136,12 @@ class Config:
     def parts(self) -> tuple[int, int]:
         """Blocks that load a tile of A, of B together."""
         return self.cluster[1], self.cluster[0] // self.ctas
+
+    @property
+    def box_rows(self) -> tuple[int, int]:
+        """Rows of A, of B that one instruction loads, where K is contiguous."""
+        part = self.b_rows // self.parts[1]
+        return ROWS // self.parts[0], min(part, self.columns // self.parts_of_columns)
 
     @property
     def writers(self) -> int:
@@ -190,20 +208,41 @@ class Config:
 
     @property
     def box_columns(self) -> int:
-        return BOX // self.out_dtype.itemsize
+        """That a warp takes from Tensor Memory at once, of each part of the columns."""
+        return BOX // self.out_dtype.itemsize if self.quantizing is None else STEP
 
     @property
     def boxes(self) -> int:
         """Of a warp's output."""
-        return self.columns // self.box_columns
+        return self.tile[1] // self.box_columns
+
+    @property
+    def stores(self) -> int:
+        """By which a warp stores a tile."""
+        return self.boxes if self.quantizing is None else self.tile[1] // BOX_COLUMNS
+
+    @property
+    def store_bytes(self) -> int:
+        """Of a row in such a store."""
+        return BOX if self.quantizing is None else self.quantizing.box_bytes
 
     @property
     def output_bytes(self) -> int:
-        return self.c_buffers * ROWS * BOX if self.tma_store else 0
+        return self.c_buffers * ROWS * self.store_bytes if self.tma_store else 0
+
+    @property
+    def table_bytes(self) -> int:
+        """Of reciprocals of scales, one for each code."""
+        return TABLE if self.quantizing is not None and self.quantizing.has_table else 0
+
+    @property
+    def scale_words(self) -> int:
+        """Of 8 bytes, of scales of 128 rows in a stage."""
+        return self.kind.scale_tiles * TILE_BYTES // 8
 
     @property
     def stage_bytes(self) -> int:
-        scales = sum(self.scale_rows) * self.kind.scale_tiles * TILE_BYTES
+        scales = sum(self.scale_rows) * self.scale_words * 8
         return (ROWS + self.b_rows) * ROW + scales
 
     @property
@@ -215,7 +254,8 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """With two barriers a stage, some more, and answers."""
-        return self.stages * (self.stage_bytes + 16) + self.output_bytes + 1024
+        each = self.stage_bytes + 16
+        return self.stages * each + self.output_bytes + self.table_bytes + 1024
 
     def compile(self) -> Any:
         """The kernel's host function; takes about a second and the CuTe DSL."""
@@ -242,18 +282,24 @@ def choose_config(
     bias: torch.dtype | None = None,
     alpha: bool = False,
     arch: str = "sm_100a",
+    quantizing: Quantizing | None = None,
+    ctas: int | None = None,
 ) -> Config:
-    """The kernel for a product of ``shape`` (M, N, K).
+    """The kernel for a product of ``shape`` (M, N, K); with ``ctas`` as they are given.
 
     Pairs of blocks with tiles of 256 x 256 where these keep all multiprocessors busy, since each
     then loads the least for its sums; smaller ones below that. Not measured: there was no such GPU.
     """
     m, n, _ = shape
-    fields: dict[str, Any] = {"ctas": 2, "cluster": (2, 1), "columns": 256, "c_buffers": 1}
-    if -(-m // 256) * -(-n // 256) * 2 < MULTIPROCESSORS["sm_100a"]:
+    fields: dict[str, Any] = {"columns": 256, "c_buffers": 1}
+    small = -(-m // 256) * -(-n // 256) * 2 < MULTIPROCESSORS["sm_100a"]
+    if small and not (quantizing is not None and quantizing.swiglu):
         fields["columns"] = 128
-    if m <= 128 or (fields["columns"] < 256 and majors[1] == "mn"):
-        fields |= {"ctas": 1, "cluster": (1, 1)}
+    narrow = fields["columns"] < 256 and majors[1] == "mn"  # a half of B is no whole panel
+    if ctas is None:
+        ctas = 1 if m <= 128 or narrow else 2
+    elif narrow and ctas == 2:
+        fields["columns"] = 256
     return fit(
         Config(
             *formats,
@@ -264,6 +310,9 @@ def choose_config(
             bias=bias,
             alpha=alpha,
             arch=arch,
+            quantizing=quantizing,
+            ctas=ctas,
+            cluster=(ctas, 1),
             stages=2,
             **fields,
         )
@@ -273,10 +322,7 @@ def choose_config(
 def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""
     if arch not in ARCHES:
-        return (
-            f"architecture {arch}: these kernels use tcgen05, which is there for "
-            f"{' and '.join(ARCHES)} alone (with the a: code for sm_100 may not use it)"
-        )
+        return f"architecture {arch}: {no_kernels(arch, ARCHES)}"
     if find_kind(a_format, b_format) is None:
         return (
             f"formats {a_format} and {b_format}: no instruction multiplies these; there are mxfp8, "

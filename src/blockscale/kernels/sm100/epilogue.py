@@ -12,7 +12,7 @@ from cutlass import min as least
 from ..common.copies import Copies
 from ..common.persistent import advance
 from . import ptx
-from .config import BOX, TURNS
+from .config import TURNS
 from .roles import Pipeline
 
 __all__ = ["Epilogue"]
@@ -34,6 +34,7 @@ class Epilogue:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         free, which, phase = Int32(0), Int32(0), Int32(0)
+        self.begin()
         index, turn, turn_phase = self.pipeline.turns.first()
         while index >= 0:
             row, column = self.pipeline.tile(index)
@@ -41,18 +42,7 @@ class Epilogue:
             ptx.wait(self.pipeline.ready + which * 8, phase, config.ctas)
             ptx.sums_known()
             sums = self.pipeline.memory + (warp << 21) + which * config.apart
-            for i in range_constexpr(config.boxes):
-                box = Int32(i)
-                if const_expr(config.sums == 1):  # what the next sums overlap comes first
-                    box = (config.boxes - 1 - i) * (1 - which) + i * which
-                values = ptx.load_sums(sums + box * config.box_columns, config.box_columns)
-                if const_expr(i + 1 == config.early_boxes):
-                    ptx.sums_read()
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        barrier = self.pipeline.freed + free * 8
-                        ptx.arrive(barrier, self.pipeline.place.rank, config.ctas)
-                self.store(values, i, warp, row, column + box * config.box_columns)
+            self.take(sums, which, free, warp, row, column)
             which, phase = advance(which, phase, 2)
             free = advance(free, Int32(0), config.sums)[0]
             index = self.pipeline.turns.read(turn, turn_phase)
@@ -62,6 +52,35 @@ class Epilogue:
             turn, turn_phase = advance(turn, turn_phase, TURNS)
         if const_expr(config.tma_store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def begin(self) -> None:
+        """Before the first tile."""
+
+    @cute.jit
+    def take(self, sums, which, free, warp, row, column):
+        """Store a tile whose first element, of this warp, is at ``row``, ``column``."""
+        config = self.config
+        for i in range_constexpr(config.boxes):
+            box = self.order(i, which)
+            values = ptx.load_sums(sums + box * config.box_columns, config.box_columns)
+            if const_expr(i + 1 == config.early_boxes):
+                self.release(free)
+            self.store(values, i, warp, row, column + box * config.box_columns)
+
+    def order(self, i, which):
+        """The ``i``-th box: what the next sums overlap comes first."""
+        if self.config.sums > 1:
+            return Int32(i)
+        return (self.config.boxes - 1 - i) * (1 - which) + i * which
+
+    @cute.jit
+    def release(self, free):
+        """Tell the one who multiplies that the next sums may be begun."""
+        ptx.sums_read()
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            barrier = self.pipeline.freed + free * 8
+            ptx.arrive(barrier, self.pipeline.place.rank, self.config.ctas)
 
     @cute.jit
     def store(self, values, i: cutlass.Constexpr, warp, row, column):
@@ -73,16 +92,36 @@ class Epilogue:
         else:
             if const_expr(config.accumulate and not config.reduces):
                 values = self.add(values, d, row + lane, column)
-            # the store before those in flight has read this buffer
-            cute.arch.cp_async_bulk_wait_group(config.c_buffers - 1, read=True)
-            cute.arch.sync_warp()
-            slot = warp * config.c_buffers + i % config.c_buffers
-            line = self.out.iterator.toint() + slot * self.copies.nbytes + lane * BOX
-            self.put(values, line, lane)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            self.copies.store(self.atom, self.view, self.out, slot, (row, column))
-            cute.arch.cp_async_bulk_commit_group()
+            self.wait_for_slot()
+            slot = self.slot(i, warp)
+            self.put(values, self.line(slot), lane)
+            self.store_slot(slot, row, column)
+
+    def wait_for_slot(self) -> None:
+        """Until the store before those in flight has read its buffer."""
+        cute.arch.cp_async_bulk_wait_group(self.config.c_buffers - 1, read=True)
+        cute.arch.sync_warp()
+
+    def slot(self, i, warp):
+        """Buffer of the ``i``-th store of a tile."""
+        return warp * self.config.c_buffers + i % self.config.c_buffers
+
+    def line(self, slot):
+        """Address of the thread's row."""
+        start = self.out.iterator.toint() + slot * self.copies.nbytes
+        return start + cute.arch.lane_idx() * self.config.store_bytes
+
+    def store_slot(self, slot, row, column) -> None:
+        """When all of the warp have put their rows there."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        where = self.atom, self.view, self.out, slot, (row, column)
+        if const_expr(self.config.reduces):  # which chooses a thread itself
+            self.copies.store(*where)
+        else:
+            with cute.arch.elect_one():
+                self.copies.store(*where)
+        cute.arch.cp_async_bulk_commit_group()
 
     def scale(self, values, bias, alpha, column) -> list:
         """``alpha * sum + bias``: ``alpha`` () fp32, ``bias`` (N,), or None."""

@@ -21,8 +21,10 @@ from ..common.schedule import Raster
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
 from . import ptx
-from .config import ANSWER, COLUMNS, ROW, TILE_BYTES, TURNS, WARPS, Config
+from .config import ANSWER, COLUMNS, ROW, TURNS, WARPS, Config
 from .epilogue import Epilogue
+from .quantizing import QuantizingEpilogue
+from .quantizing_config import BOX_COLUMNS
 from .roles import Loader, Multiplier, Pipeline, Place
 from .turns import Scheduler, Turns
 
@@ -52,31 +54,36 @@ class Gemm:
     def setup(self):
         """What needs a compiler that runs."""
         config = self.config
-        tiles, stages = config.kind.scale_tiles * TILE_BYTES // 8, config.stages
+        tiles, stages = config.scale_words, config.stages
+        parts = 1, config.parts_of_columns
         self.copies = [
             *(self.operand(i) for i in range(2)),
             *(
-                Copies(cutlass.Int64, (rows, tiles), stages, swizzled=False)
-                for rows in config.scale_rows
+                Copies(cutlass.Int64, (rows // part, tiles), stages * part, swizzled=False)
+                for rows, part in zip(config.scale_rows, parts, strict=True)
             ),
         ]
-        box = 32, config.box_columns
-        self.out = Copies(NUMERIC[config.out_dtype], box, WARPS * config.c_buffers)
+        kind = NUMERIC.get(config.out_dtype, cutlass.Uint8)
+        box = 32, config.store_bytes * 8 // kind.width
+        self.out = Copies(kind, box, WARPS * config.c_buffers)
 
     def operand(self, i: int) -> Copies:
         """Tiles of A, of B: rows of it, or panels with a row for each element along K."""
-        config, shape = self.config, ((self.config.tile[0], self.config.b_rows)[i], ROW)
+        config = self.config
         kind = _Spread if config.unpacked[i] else Copies
-        stages = config.stages
+        rows, shares = (config.tile[0], config.b_rows)[i], config.parts[i]
+        height = shares * config.box_rows[i]
+        count = rows // height
         if config.majors[i] == "mn":
-            stages, shape = stages * (shape[0] // ROW), (config.kind.block_k, ROW)
-        return kind(cutlass.Uint8, shape, stages, shares=config.parts[i])
+            height, count = config.kind.block_k, rows // ROW
+        return kind(cutlass.Uint8, (height, ROW), config.stages * count, shares=shares)
 
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, stream):
         """Launch. ``a`` (M, K) and ``b`` (N, K): bytes as stored, transposed where K is not
         contiguous; ``a_scale``, ``b_scale``: tiles down and along K, each 64 words of 8 bytes;
-        ``d`` (M, N); ``bias`` (N,) and ``alpha`` (), or None.
+        ``d`` (M, N), or data, scales and a global scale or None; ``bias`` (N,) and ``alpha`` (), or
+        None.
         """
         self.setup()
         config = self.config
@@ -84,9 +91,8 @@ class Gemm:
         pairs = zip(self.copies, (a, b, a_scale, b_scale), strict=True)
         atoms = [each.describe(tensor, op)[0] for each, tensor in pairs]
         atoms[:2] = [promote_l2(atom) for atom in atoms[:2]]
-        clusters = self.raster.clusters(*d.shape)
-        per_block = config.kind.scale_tiles * (TILE_BYTES // 8)
-        blocks = cute.ceil_div(a_scale.shape[1], per_block)
+        clusters = self.raster.clusters(*self.extent(d))
+        blocks = cute.ceil_div(a_scale.shape[1], config.scale_words)
         self.kernel(atoms, *self.describe_store(d), (d, bias, alpha), Int32(blocks)).launch(
             grid=(clusters[0] * clusters[1] * config.blocks, 1, 1),
             block=(config.threads, 1, 1),
@@ -95,10 +101,18 @@ class Gemm:
             stream=stream,
         )
 
+    def extent(self, d) -> tuple:
+        """Rows and columns of the output."""
+        if self.config.quantizing is None:
+            return d.shape
+        return d[0].shape[0], d[0].shape[1] * (BOX_COLUMNS // self.config.store_bytes)
+
     def describe_store(self, d) -> tuple:
         """Atom and tensor of coordinates, if there are any."""
         if not self.config.tma_store:
             return None, None
+        if self.config.quantizing is not None:
+            d = d[0]
         op = cpasync.CopyBulkTensorTileS2GOp()
         if self.config.reduces:
             op = cpasync.CopyReduceBulkTensorTileS2GOp()
@@ -122,6 +136,9 @@ class Gemm:
         count = 2 * config.stages + 2 + config.sums + 2 * TURNS
         barriers = memory.allocate_array(cutlass.Int64, count)
         where = memory.allocate_array(cutlass.Int32, 1)
+        table = None
+        if const_expr(config.table_bytes):
+            table = memory.allocate_array(cutlass.Uint32, config.table_bytes // 4).toint()
         full, empty = barriers.toint(), (barriers + config.stages).toint()
         ready = (barriers + 2 * config.stages).toint()
         freed = ready + 16
@@ -147,16 +164,22 @@ class Gemm:
         ptx.sums_known()
         start = where.load()
 
-        tiles = self.raster.clusters(*output[0].shape)
+        extent = self.extent(output[0])
+        tiles = self.raster.clusters(*extent)
         barriers = full, empty, ready, freed
         pipeline = Pipeline(
-            config, self.raster, place, turns, tiles, blocks, shared, *barriers, start
+            config, self.raster, place, turns, tiles, extent, blocks, shared, *barriers, start
         )
+        epilogue = pipeline, self.out, out, store_atom, store_view, output
         if warp < WARPS:
-            Epilogue(pipeline, self.out, out, store_atom, store_view, output)()
-        if warp == WARPS and rank % config.ctas == 0:
-            with cute.arch.elect_one():
-                Multiplier(pipeline)()
+            if const_expr(config.quantizing is None):
+                Epilogue(*epilogue)()
+            else:
+                QuantizingEpilogue(*epilogue, table)()
+        if warp == WARPS:
+            with cute.arch.elect_one():  # outside, so that ptxas sees that there is one thread
+                if rank % config.ctas == 0:
+                    Multiplier(pipeline)()
         if warp == WARPS + 1:
             with cute.arch.elect_one():
                 Loader(pipeline, [ptx.map_address(atom) for atom in atoms])()
@@ -174,6 +197,14 @@ class Gemm:
             ptx.free(start, COLUMNS, config.ctas)
 
 
+def _output(config: Config):
+    """Of any shape."""
+    if config.quantizing is None:
+        return any_source(config.out_dtype, config.tma_store)
+    scale = any_tensor(Float32, 0, 4) if config.table_bytes else None
+    return any_tensor(cutlass.Uint8, 2, 16, True), any_tensor(cutlass.Uint8, 1, 16), scale
+
+
 def compile_config(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
     a, b = (any_tensor(cutlass.Uint8, 2, each, True) for each in config.alignments)
@@ -184,7 +215,7 @@ def compile_config(config: Config):
         any_tensor(cutlass.Int64, 2, 16, True),
         b,
         any_tensor(cutlass.Int64, 2, 16, True),
-        any_source(config.out_dtype, config.tma_store),
+        _output(config),
         any_tensor(NUMERIC[config.bias], 1, config.bias.itemsize) if config.bias else None,
         any_tensor(Float32, 0, 4) if config.alpha else None,
     )

@@ -16,9 +16,65 @@ from ..common.calls import aligned_rows, check_matrix, check_rest
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .config import WHOLE, Config, choose_config, why_not
 
-__all__ = ["Plan", "plan_gemm", "unsupported"]
+__all__ = ["Plan", "plan_gemm"]
 
+_NAMES = ("a_data", "b_data")
 _SPREAD = 128  # elements of 4 bits that TMA spreads at once
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """A and B, found to belong together.
+
+    Attributes:
+        stored: shapes as they lie in memory.
+        majors: which dimension lies together, of each.
+        shape: M, N, K.
+    """
+
+    stored: tuple[Described, Described]
+    majors: tuple[str, str]
+    shape: tuple[int, int, int]
+
+    @classmethod
+    def of(
+        cls,
+        a: Described,
+        a_scale: Described,
+        a_format: str,
+        b: Described,
+        b_scale: Described,
+        b_format: str,
+        halves: int = 1,
+    ) -> Operands:
+        """Raises as ``gemm`` does; ``halves``: of B, each with its own tiles of scales."""
+        formats = get_format(a_format), get_format(b_format)
+        majors = _major(a, a_format), _major(b, b_format)
+        stored = tuple(
+            x if major == "k" else _transposed(x) for x, major in zip((a, b), majors, strict=True)
+        )
+        for name, data, format in zip(_NAMES, stored, formats, strict=True):
+            check_matrix(name, data, _dtypes(format.element.dtype))
+        pairs = zip((a, b), formats, strict=True)
+        depths = [x[0][1] * (8 // each.element.bits) for x, each in pairs]
+        if depths[0] != depths[1]:
+            raise ValueError(
+                f"a_data, b_data: got {tuple(a[0])} of {a_format} and {tuple(b[0])} of {b_format}, "
+                f"so K = {depths[0]} and {depths[1]}; expected (M, K) and (N, K), two elements of "
+                "4 bits in a byte"
+            )
+        m, n, k = a[0][0], b[0][0], depths[0]
+        if n % halves:
+            raise ValueError(f"b_data: has {n} rows; expected as many for gate as for up")
+        _check_scale("a_scale", a_scale, (m, k), formats[0])
+        _check_scale("b_scale", b_scale, (n, k), formats[1], halves)
+        return cls((stored[0], stored[1]), majors, (m, n, k))
+
+    def check_loadable(self, addresses: tuple[int, int], config: Config) -> None:
+        """Unsupported where TMA cannot load one, whose data is at an address, modulo 32."""
+        operands = zip(_NAMES, self.stored, addresses, config.unpacked, strict=True)
+        for name, data, address, spread in operands:
+            _check_loadable(name, data, address, self.shape[2] if spread else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +89,6 @@ class Plan:
     run: Callable[..., Any] | None
     scale_rows: tuple[int, int]
     out: Tensor
-
-
-@lru_cache
-def unsupported(device: torch.device) -> str:
-    """Why no product runs here; empty where some do."""
-    if device.type != "cuda":
-        return f"the operands are on {device}: the kernels run on CUDA devices"
-    return missing() or why_not("mxfp8", "mxfp8", torch.bfloat16, architecture(device.index))
 
 
 @lru_cache(maxsize=4096)
@@ -59,30 +107,15 @@ def plan_gemm(
     accumulate: bool,
     device: torch.device,
     arch: str | None,
+    ctas: int | None = None,
 ) -> Plan:
     """The plan of a call of ``gemm``; raises as it does. ``addresses``: of data, modulo 32."""
     arch = arch or architecture(device.index)
     reason = missing() or why_not(a_format, b_format, out_dtype, arch)
     if reason:
         raise Unsupported(reason)
-    formats = get_format(a_format), get_format(b_format)
-    names = ("a_data", "b_data")
-    majors = _major(a, a_format), _major(b, b_format)
-    stored = [
-        x if major == "k" else _transposed(x) for x, major in zip((a, b), majors, strict=True)
-    ]
-    for name, data, format in zip(names, stored, formats, strict=True):
-        check_matrix(name, data, _dtypes(format.element.dtype))
-    depths = [x[0][1] * (8 // each.element.bits) for x, each in zip((a, b), formats, strict=True)]
-    if depths[0] != depths[1]:
-        raise ValueError(
-            f"a_data, b_data: got {tuple(a[0])} of {a_format} and {tuple(b[0])} of {b_format}, so "
-            f"K = {depths[0]} and {depths[1]}; expected (M, K) and (N, K), two elements of 4 bits "
-            "in a byte"
-        )
-    m, n, k = a[0][0], b[0][0], depths[0]
-    _check_scale("a_scale", a_scale, (m, k), formats[0])
-    _check_scale("b_scale", b_scale, (n, k), formats[1])
+    operands = Operands.of(a, a_scale, a_format, b, b_scale, b_format)
+    m, n, k = operands.shape
     check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
     like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
     if 0 in (m, n, k):
@@ -91,16 +124,15 @@ def plan_gemm(
         (m, n, k),
         (a_format, b_format),
         out_dtype,
-        majors=majors,
+        majors=operands.majors,
         accumulate=accumulate,
         aligned=aligned_rows(n, out, out_dtype),
         bias=None if bias is None else bias[2],
         alpha=alpha is not None,
         arch=arch,
+        ctas=ctas,
     )
-    operands = zip(names, stored, addresses, config.unpacked, strict=True)
-    for name, data, address, spread in operands:
-        _check_loadable(name, data, address, k if spread else 0)
+    operands.check_loadable(addresses, config)
     rows = -(-m // 128), -(-n // 128)
     return Plan(config, get_kernel(config, device), rows, like)
 
@@ -122,10 +154,12 @@ def _transposed(x: Described) -> Described:
     return torch.Size(shape[::-1]), stride[::-1], dtype, address
 
 
-def _check_scale(name: str, x: Described, shape: tuple[int, int], format: Format) -> None:
+def _check_scale(
+    name: str, x: Described, shape: tuple[int, int], format: Format, halves: int = 1
+) -> None:
     rows, k = shape
-    block = format.block[1]
-    wanted = get_layout("tcgen05").stored_shape((rows, -(-k // block)))
+    each = get_layout("tcgen05").stored_shape((rows // halves, -(-k // format.block[1])))
+    wanted = (halves * each[0],)
     dtypes = _dtypes(format.scale.dtype)
     if x[2] not in dtypes:
         raise TypeError(f"{name}: got {x[2]}; expected {' or '.join(map(str, dtypes))}")
@@ -133,6 +167,8 @@ def _check_scale(name: str, x: Described, shape: tuple[int, int], format: Format
         raise ValueError(
             f"{name}: has shape {tuple(x[0])} and strides {x[1]}; expected {wanted}, contiguous: "
             f'{rows} x {k} elements of {format.name} in layout "tcgen05"'
+            + ", each half of the rows by itself"
+            * (halves > 1)
         )
     if x[3]:
         raise ValueError(

@@ -35,6 +35,7 @@ __all__ = [
     "sums_known",
     "sums_read",
     "wait",
+    "wait_for_stage",
     "widen",
 ]
 
@@ -101,6 +102,12 @@ def load_box(to, map, position, barrier, mask, ctas: int) -> None:
 def expect(barrier, nbytes: int) -> None:
     """Arrive, by the thread that calls, and wait for so many bytes more."""
     _words(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};", barrier)
+
+
+def wait_for_stage(barrier, phase) -> None:
+    """Until a phase is over, of what only TMA and the tensor cores touch: they read no cache that
+    would have to forget what other blocks have changed, as with ``wait``."""
+    wait(barrier, phase, 1)
 
 
 def wait(barrier, phase, blocks: int) -> None:
@@ -218,14 +225,16 @@ def multiply(sums, a, b, shape: int, a_scale, b_scale, add, kind: str, ctas: int
     )
 
 
-def load_sums(address, columns: int) -> list:
-    """fp32 of a lane for each thread, 32 columns by an instruction; all are there."""
-    code = ""
-    for first in range(0, columns, 32):
+def load_sums(address, columns: int, parts: int = 1, apart: int = 0) -> list:
+    """fp32 of a lane for each thread, 32 columns by an instruction; all are there. Of several
+    ``parts`` so many columns each, ``apart`` from its start to the next one's."""
+    code, count = "", columns * parts
+    for first in range(0, count, 32):
         names = ", ".join(f"${i}" for i in range(first, first + 32))
-        code += f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{names}}}, [${columns} + {first}]; "
+        where = first // columns * apart + first % columns
+        code += f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{names}}}, [${count} + {where}]; "
     code += "tcgen05.wait::ld.sync.aligned;"
-    return _asm(code, [Float32] * columns, [address], [Int32])
+    return _asm(code, [Float32] * count, [address], [Int32])
 
 
 def sums_read() -> None:

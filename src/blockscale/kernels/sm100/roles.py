@@ -75,6 +75,7 @@ class Pipeline:
     Attributes:
         turns: which tiles the cluster takes.
         tiles: clusters of tiles down and across the output.
+        extent: rows and columns of the output.
         blocks: along K.
         shared: addresses of A, of B and of their scales, all stages.
         full, empty: addresses of barriers, of the stages.
@@ -87,6 +88,7 @@ class Pipeline:
     place: Place
     turns: Turns
     tiles: Any
+    extent: tuple
     blocks: Any
     shared: list
     full: Any
@@ -118,7 +120,7 @@ class Loader:
             self.pipeline.turns.expect(turn)
             row, column = self.pipeline.tile(index)
             for block in range(self.pipeline.blocks):
-                ptx.wait(self.pipeline.empty + stage * 8, phase, config.blocks)
+                ptx.wait_for_stage(self.pipeline.empty + stage * 8, phase)
                 barrier = self.pipeline.full + stage * 8
                 if self.pipeline.place.rank % config.ctas == 0:
                     ptx.expect(barrier, config.ctas * config.loaded_bytes)
@@ -126,7 +128,7 @@ class Loader:
                 stage, phase = self.pipeline.next_stage(stage, phase)
             index, turn, turn_phase = self.pipeline.turns.next(turn, turn_phase)
         for _ in range(config.stages):  # stay until nobody reads or signals any more
-            ptx.wait(self.pipeline.empty + stage * 8, phase, config.blocks)
+            ptx.wait_for_stage(self.pipeline.empty + stage * 8, phase)
             stage, phase = self.pipeline.next_stage(stage, phase)
 
     def fill(self, stage, barrier, starts, block) -> None:
@@ -135,27 +137,52 @@ class Loader:
         kind, ctas, shared = config.kind, config.ctas, self.pipeline.shared
         if ctas > 1:
             barrier = barrier & ptx.EVEN
-        begins = starts[0], starts[1] + place.down % ctas * config.b_rows
-        words = kind.scale_tiles * TILE_BYTES // 8
+        first = 0, place.down % ctas * config.b_rows
         for i, (parts, part, mask) in enumerate(place.shares()):
             rows = (config.tile[0], config.b_rows)[i]
             base = shared[i] + stage * (rows * ROW)
             if config.majors[i] == "mn":  # panels, with a row for each element along K
-                count = kind.block_k // parts
+                down = part * (kind.block_k // parts)
                 boxes = [
-                    (panel * kind.block_k, block * kind.block_k, begins[i] + panel * ROW)
+                    (panel * kind.block_k + down, block * kind.block_k + down, panel * ROW)
                     for panel in range(rows // ROW)
                 ]
+                boxes = [
+                    (line, (down, self.row(i, starts[i], first[i] + within)))
+                    for line, down, within in boxes
+                ]
             else:
+                across = block * (kind.block_k if config.unpacked[i] else ROW)
                 count = rows // parts
-                boxes = [(0, begins[i], block * (kind.block_k if config.unpacked[i] else ROW))]
-            for line, down, across in boxes:
-                to = base + (line + part * count) * ROW
-                position = down + part * count, across
-                ptx.load_box(to, self.maps[i], position, barrier, mask, ctas)
-            to = shared[2 + i] + stage * (config.scale_rows[i] * words * 8)
-            position = starts[i] // 128, block * words
-            ptx.load_box(to, self.maps[2 + i], position, barrier, None, ctas)
+                lines = [part * count + line for line in range(0, count, config.box_rows[i])]
+                boxes = [
+                    (line, (self.row(i, starts[i], first[i] + line), across)) for line in lines
+                ]
+            for line, position in boxes:
+                ptx.load_box(base + line * ROW, self.maps[i], position, barrier, mask, ctas)
+            self.fill_scales(i, stage, barrier, starts[i], block)
+
+    def fill_scales(self, i: int, stage, barrier, start, block) -> None:
+        """Load a K block's scales of A, of B: those of all columns."""
+        config, words = self.pipeline.config, self.pipeline.config.scale_words
+        boxes = (1, config.parts_of_columns)[i]
+        rows = config.scale_rows[i] // boxes
+        for box in range(boxes):
+            to = self.pipeline.shared[2 + i] + (stage * boxes + box) * (rows * words * 8)
+            row = start // 128
+            if box > 0:
+                row = row + (self.pipeline.extent[1] + 127) // 128
+            position = row, block * words
+            ptx.load_box(to, self.maps[2 + i], position, barrier, None, config.ctas)
+
+    def row(self, i: int, start, within):
+        """Row of A, of B, that is the ``within``-th of the tile from ``start`` on. With SwiGLU the
+        second half of B's rows are those of up."""
+        config = self.pipeline.config
+        if i == 0 or config.parts_of_columns == 1:
+            return start + within
+        half = config.tile[1]
+        return start + within % half + within // half * self.pipeline.extent[1]
 
 
 class Multiplier:
@@ -178,7 +205,7 @@ class Multiplier:
             ptx.wait(self.pipeline.freed + free * 8, free_phase, config.ctas)
             ptx.sums_known()
             for block in range(self.pipeline.blocks):
-                ptx.wait(self.pipeline.full + stage * 8, phase, config.blocks)
+                ptx.wait_for_stage(self.pipeline.full + stage * 8, phase)
                 ptx.sums_known()
                 self.add(stage, which * config.apart, block)
                 loaders = self.pipeline.place.loaders()

@@ -12,9 +12,9 @@ from torch import Tensor
 from ...layouts import as_bytes
 from ..common.calls import sum_of_nothing
 from ..gpu.plan import describe
-from .plan import plan_gemm, unsupported
+from .plan import plan_gemm
 
-__all__ = ["gemm", "unsupported"]
+__all__ = ["gemm"]
 
 
 def gemm(

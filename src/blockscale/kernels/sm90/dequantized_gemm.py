@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
+from ..common.loadable import loadable
 from ..gpu.dequantize_plan import dequantize
-from .loadable import loadable
 from .plain_gemm import plain_gemm
 from .widened_config import FEW
 from .widened_gemm import widened_gemm

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.calls import OUT_DTYPES, aligned_rows, check_loadable, check_matrix, check_rest
+from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .config import BLOCK_K, choose_config, why_not
 from .product_config import MULTIPROCESSORS
 
-__all__ = ["Plan", "multiprocessors_of", "plan_gemm", "unsupported"]
+__all__ = ["Plan", "multiprocessors_of", "plan_gemm"]
 
 _BYTES = (torch.uint8, torch.float8_e4m3fn)
 
@@ -31,14 +31,6 @@ class Plan:
     run: Callable[..., Any] | None
     multiprocessors: int
     out: Tensor
-
-
-@lru_cache
-def unsupported(device: torch.device) -> str:
-    """Why no product runs here; empty where some do."""
-    if device.type != "cuda":
-        return f"the operands are on {device}: the kernels run on CUDA devices"
-    return missing() or why_not(BLOCK_K, OUT_DTYPES[0], (128, 128), architecture(device.index))
 
 
 @lru_cache(maxsize=4096)
