@@ -7,6 +7,7 @@ import torch
 
 import blockscale as bs
 from blockscale.formats import formats
+from stand_in import gpu
 
 
 def x(*shape, dtype=torch.float32):
@@ -194,6 +195,20 @@ def test_offsets_where_groups_cannot_be():
 # --- gemm -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[None, "sm_90a", "sm_100a"])
+def layout(request, monkeypatch):
+    """Of MXFP8 scales, as a GPU reads them where there is one. No kernel of it is ever run."""
+    if request.param is None:
+        yield "compact"
+        return
+    with gpu(monkeypatch, request.param, lambda config, device: pytest.fail("a kernel is found")):
+        yield "tcgen05" if request.param == "sm_100a" else "compact"
+
+
+on_all = pytest.mark.usefixtures("layout")
+
+
+@on_all
 def test_operands_that_are_not_quantized():
     for a, b in ((x(), q(32, 128).mT), (q(), x(128, 32)), (None, q(32, 128).mT)):
         with pytest.raises(
@@ -202,6 +217,7 @@ def test_operands_that_are_not_quantized():
             bs.gemm(a, b)
 
 
+@on_all
 def test_operands_blocked_along_the_other_axis():
     """The transpose for the other contraction needs the high-precision values, and says so."""
     weight = q(64, 128)
@@ -215,6 +231,7 @@ def test_operands_blocked_along_the_other_axis():
         bs.gemm(weight.mT, q(64, 32, axis=-2))  # wgrad with the bytes of fprop
 
 
+@on_all
 @pytest.mark.parametrize(("a", "b"), [
     ("mxfp8", "nvfp4"), ("nvfp4", "mxfp4"), ("mxfp8", "fp8_1x128"), ("fp8_128x128", "mxfp8"),
 ])  # fmt: skip
@@ -223,6 +240,7 @@ def test_formats_that_cannot_be_mixed(a, b):
         bs.gemm(q(128, 128, format=a), q(128, 128, format=b).mT)
 
 
+@on_all
 @pytest.mark.parametrize(("a", "b"), [
     ((64, 128), (32, 96)), ((64, 128), (2, 32, 128)), ((2, 64, 128), (32, 128)),
     ((128,), (32, 128)),
@@ -232,6 +250,7 @@ def test_shapes(a, b):
         bs.gemm(q(*a), q(*b).mT)
 
 
+@on_all
 def test_padded_contractions_must_agree():
     a, b = (bs.quantize(x(8, k), pad=True) for k in (40, 64))
     with pytest.raises(ValueError, match="a, b: got"):
@@ -254,23 +273,26 @@ def test_padded_contractions_must_agree():
     ({"bias": 1.0}, TypeError, "bias: "),
     ({"out": [1.0]}, TypeError, "out: "),
 ])  # fmt: skip
-def test_arguments_of_gemm(kwargs, error, message):
+def test_arguments_of_gemm(layout, kwargs, error, message):
     with pytest.raises(error, match=message):
-        bs.gemm(q(64, 128), q(32, 128).mT, **kwargs)
+        bs.gemm(q(64, 128, layout=layout), q(32, 128, layout=layout).mT, **kwargs)
 
 
-def test_out_is_untouched_by_a_refusal():
-    out = torch.full((64, 32), 7.0)
+def test_out_is_untouched_by_a_refusal(layout):
+    out, a, b = torch.full((64, 32), 7.0), q(64, 128, layout=layout), q(32, 128, layout=layout).mT
     with pytest.raises(ValueError, match="bias"):
-        bs.gemm(q(64, 128), q(32, 128).mT, out=out, bias=torch.ones(3))
+        bs.gemm(a, b, out=out, bias=torch.ones(3))
     assert (out == 7).all()
 
 
+@on_all
 def test_devices():
     with pytest.raises(ValueError, match=r"a, b: are on cpu and meta; move one of them"):
         bs.gemm(q(64, 128), q(32, 128).mT.to("meta"))
 
 
+@on_all
+@pytest.mark.filterwarnings("ignore::blockscale.FallbackWarning")
 def test_blocks_of_groups_in_a_plain_gemm():
     a, b = q(64, 32, axis=-2, offsets=i32(64)).mT, q(64, 32, axis=-2, offsets=i32(64))
     with pytest.raises(

@@ -85,6 +85,16 @@ def test_layouts_do_not_matter(backend, name, layout):
         assert torch.equal(y, plain)
 
 
+@pytest.mark.parametrize(("name", "layout"), [
+    ("mxfp8", "tcgen05"), ("nvfp4", "packed"), ("fp8_1x128", "sm90"),
+])  # fmt: skip
+def test_groups_of_rows_do_not_matter(backend, name, layout):
+    """Their scales start on tiles of their own, but the rows are those of one matrix."""
+    x, b = matrix(70, 384), bs.quantize(matrix(33, 384, seed=1), name).mT
+    a = bs.quantize(x, name, layout=layout, offsets=i32([9, 50]))
+    assert torch.equal(bs.gemm(a, b)[:50], bs.gemm(bs.quantize(x, name), b)[:50])
+
+
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("k", [1, 40, 130])
 def test_padded_contraction(backend, name, k):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,21 +14,36 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 import blockscale as bs
-from blockscale import gemm_launch, ops
-from blockscale.kernels import sm90
-from blockscale.kernels.sm90 import plan, widened_plan
-from blockscale.ops import backends
+from blockscale import ops
+from stand_in import gpu
 
 BF16 = torch.bfloat16
 M, N, K = 40, 48, 256
-#: Formats of both sides and the layout of a's scales; None is a plain bf16 matrix.
+
+
+class Pair(NamedTuple):
+    """Of an architecture: formats of both sides, None a plain bf16 matrix, and layouts of scales
+    that its kernels read as they are."""
+
+    arch: str
+    left: str | None
+    right: str
+    layouts: tuple[str, str] = ("compact", "compact")
+
+
+TILES = ("tcgen05", "tcgen05")
 PAIRS = [
-    ("fp8_1x128", "fp8_128x128", "sm90"),
-    ("fp8_1x128", "fp8_1x128", "sm90"),
-    ("mxfp8", "mxfp4", "compact"),
-    ("nvfp4", "nvfp4", "compact"),
-    (None, "mxfp8", "compact"),
+    Pair("sm_90a", "fp8_1x128", "fp8_128x128", ("sm90", "compact")),
+    Pair("sm_90a", "fp8_1x128", "fp8_1x128", ("sm90", "sm90")),
+    Pair("sm_90a", "mxfp8", "mxfp4"),
+    Pair("sm_90a", "nvfp4", "nvfp4"),
+    Pair("sm_90a", None, "mxfp8"),
+    Pair("sm_100a", "mxfp8", "mxfp8_e5m2", TILES),
+    Pair("sm_100a", "mxfp4", "mxfp8", TILES),
+    Pair("sm_103a", "nvfp4", "nvfp4", TILES),
 ]
+MACHINES = {"sm_90a": PAIRS[0], "sm_100a": PAIRS[5]}
+GLOBAL = {"sm_90a": PAIRS[3], "sm_103a": PAIRS[7]}  # formats with global scales
 
 
 class Calls:
@@ -41,21 +57,18 @@ class Calls:
         self.launched.append(args)
 
 
+@pytest.fixture(params=MACHINES)
+def pair(request):
+    return MACHINES[request.param]
+
+
 @pytest.fixture(autouse=True)
-def calls(monkeypatch):
+def calls(monkeypatch, pair):
     found = Calls()
-    monkeypatch.setattr(gemm_launch, "_launches", {})
-    monkeypatch.setattr(sm90, "unsupported", lambda device: "")
-    monkeypatch.setattr(backends, "on_gpu", lambda x: True)
-    for module, cached in ((plan, plan.plan_gemm), (widened_plan, widened_plan.plan_widened)):
-        monkeypatch.setattr(module, "architecture", lambda index: "sm_90a")
-        monkeypatch.setattr(module, "get_kernel", lambda config, device: found.kernel)
-        cached.cache_clear()
     for name in ("gemm", "gemm_out"):
         monkeypatch.setattr(ops, name, counted(found, getattr(ops, name)))
-    yield found
-    plan.plan_gemm.cache_clear()
-    widened_plan.plan_widened.cache_clear()
+    with gpu(monkeypatch, pair.arch, lambda config, device: found.kernel):
+        yield found
 
 
 def counted(found, op):
@@ -75,12 +88,10 @@ def quantized(rows, name, layout="compact", seed=0):
     return x if name is None else bs.quantize(x, name, layout=layout, backend="reference")
 
 
-def operands(pair=PAIRS[0], seed=0):
+def operands(pair, seed=0):
     """``a`` and a weight; the product is ``a @ weight.mT``."""
-    left, right, layout = pair
-    return quantized(M, left, layout, seed), quantized(
-        N, right, layout if right == left else "compact", seed + 1
-    )
+    a = quantized(M, pair.left, pair.layouts[0], seed)
+    return a, quantized(N, pair.right, pair.layouts[1], seed + 1)
 
 
 def starts(*tensors):
@@ -98,7 +109,7 @@ def test_calls_alike_are_launched_with_their_own_operands(calls, pair):
         for _ in range(2):
             y = bs.gemm(a, w.mT)
             assert (y.shape, y.dtype) == ((M, N), BF16)
-            *args, bias, alpha, _ = calls.launched[-1]
+            *args, bias, alpha = calls.launched[-1][:7]
             assert starts(*args) in (
                 starts(*parts(a), *parts(w), y),
                 starts(*parts(w), *parts(a), y),  # for kernels that take the wide side first
@@ -106,15 +117,35 @@ def test_calls_alike_are_launched_with_their_own_operands(calls, pair):
             assert {args[0].shape[0], args[2].shape[0]} == {M, N}
             assert {args[0].dtype, args[2].dtype} <= {torch.uint8, BF16}
             assert bias is None
-            if pair[0] == "nvfp4":
+            if pair.left == "nvfp4":
                 assert torch.equal(alpha, a.global_scale * w.global_scale)
             else:
                 assert alpha is None
     assert calls.checked == 1
 
 
-def test_parts_that_were_replaced(calls):
-    a, w = operands(PAIRS[3])
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.left], ids=str)
+def test_data_that_starts_elsewhere(calls, pair):
+    """Launched where TMA can load it: 4-bit elements of Blackwell, that it spreads, at multiples of
+    32 bytes. Else checked anew."""
+    a, w = operands(pair)
+    bs.gemm(a, w.mT)
+    spread = pair.arch != "sm_90a" and a.format.element.bits < 8
+    memory = torch.zeros(a.qdata.nbytes + 64, dtype=torch.uint8)
+    assert memory.data_ptr() % 32 == 0
+    for start, launched in ((0, True), (32, True), (16, not spread), (8, False)):
+        moved = a.detach()
+        moved.qdata = memory[start:][: a.qdata.nbytes].view(a.qdata.dtype).view(a.qdata.shape)
+        before = calls.checked
+        bs.gemm(moved, w.mT)
+        assert calls.checked == before + (not launched)
+        if launched:
+            assert moved.qdata.data_ptr() in starts(*calls.launched[-1][:4])
+
+
+@pytest.mark.parametrize("pair", GLOBAL.values(), ids=str)
+def test_parts_that_were_replaced(calls, pair):
+    a, w = operands(pair)
     b = w.mT
     bs.gemm(a, b)
     a.global_scale = torch.tensor(2.0)
@@ -132,8 +163,8 @@ def test_parts_that_were_replaced(calls):
     assert calls.checked == 1
 
 
-def test_other_arguments_are_checked_anew(calls):
-    a, w = operands()
+def test_other_arguments_are_checked_anew(calls, pair):
+    a, w = operands(pair)
     bias, out = torch.zeros(N), torch.zeros(M, N)
     kinds = [
         {},
@@ -153,8 +184,8 @@ def test_other_arguments_are_checked_anew(calls):
             assert calls.checked == i + 1
 
 
-def test_out_of_a_remembered_call(calls):
-    a, w = operands()
+def test_out_of_a_remembered_call(calls, pair):
+    a, w = operands(pair)
     memory = torch.zeros(4 * M * N)
     for part, name in ((a.qdata, "a"), (a.qscale, "a"), (w.qdata, "b"), (w.qscale, "b")):
         assert part.untyped_storage().nbytes() <= memory.nbytes
@@ -196,8 +227,8 @@ class SeenOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_calls_that_somebody_looks_at(calls):
-    a, w = operands()
+def test_calls_that_somebody_looks_at(calls, pair):
+    a, w = operands(pair)
     b, bias = w.mT, torch.zeros(N, requires_grad=True)
     for _ in range(2):
         bs.gemm(a, b)
@@ -216,3 +247,18 @@ def test_calls_that_somebody_looks_at(calls):
     bs.gemm(a, b, out=askew)
     bs.gemm(a, b, backend="reference")
     assert calls.checked == 7
+
+
+@pytest.mark.parametrize("pair", [PAIRS[0]], ids=str)
+@pytest.mark.parametrize(("name", "layout"), [("fp8_128x128", "sm90"), ("fp8_1x128", "compact")])
+def test_scales_that_lie_alike_and_mean_something_else(calls, pair, name, layout):
+    """As many as those of 4 x 512 elements by rows in layout "sm90": one for all rows; or the
+    transposed ones. They are rewritten in every call."""
+    x, w = torch.cat([matrix(4), matrix(4, seed=1)], 1), torch.cat([matrix(N), matrix(N)], 1)
+    a = bs.quantize(x, name, layout=layout)
+    by_rows = a.compact_scale().expand(4, -1).mT
+    b = bs.quantize(w, "fp8_128x128").mT
+    for _ in range(2):
+        bs.gemm(a, b)
+        assert torch.equal(calls.launched[-1][1], by_rows)
+    assert calls.checked == 2

@@ -15,6 +15,7 @@ from . import (
 from .formats import Format, formats
 from .fused import rmsnorm_quantize, swiglu_backward_quantize, swiglu_quantize
 from .gemm import gemm, grouped_gemm
+from .gemm_quantize import gemm_quantize
 from .layouts import layouts
 from .nn import Recipe, autocast, convert
 from .ops import FallbackWarning
@@ -36,6 +37,7 @@ __all__ = [
     "convert",
     "formats",
     "gemm",
+    "gemm_quantize",
     "grouped_gemm",
     "layouts",
     "nn",

@@ -11,14 +11,16 @@ from . import ops
 from .formats import choose, get_format
 from .gemm_launch import find_call, remember
 from .layouts import as_bytes
+from .ops.gemm_operands import Side
 from .ops.operation import needs_gradient
 from .remember import remembered
 from .tensor import ScaledTensor, check_offsets
 
-__all__ = ["gemm", "grouped_gemm"]
+__all__ = ["check_product", "gemm", "grouped_gemm", "side"]
 
 _QUANTIZED = "a ScaledTensor: call blockscale.quantize"
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_READ = ("sm90", "tcgen05")  # layouts that some kernel reads; others go to it compact
 
 
 def gemm(
@@ -38,6 +40,13 @@ def gemm(
     Scales of fp8_1x128 are read in layout "sm90" (``quantize(..., layout="sm90")``), others
     compact; those that lie otherwise, and those of an ``a`` in 128 x 128 blocks, are rewritten in
     every call, by one to three small kernels. docs/numerics.md says how exact the sums are.
+
+    On Blackwell (sm_100a, sm_103a) kernels multiply mxfp8, mxfp8_e5m2 and mxfp4 in any pair, and
+    nvfp4 by nvfp4, 8-bit data in either order. Scales are read in layout "tcgen05"
+    (``quantize(..., layout="tcgen05")``); others are rewritten in every call, by a few small
+    kernels. Data is copied in every call whose rows do not start at a multiple of 16 bytes; beside
+    an 8-bit operand, mxfp4 whose rows do not at one of 32, and both where K is no multiple of 128.
+    These kernels have run in the emulator only.
 
     Args:
         a: (M, K), blocked along axis -1; or a plain bfloat16 matrix, which is not quantized
@@ -62,20 +71,8 @@ def gemm(
         launch, left, right, _ = call
         if launch is not None:
             return launch(left, right, out, bias)
-    for name, x in (("a", a), ("b", b), ("out", out), ("bias", bias)):
-        if not isinstance(x, Tensor) and (x is not None or name in "ab"):
-            wanted = _QUANTIZED if name in "ab" else "a torch.Tensor"
-            raise TypeError(f"{name}: got {type(x).__name__}; expected {wanted}")
-    dtype = _check(
-        _describe(a),
-        _describe(b),
-        None if out is None else _describe(out),
-        None if bias is None else _describe(bias),
-        out_dtype,
-        accumulate,
-        backend,
-    )
-    sides = *_side(a), *_side(b)
+    dtype = check_product(a, b, out_dtype, out, accumulate, bias, backend)
+    sides = *side(a), *side(b)
     if out is None:
         product = ops.gemm(*sides, bias, None, dtype, backend)
     elif needs_gradient(a, bias, out):  # there is none for what is written in place
@@ -85,8 +82,33 @@ def gemm(
         ops.gemm_out(*sides, bias, out, accumulate, backend)
         product = out
     if call is not None:
-        remember(call, a, b, out, bias, dtype, accumulate)
+        remember(call, Side(*sides[:6]), Side(*sides[6:]), out, bias, dtype, accumulate)
     return product
+
+
+def check_product(
+    a: Any,
+    b: Any,
+    out_dtype: torch.dtype | None,
+    out: Any,
+    accumulate: bool,
+    bias: Any,
+    backend: str,
+) -> torch.dtype:
+    """The type of the product of ``gemm``; raises as it does."""
+    for name, x in (("a", a), ("b", b), ("out", out), ("bias", bias)):
+        if not isinstance(x, Tensor) and (x is not None or name in "ab"):
+            wanted = _QUANTIZED if name in "ab" else "a torch.Tensor"
+            raise TypeError(f"{name}: got {type(x).__name__}; expected {wanted}")
+    return _check(
+        _describe(a),
+        _describe(b),
+        None if out is None else _describe(out),
+        None if bias is None else _describe(bias),
+        out_dtype,
+        accumulate,
+        backend,
+    )
 
 
 class _Given(NamedTuple):
@@ -116,7 +138,6 @@ def _check(
     accumulate: bool,
     backend: str,
 ) -> torch.dtype:
-    """The type of the product of ``gemm``; raises as it does."""
     choose("backend", backend, dict.fromkeys(ops.BACKENDS))
     if a.format is not None:
         _check_operand("a", a, -1)
@@ -213,17 +234,17 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
     return a is not None and torch.equal(a, b)
 
 
-def _side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
+def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
     """An operand as the ops take it."""
     if not isinstance(x, ScaledTensor):
         return x, None, None, None, "compact", x.shape
-    direct = x.layout_name == "sm90" and x.offsets is None
+    direct = x.layout_name in _READ and x.offsets is None
     return (
         as_bytes(x.qdata),
         x.qscale if direct else x.compact_bytes(),
         x.global_scale,
         x.format_name,
-        "sm90" if direct else "compact",
+        x.layout_name if direct else "compact",
         x.shape,
     )
 

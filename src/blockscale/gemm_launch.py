@@ -15,14 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import get_format
-from .kernels import sm90
-from .kernels.gpu.plan import describe
-from .kernels.sm90.plan import Plan, plan_gemm
-from .kernels.sm90.widened_config import FEW
-from .kernels.sm90.widened_plan import plan_widened
 from .ops.gemm import check_apart, mark_written, span
-from .ops.gemm_kernels import FP8, KERNELS, WIDENED, detached, global_product
+from .ops.gemm_kernels import products_on
+from .ops.gemm_operands import Prepared, Reading, Side, Take, detached, global_product
 from .tensor import ScaledTensor
 from .watching import unwatched
 
@@ -46,15 +41,15 @@ class _Kind(NamedTuple):
     """How a quantized matrix lies that a kernel can read."""
 
     number: int  # stands for shape, format, strides and device: quick to look up
-    turned: bool  # its scales are transposed for the kernel, as all data blocked along columns is
-    loaded: bool  # its scales are loaded by TMA
+    reading: Reading
+    take: Take
 
 
 class _Operand(NamedTuple):
     """A matrix as kernels take it; kept with the quantized tensor whose parts it has views of."""
 
     number: int
-    data: Tensor  # (rows, K): bytes, or bf16
+    data: Tensor  # bytes, or bf16
     scale: Any  # None of bf16
     global_scale: Tensor | None
     qdata: Tensor | None  # what these are views of
@@ -94,8 +89,8 @@ def find_call(
 
 def remember(
     call: Call,
-    a: Tensor,
-    b: ScaledTensor,
+    a: Side,
+    b: Side,
     out: Tensor | None,
     bias: Tensor | None,
     dtype: torch.dtype,
@@ -103,22 +98,18 @@ def remember(
 ) -> None:
     """Find the kernel for calls to come, after one that has passed all checks."""
     _, left, right, key = call
-    formats = (a.format_name if isinstance(a, ScaledTensor) else None), b.format_name
-    if formats not in KERNELS or sm90.unsupported(b.device):
-        return
-    if formats[1] in FP8:
-        prepare = _prepare_fp8
-    elif a.shape[0] <= FEW:
-        prepare = _prepare_widened
-    else:  # several kernels, which take longer than all checks
+    products = products_on(b.data.device)
+    if isinstance(products, str) or (a.format, b.format) not in products.kernels:
         return
     try:
-        launch = prepare(left, right, formats, out, bias, dtype, accumulate)
+        prepared = products.prepare(a, b, bias, out, accumulate, dtype)
     except (TypeError, ValueError):  # of what has to be rewritten first
+        return
+    if prepared is None:
         return
     if len(_launches) >= _LIMIT:
         _launches.clear()
-    _launches[key] = launch
+    _launches[key] = _launch(prepared, left, right, out, bias)
 
 
 def _place(x: Any) -> tuple[Any, ...] | None:
@@ -153,19 +144,13 @@ def _operand(q: Any, axis: int) -> _Operand | None:
         scale.stride(),
         data.device,
     )
-    if kind is None or data.data_ptr() % 16 or (kind.loaded and scale.data_ptr() % 16):
+    if kind is None or (scalar is not None and scalar.dim()):
+        return None
+    number, reading, take = kind
+    if data.data_ptr() % reading.data_apart or scale.data_ptr() % reading.scale_apart:
         return None
     octets = data if data.dtype is torch.uint8 else data.view(torch.uint8)
-    made = _Operand._make(
-        (
-            kind.number,
-            octets if axis == -1 else octets.mT,
-            scale.mT if kind.turned else scale,
-            scalar,
-            data,
-            scale,
-        )
-    )
+    made = _Operand._make((number, *take(octets, scale), scalar, data, scale))
     q._operand = made
     return made
 
@@ -181,11 +166,15 @@ def _kind(
     scale_stride: tuple[int, ...],
     device: torch.device,
 ) -> _Kind | None:
-    few = axis == -2 and format == "fp8_128x128"
-    wanted = "sm90" if format in FP8 and not few else "compact"
-    if blocked != axis or layout != wanted or len(shape) != 2 or format not in FP8 + WIDENED:
+    products = products_on(device)
+    if blocked != axis or len(shape) != 2 or isinstance(products, str):
         return None
-    return _Kind(next(_numbers), axis == -2 and layout == "compact", not few)
+    reading = products.readings.get((format, axis))
+    if reading is None or reading.layout != layout:
+        return None
+    if reading.scale_stride not in (None, scale_stride):
+        return None
+    return _Kind(next(_numbers), reading, reading.taken(shape, stride))
 
 
 def _plain(x: Any) -> _Operand | None:
@@ -200,66 +189,11 @@ def _plain_number(place: tuple[Any, ...]) -> int:
     return next(_numbers)
 
 
-def _prepare_fp8(
-    a: _Operand,
-    b: _Operand,
-    formats: tuple[str | None, str],
-    out: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    accumulate: bool,
-) -> Launch:
-    plan = plan_gemm(
-        describe(a.data),
-        describe(a.scale),
-        describe(b.data),
-        describe(b.scale),
-        describe(out),
-        describe(bias),
-        None,
-        dtype,
-        get_format(formats[1]).block,
-        accumulate,
-        a.data.device,
-        None,
-    )
-    return _launch(plan, a, b, out, bias)
-
-
-def _prepare_widened(
-    a: _Operand,
-    b: _Operand,
-    formats: tuple[str | None, str],
-    out: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    accumulate: bool,
-) -> Launch:
-    plan = plan_widened(
-        describe(a.data),
-        describe(a.scale),
-        formats[0],
-        describe(b.data),
-        describe(b.scale),
-        formats[1],
-        describe(out),
-        describe(bias),
-        describe(global_product(a.global_scale, b.global_scale)),
-        dtype,
-        accumulate,
-        a.data.device,
-        None,
-    )
-    return _launch(plan, a, b, out, bias)
-
-
 def _launch(
-    plan: Plan, a: _Operand, b: _Operand, out: Tensor | None, bias: Tensor | None
+    prepared: Prepared, a: _Operand, b: _Operand, out: Tensor | None, bias: Tensor | None
 ) -> Launch:
     """What launches a kernel, given operands, output and bias that lie as these do."""
-    if plan.run is None:
-        raise ValueError("out: is empty, or a sum of nothing")
-    run, like, multiprocessors = plan.run, plan.out, plan.multiprocessors
+    run, like, rest = prepared
     out_span = 0 if out is None else span(out)
     spans = [0 if x is None else span(x) for x in (a.data, a.scale, b.data, b.scale, bias)]
 
@@ -278,7 +212,7 @@ def _launch(
             written,
             None if bias is None else detached(bias),
             global_product(a.global_scale, b.global_scale),
-            multiprocessors,
+            *rest,
         )
         return result
 

@@ -17,6 +17,7 @@ __all__ = [
     "DTYPES",
     "Call",
     "check",
+    "check_call",
     "check_global_scale",
     "check_tensor",
     "quantize",
@@ -220,7 +221,7 @@ def check(
         raise ValueError(f"seed: got {seed!r}; expected a 64-bit int, or None for nearest even")
     check_tensor(x)
     grouped = offsets is not None
-    call = _check_call(
+    call = check_call(
         x.shape,
         x.dtype,
         axes,
@@ -239,8 +240,8 @@ def check(
 
 
 @remembered
-def _check_call(
-    shape: torch.Size,
+def check_call(
+    shape: tuple[int, ...],
     dtype: torch.dtype,
     axes: tuple[int, ...],
     format: str,
@@ -301,7 +302,9 @@ def check_tensor(x: Tensor) -> None:
         _check_memory(x)
 
 
-def _check_shape(shape: torch.Size, call: Call, pad: bool, grouped: bool, k_major: bool) -> None:
+def _check_shape(
+    shape: tuple[int, ...], call: Call, pad: bool, grouped: bool, k_major: bool
+) -> None:
     fmt = call.format
     for axis in call.axes:
         if len(shape) < -axis:
@@ -331,7 +334,7 @@ def _check_shape(shape: torch.Size, call: Call, pad: bool, grouped: bool, k_majo
         )
 
 
-def _check_groups(shape: torch.Size, fmt: Format, axis: int, k_major: bool) -> None:
+def _check_groups(shape: tuple[int, ...], fmt: Format, axis: int, k_major: bool) -> None:
     if len(shape) != 2:
         raise ValueError(f"offsets: x has shape {tuple(shape)}; groups cut the rows of a matrix")
     if fmt.block[0] > 1:
@@ -384,7 +387,9 @@ def check_global_scale(
             "fp32 scalar, the multiplier that dequantizes (amax / (448 * 6))"
         )
     if global_scale.device != x.device:
-        raise ValueError(f"global_scale: is on {global_scale.device}, x on {x.device}; move it")
+        raise ValueError(
+            f"global_scale: is on {global_scale.device}, what it scales on {x.device}; move it"
+        )
     if not torch.compiler.is_compiling() and global_scale.device.type == "cpu":
         value = global_scale.item()
         if not 0 < value < float("inf"):

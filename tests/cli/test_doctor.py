@@ -48,6 +48,16 @@ def test_the_story_of_sm_100_is_told_where_it_applies():
     assert "CUTE_DSL_ARCH=sm_103a" in wrong
 
 
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_what_only_the_emulator_has_run(capability):
+    said = "No GPU of this kind has run these kernels"
+    packages = dict.fromkeys(("numba", "nvidia-cutlass-dsl", "apache-tvm-ffi"), "1.0")
+    blackwell = advice(facts(gpu="B200", capability=capability, packages=packages))
+    assert any(line.startswith(said) for line in blackwell)
+    assert not any("plain torch" in line for line in blackwell)
+    assert said not in " ".join(advice(facts(gpu="H200", capability=(9, 0), packages=packages)))
+
+
 def test_an_unknown_chip_and_missing_packages():
     text = " ".join(advice(facts(gpu="L4", capability=(8, 9))))
     assert "sm_89" in text

@@ -14,14 +14,25 @@ import torch
 from typer.testing import CliRunner
 
 from blockscale import emulator
-from blockscale.cli import emulate_gemm
+from blockscale.cli import kept_code
 from blockscale.cli.emulate import emulate
-
+from blockscale.cli.emulate_products import PRODUCTS
+from blockscale.kernels.gpu import compiled, machine_code
 
 # not imported: it would teach numpy the name "bfloat16", which other tests rely on being unknown
-@pytest.mark.skipif(
+needs_dsl = pytest.mark.skipif(
     not (find_spec("cutlass") and find_spec("tvm_ffi")), reason="CuTe DSL is not installed"
 )
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    code = "from blockscale.cli import main; main()"
+    line = [sys.executable, "-c", code, "emulate", "gemm", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+@needs_dsl
 @pytest.mark.parametrize(
     ("arch", "format", "transpose", "launches", "opcode"),
     [
@@ -33,12 +44,10 @@ from blockscale.cli.emulate import emulate
     ],
 )
 def test_error_is_at_the_floor(arch, format, transpose, launches, opcode):
-    code = "from blockscale.cli import main; main()"
-    arguments = ["--arch", arch, "--format", format, "--transpose", transpose]
-    arguments += ["--shape", "48x80x288"]
-    arguments += ["--completion", "random", "--seed", "3", "--json"]
-    command = [sys.executable, "-c", code, "emulate", "gemm", *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = command(
+        *("--arch", arch, "--format", format, "--transpose", transpose, "--shape", "48x80x288"),
+        *("--completion", "random", "--seed", "3", "--json"),
+    )
     assert found.returncode == 0, found.stderr
     product = json.loads(found.stdout)
     assert (product["format"], product["transpose"]) == (format, transpose)
@@ -51,6 +60,13 @@ def test_error_is_at_the_floor(arch, format, transpose, launches, opcode):
     assert sum(p["flops"] for p in used) >= 2 * 48 * 80 * 288
 
 
+class Compiled:
+    """What the DSL makes of a kernel."""
+
+    __cubin__ = b"machine code"
+    __ptx__ = ".version 8.8"
+
+
 @pytest.fixture
 def kernel(monkeypatch):
     """Puts a function in the place of a kernel, and no emulator below it."""
@@ -59,15 +75,16 @@ def kernel(monkeypatch):
     def cutedsl(device, profile):
         yield []
 
-    def put(name, run):
+    def put(name, run, arch="sm_90a"):
         monkeypatch.setattr(emulator, "cutedsl", cutedsl)
-        kernels = emulate_gemm._KERNELS
+        monkeypatch.setattr(compiled, "_built", [Compiled()])
+        kernels = PRODUCTS[arch]
         monkeypatch.setitem(kernels, name, replace(kernels[name], run=run))
 
     return put
 
 
-def product(a, b, arch):
+def product(a, b, arch, ctas):
     wide = [q.dequantize(torch.float64) for q in (a, b)]
     return (wide[0] @ wide[1]).to(torch.bfloat16)
 
@@ -83,10 +100,10 @@ def invoke(*arguments):
 def test_operands(kernel, format, transpose):
     """A (M, K) and B (K, N), both with their data along K."""
 
-    def run(a, b, arch):
+    def run(a, b, arch, ctas):
         assert (tuple(a.shape), tuple(b.shape), arch) == ((64, 96), (96, 32), "sm_90a")
         assert a.qdata.stride(-1) == b.qdata.stride(-2) == 1
-        return product(a, b, arch)
+        return product(a, b, arch, ctas)
 
     kernel(format, run)
     found = invoke("--format", format, "--transpose", transpose, "--shape", "64x32x96")
@@ -121,7 +138,21 @@ def test_faults_are_told(kernel):
     [
         (("--shape", "192x320"), "shape: got '192x320'; expected M, N and K like 192x320x384"),
         (("--format", "mxfp9"), "format: got 'mxfp9'"),
-        (("--transpose", "TT"), "transpose: got 'TT'"),
+        (("--transpose", "XN"), "transpose: got 'XN'"),
+        (("--transpose", "TT"), "k_major=True"),
+        (("--ctas", "2"), "ctas: got 2 for sm_90a; tensor cores work for one block"),
+        (("--arch", "sm_100a", "--ctas", "4"), "ctas: got 4; choose 1 or 2"),
+        (("--arch", "sm_100a", "--format", "nvfp4", "--transpose", "NN"), "k_major=True"),
+        (("--arch", "sm_100a", "--format", "fp8_block"), "format: got 'fp8_block'"),
+        (("--epilogue", "swiglu-mxfp8"), "epilogue: got 'swiglu-mxfp8' for sm_90a"),
+        (("--arch", "sm_100a", "--epilogue", "gelu"), "choose one of 'none', 'mxfp8'"),
+        (
+            ("--arch", "sm_100a", "--shape", "8x96x64", "--epilogue", "swiglu-mxfp8"),
+            "shape: N = 96; to be quantized so it has to be a multiple of 64",
+        ),
+        (("--arch", "sm_120a"), "neither tcgen05 nor Tensor Memory"),
+        (("--ptx", "nowhere/kernel.ptx"), "ptx: there is no folder nowhere; make it first"),
+        (("--cubin", "."), "cubin: . is a folder"),
         (("--transpose", "NN"), "k_major=True"),
         (("--transpose", "NT", "--format", "fp8_block"), "k_major=True"),
         (("--completion", "soon"), "completion"),
@@ -133,11 +164,69 @@ def test_bad_input(arguments, message):
     assert message in str(error)
 
 
-def test_another_architecture(kernel):
-    kernel("fp8_block", emulate_gemm._fp8_block)
-    error = invoke("--arch", "sm_120a", "--shape", "16x8x128").exception
+@pytest.mark.parametrize(
+    ("arch", "own", "feature"),
+    [
+        ("sm_100", "sm_100a", "Feature '.cta_group::1' not supported on .target 'sm_100'"),
+        ("sm_100f", "sm_100a", "Feature '.scale_vec::4X' not supported on .target 'sm_100f'"),
+        ("sm_103f", "sm_103a", "Feature '.scale_vec::4X' not supported on .target 'sm_103f'"),
+        ("sm_90", "sm_90a", "Instruction 'wgmma.fence' not supported on .target 'sm_90'"),
+    ],
+)
+def test_the_letter_is_explained(arch, own, feature):
+    error = invoke("--arch", arch).exception
     assert isinstance(error, ValueError)
-    assert "sm_120a" in str(error)
-    error = invoke("--arch", "sm_100a", "--shape", "16x8x128").exception
-    assert isinstance(error, ValueError)
-    assert "format: got 'fp8_block'" in str(error)
+    assert str(error).startswith(f"arch: got '{arch}'; kernels are compiled for sm_90a, sm_100a")
+    assert "letter a unlocks" in str(error)
+    assert feature in str(error)
+    assert str(error).endswith(f"Choose {own}")
+
+
+# --- what was compiled ----------------------------------------------------------------------------
+
+
+@needs_dsl
+def test_code_is_kept(tmp_path):
+    """That of the product, for the chip that was asked for; pairs of blocks are what ctas says."""
+    files = {name: tmp_path / f"kernel.{name}" for name in ("ptx", "cubin", "sass")}
+    options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    found = command(
+        *("--arch", "sm_103a", "--format", "mxfp8", "--transpose", "TT", "--ctas", "2"),
+        *("--shape", "48x128x64", "--epilogue", "swiglu-nvfp4", "--json", *options),
+    )
+    assert found.returncode == 0, found.stderr
+    product = json.loads(found.stdout)
+    assert (product["epilogue"], product["dtype"]) == ("swiglu-nvfp4", "nvfp4")
+    # rounding to 4 bits, of which one is for the fraction, with a scale for each 16
+    assert 0.05 < product["floor"] < 0.12
+    assert product["error"] <= product["allowed"] < 1.01 * product["floor"]
+    ptx = files["ptx"].read_text()
+    assert ".target sm_103a" in ptx
+    assert "tcgen05.mma.cta_group::2.kind::mxf8f6f4" in ptx
+    assert machine_code.usage(files["cubin"].read_bytes()).frame_bytes == 0
+    assert "UTCQMMA.2CTA" in files["sass"].read_text()
+
+
+def test_files_are_written_over(kernel, tmp_path, monkeypatch):
+    kernel("mxfp8", product, "sm_100a")
+    monkeypatch.setattr(machine_code, "disassembler", lambda: "nvdisasm")
+    monkeypatch.setattr(machine_code, "disassemble", lambda cubin: f"text of {cubin.decode()}")
+    wanted = {"cubin": "machine code", "ptx": ".version 8.8", "sass": "text of machine code"}
+    options = []
+    for name in wanted:
+        (tmp_path / name).write_text("before")
+        options += [f"--{name}", str(tmp_path / name)]
+    found = invoke("--arch", "sm_100a", "--shape", "16x8x128", *options)
+    assert found.exit_code == 0, found.output
+    assert {name: (tmp_path / name).read_text() for name in wanted} == wanted
+
+
+def test_without_a_disassembler(kernel, tmp_path, monkeypatch):
+    """Said before anything is compiled; the rest needs none."""
+    monkeypatch.setattr(machine_code, "_find_tool", lambda: None)
+    with pytest.raises(ValueError, match=r"nvdisasm: not found.*pip install nvidia-cuda-nvdisasm"):
+        kept_code.KeptCode(None, tmp_path / "a.sass", None)
+    kernel("fp8_block", product)
+    found = invoke("--shape", "16x8x128", "--ptx", str(tmp_path / "a.ptx"))
+    assert found.exit_code == 0, found.output
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ptx"]

@@ -43,7 +43,8 @@ def test_bytes_are_the_references():
         (("--format", "mxfp9"), "format: got 'mxfp9'"),
         (("--format", "mxfp6_e2m3"), "6-bit"),
         (("--axis", "diagonal"), "axis: got 'diagonal'"),
-        (("--arch", "sm_80"), "sm_90a"),
+        (("--arch", "sm_80"), "kernels are compiled for sm_90a, sm_100a and sm_103a"),
+        (("--arch", "sm_100"), "Choose sm_100a"),
     ],
 )
 def test_bad_input(arguments, message):

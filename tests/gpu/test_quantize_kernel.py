@@ -243,7 +243,9 @@ def test_wrong_device(function):
     x = nasty(BF16).to(DEVICE)
     with pytest.raises(ValueError, match=r"offsets: is on cpu, the data on cuda.*move it"):
         function(x, offsets=i32(256))
-    with pytest.raises(ValueError, match=r"global_scale: is on cpu, x on cuda.*move it"):
+    with pytest.raises(
+        ValueError, match=r"global_scale: is on cpu, what it scales on cuda.*move it"
+    ):
         function(x, "nvfp4", global_scale=torch.tensor(1.0))
     with pytest.raises(ValueError, match="holds fp32 scales"):
         function(x, layout="sm90", backend="kernel")

@@ -1,4 +1,4 @@
-"""``bs.gemm`` on the Hopper kernels: CPU tensors count as those of a GPU, kernels are emulated."""
+"""What ``bs.gemm`` runs on Hopper; ``test_gemm_dispatch`` has what all architectures do alike."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from sm90_inputs import BF16, FP32, WGMMA, assert_close
+from sm90_inputs import BF16, FP32, assert_close
 
 import blockscale as bs
-from blockscale import emulator as em
-from blockscale import gemm_launch
-from blockscale.kernels import sm90
-from blockscale.kernels.gpu import dequantize_plan
-from blockscale.kernels.sm90 import dequantized_gemm, plain_plan, plan, widened_plan
-from blockscale.ops import backends
+from blockscale.kernels.sm90 import dequantized_gemm
+from blockscale.ops import gemm_sm90
+from stand_in import emulated
 
 ROWS, BLOCKS = "fp8_1x128", "fp8_128x128"
 
@@ -26,41 +23,8 @@ ROWS, BLOCKS = "fp8_1x128", "fp8_128x128"
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
     """A machine with a Hopper GPU, which is the emulator; counts the products that kernels run."""
-    clear()
-    monkeypatch.setattr(gemm_launch, "_launches", {})
-    monkeypatch.setattr(backends, "_warned", set())
-    monkeypatch.setattr(sm90, "unsupported", lambda device: "")
-    monkeypatch.setattr(backends, "on_gpu", lambda x: True)
-    launched, get_kernel = [], plan.get_kernel
-
-    def counted(config, device):
-        kernel = get_kernel(config, device)
-
-        def run(*args):
-            launched.append(config)
-            kernel(*args)
-
-        return run
-
-    for module in (plan, widened_plan, plain_plan, dequantize_plan):
-        monkeypatch.setattr(module, "architecture", lambda index: "sm_90a")
-        monkeypatch.setattr(module, "get_kernel", counted)
-    dequantize = dequantized_gemm.dequantize
-
-    def emulated(*args, **options):
-        return dequantize(*args, **options | {"arch": "sm_90a"})
-
-    monkeypatch.setattr(dequantized_gemm, "dequantize", emulated)
-    with em.cutedsl(em.Device("sm_90a", check="all")):
+    with emulated(monkeypatch, "sm_90a") as launched:
         yield launched
-    clear()
-
-
-def clear() -> None:
-    plan.plan_gemm.cache_clear()
-    widened_plan.plan_widened.cache_clear()
-    plain_plan.plan_plain.cache_clear()
-    dequantize_plan._plan.cache_clear()
 
 
 def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -115,7 +79,7 @@ def test_widened_formats(launches, left, right):
 )
 def test_widened_in_memory(launches, monkeypatch, left, right):
     """Where that is faster: two dequantizers at most, and a product of bf16 matrices."""
-    for module in (dequantized_gemm, gemm_launch):
+    for module in (dequantized_gemm, gemm_sm90):
         monkeypatch.setattr(module, "FEW", 33)
     x, w = matrix(34, 248), matrix(141, 248, seed=1)
     a = x if left is None else bs.quantize(x, left, pad=True)
@@ -152,72 +116,6 @@ def test_fprop_dgrad_wgrad(launches):
     assert len(launches) == 3
 
 
-def test_out_bias_and_accumulate(launches):
-    a = bs.quantize(matrix(34, 128), ROWS, layout="sm90")
-    b = bs.quantize(matrix(40, 128, seed=1), BLOCKS).mT
-    start, bias = matrix(34, 40, seed=2), matrix(40, seed=3)
-    want = product(a, b) + bias.double()
-    for kind in (bias, bias.double(), torch.stack([bias, bias], 1)[:, 0]):
-        out = torch.full((34, 48), 7.0)
-        for _ in range(2):
-            bs.gemm(a, b, out=out[:, :40], bias=kind)
-            assert_close(out[:, :40], want, FP32)
-            assert bool((out[:, 40:] == 7).all())
-    column_major = start.mT.contiguous().mT
-    for out in (start.clone(), column_major):
-        assert bs.gemm(a, b, out=out, accumulate=True, bias=bias) is out
-        assert_close(out, want + start.double(), BF16)
-    assert len(launches) == 8
-    for _ in range(2):  # remembered calls are checked
-        with pytest.raises(ValueError, match="out: shares memory with bias"):
-            bs.gemm(a, b, out=start, bias=start[3])
-
-
-def test_remembered_calls_are_those_alike(launches):
-    """What differs from a remembered call takes its own kernel and its own checks."""
-    x, w = matrix(34, 256), matrix(40, 256, seed=1)
-    a, b = bs.quantize(x, ROWS, layout="sm90"), bs.quantize(w, BLOCKS).mT
-    for _ in range(2):
-        bs.gemm(a, b)
-    smaller = bs.quantize(x[:2], ROWS, layout="sm90")
-    assert bs.gemm(smaller, b).shape == (2, 40)
-    assert bs.gemm(a, b, FP32).dtype == FP32
-    with pytest.raises(ValueError, match="a: is blocked along axis -2"):
-        bs.gemm(b, a.mT)
-    with pytest.raises(ValueError, match="accumulate: needs out"):
-        bs.gemm(a, b, accumulate=True)
-    with pytest.raises(ValueError, match="backend: got"):
-        bs.gemm(a, b, backend="fast")
-    a.qdata.view(torch.uint8).copy_(bs.quantize(x * -1, ROWS).qdata.view(torch.uint8))
-    assert_close(bs.gemm(a, b), product(a, b), BF16)  # the same memory, other values
-    count = len(launches)
-    assert torch.equal(bs.gemm(a, b, backend="reference"), bs.gemm(a, b, backend="reference"))
-    assert len(launches) == count
-
-
-def test_gradients_and_compiled_code(launches):
-    a = bs.quantize(matrix(34, 128), ROWS, layout="sm90")
-    b = bs.quantize(matrix(40, 128, seed=1), BLOCKS).mT
-    bias, c = matrix(40, seed=2).float().requires_grad_(), matrix(34, 40, seed=3).float()
-    for _ in range(2):
-        bias.grad = None
-        bs.gemm(a, b, FP32, bias=bias).sum().backward()
-        assert torch.equal(bias.grad, torch.full((40,), 34.0))
-    with torch.no_grad():
-        assert not bs.gemm(a, b, FP32, out=c.clone().requires_grad_(), bias=bias).grad_fn
-
-    def step(a, b, c):
-        bs.gemm(a, b, out=c, accumulate=True)
-        return bs.gemm(a, b) * 2
-
-    torch.compiler.reset()
-    run = torch.compile(step, fullgraph=True, backend="aot_eager")
-    mine, theirs = c.clone(), c.clone()
-    assert torch.equal(run(a, b, mine), step(a, b, theirs))
-    assert torch.equal(mine, theirs)
-    assert len(launches) == 7
-
-
 @pytest.mark.parametrize(
     ("a", "b", "reason"),
     [
@@ -241,13 +139,6 @@ def test_no_kernel(launches, a, b, reason):
     assert not launches
 
 
-def test_padded_contraction(launches):
-    a = bs.quantize(matrix(9, 130), ROWS, pad=True, layout="sm90")
-    b = bs.quantize(matrix(16, 130, seed=1), BLOCKS, pad=True).mT
-    assert_close(bs.gemm(a, b, FP32), product(a, b), FP32)
-    assert len(launches) == 1
-
-
 def test_rows_that_tma_cannot_load(launches):
     """Those that do not start at multiples of 16 bytes are copied to such."""
     a, b = (bs.quantize(matrix(rows, 48, seed=rows), "nvfp4") for rows in (9, 16))
@@ -255,27 +146,3 @@ def test_rows_that_tma_cannot_load(launches):
     got = bs.gemm(a, b.mT, FP32, backend="kernel")
     assert len(launches) == 1
     torch.testing.assert_close(got.double(), product(a, b.mT), rtol=2**-20, atol=2**-20)
-
-
-def test_not_numbers(launches):
-    """NaN and infinity, in values and in scales, go where the reference has them."""
-    x, w = matrix(34, 256), matrix(136, 256, seed=1)
-    x[3, 7], x[5, 200], x[9] = torch.nan, torch.inf, 0.0
-    w[130, 5] = torch.nan
-    a = bs.quantize(x, ROWS, layout="sm90")
-    b = bs.quantize(w, BLOCKS).mT
-    got, want = bs.gemm(a, b, FP32), bs.gemm(a, b, FP32, backend="reference")
-    assert len(launches) == 1
-    assert torch.equal(got.isfinite(), want.isfinite())
-    assert not bool(got[9, :128].any())
-    finite = want.isfinite()
-    assert bool((got - want)[finite].norm() <= WGMMA * want[finite].norm())
-
-
-def test_doctor(monkeypatch):
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(0))
-    name, why = backends.backend("gemm", "cuda")
-    assert name == "CuTe DSL"
-    assert "fp8_128x128" in why
-    monkeypatch.setattr(sm90, "unsupported", lambda device: "no reason")
-    assert backends.backend("gemm", "cuda") == ("reference", "no reason")

@@ -1,6 +1,6 @@
-"""The layer with operands placed as Hopper wants them: the same numbers, one read of each tensor.
+"""The layer with operands placed as a GPU wants them: the same numbers, one read of each tensor.
 
-The placement is Hopper's, the device a CPU: what is asserted needs no kernel.
+The placement is that of Hopper or Blackwell, the device a CPU: what is asserted needs no kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import blockscale as bs
+from blockscale import ops
 from blockscale.nn import Linear, clear_weight_cache, forms, linear, placement
+from stand_in import gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 RECIPES = {
@@ -22,17 +24,24 @@ RECIPES = {
 }
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """Placement as on a GPU with compute capability 9.0."""
-    monkeypatch.setattr(placement, "_capability", lambda index: 9)
+HOPPER, BLACKWELL = 9, 10  # compute capability, before the dot
+
+
+def place(monkeypatch, capability):
+    """As on a GPU with this compute capability."""
+    monkeypatch.setattr(placement, "_capability", lambda index: capability)
     clear_weight_cache()
 
     def on_cuda(format, device):
         return placement.placement.__wrapped__(format, CUDA)
 
     monkeypatch.setattr(forms, "placement", on_cuda)
-    yield
+
+
+@pytest.fixture(params=[HOPPER, BLACKWELL])
+def capability(request, monkeypatch):
+    place(monkeypatch, request.param)
+    yield request.param
     clear_weight_cache()
 
 
@@ -72,36 +81,56 @@ def both_passes(recipe, m=96, k=256, n=160):
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("shape", [(96, 256, 160), (33, 70, 48)])
-def test_the_same_numbers(request, name, shape):
+def test_the_same_numbers(monkeypatch, name, shape):
     plain = both_passes(RECIPES[name], *shape)
-    request.getfixturevalue("hopper")
-    for a, b in zip(plain, both_passes(RECIPES[name], *shape), strict=True):
-        assert torch.equal(a, b)
+    for capability in (HOPPER, BLACKWELL):
+        place(monkeypatch, capability)
+        for a, b in zip(plain, both_passes(RECIPES[name], *shape), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("m", [96, 33])
-def test_the_contraction_of_every_operand_is_contiguous(hopper, seen, name, m):
+def test_every_operand_lies_as_products_read_it(capability, seen, name, m):
+    """On Hopper with the contraction contiguous, on Blackwell 8 bits as they lie; scales too."""
     both_passes(RECIPES[name], m)
     products, _ = seen
     assert len(products) == 3
+    tiled = {HOPPER: {"fp8_1x128": "sm90"}, BLACKWELL: {"mxfp8": "tcgen05", "nvfp4": "tcgen05"}}
     for a, b in products:
         for q in (a, b.mT):
             assert q.axis == -1
-            assert q.qdata.stride(-1) == 1
-            if q.format.element.bits == 8:  # rows begin where TMA reads them; of any M
-                assert q.qdata.stride(0) % 16 == 0
-            assert q.layout.name == ("sm90" if q.format_name == "fp8_1x128" else "compact")
+            if capability == HOPPER or q.format.element.bits < 8:
+                assert q.qdata.stride(-1) == 1
+            if q.format.element.bits == 8:  # lines begin where TMA reads them; of any M
+                assert max(q.qdata.stride()) % 16 == 0
+            assert q.layout.name == tiled[capability].get(q.format_name, "compact")
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_tensor_is_read_once(hopper, seen, name):
+def test_each_tensor_is_read_once(capability, seen, name):
     both_passes(RECIPES[name])
     _, reads = seen
     assert reads == [("quantize_both", s) for s in ((96, 256), (160, 256), (96, 160))]
 
 
-def test_without_gradients_only_rows_are_made(hopper, seen):
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.filterwarnings("ignore::blockscale.FallbackWarning")
+def test_products_on_blackwell_rewrite_nothing(monkeypatch, name):
+    """All three are launched by a look-up from the second step on, as operands lie as they should.
+    The kernel is a stub."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+    place(monkeypatch, BLACKWELL)
+    launched, checked = [], []
+    monkeypatch.setattr(ops, "gemm", lambda *args, run=ops.gemm: checked.append(0) or run(*args))
+    with gpu(monkeypatch, "sm_100a", lambda config, device: lambda *args: launched.append(config)):
+        for step in (1, 2, 3):
+            both_passes(RECIPES[name])
+            assert (len(launched), len(checked)) == (3 * step, 3)
+
+
+def test_without_gradients_only_rows_are_made(capability, seen):
     layer = Linear(64, 32)
     with torch.no_grad():
         for _ in range(2):
@@ -109,7 +138,7 @@ def test_without_gradients_only_rows_are_made(hopper, seen):
     assert [name for name, _ in seen[1]] == ["quantize"] * 3  # x, w, x
 
 
-def test_gradients_of_micro_batches_add_up(hopper):
+def test_gradients_of_micro_batches_add_up(capability):
     """In fp32, as autograd does for any layer."""
     layer = Linear(64, 32, bias=False)
     alone = []
@@ -125,7 +154,7 @@ def test_gradients_of_micro_batches_add_up(hopper):
     assert torch.equal(layer.weight.grad, alone[0][1] + alone[1][1])
 
 
-def test_compiled(hopper):
+def test_compiled(capability):
     torch.compiler.reset()
     layer = Linear(64, 32, recipe=RECIPES["fp8_block"])
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -140,7 +169,7 @@ def test_compiled(hopper):
         assert torch.equal(a, b)
 
 
-def test_a_weight_changed_after_the_forward_pass(hopper):
+def test_a_weight_changed_after_the_forward_pass(capability):
     """The gradient is that of the forward pass that was made."""
     layer = Linear(64, 32, bias=False)
     x = torch.randn(40, 64, requires_grad=True)
@@ -164,7 +193,12 @@ def test_a_weight_changed_after_the_forward_pass(hopper):
         (9, "mxfp8", "compact", True),
         (9, "nvfp4", "compact", True),
         (8, "fp8_1x128", "compact", False),
-        (10, "mxfp8", "compact", False),
+        (10, "mxfp8", "tcgen05", False),
+        (10, "mxfp8_e5m2", "tcgen05", False),
+        (10, "mxfp4", "tcgen05", False),
+        (10, "nvfp4", "tcgen05", False),
+        (10, "fp8_1x128", "compact", False),
+        (12, "mxfp8", "compact", False),
     ],
 )
 def test_placements(monkeypatch, capability, format, layout, k_major):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..gemm import gemm
+from ..nn.placement import placement
 from ..quantize import quantize
 from ..tensor import ScaledTensor
 from . import peers_gemm
@@ -33,21 +34,24 @@ DECODE = tuple((m, n, k) for n, k in ((7168, 16384), (8192, 8192)) for m in (1, 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """How a product's operands are quantized: the scales lie as the kernel reads them."""
+    """How a product's operands are quantized: the scales lie as the GPU's kernel reads them."""
 
     activations: str
     weights: str
-    layout: str = "compact"  # of the activations' scales
 
     def quantize(self, x: Tensor) -> ScaledTensor:
-        return quantize(x, self.activations, layout=self.layout, backend="kernel")
+        return _placed(x, self.activations)
 
     def weight(self, w: Tensor) -> ScaledTensor:
-        return quantize(w, self.weights, backend="kernel").mT
+        return _placed(w, self.weights).mT
+
+
+def _placed(x: Tensor, format: str) -> ScaledTensor:
+    return quantize(x, format, layout=placement(format, x.device).layout, backend="kernel")
 
 
 FORMATS = {
-    "fp8_block": Operands("fp8_1x128", "fp8_128x128", "sm90"),
+    "fp8_block": Operands("fp8_1x128", "fp8_128x128"),
     "mxfp8": Operands("mxfp8", "mxfp8"),
     "nvfp4": Operands("nvfp4", "nvfp4"),
 }
@@ -73,7 +77,7 @@ def _weight_only(name: str, x: Tensor, w: Tensor) -> Call:
 
 def _added(x: Tensor, w: Tensor) -> Call:
     """1x128 x 1x128, added to fp32."""
-    a, b = (quantize(t, "fp8_1x128", layout="sm90", backend="kernel") for t in (x, w))
+    a, b = (_placed(t, "fp8_1x128") for t in (x, w))
     out = torch.zeros(x.shape[0], w.shape[0], device=x.device)
     return lambda: gemm(a, b.mT, out=out, accumulate=True, backend="kernel")
 

@@ -11,6 +11,7 @@ import torch
 from ..formats import get_format
 from ..gemm import gemm
 from ..kernels import gpu
+from ..nn.placement import placement
 from ..quantize import quantize, quantize_both
 from .contest import Call, ready
 from .timing import host_microseconds
@@ -51,7 +52,9 @@ def gemm_calls(m: int = 128, n: int = 256, k: int = 512, device: str = "cuda") -
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
     a, weight = quantize(x, "fp8_1x128", layout="sm90"), quantize(w, "fp8_128x128")
     b, fresh = weight.mT, cycle([a.detach() for _ in range(_FRESH)])
-    out, mx, mx_weight = torch.zeros(m, n, device=device), quantize(x), quantize(w).mT
+    layout = placement("mxfp8", x.device).layout
+    mx, mx_weight = quantize(x, layout=layout), quantize(w, layout=layout).mT
+    out = torch.zeros(m, n, device=device)
     return {
         "bs.gemm, fp8_block": lambda: gemm(a, b, backend="kernel"),
         "bs.gemm, fp8_block, each a new, w.mT in the call": lambda: gemm(

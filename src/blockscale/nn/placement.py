@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,8 +20,22 @@ class Placement(NamedTuple):
     k_major: bool = False
 
 
-_HOPPER = 9  # compute capability, before the dot
-_HOPPER_LAYOUTS = {"fp8_1x128": "sm90"}  # of scales; all others are read as they are
+@dataclass(frozen=True, slots=True)
+class _Wants:
+    """``layouts``: of the scales of formats; those of others are read compact."""
+
+    layouts: Mapping[str, str]
+    k_major: bool
+
+
+_TILED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
+
+#: Of compute capabilities, before the dot.
+_WANTS = {
+    9: _Wants({"fp8_1x128": "sm90"}, k_major=True),
+    10: _Wants(dict.fromkeys(_TILED, "tcgen05"), k_major=False),
+}
+_ANYWHERE = _Wants({}, k_major=False)
 
 
 @remembered
@@ -27,13 +43,16 @@ def placement(format: str, device: torch.device) -> Placement:
     """Of operands of ``format`` on ``device``.
 
     Hopper multiplies 8-bit operands only where the contraction is contiguous, and its kernels load
-    the scales of ``fp8_1x128`` by TMA.
+    the scales of ``fp8_1x128`` by TMA. Blackwell's take 8-bit operands in either order, and scales
+    in the tiles that its tensor cores read.
     """
-    if device.type != "cuda" or _capability(device.index) != _HOPPER:
-        return Placement()
-    return Placement(_HOPPER_LAYOUTS.get(format, "compact"), k_major=True)
+    wants = _WANTS.get(_capability(device.index), _ANYWHERE) if device.type == "cuda" else _ANYWHERE
+    return Placement(wants.layouts.get(format, "compact"), wants.k_major)
 
 
-@torch.compiler.assume_constant_result
 def _capability(index: int | None) -> int:
     return torch.cuda.get_device_capability(index)[0]
+
+
+# As torch.compiler.assume_constant_result does, which imports torch._dynamo: that takes a second.
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]

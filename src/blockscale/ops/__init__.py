@@ -10,6 +10,7 @@ from .backends import BACKENDS, OPERATIONS, FallbackWarning, backend, cpu_backen
 from .dequantize import dequantize
 from .fused import rmsnorm_quantize, swiglu_quantize
 from .gemm import gemm, gemm_out
+from .gemm_quantize import gemm_quantize
 from .grouped_gemm import grouped_gemm
 from .quantize import global_scale, quantize, quantize_both
 
@@ -22,6 +23,7 @@ __all__ = [
     "dequantize",
     "gemm",
     "gemm_out",
+    "gemm_quantize",
     "global_scale",
     "grouped_gemm",
     "quantize",

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import ops
 from ..formats import formats
-from ..kernels import gpu, sm90
+from ..kernels import gpu
+from .gemm_kernels import products_on
 
 __all__ = [
     "BACKENDS",
@@ -33,6 +34,7 @@ OPERATIONS = (
     "global_scale",
     "dequantize",
     "gemm",
+    "gemm_quantize",
     "grouped_gemm",
 )
 
@@ -42,10 +44,6 @@ BACKENDS = ("auto", "kernel", "reference")
 # What is said of those with GPU kernels.
 _QUANTIZE = "reference where seed= or a 6-bit format is asked for"
 _SWIGLU = "reference where a 6-bit format is asked for"
-_GEMM = (
-    "4-bit operands, 8-bit ones whose contraction is contiguous; reference for 6 bits, and for "
-    "bf16 by fp8_1x128 or fp8_128x128"
-)
 _ON_GPU = {
     "quantize": _QUANTIZE,
     "quantize_both": _QUANTIZE,
@@ -80,8 +78,9 @@ def backend(operation: str, device: str) -> tuple[str, str]:
     if device == "cpu":
         return _on_cpu(operation)
     if operation == "gemm":
-        reason = sm90.unsupported(torch.empty(0, device=device).device)
-        return ("reference", reason) if reason else ("CuTe DSL", _GEMM)
+        return _products(torch.empty(0, device=device).device)
+    if operation == "gemm_quantize":
+        return _quantized_products(torch.empty(0, device=device).device)
     if operation not in _ON_GPU:
         return "reference", "plain torch on the device; its kernels are not part of this release"
     probe = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
@@ -91,12 +90,30 @@ def backend(operation: str, device: str) -> tuple[str, str]:
     return "CuTe DSL", _ON_GPU[operation]
 
 
+def _products(device: torch.device) -> tuple[str, str]:
+    found = products_on(device)
+    if isinstance(found, str):
+        return "reference", found
+    return "CuTe DSL", "; ".join(filter(None, (found.formats, "reference for others", found.proof)))
+
+
+def _quantized_products(device: torch.device) -> tuple[str, str]:
+    name, why = _products(device)
+    found = products_on(device)
+    if isinstance(found, str):
+        return name, why
+    one = "one kernel to block-scaled formats of 8 and 4 bits, or " if found.quantize else ""
+    return name, f"{one}gemm to fp32 and the quantizer: {why}"
+
+
 def _on_cpu(operation: str) -> tuple[str, str]:
     reason = no_cpu_kernels()
     if reason:
         return "reference", f"{reason} for compiled kernels"
     if operation in ("gemm", "grouped_gemm"):
         return "numba + torch", "operands dequantized to fp32 by a kernel, multiplied by torch"
+    if operation == "gemm_quantize":
+        return "numba + torch", "as gemm to fp32, SwiGLU by torch, then quantized by a kernel"
     if operation in _FUSED:
         return "torch + numba", "values made by torch, quantized by a kernel"
     if operation in ("quantize", "quantize_both"):

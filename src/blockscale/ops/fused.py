@@ -20,7 +20,7 @@ from .backends import fall_back, on_gpu
 from .operation import operation
 from .quantize import global_scale, placed, quantize, quantize_both, written_layouts
 
-__all__ = ["rmsnorm_quantize", "swiglu_quantize"]
+__all__ = ["fake_scalar", "quantize_values", "rmsnorm_quantize", "swiglu_quantize"]
 
 _UNKNOWN_SCALE = (
     "global_scale: found from the normalized values, which the kernel does not keep; pass one"
@@ -47,7 +47,7 @@ def _fake_swiglu(
     results: list[Tensor] = []
     for axis, layout in zip(*_asked(rows, columns, row_layout, column_layout), strict=True):
         results += fakes.empty(values, fmt, axis, layout, offsets, k_major)
-    return results + _fake_scalar(x, fmt, global_scale)
+    return results + fake_scalar(x, fmt, global_scale)
 
 
 @operation(_fake_swiglu)
@@ -79,7 +79,7 @@ def swiglu_quantize(
             producer = "swiglu" if grad is None else "swiglu_backward"
             fall_back(f"{producer}_quantize", x, backend, str(why))
     values = reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x)
-    return _quantize(values, format, axes, layouts, *more, backend, k_major)
+    return quantize_values(values, format, axes, layouts, *more, backend, k_major)
 
 
 def _swiglu_by_kernel(
@@ -133,7 +133,7 @@ def _asked(
 def _fake_rmsnorm(x: Tensor, format: str, layout: str, global_scale: Tensor | None) -> list[Tensor]:
     fmt = get_format(format)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return [*fakes.empty(x, fmt, -1, layout, None), rstd, *_fake_scalar(x, fmt, global_scale)]
+    return [*fakes.empty(x, fmt, -1, layout, None), rstd, *fake_scalar(x, fmt, global_scale)]
 
 
 @operation(_fake_rmsnorm)
@@ -157,7 +157,7 @@ def rmsnorm_quantize(
         except gpu.Unsupported as why:
             fall_back("rmsnorm_quantize", x, backend, str(why))
     values, rstd = reference.rmsnorm(x, weight, eps)
-    data, scale, *found = _quantize(values, format, (-1,), (layout,), *more, None, backend)
+    data, scale, *found = quantize_values(values, format, (-1,), (layout,), *more, None, backend)
     return [data, scale, rstd, *found]
 
 
@@ -191,7 +191,7 @@ def _rmsnorm_by_kernel(
 # --- what both need -------------------------------------------------------------------------------
 
 
-def _quantize(
+def quantize_values(
     values: Tensor,
     format: str,
     axes: tuple[int, ...],
@@ -219,7 +219,7 @@ def _quantize(
     return [*pair, *found]
 
 
-def _fake_scalar(x: Tensor, fmt: Format, global_scale: Tensor | None) -> list[Tensor]:
+def fake_scalar(x: Tensor, fmt: Format, global_scale: Tensor | None) -> list[Tensor]:
     if not fmt.has_global_scale or global_scale is not None:
         return []
     return [fakes.global_scale(x)]

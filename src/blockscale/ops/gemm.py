@@ -1,8 +1,8 @@
 """The ops ``gemm`` and ``gemm_out``: products of quantized operands.
 
-Both take an operand as its parts: data (one-byte elements as uint8), scales in layout "compact" or
-"sm90", fp32 global scale, names of format and layout, shape. ``a`` may be a plain bf16 matrix: it
-has no scales and no format.
+Both take an operand as its parts: data (one-byte elements as uint8), scales in layout "compact",
+"sm90" or "tcgen05", fp32 global scale, names of format and layout, shape. ``a`` may be a plain bf16
+matrix: it has no scales and no format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .. import reference
 from ..kernels import gpu
 from .backends import fall_back
 from .dequantize import dequantize
-from .gemm_kernels import Side, multiply, scale_matrix
+from .gemm_kernels import multiply
+from .gemm_operands import Side, scale_matrix
 from .operation import operation
 
 __all__ = ["check_apart", "gemm", "gemm_out", "mark_written", "span"]

@@ -1,76 +1,40 @@
-"""Which kernel multiplies which formats, and its operands as it wants them."""
+"""Which kernels multiply on a device, and the choice among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import product
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..formats import Format, formats, get_format
-from ..kernels import gpu, sm90
-from ..kernels.sm90.dequantized_gemm import exact_gemm
-from ..kernels.sm90.loadable import loadable
-from ..layouts import get_layout
+from ..kernels import gpu
+from ..kernels.common.machine import no_kernels
+from ..kernels.gpu.plan import architecture, missing
+from . import gemm_sm90, gemm_sm100
+from .gemm_operands import Products, Quantization, Side, detached
 
-__all__ = [
-    "FP8",
-    "KERNELS",
-    "WIDENED",
-    "Side",
-    "detached",
-    "global_product",
-    "multiply",
-    "scale_matrix",
-]
-
+__all__ = ["PRODUCTS", "multiply", "multiply_quantized", "products_on"]
 
 _BIASES = (torch.bfloat16, torch.float16, torch.float32)  # that kernels read
 
-
-#: Formats whose elements tensor cores take as they are, with scales per 128 along K.
-FP8 = ("fp8_1x128", "fp8_128x128")
-#: Formats whose elements, times their scales, are exact in bf16.
-WIDENED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
-
-T = TypeVar("T", Tensor, Tensor | None)
-
-
-class Side(NamedTuple):
-    """An operand: see ``gemm``."""
-
-    data: Tensor
-    scale: Tensor | None
-    global_scale: Tensor | None
-    format: str | None
-    layout: str
-    shape: Sequence[int]
-
-    @property
-    def kind(self) -> Format:
-        """Of a quantized operand; ValueError of a plain one."""
-        return get_format(self.format or "none")
+#: Of architectures.
+PRODUCTS: Mapping[str, Products] = {
+    "sm_90a": gemm_sm90.PRODUCTS,
+    "sm_100a": gemm_sm100.PRODUCTS,
+    "sm_103a": gemm_sm100.PRODUCTS,
+}
 
 
-def detached(x: T) -> T:
-    """Kernels take no tensors that require gradients, whatever the mode."""
-    return x.detach() if x is not None and x.requires_grad else x
-
-
-def scale_matrix(side: Side, axis: int) -> Tensor:
-    """Scales (rows, blocks) of an operand, the contraction last; a view."""
-    if side.scale is None:
-        raise TypeError("scale_matrix: a plain matrix has no scales")
-    if side.layout == "compact":
-        return side.scale if axis == -1 else side.scale.mT
-    rows = -(-side.shape[-3 - axis] // side.kind.block[0])
-    return side.scale.mT[:rows]
-
-
-#: Of an operand pair, bias, output, whether to add to it, and its type; or Unsupported.
-Kernel = Callable[[Side, Side, Tensor | None, Tensor | None, bool, torch.dtype], Tensor]
+@lru_cache
+def products_on(device: torch.device) -> Products | str:
+    """What multiplies on a device; or why nothing does."""
+    if device.type != "cuda":
+        return f"the operands are on {device}: the kernels run on CUDA devices"
+    if missing():
+        return missing()
+    arch = architecture(device.index)
+    return PRODUCTS.get(arch) or f"architecture {arch}: {no_kernels(arch, PRODUCTS)}"
 
 
 def multiply(
@@ -82,15 +46,9 @@ def multiply(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """``a @ b + bias`` by a kernel, in ``out`` if that is given; Unsupported if there is none."""
-    reason = sm90.unsupported(a.data.device)
-    if reason:
-        raise gpu.Unsupported(reason)
-    run = KERNELS.get((a.format, b.format))
-    if run is None:
-        raise gpu.Unsupported(f"no kernel multiplies {a.format or 'bf16'} by {b.format}")
-    a, bias, out = a._replace(data=detached(a.data)), detached(bias), detached(out)
-    if bias is not None and (bias.dtype not in _BIASES or bias.stride() != (1,)):
-        bias = bias.float().contiguous()
+    run = _products_of(a, b).kernels[a.format, b.format]
+    a, b, bias = _taken(a, b, bias)
+    out = detached(out)
     if out is None or out.stride(1) == 1:
         return run(a, b, bias, out, accumulate, out_dtype)
     # rows that do not lie together are written by a copy
@@ -98,89 +56,42 @@ def multiply(
     return out.copy_(run(a, b, bias, rows, accumulate, out_dtype))
 
 
-# --- FP8 with fp32 scales per 128 -----------------------------------------------------------------
+def multiply_quantized(
+    a: Side, b: Side, bias: Tensor | None, how: Quantization
+) -> tuple[Tensor, Tensor]:
+    """Data, and scales in layout "tcgen05", of ``a @ b + bias`` by one kernel; Unsupported if there
+    is none."""
+    found = _products_of(a, b)
+    if found.quantize is None:
+        raise gpu.Unsupported(f"no kernel quantizes its product on {found.gpu}")
+    return found.quantize(*_taken(a, b, bias), how._replace(global_scale=_scalar(how.global_scale)))
 
 
-def _fp8(
-    a: Side,
-    b: Side,
-    bias: Tensor | None,
-    out: Tensor | None,
-    accumulate: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    few = b.kind.block[0] > 1
-    return sm90.gemm(
-        _along_k("a", a.data),
-        _by_rows(a, -1),
-        _along_k("b", b.data.mT),
-        scale_matrix(b, -2) if few else _by_rows(b, -2),
-        b_block=b.kind.block,
-        out_dtype=out_dtype,
-        c=out,
-        accumulate=accumulate,
-        bias=bias,
-    )
-
-
-def _along_k(name: str, data: Tensor) -> Tensor:
-    """A matrix whose contraction is contiguous; Unsupported otherwise."""
-    if data.stride(1) != 1 and data.shape[1] > 1:
+def _products_of(a: Side, b: Side) -> Products:
+    """What multiplies these; Unsupported if nothing does."""
+    found = products_on(a.data.device)
+    if isinstance(found, str):
+        raise gpu.Unsupported(found)
+    if (a.format, b.format) not in found.kernels:
         raise gpu.Unsupported(
-            f"{name}: its contraction is not contiguous, as FP8 tensor cores need it: quantize "
-            "columns (axis=-2) with k_major=True"
+            f"no kernel multiplies {a.format or 'bf16'} by {b.format} on {found.gpu}; there are "
+            f"kernels for {found.formats}"
         )
-    return loadable(data)
+    return found
 
 
-def _by_rows(side: Side, axis: int) -> Tensor:
-    """A scale for each row and block, in layout "sm90", where they are read as they are."""
-    rows = side.kind.block[0]
-    if side.layout == "sm90" and rows == 1 and side.scale is not None:
-        return side.scale
-    matrix = scale_matrix(side, axis)
-    if rows > 1:
-        matrix = matrix.repeat_interleave(rows, 0)[: side.shape[-3 - axis]]
-    return get_layout("sm90").swizzle(matrix)
-
-
-# --- formats that are widened to bf16 -------------------------------------------------------------
-
-
-def _widened(
-    a: Side,
-    b: Side,
-    bias: Tensor | None,
-    out: Tensor | None,
-    accumulate: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return exact_gemm(
-        a.data,
-        None if a.scale is None else scale_matrix(a, -1),
-        a.format,
-        b.data.mT,
-        scale_matrix(b, -2),
-        b.kind.name,
-        alpha=global_product(a.global_scale, b.global_scale),
-        bias=bias,
-        out_dtype=out_dtype,
-        c=out,
-        accumulate=accumulate,
+def _taken(a: Side, b: Side, bias: Tensor | None) -> tuple[Side, Side, Tensor | None]:
+    """Operands and bias as kernels take them."""
+    a, b = (
+        side._replace(data=detached(side.data), global_scale=_scalar(side.global_scale))
+        for side in (a, b)
     )
+    bias = detached(bias)
+    if bias is not None and (bias.dtype not in _BIASES or bias.stride() != (1,)):
+        bias = bias.float().contiguous()
+    return a, b, bias
 
 
-def global_product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """What a sum of unscaled products is to be multiplied by."""
-    return b if a is None else a if b is None else a * b
-
-
-#: Of the formats of ``a`` and ``b``; None is bf16.
-KERNELS: Mapping[tuple[str | None, str | None], Kernel] = {
-    **dict.fromkeys(product(FP8, FP8), _fp8),
-    **{
-        (x, y): _widened
-        for x, y in product((None, *WIDENED), WIDENED)
-        if x is None or formats[x].multiplies(formats[y])
-    },
-}
+def _scalar(x: Tensor | None) -> Tensor | None:
+    """Of one element, without dimensions."""
+    return x if x is None else x.reshape(())

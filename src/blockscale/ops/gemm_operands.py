@@ -1,0 +1,142 @@
+"""Operands of a product, and what is known of the products of an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..formats import Format, get_format
+from ..layouts import get_layout
+
+__all__ = [
+    "Kernel",
+    "Prepared",
+    "Products",
+    "Quantization",
+    "Reading",
+    "Side",
+    "Take",
+    "detached",
+    "global_product",
+    "scale_matrix",
+]
+
+T = TypeVar("T", Tensor, Tensor | None)
+
+
+class Side(NamedTuple):
+    """An operand: see ``gemm``."""
+
+    data: Tensor
+    scale: Tensor | None
+    global_scale: Tensor | None
+    format: str | None
+    layout: str
+    shape: Sequence[int]
+
+    @property
+    def kind(self) -> Format:
+        """Of a quantized operand; ValueError of a plain one."""
+        return get_format(self.format or "none")
+
+
+#: Of an operand pair, bias, output, whether to add to it, and its type; or Unsupported.
+Kernel = Callable[[Side, Side, Tensor | None, Tensor | None, bool, torch.dtype], Tensor]
+
+
+Take = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Reading(NamedTuple):
+    """How a quantized matrix lies that a kernel reads where it is.
+
+    Attributes:
+        layout: of its scales.
+        taken: given its shape and the strides of its data, what makes of its data, as bytes, and of
+            its scales what the kernel takes, by views.
+        data_apart, scale_apart: bytes; it starts at multiples of them.
+        scale_stride: of its scales, if only one will do.
+    """
+
+    layout: str
+    taken: Callable[[torch.Size, tuple[int, ...]], Take]
+    data_apart: int = 16
+    scale_apart: int = 16
+    scale_stride: tuple[int, ...] | None = None
+
+
+class Prepared(NamedTuple):
+    """A kernel for calls alike. ``run`` takes data and scales of both operands, the output, bias,
+    alpha, and the ``rest``; ``empty_like(out)`` allocates an output."""
+
+    run: Callable[..., Any]
+    out: Tensor
+    rest: tuple[Any, ...] = ()
+
+
+class Quantization(NamedTuple):
+    """What becomes of a product that is quantized: see ``gemm_quantize``."""
+
+    format: str
+    swiglu: bool
+    scale_rounding: str
+    nonfinite: str
+    global_scale: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """What multiplies on the GPUs of an architecture.
+
+    Attributes:
+        gpu: its name.
+        formats: those that there are kernels for, for a person.
+        kernels: of the formats of ``a`` and ``b``; None is bf16.
+        readings: of format and axis of a quantized operand that a launch takes as it is.
+        prepare: finds the kernel for two such operands; None where several have to run, or none.
+            Raises as plans do.
+        proof: where they have run, if not on such a GPU.
+        quantize: multiplies and quantizes by one kernel: gives data, and scales in layout
+            "tcgen05", or Unsupported.
+    """
+
+    gpu: str
+    formats: str
+    kernels: Mapping[tuple[str | None, str | None], Kernel]
+    readings: Mapping[tuple[str, int], Reading]
+    prepare: Callable[
+        [Side, Side, Tensor | None, Tensor | None, bool, torch.dtype], Prepared | None
+    ]
+    proof: str = ""
+    quantize: Callable[[Side, Side, Tensor | None, Quantization], tuple[Tensor, Tensor]] | None = (
+        None
+    )
+
+
+def detached(x: T) -> T:
+    """Kernels take no tensors that require gradients, whatever the mode."""
+    return x.detach() if x is not None and x.requires_grad else x
+
+
+def scale_matrix(side: Side, axis: int) -> Tensor:
+    """Scales (rows, blocks) of an operand, the contraction last; a view where they lie in rows."""
+    if side.scale is None:
+        raise TypeError("scale_matrix: a plain matrix has no scales")
+    if side.layout == "compact":
+        return side.scale if axis == -1 else side.scale.mT
+    rows, blocks = (
+        -(-side.shape[i] // extent)
+        for i, extent in zip((-3 - axis, axis), side.kind.block, strict=True)
+    )
+    if side.layout == "sm90":
+        return side.scale.mT[:rows]
+    return get_layout(side.layout).unswizzle(side.scale, (rows, blocks), side.scale.dtype)
+
+
+def global_product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """What a sum of unscaled products is to be multiplied by."""
+    return b if a is None else a if b is None else a * b

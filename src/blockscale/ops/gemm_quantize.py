@@ -1,0 +1,94 @@
+"""The op ``gemm_quantize``: a product that is quantized for the next one.
+
+One kernel where there is one that multiplies and quantizes, else ``gemm`` to fp32 and a quantizer,
+each by a kernel if it has one. Nothing is rounded in between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import get_format
+from ..kernels import gpu
+from ..layouts import get_layout
+from . import fakes
+from .fused import fake_scalar, quantize_values, swiglu_quantize
+from .gemm import gemm
+from .gemm_kernels import multiply_quantized
+from .gemm_operands import Quantization, Side
+from .operation import operation
+from .quantize import placed
+
+__all__ = ["gemm_quantize"]
+
+
+def _fake(
+    a_data: Tensor,
+    a_shape: list[int],
+    b_shape: list[int],
+    format: str,
+    swiglu: bool,
+    layout: str,
+    global_scale: Tensor | None,
+) -> list[Tensor]:
+    columns = b_shape[1] // 2 if swiglu else b_shape[1]
+    values = a_data.new_empty([a_shape[0], columns], dtype=torch.float32)
+    fmt = get_format(format)
+    return [*fakes.empty(values, fmt, -1, layout, None), *fake_scalar(values, fmt, global_scale)]
+
+
+@operation(_fake)
+def gemm_quantize(
+    a_data: Tensor,
+    a_scale: Tensor | None,
+    a_global: Tensor | None,
+    a_format: str | None,
+    a_layout: str,
+    a_shape: list[int],
+    b_data: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_format: str,
+    b_layout: str,
+    b_shape: list[int],
+    bias: Tensor | None,
+    format: str,
+    swiglu: bool,
+    scale_rounding: str,
+    nonfinite: str,
+    layout: str,
+    global_scale: Tensor | None = None,
+    backend: str = "auto",
+) -> list[Tensor]:
+    """Data and scales of ``a @ b + bias``, or of SwiGLU of it, blocked along -1; last the global
+    scale, where it is found here. Operands are those of ``gemm``.
+    """
+    a = a_data, a_scale, a_global, a_format, a_layout, a_shape
+    b = b_data, b_scale, b_global, b_format, b_layout, b_shape
+    if backend != "reference":
+        how = Quantization(format, swiglu, scale_rounding, nonfinite, global_scale)
+        try:
+            return _by_one_kernel(Side(*a), Side(*b), bias, how, layout)
+        except gpu.Unsupported:
+            pass  # what one kernel cannot, two may; these say what they cannot
+    values = gemm(*a, *b, bias, None, torch.float32, backend)
+    if swiglu:
+        asked = format, True, False, scale_rounding, nonfinite, layout, layout
+        return swiglu_quantize(values, None, *asked, global_scale, None, backend)
+    more = scale_rounding, nonfinite, global_scale, None
+    return quantize_values(values, format, (-1,), (layout,), *more, backend)
+
+
+def _by_one_kernel(
+    a: Side, b: Side, bias: Tensor | None, how: Quantization, layout: str
+) -> list[Tensor]:
+    data, tiles = multiply_quantized(a, b, bias, how)
+    if layout == "tcgen05":
+        return [data, tiles]
+    columns = b.shape[1] // (2 if how.swiglu else 1)
+    shape = a.shape[0], columns // get_format(how.format).block_size
+    return [
+        data,
+        placed(get_layout("tcgen05").unswizzle(tiles, shape, tiles.dtype), -1, layout, None),
+    ]

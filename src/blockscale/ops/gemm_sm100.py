@@ -1,0 +1,189 @@
+"""Products on Blackwell: its tensor cores take data and scales as they are stored."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ..formats import Format, formats
+from ..kernels import gpu, sm100
+from ..kernels.common.loadable import loadable
+from ..kernels.gpu.plan import describe
+from ..kernels.sm100.kinds import find_kind
+from ..kernels.sm100.plan import plan_gemm
+from ..kernels.sm100.quantizing_config import FORMATS
+from ..layouts import TILE_BLOCKS, TILE_BYTES, TILE_ROWS, get_layout
+from .gemm_operands import (
+    Kernel,
+    Prepared,
+    Products,
+    Quantization,
+    Reading,
+    Side,
+    Take,
+    global_product,
+    scale_matrix,
+)
+
+__all__ = ["PRODUCTS"]
+
+_SPREAD = 32  # bytes that rows start at multiples of, whose 4-bit elements TMA spreads
+_ITEM = torch.int64  # as which kernels take scales
+
+
+def _block_scaled(
+    a: Side,
+    b: Side,
+    bias: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return sm100.gemm(
+        *_operands(a, b),
+        alpha=global_product(a.global_scale, b.global_scale),
+        bias=bias,
+        out_dtype=out_dtype,
+        c=out,
+        accumulate=accumulate,
+    )
+
+
+def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tuple[Tensor, Tensor]:
+    if how.format not in FORMATS:
+        raise gpu.Unsupported(f"format: no product is quantized to {how.format}")
+    if formats[how.format].has_global_scale and how.global_scale is None:
+        raise gpu.Unsupported("global_scale: depends on all of the product; pass one")
+    return sm100.gemm_quantize(
+        *_operands(a, b, halved=how.swiglu),
+        how.format,
+        swiglu=how.swiglu,
+        alpha=global_product(a.global_scale, b.global_scale),
+        bias=bias,
+        scale_rounding=how.scale_rounding,
+        nonfinite=how.nonfinite,
+        global_scale=how.global_scale,
+    )
+
+
+def _operands(
+    a: Side, b: Side, halved: bool = False
+) -> tuple[Tensor, Tensor, str, Tensor, Tensor, str]:
+    """Data, scales and format of both. ``halved``: the first half of the columns of ``b`` and the
+    others have tiles of their own."""
+    a_format, b_format = a.kind, b.kind
+    kind = find_kind(a_format.name, b_format.name)
+    assert kind is not None
+    # beside 8-bit elements those of 4 bits take a byte each in shared memory
+    spread = [not kind.packed and each.element.bits < 8 for each in (a_format, b_format)]
+    whole = kind.block_k if any(spread) else 1
+    return (
+        _matrix("a", a.data, a_format, whole, spread[0]),
+        _tiles(a, -1),
+        a_format.name,
+        _matrix("b", b.data.mT, b_format, whole, spread[1]),
+        _tiles(b, -2, 1 + halved),
+        b_format.name,
+    )
+
+
+def _matrix(name: str, data: Tensor, format: Format, whole: int, spread: bool) -> Tensor:
+    """Data (rows, K) as TMA loads it, with K padded to a multiple of ``whole`` elements."""
+    element = format.element
+    if element.bits < 8 and data.stride(1) != 1 and data.shape[1] > 1:
+        raise gpu.Unsupported(
+            f"{name}: its contraction is not contiguous, and tensor cores take elements of 4 bits "
+            "only so: quantize stores them so along either axis, with k_major=True or without; "
+            "quantize anew, or call contiguous() on the data (rows, K / 2)"
+        )
+    rest = -element.elements(data.shape[1]) % whole
+    if rest:  # zeros; the tiles of scales have room for theirs
+        data = torch.nn.functional.pad(data, (0, element.stored(rest)))
+    return loadable(data, _SPREAD if spread else 16)
+
+
+def _tiles(side: Side, axis: int, parts: int = 1) -> Tensor:
+    """Scales in layout "tcgen05", where TMA loads them; of each of as many parts of the rows."""
+    rows = side.shape[-3 - axis] // parts
+    alike = parts == 1 or rows % TILE_ROWS == 0  # then no tile has rows of two parts
+    if side.layout != "tcgen05" or side.scale is None or not alike:
+        matrix, layout = scale_matrix(side, axis), get_layout("tcgen05")
+        if alike:
+            return layout.swizzle(matrix)
+        return torch.cat([layout.swizzle(part) for part in matrix.split(rows)])
+    tiles = side.scale.contiguous()
+    return tiles.clone() if tiles.data_ptr() % 16 else tiles
+
+
+# --- calls alike ----------------------------------------------------------------------------------
+
+
+def _taken(format: Format, axis: int, shape: torch.Size, stride: tuple[int, ...]) -> Take:
+    """The order of data whose lines are contiguous, and scales as rows of tiles."""
+    along_k = stride[axis] == 1
+    turned = along_k != (axis == -1)
+    tiles = -(-shape[-3 - axis] // TILE_ROWS), -(-shape[axis] // (format.block_size * TILE_BLOCKS))
+    size = tiles[0], tiles[1] * (TILE_BYTES // _ITEM.itemsize)
+
+    def take(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return data.mT if turned else data, scale.view(_ITEM).view(size)
+
+    return take
+
+
+def _prepare(
+    a: Side,
+    b: Side,
+    bias: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
+    out_dtype: torch.dtype,
+) -> Prepared | None:
+    assert a.scale is not None
+    assert b.scale is not None
+    left, right = a.data, b.data.mT
+    plan = plan_gemm(
+        describe(left),
+        describe(a.scale),
+        a.kind.name,
+        describe(right),
+        describe(b.scale),
+        b.kind.name,
+        (left.data_ptr() % _SPREAD, right.data_ptr() % _SPREAD),
+        describe(out),
+        describe(bias),
+        describe(global_product(a.global_scale, b.global_scale)),
+        out_dtype,
+        accumulate,
+        left.device,
+        None,
+    )
+    return None if plan.run is None else Prepared(plan.run, plan.out)
+
+
+_KERNELS: dict[tuple[str | None, str | None], Kernel] = {
+    pair: _block_scaled for pair in product(formats, formats) if find_kind(*pair) is not None
+}
+
+PRODUCTS = Products(
+    gpu="Blackwell",
+    formats="mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by nvfp4",
+    kernels=_KERNELS,
+    readings={
+        (name, axis): Reading(
+            "tcgen05",
+            partial(_taken, formats[name], axis),
+            data_apart=_SPREAD if formats[name].element.bits < 8 else 16,
+            scale_stride=(1,),
+        )
+        for name in formats
+        if find_kind(name, name) is not None
+        for axis in (-1, -2)
+    },
+    prepare=_prepare,
+    proof="run in the emulator only, never on such a GPU",
+    quantize=_quantized,
+)

@@ -1,0 +1,189 @@
+"""Products on Hopper: which kernel multiplies which formats, and its operands as it wants them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ..formats import formats
+from ..kernels import gpu, sm90
+from ..kernels.common.loadable import loadable
+from ..kernels.gpu.plan import describe
+from ..kernels.sm90.dequantized_gemm import exact_gemm
+from ..kernels.sm90.plan import plan_gemm
+from ..kernels.sm90.widened_config import FEW
+from ..kernels.sm90.widened_plan import plan_widened
+from ..layouts import get_layout
+from .gemm_operands import Prepared, Products, Reading, Side, Take, global_product, scale_matrix
+
+__all__ = ["PRODUCTS"]
+
+# Formats whose elements tensor cores take as they are, with scales per 128 along K.
+_FP8 = ("fp8_1x128", "fp8_128x128")
+# Formats whose elements, times their scales, are exact in bf16.
+_WIDENED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
+
+
+# --- FP8 with fp32 scales per 128 -----------------------------------------------------------------
+
+
+def _fp8(
+    a: Side,
+    b: Side,
+    bias: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    few = b.kind.block[0] > 1
+    return sm90.gemm(
+        _along_k("a", a.data),
+        _by_rows(a, -1),
+        _along_k("b", b.data.mT),
+        scale_matrix(b, -2) if few else _by_rows(b, -2),
+        b_block=b.kind.block,
+        out_dtype=out_dtype,
+        c=out,
+        accumulate=accumulate,
+        bias=bias,
+    )
+
+
+def _along_k(name: str, data: Tensor) -> Tensor:
+    """A matrix whose contraction is contiguous; Unsupported otherwise."""
+    if data.stride(1) != 1 and data.shape[1] > 1:
+        raise gpu.Unsupported(
+            f"{name}: its contraction is not contiguous, as FP8 tensor cores need it: quantize "
+            "columns (axis=-2) with k_major=True"
+        )
+    return loadable(data)
+
+
+def _by_rows(side: Side, axis: int) -> Tensor:
+    """A scale for each row and block, in layout "sm90", where they are read as they are."""
+    rows = side.kind.block[0]
+    if side.layout == "sm90" and rows == 1 and side.scale is not None:
+        return side.scale
+    matrix = scale_matrix(side, axis)
+    if rows > 1:
+        matrix = matrix.repeat_interleave(rows, 0)[: side.shape[-3 - axis]]
+    return get_layout("sm90").swizzle(matrix)
+
+
+# --- formats that are widened to bf16 -------------------------------------------------------------
+
+
+def _widened(
+    a: Side,
+    b: Side,
+    bias: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return exact_gemm(
+        a.data,
+        None if a.scale is None else scale_matrix(a, -1),
+        a.format,
+        b.data.mT,
+        scale_matrix(b, -2),
+        b.kind.name,
+        alpha=global_product(a.global_scale, b.global_scale),
+        bias=bias,
+        out_dtype=out_dtype,
+        c=out,
+        accumulate=accumulate,
+    )
+
+
+# --- calls alike ----------------------------------------------------------------------------------
+
+
+def _rows(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return data, scale
+
+
+def _columns(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return data.mT, scale.mT
+
+
+def _columns_by_rows(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Of scales in layout "sm90", which are not transposed."""
+    return data.mT, scale
+
+
+def _read(layout: str, take: Take, scale_apart: int = 16) -> Reading:
+    """However it is shaped."""
+    return Reading(layout, lambda shape, stride: take, scale_apart=scale_apart)
+
+
+def _prepare(
+    a: Side,
+    b: Side,
+    bias: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
+    out_dtype: torch.dtype,
+) -> Prepared | None:
+    right, device = b.data.mT, b.data.device
+    if b.format in _FP8:
+        plan = plan_gemm(
+            describe(a.data),
+            describe(a.scale),
+            describe(right),
+            describe(scale_matrix(b, -2) if b.layout == "compact" else b.scale),
+            describe(out),
+            describe(bias),
+            None,
+            out_dtype,
+            b.kind.block,
+            accumulate,
+            device,
+            None,
+        )
+    elif a.shape[0] <= FEW:
+        plan = plan_widened(
+            describe(a.data),
+            describe(a.scale),
+            a.format,
+            describe(right),
+            describe(scale_matrix(b, -2)),
+            b.kind.name,
+            describe(out),
+            describe(bias),
+            describe(global_product(a.global_scale, b.global_scale)),
+            out_dtype,
+            accumulate,
+            device,
+            None,
+        )
+    else:  # several kernels, which take longer than all checks
+        return None
+    return None if plan.run is None else Prepared(plan.run, plan.out, (plan.multiprocessors,))
+
+
+PRODUCTS = Products(
+    gpu="Hopper",
+    formats=(
+        "fp8_1x128 and fp8_128x128 in any pair, the contraction contiguous; mxfp8, mxfp8_e5m2 and "
+        "mxfp4 in any pair; nvfp4 by nvfp4; bf16 by any of these but FP8"
+    ),
+    kernels={
+        **dict.fromkeys(product(_FP8, _FP8), _fp8),
+        **{
+            (x, y): _widened
+            for x, y in product((None, *_WIDENED), _WIDENED)
+            if x is None or formats[x].multiplies(formats[y])
+        },
+    },
+    readings={
+        ("fp8_1x128", -1): _read("sm90", _rows),
+        ("fp8_1x128", -2): _read("sm90", _columns_by_rows),
+        ("fp8_128x128", -2): _read("compact", _columns, scale_apart=1),
+        **{(name, -1): _read("compact", _rows) for name in _WIDENED},
+        **{(name, -2): _read("compact", _columns) for name in _WIDENED},
+    },
+    prepare=_prepare,
+)

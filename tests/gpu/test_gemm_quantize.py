@@ -1,0 +1,45 @@
+"""``bs.gemm_quantize`` on a Hopper GPU: the bytes of its product in fp32, quantized."""
+
+import pytest
+import torch
+from gpu_inputs import DEVICE, same_parts
+
+import blockscale as bs
+
+if torch.cuda.is_available():
+    from blockscale.kernels.gpu import architecture
+
+    if architecture(None) != "sm_90a":
+        pytest.skip(f"no kernels for {architecture(None)}", allow_module_level=True)
+
+
+def operands(left: str | None, right: str, m: int, n: int, k: int):
+    generator = torch.Generator(DEVICE).manual_seed(m)
+    x, w = (
+        torch.randn(rows, k, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+        for rows in (m, n)
+    )
+    layout = "sm90" if left == "fp8_1x128" else "compact"
+    a = x if left is None else bs.quantize(x, left, layout=layout)
+    return a, bs.quantize(w, right).mT
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_1x128"])
+@pytest.mark.parametrize(("left", "right"), [
+    ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), (None, "mxfp8"),
+])  # fmt: skip
+def test_bytes(left, right, format, swiglu):
+    """Two kernels, or three, give what the reference makes of the product in fp32."""
+    for m, n, k in ((1, 512, 256), (130, 768, 1024), (1000, 512, 384)):
+        a, b = operands(left, right, m, n, k)
+        bias = torch.randn(n, device=DEVICE)
+        layout = "tcgen05" if format != "fp8_1x128" else "sm90"
+        how = {"layout": layout, "backend": "kernel"}
+        got = bs.gemm_quantize(a, b, format, swiglu=swiglu, bias=bias, **how)
+        product = bs.gemm(a, b, torch.float32, bias=bias, backend="kernel").cpu()
+        if swiglu:
+            want = bs.swiglu_quantize(product, format, axes=(-1,), layout=layout)[0]
+        else:
+            want = bs.quantize(product, format, layout=layout)
+        assert same_parts(got, want)
