@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .bench_output import print_lines, print_table
+from .emulate_ours import choose_arch
 from .sizes import parse_sizes
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def model(
     from ..formats import choose
     from ..model import FORMATS, MACHINES, estimate, launch
 
-    known = choose("arch", arch, FORMATS)
+    known = choose_arch(arch, FORMATS, "there are models of")
     names = format.split(",") if format else list(known)
     for name in names:
         choose("format", name, known)

@@ -114,8 +114,10 @@ def _only_entry(module: Module) -> str:
 
 def _target(module: Module) -> str:
     """The device for which the PTX is, or the older one for what runs anywhere."""
-    newer = any(name.startswith("sm_10") for name in module.target)
-    return "sm_100a" if newer else "sm_90a"
+    for family, device in (("sm_103", "sm_103a"), ("sm_10", "sm_100a")):
+        if any(name.startswith(family) for name in module.target):
+            return device
+    return "sm_90a"
 
 
 # --- arguments ------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ _ARCHITECTURES = {
     (10, 3): ("sm_103a", "Blackwell Ultra (B300): TMA, tcgen05 and TMEM"),
 }
 
+_UNPROVEN = ("sm_100a", "sm_103a")  # for which kernels have run in the emulator only
+
 ARCH_STORY = (
     "{given} is not enough: block-scaled FP4 and FP8 MMAs (kind::mxf4nvf4, scale_vec::4X) exist "
     "only for the architecture-specific target {wanted}. Built for {given}, ptxas stops with "
@@ -81,18 +83,22 @@ def advice(facts: Facts) -> list[str]:
     from ..kernels.gpu.config import ARCHITECTURES
 
     lines = []
-    targets = " and ".join(ARCHITECTURES)
+    *most, last = ARCHITECTURES
+    targets = f"{', '.join(most)} and {last}"
     if facts.packages["numba"] is None:
         lines.append("numba is missing: the CPU reference runs instead, about 100 times slower.")
     if facts.gpu is None:
         why = "this torch is a CPU build" if facts.cuda is None else "torch sees none"
         lines.append(f"No GPU ({why}): everything runs on the CPU, with the same bytes.")
-    elif facts.capability in _ARCHITECTURES:
+    elif facts.capability in _ARCHITECTURES and facts.architecture in ARCHITECTURES:
         lines.append(f"{facts.gpu} is {facts.architecture}, {_ARCHITECTURES[facts.capability][1]}.")
-        if facts.architecture not in ARCHITECTURES:
-            lines.append(f"Kernels are compiled for {targets} so far: plain torch runs on it.")
-        elif None in (facts.packages.get(name) for name in _DSL):
+        if None in (facts.packages.get(name) for name in _DSL):
             lines.append("The CuTe DSL is missing: pip install 'blockscale[cuda]' for GPU kernels.")
+        if facts.architecture in _UNPROVEN:
+            lines.append(
+                "No GPU of this kind has run these kernels yet: they are right in the emulator, "
+                "and nothing is known of how fast they are."
+            )
     else:
         lines.append(
             f"{facts.gpu} is {facts.architecture}; kernels are compiled for {targets}, so plain "

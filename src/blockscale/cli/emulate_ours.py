@@ -4,30 +4,62 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from ..emulator import Report
 
-__all__ = ["emulated", "tell"]
+__all__ = ["choose_arch", "emulated", "tell"]
+
+_T = TypeVar("_T")
+
+
+def choose_arch(arch: str, known: Mapping[str, _T], what: str = "kernels are compiled for") -> _T:
+    """``known[arch]``, or a ValueError that says why not, and what the a of sm_100a is."""
+    from ..kernels.common.machine import no_kernels
+
+    if arch not in known:
+        raise ValueError(f"arch: got {arch!r}; {no_kernels(arch, known, what)}")
+    return known[arch]
 
 
 @contextmanager
-def emulated(arch: str, completion: str, seed: int) -> Iterator[list[Report]]:
-    """Kernels run in an emulated device with all checks; exit code 1 if one is at fault."""
+def emulated(
+    arch: str, completion: str, seed: int, *, keep_code: bool = False
+) -> Iterator[list[Report]]:
+    """Kernels run in an emulated device with all checks; exit code 1 if one is at fault.
+
+    ``keep_code``: compiled functions have their machine code as ``__cubin__``.
+    """
     from ..emulator import Device, PtxError, cutedsl
+    from ..kernels.gpu.plan import missing
 
     device = Device(arch, completion=completion, seed=seed, check="all")
     try:
-        with cutedsl(device, profile=True) as reports:
+        with ExitStack() as stack:
+            reports = stack.enter_context(cutedsl(device, profile=True))
+            if keep_code:
+                stack.enter_context(_kept_code())
             yield reports
     except PtxError as error:
         print(f"blockscale: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+    except ModuleNotFoundError:
+        if missing():
+            raise ValueError(missing()) from None
+        raise
+
+
+def _kept_code() -> Any:
+    from unittest.mock import patch
+
+    from ..emulator.hostcode import settings
+
+    return patch.object(settings(), "keep_cubin", True)
 
 
 def tell(json: bool, found: dict[str, Any], reports: Sequence[Report]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .emulate import examine, show
-from .emulate_ours import emulated, tell
+from .emulate_ours import choose_arch, emulated, tell
 from .sizes import parse_size
 
 __all__ = ["quantize"]
@@ -18,7 +18,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def quantize(
-    arch: Annotated[str, typer.Option(help="sm_90a or sm_100a.")] = "sm_100a",
+    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a or sm_103a.")] = "sm_100a",
     format: Annotated[str, typer.Option(help="Such as mxfp8, nvfp4, fp8_1x128.")] = "mxfp8",
     shape: Annotated[str, typer.Option(help="Rows and columns of the input.")] = "129x160",
     axis: Annotated[str, typer.Option(help="Blocks along rows, columns or both.")] = "rows",
@@ -42,8 +42,10 @@ def quantize(
     from .. import reference
     from ..formats import choose, get_format
     from ..kernels import gpu
+    from ..kernels.gpu.config import ARCHITECTURES
     from ..layouts import as_bytes, get_layout
 
+    choose_arch(arch, dict.fromkeys(ARCHITECTURES))
     fmt, where, axes = get_format(format), get_layout(layout), choose("axis", axis, _AXES)
     kind = getattr(torch, choose("dtype", dtype, _DTYPES))
     size = parse_size("shape", shape, "rows and columns", "129x160")
