@@ -283,8 +283,8 @@ def test_one_axis_by_the_kernel_and_one_by_the_reference(kernels, monkeypatch):
     [
         ({"find_spec": lambda name: None}, None, r"pip install 'blockscale\[cuda\]'"),
         ({"find_spec": lambda name: name != "tvm_ffi" or None}, None, "pip install"),
-        ({"find_spec": lambda name: True}, "sm_80", "sm_80: .*sm_90a and sm_100a"),
-        ({"find_spec": lambda name: True}, "sm_120", "sm_120: .*sm_90a and sm_100a"),
+        ({"find_spec": lambda name: True}, "sm_80", "sm_80: .*sm_90a, sm_100a and sm_103a"),
+        ({"find_spec": lambda name: True}, "sm_120", "sm_120: .*sm_90a, sm_100a and sm_103a"),
     ],
 )
 @pytest.mark.parametrize("function", [bs.quantize, bs.quantize_both])

@@ -146,7 +146,7 @@ def test_sectors():
 def test_refusals():
     x = torch.zeros(4, 256)
     for given, message in (
-        ({"arch": "sm_80"}, "sm_90a and sm_100a"),
+        ({"arch": "sm_80"}, "sm_90a, sm_100a and sm_103a"),
         ({}, "x is on cpu"),
         ({"producer": "swiglu_backward", "others": (x.half(),)}, "cast one of them"),
     ):

@@ -151,7 +151,7 @@ def test_same_bytes_again():
 @pytest.mark.parametrize(
     ("x", "format", "axes", "layout", "arch", "message"),
     [
-        (torch.zeros(2, 64), "mxfp8", (-1,), "compact", "sm_80", "sm_90a and sm_100a"),
+        (torch.zeros(2, 64), "mxfp8", (-1,), "compact", "sm_80", "sm_90a, sm_100a and sm_103a"),
         (torch.zeros(2, 64), "mxfp8", (-1,), "compact", None, "x is on cpu"),
         (torch.zeros(2, 64).double(), "mxfp8", (-1,), "compact", "sm_90a", "float64"),
         (torch.zeros(2, 64), "mxfp6_e2m3", (-1,), "compact", "sm_90a", "6-bit"),

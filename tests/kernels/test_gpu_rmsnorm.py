@@ -274,7 +274,7 @@ X, W = torch.zeros(2, 64), torch.zeros(64)
 @pytest.mark.parametrize(
     ("x", "weight", "format", "layout", "arch", "message"),
     [
-        (X, W, "mxfp8", "compact", "sm_80", "sm_90a and sm_100a"),
+        (X, W, "mxfp8", "compact", "sm_80", "sm_90a, sm_100a and sm_103a"),
         (X, W, "mxfp8", "compact", None, "x is on cpu"),
         (X.double(), W, "mxfp8", "compact", "sm_90a", "float64"),
         (X, W, "mxfp6_e2m3", "compact", "sm_90a", "6-bit"),
