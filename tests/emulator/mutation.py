@@ -11,20 +11,32 @@ import json
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from mutation_rules import RULES
+from mutation_rules import RULES, Rule
 from pipelines import PIPELINES
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "emulator_mutants.json"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = FOLDER / "emulator_mutants.json"
 #: The first that catches a mutant ends its trial.
 POLICIES = (("late", 0), ("eager", 0), *(("random", seed) for seed in range(6)))
 _SECONDS = 30  # a kernel takes one
+
+
+class Subject(Protocol):
+    """A kernel that is mutated."""
+
+    @property
+    def ptx(self) -> str: ...
+
+    def run(self, completion: str, seed: int = 0, ptx: str | None = None) -> bool:
+        """Launch, with this text in place of its own; whether the outputs are right."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,14 +48,16 @@ class Mutant:
     ptx: str
 
 
-def mutants() -> Iterator[Mutant]:
-    for kernel, pipeline in PIPELINES.items():
-        text = pipeline.ptx
-        for rule in RULES:
+def mutants(
+    subjects: Mapping[str, Subject] = PIPELINES, rules: Sequence[Rule] = RULES
+) -> Iterator[Mutant]:
+    for kernel, subject in subjects.items():
+        text = subject.ptx
+        for rule in rules:
             for match in re.finditer(rule.pattern, text):
                 changed = text[: match.start()] + match.expand(rule.into) + text[match.end() :]
                 line = text.count("\n", 0, match.start()) + 1
-                was = re.sub(r"\{%f\d+, [^}]*\}", "{...}", " ".join(match[0].split()))
+                was = re.sub(r"\{%f\d+, [^}]*\}", "{...}", " ".join(match[0].split()))[:160]
                 yield Mutant(kernel, rule.name, line, was, changed)
 
 
@@ -67,14 +81,19 @@ def _stop(*_: Any) -> None:
     raise _Endless
 
 
-def trial(mutant: Mutant, policies: Iterable[tuple[str, int]] = POLICIES) -> Outcome:
+def trial(
+    mutant: Mutant,
+    policies: Iterable[tuple[str, int]] = POLICIES,
+    subjects: Mapping[str, Subject] = PIPELINES,
+    seconds: int = _SECONDS,
+) -> Outcome:
     known = mutant.kernel, mutant.rule, mutant.line, mutant.was
     signal.signal(signal.SIGALRM, _stop)
     for completion, seed in policies:
         by = f"{completion}, seed {seed}" if completion == "random" else completion
-        signal.alarm(_SECONDS)
+        signal.alarm(seconds)
         try:
-            if not PIPELINES[mutant.kernel].run(completion, seed, mutant.ptx):
+            if not subjects[mutant.kernel].run(completion, seed, mutant.ptx):
                 return Outcome(*known, by, "wrong result")
         except _Endless:
             return Outcome(*known, by, "no end")
@@ -92,7 +111,8 @@ _INIT = (
 )
 #: Why a mutant survives: (kernel or "", rule) -> (kind, reason). "equivalent": the mutant is as
 #: right as the kernel; "not modelled": the emulator does not tell them apart, on purpose; "missed".
-REASONS: dict[tuple[str, str], tuple[str, str]] = {
+Reasons = dict[tuple[str, str], tuple[str, str]]
+REASONS: Reasons = {
     ("", "delete tcgen05.fence"): (
         "not modelled",
         "the waits and barriers around it order the same accesses; compilers leave these fences "
@@ -122,18 +142,25 @@ REASONS: dict[tuple[str, str], tuple[str, str]] = {
 }  # fmt: skip
 
 
-def reason(outcome: Outcome) -> tuple[str, str] | None:
-    return REASONS.get((outcome.kernel, outcome.rule)) or REASONS.get(("", outcome.rule))
+def reason(reasons: Reasons, outcome: Outcome) -> tuple[str, str]:
+    found = reasons.get((outcome.kernel, outcome.rule)) or reasons.get(("", outcome.rule))
+    return found or ("", "")
 
 
-def summary(outcomes: list[Outcome]) -> dict[str, Any]:
+def summary(
+    outcomes: list[Outcome],
+    what: str,
+    subjects: Mapping[str, Subject] = PIPELINES,
+    reasons: Reasons = REASONS,
+    policies: Sequence[tuple[str, int]] = POLICIES,
+) -> dict[str, Any]:
     """What is committed: figures, then every mutant in short."""
     kernels = {
         kernel: {
             "mutants": len(mine := [o for o in outcomes if o.kernel == kernel]),
             "caught": sum(o.by is not None for o in mine),
         }
-        for kernel in PIPELINES
+        for kernel in subjects
     }
     rules: dict[str, dict[str, Any]] = {}
     for o in outcomes:
@@ -144,10 +171,9 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
             entry["by"][o.how.partition(":")[0]] += 1
     caught = [o for o in outcomes if o.by is not None]
     return {
-        "what": "tests/emulator/mutation.py: kernels of tests/emulator/pipelines with one thing "
-        "wrong, run under completion policies until one of them notices",
+        "what": what,
         "date": str(date.today()),
-        "policies": [f"{name}, seed {seed}" for name, seed in POLICIES],
+        "policies": [f"{name}, seed {seed}" for name, seed in policies],
         "mutants": len(outcomes),
         "caught": len(caught),
         "caught percent": round(100 * len(caught) / len(outcomes), 1),
@@ -158,7 +184,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
         "survivors": [
             {
                 **{key: getattr(o, key) for key in ("kernel", "rule", "line", "was")},
-                **dict(zip(("kind", "reason"), reason(o) or ("", ""), strict=True)),
+                **dict(zip(("kind", "reason"), reason(reasons, o), strict=True)),
             }
             for o in outcomes
             if o.by is None
@@ -170,7 +196,11 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
 def main() -> None:
     with ProcessPoolExecutor(2) as pool:
         outcomes = list(pool.map(trial, mutants(), chunksize=4))
-    result = summary(outcomes)
+    what = (
+        "tests/emulator/mutation.py: kernels of tests/emulator/pipelines with one thing wrong, run "
+        "under completion policies until one of them notices"
+    )
+    result = summary(outcomes, what)
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     for survivor in result["survivors"]:
         print(*survivor.values(), sep=" | ")

@@ -202,3 +202,38 @@ RULES = [
     Rule("wgmma always accumulates", rf"({_WGMMA}{_REST})", r"setp.eq.b32 p, 0, 0; \1"),
     Rule("wgmma never accumulates", rf"({_WGMMA}{_REST})", r"setp.ne.b32 p, 0, 0; \1"),
 ]
+
+_ASK = r"clusterlaunchcontrol\.try_cancel\S+ "
+
+#: What only the products for Blackwell have.
+PRODUCT_RULES = [
+    # --- tiles of clusters that are cancelled ---
+    _delete("try_cancel", rf"{_ASK}[^;]*;"),
+    _operand("answer 16 bytes further", rf"{_ASK}\[", _R, r"\], [^;]*;", "add 16"),
+    _operand("answer tells the next mbarrier", rf"{_ASK}\[%r\d+\], \[", _R, r"\];", "add 8"),
+    Rule("answer to one CTA", r"(clusterlaunchcontrol\S+)\.multicast::cluster::all", r"\1"),
+    _operand("reads the next answer", r"ld\.shared\.b128 q, \[", _R, r"\];", "add 16"),
+    Rule("never the last tile", r"(is_canceled\.pred\.b128 p, q;)", r"\1 setp.eq.b32 p, 0, 0;"),
+    Rule("always the last tile", r"(is_canceled\.pred\.b128 p, q;)", r"\1 setp.ne.b32 p, 0, 0;"),
+    Rule("y of the answer", r"get_first_ctaid::x", "get_first_ctaid::y"),
+    Rule("CTA for cluster", r"@p div\.u32 x, x, (?!1;)\d+;", ""),
+    # --- pairs of CTAs ---
+    Rule("barrier of the odd CTA", r"(and\.b32 %r\d+, %r\d+,) -16777217;", r"\1 -1;"),
+    Rule(
+        "commits to one CTA",
+        r"(tcgen05\.commit\S+)\.multicast::cluster(\S* [^;]*), %rs\d+;",
+        r"\1\2;",
+    ),
+    Rule("MMA of one CTA", r"(tcgen05\.mma)\.cta_group::2", r"\1.cta_group::1"),
+    Rule("tcgen05.cp of one CTA", r"(tcgen05\.cp)\.cta_group::2", r"\1.cta_group::1"),
+    # --- the epilogue ---
+    _delete("st.shared", r"st\.shared\.v4\S+ [^;]*;"),
+    _operand("st.shared 16 bytes further", r"st\.shared\.v4\S+ \[", _R, r"\], [^;]*;", "add 16"),
+    Rule("halves swapped", r"(cvt\.rn\.\w+x2\.f32 %r\d+), (%r\d+), (%r\d+);", r"\1, \3, \2;"),
+    Rule("cut, not rounded", r"(cvt)\.rn(\.\w+x2\.f32)", r"\1.rz\2"),
+    Rule("not scaled", r"mul\.rn\.f32 (%r\d+), (%r\d+), %r\d+;", r"mov.b32 \1, \2;"),
+    Rule("not added", r"add\.rn\.f32 (%r\d+), (%r\d+), %r\d+;", r"mov.b32 \1, \2;"),
+    Rule("stores, does not add", r"cp\.reduce(\.async\.bulk\.tensor\S+)\.add(\S*)", r"cp\1\2"),
+    _delete("cp.reduce", rf"cp\.reduce\.async\.bulk{_REST}"),
+    Rule("outside, too", r"setp\.ne\.b32 p, %r\d+, 0;( mov\.b32 %r)", r"setp.eq.b32 p, 0, 0;\1"),
+]

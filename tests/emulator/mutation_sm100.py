@@ -1,0 +1,242 @@
+"""Mutation of the products for Blackwell, as of the pipelines: what is wrong in them is noticed.
+
+The PTX is what CuTe DSL makes of the kernels, respelled so that the rules for nvcc's PTX fit: one
+register where there is a sum or a number, names of inline assembly as of registers. Mutants are of
+what runs: K has few blocks, so that one copy of a loop which the compiler unrolled is left.
+``python mutation_sm100.py`` runs all of them and writes RESULTS.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+
+from mutation import FOLDER, POLICIES, Mutant, Outcome, Reasons, mutants, summary, trial
+from mutation import REASONS as PIPELINE_REASONS
+from mutation_rules import PRODUCT_RULES, RULES, Rule
+from sm100_inputs import BF16, FP32, emulated, operand, product, rounded
+
+from blockscale import emulator as em
+from blockscale.emulator import device
+from blockscale.kernels.gpu import compiled
+from blockscale.kernels.sm100.config import Config
+
+RESULTS = FOLDER / "emulator_mutants_sm100.json"
+ORDERS = POLICIES[:3]  # late, eager, random: a run takes a second or more
+_SECONDS = 90
+
+#: Of inline assembly: declarations -> names that registers get there.
+_NAMES = {
+    ".reg .b64 a, b; .reg .b32 i;": {"a": "%rd9001", "b": "%rd9002", "i": "%r9003"},
+    ".reg .b64 s;": {"s": "%rd9001"},
+    ".reg .b16 m;": {"m": "%rs9001"},
+    ".reg .b32 a;": {"a": "there"},
+}
+#: Numbers that become registers.
+_NUMBERS = (
+    r"(mbarrier\.arrive\.expect_tx\S+ _, \[%r\d+\], )(\d+)(;)",
+    r"(mbarrier\.try_wait\S+ p, \[%r\d+\], )(\d+)(;)",
+    r"(tcgen05\.alloc\S+ \[%r\d+\], )(\d+)(;)",
+    r"(mapa\S+ there, %r\d+, )(\d+)(;)",
+    r"(cp\.async\.bulk\.tensor\S+ (?:\[%r\d+\], )?\[%rd\d+, \{)(\d+)(, [^;]*;)",
+    r"(cp\.async\.bulk\.tensor\S+ (?:\[%r\d+\], )?\[%rd\d+, \{%r\d+, )(\d+)(\}[^;]*;)",
+)
+_SUM = r"((?:mbarrier|cp)\.[^;\n]*?)\[(%r\d+)\+(-?\d+)\]([^;]*;)"
+
+
+def respelled(ptx: str) -> str:
+    """The same program in the words of ``mutation_rules``."""
+    lines = re.sub(r"[ \t]+", " ", ptx).split("\n")
+    for i, line in enumerate(lines):
+        for declared, names in _NAMES.items():
+            if declared in line:
+                for old, new in names.items():
+                    line = re.sub(rf"(?<![\w.%]){old}(?![\w.])", new, line)
+        lines[i] = line
+    text = "\n".join(lines)
+    for pattern in _NUMBERS:
+        text = re.sub(
+            pattern,
+            r"{ .reg .b32 %r9008; mov.b32 %r9008, \g<2>; \g<1>%r9008\g<3> }",
+            text,
+        )
+    return re.sub(_SUM, r"{ .reg .b32 %r9009; add.s32 %r9009, \2, \3; \1[%r9009]\4 }", text)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A kernel, and the smallest call that comes to all of it: several tiles for a cluster."""
+
+    config: Config
+    shape: tuple[int, int, int]
+    rules: Sequence[Rule] = (*RULES, *PRODUCT_RULES)
+
+    @cached_property
+    def operands(self) -> tuple[Any, Any]:
+        m, n, k = self.shape
+        return operand(self.config.a_format, m, k, 1), operand(self.config.b_format, n, k, 2)
+
+    @cached_property
+    def epilogue(self) -> dict[str, Tensor | None]:
+        (m, n, _), config = self.shape, self.config
+        generator = torch.Generator().manual_seed(5)
+        start = 100 * torch.randn(m, n, generator=generator)
+        bias = 100 * torch.randn(n, generator=generator)
+        return {
+            "alpha": torch.tensor(3e-3) if config.alpha else None,
+            "bias": bias.to(config.bias) if config.bias else None,
+            "start": start.to(config.out_dtype) if config.accumulate else None,
+        }
+
+    @cached_property
+    def expected(self) -> Tensor:
+        return rounded(product(*self.operands), self.config.out_dtype, **self.epilogue)
+
+    @cached_property
+    def built(self) -> Any:
+        with em.cutedsl(em.Device(self.config.arch)):
+            return compiled.build(self.config)
+
+    @cached_property
+    def ptx(self) -> str:
+        return respelled(self.built.__ptx__)
+
+    def run(self, completion: str, seed: int = 0, ptx: str | None = None) -> bool:
+        """One cluster takes all tiles; in random order up to three share them."""
+        resident = None if completion == "random" else 1
+        launch = em.Device.launch
+
+        def replaced(it: em.Device, _: str, *args: Any, **kwargs: Any) -> em.Report:
+            return launch(it, self.ptx if ptx is None else ptx, *args, **kwargs)
+
+        assert self.built
+        how: Any = {"completion": completion, "seed": seed, "resident": resident}
+        with patch.object(em.Device, "launch", replaced):
+            got = emulated(self.config, *self.operands, **self.epilogue, **how)
+        return torch.equal(got, self.expected)
+
+    @cached_property
+    def lines(self) -> frozenset[int]:
+        """Of the text, those that run."""
+        found: set[int] = set()
+
+        def finish(watch: Any, codes: Any) -> em.Report:
+            for code in codes:
+                pairs = zip(code.function.instructions, code.counts, strict=False)
+                found.update(ins.line for ins, count in pairs if count)
+            return em.Report({})
+
+        with patch.object(device, "finish", finish):
+            assert self.run("late")
+        return frozenset(found)
+
+
+KERNELS = {
+    "mxfp8": Product(Config("mxfp8", "mxfp8_e5m2", BF16, stages=2, alpha=True), (130, 264, 144)),
+    "nvfp4, pairs": Product(
+        Config("nvfp4", "nvfp4", BF16, ctas=2, cluster=(2, 1), stages=2, columns=256, c_buffers=1),
+        (264, 264, 288),
+    ),
+    "mxfp8 x mxfp4, 2x2": Product(
+        Config("mxfp8", "mxfp4", FP32, ("mn", "k"), accumulate=True, cluster=(2, 2), stages=2),
+        (272, 264, 256),
+    ),
+    "mxfp4, added to": Product(
+        Config("mxfp4", "mxfp4", BF16, accumulate=True, bias=BF16, stages=2),
+        (130, 8, 64),
+        PRODUCT_RULES,
+    ),
+}
+
+#: Instructions of which there are many alike: the first place is mutated.
+_ALIKE = re.compile(r"tcgen05\.(mma|cp)|cvt|mul|add|st\.shared|setp\.ne")
+
+
+def every() -> Iterator[Mutant]:
+    """All mutants, in order."""
+    for name, kernel in KERNELS.items():
+        places: dict[str, list[Mutant]] = {}
+        for mutant in mutants({name: kernel}, kernel.rules):
+            if mutant.line in kernel.lines:
+                places.setdefault(mutant.rule, []).append(mutant)
+        for found in places.values():
+            if not _ALIKE.match(found[0].was):
+                yield from found
+            else:
+                yield found[0]
+                if "accumulates" in found[0].rule:  # the first instruction of a tile never does
+                    yield found[-1]
+
+
+_FENCE = (
+    "not modelled",
+    "waits and barriers around it order the same accesses, with what is read of an answer before "
+    "the next one is asked for; kernels on hardware let copies overwrite what was read without one",
+)
+_LAST = (
+    "equivalent",
+    "of the loader, after its last tile, whose sums are stored only when all that it loaded was "
+    "read; or it waits for a stage that is freed later than the one it fills",
+)
+_RING = (
+    "missed",
+    "of answers that are asked for once at this shape: in mxfp8 the ring is gone round, and caught",
+)
+_WHETHER = (
+    "equivalent",
+    "of those who multiply or ask, who need to know only whether there is another tile",
+)
+#: As in ``mutation``.
+REASONS: Reasons = {
+    ("", "delete tcgen05.fence"): PIPELINE_REASONS["", "delete tcgen05.fence"],
+    ("", "delete tcgen05.wait::ld"): PIPELINE_REASONS["", "delete tcgen05.wait::ld"],
+    ("", "delete fence.mbarrier_init"): PIPELINE_REASONS[
+        "gemm_mxfp8", "delete fence.mbarrier_init"
+    ],
+    ("", "delete fence.proxy.async"): _FENCE,
+    ("", "delete bar.warp.sync"): (
+        "missed",
+        "the checks tell warps apart, not threads: the lanes of a warp run together",
+    ),
+    ("", "delete mbarrier.try_wait"): _LAST,
+    ("", "parity flipped"): _LAST,
+    ("", "waits at the next mbarrier"): _LAST,
+    ("", "mbarrier.init count add 1"): _RING,
+    ("", "mbarrier.init count sub 1"): _RING,
+    ("", "y of the answer"): _WHETHER,
+    ("", "CTA for cluster"): _WHETHER,
+    ("", "tcgen05.mma always accumulates"): ("equivalent", "all but the first of a tile do"),
+    ("", "tcgen05.mma never accumulates"): ("equivalent", "the first of a tile does not"),
+}
+
+WHAT = (
+    "tests/emulator/mutation_sm100.py: products for Blackwell (src/blockscale/kernels/sm100) with "
+    "one thing wrong in their PTX, run under completion policies until one of them notices"
+)
+
+
+def attempt(mutant: Mutant) -> Outcome:
+    return trial(mutant, ORDERS, KERNELS, _SECONDS)
+
+
+def write(outcomes: list[Outcome]) -> None:
+    RESULTS.write_text(
+        json.dumps(summary(outcomes, WHAT, KERNELS, REASONS, ORDERS), indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write([attempt(mutant) for mutant in every()])
