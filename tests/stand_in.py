@@ -17,7 +17,7 @@ from blockscale.kernels.gpu.plan import get_kernel
 from blockscale.kernels.sm90 import dequantized_gemm
 from blockscale.ops import backends, gemm_kernels
 
-__all__ = ["emulated", "gpu"]
+__all__ = ["emulated", "gpu", "matrix"]
 
 _PLANS = (
     sm90.plan,
@@ -36,6 +36,11 @@ _REMEMBERED = (
     dequantize_plan._plan,
     gemm_launch._kind,
 )
+
+
+def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random normal numbers in bf16."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
 @contextmanager

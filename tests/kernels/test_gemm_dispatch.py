@@ -12,12 +12,12 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from sm90_inputs import BF16, FP32, WGMMA, assert_close
+from sm90_inputs import FP32, WGMMA, assert_close
 
 import blockscale as bs
 from blockscale.kernels.gpu.plan import architecture
 from blockscale.ops import backends, gemm_kernels
-from stand_in import emulated
+from stand_in import emulated, matrix
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,6 @@ def machine(request, monkeypatch):
     found = MACHINES[request.param]
     with emulated(monkeypatch, request.param) as launched:
         yield Machine(found.left, found.right, found.sums, launched)
-
-
-def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
 def product(a, b) -> torch.Tensor:

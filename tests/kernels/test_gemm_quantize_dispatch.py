@@ -23,7 +23,7 @@ from blockscale import reference
 from blockscale.kernels import gpu
 from blockscale.layouts import Tcgen05
 from blockscale.ops import backends
-from stand_in import emulated
+from stand_in import emulated, matrix
 
 #: Relative errors of sums of products: fp32 on Hopper, where bf16 holds the operands.
 SUMS = {"sm_90a": 2**-20, "sm_100a": 2**-18}
@@ -71,10 +71,6 @@ def _counted(name: str, arch: str, launched: list[Any]) -> Any:
 def quantized(x: Tensor, format: str = "mxfp8", layout: str = "compact") -> bs.ScaledTensor:
     """An operand, which no test is about: plain torch is faster than the emulator."""
     return bs.quantize(x, format, layout=layout, backend="reference")
-
-
-def matrix(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
 def assert_same(got: bs.ScaledTensor, want: bs.ScaledTensor) -> None:

@@ -20,7 +20,7 @@ import blockscale as bs
 from blockscale import gemm_launch
 from blockscale.formats import formats
 from blockscale.ops import gemm_kernels
-from stand_in import emulated
+from stand_in import emulated, matrix
 
 FP8 = ("fp8_1x128", "fp8_128x128")
 
@@ -30,10 +30,6 @@ def launches(monkeypatch):
     """A machine with a Blackwell GPU, which is the emulator; the products that kernels run."""
     with emulated(monkeypatch, "sm_100a") as launched:
         yield launched
-
-
-def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
 def codes(q: bs.ScaledTensor) -> Operand:

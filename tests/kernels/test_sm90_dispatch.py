@@ -15,7 +15,7 @@ from sm90_inputs import BF16, FP32, assert_close
 import blockscale as bs
 from blockscale.kernels.sm90 import dequantized_gemm
 from blockscale.ops import gemm_sm90
-from stand_in import emulated
+from stand_in import emulated, matrix
 
 ROWS, BLOCKS = "fp8_1x128", "fp8_128x128"
 
@@ -25,10 +25,6 @@ def launches(monkeypatch):
     """A machine with a Hopper GPU, which is the emulator; counts the products that kernels run."""
     with emulated(monkeypatch, "sm_90a") as launched:
         yield launched
-
-
-def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
 def product(a, b) -> torch.Tensor:

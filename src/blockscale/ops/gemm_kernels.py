@@ -31,8 +31,9 @@ def products_on(device: torch.device) -> Products | str:
     """What multiplies on a device; or why nothing does."""
     if device.type != "cuda":
         return f"the operands are on {device}: the kernels run on CUDA devices"
-    if missing():
-        return missing()
+    reason = missing()
+    if reason:
+        return reason
     arch = architecture(device.index)
     return PRODUCTS.get(arch) or f"architecture {arch}: {no_kernels(arch, PRODUCTS)}"
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layouts import as_bytes
 from ..common.calls import sum_of_nothing
 from ..gpu.plan import describe
-from .plan import plan_gemm
+from .plan import plan_gemm, views
 from .quantizing_gemm import gemm_quantize
 
 __all__ = ["gemm", "gemm_quantize"]
@@ -83,11 +82,6 @@ def gemm(
     if plan.run is None:
         return sum_of_nothing(out, bias, accumulate)
     assert plan.config is not None
-    a, b = (
-        as_bytes(x) if major == "k" else as_bytes(x).T
-        for x, major in zip((a_data, b_data), plan.config.majors, strict=True)
-    )
-    a_tiles = a_scale.view(torch.int64).view(plan.scale_rows[0], -1)
-    b_tiles = b_scale.view(torch.int64).view(plan.scale_rows[1], -1)
-    plan.run(a, a_tiles, b, b_tiles, out, bias, alpha)
+    operands = views((a_data, b_data), (a_scale, b_scale), plan.config.majors, plan.scale_rows)
+    plan.run(*operands, out, bias, alpha)
     return out

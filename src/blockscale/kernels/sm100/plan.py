@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
-from ...layouts import get_layout
+from ...layouts import as_bytes, get_layout
 from ..common.calls import aligned_rows, check_matrix, check_rest
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .config import WHOLE, Config, choose_config, why_not
 
-__all__ = ["Plan", "plan_gemm"]
+__all__ = ["Operands", "Plan", "plan_gemm", "views"]
 
 _NAMES = ("a_data", "b_data")
 _SPREAD = 128  # elements of 4 bits that TMA spreads at once
@@ -135,6 +135,20 @@ def plan_gemm(
     operands.check_loadable(addresses, config)
     rows = -(-m // 128), -(-n // 128)
     return Plan(config, get_kernel(config, device), rows, like)
+
+
+def views(
+    data: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    majors: tuple[str, str],
+    scale_rows: tuple[int, int],
+) -> list[Tensor]:
+    """Data of A and its scales, then of B, as kernels take them."""
+    found = []
+    for x, scale, major, rows in zip(data, scales, majors, scale_rows, strict=True):
+        octets = as_bytes(x)
+        found += [octets if major == "k" else octets.T, scale.view(torch.int64).view(rows, -1)]
+    return found
 
 
 def _dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:

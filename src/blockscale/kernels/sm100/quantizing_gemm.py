@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...formats import NONFINITE, choose, get_format
-from ...layouts import as_bytes, get_layout
+from ...layouts import get_layout
 from ..common.calls import check_rest
 from ..gpu.outputs import template
 from ..gpu.plan import Described, Unsupported, architecture, describe, get_kernel, missing
 from .config import choose_config, why_not
-from .plan import Operands
+from .plan import Operands, views
 from .quantizing_config import FORMATS, STEP, Quantizing
 
 __all__ = ["gemm_quantize"]
@@ -82,15 +82,8 @@ def gemm_quantize(
     )
     data, scale = torch.empty_like(plan.data), torch.empty_like(plan.scale)
     if plan.run is not None:
-        a, b = (
-            as_bytes(x) if major == "k" else as_bytes(x).T
-            for x, major in zip((a_data, b_data), plan.majors, strict=True)
-        )
-        a_tiles, b_tiles = (
-            x.view(torch.int64).view(rows, -1)
-            for x, rows in zip((a_scale, b_scale), plan.scale_rows, strict=True)
-        )
-        plan.run(a, a_tiles, b, b_tiles, (data, scale, global_scale), bias, alpha)
+        operands = views((a_data, b_data), (a_scale, b_scale), plan.majors, plan.scale_rows)
+        plan.run(*operands, (data, scale, global_scale), bias, alpha)
     return data.view(get_format(format).element.dtype), scale
 
 

@@ -24,7 +24,7 @@ class Exchange:
     def allocate(self, memory) -> None:
         """Room for others' sums, and for each share two barriers: all are there, or are free."""
         config = self.config
-        nbytes = (config.split - 1) * config.own_shares * config.share_bytes
+        nbytes = config.exchange_bytes(config.split)
         self.sums = memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=128).toint()
         self.full = memory.allocate_array(cutlass.Int64, 2 * config.shares)
         self.free = self.full + config.shares
