@@ -327,7 +327,7 @@ END:
 def test_products_add_up() -> None:
     collector = Collector(SimpleNamespace(), trace=False)
     for flops in (100, 20):
-        collector.multiplied(SimpleNamespace(what="wgmma.mma_async"), flops)
+        collector.multiplied("wgmma.mma_async", 1, flops)
     (row,) = em.Report.merge([collector.report(), collector.report()]).products
     assert (row.opcode, row.count, row.flops) == ("wgmma.mma_async", 4, 240)
 

@@ -26,7 +26,7 @@ from blockscale.emulator.tensorcore.elements import ELEMENTS, NO_EXPONENT, decod
 
 # mmasim compiles its fma, which only fp64 needs, when it is imported.
 sys.modules.setdefault("mmasim.arithmetic.fma", types.ModuleType("mmasim.arithmetic.fma"))
-from mmasim.nv_ptx import WGMMA, TCGen05MMA, TCGen05MMABlockScale  # noqa: E402
+from mmasim.nv_ptx import MMA, WGMMA, TCGen05MMA, TCGen05MMABlockScale  # noqa: E402
 
 TILES = 112
 M, N = 16, 8
@@ -77,6 +77,17 @@ def dense() -> list[Kind]:
     return kinds
 
 
+def of_warps() -> list[Kind]:
+    types = [(4, "tf32", "tf32", "f32"), (8, "bf16", "bf16", "f32")]
+    types += [(8, "f16", "f16", d) for d in ("f32", "f16")]
+    types += [(16, a, b, d) for a in FP8 for b in FP8 for d in ("f32", "f16")]
+    return [
+        Kind("mma", f"m16n8k{k}.{d}.{a}.{b}.{d}", k, a, b, d)
+        for least, a, b, d in types
+        for k in (least, 2 * least)
+    ]
+
+
 def scaled() -> list[Kind]:
     kinds = [
         Kind("tcgen05", f"kind::mxf8f6f4.block32.f32.{a}.{b}.ue8m0", 32, a, b, "f32", "ue8m0", 32)
@@ -94,7 +105,7 @@ def scaled() -> list[Kind]:
     return kinds
 
 
-KINDS = dense() + scaled()
+KINDS = dense() + scaled() + of_warps()
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
@@ -121,6 +132,10 @@ def to_torch(codes: np.ndarray, type: str, packed: bool = False) -> torch.Tensor
 
 def oracle(kind: Kind, tiles: Tiles) -> np.ndarray:
     """D of all tiles, (tiles, m, n)."""
+    if kind.unit == "mma":
+        given, same = (oracle_of_warps(kind, arch, tiles) for arch in ("Hopper", "Blackwell"))
+        np.testing.assert_array_equal(bits(given), bits(same))
+        return given
     unit = {"wgmma": WGMMA, "tcgen05": TCGen05MMABlockScale if kind.scale else TCGen05MMA}
     arch = "Hopper" if kind.unit == "wgmma" else "Blackwell"
     m, n = tiles.c.shape[1:]
@@ -134,6 +149,27 @@ def oracle(kind: Kind, tiles: Tiles) -> np.ndarray:
     if kind.scale:
         operands += [spread(tiles.sfa, kind.scale, 2), spread(tiles.sfb, kind.scale, 1)]
     return op.dpa(*operands).numpy()
+
+
+def oracle_of_warps(kind: Kind, arch: str, tiles: Tiles) -> np.ndarray:
+    m, n = tiles.c.shape[1:]
+    a, b = (
+        to_torch(codes, type).unsqueeze(axis).expand(-1, m, n, -1)
+        for codes, type, axis in ((tiles.a, kind.a, 2), (tiles.b, kind.b, 1))
+    )
+    c = torch.from_numpy(tiles.c)
+    if kind.a not in FP8:
+        return MMA(arch, kind.name).dpa(a, b, c).numpy()
+    # What cuobjdump shows of mma.sync on FP8: F2FP to f16, two HMMA, FADD or HADD2.
+    op = MMA(arch, f"m16n8k{kind.k // 2}.{kind.d}.f16.f16.{kind.d}")
+    d = torch.zeros_like(c)
+    for odd in (0, 1):
+        words = torch.arange(kind.k) // 2 % 2 == odd  # halves of 32-bit registers
+        d = op.dpa(a[..., words].half(), b[..., words].half(), d)
+    with np.errstate(all="ignore"):
+        total = d.numpy() + c.numpy() + 0
+    bits(total)[np.isnan(total)] = ptx_floats.nan(kind.d)
+    return total
 
 
 # ---- operands
@@ -311,7 +347,60 @@ def test_tiny_f16_sums_equal_mmasim(unit: str, addend: float, lowest: int) -> No
     np.testing.assert_array_equal(given[0] > addend, low - 24 >= lowest)
 
 
+@by_kind
+@pytest.mark.parametrize("exact", [False, True])
+def test_many_instructions_at_once(kind: Kind, exact: bool) -> None:
+    tiles = draw(kind, 40 if kind.unit == "mma" else 3, 5, wild=False)
+    each = [
+        multiply(kind.unit, **tiles[i], **kind.arguments, exact=exact) for i in range(len(tiles.a))
+    ]
+    scales = {"sfa": tiles.sfa, "sfb": tiles.sfb} if kind.scale else {}
+    given = multiply(kind.unit, tiles.a, tiles.b, tiles.c, **scales, **kind.arguments, exact=exact)
+    np.testing.assert_array_equal(bits(given), bits(np.stack(each)))
+
+
 ONE = 0x38  # of e4m3
+
+
+@pytest.mark.parametrize(
+    ("terms", "c", "d"),
+    [
+        ({0: 1.0}, 2.0**-24, 1.0),
+        ({0: 1.0}, 1.25 * 2.0**-24, 1 + 2.0**-23),
+        ({0: 1.0, 2: -1.0}, 2.0**-149, 2.0**-149),
+        ({0: 1.0}, -1.0, 0.0),
+    ],
+)
+def test_c_is_added_to_sums_of_fp8(terms: dict[int, float], c: float, d: float) -> None:
+    """mma.sync only: wgmma and tcgen05.mma cut C with the products."""
+    a = np.zeros((1, 16), ml_dtypes.float8_e4m3fn)
+    for k, value in terms.items():
+        a[0, k] = value
+    ones = np.full((1, 16), ONE, np.uint8)
+    given = multiply(
+        "mma", a.view(np.uint8), ones, np.full((1, 1), c, np.float32), a_type="e4m3", b_type="e4m3"
+    )
+    assert given.item() == d
+    assert not np.signbit(given)
+
+
+@pytest.mark.parametrize("k", [16, 32])
+def test_which_products_of_fp8_are_one_sum(k: int) -> None:
+    """In fp16 2048 + 1 is 2048, but 2048 + 2 is not: whether two ones come one by one is seen."""
+
+    def sum_of(terms: dict[int, float]) -> float:
+        a = np.zeros((1, k), ml_dtypes.float8_e5m2)
+        for at, value in terms.items():
+            a[0, at] = value
+        one = np.full((1, k), 0x3C, np.uint8)
+        types = {"a_type": "e5m2", "b_type": "e5m2", "d_type": "f16"}
+        return float(multiply("mma", a.view(np.uint8), one, None, **types).item())
+
+    first = [at for at in range(k) if at % 4 < 2]
+    for at in range(1, k):
+        if at != 2:
+            assert sum_of({0: 2048, at: 1, 2: 1}) == (2048 if at in first else 2050)
+    assert sum_of({2: 2048, 3: 1, 0: 1}) == 2050  # the sum with 0 and 1 comes first
 
 
 @pytest.mark.parametrize(
@@ -433,7 +522,8 @@ def test_no_c_is_zero_and_high_bits_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"unit": "mma"}, "unit is 'mma', not one of wgmma, tcgen05"),
+        ({"unit": "hmma"}, "unit is 'hmma', not one of wgmma, tcgen05, mma"),
+        ({"unit": "mma"}, "mma has no f32 .* of K 32 with a scale in ue8m0 for each 32"),
         ({"unit": "wgmma"}, "wgmma has no f32 .* of K 32 with a scale in ue8m0 for each 32"),
         ({"a_type": "e2m1x"}, "no f32 .*= e2m1x x e4m3"),
         ({"d_type": "f16"}, "no f16"),

@@ -179,9 +179,9 @@ class Collector(Watch):
             row = np.concatenate([[1], transfer_sectors(settled(where, self._memory), size)])
             self._transfers[at] = self._transfers.get(at, 0) + row
 
-    def multiplied(self, work: Work, flops: int) -> None:
-        count, sum_ = self._products.get(work.what, (0, 0))
-        self._products[work.what] = count + 1, sum_ + flops
+    def multiplied(self, opcode: str, count: int, flops: int) -> None:
+        before = self._products.get(opcode, (0, 0))
+        self._products[opcode] = before[0] + count, before[1] + flops
 
     # --- warps ---
 

@@ -41,8 +41,8 @@ class Watch:
     ) -> None:
         """Asynchronous work reads or writes pieces of ``size`` bytes; arguments as above."""
 
-    def multiplied(self, work: Work, flops: int) -> None:
-        """A tensor-core instruction was carried out."""
+    def multiplied(self, opcode: str, count: int, flops: int) -> None:
+        """So many tensor-core instructions were carried out, with so many flops in all."""
 
     def ran(self, w: Fragment, tick: int, instructions: int) -> None:
         """A fragment ran this many instructions, the last of them at ``tick``."""

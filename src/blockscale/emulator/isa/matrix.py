@@ -76,7 +76,7 @@ def _shape(form: Form, *allowed: str) -> tuple[str, int, bool, str | None]:
     return shape, int(count[1:]), form.has("trans"), form.one("shared", "shared::cta")
 
 
-def _warps(w: Fragment, form: Form) -> int:
+def whole_warps(w: Fragment, form: Form) -> int:
     """The number of warps, all whole."""
     first, last = w.threads[::32], w.threads[31::32]
     if len(first) != len(last) or (first % 32).any() or (last - first != 31).any():
@@ -125,7 +125,7 @@ def ldmatrix(form: Form) -> Step:
     rows = _rows(form, 1, space, count * height)
 
     def run(w: Fragment) -> None:
-        warps = _warps(w, form)
+        warps = whole_warps(w, form)
         part, where = rows(w)
         matrices = read(part, where, _ROW).reshape(warps, count, height, _ROW)
         if packed:
@@ -155,7 +155,7 @@ def stmatrix(form: Form) -> Step:
     rows = _rows(form, 0, space, 8 * count)
 
     def run(w: Fragment) -> None:
-        warps = _warps(w, form)
+        warps = whole_warps(w, form)
         part, where = rows(w)
         registers = np.empty((warps, count, 32), np.uint32)
         for i, get in enumerate(gets):
@@ -180,7 +180,7 @@ def movmatrix(form: Form) -> Step:
     get, put = form.get(1, "b32"), form.set(0, "b32")
 
     def run(w: Fragment) -> None:
-        registers = np.broadcast_to(get(w), w.n).reshape(_warps(w, form), 1, 32)
+        registers = np.broadcast_to(get(w), w.n).reshape(whole_warps(w, form), 1, 32)
         put(w, _load_columns(_store_rows(registers)).reshape(-1))
 
     return gathered(form, None, run)

@@ -114,7 +114,7 @@ class Multiplication:
             memory.write(work, lanes, columns, words)
         watch = cta.launch.watch
         if watch is not None:
-            watch.multiplied(work, 2 * len(a) * len(b) * shape.k)
+            watch.multiplied(work.what, 1, 2 * len(a) * len(b) * shape.k)
 
     def _from_tensor(self, work: Work, cta: CTA, operand: Operand) -> np.ndarray:
         assert isinstance(self.a, int)

@@ -209,7 +209,7 @@ class Multiplication:
         for i, slot in enumerate(self.d):
             frame.registers[slot].view(np.uint32)[threads] = words[:, i]
         if cta.launch.watch is not None:
-            cta.launch.watch.multiplied(work, 2 * _M * self.b.rows * self.a.k)
+            cta.launch.watch.multiplied(work.what, 1, 2 * _M * self.b.rows * self.a.k)
 
 
 def _words(frame: Frame, slots: tuple[int, ...], threads: slice) -> np.ndarray:
@@ -226,9 +226,9 @@ def mma_async(form: Form) -> Step:
         raise form.error("sparse, integer and single-bit products are not supported")
     n, d_type, a_type, b_type = _shape(form)
     k = _TYPES[a_type, b_type][0]
-    d = form.asynchronous(_words_of(form, 0, n // (2 if d_type == "f32" else 4)))
+    d = form.asynchronous(words_of(form, 0, n // (2 if d_type == "f32" else 4)))
     from_registers = isinstance(form.operand(1), Vector)
-    registers = form.asynchronous(_words_of(form, 1, 4)) if from_registers else ()
+    registers = form.asynchronous(words_of(form, 1, 4)) if from_registers else ()
     a_of = None if from_registers else form.get(1, "b64")
     b_of, scale_d = form.get(2, "b64"), form.get(3, "pred")
     sign_a, sign_b = (_constant(form, at, "a sign", (1, -1)) for at in (4, 5))
@@ -285,7 +285,7 @@ def _shape(form: Form) -> tuple[int, str, str, str]:
     return n, d_type, a_type, b_type
 
 
-def _words_of(form: Form, operand: int, count: int) -> tuple[Any, ...]:
+def words_of(form: Form, operand: int, count: int) -> tuple[Any, ...]:
     """The registers of an operand: so many, of 32 bits."""
     items = form.items(operand)
     if len(items) != count:

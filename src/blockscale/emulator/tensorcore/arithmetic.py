@@ -1,4 +1,4 @@
-"""The sums of tensor cores: what one wgmma or tcgen05.mma makes of its operands.
+"""The sums of tensor cores: what one wgmma, tcgen05.mma or mma.sync makes of its operands.
 
 The PTX ISA leaves accumulation open; measurements of the hardware agree on this model. An element
 of D is one fused sum of c and all products of the instruction:
@@ -13,6 +13,10 @@ of D is one fused sum of c and all products of the instruction:
 
 Zero is +0 and NaN 0x7fffffff or 0x7fff, whatever the signs and payloads of the operands. NaN comes
 from a NaN operand or scale, 0 times infinity, and opposite infinities. Subnormals are kept.
+
+mma.sync of FP8 is no instruction of these tensor cores: ptxas (13.0; sm_90 and sm_100 alike) makes
+the operands f16 and emits two sums, the first one from zero: of the first two, then of the last two
+of each four neighbours in K. C is added to that by an ordinary addition.
 """
 
 from __future__ import annotations
@@ -27,9 +31,9 @@ import numpy as np
 from ..isa.ieee import two_sum_error, two_sum_to_odd
 from .elements import NO_EXPONENT, decode
 
-__all__ = ["Unit", "multiply"]
+__all__ = ["Unit", "multiply", "multiply_integers"]
 
-Unit = Literal["wgmma", "tcgen05"]
+Unit = Literal["wgmma", "tcgen05", "mma"]
 
 _BLOCK = 1 << 16  # products at a time: they stay in the cache
 
@@ -76,6 +80,7 @@ class Kind:
     model: Model
     results: tuple[str, ...] = ("f32",)
     scales: tuple[tuple[str, int], ...] = (("", 0),)  # (type, vector)
+    widened: bool = False  # made of two sums of f16
 
 
 _KINDS: Mapping[str, tuple[Kind, ...]] = {
@@ -92,6 +97,12 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
         Kind(_FP8_FP6_FP4, 32, _FULL, ("f32", "f16")),
         Kind(_FP8_FP6_FP4, 32, _FULL, scales=(("ue8m0", 32),)),
         Kind(("e2m1",), 64, _FP4, scales=(("ue8m0", 32), ("ue8m0", 16), ("ue4m3", 16))),
+    ),
+    "mma": (  # of sm_90 and of sm_100, which agree
+        *(Kind(("tf32",), k, _FULL) for k in (4, 8)),
+        *(Kind(("bf16",), k, _FULL) for k in (8, 16)),
+        *(Kind(("f16",), k, _FULL, ("f32", "f16")) for k in (8, 16)),
+        *(Kind(_FP8, k, _FULL, ("f32", "f16"), widened=True) for k in (16, 32)),
     ),
 }
 
@@ -115,7 +126,8 @@ def multiply(
 
     a (M, K) and b (N, K): codes as unsigned integers, one element each; tf32 as fp32 bits.
     c (M, N): of ``d_type``, None for zeros. K: 8 for tf32, 16 for 16-bit types, 32 for narrower
-    ones, 64 for block-scaled e2m1. M and N: any.
+    ones, 64 for block-scaled e2m1; of mma also half of that. M and N: any. One more dimension in
+    front of all of these: so many instructions.
     sfa (M, K / vector), sfb (N, K / vector): codes of ``scale_type``, given together with
     ``vector``: ue8m0 and 32 with K = 32; ue8m0 and 32 or 16, ue4m3 and 16 with K = 64.
     exact: nothing is cut; D is the exact sum of all scaled products and c, rounded once to nearest
@@ -124,12 +136,14 @@ def multiply(
     ValueError: the unit has no instruction on these types, or shapes do not fit.
     """
     kind = _kind(unit, a_type, b_type, d_type, a.shape[-1], scale_type, vector)
+    *batch, m, _ = a.shape
+    n = b.shape[-2]
     for name, array, shape in (
-        ("a", a, (*a.shape[:1], kind.k)),
-        ("b", b, (*b.shape[:1], kind.k)),
-        ("c", c, (len(a), len(b))),
-        ("sfa", sfa, (len(a), kind.k // vector) if vector else None),
-        ("sfb", sfb, (len(b), kind.k // vector) if vector else None),
+        ("a", a, (*batch, m, kind.k)),
+        ("b", b, (*batch, n, kind.k)),
+        ("c", c, (*batch, m, n)),
+        ("sfa", sfa, (*batch, m, kind.k // vector) if vector else None),
+        ("sfb", sfb, (*batch, n, kind.k // vector) if vector else None),
     ):
         given = None if array is None else array.shape
         if given != shape and not (name == "c" and given is None):
@@ -138,25 +152,31 @@ def multiply(
     if c is not None and c.dtype != result.dtype:
         raise ValueError(f"c is {c.dtype}, not {result.dtype}, with d_type {d_type}")
 
-    group = kind.model.group
-    left = _operand(a, a_type, sfa, scale_type, vector, group)
-    right = _operand(b, b_type, sfb, scale_type, vector, group)
-    d = np.empty((len(a), len(b)), result.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        for rows in _row_blocks(len(a), len(b) * kind.k):
-            terms, top = _terms(left, rows, right, group)
-            addend = np.zeros(terms.shape[1:]) if c is None else c[rows].astype(np.float64)
-            if exact:
-                d[rows] = _exact_sum(terms, addend).astype(result.dtype)
-                continue
-            floor = kind.model.floor if d_type == "f32" else _FLOOR_F16
-            top = np.maximum(np.maximum(top, floor), _exponents(addend, result.smallest))
-            total = _aligned_sum(terms, addend, top, kind.model.fraction)
-            d[rows] = total if d_type == "f16" else _toward_zero(total, kind.model.result)
+        if kind.widened and not exact:
+            d = _widened(a, b, c, a_type, b_type, d_type)
+        else:
+            group = kind.model.group
+            left = _operand(a, a_type, sfa, scale_type, vector, group)
+            right = _operand(b, b_type, sfb, scale_type, vector, group)
+            d = _sums(kind.model, left, right, c, d_type, exact)
     d += 0  # -0 becomes +0
     bits = d.view(f"u{d.itemsize}")
     bits[np.isnan(d)] = result.nan
     return d
+
+
+def multiply_integers(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, saturate: bool) -> np.ndarray:
+    """D (..., M, N) = A B^T + C of one mma.sync on integers, in int32.
+
+    a (..., M, K), b (..., N, K): int8 or uint8. c (..., M, N): int32.
+    saturate: D is clamped to int32; otherwise it wraps.
+    """
+    exact = a.astype(np.float64) @ np.swapaxes(b, -1, -2).astype(np.float64)
+    total = exact.astype(np.int64) + c
+    if saturate:
+        total = np.clip(total, -(1 << 31), (1 << 31) - 1)
+    return total.astype(np.int32)
 
 
 def _kind(
@@ -172,10 +192,47 @@ def _kind(
     raise ValueError(f"{unit} has no {d_type} += {a_type} x {b_type} of K {k}{scales}")
 
 
+def _widened(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray | None, a_type: str, b_type: str, d_type: str
+) -> np.ndarray:
+    sums = None
+    left, right = (
+        decode(codes, type)[0].astype(np.float16).view(np.uint16)
+        for codes, type in ((a, a_type), (b, b_type))
+    )
+    for pair in (slice(2), slice(2, 4)):
+        one, other = (
+            half.reshape(*half.shape[:-1], -1, 4)[..., pair].reshape(*half.shape[:-1], -1)
+            for half in (left, right)
+        )
+        sums = multiply("mma", one, other, sums, a_type="f16", b_type="f16", d_type=d_type)
+    assert sums is not None
+    return sums if c is None else sums + c
+
+
+def _sums(
+    model: Model, left: _Operand, right: _Operand, c: np.ndarray | None, d_type: str, exact: bool
+) -> np.ndarray:
+    """D but for the signs of zeros and the bits of NaNs."""
+    result = _RESULTS[d_type]
+    d = np.empty((*left.values.shape[1:], right.values.shape[-1]), result.dtype)
+    for part in _parts(d.shape, len(left.values)):
+        terms, top = _terms(left, part, right, model.group)
+        addend = np.zeros(terms.shape[1:]) if c is None else c[part].astype(np.float64)
+        if exact:
+            d[part] = _exact_sum(terms, addend).astype(result.dtype)
+            continue
+        floor = model.floor if d_type == "f32" else _FLOOR_F16
+        top = np.maximum(np.maximum(top, floor), _exponents(addend, result.smallest))
+        total = _aligned_sum(terms, addend, top, model.fraction)
+        d[part] = total if d_type == "f16" else _toward_zero(total, model.result)
+    return d
+
+
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    values: np.ndarray  # (K, rows) float64, scaled
-    exponents: np.ndarray  # (K / group, rows) int16: what the terms are aligned by
+    values: np.ndarray  # (K, ..., rows) float64, scaled
+    exponents: np.ndarray  # (K / group, ..., rows) int16: what the terms are aligned by
 
 
 def _operand(
@@ -186,31 +243,42 @@ def _operand(
     vector: int,
     group: int,
 ) -> _Operand:
-    values, exponents = decode(np.ascontiguousarray(codes.T), type)
+    values, exponents = decode(np.ascontiguousarray(_k_first(codes)), type)
     if scales is None:
         return _Operand(values, exponents)
-    scale, scale_exponents = decode(scales.T, scale_type)
+    scale, scale_exponents = decode(_k_first(scales), scale_type)
     values = values * np.repeat(scale, vector, axis=0)
     scale_exponents = np.repeat(scale_exponents, vector // group, axis=0)
     return _Operand(values, exponents + scale_exponents if group == 1 else scale_exponents)
 
 
-def _row_blocks(rows: int, products: int) -> Iterator[slice]:
-    """Slices of the rows of D, of which each needs so many products."""
-    step = max(1, _BLOCK // max(1, products))
-    return (slice(start, start + step) for start in range(0, rows, step))
+def _k_first(codes: np.ndarray) -> np.ndarray:
+    return codes.transpose(-1, *range(codes.ndim - 1))
+
+
+def _parts(shape: tuple[int, ...], k: int) -> Iterator[tuple[slice, ...]]:
+    """Slices of D (..., M, N), each of about ``_BLOCK`` products: rows, or whole instructions."""
+    *batch, rows, columns = shape
+    step = max(1, _BLOCK // max(1, columns * k))
+    whole = max(1, step // max(1, rows))
+    for first in range(0, batch[0] if batch else 1, whole):
+        for start in range(0, rows, step):
+            yield (*(slice(first, first + whole) for _ in batch), slice(start, start + step))
 
 
 def _terms(
-    left: _Operand, rows: slice, right: _Operand, group: int
+    left: _Operand, part: tuple[slice, ...], right: _Operand, group: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Terms (K / group, m, N) and the largest exponent (m, N) among those that are not zero."""
-    values = left.values[:, rows]
-    exponents = left.exponents[:, rows, None] + right.exponents[:, None]
+    """Terms (K / group, ..., m, N) and the largest exponent (..., m, N) among those not zero."""
+    of_a, of_b = (slice(None), *part), (slice(None), *part[:-1])
+    values, others = left.values[of_a], right.values[of_b]
+    exponents = left.exponents[of_a][..., None] + right.exponents[of_b][..., None, :]
     if group == 1:
-        return values[:, :, None] * right.values[:, None], exponents.max(axis=0)
-    one = values.reshape(-1, group, values.shape[1]).swapaxes(1, 2)
-    other = right.values.reshape(-1, group, right.values.shape[1])
+        return values[..., None] * others[..., None, :], exponents.max(axis=0)
+    one, other = (  # (K / group, ..., group, rows)
+        each.reshape(-1, group, *each.shape[1:]).swapaxes(1, -2) for each in (values, others)
+    )
+    one = one.swapaxes(-1, -2)
     products = (one != 0).astype(np.float32) @ (other != 0).astype(np.float32)
     # Products that cancel still count.
     return one @ other, np.where(products > 0, exponents, NO_EXPONENT).max(axis=0)
@@ -256,8 +324,8 @@ def _exact_sum(terms: np.ndarray, addend: np.ndarray) -> np.ndarray:
         high, low = total, rest
     finite = np.isfinite(high)
     rounded = two_sum_to_odd(high, low)
-    for m, n in np.argwhere(lost & finite):
-        rounded[m, n] = _exact_element([addend[m, n], *terms[:, m, n]])
+    for place in map(tuple, np.argwhere(lost & finite)):
+        rounded[place] = _exact_element([addend[place], *terms[(slice(None), *place)]])
     return np.where(finite, rounded, high)
 
 

@@ -1,7 +1,8 @@
-"""Which element of a matrix each register of a warpgroup holds: wgmma, PTX ISA 9.7.15.5.1.1.
+"""Which element of a matrix each register holds.
 
-The ISA has figures only; these are CUTLASS's ALayout_64x* and CLayout_64xN in words: thread t has
-rows t % 32 / 4 and 8 more of the 16 rows of its warp, and registers come in pairs of these rows.
+Of a warpgroup: wgmma, PTX ISA 9.7.15.5.1.1. The ISA has figures only; these are CUTLASS's
+ALayout_64x* and CLayout_64xN in words: thread t has rows t % 32 / 4 and 8 more of the 16 rows of
+its warp, and registers come in pairs of these rows. Of a warp: mma.sync, PTX ISA 9.7.14.5, alike.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from .operands import frozen
 
-__all__ = ["accumulator_fragment", "operand_fragment"]
+__all__ = ["accumulator_fragment", "operand_fragment", "warp_matrix", "warp_registers"]
 
 
 @lru_cache
@@ -45,3 +46,20 @@ def _fragment(packed: int, registers: int) -> tuple[np.ndarray, np.ndarray]:
     rows = thread // 32 * 16 + thread % 32 // 4 + register % 2 * 8
     columns = register // 2 * 4 * packed + thread % 4 * packed + place
     return frozen(np.broadcast_to(rows, columns.shape)), frozen(columns)
+
+
+def warp_matrix(registers: np.ndarray, rows: int, beside: int) -> np.ndarray:
+    """Registers (warps, 32, registers) of mma.sync as matrices (warps, rows, words of a row).
+
+    rows: 16 of A, C and D, 8 of B, whose rows are the columns of the product.
+    beside: registers that follow each other in a row: 2 of C and D in 32 bits, 1 of all others.
+    """
+    lanes = registers.reshape(len(registers), 8, 4, -1, rows // 8, beside)
+    return lanes.transpose(0, 4, 1, 3, 2, 5).reshape(len(registers), rows, -1)
+
+
+def warp_registers(matrix: np.ndarray, beside: int) -> np.ndarray:
+    """What ``warp_matrix`` was made of."""
+    warps, rows, _ = matrix.shape
+    lanes = matrix.reshape(warps, rows // 8, 8, -1, 4, beside)
+    return lanes.transpose(0, 2, 4, 3, 1, 5).reshape(warps, 32, -1)
