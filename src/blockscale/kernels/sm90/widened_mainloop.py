@@ -13,8 +13,8 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 
 from . import ptx, widened_ptx
-from .widen import WIDENERS, ue4m3_factors
 from .widened_config import Config
+from .widened_rows import Rows
 
 __all__ = ["Mainloop"]
 
@@ -22,17 +22,14 @@ __all__ = ["Mainloop"]
 class Mainloop:
     def __init__(self, config: Config):
         self.config = config
-        self.widener = WIDENERS[config.elements[1]]
-        self.fine = config.format.scale.name == "UE4M3"  # a scale for each half of a stage
-        self.kept = 4 if self.fine else 3  # registers for the scales of 64 rows
+        self.rows = Rows(config.format, config.row_steps)
         steps = range(config.row_steps)
         self.units = [(half, step) for half in range(2) for step in steps]
 
     def allocate(self) -> list:
         """Sums of a thread, a tensor for each step down the rows of B."""
         config = self.config
-        self.next = cute.make_rmem_tensor((16 + self.kept,), Int32)
-        self.seen = cute.make_rmem_tensor((2 * config.row_steps,), Int32)
+        self.next = cute.make_rmem_tensor((16 + self.rows.kept,), Int32)
         sums = (config.tile[0] // 2,)
         return [cute.make_rmem_tensor(sums, Float32) for _ in range(config.row_steps)]
 
@@ -53,16 +50,16 @@ class Mainloop:
         self.tiles = ptx.pin(tiles + row * nbytes + chunk * 16)
         self.scales = ptx.pin(scales + row * config.scale_row + column * (config.scale_row // 4))
         self.wide = cute.arch.make_warp_uniform(ptx.descriptor(wide))
-        self.one = cute.arch.grid_dim()[1]
+        self.rows.start()
 
     @cute.jit
     def __call__(self, sums, blocks, state, advance):
         """Add ``blocks`` K blocks, one at least, to ``sums``; the next state of the pipelines."""
         stage, phase, slot, turn = (cute.arch.make_warp_uniform(each) for each in state)
-        self.seen.fill(0)
+        self.rows.seen.fill(0)
         cute.arch.mbarrier_wait(self.full + stage, phase)
         words, scales = self.load(stage, 0, 0), self.read_scales(stage, 0)
-        self.keep(self.widen(words, scales, 0, 0), scales)
+        self.keep(self.rows.widen(words, scales, 0, 0), scales)
         used = Int32(0)
         for i in range(blocks - 1):
             state = (stage, phase, slot, turn)
@@ -72,7 +69,7 @@ class Mainloop:
         stage, phase, slot, turn = self.body(sums, used, blocks - 1, True, state, advance)
         self.finish(sums)
         self.free(state[2 if self.config.wide else 0])
-        self.poison(sums)
+        self.rows.poison(sums)
         return stage, phase, slot, turn
 
     def finish(self, sums) -> None:
@@ -93,7 +90,7 @@ class Mainloop:
         if const_expr(not config.wide):
             slot, turn = stage, phase
         fragments = [self.next[i] for i in range(16)]
-        scales = [[self.next[16 + i] for i in range(self.kept)]]
+        scales = [[self.next[16 + i] for i in range(self.rows.kept)]]
         scales += [self.read_scales(stage, step) for step in range(1, config.row_steps)]
         cute.arch.mbarrier_wait(self.wide_full + slot, turn)
         for i in range_constexpr(len(units)):
@@ -114,7 +111,7 @@ class Mainloop:
                 ptx.wait_products(1)  # of the unit before: its registers are free
                 if const_expr(i == 0):
                     self.free(used, block)
-                fragments = self.widen(words, following, next_step, next_half)
+                fragments = self.rows.widen(words, following, next_step, next_half)
         if const_expr(not last):
             self.keep(fragments, following)
         if const_expr(config.wide):
@@ -143,44 +140,17 @@ class Mainloop:
             word
             for row in (64 * step, 64 * step + 8)
             for word in widened_ptx.load_words(
-                address, row * nbytes + offset, 2 * self.widener.words
+                address, row * nbytes + offset, 2 * self.rows.widener.words
             )
         ]
 
     def read_scales(self, stage, step: int) -> list:
-        """Of 64 rows, for a thread's two: a factor for each half of the stage; or one, and a word
-        of both scales, and of whether these are left out of the factors."""
+        """Of 64 rows, for a thread's two."""
         config = self.config
         address = self.scales + stage * config.scale_bytes[1]
         rows = [(64 * step + row) * config.scale_row for row in (0, 8)]
-        if self.fine:
-            pairs = [widened_ptx.load_small(address, row, 2) for row in rows]
-            return [each for pair in pairs for each in ue4m3_factors(pair)]
-        low, high = (widened_ptx.load_small(address, row, 1) for row in rows)
-        scales = high * 256 + low
-        *factors, left_out = self.widener.e8m0_factors(scales, 2)
-        return [*factors, left_out * 0x10000 + scales]
-
-    def widen(self, words: list, scales: list, step: int, half: int) -> list:
-        """A unit: for each step of 16 columns the registers of a wgmma."""
-        octets = [self.octet(words, scales, step, half, i) for i in range(4)]
-        pairs = [
-            octets[k // 2 * 2 + row][k % 2 * 2 + side]
-            for k in range(4)
-            for side in (0, 1)
-            for row in (0, 1)
-        ]
-        if self.fine:
-            return pairs
-        return self.widener.rescaled(pairs, scales[2], 2, scales[2] & 0x10000)
-
-    def octet(self, words: list, scales: list, step: int, half: int, i: int) -> list:
-        """The ``i``-th octet of a unit, widened; rows take turns."""
-        row, count = i % 2, self.widener.words
-        own = words[(2 * row + i // 2) * count :][:count]
-        self.seen[2 * step + row] = self.widener.marked(self.seen[2 * step + row], own, self.one)
-        factor = scales[2 * row + half] if self.fine else scales[row]
-        return self.widener.octet(own, factor)
+        nbytes = self.rows.scale_bytes
+        return self.rows.factors(*(widened_ptx.load_small(address, row, nbytes) for row in rows))
 
     def products(self, sums, slot, half: int, fragments: list) -> None:
         """Start the wgmmas of a unit."""
@@ -189,15 +159,3 @@ class Mainloop:
         values = widened_ptx.wgmma([sums[i] for i in range(count)], fragments, b)
         for i, value in enumerate(values):
             sums[i] = value
-
-    @cute.jit
-    def poison(self, sums):
-        """Sums of rows of B that had a NaN: those of four threads."""
-        for i in range_constexpr(2 * self.config.row_steps if self.widener.special else 0):
-            seen = self.seen[i]
-            for distance in range_constexpr(1, 3):
-                seen = seen | cute.arch.shuffle_sync_bfly(seen, distance)
-            if seen & 0x80808080 != 0:
-                for group in range_constexpr(self.config.tile[0] // 8):
-                    for j in range_constexpr(2):
-                        sums[i // 2][4 * group + 2 * (i % 2) + j] = Float32(float("nan"))

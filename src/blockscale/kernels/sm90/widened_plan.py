@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from ...formats import Format, get_format
 from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
+from . import decode_config
 from .plan import Plan, multiprocessors_of
 from .widened_config import BF16, BLOCK_K, choose_config, why_not
 
@@ -71,18 +73,24 @@ def plan_widened(
     if 0 in (m, n, k):
         return Plan(None, None, 0, like)
     check_loadable(a_data=a, b_data=b)
+    added = {
+        "accumulate": accumulate,
+        "bias": None if bias is None else bias[2],
+        "alpha": alpha is not None,
+    }
+    if a_format is None and decode_config.suits(m, b_scale):
+        config: Any = decode_config.choose_config(m, n, b_format, out_dtype, **added)
+        return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
     row = BLOCK_K // format.block_size
     config = choose_config(
         (m, n, k),
         a_format or BF16,
         b_format,
         out_dtype,
-        accumulate=accumulate,
-        bias=None if bias is None else bias[2],
-        alpha=alpha is not None,
         aligned=aligned_rows(n, out, out_dtype),
         async_scales=k % BLOCK_K == 0
         and all(x[1][0] % row == 0 and x[3] % row == 0 for _, x, _ in given),
+        **added,
     )
     return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
 

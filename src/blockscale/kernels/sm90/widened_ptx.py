@@ -13,6 +13,7 @@ __all__ = [
     "copy_async",
     "load_small",
     "load_words",
+    "mma",
     "release",
     "store_byte",
     "store_matrix_transposed",
@@ -45,6 +46,17 @@ def wgmma(sums: list, fragments: list, b) -> list:
     code = "{ " + " ".join(lines) + " }"
     constraints = ["r"] * 17 + [str(i) for i in range(count)]
     return _asm(code, [Float32] * count, [*fragments, b, *sums], constraints, memory=True)
+
+
+def mma(sums: list, left: list, right: list) -> list:
+    """``sums`` of 16 x 8 and the product of 16 columns of K, by a warp: four registers of one
+    operand and two of the other."""
+    code = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7},"
+        " {$8, $9}, {$0, $1, $2, $3};"
+    )
+    constraints = ["r"] * 6 + [str(i) for i in range(4)]
+    return _asm(code, [Float32] * 4, [*left, *right, *sums], constraints)
 
 
 # --- shared memory --------------------------------------------------------------------------------

@@ -1,0 +1,126 @@
+"""What to compile for a product of a handful of bf16 rows, and for which products there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...formats import Format, get_format
+from ..gpu.plan import Described
+from .product_config import MULTIPROCESSORS
+
+__all__ = ["BLOCK_K", "ROWS", "SCALE_ROW", "Config", "choose_config", "suits"]
+
+BLOCK_K = 128  # columns of a stage
+ROWS = 32  # of B that a block of threads takes
+SCALE_ROW = 16  # bytes of block scales of a row, which TMA loads at least
+_A_ROWS = (8, 16)  # of a tile
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A kernel: all that its code depends on.
+
+    Attributes:
+        b_format: its name.
+        rows: of A, at most.
+        warps: that take stages along K in turn.
+        stages: of each warp, in flight.
+        accumulate: add to the output.
+        bias: the type of a vector that is added to each row, if there is one.
+        alpha: the sums are multiplied by a scalar.
+    """
+
+    b_format: str
+    out_dtype: torch.dtype
+    rows: int = 8
+    warps: int = 8
+    stages: int = 2
+    accumulate: bool = False
+    bias: torch.dtype | None = None
+    alpha: bool = False
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "rows": self.rows not in _A_ROWS,
+            "stages": self.stages < 1,
+            "warps": self.warps < 1,
+        }
+        for name, bad in wrong.items():
+            if bad:
+                raise ValueError(f"{name}: got {getattr(self, name)}; no kernel is made so: {self}")
+
+    @property
+    def format(self) -> Format:
+        return get_format(self.b_format)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of B in a stage."""
+        return BLOCK_K * self.format.element.bits // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a row of B in a stage."""
+        return BLOCK_K // self.format.block_size
+
+    @property
+    def slots(self) -> int:
+        """Stages of all warps."""
+        return self.warps * self.stages
+
+    @property
+    def shared_bytes(self) -> int:
+        """At most."""
+        of_b = ROWS * (self.row_bytes + SCALE_ROW)
+        return self.slots * (of_b + self.rows * 2 * BLOCK_K + 8) + 1024
+
+    @property
+    def gain(self) -> float:
+        """What the sums lack: a block scale of NVFP4 is widened to 2^-7 of itself."""
+        return 2.0**7 if self.format.scale.name == "UE4M3" else 1.0
+
+    def compile(self) -> Any:
+        """The kernel's host function; takes about a second and the CuTe DSL."""
+        from .decode import compile_config
+
+        return compile_config(self)
+
+
+def suits(m: int, scale: Described) -> bool:
+    """Whether there is a kernel for ``m`` bf16 rows, and TMA can load the block ``scale``."""
+    return m <= _A_ROWS[-1] and not (scale[1][0] % 16 or scale[3])
+
+
+def _warps(tiles: int, rows: int, bits: int) -> int:
+    """As measured: all that a multiprocessor has for one or two tiles; with more of them, and more
+    to read for each, few enough that many tiles are there at once."""
+    if tiles <= MULTIPROCESSORS:
+        return 8 if 4 * tiles > 3 * MULTIPROCESSORS else 12
+    return 8 if bits == 4 and (rows == 8 or tiles <= 2 * MULTIPROCESSORS) else 4
+
+
+def choose_config(
+    m: int,
+    n: int,
+    b_format: str,
+    out_dtype: torch.dtype,
+    *,
+    accumulate: bool = False,
+    bias: torch.dtype | None = None,
+    alpha: bool = False,
+) -> Config:
+    """The kernel for a product of ``m`` rows by a matrix of ``n``."""
+    rows = next(each for each in _A_ROWS if each >= m)
+    return Config(
+        b_format,
+        out_dtype,
+        rows=rows,
+        warps=_warps(-(-n // ROWS), rows, get_format(b_format).element.bits),
+        accumulate=accumulate,
+        bias=bias,
+        alpha=alpha,
+    )

@@ -1,0 +1,170 @@
+"""Products of at most 16 bf16 rows by quantized weights on Hopper, run in the emulator, against
+fp64 products of operands that are dequantized by plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+from widened_inputs import (
+    BF16,
+    FP16,
+    FP32,
+    Operand,
+    assert_close,
+    assert_exact,
+    dequantized,
+    emulated,
+    every_code,
+    operand,
+)
+
+from blockscale import emulator as em
+from blockscale.emulator.hostcode import settings
+from blockscale.kernels.gpu.plan import describe
+from blockscale.kernels.sm90 import widened_config, widened_plan
+from blockscale.kernels.sm90.decode_config import Config, choose_config
+from blockscale.kernels.sm90.widened_gemm import widened_gemm
+from blockscale.kernels.sm90.widened_plan import plan_widened
+
+FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
+
+
+@pytest.fixture(autouse=True)
+def _keep_code(monkeypatch):
+    """Compiled functions have their machine code, too."""
+    monkeypatch.setattr(settings(), "keep_cubin", True)
+
+
+def weight(name: str, rows: int, k: int, seed: int = 2) -> Operand:
+    """An operand whose rows of scales start at multiples of 16 bytes, as TMA wants them."""
+    data, scale = operand(name, rows, k, seed)
+    blocks = scale.shape[1]
+    apart = torch.full((rows, -(-blocks // 16) * 16), 0x7F, dtype=torch.uint8)
+    apart[:, :blocks] = scale
+    return data, apart[:, :blocks]
+
+
+CASES = [  # format, rows of a tile, warps, stages; M, N, K; type of the output
+    ("eager", Config("mxfp8", FP32, rows=8, warps=2), (5, 40, 1024)),
+    ("random", Config("mxfp8", BF16, rows=16, warps=4), (16, 64, 512)),
+    ("late", Config("mxfp8_e5m2", FP32, rows=16, warps=2, stages=3), (11, 33, 1440)),
+    ("random", Config("mxfp4", FP32, rows=16, warps=2), (9, 72, 1152)),
+    ("late", Config("nvfp4", FP32, rows=8, warps=4), (1, 96, 1056)),
+    ("eager", Config("nvfp4", FP16, rows=16, warps=8), (13, 8, 256)),
+    ("late", Config("mxfp4", BF16, rows=8, warps=4, stages=1), (8, 32, 1024)),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products(case):
+    """Tails in M, N and K; stages that are used again and again; fewer K blocks than warps, and no
+    multiple of them."""
+    completion, config, (m, n, k) = case
+    a, b = operand("bf16", m, k, 1), weight(config.b_format, n, k)
+    got = emulated(config, a, b, completion=completion)
+    assert_close(got, a[0].double(), dequantized(config.b_format, *b))
+
+
+def test_same_bits():
+    """Whichever of the warps is first."""
+    config = Config("nvfp4", FP32, warps=4)
+    a, b = operand("bf16", 3, 1536, 1), weight("nvfp4", 32, 1536)
+    first, other = (emulated(config, a, b, completion=each) for each in ("eager", "random"))
+    assert torch.equal(first, other)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_element(name):
+    """Exact; infinite where fp32 cannot hold it, and in steps of bf16's least number; NaN spoils
+    its column of the output and no other."""
+    data, scale = every_code(name)
+    padded = torch.full((len(scale), 16), 127, dtype=torch.uint8)
+    padded[:, : scale.shape[1]] = scale
+    b = data, padded[:, : scale.shape[1]]
+    a = torch.zeros(4, 128)
+    for i, column in enumerate((0, 37, 74, 111)):
+        a[i, column] = 1
+    got = emulated(Config(name, FP32, warps=2), (a.to(BF16), None), b)
+    assert_exact(got, name, a.double(), b)
+
+
+EPILOGUES = [
+    {"out_dtype": FP32, "accumulate": True, "bias": BF16, "alpha": True},
+    {"out_dtype": BF16, "accumulate": True},
+    {"out_dtype": FP16, "bias": FP32, "rows": 16},
+]
+
+
+@pytest.mark.parametrize("fields", EPILOGUES)
+def test_epilogue(fields):
+    config = replace(Config("nvfp4", FP32, warps=2), **fields)
+    m = config.rows - 2
+    a, b = operand("bf16", m, 256, 1), weight("nvfp4", 40, 256)
+    bias = torch.randn(40).to(config.bias) if config.bias else None
+    start = torch.randn(m, 40).to(config.out_dtype) if config.accumulate else None
+    alpha = torch.tensor(0.75) if config.alpha else None
+    got = emulated(config, a, b, start=start, bias=bias, alpha=alpha)
+    added = sum(each.double() for each in (bias, start) if each is not None)
+    factor = 1.0 if alpha is None else 0.75
+    assert_close(got, factor * a[0].double(), dequantized("nvfp4", *b), added)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_through_the_host_function(format):
+    """A product that this kernel is chosen for."""
+    a, b = operand("bf16", 2, 512, 1), operand(format, 24, 512, 2)
+    with em.cutedsl(em.Device("sm_90a", check="all")) as reports:
+        got = widened_gemm(*a, None, *b, format, out_dtype=FP32, arch="sm_90a")
+    assert_close(got, a[0].double(), dequantized(format, *b))
+    assert any(each.startswith("mma.sync") for each in reports[0].instructions)
+
+
+def chosen(m: int, n: int, k: int, a_format: str | None = None, pad: int = 0):
+    """The kernel of a product whose scales lie ``pad`` bytes further apart than they are long."""
+    blocks = k // 32
+    scale = torch.empty(n, blocks + pad, dtype=torch.uint8)[:, :blocks]
+    a = torch.empty(m, k, dtype=BF16 if a_format is None else torch.uint8)
+    a_scale = None if a_format is None else torch.empty(m, blocks, dtype=torch.uint8)
+    b = torch.empty(n, k, dtype=torch.uint8)
+    given = describe(a), describe(a_scale), a_format, describe(b), describe(scale), "mxfp8"
+    plan = plan_widened(*given, None, None, None, BF16, False, torch.device("cpu"), "sm_90a")
+    return plan.config
+
+
+def test_choice(monkeypatch):
+    """For bf16 rows up to 16, where TMA can load the scales."""
+    monkeypatch.setattr(widened_plan, "get_kernel", lambda config, device: None)
+    for m, rows in ((1, 8), (8, 8), (9, 16), (16, 16)):
+        config = chosen(m, 8192, 1024)
+        assert config == choose_config(m, 8192, "mxfp8", BF16)
+        assert config.rows == rows
+    for config in (
+        chosen(17, 8192, 1024),
+        chosen(1, 8192, 1024, a_format="mxfp8"),
+        chosen(1, 8192, 1024, pad=4),
+        chosen(1, 8192, 1024 + 32),
+    ):
+        assert isinstance(config, widened_config.Config)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("n", [256, 2304, 4096, 8192, 57344])
+@pytest.mark.parametrize("m", [1, 16])
+def test_chosen_fit(m, n, format):
+    """Tiles that a multiprocessor takes at once fit its shared memory, two at least where there are
+    more than one for each."""
+    config = choose_config(m, n, format, BF16)
+    at_once = min(2, -(-n // (32 * 132)))
+    assert config.shared_bytes * at_once <= 227 * 1024
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 12}, {"warps": 0}, {"stages": 0}])
+def test_no_such_kernel(wrong):
+    with pytest.raises(ValueError, match=r": got .*; no kernel is made so"):
+        replace(Config("mxfp8", BF16), **wrong)
