@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -29,8 +30,10 @@ from blockscale import quantize
 from blockscale.emulator.hostcode import settings
 from blockscale.kernels import sm90
 from blockscale.kernels.gpu import compiled
+from blockscale.kernels.gpu.machine_code import disassemble
 from blockscale.kernels.gpu.plan import Unsupported
-from blockscale.kernels.sm90.config import Config, choose_config
+from blockscale.kernels.sm90.config import SHAPES, Config, choose_config
+from blockscale.kernels.sm90.product_config import fit
 
 # Ways to cut the work that give the same bits: all add K block after K block.
 VARIANTS = {
@@ -100,16 +103,6 @@ EPILOGUES = {
     "fp32 added, 1x128": replace(SQUARE, out_dtype=FP32, accumulate=True, b_block=(1, 128)),
     "bf16, 1x128": Config(BF16, b_block=(1, 128)),
     "bf16, 1x128, 192 columns": replace(VARIANTS["192 columns"], b_block=(1, 128)),
-    "fp32 added, 1x128, scales kept": Config(
-        FP32,
-        b_block=(1, 128),
-        accumulate=True,
-        tile=(256, 96),
-        cluster=(1, 2),
-        stages=4,
-        batch=96,
-        c_buffers=2,
-    ),
     "fp16": replace(SQUARE, out_dtype=FP16),
     "bf16, tall": VARIANTS["tall"],
 }
@@ -126,6 +119,63 @@ def test_epilogues(name):
         want = want + start.double()
     assert_close(emulated(config, given, start, completion="eager"), want, config.out_dtype)
     assert_no_spills(config)
+
+
+@pytest.mark.parametrize("b_block", [(128, 128), (1, 128)])
+def test_groups_of_wgmmas(b_block):
+    """Between the four wgmmas of a K block, nothing is loaded, nor is there what waits for it."""
+    code = disassemble(compiled.build(Config(BF16, b_block=b_block)).__cubin__)
+    opcodes = re.findall(r"/\*[0-9a-f]+\*/ +(?:@!?U?P\d+ +)?([\w.]+)", code)
+    products = [i for i, each in enumerate(opcodes) if each.startswith("QGMMA")]
+    assert len(products) % 4 == 0
+    for first, fourth in zip(products[::4], products[3::4], strict=True):
+        between = opcodes[first:fourth]
+        assert not [each for each in between if each.startswith(("LDS", "FMUL", "FFMA"))]
+
+
+# A thread has 128 rows: it reads the scales of its columns once for both halves.
+KEPT = Config(
+    FP32,
+    accumulate=True,
+    tile=(256, 128),
+    cluster=(1, 2),
+    stages=4,
+    c_buffers=1,
+    b_block=(1, 128),
+    unroll=1,
+)
+KEEPING = {
+    "fp32, added": KEPT,
+    "bf16, bias, alpha": replace(KEPT, out_dtype=BF16, accumulate=False, bias=BF16, alpha=True),
+    "bf16, added, no cluster": replace(KEPT, out_dtype=BF16, cluster=(1, 1), stages=3),
+    "fp32, one by one": replace(KEPT, tma_store=False),
+    "96 columns, unrolled": replace(KEPT, tile=(256, 96), batch=96, cluster=(2, 1), unroll=4),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_scales_kept(name):
+    """The same bits as with scales that are read when they are needed, with tails, more tiles than
+    blocks, and K blocks that fill the loop's body and more; and all of them fit in registers."""
+    config = KEEPING[name]
+    m, n, k = 264, 136, 128 * (config.unroll + 1) + 16
+    given, start = operands(m, n, k, config.b_block), torch.randn(m, n).to(config.out_dtype)
+    more = {
+        "bias": torch.randn(n).to(config.bias) if config.bias else None,
+        "alpha": torch.tensor(0.7) if config.alpha else None,
+    }
+    simple = replace(config, tile=(128, 128), batch=128, cluster=(1, 1))
+    want, got = (
+        emulated(each, given, start if config.accumulate else None, completion="random", **more)
+        for each in (simple, config)
+    )
+    assert torch.equal(got, want)
+    if config.accumulate:
+        assert_close(want, product(*given, config.b_block) + start.double(), config.out_dtype)
+    assert_no_spills(config)
+    bodies = 1 if config.unroll == 1 else config.unroll + 1  # of a K block, in the code
+    reads = compiled.build(config).__ptx__.count("ld.shared.v2.f32")
+    assert reads == bodies * config.tile[1] // 8
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -145,6 +195,16 @@ def test_shapes(shape):
     given = operands(*shape)
     got = emulated(config, given, completion="random", multiprocessors=132)
     assert_close(got, product(*given, config.b_block), BF16)
+
+
+@pytest.mark.parametrize("each", SHAPES[1, 128], ids=lambda each: str(each.config.tile))
+def test_one_for_each_row(each):
+    """Of what is chosen among where B has 1 x 128 scales, nothing is spilled."""
+    config = fit(each.config, out_dtype=FP32, b_block=(1, 128), accumulate=True)
+    given, start = operands(136, 72, 400, config.b_block), torch.randn(136, 72)
+    want = product(*given, config.b_block) + start.double()
+    assert_close(emulated(config, given, start, completion="random"), want, FP32)
+    assert_no_spills(config)
 
 
 @pytest.mark.parametrize("b_block", [(128, 128), (1, 128)])

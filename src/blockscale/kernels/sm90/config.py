@@ -76,25 +76,40 @@ def _shape(loop: int, fixed: int, **fields: Any) -> Shape:
 
 
 _WIDE = {"tile": (128, 256), "stages": 4}
+_THREE = {"tile": (192, 128), "cluster": (1, 2), "stages": 4, "warpgroups": 3}
 _SQUARE = {"tile": (128, 128), "stages": 5}
 _FEW = {"cluster": (1, 1), "alternate": True, "stages": 7}
 
-# Fitted to the times of all of them at 40 shapes of LLMs on an H200.
-SHAPES = (
-    _shape(750, 1037, **_WIDE),
-    _shape(792, 462, **_WIDE, cluster=(1, 1)),
-    _shape(567, 421, tile=(192, 128), cluster=(1, 2), stages=4, warpgroups=3),
-    _shape(440, 200, **_SQUARE),
-    _shape(440, 210, **_SQUARE, cluster=(1, 1)),
-    _shape(246, 1705, **_FEW, tile=(128, 64), batch=64),
-    _shape(313, 1935, **_FEW, tile=(64, 128)),
-    _shape(170, 3992, **_FEW, tile=(64, 64), batch=64),
-)
+SHAPES = {  # for scales of B
+    # Fitted to the times of all of them at 40 shapes of LLMs on an H200.
+    (128, 128): (
+        _shape(750, 1037, **_WIDE),
+        _shape(792, 462, **_WIDE, cluster=(1, 1)),
+        _shape(567, 421, **_THREE),
+        _shape(440, 200, **_SQUARE),
+        _shape(440, 210, **_SQUARE, cluster=(1, 1)),
+        _shape(246, 1705, **_FEW, tile=(128, 64), batch=64),
+        _shape(313, 1935, **_FEW, tile=(64, 128)),
+        _shape(170, 3992, **_FEW, tile=(64, 64), batch=64),
+    ),
+    # Fitted at 17 shapes, to bf16 and added to fp32, but for 4 us of a launch. Unrolled more, the
+    # first two would not fit the registers.
+    (1, 128): (
+        _shape(911, 4750, tile=(256, 128), cluster=(1, 2), stages=4, unroll=1),
+        _shape(711, 3627, **_THREE, unroll=2),
+        _shape(510, 2345, **_SQUARE, cluster=(1, 1)),
+        _shape(324, 1000, **_FEW, tile=(128, 64), batch=64),
+        _shape(336, 1000, **_FEW, tile=(64, 128)),
+        _shape(207, 1000, **_FEW, tile=(64, 64), batch=64),
+    ),
+}
 
 
 def candidates(shape: tuple[int, int, int], out_dtype: torch.dtype) -> list[Config]:
-    """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first."""
-    return [fit(each, out_dtype=out_dtype) for each in ordered(SHAPES, shape, BLOCK_K)]
+    """Configurations for a product of ``shape`` (M, N, K) with 128 x 128 scales of B, the one that
+    is chosen first."""
+    shapes = SHAPES[128, 128]
+    return [fit(each, out_dtype=out_dtype) for each in ordered(shapes, shape, BLOCK_K)]
 
 
 def choose_config(
@@ -113,6 +128,6 @@ def choose_config(
     ``bias``: its type.
     """
     added = {"accumulate": accumulate, "bias": bias, "alpha": alpha, "tma_store": aligned}
-    first = ordered(SHAPES, shape, BLOCK_K)[0]
+    first = ordered(SHAPES[b_block], shape, BLOCK_K)[0]
     config: Config = fit(first, out_dtype=out_dtype, b_block=b_block, **added)
     return config

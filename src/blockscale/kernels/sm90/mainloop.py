@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, tee
 from typing import Any
 
-from cutlass import const_expr, cute, range_constexpr
+from cutlass import Int32, const_expr, cute, range_constexpr
 
 from . import ptx
 from .config import BLOCK_K, Config
@@ -42,7 +42,11 @@ class Mainloop(Loop):
         self.b = cute.arch.make_warp_uniform(ptx.descriptor(b))
         self.a_scales = ptx.pin(a_scales + (rows + warp * 16 + lane // 4) * 4)
         own = lane % 4 * 8 if self.config.b_block[0] == 1 else 0
+        self.rank = Int32(0)  # of the block in its cluster: of the lanes, this one arrives for it
+        if self.config.blocks > 1:
+            self.rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         self.b_scales = ptx.pin(b_scales + own)
+        self.pairs = {}
 
     @cute.jit
     def __call__(self, sums, blocks, stage, phase, advance):
@@ -72,7 +76,7 @@ class Mainloop(Loop):
                 self.products(here, row_step, column_step)
                 if const_expr(i == 0):
                     rows = self.row_scales(here)
-                columns = self.column_scales(here, column_step)
+                columns = self.column_scales(here, row_step, column_step)
                 if const_expr(last):
                     stage, phase = advance(stage, phase)
                     if const_expr(block < count - 1):
@@ -94,6 +98,8 @@ class Mainloop(Loop):
         parts = self.parts
         for i, value in enumerate(ptx.wgmma([parts[i] for i in range(config.batch // 2)], a, b)):
             parts[i] = value
+        if not config.alternate:  # small batches end before what is read then is there
+            ptx.keep_below()
 
     def row_scales(self, stage) -> list[list[Any]]:
         """Of A, two for each step down the rows."""
@@ -103,23 +109,31 @@ class Mainloop(Loop):
             for step in range(self.config.row_steps)
         ]
 
-    def column_scales(self, stage, column_step: int) -> Iterator[list[Any]]:
+    def column_scales(self, stage, row_step: int, column_step: int) -> Iterator[list[Any]]:
         """Of B, for each eight columns of a batch: one, or those of a thread's two columns. Some
-        are read at once, while the tensor cores work; the others as they are needed.
+        of these are read at once, while the tensor cores work; the others as they are needed. All
+        steps down the rows have those that are read in the first one.
         """
         config = self.config
         address, first = self.b_scales + stage * config.scale_bytes[1], column_step * config.batch
         columns = range(first, first + config.batch, _COLUMNS)
         if config.b_block[0] == 1:
-            return _ahead(ptx.load_floats(address, 4 * column, 2) for column in columns)
+            if row_step == 0:
+                pairs = _ahead(ptx.load_floats(address, 4 * column, 2) for column in columns)
+                self.pairs[column_step] = tee(pairs, config.row_steps)
+            return self.pairs[column_step][row_step]
+        # Read again in each step: with few rows, the first wgmmas would wait for all of it.
         segments = [column // config.segment for column in columns]
-        found = {i: ptx.load_floats(address, 4 * i) for i in dict.fromkeys(segments)}
+        found = {
+            i: [ptx.load_for_warp(address, 4 * i, self.lane, self.rank)]
+            for i in dict.fromkeys(segments)
+        }
         return iter([found[i] for i in segments])
 
     def add(self, sums, rows: list, columns: Iterator[list], release) -> None:
         """Add a batch's partial sum. ``release``: the stage, if it is not needed after this."""
-        config = self.config
-        if release is not None and config.b_block[0] > 1:
+        early = self.config.b_block[0] > 1 or self.config.row_steps > 1  # nothing more is read
+        if release is not None and early:
             self.release(release)
         scales, scaled = None, None
         for group, column in enumerate(columns):
@@ -131,7 +145,7 @@ class Mainloop(Loop):
             added = ptx.fma4([sums[i] for i in where], parts, scales)
             for i, value in zip(where, added, strict=True):
                 sums[i] = value
-        if release is not None and config.b_block[0] == 1:
+        if release is not None and not early:
             self.release(release)
 
 

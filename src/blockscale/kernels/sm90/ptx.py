@@ -19,7 +19,9 @@ __all__ = [
     "expect",
     "finish",
     "fma4",
+    "keep_below",
     "load_floats",
+    "load_for_warp",
     "load_pair",
     "multiply",
     "pin",
@@ -131,6 +133,12 @@ def finish(sums: list) -> list:
     return _asm(code, [Float32] * len(sums), sums, constraints, memory=True)
 
 
+def keep_below() -> None:
+    """What follows stays below: the compiler would move loads up between the wgmmas of a group, and
+    arithmetic that waits for them. Takes no time, a warp's lanes being together."""
+    _asm("bar.warp.sync 0xffffffff;", [], [], [], memory=True)
+
+
 def fma4(sums: list, parts: list, scales: list) -> list:
     """``sums + parts * scales``, four of them; two scales, of two rows, or four."""
     which = [0, 0, 1, 1] if len(scales) == 2 else range(4)
@@ -152,6 +160,16 @@ def load_floats(address, offset: int, count: int = 1) -> list:
     names, kind = (names, "f32") if count == 1 else (f"{{{names}}}", f"v{count}.f32")
     code = f"ld.shared.{kind} {names}, [${count} + {offset}];"
     return _asm(code, [Float32] * count, [address], ["r"], memory=True)
+
+
+def load_for_warp(address, offset: int, lane, reader):
+    """fp32 that the lane ``reader`` reads for all. If it is the one that arrives later, tools that
+    look for races see that what is stored there next comes after it."""
+    code = (
+        "{ .reg .pred p; .reg .f32 x; mov.f32 x, 0f00000000; setp.eq.s32 p, $2, $3;"
+        f" @p ld.shared.f32 x, [$1 + {offset}]; shfl.sync.idx.b32 $0, x, $3, 31, 0xffffffff; }}"
+    )
+    return _asm(code, [Float32], [address, lane, reader], ["r", "r", "r"], memory=True)[0]
 
 
 def store_floats(address, offset: int, values: list) -> None:
