@@ -35,7 +35,8 @@ GROUPS = {  # of gemm_h200.json -> the format of its rows in the model, by case
     "1x128 by 1x128, added to fp32": {"fp8_1x128": "fp8_1x128"},
 }
 
-#: `ncu --section MemoryWorkloadAnalysis` on that H200, caches flushed: L2 Hit Rate.
+#: `ncu --section MemoryWorkloadAnalysis` on that H200, caches flushed: L2 Hit Rate. fp8_1x128 had
+#: tiles of 128 x 256 then, not 256 x 128; the model says the same of both.
 HIT_RATES = (
     ("fp8_block", (4096, 4096, 4096), 0.8196),
     ("fp8_1x128", (4096, 4096, 4096), 0.8172),
