@@ -137,8 +137,9 @@ class Recorder(em.Device):
         self._fails = fails or {}
 
     def launch(
-        self, ptx, name, grid, block, args, *, cluster=None, shared=0, buffers=(), profile=False
-    ):
+        self, ptx, name, grid, block, args, *, cluster=None, shared=0, buffers=(), profile=False,
+        programmatic=False,
+    ):  # fmt: skip
         self.launches.append(dict(locals()))
         if failure := self._fails.get(len(self.launches) - 1):
             raise failure

@@ -1,6 +1,6 @@
 """Run compiled Hopper and Blackwell kernels on a CPU: PTX text and buffers in, memory out."""
 
-from .checks import DataRace, Uninitialized
+from .checks import DataRace, EarlyAccess, Uninitialized
 from .cutedsl import cutedsl
 from .device import Device
 from .machine import Deadlock
@@ -13,6 +13,7 @@ __all__ = [
     "DataRace",
     "Deadlock",
     "Device",
+    "EarlyAccess",
     "MemoryFault",
     "PtxError",
     "Report",

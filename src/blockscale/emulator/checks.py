@@ -14,13 +14,17 @@ import numpy as np
 from .order import FENCED, SEEN, Actor, Knowledge, Order
 from .program import PtxError
 
-__all__ = ["CHECKS", "DataRace", "Shadow", "Site", "Uninitialized"]
+__all__ = ["CHECKS", "DataRace", "EarlyAccess", "Shadow", "Site", "Uninitialized"]
 
 CHECKS = ("race", "uninitialized", "registers")
 
 
 class DataRace(PtxError):
     """Two accesses to one place, one of them a write, that nothing orders."""
+
+
+class EarlyAccess(DataRace):
+    """A programmatic launch touches global memory that the kernel before may still use."""
 
 
 class Uninitialized(PtxError):

@@ -48,7 +48,7 @@ class Cluster:
         self.engine = Engine(settings.completion, (settings.seed, *index), launch.watch)
         self.order: Order | None = None
         if settings.checks & {"race", "uninitialized"}:
-            self.order = Order(len(self.ctas), self.ctas[0].warps)
+            self.order = Order(len(self.ctas), self.ctas[0].warps, launch.programmatic)
             cells = SYSTEM_SHARED + launch.shared_bytes
             for cta in self.ctas:
                 cta.shadow = Shadow(

@@ -46,8 +46,9 @@ class Device:
             or "random".
         seed: of the random order.
         check: what to look after besides bounds and alignment: "all", "none", or some of "race"
-            (accesses to shared and Tensor Memory that nothing orders), "uninitialized" (reads of
-            them that nobody wrote before) and "registers" (used while asynchronous work has them).
+            (accesses to shared and Tensor Memory that nothing orders, and of programmatic launches
+            to global memory), "uninitialized" (reads of shared and Tensor Memory that nobody wrote
+            before) and "registers" (used while asynchronous work has them).
         exact: sum products of the tensor cores exactly and round once, instead of as they do.
         workers: processes that the clusters of a grid are spread over.
         resident: clusters of a grid that start at once and take turns, in each process; None: 2,
@@ -98,6 +99,7 @@ class Device:
         buffers: Sequence[tuple[str, Any]] = (),
         profile: bool = False,
         trace: bool = False,
+        programmatic: bool = False,
     ) -> Report:
         """Run a kernel; buffers among ``args`` are written in place.
 
@@ -113,6 +115,10 @@ class Device:
                 (name, array or tensor).
             profile: report memory traffic, bank conflicts, products and waits, too.
             trace: and what each warp and engine did when, for ``Report.trace``.
+            programmatic: the kernel may start while the one before it still runs (programmatic
+                dependent launch, ``use_pdl`` of CuTe DSL). Memory is as that one leaves it all the
+                same; with the check "race", EarlyAccess says what in global memory is touched
+                without being ordered after a griddepcontrol.wait.
 
         Raises PtxError (a ValueError) for what is not PTX, not supported or not allowed, and
         Deadlock where nothing can move.
@@ -121,8 +127,9 @@ class Device:
         _check_target(module, self.target)
         function = _entry(module, name)
         launch = _prepare(
-            module, function, grid, block, cluster, shared, args, buffers, self._settings
-        )
+            module, function, grid, block, cluster, shared, args, buffers, self._settings,
+            programmatic,
+        )  # fmt: skip
         program = Program(module, launch)
         code = program.code(name)
         clusters = math.prod(-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True))
@@ -220,6 +227,7 @@ def _prepare(
     args: Sequence[Any],
     buffers: Sequence[tuple[str, Any]],
     settings: Settings,
+    programmatic: bool,
 ) -> Launch:
     dims = _dimensions(function, grid, block, cluster)
     memory = GlobalMemory()
@@ -257,6 +265,8 @@ def _prepare(
         module_variables=variables,
         settings=settings,
         cell=_cell(module),
+        programmatic=programmatic and "race" in settings.checks,
+        constants=(parameters, *(b for b in variables.values() if not b.writable)),
     )
 
 

@@ -51,10 +51,11 @@ _TARGETS = {
     "sm_103a": {16: 148, 38: 126 << 20, 75: 10, 76: 3},
 }
 
-# Launch attributes (enum cudaLaunchAttributeID) that change no result here: hints, priorities, and
-# leave to overlap launches (6), which a kernel need not have.
+# Launch attributes (enum cudaLaunchAttributeID): the cluster, leave to overlap the launch before,
+# and those that change no result here, hints and priorities.
 _CLUSTER = 4
-_HINTS = {0, 1, 2, 3, 5, 6, 8, 9, 10, 11}
+_PROGRAMMATIC = 6
+_HINTS = {0, 1, 2, 3, 5, 8, 9, 10, 11}
 
 
 def device_attributes(target: str) -> Mapping[int, int]:
@@ -223,10 +224,12 @@ class _Attribute(ctypes.Structure):
 
 def _launch(call: _Call, config: int, kernel: int, parameters: int) -> None:
     c = _Config.from_address(config)
-    cluster = None
+    cluster, programmatic = None, False
     for attribute in (_Attribute * c.count).from_address(c.attributes) if c.count else ():
         if attribute.id == _CLUSTER:
             cluster = tuple(attribute.value[:3])
+        elif attribute.id == _PROGRAMMATIC:
+            programmatic = attribute.value[0] != 0
         elif attribute.id not in _HINTS:
             raise PtxError(f"launch attribute {attribute.id}: not supported")
     name = call.host.kernels[kernel - 1]
@@ -242,6 +245,7 @@ def _launch(call: _Call, config: int, kernel: int, parameters: int) -> None:
         shared=c.shared,
         buffers=call.buffers,
         profile=call.profile,
+        programmatic=programmatic,
     )
     call.reports.append(report)
 

@@ -373,7 +373,10 @@ class Launch:
     module_variables: dict[str, Buffer]
     settings: Settings
     cell: int  # bytes of shared memory that the checks tell apart
+    programmatic: bool  # it may start before the kernel before is over, and races are looked for
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # clusters not yet started
     watch: Watch | None = None
+    #: Memory at global addresses that no kernel writes.
+    constants: tuple[Buffer, ...] = ()
     #: Around atomic operations on global memory.
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)

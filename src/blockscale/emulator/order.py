@@ -50,16 +50,18 @@ class Order:
     Args:
         ctas: CTAs of the cluster.
         warps: warps of each.
+        programmatic: whether the kernel before is an agent, too: the last one.
     """
 
-    def __init__(self, ctas: int, warps: int) -> None:
+    def __init__(self, ctas: int, warps: int, programmatic: bool = False) -> None:
         self.warps = warps
         first = ctas * warps  # the slots come after the warps
         groups = -(-warps // 4)
         self._pipes: dict[Hashable, int] = {}
         self._next_pipe, self._copies = first, first + ctas * (groups + warps)
         self._plain = self._copies + _COPIES
-        self.agents = self._plain + _PLAIN
+        self.agents = self._plain + _PLAIN + programmatic
+        self.predecessor = self.agents - 1 if programmatic else None
         self.known = np.zeros((self.agents, 3, self.agents), np.uint32)
         self.time = np.ones(self.agents, np.uint32)
         own = np.arange(self.agents)

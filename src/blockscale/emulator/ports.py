@@ -13,14 +13,16 @@ import numpy as np
 from .checks import Shadow
 from .engine import Work
 from .memory import MemoryFault, gather, scatter
+from .predecessor import follows
 
 if TYPE_CHECKING:
-    from .machine import CTA, Launch
+    from .machine import CTA, Fragment, Launch
 
 __all__ = [
     "cells",
     "read_global",
     "read_local",
+    "read_map",
     "read_own",
     "read_shared",
     "write_global",
@@ -28,6 +30,8 @@ __all__ = [
     "write_own",
     "write_shared",
 ]
+
+_MAP = 128  # bytes of a tensor map
 
 
 def cells(offsets: np.ndarray, size: int, cell: int) -> np.ndarray:
@@ -120,11 +124,22 @@ def _tell(
 
 
 def read_global(by: Any, launch: Launch, where: np.ndarray, size: int) -> np.ndarray:
+    if launch.programmatic:
+        follows(by, launch, "reads", where)
     _tell(by, "global", "read", where, size, None, slice(None), launch)
     return launch.memory.load(where, size)
 
 
+def read_map(w: Fragment, where: np.ndarray) -> bytes:
+    """The tensor map at the address of a fragment of one thread, in parameters or global memory."""
+    if w.cta.launch.programmatic:
+        follows(w, w.cta.launch, "reads", where)
+    return w.cta.launch.memory.load(where, _MAP)[0].tobytes()
+
+
 def write_global(by: Any, launch: Launch, where: np.ndarray, values: np.ndarray) -> None:
+    if launch.programmatic:
+        follows(by, launch, "writes", where)
     _tell(by, "global", "write", where, values.shape[1], None, slice(None), launch)
     launch.memory.store(where, values)
 

@@ -141,6 +141,7 @@ def _into_global(form: Form) -> Step:
                 new = kept(stored, lambda: launch.memory.load(where, size))
                 write_global(work, launch, where, new)
 
-        w.cta.cluster.engine.submit(Work(w, write))
+        cluster = w.cta.cluster
+        cluster.engine.submit(Work(w, write, actor=cluster.begin(w, generic=True)))
 
     return one_by_one(run)

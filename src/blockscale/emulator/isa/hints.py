@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..machine import Fragment, Step
+from ..predecessor import waited
 from ..program import Immediate
 from .access import checked
 from .registry import Form, instruction
@@ -31,11 +32,13 @@ def setmaxnreg(form: Form) -> Step:
 
 @instruction("griddepcontrol")
 def griddepcontrol(form: Form) -> Step:
-    """9.7.13.13: a launch starts once everything before it is done."""
+    """9.7.13.13: a launch starts once everything before it is done; the checks of a programmatic
+    one look for what needs the wait all the same."""
     form.needs("sm_90")
-    if form.one("launch_dependents", "wait") is None:
+    kind = form.one("launch_dependents", "wait")
+    if kind is None:
         raise form.error("expected .launch_dependents or .wait")
-    return lambda w: None
+    return waited if kind == "wait" else lambda w: None
 
 
 @instruction("createpolicy")

@@ -11,7 +11,7 @@ import numpy as np
 from ..engine import Work
 from ..machine import Fragment, Step
 from ..memory import MemoryFault
-from ..ports import read_global, read_shared, write_global, write_shared
+from ..ports import read_global, read_map, read_shared, write_global, write_shared
 from ..program import Address, Vector
 from ..tensormap import TensorMap
 from ..tensormap_tile import Tile
@@ -39,8 +39,7 @@ def _tensor(form: Form, index: int) -> Callable[[Fragment], Place]:
         where = np.array(at(w))
         if int(where[0]) % 64:
             raise MemoryFault(f"address {int(where[0]):#x} of a tensor map: a multiple of 64")
-        raw = w.cta.launch.memory.load(where[:1], 128)[0].tobytes()
-        return raw, tuple(first(get(w)) for get in gets)
+        return read_map(w, where[:1]), tuple(first(get(w)) for get in gets)
 
     return find
 
@@ -174,8 +173,9 @@ def _prefetch_map(form: Form) -> Step:
     address: Any = form.address(0)
 
     def run(w: Fragment) -> None:
-        for where in np.unique(address(w)):
-            w.cta.launch.memory.load(np.array([where]), 128)
+        where, threads = np.unique(address(w), return_index=True)
+        for i, thread in enumerate(threads.tolist()):
+            read_map(w.alone(thread), where[i : i + 1])
 
     return run
 
