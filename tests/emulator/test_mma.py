@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
+from wgmma_kernels import DTYPES as FLOATS
 
 from blockscale import emulator as em
 from blockscale.emulator.tensorcore.arithmetic import multiply
@@ -16,11 +16,7 @@ from kernels import run, text
 
 M, N = 16, 8
 DTYPES: dict[str, Any] = {
-    "tf32": np.dtype(np.float32),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "f16": np.dtype(np.float16),
-    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    **FLOATS,
     "s8": np.dtype(np.int8),
     "u8": np.dtype(np.uint8),
     "f32": np.dtype(np.float32),

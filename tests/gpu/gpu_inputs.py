@@ -1,10 +1,23 @@
 """Help for the tests on a GPU: inputs, and bytes compared."""
 
+import pytest
 import torch
 
 import blockscale as bs
+from blockscale.kernels.gpu import architecture
 
 DEVICE = "cuda"
+
+
+def only_on(*architectures: str) -> None:
+    """Skip the module that calls, where there is another GPU."""
+    if torch.cuda.is_available() and architecture(None) not in architectures:
+        pytest.skip(f"no kernels for {architecture(None)}", allow_module_level=True)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
 def nasty(dtype: torch.dtype, rows: int = 256, columns: int = 384, seed: int = 0) -> torch.Tensor:

@@ -7,24 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-from gpu_inputs import DEVICE
+from gpu_inputs import DEVICE, normal, only_on
 
 import blockscale as bs
 
-if torch.cuda.is_available():
-    from blockscale.kernels.gpu import architecture
-
-    if architecture(None) != "sm_90a":
-        pytest.skip(f"no such kernels for {architecture(None)}", allow_module_level=True)
+only_on("sm_90a")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 gemm = partial(bs.gemm, backend="kernel")
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=DEVICE).to(BF16)
 
 
 def shapes(format: str) -> list[tuple[int, int, int]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gpu_inputs import DEVICE, nasty
+from gpu_inputs import DEVICE, nasty, only_on
 from torch import Tensor
 
 import blockscale as bs
@@ -14,8 +14,7 @@ from blockscale.kernels import gpu
 from blockscale.kernels.gpu.config import ARCHITECTURES
 from blockscale.layouts import layouts
 
-if torch.cuda.is_available() and gpu.architecture(None) not in ARCHITECTURES:
-    pytest.skip(f"no kernels for {gpu.architecture(None)}", allow_module_level=True)
+only_on(*ARCHITECTURES)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = [name for name, fmt in bs.formats.items() if fmt.element.bits != 6]

@@ -7,27 +7,18 @@ from functools import partial
 
 import pytest
 import torch
-from gpu_inputs import DEVICE, same
+from gpu_inputs import DEVICE, normal, only_on, same
 
 import blockscale as bs
 from blockscale.bench.timing import host_microseconds
 
-if torch.cuda.is_available():
-    from blockscale.kernels.gpu import architecture
-
-    if architecture(None) != "sm_90a":
-        pytest.skip(f"no kernels for {architecture(None)}", allow_module_level=True)
+only_on("sm_90a")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, BLOCKS = "fp8_1x128", "fp8_128x128"
 FLOOR = 1.66e-3  # relative error of rounding normal values to bf16
 WGMMA = 3e-4  # of sums of FP8 products on Hopper, which are kept below fp32
 gemm = partial(bs.gemm, backend="kernel")
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
 def quantized(

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from gpu_inputs import DEVICE, same_parts
+from gpu_inputs import DEVICE, only_on, same_parts
 
 import blockscale as bs
 
-if torch.cuda.is_available():
-    from blockscale.kernels.gpu import architecture
-
-    if architecture(None) != "sm_90a":
-        pytest.skip(f"no kernels for {architecture(None)}", allow_module_level=True)
+only_on("sm_90a")
 
 
 def operands(left: str | None, right: str, m: int, n: int, k: int):

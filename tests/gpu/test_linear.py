@@ -7,18 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from gpu_inputs import DEVICE
+from gpu_inputs import DEVICE, only_on
 
 import blockscale as bs
-from blockscale.kernels.gpu.config import ARCHITECTURES
 from blockscale.nn import Linear, clear_weight_cache, linear
 from blockscale.ops import backends
 
-if torch.cuda.is_available():
-    from blockscale.kernels.gpu import architecture
-
-    if architecture(None) not in ARCHITECTURES[:1]:
-        pytest.skip(f"no products for {architecture(None)}", allow_module_level=True)
+only_on("sm_90a")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RECIPES = {

@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from gpu_inputs import DEVICE, nasty, same, same_parts
+from gpu_inputs import DEVICE, nasty, only_on, same, same_parts
 
 import blockscale as bs
 from blockscale.kernels.gpu.config import ARCHITECTURES
 from blockscale.layouts import layouts
 
-if torch.cuda.is_available():
-    from blockscale.kernels.gpu import architecture
-
-    if architecture(None) not in ARCHITECTURES:
-        pytest.skip(f"no kernels for {architecture(None)}", allow_module_level=True)
+only_on(*ARCHITECTURES)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = [name for name, fmt in bs.formats.items() if fmt.element.bits != 6]

@@ -18,20 +18,15 @@ from sm100_inputs import BF16, FP16, FP32, Operand, emulated, operand, product, 
 
 from blockscale import emulator as em
 from blockscale import quantize
-from blockscale.emulator.hostcode import settings
 from blockscale.kernels import sm100
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm100.config import Config, choose_config
 
+pytestmark = pytest.mark.usefixtures("keep_code")
+
 PAIR = {"ctas": 2, "cluster": (2, 1)}
 WIDE = {"columns": 256, "c_buffers": 1}
-
-
-@pytest.fixture(autouse=True)
-def _keep_code(monkeypatch):
-    """Compiled functions have their machine code, too."""
-    monkeypatch.setattr(settings(), "keep_cubin", True)
 
 
 @cache

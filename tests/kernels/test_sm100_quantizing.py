@@ -21,22 +21,17 @@ from sm100_quantized import emulated, expected, halved_scale
 
 from blockscale import emulator as em
 from blockscale import formats, quantize, swiglu_quantize
-from blockscale.emulator.hostcode import settings
 from blockscale.kernels import sm100
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 
+pytestmark = pytest.mark.usefixtures("keep_code")
+
 MX8, NV4 = Quantizing("mxfp8"), Quantizing("nvfp4")
 GATED8, GATED4 = Quantizing("mxfp8", swiglu=True), Quantizing("nvfp4", swiglu=True)
 PAIR = {"ctas": 2, "cluster": (2, 1)}
-
-
-@pytest.fixture(autouse=True)
-def _keep_code(monkeypatch):
-    """Compiled functions have their machine code, too."""
-    monkeypatch.setattr(settings(), "keep_cubin", True)
 
 
 def _config(format: str, quantizing: Quantizing, **fields: Any) -> Config:

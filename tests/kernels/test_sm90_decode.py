@@ -13,6 +13,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from widened_inputs import (
     BF16,
+    COLUMNS,
     FP16,
     FP32,
     Operand,
@@ -22,32 +23,23 @@ from widened_inputs import (
     emulated,
     every_code,
     operand,
+    spaced,
 )
 
 from blockscale import emulator as em
-from blockscale.emulator.hostcode import settings
 from blockscale.kernels.gpu.plan import describe
 from blockscale.kernels.sm90 import widened_config, widened_plan
 from blockscale.kernels.sm90.decode_config import Config, choose_config
 from blockscale.kernels.sm90.widened_gemm import widened_gemm
 from blockscale.kernels.sm90.widened_plan import plan_widened
 
+pytestmark = pytest.mark.usefixtures("keep_code")
+
 FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 
 
-@pytest.fixture(autouse=True)
-def _keep_code(monkeypatch):
-    """Compiled functions have their machine code, too."""
-    monkeypatch.setattr(settings(), "keep_cubin", True)
-
-
-def weight(name: str, rows: int, k: int, seed: int = 2) -> Operand:
-    """An operand whose rows of scales start at multiples of 16 bytes, as TMA wants them."""
-    data, scale = operand(name, rows, k, seed)
-    blocks = scale.shape[1]
-    apart = torch.full((rows, -(-blocks // 16) * 16), 0x7F, dtype=torch.uint8)
-    apart[:, :blocks] = scale
-    return data, apart[:, :blocks]
+def weight(name: str, rows: int, k: int) -> Operand:
+    return spaced(*operand(name, rows, k, 2))
 
 
 CASES = [  # format, rows of a tile, warps, stages; M, N, K; type of the output
@@ -83,12 +75,8 @@ def test_same_bits():
 def test_every_element(name):
     """Exact; infinite where fp32 cannot hold it, and in steps of bf16's least number; NaN spoils
     its column of the output and no other."""
-    data, scale = every_code(name)
-    padded = torch.full((len(scale), 16), 127, dtype=torch.uint8)
-    padded[:, : scale.shape[1]] = scale
-    b = data, padded[:, : scale.shape[1]]
-    a = torch.zeros(4, 128)
-    for i, column in enumerate((0, 37, 74, 111)):
+    b, a = spaced(*every_code(name)), torch.zeros(len(COLUMNS), 128)
+    for i, column in enumerate(COLUMNS):
         a[i, column] = 1
     got = emulated(Config(name, FP32, warps=2), (a.to(BF16), None), b)
     assert_exact(got, name, a.double(), b)
@@ -164,7 +152,7 @@ def test_chosen_fit(m, n, format):
     assert config.shared_bytes * at_once <= 227 * 1024
 
 
-@pytest.mark.parametrize("wrong", [{"rows": 12}, {"warps": 0}, {"stages": 0}])
+@pytest.mark.parametrize("wrong", [{"rows": 12}, {"warps": 0}, {"stages": 0}, {"stages": 40}])
 def test_no_such_kernel(wrong):
     with pytest.raises(ValueError, match=r": got .*; no kernel is made so"):
         replace(Config("mxfp8", BF16), **wrong)

@@ -24,9 +24,10 @@ from sm90_inputs import (
 )
 
 from blockscale import emulator as em
-from blockscale.emulator.hostcode import settings
 from blockscale.kernels import sm90
 from blockscale.kernels.sm90.config import Config
+
+pytestmark = pytest.mark.usefixtures("keep_code")
 
 ALL = {"accumulate": True, "alpha": True}
 
@@ -50,12 +51,6 @@ CASES = {
         **ALL,
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _keep_code(monkeypatch):
-    """Compiled functions have their machine code, too."""
-    monkeypatch.setattr(settings(), "keep_cubin", True)
 
 
 def normal(*shape: int, dtype: torch.dtype = FP32) -> Tensor:

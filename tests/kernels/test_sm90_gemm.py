@@ -27,13 +27,14 @@ from sm90_inputs import (
 
 from blockscale import emulator as em
 from blockscale import quantize
-from blockscale.emulator.hostcode import settings
 from blockscale.kernels import sm90
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.machine_code import disassemble
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm90.config import SHAPES, Config, choose_config
 from blockscale.kernels.sm90.product_config import fit
+
+pytestmark = pytest.mark.usefixtures("keep_code")
 
 # Ways to cut the work that give the same bits: all add K block after K block.
 VARIANTS = {
@@ -46,12 +47,6 @@ VARIANTS = {
     "192 columns": Config(BF16, tile=(128, 192), stages=4, batch=192, c_buffers=3),
     "square": SQUARE,
 }
-
-
-@pytest.fixture(autouse=True)
-def _keep_code(monkeypatch):
-    """Compiled functions have their machine code, too."""
-    monkeypatch.setattr(settings(), "keep_cubin", True)
 
 
 @cache

@@ -14,22 +14,17 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from sm90_inputs import BF16, SQUARE, assert_close, emulated, frame_bytes, operands, product
 
 from blockscale import emulator as em
-from blockscale.emulator.hostcode import settings
 from blockscale.emulator.isa import tensor_copy
 from blockscale.emulator.tensormap import TensorMap
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.sm90.ladder_config import LadderConfig
 from blockscale.kernels.sm90.ladder_steps import STEPS, Step
 
+pytestmark = pytest.mark.usefixtures("keep_code")
+
 BY_NAME = {step.name: step for step in STEPS}
 SHORT = [step.name for step in STEPS if isinstance(step.config, LadderConfig)]
 TAILS = 72, 264, 272  # in M, N and K; several tiles
-
-
-@pytest.fixture(autouse=True)
-def _keep_code(monkeypatch):
-    """Compiled functions have their machine code, too."""
-    monkeypatch.setattr(settings(), "keep_cubin", True)
 
 
 def run(step: Step, given: tuple[Tensor, ...], completion: str) -> Tensor:

@@ -16,21 +16,16 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from sm90_inputs import BF16, FP16, FP32, assert_no_spills, launched
 
 from blockscale import emulator as em
-from blockscale.emulator.hostcode import settings
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm90.plain_config import SHAPES, PlainConfig, candidates, choose_config
 from blockscale.kernels.sm90.plain_gemm import plain_gemm
 from blockscale.kernels.sm90.product_config import fit
 
+pytestmark = pytest.mark.usefixtures("keep_code")
+
 SQUARE = PlainConfig(BF16, tile=(128, 128), cluster=(1, 1), batch=128)
 MAJORS = tuple(product(("k", "mn"), repeat=2))
-
-
-@pytest.fixture(autouse=True)
-def _keep_code(monkeypatch):
-    """Compiled functions have their machine code, too."""
-    monkeypatch.setattr(settings(), "keep_cubin", True)
 
 
 def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:

@@ -31,19 +31,14 @@ from widened_inputs import (
 
 from blockscale import emulator as em
 from blockscale import quantize
-from blockscale.emulator.hostcode import settings
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm90.widened_config import FEW, Config, choose_config, why_not
 from blockscale.kernels.sm90.widened_gemm import widened_gemm
 
+pytestmark = pytest.mark.usefixtures("keep_code")
+
 SMALL = Config("mxfp8", "mxfp8", BF16, tile=(32, 128))
-
-
-@pytest.fixture(autouse=True)
-def _keep_code(monkeypatch):
-    """Compiled functions have their machine code, too."""
-    monkeypatch.setattr(settings(), "keep_cubin", True)
 
 
 def operands(config: Config, m: int, n: int, k: int) -> tuple[Operand, Operand]:

@@ -6,13 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from guarded import guarded
-from sm90_inputs import frame_bytes
+from sm90_inputs import assert_no_spills, launched
 from torch import Tensor
 
-from blockscale import emulator as em
 from blockscale.formats import get_format
-from blockscale.kernels.gpu import compiled
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
@@ -66,12 +63,10 @@ def emulated(
 ) -> Tensor:
     """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
     between them may change."""
-    with guarded((a[0].shape[0], b[0].shape[0]), config.out_dtype, start) as out:
-        with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
-            kernel = compiled.build(config)
-            assert frame_bytes(kernel.__cubin__) == [0], "spills"
-            kernel(*a, *b, out, bias, alpha, multiprocessors)
-        return out.clone()
+    shape, rest = (a[0].shape[0], b[0].shape[0]), (bias, alpha, multiprocessors)
+    out = launched(config, shape, (*a, *b), start, rest, completion)
+    assert_no_spills(config)
+    return out
 
 
 def assert_close(got: Tensor, a: Tensor, b: Tensor, added: Tensor | float = 0.0) -> None:
@@ -94,6 +89,14 @@ SCALES = {  # the last that bf16 can hold with what brings elements to their val
 
 def packed(codes: Tensor, bits: int) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes
+
+
+def spaced(data: Tensor, scale: Tensor) -> Operand:
+    """The same operand, whose rows of scales start at multiples of 16 bytes, as TMA wants them."""
+    rows, blocks = scale.shape
+    apart = torch.full((rows, -(-blocks // 16) * 16), 0x7F, dtype=torch.uint8)
+    apart[:, :blocks] = scale
+    return data, apart[:, :blocks]
 
 
 def every_code(name: str) -> Operand:

@@ -9,6 +9,7 @@ import torch
 
 from ..common.calls import OUT_DTYPES
 from ..common.machine import MULTIPROCESSORS, no_kernels
+from ..common.refuse import refuse
 from ..gpu.config import SHARED
 from .kinds import Kind, find_kind
 from .quantizing_config import BOX_COLUMNS, FORMATS, STEP, Quantizing
@@ -86,9 +87,7 @@ class Config:
             "c_buffers": self.stores % self.c_buffers,
             "arch": self.arch not in ARCHES,
         }
-        for name, bad in wrong.items():
-            if bad:
-                raise ValueError(f"{name}: got {getattr(self, name)}; no kernel is made so: {self}")
+        refuse(self, wrong)
 
     @property
     def kind(self) -> Kind:

@@ -20,7 +20,8 @@ from ..common.persistent import advance, meet
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
 from . import ptx, widened_ptx
-from .decode_config import BLOCK_K, ROWS, SCALE_ROW, Config
+from .decode_config import ROWS, SCALE_ROW, Config
+from .widened_config import BLOCK_K
 from .widened_rows import Rows
 
 __all__ = ["Decode", "compile_config"]
@@ -119,9 +120,7 @@ class Decode:
         lane = cute.arch.lane_idx()
         row, part = lane // 4, lane % 4
         addresses = [each.iterator.toint() for each in tiles]
-        swizzle = row // 2 if config.row_bytes == 64 else row
-        chunk = (part if config.row_bytes == 64 else 2 * part) ^ swizzle
-        b = ptx.pin(addresses[0] + row * config.row_bytes + chunk * 16)
+        b = ptx.pin(addresses[0] + self.rows.place(row, part))
         panel = part // 2 * (self.a.nbytes // _PANELS) + row * 128
         a = ptx.pin(addresses[1] + panel + ((part % 2 * 4) ^ row) * 16)
         scales = ptx.pin(addresses[2] + row * SCALE_ROW + part * self.rows.scale_bytes)
@@ -203,10 +202,9 @@ class Decode:
             of_lane = c % 16 // 8 * 2 + r % 2
             at = ((c // 16 * self.groups + r // 8) * 32 + lane) * 4 + of_lane
             if index < each and r < d.shape[0] and column + c < d.shape[1]:
-                total = Float32(0)
+                total, found = Float32(0), tiles.iterator.toint() + at * 4
                 for other in range_constexpr(config.warps):
-                    at_other = tiles.iterator.toint() + at * 4
-                    total = total + ptx.load_floats(at_other, other * (4 * each))[0]
+                    total = total + ptx.load_floats(found, other * (4 * each))[0]
                 if const_expr(config.gain != 1):
                     total = total * Float32(config.gain)
                 if const_expr(alpha is not None):

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from ...formats import Format, get_format
+from ..common.refuse import refuse
+from ..gpu.config import SHARED
 from ..gpu.plan import Described
 from .product_config import MULTIPROCESSORS
+from .widened_config import BLOCK_K, gain
 
-__all__ = ["BLOCK_K", "ROWS", "SCALE_ROW", "Config", "choose_config", "suits"]
+__all__ = ["ROWS", "SCALE_ROW", "Config", "choose_config", "suits"]
 
-BLOCK_K = 128  # columns of a stage
 ROWS = 32  # of B that a block of threads takes
 SCALE_ROW = 16  # bytes of block scales of a row, which TMA loads at least
 _A_ROWS = (8, 16)  # of a tile
@@ -46,12 +48,10 @@ class Config:
     def __post_init__(self) -> None:
         wrong = {
             "rows": self.rows not in _A_ROWS,
-            "stages": self.stages < 1,
+            "stages": self.stages < 1 or self.shared_bytes > SHARED,
             "warps": self.warps < 1,
         }
-        for name, bad in wrong.items():
-            if bad:
-                raise ValueError(f"{name}: got {getattr(self, name)}; no kernel is made so: {self}")
+        refuse(self, wrong)
 
     @property
     def format(self) -> Format:
@@ -80,8 +80,8 @@ class Config:
 
     @property
     def gain(self) -> float:
-        """What the sums lack: a block scale of NVFP4 is widened to 2^-7 of itself."""
-        return 2.0**7 if self.format.scale.name == "UE4M3" else 1.0
+        """What the sums lack."""
+        return gain(self.format, 1)
 
     def compile(self) -> Any:
         """The kernel's host function; takes about a second and the CuTe DSL."""

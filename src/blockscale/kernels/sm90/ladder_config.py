@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..common.refuse import refuse
 from .config import Config
 
 __all__ = ["BATCH", "LadderConfig"]
@@ -50,9 +51,7 @@ class LadderConfig:
             "prefetch": self.prefetch and "a" in self.staged,  # they are in no hurry
             "staged": self.staged not in _STAGED or ("a" in self.staged and not self.transposed),
         }
-        for name, bad in wrong.items():
-            if bad:
-                raise ValueError(f"{name}: got {getattr(self, name)}; no kernel is made so: {self}")
+        refuse(self, wrong)
 
     @property
     def slots(self) -> int:

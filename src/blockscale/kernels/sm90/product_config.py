@@ -10,6 +10,7 @@ import torch
 
 from ..common import machine
 from ..common.calls import OUT_DTYPES
+from ..common.refuse import refuse
 from ..gpu.config import SHARED
 
 __all__ = [
@@ -69,9 +70,7 @@ class ProductConfig:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        for name, bad in self.wrong().items():
-            if bad:
-                raise ValueError(f"{name}: got {getattr(self, name)}; no kernel is made so: {self}")
+        refuse(self, self.wrong())
 
     def wrong(self) -> dict[str, Any]:
         """Fields, and whether there is no kernel with such a value."""

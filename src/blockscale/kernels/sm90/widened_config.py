@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from ...formats import Format, formats, get_format
+from ..common.refuse import refuse
 from ..gpu.config import SHARED
 from ..gpu.plan import Unsupported
 from . import product_config
 from .product_config import BOX, MULTIPROCESSORS, ROWS
 
-__all__ = ["BF16", "BLOCK_K", "FEW", "WARPGROUPS", "Config", "choose_config", "why_not"]
+__all__ = ["BF16", "BLOCK_K", "FEW", "WARPGROUPS", "Config", "choose_config", "gain", "why_not"]
 
 BLOCK_K = 128  # columns of a stage
 BF16 = "bf16"  # where the name of a format is expected: an operand without scales
@@ -71,9 +72,7 @@ class Config:
             "tma_store": self.tma_store
             and (self.out_dtype.itemsize > 2 or self.accumulate or a_rows < ROWS),
         }
-        for name, bad in wrong.items():
-            if bad:
-                raise ValueError(f"{name}: got {getattr(self, name)}; no kernel is made so: {self}")
+        refuse(self, wrong)
 
     @property
     def row_steps(self) -> int:
@@ -124,11 +123,8 @@ class Config:
 
     @property
     def gain(self) -> float:
-        """What the sums lack: a block scale of NVFP4 is widened to 2^-7 of itself, so that one
-        multiplication by it widens an element."""
-        if self.format.scale.name != "UE4M3":
-            return 1.0
-        return 2.0**7 if self.a_format == BF16 else 2.0**14
+        """What the sums lack."""
+        return gain(self.format, 1 if self.a_format == BF16 else 2)
 
     @property
     def shares(self) -> int:
@@ -169,6 +165,12 @@ class Config:
         from .widened import compile_config
 
         return compile_config(self)
+
+
+def gain(format: Format, operands: int) -> float:
+    """What sums of products lack of which so many ``operands`` were widened: a block scale of NVFP4
+    is widened to 2^-7 of itself, so that one multiplication by it widens an element."""
+    return 2.0 ** (7 * operands) if format.scale.name == "UE4M3" else 1.0
 
 
 def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> str:

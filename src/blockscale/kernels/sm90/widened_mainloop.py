@@ -42,12 +42,7 @@ class Mainloop:
         self.full, self.empty = barriers
         self.wide_full, self.wide_empty = wide_barriers
         row, column = rows + thread // 32 * 16 + thread % 32 // 4, thread % 4
-        nbytes = config.row_bytes[1]
-        if nbytes == 128:  # and half a stage further it is the next 16 bytes
-            chunk = (2 * column) ^ (row % 8)
-        else:
-            chunk = column ^ (row // 2 % 4)
-        self.tiles = ptx.pin(tiles + row * nbytes + chunk * 16)
+        self.tiles = ptx.pin(tiles + self.rows.place(row, column))
         self.scales = ptx.pin(scales + row * config.scale_row + column * (config.scale_row // 4))
         self.wide = cute.arch.make_warp_uniform(ptx.descriptor(wide))
         self.rows.start()

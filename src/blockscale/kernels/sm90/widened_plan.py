@@ -80,18 +80,18 @@ def plan_widened(
     }
     if a_format is None and decode_config.suits(m, b_scale):
         config: Any = decode_config.choose_config(m, n, b_format, out_dtype, **added)
-        return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
-    row = BLOCK_K // format.block_size
-    config = choose_config(
-        (m, n, k),
-        a_format or BF16,
-        b_format,
-        out_dtype,
-        aligned=aligned_rows(n, out, out_dtype),
-        async_scales=k % BLOCK_K == 0
-        and all(x[1][0] % row == 0 and x[3] % row == 0 for _, x, _ in given),
-        **added,
-    )
+    else:
+        row = BLOCK_K // format.block_size
+        config = choose_config(
+            (m, n, k),
+            a_format or BF16,
+            b_format,
+            out_dtype,
+            aligned=aligned_rows(n, out, out_dtype),
+            async_scales=k % BLOCK_K == 0
+            and all(x[1][0] % row == 0 and x[3] % row == 0 for _, x, _ in given),
+            **added,
+        )
     return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
 
 
