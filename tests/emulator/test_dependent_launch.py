@@ -70,7 +70,7 @@ BULK = """@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;
 DONE = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
 ACCESSES = {
     "ld": Access("ld.global.u32 %r5, [%rd2]; // A", "thread 0 of CTA (0, 0, 0), line {A} reads byte 0x0 of args[1]"),
-    "ld.nc": Access("ld.global.nc.v4.u32 {%r5, %r6, %r7, %r8}, [%rd1+64]; // A", "reads byte 0x40 of args[1]"),
+    "ld of four words": Access("ld.global.v4.u32 {%r5, %r6, %r7, %r8}, [%rd1+64]; // A", "reads byte 0x40 of args[1]"),
     "generic ld": Access("ld.u32 %r5, [%rd2+4]; // A", "reads byte 0x4 of args[1]"),
     "ld of some threads": Access("@!%p2 ld.volatile.global.u32 %r5, [%rd2]; // A",
                                  "thread 32 of CTA (0, 0, 0), line {A} reads byte 0x80 of args[1]"),
@@ -106,6 +106,21 @@ def test_accesses_come_after_the_wait(name: str, order: tuple[str, int]) -> None
     launched(WAIT + access.body + end, order, access.target)
     launched(access.body + end, order, access.target, programmatic=False)
     launched(access.body + end, order, access.target, check="uninitialized")
+
+
+@pytest.mark.parametrize("before", ["", WAIT], ids=["early", "late"])
+def test_what_may_have_changed_since_the_start_is_no_constant(before: str) -> None:
+    """ld.global.nc wants memory that nothing writes as long as the kernel is there."""
+    body = before + "\n@!%p2 ld.global.nc.v4.u32 {%r5, %r6, %r7, %r8}, [%rd1+64]; // A\n" + WAIT
+    with pytest.raises(em.EarlyAccess, match=r"load without \.nc") as caught:
+        launched(body)
+    line = line_of(text(HEAD + body, PARAMETERS), "// A")
+    assert caught.value.line == line
+    assert f"thread 32 of CTA (0, 0, 0), line {line} reads byte 0x40 of args[1]" in str(
+        caught.value
+    )
+    launched(body, programmatic=False)
+    launched(body, check="uninitialized")
 
 
 def test_never_waiting_is_told_the_same() -> None:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checks import EarlyAccess
+from .checks import EarlyAccess, Site
 from .engine import Work
 from .order import SEEN
 
 if TYPE_CHECKING:
     from .machine import CTA, Fragment, Launch
 
-__all__ = ["follows", "waited"]
+__all__ = ["follows", "unchanged", "waited"]
 
 
 def waited(w: Fragment) -> None:
@@ -49,17 +49,38 @@ def follows(by: Any, launch: Launch, verb: str, where: np.ndarray) -> None:
         known = np.broadcast_to(by.actor.known[SEEN, order.predecessor], len(where))
     else:
         known = order.known[by.agents(), SEEN, order.predecessor]
-    for i in np.nonzero(known == 0)[0].tolist():
-        address = int(where[i])
+    early = known == 0
+    if early.any():
+        threads = np.broadcast_to(by.threads[:1], len(where)) if works else by.threads
+        _refuse(
+            by.site(), threads[early], launch, verb, where[early],
+            "nothing orders it after the kernel before, which may still run when a programmatic "
+            "launch starts: griddepcontrol.wait first",
+        )  # fmt: skip
+
+
+def unchanged(w: Fragment, where: np.ndarray) -> None:
+    """Raise EarlyAccess for ld.global.nc in a programmatic launch: its memory is to be read-only
+    as long as the kernel is there (PTX ISA 9.7.9.9), and the kernel before may have written it
+    since."""
+    if w.cta.launch.programmatic:
+        _refuse(
+            w.site(), w.threads, w.cta.launch, "reads", where,
+            "ld.global.nc is for what no kernel writes while this one is there, and the kernel "
+            "before may, even if it is waited for: load without .nc",
+        )  # fmt: skip
+
+
+def _refuse(
+    site: Site, threads: np.ndarray, launch: Launch, verb: str, where: np.ndarray, why: str
+) -> None:
+    """Raise EarlyAccess for the first address that a kernel may have written."""
+    for thread, address in zip(threads.tolist(), where.tolist(), strict=True):
         if any(buffer.base <= address < buffer.end for buffer in launch.constants):
             continue
         buffer = launch.memory.find(address)
-        site = by.site()
-        thread = int(by.threads[0 if works else i])
         raise EarlyAccess(
             f"data race: {replace(site, who=f'thread {thread} of {site.who}')} {verb} byte "
-            f"{address - buffer.base:#x} of {buffer.name}; nothing orders it after the kernel "
-            "before, which may still run when a programmatic launch starts: "
-            "griddepcontrol.wait first",
+            f"{address - buffer.base:#x} of {buffer.name}; {why}",
             site.line,
         )

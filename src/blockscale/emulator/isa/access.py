@@ -9,6 +9,7 @@ import numpy as np
 
 from ..machine import Fragment, Step
 from ..memory import MemoryFault
+from ..predecessor import unchanged
 from ..program import Address, Operand, Symbol
 from . import ieee
 from .registry import TYPES, Form, Getter, instruction
@@ -27,7 +28,7 @@ _SPACES = (
 _HINTS = (
     "weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio",
     "cta", "cluster", "gpu", "sys",
-    "nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "unified",
+    "ca", "cg", "cs", "lu", "cv", "wb", "wt", "unified",
     "L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last",
     "L1::no_allocate", "L2::evict_normal", "L2::evict_first", "L2::evict_last",
     "L2::64B", "L2::128B", "L2::256B",
@@ -64,7 +65,7 @@ def checked(w: Fragment, form: Form, address: np.ndarray, size: int) -> np.ndarr
 @instruction("ld", "ldu")
 def load(form: Form) -> Step:
     """9.7.9; hints of caching and ordering change nothing here."""
-    space = form.one(*_SPACES)
+    space, constant = form.one(*_SPACES), form.has("nc")
     hints(form, 2)
     count, type = vector_length(form), _bits(form.type())
     dtype, items = np.dtype(TYPES[type]), form.items(0)
@@ -76,6 +77,8 @@ def load(form: Form) -> Step:
 
     def run(w: Fragment) -> None:
         where = checked(w, form, address(w), size * count)
+        if constant:
+            unchanged(w, where)
         values = read(w, where, size * count).view(dtype)
         for i, put in enumerate(puts):
             put(w, values[:, i])
