@@ -8,6 +8,7 @@ from cutlass import Float32, Uint32, cute, range_constexpr
 
 from ...formats import E4M3, get_format
 from ...rounding import _MIN_GLOBAL, FP32_ONE
+from ..common.following import follow
 from . import ptx
 from .any_tensor import any_tensor, compile_for
 from .config import Config
@@ -41,13 +42,16 @@ class Amax:
         down = cute.ceil_div(rows, config.tile_rows)
         across = cute.ceil_div(columns, config.tile_columns)
         self.find(atoms, views, sources, partials).launch(
-            grid=(down * across, 1, 1), block=(config.threads, 1, 1), stream=stream
+            grid=(down * across, 1, 1), block=(config.threads, 1, 1), stream=stream, use_pdl=True
         )
-        self.combine(partials, scale).launch(grid=(1, 1, 1), block=(_THREADS, 1, 1), stream=stream)
+        self.combine(partials, scale).launch(
+            grid=(1, 1, 1), block=(_THREADS, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def find(self, atoms, views, sources, partials):
         config = self.config
+        follow()
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         across = cute.ceil_div(sources[0].shape[1], config.tile_columns)
         row, column = block // across * config.tile_rows, block % across * config.tile_columns
@@ -74,6 +78,7 @@ class Amax:
 
     @cute.kernel
     def combine(self, partials, scale):
+        follow()
         thread = cute.arch.thread_idx()[0]
         memory = cutlass.memory.SmemAllocator()
         found = memory.allocate_array(cutlass.Uint32, _THREADS // 32, byte_alignment=16).toint()

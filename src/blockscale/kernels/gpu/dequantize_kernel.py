@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 from cutlass.cute.runtime import make_fake_tensor
 
 from ...formats import get_format
+from ..common.following import follow
 from . import dequantize_ptx, ptx
 from .any_tensor import any_tensor, compile_for
 from .arithmetic import multiply
@@ -49,11 +50,13 @@ class Dequantizer:
             grid=(cute.ceil_div(threads, THREADS), matrices, 1),
             block=(THREADS, 1, 1),
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, data, scale, out, global_scale):
         config = self.config
+        follow()
         across = cute.ceil_div(out.shape[-1], config.columns)
         index = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
         if index < across * cute.ceil_div(out.shape[-2], config.rows):

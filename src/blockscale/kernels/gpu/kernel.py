@@ -12,6 +12,7 @@ import cutlass
 from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
 
 from ...formats import get_format
+from ..common.following import follow
 from . import ptx
 from .any_tensor import any_outputs, any_source, any_tensor, compile_for
 from .columns import Columns
@@ -82,11 +83,13 @@ class Quantizer:
             ),
             block=(config.threads, 1, 1),
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, atoms, views, sources, outputs, global_scale, offsets):
         config, size = self.config, self.format.block_size
+        follow()
         across, down, layer = cute.arch.block_idx()
         down = layer * _DEEP + down
         m, k = sources[0].shape

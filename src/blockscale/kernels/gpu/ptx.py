@@ -23,10 +23,10 @@ __all__ = [
     "fma_pairs",
     "fp8_of_four",
     "half_to_float",
-    "load_constant",
     "load_float",
     "load_global",
     "load_shared",
+    "load_words",
     "magnitude_at_most",
     "max_u16x2",
     "maximum",
@@ -72,9 +72,9 @@ def load_float(address):
     return _one("ld.shared.f32 {$w0}, [{$r0}];", Float32, address)
 
 
-def load_constant(address) -> list:
-    """Four words of global memory that no kernel writes meanwhile."""
-    code = f"ld.global.nc.v4.b32 {_registers('w', 0, 4)}, [{{$r0}}];"
+def load_words(address) -> list:
+    """Four words of global memory."""
+    code = f"ld.global.v4.b32 {_registers('w', 0, 4)}, [{{$r0}}];"
     return list(inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[address]))
 
 

@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 
 from ...formats import get_format
 from ...rounding import FP32_INF, FP32_NAN
+from ..common.following import follow
 from . import ptx
 from .any_tensor import any_outputs, any_source, any_tensor, compile_for
 from .arithmetic import add, multiply, narrow, widen
@@ -81,11 +82,13 @@ class RmsNorm:
             grid=(cute.ceil_div(rows, config.tile_rows), 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, x, weight, data, scale, rstd, eps: Float32, global_scale):
         config, encoder, rows = self.config, self.encoder, self.config.tile_rows
+        follow()
         first = cute.arch.block_idx()[0] * rows
 
         memory = cutlass.memory.SmemAllocator()
@@ -215,7 +218,7 @@ class RmsNorm:
         base = weight.iterator.toint()
         if const_expr(config.wide_weight):
             start = base + cutlass.min(column, config.columns - ELEMENTS) * size
-            return [w for i in range(0, ELEMENTS * size, 16) for w in ptx.load_constant(start + i)]
+            return [w for i in range(0, ELEMENTS * size, 16) for w in ptx.load_words(start + i)]
         values = [
             ptx.load_global(base + cutlass.min(column + i, config.columns - 1) * size, size)
             for i in range(ELEMENTS)

@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies, Panels
+from ..common.following import follow, precede
 from ..common.persistent import advance, meet
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
@@ -64,6 +65,7 @@ class Decode:
             grid=(cute.ceil_div(b.shape[0], ROWS), 1, 1),
             block=(32 * self.config.warps, 1, 1),
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -73,6 +75,8 @@ class Decode:
         memory = cutlass.memory.SmemAllocator()
         tiles = [each.allocate(memory) for each in self.copies]
         barriers = memory.allocate_array(cutlass.Int64, config.slots)
+        if const_expr(config.unused_shared):
+            memory.allocate_array(cutlass.Uint8, config.unused_shared)
         full = barriers + warp * config.stages
         if warp == 0:
             for atom in atoms:
@@ -82,6 +86,7 @@ class Decode:
                     cute.arch.mbarrier_init(barriers + i, 1)
             cute.arch.mbarrier_init_fence()
         meet(1)
+        follow()
 
         column = cute.arch.block_idx()[0] * ROWS
         place = atoms, views, tiles, full, warp, column, blocks
@@ -93,6 +98,7 @@ class Decode:
         self.rows.start()
         self.rows.seen.fill(0)
         self.multiply(sums, place)
+        precede()
         self.rows.poison(sums)
         self.store(sums, tiles[0], warp, column, output)
 

@@ -19,6 +19,7 @@ __all__ = ["ROWS", "SCALE_ROW", "Config", "choose_config", "suits"]
 ROWS = 32  # of B that a block of threads takes
 SCALE_ROW = 16  # bytes of block scales of a row, which TMA loads at least
 _A_ROWS = (8, 16)  # of a tile
+_SHARED = 228 << 10  # of a multiprocessor; a block takes 1 KiB more than it asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Config:
         rows: of A, at most.
         warps: that take stages along K in turn.
         stages: of each warp, in flight.
+        resident: blocks on a multiprocessor at once, at most; 0 for as many as fit. With room for
+            more, those of the next kernel, which come early, would not be spread evenly.
         accumulate: add to the output.
         bias: the type of a vector that is added to each row, if there is one.
         alpha: the sums are multiplied by a scalar.
@@ -40,6 +43,7 @@ class Config:
     rows: int = 8
     warps: int = 8
     stages: int = 2
+    resident: int = 0
     accumulate: bool = False
     bias: torch.dtype | None = None
     alpha: bool = False
@@ -73,10 +77,21 @@ class Config:
         return self.warps * self.stages
 
     @property
+    def slot_bytes(self) -> int:
+        """With a barrier."""
+        return ROWS * (self.row_bytes + SCALE_ROW) + self.rows * 2 * BLOCK_K + 8
+
+    @property
+    def unused_shared(self) -> int:
+        """Bytes of shared memory that a block claims only to keep others away."""
+        if not self.resident:
+            return 0
+        return max(_SHARED // (self.resident + 1) - self.slots * self.slot_bytes, 0)
+
+    @property
     def shared_bytes(self) -> int:
         """At most."""
-        of_b = ROWS * (self.row_bytes + SCALE_ROW)
-        return self.slots * (of_b + self.rows * 2 * BLOCK_K + 8) + 1024
+        return self.slots * self.slot_bytes + self.unused_shared + 1024
 
     @property
     def gain(self) -> float:
@@ -114,12 +129,14 @@ def choose_config(
     alpha: bool = False,
 ) -> Config:
     """The kernel for a product of ``m`` rows by a matrix of ``n``."""
-    rows = next(each for each in _A_ROWS if each >= m)
+    rows, tiles = next(each for each in _A_ROWS if each >= m), -(-n // ROWS)
+    resident = -(-tiles // MULTIPROCESSORS)
     return Config(
         b_format,
         out_dtype,
         rows=rows,
-        warps=_warps(-(-n // ROWS), rows, get_format(b_format).element.bits),
+        warps=_warps(tiles, rows, get_format(b_format).element.bits),
+        resident=resident if resident < 4 else 0,
         accumulate=accumulate,
         bias=bias,
         alpha=alpha,

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
+from ..common.following import follow
 from ..common.persistent import advance, first, meet
 from ..common.schedule import Raster
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
@@ -77,6 +78,7 @@ class Product:
             cluster=(config.blocks, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -108,6 +110,7 @@ class Product:
                     self.exchange.initialize()
             cute.arch.mbarrier_init_fence()
         meet(config.blocks)
+        follow()
 
         clusters = self.raster.clusters(*d.shape)
         place = clusters, rank, blocks

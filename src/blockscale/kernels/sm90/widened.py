@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
+from ..common.following import follow
 from ..common.persistent import advance, first, meet
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
@@ -81,6 +82,7 @@ class Widened:
             cluster=(config.split, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -127,6 +129,7 @@ class Widened:
                     self.exchange.initialize()
             cute.arch.mbarrier_init_fence()
         meet(config.split)
+        follow()
 
         place = tiles, part * blocks // config.split, (part + 1) * blocks // config.split
         pipelines = (full, empty), (wide_full, wide_empty)
