@@ -92,6 +92,46 @@ def test_alternate(name, shape):
     assert_close(got, want, config.out_dtype)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 24])
+def test_few_rows_loaded(rows):
+    """The others of a tile are zeros, and not stored; 1 x 128 scales of B; fewer rows than are
+    loaded; stages that are used again."""
+    b_block = (1, 128) if rows == 4 else (128, 128)
+    config = Config(
+        BF16, tile=(64, 64), stages=3, batch=64, loaded_rows=rows, b_block=b_block, **_TURNS
+    )
+    for m in {rows, max(rows - 5, 1)}:
+        given = operands(m, 136, 9 * 128 + 16, b_block)
+        got = emulated(config, given, completion="random", multiprocessors=2)
+        assert_close(got, product(*given, b_block), BF16)
+        assert torch.equal(got, emulated(replace(config, loaded_rows=0), given))
+
+
+def test_choice_for_few_rows():
+    """As many rows as there are, or a few more; no cluster that has less to do than it has blocks,
+    where tiles are small; and TMA fills no more than it has time for."""
+    for m in range(1, 300):
+        for n, k in ((7168, 16384), (2112, 7168), (576, 7168), (24576, 1536)):
+            config = choose_config((m, n, k), BF16)
+            rows, tiles = config.tile[0], -(-m // config.tile[0])
+            assert not config.loaded_rows or m <= config.loaded_rows < min(m + 8, rows)
+            if config.alternate:
+                assert tiles % config.cluster[0] == 0
+                assert config.loaded_rows or tiles > 1 or m > rows - 8
+    assert choose_config((1, 7168, 16384), BF16).loaded_rows == 1
+    assert choose_config((72, 7168, 16384), BF16).tile == (128, 64)  # 64 rows, and 56 of zeros
+    assert choose_config((72, 576, 7168), BF16).tile == (64, 64)  # for which there is time here
+
+
+@pytest.mark.parametrize("wrong", [{"loaded_rows": 64}, {"loaded_rows": -8}])
+def test_no_such_rows(wrong):
+    config = Config(BF16, tile=(64, 64), stages=3, batch=64, **_TURNS)
+    with pytest.raises(ValueError, match="loaded_rows"):
+        replace(config, **wrong)
+    with pytest.raises(ValueError, match="loaded_rows"):
+        replace(config, loaded_rows=8, cluster=(2, 1))
+
+
 EPILOGUES = {
     "fp32": Config(FP32, c_buffers=2),
     "fp32 added": Config(FP32, c_buffers=2, accumulate=True),

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import cute
+from cutlass import Uint32, cute
 from cutlass.cute.nvgpu import cpasync
+
+from ..gpu import ptx
 
 __all__ = ["Copies", "Panels"]
 
@@ -16,22 +18,30 @@ class Copies:
     """Boxes of one tensor in global memory, and ``slots`` of tiles in shared memory.
 
     A tile has ``tile`` (rows, columns) and is moved by one box, or by ``shares`` of them one above
-    the other, each loaded by another block of a cluster for all of them.
+    the other, each loaded by another block of a cluster for all of them. Only its first ``rows``
+    are moved, all by default: TMA takes longer to fill a row with zeros than to load it.
     """
 
-    def __init__(self, kind, tile, slots: int, *, shares: int = 1, swizzled: bool = True):
+    def __init__(
+        self, kind, tile, slots: int, *, rows: int = 0, shares: int = 1, swizzled: bool = True
+    ):
         self.kind, self.tile, self.slots, self.shares = kind, tile, slots, shares
-        self.swizzled = swizzled
+        self.rows, self.swizzled = rows or tile[0], swizzled
         self.swizzle = cute.make_swizzle(_SWIZZLES.get(tile[1] * kind.width // 8, 3), 4, 3)
 
     @property
     def box(self):
-        return self.tile[0] // self.shares, self.tile[1]
+        return self.rows // self.shares, self.tile[1]
 
     @property
     def nbytes(self) -> int:
         """Of a tile."""
         return self.tile[0] * self.tile[1] * self.kind.width // 8
+
+    @property
+    def moved(self) -> int:
+        """Bytes of a tile that are."""
+        return self.nbytes // self.tile[0] * self.rows
 
     def describe(self, tensor, op=None):
         """On the host: atom and tensor of coordinates. ``op``: a store; else it loads."""
@@ -51,6 +61,14 @@ class Copies:
         layout = cute.make_layout((rows, columns, self.slots), stride=(columns, 1, rows * columns))
         swizzle = self.swizzle if self.swizzled else None
         return memory.allocate_tensor(self.kind, layout, byte_alignment=1024, swizzle=swizzle)
+
+    @cute.jit
+    def clear(self, tiles, thread, threads: int):
+        """Zeros in all tiles, in which not all rows are loaded; by a block's threads."""
+        start = tiles.iterator.toint()
+        for i in range(thread, self.nbytes * self.slots // 16, threads):
+            ptx.store_shared(start + i * 16, [Uint32(0)] * 4, 16)
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def pieces(self, atom, view, tiles, slot, position, share):
         """Both ends of a copy of the box whose first element is at ``position``."""

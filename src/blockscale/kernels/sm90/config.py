@@ -25,6 +25,7 @@ class Config(ProductConfig):
         batch: columns of one wgmma. Four of them, one K block, are a partial sum.
         b_block: of a scale of B: 128 x 128, or 1 x 128.
         unroll: K blocks in the body of the loop.
+        loaded_rows: of A, in each tile; 0 for all. Fewer where there are no more.
     """
 
     stages: int = 3
@@ -32,6 +33,12 @@ class Config(ProductConfig):
     c_buffers: int = 4
     b_block: tuple[int, int] = (128, 128)
     unroll: int = 4
+    loaded_rows: int = 0
+
+    def wrong(self) -> dict[str, Any]:
+        few = range(1, self.tile[0] if self.blocks == 1 else 1)
+        wrong = self.loaded_rows and self.loaded_rows not in few
+        return {**ProductConfig.wrong(self), "loaded_rows": wrong}
 
     @property
     def segment(self) -> int:
@@ -79,6 +86,9 @@ _WIDE = {"tile": (128, 256), "stages": 4}
 _THREE = {"tile": (192, 128), "cluster": (1, 2), "stages": 4, "warpgroups": 3}
 _SQUARE = {"tile": (128, 128), "stages": 5}
 _FEW = {"cluster": (1, 1), "alternate": True, "stages": 7}
+_SMALL = {"tile": (64, 64), "batch": 64, "alternate": True, "stages": 9}
+
+_LOADED = (1, 2, 4, *range(8, 128, 8))  # rows of A: a kernel for each
 
 SHAPES = {  # for scales of B
     # Fitted to the times of all of them at 40 shapes of LLMs on an H200.
@@ -90,7 +100,8 @@ SHAPES = {  # for scales of B
         _shape(440, 210, **_SQUARE, cluster=(1, 1)),
         _shape(246, 1705, **_FEW, tile=(128, 64), batch=64),
         _shape(313, 1935, **_FEW, tile=(64, 128)),
-        _shape(170, 3992, **_FEW, tile=(64, 64), batch=64),
+        _shape(170, 2800, **_SMALL, cluster=(1, 1)),
+        _shape(140, 3000, **_SMALL),
     ),
     # Fitted at 17 shapes, to bf16 and added to fp32, but for 4 us of a launch. Unrolled more, the
     # first two would not fit the registers.
@@ -100,7 +111,7 @@ SHAPES = {  # for scales of B
         _shape(510, 2345, **_SQUARE, cluster=(1, 1)),
         _shape(324, 1000, **_FEW, tile=(128, 64), batch=64),
         _shape(336, 1000, **_FEW, tile=(64, 128)),
-        _shape(207, 1000, **_FEW, tile=(64, 64), batch=64),
+        _shape(207, 1000, **_SMALL, cluster=(1, 1)),
     ),
 }
 
@@ -108,8 +119,16 @@ SHAPES = {  # for scales of B
 def candidates(shape: tuple[int, int, int], out_dtype: torch.dtype) -> list[Config]:
     """Configurations for a product of ``shape`` (M, N, K) with 128 x 128 scales of B, the one that
     is chosen first."""
-    shapes = SHAPES[128, 128]
-    return [fit(each, out_dtype=out_dtype) for each in ordered(shapes, shape, BLOCK_K)]
+    shapes = ordered(SHAPES[128, 128], shape, BLOCK_K)
+    return [_fitted(each, shape[0], out_dtype=out_dtype) for each in shapes]
+
+
+def _fitted(shape: Shape, m: int, **fields: Any) -> Config:
+    """The kernel of a shape for ``m`` rows."""
+    if shape.loads_few(m):
+        fields["loaded_rows"] = next((n for n in _LOADED if m <= n < shape.config.tile[0]), 0)
+    config: Config = fit(shape.config, **fields)
+    return config
 
 
 def choose_config(
@@ -129,5 +148,4 @@ def choose_config(
     """
     added = {"accumulate": accumulate, "bias": bias, "alpha": alpha, "tma_store": aligned}
     first = ordered(SHAPES[b_block], shape, BLOCK_K)[0]
-    config: Config = fit(first, out_dtype=out_dtype, b_block=b_block, **added)
-    return config
+    return _fitted(first, shape[0], out_dtype=out_dtype, b_block=b_block, **added)

@@ -35,7 +35,7 @@ class Gemm(Product):
         (rows, columns), stages = config.tile, config.stages
         down, across = config.cluster
         self.copies = [
-            Copies(cutlass.Uint8, (rows, BLOCK_K), stages, shares=across),
+            Copies(cutlass.Uint8, (rows, BLOCK_K), stages, rows=config.loaded_rows, shares=across),
             Copies(cutlass.Uint8, (columns, BLOCK_K), stages, shares=down),
             Copies(Float32, (1, rows), stages, swizzled=False),
         ]

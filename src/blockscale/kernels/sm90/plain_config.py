@@ -65,7 +65,8 @@ def candidates(
     shape: tuple[int, int, int], out_dtype: torch.dtype, **fields: Any
 ) -> list[PlainConfig]:
     """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first."""
-    return [fit(each, out_dtype=out_dtype, **fields) for each in ordered(SHAPES, shape, BLOCK_K)]
+    shapes = ordered(SHAPES, shape, BLOCK_K)
+    return [fit(each.config, out_dtype=out_dtype, **fields) for each in shapes]
 
 
 def choose_config(
@@ -85,7 +86,7 @@ def choose_config(
     """
     first = ordered(SHAPES, shape, BLOCK_K)[0]
     config: PlainConfig = fit(
-        first,
+        first.config,
         out_dtype=out_dtype,
         a_major=majors[0],
         b_major=majors[1],

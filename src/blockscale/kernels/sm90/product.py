@@ -109,6 +109,9 @@ class Product:
                 if const_expr(config.alternate):
                     self.exchange.initialize()
             cute.arch.mbarrier_init_fence()
+        for i in range_constexpr(len(tiles)):
+            if const_expr(self.copies[i].moved < self.copies[i].nbytes):
+                self.copies[i].clear(tiles[i], cute.arch.thread_idx()[0], config.threads)
         meet(config.blocks)
         follow()
 
@@ -136,7 +139,7 @@ class Product:
     def load(self, atoms, views, tiles, full, empty, place):
         """Keep the stages filled: the first warp's work."""
         clusters, rank, blocks = place
-        nbytes = sum(each.nbytes for each in self.copies)
+        nbytes = sum(each.moved for each in self.copies)
         lane = cute.arch.lane_idx()
         start, step = first(self.config.blocks)
         stage, phase = Int32(0), Int32(1)

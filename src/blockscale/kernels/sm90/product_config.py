@@ -160,21 +160,37 @@ class Shape:
     loop: int
     fixed: int
 
-    def nanoseconds(self, shape: tuple[int, int, int], block_k: int) -> int:
+    def loads_few(self, m: int) -> bool:
+        """Whether there are kernels that load no more than ``m`` rows of A."""
+        return self.config.alternate and self.config.blocks == 1 and m < self.config.tile[0]
+
+    def filling(self, m: int, n: int) -> float:
+        """Of a K block, for what tiles lack below the last row of A: TMA fills it with zeros, the
+        slower, the more tiles do so at once (measured). Larger tiles have time for it."""
+        rows, columns = self.config.tile
+        if not self.config.alternate or self.loads_few(m):
+            return 0
+        return -m % rows * 4 * (-(-n // columns) / 112) ** 1.5
+
+    def suits(self, m: int) -> bool:
+        """Whether no block of a cluster is without rows, or it has time for that."""
+        tiles, down = -(-m // self.config.tile[0]), self.config.cluster[0]
+        return tiles % down == 0 if self.config.alternate else tiles >= down
+
+    def nanoseconds(self, shape: tuple[int, int, int], block_k: int) -> float:
         """An estimate for a product of ``shape`` (M, N, K), in K blocks of ``block_k``."""
         config, (m, n, k) = self.config, shape
         rows, columns = config.tile
         down, across = config.cluster
         clusters = -(-m // (rows * down)) * -(-n // (columns * across))
         turns = -(-clusters // (MULTIPROCESSORS // config.blocks))
-        return turns * (-(-k // block_k) * self.loop + self.fixed)
+        return turns * (-(-k // block_k) * (self.loop + self.filling(m, n)) + self.fixed)
 
 
-def ordered(
-    shapes: Iterable[Shape], shape: tuple[int, int, int], block_k: int
-) -> list[ProductConfig]:
+def ordered(shapes: Iterable[Shape], shape: tuple[int, int, int], block_k: int) -> list[Shape]:
     """The one of least estimated time first."""
-    return [each.config for each in sorted(shapes, key=lambda s: s.nanoseconds(shape, block_k))]
+    suiting = (each for each in shapes if each.suits(shape[0]))
+    return sorted(suiting, key=lambda s: s.nanoseconds(shape, block_k))
 
 
 def fit(config: ProductConfig, **fields: Any) -> Any:
