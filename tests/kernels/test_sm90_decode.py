@@ -47,7 +47,8 @@ CASES = [  # completion; kernel; M, N, K
     ("random", Config("mxfp8", BF16, rows=16, warps=4), (16, 64, 512)),
     ("late", Config("mxfp8_e5m2", FP32, rows=16, warps=2, stages=3, resident=1), (11, 33, 1440)),
     ("random", Config("mxfp4", FP32, rows=16, warps=2), (9, 72, 1152)),
-    ("late", Config("nvfp4", FP32, rows=8, warps=4), (1, 96, 1056)),
+    ("late", Config("nvfp4", FP32, rows=8, loaded_rows=1, warps=4), (1, 96, 1056)),
+    ("random", Config("mxfp8", BF16, rows=8, loaded_rows=4, warps=2), (3, 40, 1440)),
     ("eager", Config("nvfp4", FP16, rows=16, warps=8), (13, 8, 256)),
     ("late", Config("mxfp4", BF16, rows=8, warps=4, stages=1), (8, 32, 1024)),
 ]
@@ -132,6 +133,7 @@ def test_choice(monkeypatch):
         config = chosen(m, 8192, 1024)
         assert config == choose_config(m, 8192, "mxfp8", BF16)
         assert config.rows == rows
+        assert config.loaded_rows == (m if m < 8 else 0)
     for config in (
         chosen(17, 8192, 1024),
         chosen(1, 8192, 1024, a_format="mxfp8"),
@@ -153,7 +155,9 @@ def test_chosen_fit(m, n, format):
     assert each > 3 or (each + 1) * config.shared_bytes >= 228 * 1024
 
 
-@pytest.mark.parametrize("wrong", [{"rows": 12}, {"warps": 0}, {"stages": 0}, {"stages": 40}])
+@pytest.mark.parametrize(
+    "wrong", [{"rows": 12}, {"loaded_rows": 8}, {"warps": 0}, {"stages": 0}, {"stages": 40}]
+)
 def test_no_such_kernel(wrong):
     with pytest.raises(ValueError, match=r": got .*; no kernel is made so"):
         replace(Config("mxfp8", BF16), **wrong)

@@ -131,6 +131,18 @@ def test_epilogue(fields):
     assert_close(got, 0.75 * x, y, added)
 
 
+@pytest.mark.parametrize("m", [33, 65])
+def test_few_rows_loaded(m):
+    """The others of a tile are zeros, and not stored."""
+    config = choose_config((m, 136, 1024), "bf16", "mxfp8", BF16)
+    assert config.loaded_rows == m + 7
+    a, b = operands(config, m, 136, 1024)
+    got = emulated(config, a, b, completion="random", multiprocessors=8)
+    assert_close(got, dequantized("bf16", *a), dequantized("mxfp8", *b))
+    every = replace(config, loaded_rows=0)
+    assert torch.equal(got, emulated(every, a, b, multiprocessors=8))
+
+
 def call(a: Operand, a_format: str, b: Operand, b_format: str, **kwargs) -> Tensor:
     with em.cutedsl(em.Device("sm_90a", check="all")):
         return widened_gemm(
@@ -191,6 +203,7 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize("wrong", [
+    {"loaded_rows": 128},
     {"tile": (96, 128)}, {"tile": (64, 64)}, {"tile": (128, 256)}, {"split": 8}, {"stages": 1},
     {"stages": 40}, {"tma_store": True}, {"tile": (64, 128), "tma_store": True, "out_dtype": FP32},
 ])  # fmt: skip

@@ -64,11 +64,14 @@ class Copies:
 
     @cute.jit
     def clear(self, tiles, thread, threads: int):
-        """Zeros in all tiles, in which not all rows are loaded; by a block's threads."""
+        """Zeros in all tiles, in which not all rows are loaded; by a block's threads, together."""
         start = tiles.iterator.toint()
-        for i in range(thread, self.nbytes * self.slots // 16, threads):
+        rows, columns = self.tile
+        nbytes = rows * columns * self.kind.width // 8 * self.slots
+        for i in range(thread, nbytes // 16, threads):
             ptx.store_shared(start + i * 16, [Uint32(0)] * 4, 16)
         cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
 
     def pieces(self, atom, view, tiles, slot, position, share):
         """Both ends of a copy of the box whose first element is at ``position``."""
@@ -102,8 +105,8 @@ class Panels(Copies):
     """Tiles wider than what a row of shared memory holds: ``panels`` of them side by side, which
     are one above the other there, each moved as a tile of :class:`Copies` is."""
 
-    def __init__(self, kind, tile, slots: int, panels: int, *, shares: int = 1):
-        super().__init__(kind, tile, slots * panels, shares=shares)
+    def __init__(self, kind, tile, slots: int, panels: int, *, rows: int = 0, shares: int = 1):
+        super().__init__(kind, tile, slots * panels, rows=rows, shares=shares)
         self.panels = panels
 
     @property

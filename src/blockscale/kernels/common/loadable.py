@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["loadable"]
+__all__ = ["loadable", "rows_to_load"]
+
+_ROWS = (1, 2, 4, *range(8, 128, 8))  # a kernel for each
 
 
 def loadable(x: Tensor, apart: int = 16) -> Tensor:
@@ -19,3 +21,8 @@ def loadable(x: Tensor, apart: int = 16) -> Tensor:
     rows, columns = x.shape
     step = -(-columns * size // apart) * apart // size
     return x.new_empty(rows, step)[:, :columns].copy_(x)
+
+
+def rows_to_load(m: int, tile: int) -> int:
+    """How many of a tile's rows, the first and only one of ``m``, are loaded; 0 for all."""
+    return next((rows for rows in _ROWS if m <= rows < tile), 0)

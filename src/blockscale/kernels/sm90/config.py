@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..common.loadable import rows_to_load
 from . import product_config
 from .product_config import ProductConfig, Shape, fit, ordered
 
@@ -88,8 +89,6 @@ _SQUARE = {"tile": (128, 128), "stages": 5}
 _FEW = {"cluster": (1, 1), "alternate": True, "stages": 7}
 _SMALL = {"tile": (64, 64), "batch": 64, "alternate": True, "stages": 9}
 
-_LOADED = (1, 2, 4, *range(8, 128, 8))  # rows of A: a kernel for each
-
 SHAPES = {  # for scales of B
     # Fitted to the times of all of them at 40 shapes of LLMs on an H200.
     (128, 128): (
@@ -126,7 +125,7 @@ def candidates(shape: tuple[int, int, int], out_dtype: torch.dtype) -> list[Conf
 def _fitted(shape: Shape, m: int, **fields: Any) -> Config:
     """The kernel of a shape for ``m`` rows."""
     if shape.loads_few(m):
-        fields["loaded_rows"] = next((n for n in _LOADED if m <= n < shape.config.tile[0]), 0)
+        fields["loaded_rows"] = rows_to_load(m, shape.config.tile[0])
     config: Config = fit(shape.config, **fields)
     return config
 

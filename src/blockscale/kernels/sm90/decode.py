@@ -43,7 +43,8 @@ class Decode:
         """What needs a compiler that runs."""
         config = self.config
         self.b = Copies(cutlass.Uint8, (ROWS, config.row_bytes), config.slots)
-        self.a = Panels(cutlass.BFloat16, (config.rows, _PANEL), config.slots, _PANELS)
+        box, rows = (config.rows, _PANEL), config.loaded_rows
+        self.a = Panels(cutlass.BFloat16, box, config.slots, _PANELS, rows=rows)
         self.scales = Copies(cutlass.Uint8, (ROWS, SCALE_ROW), config.slots, swizzled=False)
         self.copies = [self.b, self.a, self.scales]
         self.rows = Rows(config.format, _STEPS)
@@ -85,6 +86,8 @@ class Decode:
                 for i in range_constexpr(config.slots):
                     cute.arch.mbarrier_init(barriers + i, 1)
             cute.arch.mbarrier_init_fence()
+        if const_expr(config.loaded_rows):
+            self.a.clear(tiles[1], cute.arch.thread_idx()[0], 32 * config.warps)
         meet(1)
         follow()
 
@@ -110,7 +113,7 @@ class Decode:
         if block < blocks:
             barrier, slot = full + stage, warp * config.stages + stage
             if cute.arch.lane_idx() == 0:
-                ptx.expect(barrier.toint(), sum(each.nbytes for each in self.copies))
+                ptx.expect(barrier.toint(), sum(each.moved for each in self.copies))
             positions = [
                 (column, block * config.row_bytes),
                 (Int32(0), block * BLOCK_K),

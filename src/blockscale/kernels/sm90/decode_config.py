@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...formats import Format, get_format
+from ..common.loadable import rows_to_load
 from ..common.refuse import refuse
 from ..gpu.config import SHARED
 from ..gpu.plan import Described
@@ -29,6 +30,7 @@ class Config:
     Attributes:
         b_format: its name.
         rows: of A, at most.
+        loaded_rows: of them; 0 for all. Fewer where there are no more.
         warps: that take stages along K in turn.
         stages: of each warp, in flight.
         resident: blocks on a multiprocessor at once, at most; 0 for as many as fit. With room for
@@ -41,6 +43,7 @@ class Config:
     b_format: str
     out_dtype: torch.dtype
     rows: int = 8
+    loaded_rows: int = 0
     warps: int = 8
     stages: int = 2
     resident: int = 0
@@ -54,6 +57,7 @@ class Config:
             "rows": self.rows not in _A_ROWS,
             "stages": self.stages < 1 or self.shared_bytes > SHARED,
             "warps": self.warps < 1,
+            "loaded_rows": self.loaded_rows not in range(self.rows),
         }
         refuse(self, wrong)
 
@@ -135,6 +139,7 @@ def choose_config(
         b_format,
         out_dtype,
         rows=rows,
+        loaded_rows=rows_to_load(m, rows),
         warps=_warps(tiles, rows, get_format(b_format).element.bits),
         resident=resident if resident < 4 else 0,
         accumulate=accumulate,

@@ -30,6 +30,8 @@ from .widened_transposed import TransposedEpilogue
 
 __all__ = ["Widened", "compile_config"]
 
+_THREADS = 128 * (2 + WARPGROUPS)
+
 
 class Widened:
     """The kernel of a :class:`Config` and the host code that launches it."""
@@ -45,7 +47,8 @@ class Widened:
         config, panels = self.config, self.panels
         (a_rows, b_rows), (a_bytes, b_bytes) = config.tile, config.row_bytes
         kind, across = (cutlass.Uint8, a_bytes) if config.wide else (cutlass.BFloat16, BLOCK_K // 2)
-        self.a = Copies(kind, (a_rows, across), config.stages * panels)
+        slots = config.stages * panels
+        self.a = Copies(kind, (a_rows, across), slots, rows=config.loaded_rows)
         self.b = Copies(cutlass.Uint8, (b_rows, b_bytes), config.stages)
         self.out = Copies(NUMERIC[config.out_dtype], (64, 64), WARPGROUPS)
         self.epilogue = TransposedEpilogue(config, self.out)
@@ -78,7 +81,7 @@ class Widened:
             cute.ceil_div(b.shape[1], config.row_bytes[1]),
         ).launch(
             grid=(resident * config.split, 1, 1),
-            block=(128 * (2 + WARPGROUPS), 1, 1),
+            block=(_THREADS, 1, 1),
             cluster=(config.split, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -128,6 +131,8 @@ class Widened:
                 if const_expr(config.split > 1):
                     self.exchange.initialize()
             cute.arch.mbarrier_init_fence()
+        if const_expr(config.loaded_rows):
+            self.a.clear(shared[0], cute.arch.thread_idx()[0], _THREADS)
         meet(config.split)
         follow()
 
@@ -157,7 +162,7 @@ class Widened:
     def load(self, atoms, views, shared, full, empty, place):
         """Keep the stages filled: the first warp's work."""
         config, (tiles, begin, end) = self.config, place
-        nbytes = self.panels * self.a.nbytes + self.b.nbytes
+        nbytes = self.panels * self.a.moved + self.b.nbytes
         lane = cute.arch.lane_idx()
         start, step = first(config.split)
         stage, phase = Int32(0), Int32(1)

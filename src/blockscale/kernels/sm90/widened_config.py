@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...formats import Format, formats, get_format
+from ..common.loadable import rows_to_load
 from ..common.refuse import refuse
 from ..gpu.config import SHARED
 from ..gpu.plan import Unsupported
@@ -46,6 +47,7 @@ class Config:
         alpha: the sums are multiplied by a scalar.
         tma_store: the output is stored by TMA; else an element at a time.
         async_scales: rows of scales lie so that those of a stage can be copied at once.
+        loaded_rows: of A; 0 for all of a tile's. Fewer where there are no more, and that pays.
     """
 
     a_format: str
@@ -59,6 +61,7 @@ class Config:
     alpha: bool = False
     tma_store: bool = False
     async_scales: bool = True
+    loaded_rows: int = 0
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -71,6 +74,7 @@ class Config:
             "stages": self.stages < least or self.shared_bytes > SHARED,
             "tma_store": self.tma_store
             and (self.out_dtype.itemsize > 2 or self.accumulate or a_rows < ROWS),
+            "loaded_rows": self.loaded_rows not in range(a_rows),
         }
         refuse(self, wrong)
 
@@ -237,6 +241,7 @@ def choose_config(
         alpha=alpha,
         tma_store=aligned and a_rows >= ROWS and out_dtype.itemsize == 2 and not accumulate,
         async_scales=async_scales,
+        loaded_rows=rows_to_load(m, a_rows) if a_format == BF16 and a_rows >= 64 else 0,
     )
     room = SHARED - config.shared_bytes
     splits = [each for each in _AT_ONCE if config.exchange_bytes(each) <= room]
