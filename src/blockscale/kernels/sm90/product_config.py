@@ -154,11 +154,13 @@ class Shape:
         config: with one buffer for its output.
         loop: of a K block.
         fixed: of a tile, beside its K blocks.
+        once: until blocks of a cluster have met.
     """
 
     config: ProductConfig
     loop: int
     fixed: int
+    once: int = 0
 
     def loads_few(self, m: int) -> bool:
         """Whether there are kernels that load no more than ``m`` rows of A."""
@@ -184,7 +186,8 @@ class Shape:
         down, across = config.cluster
         clusters = -(-m // (rows * down)) * -(-n // (columns * across))
         turns = -(-clusters // (MULTIPROCESSORS // config.blocks))
-        return turns * (-(-k // block_k) * (self.loop + self.filling(m, n)) + self.fixed)
+        loops = -(-k // block_k) * (self.loop + self.filling(m, n))
+        return turns * (loops + self.fixed) + self.once
 
 
 def ordered(shapes: Iterable[Shape], shape: tuple[int, int, int], block_k: int) -> list[Shape]:
