@@ -222,6 +222,28 @@ def test_threads_of_a_warp_wait_for_different_barriers() -> None:
     assert (outcome(text(SHARED + body), [np.zeros(32, np.uint32)])[0] == 1).all()
 
 
+@pytest.mark.parametrize("mine", [True, False])
+@pytest.mark.parametrize("order", ["eager", "late"])
+def test_warps_set_up_their_own(order: str, mine: bool) -> None:
+    """In one instruction of two warps, a barrier for each of them: none has to see the other's,
+    and who uses the other's has not seen it set up."""
+    body = f"""shr.u32 %r5, %t, 5; shl.b32 %r6, %r5, 3; add.u32 %r6, %r6, %r1;
+    and.b32 %r7, %t, 31; setp.eq.u32 %p2, %r7, 0; xor.b32 %r8, %r6, {0 if mine else 8};
+    @%p2 mbarrier.init.shared.b64 [%r6], 1;
+    fence.mbarrier_init.release.cluster; bar.warp.sync -1;
+    @%p2 mbarrier.arrive.shared.b64 _, [%r8];
+    W: mbarrier.try_wait.parity.shared.b64 %p3, [%r8], 0; @!%p3 bra W;
+    st.global.u32 [%at], 1;"""
+    out = np.zeros(64, np.uint32)
+    device, source = em.Device("sm_90a", completion=order), text(SHARED + body)
+    if mine:
+        device.launch(source, "k", 1, 64, [out])
+        assert (out == 1).all()
+    else:
+        with pytest.raises(em.DataRace, match="mbarrier.init"):
+            device.launch(source, "k", 1, 64, [out])
+
+
 def test_inval_and_another_life() -> None:
     body = (
         init(1)

@@ -126,13 +126,13 @@ def _order(form: Form, *orders: str) -> str | None:
     return order
 
 
-def visible(w: Fragment, barrier: MBarrier) -> None:
-    """The initialization must happen before every use."""
+def visible(w: Fragment, barrier: MBarrier, users: Any = slice(None)) -> None:
+    """The initialization must happen before every use; ``users``: which threads use it."""
     shadow, order = barrier.cta.shadow, w.cta.cluster.order
     if shadow is None or order is None or not shadow.races:
         return
     cell = np.array([barrier.offset // shadow.size])
-    for agent in w.warp_agents():
+    for agent in np.unique(w.agents()[users]):
         if not shadow.seen(cell, order.known[agent]):
             shadow.read(cell[None], np.array([agent]), w.site(), strong=False)
 
@@ -145,7 +145,7 @@ def init(form: Form) -> Step:
 
     def run(w: Fragment) -> None:
         counts = np.broadcast_to(count(w), w.n)
-        for address, n in zip(where(w), counts, strict=True):
+        for i, (address, n) in enumerate(zip(where(w), counts, strict=True)):
             owner, offset = w.cta.cluster.shared(int(address), 8)
             if owner is not w.cta:
                 raise form.error("the mbarrier lies in the shared memory of another CTA")
@@ -154,17 +154,17 @@ def init(form: Form) -> Step:
             if not 1 <= n <= _MOST:
                 raise form.error(f"count {n}; allowed are 1 to {_MOST}")
             owner.mbarriers[offset] = MBarrier(owner, offset, int(n))
-            _mark(w, owner, offset)
+            _mark(w, i, owner, offset)
 
     return run
 
 
-def _mark(w: Fragment, cta: CTA, offset: int) -> None:
+def _mark(w: Fragment, i: int, cta: CTA, offset: int) -> None:
     """Its 8 bytes are written; what they hold is opaque."""
     cta.shared[offset : offset + 8] = 0xB8
     if cta.shadow is not None:
         cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)
-        cta.shadow.write(cells[None], w.agents()[:1], w.site(), strong=True)
+        cta.shadow.write(cells[None], w.agents()[i : i + 1], w.site(), strong=True)
 
 
 @instruction("mbarrier.inval")
@@ -192,9 +192,9 @@ def transactions(form: Form) -> Step:
 
     def run(w: Fragment) -> None:
         counts = np.broadcast_to(count(w), w.n)
-        for address, n in zip(where(w), counts, strict=True):
+        for i, (address, n) in enumerate(zip(where(w), counts, strict=True)):
             barrier = find(w.cta, int(address))
-            visible(w, barrier)
+            visible(w, barrier, [i])
             if expects:
                 barrier.expect(int(n))
             else:
@@ -230,7 +230,7 @@ def arrive(form: Form) -> Step:
             released = {int(a): order.release(np.array([a]), relaxed) for a in w.warp_agents()}
         agents, places = w.agents(), where(w)
         for address in np.unique(places):
-            visible(w, find(w.cta, int(address)))
+            visible(w, find(w.cta, int(address)), places == address)
         for i, address in enumerate(places):
             barrier, n = find(w.cta, int(address)), int(counts[i])
             if released:
@@ -283,8 +283,8 @@ def wait(form: Form) -> Step:
         else:
             pairs, whose = np.unique(pairs, axis=0, return_inverse=True)
         found = [(find(w.cta, int(place)), int(what)) for place, what in pairs]
-        for barrier, what in found:
-            visible(w, barrier)
+        for i, (barrier, what) in enumerate(found):
+            visible(w, barrier, whose.reshape(-1) == i)
             if barrier.cta is not w.cta:
                 raise form.error("waits for an mbarrier of another CTA")
             if parity and what > 1:
