@@ -240,7 +240,7 @@ def test_warps_set_up_their_own(order: str, mine: bool) -> None:
         device.launch(source, "k", 1, 64, [out])
         assert (out == 1).all()
     else:
-        with pytest.raises(em.DataRace, match="mbarrier.init"):
+        with pytest.raises(em.DataRace, match=r"mbarrier\.init"):
             device.launch(source, "k", 1, 64, [out])
 
 
