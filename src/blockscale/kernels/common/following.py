@@ -20,5 +20,5 @@ def follow() -> None:
 
 
 def precede() -> None:
-    """Blocks of the next kernel may come where there is room: this one has read what is much."""
+    """Let blocks of the next kernel come where there is room: what this one still does is short."""
     cute.arch.griddepcontrol_launch_dependents()
