@@ -58,6 +58,7 @@ def emulated(
     bias: Tensor | None = None,
     alpha: Tensor | None = None,
     completion: str = "late",
+    seed: int = 0,
     multiprocessors: int = 2,
 ) -> Tensor:
     """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
@@ -66,7 +67,7 @@ def emulated(
     data = [x.view(torch.uint8) for x in (a, b)]
     operands = data[0], a_scale, data[1], b_scale
     shape, rest = (a.shape[0], b.shape[0]), (bias, alpha, multiprocessors)
-    return launched(config, shape, operands, start, rest, completion)
+    return launched(config, shape, operands, start, rest, completion, seed)
 
 
 def launched(
@@ -76,10 +77,11 @@ def launched(
     start: Tensor | None,
     rest: tuple[Tensor | int | None, ...],
     completion: str,
+    seed: int = 0,
 ) -> Tensor:
     """As ``emulated``: a kernel that takes ``operands``, the output, and the ``rest``."""
     with guarded(shape, config.out_dtype, start) as out:
-        with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
+        with em.cutedsl(em.Device("sm_90a", completion=completion, seed=seed, check="all")):
             compiled.build(config)(*operands, out, *rest)
         return out.clone()
 

@@ -40,6 +40,13 @@ class Loop:
         values.fill(0.0)
         return values
 
+    def wait(self, stage, phase) -> None:
+        """Until a stage is full, in this of its rounds."""
+        rounds, stages = self.config.rounds, self.config.stages
+        if rounds > 1:
+            stage, phase = stage + phase % rounds * stages, phase // rounds
+        cute.arch.mbarrier_wait(self.full + stage, phase)
+
     def release(self, stage) -> None:
         """The warp needs it no more; in no block of the cluster is it filled before all say so."""
         barrier = (self.empty + stage).toint()

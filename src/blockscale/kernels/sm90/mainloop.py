@@ -53,7 +53,7 @@ class Mainloop(Loop):
         """Add ``blocks`` K blocks to ``sums``; the next stage and phase."""
         unroll = self.config.unroll
         if blocks > 0:
-            cute.arch.mbarrier_wait(self.full + stage, phase)
+            self.wait(stage, phase)
         whole = blocks // unroll
         for i in range(whole):
             more = (i + 1) * unroll < blocks
@@ -80,10 +80,10 @@ class Mainloop(Loop):
                 if const_expr(last):
                     stage, phase = advance(stage, phase)
                     if const_expr(block < count - 1):
-                        cute.arch.mbarrier_wait(self.full + stage, phase)
+                        self.wait(stage, phase)
                     else:
                         if more:
-                            cute.arch.mbarrier_wait(self.full + stage, phase)
+                            self.wait(stage, phase)
                 ptx.wait_products(0)
                 release = here if last else None
                 self.add(sums[i], rows[row_step], columns, release)

@@ -82,7 +82,7 @@ class PlainLoop(Loop):
         """Add ``blocks`` K blocks to ``sums``; the next stage and phase."""
         before = stage
         for i in range(blocks):
-            cute.arch.mbarrier_wait(self.full + stage, phase)
+            self.wait(stage, phase)
             for j in range_constexpr(len(self.batches)):
                 self.products(sums[j], stage, *self.batches[j])
             ptx.wait_products(len(self.batches))

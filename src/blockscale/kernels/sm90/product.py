@@ -94,8 +94,9 @@ class Product:
         out = self.out.allocate(memory) if config.tma_store else None
         tiles += [each.allocate(memory) for each in self.copies[2:]]
         shared = [each.iterator.toint() for each in tiles] + self.allocate(memory)
-        barriers = memory.allocate_array(cutlass.Int64, 2 * config.stages)
-        full, empty = barriers, barriers + config.stages
+        waits = config.rounds * config.stages
+        barriers = memory.allocate_array(cutlass.Int64, waits + config.stages)
+        full, empty = barriers, barriers + waits
         if const_expr(config.alternate):
             self.exchange.allocate(memory)
 
@@ -103,9 +104,11 @@ class Product:
             for atom in [*atoms, *([store_atom] if config.tma_store else [])]:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for i in range_constexpr(config.stages):
+                for i in range_constexpr(waits):
                     cute.arch.mbarrier_init(full + i, 1 + self.fetches)
-                    cute.arch.mbarrier_init(empty + i, 4 * config.row_warpgroups * config.blocks)
+                    if const_expr(i < config.stages):
+                        readers = 4 * config.row_warpgroups * config.blocks
+                        cute.arch.mbarrier_init(empty + i, readers)
                 if const_expr(config.alternate):
                     self.exchange.initialize()
             cute.arch.mbarrier_init_fence()
@@ -133,7 +136,17 @@ class Product:
         return advance(stage, phase, self.config.stages)
 
     def advance_twice(self, stage, phase):
-        return self.advance(*self.advance(stage, phase))
+        """For a warpgroup that has every other K block; its phases are rounds of ``Loop.wait``."""
+        config = self.config
+        stage = stage + 2
+        wrapped = Int32(stage >= config.stages)
+        return stage - wrapped * config.stages, (phase + wrapped) % (2 * config.rounds)
+
+    def arrival(self, full, stage, phase):
+        """The barrier of a stage that is filled when the ``phase`` of its last use is over."""
+        if self.config.rounds == 1:
+            return full + stage
+        return full + (stage + (phase ^ 1) * self.config.stages)
 
     @cute.jit
     def load(self, atoms, views, tiles, full, empty, place):
@@ -147,7 +160,7 @@ class Product:
             row, column = self.raster.tile(index, clusters, rank)
             for block in range(blocks):
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                barrier = full + stage
+                barrier = self.arrival(full, stage, phase)
                 if lane == 0:
                     ptx.expect(barrier.toint(), nbytes)
                 positions = self.positions(row, column, block)

@@ -104,6 +104,13 @@ class ProductConfig:
         return 4 * self.tile[0] * self.tile[1] if self.alternate else 0
 
     @property
+    def rounds(self) -> int:
+        """Of a stage, each with a barrier of its own. Two where warpgroups take turns and the next
+        round of a stage is the other's: who saw only every other one could not tell a round from
+        the one after the next, for a barrier tells no more than odd from even."""
+        return 2 if self.alternate and self.stages % 2 else 1
+
+    @property
     def row_warpgroups(self) -> int:
         """That share the rows of a tile, and store them."""
         return 1 if self.alternate else self.warpgroups
@@ -142,8 +149,9 @@ class ProductConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """With two barriers a stage."""
-        return self.stages * (self.stage_bytes + 16) + self.output_bytes + self.exchange_bytes + 256
+        """With the barriers of each stage."""
+        stages = self.stages * (self.stage_bytes + 8 * (1 + self.rounds))
+        return stages + self.output_bytes + self.exchange_bytes + 256
 
 
 @dataclass(frozen=True, slots=True)
