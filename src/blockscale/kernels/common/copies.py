@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Uint32, cute
+from cutlass import const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
-from ..gpu import ptx
+from ..gpu import shared
 
 __all__ = ["Copies", "Panels"]
 
@@ -63,15 +63,13 @@ class Copies:
         return memory.allocate_tensor(self.kind, layout, byte_alignment=1024, swizzle=swizzle)
 
     @cute.jit
-    def clear(self, tiles, thread, threads: int):
-        """Zeros in all tiles, in which not all rows are loaded; by a block's threads, together."""
-        start = tiles.iterator.toint()
-        rows, columns = self.tile
-        nbytes = rows * columns * self.kind.width // 8 * self.slots
-        for i in range(thread, nbytes // 16, threads):
-            ptx.store_shared(start + i * 16, [Uint32(0)] * 4, 16)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_threads()
+    def clear(self, tiles, threads: cutlass.Constexpr):
+        """Zeros where rows of tiles are not loaded, by all ``threads`` of a block, together."""
+        if const_expr(self.rows < self.tile[0]):
+            nbytes = self.tile[0] * self.tile[1] * self.kind.width // 8 * self.slots
+            shared.clear(tiles.iterator.toint(), nbytes, threads, 16)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_threads()
 
     def pieces(self, atom, view, tiles, slot, position, share):
         """Both ends of a copy of the box whose first element is at ``position``."""

@@ -17,10 +17,13 @@ def allocate(memory, nbytes: int, align: int = 16):
 
 
 @cute.jit
-def clear(address, nbytes: cutlass.Constexpr, threads: cutlass.Constexpr):
-    """Set a multiple of 4 bytes to zero by all ``threads`` of the block."""
+def clear(
+    address, nbytes: cutlass.Constexpr, threads: cutlass.Constexpr, vector: cutlass.Constexpr = 4
+):
+    """Set a multiple of ``vector`` bytes (4, 8 or 16), which a thread stores at once, to zero by
+    all ``threads`` of the block."""
     thread = cute.arch.thread_idx()[0]
-    for i in range_constexpr(cute.ceil_div(nbytes, 4 * threads)):
-        position = (i * threads + thread) * 4
+    for i in range_constexpr(cute.ceil_div(nbytes, vector * threads)):
+        position = (i * threads + thread) * vector
         if position < nbytes:
-            ptx.store_shared(address + position, [Uint32(0)], 4)
+            ptx.store_shared(address + position, [Uint32(0)] * (vector // 4), vector)

@@ -37,9 +37,8 @@ class Config(ProductConfig):
     loaded_rows: int = 0
 
     def wrong(self) -> dict[str, Any]:
-        few = range(1, self.tile[0] if self.blocks == 1 else 1)
-        wrong = self.loaded_rows and self.loaded_rows not in few
-        return {**ProductConfig.wrong(self), "loaded_rows": wrong}
+        few = range(self.tile[0] if self.blocks == 1 else 1)
+        return {**ProductConfig.wrong(self), "loaded_rows": self.loaded_rows not in few}
 
     @property
     def segment(self) -> int:

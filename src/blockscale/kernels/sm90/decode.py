@@ -86,8 +86,7 @@ class Decode:
                 for i in range_constexpr(config.slots):
                     cute.arch.mbarrier_init(barriers + i, 1)
             cute.arch.mbarrier_init_fence()
-        if const_expr(config.loaded_rows):
-            self.a.clear(tiles[1], cute.arch.thread_idx()[0], 32 * config.warps)
+        self.a.clear(tiles[1], 32 * config.warps)
         meet(1)
         follow()
 

@@ -112,9 +112,8 @@ class Product:
                 if const_expr(config.alternate):
                     self.exchange.initialize()
             cute.arch.mbarrier_init_fence()
-        for i in range_constexpr(len(tiles)):
-            if const_expr(self.copies[i].moved < self.copies[i].nbytes):
-                self.copies[i].clear(tiles[i], cute.arch.thread_idx()[0], config.threads)
+        for each, own in zip(self.copies, tiles, strict=True):
+            each.clear(own, config.threads)
         meet(config.blocks)
         follow()
 

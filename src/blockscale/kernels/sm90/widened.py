@@ -131,8 +131,7 @@ class Widened:
                 if const_expr(config.split > 1):
                     self.exchange.initialize()
             cute.arch.mbarrier_init_fence()
-        if const_expr(config.loaded_rows):
-            self.a.clear(shared[0], cute.arch.thread_idx()[0], _THREADS)
+        self.a.clear(shared[0], _THREADS)
         meet(config.split)
         follow()
 
