@@ -32,7 +32,7 @@ from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.machine_code import disassemble
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm90.config import SHAPES, Config, choose_config
-from blockscale.kernels.sm90.product_config import fit
+from blockscale.kernels.sm90.product_config import Shape, fit
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -119,6 +119,98 @@ def test_few_rows_loaded(rows):
         assert torch.equal(got, emulated(replace(config, loaded_rows=0), given))
 
 
+_SPLIT = {**_TURNS, "batch": 64, "stages": 3}
+SPLIT = {  # configuration, shape, multiprocessors, completion
+    "a tile for each of two clusters, and two more": (
+        Config(BF16, tile=(64, 64), split=2, **_SPLIT),
+        (72, 72, 656),
+        4,
+        "late",
+    ),
+    "a part without K blocks, pairs added to": (
+        Config(FP32, tile=(64, 128), split=4, b_block=(1, 128), accumulate=True, **_SPLIT),
+        (4, 132, 384),
+        4,
+        "random",
+    ),
+    "one by one, a tile after another": (
+        Config(FP16, tile=(128, 64), split=8, tma_store=False, bias=BF16, alpha=True, **_SPLIT),
+        (12, 75, 1168),
+        8,
+        "eager",
+    ),
+    "few rows loaded, stages used again": (
+        Config(BF16, tile=(64, 64), split=4, loaded_rows=8, **_SPLIT),
+        (5, 136, 26 * 128),
+        8,
+        "random",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split(name):
+    """Blocks of a cluster have a part of K each; tails in M, N and K; warps that have no rows; sums
+    where those of the tile before were."""
+    config, shape, multiprocessors, completion = SPLIT[name]
+    given = operands(*shape, config.b_block, spread=0.5)
+    given = (given[0], given[1] * 1e-4, *given[2:])  # within the range of fp16
+    want, start = product(*given, config.b_block), None
+    more = {}
+    if config.alpha:
+        more = {"alpha": torch.tensor(0.7), "bias": torch.randn(shape[1]).to(config.bias)}
+        want = want * more["alpha"].double() + more["bias"].double()
+    if config.accumulate:
+        start = torch.randn(shape[:2])
+        want = want + start.double()
+    got = emulated(
+        config, given, start, completion=completion, multiprocessors=multiprocessors, **more
+    )
+    assert_close(got, want, config.out_dtype)
+    assert_no_spills(config)
+
+
+def test_split_has_the_same_bits():
+    """Whichever block is first, and however they are stored."""
+    config = Config(FP32, tile=(64, 64), split=4, **_SPLIT)
+    given = operands(5, 72, 1152)
+    late, random, eager = (
+        emulated(each, given, completion=completion, multiprocessors=4)
+        for each, completion in (
+            (config, "late"),
+            (config, "random"),
+            (replace(config, tma_store=False), "eager"),
+        )
+    )
+    assert torch.equal(late, random)
+    assert torch.equal(late, eager)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("split", {"split": 3}),
+        ("split", {"cluster": (2, 1)}),
+        ("split", {"alternate": False}),
+        ("split", {"tile": (128, 16), "split": 4}),
+        ("stages", {"stages": 10, "tile": (128, 128)}),
+    ],
+)
+def test_no_such_split(name, wrong):
+    config = Config(BF16, **{**_SPLIT, "batch": 16}, tile=(128, 64), split=2)
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        replace(config, **wrong)
+
+
+def test_time_of_split():
+    """30 clusters of four blocks run at once, and each block has a fourth of K."""
+    config = Config(BF16, tile=(64, 64), split=4, **_SPLIT)
+    shape = Shape(config, loop=100, fixed=10)
+    assert shape.nanoseconds((8, 30 * 64, 9 * 128), 128) == 310
+    assert shape.nanoseconds((8, 31 * 64, 8 * 128), 128) == 420
+    assert shape.loads_few(8)
+
+
 def test_choice_for_few_rows():
     """As many rows as there are, or a few more; no cluster that has less to do than it has blocks,
     where tiles are small; and TMA fills no more than it has time for."""
@@ -133,6 +225,24 @@ def test_choice_for_few_rows():
     assert choose_config((1, 7168, 16384), BF16).loaded_rows == 1
     assert choose_config((72, 7168, 16384), BF16).tile == (128, 64)  # 64 rows, and 56 of zeros
     assert choose_config((72, 576, 7168), BF16).tile == (64, 64)  # for which there is time here
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "split"),
+    [
+        (1, 576, 8),
+        (64, 896, 8),
+        (16, 1536, 4),
+        (128, 576, 4),
+        (1, 2112, 2),
+        (8, 4096, 2),
+        (8, 8192, 1),
+    ],
+)
+def test_choice_for_few_tiles(m, n, split):
+    """K is split among as many blocks as run at once."""
+    config = choose_config((m, n, 7168), BF16)
+    assert (config.tile, config.split) == ((64, 64), split)
 
 
 @pytest.mark.parametrize("wrong", [{"loaded_rows": 64}, {"loaded_rows": -8}])
@@ -244,13 +354,17 @@ def test_shapes(shape):
     assert_close(got, product(*given, config.b_block), BF16)
 
 
-@pytest.mark.parametrize("each", SHAPES[1, 128], ids=lambda each: str(each.config.tile))
+@pytest.mark.parametrize(
+    "each", SHAPES[1, 128], ids=lambda each: f"{each.config.tile}, {each.config.split}"
+)
 def test_one_for_each_row(each):
     """Of what is chosen among where B has 1 x 128 scales, nothing is spilled."""
     config = fit(each.config, out_dtype=FP32, b_block=(1, 128), accumulate=True)
     given, start = operands(136, 72, 400, config.b_block), torch.randn(136, 72)
     want = product(*given, config.b_block) + start.double()
-    assert_close(emulated(config, given, start, completion="random"), want, FP32)
+    multiprocessors = max(2, config.cluster_size)
+    got = emulated(config, given, start, completion="random", multiprocessors=multiprocessors)
+    assert_close(got, want, FP32)
     assert_no_spills(config)
 
 

@@ -57,6 +57,7 @@ CASES = [  # A, B, rows of their tiles, blocks that split K, K, type of the outp
     ("random", "bf16", "mxfp4", (8, 128), 1, 1152, FP32, False),
     ("random", "mxfp8_e5m2", "mxfp4", (16, 128), 2, 384, FP32, False),
     ("eager", "mxfp8", "mxfp8_e5m2", (32, 128), 4, 640, FP32, False),
+    ("random", "mxfp8", "mxfp8", (16, 128), 8, 1152, BF16, False),
     ("late", "nvfp4", "nvfp4", (64, 128), 2, 256, BF16, True),
     ("random", "bf16", "nvfp4", (64, 256), 4, 512, FP16, True),
     ("late", "bf16", "mxfp8", (128, 128), 2, 384, BF16, True),
@@ -204,7 +205,7 @@ def test_bad_input():
 
 @pytest.mark.parametrize("wrong", [
     {"loaded_rows": 128},
-    {"tile": (96, 128)}, {"tile": (64, 64)}, {"tile": (128, 256)}, {"split": 8}, {"stages": 1},
+    {"tile": (96, 128)}, {"tile": (64, 64)}, {"tile": (128, 256)}, {"split": 3}, {"stages": 1},
     {"stages": 40}, {"tma_store": True}, {"tile": (64, 128), "tma_store": True, "out_dtype": FP32},
 ])  # fmt: skip
 def test_no_such_kernel(wrong):

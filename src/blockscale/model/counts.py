@@ -22,6 +22,7 @@ class Launch:
         shared_bytes: that pass through shared memory for a block's K block, both ways.
         operand_bytes: of an element of A, of B, in global memory; scales included.
         out_bytes: of an element of the output.
+        split: blocks that have a part of K each, in the place of each block of ``cluster``.
         accumulate: the output is read, too.
         exposed: share of a tile's storing during which its tensor cores have nothing to do.
     """
@@ -36,6 +37,7 @@ class Launch:
     shared_bytes: int
     operand_bytes: tuple[float, float]
     out_bytes: int
+    split: int = 1
     accumulate: bool = False
     exposed: float = 1.0
 
@@ -63,11 +65,12 @@ class Launch:
     @property
     def blocks(self) -> int:
         """Of threads, in a cluster."""
-        return self.cluster[0] * self.cluster[1]
+        return self.cluster[0] * self.cluster[1] * self.split
 
     @property
     def k_blocks(self) -> int:
-        return -(-self.shape[2] // self.block_k)
+        """Of a block of threads."""
+        return -(-self.shape[2] // (self.block_k * self.split))
 
     @property
     def read_bytes(self) -> float:

@@ -35,6 +35,10 @@ def _common(config: Any, shape: Shape) -> dict[str, Any]:
     }
 
 
+def _hopper(config: ProductConfig, shape: Shape) -> dict[str, Any]:
+    return {**_common(config, shape), "split": config.split}
+
+
 def _wgmma_bytes(config: ProductConfig) -> int:
     """Of A and B that the tensor cores read for a K block: each wgmma its rows and columns."""
     rows, columns = config.tile
@@ -52,7 +56,7 @@ def hopper_fp8(config: sm90.Config, shape: Shape) -> Launch:
         block_k=sm90.BLOCK_K,
         shared_bytes=_wgmma_bytes(config) + config.stage_bytes + int(wavefronts * 128),
         operand_bytes=(_FP8_SCALED, _FP8_SCALED if each else 1 + 4 / sm90.BLOCK_K**2),
-        **_common(config, shape),
+        **_hopper(config, shape),
     )
 
 
@@ -63,7 +67,7 @@ def hopper_bf16(config: plain_config.PlainConfig, shape: Shape) -> Launch:
         block_k=plain_config.BLOCK_K,
         shared_bytes=_wgmma_bytes(config) + config.stage_bytes,
         operand_bytes=(2, 2),
-        **_common(config, shape),
+        **_hopper(config, shape),
     )
 
 

@@ -89,20 +89,23 @@ _FEW = {"cluster": (1, 1), "alternate": True, "stages": 7}
 _SMALL = {"tile": (64, 64), "batch": 64, "alternate": True, "stages": 9}
 
 SHAPES = {  # for scales of B
-    # Fitted to the times of all of them at 40 shapes of LLMs on an H200; the last two to others.
+    # Fitted to the times of all of them at 40 shapes of LLMs and 70 of few tiles on an H200.
     (128, 128): (
-        _shape(750, 1037, 250, **_WIDE),
-        _shape(792, 462, **_WIDE, cluster=(1, 1)),
-        _shape(567, 421, 250, **_THREE),
-        _shape(440, 200, 250, **_SQUARE),
-        _shape(440, 340, **_SQUARE, cluster=(1, 1)),
-        _shape(246, 1705, **_FEW, tile=(128, 64), batch=64),
-        _shape(313, 1935, **_FEW, tile=(64, 128)),
-        _shape(170, 2800, **_SMALL, cluster=(1, 1)),
-        _shape(140, 3000, 250, **_SMALL),
+        _shape(780, 1684, 250, **_WIDE),
+        _shape(863, 629, **_WIDE, cluster=(1, 1)),
+        _shape(607, 588, 250, **_THREE),
+        _shape(477, 214, 250, **_SQUARE),
+        _shape(469, 656, **_SQUARE, cluster=(1, 1)),
+        _shape(251, 1915, **_FEW, tile=(128, 64), batch=64),
+        _shape(319, 1888, **_FEW, tile=(64, 128)),
+        _shape(168, 2483, **_SMALL, cluster=(1, 1)),
+        _shape(140, 2936, 250, **_SMALL),
+        _shape(280, 3083, **_SMALL, cluster=(1, 1), split=2),
+        _shape(439, 2767, **_SMALL, cluster=(1, 1), split=4),
+        _shape(669, 3568, **_SMALL, cluster=(1, 1), split=8),
     ),
-    # Fitted at 17 shapes, to bf16 and added to fp32, but for 4 us of a launch. Unrolled more, the
-    # first two would not fit the registers.
+    # Fitted at 17 shapes, to bf16 and added to fp32, but for 4 us of a launch; where K is split, in
+    # the proportions above. Unrolled more, the first two would not fit the registers.
     (1, 128): (
         _shape(911, 4750, tile=(256, 128), cluster=(1, 2), stages=4, unroll=1),
         _shape(711, 3627, **_THREE, unroll=2),
@@ -110,6 +113,9 @@ SHAPES = {  # for scales of B
         _shape(324, 1000, **_FEW, tile=(128, 64), batch=64),
         _shape(336, 1000, **_FEW, tile=(64, 128)),
         _shape(207, 1000, **_SMALL, cluster=(1, 1)),
+        _shape(345, 1100, **_SMALL, cluster=(1, 1), split=2),
+        _shape(548, 1150, **_SMALL, cluster=(1, 1), split=4),
+        _shape(853, 1300, **_SMALL, cluster=(1, 1), split=8),
     ),
 }
 

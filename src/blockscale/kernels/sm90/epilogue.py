@@ -13,12 +13,13 @@ from .product_config import ProductConfig
 
 __all__ = ["Epilogue"]
 
-_KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 class Epilogue:
     def __init__(self, config: ProductConfig, copies: Copies):
         self.config, self.copies = config, copies
+        self.kind = _KINDS[config.out_dtype]
 
     def value(self, sums, row_step: int, column: int, i: int):
         """The ``i``-th of a thread's four values in the eight columns from ``column`` on."""
@@ -27,16 +28,15 @@ class Epilogue:
 
     def where(self, sums, row_step: int, column: int):
         """The tensor of those four values, and the index of the first."""
-        config = self.config
-        batch = sums[row_step * config.column_steps + column // config.batch]
-        return batch, column % config.batch // 2
+        batch, first = self.config.place(row_step, column)
+        return sums[batch], first
 
     @cute.jit
     def scale(self, sums, bias, alpha, thread, column):
         """``alpha * sum + bias`` in place: ``alpha`` () fp32, ``bias`` (N,), or None."""
         config = self.config
         factor = None if alpha is None else alpha.iterator.load()
-        groups = config.tile[1] // 8 if alpha is not None or bias is not None else 0
+        groups = config.own_columns // 8 if alpha is not None or bias is not None else 0
         for group in range_constexpr(groups):
             added = []
             for j in range_constexpr(0 if bias is None else 2):
@@ -54,23 +54,36 @@ class Epilogue:
 
     @cute.jit
     def add(self, sums, d, thread, row, column):
-        """Add what a 16-bit output holds, in pairs: its rows start at multiples of four bytes and
-        have an even number of columns."""
-        config, kind = self.config, _KINDS[self.config.out_dtype]
+        """Add what the output holds, in pairs: its rows start at multiples of two elements and have
+        an even number of columns."""
+        for batch, i, *place in self.pairs(sums, d, thread, row, column):
+            pair = ptx.load_pair(*place, self.kind)
+            for j in range_constexpr(2):
+                batch[i + j] = batch[i + j] + pair[j]
+
+    @cute.jit
+    def store_pairs(self, sums, d, thread, row, column):
+        """Store from registers where rows are as ``add`` wants them."""
+        for batch, i, *place in self.pairs(sums, d, thread, row, column):
+            ptx.store_pair(*place, [batch[i + j] for j in range(2)], self.kind)
+
+    def pairs(self, sums, d, thread, row, column) -> list:
+        """Neighbours in a row: their tensor, the index of the first, its address and how far after
+        it, and whether they are in the matrix."""
+        config, found = self.config, []
         row = row + thread // 32 * 16 + thread % 32 // 4
         column = column + thread % 4 * 2
-        start = d.iterator.toint()
-        for row_step in range_constexpr(config.row_steps):
-            for half in range_constexpr(2):
+        itemsize = config.out_dtype.itemsize
+        for row_step in range(config.row_steps):
+            for half in range(2):
                 r = row + row_step * 64 + half * 8
-                address = start + d.layout((r, column)) * 2
-                for group in range_constexpr(config.tile[1] // 8):
-                    inside = cutlass.Int32(r < d.shape[0] and column + group * 8 < d.shape[1])
-                    pair = ptx.load_pair(address, group * 16, inside, kind)
+                address = d.iterator.toint() + d.layout((r, column)) * itemsize
+                for group in range(config.own_columns // 8):
+                    c = column + group * 8
+                    inside = cutlass.Int32(r < d.shape[0]) & cutlass.Int32(c < d.shape[1])
                     batch, first = self.where(sums, row_step, group * 8)
-                    for j in range_constexpr(2):
-                        i = first + 2 * half + j
-                        batch[i] = batch[i] + pair[j]
+                    found.append((batch, first + 2 * half, address, group * 8 * itemsize, inside))
+        return found
 
     @cute.jit
     def store(self, sums, tiles, atom, view, group, thread, row, column):
@@ -111,9 +124,9 @@ class Epilogue:
 
     def put(self, sums, address, row_step: int, column: int, thread) -> None:
         """Put a box's values into shared memory, swizzled."""
-        config, kind = self.config, _KINDS.get(self.config.out_dtype)
+        config, kind = self.config, self.kind
         warp, lane = thread // 32, thread % 32
-        if kind is None:
+        if kind == "f32":
             row = warp * 16 + lane // 4
             line = address + row * 128 + lane % 2 * 8
             for group in range(config.box_columns // 8):
@@ -137,7 +150,7 @@ class Epilogue:
         config = self.config
         warp, lane = thread // 32, thread % 32
         for row_step in range_constexpr(config.row_steps):
-            for group in range_constexpr(config.tile[1] // 8):
+            for group in range_constexpr(config.own_columns // 8):
                 for i in range_constexpr(4):
                     r = row + row_step * 64 + warp * 16 + lane // 4 + i // 2 * 8
                     c = column + group * 8 + lane % 4 * 2 + i % 2

@@ -72,20 +72,20 @@ class Gemm(Product):
 
         A lane has those of every 32nd K block, read long before a stage is free for them.
         """
-        config, (clusters, rank, blocks) = self.config, place
+        config, (clusters, rank, begin, end) = self.config, place
         lane = cute.arch.lane_idx()
-        start, step = first(config.blocks)
+        start, step = first(config.cluster_size)
         stage, phase = Int32(0), Int32(1)
         values = cute.make_rmem_tensor((config.b_scales,), Float32)
         for index in range(start, clusters[0] * clusters[1], step):
             _, column = self.raster.tile(index, clusters, rank)
-            for begin in range(0, blocks, 32):
+            for block in range(begin, end, 32):
                 for i in range_constexpr(config.b_scales):
                     values[i] = Float32(0)
                     where = (column + i * config.segment) // 128
-                    if where < source.shape[0] and begin + lane < blocks:
-                        values[i] = source[where, begin + lane]
-                for i in range(cutlass.min(blocks - begin, Int32(32))):
+                    if where < source.shape[0] and block + lane < end:
+                        values[i] = source[where, block + lane]
+                for i in range(cutlass.min(end - block, Int32(32))):
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     if lane == i:
                         target = shared[3] + stage * config.scale_bytes[1]

@@ -58,6 +58,9 @@ SHAPES = (
     _shape(275, 1343, **_FEW, tile=(128, 64), batch=64),
     _shape(296, 922, **_FEW, tile=(64, 128), batch=128),
     _shape(204, 543, **_FEW, tile=(64, 64), batch=64),
+    _shape(340, 740, **_FEW, tile=(64, 64), batch=64, split=2),
+    _shape(540, 840, **_FEW, tile=(64, 64), batch=64, split=4),
+    _shape(840, 1040, **_FEW, tile=(64, 64), batch=64, split=8),
 )
 
 

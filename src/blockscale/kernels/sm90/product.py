@@ -4,7 +4,8 @@
 A block of threads has a warp that loads tiles by TMA, perhaps one that fetches what TMA cannot, and
 warpgroups that multiply (a mainloop) and store (``epilogue``). Blocks stay until all tiles are
 done (``schedule``). In a cluster, each of two blocks loads half of what both of them need. Where
-tiles are few, each of two warpgroups takes every other K block (``exchange``).
+tiles are few, each of two warpgroups takes every other K block (``exchange``), perhaps of the part
+of K that its block of a cluster has (``cluster_exchange``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..common.schedule import Raster
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
 from . import ptx
+from .cluster_exchange import ClusterExchange
 from .epilogue import Epilogue
 from .exchange import Exchange
 from .product_config import ProductConfig
@@ -62,20 +64,22 @@ class Product:
         config, d = self.config, output[0]
         box, slots = (64, config.box_columns), config.c_buffers * config.row_warpgroups
         self.out = Copies(NUMERIC[config.out_dtype], box, slots)
-        self.epilogue, self.exchange = Epilogue(config, self.out), Exchange(config)
+        self.epilogue = Epilogue(config, self.out)
+        self.exchange = (ClusterExchange if config.split > 1 else Exchange)(config)
         store = None, None
-        if config.tma_store:
+        if config.boxed:
             op = cpasync.CopyBulkTensorTileS2GOp()
             if config.reduces:
                 op = cpasync.CopyReduceBulkTensorTileS2GOp()
             store = self.out.describe(d, op)
         clusters = self.raster.clusters(*d.shape)
-        resident = cutlass.min(clusters[0] * clusters[1], multiprocessors // config.blocks)
+        size = config.cluster_size
+        resident = cutlass.min(clusters[0] * clusters[1], multiprocessors // size)
         atoms, views = [pair[0] for pair in loads], [pair[1] for pair in loads]
         self.kernel(atoms, views, *store, source, output, blocks).launch(
-            grid=(resident * config.blocks, 1, 1),
+            grid=(resident * size, 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.blocks, 1, 1),
+            cluster=(size, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=True,
@@ -85,13 +89,15 @@ class Product:
     def kernel(self, atoms, views, store_atom, store_view, source, output, blocks):
         config, d = self.config, output[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rank = Int32(0)
+        rank, part = Int32(0), Int32(0)
         if const_expr(config.blocks > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if const_expr(config.split > 1):
+            part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
         memory = cutlass.memory.SmemAllocator()
         tiles = [each.allocate(memory) for each in self.copies[:2]]
-        out = self.out.allocate(memory) if config.tma_store else None
+        out = self.out.allocate(memory) if config.boxed else None
         tiles += [each.allocate(memory) for each in self.copies[2:]]
         shared = [each.iterator.toint() for each in tiles] + self.allocate(memory)
         waits = config.rounds * config.stages
@@ -101,7 +107,7 @@ class Product:
             self.exchange.allocate(memory)
 
         if warp == 0:
-            for atom in [*atoms, *([store_atom] if config.tma_store else [])]:
+            for atom in [*atoms, *([store_atom] if config.boxed else [])]:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for i in range_constexpr(waits):
@@ -112,13 +118,18 @@ class Product:
                 if const_expr(config.alternate):
                     self.exchange.initialize()
             cute.arch.mbarrier_init_fence()
+        if const_expr(config.split > 1):
+            cute.arch.cluster_arrive_relaxed()  # others wait for it before they send sums
         for each, own in zip(self.copies, tiles, strict=True):
             each.clear(own, config.threads)
         meet(config.blocks)
         follow()
 
         clusters = self.raster.clusters(*d.shape)
-        place = clusters, rank, blocks
+        place = clusters, rank, 0, blocks
+        if const_expr(config.split > 1):
+            begin, end = part * blocks // config.split, (part + 1) * blocks // config.split
+            place = clusters, rank, begin, end
         low, high = config.registers
         if warp < 4:
             cute.arch.setmaxregister_decrease(low)
@@ -127,9 +138,13 @@ class Product:
             if const_expr(self.fetches):  # noqa: SIM102 - one is known when compiling
                 if warp == 1:
                     self.fetch(source, shared, full, empty, place)
+            if const_expr(config.split > 1):
+                cute.arch.cluster_wait()
         else:
             cute.arch.setmaxregister_increase(high)
-            self.multiply(shared, full, empty, place, out, store_atom, store_view, output)
+            if const_expr(config.split > 1):
+                cute.arch.cluster_wait()
+            self.multiply(shared, full, empty, place, part, out, store_atom, store_view, output)
 
     def advance(self, stage, phase):
         return advance(stage, phase, self.config.stages)
@@ -150,14 +165,14 @@ class Product:
     @cute.jit
     def load(self, atoms, views, tiles, full, empty, place):
         """Keep the stages filled: the first warp's work."""
-        clusters, rank, blocks = place
+        clusters, rank, begin, end = place
         nbytes = sum(each.moved for each in self.copies)
         lane = cute.arch.lane_idx()
-        start, step = first(self.config.blocks)
+        start, step = first(self.config.cluster_size)
         stage, phase = Int32(0), Int32(1)
         for index in range(start, clusters[0] * clusters[1], step):
             row, column = self.raster.tile(index, clusters, rank)
-            for block in range(blocks):
+            for block in range(begin, end):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 barrier = self.arrival(full, stage, phase)
                 if lane == 0:
@@ -174,9 +189,10 @@ class Product:
                 stage, phase = self.advance(stage, phase)
 
     @cute.jit
-    def multiply(self, shared, full, empty, place, out, store_atom, store_view, output):
+    def multiply(self, shared, full, empty, place, part, out, store_atom, store_view, output):
         """Multiply and store: a warpgroup's work."""
-        config, (clusters, rank, blocks) = self.config, place
+        config, (clusters, rank, begin, end) = self.config, place
+        blocks = end - begin
         thread = cute.arch.thread_idx()[0] - 128
         group = cute.arch.make_warp_uniform(thread // 128)
         thread = ptx.pin(thread % 128)
@@ -185,7 +201,9 @@ class Product:
             half, group, advance = group, Int32(0), self.advance_twice
         rows = group * (64 * config.row_steps)
         self.mainloop.start(shared, full, empty, rows, thread)
-        start, step = first(config.blocks)
+        start, step = first(config.cluster_size)
+        if const_expr(config.split > 1):
+            self.exchange.start(part, half, thread)
         if const_expr(config.skew):
             ptx.sleep(group * config.skew)
         stage, phase, turn, taken = half, Int32(0), Int32(0), Int32(0)
@@ -199,8 +217,17 @@ class Product:
                 taken = taken + blocks
                 count = (taken + 1 - half) // 2 - (taken - blocks + 1 - half) // 2
             stage, phase = self.mainloop(sums, count, stage, phase, advance)
+            column = column + part * config.own_columns
             at = out, store_atom, store_view, output, group, thread, row + rows, column
-            if const_expr(config.alternate):
+            if const_expr(config.split > 1):
+                filled = row + thread // 32 * 16 < output[0].shape[0]
+                self.exchange.send(sums, turn, filled)
+                if half == 0:
+                    more = index + step < clusters[0] * clusters[1]
+                    self.exchange.receive(sums, turn, filled, more)
+                    self.store(sums, *at)
+                turn = turn ^ 1
+            elif const_expr(config.alternate):
                 if half > 0:
                     self.exchange.send(sums, thread, turn)
                 else:
@@ -209,7 +236,7 @@ class Product:
                 turn = turn ^ 1
             else:
                 self.store(sums, *at)
-        if const_expr(config.tma_store):
+        if const_expr(config.boxed):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -219,7 +246,10 @@ class Product:
         if const_expr(self.config.tma_store):
             if const_expr(self.config.accumulate and not self.config.reduces):
                 self.epilogue.add(sums, d, thread, row, column)
-            self.epilogue.store(sums, out, atom, view, group, thread, row, column)
+            if const_expr(self.config.boxed):
+                self.epilogue.store(sums, out, atom, view, group, thread, row, column)
+            else:
+                self.epilogue.store_pairs(sums, d, thread, row, column)
         else:
             self.epilogue.store_each(sums, d, thread, row, column)
 

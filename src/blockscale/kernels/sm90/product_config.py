@@ -29,6 +29,9 @@ ROW = 128  # bytes of a row of a tile in shared memory
 ROWS = 64  # of one wgmma
 BOX = 128  # bytes of a row of the output that one instruction stores
 MULTIPROCESSORS = machine.MULTIPROCESSORS["sm_90a"]
+#: Clusters of so many blocks that run at once on an H200: each lies in one part of the chip. Of 8,
+#: 12 do, and 16 do not.
+AT_ONCE = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30, 8: 14}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,15 @@ class ProductConfig:
         warpgroups: that multiply, each some of the tile's rows.
         alternate: two warpgroups take all rows instead, and every other K block each: where the
             tiles are few and small, one waits for memory while the other works.
+        split: blocks of a cluster that have a part of K each, and finish some of the tile's columns
+            each: where there are fewer tiles than multiprocessors.
         batch: columns of one wgmma.
         c_buffers: boxes of 64 rows x 128 bytes in which a warpgroup puts its output together.
         skew: nanoseconds by which a warpgroup starts after the one before it, so that one works
             while another stores.
         group: tiles along M that are taken before the next ones along N.
-        tma_store: the output is stored by TMA; else an element at a time.
+        tma_store: the output is stored by TMA, where blocks split K in pairs; else an element at a
+            time.
         bias: the type of a vector that is added to each row, if there is one.
         alpha: the sums are multiplied by a scalar.
     """
@@ -60,6 +66,7 @@ class ProductConfig:
     stages: int = 4
     warpgroups: int = 2
     alternate: bool = False
+    split: int = 1
     batch: int = 256
     c_buffers: int = 2
     skew: int = 0
@@ -78,6 +85,9 @@ class ProductConfig:
         return {
             "tile": rows % (ROWS * self.row_warpgroups) or columns % self.batch,
             "alternate": self.alternate and self.warpgroups != 2,
+            "split": self.split not in AT_ONCE
+            or (self.split > 1 and (not self.alternate or self.blocks > 1))
+            or columns % (8 * self.split),
             "batch": self.batch % 16 or self.batch > 256,
             "cluster": self.cluster not in ((1, 1), (2, 1), (1, 2)),
             "stages": self.shared_bytes > SHARED,
@@ -95,13 +105,24 @@ class ProductConfig:
 
     @property
     def blocks(self) -> int:
-        """Of threads, in a cluster; they share tiles of A or B."""
+        """Of threads, in a cluster, that share tiles of A or B."""
         return self.cluster[0] * self.cluster[1]
 
     @property
+    def cluster_size(self) -> int:
+        """Blocks of threads that share these, or split K."""
+        return self.blocks * self.split
+
+    @property
     def exchange_bytes(self) -> int:
-        """Room for the sums of the other warpgroup."""
-        return 4 * self.tile[0] * self.tile[1] if self.alternate else 0
+        """Room for the sums of the other warpgroup; of all of a cluster's, where blocks split K."""
+        tile = 4 * self.tile[0] * self.tile[1]
+        return (tile if self.split == 1 else 2 * tile) if self.alternate else 0
+
+    @property
+    def own_columns(self) -> int:
+        """Of a tile, that a block finishes."""
+        return self.tile[1] // self.split
 
     @property
     def rounds(self) -> int:
@@ -120,10 +141,21 @@ class ProductConfig:
         """wgmmas that a warpgroup needs to go down its rows."""
         return self.tile[0] // (ROWS * self.row_warpgroups)
 
+    def place(self, row_step: int, column: int) -> tuple[int, int]:
+        """Where a thread has its four sums of the eight columns from ``column`` on: the batch, and
+        the first of them."""
+        batch = row_step * self.column_steps + column // self.batch
+        return batch, column % self.batch // 2
+
     @property
     def reduces(self) -> bool:
         """Whether what the output holds is added where it is, by TMA, which does so in its type."""
-        return self.accumulate and self.tma_store and self.out_dtype == torch.float32
+        return self.accumulate and self.boxed and self.out_dtype == torch.float32
+
+    @property
+    def boxed(self) -> bool:
+        """Whether the output is put together in shared memory, and stored by TMA."""
+        return self.tma_store and self.split == 1
 
     @property
     def box_columns(self) -> int:
@@ -137,7 +169,7 @@ class ProductConfig:
     @property
     def output_bytes(self) -> int:
         """Room in shared memory to put the output together."""
-        return self.row_warpgroups * self.c_buffers * ROWS * BOX if self.tma_store else 0
+        return self.row_warpgroups * self.c_buffers * ROWS * BOX if self.boxed else 0
 
     @property
     def column_steps(self) -> int:
@@ -180,7 +212,8 @@ class Shape:
         rows, columns = self.config.tile
         if not self.config.alternate or self.loads_few(m):
             return 0
-        return -m % rows * 4 * (-(-n // columns) / 112) ** 1.5
+        blocks = -(-n // columns) * self.config.split
+        return -m % rows * 4 * (blocks / 112) ** 1.5
 
     def suits(self, m: int) -> bool:
         """Whether no block of a cluster is without rows, or it has time for that."""
@@ -193,8 +226,8 @@ class Shape:
         rows, columns = config.tile
         down, across = config.cluster
         clusters = -(-m // (rows * down)) * -(-n // (columns * across))
-        turns = -(-clusters // (MULTIPROCESSORS // config.blocks))
-        loops = -(-k // block_k) * (self.loop + self.filling(m, n))
+        turns = -(-clusters // AT_ONCE[config.cluster_size])
+        loops = -(-k // (block_k * config.split)) * (self.loop + self.filling(m, n))
         return turns * (loops + self.fixed) + self.once
 
 
@@ -206,7 +239,9 @@ def ordered(shapes: Iterable[Shape], shape: tuple[int, int, int], block_k: int) 
 
 def fit(config: ProductConfig, **fields: Any) -> Any:
     """The configuration with other ``fields``, and as much room for its output as there is."""
-    least = replace(config, c_buffers=1, **fields)
+    least: ProductConfig = replace(config, c_buffers=1, **fields)
+    if not least.boxed:
+        return least
     room = SHARED - least.shared_bytes + least.output_bytes
     fitting = (n for n in (4, 3, 2) if least.boxes % n == 0 and n * least.output_bytes <= room)
     return replace(least, c_buffers=next(fitting, 1))

@@ -13,10 +13,11 @@ from cutlass._mlir.dialects import llvm
 __all__ = [
     "arrive",
     "arrive_at",
-    "arrive_remote",
+    "arrive_at_all",
     "at_block",
     "descriptor",
     "expect",
+    "expect_some",
     "finish",
     "fma4",
     "keep_below",
@@ -27,9 +28,10 @@ __all__ = [
     "pin",
     "round_pair",
     "sleep",
+    "store_async",
     "store_floats",
     "store_matrix",
-    "store_remote",
+    "store_pair",
     "store_scale",
     "store_shared2",
     "wait_cluster",
@@ -198,14 +200,32 @@ def round_pair(low, high, kind: str):
 
 
 def load_pair(address, offset: int, wanted, kind: str) -> list:
-    """Two neighbours of "bf16" or "f16" in global memory, ``offset`` bytes after ``address``, as
-    fp32; zeros, and nothing read, unless ``wanted``."""
+    """Two neighbours of "bf16", "f16" or "f32" in global memory, ``offset`` bytes after
+    ``address``, as fp32; zeros, and nothing read, unless ``wanted``."""
     code = (
         "{ .reg .pred p; .reg .b32 w; .reg .b16 a, b; setp.ne.b32 p, $3, 0; mov.b32 w, 0;"
         f" @p ld.global.b32 w, [$2 + {offset}]; mov.b32 {{a, b}}, w;"
         f" cvt.f32.{kind} $0, a; cvt.f32.{kind} $1, b; }}"
     )
+    if kind == "f32":
+        code = (
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
+            f" @p ld.global.v2.f32 {{$0, $1}}, [$2 + {offset}]; }}"
+        )
     return _asm(code, [Float32] * 2, [address, wanted], ["l", "r"], memory=True)
+
+
+def store_pair(address, offset: int, wanted, values: list, kind: str) -> None:
+    """Two fp32 values as neighbours of "bf16", "f16" or "f32" in global memory, ``offset`` bytes
+    after ``address``; nothing unless ``wanted``."""
+    word = f"cvt.rn.{kind}x2.f32 w, $3, $2;", "b32", "w"
+    if kind == "f32":
+        word = "", "v2.f32", "{$2, $3}"
+    code = (
+        f"{{ .reg .pred p; .reg .b32 w; setp.ne.b32 p, $1, 0; {word[0]}"
+        f" @p st.global.{word[1]} [$0 + {offset}], {word[2]}; }}"
+    )
+    _asm(code, [], [address, wanted, *values], ["l", "r", "f", "f"], memory=True)
 
 
 # --- barriers -------------------------------------------------------------------------------------
@@ -215,6 +235,12 @@ def expect(barrier, nbytes: int) -> None:
     """Arrive, by the thread that calls, and wait for so many bytes more."""
     code = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};"
     _asm(code, [], [barrier], ["r"], memory=True)
+
+
+def expect_some(barrier, nbytes) -> None:
+    """As ``expect``, of so many as are known when the kernel runs."""
+    code = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
+    _asm(code, [], [barrier, nbytes], ["r", "r"], memory=True)
 
 
 def arrive(barrier) -> None:
@@ -243,16 +269,25 @@ def at_block(address, block):
     return _asm(code, [Int32], [Int32(address), block], ["r", "r"])[0]
 
 
-def store_remote(address, offset: int, values: list) -> None:
-    """Four fp32."""
-    code = f"st.shared::cluster.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};"
-    _asm(code, [], [address, *values], ["r"] + ["f"] * 4, memory=True)
+def store_async(place, offset: int, values: list, barrier) -> None:
+    """Four fp32, whose bytes a barrier there counts when they have come. An arrival that releases
+    them would have to wait here, for all that was stored before, to global memory too."""
+    code = (
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+        f" [$0 + {offset}], {{$2, $3, $4, $5}}, [$1];"
+    )
+    _asm(code, [], [place, barrier, *values], ["r", "r"] + ["f"] * 4, memory=True)
 
 
-def arrive_remote(barrier) -> None:
-    """What this thread wrote there is seen by those who wait."""
-    code = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];"
-    _asm(code, [], [barrier], ["r"], memory=True)
+def arrive_at_all(barrier, lane, blocks: int) -> None:
+    """What a warp's lanes have read may be overwritten by those who wait: once at the barrier of
+    each of ``blocks`` of the cluster."""
+    code = (
+        f"{{ .reg .pred p; .reg .b32 a; bar.warp.sync 0xffffffff; setp.lt.u32 p, $1, {blocks};"
+        " @p mapa.shared::cluster.u32 a, $0, $1;"
+        " @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; }"
+    )
+    _asm(code, [], [barrier, lane], ["r", "r"], memory=True)
 
 
 def wait_cluster(barrier, phase) -> None:

@@ -153,9 +153,6 @@ class Widened:
             cute.arch.setmaxregister_increase(200)
             own = shared[1].iterator.toint(), shared_scales[1], wide
             self.multiply(own, pipelines, place, part, out, store_atom, store_view, output)
-        if const_expr(config.split > 1):  # a block's memory is needed until the others are done
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     @cute.jit
     def load(self, atoms, views, shared, full, empty, place):
@@ -237,7 +234,7 @@ class Widened:
                 if const_expr(config.split > 1):
                     given = share, sums[i], here, swapped
                     if part == share % config.split:
-                        self.exchange.receive(*given)
+                        self.exchange.receive(*given, index + step < tiles)
                         self.store(sums[i], *at, column)
                     else:
                         self.exchange.send(*given, part)

@@ -14,7 +14,7 @@ from ..common.refuse import refuse
 from ..gpu.config import SHARED
 from ..gpu.plan import Unsupported
 from . import product_config
-from .product_config import BOX, MULTIPROCESSORS, ROWS
+from .product_config import AT_ONCE, BOX, ROWS
 
 __all__ = ["BF16", "BLOCK_K", "FEW", "WARPGROUPS", "Config", "choose_config", "gain", "why_not"]
 
@@ -24,7 +24,7 @@ FEW = 128  # rows of A with which B is read once, and nothing is widened twice
 WARPGROUPS = 2  # that multiply
 _A_ROWS = (8, 16, 32, 64, 128)  # of a tile
 _B_ROWS = 128
-_AT_ONCE = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30}  # clusters of so many blocks
+_SPLITS = (1, 2, 4, 8)
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
 _STAGES = 2, 12  # at least, at most
 
@@ -70,7 +70,7 @@ class Config:
             "tile": a_rows not in _A_ROWS
             or b_rows not in (_B_ROWS, 2 * _B_ROWS)
             or a_rows * b_rows > FEW * _B_ROWS,  # a thread has registers for two K blocks
-            "split": self.split not in _AT_ONCE,
+            "split": self.split not in _SPLITS,
             "stages": self.stages < least or self.shared_bytes > SHARED,
             "tma_store": self.tma_store
             and (self.out_dtype.itemsize > 2 or self.accumulate or a_rows < ROWS),
@@ -199,11 +199,11 @@ def _cut(a_rows: int, n: int, blocks: int, b_bits: int, splits: Sequence[int]) -
     def loops(split: int) -> int:
         """K blocks that one block of threads takes time for; sums from each of ``split`` blocks
         take as long to add up as another one."""
-        return -(-tiles // _AT_ONCE[split]) * (-(-blocks // split) + split)
+        return -(-tiles // AT_ONCE[split]) * (-(-blocks // split) + split)
 
     split = min(splits, key=loops)
     # A's rows are twice as many bytes as B's there: two tiles share them, where all run at once
-    if (split, a_rows, b_bits) == (2, 64, 4) and -(-tiles // 2) <= _AT_ONCE[4]:
+    if (split, a_rows, b_bits) == (2, 64, 4) and -(-tiles // 2) <= AT_ONCE[4]:
         return 2 * _B_ROWS, 4
     return _B_ROWS, split
 
@@ -244,7 +244,7 @@ def choose_config(
         loaded_rows=rows_to_load(m, a_rows) if a_format == BF16 and a_rows >= 64 else 0,
     )
     room = SHARED - config.shared_bytes
-    splits = [each for each in _AT_ONCE if config.exchange_bytes(each) <= room]
+    splits = [each for each in _SPLITS if config.exchange_bytes(each) <= room]
     bits = config.format.element.bits
     b_rows, split = _cut(a_rows, n, -(-k // BLOCK_K), bits, splits)
     config = replace(config, tile=(a_rows, b_rows), split=split)
