@@ -37,8 +37,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arch", "format", "transpose", "launches", "opcode"),
     [
         ("sm_90a", "fp8_block", "TN", 1, "wgmma"),
-        ("sm_90a", "nvfp4", "NT", 1, "wgmma"),
-        ("sm_90a", "mxfp8", "NN", 3, "wgmma"),  # widened in memory first
+        ("sm_90a", "nvfp4", "NT", 2, "wgmma"),  # A is widened before it
+        ("sm_90a", "mxfp8", "NN", 3, "wgmma"),  # both are
         ("sm_100a", "mxfp8", "NT", 1, "tcgen05.mma"),
         ("sm_100a", "nvfp4", "TN", 1, "tcgen05.mma"),
     ],

@@ -127,16 +127,18 @@ def chosen(m: int, n: int, k: int, a_format: str | None = None, pad: int = 0):
 
 
 def test_choice(monkeypatch):
-    """For bf16 rows up to 16, where TMA can load the scales."""
+    """For up to 16 rows, where TMA can load the scales; for quantized ones, which are widened
+    first, unless so few blocks would have all of K."""
     monkeypatch.setattr(widened_plan, "get_kernel", lambda config, device: None)
     for m, rows in ((1, 8), (8, 8), (9, 16), (16, 16)):
         config = chosen(m, 8192, 1024)
         assert config == choose_config(m, 8192, "mxfp8", BF16)
         assert config.rows == rows
         assert config.loaded_rows == (m if m < 8 else 0)
+        assert chosen(m, 4096, 1024, a_format="mxfp8") == choose_config(m, 4096, "mxfp8", BF16)
     for config in (
         chosen(17, 8192, 1024),
-        chosen(1, 8192, 1024, a_format="mxfp8"),
+        chosen(1, 2112, 1024, a_format="mxfp8"),
         chosen(1, 8192, 1024, pad=4),
         chosen(1, 8192, 1024 + 32),
     ):

@@ -67,7 +67,7 @@ def test_widened_formats(launches, left, right):
     out = torch.ones(34, 136)
     bs.gemm(a, b, out=out, accumulate=True, bias=bias)
     assert_close(out, want + 1 + bias.double(), FP32)
-    assert len(launches) == 3
+    assert len(launches) == 2 * 3  # A is put in order by itself
 
 
 @pytest.mark.parametrize(
@@ -140,5 +140,5 @@ def test_rows_that_tma_cannot_load(launches):
     a, b = (bs.quantize(matrix(rows, 48, seed=rows), "nvfp4") for rows in (9, 16))
     assert a.qdata.stride(0) == 24
     got = bs.gemm(a, b.mT, FP32, backend="kernel")
-    assert len(launches) == 1
+    assert len(launches) == 2
     torch.testing.assert_close(got.double(), product(a, b.mT), rtol=2**-20, atol=2**-20)

@@ -1,5 +1,5 @@
-"""Products of few rows that a Hopper kernel widens to bf16, run in the emulator, against fp64
-products of operands that are dequantized by plain torch."""
+"""Products of few rows of bf16 and of matrices that a Hopper kernel widens to it, run in the
+emulator, against fp64 products of operands that are dequantized by plain torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from widened_inputs import (
     dequantized,
     emulated,
     every_code,
-    in_range,
     ones,
     operand,
+    ordered,
 )
 
 from blockscale import emulator as em
@@ -38,58 +38,79 @@ from blockscale.kernels.sm90.widened_gemm import widened_gemm
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
-SMALL = Config("mxfp8", "mxfp8", BF16, tile=(32, 128))
+SMALL = Config("mxfp8", BF16, tile=(32, 128))
 
 
-def operands(config: Config, m: int, n: int, k: int) -> tuple[Operand, Operand]:
+def operands(config: Config, m: int, n: int, k: int) -> tuple[Tensor, Operand]:
     """A and B."""
-    return operand(config.a_format, m, k, 1), operand(config.b_format, n, k, 2)
+    return operand("bf16", m, k, 1)[0], operand(config.b_format, n, k, 2)
 
 
-def check(config: Config, a: Operand, b: Operand, got: Tensor) -> None:
-    assert_close(got, dequantized(config.a_format, *a), dequantized(config.b_format, *b))
+def product(config: Config, a: Tensor, b: Operand, **kwargs) -> Tensor:
+    return emulated(config, (ordered(a), None), b, **kwargs)
+
+
+def check(config: Config, a: Tensor, b: Operand, got: Tensor) -> None:
+    assert_close(got, a.double(), dequantized(config.b_format, *b))
 
 
 # --- formats and shapes ---------------------------------------------------------------------------
 
-CASES = [  # A, B, rows of their tiles, blocks that split K, K, type of the output, stored by TMA
-    ("eager", "mxfp4", "mxfp8", (8, 128), 1, 1152, FP32, False),
-    ("random", "bf16", "mxfp4", (8, 128), 1, 1152, FP32, False),
-    ("random", "mxfp8_e5m2", "mxfp4", (16, 128), 2, 384, FP32, False),
-    ("eager", "mxfp8", "mxfp8_e5m2", (32, 128), 4, 640, FP32, False),
-    ("random", "mxfp8", "mxfp8", (16, 128), 8, 1152, BF16, False),
-    ("late", "nvfp4", "nvfp4", (64, 128), 2, 256, BF16, True),
-    ("random", "bf16", "nvfp4", (64, 256), 4, 512, FP16, True),
-    ("late", "bf16", "mxfp8", (128, 128), 2, 384, BF16, True),
+CASES = [  # B, rows of the tiles, blocks that split K, K, type of the output, stored by TMA
+    ("eager", "mxfp8", (8, 128), 1, 1152, FP32, False),
+    ("random", "mxfp4", (16, 128), 2, 384, FP32, False),
+    ("eager", "mxfp8_e5m2", (32, 128), 4, 640, FP32, False),
+    ("late", "nvfp4", (64, 128), 2, 256, BF16, True),
+    ("random", "nvfp4", (64, 256), 4, 512, FP16, True),
+    ("random", "mxfp4", (64, 256), 1, 128, BF16, True),
+    ("late", "mxfp8", (128, 128), 2, 384, BF16, True),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pairs(case):
-    """Pairs of formats; each shape of a wgmma; tails in M and N, and two tiles by one block; stages
-    that are used again and again; blocks that have a part of K each, and add up one of a tile's
-    shares, or none."""
-    completion, a_format, b_format, tile, split, k, dtype, tma_store = case
-    config = Config(a_format, b_format, dtype, tile, split, tma_store=tma_store)
+def test_formats(case):
+    """Formats; each shape of a wgmma; tails in M and N, and two tiles by one block; stages that are
+    used again and again; blocks that have a part of K each, and add up all of a tile's shares, one,
+    or none."""
+    completion, b_format, tile, split, k, dtype, tma_store = case
+    config = Config(b_format, dtype, tile, split, tma_store=tma_store)
     a, b = operands(config, tile[0] - 3, tile[1] + 8, k)
-    check(config, a, b, emulated(config, a, b, completion=completion, multiprocessors=split))
+    check(config, a, b, product(config, a, b, completion=completion, multiprocessors=split))
+
+
+IN_TURN = [  # B, rows of A, blocks that split K, stages, K, type of the output, stored by TMA
+    ("random", "mxfp4", 8, 1, 4, 1920, FP32, False),
+    ("random", "mxfp8_e5m2", 64, 2, 4, 768, BF16, True),
+    ("eager", "nvfp4", 64, 2, 4, 640, FP32, False),
+    ("late", "mxfp8", 16, 4, 6, 1152, FP16, False),
+]
+
+
+@pytest.mark.parametrize("case", IN_TURN)
+def test_warpgroups_in_turn(case):
+    """Even and odd numbers of a block's K blocks; warpgroups whose first stage is another one with
+    the next tile."""
+    completion, b_format, rows, split, stages, k, dtype, tma_store = case
+    config = Config(b_format, dtype, (rows, 128), split, 2, stages, tma_store=tma_store)
+    a, b = operands(config, rows - 3, 136, k)
+    check(config, a, b, product(config, a, b, completion=completion, multiprocessors=split))
 
 
 def test_same_bits():
-    """Whichever of the blocks that split K is first."""
-    config = Config("mxfp8", "mxfp8_e5m2", FP32, (32, 128), 4)
+    """Whichever of the blocks that split K is first, or of their warpgroups."""
+    config = Config("mxfp8_e5m2", FP32, (32, 128), 2, 2, 4)
     a, b = operands(config, 5, 72, 512)
     first, other = (
-        emulated(config, a, b, completion=each, multiprocessors=4) for each in ("eager", "random")
+        product(config, a, b, completion=each, multiprocessors=2) for each in ("eager", "random")
     )
     assert torch.equal(first, other)
 
 
 def test_tails_of_k():
     """Stages that are not whole; scales whose rows lie at any address."""
-    config = Config("bf16", "nvfp4", FP32, (16, 128), async_scales=False)
+    config = Config("nvfp4", FP32, (16, 128), async_scales=False)
     a, b = operands(config, 11, 24, 160)
-    check(config, a, b, emulated(config, a, b))
+    check(config, a, b, product(config, a, b))
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -97,18 +118,9 @@ def test_tails_of_k():
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"])
 def test_every_element(name):
-    """Of A and of B. Exact; infinite where fp32 cannot hold it, and in steps of bf16's least
-    number."""
-    config = Config(name, name, FP32, (64, 128))
-    data, scale = every_code(name)
-
-    def both(a: Operand, b: Operand) -> None:
-        assert_exact(emulated(config, a, b), name, in_range(dequantized(name, *a)), b)
-
-    for start in range(0, len(data), 64):
-        rows = slice(start, start + 64)
-        both((data[rows], scale[rows]), ones(name))
-    both(ones(name), (data, scale))
+    """Exact; infinite where fp32 cannot hold it, and in steps of bf16's least number."""
+    a, b = dequantized(name, *ones(name)), every_code(name)
+    assert_exact(product(Config(name, FP32, (8, 128)), a.to(BF16), b), name, a, b)
 
 
 # --- epilogues and calls --------------------------------------------------------------------------
@@ -122,26 +134,25 @@ EPILOGUES = [
 
 @pytest.mark.parametrize("fields", EPILOGUES)
 def test_epilogue(fields):
-    config = replace(SMALL, a_format="bf16", b_format="nvfp4", alpha=True, **fields)
+    config = replace(SMALL, b_format="nvfp4", alpha=True, **fields)
     a, b = operands(config, 27, 72, 128)
     bias = torch.randn(72).to(config.bias)
     start = torch.randn(27, 72) if config.accumulate else None
-    got = emulated(config, a, b, start=start, bias=bias, alpha=torch.tensor(0.75))
-    x, y = dequantized("bf16", *a), dequantized("nvfp4", *b)
+    got = product(config, a, b, start=start, bias=bias, alpha=torch.tensor(0.75))
     added = bias.double() + (0 if start is None else start.double())
-    assert_close(got, 0.75 * x, y, added)
+    assert_close(got, 0.75 * a.double(), dequantized("nvfp4", *b), added)
 
 
 @pytest.mark.parametrize("m", [33, 65])
 def test_few_rows_loaded(m):
     """The others of a tile are zeros, and not stored."""
-    config = choose_config((m, 136, 1024), "bf16", "mxfp8", BF16)
+    config = choose_config((m, 136, 384), "mxfp8", BF16)
     assert config.loaded_rows == m + 7
-    a, b = operands(config, m, 136, 1024)
-    got = emulated(config, a, b, completion="random", multiprocessors=8)
-    assert_close(got, dequantized("bf16", *a), dequantized("mxfp8", *b))
+    a, b = operands(config, m, 136, 384)
+    got = product(config, a, b, completion="random", multiprocessors=config.split)
+    check(config, a, b, got)
     every = replace(config, loaded_rows=0)
-    assert torch.equal(got, emulated(every, a, b, multiprocessors=8))
+    assert torch.equal(got, product(every, a, b, multiprocessors=config.split))
 
 
 def call(a: Operand, a_format: str, b: Operand, b_format: str, **kwargs) -> Tensor:
@@ -164,7 +175,7 @@ def test_quantized():
 @pytest.mark.parametrize("shape", [(0, 16, 128), (16, 0, 128), (16, 24, 0)])
 def test_empty(shape):
     m, n, k = shape
-    a, b = operands(SMALL, m, n, k)
+    a, b = operand("mxfp8", m, k, 1), operand("mxfp8", n, k, 2)
     bias = torch.ones(n)
     assert bool((call(a, "mxfp8", b, "mxfp8", bias=bias) == 1).all())
     start = torch.ones(m, n)
@@ -174,7 +185,7 @@ def test_empty(shape):
 
 
 def test_bad_input():
-    a, b = operands(SMALL, 16, 24, 128)
+    a, b = operand("mxfp8", 16, 128, 1), operand("mxfp8", 24, 128, 2)
     wrong = {
         "expected \\(M, K\\)": (a, (b[0][:, :64], b[1][:, :2])),
         "a_scale: has shape": ((a[0], a[1][:, :2]), b),
@@ -204,7 +215,8 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize("wrong", [
-    {"loaded_rows": 128},
+    {"loaded_rows": 128}, {"parts": 3}, {"parts": 2}, {"parts": 2, "stages": 4, "tile": (128, 256)},
+    {"parts": 2, "stages": 5}, {"parts": 2, "stages": 4, "tile": (128, 128), "split": 2},
     {"tile": (96, 128)}, {"tile": (64, 64)}, {"tile": (128, 256)}, {"split": 3}, {"stages": 1},
     {"stages": 40}, {"tma_store": True}, {"tile": (64, 128), "tma_store": True, "out_dtype": FP32},
 ])  # fmt: skip
@@ -222,7 +234,7 @@ def test_chosen_fill_the_machine(format, n):
     """One turn, by nearly as many blocks of threads as there are multiprocessors, where there are
     as many tiles or they can be split."""
     for m in (1, 16, 64):
-        config = choose_config((m, n, 8192), "bf16", format, BF16)
+        config = choose_config((m, n, 8192), format, BF16)
         assert min(0.84 * 132, n / 32) <= n // config.tile[1] * config.split <= 132
         assert config.stages >= 3
 
@@ -231,37 +243,41 @@ def test_chosen_take_all_rows():
     """In one tile; and each block of threads has a part of K."""
     for m in range(1, FEW + 1):
         for blocks in range(1, 40):
-            config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", "mxfp4", FP32)
+            config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", FP32)
             assert m <= config.tile[0] < max(2 * m, 9)
-            assert config.split <= blocks
+            assert config.split * config.parts <= blocks
 
 
-@pytest.mark.parametrize("formats", [
-    ("bf16", "nvfp4"), ("nvfp4", "nvfp4"), ("bf16", "mxfp8"), ("mxfp8_e5m2", "mxfp8"),
-    ("mxfp8", "mxfp4"), ("mxfp4", "mxfp4"),
-])  # fmt: skip
-def test_chosen_fit(formats):
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+def test_chosen_fit(format):
     """Every product of few rows has a kernel, for which there is shared memory."""
     columns = 1, 128, 576, 2112, 4096, 7168, 24576
     sizes = itertools.product((1, 16, 33, 65, 128), columns, (32, 640, 7168))
     for shape, dtype in itertools.product(sizes, (BF16, FP32)):
         for added, aligned, whole in itertools.product((False, True), repeat=3):
             how = {"accumulate": added, "aligned": aligned, "async_scales": whole}
-            assert choose_config(shape, *formats, dtype, **how).shared_bytes <= 227 * 1024
+            assert choose_config(shape, format, dtype, **how).shared_bytes <= 227 * 1024
 
 
 def test_chosen_share_large_rows():
-    """Tiles of B that are half as large as A's are twice as high, if there is room for all."""
+    """Tiles of B that are half as large as A's are twice as high, if all run at once; else more
+    warpgroups take turns, where stages are many."""
     for n, tile in ((7168, (64, 256)), (8192, (64, 128))):
-        assert choose_config((64, n, 16384), "bf16", "nvfp4", BF16).tile == tile
-        assert choose_config((64, n, 16384), "bf16", "mxfp8", BF16).tile == (64, 128)
+        config = choose_config((64, n, 16384), "nvfp4", BF16)
+        assert (config.tile, config.parts) == (tile, 256 // tile[1])
+        config = choose_config((64, n, 16384), "mxfp8", BF16)
+        assert (config.tile, config.parts) == ((64, 128), 1)  # stages would be too few
+        assert choose_config((32, n, 16384), "mxfp8", BF16).parts == 2
 
 
 @pytest.mark.parametrize("case", [
-    ((16, 7168, 16384), "bf16", "mxfp8"), ((128, 8192, 8192), "mxfp4", "mxfp4"),
-    ((64, 7168, 16384), "nvfp4", "nvfp4"),
+    ((16, 7168, 16384), "mxfp8", BF16), ((24, 16384, 7168), "mxfp8_e5m2", FP32),
+    ((64, 8192, 8192), "mxfp8", BF16), ((64, 16384, 8192), "mxfp8_e5m2", FP32),
+    ((64, 7168, 16384), "nvfp4", BF16), ((64, 8192, 8192), "nvfp4", FP32),
+    ((128, 8192, 8192), "mxfp8", BF16), ((128, 8192, 8192), "mxfp4", BF16),
 ])  # fmt: skip
-def test_no_spills(case):
+@pytest.mark.parametrize("more", [{}, {"bias": FP32, "alpha": True, "async_scales": False}])
+def test_no_spills(case, more):
     with em.cutedsl(em.Device("sm_90a")):
-        frames = frame_bytes(compiled.build(choose_config(*case, BF16)).__cubin__)
+        frames = frame_bytes(compiled.build(choose_config(*case, **more)).__cubin__)
     assert frames == [0]

@@ -1,5 +1,5 @@
-"""Operands of every kind for products of few rows that are widened to bf16, kernels run on them in
-the emulator, and what is to come out, by plain torch in fp64."""
+"""Operands of every kind for products of few rows, kernels run on them in the emulator, and what is
+to come out, by plain torch in fp64."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ def dequantized(name: str, data: Tensor, scale: Tensor | None) -> Tensor:
     else:
         factors = scale.view(torch.float8_e4m3fn).double()
     return values * factors.repeat_interleave(format.block_size, 1)
+
+
+def ordered(x: Tensor) -> Tensor:
+    """Rows of bf16, padded to blocks of 128 columns, and each of these put in order: what four
+    lanes have, 32 neighbours each, taken in turn, a pair at a time."""
+    m, k = x.shape
+    padded = x.new_zeros(m, -(-k // 128) * 128)
+    padded[:, :k] = x
+    return padded.view(m, -1, 4, 2, 2, 4, 2).permute(0, 1, 3, 4, 5, 2, 6).reshape(m, -1)
 
 
 def emulated(

@@ -15,7 +15,7 @@ from ..gpu.plan import Described
 from .product_config import MULTIPROCESSORS
 from .widened_config import BLOCK_K, gain
 
-__all__ = ["ROWS", "SCALE_ROW", "Config", "choose_config", "suits"]
+__all__ = ["ROWS", "SCALE_ROW", "Config", "choose_config", "fills", "suits"]
 
 ROWS = 32  # of B that a block of threads takes
 SCALE_ROW = 16  # bytes of block scales of a row, which TMA loads at least
@@ -100,7 +100,7 @@ class Config:
     @property
     def gain(self) -> float:
         """What the sums lack."""
-        return gain(self.format, 1)
+        return gain(self.format)
 
     def compile(self) -> Any:
         """The kernel's host function; takes about a second and the CuTe DSL."""
@@ -112,6 +112,12 @@ class Config:
 def suits(m: int, scale: Described) -> bool:
     """Whether there is a kernel for ``m`` bf16 rows, and TMA can load the block ``scale``."""
     return m <= _A_ROWS[-1] and not (scale[1][0] % 16 or scale[3])
+
+
+def fills(n: int) -> bool:
+    """Whether blocks that have all of K, for ``n`` rows of B, are as many as half of the
+    multiprocessors, or more: else it pays to split K, unless A would have to be put in order."""
+    return 2 * -(-n // ROWS) > MULTIPROCESSORS
 
 
 def _warps(tiles: int, rows: int, bits: int) -> int:

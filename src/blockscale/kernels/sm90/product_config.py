@@ -29,9 +29,8 @@ ROW = 128  # bytes of a row of a tile in shared memory
 ROWS = 64  # of one wgmma
 BOX = 128  # bytes of a row of the output that one instruction stores
 MULTIPROCESSORS = machine.MULTIPROCESSORS["sm_90a"]
-#: Clusters of so many blocks that run at once on an H200: each lies in one part of the chip. Of 8,
-#: 12 do, and 16 do not.
-AT_ONCE = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30, 8: 14}
+#: Clusters of so many blocks that run at once on an H200: each lies in one part of the chip.
+AT_ONCE = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30, 8: 15}
 
 
 @dataclass(frozen=True, slots=True)

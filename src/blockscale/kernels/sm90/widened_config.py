@@ -1,4 +1,4 @@
-"""What to compile for a product of few rows that are widened to bf16, and how it is chosen."""
+"""What to compile for a product of few rows of bf16, and how it is chosen."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ __all__ = ["BF16", "BLOCK_K", "FEW", "WARPGROUPS", "Config", "choose_config", "g
 
 BLOCK_K = 128  # columns of a stage
 BF16 = "bf16"  # where the name of a format is expected: an operand without scales
-FEW = 128  # rows of A with which B is read once, and nothing is widened twice
-WARPGROUPS = 2  # that multiply
+FEW = 128  # rows of A with which B is read once, and widened once
+WARPGROUPS = 2  # that share a tile's rows of B
 _A_ROWS = (8, 16, 32, 64, 128)  # of a tile
 _B_ROWS = 128
 _SPLITS = (1, 2, 4, 8)
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
+_PARTS = (1, 2)
+_TWO_PARTS = (32, 64), 5, 12  # rows of A with which they pay; stages and K blocks of each, at least
 _STAGES = 2, 12  # at least, at most
 
 
@@ -34,27 +36,28 @@ class Config:
     """A kernel: all that its code depends on.
 
     The rows of B are those of a wgmma: it is widened in registers. The rows of A, which are one
-    tile's, are the columns of a wgmma: A is widened into shared memory. The sums are those of the
-    output transposed.
+    tile's, are the columns of a wgmma: they are bf16. The sums are those of the output transposed.
 
     Attributes:
-        a_format, b_format: names; of A also "bf16".
+        b_format: its name.
         tile: rows of A and of B that a block of threads takes at once.
         split: blocks that have a part of K each and bring their sums together.
+        parts: warpgroups of a block that take stages in turn, and bring their sums together, too:
+            K has as many stages for each block at least.
         stages: tiles of both operands in flight.
         accumulate: add to the output.
         bias: the type of a vector that is added to each row, if there is one.
         alpha: the sums are multiplied by a scalar.
         tma_store: the output is stored by TMA; else an element at a time.
-        async_scales: rows of scales lie so that those of a stage can be copied at once.
+        async_scales: rows of B's scales lie so that those of a stage can be copied at once.
         loaded_rows: of A; 0 for all of a tile's. Fewer where there are no more, and that pays.
     """
 
-    a_format: str
     b_format: str
     out_dtype: torch.dtype
     tile: tuple[int, int]
     split: int = 1
+    parts: int = 1
     stages: int = _STAGES[0]
     accumulate: bool = False
     bias: torch.dtype | None = None
@@ -65,13 +68,19 @@ class Config:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        (a_rows, b_rows), least = self.tile, _STAGES[0]
+        a_rows, b_rows = self.tile
         wrong = {
             "tile": a_rows not in _A_ROWS
             or b_rows not in (_B_ROWS, 2 * _B_ROWS)
             or a_rows * b_rows > FEW * _B_ROWS,  # a thread has registers for two K blocks
             "split": self.split not in _SPLITS,
-            "stages": self.stages < least or self.shared_bytes > SHARED,
+            "parts": self.parts not in _PARTS
+            or self.parts * a_rows * b_rows > FEW * _B_ROWS,  # these have half of the registers
+            # A warpgroup keeps a stage until it has its next one. Those that take turns have the
+            # same stages in each round: an mbarrier does not tell a round from the one after next.
+            "stages": self.stages <= self.parts
+            or self.stages % self.parts
+            or self.shared_bytes > SHARED,
             "tma_store": self.tma_store
             and (self.out_dtype.itemsize > 2 or self.accumulate or a_rows < ROWS),
             "loaded_rows": self.loaded_rows not in range(a_rows),
@@ -84,56 +93,43 @@ class Config:
         return self.tile[1] // (ROWS * WARPGROUPS)
 
     @property
-    def wide(self) -> int:
-        """Widened tiles of A; none for bf16, which stays where it is."""
-        return 0 if self.a_format == BF16 else 4 if self.tile[0] <= 32 else 2
-
-    @property
-    def converters(self) -> int:
-        """Warps that widen A, or put it in order: at most four threads a row."""
-        return min(4, self.tile[0] // 8)
-
-    @property
     def readers(self) -> int:
         """That arrive when they have read a stage: warps, or threads where threads store scales."""
-        warps = 4 * WARPGROUPS + (self.converters if self.wide else 0)
-        return warps * (1 if self.async_scales else 32)
+        return 4 * WARPGROUPS * (1 if self.async_scales else 32)
 
     @property
     def format(self) -> Format:
         return get_format(self.b_format)
 
     @property
-    def elements(self) -> tuple[str, str]:
-        a = BF16 if self.a_format == BF16 else get_format(self.a_format).element.name
-        return a, self.format.element.name
+    def row_bytes(self) -> int:
+        """Of B in a stage."""
+        return BLOCK_K * self.format.element.bits // 8
 
     @property
     def scale_row(self) -> int:
-        """Bytes of scales of a row, in a stage."""
+        """Bytes of scales of a row of B in a stage."""
         return BLOCK_K // self.format.block_size
 
     @property
-    def scale_bytes(self) -> tuple[int, int]:
-        """Of both operands in a stage."""
-        a = 0 if self.a_format == BF16 else self.tile[0] * self.scale_row
-        return a, self.tile[1] * self.scale_row
-
-    @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Of both operands in a stage."""
-        a, b = ({BF16: 256, "E2M1": 64}.get(each, 128) for each in self.elements)
-        return a, b
+    def scale_bytes(self) -> int:
+        """Of B in a stage."""
+        return self.tile[1] * self.scale_row
 
     @property
     def gain(self) -> float:
         """What the sums lack."""
-        return gain(self.format, 1 if self.a_format == BF16 else 2)
+        return gain(self.format)
 
     @property
     def shares(self) -> int:
         """Of a tile, 64 rows of B each, which blocks that split K add up in turn."""
         return WARPGROUPS * self.row_steps
+
+    @property
+    def sources(self) -> int:
+        """Of a share's sums: warpgroups of all blocks that split K."""
+        return self.split * self.parts
 
     @property
     def own_shares(self) -> int:
@@ -142,27 +138,30 @@ class Config:
 
     @property
     def share_bytes(self) -> int:
-        """Room for another block's sums."""
+        """Room for another warpgroup's sums."""
         return 4 * ROWS * self.tile[0]
 
-    def exchange_bytes(self, split: int) -> int:
-        """For the sums of others, of so many blocks that split K."""
-        return (split - 1) * -(-self.shares // split) * self.share_bytes
+    def exchange_bytes(self, split: int, parts: int) -> int:
+        """For the sums of others, if there were so many blocks, and parts of each."""
+        return (split * parts - 1) * -(-self.shares // split) * self.share_bytes
 
     @property
     def stage_bytes(self) -> int:
-        """With two barriers, or three."""
-        both = zip(self.tile, self.row_bytes, strict=True)
-        barriers = 16 if self.wide else 24
-        return sum(rows * nbytes for rows, nbytes in both) + sum(self.scale_bytes) + barriers
+        """With two barriers."""
+        a_rows, b_rows = self.tile
+        return a_rows * 2 * BLOCK_K + b_rows * self.row_bytes + self.scale_bytes + 16
+
+    @property
+    def boxes(self) -> int:
+        """Of the output, that are stored from at once: by warpgroups that add up a share."""
+        return min(WARPGROUPS, self.own_shares)
 
     @property
     def shared_bytes(self) -> int:
         """At most."""
-        wide = self.wide * (self.tile[0] * 256 + 16)
-        output = WARPGROUPS * ROWS * BOX if self.tma_store else 0
-        exchange = self.exchange_bytes(self.split)
-        return self.stages * self.stage_bytes + wide + output + exchange + 1024
+        output = self.boxes * ROWS * BOX if self.tma_store else 0
+        exchange = self.exchange_bytes(self.split, self.parts)
+        return self.stages * self.stage_bytes + output + exchange + 1024
 
     def compile(self) -> Any:
         """The kernel's host function; takes about a second and the CuTe DSL."""
@@ -171,10 +170,10 @@ class Config:
         return compile_config(self)
 
 
-def gain(format: Format, operands: int) -> float:
-    """What sums of products lack of which so many ``operands`` were widened: a block scale of NVFP4
-    is widened to 2^-7 of itself, so that one multiplication by it widens an element."""
-    return 2.0 ** (7 * operands) if format.scale.name == "UE4M3" else 1.0
+def gain(format: Format) -> float:
+    """What sums of products lack whose one operand was widened: a block scale of NVFP4 is widened
+    to 2^-7 of itself, so that one multiplication by it widens an element."""
+    return 2.0**7 if format.scale.name == "UE4M3" else 1.0
 
 
 def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> str:
@@ -208,9 +207,16 @@ def _cut(a_rows: int, n: int, blocks: int, b_bits: int, splits: Sequence[int]) -
     return _B_ROWS, split
 
 
+def _most_stages(config: Config, parts: int) -> int:
+    """That there is room for, if so many warpgroups take them in turn: as many each."""
+    sums = [config.exchange_bytes(config.split, each) for each in (config.parts, parts)]
+    room = SHARED - config.shared_bytes + sums[0] - sums[1]
+    most = min(_STAGES[1], config.stages + room // config.stage_bytes)
+    return most - most % parts
+
+
 def choose_config(
     shape: tuple[int, int, int],
-    a_format: str,
     b_format: str,
     out_dtype: torch.dtype,
     *,
@@ -223,7 +229,7 @@ def choose_config(
     """The kernel for a product of ``shape`` (M, N, K); Unsupported where M is more than ``FEW``.
 
     ``aligned``: the output starts, and each of its rows does, at a multiple of 16 bytes.
-    ``async_scales``: so do scales of each row, and stages of them are whole.
+    ``async_scales``: rows of B's scales start at multiples of a stage's bytes, and all are whole.
     """
     m, n, k = shape
     if m > FEW:
@@ -232,7 +238,6 @@ def choose_config(
         )
     a_rows = next(each for each in _A_ROWS if each >= m)
     config = Config(
-        a_format,
         b_format,
         out_dtype,
         tile=(a_rows, _B_ROWS),
@@ -241,12 +246,16 @@ def choose_config(
         alpha=alpha,
         tma_store=aligned and a_rows >= ROWS and out_dtype.itemsize == 2 and not accumulate,
         async_scales=async_scales,
-        loaded_rows=rows_to_load(m, a_rows) if a_format == BF16 and a_rows >= 64 else 0,
+        loaded_rows=rows_to_load(m, a_rows) if a_rows >= 64 else 0,
     )
     room = SHARED - config.shared_bytes
-    splits = [each for each in _SPLITS if config.exchange_bytes(each) <= room]
+    splits = [each for each in _SPLITS if config.exchange_bytes(each, 1) <= room]
     bits = config.format.element.bits
-    b_rows, split = _cut(a_rows, n, -(-k // BLOCK_K), bits, splits)
+    blocks = -(-k // BLOCK_K)
+    b_rows, split = _cut(a_rows, n, blocks, bits, splits)
     config = replace(config, tile=(a_rows, b_rows), split=split)
-    more = (SHARED - config.shared_bytes) // config.stage_bytes
-    return replace(config, stages=min(_STAGES[1], config.stages + more))
+    stages = {parts: _most_stages(config, parts) for parts in _PARTS}
+    rows, least, loops = _TWO_PARTS
+    two = b_rows == _B_ROWS and a_rows in rows and stages[2] >= least and blocks >= loops * split
+    parts = 2 if two and not accumulate else 1  # which wants registers for addresses
+    return replace(config, parts=parts, stages=stages[parts])

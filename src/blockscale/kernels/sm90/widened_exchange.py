@@ -1,17 +1,17 @@
 # mypy: ignore-errors
-"""Sums of a tile from blocks of threads that each had a part of K, brought together.
+"""Sums of a tile from warpgroups that each had a part of K, brought together.
 
 A share is 64 of the tile's rows of B, those of one wgmma. Its sums are added up in one of a
-cluster's blocks, those of the next share in the next block. The others send theirs into its shared
-memory, a thread to the same thread; it adds them in an order that is always the same. Blocks may
-end by themselves: each has waited for all that is sent to it, and room is freed only for what will
-come.
+cluster's blocks of threads, by the first warpgroup there that has the share; those of the next
+share in the next block. The others, of the same block too, write theirs into its shared memory, a
+thread to the same thread; that one adds them in an order that is always the same. Blocks may end by
+themselves: each has waited for all that is sent to it, and room is freed only for what will come.
 """
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import cute, range_constexpr
+from cutlass import const_expr, cute, range_constexpr
 
 from . import ptx
 from .widened_config import Config
@@ -26,7 +26,7 @@ class Exchange:
     def allocate(self, memory) -> None:
         """Room for others' sums, and for each share two barriers: all are there, or are free."""
         config = self.config
-        nbytes = config.exchange_bytes(config.split)
+        nbytes = config.exchange_bytes(config.split, config.parts)
         self.sums = memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=128).toint()
         self.full = memory.allocate_array(cutlass.Int64, 2 * config.shares)
         self.free = self.full + config.shares
@@ -34,39 +34,47 @@ class Exchange:
     def initialize(self) -> None:
         config = self.config
         for i in range(config.shares):
-            cute.arch.mbarrier_init(self.full + i, 1)  # and bytes
+            # one that expects bytes of other blocks, and threads of its own
+            cute.arch.mbarrier_init(self.full + i, 1 + 128 * (config.parts - 1))
             cute.arch.mbarrier_init(self.free + i, 4)  # warps
 
-    def place(self, share, thread, distance):
-        """Of a thread's sums from the block so many after the one that adds, four at a time."""
+    def place(self, share, thread, source):
+        """Of a thread's sums from the warpgroup so many after the one that adds, four at a time."""
         config = self.config
-        index = (distance - 1) * config.own_shares + share // config.split
+        index = (source - 1) * config.own_shares + share // config.split
         return self.sums + index * config.share_bytes + thread * 16
 
     @cute.jit
-    def send(self, share, sums, thread, phase, part):
-        """Wait until the last sums have been read, then write these."""
-        owner = share % self.config.split
+    def send(self, share, sums, thread, phase, part, turn):
+        """Wait until the last sums have been read, then write these, of the ``turn``-th warpgroup
+        that has them in the block ``part`` of the cluster."""
+        config = self.config
+        owner, full = share % config.split, (self.full + share).toint()
         ptx.wait_cluster((self.free + share).toint(), phase ^ 1)
-        distance = (part - owner) & (self.config.split - 1)
-        place = ptx.at_block(self.place(share, thread, distance), owner)
-        barrier = ptx.at_block((self.full + share).toint(), owner)
-        for i in range_constexpr(0, self.config.tile[0] // 2, 4):
-            ptx.store_async(place, i * 512, [sums[i + j] for j in range(4)], barrier)
+        source = ((part - owner) & (config.split - 1)) * config.parts + turn
+        place = self.place(share, thread, source)
+        if part == owner:
+            for i in range_constexpr(0, config.tile[0] // 2, 4):
+                ptx.store_floats(place, i * 512, [sums[i + j] for j in range(4)])
+            ptx.arrive(full)
+        elif const_expr(config.split > 1):
+            there, barrier = (ptx.at_block(each, owner) for each in (place, full))
+            for i in range_constexpr(0, config.tile[0] // 2, 4):
+                ptx.store_async(there, i * 512, [sums[i + j] for j in range(4)], barrier)
 
     @cute.jit
     def receive(self, share, sums, thread, phase, more):
-        """Add the sums of the other blocks. ``more``: whether others will be sent."""
-        split = self.config.split
+        """Add the sums of the other warpgroups. ``more``: whether others will be sent."""
+        config = self.config
         full = (self.full + share).toint()
         if thread == 0:
-            ptx.expect(full, (split - 1) * self.config.share_bytes)
+            ptx.expect(full, (config.sources - config.parts) * config.share_bytes)
         ptx.wait_cluster(full, phase)
-        for distance in range_constexpr(1, split):
-            place = self.place(share, thread, distance)
-            for i in range_constexpr(0, self.config.tile[0] // 2, 4):
+        for source in range_constexpr(1, config.sources):
+            place = self.place(share, thread, source)
+            for i in range_constexpr(0, config.tile[0] // 2, 4):
                 values = ptx.load_floats(place, i * 512, 4)
                 for j in range_constexpr(4):
                     sums[i + j] = sums[i + j] + values[j]
         if more:
-            ptx.arrive_at_all((self.free + share).toint(), thread % 32, split)
+            ptx.arrive_at_all((self.free + share).toint(), thread % 32, config.split)

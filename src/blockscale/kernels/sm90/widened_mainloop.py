@@ -5,6 +5,10 @@ A unit of work is 64 rows of B and half a stage of K: four wgmmas. A thread has 
 K of two rows, which lie together in memory and share a scale each: two octets. Octets of the next
 unit are widened while a unit's wgmmas run. The last wgmmas of a K block are in flight when the next
 one starts.
+
+These are no columns that wgmmas take together: those of A lie in an order in which they are. Of 128
+columns, seen as (4, 2, 2, 4, 2), the second, third and fourth place come first: what lanes of the
+first place have follows each other.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 
+from ..common.persistent import advance
 from . import ptx, widened_ptx
 from .widened_config import Config
 from .widened_rows import Rows
@@ -33,39 +38,39 @@ class Mainloop:
         sums = (config.tile[0] // 2,)
         return [cute.make_rmem_tensor(sums, Float32) for _ in range(config.row_steps)]
 
-    def start(self, shared, barriers, wide_barriers, rows, thread) -> None:
+    def start(self, shared, barriers, rows, thread) -> None:
         """Addresses of a thread of the warpgroup that has the tile's rows from ``rows`` on.
-        ``shared``: tiles and scales of B, and widened tiles of A.
+        ``shared``: tiles of A, tiles and scales of B.
         """
         config = self.config
-        tiles, scales, wide = shared
+        ordered, tiles, scales = shared
         self.full, self.empty = barriers
-        self.wide_full, self.wide_empty = wide_barriers
         row, column = rows + thread // 32 * 16 + thread % 32 // 4, thread % 4
         self.tiles = ptx.pin(tiles + self.rows.place(row, column))
         self.scales = ptx.pin(scales + row * config.scale_row + column * (config.scale_row // 4))
-        self.wide = cute.arch.make_warp_uniform(ptx.descriptor(wide))
+        self.ordered = cute.arch.make_warp_uniform(ptx.descriptor(ordered))
         self.rows.start()
 
     @cute.jit
-    def __call__(self, sums, blocks, state, advance):
-        """Add ``blocks`` K blocks, one at least, to ``sums``; the next state of the pipelines."""
-        stage, phase, slot, turn = (cute.arch.make_warp_uniform(each) for each in state)
+    def __call__(self, sums, blocks, stage, phase):
+        """Add ``blocks`` K blocks, one at least, to ``sums``: of this ``stage``, and of later ones.
+        The next stage, and its phase."""
+        stage, phase = (cute.arch.make_warp_uniform(each) for each in (stage, phase))
         self.rows.seen.fill(0)
         cute.arch.mbarrier_wait(self.full + stage, phase)
         words, scales = self.load(stage, 0, 0), self.read_scales(stage, 0)
         self.keep(self.rows.widen(words, scales, 0, 0), scales)
         used = Int32(0)
         for i in range(blocks - 1):
-            state = (stage, phase, slot, turn)
-            stage, phase, slot, turn = self.body(sums, used, i, False, state, advance)
-            used = state[2 if self.config.wide else 0]
-        state = (stage, phase, slot, turn)
-        stage, phase, slot, turn = self.body(sums, used, blocks - 1, True, state, advance)
+            last = stage
+            stage, phase = self.body(sums, used, i, False, stage, phase)
+            used = last
+        last = stage
+        stage, phase = self.body(sums, used, blocks - 1, True, stage, phase)
         self.finish(sums)
-        self.free(state[2 if self.config.wide else 0])
+        self.free(last)
         self.rows.poison(sums)
-        return stage, phase, slot, turn
+        return stage, phase
 
     def finish(self, sums) -> None:
         """Until all wgmmas have finished."""
@@ -75,30 +80,24 @@ class Mainloop:
             sums[i // each][i % each] = value
 
     @cute.jit
-    def body(self, sums, used, block, last: cutlass.Constexpr, state, advance):
+    def body(self, sums, used, block, last: cutlass.Constexpr, stage, phase):
         """The ``block``-th K block, whose first unit is widened; or the ``last`` one. Its own last
-        wgmmas are in flight at its end: the tile of A that they read is ``used`` until the first
-        ones of the next K block are.
+        wgmmas are in flight at its end: the stage that they read is ``used`` until the first ones
+        of the next K block are.
         """
-        config, units = self.config, self.units
-        stage, phase, slot, turn = state
-        if const_expr(not config.wide):
-            slot, turn = stage, phase
+        units, own = self.units, stage
         fragments = [self.next[i] for i in range(16)]
         scales = [[self.next[16 + i] for i in range(self.rows.kept)]]
-        scales += [self.read_scales(stage, step) for step in range(1, config.row_steps)]
-        cute.arch.mbarrier_wait(self.wide_full + slot, turn)
+        scales += [self.read_scales(stage, step) for step in range(1, self.config.row_steps)]
         for i in range_constexpr(len(units)):
             half, step = units[i]
             next_half, next_step = units[(i + 1) % len(units)]
             ends = i + 1 == len(units)
             if const_expr(not ends):
                 words, following = self.load(stage, next_half, next_step), scales[next_step]
-            self.products(sums[step], slot, half, fragments)
+            self.products(sums[step], own, half, fragments)
             if const_expr(ends):
-                if const_expr(config.wide):
-                    widened_ptx.release((self.empty + stage).toint(), config.async_scales)
-                stage, phase = advance(stage, phase, config.stages)
+                stage, phase = self.ahead(stage, phase)
                 if const_expr(not last):
                     cute.arch.mbarrier_wait(self.full + stage, phase)
                     words, following = self.load(stage, 0, 0), self.read_scales(stage, 0)
@@ -109,14 +108,17 @@ class Mainloop:
                 fragments = self.rows.widen(words, following, next_step, next_half)
         if const_expr(not last):
             self.keep(fragments, following)
-        if const_expr(config.wide):
-            slot, turn = advance(slot, turn, config.wide)
-        return stage, phase, slot, turn
+        return stage, phase
 
-    def free(self, slot, wanted=1) -> None:
-        """Arrive when wgmmas have read a widened tile, unless ``wanted`` is 0."""
-        once = self.config.async_scales or bool(self.config.wide)
-        widened_ptx.release((self.wide_empty + slot).toint(), once, wanted)
+    def ahead(self, stage, phase):
+        """This warpgroup's next stage."""
+        for _ in range(self.config.parts):
+            stage, phase = advance(stage, phase, self.config.stages)
+        return stage, phase
+
+    def free(self, stage, wanted=1) -> None:
+        """Arrive when a stage has been read, unless ``wanted`` is 0."""
+        widened_ptx.release((self.empty + stage).toint(), self.config.async_scales, wanted)
 
     def keep(self, fragments: list, scales: list) -> None:
         """The first unit of the next K block, and its scales."""
@@ -125,7 +127,7 @@ class Mainloop:
 
     def load(self, stage, half: int, step: int) -> list:
         """16 elements of one row, then of the other one, eight rows below."""
-        nbytes = self.config.row_bytes[1]
+        nbytes = self.config.row_bytes
         address = self.tiles + stage * (self.config.tile[1] * nbytes)
         if nbytes == 128:
             address, offset = address ^ (16 * half), 0
@@ -142,14 +144,14 @@ class Mainloop:
     def read_scales(self, stage, step: int) -> list:
         """Of 64 rows, for a thread's two."""
         config = self.config
-        address = self.scales + stage * config.scale_bytes[1]
+        address = self.scales + stage * config.scale_bytes
         rows = [(64 * step + row) * config.scale_row for row in (0, 8)]
         nbytes = self.rows.scale_bytes
         return self.rows.factors(*(widened_ptx.load_small(address, row, nbytes) for row in rows))
 
-    def products(self, sums, slot, half: int, fragments: list) -> None:
+    def products(self, sums, stage, half: int, fragments: list) -> None:
         """Start the wgmmas of a unit."""
-        b = self.wide + (2 * slot + half) * (self.config.tile[0] * 8)
+        b = self.ordered + (2 * stage + half) * (self.config.tile[0] * 8)
         count = self.config.tile[0] // 2
         values = widened_ptx.wgmma([sums[i] for i in range(count)], fragments, b)
         for i, value in enumerate(values):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...formats import Format, get_format
 from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from . import decode_config
+from .ordered_config import OrderedConfig
 from .plan import Plan, multiprocessors_of
 from .widened_config import BF16, BLOCK_K, choose_config, why_not
 
@@ -23,6 +27,26 @@ _BYTES = (
     torch.float4_e2m1fn_x2,
     torch.float8_e8m0fnu,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Widened:
+    """A product of bf16 values of A, which are written first.
+
+    Attributes:
+        widen: writes them, as ``multiply`` wants them.
+        multiply: the product.
+        like: an item, expanded to their shape.
+    """
+
+    widen: Callable[..., Any]
+    multiply: Callable[..., Any]
+    like: Tensor
+
+    def __call__(self, a: Tensor, a_scale: Tensor | None, *rest: Any) -> None:
+        values = torch.empty_like(self.like)
+        self.widen(a, a_scale, values)
+        self.multiply(values, None, *rest)
 
 
 @lru_cache(maxsize=4096)
@@ -78,21 +102,26 @@ def plan_widened(
         "bias": None if bias is None else bias[2],
         "alpha": alpha is not None,
     }
-    if a_format is None and decode_config.suits(m, b_scale):
+    decodes = decode_config.suits(m, b_scale) and (a_format is None or decode_config.fills(n))
+    if decodes:
         config: Any = decode_config.choose_config(m, n, b_format, out_dtype, **added)
     else:
         row = BLOCK_K // format.block_size
         config = choose_config(
             (m, n, k),
-            a_format or BF16,
             b_format,
             out_dtype,
             aligned=aligned_rows(n, out, out_dtype),
-            async_scales=k % BLOCK_K == 0
-            and all(x[1][0] % row == 0 and x[3] % row == 0 for _, x, _ in given),
+            async_scales=k % BLOCK_K == 0 and not (b_scale[1][0] % row or b_scale[3] % row),
             **added,
         )
-    return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
+    run = get_kernel(config, device)
+    if a_format is not None or not decodes:
+        values = torch.empty(1, dtype=torch.bfloat16, device=device)
+        shape = m, -(-k // BLOCK_K) * BLOCK_K
+        widen = get_kernel(OrderedConfig(a_format or BF16, ordered=not decodes), device)
+        run = _Widened(widen, run, values.expand(shape))
+    return Plan(config, run, multiprocessors_of(device), like)
 
 
 def _check_scale(name: str, x: Described, wanted: tuple[int, int], format: Format) -> None:

@@ -14,11 +14,10 @@ __all__ = [
     "load_small",
     "load_words",
     "mma",
+    "prefetch",
     "release",
     "store_byte",
     "store_matrix_transposed",
-    "store_words",
-    "take_bytes",
     "wgmma",
 ]
 
@@ -76,18 +75,6 @@ def load_small(address, offset: int, nbytes: int):
     return _asm(code, [Int32], [address], ["r"], memory=True)[0]
 
 
-def take_bytes(word, odd):
-    """Two bytes of a word, next to each other: the even ones, or the odd ones."""
-    code = "{ .reg .b32 x; shl.b32 x, $2, 3; shr.u32 x, $1, x; prmt.b32 $0, x, 0, 0x4420; }"
-    return _asm(code, [Int32], [word, Int32(odd)], ["r", "r"])[0]
-
-
-def store_words(address, words: list) -> None:
-    """Four words."""
-    code = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
-    _asm(code, [], [address, *words], ["r"] * 5, memory=True)
-
-
 def store_byte(address, value) -> None:
     _asm("st.shared.u8 [$0], $1;", [], [address, value], ["r", "r"], memory=True)
 
@@ -105,6 +92,11 @@ def copy_async(target, source, nbytes: int, wanted) -> None:
         f"{nbytes}; cp.async.ca.shared.global [$0], [$1], {nbytes}, n; }}"
     )
     _asm(code, [], [target, source, wanted], ["r", "l", "r"], memory=True)
+
+
+def prefetch(address) -> None:
+    """Bring what lies there in global memory to the L2 cache."""
+    _asm("prefetch.global.L2 [$0];", [], [address], ["l"], memory=True)
 
 
 def arrive_once(barrier, wanted=1) -> None:

@@ -1,9 +1,8 @@
 # mypy: ignore-errors
-"""Block scales of a stage, from rows in global memory to shared memory: three warps' work."""
+"""Block scales of B in a stage, from global memory to shared memory: three warps' work."""
 
 from __future__ import annotations
 
-import cutlass
 from cutlass import Int32, const_expr, cute, range_constexpr
 
 from . import ptx, widened_ptx
@@ -19,9 +18,9 @@ class Scales:
         self.config = config
 
     @cute.jit
-    def __call__(self, scale, shared, count: cutlass.Constexpr, first, block, thread):
-        """``count`` rows from ``first`` on; zeros outside of ``scale`` (rows, K / block)."""
-        nbytes = self.config.scale_row
+    def __call__(self, scale, shared, first, block, thread):
+        """A tile's rows from ``first`` on; zeros outside of ``scale`` (N, K / block)."""
+        count, nbytes = self.config.tile[1], self.config.scale_row
         column = block * nbytes
         for i in range_constexpr(-(-count // self.threads)):
             row = i * self.threads + thread
@@ -38,6 +37,16 @@ class Scales:
                         if inside == 1 and column + j < scale.shape[1]:
                             value = Int32(scale[at, column + j])
                         widened_ptx.store_byte(target + j, value)
+
+    @cute.jit
+    def prefetch(self, scale, first, block, thread):
+        """Bring scales of the same rows, of this block and some after it, to the L2 cache."""
+        count = self.config.tile[1]
+        for i in range_constexpr(-(-count // self.threads)):
+            row = i * self.threads + thread
+            if row < count and first + row < scale.shape[0]:
+                place = scale.layout((first + row, block * self.config.scale_row))
+                widened_ptx.prefetch(scale.iterator.toint() + place)
 
     def arrive(self, barrier) -> None:
         if self.config.async_scales:

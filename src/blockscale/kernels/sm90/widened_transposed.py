@@ -51,12 +51,13 @@ class TransposedEpilogue:
             if thread < 32:  # the last store has read the buffer
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.meet(group)
-            address = tiles.iterator.toint() + group * self.copies.nbytes
+            box = group % self.config.boxes
+            address = tiles.iterator.toint() + box * self.copies.nbytes
             self.put(sums, address, row, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.meet(group)
             if thread < 32:
-                self.copies.store(atom, view, tiles, group, (row, column))
+                self.copies.store(atom, view, tiles, box, (row, column))
                 cute.arch.cp_async_bulk_commit_group()
 
     def meet(self, group):

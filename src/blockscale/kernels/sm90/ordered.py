@@ -1,0 +1,162 @@
+# mypy: ignore-errors
+"""A of few rows, widened to bf16 once for all tiles of B, its columns in the order of B's.
+
+Each of the four threads that share a row of B in a wgmma has 32 neighbours of 128 columns of K. A
+chunk of 16 bytes of A has a pair of each of these four blocks: seen as (4, 2, 2, 4, 2), columns
+a, b, c, d, e are stored as b, c, d, a, e. A thread takes the same octet of each block, and writes
+64 bytes. Columns past K, up to a multiple of 128, are zeros. (A product that takes columns as they
+are gets them so.)
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+
+from ...formats import get_format
+from ..common.following import follow, precede
+from ..gpu.any_tensor import any_tensor, compile_for
+from ..gpu.ptx import store_global
+from .ordered_config import OrderedConfig
+from .ptx import _asm
+from .widen import WIDENERS, ue4m3_factors
+from .widened_config import BF16, BLOCK_K
+
+__all__ = ["Ordered", "compile_config"]
+
+_THREADS = 128  # of a block
+_GAIN = 0x43004300  # what scales of UE4M3 lack, 2^7, as bf16, twice
+
+
+class Ordered:
+    """The kernel of an :class:`OrderedConfig` and the host code that launches it."""
+
+    def __init__(self, config: OrderedConfig):
+        self.ordered, self.wide = config.ordered, config.a_format == BF16
+        if not self.wide:
+            self.format = get_format(config.a_format)
+            self.widener = WIDENERS[self.format.element.name]
+        self.bits = 16 if self.wide else self.widener.bits
+
+    @cute.jit
+    def __call__(self, a, scale, out, stream):
+        """Launch. ``a`` (M, K) as bytes, or bf16; ``scale`` (M, K / block), None for bf16; ``out``
+        (M, K rounded up to 128)."""
+        threads = out.shape[0] * (out.shape[1] // 32)
+        self.kernel(a, scale, out, Int32(threads)).launch(
+            grid=(cute.ceil_div(threads, _THREADS), 1, 1),
+            block=(_THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, a, scale, out, threads):
+        follow()
+        precede()  # a product may come, and bring B; for what is written here it waits
+        index = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
+        # threads past the last vote, too: they read nothing
+        across = Int32(out.shape[1]) // 32
+        row, place = index // across, index % across
+        k = a.shape[1] * (1 if self.bits == 16 else 8 // self.bits)
+        k = cutlass.select_(index < threads, Int32(k), Int32(0))
+        first = place // 4 * BLOCK_K + place % 4 * 8
+
+        line = a.iterator.toint() + Int64(row) * a.stride[0] * (2 if self.wide else 1)
+        start = line + (first * self.bits >> 3)
+        octets = [self.load(start, 32 * i, first, k) for i in range(4)]
+        if const_expr(self.wide):
+            octets = [self.tail(octets[i], start, 32 * i, first, k) for i in range(4)]
+        else:
+            octets = self.widen(octets, self.scales(scale, row, first, k))
+        column, step, chunks = first, 32, octets
+        if const_expr(self.ordered):
+            column, step, chunks = 32 * place, 8, zip(*octets, strict=True)
+        target = out.iterator.toint() + (Int64(row) * out.stride[0] + column) * 2
+        if index < threads:
+            for i, chunk in enumerate(chunks):
+                store_global(target + i * step * 2, list(chunk), 16)
+
+    # --- elements ---------------------------------------------------------------------------------
+
+    def load(self, start, column: int, first, k) -> list:
+        """Words of eight elements, ``column`` after those at ``start``; zeros unless all of them
+        are there."""
+        return _load(start, column * self.bits // 8, self.bits, first + (column + 8) <= k)
+
+    @cute.jit
+    def tail(self, words, start, column: cutlass.Constexpr, first, k):
+        """Those of the first ``k`` columns, where an octet has others."""
+        here = first + column
+        if here < k and k < here + 8:
+            halves = [_load(start, 2 * (column + i), 2, here + i < k)[0] for i in range(8)]
+            words = [halves[i] | halves[i + 1] << 16 for i in range(0, 8, 2)]
+        return words
+
+    # --- block scales -----------------------------------------------------------------------------
+
+    def scales(self, scale, row, first, k):
+        """Those of four octets, as bytes of a word."""
+        size = self.format.block_size
+        start = scale.iterator.toint() + Int64(row) * scale.stride[0] + first // size
+        found = [_load(start, 32 * i // size, 1, first + 32 * i < k)[0] for i in range(4)]
+        return found[0] | found[1] << 8 | found[2] << 16 | found[3] << 24
+
+    def widen(self, octets: list, scales) -> list:
+        """Four octets times their scales, each of them four pairs."""
+        widener = self.widener
+        fine = self.format.scale.name == "UE4M3"
+        if fine:
+            scales = scales & 0x7F7F7F7F  # there is no sign
+            factors = [*ue4m3_factors(scales), *ue4m3_factors(scales >> 16)]
+        else:
+            *factors, left_out = widener.e8m0_factors(scales, 4)
+            one = cute.arch.grid_dim()[1]
+            for i, words in enumerate(octets):
+                seen = widener.marked(Int32(0), words, one)
+                factors[i] = widener.poisoned(factors[i], seen)
+        wide = [widener.octet(*each) for each in zip(octets, factors, strict=True)]
+        pairs = [octet[i] for i in range(4) for octet in wide]
+        if fine:
+            pairs = [_gained(pair) for pair in pairs]
+        else:
+            pairs = widener.rescaled(pairs, scales, 4, left_out)
+        return [pairs[i::4] for i in range(4)]
+
+
+# --- single instructions --------------------------------------------------------------------------
+
+
+def _load(address, offset: int, nbytes: int, wanted) -> list:
+    """1, 2, 4, 8 or 16 bytes of global memory, ``offset`` bytes after ``address``, as words,
+    zero-extended; zeros, and nothing read, unless ``wanted``."""
+    count = max(nbytes // 4, 1)
+    names = [f"w{i}" for i in range(count)]
+    kind = {1: "u8", 2: "u16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}[nbytes]
+    target = names[0] if count == 1 else "{" + ", ".join(names) + "}"
+    code = (
+        f"{{ .reg .pred p; .reg .b32 w<{count}>; setp.ne.b32 p, ${count + 1}, 0; "
+        + " ".join(f"mov.b32 {name}, 0;" for name in names)
+        + f" @p ld.global.{kind} {target}, [${count} + {offset}]; "
+        + " ".join(f"mov.b32 ${i}, {name};" for i, name in enumerate(names))
+        + " }"
+    )
+    return _asm(code, [Int32] * count, [address, Int32(wanted)], ["l", "r"], memory=True)
+
+
+def _gained(pair):
+    """A pair times what it lacks."""
+    code = f"{{ .reg .b32 x; mov.b32 x, 0x{_GAIN:08x}; mul.rn.bf16x2 $0, $1, x; }}"
+    return _asm(code, [Int32], [pair], ["r"])[0]
+
+
+def compile_config(config: OrderedConfig):
+    """The host function of a kernel, which takes tensors of any shape."""
+    wide = config.a_format == BF16
+    return compile_for(
+        config.arch,
+        Ordered(config),
+        any_tensor(cutlass.BFloat16 if wide else cutlass.Uint8, 2, 16, True),
+        None if wide else any_tensor(cutlass.Uint8, 2, 1),
+        any_tensor(cutlass.BFloat16, 2, 16, True),
+    )

@@ -1,0 +1,28 @@
+"""What to compile to widen A, and put it in order, for a product of few rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["OrderedConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedConfig:
+    """A kernel: all that its code depends on.
+
+    Attributes:
+        a_format: the name of a format for which ``widened_config.why_not`` is empty, or "bf16".
+        ordered: columns in the order of B's lanes; else they stay where they are.
+    """
+
+    a_format: str
+    ordered: bool = True
+    arch: str = "sm_90a"
+
+    def compile(self) -> Any:
+        """The kernel's host function; takes about a second and the CuTe DSL."""
+        from .ordered import compile_config
+
+        return compile_config(self)

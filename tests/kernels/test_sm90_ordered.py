@@ -1,0 +1,176 @@
+"""A of few rows, widened and put in order by a Hopper kernel, run in the emulator: bits of the
+reference, their columns moved by torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+from guarded import guarded
+from sm90_inputs import assert_no_spills
+
+import blockscale as bs
+from blockscale import emulator as em
+from blockscale import reference
+from blockscale.formats import get_format
+from blockscale.kernels.gpu import compiled
+from blockscale.kernels.sm90.ordered_config import OrderedConfig
+
+pytestmark = pytest.mark.usefixtures("keep_code")
+
+BF16, BYTE = torch.bfloat16, torch.uint8
+NANS = {"mxfp8": (0x7F,), "mxfp8_e5m2": (0x7D, 0x7E, 0x7F), "mxfp4": (), "nvfp4": ()}
+
+
+def emulated(name: str, a: Tensor, scale: Tensor | None, k: int, completion: str) -> Tensor:
+    """Bits that the kernel leaves in poisoned memory."""
+    config = OrderedConfig(name)
+    with guarded((len(a), -(-k // 128) * 128), BF16, None) as out:
+        with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
+            compiled.build(config)(a, scale, out)
+        got = out.clone()
+    assert_no_spills(config)
+    return got.view(torch.int16)
+
+
+def ordered(values: Tensor) -> Tensor:
+    """Bits, with zeros up to a multiple of 128 columns, in the order of those that a thread has of
+    B: a quad's four threads, halves of a stage, octets, pairs."""
+    m, k = values.shape
+    padded = torch.nn.functional.pad(values.view(torch.int16), (0, -k % 128))
+    return padded.view(m, -1, 4, 2, 2, 4, 2).permute(0, 1, 3, 4, 5, 2, 6).reshape(m, -1)
+
+
+def apart(x: Tensor, columns: int) -> Tensor:
+    """The same matrix, ``columns`` of what would be NaN after each row but the last."""
+    whole = torch.empty(len(x), x.shape[1] + columns, dtype=x.dtype)
+    whole.view(BYTE).fill_(0xFF)
+    whole[:, : x.shape[1]] = x
+    return whole.view(-1)[: whole.numel() - columns].as_strided(x.shape, whole.stride())
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    return codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes
+
+
+def check(
+    name: str, codes: Tensor, scale: Tensor, spaces: int = 0, completion: str = "late"
+) -> None:
+    """What differs from the reference is NaN in an octet that has one. ``spaces``: bytes between
+    rows, beside those without which no row starts at a multiple of 16."""
+    format = get_format(name)
+    m, k = codes.shape
+    data = packed(codes, format.element.bits)
+    values = reference.dequantize(
+        data.view(format.element.dtype), scale.view(format.scale.dtype), format, shape=codes.shape
+    )
+    nan = ordered(values.isnan().view(m, -1, 8).any(-1).repeat_interleave(8, 1).to(torch.int16))
+    data, scale = apart(data, -data.shape[1] % 16 + spaces), apart(scale, spaces % 7)
+    got = emulated(name, data, scale, k, completion)
+    assert torch.equal(got.view(BF16).isnan(), nan.bool())
+    assert torch.equal(got.where(nan == 0, 0), ordered(values.to(BF16)).where(nan == 0, 0))
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [(1, 1, 0, "eager"), (17, 9, 16, "random"), (128, 73, 0, "late")])
+@pytest.mark.parametrize("name", NANS)
+def test_shapes(name, case):
+    """Random bytes of all kinds; some columns of 128, the last ones not all there."""
+    m, blocks, spaces, completion = case
+    size = get_format(name).block_size
+    generator = torch.Generator().manual_seed(m)
+
+    def integers(low: int, high: int, columns: int) -> Tensor:
+        return torch.randint(low, high, (m, columns), generator=generator, dtype=BYTE)
+
+    codes = integers(0, 1 << get_format(name).element.bits, blocks * size)
+    scales = (0, 256) if name == "nvfp4" else (100, 129)
+    check(name, codes, integers(*scales, blocks), spaces, completion)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 8), (17, 144), (17, 1000), (128, 1168), (5, 1023), (3, 1150)]
+)
+def test_bf16(shape):
+    """All bits, those of NaN too, in rows that lie apart."""
+    generator = torch.Generator().manual_seed(shape[1])
+    bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
+    a = apart(bits.view(BF16), -shape[1] % 8 + 8 * (shape[1] % 16 == 0))
+    assert torch.equal(emulated("bf16", a, None, shape[1], "late"), ordered(bits.view(BF16)))
+
+
+def test_compact():
+    """The output as a product takes it: no bytes between rows."""
+    for m in (1, 6):
+        a = torch.randn(m, 256).to(BF16)
+        out = torch.full((m, 256), float("nan"), dtype=BF16)
+        with em.cutedsl(em.Device("sm_90a", check="all")):
+            compiled.build(OrderedConfig("bf16"))(a, None, out)
+        assert torch.equal(out.view(torch.int16), ordered(a))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_not_ordered(name):
+    """Columns stay where they are."""
+    format = get_format(name)
+    q = bs.quantize(torch.randn(5, 640), format)
+    out = torch.full((5, 640), float("nan"), dtype=BF16)
+    with em.cutedsl(em.Device("sm_90a", check="all")):
+        compiled.build(OrderedConfig(name, ordered=False))(
+            q.qdata.view(BYTE), q.scale.view(BYTE), out
+        )
+    want = reference.dequantize(q.qdata, q.scale, format, shape=(5, 640))
+    assert torch.equal(out.float(), want)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", NANS)
+def test_every_value(name, mixed):
+    """Each element with each scale: neighbours with scales of one size, or of all sizes. Octets
+    that have NaN have no element that is nowhere else."""
+    format = get_format(name)
+    nans = [code | sign for code in NANS[name] for sign in (0, 0x80)]
+    others = [code for code in range(1 << format.element.bits) if code not in nans]
+    line = nans + [0] * (-len(nans) % 8) + others
+    line = torch.tensor(line + [0] * (-len(line) % format.block_size), dtype=BYTE)
+    rows, blocks = torch.arange(256)[:, None], torch.arange(len(line) // format.block_size)
+    scale = (89 * rows + 37 * blocks) % 256 if mixed else rows + 0 * blocks
+    check(name, line.expand(256, -1).contiguous(), scale.to(BYTE))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2"])
+def test_nan_elements(name):
+    """In each place, beside the largest codes that are none: NaN where their octet is."""
+    for code in NANS[name]:
+        for sign, other in ((0, 0x80), (0x80, 0)):
+            codes = torch.full((128, 128), (NANS[name][0] - 1) | other, dtype=BYTE)
+            codes.fill_diagonal_(code | sign)
+            check(name, codes, torch.full((128, 4), 127, dtype=BYTE))
+
+
+def test_nan_scales():
+    """Of a block, and of none past K, where there are none."""
+    codes = torch.full((3, 96), 0x38, dtype=BYTE)
+    scale = torch.tensor([[255, 127, 127], [127, 255, 127], [127, 127, 255]], dtype=BYTE)
+    check("mxfp8", codes, scale, 16)
+
+
+# --- order in a stream ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4"])
+def test_follows_then_precedes(name):
+    """The next kernel comes early, but not before the one before this one is over."""
+    with em.cutedsl(em.Device("sm_90a")):
+        code = compiled.build(OrderedConfig(name)).__ptx__
+    wait, launch = (code.index(f"griddepcontrol.{each}") for each in ("wait", "launch_dependents"))
+    assert wait < launch < code.index("ld.global")
