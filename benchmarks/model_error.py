@@ -35,14 +35,14 @@ GROUPS = {  # of gemm_h200.json -> the format of its rows in the model, by case
     "1x128 by 1x128, added to fp32": {"fp8_1x128": "fp8_1x128"},
 }
 
-#: `ncu --section MemoryWorkloadAnalysis` on that H200, caches flushed: L2 Hit Rate. fp8_1x128 had
-#: tiles of 128 x 256 then, not 256 x 128; the model says the same of both.
+#: `ncu --section MemoryWorkloadAnalysis` on that H200, caches flushed: L2 Hit Rate, with the tile
+#: and the cluster that were chosen then.
 HIT_RATES = (
-    ("fp8_block", (4096, 4096, 4096), 0.8196),
-    ("fp8_1x128", (4096, 4096, 4096), 0.8172),
-    ("fp8_block", (8192, 8192, 8192), 0.7857),
-    ("fp8_block", (4096, 7168, 2048), 0.8774),
-    ("fp8_block", (16384, 4096, 7168), 0.7875),
+    ("fp8_block", (4096, 4096, 4096), (128, 256), (2, 1), 0.8196),
+    ("fp8_1x128", (4096, 4096, 4096), (128, 256), (2, 1), 0.8172),
+    ("fp8_block", (8192, 8192, 8192), (192, 128), (1, 2), 0.7857),
+    ("fp8_block", (4096, 7168, 2048), (128, 256), (2, 1), 0.8774),
+    ("fp8_block", (16384, 4096, 7168), (192, 128), (1, 2), 0.7875),
 )
 
 
@@ -120,9 +120,11 @@ def hit_rates() -> list[dict[str, Any]]:
             "format": format,
             "shape": shape,
             "ncu": measured,
-            "model": walk(launch("sm_90a", format, shape), H200).hit_rate,
+            "model": walk(
+                replace(launch("sm_90a", format, shape), tile=tile, cluster=cluster), H200
+            ).hit_rate,
         }
-        for format, shape, measured in HIT_RATES
+        for format, shape, tile, cluster, measured in HIT_RATES
     ]
 
 

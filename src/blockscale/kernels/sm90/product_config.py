@@ -214,25 +214,31 @@ class Shape:
         blocks = -(-n // columns) * self.config.split
         return -m % rows * 4 * (blocks / 112) ** 1.5
 
-    def suits(self, m: int) -> bool:
-        """Whether no block of a cluster is without rows, or it has time for that."""
-        tiles, down = -(-m // self.config.tile[0]), self.config.cluster[0]
-        return tiles % down == 0 if self.config.alternate else tiles >= down
+    def clusters(self, m: int, n: int) -> int:
+        rows, columns = self.config.tile
+        down, across = self.config.cluster
+        return -(-m // (rows * down)) * -(-n // (columns * across))
+
+    def suits(self, m: int, n: int) -> bool:
+        """Whether no block of a cluster is without rows, or it has time for that; and whether all
+        clusters run at once where blocks split K."""
+        config = self.config
+        if config.split > 1:
+            return self.clusters(m, n) <= AT_ONCE[config.split]
+        tiles, down = -(-m // config.tile[0]), config.cluster[0]
+        return tiles % down == 0 if config.alternate else tiles >= down
 
     def nanoseconds(self, shape: tuple[int, int, int], block_k: int) -> float:
         """An estimate for a product of ``shape`` (M, N, K), in K blocks of ``block_k``."""
-        config, (m, n, k) = self.config, shape
-        rows, columns = config.tile
-        down, across = config.cluster
-        clusters = -(-m // (rows * down)) * -(-n // (columns * across))
-        turns = -(-clusters // AT_ONCE[config.cluster_size])
-        loops = -(-k // (block_k * config.split)) * (self.loop + self.filling(m, n))
+        m, n, k = shape
+        turns = -(-self.clusters(m, n) // AT_ONCE[self.config.cluster_size])
+        loops = -(-k // (block_k * self.config.split)) * (self.loop + self.filling(m, n))
         return turns * (loops + self.fixed) + self.once
 
 
 def ordered(shapes: Iterable[Shape], shape: tuple[int, int, int], block_k: int) -> list[Shape]:
     """The one of least estimated time first."""
-    suiting = (each for each in shapes if each.suits(shape[0]))
+    suiting = (each for each in shapes if each.suits(*shape[:2]))
     return sorted(suiting, key=lambda s: s.nanoseconds(shape, block_k))
 
 
