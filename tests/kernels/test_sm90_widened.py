@@ -123,6 +123,13 @@ def test_every_element(name):
     assert_exact(product(Config(name, FP32, (8, 128)), a.to(BF16), b), name, a, b)
 
 
+def test_scales_without_sign():
+    """Of UE4M3 the highest bit means nothing."""
+    config = Config("nvfp4", FP32, (8, 128))
+    a, (data, scale) = operands(config, 5, 24, 256)
+    assert torch.equal(product(config, a, (data, scale | 0x80)), product(config, a, (data, scale)))
+
+
 # --- epilogues and calls --------------------------------------------------------------------------
 
 

@@ -107,7 +107,6 @@ class Ordered:
         widener = self.widener
         fine = self.format.scale.name == "UE4M3"
         if fine:
-            scales = scales & 0x7F7F7F7F  # there is no sign
             factors = [*ue4m3_factors(scales), *ue4m3_factors(scales >> 16)]
         else:
             *factors, left_out = widener.e8m0_factors(scales, 4)

@@ -161,7 +161,8 @@ def ue4m3_factors(pair) -> list:
     """Two scales in the lower bytes of a word as bf16 times 2^119, each twice: that undoes the
     2^-126 of a widened E2M1 element but for 2^-7, so that no product is too large."""
     code = (
-        "{ .reg .b16 b, u, v; .reg .b32 x, y; .reg .f32 f, g; cvt.u16.u32 b, $2;"
+        "{ .reg .b16 b, u, v; .reg .b32 x, y; .reg .f32 f, g;"
+        " and.b32 x, $2, 0x7f7f; cvt.u16.u32 b, x;"  # there is no sign
         " cvt.rn.f16x2.e4m3x2 x, b; mov.b32 {u, v}, x; cvt.f32.f16 f, u; cvt.f32.f16 g, v;"
         f" cvt.rn.bf16x2.f32 x, g, f; mov.b32 y, {_power(119)}; mul.rn.bf16x2 x, x, y;"
         " prmt.b32 $0, x, x, 0x1010; prmt.b32 $1, x, x, 0x3232; }"

@@ -34,7 +34,7 @@ def widened_gemm(
     arch: str | None = None,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same bits in every
-    run.
+    run. Takes two bytes for each element of A while it runs, unless it is bf16 of at most 16 rows.
 
     Each element times its block's scale is exact in bf16, but for multiples of less than 2^-133,
     which are rounded to that: E4M3 with scales below 2^-124, E5M2 with scales below 2^-117. What
