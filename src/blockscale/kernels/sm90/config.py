@@ -91,14 +91,14 @@ _SMALL = {"tile": (64, 64), "batch": 64, "alternate": True, "stages": 9}
 SHAPES = {  # for scales of B
     # Fitted to the times of all of them at 40 shapes of LLMs and 70 of few tiles on an H200.
     (128, 128): (
-        _shape(780, 1684, 250, **_WIDE),
-        _shape(863, 629, **_WIDE, cluster=(1, 1)),
-        _shape(607, 588, 250, **_THREE),
+        _shape(780, 1560, 250, **_WIDE),
+        _shape(861, 629, **_WIDE, cluster=(1, 1)),
+        _shape(607, 527, 250, **_THREE),
         _shape(477, 214, 250, **_SQUARE),
         _shape(469, 656, **_SQUARE, cluster=(1, 1)),
         _shape(251, 1915, **_FEW, tile=(128, 64), batch=64),
         _shape(319, 1888, **_FEW, tile=(64, 128)),
-        _shape(168, 2483, **_SMALL, cluster=(1, 1)),
+        _shape(168, 2333, **_SMALL, cluster=(1, 1)),
         _shape(140, 2936, 250, **_SMALL),
         _shape(280, 3083, **_SMALL, cluster=(1, 1), split=2),
         _shape(439, 2767, **_SMALL, cluster=(1, 1), split=4),
