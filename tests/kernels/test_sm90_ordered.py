@@ -12,6 +12,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from guarded import guarded
 from sm90_inputs import assert_no_spills
+from widened_inputs import ordered, packed
 
 import blockscale as bs
 from blockscale import emulator as em
@@ -37,24 +38,12 @@ def emulated(name: str, a: Tensor, scale: Tensor | None, k: int, completion: str
     return got.view(torch.int16)
 
 
-def ordered(values: Tensor) -> Tensor:
-    """Bits, with zeros up to a multiple of 128 columns, in the order of those that a thread has of
-    B: a quad's four threads, halves of a stage, octets, pairs."""
-    m, k = values.shape
-    padded = torch.nn.functional.pad(values.view(torch.int16), (0, -k % 128))
-    return padded.view(m, -1, 4, 2, 2, 4, 2).permute(0, 1, 3, 4, 5, 2, 6).reshape(m, -1)
-
-
 def apart(x: Tensor, columns: int) -> Tensor:
     """The same matrix, ``columns`` of what would be NaN after each row but the last."""
     whole = torch.empty(len(x), x.shape[1] + columns, dtype=x.dtype)
     whole.view(BYTE).fill_(0xFF)
     whole[:, : x.shape[1]] = x
     return whole.view(-1)[: whole.numel() - columns].as_strided(x.shape, whole.stride())
-
-
-def packed(codes: Tensor, bits: int) -> Tensor:
-    return codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes
 
 
 def check(
@@ -72,7 +61,8 @@ def check(
     data, scale = apart(data, -data.shape[1] % 16 + spaces), apart(scale, spaces % 7)
     got = emulated(name, data, scale, k, completion)
     assert torch.equal(got.view(BF16).isnan(), nan.bool())
-    assert torch.equal(got.where(nan == 0, 0), ordered(values.to(BF16)).where(nan == 0, 0))
+    want = ordered(values.to(BF16)).view(torch.int16)
+    assert torch.equal(got.where(nan == 0, 0), want.where(nan == 0, 0))
 
 
 # --- shapes ---------------------------------------------------------------------------------------
@@ -102,7 +92,7 @@ def test_bf16(shape):
     generator = torch.Generator().manual_seed(shape[1])
     bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
     a = apart(bits.view(BF16), -shape[1] % 8 + 8 * (shape[1] % 16 == 0))
-    assert torch.equal(emulated("bf16", a, None, shape[1], "late"), ordered(bits.view(BF16)))
+    assert torch.equal(emulated("bf16", a, None, shape[1], "late"), ordered(bits))
 
 
 def test_compact():
@@ -112,7 +102,7 @@ def test_compact():
         out = torch.full((m, 256), float("nan"), dtype=BF16)
         with em.cutedsl(em.Device("sm_90a", check="all")):
             compiled.build(OrderedConfig("bf16"))(a, None, out)
-        assert torch.equal(out.view(torch.int16), ordered(a))
+        assert torch.equal(out.view(torch.int16), ordered(a.view(torch.int16)))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])

@@ -24,7 +24,6 @@ FEW = 128  # rows of A with which B is read once, and widened once
 WARPGROUPS = 2  # that share a tile's rows of B
 _A_ROWS = (8, 16, 32, 64, 128)  # of a tile
 _B_ROWS = 128
-_SPLITS = (1, 2, 4, 8)
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
 _PARTS = (1, 2)
 _TWO_PARTS = (32, 64), 5, 12  # rows of A with which they pay; stages and K blocks of each, at least
@@ -73,7 +72,7 @@ class Config:
             "tile": a_rows not in _A_ROWS
             or b_rows not in (_B_ROWS, 2 * _B_ROWS)
             or a_rows * b_rows > FEW * _B_ROWS,  # a thread has registers for two K blocks
-            "split": self.split not in _SPLITS,
+            "split": self.split not in AT_ONCE,
             "parts": self.parts not in _PARTS
             or self.parts * a_rows * b_rows > FEW * _B_ROWS,  # these have half of the registers
             # A warpgroup keeps a stage until it has its next one. Those that take turns have the
@@ -249,7 +248,7 @@ def choose_config(
         loaded_rows=rows_to_load(m, a_rows) if a_rows >= 64 else 0,
     )
     room = SHARED - config.shared_bytes
-    splits = [each for each in _SPLITS if config.exchange_bytes(each, 1) <= room]
+    splits = [each for each in AT_ONCE if config.exchange_bytes(each, 1) <= room]
     bits = config.format.element.bits
     blocks = -(-k // BLOCK_K)
     b_rows, split = _cut(a_rows, n, blocks, bits, splits)
