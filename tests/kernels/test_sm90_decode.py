@@ -51,6 +51,8 @@ CASES = [  # completion; kernel; M, N, K
     ("random", Config("mxfp8", BF16, rows=8, loaded_rows=4, warps=2), (3, 40, 1440)),
     ("eager", Config("nvfp4", FP16, rows=16, warps=8), (13, 8, 256)),
     ("late", Config("mxfp4", BF16, rows=8, warps=4, stages=1), (8, 32, 1024)),
+    ("random", Config("nvfp4", BF16, rows=16, b_rows=64, warps=2), (14, 144, 1056)),
+    ("late", Config("mxfp8", FP32, rows=8, b_rows=64, warps=2, resident=1), (7, 72, 1024)),
 ]
 
 
@@ -145,6 +147,19 @@ def test_choice(monkeypatch):
         assert isinstance(config, widened_config.Config)
 
 
+def test_rows_of_b():
+    """64 where A has as many bytes, and multiprocessors one tile each."""
+    for m, format, n, rows in (
+        (16, "nvfp4", 8192, 64),
+        (9, "mxfp4", 6400, 64),
+        (8, "nvfp4", 8192, 32),
+        (16, "mxfp8", 8192, 32),
+        (16, "nvfp4", 6144, 32),
+        (16, "nvfp4", 8512, 32),
+    ):
+        assert choose_config(m, n, format, BF16).b_rows == rows
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("n", [256, 2304, 4096, 8192, 12288, 57344])
 @pytest.mark.parametrize("m", [1, 16])
@@ -152,13 +167,14 @@ def test_chosen_fit(m, n, format):
     """Tiles that a multiprocessor takes at once fit its shared memory, two at least where there are
     more than one for each; and where they are few, no others do."""
     config = choose_config(m, n, format, BF16)
-    each = -(-n // (32 * 132))
+    each = -(-n // (config.b_rows * 132))
     assert config.shared_bytes * min(2, each) <= 227 * 1024
     assert each > 3 or (each + 1) * config.shared_bytes >= 228 * 1024
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rows": 12}, {"loaded_rows": 8}, {"warps": 0}, {"stages": 0}, {"stages": 40}]
+    "wrong",
+    [{"rows": 12}, {"loaded_rows": 8}, {"b_rows": 48}, {"warps": 0}, {"stages": 0}, {"stages": 40}],
 )
 def test_no_such_kernel(wrong):
     with pytest.raises(ValueError, match=r": got .*; no kernel is made so"):

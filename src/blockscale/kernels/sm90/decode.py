@@ -21,7 +21,7 @@ from ..common.persistent import advance, meet
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
 from . import ptx, widened_ptx
-from .decode_config import ROWS, SCALE_ROW, Config
+from .decode_config import SCALE_ROW, Config
 from .widened_config import BLOCK_K
 from .widened_rows import Rows
 
@@ -29,7 +29,6 @@ __all__ = ["Decode", "compile_config"]
 
 _PANEL = 64  # columns of A in rows of 128 bytes
 _PANELS = BLOCK_K // _PANEL
-_STEPS = ROWS // 16  # of rows of B
 
 
 class Decode:
@@ -38,16 +37,19 @@ class Decode:
     def __init__(self, config: Config):
         self.config = config
         self.groups = config.rows // 8  # of rows of A
+        self.steps = config.b_rows // 16  # of rows of B
 
     def setup(self):
         """What needs a compiler that runs."""
         config = self.config
-        self.b = Copies(cutlass.Uint8, (ROWS, config.row_bytes), config.slots)
+        self.b = Copies(cutlass.Uint8, (config.b_rows, config.row_bytes), config.slots)
         box, rows = (config.rows, _PANEL), config.loaded_rows
         self.a = Panels(cutlass.BFloat16, box, config.slots, _PANELS, rows=rows)
-        self.scales = Copies(cutlass.Uint8, (ROWS, SCALE_ROW), config.slots, swizzled=False)
+        self.scales = Copies(
+            cutlass.Uint8, (config.b_rows, SCALE_ROW), config.slots, swizzled=False
+        )
         self.copies = [self.b, self.a, self.scales]
-        self.rows = Rows(config.format, _STEPS)
+        self.rows = Rows(config.format, self.steps)
 
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
@@ -63,7 +65,7 @@ class Decode:
             (d, bias, alpha),
             cute.ceil_div(b.shape[1], self.config.row_bytes),
         ).launch(
-            grid=(cute.ceil_div(b.shape[0], ROWS), 1, 1),
+            grid=(cute.ceil_div(b.shape[0], self.config.b_rows), 1, 1),
             block=(32 * self.config.warps, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -90,11 +92,11 @@ class Decode:
         meet(1)
         follow()
 
-        column = cute.arch.block_idx()[0] * ROWS
+        column = cute.arch.block_idx()[0] * config.b_rows
         place = atoms, views, tiles, full, warp, column, blocks
         for i in range_constexpr(config.stages):
             self.fill(place, i * config.warps + warp, Int32(i))
-        sums = [cute.make_rmem_tensor((4 * self.groups,), Float32) for _ in range(_STEPS)]
+        sums = [cute.make_rmem_tensor((4 * self.groups,), Float32) for _ in range(self.steps)]
         for each in sums:
             each.fill(0.0)
         self.rows.start()
@@ -150,7 +152,7 @@ class Decode:
     def add(self, sums, b, a, scales) -> None:
         """A K block, given by addresses of what a thread has of it."""
         nbytes, own = self.config.row_bytes, self.rows.scale_bytes
-        rows = [(16 * step, 16 * step + 8) for step in range(_STEPS)]
+        rows = [(16 * step, 16 * step + 8) for step in range(self.steps)]
         factors = [
             self.rows.factors(*(widened_ptx.load_small(scales, r * SCALE_ROW, own) for r in pair))
             for pair in rows
@@ -168,7 +170,7 @@ class Decode:
                     for octet in range(2)
                 ]
                 count = 4 // at_once
-                for step in range(_STEPS):
+                for step in range(self.steps):
                     low, high = (row[i * count :][:count] for row in words[step])
                     left = self.rows.widen(low + high, factors[step], step, unit)
                     self.products(sums[step], left, right)
@@ -194,18 +196,18 @@ class Decode:
         """Bring the sums of all warps together, where B was, and store ``alpha * sum + bias``."""
         config, (d, bias, alpha) = self.config, output
         thread = cute.arch.thread_idx()[0]
-        each = _STEPS * self.groups * 128  # sums of a warp
+        each = self.steps * self.groups * 128  # sums of a warp
         cute.arch.sync_threads()
         place = tiles.iterator.toint() + warp * (4 * each) + thread % 32 * 16
-        for step in range_constexpr(_STEPS):
+        for step in range_constexpr(self.steps):
             for group in range_constexpr(self.groups):
                 own = [sums[step][4 * group + i] for i in range(4)]
                 ptx.store_floats(place, 512 * (step * self.groups + group), own)
         cute.arch.sync_threads()
         for i in range_constexpr(-(-each // (32 * config.warps))):
             index = i * (32 * config.warps) + thread
-            # neighbours store neighbours: 32 columns of the output, then the next row
-            r, c = index // ROWS, index % ROWS
+            # neighbours store neighbours: columns of the output, then the next row
+            r, c = index // config.b_rows, index % config.b_rows
             lane = c % 8 * 4 + r % 8 // 2
             of_lane = c % 16 // 8 * 2 + r % 2
             at = ((c // 16 * self.groups + r // 8) * 32 + lane) * 4 + of_lane

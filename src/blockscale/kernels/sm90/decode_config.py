@@ -15,11 +15,11 @@ from ..gpu.plan import Described
 from .product_config import MULTIPROCESSORS
 from .widened_config import BLOCK_K, gain
 
-__all__ = ["ROWS", "SCALE_ROW", "Config", "choose_config", "fills", "suits"]
+__all__ = ["SCALE_ROW", "Config", "choose_config", "fills", "suits"]
 
-ROWS = 32  # of B that a block of threads takes
 SCALE_ROW = 16  # bytes of block scales of a row, which TMA loads at least
 _A_ROWS = (8, 16)  # of a tile
+_B_ROWS = (32, 64)
 _SHARED = 228 << 10  # of a multiprocessor; a block takes 1 KiB more than it asks for
 
 
@@ -31,6 +31,7 @@ class Config:
         b_format: its name.
         rows: of A, at most.
         loaded_rows: of them; 0 for all. Fewer where there are no more.
+        b_rows: of B, that a block of threads takes.
         warps: that take stages along K in turn.
         stages: of each warp, in flight.
         resident: blocks on a multiprocessor at once, at most; 0 for as many as fit. With room for
@@ -44,6 +45,7 @@ class Config:
     out_dtype: torch.dtype
     rows: int = 8
     loaded_rows: int = 0
+    b_rows: int = _B_ROWS[0]
     warps: int = 8
     stages: int = 2
     resident: int = 0
@@ -55,6 +57,7 @@ class Config:
     def __post_init__(self) -> None:
         wrong = {
             "rows": self.rows not in _A_ROWS,
+            "b_rows": self.b_rows not in _B_ROWS,
             "stages": self.stages < 1 or self.shared_bytes > SHARED,
             "warps": self.warps < 1,
             "loaded_rows": self.loaded_rows not in range(self.rows),
@@ -83,7 +86,7 @@ class Config:
     @property
     def slot_bytes(self) -> int:
         """With a barrier."""
-        return ROWS * (self.row_bytes + SCALE_ROW) + self.rows * 2 * BLOCK_K + 8
+        return self.b_rows * (self.row_bytes + SCALE_ROW) + self.rows * 2 * BLOCK_K + 8
 
     @property
     def unused_shared(self) -> int:
@@ -117,14 +120,26 @@ def suits(m: int, scale: Described) -> bool:
 def fills(n: int) -> bool:
     """Whether blocks that have all of K, for ``n`` rows of B, are as many as half of the
     multiprocessors, or more: else it pays to split K, unless A would have to be put in order."""
-    return 2 * -(-n // ROWS) > MULTIPROCESSORS
+    return 2 * -(-n // _B_ROWS[0]) > MULTIPROCESSORS
+
+
+def _one_each(tiles: int) -> bool:
+    """Whether multiprocessors have one at most, and few have none."""
+    return 3 * MULTIPROCESSORS < 4 * tiles <= 4 * MULTIPROCESSORS
+
+
+def _rows_of_b(n: int, rows: int, bits: int) -> int:
+    """As measured: 16 rows of A are as many bytes as 64 of B that have four bits, and twice as many
+    as 32; larger tiles pay if each multiprocessor has one."""
+    few, many = _B_ROWS
+    return many if (rows, bits) == (16, 4) and _one_each(-(-n // many)) else few
 
 
 def _warps(tiles: int, rows: int, bits: int) -> int:
     """As measured: all that a multiprocessor has for one or two tiles; with more of them, and more
     to read for each, few enough that many tiles are there at once."""
     if tiles <= MULTIPROCESSORS:
-        return 8 if 4 * tiles > 3 * MULTIPROCESSORS else 12
+        return 8 if _one_each(tiles) else 12
     return 8 if bits == 4 and (rows == 8 or tiles <= 2 * MULTIPROCESSORS) else 4
 
 
@@ -139,14 +154,17 @@ def choose_config(
     alpha: bool = False,
 ) -> Config:
     """The kernel for a product of ``m`` rows by a matrix of ``n``."""
-    rows, tiles = next(each for each in _A_ROWS if each >= m), -(-n // ROWS)
+    rows, bits = next(each for each in _A_ROWS if each >= m), get_format(b_format).element.bits
+    b_rows = _rows_of_b(n, rows, bits)
+    tiles = -(-n // b_rows)
     resident = -(-tiles // MULTIPROCESSORS)
     return Config(
         b_format,
         out_dtype,
         rows=rows,
         loaded_rows=rows_to_load(m, rows),
-        warps=_warps(tiles, rows, get_format(b_format).element.bits),
+        b_rows=b_rows,
+        warps=_warps(tiles, rows, bits),
         resident=resident if resident < 4 else 0,
         accumulate=accumulate,
         bias=bias,

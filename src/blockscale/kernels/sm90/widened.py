@@ -110,7 +110,7 @@ class Widened:
             with cute.arch.elect_one():
                 for i in range_constexpr(config.stages):
                     cute.arch.mbarrier_init(full + i, 1 + self.scales.threads)
-                    cute.arch.mbarrier_init(empty + i, config.readers)
+                    cute.arch.mbarrier_init(empty + i, 128 * WARPGROUPS)
                 if const_expr(config.sources > 1):
                     self.exchange.initialize()
             cute.arch.mbarrier_init_fence()

@@ -92,11 +92,6 @@ class Config:
         return self.tile[1] // (ROWS * WARPGROUPS)
 
     @property
-    def readers(self) -> int:
-        """That arrive when they have read a stage: warps, or threads where threads store scales."""
-        return 4 * WARPGROUPS * (1 if self.async_scales else 32)
-
-    @property
     def format(self) -> Format:
         return get_format(self.b_format)
 

@@ -117,8 +117,9 @@ class Mainloop:
         return stage, phase
 
     def free(self, stage, wanted=1) -> None:
-        """Arrive when a stage has been read, unless ``wanted`` is 0."""
-        widened_ptx.release((self.empty + stage).toint(), self.config.async_scales, wanted)
+        """Arrive when a stage has been read, unless ``wanted`` is 0: each thread by itself, which
+        takes no longer than one for its warp, and which tools that look for races follow."""
+        widened_ptx.arrive_if(wanted, (self.empty + stage).toint())
 
     def keep(self, fragments: list, scales: list) -> None:
         """The first unit of the next K block, and its scales."""

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32
 
 from .ptx import _HIGH, _asm
 
 __all__ = [
-    "arrive_once",
+    "arrive_if",
     "arrive_when_copied",
     "copy_async",
     "load_small",
     "load_words",
     "mma",
     "prefetch",
-    "release",
     "store_byte",
     "store_matrix_transposed",
     "wgmma",
@@ -99,25 +98,10 @@ def prefetch(address) -> None:
     _asm("prefetch.global.L2 [$0];", [], [address], ["l"], memory=True)
 
 
-def arrive_once(barrier, wanted=1) -> None:
-    """Arrive, by one of a warp's lanes, unless ``wanted`` is 0."""
-    code = (
-        "{ .reg .pred p, q; elect.sync _|p, 0xffffffff; setp.ne.b32 q, $1, 0; and.pred p, p, q;"
-        " @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
-    )
+def arrive_if(wanted, barrier) -> None:
+    """Arrive, unless ``wanted`` is 0."""
+    code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
     _asm(code, [], [barrier, Int32(wanted)], ["r", "r"], memory=True)
-
-
-def release(barrier, once: bool, wanted=1) -> None:
-    """Arrive when all lanes have read what is written next, unless ``wanted`` is 0: one for all, or
-    each by itself. Tools that look for races do not see that the first way orders what threads
-    store, not TMA."""
-    if once:
-        cute.arch.sync_warp()
-        arrive_once(barrier, wanted)
-    else:
-        code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
-        _asm(code, [], [barrier, Int32(wanted)], ["r", "r"], memory=True)
 
 
 def arrive_when_copied(barrier) -> None:
