@@ -33,12 +33,12 @@ from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
-from blockscale.kernels.sm90.widened_config import FEW, Config, choose_config, why_not
+from blockscale.kernels.sm90.widened_config import B_ROWS, FEW, Config, choose_config, why_not
 from blockscale.kernels.sm90.widened_gemm import widened_gemm
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
-SMALL = Config("mxfp8", BF16, tile=(32, 128))
+SMALL = Config("mxfp8", BF16, rows=32)
 
 
 def operands(config: Config, m: int, n: int, k: int) -> tuple[Tensor, Operand]:
@@ -56,25 +56,27 @@ def check(config: Config, a: Tensor, b: Operand, got: Tensor) -> None:
 
 # --- formats and shapes ---------------------------------------------------------------------------
 
-CASES = [  # B, rows of the tiles, blocks that split K, K, type of the output, stored by TMA
-    ("eager", "mxfp8", (8, 128), 1, 1152, FP32, False),
-    ("random", "mxfp4", (16, 128), 2, 384, FP32, False),
-    ("eager", "mxfp8_e5m2", (32, 128), 4, 640, FP32, False),
-    ("late", "nvfp4", (64, 128), 2, 256, BF16, True),
-    ("random", "nvfp4", (64, 256), 4, 512, FP16, True),
-    ("random", "mxfp4", (64, 256), 1, 128, BF16, True),
-    ("late", "mxfp8", (128, 128), 2, 384, BF16, True),
+CASES = [  # B, rows of A, blocks that split K, K, type of the output, stored by TMA
+    ("eager", "mxfp8", 8, 1, 1152, FP32, False),
+    ("random", "mxfp4", 16, 2, 384, FP32, False),
+    ("eager", "mxfp8_e5m2", 32, 4, 640, FP32, False),
+    ("late", "mxfp8", 32, 5, 1280, BF16, False),
+    ("late", "nvfp4", 64, 2, 256, BF16, True),
+    ("random", "nvfp4", 64, 3, 512, FP16, True),
+    ("random", "mxfp8", 64, 6, 1152, FP32, False),
+    ("random", "mxfp4", 64, 1, 128, BF16, True),
+    ("late", "mxfp8", 128, 2, 384, BF16, True),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_formats(case):
     """Formats; each shape of a wgmma; tails in M and N, and two tiles by one block; stages that are
-    used again and again; blocks that have a part of K each, and add up all of a tile's shares, one,
-    or none."""
-    completion, b_format, tile, split, k, dtype, tma_store = case
-    config = Config(b_format, dtype, tile, split, tma_store=tma_store)
-    a, b = operands(config, tile[0] - 3, tile[1] + 8, k)
+    used again and again; blocks that have a part of K each, and add up one of a tile's shares, or
+    none."""
+    completion, b_format, rows, split, k, dtype, tma_store = case
+    config = Config(b_format, dtype, rows, split, tma_store=tma_store)
+    a, b = operands(config, rows - 3, B_ROWS + 8, k)
     check(config, a, b, product(config, a, b, completion=completion, multiprocessors=split))
 
 
@@ -83,22 +85,32 @@ IN_TURN = [  # B, rows of A, blocks that split K, stages, K, type of the output,
     ("random", "mxfp8_e5m2", 64, 2, 4, 768, BF16, True),
     ("eager", "nvfp4", 64, 2, 4, 640, FP32, False),
     ("late", "mxfp8", 16, 4, 6, 1152, FP16, False),
+    ("random", "mxfp8", 64, 1, 5, 2944, BF16, True),
+    ("late", "nvfp4", 32, 2, 3, 3328, FP32, False),
 ]
 
 
 @pytest.mark.parametrize("case", IN_TURN)
 def test_warpgroups_in_turn(case):
-    """Even and odd numbers of a block's K blocks; warpgroups whose first stage is another one with
-    the next tile."""
+    """Even and odd numbers of a block's K blocks, and of stages; warpgroups whose first stage is
+    another one with the next tile."""
     completion, b_format, rows, split, stages, k, dtype, tma_store = case
-    config = Config(b_format, dtype, (rows, 128), split, 2, stages, tma_store=tma_store)
-    a, b = operands(config, rows - 3, 136, k)
+    config = Config(b_format, dtype, rows, split, 2, stages, tma_store=tma_store)
+    a, b = operands(config, rows - 3, B_ROWS + 8, k)
     check(config, a, b, product(config, a, b, completion=completion, multiprocessors=split))
+
+
+@pytest.mark.parametrize(("multiprocessors", "dtype"), [(3, FP32), (12, BF16)])
+def test_tiles_down_a(multiprocessors, dtype):
+    """More rows of A than a tile has: each block takes all tiles, or one."""
+    config = Config("nvfp4", dtype, 64, 3, tma_store=dtype == BF16)
+    a, b = operands(config, 64 + 21, B_ROWS + 8, 896)
+    check(config, a, b, product(config, a, b, multiprocessors=multiprocessors))
 
 
 def test_same_bits():
     """Whichever of the blocks that split K is first, or of their warpgroups."""
-    config = Config("mxfp8_e5m2", FP32, (32, 128), 2, 2, 4)
+    config = Config("mxfp8_e5m2", FP32, 32, 2, 2, 4)
     a, b = operands(config, 5, 72, 512)
     first, other = (
         product(config, a, b, completion=each, multiprocessors=2) for each in ("eager", "random")
@@ -108,7 +120,7 @@ def test_same_bits():
 
 def test_tails_of_k():
     """Stages that are not whole; scales whose rows lie at any address."""
-    config = Config("nvfp4", FP32, (16, 128), async_scales=False)
+    config = Config("nvfp4", FP32, 16, async_scales=False)
     a, b = operands(config, 11, 24, 160)
     check(config, a, b, product(config, a, b))
 
@@ -120,12 +132,12 @@ def test_tails_of_k():
 def test_every_element(name):
     """Exact; infinite where fp32 cannot hold it, and in steps of bf16's least number."""
     a, b = dequantized(name, *ones(name)), every_code(name)
-    assert_exact(product(Config(name, FP32, (8, 128)), a.to(BF16), b), name, a, b)
+    assert_exact(product(Config(name, FP32, 8), a.to(BF16), b), name, a, b)
 
 
 def test_scales_without_sign():
     """Of UE4M3 the highest bit means nothing."""
-    config = Config("nvfp4", FP32, (8, 128))
+    config = Config("nvfp4", FP32, 8)
     a, (data, scale) = operands(config, 5, 24, 256)
     assert torch.equal(product(config, a, (data, scale | 0x80)), product(config, a, (data, scale)))
 
@@ -135,7 +147,7 @@ def test_scales_without_sign():
 
 EPILOGUES = [
     {"out_dtype": FP32, "accumulate": True, "bias": BF16},
-    {"out_dtype": FP16, "tma_store": True, "bias": FP32, "tile": (64, 128)},
+    {"out_dtype": FP16, "tma_store": True, "bias": FP32, "rows": 64},
 ]
 
 
@@ -222,10 +234,9 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize("wrong", [
-    {"loaded_rows": 128}, {"parts": 3}, {"parts": 2}, {"parts": 2, "stages": 4, "tile": (128, 256)},
-    {"parts": 2, "stages": 5}, {"parts": 2, "stages": 4, "tile": (128, 128), "split": 2},
-    {"tile": (96, 128)}, {"tile": (64, 64)}, {"tile": (128, 256)}, {"split": 3}, {"stages": 1},
-    {"stages": 40}, {"tma_store": True}, {"tile": (64, 128), "tma_store": True, "out_dtype": FP32},
+    {"rows": 96}, {"loaded_rows": 128}, {"split": 7}, {"stages": 1}, {"stages": 40}, {"parts": 3},
+    {"parts": 2, "stages": 4, "rows": 128, "split": 2},
+    {"tma_store": True}, {"rows": 64, "tma_store": True, "out_dtype": FP32},
 ])  # fmt: skip
 def test_no_such_kernel(wrong):
     with pytest.raises(ValueError, match=r": got .*; no kernel is made so"):
@@ -242,7 +253,7 @@ def test_chosen_fill_the_machine(format, n):
     as many tiles or they can be split."""
     for m in (1, 16, 64):
         config = choose_config((m, n, 8192), format, BF16)
-        assert min(0.84 * 132, n / 32) <= n // config.tile[1] * config.split <= 132
+        assert min(0.84 * 132, n / 32) <= n // B_ROWS * config.split <= 132
         assert config.stages >= 3
 
 
@@ -251,7 +262,7 @@ def test_chosen_take_all_rows():
     for m in range(1, FEW + 1):
         for blocks in range(1, 40):
             config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", FP32)
-            assert m <= config.tile[0] < max(2 * m, 9)
+            assert m <= config.rows < max(2 * m, 9)
             assert config.split * config.parts <= blocks
 
 
@@ -266,15 +277,34 @@ def test_chosen_fit(format):
             assert choose_config(shape, format, dtype, **how).shared_bytes <= 227 * 1024
 
 
-def test_chosen_share_large_rows():
-    """Tiles of B that are half as large as A's are twice as high, if all run at once; else more
-    warpgroups take turns, where stages are many."""
-    for n, tile in ((7168, (64, 256)), (8192, (64, 128))):
-        config = choose_config((64, n, 16384), "nvfp4", BF16)
-        assert (config.tile, config.parts) == (tile, 256 // tile[1])
-        config = choose_config((64, n, 16384), "mxfp8", BF16)
-        assert (config.tile, config.parts) == ((64, 128), 1)  # stages would be too few
-        assert choose_config((32, n, 16384), "mxfp8", BF16).parts == 2
+def test_chosen_take_turns():
+    """Twice as many warpgroups, where enough is in flight and K long enough."""
+    for (m, n, k), format, parts in (
+        ((64, 7168, 16384), "nvfp4", 2),
+        ((64, 8192, 8192), "mxfp8", 2),
+        ((64, 3072, 16384), "mxfp8", 1),
+        ((32, 8192, 2048), "mxfp8", 2),
+        ((32, 8192, 1920), "mxfp8", 1),
+        ((128, 8192, 8192), "nvfp4", 1),
+    ):
+        assert choose_config((m, n, k), format, BF16).parts == parts
+
+
+def test_chosen_split_k():
+    """Among as many blocks as run at once, in clusters; rows of A in two tiles where columns are
+    few."""
+    for (m, n), rows, split in (
+        ((16, 576), 16, 8),
+        ((64, 2112), 64, 6),
+        ((64, 4096), 64, 3),
+        ((64, 5120), 64, 2),
+        ((64, 10240), 64, 1),
+        ((96, 2112), 128, 3),
+        ((97, 2112), 64, 3),
+        ((128, 4096), 128, 3),
+    ):
+        config = choose_config((m, n, 7168), "mxfp8", BF16)
+        assert (config.rows, config.split) == (rows, split)
 
 
 @pytest.mark.parametrize("case", [

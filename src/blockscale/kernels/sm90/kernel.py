@@ -91,7 +91,7 @@ class Gemm(Product):
                         target = shared[3] + stage * config.scale_bytes[1]
                         for j in range_constexpr(config.b_scales):
                             ptx.store_scale(target + 4 * j, values[j])
-                        ptx.arrive(self.arrival(full, stage, phase).toint())
+                        ptx.arrive(self.ring.filled(full, stage, phase).toint())
                     stage, phase = self.advance(stage, phase)
 
     @cute.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from cutlass import Float32, cute
 
+from ..common.ring import Ring
 from . import ptx
 from .product_config import ProductConfig
 
@@ -17,12 +18,12 @@ class Loop:
     ``start`` takes addresses; a call, with K blocks to add to ``sums``, gives the next stage.
 
     Attributes:
-        full, empty: barriers of the stages.
+        ring: the stages; ``full``, ``empty``: their barriers.
         lane: of a thread, in its warp.
     """
 
     def __init__(self, config: ProductConfig):
-        self.config = config
+        self.config, self.ring = config, Ring(config.stages, config.parts)
 
     @property
     def batches(self) -> list[tuple[int, int]]:
@@ -39,13 +40,6 @@ class Loop:
         values = cute.make_rmem_tensor((self.config.batch // 2,), Float32)
         values.fill(0.0)
         return values
-
-    def wait(self, stage, phase) -> None:
-        """Until a stage is full, in this of its rounds."""
-        rounds, stages = self.config.rounds, self.config.stages
-        if rounds > 1:
-            stage, phase = stage + phase % rounds * stages, phase // rounds
-        cute.arch.mbarrier_wait(self.full + stage, phase)
 
     def release(self, stage) -> None:
         """The warp needs it no more; in no block of the cluster is it filled before all say so."""

@@ -49,22 +49,22 @@ class Mainloop(Loop):
         self.pairs = {}
 
     @cute.jit
-    def __call__(self, sums, blocks, stage, phase, advance):
+    def __call__(self, sums, blocks, stage, phase):
         """Add ``blocks`` K blocks to ``sums``; the next stage and phase."""
         unroll = self.config.unroll
         if blocks > 0:
-            self.wait(stage, phase)
+            self.ring.wait(self.full, stage, phase)
         whole = blocks // unroll
         for i in range(whole):
             more = (i + 1) * unroll < blocks
-            stage, phase = self.body(sums, unroll, more, stage, phase, advance)
+            stage, phase = self.body(sums, unroll, more, stage, phase)
         if const_expr(unroll > 1):
             for i in range(whole * unroll, blocks):
-                stage, phase = self.body(sums, 1, i + 1 < blocks, stage, phase, advance)
+                stage, phase = self.body(sums, 1, i + 1 < blocks, stage, phase)
         return stage, phase
 
     @cute.jit
-    def body(self, sums, count, more, stage, phase, advance):
+    def body(self, sums, count, more, stage, phase):
         """``count`` K blocks, the first of which is there. No wgmma is in flight at its ends: else
         the compiler would wait for each of them.
         """
@@ -78,12 +78,12 @@ class Mainloop(Loop):
                     rows = self.row_scales(here)
                 columns = self.column_scales(here, row_step, column_step)
                 if const_expr(last):
-                    stage, phase = advance(stage, phase)
+                    stage, phase = self.ring.next(stage, phase)
                     if const_expr(block < count - 1):
-                        self.wait(stage, phase)
+                        self.ring.wait(self.full, stage, phase)
                     else:
                         if more:
-                            self.wait(stage, phase)
+                            self.ring.wait(self.full, stage, phase)
                 ptx.wait_products(0)
                 release = here if last else None
                 self.add(sums[i], rows[row_step], columns, release)

@@ -78,18 +78,18 @@ class PlainLoop(Loop):
         return ptx.descriptor(address, 16 if major == "k" else BLOCK_K * ROW)
 
     @cute.jit
-    def __call__(self, sums, blocks, stage, phase, advance):
+    def __call__(self, sums, blocks, stage, phase):
         """Add ``blocks`` K blocks to ``sums``; the next stage and phase."""
         before = stage
         for i in range(blocks):
-            self.wait(stage, phase)
+            self.ring.wait(self.full, stage, phase)
             for j in range_constexpr(len(self.batches)):
                 self.products(sums[j], stage, *self.batches[j])
             ptx.wait_products(len(self.batches))
             if i > 0:
                 self.release(before)
             before = stage
-            stage, phase = advance(stage, phase)
+            stage, phase = self.ring.next(stage, phase)
         for each in sums:
             self.finish(each)
         if blocks > 0:

@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 from ..common.copies import Copies
 from ..common.following import follow
 from ..common.persistent import advance, first, meet
+from ..common.ring import Ring
 from ..common.schedule import Raster
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
@@ -66,6 +67,7 @@ class Product:
         self.out = Copies(NUMERIC[config.out_dtype], box, slots)
         self.epilogue = Epilogue(config, self.out)
         self.exchange = (ClusterExchange if config.split > 1 else Exchange)(config)
+        self.ring = Ring(config.stages, config.parts)
         store = None, None
         if config.boxed:
             op = cpasync.CopyBulkTensorTileS2GOp()
@@ -100,7 +102,7 @@ class Product:
         out = self.out.allocate(memory) if config.boxed else None
         tiles += [each.allocate(memory) for each in self.copies[2:]]
         shared = [each.iterator.toint() for each in tiles] + self.allocate(memory)
-        waits = config.rounds * config.stages
+        waits = self.ring.waits
         barriers = memory.allocate_array(cutlass.Int64, waits + config.stages)
         full, empty = barriers, barriers + waits
         if const_expr(config.alternate):
@@ -149,19 +151,6 @@ class Product:
     def advance(self, stage, phase):
         return advance(stage, phase, self.config.stages)
 
-    def advance_twice(self, stage, phase):
-        """For a warpgroup that has every other K block; its phases are rounds of ``Loop.wait``."""
-        config = self.config
-        stage = stage + 2
-        wrapped = Int32(stage >= config.stages)
-        return stage - wrapped * config.stages, (phase + wrapped) % (2 * config.rounds)
-
-    def arrival(self, full, stage, phase):
-        """The barrier of a stage that is filled when the ``phase`` of its last use is over."""
-        if self.config.rounds == 1:
-            return full + stage
-        return full + (stage + (phase ^ 1) * self.config.stages)
-
     @cute.jit
     def load(self, atoms, views, tiles, full, empty, place):
         """Keep the stages filled: the first warp's work."""
@@ -174,7 +163,7 @@ class Product:
             row, column = self.raster.tile(index, clusters, rank)
             for block in range(begin, end):
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                barrier = self.arrival(full, stage, phase)
+                barrier = self.ring.filled(full, stage, phase)
                 if lane == 0:
                     ptx.expect(barrier.toint(), nbytes)
                 positions = self.positions(row, column, block)
@@ -196,9 +185,9 @@ class Product:
         thread = cute.arch.thread_idx()[0] - 128
         group = cute.arch.make_warp_uniform(thread // 128)
         thread = ptx.pin(thread % 128)
-        half, advance = Int32(0), self.advance
+        half = Int32(0)
         if const_expr(config.alternate):  # this warpgroup's K blocks, its rows being all
-            half, group, advance = group, Int32(0), self.advance_twice
+            half, group = group, Int32(0)
         rows = group * (64 * config.row_steps)
         self.mainloop.start(shared, full, empty, rows, thread)
         start, step = first(config.cluster_size)
@@ -216,7 +205,7 @@ class Product:
             if const_expr(config.alternate):
                 taken = taken + blocks
                 count = (taken + 1 - half) // 2 - (taken - blocks + 1 - half) // 2
-            stage, phase = self.mainloop(sums, count, stage, phase, advance)
+            stage, phase = self.mainloop(sums, count, stage, phase)
             column = column + part * config.own_columns
             at = out, store_atom, store_view, output, group, thread, row + rows, column
             if const_expr(config.split > 1):

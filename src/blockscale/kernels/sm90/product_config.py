@@ -11,6 +11,7 @@ import torch
 from ..common import machine
 from ..common.calls import OUT_DTYPES
 from ..common.refuse import refuse
+from ..common.rounds import rounds
 from ..gpu.config import SHARED
 
 __all__ = [
@@ -30,7 +31,7 @@ ROWS = 64  # of one wgmma
 BOX = 128  # bytes of a row of the output that one instruction stores
 MULTIPROCESSORS = machine.MULTIPROCESSORS["sm_90a"]
 #: Clusters of so many blocks that run at once on an H200: each lies in one part of the chip.
-AT_ONCE = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30, 8: 15}
+AT_ONCE = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +125,9 @@ class ProductConfig:
         return self.tile[1] // self.split
 
     @property
-    def rounds(self) -> int:
-        """Of a stage, each with a barrier of its own. Two where warpgroups take turns and the next
-        round of a stage is the other's: who saw only every other one could not tell a round from
-        the one after the next, for a barrier tells no more than odd from even."""
-        return 2 if self.alternate and self.stages % 2 else 1
+    def parts(self) -> int:
+        """Warpgroups that take every so many-th K block."""
+        return 2 if self.alternate else 1
 
     @property
     def row_warpgroups(self) -> int:
@@ -181,7 +180,7 @@ class ProductConfig:
     @property
     def shared_bytes(self) -> int:
         """With the barriers of each stage."""
-        stages = self.stages * (self.stage_bytes + 8 * (1 + self.rounds))
+        stages = self.stages * (self.stage_bytes + 8 * (1 + rounds(self.stages, self.parts)))
         return stages + self.output_bytes + self.exchange_bytes + 256
 
 

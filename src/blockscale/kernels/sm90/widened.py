@@ -3,8 +3,9 @@
 
 A block of threads has a warp that loads tiles by TMA, three that bring block scales, and
 warpgroups that widen B, multiply (``widened_mainloop``) and store (``widened_transposed``). Blocks
-stay until all tiles are done: all rows of A and some of B. Blocks of a cluster each take a part of
-K, and so may warpgroups of a block, which take stages in turn (``widened_exchange``).
+stay until all tiles are done: rows of A, all in most cases, and some of B. Blocks of a cluster each
+take a part of K, and so may warpgroups of a block, which take stages in turn
+(``widened_exchange``).
 
 A has been put in order, and what is not bf16 widened, by a kernel that this one follows: while it
 runs, B's first stages are brought as near as the L2 cache.
@@ -19,10 +20,11 @@ from cutlass.cute.nvgpu import cpasync
 from ..common.copies import Copies
 from ..common.following import follow
 from ..common.persistent import advance, first, meet
+from ..common.ring import Ring
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
 from . import ptx
-from .widened_config import BLOCK_K, WARPGROUPS, Config
+from .widened_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
 from .widened_exchange import Exchange
 from .widened_mainloop import Mainloop
 from .widened_scales import Scales
@@ -45,20 +47,19 @@ class Widened:
     def setup(self):
         """What needs a compiler that runs."""
         config = self.config
-        a_rows, b_rows = config.tile
         panel, slots = BLOCK_K // _PANELS, config.stages * _PANELS
-        self.a = Copies(cutlass.BFloat16, (a_rows, panel), slots, rows=config.loaded_rows)
-        self.b = Copies(cutlass.Uint8, (b_rows, config.row_bytes), config.stages)
+        self.a = Copies(cutlass.BFloat16, (config.rows, panel), slots, rows=config.loaded_rows)
+        self.b = Copies(cutlass.Uint8, (B_ROWS, config.row_bytes), config.stages)
         self.out = Copies(NUMERIC[config.out_dtype], (64, 64), config.boxes)
         self.epilogue = TransposedEpilogue(config, self.out)
-        self.mainloop = Mainloop(config)
+        self.ring, self.mainloop = Ring(config.stages, config.parts), Mainloop(config)
         self.scales, self.exchange = Scales(config), Exchange(config)
 
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
-        """Launch. ``a`` (M, K) bf16, in order and padded with zeros to whole stages, M at most a
-        tile's; ``b`` (N, K) as bytes, ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and
-        ``alpha`` (), or None. There is no ``a_scale``.
+        """Launch. ``a`` (M, K) bf16, in order and padded with zeros to whole stages; ``b`` (N, K)
+        as bytes, ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha`` (), or None.
+        There is no ``a_scale``.
         """
         self.setup()
         config = self.config
@@ -66,7 +67,8 @@ class Widened:
         store = None, None
         if const_expr(config.tma_store):
             store = self.out.describe(d, cpasync.CopyBulkTensorTileS2GOp())
-        tiles = cute.ceil_div(b.shape[0], config.tile[1])
+        down = cute.ceil_div(a.shape[0], config.rows)
+        tiles = down * cute.ceil_div(b.shape[0], B_ROWS)
         resident = cutlass.min(tiles, multiprocessors // config.split)
         self.kernel(
             [pair[0] for pair in loads],
@@ -75,7 +77,7 @@ class Widened:
             store[1],
             b_scale,
             (d, bias, alpha),
-            Int32(tiles),
+            (Int32(tiles), Int32(down)),
             cute.ceil_div(b.shape[1], config.row_bytes),
         ).launch(
             grid=(resident * config.split, 1, 1),
@@ -99,8 +101,9 @@ class Widened:
         out = self.out.allocate(memory) if config.tma_store else None
         nbytes = config.stages * config.scale_bytes
         scales = memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=128).toint()
-        full = memory.allocate_array(cutlass.Int64, 2 * config.stages)
-        empty = full + config.stages
+        waits = self.ring.waits
+        full = memory.allocate_array(cutlass.Int64, waits + config.stages)
+        empty = full + waits
         if const_expr(config.sources > 1):
             self.exchange.allocate(memory)
 
@@ -108,8 +111,9 @@ class Widened:
             for atom in [*atoms, *([store_atom] if config.tma_store else [])]:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for i in range_constexpr(config.stages):
+                for i in range_constexpr(waits):
                     cute.arch.mbarrier_init(full + i, 1 + self.scales.threads)
+                for i in range_constexpr(config.stages):
                     cute.arch.mbarrier_init(empty + i, 128 * WARPGROUPS)
                 if const_expr(config.sources > 1):
                     self.exchange.initialize()
@@ -117,7 +121,7 @@ class Widened:
         self.a.clear(shared[0], self.threads)
         meet(config.split)
 
-        place = tiles, part * blocks // config.split, (part + 1) * blocks // config.split
+        place = *tiles, part * blocks // config.split, (part + 1) * blocks // config.split
         few, many = _REGISTERS[config.parts]
         if warp < 4:
             cute.arch.setmaxregister_decrease(few)
@@ -133,13 +137,13 @@ class Widened:
     @cute.jit
     def load(self, atoms, views, shared, full, empty, place):
         """Keep the stages filled: the first warp's work."""
-        config, (tiles, begin, end) = self.config, place
+        config, (tiles, down, begin, end) = self.config, place
         nbytes = _PANELS * self.a.moved + self.b.nbytes
         lane = cute.arch.lane_idx()
         start, step = first(config.split)
         with cute.arch.elect_one():
             for block in range(begin, cutlass.min(end, begin + config.stages)):
-                position = (start * config.tile[1], block * self.b.tile[1])
+                position = (start // down * B_ROWS, block * self.b.tile[1])
                 _, piece = self.b.pieces(atoms[1], views[1], shared[1], 0, position, 0)
                 cute.prefetch(atoms[1], piece)
         follow()
@@ -147,43 +151,42 @@ class Widened:
         for index in range(start, tiles, step):
             for block in range(begin, end):
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                barrier = full + stage
+                barrier = self.ring.filled(full, stage, phase)
                 if lane == 0:
                     ptx.expect(barrier.toint(), nbytes)
-                position = (index * config.tile[1], block * self.b.tile[1])
+                position = (index // down * B_ROWS, block * self.b.tile[1])
                 self.b.load(atoms[1], views[1], shared[1], stage, position, barrier)
                 for i in range_constexpr(_PANELS):
                     slot, panel = stage * _PANELS + i, block * _PANELS + i
-                    position = (0, panel * self.a.tile[1])
+                    position = (index % down * config.rows, panel * self.a.tile[1])
                     self.a.load(atoms[0], views[0], shared[0], slot, position, barrier)
                 stage, phase = advance(stage, phase, config.stages)
 
     @cute.jit
     def bring(self, scale, shared, full, empty, place):
         """Bring block scales to the stages: three warps' work."""
-        config, (tiles, begin, end) = self.config, place
+        config, (tiles, down, begin, end) = self.config, place
         thread = cute.arch.thread_idx()[0] - 32
         start, step = first(config.split)
         stage, phase = Int32(0), Int32(1)
-        self.scales.prefetch(scale, start * config.tile[1], begin, thread)
+        self.scales.prefetch(scale, start // down * B_ROWS, begin, thread)
         follow()
         for index in range(start, tiles, step):
             for block in range(begin, end):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 target = shared + stage * config.scale_bytes
-                self.scales(scale, target, index * config.tile[1], block, thread)
-                self.scales.arrive((full + stage).toint())
+                self.scales(scale, target, index // down * B_ROWS, block, thread)
+                self.scales.arrive(self.ring.filled(full, stage, phase).toint())
                 stage, phase = advance(stage, phase, config.stages)
 
     @cute.jit
     def multiply(self, shared, barriers, place, part, out, store_atom, store_view, output):
         """Multiply and store: a warpgroup's work."""
-        config, (tiles, begin, end) = self.config, place
+        config, (tiles, down, begin, end) = self.config, place
         thread = cute.arch.thread_idx()[0] - 128
         warpgroup = cute.arch.make_warp_uniform(thread // 128)
         thread = ptx.pin(thread % 128)
-        rows = warpgroup % WARPGROUPS * (64 * config.row_steps)
-        self.mainloop.start(shared, barriers, rows, thread)
+        self.mainloop.start(shared, barriers, warpgroup % WARPGROUPS * 64, thread)
         start, step = first(config.split)
         before = warpgroup // WARPGROUPS  # stages that others take first
         stage, phase = before, Int32(0)
@@ -191,8 +194,7 @@ class Widened:
         sums = self.mainloop.allocate()
         follow()
         for index in range(start, tiles, step):
-            for each in sums:
-                each.fill(0.0)
+            sums.fill(0.0)
             count = end - begin
             if const_expr(config.parts > 1):
                 count = (end - begin - before + config.parts - 1) // config.parts
@@ -202,32 +204,30 @@ class Widened:
             warpgroup = cute.arch.make_warp_uniform(ptx.pin(warpgroup))
             own, turn = warpgroup % WARPGROUPS, warpgroup // WARPGROUPS
             here = ptx.pin(thread)
-            at = out, store_atom, store_view, output, own, here
-            for i in range_constexpr(config.row_steps):
-                share = own * config.row_steps + i
-                column = index * config.tile[1] + share * 64
-                if const_expr(config.sources > 1):
-                    given = share, sums[i], here, swapped
-                    if turn == 0 and part == share % config.split:
-                        self.exchange.receive(*given, index + step < tiles)
-                        self.store(sums[i], *at, column)
-                    else:
-                        self.exchange.send(*given, part, turn)
+            corner = index % down * config.rows, index // down * B_ROWS + own * 64
+            at = out, store_atom, store_view, output, own, here, corner
+            if const_expr(config.sources > 1):
+                given = own, sums, here, swapped
+                if turn == 0 and part == own % config.split:
+                    self.exchange.receive(*given, index + step < tiles)
+                    self.store(sums, *at)
                 else:
-                    self.store(sums[i], *at, column)
+                    self.exchange.send(*given, part, turn)
+            else:
+                self.store(sums, *at)
             swapped = swapped ^ 1
         if const_expr(config.tma_store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def store(self, sums, out, atom, view, output, group, thread, column):
-        """Columns of the output, 64 from ``column`` on."""
+    def store(self, sums, out, atom, view, output, group, thread, corner):
+        """A tile's rows of the output, and 64 columns, from ``corner`` on."""
         d, bias, alpha = output
-        self.epilogue.scale(sums, bias, alpha, thread, column)
+        self.epilogue.scale(sums, bias, alpha, thread, corner[1])
         if const_expr(self.config.tma_store):
-            self.epilogue.store(sums, out, atom, view, group, thread, column)
+            self.epilogue.store(sums, out, atom, view, group, thread, corner)
         else:
-            self.epilogue.store_each(sums, d, thread, column)
+            self.epilogue.store_each(sums, d, thread, corner)
 
 
 def compile_config(config: Config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,30 +15,44 @@ from ..gpu.plan import Unsupported
 from . import product_config
 from .product_config import AT_ONCE, BOX, ROWS
 
-__all__ = ["BF16", "BLOCK_K", "FEW", "WARPGROUPS", "Config", "choose_config", "gain", "why_not"]
+__all__ = [
+    "BF16",
+    "BLOCK_K",
+    "B_ROWS",
+    "FEW",
+    "WARPGROUPS",
+    "Config",
+    "choose_config",
+    "gain",
+    "why_not",
+]
 
 BLOCK_K = 128  # columns of a stage
 BF16 = "bf16"  # where the name of a format is expected: an operand without scales
-FEW = 128  # rows of A with which B is read once, and widened once
-WARPGROUPS = 2  # that share a tile's rows of B
+FEW = 128  # rows of A with which B is widened where it is multiplied
+B_ROWS = 128  # of a tile
+WARPGROUPS = 2  # that share these
 _A_ROWS = (8, 16, 32, 64, 128)  # of a tile
-_B_ROWS = 128
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
 _PARTS = (1, 2)
-_TWO_PARTS = (32, 64), 5, 12  # rows of A with which they pay; stages and K blocks of each, at least
-_STAGES = 2, 12  # at least, at most
+_STAGES = 3, 12  # at least, at most
+# As measured: two parts pay with so many bytes in flight and K blocks of a block, at least; and a K
+# block takes so much longer with FEW rows than with half of them.
+_TWO_PARTS = 120 << 10, 8
+_LONGER = 4 / 3
+_MOST_ODD = 5  # stages that parts take in turn: one more, which is odd, pays where they are so few
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """A kernel: all that its code depends on.
 
-    The rows of B are those of a wgmma: it is widened in registers. The rows of A, which are one
-    tile's, are the columns of a wgmma: they are bf16. The sums are those of the output transposed.
+    The rows of B are those of a wgmma: it is widened in registers. The rows of A, which are few
+    tiles', are the columns of a wgmma: they are bf16. The sums are those of the output transposed.
 
     Attributes:
         b_format: its name.
-        tile: rows of A and of B that a block of threads takes at once.
+        rows: of A, in a tile.
         split: blocks that have a part of K each and bring their sums together.
         parts: warpgroups of a block that take stages in turn, and bring their sums together, too:
             K has as many stages for each block at least.
@@ -54,7 +67,7 @@ class Config:
 
     b_format: str
     out_dtype: torch.dtype
-    tile: tuple[int, int]
+    rows: int
     split: int = 1
     parts: int = 1
     stages: int = _STAGES[0]
@@ -67,29 +80,18 @@ class Config:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        a_rows, b_rows = self.tile
         wrong = {
-            "tile": a_rows not in _A_ROWS
-            or b_rows not in (_B_ROWS, 2 * _B_ROWS)
-            or a_rows * b_rows > FEW * _B_ROWS,  # a thread has registers for two K blocks
+            "rows": self.rows not in _A_ROWS,
             "split": self.split not in AT_ONCE,
             "parts": self.parts not in _PARTS
-            or self.parts * a_rows * b_rows > FEW * _B_ROWS,  # these have half of the registers
-            # A warpgroup keeps a stage until it has its next one. Those that take turns have the
-            # same stages in each round: an mbarrier does not tell a round from the one after next.
-            "stages": self.stages <= self.parts
-            or self.stages % self.parts
-            or self.shared_bytes > SHARED,
+            or self.parts * self.rows > FEW,  # these have half of the registers
+            # a warpgroup may keep one until it has the next one
+            "stages": self.stages < 2 or self.shared_bytes > SHARED,
             "tma_store": self.tma_store
-            and (self.out_dtype.itemsize > 2 or self.accumulate or a_rows < ROWS),
-            "loaded_rows": self.loaded_rows not in range(a_rows),
+            and (self.out_dtype.itemsize > 2 or self.accumulate or self.rows < ROWS),
+            "loaded_rows": self.loaded_rows not in range(self.rows),
         }
         refuse(self, wrong)
-
-    @property
-    def row_steps(self) -> int:
-        """wgmmas that a warpgroup needs to go down its rows of B."""
-        return self.tile[1] // (ROWS * WARPGROUPS)
 
     @property
     def format(self) -> Format:
@@ -108,17 +110,12 @@ class Config:
     @property
     def scale_bytes(self) -> int:
         """Of B in a stage."""
-        return self.tile[1] * self.scale_row
+        return B_ROWS * self.scale_row
 
     @property
     def gain(self) -> float:
         """What the sums lack."""
         return gain(self.format)
-
-    @property
-    def shares(self) -> int:
-        """Of a tile, 64 rows of B each, which blocks that split K add up in turn."""
-        return WARPGROUPS * self.row_steps
 
     @property
     def sources(self) -> int:
@@ -127,23 +124,27 @@ class Config:
 
     @property
     def own_shares(self) -> int:
-        """Of one block, at most."""
-        return -(-self.shares // self.split)
+        """Of one block, at most: 64 rows of B each, which blocks that split K add up in turn."""
+        return -(-WARPGROUPS // self.split)
 
     @property
     def share_bytes(self) -> int:
         """Room for another warpgroup's sums."""
-        return 4 * ROWS * self.tile[0]
+        return 4 * ROWS * self.rows
 
     def exchange_bytes(self, split: int, parts: int) -> int:
         """For the sums of others, if there were so many blocks, and parts of each."""
-        return (split * parts - 1) * -(-self.shares // split) * self.share_bytes
+        return (split * parts - 1) * -(-WARPGROUPS // split) * self.share_bytes
 
     @property
     def stage_bytes(self) -> int:
-        """With two barriers."""
-        a_rows, b_rows = self.tile
-        return a_rows * 2 * BLOCK_K + b_rows * self.row_bytes + self.scale_bytes + 16
+        """With barriers, at most."""
+        return (
+            self.rows * 2 * BLOCK_K
+            + B_ROWS * self.row_bytes
+            + self.scale_bytes
+            + 8 * (1 + max(_PARTS))
+        )
 
     @property
     def boxes(self) -> int:
@@ -184,29 +185,35 @@ def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> 
     return ""
 
 
-def _cut(a_rows: int, n: int, blocks: int, b_bits: int, splits: Sequence[int]) -> tuple[int, int]:
-    """Rows of B in a tile, and blocks of threads that split its ``blocks`` of K, so many as one of
-    ``splits``."""
-    tiles = -(-n // _B_ROWS)
+def _split(config: Config, shape: tuple[int, int, int]) -> tuple[float, Config]:
+    """The kernel, in which as many blocks of threads split K as is best, if all run at once; and an
+    estimate: K blocks that one of them takes time for. Sums from each of those that split K take as
+    long to add up as another one."""
+    m, n, k = shape
+    tiles, blocks = -(-m // config.rows) * -(-n // B_ROWS), -(-k // BLOCK_K)
+    room = SHARED - config.shared_bytes
 
     def loops(split: int) -> int:
-        """K blocks that one block of threads takes time for; sums from each of ``split`` blocks
-        take as long to add up as another one."""
         return -(-tiles // AT_ONCE[split]) * (-(-blocks // split) + split)
 
-    split = min(splits, key=loops)
-    # A's rows are twice as many bytes as B's there: two tiles share them, where all run at once
-    if (split, a_rows, b_bits) == (2, 64, 4) and -(-tiles // 2) <= AT_ONCE[4]:
-        return 2 * _B_ROWS, 4
-    return _B_ROWS, split
+    split = min(
+        (
+            each
+            for each, clusters in AT_ONCE.items()
+            if each == 1 or (tiles <= clusters and config.exchange_bytes(each, 1) <= room)
+        ),
+        key=loops,
+    )
+    longer = _LONGER if config.rows == FEW else 1
+    return longer * loops(split), replace(config, split=split)
 
 
 def _most_stages(config: Config, parts: int) -> int:
-    """That there is room for, if so many warpgroups take them in turn: as many each."""
+    """That there is room for, if so many warpgroups take them in turn."""
     sums = [config.exchange_bytes(config.split, each) for each in (config.parts, parts)]
     room = SHARED - config.shared_bytes + sums[0] - sums[1]
     most = min(_STAGES[1], config.stages + room // config.stage_bytes)
-    return most - most % parts
+    return most - most % parts if most > _MOST_ODD else most
 
 
 def choose_config(
@@ -225,31 +232,30 @@ def choose_config(
     ``aligned``: the output starts, and each of its rows does, at a multiple of 16 bytes.
     ``async_scales``: rows of B's scales start at multiples of a stage's bytes, and all are whole.
     """
-    m, n, k = shape
+    m, _, k = shape
     if m > FEW:
         raise Unsupported(
             f"a_data: has {m} rows; there are kernels for {FEW} at most: call dequantized_gemm"
         )
-    a_rows = next(each for each in _A_ROWS if each >= m)
+    rows = next(each for each in _A_ROWS if each >= m)
     config = Config(
         b_format,
         out_dtype,
-        tile=(a_rows, _B_ROWS),
+        rows,
         accumulate=accumulate,
         bias=bias,
         alpha=alpha,
-        tma_store=aligned and a_rows >= ROWS and out_dtype.itemsize == 2 and not accumulate,
+        tma_store=aligned and rows >= ROWS and out_dtype.itemsize == 2 and not accumulate,
         async_scales=async_scales,
-        loaded_rows=rows_to_load(m, a_rows) if a_rows >= 64 else 0,
+        loaded_rows=rows_to_load(m, rows) if rows >= ROWS else 0,
     )
-    room = SHARED - config.shared_bytes
-    splits = [each for each in AT_ONCE if config.exchange_bytes(each, 1) <= room]
-    bits = config.format.element.bits
-    blocks = -(-k // BLOCK_K)
-    b_rows, split = _cut(a_rows, n, blocks, bits, splits)
-    config = replace(config, tile=(a_rows, b_rows), split=split)
+    options = [config]
+    if 4 * m > 3 * FEW:  # else the second tile lacks most rows, which TMA fills with zeros
+        options.append(replace(config, rows=FEW // 2, loaded_rows=0))
+    _, config = min((_split(each, shape) for each in options), key=lambda each: each[0])
     stages = {parts: _most_stages(config, parts) for parts in _PARTS}
-    rows, least, loops = _TWO_PARTS
-    two = b_rows == _B_ROWS and a_rows in rows and stages[2] >= least and blocks >= loops * split
-    parts = 2 if two and not accumulate else 1  # which wants registers for addresses
+    nbytes, blocks = _TWO_PARTS
+    pays = stages[2] * config.stage_bytes >= nbytes and k > BLOCK_K * (blocks * config.split - 1)
+    # adding to the output wants registers for addresses
+    parts = 2 if pays and 2 * config.rows <= FEW and not accumulate else 1
     return replace(config, parts=parts, stages=stages[parts])

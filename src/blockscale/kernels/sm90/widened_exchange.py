@@ -14,7 +14,7 @@ import cutlass
 from cutlass import const_expr, cute, range_constexpr
 
 from . import ptx
-from .widened_config import Config
+from .widened_config import WARPGROUPS, Config
 
 __all__ = ["Exchange"]
 
@@ -28,12 +28,12 @@ class Exchange:
         config = self.config
         nbytes = config.exchange_bytes(config.split, config.parts)
         self.sums = memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=128).toint()
-        self.full = memory.allocate_array(cutlass.Int64, 2 * config.shares)
-        self.free = self.full + config.shares
+        self.full = memory.allocate_array(cutlass.Int64, 2 * WARPGROUPS)
+        self.free = self.full + WARPGROUPS
 
     def initialize(self) -> None:
         config = self.config
-        for i in range(config.shares):
+        for i in range(WARPGROUPS):
             # one that expects bytes of other blocks, and threads of its own
             cute.arch.mbarrier_init(self.full + i, 1 + 128 * (config.parts - 1))
             cute.arch.mbarrier_init(self.free + i, 4)  # warps
@@ -51,15 +51,15 @@ class Exchange:
         config = self.config
         owner, full = share % config.split, (self.full + share).toint()
         ptx.wait_cluster((self.free + share).toint(), phase ^ 1)
-        source = ((part - owner) & (config.split - 1)) * config.parts + turn
+        source = (part + config.split - owner) % config.split * config.parts + turn
         place = self.place(share, thread, source)
         if part == owner:
-            for i in range_constexpr(0, config.tile[0] // 2, 4):
+            for i in range_constexpr(0, config.rows // 2, 4):
                 ptx.store_floats(place, i * 512, [sums[i + j] for j in range(4)])
             ptx.arrive(full)
         elif const_expr(config.split > 1):
             there, barrier = (ptx.at_block(each, owner) for each in (place, full))
-            for i in range_constexpr(0, config.tile[0] // 2, 4):
+            for i in range_constexpr(0, config.rows // 2, 4):
                 ptx.store_async(there, i * 512, [sums[i + j] for j in range(4)], barrier)
 
     @cute.jit
@@ -72,7 +72,7 @@ class Exchange:
         ptx.wait_cluster(full, phase)
         for source in range_constexpr(1, config.sources):
             place = self.place(share, thread, source)
-            for i in range_constexpr(0, config.tile[0] // 2, 4):
+            for i in range_constexpr(0, config.rows // 2, 4):
                 values = ptx.load_floats(place, i * 512, 4)
                 for j in range_constexpr(4):
                     sums[i + j] = sums[i + j] + values[j]

@@ -14,11 +14,11 @@ first place have follows each other.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, const_expr, cute
 
-from ..common.persistent import advance
+from ..common.ring import Ring
 from . import ptx, widened_ptx
-from .widened_config import Config
+from .widened_config import B_ROWS, Config
 from .widened_rows import Rows
 
 __all__ = ["Mainloop"]
@@ -27,16 +27,14 @@ __all__ = ["Mainloop"]
 class Mainloop:
     def __init__(self, config: Config):
         self.config = config
-        self.rows = Rows(config.format, config.row_steps)
-        steps = range(config.row_steps)
-        self.units = [(half, step) for half in range(2) for step in steps]
+        self.ring = Ring(config.stages, config.parts)
+        self.rows = Rows(config.format, 1)
+        self.count = config.rows // 2  # of a thread's sums
 
-    def allocate(self) -> list:
-        """Sums of a thread, a tensor for each step down the rows of B."""
-        config = self.config
+    def allocate(self):
+        """Sums of a thread."""
         self.next = cute.make_rmem_tensor((16 + self.rows.kept,), Int32)
-        sums = (config.tile[0] // 2,)
-        return [cute.make_rmem_tensor(sums, Float32) for _ in range(config.row_steps)]
+        return cute.make_rmem_tensor((self.count,), Float32)
 
     def start(self, shared, barriers, rows, thread) -> None:
         """Addresses of a thread of the warpgroup that has the tile's rows from ``rows`` on.
@@ -57,8 +55,8 @@ class Mainloop:
         The next stage, and its phase."""
         stage, phase = (cute.arch.make_warp_uniform(each) for each in (stage, phase))
         self.rows.seen.fill(0)
-        cute.arch.mbarrier_wait(self.full + stage, phase)
-        words, scales = self.load(stage, 0, 0), self.read_scales(stage, 0)
+        self.ring.wait(self.full, stage, phase)
+        words, scales = self.load(stage, 0), self.read_scales(stage)
         self.keep(self.rows.widen(words, scales, 0, 0), scales)
         used = Int32(0)
         for i in range(blocks - 1):
@@ -68,52 +66,41 @@ class Mainloop:
         last = stage
         stage, phase = self.body(sums, used, blocks - 1, True, stage, phase)
         self.finish(sums)
-        self.free(last)
-        self.rows.poison(sums)
+        if const_expr(self.config.parts == 1):
+            self.free(last)
+        self.rows.poison([sums])
         return stage, phase
 
     def finish(self, sums) -> None:
         """Until all wgmmas have finished."""
-        each = self.config.tile[0] // 2
-        flat = ptx.finish([row[i] for row in sums for i in range(each)])
-        for i, value in enumerate(flat):
-            sums[i // each][i % each] = value
+        values = ptx.finish([sums[i] for i in range(self.count)])
+        for i, value in enumerate(values):
+            sums[i] = value
 
     @cute.jit
     def body(self, sums, used, block, last: cutlass.Constexpr, stage, phase):
         """The ``block``-th K block, whose first unit is widened; or the ``last`` one. Its own last
         wgmmas are in flight at its end: the stage that they read is ``used`` until the first ones
-        of the next K block are.
+        of the next K block are. Unless others keep tensor cores busy, and wait for stages.
         """
-        units, own = self.units, stage
         fragments = [self.next[i] for i in range(16)]
-        scales = [[self.next[16 + i] for i in range(self.rows.kept)]]
-        scales += [self.read_scales(stage, step) for step in range(1, self.config.row_steps)]
-        for i in range_constexpr(len(units)):
-            half, step = units[i]
-            next_half, next_step = units[(i + 1) % len(units)]
-            ends = i + 1 == len(units)
-            if const_expr(not ends):
-                words, following = self.load(stage, next_half, next_step), scales[next_step]
-            self.products(sums[step], own, half, fragments)
-            if const_expr(ends):
-                stage, phase = self.ahead(stage, phase)
-                if const_expr(not last):
-                    cute.arch.mbarrier_wait(self.full + stage, phase)
-                    words, following = self.load(stage, 0, 0), self.read_scales(stage, 0)
-            if const_expr(not (ends and last)):
-                ptx.wait_products(1)  # of the unit before: its registers are free
-                if const_expr(i == 0):
-                    self.free(used, block)
-                fragments = self.rows.widen(words, following, next_step, next_half)
+        scales = [self.next[16 + i] for i in range(self.rows.kept)]
+        words = self.load(stage, 1)
+        self.products(sums, stage, 0, fragments)
+        ptx.wait_products(1)  # of the unit before: its registers are free
+        if const_expr(self.config.parts == 1):
+            self.free(used, block)
+        fragments = self.rows.widen(words, scales, 0, 1)
+        self.products(sums, stage, 1, fragments)
+        if const_expr(self.config.parts > 1):
+            ptx.wait_products(0)
+            self.free(stage)
+        stage, phase = self.ring.next(stage, phase)
         if const_expr(not last):
-            self.keep(fragments, following)
-        return stage, phase
-
-    def ahead(self, stage, phase):
-        """This warpgroup's next stage."""
-        for _ in range(self.config.parts):
-            stage, phase = advance(stage, phase, self.config.stages)
+            self.ring.wait(self.full, stage, phase)
+            words, scales = self.load(stage, 0), self.read_scales(stage)
+            ptx.wait_products(1)
+            self.keep(self.rows.widen(words, scales, 0, 0), scales)
         return stage, phase
 
     def free(self, stage, wanted=1) -> None:
@@ -126,34 +113,31 @@ class Mainloop:
         for i, each in enumerate(fragments + scales):
             self.next[i] = each
 
-    def load(self, stage, half: int, step: int) -> list:
+    def load(self, stage, half: int) -> list:
         """16 elements of one row, then of the other one, eight rows below."""
         nbytes = self.config.row_bytes
-        address = self.tiles + stage * (self.config.tile[1] * nbytes)
+        address = self.tiles + stage * (B_ROWS * nbytes)
         if nbytes == 128:
             address, offset = address ^ (16 * half), 0
         else:
             offset = 8 * half
+        words = 2 * self.rows.widener.words
         return [
             word
-            for row in (64 * step, 64 * step + 8)
-            for word in widened_ptx.load_words(
-                address, row * nbytes + offset, 2 * self.rows.widener.words
-            )
+            for row in (0, 8)
+            for word in widened_ptx.load_words(address, row * nbytes + offset, words)
         ]
 
-    def read_scales(self, stage, step: int) -> list:
-        """Of 64 rows, for a thread's two."""
-        config = self.config
+    def read_scales(self, stage) -> list:
+        """For a thread's two rows."""
+        config, nbytes = self.config, self.rows.scale_bytes
         address = self.scales + stage * config.scale_bytes
-        rows = [(64 * step + row) * config.scale_row for row in (0, 8)]
-        nbytes = self.rows.scale_bytes
-        return self.rows.factors(*(widened_ptx.load_small(address, row, nbytes) for row in rows))
+        offsets = 0, 8 * config.scale_row
+        return self.rows.factors(*(widened_ptx.load_small(address, i, nbytes) for i in offsets))
 
     def products(self, sums, stage, half: int, fragments: list) -> None:
         """Start the wgmmas of a unit."""
-        b = self.ordered + (2 * stage + half) * (self.config.tile[0] * 8)
-        count = self.config.tile[0] // 2
-        values = widened_ptx.wgmma([sums[i] for i in range(count)], fragments, b)
+        b = self.ordered + (2 * stage + half) * (self.config.rows * 8)
+        values = widened_ptx.wgmma([sums[i] for i in range(self.count)], fragments, b)
         for i, value in enumerate(values):
             sums[i] = value

@@ -6,7 +6,7 @@ from __future__ import annotations
 from cutlass import Int32, const_expr, cute, range_constexpr
 
 from . import ptx, widened_ptx
-from .widened_config import Config
+from .widened_config import B_ROWS, Config
 
 __all__ = ["Scales"]
 
@@ -20,11 +20,11 @@ class Scales:
     @cute.jit
     def __call__(self, scale, shared, first, block, thread):
         """A tile's rows from ``first`` on; zeros outside of ``scale`` (N, K / block)."""
-        count, nbytes = self.config.tile[1], self.config.scale_row
+        nbytes = self.config.scale_row
         column = block * nbytes
-        for i in range_constexpr(-(-count // self.threads)):
+        for i in range_constexpr(-(-B_ROWS // self.threads)):
             row = i * self.threads + thread
-            if row < count:
+            if row < B_ROWS:
                 inside = Int32(first + row < scale.shape[0])
                 target = shared + row * nbytes
                 at = (first + row) * inside
@@ -41,10 +41,9 @@ class Scales:
     @cute.jit
     def prefetch(self, scale, first, block, thread):
         """Bring scales of the same rows, of this block and some after it, to the L2 cache."""
-        count = self.config.tile[1]
-        for i in range_constexpr(-(-count // self.threads)):
+        for i in range_constexpr(-(-B_ROWS // self.threads)):
             row = i * self.threads + thread
-            if row < count and first + row < scale.shape[0]:
+            if row < B_ROWS and first + row < scale.shape[0]:
                 place = scale.layout((first + row, block * self.config.scale_row))
                 widened_ptx.prefetch(scale.iterator.toint() + place)
 

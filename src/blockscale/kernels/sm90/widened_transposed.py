@@ -33,7 +33,7 @@ class TransposedEpilogue:
         for half in range_constexpr(0 if bias is None else 2):
             where = column + thread // 32 * 16 + thread % 32 // 4 + half * 8
             added.append(Float32(bias[cutlass.min(where, bias.shape[0] - 1)]))
-        for group in range_constexpr(self.config.tile[0] // 8):
+        for group in range_constexpr(self.config.rows // 8):
             for i in range_constexpr(4):
                 value = sums[4 * group + i]
                 if const_expr(gain != 1):
@@ -45,9 +45,9 @@ class TransposedEpilogue:
                 sums[4 * group + i] = value
 
     @cute.jit
-    def store(self, sums, tiles, atom, view, group, thread, column):
-        """Store boxes of 64 rows x 64 columns, from ``column`` on."""
-        for row in range_constexpr(0, self.config.tile[0], 64):
+    def store(self, sums, tiles, atom, view, group, thread, corner):
+        """Store boxes of 64 rows x 64 columns, from ``corner`` on."""
+        for row in range_constexpr(0, self.config.rows, 64):
             if thread < 32:  # the last store has read the buffer
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.meet(group)
@@ -57,7 +57,7 @@ class TransposedEpilogue:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.meet(group)
             if thread < 32:
-                self.copies.store(atom, view, tiles, box, (row, column))
+                self.copies.store(atom, view, tiles, box, (corner[0] + row, corner[1]))
                 cute.arch.cp_async_bulk_commit_group()
 
     def meet(self, group):
@@ -80,14 +80,14 @@ class TransposedEpilogue:
             widened_ptx.store_matrix_transposed(line + group * 8 * 128, words)
 
     @cute.jit
-    def store_each(self, sums, d, thread, column):
-        """Store where rows may start anywhere."""
+    def store_each(self, sums, d, thread, corner):
+        """Store where rows may start anywhere, from ``corner`` on."""
         config = self.config
         warp, lane = thread // 32, thread % 32
-        for group in range_constexpr(config.tile[0] // 8):
+        for group in range_constexpr(config.rows // 8):
             for i in range_constexpr(4):
-                r = group * 8 + lane % 4 * 2 + i % 2
-                c = column + warp * 16 + lane // 4 + i // 2 * 8
+                r = corner[0] + group * 8 + lane % 4 * 2 + i % 2
+                c = corner[1] + warp * 16 + lane // 4 + i // 2 * 8
                 if r < d.shape[0] and c < d.shape[1]:
                     value = sums[4 * group + i]
                     if const_expr(config.accumulate):
