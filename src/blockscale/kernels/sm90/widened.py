@@ -134,6 +134,10 @@ class Widened:
             own = *(each.iterator.toint() for each in shared), scales
             self.multiply(own, (full, empty), place, part, out, store_atom, store_view, output)
 
+    def corner(self, index, down):
+        """A tile's first row and column of the output. A division: not for each K block."""
+        return index % down * self.config.rows, index // down * B_ROWS
+
     @cute.jit
     def load(self, atoms, views, shared, full, empty, place):
         """Keep the stages filled: the first warp's work."""
@@ -141,24 +145,26 @@ class Widened:
         nbytes = _PANELS * self.a.moved + self.b.nbytes
         lane = cute.arch.lane_idx()
         start, step = first(config.split)
+        _, column = self.corner(start, down)
         with cute.arch.elect_one():
             for block in range(begin, cutlass.min(end, begin + config.stages)):
-                position = (start // down * B_ROWS, block * self.b.tile[1])
+                position = (column, block * self.b.tile[1])
                 _, piece = self.b.pieces(atoms[1], views[1], shared[1], 0, position, 0)
                 cute.prefetch(atoms[1], piece)
         follow()
         stage, phase = Int32(0), Int32(1)
         for index in range(start, tiles, step):
+            row, column = self.corner(index, down)
             for block in range(begin, end):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 barrier = self.ring.filled(full, stage, phase)
                 if lane == 0:
                     ptx.expect(barrier.toint(), nbytes)
-                position = (index // down * B_ROWS, block * self.b.tile[1])
+                position = (column, block * self.b.tile[1])
                 self.b.load(atoms[1], views[1], shared[1], stage, position, barrier)
                 for i in range_constexpr(_PANELS):
                     slot, panel = stage * _PANELS + i, block * _PANELS + i
-                    position = (index % down * config.rows, panel * self.a.tile[1])
+                    position = (row, panel * self.a.tile[1])
                     self.a.load(atoms[0], views[0], shared[0], slot, position, barrier)
                 stage, phase = advance(stage, phase, config.stages)
 
@@ -169,13 +175,15 @@ class Widened:
         thread = cute.arch.thread_idx()[0] - 32
         start, step = first(config.split)
         stage, phase = Int32(0), Int32(1)
-        self.scales.prefetch(scale, start // down * B_ROWS, begin, thread)
+        _, column = self.corner(start, down)
+        self.scales.prefetch(scale, column, begin, thread)
         follow()
         for index in range(start, tiles, step):
+            _, column = self.corner(index, down)
             for block in range(begin, end):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 target = shared + stage * config.scale_bytes
-                self.scales(scale, target, index // down * B_ROWS, block, thread)
+                self.scales(scale, target, column, block, thread)
                 self.scales.arrive(self.ring.filled(full, stage, phase).toint())
                 stage, phase = advance(stage, phase, config.stages)
 
@@ -204,8 +212,8 @@ class Widened:
             warpgroup = cute.arch.make_warp_uniform(ptx.pin(warpgroup))
             own, turn = warpgroup % WARPGROUPS, warpgroup // WARPGROUPS
             here = ptx.pin(thread)
-            corner = index % down * config.rows, index // down * B_ROWS + own * 64
-            at = out, store_atom, store_view, output, own, here, corner
+            row, column = self.corner(index, down)
+            at = out, store_atom, store_view, output, own, here, (row, column + own * 64)
             if const_expr(config.sources > 1):
                 given = own, sums, here, swapped
                 if turn == 0 and part == own % config.split:
