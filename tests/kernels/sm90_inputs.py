@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from guarded import guarded
+from kernel_code import built
 from torch import Tensor
 
 from blockscale import emulator as em
@@ -100,6 +101,5 @@ def frame_bytes(cubin: bytes) -> list[int]:
 
 
 def assert_no_spills(config: Any) -> None:
-    """Of a kernel that has been run, with ``keep_cubin`` set: unless by a test without."""
-    cubin = compiled.build(config).__cubin__ or config.compile().__cubin__
-    assert frame_bytes(cubin) == [0]
+    """Of a kernel that has been run, with ``keep_cubin`` set."""
+    assert frame_bytes(built(config).__cubin__) == [0]

@@ -13,13 +13,13 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from kernel_code import built
 from sm90_inputs import frame_bytes
 from sm100_inputs import BF16, FP16, FP32, Operand, emulated, operand, product, rounded
 
 from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels import sm100
-from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm100.config import Config, choose_config
 
@@ -58,7 +58,7 @@ def test_formats(formats):
     config = Config(*formats, BF16, stages=3)
     _check(config, FORMATS[formats])
     _check(config, (8, 16, 128), completion="eager")
-    assert set(frame_bytes(compiled.build(config).__cubin__)) == {0}
+    assert set(frame_bytes(built(config).__cubin__)) == {0}
 
 
 CLUSTERS = {
@@ -77,7 +77,7 @@ def test_clusters(name):
     config = CLUSTERS[name]
     shape = (136, config.columns + 8, 256)
     _check(config, shape, completion="random")
-    assert set(frame_bytes(compiled.build(config).__cubin__)) == {0}
+    assert set(frame_bytes(built(config).__cubin__)) == {0}
 
 
 MAJORS = {
@@ -97,7 +97,7 @@ def test_majors(name):
     """The other dimension is contiguous: several K blocks with a tail, which need not be even."""
     config, shape = MAJORS[name]
     _check(config, shape)
-    assert set(frame_bytes(compiled.build(config).__cubin__)) == {0}
+    assert set(frame_bytes(built(config).__cubin__)) == {0}
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -15,6 +15,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from gpu_bench import assert_same, poisoned
+from kernel_code import built
 from sm90_inputs import frame_bytes
 from sm100_inputs import BF16, FP32, Operand, operand, product
 from sm100_quantized import emulated, expected, halved_scale
@@ -22,7 +23,6 @@ from sm100_quantized import emulated, expected, halved_scale
 from blockscale import emulator as em
 from blockscale import formats, quantize, swiglu_quantize
 from blockscale.kernels import sm100
-from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
@@ -100,7 +100,7 @@ def test_cases(name):
     completion = COMPLETIONS[list(CASES).index(name) % 3]
     data = _check(config, a, b, sums, alpha=alpha, completion=completion)
     assert len(data.unique()) > 100
-    assert set(frame_bytes(compiled.build(config).__cubin__)) == {0}
+    assert set(frame_bytes(built(config).__cubin__)) == {0}
 
 
 @pytest.mark.parametrize("completion", COMPLETIONS)

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from kernel_code import built
 from sm90_inputs import (
     BF16,
     FP16,
@@ -281,7 +282,7 @@ def test_epilogues(name):
 @pytest.mark.parametrize("b_block", [(128, 128), (1, 128)])
 def test_groups_of_wgmmas(b_block):
     """Between the four wgmmas of a K block, nothing is loaded, nor is there what waits for it."""
-    code = disassemble(compiled.build(Config(BF16, b_block=b_block)).__cubin__)
+    code = disassemble(built(Config(BF16, b_block=b_block)).__cubin__)
     opcodes = re.findall(r"/\*[0-9a-f]+\*/ +(?:@!?U?P\d+ +)?([\w.]+)", code)
     products = [i for i, each in enumerate(opcodes) if each.startswith("QGMMA")]
     assert len(products) % 4 == 0
@@ -331,7 +332,7 @@ def test_scales_kept(name):
         assert_close(want, product(*given, config.b_block) + start.double(), config.out_dtype)
     assert_no_spills(config)
     bodies = 1 if config.unroll == 1 else config.unroll + 1  # of a K block, in the code
-    reads = compiled.build(config).__ptx__.count("ld.shared.v2.f32")
+    reads = built(config).__ptx__.count("ld.shared.v2.f32")
     assert reads == bodies * config.tile[1] // 8
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from kernel_code import built
 from sm90_inputs import BF16, SQUARE, assert_close, emulated, frame_bytes, operands, product
 
 from blockscale import emulator as em
 from blockscale.emulator.isa import tensor_copy
 from blockscale.emulator.tensormap import TensorMap
-from blockscale.kernels.gpu import compiled
 from blockscale.kernels.sm90.ladder_config import LadderConfig
 from blockscale.kernels.sm90.ladder_steps import STEPS, Step
 
@@ -57,7 +57,7 @@ def test_steps(name):
     """All add K block after K block in the same way, so all give the same bits. No spills."""
     step = BY_NAME[name]
     assert torch.equal(run(step, operands(*TAILS), "late"), wanted(TAILS))
-    assert frame_bytes(compiled.build(step.config).__cubin__) == [0]
+    assert frame_bytes(built(step.config).__cubin__) == [0]
 
 
 @pytest.mark.parametrize("name", SHORT)

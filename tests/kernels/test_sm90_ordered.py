@@ -11,6 +11,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from guarded import guarded
+from kernel_code import built
 from sm90_inputs import assert_no_spills
 from widened_inputs import ordered, packed
 
@@ -161,6 +162,6 @@ def test_nan_scales():
 def test_follows_then_precedes(name):
     """The next kernel comes early, but not before the one before this one is over."""
     with em.cutedsl(em.Device("sm_90a")):
-        code = compiled.build(OrderedConfig(name)).__ptx__
+        code = built(OrderedConfig(name)).__ptx__
     wait, launch = (code.index(f"griddepcontrol.{each}") for each in ("wait", "launch_dependents"))
     assert wait < launch < code.index("ld.global")

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from kernel_code import built
 from sm90_inputs import frame_bytes
 from widened_inputs import (
     BF16,
@@ -31,7 +32,6 @@ from widened_inputs import (
 
 from blockscale import emulator as em
 from blockscale import quantize
-from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm90.widened_config import B_ROWS, FEW, Config, choose_config, why_not
 from blockscale.kernels.sm90.widened_gemm import widened_gemm
@@ -316,5 +316,5 @@ def test_chosen_split_k():
 @pytest.mark.parametrize("more", [{}, {"bias": FP32, "alpha": True, "async_scales": False}])
 def test_no_spills(case, more):
     with em.cutedsl(em.Device("sm_90a")):
-        frames = frame_bytes(compiled.build(choose_config(*case, **more)).__cubin__)
+        frames = frame_bytes(built(choose_config(*case, **more)).__cubin__)
     assert frames == [0]

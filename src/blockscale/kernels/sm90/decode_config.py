@@ -123,23 +123,24 @@ def fills(n: int) -> bool:
     return 2 * -(-n // _B_ROWS[0]) > MULTIPROCESSORS
 
 
-def _one_each(tiles: int) -> bool:
-    """Whether multiprocessors have one at most, and few have none."""
-    return 3 * MULTIPROCESSORS < 4 * tiles <= 4 * MULTIPROCESSORS
+def _one_each(tiles: int, least: float) -> bool:
+    """Whether multiprocessors have one at most, and ``least`` of them do."""
+    return least * MULTIPROCESSORS < tiles <= MULTIPROCESSORS
 
 
-def _rows_of_b(n: int, rows: int, bits: int) -> int:
-    """As measured: 16 rows of A are as many bytes as 64 of B that have four bits, and twice as many
-    as 32; larger tiles pay if each multiprocessor has one."""
+def _rows_of_b(n: int, rows: int, format: Format) -> int:
+    """As measured, with NVFP4 alone: 16 rows of A are as many bytes as 64 of B that have four bits,
+    so that tiles of 64 pay if multiprocessors have one each."""
     few, many = _B_ROWS
-    return many if (rows, bits) == (16, 4) and _one_each(-(-n // many)) else few
+    pays = format.name == "nvfp4" and rows == 16 and _one_each(-(-n // many), 0.6)
+    return many if pays else few
 
 
-def _warps(tiles: int, rows: int, bits: int) -> int:
+def _warps(tiles: int, b_rows: int, rows: int, bits: int) -> int:
     """As measured: all that a multiprocessor has for one or two tiles; with more of them, and more
     to read for each, few enough that many tiles are there at once."""
     if tiles <= MULTIPROCESSORS:
-        return 8 if _one_each(tiles) else 12
+        return 8 if b_rows > _B_ROWS[0] or _one_each(tiles, 0.75) else 12
     return 8 if bits == 4 and (rows == 8 or tiles <= 2 * MULTIPROCESSORS) else 4
 
 
@@ -154,8 +155,8 @@ def choose_config(
     alpha: bool = False,
 ) -> Config:
     """The kernel for a product of ``m`` rows by a matrix of ``n``."""
-    rows, bits = next(each for each in _A_ROWS if each >= m), get_format(b_format).element.bits
-    b_rows = _rows_of_b(n, rows, bits)
+    rows, format = next(each for each in _A_ROWS if each >= m), get_format(b_format)
+    b_rows = _rows_of_b(n, rows, format)
     tiles = -(-n // b_rows)
     resident = -(-tiles // MULTIPROCESSORS)
     return Config(
@@ -164,7 +165,7 @@ def choose_config(
         rows=rows,
         loaded_rows=rows_to_load(m, rows),
         b_rows=b_rows,
-        warps=_warps(tiles, rows, bits),
+        warps=_warps(tiles, b_rows, rows, format.element.bits),
         resident=resident if resident < 4 else 0,
         accumulate=accumulate,
         bias=bias,
