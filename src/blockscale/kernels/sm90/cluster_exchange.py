@@ -84,7 +84,7 @@ class ClusterExchange:
             nbytes = Int32(self.sources * 16)
             if filled:
                 nbytes = Int32(self.sources * self.share_bytes // _WARPS)
-            ptx.expect_some(self.full_mine, nbytes)
+            ptx.expect(self.full_mine, nbytes)
         ptx.wait_cluster(self.full_mine, phase)
         if filled:
             for batch, first, offset in self.quads(sums, 0):

@@ -17,7 +17,6 @@ __all__ = [
     "at_block",
     "descriptor",
     "expect",
-    "expect_some",
     "finish",
     "fma4",
     "keep_below",
@@ -231,16 +230,12 @@ def store_pair(address, offset: int, wanted, values: list, kind: str) -> None:
 # --- barriers -------------------------------------------------------------------------------------
 
 
-def expect(barrier, nbytes: int) -> None:
+def expect(barrier, nbytes) -> None:
     """Arrive, by the thread that calls, and wait for so many bytes more."""
-    code = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};"
-    _asm(code, [], [barrier], ["r"], memory=True)
-
-
-def expect_some(barrier, nbytes) -> None:
-    """As ``expect``, of so many as are known when the kernel runs."""
-    code = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
-    _asm(code, [], [barrier, nbytes], ["r", "r"], memory=True)
+    known = isinstance(nbytes, int)
+    code = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes if known else '$1'};"
+    given = [barrier] if known else [barrier, nbytes]
+    _asm(code, [], given, ["r"] * len(given), memory=True)
 
 
 def arrive(barrier) -> None:
