@@ -36,10 +36,12 @@ _A_ROWS = (8, 16, 32, 64, 128)  # of a tile
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
 _PARTS = (1, 2)
 _STAGES = 3, 12  # at least, at most
-# As measured: two parts pay with so many bytes in flight and K blocks of a block, at least; and a K
-# block takes so much longer with FEW rows than with half of them.
+# As measured: two parts pay with so many bytes in flight and K blocks of a block, at least; a K
+# block takes so much longer with FEW rows than with half of them; and to add up a block's sums of
+# less than ROWS rows takes so much of a K block.
 _TWO_PARTS = 120 << 10, 8
 _LONGER = 4 / 3
+_FEW_SUMS = 0.45
 _MOST_ODD = 5  # stages that parts take in turn: one more, which is odd, pays where they are so few
 
 
@@ -187,14 +189,16 @@ def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> 
 
 def _split(config: Config, shape: tuple[int, int, int]) -> tuple[float, Config]:
     """The kernel, in which as many blocks of threads split K as is best, if all run at once; and an
-    estimate: K blocks that one of them takes time for. Sums from each of those that split K take as
-    long to add up as another one."""
+    estimate: K blocks that one of them takes time for. Sums from each of those that split K take
+    time, too: as much as a K block where rows are many."""
     m, n, k = shape
     tiles, blocks = -(-m // config.rows) * -(-n // B_ROWS), -(-k // BLOCK_K)
     room = SHARED - config.shared_bytes
 
-    def loops(split: int) -> int:
-        return -(-tiles // AT_ONCE[split]) * (-(-blocks // split) + split)
+    sums = 1 if config.rows >= ROWS else _FEW_SUMS
+
+    def loops(split: int) -> float:
+        return -(-tiles // AT_ONCE[split]) * (-(-blocks // split) + split * sums)
 
     split = min(
         (
