@@ -194,7 +194,6 @@ def _split(config: Config, shape: tuple[int, int, int]) -> tuple[float, Config]:
     m, n, k = shape
     tiles, blocks = -(-m // config.rows) * -(-n // B_ROWS), -(-k // BLOCK_K)
     room = SHARED - config.shared_bytes
-
     sums = 1 if config.rows >= ROWS else _FEW_SUMS
 
     def loops(split: int) -> float:

@@ -4,7 +4,7 @@
 A unit of work is 64 rows of B and half a stage of K: four wgmmas. A thread has 16 neighbours along
 K of two rows, which lie together in memory and share a scale each: two octets. Octets of the next
 unit are widened while a unit's wgmmas run. The last wgmmas of a K block are in flight when the next
-one starts.
+one starts, unless more warpgroups take stages in turn, which keep tensor cores busy meanwhile.
 
 These are no columns that wgmmas take together: those of A lie in an order in which they are. Of 128
 columns, seen as (4, 2, 2, 4, 2), the second, third and fourth place come first: what lanes of the
@@ -79,9 +79,9 @@ class Mainloop:
 
     @cute.jit
     def body(self, sums, used, block, last: cutlass.Constexpr, stage, phase):
-        """The ``block``-th K block, whose first unit is widened; or the ``last`` one. Its own last
-        wgmmas are in flight at its end: the stage that they read is ``used`` until the first ones
-        of the next K block are. Unless others keep tensor cores busy, and wait for stages.
+        """The ``block``-th K block, whose first unit is widened; or the ``last`` one. Where its own
+        last wgmmas are in flight at its end, the stage that they read is ``used`` until the first
+        ones of the next K block are.
         """
         fragments = [self.next[i] for i in range(16)]
         scales = [self.next[16 + i] for i in range(self.rows.kept)]
