@@ -1,0 +1,103 @@
+"""Few rows of bf16 by quantized weights on Hopper: the chosen kernel, and all that differ from it
+in how K is split, how many warpgroups take stages in turn, and rows of A in a tile.
+
+    PYTHONPATH=src python3 benchmarks/gpu_few_rows.py FILE.json
+
+Microseconds with a cold L2 cache, without the kernel that puts A in order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import blockscale as bs
+from blockscale.bench.timing import Timer
+from blockscale.bench.warm import compile_all
+from blockscale.kernels.gpu.plan import get_kernel
+from blockscale.kernels.sm90.ordered_config import OrderedConfig
+from blockscale.kernels.sm90.product_config import AT_ONCE, MULTIPROCESSORS
+from blockscale.kernels.sm90.widened_config import B_ROWS, BF16, FEW, Config, choose_config
+
+FORMATS = ("mxfp8", "nvfp4")
+ROWS = (32, 64, 128)
+COLUMNS = {  # by K
+    2048: (576, 1024, 1536, 2112, 3072, 4096, 5120, 8192),
+    7168: (576, 1024, 1536, 2112, 3072, 4096, 5120, 8192),
+    16384: (1024, 2560, 7168, 10240),
+}
+
+
+def name(config: Config) -> str:
+    return f"{config.rows} rows, {config.split} x {config.parts}, {config.stages} stages"
+
+
+def most_stages(config: Config, **fields: int) -> Config | None:
+    """The kernel with other ``fields``, and as many stages as there is room for, three at least."""
+    for stages in range(12, 2, -1):
+        try:
+            return replace(config, **fields, stages=stages)
+        except ValueError:
+            continue
+    return None
+
+
+def candidates(m: int, n: int, k: int, format: str) -> dict[str, Config]:
+    """The chosen one first."""
+    chosen = choose_config((m, n, k), format, torch.bfloat16)
+    found = {name(chosen): chosen}
+    for rows in {chosen.rows, min(m, FEW), FEW // 2 if m == FEW else chosen.rows}:
+        tiles = -(-m // rows) * -(-n // B_ROWS)
+        for split, clusters in AT_ONCE.items():
+            for parts in (1, 2):
+                config = most_stages(chosen, rows=rows, split=split, parts=parts)
+                if config and (split == 1 or tiles <= clusters):
+                    found.setdefault(name(config), config)
+    return found
+
+
+def calls(m: int, n: int, k: int, format: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    device = torch.device("cuda")
+    x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
+    q = bs.quantize(w, format, backend="kernel")
+    b, scale = (each.view(torch.uint8) for each in (q.qdata, q.qscale))
+    a, d = torch.empty_like(x), torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    get_kernel(OrderedConfig(BF16), device)(x, None, a)
+    for label, config in candidates(m, n, k, format).items():
+        run = get_kernel(config, device)
+        yield label, partial(run, a, None, b, scale, d, None, None, MULTIPROCESSORS)
+    yield "torch, bf16", lambda: x @ w.mT
+
+
+def main(path: str) -> None:
+    shapes = [(m, n, k) for k, some in COLUMNS.items() for n in some for m in ROWS]
+    cases = [(*shape, format) for format in FORMATS for shape in shapes]
+    compile_all(config for case in cases for config in candidates(*case).values())
+    timer, rows, ratios = Timer(), [], []
+    for m, n, k, format in cases:
+        ready = dict(calls(m, n, k, format))
+        took: dict[str, float] = dict.fromkeys(ready, 0.0)
+        for order in (list(ready), list(ready)[::-1]):
+            for label in order:
+                took[label] += timer.microseconds(ready[label], 15) / 2
+        us = {label: round(each, 2) for label, each in took.items()}
+        *ours, _ = us
+        ratios.append(min(us[label] for label in ours) / us[ours[0]])
+        rows.append({"m": m, "n": n, "k": k, "format": format, "chosen": ours[0], "us": us})
+        print(f"{m} x {n} x {k}, {format}: {ours[0]} {us[ours[0]]} us, of best {ratios[-1]:.3f}")
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    print(f"the mean of {len(ratios)}: {mean:.4f}, the least {min(ratios):.3f}")
+    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "products": rows}
+    Path(path).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
