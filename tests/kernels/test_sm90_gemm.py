@@ -29,6 +29,7 @@ from sm90_inputs import (
 from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels import sm90
+from blockscale.kernels.common.rounds import rounds
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.machine_code import disassemble
 from blockscale.kernels.gpu.plan import Unsupported
@@ -102,7 +103,7 @@ def test_rounds_of_a_stage(stages):
     want = product(*given, config.b_block)
     for seed in (4, 5, 6, 7):
         assert_close(emulated(config, given, completion="random", seed=seed), want, BF16)
-    assert config.rounds == stages % 2 + 1
+    assert rounds(stages, config.parts) == stages % 2 + 1
 
 
 @pytest.mark.parametrize("rows", [1, 4, 24])
