@@ -9,17 +9,17 @@ Microseconds with a cold L2 cache, without the kernel that puts A in order.
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean
 
 import torch
 
 import blockscale as bs
+from blockscale.bench.contest import Call, turns
 from blockscale.bench.timing import Timer
 from blockscale.bench.warm import compile_all
 from blockscale.kernels.gpu.plan import get_kernel
@@ -54,7 +54,7 @@ def candidates(m: int, n: int, k: int, format: str) -> dict[str, Config]:
     """The chosen one first."""
     chosen = choose_config((m, n, k), format, torch.bfloat16)
     found = {name(chosen): chosen}
-    for rows in {chosen.rows, min(m, FEW), FEW // 2 if m == FEW else chosen.rows}:
+    for rows in (m, m // 2) if m == FEW else (m,):
         tiles = -(-m // rows) * -(-n // B_ROWS)
         for split, clusters in AT_ONCE.items():
             for parts in (1, 2):
@@ -64,7 +64,7 @@ def candidates(m: int, n: int, k: int, format: str) -> dict[str, Config]:
     return found
 
 
-def calls(m: int, n: int, k: int, format: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+def calls(m: int, n: int, k: int, format: str) -> Iterator[tuple[str, Call]]:
     device = torch.device("cuda")
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
     q = bs.quantize(w, format, backend="kernel")
@@ -83,17 +83,14 @@ def main(path: str) -> None:
     compile_all(config for case in cases for config in candidates(*case).values())
     timer, rows, ratios = Timer(), [], []
     for m, n, k, format in cases:
-        ready = dict(calls(m, n, k, format))
-        took: dict[str, float] = dict.fromkeys(ready, 0.0)
-        for order in (list(ready), list(ready)[::-1]):
-            for label in order:
-                took[label] += timer.microseconds(ready[label], 15) / 2
-        us = {label: round(each, 2) for label, each in took.items()}
+        us = turns(dict(calls(m, n, k, format)), timer, 15)
         *ours, _ = us
         ratios.append(min(us[label] for label in ours) / us[ours[0]])
         rows.append({"m": m, "n": n, "k": k, "format": format, "chosen": ours[0], "us": us})
-        print(f"{m} x {n} x {k}, {format}: {ours[0]} {us[ours[0]]} us, of best {ratios[-1]:.3f}")
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        print(
+            f"{m} x {n} x {k}, {format}: {ours[0]} {us[ours[0]]:.1f} us, of best {ratios[-1]:.3f}"
+        )
+    mean = geometric_mean(ratios)
     print(f"the mean of {len(ratios)}: {mean:.4f}, the least {min(ratios):.3f}")
     found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "products": rows}
     Path(path).write_text(json.dumps(found, indent=1) + "\n")

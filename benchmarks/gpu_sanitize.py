@@ -10,7 +10,8 @@ it is not close to the fp32 product of what was quantized.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,56 +29,38 @@ SHAPES = (  # M, N, K
 )
 DECODING = ((1, 264, 2048), (16, 6800, 512), (11, 8192, 1024))
 WIDENED = ("mxfp8", "mxfp4", "nvfp4")
+BOTH = {name: (name, name) for name in WIDENED}
+WEIGHTS = {f"{name} weights": (None, name) for name in WIDENED}
+FP8 = {"fp8": ("fp8_1x128", "fp8_128x128"), "added": ("fp8_1x128", "fp8_1x128")}
 
-Product = Callable[[Tensor, Tensor], Tensor]  # of x (M, K) and w (N, K)
-
-
-def fp8(x: Tensor, w: Tensor) -> Tensor:
-    a, b = (bs.quantize(*each, backend="kernel") for each in ((x, "fp8_1x128"), (w, "fp8_128x128")))
-    return bs.gemm(a, b.mT, backend="kernel")
+Formats = tuple[str | None, str]  # of x (M, K), None for bf16, and of w (N, K)
 
 
-def added(x: Tensor, w: Tensor) -> Tensor:
-    a, b = (bs.quantize(each, "fp8_1x128", backend="kernel") for each in (x, w))
-    out = torch.zeros(len(x), len(w), device=x.device)
-    return bs.gemm(a, b.mT, out=out, accumulate=True, backend="kernel")
+def product(name: str, formats: Formats, x: Tensor, w: Tensor) -> Tensor:
+    quantized = partial(bs.quantize, backend="kernel")
+    a_format, b_format = formats
+    a = x if a_format is None else quantized(x, a_format)
+    out = torch.zeros(len(x), len(w), device=x.device) if name == "added" else None
+    b = quantized(w, b_format).mT
+    return bs.gemm(a, b, out=out, accumulate=out is not None, backend="kernel")
 
 
-def both(name: str) -> Product:
-    def product(x: Tensor, w: Tensor) -> Tensor:
-        a, b = (bs.quantize(each, name, backend="kernel") for each in (x, w))
-        return bs.gemm(a, b.mT, backend="kernel")
-
-    return product
-
-
-def weights(name: str) -> Product:
-    def product(x: Tensor, w: Tensor) -> Tensor:
-        return bs.gemm(x, bs.quantize(w, name, backend="kernel").mT, backend="kernel")
-
-    return product
-
-
-def products() -> Iterator[tuple[str, Product, tuple[int, int, int]]]:
+def products() -> Iterator[tuple[str, Formats, tuple[int, int, int]]]:
     for shape in SHAPES:
-        if shape[2] % 128 == 0:
-            yield "fp8", fp8, shape
-            yield "added", added, shape
-        for name in WIDENED:
-            yield f"{name} both", both(name), shape
-            yield f"{name} weights", weights(name), shape
+        for name, formats in {**(FP8 if shape[2] % 128 == 0 else {}), **BOTH, **WEIGHTS}.items():
+            yield name, formats, shape
     for shape in DECODING:
-        for name in WIDENED:
-            yield f"{name} decoding", weights(name), shape
+        for name, formats in WEIGHTS.items():
+            yield name, formats, shape
 
 
 def main(kinds: list[str]) -> None:
     torch.manual_seed(1)
-    for name, product, (m, n, k) in products():
+    for name, formats, (m, n, k) in products():
         if kinds and not set(name.split()) & set(kinds):
             continue
         x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
-        got, want = product(x, w).float(), x.float() @ w.float().mT
+        got, want = product(name, formats, x, w).float(), x.float() @ w.float().mT
         error = float((got - want).norm() / want.norm())
         print(f"{name}, {m} x {n} x {k}: error {error:.3f}", flush=True)
         if not error < 0.3:  # of quantization: FP4 on both sides has most

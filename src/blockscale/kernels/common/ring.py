@@ -18,7 +18,7 @@ class Ring:
     0 and counts what a stage's barriers tell apart, which are ``waits`` in all.
     """
 
-    def __init__(self, stages: int, parts: int = 1):
+    def __init__(self, stages: int, parts: int):
         self.stages, self.parts = stages, parts
         self.rounds = rounds(stages, parts)
 

@@ -17,7 +17,6 @@ from cutlass.cute.nvgpu import cpasync
 from ..common.copies import Copies
 from ..common.following import follow
 from ..common.persistent import advance, first, meet
-from ..common.ring import Ring
 from ..common.schedule import Raster
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
@@ -67,7 +66,7 @@ class Product:
         self.out = Copies(NUMERIC[config.out_dtype], box, slots)
         self.epilogue = Epilogue(config, self.out)
         self.exchange = (ClusterExchange if config.split > 1 else Exchange)(config)
-        self.ring = Ring(config.stages, config.parts)
+        self.ring = self.mainloop.ring
         store = None, None
         if config.boxed:
             op = cpasync.CopyBulkTensorTileS2GOp()

@@ -20,7 +20,6 @@ from cutlass.cute.nvgpu import cpasync
 from ..common.copies import Copies
 from ..common.following import follow
 from ..common.persistent import advance, first, meet
-from ..common.ring import Ring
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
 from ..gpu.tile import NUMERIC
 from . import ptx
@@ -50,9 +49,10 @@ class Widened:
         panel, slots = BLOCK_K // _PANELS, config.stages * _PANELS
         self.a = Copies(cutlass.BFloat16, (config.rows, panel), slots, rows=config.loaded_rows)
         self.b = Copies(cutlass.Uint8, (B_ROWS, config.row_bytes), config.stages)
-        self.out = Copies(NUMERIC[config.out_dtype], (64, 64), config.boxes)
+        self.out = Copies(NUMERIC[config.out_dtype], (64, 64), config.own_shares)
         self.epilogue = TransposedEpilogue(config, self.out)
-        self.ring, self.mainloop = Ring(config.stages, config.parts), Mainloop(config)
+        self.mainloop = Mainloop(config)
+        self.ring = self.mainloop.ring
         self.scales, self.exchange = Scales(config), Exchange(config)
 
     @cute.jit

@@ -126,7 +126,8 @@ class Config:
 
     @property
     def own_shares(self) -> int:
-        """Of one block, at most: 64 rows of B each, which blocks that split K add up in turn."""
+        """Of one block, at most: 64 rows of B each, which blocks that split K add up in turn, each
+        by a warpgroup that stores it from a box of its own."""
         return -(-WARPGROUPS // self.split)
 
     @property
@@ -149,14 +150,9 @@ class Config:
         )
 
     @property
-    def boxes(self) -> int:
-        """Of the output, that are stored from at once: by warpgroups that add up a share."""
-        return min(WARPGROUPS, self.own_shares)
-
-    @property
     def shared_bytes(self) -> int:
         """At most."""
-        output = self.boxes * ROWS * BOX if self.tma_store else 0
+        output = self.own_shares * ROWS * BOX if self.tma_store else 0
         exchange = self.exchange_bytes(self.split, self.parts)
         return self.stages * self.stage_bytes + output + exchange + 1024
 

@@ -51,7 +51,7 @@ class TransposedEpilogue:
             if thread < 32:  # the last store has read the buffer
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.meet(group)
-            box = group % self.config.boxes
+            box = group % self.config.own_shares
             address = tiles.iterator.toint() + box * self.copies.nbytes
             self.put(sums, address, row, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
