@@ -40,11 +40,11 @@ def name(config: Config) -> str:
     return f"{config.rows} rows, {config.split} x {config.parts}, {config.stages} stages"
 
 
-def most_stages(config: Config, **fields: int) -> Config | None:
-    """The kernel with other ``fields``, and as many stages as there is room for, three at least."""
+def most_stages(config: Config, rows: int, split: int, parts: int) -> Config | None:
+    """The kernel made so, with as many stages as there is room for, three at least."""
     for stages in range(12, 2, -1):
         try:
-            return replace(config, **fields, stages=stages)
+            return replace(config, rows=rows, split=split, parts=parts, stages=stages)
         except ValueError:
             continue
     return None
@@ -58,7 +58,7 @@ def candidates(m: int, n: int, k: int, format: str) -> dict[str, Config]:
         tiles = -(-m // rows) * -(-n // B_ROWS)
         for split, clusters in AT_ONCE.items():
             for parts in (1, 2):
-                config = most_stages(chosen, rows=rows, split=split, parts=parts)
+                config = most_stages(chosen, rows, split, parts)
                 if config and (split == 1 or tiles <= clusters):
                     found.setdefault(name(config), config)
     return found
@@ -83,13 +83,15 @@ def main(path: str) -> None:
     compile_all(config for case in cases for config in candidates(*case).values())
     timer, rows, ratios = Timer(), [], []
     for m, n, k, format in cases:
-        us = turns(dict(calls(m, n, k, format)), timer, 15)
-        *ours, _ = us
-        ratios.append(min(us[label] for label in ours) / us[ours[0]])
-        rows.append({"m": m, "n": n, "k": k, "format": format, "chosen": ours[0], "us": us})
-        print(
-            f"{m} x {n} x {k}, {format}: {ours[0]} {us[ours[0]]:.1f} us, of best {ratios[-1]:.3f}"
-        )
+        us: dict[str, float] = {}
+        for label, took in turns(dict(calls(m, n, k, format)), timer, 15).items():
+            if isinstance(took, str):
+                sys.exit(f"{m} x {n} x {k}, {format}, {label}: {took}")
+            us[label] = took
+        chosen, *others, _ = us
+        ratios.append(min(us[label] for label in (chosen, *others)) / us[chosen])
+        rows.append({"m": m, "n": n, "k": k, "format": format, "chosen": chosen, "us": us})
+        print(f"{m} x {n} x {k}, {format}: {chosen} {us[chosen]:.1f} us, of best {ratios[-1]:.3f}")
     mean = geometric_mean(ratios)
     print(f"the mean of {len(ratios)}: {mean:.4f}, the least {min(ratios):.3f}")
     found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "products": rows}
