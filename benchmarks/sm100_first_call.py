@@ -32,10 +32,10 @@ RUNS = 3
 
 CASES: dict[str, dict[str, Any]] = {
     "mxfp8": {"formats": ("mxfp8", "mxfp8")},
-    "nvfp4": {"formats": ("nvfp4", "nvfp4"), "alpha": True},
+    "nvfp4": {"formats": ("nvfp4", "nvfp4"), "alpha": 2},
     "nvfp4, SwiGLU, quantized to nvfp4": {
         "formats": ("nvfp4", "nvfp4"),
-        "alpha": True,
+        "alpha": 2,
         "out_dtype": torch.uint8,
         "quantizing": Quantizing("nvfp4", swiglu=True),
     },

@@ -55,20 +55,20 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "bias in bf16": {"bias": _BF16},
     "bias in fp16": {"bias": _FP16},
     "bias in fp32": {"bias": _FP32},
-    "alpha": {"alpha": True},
+    "alpha": {"alpha": 2},
     "alpha, bias, added to fp32": {
-        **{"alpha": True, "bias": _BF16, "accumulate": True, "out_dtype": _FP32}
+        **{"alpha": 2, "bias": _BF16, "accumulate": True, "out_dtype": _FP32}
     },
     "for sm_103a": {"arch": ARCHES[1]},
     **{
         f"{'SwiGLU, ' * swiglu}quantized to {format}": {
-            **{"out_dtype": torch.uint8, "alpha": True, "quantizing": Quantizing(format, swiglu)}
+            **{"out_dtype": torch.uint8, "alpha": 2, "quantizing": Quantizing(format, swiglu)}
         }
         for swiglu, format in product((False, True), FORMATS)
     },
     **{
         f"SwiGLU, quantized to {format}, {what}": {
-            **{"out_dtype": torch.uint8, "alpha": True},
+            **{"out_dtype": torch.uint8, "alpha": 2},
             "quantizing": Quantizing(format, True, **given),
         }
         for format, what, given in (
@@ -156,7 +156,7 @@ def _arguments(config: Config) -> list[Any]:
             torch.ones(()) if config.quantizing.has_table else None,
         )
     bias = None if config.bias is None else torch.zeros(size, dtype=config.bias)
-    return [*given, out, bias, torch.ones(()) if config.alpha else None]
+    return [*given, out, bias, (torch.ones(()),) * 2 if config.alpha else None]
 
 
 def named(config: Config) -> dict[str, str | int | None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .ops.gemm import check_apart, mark_written, span
 from .ops.gemm_kernels import products_on
-from .ops.gemm_operands import Prepared, Reading, Side, Take, detached, global_product
+from .ops.gemm_operands import Prepared, Reading, Side, Take, detached, global_scales
 from .tensor import ScaledTensor
 from .watching import unwatched
 
@@ -211,7 +211,7 @@ def _launch(
             b.scale,
             written,
             None if bias is None else detached(bias),
-            global_product(a.global_scale, b.global_scale),
+            global_scales(a.global_scale, b.global_scale),
             *rest,
         )
         return result

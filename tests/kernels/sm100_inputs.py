@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockscale import emulator as em
 from blockscale.emulator.tensorcore.arithmetic import multiply
+from blockscale.kernels.common.calls import Alpha
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.sm100.config import Config
 from blockscale.layouts import get_layout
@@ -111,7 +112,7 @@ def emulated(
     start: Tensor | None = None,
     *,
     bias: Tensor | None = None,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     completion: str = "late",
     seed: int = 0,
     resident: int | None = None,

@@ -36,10 +36,10 @@ EPILOGUES: dict[str, dict[str, Any]] = {
     "bf16": {"out_dtype": BF16},
     "fp16": {"out_dtype": FP16},
     "fp32": {"out_dtype": FP32},
-    "bf16 added": {"out_dtype": BF16, "accumulate": True, "alpha": True, "bias": BF16},
+    "bf16 added": {"out_dtype": BF16, "accumulate": True, "alpha": 1, "bias": BF16},
     "fp16 added": {"out_dtype": FP16, "accumulate": True, "bias": FP32},
-    "fp32 added": {"out_dtype": FP32, "accumulate": True, "alpha": True, "bias": FP16},
-    "bf16 one by one": {"out_dtype": BF16, "alpha": True, "tma_store": False},
+    "fp32 added": {"out_dtype": FP32, "accumulate": True, "alpha": 1, "bias": FP16},
+    "bf16 one by one": {"out_dtype": BF16, "alpha": 1, "tma_store": False},
     "fp32 one by one": {"out_dtype": FP32, "accumulate": True, "tma_store": False},
     "swiglu-mxfp8": {"quantizing": Quantizing("mxfp8", swiglu=True), "bias": BF16},
     "swiglu-nvfp4": {"quantizing": Quantizing("nvfp4", swiglu=True)},
@@ -138,10 +138,10 @@ def _cases() -> Iterator[tuple[str, Case]]:
         a, b, layout, single, pair, columns, epilogue = line.split(maxsplit=6)
         for ctas, cluster in ((1, single), (2, pair)):
             down, across = map(int, cluster.split("x"))
-            fields: dict[str, Any] = {"out_dtype": torch.uint8, "alpha": False}
+            fields: dict[str, Any] = {"out_dtype": torch.uint8, "alpha": 0}
             fields |= EPILOGUES[epilogue]
             if "quantizing" in fields:
-                fields["alpha"] = True
+                fields["alpha"] = 1
             config = Config(
                 a,
                 b,

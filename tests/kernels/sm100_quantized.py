@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockscale import emulator as em
 from blockscale import reference
+from blockscale.kernels.common.calls import Alpha
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.sm100.config import Config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
@@ -33,7 +34,7 @@ def emulated(
     b: Operand,
     *,
     bias: Tensor | None = None,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     global_scale: Tensor | None = None,
     completion: str = "late",
     seed: int = 0,

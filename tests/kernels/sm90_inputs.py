@@ -10,6 +10,7 @@ from kernel_code import built
 from torch import Tensor
 
 from blockscale import emulator as em
+from blockscale.kernels.common.calls import Alpha
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.machine_code import usage
 from blockscale.kernels.sm90.config import Config
@@ -57,7 +58,7 @@ def emulated(
     start: Tensor | None = None,
     *,
     bias: Tensor | None = None,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     completion: str = "late",
     seed: int = 0,
     multiprocessors: int = 2,

@@ -23,6 +23,7 @@ from blockscale.formats import get_format
 from blockscale.kernels import gpu, sm100
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 from blockscale.layouts import as_bytes, get_layout
+from blockscale.ops.gemm_operands import global_scales
 from blockscale.rounding import unpack
 
 ARCH = "sm_100a"
@@ -71,11 +72,12 @@ def _by_kernels(layer: Layer, format: str, ctas: int, hidden_scale: Tensor | Non
     hidden = sm100.gemm_quantize(
         *(*x, format, data, tiles, format, format),
         swiglu=True,
-        alpha=_alpha(scalars[0], scalars[1]),
+        alpha=global_scales(scalars[0], scalars[1]),
         global_scale=hidden_scale,
         **how,
     )
-    y = sm100.gemm(*hidden, format, *down, format, alpha=_alpha(hidden_scale, scalars[2]), **how)
+    alpha = global_scales(hidden_scale, scalars[2])
+    y = sm100.gemm(*hidden, format, *down, format, alpha=alpha, **how)
     return [as_bytes(hidden[0]), hidden[1], y]
 
 

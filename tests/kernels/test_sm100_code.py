@@ -188,7 +188,7 @@ def build(config):
     raise AssertionError("compiled again")
 
 compiled.build = build
-config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), torch.bfloat16, alpha=True)
+config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), torch.bfloat16, alpha=1)
 assert callable(compiled.load(config))
 assert "cutlass" not in sys.modules
 """
@@ -197,7 +197,7 @@ assert "cutlass" not in sys.modules
 def test_a_second_process_does_not_compile(tmp_path, monkeypatch):
     """Nor does it import CuTe DSL, which takes a second."""
     monkeypatch.setenv("BLOCKSCALE_CACHE_DIR", str(tmp_path))
-    config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), torch.bfloat16, alpha=True)
+    config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), torch.bfloat16, alpha=1)
     compiled.load.cache_clear()
     compiled.load(config)
     compiled.load.cache_clear()

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from factors import alpha_of
 from kernel_code import built
 from sm90_inputs import frame_bytes
 from sm100_inputs import BF16, FP16, FP32, Operand, emulated, operand, product, rounded
@@ -109,9 +110,9 @@ def test_orders(seed):
 
 
 EPILOGUES = {
-    "bf16 added": Config("mxfp8", "mxfp8", BF16, accumulate=True, bias=BF16, alpha=True),
-    "fp32 added": Config("mxfp8", "mxfp8", FP32, accumulate=True, bias=FP32, alpha=True),
-    "fp16": Config("mxfp8", "mxfp8", FP16, bias=FP16, alpha=True),
+    "bf16 added": Config("mxfp8", "mxfp8", BF16, accumulate=True, bias=BF16, alpha=1),
+    "fp32 added": Config("mxfp8", "mxfp8", FP32, accumulate=True, bias=FP32, alpha=1),
+    "fp16": Config("mxfp8", "mxfp8", FP16, bias=FP16, alpha=2),
     "fp32 one by one": Config("mxfp8", "mxfp8", FP32, accumulate=True, bias=FP16, tma_store=False),
 }
 
@@ -123,14 +124,14 @@ def test_epilogues(name):
         n = 141
     a, b, sums = _case("mxfp8", "mxfp8", (m, n, k))
     generator = torch.Generator().manual_seed(5)
-    alpha = torch.tensor(3e-3) if config.alpha else None
+    alpha = alpha_of(config.alpha, 3e-3)
     assert config.bias is not None
     bias = (100 * torch.randn(n, generator=generator)).to(config.bias)
     start = None
     if config.accumulate:
         start = (100 * torch.randn(m, n, generator=generator)).to(config.out_dtype)
     got = emulated(config, a, b, start, bias=bias, alpha=alpha)
-    want = rounded(sums, config.out_dtype, alpha, bias, start)
+    want = rounded(sums, config.out_dtype, alpha_of(min(config.alpha, 1), 3e-3), bias, start)
     assert bool(torch.isfinite(want.float()).any())
     assert torch.equal(got, want)
 
@@ -143,13 +144,13 @@ def _arguments(a: Operand, b: Operand) -> tuple[Tensor | str, ...]:
 
 
 def test_call():
-    """What the quantizer gives, with the global scales as alpha; K is no multiple of a K block."""
+    """What the quantizer gives, with both global scales as alpha; K is no multiple of a K block."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, 160, generator=generator) for rows in (24, 40))
     a, b = (quantize(t, "nvfp4", layout="tcgen05") for t in (x, w))
     assert a.global_scale is not None
     assert b.global_scale is not None
-    alpha = (a.global_scale * b.global_scale).reshape(())
+    alpha = a.global_scale, b.global_scale
     with em.cutedsl(em.Device("sm_100a", completion="late", check="all")):
         got = sm100.gemm(
             a.data, a.scale, "nvfp4", b.data, b.scale, "nvfp4", alpha=alpha, arch="sm_100a"

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from factors import alpha_of
 from widened_inputs import (
     BF16,
     COLUMNS,
@@ -86,9 +87,9 @@ def test_every_element(name):
 
 
 EPILOGUES = [
-    {"out_dtype": FP32, "accumulate": True, "bias": BF16, "alpha": True},
+    {"out_dtype": FP32, "accumulate": True, "bias": BF16, "alpha": 1},
     {"out_dtype": BF16, "accumulate": True},
-    {"out_dtype": FP16, "bias": FP32, "rows": 16},
+    {"out_dtype": FP16, "bias": FP32, "rows": 16, "alpha": 2},
 ]
 
 
@@ -99,10 +100,10 @@ def test_epilogue(fields):
     a, b = operand("bf16", m, 256, 1), weight("nvfp4", 40, 256)
     bias = torch.randn(40).to(config.bias) if config.bias else None
     start = torch.randn(m, 40).to(config.out_dtype) if config.accumulate else None
-    alpha = torch.tensor(0.75) if config.alpha else None
+    alpha = alpha_of(config.alpha, 0.75)
     got = emulated(config, a, b, start=start, bias=bias, alpha=alpha)
     added = sum(each.double() for each in (bias, start) if each is not None)
-    factor = 1.0 if alpha is None else 0.75
+    factor = 0.75 if config.alpha else 1.0
     assert_close(got, factor * a[0].double(), dequantized("nvfp4", *b), added)
 
 
@@ -124,7 +125,7 @@ def chosen(m: int, n: int, k: int, a_format: str | None = None, pad: int = 0):
     a_scale = None if a_format is None else torch.empty(m, blocks, dtype=torch.uint8)
     b = torch.empty(n, k, dtype=torch.uint8)
     given = describe(a), describe(a_scale), a_format, describe(b), describe(scale), "mxfp8"
-    plan = plan_widened(*given, None, None, None, BF16, False, torch.device("cpu"), "sm_90a")
+    plan = plan_widened(*given, None, None, (), BF16, False, torch.device("cpu"), "sm_90a")
     return plan.config
 
 

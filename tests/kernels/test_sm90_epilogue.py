@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from factors import alpha_of
 from sm90_inputs import (
     BF16,
     FP16,
@@ -29,15 +30,16 @@ from blockscale.kernels.sm90.config import Config
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
-ALL = {"accumulate": True, "alpha": True}
+ALL = {"accumulate": True, "alpha": 1}
 
 CASES = {
     "bf16": replace(SQUARE, bias=BF16, **ALL),
     "bf16, added": replace(SQUARE, accumulate=True),
+    "bf16, two scalars": replace(SQUARE, alpha=2),
     "fp16, fp32 bias": replace(SQUARE, out_dtype=FP16, bias=FP32, **ALL),
     "fp32, fp16 bias": replace(SQUARE, out_dtype=FP32, bias=FP16, **ALL),
     "one by one, bf16": replace(SQUARE, tma_store=False, bias=BF16, **ALL),
-    "one by one, fp32": replace(SQUARE, tma_store=False, out_dtype=FP32, bias=FP32, alpha=True),
+    "one by one, fp32": replace(SQUARE, tma_store=False, out_dtype=FP32, bias=FP32, alpha=1),
     "wide": Config(BF16, bias=BF16, **ALL),
     "192 columns": Config(BF16, tile=(128, 192), stages=4, batch=96, c_buffers=3, bias=BF16, **ALL),
     "a warpgroup has every other K block": Config(
@@ -65,9 +67,9 @@ def test_one_rounding(name):
     given = operands(m, n, k, spread=0.1)
     given = (given[0], given[1] * 1e-5, *given[2:])  # sums as large as what is added to them
     bias = None if config.bias is None else normal(n, dtype=config.bias)
-    alpha = torch.tensor(-1.7) if config.alpha else None
+    alpha = alpha_of(config.alpha, -1.7)
     start = normal(m, n, dtype=config.out_dtype) if config.accumulate else None
-    want = product(*given, config.b_block) * (1 if alpha is None else alpha.double())
+    want = product(*given, config.b_block) * (-1.7 if config.alpha else 1)
     size = want.norm()
     for added in (bias, start):
         want = want if added is None else want + added.double()

@@ -136,7 +136,7 @@ SPLIT = {  # configuration, shape, multiprocessors, completion
         "random",
     ),
     "one by one, a tile after another": (
-        Config(FP16, tile=(128, 64), split=8, tma_store=False, bias=BF16, alpha=True, **_SPLIT),
+        Config(FP16, tile=(128, 64), split=8, tma_store=False, bias=BF16, alpha=1, **_SPLIT),
         (12, 75, 1168),
         8,
         "eager",
@@ -305,7 +305,7 @@ KEPT = Config(
 )
 KEEPING = {
     "fp32, added": KEPT,
-    "bf16, bias, alpha": replace(KEPT, out_dtype=BF16, accumulate=False, bias=BF16, alpha=True),
+    "bf16, bias, alpha": replace(KEPT, out_dtype=BF16, accumulate=False, bias=BF16, alpha=1),
     "bf16, added, no cluster": replace(KEPT, out_dtype=BF16, cluster=(1, 1), stages=3),
     "fp32, one by one": replace(KEPT, tma_store=False),
     "96 columns, unrolled": replace(KEPT, tile=(256, 96), batch=96, cluster=(2, 1), unroll=4),
@@ -483,6 +483,8 @@ def test_bad_input():
             call(given, bias=bias)
     with pytest.raises(ValueError, match="alpha: has shape"):
         call(given, alpha=torch.ones(1))
+    with pytest.raises(TypeError, match=r"alpha: got torch\.float64"):
+        call(given, alpha=(torch.tensor(1.0), torch.tensor(1.0).double()))
     with pytest.raises(Unsupported, match="K = 40"):
         call(operands(32, 48, 40))
     with pytest.raises(Unsupported, match="16 bytes"):

@@ -13,9 +13,11 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from factors import alpha_of
 from sm90_inputs import BF16, FP16, FP32, assert_no_spills, launched
 
 from blockscale import emulator as em
+from blockscale.kernels.common.calls import Alpha
 from blockscale.kernels.gpu import compiled
 from blockscale.kernels.gpu.plan import Unsupported
 from blockscale.kernels.sm90.plain_config import SHAPES, PlainConfig, candidates, choose_config
@@ -47,7 +49,7 @@ def emulated(
     start: Tensor | None = None,
     *,
     bias: Tensor | None = None,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     completion: str = "late",
     multiprocessors: int = 2,
 ) -> Tensor:
@@ -137,11 +139,11 @@ def test_alternate(name, shape):
     assert_close(got, given, 1.0, *([] if start is None else [start]))
 
 
-ALL = {"accumulate": True, "alpha": True}
+ALL = {"accumulate": True, "alpha": 1}
 EPILOGUES = {
     "fp32": PlainConfig(FP32, cluster=(1, 2)),
     "fp32, all": PlainConfig(FP32, bias=FP16, a_major="mn", **ALL),
-    "fp16, all": replace(SQUARE, out_dtype=FP16, bias=FP32, **ALL),
+    "fp16, all": replace(SQUARE, out_dtype=FP16, bias=FP32, accumulate=True, alpha=2),
     "bf16, all": PlainConfig(BF16, bias=BF16, b_major="mn", **ALL),
     "one by one, bf16, all": replace(SQUARE, tma_store=False, bias=BF16, **ALL),
     "one by one, fp32": replace(SQUARE, tma_store=False, out_dtype=FP32, b_major="mn"),
@@ -156,10 +158,10 @@ def test_epilogues(name):
     given = operands(m, n, k)
     bias = torch.randn(n).mul(20).to(config.bias) if config.bias else None
     start = torch.randn(m, n).mul(20).to(config.out_dtype) if config.accumulate else None
-    alpha = torch.tensor(-1.7) if config.alpha else None
+    alpha = alpha_of(config.alpha, -1.7)
     got = emulated(config, given, start, bias=bias, alpha=alpha, completion="eager")
     added = [each for each in (bias, start) if each is not None]
-    assert_close(got, given, 1.0 if alpha is None else float(alpha), *added)
+    assert_close(got, given, -1.7 if config.alpha else 1.0, *added)
     assert_no_spills(config)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from factors import alpha_of
 from kernel_code import built
 from sm90_inputs import frame_bytes
 from widened_inputs import (
@@ -146,18 +147,18 @@ def test_scales_without_sign():
 
 
 EPILOGUES = [
-    {"out_dtype": FP32, "accumulate": True, "bias": BF16},
-    {"out_dtype": FP16, "tma_store": True, "bias": FP32, "rows": 64},
+    {"out_dtype": FP32, "accumulate": True, "bias": BF16, "alpha": 1},
+    {"out_dtype": FP16, "tma_store": True, "bias": FP32, "rows": 64, "alpha": 2},
 ]
 
 
 @pytest.mark.parametrize("fields", EPILOGUES)
 def test_epilogue(fields):
-    config = replace(SMALL, b_format="nvfp4", alpha=True, **fields)
+    config = replace(SMALL, b_format="nvfp4", **fields)
     a, b = operands(config, 27, 72, 128)
     bias = torch.randn(72).to(config.bias)
     start = torch.randn(27, 72) if config.accumulate else None
-    got = product(config, a, b, start=start, bias=bias, alpha=torch.tensor(0.75))
+    got = product(config, a, b, start=start, bias=bias, alpha=alpha_of(config.alpha, 0.75))
     added = bias.double() + (0 if start is None else start.double())
     assert_close(got, 0.75 * a.double(), dequantized("nvfp4", *b), added)
 
@@ -187,7 +188,7 @@ def test_quantized():
     x, w = (torch.randn(rows, 288, generator=generator) for rows in (24, 40))
     a, b = quantize(x, "nvfp4"), quantize(w, "nvfp4")
     got = call((a.qdata, a.scale), "nvfp4", (b.qdata, b.scale), "nvfp4", out_dtype=FP32,
-               alpha=a.global_scale * b.global_scale)  # fmt: skip
+               alpha=(a.global_scale, b.global_scale))  # fmt: skip
     assert_close(got, a.dequantize(torch.float64), b.dequantize(torch.float64))
 
 
@@ -314,7 +315,7 @@ def test_chosen_split_k():
     ((64, 7168, 16384), "nvfp4", BF16), ((64, 8192, 8192), "nvfp4", FP32),
     ((128, 8192, 8192), "mxfp8", BF16), ((128, 8192, 8192), "mxfp4", BF16),
 ])  # fmt: skip
-@pytest.mark.parametrize("more", [{}, {"bias": FP32, "alpha": True, "async_scales": False}])
+@pytest.mark.parametrize("more", [{}, {"bias": FP32, "alpha": 2, "async_scales": False}])
 def test_no_spills(case, more):
     with em.cutedsl(em.Device("sm_90a")):
         frames = frame_bytes(built(choose_config(*case, **more)).__cubin__)

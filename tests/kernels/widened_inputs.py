@@ -10,6 +10,7 @@ from sm90_inputs import assert_no_spills, launched
 from torch import Tensor
 
 from blockscale.formats import get_format
+from blockscale.kernels.common.calls import Alpha
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
@@ -66,7 +67,7 @@ def emulated(
     *,
     start: Tensor | None = None,
     bias: Tensor | None = None,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     completion: str = "late",
     multiprocessors: int = 2,
 ) -> Tensor:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from itertools import cycle
 
 import torch
+from torch import Tensor
 
 from ..formats import get_format
 from ..gemm import gemm
 from ..kernels import gpu
 from ..nn.placement import placement
 from ..quantize import quantize, quantize_both
+from ..tensor import ScaledTensor
 from .contest import Call, ready
 from .timing import host_microseconds
 
@@ -52,8 +54,8 @@ def gemm_calls(m: int = 128, n: int = 256, k: int = 512, device: str = "cuda") -
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
     a, weight = quantize(x, "fp8_1x128", layout="sm90"), quantize(w, "fp8_128x128")
     b, fresh = weight.mT, cycle([a.detach() for _ in range(_FRESH)])
-    layout = placement("mxfp8", x.device).layout
-    mx, mx_weight = quantize(x, layout=layout), quantize(w, layout=layout).mT
+    mx, mx_weight = _both("mxfp8", x, w)
+    nv, nv_weight = _both("nvfp4", x, w)
     out = torch.zeros(m, n, device=device)
     return {
         "bs.gemm, fp8_block": lambda: gemm(a, b, backend="kernel"),
@@ -65,8 +67,15 @@ def gemm_calls(m: int = 128, n: int = 256, k: int = 512, device: str = "cuda") -
         ),
         "bs.gemm, mxfp8": lambda: gemm(mx, mx_weight, backend="kernel"),
         "bs.gemm, bf16 by mxfp8": lambda: gemm(x, mx_weight, backend="kernel"),
+        "bs.gemm, nvfp4": lambda: gemm(nv, nv_weight, backend="kernel"),
         "torch: x @ w.mT": lambda: x @ w.mT,
     }
+
+
+def _both(format: str, x: Tensor, w: Tensor) -> tuple[ScaledTensor, ScaledTensor]:
+    """Operands of ``x @ w.mT``, with scales as kernels read them."""
+    layout = placement(format, x.device).layout
+    return quantize(x, format, layout=layout), quantize(w, format, layout=layout).mT
 
 
 def measure_host(calls: Calls, in_graph: str) -> Iterator[HostCall]:

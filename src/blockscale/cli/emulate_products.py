@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..kernels.common.calls import Alpha
     from ..tensor import ScaledTensor
 
 __all__ = ["PRODUCTS", "TRANSPOSES", "Kernel", "alpha_of", "make_operands"]
@@ -57,12 +58,11 @@ def _tcgen05(a: ScaledTensor, b: ScaledTensor, arch: str, ctas: int | None) -> T
     )
 
 
-def alpha_of(a: ScaledTensor, b: ScaledTensor) -> Tensor | None:
-    """What the sums are multiplied by: the product of global scales, if there are any."""
-    import torch
+def alpha_of(a: ScaledTensor, b: ScaledTensor) -> Alpha:
+    """What the sums are multiplied by: global scales, if there are any."""
+    from ..ops.gemm_operands import global_scales
 
-    scalars = [q.global_scale for q in (a, b) if q.global_scale is not None]
-    return torch.stack(scalars).prod() if scalars else None
+    return global_scales(a.global_scale, b.global_scale)
 
 
 def _of_fp8(k: int) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, get_format
+from ..kernels.common.calls import Alpha
 from ..layouts import get_layout
 
 __all__ = [
@@ -21,7 +22,7 @@ __all__ = [
     "Side",
     "Take",
     "detached",
-    "global_product",
+    "global_scales",
     "scale_matrix",
 ]
 
@@ -137,6 +138,6 @@ def scale_matrix(side: Side, axis: int) -> Tensor:
     return get_layout(side.layout).unswizzle(side.scale, (rows, blocks), side.scale.dtype)
 
 
-def global_product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """What a sum of unscaled products is to be multiplied by."""
-    return b if a is None else a if b is None else a * b
+def global_scales(a: Tensor | None, b: Tensor | None) -> Alpha:
+    """What a sum of unscaled products is to be multiplied by: what kernels take as alpha."""
+    return b if a is None else a if b is None else (a, b)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..formats import Format, formats
 from ..kernels import gpu, sm100
+from ..kernels.common.calls import describe_alpha
 from ..kernels.common.loadable import loadable
 from ..kernels.gpu.plan import describe
 from ..kernels.sm100.kinds import find_kind
@@ -24,7 +25,7 @@ from .gemm_operands import (
     Reading,
     Side,
     Take,
-    global_product,
+    global_scales,
     scale_matrix,
 )
 
@@ -44,7 +45,7 @@ def _block_scaled(
 ) -> Tensor:
     return sm100.gemm(
         *_operands(a, b),
-        alpha=global_product(a.global_scale, b.global_scale),
+        alpha=global_scales(a.global_scale, b.global_scale),
         bias=bias,
         out_dtype=out_dtype,
         c=out,
@@ -61,7 +62,7 @@ def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tupl
         *_operands(a, b, halved=how.swiglu),
         how.format,
         swiglu=how.swiglu,
-        alpha=global_product(a.global_scale, b.global_scale),
+        alpha=global_scales(a.global_scale, b.global_scale),
         bias=bias,
         scale_rounding=how.scale_rounding,
         nonfinite=how.nonfinite,
@@ -155,7 +156,7 @@ def _prepare(
         (left.data_ptr() % _SPREAD, right.data_ptr() % _SPREAD),
         describe(out),
         describe(bias),
-        describe(global_product(a.global_scale, b.global_scale)),
+        describe_alpha(global_scales(a.global_scale, b.global_scale)),
         out_dtype,
         accumulate,
         left.device,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..formats import formats
 from ..kernels import gpu, sm90
+from ..kernels.common.calls import describe_alpha
 from ..kernels.common.loadable import loadable
 from ..kernels.gpu.plan import describe
 from ..kernels.sm90.dequantized_gemm import exact_gemm
@@ -16,7 +17,7 @@ from ..kernels.sm90.plan import plan_gemm
 from ..kernels.sm90.widened_config import FEW
 from ..kernels.sm90.widened_plan import plan_widened
 from ..layouts import get_layout
-from .gemm_operands import Prepared, Products, Reading, Side, Take, global_product, scale_matrix
+from .gemm_operands import Prepared, Products, Reading, Side, Take, global_scales, scale_matrix
 
 __all__ = ["PRODUCTS"]
 
@@ -90,7 +91,7 @@ def _widened(
         b.data.mT,
         scale_matrix(b, -2),
         b.kind.name,
-        alpha=global_product(a.global_scale, b.global_scale),
+        alpha=global_scales(a.global_scale, b.global_scale),
         bias=bias,
         out_dtype=out_dtype,
         c=out,
@@ -136,7 +137,7 @@ def _prepare(
             describe(scale_matrix(b, -2) if b.layout == "compact" else b.scale),
             describe(out),
             describe(bias),
-            None,
+            (),
             out_dtype,
             b.kind.block,
             accumulate,
@@ -153,7 +154,7 @@ def _prepare(
             b.kind.name,
             describe(out),
             describe(bias),
-            describe(global_product(a.global_scale, b.global_scale)),
+            describe_alpha(global_scales(a.global_scale, b.global_scale)),
             out_dtype,
             accumulate,
             device,

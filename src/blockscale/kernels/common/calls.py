@@ -5,31 +5,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..gpu.plan import Described, Unsupported
+from ..gpu.plan import Described, Unsupported, describe
 
 __all__ = [
     "OUT_DTYPES",
+    "Alpha",
     "aligned_rows",
     "check_loadable",
     "check_matrix",
     "check_rest",
+    "describe_alpha",
     "sum_of_nothing",
 ]
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+#: What sums are multiplied by: () fp32; or two of these, whose product it is.
+Alpha = Tensor | tuple[Tensor, Tensor] | None
+
+
+def describe_alpha(alpha: Alpha) -> tuple[Described, ...]:
+    """What of each scalar decides which kernel takes it."""
+    if alpha is None:
+        return ()
+    return tuple(describe(x) for x in (alpha if isinstance(alpha, tuple) else (alpha,)))
 
 
 def check_rest(
     shape: tuple[int, int],
     out: Described | None,
     bias: Described | None,
-    alpha: Described | None,
+    alpha: tuple[Described, ...],
     out_dtype: torch.dtype,
     accumulate: bool,
 ) -> None:
     """Raise unless the other arguments fit a product of ``shape``."""
     _check_vector("bias", bias, shape[1:], OUT_DTYPES)
-    _check_vector("alpha", alpha, (), (torch.float32,))
+    for scalar in alpha:
+        _check_vector("alpha", scalar, (), (torch.float32,))
     if accumulate and out is None:
         raise ValueError("accumulate: needs c, the tensor to add to")
     if out is not None:

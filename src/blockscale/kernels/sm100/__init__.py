@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.calls import sum_of_nothing
+from ..common.calls import Alpha, describe_alpha, sum_of_nothing
 from ..gpu.plan import describe
 from .plan import plan_gemm, views
 from .quantizing_gemm import gemm_quantize
@@ -27,7 +27,7 @@ def gemm(
     b_scale: Tensor,
     b_format: str,
     *,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     c: Tensor | None = None,
@@ -47,7 +47,7 @@ def gemm(
         a_scale: in layout "tcgen05": tiles of 512 bytes, one after another.
         a_format: "mxfp8", "mxfp8_e5m2" or "mxfp4", or "nvfp4" for both.
         b_data, b_scale, b_format: (N, K) likewise.
-        alpha: () fp32: the product of the global scales.
+        alpha: () fp32; or two of these, whose product it is: NVFP4's global scales.
         bias: (N,) in bfloat16, float16 or float32.
         out_dtype: bfloat16, float16 or float32.
         c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
@@ -71,7 +71,7 @@ def gemm(
         (a_data.data_ptr() % 32, b_data.data_ptr() % 32),
         describe(c),
         describe(bias),
-        describe(alpha),
+        describe_alpha(alpha),
         out_dtype,
         accumulate,
         a_data.device,

@@ -48,7 +48,7 @@ class Config:
         group: clusters along M that are taken before the next ones along N.
         tma_store: the output is stored by TMA; else an element at a time.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: the sums are multiplied by a scalar.
+        alpha: how many scalars the sums are multiplied by, two at most.
         quantizing: what the output is instead of numbers of ``out_dtype``, which is uint8 then.
     """
 
@@ -65,7 +65,7 @@ class Config:
     group: int = 8
     tma_store: bool = True
     bias: torch.dtype | None = None
-    alpha: bool = False
+    alpha: int = 0
     arch: str = "sm_100a"
     quantizing: Quantizing | None = None
 
@@ -279,7 +279,7 @@ def choose_config(
     accumulate: bool = False,
     aligned: bool = True,
     bias: torch.dtype | None = None,
-    alpha: bool = False,
+    alpha: int = 0,
     arch: str = "sm_100a",
     quantizing: Quantizing | None = None,
     ctas: int | None = None,

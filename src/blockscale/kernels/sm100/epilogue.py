@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass import min as least
 
 from ..common.copies import Copies
+from ..common.factor import factor_of
 from ..common.persistent import advance
 from . import ptx
 from .config import TURNS
@@ -22,7 +23,7 @@ _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 class Epilogue:
     """Stores all tiles: a warp's work. ``copies``, ``out``, ``atom``, ``view``: of the boxes, in
-    shared memory and by TMA; ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha`` (), or None."""
+    shared memory and by TMA; ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha``, or None."""
 
     def __init__(self, pipeline: Pipeline, copies: Copies, out, atom, view, output):
         self.config, self.pipeline, self.copies = pipeline.config, pipeline, copies
@@ -124,9 +125,9 @@ class Epilogue:
         cute.arch.cp_async_bulk_commit_group()
 
     def scale(self, values, bias, alpha, column) -> list:
-        """``alpha * sum + bias``: ``alpha`` () fp32, ``bias`` (N,), or None."""
+        """``alpha * sum + bias``: ``alpha`` (), or a pair; ``bias`` (N,); or None."""
         if alpha is not None:
-            factor = alpha.iterator.load()
+            factor = factor_of(alpha)
             values = [ptx.multiply_float(value, factor) for value in values]
         if bias is not None:
             last = bias.shape[0] - 1

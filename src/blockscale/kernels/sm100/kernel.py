@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
+from ..common.factor import any_factor
 from ..common.persistent import meet
 from ..common.promotion import promote_l2
 from ..common.schedule import Raster
@@ -82,7 +83,7 @@ class Gemm:
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, stream):
         """Launch. ``a`` (M, K) and ``b`` (N, K): bytes as stored, transposed where K is not
         contiguous; ``a_scale``, ``b_scale``: tiles down and along K, each 64 words of 8 bytes;
-        ``d`` (M, N), or data, scales and a global scale or None; ``bias`` (N,) and ``alpha`` (), or
+        ``d`` (M, N), or data, scales and a global scale or None; ``bias`` (N,) and ``alpha``, or
         None.
         """
         self.setup()
@@ -217,5 +218,5 @@ def compile_config(config: Config):
         any_tensor(cutlass.Int64, 2, 16, True),
         _output(config),
         any_tensor(NUMERIC[config.bias], 1, config.bias.itemsize) if config.bias else None,
-        any_tensor(Float32, 0, 4) if config.alpha else None,
+        any_factor(config.alpha),
     )

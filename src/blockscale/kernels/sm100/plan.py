@@ -102,7 +102,7 @@ def plan_gemm(
     addresses: tuple[int, int],
     out: Described | None,
     bias: Described | None,
-    alpha: Described | None,
+    alpha: tuple[Described, ...],
     out_dtype: torch.dtype,
     accumulate: bool,
     device: torch.device,
@@ -128,7 +128,7 @@ def plan_gemm(
         accumulate=accumulate,
         aligned=aligned_rows(n, out, out_dtype),
         bias=None if bias is None else bias[2],
-        alpha=alpha is not None,
+        alpha=len(alpha),
         arch=arch,
         ctas=ctas,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...formats import NONFINITE, choose, get_format
 from ...layouts import get_layout
-from ..common.calls import check_rest
+from ..common.calls import Alpha, check_rest, describe_alpha
 from ..gpu.outputs import template
 from ..gpu.plan import Described, Unsupported, architecture, describe, get_kernel, missing
 from .config import choose_config, why_not
@@ -32,7 +32,7 @@ def gemm_quantize(
     format: str = "mxfp8",
     *,
     swiglu: bool = False,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     bias: Tensor | None = None,
     scale_rounding: str | None = None,
     nonfinite: str = "propagate",
@@ -73,7 +73,7 @@ def gemm_quantize(
         b_format,
         (a_data.data_ptr() % 32, b_data.data_ptr() % 32),
         describe(bias),
-        describe(alpha),
+        describe_alpha(alpha),
         describe(global_scale),
         Quantizing(format, swiglu, scale_rounding, nonfinite),
         a_data.device,
@@ -109,7 +109,7 @@ def _plan(
     b_format: str,
     addresses: tuple[int, int],
     bias: Described | None,
-    alpha: Described | None,
+    alpha: tuple[Described, ...],
     global_scale: Described | None,
     quantizing: Quantizing,
     device: torch.device,
@@ -141,7 +141,7 @@ def _plan(
         torch.uint8,
         majors=operands.majors,
         bias=None if bias is None else bias[2],
-        alpha=alpha is not None,
+        alpha=len(alpha),
         arch=arch,
         quantizing=quantizing,
         ctas=ctas,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...layouts import as_bytes
-from ..common.calls import sum_of_nothing
+from ..common.calls import Alpha, describe_alpha, sum_of_nothing
 from ..gpu.plan import describe
 from .plan import plan_gemm
 
@@ -28,7 +28,7 @@ def gemm(
     c: Tensor | None = None,
     accumulate: bool = False,
     bias: Tensor | None = None,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     arch: str | None = None,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias`` of E4M3 matrices with fp32 scales: (M, N).
@@ -47,7 +47,7 @@ def gemm(
             the other tensors (not looked at here).
         accumulate: add to ``c`` instead of overwriting it.
         bias: (N,) in bfloat16, float16 or float32.
-        alpha: () fp32.
+        alpha: () fp32; or two of these, whose product it is.
         arch: of the kernel where the tensors are on a CPU, for the emulator.
 
     Raises Unsupported, a ValueError, where there is no kernel: K no multiple of 16, data whose rows
@@ -61,7 +61,7 @@ def gemm(
         describe(b_scale),
         describe(c),
         describe(bias),
-        describe(alpha),
+        describe_alpha(alpha),
         out_dtype,
         b_block,
         accumulate,

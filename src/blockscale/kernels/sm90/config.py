@@ -143,7 +143,7 @@ def choose_config(
     accumulate: bool = False,
     aligned: bool = True,
     bias: torch.dtype | None = None,
-    alpha: bool = False,
+    alpha: int = 0,
 ) -> Config:
     """The kernel for a product of ``shape`` (M, N, K).
 

@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies, Panels
+from ..common.factor import any_factor, factor_of
 from ..common.following import follow, precede
 from ..common.persistent import advance, meet
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
@@ -54,7 +55,7 @@ class Decode:
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
         """Launch. ``a`` (M, K) bf16, ``b`` (N, K) as bytes, ``b_scale`` (N, K / block); ``d``
-        (M, N); ``bias`` (N,) and ``alpha`` (), or None. M is ``rows`` at most; there is no
+        (M, N); ``bias`` (N,) and ``alpha``, or None. M is ``rows`` at most; there is no
         ``a_scale``, and ``multiprocessors`` take as many blocks of threads as they can."""
         self.setup()
         loaded = zip(self.copies, (b, a, b_scale), strict=True)
@@ -218,7 +219,7 @@ class Decode:
                 if const_expr(config.gain != 1):
                     total = total * Float32(config.gain)
                 if const_expr(alpha is not None):
-                    total = total * alpha.iterator.load()
+                    total = total * factor_of(alpha)
                 if const_expr(bias is not None):
                     total = total + Float32(bias[column + c])
                 if const_expr(config.accumulate):
@@ -237,6 +238,6 @@ def compile_config(config: Config):
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_source(config.out_dtype, False),
         any_tensor(NUMERIC[config.bias], 1, config.bias.itemsize) if config.bias else None,
-        any_tensor(Float32, 0, 4) if config.alpha else None,
+        any_factor(config.alpha),
         Int32(1),
     )

@@ -38,7 +38,7 @@ class Config:
             more, those of the next kernel, which come early, would not be spread evenly.
         accumulate: add to the output.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: the sums are multiplied by a scalar.
+        alpha: how many scalars the sums are multiplied by, two at most.
     """
 
     b_format: str
@@ -51,7 +51,7 @@ class Config:
     resident: int = 0
     accumulate: bool = False
     bias: torch.dtype | None = None
-    alpha: bool = False
+    alpha: int = 0
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ def choose_config(
     *,
     accumulate: bool = False,
     bias: torch.dtype | None = None,
-    alpha: bool = False,
+    alpha: int = 0,
 ) -> Config:
     """The kernel for a product of ``m`` rows by a matrix of ``n``."""
     rows, format = next(each for each in _A_ROWS if each >= m), get_format(b_format)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
+from ..common.calls import Alpha
 from ..common.loadable import loadable
 from ..gpu.dequantize_plan import dequantize
 from .plain_gemm import plain_gemm
@@ -50,7 +51,7 @@ def dequantized_gemm(
     b_scale: Tensor,
     b_format: str,
     *,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     c: Tensor | None = None,

@@ -8,6 +8,7 @@ import torch
 from cutlass import Float32, const_expr, cute, range_constexpr
 
 from ..common.copies import Copies
+from ..common.factor import factor_of
 from . import ptx
 from .product_config import ProductConfig
 
@@ -33,9 +34,9 @@ class Epilogue:
 
     @cute.jit
     def scale(self, sums, bias, alpha, thread, column):
-        """``alpha * sum + bias`` in place: ``alpha`` () fp32, ``bias`` (N,), or None."""
+        """``alpha * sum + bias`` in place: ``alpha`` (), or a pair; ``bias`` (N,); or None."""
         config = self.config
-        factor = None if alpha is None else alpha.iterator.load()
+        factor = None if alpha is None else factor_of(alpha)
         groups = config.own_columns // 8 if alpha is not None or bias is not None else 0
         for group in range_constexpr(groups):
             added = []

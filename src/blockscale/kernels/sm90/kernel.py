@@ -47,7 +47,7 @@ class Gemm(Product):
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
         """Launch. ``a`` (M, K) and ``b`` (N, K) as bytes; ``a_scale`` (K / 128, M padded to 4);
         ``b_scale`` (N / 128, K / 128), or as that of A; ``d`` (M, N); ``bias`` (N,) and
-        ``alpha`` (), or None.
+        ``alpha``, or None.
         """
         self.setup()
         loaded = zip(self.copies, (a, b, a_scale, b_scale), strict=False)

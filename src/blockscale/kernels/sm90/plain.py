@@ -47,7 +47,7 @@ class Plain(Product):
     @cute.jit
     def __call__(self, a, b, d, bias, alpha, multiprocessors, stream):
         """Launch. ``a`` (M, K) and ``b`` (N, K), or transposed where K is not contiguous; ``d`` (M,
-        N); ``bias`` (N,) and ``alpha`` (), or None.
+        N); ``bias`` (N,) and ``alpha``, or None.
         """
         self.setup()
         loads = [each.describe(x) for each, x in zip(self.copies, (a, b), strict=True)]

@@ -80,7 +80,7 @@ def choose_config(
     accumulate: bool = False,
     aligned: bool = True,
     bias: torch.dtype | None = None,
-    alpha: bool = False,
+    alpha: int = 0,
 ) -> PlainConfig:
     """The kernel for a product of ``shape`` (M, N, K).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.calls import sum_of_nothing
+from ..common.calls import Alpha, describe_alpha, sum_of_nothing
 from ..gpu.plan import describe
 from .plain_plan import plan_plain
 
@@ -16,7 +16,7 @@ def plain_gemm(
     a: Tensor,
     b: Tensor,
     *,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     c: Tensor | None = None,
@@ -29,7 +29,7 @@ def plain_gemm(
     Args:
         a: (M, K) bf16, one of its dimensions contiguous: K, or M, as a transposed view has it.
         b: (N, K) likewise.
-        alpha: () fp32.
+        alpha: () fp32; or two of these, whose product it is.
         bias: (N,) in bfloat16, float16 or float32.
         out_dtype: bfloat16, float16 or float32.
         c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
@@ -46,7 +46,7 @@ def plain_gemm(
         describe(b),
         describe(c),
         describe(bias),
-        describe(alpha),
+        describe_alpha(alpha),
         out_dtype,
         accumulate,
         a.device,

@@ -21,7 +21,7 @@ def plan_plain(
     b: Described,
     out: Described | None,
     bias: Described | None,
-    alpha: Described | None,
+    alpha: tuple[Described, ...],
     out_dtype: torch.dtype,
     accumulate: bool,
     device: torch.device,
@@ -51,7 +51,7 @@ def plan_plain(
         accumulate=accumulate,
         aligned=aligned_rows(n, out, out_dtype),
         bias=None if bias is None else bias[2],
-        alpha=alpha is not None,
+        alpha=len(alpha),
     )
     return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
 

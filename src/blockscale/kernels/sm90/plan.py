@@ -41,7 +41,7 @@ def plan_gemm(
     b_scale: Described,
     out: Described | None,
     bias: Described | None,
-    alpha: Described | None,
+    alpha: tuple[Described, ...],
     out_dtype: torch.dtype,
     b_block: tuple[int, int],
     accumulate: bool,
@@ -78,7 +78,7 @@ def plan_gemm(
         accumulate=accumulate,
         aligned=aligned_rows(n, out, out_dtype),
         bias=None if bias is None else bias[2],
-        alpha=alpha is not None,
+        alpha=len(alpha),
     )
     return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
 

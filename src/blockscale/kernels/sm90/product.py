@@ -11,10 +11,11 @@ of K that its block of a cluster has (``cluster_exchange``).
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass import Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
+from ..common.factor import any_factor
 from ..common.following import follow
 from ..common.persistent import advance, first, meet
 from ..common.schedule import Raster
@@ -59,7 +60,7 @@ class Product:
 
     def launch(self, loads, source, output, blocks, multiprocessors, stream) -> None:
         """Launch. ``loads``: atom and view of each copy. ``source``: what the second warp reads.
-        ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha`` (), or None. ``blocks``: along K.
+        ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha``, or None. ``blocks``: along K.
         """
         config, d = self.config, output[0]
         box, slots = (64, config.box_columns), config.c_buffers * config.row_warpgroups
@@ -252,6 +253,6 @@ def compile_product(product: Product, *operands):
         *operands,
         any_source(config.out_dtype, config.tma_store),
         any_tensor(NUMERIC[config.bias], 1, config.bias.itemsize) if config.bias else None,
-        any_tensor(Float32, 0, 4) if config.alpha else None,
+        any_factor(config.alpha),
         Int32(1),
     )

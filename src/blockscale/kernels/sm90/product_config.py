@@ -56,7 +56,7 @@ class ProductConfig:
         tma_store: the output is stored by TMA, where blocks split K in pairs; else an element at a
             time.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: the sums are multiplied by a scalar.
+        alpha: how many scalars the sums are multiplied by, two at most.
     """
 
     out_dtype: torch.dtype
@@ -73,7 +73,7 @@ class ProductConfig:
     group: int = 8
     tma_store: bool = True
     bias: torch.dtype | None = None
-    alpha: bool = False
+    alpha: int = 0
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:

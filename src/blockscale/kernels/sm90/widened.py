@@ -14,10 +14,11 @@ runs, B's first stages are brought as near as the L2 cache.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass import Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
+from ..common.factor import any_factor
 from ..common.following import follow
 from ..common.persistent import advance, first, meet
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
@@ -58,7 +59,7 @@ class Widened:
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
         """Launch. ``a`` (M, K) bf16, in order and padded with zeros to whole stages; ``b`` (N, K)
-        as bytes, ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha`` (), or None.
+        as bytes, ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha``, or None.
         There is no ``a_scale``.
         """
         self.setup()
@@ -250,6 +251,6 @@ def compile_config(config: Config):
         any_tensor(cutlass.Uint8, 2, align, True),
         any_source(config.out_dtype, config.tma_store),
         any_tensor(NUMERIC[config.bias], 1, config.bias.itemsize) if config.bias else None,
-        any_tensor(Float32, 0, 4) if config.alpha else None,
+        any_factor(config.alpha),
         Int32(1),
     )

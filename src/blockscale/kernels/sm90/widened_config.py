@@ -61,7 +61,7 @@ class Config:
         stages: tiles of both operands in flight.
         accumulate: add to the output.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: the sums are multiplied by a scalar.
+        alpha: how many scalars the sums are multiplied by, two at most.
         tma_store: the output is stored by TMA; else an element at a time.
         async_scales: rows of B's scales lie so that those of a stage can be copied at once.
         loaded_rows: of A; 0 for all of a tile's. Fewer where there are no more, and that pays.
@@ -75,7 +75,7 @@ class Config:
     stages: int = _STAGES[0]
     accumulate: bool = False
     bias: torch.dtype | None = None
-    alpha: bool = False
+    alpha: int = 0
     tma_store: bool = False
     async_scales: bool = True
     loaded_rows: int = 0
@@ -222,7 +222,7 @@ def choose_config(
     *,
     accumulate: bool = False,
     bias: torch.dtype | None = None,
-    alpha: bool = False,
+    alpha: int = 0,
     aligned: bool = True,
     async_scales: bool = True,
 ) -> Config:

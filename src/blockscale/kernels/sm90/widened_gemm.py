@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...layouts import as_bytes
-from ..common.calls import sum_of_nothing
+from ..common.calls import Alpha, describe_alpha, sum_of_nothing
 from ..gpu.plan import describe
 from .widened_plan import plan_widened
 
@@ -26,7 +26,7 @@ def widened_gemm(
     b_scale: Tensor,
     b_format: str,
     *,
-    alpha: Tensor | None = None,
+    alpha: Alpha = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     c: Tensor | None = None,
@@ -47,7 +47,7 @@ def widened_gemm(
         a_scale: compact, (M, K / block) bytes; None for bf16.
         a_format: "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4"; None for bf16.
         b_data, b_scale, b_format: likewise, (N, K) and (N, K / block).
-        alpha: () fp32: the product of NVFP4's global scales.
+        alpha: () fp32; or two of these, whose product it is: NVFP4's global scales.
         bias: (N,) in bfloat16, float16 or float32.
         out_dtype: bfloat16, float16 or float32.
         c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
@@ -68,7 +68,7 @@ def widened_gemm(
         b_format,
         describe(c),
         describe(bias),
-        describe(alpha),
+        describe_alpha(alpha),
         out_dtype,
         accumulate,
         a_data.device,

@@ -59,7 +59,7 @@ def plan_widened(
     b_format: str,
     out: Described | None,
     bias: Described | None,
-    alpha: Described | None,
+    alpha: tuple[Described, ...],
     out_dtype: torch.dtype,
     accumulate: bool,
     device: torch.device,
@@ -100,7 +100,7 @@ def plan_widened(
     added = {
         "accumulate": accumulate,
         "bias": None if bias is None else bias[2],
-        "alpha": alpha is not None,
+        "alpha": len(alpha),
     }
     decodes = decode_config.suits(m, b_scale) and (a_format is None or decode_config.fills(n))
     if decodes:

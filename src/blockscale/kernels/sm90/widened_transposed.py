@@ -13,6 +13,7 @@ import torch
 from cutlass import Float32, const_expr, cute, range_constexpr
 
 from ..common.copies import Copies
+from ..common.factor import factor_of
 from . import ptx, widened_ptx
 from .widened_config import Config
 
@@ -27,9 +28,9 @@ class TransposedEpilogue:
 
     @cute.jit
     def scale(self, sums, bias, alpha, thread, column):
-        """``alpha * sum + bias`` in place: ``alpha`` () fp32, ``bias`` (N,), or None."""
+        """``alpha * sum + bias`` in place: ``alpha`` (), or a pair; ``bias`` (N,); or None."""
         gain, added = self.config.gain, []
-        factor = None if alpha is None else alpha.iterator.load()
+        factor = None if alpha is None else factor_of(alpha)
         for half in range_constexpr(0 if bias is None else 2):
             where = column + thread // 32 * 16 + thread % 32 // 4 + half * 8
             added.append(Float32(bias[cutlass.min(where, bias.shape[0] - 1)]))

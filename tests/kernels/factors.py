@@ -1,0 +1,13 @@
+"""What sums are multiplied by, as kernels take it."""
+
+import torch
+
+from blockscale.kernels.common.calls import Alpha
+
+__all__ = ["alpha_of"]
+
+
+def alpha_of(count: int, value: float) -> Alpha:
+    """As many scalars; their product is ``value`` in fp32."""
+    first, second = torch.tensor(value / 4), torch.tensor(4.0)
+    return (None, first * second, (first, second))[count]
