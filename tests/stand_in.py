@@ -14,7 +14,7 @@ from blockscale import gemm_launch
 from blockscale.kernels import sm90, sm100
 from blockscale.kernels.gpu import dequantize_plan
 from blockscale.kernels.gpu.plan import get_kernel
-from blockscale.kernels.sm90 import dequantized_gemm
+from blockscale.kernels.sm90 import dequantized_gemm, dequantized_plan
 from blockscale.ops import backends, gemm_kernels
 
 __all__ = ["emulated", "gpu", "matrix"]
@@ -31,9 +31,10 @@ _REMEMBERED = (
     sm90.plan.plan_gemm,
     sm90.widened_plan.plan_widened,
     sm90.plain_plan.plan_plain,
+    dequantized_plan.plan_dequantized,
     sm100.plan.plan_gemm,
     sm100.quantizing_gemm._plan,
-    dequantize_plan._plan,
+    dequantize_plan.plan_dequantize,
     gemm_launch._kind,
 )
 
@@ -55,8 +56,15 @@ def gpu(
     monkeypatch.setattr(backends, "_warned", set())
     monkeypatch.setattr(backends, "on_gpu", lambda x: True)
     for module in _PLANS:
-        monkeypatch.setattr(module, "architecture", lambda index: arch)
         monkeypatch.setattr(module, "get_kernel", kernel)
+    for module in (*_PLANS, dequantized_plan):
+        monkeypatch.setattr(module, "architecture", lambda index: arch)
+    dequantize = dequantized_gemm.dequantize
+
+    def run_dequantize(*args: Any, **options: Any) -> torch.Tensor:
+        return dequantize(*args, **options | {"arch": arch})
+
+    monkeypatch.setattr(dequantized_gemm, "dequantize", run_dequantize)
     _forget()
     yield
     _forget()
@@ -81,11 +89,5 @@ def emulated(monkeypatch: pytest.MonkeyPatch, arch: str) -> Iterator[list[Any]]:
 
         return run
 
-    dequantize = dequantized_gemm.dequantize
-
-    def run_dequantize(*args: Any, **options: Any) -> torch.Tensor:
-        return dequantize(*args, **options | {"arch": arch})
-
-    monkeypatch.setattr(dequantized_gemm, "dequantize", run_dequantize)
     with gpu(monkeypatch, arch, counted), em.cutedsl(em.Device(arch, check="all")):
         yield launched

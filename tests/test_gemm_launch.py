@@ -22,13 +22,14 @@ M, N, K = 40, 48, 256
 
 
 class Pair(NamedTuple):
-    """Of an architecture: formats of both sides, None a plain bf16 matrix, and layouts of scales
-    that its kernels read as they are."""
+    """Of an architecture: formats of both sides, None a plain bf16 matrix, layouts of scales that
+    its kernels read as they are, and rows of A."""
 
     arch: str
     left: str | None
     right: str
     layouts: tuple[str, str] = ("compact", "compact")
+    rows: int = M
 
 
 TILES = ("tcgen05", "tcgen05")
@@ -38,12 +39,15 @@ PAIRS = [
     Pair("sm_90a", "mxfp8", "mxfp4"),
     Pair("sm_90a", "nvfp4", "nvfp4"),
     Pair("sm_90a", None, "mxfp8"),
+    Pair("sm_90a", "mxfp8_e5m2", "mxfp8", rows=200),
+    Pair("sm_90a", "nvfp4", "nvfp4", rows=200),
+    Pair("sm_90a", None, "nvfp4", rows=200),
     Pair("sm_100a", "mxfp8", "mxfp8_e5m2", TILES),
     Pair("sm_100a", "mxfp4", "mxfp8", TILES),
     Pair("sm_103a", "nvfp4", "nvfp4", TILES),
 ]
-MACHINES = {"sm_90a": PAIRS[0], "sm_100a": PAIRS[5]}
-GLOBAL = {"sm_90a": PAIRS[3], "sm_103a": PAIRS[7]}  # formats with global scales
+MACHINES = {"sm_90a": PAIRS[0], "sm_100a": PAIRS[8]}
+GLOBAL = [pair for pair in PAIRS if pair.left == "nvfp4"]  # formats with global scales
 
 
 class Calls:
@@ -51,18 +55,19 @@ class Calls:
 
     def __init__(self) -> None:
         self.launched: list[tuple] = []
-        self.widened: tuple = (None, None, None)
+        self.widened: dict[int, tuple] = {}
         self.checked = 0
 
     def kernel(self, *args) -> None:
-        """A product's, or the one that widens A for it: what that one was given counts."""
-        if len(args) == 3:
-            self.widened = args
+        """A product's, or one that widens A or B for it: what that one was given counts."""
+        if len(args) in (3, 4):
+            data, scale, values, *_ = args
+            self.widened[id(values)] = data, scale
             return
-        *given, values = self.widened
-        if args[0] is values:
-            args = (*given, *args[2:])
-        self.launched.append(args)
+        if len(args) == 6:  # bf16 matrices, no scales
+            args = (args[0], None, args[1], None, *args[2:])
+        a, b = (self.widened.pop(id(args[i]), args[i : i + 2]) for i in (0, 2))
+        self.launched.append((*a, *b, *args[4:]))
 
 
 @pytest.fixture(params=MACHINES)
@@ -98,7 +103,7 @@ def quantized(rows, name, layout="compact", seed=0):
 
 def operands(pair, seed=0):
     """``a`` and a weight; the product is ``a @ weight.mT``."""
-    a = quantized(M, pair.left, pair.layouts[0], seed)
+    a = quantized(pair.rows, pair.left, pair.layouts[0], seed)
     return a, quantized(N, pair.right, pair.layouts[1], seed + 1)
 
 
@@ -116,19 +121,18 @@ def test_calls_alike_are_launched_with_their_own_operands(calls, pair):
         a, w = operands(pair, 2 * seed)
         for _ in range(2):
             y = bs.gemm(a, w.mT)
-            assert (y.shape, y.dtype) == ((M, N), BF16)
+            assert (y.shape, y.dtype) == ((pair.rows, N), BF16)
             *args, bias, alpha = calls.launched[-1][:7]
             assert starts(*args) in (
                 starts(*parts(a), *parts(w), y),
                 starts(*parts(w), *parts(a), y),  # for kernels that take the wide side first
             )
-            assert {args[0].shape[0], args[2].shape[0]} == {M, N}
+            assert {args[0].shape[0], args[2].shape[0]} == {pair.rows, N}
             assert {args[0].dtype, args[2].dtype} <= {torch.uint8, BF16}
             assert bias is None
-            if pair.left == "nvfp4":
-                assert starts(*alpha) == starts(a.global_scale, w.global_scale)
-            else:
-                assert alpha is None
+            scalars = [getattr(x, "global_scale", None) for x in (a, w)]
+            known = starts(*(x for x in scalars if x is not None))
+            assert starts(*(alpha if isinstance(alpha, tuple) else [alpha])) == (known or [None])
     assert calls.checked == 1
 
 
@@ -151,7 +155,7 @@ def test_data_that_starts_elsewhere(calls, pair):
             assert moved.qdata.data_ptr() in starts(*calls.launched[-1][:4])
 
 
-@pytest.mark.parametrize("pair", GLOBAL.values(), ids=str)
+@pytest.mark.parametrize("pair", GLOBAL, ids=str)
 def test_parts_that_were_replaced(calls, pair):
     a, w = operands(pair)
     b = w.mT

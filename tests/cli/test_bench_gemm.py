@@ -246,7 +246,7 @@ def test_host_calls(products, monkeypatch):
     calls = host.gemm_calls(device="cpu")
     want = calls["torch: x @ w.mT"]().float()
     for what, call in calls.items():
-        error = (call().float() - want).norm() / want.norm()
+        error = (call()[:128].float() - want).norm() / want.norm()
         assert float(error) < (0.2 if "nvfp4" in what else 0.05), what
     assert "bs.gemm, fp8_block" in calls  # the one that is captured
     monkeypatch.setattr(host, "host_microseconds", lambda call, *_, **__: 5.0)

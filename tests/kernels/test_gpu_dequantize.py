@@ -38,9 +38,9 @@ def as_if_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small tensors get the kernels of large ones, which have their machine code, too."""
     monkeypatch.setattr(settings(), "keep_cubin", True)
     monkeypatch.setattr(dequantize_plan, "_RESIDENT", 0)
-    dequantize_plan._plan.cache_clear()
+    dequantize_plan.plan_dequantize.cache_clear()
     yield
-    dequantize_plan._plan.cache_clear()
+    dequantize_plan.plan_dequantize.cache_clear()
 
 
 def emulated(

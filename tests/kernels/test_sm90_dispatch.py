@@ -14,7 +14,6 @@ from sm90_inputs import BF16, FP32, assert_close
 
 import blockscale as bs
 from blockscale.kernels.sm90 import dequantized_gemm
-from blockscale.ops import gemm_sm90
 from stand_in import emulated, matrix
 
 ROWS, BLOCKS = "fp8_1x128", "fp8_128x128"
@@ -75,8 +74,7 @@ def test_widened_formats(launches, left, right):
 )
 def test_widened_in_memory(launches, monkeypatch, left, right):
     """Where that is faster: two dequantizers at most, and a product of bf16 matrices."""
-    for module in (dequantized_gemm, gemm_sm90):
-        monkeypatch.setattr(module, "FEW", 33)
+    monkeypatch.setattr(dequantized_gemm, "FEW", 33)
     x, w = matrix(34, 248), matrix(141, 248, seed=1)
     a = x if left is None else bs.quantize(x, left, pad=True)
     b = bs.quantize(w, right, pad=True).mT
@@ -90,14 +88,22 @@ def test_widened_in_memory(launches, monkeypatch, left, right):
     assert len(launches) == (6 if left is None else 9)
 
 
+@pytest.mark.parametrize(("m", "n"), [(40, 144), (35, 141)])
 @pytest.mark.parametrize("a_strided", [False, True])
-def test_columns_as_they_lie(launches, a_strided):
-    """Operands of 8 bits whose contraction is not contiguous; and rows TMA cannot load."""
-    x, w = matrix(35, 256), matrix(256, 141, seed=1)
+def test_columns_as_they_lie(launches, a_strided, m, n):
+    """Operands of 8 bits whose contraction is not contiguous; and rows TMA cannot load. A call, and
+    one like it, which is looked up."""
+    x, w = matrix(m, 256), matrix(256, n, seed=1)
     a = bs.quantize(x.mT.contiguous(), "mxfp8", -2).mT if a_strided else bs.quantize(x, "mxfp8")
     b = bs.quantize(w, "mxfp8", -2)
-    assert_close(bs.gemm(a, b, backend="kernel"), product(a, b), BF16)
-    assert len(launches) == 3
+    first = bs.gemm(a, b, backend="kernel")
+    assert_close(first, product(a, b), BF16)
+    assert torch.equal(bs.gemm(a, b, backend="kernel"), first)
+    plain = x.mT.contiguous().mT if a_strided else x
+    first = bs.gemm(plain, b, backend="kernel")
+    assert_close(first, x.double() @ b.dequantize(torch.float64), BF16)
+    assert torch.equal(bs.gemm(plain, b, backend="kernel"), first)
+    assert len(launches) == 2 * (3 + 2)
 
 
 def test_fprop_dgrad_wgrad(launches):

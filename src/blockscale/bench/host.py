@@ -56,6 +56,7 @@ def gemm_calls(m: int = 128, n: int = 256, k: int = 512, device: str = "cuda") -
     b, fresh = weight.mT, cycle([a.detach() for _ in range(_FRESH)])
     mx, mx_weight = _both("mxfp8", x, w)
     nv, nv_weight = _both("nvfp4", x, w)
+    many, _ = _both("mxfp8", x.repeat(2, 1), w)
     out = torch.zeros(m, n, device=device)
     return {
         "bs.gemm, fp8_block": lambda: gemm(a, b, backend="kernel"),
@@ -68,6 +69,7 @@ def gemm_calls(m: int = 128, n: int = 256, k: int = 512, device: str = "cuda") -
         "bs.gemm, mxfp8": lambda: gemm(mx, mx_weight, backend="kernel"),
         "bs.gemm, bf16 by mxfp8": lambda: gemm(x, mx_weight, backend="kernel"),
         "bs.gemm, nvfp4": lambda: gemm(nv, nv_weight, backend="kernel"),
+        f"bs.gemm, mxfp8, {2 * m} rows": lambda: gemm(many, mx_weight, backend="kernel"),
         "torch: x @ w.mT": lambda: x @ w.mT,
     }
 

@@ -98,7 +98,7 @@ class Products:
         formats: those that there are kernels for, for a person.
         kernels: of the formats of ``a`` and ``b``; None is bf16.
         readings: of format and axis of a quantized operand that a launch takes as it is.
-        prepare: finds the kernel for two such operands; None where several have to run, or none.
+        prepare: finds the kernel for two such operands; None where none has to run.
             Raises as plans do.
         proof: where they have run, if not on such a GPU.
         quantize: multiplies and quantizes by one kernel: gives data, and scales in layout

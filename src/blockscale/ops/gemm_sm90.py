@@ -12,9 +12,9 @@ from ..kernels import gpu, sm90
 from ..kernels.common.calls import describe_alpha
 from ..kernels.common.loadable import loadable
 from ..kernels.gpu.plan import describe
-from ..kernels.sm90.dequantized_gemm import exact_gemm
+from ..kernels.sm90.dequantized_gemm import exact_gemm, suits_few
+from ..kernels.sm90.dequantized_plan import plan_dequantized
 from ..kernels.sm90.plan import plan_gemm
-from ..kernels.sm90.widened_config import FEW
 from ..kernels.sm90.widened_plan import plan_widened
 from ..layouts import get_layout
 from .gemm_operands import Prepared, Products, Reading, Side, Take, global_scales, scale_matrix
@@ -144,8 +144,8 @@ def _prepare(
             device,
             None,
         )
-    elif a.shape[0] <= FEW:
-        plan = plan_widened(
+    else:
+        plan = (plan_widened if suits_few(a.data, right) else plan_dequantized)(
             describe(a.data),
             describe(a.scale),
             a.format,
@@ -160,8 +160,6 @@ def _prepare(
             device,
             None,
         )
-    else:  # several kernels, which take longer than all checks
-        return None
     return None if plan.run is None else Prepared(plan.run, plan.out, (plan.multiprocessors,))
 
 

@@ -19,7 +19,7 @@ from .dequantize_views import View, as_matrices, is_contiguous, turn
 from .outputs import template
 from .plan import Described, Unsupported, architecture, describe, get_kernel, missing
 
-__all__ = ["THREADS", "DequantizeConfig", "dequantize"]
+__all__ = ["THREADS", "DequantizeConfig", "DequantizePlan", "dequantize", "plan_dequantize"]
 
 THREADS = 256  # of a block
 _STORE = 16  # bytes of a thread's output in a row
@@ -79,10 +79,12 @@ class DequantizeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """``data``, ``scale``, ``out``: what the kernel takes of each, where it is not all as it is.
+class DequantizePlan:
+    """What a call needs, found once for all calls alike.
 
-    ``turned``: data lies column by column, and so will the output.
+    ``data``, ``scale``, ``out``: what the kernel takes of each, where it is not all as it is.
+    ``template``: an item, expanded to the shape in which the output lies in memory. ``turned``:
+    data lies column by column, and so will the output.
     """
 
     run: Callable[..., Any] | None
@@ -91,6 +93,16 @@ class _Plan:
     out: View
     template: Tensor
     turned: bool
+
+    def write(self, data: Tensor, scale: Tensor, out: Tensor, global_scale: Tensor | None) -> None:
+        """Data and scales as bytes; ``out`` like ``template``."""
+        if self.run is not None:
+            self.run(
+                data if self.data is None else data.as_strided(*self.data),
+                scale if self.scale is None else scale.as_strided(*self.scale),
+                out if out.shape == self.out[0] else out.view(self.out[0]),
+                global_scale,
+            )
 
 
 def dequantize(
@@ -123,7 +135,7 @@ def dequantize(
     Raises Unsupported, a ValueError, where there is no kernel, and ValueError for parts that do not
     fit each other.
     """
-    plan = _plan(
+    plan = plan_dequantize(
         describe(data),
         describe(scale),
         describe(out),
@@ -137,23 +149,16 @@ def dequantize(
         arch,
     )
     made = torch.empty_like(plan.template) if out is None else out.mT if plan.turned else out
-    if plan.run is not None:
-        data, scale = (as_bytes(x) for x in (data, scale))
-        if global_scale is not None and global_scale.ndim:
-            global_scale = global_scale.view(())
-        plan.run(
-            data if plan.data is None else data.as_strided(*plan.data),
-            scale if plan.scale is None else scale.as_strided(*plan.scale),
-            made if made.shape == plan.out[0] else made.view(plan.out[0]),
-            global_scale,
-        )
+    if global_scale is not None and global_scale.ndim:
+        global_scale = global_scale.view(())
+    plan.write(as_bytes(data), as_bytes(scale), made, global_scale)
     if out is not None:
         return out
     return made.mT if plan.turned else made
 
 
 @lru_cache(maxsize=4096)
-def _plan(
+def plan_dequantize(
     data: Described,
     scale: Described,
     out: Described | None,
@@ -165,7 +170,8 @@ def _plan(
     global_scales: int | None,
     dtype: torch.dtype,
     arch: str | None,
-) -> _Plan:
+) -> DequantizePlan:
+    """The plan of a call of ``dequantize``; raises as it does."""
     fmt = get_format(format)
     if missing():
         raise Unsupported(missing())
@@ -180,7 +186,7 @@ def _plan(
         _check_out(out, shape, dtype, turned)
     kept = template(made, dtype, device)
     if 0 in shape:
-        return _Plan(None, None, None, (made, ()), kept, turned)
+        return DequantizePlan(None, None, None, (made, ()), kept, turned)
     down = (axis == -2) != turned
     if down and fmt.element.bits < 8:
         raise Unsupported(f"data has strides {data[1]}: it is packed along axis {axis}, not so")
@@ -197,7 +203,7 @@ def _plan(
         format=fmt, dtype=dtype, layout=layout, axis=axis, down=down, arch=arch,
         has_global_scale=global_scales is not None,
     )  # fmt: skip
-    return _Plan(
+    return DequantizePlan(
         run=get_kernel(config, device),
         data=None if read == data[:2] else read,
         scale=None if found == scale[:2] else found,

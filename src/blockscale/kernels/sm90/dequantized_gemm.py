@@ -15,11 +15,17 @@ from ...formats import Format, get_format
 from ..common.calls import Alpha
 from ..common.loadable import loadable
 from ..gpu.dequantize_plan import dequantize
+from .dequantized_plan import contraction
 from .plain_gemm import plain_gemm
 from .widened_config import FEW
 from .widened_gemm import widened_gemm
 
-__all__ = ["dequantized_gemm", "exact_gemm"]
+__all__ = ["dequantized_gemm", "exact_gemm", "suits_few"]
+
+
+def suits_few(a_data: Tensor, b_data: Tensor) -> bool:
+    """Whether ``widened_gemm`` multiplies these, and is faster."""
+    return a_data.shape[0] <= FEW and all(x.stride(1) == 1 for x in (a_data, b_data))
 
 
 def exact_gemm(
@@ -34,7 +40,7 @@ def exact_gemm(
     """``widened_gemm`` of few rows whose operands lie along K, else ``dequantized_gemm``: what is
     faster, of arguments that both have in common."""
     run = dequantized_gemm
-    if a_data.shape[0] <= FEW and all(x.stride(1) == 1 for x in (a_data, b_data)):
+    if suits_few(a_data, b_data):
         run, a_data, b_data = widened_gemm, loadable(a_data), loadable(b_data)
         a_scale, b_scale = (
             a_scale if a_scale is None else a_scale.contiguous(),
@@ -64,11 +70,7 @@ def dequantized_gemm(
 
     Raises as ``widened_gemm`` does, but neither for many rows nor for rows that lie anyhow.
     """
-    a_k, b_k = (
-        data.shape[1] if name is None else get_format(name).element.elements(data.shape[1])
-        for data, name in ((a_data, a_format), (b_data, b_format))
-    )
-    k = a_k if a_format is None else b_k
+    k = contraction(a_data.shape[1], a_format, b_data.shape[1], b_format)
     a = a_data if a_scale is None else _values(a_data, a_scale, get_format(a_format), k, arch)
     b = _values(b_data, b_scale, get_format(b_format), k, arch)
     return plain_gemm(
