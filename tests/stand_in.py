@@ -14,7 +14,7 @@ from blockscale import gemm_launch
 from blockscale.kernels import sm90, sm100
 from blockscale.kernels.gpu import dequantize_plan
 from blockscale.kernels.gpu.plan import get_kernel
-from blockscale.kernels.sm90 import dequantized_gemm, dequantized_plan
+from blockscale.kernels.sm90 import dequantized_plan
 from blockscale.ops import backends, gemm_kernels
 
 __all__ = ["emulated", "gpu", "matrix"]
@@ -59,12 +59,6 @@ def gpu(
         monkeypatch.setattr(module, "get_kernel", kernel)
     for module in (*_PLANS, dequantized_plan):
         monkeypatch.setattr(module, "architecture", lambda index: arch)
-    dequantize = dequantized_gemm.dequantize
-
-    def run_dequantize(*args: Any, **options: Any) -> torch.Tensor:
-        return dequantize(*args, **options | {"arch": arch})
-
-    monkeypatch.setattr(dequantized_gemm, "dequantize", run_dequantize)
     _forget()
     yield
     _forget()

@@ -17,11 +17,11 @@ from factors import alpha_of
 from sm90_inputs import BF16, FP16, FP32, assert_no_spills, launched
 
 from blockscale import emulator as em
-from blockscale.kernels.common.calls import Alpha
+from blockscale.kernels.common.calls import Alpha, describe_alpha
 from blockscale.kernels.gpu import compiled
-from blockscale.kernels.gpu.plan import Unsupported
+from blockscale.kernels.gpu.plan import Unsupported, describe
 from blockscale.kernels.sm90.plain_config import SHAPES, PlainConfig, candidates, choose_config
-from blockscale.kernels.sm90.plain_gemm import plain_gemm
+from blockscale.kernels.sm90.plain_plan import plan_plain
 from blockscale.kernels.sm90.product_config import fit
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -210,9 +210,27 @@ def test_choice():
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def call(a: Tensor, b: Tensor, **kwargs) -> Tensor:
+def call(
+    a: Tensor,
+    b: Tensor,
+    *,
+    alpha: Alpha = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = BF16,
+    c: Tensor | None = None,
+    accumulate: bool = False,
+    arch: str = "sm_90a",
+) -> Tensor:
+    described = *(describe(x) for x in (a, b, c, bias)), describe_alpha(alpha)
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        return plain_gemm(a, b, arch="sm_90a", **kwargs)
+        plan = plan_plain(*described, out_dtype, accumulate, a.device, arch)
+        given = (a, b)
+        if plan.config is not None:
+            majors = plan.config.a_major, plan.config.b_major
+            given = tuple(
+                x if major == "k" else x.T for x, major in zip(given, majors, strict=True)
+            )
+        return plan.product(given, c, bias, alpha, accumulate)
 
 
 @pytest.mark.parametrize("majors", MAJORS)
@@ -280,7 +298,7 @@ def test_bad_input():
     with pytest.raises(Unsupported, match="out_dtype"):
         call(a, b, out_dtype=torch.float64)
     with pytest.raises(Unsupported, match="sm_100a"):
-        plain_gemm(a, b, arch="sm_100a")
+        call(a, b, arch="sm_100a")
     for fields in ({"a_major": "m"}, {"b_major": "mn", "batch": 32}, {"stages": 9}):
         with pytest.raises(ValueError, match=next(iter(fields))):
             PlainConfig(BF16, **fields)

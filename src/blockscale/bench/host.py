@@ -54,9 +54,9 @@ def gemm_calls(m: int = 128, n: int = 256, k: int = 512, device: str = "cuda") -
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
     a, weight = quantize(x, "fp8_1x128", layout="sm90"), quantize(w, "fp8_128x128")
     b, fresh = weight.mT, cycle([a.detach() for _ in range(_FRESH)])
-    mx, mx_weight = _both("mxfp8", x, w)
-    nv, nv_weight = _both("nvfp4", x, w)
-    many, _ = _both("mxfp8", x.repeat(2, 1), w)
+    mx, many, mx_weight = (_as_read(each, "mxfp8") for each in (x, x.repeat(2, 1), w))
+    nv, nv_weight = (_as_read(each, "nvfp4") for each in (x, w))
+    mx_weight, nv_weight = mx_weight.mT, nv_weight.mT
     out = torch.zeros(m, n, device=device)
     return {
         "bs.gemm, fp8_block": lambda: gemm(a, b, backend="kernel"),
@@ -74,10 +74,9 @@ def gemm_calls(m: int = 128, n: int = 256, k: int = 512, device: str = "cuda") -
     }
 
 
-def _both(format: str, x: Tensor, w: Tensor) -> tuple[ScaledTensor, ScaledTensor]:
-    """Operands of ``x @ w.mT``, with scales as kernels read them."""
-    layout = placement(format, x.device).layout
-    return quantize(x, format, layout=layout), quantize(w, format, layout=layout).mT
+def _as_read(x: Tensor, format: str) -> ScaledTensor:
+    """With scales as kernels read them."""
+    return quantize(x, format, layout=placement(format, x.device).layout)
 
 
 def measure_host(calls: Calls, in_graph: str) -> Iterator[HostCall]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...layouts import as_bytes
-from ..common.calls import Alpha, describe_alpha, sum_of_nothing
+from ..common.calls import Alpha, describe_alpha
 from ..gpu.plan import describe
 from .plan import plan_gemm
 
@@ -68,9 +68,5 @@ def gemm(
         a_data.device,
         arch,
     )
-    out = torch.empty_like(plan.out) if c is None else c
-    if plan.run is None:
-        return sum_of_nothing(out, bias, accumulate)
-    a, b = (as_bytes(x) for x in (a_data, b_data))
-    plan.run(a, a_scale, b, b_scale, out, bias, alpha, plan.multiprocessors)
-    return out
+    operands = as_bytes(a_data), a_scale, as_bytes(b_data), b_scale
+    return plan.product(operands, c, bias, alpha, accumulate)

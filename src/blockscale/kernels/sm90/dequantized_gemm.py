@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...formats import Format, get_format
-from ..common.calls import Alpha
+from ...layouts import as_bytes
+from ..common.calls import Alpha, describe_alpha
 from ..common.loadable import loadable
-from ..gpu.dequantize_plan import dequantize
-from .dequantized_plan import contraction
-from .plain_gemm import plain_gemm
+from ..gpu.plan import describe
+from .dequantized_plan import plan_dequantized
 from .widened_config import FEW
 from .widened_gemm import widened_gemm
 
@@ -70,20 +69,23 @@ def dequantized_gemm(
 
     Raises as ``widened_gemm`` does, but neither for many rows nor for rows that lie anyhow.
     """
-    k = contraction(a_data.shape[1], a_format, b_data.shape[1], b_format)
-    a = a_data if a_scale is None else _values(a_data, a_scale, get_format(a_format), k, arch)
-    b = _values(b_data, b_scale, get_format(b_format), k, arch)
-    return plain_gemm(
-        loadable(a),
-        loadable(b),
-        alpha=alpha,
-        bias=bias,
-        out_dtype=out_dtype,
-        c=c,
-        accumulate=accumulate,
-        arch=arch,
+    if a_format is None:
+        a_data = loadable(a_data)
+    plan = plan_dequantized(
+        describe(a_data),
+        describe(a_scale),
+        a_format,
+        describe(b_data),
+        describe(b_scale),
+        b_format,
+        describe(c),
+        describe(bias),
+        describe_alpha(alpha),
+        out_dtype,
+        accumulate,
+        a_data.device,
+        arch,
     )
-
-
-def _values(data: Tensor, scale: Tensor, format: Format, k: int, arch: str | None) -> Tensor:
-    return dequantize(data, scale, format, shape=(data.shape[0], k), arch=arch)
+    a = as_bytes(a_data), None if a_scale is None else as_bytes(a_scale)
+    b = as_bytes(b_data), as_bytes(b_scale)
+    return plan.product((*a, *b), c, bias, alpha, accumulate)

@@ -11,12 +11,41 @@ import torch
 from torch import Tensor
 
 from ...formats import get_format
+from ..common.loadable import loadable
 from ..gpu.dequantize_plan import DequantizePlan, plan_dequantize
 from ..gpu.plan import Described, architecture
 from .plain_plan import plan_plain
 from .plan import Plan
 
-__all__ = ["contraction", "plan_dequantized"]
+__all__ = ["plan_dequantized"]
+
+_ALIGNED = 8  # elements whose lines TMA loads start at multiples of so many
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Writes an operand in bf16, its lines (rows, or columns where these lie together) where TMA
+    can load them."""
+
+    plan: DequantizePlan
+
+    @property
+    def line(self) -> int:
+        """Elements of a line."""
+        return self.plan.template.shape[1]
+
+    def __call__(self, data: Tensor, scale: Tensor) -> Tensor:
+        """The matrix, or its transpose where that has contiguous rows."""
+        values = torch.empty_like(self.plan.template)
+        self.plan.write(data, scale, values, None)
+        return loadable(values) if self.line % _ALIGNED else values
+
+    def described(self) -> Described:
+        """The matrix that will be written."""
+        shape, stride = self.plan.template.shape, (-(-self.line // _ALIGNED) * _ALIGNED, 1)
+        if self.plan.turned:
+            shape, stride = torch.Size(shape[::-1]), stride[::-1]
+        return shape, stride, torch.bfloat16, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +58,9 @@ class _Dequantized:
         multiply: the product.
     """
 
-    a: DequantizePlan | None
+    a: _Values | None
     turned: bool
-    b: DequantizePlan
+    b: _Values
     multiply: Callable[..., Any]
 
     def __call__(
@@ -39,21 +68,10 @@ class _Dequantized:
     ) -> None:
         if self.a is not None:
             assert a_scale is not None
-            a = _written(self.a, a, a_scale)
+            a = self.a(a, a_scale)
         elif self.turned:
             a = a.T
-        self.multiply(a, _written(self.b, b, b_scale), *rest)
-
-
-def _written(plan: DequantizePlan, data: Tensor, scale: Tensor) -> Tensor:
-    values = torch.empty_like(plan.template)
-    plan.write(data, scale, values, None)
-    return values
-
-
-def contraction(a_columns: int, a_format: str | None, b_columns: int, b_format: str) -> int:
-    """K, given columns as they are stored: that of A in bf16, else of whole blocks."""
-    return a_columns if a_format is None else get_format(b_format).element.elements(b_columns)
+        self.multiply(a, self.b(b, b_scale), *rest)
 
 
 @lru_cache(maxsize=4096)
@@ -72,35 +90,28 @@ def plan_dequantized(
     device: torch.device,
     arch: str | None,
 ) -> Plan:
-    """The plan of a call of ``dequantized_gemm`` that copies nothing; raises as it does, and
-    Unsupported where TMA cannot load the values as they lie. ``Plan.run`` takes data as bytes."""
+    """The plan of a call of ``dequantized_gemm``; raises as it does, and Unsupported where TMA
+    cannot load A that is bf16."""
     arch = arch or architecture(device.index)
-    k = contraction(a[0][1], a_format, b[0][1], b_format)
+    # of bf16 as it is, else of whole blocks
+    k = a[0][1] if a_format is None else get_format(b_format).element.elements(b[0][1])
 
-    def values(data: Described, scale: Described, format: str) -> DequantizePlan:
+    def values(data: Described, scale: Described, format: str) -> _Values:
         shape = data[0][0], k
-        return plan_dequantize(
+        plan = plan_dequantize(
             *(data, scale, None, device, format, shape, -1, "compact", None),
             *(torch.bfloat16, arch),
         )
+        return _Values(plan)
 
     left = None if a_format is None or a_scale is None else values(a, a_scale, a_format)
     right = values(b, b_scale, b_format)
     plan = plan_plain(
-        a if left is None else _described(left),
-        _described(right),
+        a if left is None else left.described(),
+        right.described(),
         *(out, bias, alpha, out_dtype, accumulate, device, arch),
     )
     if plan.run is None:
         return plan
     turned = plan.config.a_major != "k"
     return replace(plan, run=_Dequantized(left, turned, right, plan.run))
-
-
-def _described(plan: DequantizePlan) -> Described:
-    """The matrix that will be written, in memory of its own."""
-    rows, columns = plan.template.shape
-    shape, stride = torch.Size((rows, columns)), (columns, 1)
-    if plan.turned:
-        shape, stride = torch.Size((columns, rows)), (1, columns)
-    return shape, stride, torch.bfloat16, 0

@@ -1,4 +1,4 @@
-"""What a call of the bf16 product needs, found once for all calls alike."""
+"""What a product of bf16 matrices needs on Hopper, found once for all calls alike."""
 
 from __future__ import annotations
 
@@ -27,8 +27,13 @@ def plan_plain(
     device: torch.device,
     arch: str | None,
 ) -> Plan:
-    """The plan of a call of ``plain_gemm``; raises as it does. ``Plan.run`` takes the operands,
-    transposed where K is not contiguous, the output, bias, alpha, and multiprocessors.
+    """The plan of ``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same
+    bits in every run. ``Plan.run`` takes A (M, K) and B (N, K), transposed where not K but the
+    other dimension is contiguous, the output, bias, alpha, and multiprocessors.
+
+    Raises Unsupported, a ValueError, where there is no kernel: rows (columns, where these are
+    contiguous) that do not start at a multiple of 16 bytes, other architectures. ValueError or
+    TypeError where shapes, strides or dtypes do not belong together.
     """
     rows = {"a": _by_rows(a), "b": _by_rows(b)}
     for name, data in rows.items():

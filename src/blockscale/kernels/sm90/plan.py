@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
+from ..common.calls import (
+    Alpha,
+    aligned_rows,
+    check_loadable,
+    check_matrix,
+    check_rest,
+    sum_of_nothing,
+)
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .config import BLOCK_K, choose_config, why_not
 from .product_config import MULTIPROCESSORS
@@ -31,6 +38,21 @@ class Plan:
     run: Callable[..., Any] | None
     multiprocessors: int
     out: Tensor
+
+    def product(
+        self,
+        operands: tuple[Tensor | None, ...],
+        c: Tensor | None,
+        bias: Tensor | None,
+        alpha: Alpha,
+        accumulate: bool,
+    ) -> Tensor:
+        """Of data and scales as ``run`` takes them, in ``c`` or in new memory."""
+        out = torch.empty_like(self.out) if c is None else c
+        if self.run is None:
+            return sum_of_nothing(out, bias, accumulate)
+        self.run(*operands, out, bias, alpha, self.multiprocessors)
+        return out
 
 
 @lru_cache(maxsize=4096)

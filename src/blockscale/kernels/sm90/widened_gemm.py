@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...layouts import as_bytes
-from ..common.calls import Alpha, describe_alpha, sum_of_nothing
+from ..common.calls import Alpha, describe_alpha
 from ..gpu.plan import describe
 from .widened_plan import plan_widened
 
@@ -74,10 +74,6 @@ def widened_gemm(
         a_data.device,
         arch,
     )
-    out = torch.empty_like(plan.out) if c is None else c
-    if plan.run is None:
-        return sum_of_nothing(out, bias, accumulate)
     a = as_bytes(a_data), None if a_scale is None else as_bytes(a_scale)
     b = as_bytes(b_data), as_bytes(b_scale)
-    plan.run(*a, *b, out, bias, alpha, plan.multiprocessors)
-    return out
+    return plan.product((*a, *b), c, bias, alpha, accumulate)
