@@ -224,13 +224,10 @@ def call(
     described = *(describe(x) for x in (a, b, c, bias)), describe_alpha(alpha)
     with em.cutedsl(em.Device("sm_90a", check="all")):
         plan = plan_plain(*described, out_dtype, accumulate, a.device, arch)
-        given = (a, b)
         if plan.config is not None:
-            majors = plan.config.a_major, plan.config.b_major
-            given = tuple(
-                x if major == "k" else x.T for x, major in zip(given, majors, strict=True)
-            )
-        return plan.product(given, c, bias, alpha, accumulate)
+            a = a if plan.config.a_major == "k" else a.T
+            b = b if plan.config.b_major == "k" else b.T
+        return plan.product((a, b), c, bias, alpha, accumulate)
 
 
 @pytest.mark.parametrize("majors", MAJORS)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""What a product's sums are multiplied by: ``alpha``, an fp32 scalar, or two of them.
+"""What a product's sums are multiplied by, ``alpha``, and what is added to them, a bias.
 
-Two are the global scales of A and B: the kernel multiplies these by each other first, in fp32, for
-which torch would start a kernel.
+``alpha`` is an fp32 scalar, or two of them: the global scales of A and B. The kernel multiplies
+these by each other first, in fp32, for which torch would start a kernel.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ from __future__ import annotations
 from cutlass import Float32
 
 from ..gpu.any_tensor import any_tensor
+from ..gpu.tile import NUMERIC
 
-__all__ = ["any_factor", "factor_of"]
+__all__ = ["any_added", "factor_of"]
 
 
-def any_factor(count: int):
-    """``alpha``, as kernels are compiled for it: None, a scalar, or a pair."""
-    scalars = tuple(any_tensor(Float32, 0, 4) for _ in range(count))
-    return scalars if count > 1 else scalars[0] if scalars else None
+def any_added(config):
+    """Bias and ``alpha`` of a configuration, as kernels are compiled for them: a vector or None;
+    a scalar, a pair or None."""
+    bias, scalars = config.bias, tuple(any_tensor(Float32, 0, 4) for _ in range(config.alpha))
+    return (
+        any_tensor(NUMERIC[bias], 1, bias.itemsize) if bias else None,
+        scalars if len(scalars) > 1 else scalars[0] if scalars else None,
+    )
 
 
 def factor_of(alpha):

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
-from ..common.factor import any_factor
+from ..common.factor import any_added
 from ..common.persistent import meet
 from ..common.promotion import promote_l2
 from ..common.schedule import Raster
@@ -217,6 +217,5 @@ def compile_config(config: Config):
         b,
         any_tensor(cutlass.Int64, 2, 16, True),
         _output(config),
-        any_tensor(NUMERIC[config.bias], 1, config.bias.itemsize) if config.bias else None,
-        any_factor(config.alpha),
+        *any_added(config),
     )

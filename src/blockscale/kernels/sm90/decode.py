@@ -16,11 +16,10 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies, Panels
-from ..common.factor import any_factor, factor_of
+from ..common.factor import any_added, factor_of
 from ..common.following import follow, precede
 from ..common.persistent import advance, meet
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
-from ..gpu.tile import NUMERIC
 from . import ptx, widened_ptx
 from .decode_config import SCALE_ROW, Config
 from .widened_config import BLOCK_K
@@ -237,7 +236,6 @@ def compile_config(config: Config):
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_source(config.out_dtype, False),
-        any_tensor(NUMERIC[config.bias], 1, config.bias.itemsize) if config.bias else None,
-        any_factor(config.alpha),
+        *any_added(config),
         Int32(1),
     )

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...layouts import as_bytes
-from ..common.calls import Alpha, describe_alpha
 from ..common.loadable import loadable
-from ..gpu.plan import describe
 from .dequantized_plan import plan_dequantized
 from .widened_config import FEW
 from .widened_gemm import widened_gemm
@@ -55,13 +51,7 @@ def dequantized_gemm(
     b_data: Tensor,
     b_scale: Tensor,
     b_format: str,
-    *,
-    alpha: Alpha = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    c: Tensor | None = None,
-    accumulate: bool = False,
-    arch: str | None = None,
+    **options: Any,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias``, as ``widened_gemm`` has it, of operands that may also have their
     other dimension contiguous: a view ``data.mT``, with scales ``scale.mT``. 4-bit elements are
@@ -71,21 +61,6 @@ def dequantized_gemm(
     """
     if a_format is None:
         a_data = loadable(a_data)
-    plan = plan_dequantized(
-        describe(a_data),
-        describe(a_scale),
-        a_format,
-        describe(b_data),
-        describe(b_scale),
-        b_format,
-        describe(c),
-        describe(bias),
-        describe_alpha(alpha),
-        out_dtype,
-        accumulate,
-        a_data.device,
-        arch,
+    return widened_gemm(
+        a_data, a_scale, a_format, b_data, b_scale, b_format, find=plan_dequantized, **options
     )
-    a = as_bytes(a_data), None if a_scale is None else as_bytes(a_scale)
-    b = as_bytes(b_data), as_bytes(b_scale)
-    return plan.product((*a, *b), c, bias, alpha, accumulate)

@@ -15,11 +15,11 @@ from cutlass import Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
-from ..common.factor import any_factor
+from ..common.factor import any_added
 from ..common.following import follow
 from ..common.persistent import advance, first, meet
 from ..common.schedule import Raster
-from ..gpu.any_tensor import any_source, any_tensor, compile_for
+from ..gpu.any_tensor import any_source, compile_for
 from ..gpu.tile import NUMERIC
 from . import ptx
 from .cluster_exchange import ClusterExchange
@@ -252,7 +252,6 @@ def compile_product(product: Product, *operands):
         product,
         *operands,
         any_source(config.out_dtype, config.tma_store),
-        any_tensor(NUMERIC[config.bias], 1, config.bias.itemsize) if config.bias else None,
-        any_factor(config.alpha),
+        *any_added(config),
         Int32(1),
     )

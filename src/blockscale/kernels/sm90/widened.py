@@ -18,7 +18,7 @@ from cutlass import Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
-from ..common.factor import any_factor
+from ..common.factor import any_added
 from ..common.following import follow
 from ..common.persistent import advance, first, meet
 from ..gpu.any_tensor import any_source, any_tensor, compile_for
@@ -250,7 +250,6 @@ def compile_config(config: Config):
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(cutlass.Uint8, 2, align, True),
         any_source(config.out_dtype, config.tma_store),
-        any_tensor(NUMERIC[config.bias], 1, config.bias.itemsize) if config.bias else None,
-        any_factor(config.alpha),
+        *any_added(config),
         Int32(1),
     )

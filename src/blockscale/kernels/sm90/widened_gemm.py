@@ -7,12 +7,15 @@ as those that Blackwell's tensor cores form.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ...layouts import as_bytes
 from ..common.calls import Alpha, describe_alpha
 from ..gpu.plan import describe
+from .plan import Plan
 from .widened_plan import plan_widened
 
 __all__ = ["widened_gemm"]
@@ -32,6 +35,7 @@ def widened_gemm(
     c: Tensor | None = None,
     accumulate: bool = False,
     arch: str | None = None,
+    find: Callable[..., Plan] = plan_widened,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same bits in every
     run. Takes two bytes for each element of A while it runs, unless it is bf16 of at most 16 rows.
@@ -54,12 +58,13 @@ def widened_gemm(
             the other tensors (not looked at here).
         accumulate: add to ``c`` instead of overwriting it.
         arch: of the kernel where the tensors are on a CPU, for the emulator.
+        find: what plans the call; of other kernels it is another one.
 
     Raises Unsupported, a ValueError, where there is no kernel: more rows of A (``dequantized_gemm``
     takes them), data whose rows do not start at a multiple of 16 bytes, other formats and
     architectures. ValueError or TypeError where shapes, strides or dtypes do not belong together.
     """
-    plan = plan_widened(
+    plan = find(
         describe(a_data),
         describe(a_scale),
         a_format,
