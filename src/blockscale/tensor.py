@@ -132,8 +132,10 @@ class ScaledTensor(torch.Tensor):
     @property
     def mT(self) -> ScaledTensor:  # type: ignore[override]
         """The transposed matrix (of each batch); the contraction moves along, no byte changes."""
-        if not unwatched() or self.requires_grad:
-            return self.transpose(-2, -1)  # type: ignore[return-value]
+        if torch.compiler.is_dynamo_compiling() or self.requires_grad or self.dim() < 2:
+            return self.transpose(-2, -1)  # type: ignore[return-value]  # may say why not
+        if not unwatched():  # export and torch.func take operations on the parts, not on the whole
+            return _turn(self)
         kept = self._turned
         if kept is not None:
             turned, data, scale = kept
@@ -145,8 +147,6 @@ class ScaledTensor(torch.Tensor):
                 and not turned.requires_grad
             ):
                 return turned
-        if self.dim() < 2:
-            return self.transpose(-2, -1)  # type: ignore[return-value]  # says why not
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # it may be asked for again outside
                 turned = _turn(self)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+import sys
 
-__all__ = ["unwatched"]
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+__all__ = ["has_tangent", "is_dtensor", "is_transformed", "unwatched"]
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -16,3 +20,22 @@ def unwatched() -> bool:
     if torch.compiler.is_compiling():
         return False
     return not (_dispatch_modes() or _function_modes()) and _transform() is None
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return not torch.compiler.is_compiling() and _transform() is not None
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether one of these is differentiated in forward mode."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether ``x`` is sharded over a mesh of devices. (torch.distributed.tensor is slow to import:
+    where nobody has, there is none.)"""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)

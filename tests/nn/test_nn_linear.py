@@ -210,9 +210,32 @@ def test_overfits_a_tiny_problem():
     assert loss.item() < 0.03
 
 
-def test_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="nothing to quantize"):
-        Linear(64, 32)(torch.empty(0, 64))
+@pytest.mark.parametrize(
+    ("lead", "k", "n"), [((0,), 64, 32), ((2, 0, 3), 64, 32), ((5,), 0, 4), ((5,), 64, 0)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_nothing_to_multiply_is_as_torch_has_it(lead, k, n, dtype):
+    """An expert without tokens, say: shapes, and gradients of zeros."""
+    found = []
+    for kind in (Linear, torch.nn.Linear):
+        torch.manual_seed(0)
+        layer = kind(k, n).to(dtype)
+        x = torch.randn(*lead, k, dtype=dtype, requires_grad=True)
+        y = layer(x)
+        y.float().sum().backward()
+        found.append((y, x.grad, layer.weight.grad, layer.bias.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_an_empty_batch_under_torch_autocast_and_ours():
+    w = torch.randn(32, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.empty(0, 64), w, recipe=bs.Recipe()).dtype == torch.bfloat16
+    with bs.autocast(bs.Recipe()):
+        assert torch.nn.functional.linear(torch.empty(0, 64), w).shape == (0, 32)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +249,11 @@ def test_shapes_that_do_not_belong_together(x, w):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex64])
 def test_dtypes_that_cannot_be_quantized(dtype):
-    with pytest.raises(TypeError, match=f"x: got {dtype}"):
-        linear(torch.ones(4, 32).to(dtype), torch.randn(8, 32), recipe=bs.Recipe())
+    one, other = torch.ones(4, 32).to(dtype), torch.ones(8, 32)
+    with pytest.raises(TypeError, match=f"x: got {dtype}.*cast the model and its inputs"):
+        linear(one, other, recipe=bs.Recipe())
+    with pytest.raises(TypeError, match=f"weight: got {dtype}.*cast the model and its inputs"):
+        linear(other, one, recipe=bs.Recipe())
 
 
 def test_repr_names_the_recipe():

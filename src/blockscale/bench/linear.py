@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import Linear, Recipe
-from ..nn.cache import clear_weight_cache
 from . import peers_linear
 from .contest import BASELINE, OURS, Call, Contest, Where
 
-__all__ = ["CACHED", "PEERS", "RECIPES", "SHAPES", "contests", "train_step"]
+__all__ = ["PEERS", "RECIPES", "SHAPES", "contests", "train_step"]
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -31,7 +30,6 @@ PEERS: dict[str, dict[str, Callable[[nn.Linear], Layer]]] = {
     },
     "mxfp8": {"torchao emulated, torch.compile": peers_linear.mxfp8_emulated},
 }
-CACHED = f"{OURS}, weight cached"
 _GROUP = "Linear layer, forward and backward"
 
 
@@ -51,11 +49,7 @@ def contests(
     peers: bool = False,
     device: str = "cuda",
 ) -> Iterator[Contest]:
-    """Each recipe at each shape (M, N, K) in bf16, on random normal numbers.
-
-    Ours twice: its weight is quantized in each step, as in training, which changes it each time;
-    and cached, as when gradients of several steps are accumulated.
-    """
+    """Each recipe at each shape (M, N, K) in bf16, on random normal numbers."""
     for name in recipes:
         for m, n, k in shapes:
             others = PEERS[name] if peers else {}
@@ -66,26 +60,17 @@ def contests(
             x.requires_grad_()
             makers = {BASELINE: _same, **others}
             contestants = {
-                OURS: partial(_ours, RECIPES[name], False, x, w, grad),
-                CACHED: partial(_ours, RECIPES[name], True, x, w, grad),
+                OURS: partial(_ours, RECIPES[name], x, w, grad),
                 **{who: partial(_step_of, make, x, w, grad) for who, make in makers.items()},
             }
             yield Contest(Where(_GROUP, name, m, n, k), contestants, products=3)
 
 
-def _ours(recipe: Recipe, cached: bool, x: Tensor, w: Tensor, grad: Tensor) -> Call:
+def _ours(recipe: Recipe, x: Tensor, w: Tensor, grad: Tensor) -> Call:
     n, k = w.shape
     layer = Linear(k, n, bias=False, device=w.device, dtype=w.dtype, recipe=recipe)
     layer.weight = nn.Parameter(w)
-    step = partial(train_step, layer, layer.weight, x, grad)
-    if cached:
-        return step
-
-    def call() -> object:
-        clear_weight_cache()
-        return step()
-
-    return call
+    return partial(train_step, layer, layer.weight, x, grad)
 
 
 def _step_of(make: Callable[[nn.Linear], Layer], x: Tensor, w: Tensor, grad: Tensor) -> Call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,24 +21,26 @@ class Forms(NamedTuple):
 
 
 def quantize_forms(
-    x: Tensor, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
+    x: Tensor,
+    format: str,
+    scale_rounding: str | None,
+    *,
+    rows: bool,
+    columns: bool,
+    global_scale: Tensor | None = None,
 ) -> Forms:
     """The forms of ``x`` (M, K) that are asked for, both from one read.
 
     They lie in memory as its device multiplies them. The contraction is padded with zeros to whole
-    blocks.
+    blocks. ``global_scale`` is that of a form made before: NVFP4's costs a read of ``x``.
     """
     if not (rows or columns):
         return Forms()
     layout, k_major = placement(format, x.device)
+    how: Any = {"scale_rounding": scale_rounding, "layout": layout, "pad": True, "k_major": k_major}
+    if global_scale is not None:
+        how["global_scale"] = global_scale
     if rows and columns:
-        return Forms(
-            *quantize_both(
-                x, format, scale_rounding=scale_rounding, layout=layout, pad=True, k_major=k_major
-            )
-        )
-    axis = -1 if rows else -2
-    one = quantize(
-        x, format, axis, scale_rounding=scale_rounding, layout=layout, pad=True, k_major=k_major
-    )
+        return Forms(*quantize_both(x, format, **how))
+    one = quantize(x, format, -1 if rows else -2, **how)
     return Forms(rows=one) if rows else Forms(columns=one)

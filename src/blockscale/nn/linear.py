@@ -8,41 +8,166 @@ import torch
 from torch import Tensor
 
 from ..gemm import gemm
-from .cache import quantized_weight
-from .forms import quantize_forms
+from ..quantize import DTYPES
+from ..tensor import ScaledTensor
+from ..watching import has_tangent, is_dtensor, is_transformed
+from .forms import Forms, quantize_forms
+from .once import once
 from .recipe import PRODUCTS, Recipe
+from .reuse import forget_weights, quantized_weight
 
 __all__ = ["Linear", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
-    """``x @ weight.T + bias`` with products quantized as ``recipe`` says, differentiable.
+    """``x @ weight.T + bias`` with products quantized as ``recipe`` says, differentiable once.
 
     Args:
         x: (..., K), float32, bfloat16 or float16.
-        weight: (N, K), the high-precision master; its quantized forms are cached until it changes.
+        weight: (N, K), the high-precision master. It is quantized in every forward and, for the
+            gradient of ``x``, in the backward; :func:`blockscale.reuse_weights` avoids that.
         bias: (N,) or None.
 
     Returns (..., N) in the dtype of ``x``, or that of torch.autocast where it is on. Blocks run
     along the contraction of each product: fprop x and w by rows; dgrad g by rows, w by columns;
-    wgrad g and x by columns. Each tensor is read once for both of its forms. Dimensions that are no
-    multiple of a block are padded with zeros.
-    Raises ValueError or TypeError as torch.nn.functional.linear and :func:`blockscale.quantize`.
+    wgrad g and x by columns. ``x`` and its gradient are read once for both of their forms.
+    Dimensions that are no multiple of a block are padded with zeros. Until the backward, x is kept
+    quantized by columns, and ``weight`` itself, as torch.nn.functional.linear keeps it.
+
+    >>> y = bs.nn.linear(torch.randn(8, 64), torch.randn(32, 64), recipe=bs.Recipe("mxfp8"))
+
+    Raises ValueError or TypeError as torch.nn.functional.linear and :func:`blockscale.quantize`,
+    and NotImplementedError for second derivatives and forward-mode differentiation.
     """
+    _check(x, weight, bias)
+    out_dtype, device = x.dtype, x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        out_dtype = torch.get_autocast_dtype(device)
+    if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
+        b = None if bias is None else bias.to(out_dtype)
+        return torch.nn.functional.linear(x.to(out_dtype), weight.to(out_dtype), b)
+    trains = torch.is_grad_enabled()
+    dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
+    function = _TransformedLinear if is_transformed() else _Linear
+    return function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"{name}: is a DTensor, whose shards cannot be quantized one by one in general; "
+                "use FSDP, or call .full_tensor() or .to_local() first"
+            )
+    if has_tangent(x, weight, bias):
+        raise NotImplementedError(
+            "blockscale.nn.linear has no forward-mode derivative (jvp, jacfwd, dual tensors); "
+            "differentiate in reverse (backward, torch.func.grad), or leave the layer in torch.nn"
+        )
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"
+        )
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
         )
-    if torch.is_autocast_enabled(x.device.type):
-        out_dtype = torch.get_autocast_dtype(x.device.type)
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{name}: got {tensor.dtype}; expected one of {', '.join(map(str, DTYPES))}: cast "
+                "the model and its inputs, or leave the layer in torch.nn (filter_fn)"
+            )
+
+
+def _products(recipe: Recipe) -> dict[str, bool]:
+    """Whether each product is quantized."""
+    return {product: product not in recipe.high_precision for product in PRODUCTS}
+
+
+def _quantized_activations(x: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> Forms:
+    name = recipe.format_of("activations").name
+    return quantize_forms(x, name, recipe.scale_rounding, rows=rows, columns=columns)
+
+
+def _fprop(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    wgrad: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The product; ``x`` as wgrad reads it, made only if ``wgrad`` follows; and the global scale of
+    the weight."""
+    quantized = _products(recipe)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    forms = _quantized_activations(
+        rows, recipe, rows=quantized["fprop"], columns=wgrad and quantized["wgrad"]
+    )
+    scalar = None
+    if forms.rows is not None:
+        name = recipe.format_of("weights").name
+        w = quantized_weight(weight, name, recipe.scale_rounding, rows=True).rows
+        assert w is not None
+        y, scalar = gemm(forms.rows, w.mT, out_dtype, bias=bias), w.global_scale
     else:
-        out_dtype = x.dtype
-    trains = torch.is_grad_enabled()
-    dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
-    return _Linear.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
+        y = rows.to(out_dtype) @ weight.to(out_dtype).mT
+        y = y if bias is None else y + bias.to(out_dtype)
+    y = y.reshape(*x.shape[:-1], weight.shape[0])
+    return y, rows if forms.columns is None else forms.columns, scalar
+
+
+def _gradients(
+    ctx: Any,
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    global_scale: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Of x, weight and bias. ``x`` and the weight's ``global_scale`` are those of ``_fprop``."""
+    dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
+    recipe, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
+    quantized = _products(recipe)
+    g = grad.reshape(-1, grad.shape[-1]).contiguous()
+    forms = quantize_forms(
+        g,
+        recipe.format_of("gradients").name,
+        recipe.scale_rounding,
+        rows=dgrad and quantized["dgrad"],
+        columns=wgrad and quantized["wgrad"],
+    )
+    grad_x = grad_weight = grad_bias = None
+    if dgrad:
+        assert weight is not None
+        if forms.rows is not None:
+            how = recipe.format_of("weights").name, recipe.scale_rounding
+            w = quantized_weight(weight, *how, columns=True, global_scale=global_scale).columns
+            assert w is not None
+            grad_x = gemm(forms.rows, w, x_dtype)
+        else:
+            grad_x = (g @ weight.to(g.dtype)).to(x_dtype)
+        grad_x = grad_x.reshape(ctx.x_shape)
+    if wgrad:
+        assert x is not None
+        if forms.columns is not None:
+            assert isinstance(x, ScaledTensor)
+            grad_weight = gemm(forms.columns.mT, x, w_dtype)
+        else:
+            grad_weight = (g.mT @ x.to(g.dtype)).to(w_dtype)
+    if bias_grad:
+        grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
+    return grad_x, grad_weight, grad_bias
+
+
+def _remember(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+    ctx.recipe, ctx.x_shape = recipe, x.shape
+    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
 
 
 class _Linear(torch.autograd.Function):
+    """Keeps x quantized by columns. ``dgrad`` and ``wgrad``: whether these products will follow."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -54,63 +179,74 @@ class _Linear(torch.autograd.Function):
         dgrad: bool,
         wgrad: bool,
     ) -> Tensor:
-        """``dgrad`` and ``wgrad``: whether these products will follow."""
-        x_rows = x.reshape(-1, x.shape[-1]).contiguous()
-        quantized = {product: product not in recipe.high_precision for product in PRODUCTS}
-        x_forms = quantize_forms(
-            x_rows,
-            recipe.format_of("activations").name,
-            recipe.scale_rounding,
-            rows=quantized["fprop"],
-            columns=wgrad and quantized["wgrad"],
+        y, x_kept, scalar = _fprop(x, weight, bias, recipe, out_dtype, wgrad)
+        # the weight itself: whoever gathers it anew for the backward frees it until then
+        ctx.save_for_backward(
+            x_kept if wgrad else None,
+            weight if dgrad else None,
+            scalar if dgrad else None,
         )
-        w_forms = quantized_weight(
-            weight,
-            recipe.format_of("weights").name,
-            recipe.scale_rounding,
-            rows=quantized["fprop"],
-            columns=dgrad and quantized["dgrad"],
-        )
-        if x_forms.rows is not None and w_forms.rows is not None:
-            y = gemm(x_forms.rows, w_forms.rows.mT, out_dtype, bias=bias)
-        else:
-            y = x_rows.to(out_dtype) @ weight.to(out_dtype).mT
-            y = y if bias is None else y + bias.to(out_dtype)
-        # all that the backward pass reads again: x by columns, w by columns
-        x_kept = x_rows if x_forms.columns is None else x_forms.columns
-        w_kept = w_forms.columns if quantized["dgrad"] else weight
-        ctx.save_for_backward(x_kept if wgrad else None, w_kept if dgrad else None)
-        ctx.recipe, ctx.quantized, ctx.x_shape = recipe, quantized, x.shape
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        _remember(ctx, x, weight, bias, recipe)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_kept, w_kept = ctx.saved_tensors
-        x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
-        g = grad.reshape(-1, grad.shape[-1]).contiguous()
-        g_forms = quantize_forms(
-            g,
-            ctx.recipe.format_of("gradients").name,
-            ctx.recipe.scale_rounding,
-            rows=dgrad and ctx.quantized["dgrad"],
-            columns=wgrad and ctx.quantized["wgrad"],
-        )
-        grad_x = grad_weight = grad_bias = None
-        if g_forms.rows is not None:
-            grad_x = gemm(g_forms.rows, w_kept, x_dtype)
-        elif dgrad:
-            grad_x = (g @ w_kept.to(g.dtype)).to(x_dtype)
-        if g_forms.columns is not None:
-            grad_weight = gemm(g_forms.columns.mT, x_kept, w_dtype)
-        elif wgrad:
-            grad_weight = (g.mT @ x_kept.to(g.dtype)).to(w_dtype)
-        if bias_grad:
-            grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
-        if grad_x is not None:
-            grad_x = grad_x.reshape(ctx.x_shape)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        with torch.no_grad():
+            gradients = _gradients(ctx, grad, *ctx.saved_tensors)
+        return *once(gradients), None, None, None, None
+
+
+class _TransformedLinear(torch.autograd.Function):
+    """The same for torch.func, which keeps plain tensors only: x is quantized by columns later."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        dgrad: bool,
+        wgrad: bool,
+    ) -> Tensor:
+        return _fprop(x, weight, bias, recipe, out_dtype, False)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, recipe, *_ = inputs
+        ctx.save_for_backward(x, weight)
+        _remember(ctx, x, weight, bias, recipe)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with torch.no_grad():
+            kept = x.reshape(-1, x.shape[-1]).contiguous()
+            if ctx.needs_input_grad[1] and _products(ctx.recipe)["wgrad"]:
+                kept = _quantized_activations(kept, ctx.recipe, rows=False, columns=True).columns
+            gradients = _gradients(ctx, grad, kept, weight, None)
+        return *once(gradients, grad, x, weight), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """Samples are rows of one product where they share the weight, else products of their own.
+
+        Either way each row has the bits of its own call.
+        """
+        x_dim, *others = in_dims
+        if x_dim is not None and not any(dim is not None for dim in others):
+            x, *rest = inputs
+            return _TransformedLinear.apply(x.movedim(x_dim, 0), *rest), 0
+        alone = [
+            _TransformedLinear.apply(
+                *(
+                    v if dim is None else v.select(dim, i)
+                    for v, dim in zip(inputs, in_dims, strict=True)
+                )
+            )
+            for i in range(info.batch_size)
+        ]
+        return torch.stack(alone), 0
 
 
 class Linear(torch.nn.Linear):
@@ -135,6 +271,10 @@ class Linear(torch.nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, recipe=self.recipe)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        forget_weights()  # what was loaded may be the shards of a weight that is gathered
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"

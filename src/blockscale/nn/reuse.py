@@ -1,0 +1,163 @@
+"""Quantized weights: made in every pass, and kept only where ``reuse_weights`` asks for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..watching import unwatched
+from .forms import Forms, quantize_forms
+
+__all__ = ["clear_weight_cache", "forget_weights", "quantized_weight", "reuse_weights"]
+
+_HINT_AT = 100  # passes without gradients
+
+_blocks = 0  # reuse_weights blocks that are open, one in another
+_number = 0  # of the outermost; nothing of one before is used again
+
+
+class _Kept(NamedTuple):
+    """What was made of a weight while it was in this state."""
+
+    state: tuple[Any, ...]
+    memory: Tensor  # keeps the weight's address from being given to another tensor
+    forms: dict[Any, Forms]
+
+
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> _Kept
+_passes: WeakIdKeyDictionary | None = WeakIdKeyDictionary()  # weight -> count; None: all is said
+
+
+@contextmanager
+def reuse_weights() -> Iterator[None]:
+    """Quantize each weight once inside the block, for the micro-batches of a step.
+
+    Outside, layers quantize their weight in every forward, and for the gradient of x again in the
+    backward. Inside, what was made is kept until the block ends: two bytes an element in 8-bit
+    formats. (Under FSDP they are the gathered weight's, on each rank: with resharding, leave the
+    block out.)
+
+    >>> for step in range(steps):
+    ...     with bs.reuse_weights():
+    ...         for x, y in micro_batches:
+    ...             loss(model(x), y).backward()
+    ...     optimizer.step()
+
+    Weights must not change inside the block. Optimizer steps, ``load_state_dict``, in-place
+    operations and another tensor in place of the weight are seen all the same, and quantize anew.
+    Not seen are writes behind torch's back: through ``.data``, NumPy or another process, and into
+    the shards of a weight that FSDP has gathered. Blocks nest: the outermost ends the reuse.
+    Compiled code, captured CUDA graphs and torch.func transforms quantize in every pass.
+    """
+    global _blocks, _number
+    _number += not _blocks
+    _blocks += 1
+    try:
+        yield
+    finally:
+        _blocks -= 1
+        if not _blocks and not torch.compiler.is_compiling():
+            forget_weights()
+
+
+def quantized_weight(
+    weight: Tensor,
+    format: str,
+    scale_rounding: str | None,
+    *,
+    rows: bool = False,
+    columns: bool = False,
+    global_scale: Tensor | None = None,
+) -> Forms:
+    """``weight`` (N, K) quantized: the forms that are asked for, and those kept beside them."""
+    how = format, scale_rounding
+    if not _blocks or not _can_be_kept(weight):
+        if rows and not torch.is_grad_enabled():
+            _hint(weight)
+        return quantize_forms(weight, *how, rows=rows, columns=columns, global_scale=global_scale)
+    kept, key = _kept_of(weight), (*how, _stream(weight))
+    have = kept.forms.get(key, Forms())
+    made = quantize_forms(
+        weight,
+        *how,
+        rows=rows and have.rows is None,
+        columns=columns and have.columns is None,
+        global_scale=global_scale,
+    )
+    forms = kept.forms[key] = Forms(
+        have.rows if made.rows is None else made.rows,
+        have.columns if made.columns is None else made.columns,
+    )
+    return forms
+
+
+def _kept_of(weight: Tensor) -> _Kept:
+    """What is kept of the weight as it is now."""
+    place = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+    state = _number, weight._version, *place
+    kept = _kept.get(weight)
+    if kept is None or kept.state != state:
+        kept = _kept[weight] = _Kept(state, weight.detach(), {})
+    return kept
+
+
+def _can_be_kept(weight: Tensor) -> bool:
+    """Not in traced code, nor where the weight has no version, nor in the capture of a CUDA graph,
+    whose replays are to see what the weight is then."""
+    return unwatched() and not weight.is_inference() and not _is_captured(weight)
+
+
+def _is_captured(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(weight: Tensor) -> int:
+    """The stream that work is queued on: another one does not wait for what was made here."""
+    return torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
+
+
+def _hint(weight: Tensor) -> None:
+    """Say once how to reuse weights, where the same one is quantized again and again."""
+    global _passes
+    if _passes is None or not unwatched():
+        return
+    state = weight.data_ptr(), None if weight.is_inference() else weight._version
+    before, count = _passes.get(weight, (state, 0))
+    count = count + 1 if before == state else 1
+    _passes[weight] = state, count
+    if count >= _HINT_AT:
+        _passes = None
+        warnings.warn(
+            f"a weight {tuple(weight.shape)} was quantized for the {count}th time without "
+            "gradients. Quantize it once: blockscale.quantize_(model, recipe) "
+            "for inference, or `with blockscale.reuse_weights():` around the loop. (Said once.)",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def forget_weights(*_: Any) -> None:
+    """Quantize every weight anew, inside ``reuse_weights`` too."""
+    _kept.clear()
+
+
+def clear_weight_cache() -> None:
+    """Deprecated: layers keep no quantized weight any more, unless ``reuse_weights`` is open."""
+    warnings.warn(
+        "clear_weight_cache: layers quantize their weight in every forward, there is nothing to "
+        "clear; leave the call out (inside blockscale.reuse_weights, close the block instead)",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    forget_weights()
+
+
+# Fused optimizers leave the version alone, and those of sharded weights never see the gathered one.
+register_optimizer_step_post_hook(forget_weights)
