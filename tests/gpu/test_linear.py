@@ -179,6 +179,33 @@ def test_compiled_whole(name):
         assert (one.float() - two.float()).norm() < 0.01 * two.float().norm()
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_reduce_overhead(name, trains):
+    """What plans keep has no memory of a graph's pool. (No shape of this test ran eagerly.)"""
+    torch.compiler.reset()
+    k = 1024 + 64 * (2 * list(RECIPES).index(name) + trains)
+    layers = [torch.nn.Linear(k, 768), torch.nn.GELU(), torch.nn.Linear(768, k, bias=False)]
+    model = bs.convert(torch.nn.Sequential(*layers).to(DEVICE, BF16), RECIPES[name])
+    model.requires_grad_(trains)
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for step in range(4):
+        x, g = (torch.randn(192, k, device=DEVICE, dtype=BF16) for _ in range(2))
+        results = []
+        for function in (compiled, model):
+            torch.compiler.cudagraph_mark_step_begin()
+            model.zero_grad()
+            y = function(x)
+            if trains:
+                y.backward(g)
+            grads = [p.grad.clone() for p in model.parameters()] if trains else []
+            results.append([y.detach().clone(), *grads])
+            if not step:  # only later the eager model may run: it would make all plans first
+                break
+        for one, two in zip(*results, strict=True) if step else ():
+            assert (one.float() - two.float()).norm() < 0.01 * two.float().norm()
+
+
 def test_a_cuda_graph_of_a_step_sees_each_change_of_the_weight():
     layer = Linear(1024, 768, bias=False, device=DEVICE, recipe=RECIPES["fp8_block"])
     x, _, g = tensors(512, 1024, 768)

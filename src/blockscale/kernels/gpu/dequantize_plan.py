@@ -14,9 +14,9 @@ from torch import Tensor
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
 from ..common.machine import MULTIPROCESSORS, no_kernels
+from ..common.template import template
 from .config import ARCHITECTURES, DTYPES
 from .dequantize_views import View, as_matrices, is_contiguous, turn
-from .outputs import template
 from .plan import Described, Unsupported, architecture, describe, get_kernel, missing
 
 __all__ = ["THREADS", "DequantizeConfig", "DequantizePlan", "dequantize", "plan_dequantize"]
@@ -83,7 +83,7 @@ class DequantizePlan:
     """What a call needs, found once for all calls alike.
 
     ``data``, ``scale``, ``out``: what the kernel takes of each, where it is not all as it is.
-    ``template``: an item, expanded to the shape in which the output lies in memory. ``turned``:
+    ``template``: of the output as it lies in memory. ``turned``:
     data lies column by column, and so will the output.
     """
 

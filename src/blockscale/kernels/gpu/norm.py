@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ...formats import Format, get_format
 from ..common.machine import MULTIPROCESSORS
+from ..common.template import template
 from ..cpu.spec import Spec, specify
 from .config import DTYPES, SHARED
-from .outputs import Output, choose_output, template
+from .outputs import Output, choose_output
 from .plan import Unsupported, architecture, as_matrix, get_kernel, unsupported
 
 __all__ = ["SEGMENT", "NormConfig", "choose_norm", "rmsnorm", "unsupported_rmsnorm"]

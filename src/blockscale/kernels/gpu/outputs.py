@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from ...formats import Format
 from ...layouts import Grouped, get_layout
+from ..common.template import template
 
-__all__ = ["Output", "choose_output", "template"]
+__all__ = ["Output", "choose_output"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,3 @@ def choose_output(
         scale_shape=stored,
         turned=turned,
     )
-
-
-def template(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One item, expanded: empty_like of it is the fastest way to allocate."""
-    return torch.empty(1, dtype=dtype, device=device).expand(tuple(shape))

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
 from ..common.calls import aligned_rows, check_matrix, check_rest
+from ..common.template import template
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .config import WHOLE, Config, choose_config, why_not
 
@@ -81,8 +82,7 @@ class Operands:
 class Plan:
     """``run`` takes data as bytes, transposed where ``config.majors`` says "mn", each with its
     scales as ``scale_rows`` of tiles, the output, bias and alpha; None where nothing is to be
-    multiplied. ``out`` is one item, expanded to the output's shape: empty_like of it is the fastest
-    way to allocate.
+    multiplied. ``out`` is the output's template.
     """
 
     config: Config | None
@@ -117,7 +117,7 @@ def plan_gemm(
     operands = Operands.of(a, a_scale, a_format, b, b_scale, b_format)
     m, n, k = operands.shape
     check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
-    like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
+    like = template((m, n), out_dtype, device)
     if 0 in (m, n, k):
         return Plan(None, None, (0, 0), like)
     config = choose_config(

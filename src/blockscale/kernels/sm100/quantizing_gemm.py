@@ -13,7 +13,7 @@ from torch import Tensor
 from ...formats import NONFINITE, choose, get_format
 from ...layouts import get_layout
 from ..common.calls import Alpha, check_rest, describe_alpha
-from ..gpu.outputs import template
+from ..common.template import template
 from ..gpu.plan import Described, Unsupported, architecture, describe, get_kernel, missing
 from .config import choose_config, why_not
 from .plan import Operands, views

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
+from ..common.template import template
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .plain_config import choose_config
 from .plan import Plan, multiprocessors_of
@@ -45,7 +46,7 @@ def plan_plain(
         raise Unsupported(reason)
     (m, k), n = a[0], b[0][0]
     check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
-    like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
+    like = template((m, n), out_dtype, device)
     if 0 in (m, n, k):
         return Plan(None, None, 0, like)
     check_loadable(**rows)

@@ -18,6 +18,7 @@ from ..common.calls import (
     check_rest,
     sum_of_nothing,
 )
+from ..common.template import template
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .config import BLOCK_K, choose_config, why_not
 from .product_config import MULTIPROCESSORS
@@ -30,8 +31,8 @@ _BYTES = (torch.uint8, torch.float8_e4m3fn)
 @dataclass(frozen=True, slots=True)
 class Plan:
     """``run`` takes data as bytes, scales, the output, bias, alpha, and how many multiprocessors
-    there are; None where nothing is to be multiplied. ``config`` is its kernel's. ``out`` is one
-    item, expanded to the output's shape: empty_like of it is the fastest way to allocate.
+    there are; None where nothing is to be multiplied. ``config`` is its kernel's. ``out`` is
+    the output's template.
     """
 
     config: Any
@@ -89,7 +90,7 @@ def plan_gemm(
     else:
         _check_scale("b_scale", b_scale, (-(-n // b_block[0]), blocks), "compact scales")
     check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
-    like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
+    like = template((m, n), out_dtype, device)
     if 0 in (m, n, k):
         return Plan(None, None, 0, like)
     check_loadable(a_data=a, b_data=b)

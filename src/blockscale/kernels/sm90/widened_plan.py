@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...formats import Format, get_format
 from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
+from ..common.template import template
 from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from . import decode_config
 from .ordered_config import OrderedConfig
@@ -36,7 +37,7 @@ class _Widened:
     Attributes:
         widen: writes them, as ``multiply`` wants them.
         multiply: the product.
-        like: an item, expanded to their shape.
+        like: a template of them.
     """
 
     widen: Callable[..., Any]
@@ -93,7 +94,7 @@ def plan_widened(
     for name, scale, rows in given:
         _check_scale(name, scale, (rows, k // format.block_size), format)
     check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
-    like = torch.empty(1, dtype=out_dtype, device=device).expand(m, n)
+    like = template((m, n), out_dtype, device)
     if 0 in (m, n, k):
         return Plan(None, None, 0, like)
     check_loadable(a_data=a, b_data=b)
@@ -117,10 +118,9 @@ def plan_widened(
         )
     run = get_kernel(config, device)
     if a_format is not None or not decodes:
-        values = torch.empty(1, dtype=torch.bfloat16, device=device)
-        shape = m, -(-k // BLOCK_K) * BLOCK_K
+        values = template((m, -(-k // BLOCK_K) * BLOCK_K), torch.bfloat16, device)
         widen = get_kernel(OrderedConfig(a_format or BF16, ordered=not decodes), device)
-        run = _Widened(widen, run, values.expand(shape))
+        run = _Widened(widen, run, values)
     return Plan(config, run, multiprocessors_of(device), like)
 
 
