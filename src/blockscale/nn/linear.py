@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     """
     _check(x, weight, bias)
     out_dtype, device = x.dtype, x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta
         out_dtype = torch.get_autocast_dtype(device)
     if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
         b = None if bias is None else bias.to(out_dtype)
