@@ -73,11 +73,13 @@ def alone(recipe: str, dtype: torch.dtype, device: torch.device, ranks: int) -> 
             def forward(x: Tensor, seen=seen) -> Tensor:
                 return torch.func.functional_call(model, seen, (x.to(dtype),))
 
+            grads = [torch.zeros_like(p) for p in model.parameters()]
             for x, y in step[2 * rank : 2 * rank + 2]:
                 loss = squared_error(forward, x, y)
-                loss.backward()
+                found = torch.autograd.grad(loss, list(seen.values()))
+                grads = [sum_ + one.float() for sum_, one in zip(grads, found, strict=True)]
                 losses[-1][rank] += loss.item()
-            sums.append([p.grad.float() for p in seen.values()])
+            sums.append(grads)
         for p, *grads in zip(model.parameters(), *sums, strict=True):
             p.grad = sum(grads) / ranks
         optimizer.step()
@@ -105,10 +107,16 @@ def wrap(kind: str, model: nn.Module, device: torch.device) -> nn.Module:
 
 
 KINDS = ("ddp", "fsdp1", "fsdp2", "fsdp2_kept", "fsdp2_bf16")
+#: Kind, recipe, and where weights are reused: "never", in each "step", or "always" (in one block).
+RUNS = (
+    *((kind, "mxfp8", reuse) for kind in KINDS for reuse in ("never", "always")),
+    *((kind, "mxfp8", "step") for kind in ("fsdp2", "fsdp2_kept")),
+    *(("fsdp2", "nvfp4", reuse) for reuse in ("never", "always")),
+)
 
 
 def train(kind: str, recipe: str, reuse: str, device: torch.device) -> list[float]:
-    """This rank's losses. ``reuse``: "never", in each "step", or "always": one block over all."""
+    """This rank's losses."""
     model = wrap(kind, make_model(recipe, device), device)
     optimizer = optimizer_of(model.parameters())
     first, losses = 2 * dist.get_rank(), []
@@ -158,22 +166,18 @@ def reload(how: str, reuse: bool, folder: Path, device: torch.device) -> dict[st
     return found
 
 
-RELOADS = ("dcp.load", "set_model_state_dict")
-REUSES = ("never", "step", "always")
+RELOADS = tuple(
+    (how, reuse) for how in ("dcp.load", "set_model_state_dict") for reuse in (False, True)
+)
 
 
 def everything(device: torch.device) -> dict[str, object]:
     """All losses, by a name; those of each rank side by side where they are gathered."""
-    results: dict[str, object] = {}
-    for recipe in RECIPES:
-        for kind in KINDS:
-            for reuse in REUSES:
-                results[f"{kind} {recipe} {reuse}"] = train(kind, recipe, reuse, device)
-    for how in RELOADS:
-        for reuse in (False, True):
-            shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(shared)
-            results[f"{how} {reuse}"] = reload(how, reuse, Path(str(shared[0])), device)
+    results: dict[str, object] = {" ".join(one): train(*one, device) for one in RUNS}
+    for how, reuse in RELOADS:
+        shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(shared)
+        results[f"{how} {reuse}"] = reload(how, reuse, Path(str(shared[0])), device)
     return results
 
 

@@ -113,6 +113,21 @@ def test_a_vector_is_one_token():
     assert torch.equal(y, layer(x[None])[0])
 
 
+@pytest.mark.parametrize("shape", [(64,), (8, 64), (2, 4, 64)])
+@pytest.mark.parametrize("quantized", [True, False])
+def test_what_is_returned_may_be_changed_in_place(shape, quantized):
+    """As in ``x += residual``; a view made inside an autograd.Function refuses that."""
+    recipe = bs.Recipe(high_precision=() if quantized else ("fprop", "dgrad", "wgrad"))
+    layer, x = Linear(64, 64, recipe=recipe), torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    assert not y._is_view()
+    y += x
+    y.sum().backward()
+    grad, x.grad = x.grad, None
+    (layer(x) + x).sum().backward()
+    assert torch.equal(x.grad, grad)
+
+
 def test_strided_inputs_and_gradients():
     x, w, g = tensors(64, 96, 160)
     plain = run(x, w, g, bs.Recipe())

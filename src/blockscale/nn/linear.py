@@ -114,7 +114,8 @@ def _fprop(
     else:
         y = rows.to(out_dtype) @ weight.to(out_dtype).mT
         y = y if bias is None else y + bias.to(out_dtype)
-    y = y.reshape(*x.shape[:-1], weight.shape[0])
+    if x.dim() != 2:  # no view: those made in here refuse in-place operations, and hooks of FSDP
+        y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
     return y, rows if forms.columns is None else forms.columns, scalar
 
 
