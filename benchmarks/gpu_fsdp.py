@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -31,6 +32,8 @@ MODELS = {
 
 def peak(recipe: bs.Recipe | None, device: torch.device) -> int:
     """Bytes that a rank has allocated at most, under FSDP2 that reshards after the forward."""
+    gc.collect()  # the model before
+    before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(LAYERS)]
     model: nn.Module = nn.Sequential(*layers)
@@ -47,7 +50,7 @@ def peak(recipe: bs.Recipe | None, device: torch.device) -> int:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def equal_steps(found: dict[str, list]) -> dict[str, int]:
