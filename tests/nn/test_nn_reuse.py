@@ -11,6 +11,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils.weak import WeakIdKeyDictionary
 
 import blockscale as bs
@@ -363,6 +364,20 @@ def test_compiled_code_quantizes_in_every_pass(layer, within):
         for _ in range(2):
             layer.weight.data.mul_(2)
             assert torch.equal(run(X), fresh(layer) * (1 + within))
+
+
+def test_blocks_compile_nothing_anew(layer, unsaid):
+    """Compiled code asks neither whether a block is open nor whether the hint was given."""
+    torch.compiler.reset()
+    count = torch._dynamo.testing.CompileCounter()
+    run = torch.compile(layer, fullgraph=True, backend=count)
+    with torch.no_grad():
+        for _ in range(3):
+            run(X)
+            with bs.reuse_weights():
+                run(X)
+            reuse._passes = None
+    assert count.frame_count == 1
 
 
 def test_clearing_a_cache_is_no_longer_needed(layer):

@@ -77,9 +77,9 @@ def quantized_weight(
     global_scale: Tensor | None = None,
 ) -> Forms:
     """``weight`` (N, K) quantized: the forms that are asked for, and those kept beside them."""
-    how = format, scale_rounding
-    if not _blocks or not _can_be_kept(weight):
-        if rows and not torch.is_grad_enabled():
+    how, plain = (format, scale_rounding), unwatched()
+    if not plain or not _blocks or not _can_be_kept(weight):
+        if plain and rows and not torch.is_grad_enabled():
             _hint(weight)
         return quantize_forms(weight, *how, rows=rows, columns=columns, global_scale=global_scale)
     kept, key = _kept_of(weight), (*how, _stream(weight))
@@ -109,9 +109,9 @@ def _kept_of(weight: Tensor) -> _Kept:
 
 
 def _can_be_kept(weight: Tensor) -> bool:
-    """Not in traced code, nor where the weight has no version, nor in the capture of a CUDA graph,
-    whose replays are to see what the weight is then."""
-    return unwatched() and not weight.is_inference() and not _is_captured(weight)
+    """Not where the weight has no version, nor in the capture of a CUDA graph, whose replays are to
+    see what the weight is then."""
+    return not weight.is_inference() and not _is_captured(weight)
 
 
 def _is_captured(weight: Tensor) -> bool:
@@ -126,7 +126,7 @@ def _stream(weight: Tensor) -> int:
 def _hint(weight: Tensor) -> None:
     """Say once how to reuse weights, where the same one is quantized again and again."""
     global _passes
-    if _passes is None or not unwatched():
+    if _passes is None:
         return
     state = weight.data_ptr(), None if weight.is_inference() else weight._version
     before, count = _passes.get(weight, (state, 0))
