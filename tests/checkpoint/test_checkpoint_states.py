@@ -222,3 +222,13 @@ def test_a_damaged_description_is_refused(text: str, tmp_path: Path):
 
 def test_it_is_found_as_an_attribute():
     assert bs.checkpoint.save_file is checkpoint.save_file
+
+
+def test_storages_can_be_resized(tmp_path: Path):
+    """Of what is saved, and of what is loaded: FSDP resizes those of parameters."""
+    state = {"q": bs.quantize(torch.randn(32, 64), "nvfp4"), "x": torch.ones(3)}
+    checkpoint.save_file(state, tmp_path / "x")
+    for each in (state, checkpoint.load_file(tmp_path / "x")):
+        q = each["q"]
+        for t in (q.qdata, q.scale, q.global_scale, each["x"]):
+            t.untyped_storage().resize_(0)

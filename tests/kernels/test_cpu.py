@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import blockscale as bs
 from blockscale import reference
 from blockscale.formats import E4M3, E8M0, FP32, NONFINITE, Format, formats
 from blockscale.kernels import cpu
+from blockscale.memory import memory_of
 from blockscale.rounding import decode
 
 pytest.importorskip("numba")
@@ -398,6 +403,7 @@ def test_numba_is_imported_by_the_first_call_and_its_code_kept_on_disk(tmp_path:
 import sys, torch
 from blockscale.formats import formats
 from blockscale.kernels import cpu
+from blockscale.memory import memory_of
 assert "numba" not in sys.modules
 assert cpu.global_scale(torch.ones(3), formats["nvfp4"]) == torch.tensor(1.0) / 2688
 from blockscale.kernels.cpu import compiled
@@ -416,6 +422,7 @@ def full(self, *args): raise OSError(28, "No space left on device")
 caching.IndexDataCacheFile.save = full
 from blockscale.formats import formats
 from blockscale.kernels import cpu
+from blockscale.memory import memory_of
 print(float(cpu.global_scale(torch.zeros(3), formats["nvfp4"])))
 """
     assert python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["1.0"]
@@ -426,3 +433,51 @@ def test_wrong_dtype() -> None:
         cpu.quantize(torch.zeros(2, 32, dtype=torch.int32), formats["mxfp8"])
     with pytest.raises(ValueError, match="global_scale"):
         cpu.quantize(torch.zeros(2, 32), formats["nvfp4"], scale_rounding="nearest")
+
+
+# --- the caller's memory --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_storages_can_be_resized_afterwards(name: str, dtype: torch.dtype) -> None:
+    """FSDP resizes those of parameters; torch's bridge to numpy forbids that for good."""
+    for axis in (-1, -2):
+        x = torch.randn(128, 256).to(dtype)
+        q = bs.quantize(x, name, axis)
+        values = [q.dequantize(wanted) for wanted in DTYPES]
+        scales = [] if q.global_scale is None else [q.global_scale]
+        for t in (x, q.qdata, q.scale, *scales, *values):
+            t.untyped_storage().resize_(0)
+    x = torch.randn(4, 32).to(dtype)
+    cpu.global_scale(x, formats["nvfp4"])
+    x.resize_(64, 64)
+
+
+def test_the_storage_of_a_weight_can_be_resized_after_a_layer_ran() -> None:
+    layer = bs.nn.Linear(64, 64)
+    x = torch.randn(32, 64, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    for t in (layer.weight, x, y, x.grad, layer.weight.grad):
+        assert t is not None
+        t.untyped_storage().resize_(0)
+
+
+def test_a_lazily_negated_tensor() -> None:
+    x = torch.randn(8, 64)
+    for name in ("mxfp8", "nvfp4"):
+        assert torch.equal(bs.quantize(torch._neg_view(x), name), bs.quantize(-x, name))
+
+
+def test_memory_lives_as_long_as_its_array() -> None:
+    x = torch.arange(5, dtype=torch.int32)
+    array, alive = memory_of(x[2:], np.int32, 3), weakref.ref(x)
+    del x
+    gc.collect()
+    assert array.tolist() == [2, 3, 4]
+    array[0] = 7
+    del array
+    gc.collect()
+    assert alive() is None
+    assert memory_of(torch.empty(0), np.float32, 0).size == 0

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..memory import memory_of
 from .header import MAX_HEADER, TORCH_DTYPES, Header, Stored, parse, show
 
 __all__ = ["PIECE", "Reader"]
@@ -87,24 +89,23 @@ class Reader:
 
     def _pread(self, offset: int, count: int) -> bytearray:
         buffer = bytearray(count)
-        view, done = memoryview(buffer), 0
-        while done < count:
-            got = os.preadv(self._fd, [view[done:]], offset + done)
+        self._fill(memoryview(buffer), offset)
+        return buffer
+
+    def _fill(self, buffer: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(buffer):
+            got = os.preadv(self._fd, [buffer[done:]], offset + done)
             if not got:
                 raise OSError(
                     f"{self._argument}: {self.path} became shorter while it was read; start again "
                     "when nothing writes to it"
                 )
             done += got
-        return buffer
 
     def bytes(self, tensor: Stored, start: int, count: int) -> bytearray:
         """``count`` bytes of a tensor from its byte ``start`` on."""
-        if start + count > tensor.nbytes:
-            raise ValueError(
-                f"bytes {start} to {start + count} of a tensor that has {tensor.nbytes}"
-            )
-        return self._pread(tensor.offset + start, count)
+        return self._pread(_place(tensor, start, count), count)
 
     def elements(self, name: str, start: int, count: int) -> Tensor:
         """``count`` elements from element ``start`` on, in one dimension and their own memory."""
@@ -114,10 +115,10 @@ class Reader:
             raise ValueError(
                 f"{self._argument}: torch has no dtype for {tensor.dtype} ({show(name)})"
             )
-        if not count:
-            return torch.empty(0, dtype=dtype)
-        size = dtype.itemsize
-        return torch.frombuffer(self.bytes(tensor, start * size, count * size), dtype=dtype)
+        out = torch.empty(count, dtype=dtype)  # not frombuffer: whose storage cannot be resized
+        at = _place(tensor, start * dtype.itemsize, out.nbytes)
+        self._fill(memory_of(out, np.uint8, out.nbytes).data, at)
+        return out
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
@@ -155,3 +156,10 @@ class Reader:
                 f"{self._argument}: {self.path} changed while it was read; start again when "
                 "nothing writes to it"
             )
+
+
+def _place(tensor: Stored, start: int, count: int) -> int:
+    """Offset in the file of ``count`` bytes of a tensor from its byte ``start`` on."""
+    if start + count > tensor.nbytes:
+        raise ValueError(f"bytes {start} to {start + count} of a tensor that has {tensor.nbytes}")
+    return tensor.offset + start

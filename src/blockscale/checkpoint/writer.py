@@ -24,10 +24,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
+import numpy as np
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from ..memory import memory_of
 from .header import Header, Stored
 from .reader import Reader
 
@@ -65,7 +66,7 @@ def sizes(count: float) -> str:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
-    return memoryview(tensor.detach().flatten().view(torch.uint8).numpy().data)
+    return memory_of(tensor.detach(), np.uint8, tensor.nbytes).data
 
 
 def check_target(target: Path, argument: str) -> None:

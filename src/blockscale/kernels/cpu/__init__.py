@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...formats import UE4M3, Format, formats
+from ...memory import memory_of
 from ...rounding import FP32_INF, FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
 from .spec import NEAREST_UE4M3, geometry, scale_values, specify, supported, values
 from .threads import run
@@ -24,11 +25,7 @@ from .threads import run
 __all__ = ["dequantize", "global_scale", "quantize", "supported"]
 
 # How the loops see x, and its largest finite item.
-_ITEMS = {
-    torch.float32: (torch.int32, np.int32),
-    torch.bfloat16: (torch.int16, np.uint16),
-    torch.float16: (torch.int16, np.int16),
-}
+_ITEMS = {torch.float32: np.int32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 _LARGEST = {torch.float32: 0x7F7FFFFF, torch.bfloat16: 0x7F7F, torch.float16: 0x7BFF}
 _NO_TABLE, _NO_BYTES = np.empty(0, np.int32), np.empty(0, np.uint8)
 _CHUNK = 1 << 18  # elements that are worth a thread of their own: some 50 microseconds
@@ -162,20 +159,16 @@ def _items(x: Tensor) -> np.ndarray:
     """All that lies between the first and the last item of ``x``."""
     if x.dtype not in _ITEMS:
         raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
-    view, item = _ITEMS[x.dtype]
     span = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    flat = x.as_strided((span if x.numel() else 0,), (1,))
-    return flat.view(view).numpy().view(item)
+    return memory_of(x, _ITEMS[x.dtype], span if x.numel() else 0)
 
 
 def _flat(data: Tensor, scale: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Data, one-byte scales and fp32 scales; of the scales, one is empty."""
-    data = data if data.is_contiguous() else data.mT
-    stored = data.reshape(-1).view(torch.uint8).numpy()
-    flat = scale.reshape(-1)
+    stored = memory_of(data, np.uint8, data.nbytes)
     if scale.dtype == torch.float32:
-        return stored, _NO_BYTES, flat.view(torch.int32).numpy()
-    return stored, flat.view(torch.uint8).numpy(), _NO_TABLE
+        return stored, _NO_BYTES, memory_of(scale, np.int32, scale.numel())
+    return stored, memory_of(scale, np.uint8, scale.numel()), _NO_TABLE
 
 
 def _scalar_bits(value: Tensor) -> int:

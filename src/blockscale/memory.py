@@ -1,0 +1,36 @@
+"""A tensor's memory as a numpy array, without torch's bridge.
+
+``Tensor.numpy()`` marks the storage as one that can never be resized again, and FSDP resizes those
+of parameters. So compiled loops and files get at memory by its address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numpy.typing import DTypeLike
+from torch import Tensor
+
+__all__ = ["memory_of"]
+
+
+# Of a size that no array exceeds: to make a type for each size would take longer than a call.
+class _Memory(ctypes.c_char * (2**62)):  # type: ignore[misc]
+    __slots__ = ("owner",)
+
+
+def memory_of(x: Tensor, dtype: DTypeLike, count: int) -> np.ndarray:
+    """``count`` items of ``dtype`` from the first element of ``x`` (on a CPU) on, not copied.
+
+    The array keeps the tensor alive; resizing the storage while the array is in use is an error
+    that nobody sees.
+
+    >>> x = torch.ones(3)
+    >>> memory_of(x, np.int32, x.numel()).tolist()
+    [1065353216, 1065353216, 1065353216]
+    """
+    x = x.resolve_neg()  # else a lazily negated tensor's memory has the other sign
+    memory = _Memory.from_address(x.data_ptr())
+    memory.owner = x
+    return np.frombuffer(memory, dtype, count)
