@@ -131,7 +131,7 @@ def _gradients(
     recipe, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
     quantized = _products(recipe)
     g = grad.reshape(-1, grad.shape[-1]).contiguous()
-    forms = quantize_forms(
+    rows, columns = quantize_forms(
         g,
         recipe.format_of("gradients").name,
         recipe.scale_rounding,
@@ -141,24 +141,34 @@ def _gradients(
     grad_x = grad_weight = grad_bias = None
     if dgrad:
         assert weight is not None
-        if forms.rows is not None:
-            how = recipe.format_of("weights").name, recipe.scale_rounding
-            w = quantized_weight(weight, *how, columns=True, global_scale=global_scale).columns
-            assert w is not None
-            grad_x = gemm(forms.rows, w, x_dtype)
-        else:
-            grad_x = (g @ weight.to(g.dtype)).to(x_dtype)
+        grad_x = _dgrad(g if rows is None else rows, weight, global_scale, recipe, x_dtype)
         grad_x = grad_x.reshape(ctx.x_shape)
+    del rows  # the peak of memory is in the product to come
     if wgrad:
         assert x is not None
-        if forms.columns is not None:
-            assert isinstance(x, ScaledTensor)
-            grad_weight = gemm(forms.columns.mT, x, w_dtype)
-        else:
-            grad_weight = (g.mT @ x.to(g.dtype)).to(w_dtype)
+        grad_weight = _wgrad(g if columns is None else columns, x, w_dtype)
     if bias_grad:
         grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
     return grad_x, grad_weight, grad_bias
+
+
+def _dgrad(
+    g: Tensor, weight: Tensor, global_scale: Tensor | None, recipe: Recipe, dtype: torch.dtype
+) -> Tensor:
+    """``g`` is quantized by rows, or plain."""
+    if not isinstance(g, ScaledTensor):
+        return (g @ weight.to(g.dtype)).to(dtype)
+    how = recipe.format_of("weights").name, recipe.scale_rounding
+    w = quantized_weight(weight, *how, columns=True, global_scale=global_scale).columns
+    assert w is not None
+    return gemm(g, w, dtype)
+
+
+def _wgrad(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Both are quantized by columns, or plain."""
+    if isinstance(g, ScaledTensor) and isinstance(x, ScaledTensor):
+        return gemm(g.mT, x, dtype)
+    return (g.mT @ x.to(g.dtype)).to(dtype)
 
 
 def _remember(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
