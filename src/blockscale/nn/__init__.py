@@ -1,8 +1,27 @@
-"""Layers: Recipe, Linear, convert and autocast."""
+"""Layers: Recipe, Linear, convert, autocast and quantize_."""
 
+from .attention import MultiheadAttention
+from .autocast import autocast
 from .cache import clear_weight_cache
-from .convert import autocast, convert
+from .convert import convert
+from .exclude import DEFAULT_EXCLUDE
 from .linear import Linear, linear
+from .quantize import quantize_
+from .quantized import QuantizedLinear, quantized_linear
 from .recipe import Recipe
+from .report import ConversionReport
 
-__all__ = ["Linear", "Recipe", "autocast", "clear_weight_cache", "convert", "linear"]
+__all__ = [
+    "DEFAULT_EXCLUDE",
+    "ConversionReport",
+    "Linear",
+    "MultiheadAttention",
+    "QuantizedLinear",
+    "Recipe",
+    "autocast",
+    "clear_weight_cache",
+    "convert",
+    "linear",
+    "quantize_",
+    "quantized_linear",
+]
