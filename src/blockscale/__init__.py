@@ -17,7 +17,7 @@ from .fused import rmsnorm_quantize, swiglu_backward_quantize, swiglu_quantize
 from .gemm import gemm, grouped_gemm
 from .gemm_quantize import gemm_quantize
 from .layouts import layouts
-from .nn import Recipe, autocast, convert, reuse_weights
+from .nn import Recipe, autocast, convert, quantize_, reuse_weights
 from .ops import FallbackWarning
 from .quantize import quantize, quantize_both
 from .tensor import ScaledTensor
@@ -42,6 +42,7 @@ __all__ = [
     "layouts",
     "nn",
     "quantize",
+    "quantize_",
     "quantize_both",
     "reuse_weights",
     "rmsnorm_quantize",

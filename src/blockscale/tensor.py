@@ -325,7 +325,8 @@ class ScaledTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         parts = self._parts()
         parts["data"] = as_bytes(parts["data"])  # torch 2.13 cannot unpickle float8
-        return _rebuild, (parts, self._meta(), tuple(self.shape))
+        parameter = self.requires_grad if isinstance(self, torch.nn.Parameter) else None
+        return _rebuild, (parts, self._meta(), tuple(self.shape), parameter)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -396,9 +397,16 @@ def _turn(q: ScaledTensor) -> ScaledTensor:
     )
 
 
-def _rebuild(parts: dict[str, Tensor], meta: dict[str, Any], shape: Sequence[int]) -> ScaledTensor:
+def _rebuild(
+    parts: dict[str, Tensor],
+    meta: dict[str, Any],
+    shape: Sequence[int],
+    parameter: bool | None = None,
+) -> Any:
+    """``parameter``: whether it requires gradients, of a parameter; None of other tensors."""
     data = parts["data"].view(get_format(meta["format"]).element.dtype)
-    return ScaledTensor(**{**parts, **meta, "data": data}, shape=shape)
+    made = ScaledTensor(**{**parts, **meta, "data": data}, shape=shape)
+    return made if parameter is None else torch.nn.Parameter(made, requires_grad=parameter)
 
 
 torch.serialization.add_safe_globals([ScaledTensor, _rebuild])

@@ -55,7 +55,7 @@ def test_filter_fn_sees_module_and_name():
 
 def test_two_recipes_in_one_model():
     model = bs.convert(Model(), bs.Recipe("mxfp4"), lambda m, name: name == "body.0")
-    bs.convert(model, bs.Recipe())
+    bs.convert(model, bs.Recipe(), lambda m, name: name != "body.0")
     assert (model.body[0].recipe, model.body[2].recipe) == (bs.Recipe("mxfp4"), bs.Recipe())
 
 
@@ -83,13 +83,60 @@ def test_shared_weights_stay_shared():
     assert model[1].weight is model[0].weight
 
 
-def test_subclasses_are_left_alone():
-    class Own(torch.nn.Linear):
-        pass
-
-    model = torch.nn.Sequential(Own(64, 64), torch.nn.Linear(64, 64))
+def test_again_changes_the_recipe():
+    model = bs.convert(Model(), bs.Recipe("mxfp4"))
+    parameters = dict(model.named_parameters())
     bs.convert(model, bs.Recipe())
-    assert [type(layer) for layer in model] == [Own, Linear]
+    assert converted(model) == {"body.0", "body.2", "head"}
+    assert all(m.recipe == bs.Recipe() for m in model.modules() if type(m) is Linear)
+    assert torch.equal(model(X), bs.convert(copy.deepcopy(model), bs.Recipe())(X))
+    assert all(parameters[name] is p for name, p in model.named_parameters())
+
+
+def test_back_to_what_it_was():
+    model = Model()
+    before, types, calls = model(X), [type(m) for m in model.modules()], []
+    model.head.register_forward_hook(lambda *_: calls.append("hook"))
+    parameters = dict(model.named_parameters())
+    bs.convert(model, bs.Recipe())
+    assert not torch.equal(model(X), before)
+    assert bs.convert(model, None) is model
+    assert [type(m) for m in model.modules()] == types
+    assert torch.equal(model(X), before)
+    assert calls == ["hook"] * 2
+    assert all(parameters[name] is p for name, p in model.named_parameters())
+    assert not hasattr(model.head, "recipe")
+
+
+def test_back_asks_filter_fn():
+    model = bs.convert(Model(), bs.Recipe())
+    bs.convert(model, None, lambda module, name: name == "head")
+    assert converted(model) == {"body.0", "body.2"}
+
+
+def test_nothing_to_take_back():
+    for model in (Model(), torch.nn.Sequential()):
+        with pytest.raises(ValueError, match=r"no layer made by blockscale\.convert"):
+            bs.convert(model, None)
+
+
+def test_whoever_holds_a_layer_holds_the_converted_one():
+    """A list is no place that modules know of: a stale layer there would stay in high precision."""
+    model = Model()
+    aside = [model.head]
+    bs.convert(model, bs.Recipe())
+    assert aside[0] is model.head
+    assert type(aside[0]) is Linear
+
+
+def test_compiled_code_sees_a_conversion():
+    torch.compiler.reset()
+    model = Model()
+    compiled = torch.compile(model, backend="eager")
+    for recipe in (None, bs.Recipe(), bs.Recipe("mxfp4"), None):
+        if recipe is not None or converted(model):
+            bs.convert(model, recipe)
+        assert torch.equal(compiled(X), model(X))
 
 
 def test_hooks_and_mode_stay():
@@ -117,7 +164,7 @@ def test_an_optimizer_made_before_stays_valid():
     [
         (torch.nn.ReLU(), None),
         (Model(), lambda module, name: False),
-        (bs.convert(Model(), bs.Recipe()), None),
+        (bs.quantize_(Model(), bs.Recipe()), None),  # its masters are gone
     ],
 )
 def test_nothing_to_convert(model, accept):
@@ -128,8 +175,9 @@ def test_nothing_to_convert(model, accept):
 @pytest.mark.parametrize("recipe", ["mxfp8", None, bs.formats["mxfp8"]])
 def test_a_recipe_is_a_recipe(recipe):
     model = Model()
-    with pytest.raises(TypeError, match=r"recipe: got .*; expected blockscale\.Recipe"):
-        bs.convert(model, recipe)
+    for change in (bs.convert,) * (recipe is not None) + (bs.quantize_,):
+        with pytest.raises(TypeError, match=r"recipe: got .*; expected blockscale\.Recipe"):
+            change(model, recipe)
     assert not converted(model)
     with pytest.raises(TypeError, match=r"recipe: got .*; expected blockscale\.Recipe"):
         bs.autocast(recipe)

@@ -7,6 +7,7 @@ import itertools
 import pickle
 
 import pytest
+import torch
 
 import blockscale as bs
 from blockscale.formats import formats
@@ -75,3 +76,27 @@ def test_high_precision_is_a_tuple_of_names(given):
 def test_unknown_arguments():
     with pytest.raises(TypeError, match="colour"):
         bs.Recipe(colour="red")
+
+
+def test_weight_only():
+    recipe = bs.Recipe("nvfp4", activations="bfloat16")
+    assert recipe.weight_only
+    assert not bs.Recipe("nvfp4").weight_only
+    assert recipe.format_of("weights") is formats["nvfp4"]
+    with pytest.raises(ValueError, match=r"quantizes weights only.*quantize_\(model, recipe\)"):
+        recipe.format_of("activations")
+    for role in ("weights", "gradients"):
+        with pytest.raises(ValueError, match=f"{role}: got 'bfloat16'; choose one of 'mxfp8'"):
+            bs.Recipe("mxfp8", **{role: "bfloat16"})
+
+
+def test_weight_only_is_not_for_training():
+    recipe, layer = bs.Recipe(activations="bfloat16"), torch.nn.Linear(32, 32)
+    for use in (
+        lambda: bs.convert(layer, recipe),
+        lambda: bs.autocast(recipe),
+        lambda: bs.nn.linear(torch.ones(4, 32), layer.weight, recipe=recipe),
+    ):
+        with pytest.raises(ValueError, match=r"recipe: .*quantizes weights only"):
+            use()
+    assert type(layer) is torch.nn.Linear

@@ -1,87 +1,111 @@
-"""Bring a recipe to a model: by swapping its layers, or for the length of a ``with`` block."""
+"""Bring a recipe to a model, or take it away, by changing its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
-from torch.overrides import TorchFunctionMode
 
-from .linear import Linear, linear
-from .recipe import Recipe
+from .attention import set_fast_paths
+from .kinds import CONVERTED, QUANTIZED, Kind, become, original
+from .recipe import Recipe, check_training_recipe
+from .report import ConversionReport, Entry, matrices, publish
+from .survey import FilterFn, check_lazy, entry_of, reasons, report_on, survey
 
-__all__ = ["autocast", "convert"]
+__all__ = ["convert"]
 
-FilterFn = Callable[[torch.nn.Module, str], bool]
+_QUANTIZED = "holds a quantized weight and no other; load the high-precision one to convert it"
 
 
 def convert(
-    model: torch.nn.Module, recipe: Recipe, filter_fn: FilterFn | None = None
+    model: torch.nn.Module,
+    recipe: Recipe | None,
+    filter_fn: FilterFn | None = None,
+    *,
+    report: ConversionReport | None = None,
 ) -> torch.nn.Module:
-    """Swap every torch.nn.Linear of ``model`` in place for :class:`blockscale.nn.Linear`.
+    """Change the linear layers of ``model`` in place so that they multiply as ``recipe`` says.
+
+    >>> bs.convert(model, bs.Recipe("mxfp8"))
+    >>> bs.convert(model, bs.Recipe("nvfp4"))  # the same layers by another recipe
+    >>> bs.convert(model, None)  # back to what they were
+
+    torch.nn.Linear becomes :class:`blockscale.nn.Linear`. torch.nn.MultiheadAttention (its
+    projections) and Conv1D of transformers are converted, too, and subclasses of these three that
+    have no ``forward`` of their own. A layer keeps its identity, parameters, hooks and buffers: an
+    optimizer made before stays valid, isinstance sees what it saw. torch's fused paths for
+    evaluation around converted layers are off; that needs the whole torch.nn.TransformerEncoder
+    to be in ``model``.
 
     Args:
-        recipe: for all of them.
-        filter_fn: ``(module, name) -> bool``, which of them; all by default. Output layers and
-            routers are usually left alone.
+        recipe: for all of them; None makes converted layers what they were.
+        filter_fn: ``(module, name) -> bool``, asked of every layer that can be converted; what it
+            says is done. Without it output heads (by name, by ``get_output_embeddings()``, or tied
+            to an embedding), routers of experts and adapters are left alone unless they are
+            converted already: names in :data:`blockscale.nn.DEFAULT_EXCLUDE`.
+        report: filled with what was converted, and what was not and why. The same is logged
+            (logger "blockscale"): as a warning where less than half of the parameters of matrix
+            products are in converted layers.
 
-    Parameters are shared, not copied, so an optimizer made before stays valid, and hooks stay.
-    Returns the model (a new module only where ``model`` itself is the layer). Subclasses of
-    torch.nn.Linear are left alone. Raises TypeError for a recipe that is none and ValueError where
-    no layer was swapped.
+    Returns the model. Raises TypeError for a recipe that is none, ValueError where no layer can be
+    converted, and for lazy layers that have no shape yet.
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe: got {type(recipe).__name__}; expected blockscale.Recipe(...)")
-    swapped: dict[torch.nn.Module, torch.nn.Module] = {}
-    for name, module in model.named_modules():
-        if type(module) is torch.nn.Linear and (filter_fn is None or filter_fn(module, name)):
-            swapped[module] = _from_linear(module, recipe)
-    if not swapped:
+    if recipe is None:
+        return _convert_back(model, filter_fn, report)
+    check_training_recipe(recipe)
+    layers, left = survey(model, filter_fn, CONVERTED, _obstacle)
+    if not layers:
         raise ValueError(
             "model: has no torch.nn.Linear that filter_fn accepts, nothing was converted"
+            + reasons(left)
         )
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children skips repetitions
-            if child in swapped:
-                setattr(parent, name, swapped[child])
-    return swapped.get(model, model)
+    for name, module, _ in layers:
+        check_lazy(name, module)
+    entries = []
+    for name, module, kind in layers:
+        if isinstance(module, kind.converted):
+            entries.append(entry_of(name, module, f"before by {module.recipe}"))
+        else:
+            entries.append(entry_of(name, module))
+            become(module, kind.converted)
+        module.recipe = recipe  # type: ignore[assignment]
+    set_fast_paths(model, CONVERTED + QUANTIZED)
+    publish(report_on(model, layers, entries, left), report)
+    return model
 
 
-def _from_linear(module: torch.nn.Module, recipe: Recipe) -> Linear:
-    new = Linear.__new__(Linear)
-    new.__dict__ = dict(module.__dict__)  # parameters, hooks, training flag
-    new.recipe = recipe
-    return new
+def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
+    return _QUANTIZED if isinstance(module, QUANTIZED) else ""
 
 
-class autocast(TorchFunctionMode):
-    """``with autocast(recipe): ...``: torch.nn.functional.linear multiplies as ``recipe`` says.
-
-    For models that cannot be changed. Layers made by :func:`convert` keep their own recipe. It
-    composes with torch.autocast, which decides the dtype of the output.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        if not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe: got {type(recipe).__name__}; expected blockscale.Recipe(...)")
-        super().__init__()
-        self.recipe = recipe
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.linear:
-            return linear(*_linear_arguments(*args, **kwargs), recipe=self.recipe)
-        return func(*args, **kwargs)
-
-
-def _linear_arguments(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    return input, weight, bias
+def _convert_back(
+    model: torch.nn.Module, filter_fn: FilterFn | None, report: ConversionReport | None
+) -> torch.nn.Module:
+    layers: list[torch.nn.Module] = []
+    entries: list[Entry] = []
+    left: list[Entry] = []
+    for name, module in model.named_modules():
+        why = ""
+        if isinstance(module, QUANTIZED):
+            why = _QUANTIZED
+        elif not isinstance(module, CONVERTED):
+            continue
+        elif issubclass(original(type(module)), CONVERTED):
+            why = "a subclass of a layer of blockscale"
+        elif filter_fn is not None and not filter_fn(module, name):
+            why = "refused by filter_fn"
+        if why:
+            left.append(entry_of(name, module, why))
+        else:
+            entries.append(entry_of(name, module, "back to what it was"))
+            layers.append(module)
+    if not layers:
+        raise ValueError(
+            "model: has no layer made by blockscale.convert that filter_fn accepts, nothing was "
+            "converted back" + reasons(left)
+        )
+    for module in layers:
+        module.__class__ = original(type(module))
+        del module.recipe
+    set_fast_paths(model, CONVERTED + QUANTIZED)
+    products = sum(p.numel() for p in matrices(layers).values())
+    publish(ConversionReport(entries, left, products, products), report, complain=False)
+    return model

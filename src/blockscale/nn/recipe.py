@@ -6,10 +6,13 @@ from dataclasses import dataclass, fields
 
 from ..formats import Format, choose, formats, get_format
 
-__all__ = ["PRODUCTS", "Recipe"]
+__all__ = ["PRODUCTS", "Recipe", "check_recipe", "check_training_recipe"]
 
 #: The three products of a linear layer.
 PRODUCTS = ("fprop", "dgrad", "wgrad")
+
+_ROLES = ("activations", "weights", "gradients")
+_AS_THEY_ARE = "bfloat16"  # of activations: not quantized
 
 
 @dataclass(frozen=True, repr=False)
@@ -19,7 +22,9 @@ class Recipe:
     Args:
         format: of activations, weights and gradients, unless one of the next three says otherwise.
         activations, weights, gradients: a format's name, or None for ``format``. FP8 with fp32
-            scales is ``Recipe("fp8_1x128", weights="fp8_128x128")``.
+            scales is ``Recipe("fp8_1x128", weights="fp8_128x128")``. For inference
+            (:func:`blockscale.quantize_`) ``activations="bfloat16"`` leaves activations as they
+            are: weight-only.
         scale_rounding: of every block scale; None is each format's default (``rceil`` for E8M0).
         high_precision: products (``fprop``, ``dgrad``, ``wgrad``) that are not quantized.
 
@@ -35,14 +40,17 @@ class Recipe:
     high_precision: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = dict.fromkeys(("activations", "weights", "gradients"))
-        used = {role: self.format_of(role) for role in names}
+        used = {
+            role: self.format_of(role)
+            for role in _ROLES
+            if not (role == "activations" and self.weight_only)
+        }
         for one, two in (
             ("activations", "weights"),
             ("gradients", "weights"),
             ("gradients", "activations"),
         ):
-            if not used[one].multiplies(used[two]):
+            if one in used and two in used and not used[one].multiplies(used[two]):
                 raise ValueError(
                     f"{one}, {two}: {used[one].name!r} and {used[two].name!r} have different "
                     "blocks or scales and cannot be multiplied; choose formats of one family"
@@ -70,7 +78,33 @@ class Recipe:
         ]
         return f"Recipe({', '.join([repr(self.format), *changed])})"
 
+    @property
+    def weight_only(self) -> bool:
+        """Whether activations are not quantized."""
+        return self.activations == _AS_THEY_ARE
+
     def format_of(self, role: str) -> Format:
-        """The format of ``activations``, ``weights`` or ``gradients``."""
+        """The format of ``activations``, ``weights`` or ``gradients``.
+
+        Raises ValueError for activations that are not quantized.
+        """
         given = getattr(self, role)
+        if role == "activations" and given == _AS_THEY_ARE:
+            raise ValueError(
+                f"recipe: {self} quantizes weights only, which is for inference: call "
+                "blockscale.quantize_(model, recipe), or name a format for activations"
+            )
         return get_format(self.format) if given is None else choose(role, given, formats)
+
+
+def check_recipe(recipe: object) -> None:
+    """TypeError unless it is a recipe."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe: got {type(recipe).__name__}; expected blockscale.Recipe(...)")
+
+
+def check_training_recipe(recipe: Recipe) -> None:
+    """As :func:`check_recipe`, and ValueError where not every operand has a format."""
+    check_recipe(recipe)
+    for role in _ROLES:
+        recipe.format_of(role)

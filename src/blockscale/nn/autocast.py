@@ -1,0 +1,112 @@
+"""A recipe for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends import mha
+from torch.overrides import TorchFunctionMode
+
+from .linear import linear
+from .recipe import Recipe, check_training_recipe
+
+__all__ = ["autocast"]
+
+
+class autocast(TorchFunctionMode):
+    """``with autocast(recipe): ...``: torch.nn.functional.linear multiplies as ``recipe`` says.
+
+    For models that cannot be changed. It reaches what calls this function: torch.nn.Linear, and
+    the projections of torch.nn.MultiheadAttention. torch's fused paths for evaluation, which take
+    weights as they are, are off as long. Layers made by :func:`convert` keep their own recipe. It
+    composes with torch.autocast, which decides the dtype of the output.
+
+    >>> with bs.autocast(bs.Recipe("mxfp8")):
+    ...     loss = model(batch)
+
+    Raises TypeError for a recipe that is none, ValueError for one that quantizes weights only.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        check_training_recipe(recipe)
+        super().__init__()
+        self.recipe = recipe
+        self._turned_off: list[bool] = []
+
+    def __enter__(self) -> autocast:
+        # Eager code sees the mode and leaves them; code that is compiled does not. Through the
+        # variable, as torch.compile does not trace the function that sets it.
+        self._turned_off.append(mha._is_fastpath_enabled)
+        mha._is_fastpath_enabled = False
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._turned_off.pop():  # whoever did: of several threads, too, it is on in the end
+            mha._is_fastpath_enabled = True
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return linear(*_linear_arguments(*args, **kwargs), recipe=self.recipe)
+        if func is F.multi_head_attention_forward:
+            with self:  # torch has switched it off for what func calls
+                return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _linear_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
+
+
+def _project(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> list[Tensor]:
+    """As torch's ``_in_projection_packed``: one product for inputs that are the same tensor.
+
+    Written anew as torch.compile cannot trace that one under a mode.
+    """
+    if q is k and k is v:
+        return [each.contiguous() for each in F.linear(q, weight, bias).chunk(3, -1)]
+    size = q.shape[-1]
+    w_q, w_kv = weight.split([size, 2 * size])
+    b_q, b_kv = (None, None) if bias is None else bias.split([size, 2 * size])
+    query = F.linear(q, w_q, b_q)
+    if k is v:
+        return [query, *(each.contiguous() for each in F.linear(k, w_kv, b_kv).chunk(2, -1))]
+    w_k, w_v = w_kv.chunk(2)
+    b_k, b_v = (None, None) if b_kv is None else b_kv.chunk(2)
+    return [query, F.linear(k, w_k, b_k), F.linear(v, w_v, b_v)]
+
+
+def _with_globals(function: Any, **changes: Any) -> Callable[..., Any]:
+    """A copy of a Python function that finds other things under some names."""
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **changes},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# The whole function is handed to modes by its first step; here they see the products in it.
+_attention = _with_globals(
+    F.multi_head_attention_forward,
+    has_torch_function=lambda tensors: False,
+    _in_projection_packed=_project,
+)

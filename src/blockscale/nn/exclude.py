@@ -1,0 +1,48 @@
+"""Layers that are left alone unless filter_fn asks for them: heads, routers, adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+import torch
+
+__all__ = ["DEFAULT_EXCLUDE", "default_exclusions"]
+
+#: What a layer is -> patterns of parts of its name (between dots, in lower case). They are small
+#: and cost most accuracy: peers keep them in high precision too.
+DEFAULT_EXCLUDE = {
+    "output head": ("lm_head", "embed_out", "output_embeddings"),
+    "router": ("router", "*_router", "router_*", "gate", "gating", "*_expert_gate"),
+    "adapter": ("lora_*",),
+}
+
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str], str]:
+    """A function that says of a module, given its name, why it is left alone; "" if it is not."""
+    heads, looked_up = set(), set()
+    for module in model.modules():
+        if isinstance(module, _EMBEDDINGS):
+            looked_up.add(id(module.weight))
+        head = getattr(module, "get_output_embeddings", None)
+        if callable(head):
+            try:
+                heads.add(head())
+            except (NotImplementedError, AttributeError):  # models without a head, in transformers
+                continue
+
+    def why(module: torch.nn.Module, name: str) -> str:
+        if module in heads:
+            return "left alone by default: get_output_embeddings() returns it"
+        if any(id(parameter) in looked_up for parameter in module._parameters.values()):
+            return "left alone by default: its weight is that of an embedding"
+        for part in name.lower().split("."):
+            for what, patterns in DEFAULT_EXCLUDE.items():
+                for pattern in patterns:
+                    if fnmatchcase(part, pattern):
+                        return f"left alone by default: {what} ({pattern!r})"
+        return ""
+
+    return why

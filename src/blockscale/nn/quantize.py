@@ -1,0 +1,136 @@
+"""Models for inference: weights held quantized, high-precision masters dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quantize import DTYPES
+from ..tensor import ScaledTensor
+from .attention import set_fast_paths
+from .forms import quantize_forms
+from .kinds import CONVERTED, QUANTIZED, Kind, become
+from .quantized import QuantizedConv1D, check_held
+from .recipe import Recipe, check_recipe
+from .report import ConversionReport, publish
+from .survey import FilterFn, Layer, check_lazy, entry_of, reasons, report_on, survey
+
+__all__ = ["quantize_"]
+
+
+def quantize_(
+    model: torch.nn.Module,
+    recipe: Recipe,
+    filter_fn: FilterFn | None = None,
+    *,
+    report: ConversionReport | None = None,
+) -> torch.nn.Module:
+    """Quantize the weights of linear layers in place, for inference.
+
+    >>> bs.quantize_(model, bs.Recipe("mxfp8"))  # forward as of a converted model, bit for bit
+    >>> bs.quantize_(model, bs.Recipe("nvfp4", activations="bfloat16"))  # weight-only
+    >>> model.load_state_dict(bs.checkpoint.load_file("model.nvfp4.safetensors"))
+
+    torch.nn.Linear, :class:`blockscale.nn.Linear` and Conv1D of transformers, and subclasses of
+    these without a ``forward`` of their own, become :class:`blockscale.nn.QuantizedLinear` (or a
+    like of it): the weight is a :class:`~blockscale.ScaledTensor`, placed as the device's kernels
+    read it, and the master is dropped; weights that layers share stay shared. A layer whose weight
+    is a ScaledTensor already, by ``load_state_dict(state, assign=True)`` of a quantized checkpoint,
+    takes it as it is. torch.nn.MultiheadAttention stays as it is, which the report says.
+
+    Args:
+        recipe: formats of weights and activations; ``activations="bfloat16"`` leaves activations
+            as they are. Its other fields are for training, but for ``scale_rounding``.
+        filter_fn, report: as of :func:`blockscale.convert`, with the same layers left alone by
+            default.
+
+    Returns the model. Raises TypeError for a recipe that is none; ValueError where no layer can be
+    quantized, for lazy layers that have no shape yet, for ``high_precision`` with fprop, and for
+    weights that are quantized otherwise than ``recipe`` says. Then the model is as it was.
+    """
+    check_recipe(recipe)
+    if "fprop" in recipe.high_precision:
+        raise ValueError(
+            f"recipe: {recipe} leaves fprop in high precision, there is nothing to quantize; pass "
+            "activations='bfloat16' for quantized weights alone"
+        )
+    layers, left = survey(model, filter_fn, CONVERTED + QUANTIZED, _obstacle)
+    if not layers:
+        raise ValueError(
+            "model: has no torch.nn.Linear that filter_fn accepts, nothing was quantized"
+            + reasons(left)
+        )
+    for layer in layers:
+        _check(layer, recipe)
+    entries = [entry_of(name, module) for name, module, _ in layers]
+    shared = Counter(map(_key, layers))
+    made: dict[Any, tuple[Tensor, torch.nn.Parameter]] = {}  # with masters, which keep their ids
+    for layer in layers:
+        module, kind, key = layer.module, layer.kind, _key(layer)
+        master = module._parameters["weight"]
+        assert master is not None
+        if key in made:
+            _, weight = made[key]
+        else:
+            weight = _quantized(master, recipe, kind)
+            if shared[key] > 1:
+                made[key] = master, weight
+        module.weight = weight
+        if not isinstance(module, QUANTIZED):
+            assert kind.quantized is not None
+            become(module, kind.quantized)
+        module.recipe = recipe  # type: ignore[assignment]
+        module._place()  # type: ignore[operator]
+    set_fast_paths(model, CONVERTED + QUANTIZED)
+    publish(report_on(model, layers, entries, left), report)
+    return model
+
+
+def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
+    if kind.quantized is None:
+        return "its projections are no layers that could hold quantized weights; see bs.convert"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed, it is no parameter; remove what computes it first"
+    if isinstance(weight, ScaledTensor) or torch.nn.parameter.is_lazy(weight):
+        return ""
+    if type(weight) is not torch.nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    if weight.dtype not in DTYPES or not weight.numel():
+        return f"its weight is {tuple(weight.shape)} {weight.dtype}"
+    return ""
+
+
+def _check(layer: Layer, recipe: Recipe) -> None:
+    check_lazy(layer.name, layer.module)
+    weight = layer.module.weight
+    if isinstance(weight, ScaledTensor):
+        why = check_held(weight, recipe, _axis(layer.kind))
+        if why:
+            raise ValueError(f"model: weight of {layer.name or 'the layer'} {why}")
+
+
+def _key(layer: Layer) -> tuple[int, int]:
+    """Equal where layers share their quantized weight."""
+    return id(layer.module._parameters["weight"]), _axis(layer.kind)
+
+
+def _axis(kind: Kind) -> int:
+    return -2 if kind.quantized is QuantizedConv1D else -1
+
+
+def _quantized(weight: Tensor, recipe: Recipe, kind: Kind) -> torch.nn.Parameter:
+    """A weight as its layer holds it; one that is quantized already, as it is."""
+    if isinstance(weight, ScaledTensor):
+        weight.requires_grad_(False)
+        return weight  # type: ignore[return-value]
+    turned = _axis(kind) == -2
+    rows = weight.detach().mT.contiguous() if turned else weight.detach().contiguous()
+    q = quantize_forms(
+        rows, recipe.format_of("weights").name, recipe.scale_rounding, rows=True, columns=False
+    ).rows
+    assert q is not None
+    return torch.nn.Parameter(q.mT if turned else q, requires_grad=False)

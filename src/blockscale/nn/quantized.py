@@ -1,0 +1,246 @@
+"""Linear layers that hold their weight quantized, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..gemm import gemm
+from ..ops.backends import fall_back
+from ..quantize import DTYPES
+from ..tensor import ScaledTensor
+from .forms import quantize_forms
+from .placement import placement
+from .recipe import Recipe, check_recipe
+
+__all__ = ["QuantizedConv1D", "QuantizedLinear", "quantized_linear"]
+
+
+def quantized_linear(
+    x: Tensor, weight: ScaledTensor, bias: Tensor | None = None, *, recipe: Recipe
+) -> Tensor:
+    """``x @ weight.T + bias`` by a weight that is quantized already.
+
+    >>> q = bs.quantize(w, "nvfp4", pad=True)
+    >>> y = bs.nn.quantized_linear(x, q, recipe=bs.Recipe("nvfp4", activations="bfloat16"))
+
+    Args:
+        x: (..., K), float32, bfloat16 or float16. It is quantized as ``recipe`` says. Where that
+            leaves activations as they are, its products with the weight's exact values are summed
+            in fp32; kernels do that for bfloat16.
+        weight: (N, K), blocked along axis -1, in the format that ``recipe`` names for weights.
+        bias: (N,) or None.
+
+    Returns (..., N) in the dtype of ``x``, or that of torch.autocast where it is on. The gradient
+    of ``x`` is ``grad @ weight.dequantize()``, summed in fp32; the weight has none.
+    Raises ValueError or TypeError, with the remedy, where these do not belong together.
+    """
+    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
+        )
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "weight: is quantized and has no gradient; call weight.requires_grad_(False), or train "
+            "a model with high-precision weights by blockscale.convert"
+        )
+    out_dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        out_dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(out_dtype) if recipe.weight_only else x  # others are quantized from what they are
+    return _QuantizedLinear.apply(x, weight, bias, recipe, out_dtype)
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: ScaledTensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        if rows.shape[0]:
+            y = _multiply(rows, weight, bias, recipe, out_dtype)
+        else:
+            y = rows.new_empty(0, weight.shape[0], dtype=out_dtype)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(weight.detach())  # else the layer could not be moved meanwhile
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if x.dim() == 2:
+            return y
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # see linear.py
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        g = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            (weight,) = ctx.saved_tensors
+            values = weight.dequantize(torch.float32)
+            grad_x = reference.gemm(g, values, out_dtype=ctx.x_dtype).reshape(ctx.x_shape)
+        if ctx.needs_input_grad[2]:
+            grad_bias = g.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, None, grad_bias, None, None
+
+
+def _multiply(
+    rows: Tensor,
+    weight: ScaledTensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if not recipe.weight_only:
+        format = recipe.format_of("activations").name
+        forms = quantize_forms(rows, format, recipe.scale_rounding, rows=True, columns=False)
+        assert forms.rows is not None
+        return gemm(forms.rows, _turned(weight), out_dtype, bias=bias)
+    if rows.dtype == torch.bfloat16:
+        return gemm(rows, _turned(weight), out_dtype, bias=bias)
+    if not torch.compiler.is_compiling():
+        why = f"x is {rows.dtype}; kernels multiply bfloat16 by quantized weights"
+        fall_back("gemm", rows, "auto", why)
+    values = weight.dequantize(torch.float32)
+    return reference.gemm(rows, values.mT, out_dtype=out_dtype, bias=bias)
+
+
+def _turned(weight: ScaledTensor) -> ScaledTensor:
+    """``weight.mT``; torch.compile would guard that attribute of an input, made anew each time."""
+    if torch.compiler.is_compiling():
+        return weight.transpose(-2, -1)  # type: ignore[return-value]
+    return weight.mT
+
+
+class _HoldsQuantized(torch.nn.Module):
+    """What layers with a quantized weight do when they are moved and loaded."""
+
+    recipe: Recipe
+    weight: Any  # a ScaledTensor that is a parameter
+    bias: Any
+
+    def extra_repr(self) -> str:
+        weight = f"weight={self.weight.format_name}"
+        return f"{super().extra_repr()}, {weight}, recipe={self.recipe}".removeprefix(", ")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._place()
+        return self
+
+    def _place(self) -> None:
+        """Scales in the layout that the kernels of the weight's device read."""
+        layout = placement(self.weight.format_name, self.weight.device).layout
+        if self.weight.layout_name != layout:
+            placed = torch.nn.Parameter(self.weight.detach().to_layout(layout), requires_grad=False)
+            torch.utils.swap_tensors(self.weight, placed)  # other layers may hold it, too
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        name = f"{prefix}weight"
+        if name in state_dict:
+            given, held = state_dict[name], self.weight
+            why = _mismatch(given, held)
+            if why:
+                error_msgs.append(f"{name}: {why}")
+                return
+            given = given.to_layout(held.layout)
+            if not local_metadata.get("assign_to_params_buffers", False):
+                given = given._with(dtype=held.dtype)  # only what dequantize() returns
+            state_dict = {**state_dict, name: given}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._place()
+
+
+def _mismatch(given: Any, held: ScaledTensor) -> str:
+    """Why a weight from a state_dict cannot take the place of the one held; "" if it can."""
+    if not isinstance(given, ScaledTensor):
+        kind = f"a plain {given.dtype} tensor" if isinstance(given, Tensor) else type(given)
+        return (
+            f"got {kind}, the layer holds its weight in {held.format_name}; load high-precision "
+            "weights before blockscale.quantize_(model, recipe), and read quantized files by "
+            "blockscale.checkpoint.load_file"
+        )
+    got, have = (f"{q.format_name} {tuple(q.shape)} along {q.axis}" for q in (given, held))
+    if got != have or given.offsets is not None:
+        return (
+            f"got {got}{' in groups' * (given.offsets is not None)}, the layer holds {have}; "
+            "choose the recipe that the file was quantized with, or quantize anew from high "
+            "precision"
+        )
+    return ""
+
+
+class QuantizedLinear(_HoldsQuantized, torch.nn.Linear):
+    """torch.nn.Linear that holds its weight quantized; made by :func:`blockscale.quantize_`.
+
+    Args:
+        weight: (N, K), blocked along axis -1.
+        bias: (N,) or None.
+        recipe: its format of weights is that of ``weight``.
+
+    ``weight`` is a parameter without gradient, a :class:`~blockscale.ScaledTensor`: state_dict,
+    load_state_dict, ``.to(device)``, copies and pickles take it as a whole. A change of dtype
+    changes no byte of it. Raises TypeError or ValueError where the arguments do not fit.
+    """
+
+    def __init__(self, weight: ScaledTensor, bias: Tensor | None = None, *, recipe: Recipe) -> None:
+        check_recipe(recipe)
+        why = check_held(weight, recipe, -1)
+        if why:
+            raise ValueError(f"weight: {why}")
+        torch.nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        if bias is not None and not isinstance(bias, torch.nn.Parameter):
+            bias = torch.nn.Parameter(bias)
+        self.register_parameter("bias", bias)
+        self.recipe = recipe
+        self._place()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return quantized_linear(x, self.weight, self.bias, recipe=self.recipe)
+
+
+class QuantizedConv1D(_HoldsQuantized):
+    """The same of transformers' Conv1D: its weight is (in, out), blocked along axis -2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return quantized_linear(x, _turned(self.weight), self.bias, recipe=self.recipe)
+
+
+def check_held(weight: Any, recipe: Recipe, axis: int) -> str:
+    """Why a layer cannot multiply by ``weight`` as ``recipe`` says; "" if it can."""
+    wanted = recipe.format_of("weights").name
+    if not isinstance(weight, ScaledTensor):
+        return f"got {type(weight).__name__}; expected a blockscale.ScaledTensor"
+    if weight.dim() != 2 or weight.axis != axis or weight.offsets is not None:
+        return (
+            f"got {weight}; expected one matrix that is blocked along axis {axis}, without groups: "
+            "quantize it anew from high precision"
+        )
+    if weight.format_name != wanted:
+        return (
+            f"is in {weight.format_name}, the recipe wants {wanted}; pass "
+            f"Recipe(..., weights={weight.format_name!r}), and filter_fn where formats are mixed"
+        )
+    return ""

@@ -1,0 +1,110 @@
+"""Which layers of a model are to be changed, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from .exclude import default_exclusions
+from .kinds import Kind, kind_of
+from .report import ConversionReport, Entry, matrices
+
+__all__ = ["FilterFn", "Layer", "check_lazy", "entry_of", "reasons", "report_on", "survey"]
+
+FilterFn = Callable[[torch.nn.Module, str], bool]
+
+
+class Layer(NamedTuple):
+    """A layer that is to be changed."""
+
+    name: str
+    module: torch.nn.Module
+    kind: Kind
+
+
+def survey(
+    model: torch.nn.Module,
+    filter_fn: FilterFn | None,
+    done: tuple[type, ...],
+    obstacle: Callable[[Kind, torch.nn.Module], str],
+) -> tuple[list[Layer], list[Entry]]:
+    """Layers to be changed, and modules with matrices of their own that stay, and why.
+
+    Args:
+        filter_fn: see :func:`convert`.
+        done: types of layers that defaults do not exclude, as they were changed before.
+        obstacle: why a layer of a kind cannot be changed; "" if it can.
+    """
+    why_not = default_exclusions(model)
+    attention = [m for m in model.modules() if isinstance(m, torch.nn.MultiheadAttention)]
+    parts = {module.out_proj for module in attention}  # whose forward is never called
+    layers, left = [], []
+    for name, module in model.named_modules():
+        if module in parts or not _weights(module):
+            continue
+        kind = kind_of(module)
+        if isinstance(kind, str):
+            why = kind
+        else:
+            why = obstacle(kind, module)
+            if not why and filter_fn is not None:
+                why = "" if filter_fn(module, name) else "refused by filter_fn"
+            elif not why and not isinstance(module, done):
+                why = why_not(module, name)
+            if not why:
+                layers.append(Layer(name, module, kind))
+                continue
+        left.append(entry_of(name, module, why))
+    return layers, left
+
+
+def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of a module, where one is a matrix or has no shape yet; with those of the output
+    projection, which belongs to attention."""
+    own = [p for p in module._parameters.values() if p is not None]
+    if not any(is_lazy(p) or p.dim() > 1 for p in own):
+        return []
+    if isinstance(module, torch.nn.MultiheadAttention):
+        own += module.out_proj.parameters(recurse=False)
+    return own
+
+
+def entry_of(name: str, module: torch.nn.Module, why: str = "") -> Entry:
+    """Of a module with matrices of its own."""
+    shaped = [p for p in _weights(module) if not is_lazy(p)]
+    return Entry(name, type(module).__name__, sum(p.numel() for p in shaped), why)
+
+
+def check_lazy(name: str, module: torch.nn.Module) -> None:
+    """ValueError where its parameters have no shape yet."""
+    if any(is_lazy(p) for p in module._parameters.values() if p is not None):
+        raise ValueError(
+            f"model: {name or 'it'} is a {type(module).__name__} without a shape yet; run one "
+            "batch through the model first, or leave the layer out by filter_fn"
+        )
+
+
+def report_on(
+    model: torch.nn.Module, layers: list[Layer], entries: list[Entry], left: list[Entry]
+) -> ConversionReport:
+    """What was done to ``layers``, with the share of parameters."""
+    embeddings = torch.nn.Embedding | torch.nn.EmbeddingBag
+    products = matrices(m for m in model.modules() if not isinstance(m, embeddings))
+    changed = [module for _, module, _ in layers]
+    changed += [m.out_proj for m in changed if isinstance(m, torch.nn.MultiheadAttention)]
+    converted = matrices(changed)
+    return ConversionReport(
+        entries,
+        left,
+        sum(p.numel() for p in converted.values()),
+        sum(p.numel() for p in products.values()),
+    )
+
+
+def reasons(left: list[Entry]) -> str:
+    """A few of them, for a message."""
+    shown = [f"{e.name or 'the model'} ({e.type}): {e.why}" for e in left[:3]]
+    return f". Left alone: {'; '.join(shown)}" if shown else ""
