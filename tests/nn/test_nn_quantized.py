@@ -139,6 +139,15 @@ def test_what_cannot_be_multiplied():
                 layer(torch.ones(4, 96, dtype=dtype))
 
 
+@pytest.mark.parametrize("recipe", [bs.Recipe(), WEIGHT_ONLY["mxfp8"]], ids=str)
+def test_a_plain_weight_is_refused(recipe):
+    """As transformers' tie_weights puts one in a layer."""
+    layer = bs.quantize_(nn.Linear(64, 64), recipe)
+    layer.weight = nn.Embedding(64, 64).weight
+    with pytest.raises(TypeError, match=r"weight: got a plain torch\.float32 tensor; expected"):
+        layer(tensor(4, 64))
+
+
 # --- gradients ------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,12 @@ def quantized_linear(
     of ``x`` is ``grad @ weight.dequantize()``, summed in fp32; the weight has none.
     Raises ValueError or TypeError, with the remedy, where these do not belong together.
     """
-    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+    if not isinstance(weight, ScaledTensor):
+        raise TypeError(
+            f"weight: got a plain {weight.dtype} tensor; expected a ScaledTensor: call "
+            "blockscale.quantize, or blockscale.nn.linear for a high-precision weight"
+        )
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
         )
