@@ -21,7 +21,8 @@ import blockscale as bs
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "nn"))
 import ranks
 
-LAYERS, WIDTH, TOKENS, STEPS = 16, 8192, 2048, 4
+LAYERS, WIDTH, STEPS = 16, 8192, 4
+TOKENS = (2048, 16384)  # of a rank
 MODELS = {
     "torch bf16": None,
     "mxfp8": bs.Recipe(),
@@ -30,7 +31,7 @@ MODELS = {
 }
 
 
-def peak(recipe: bs.Recipe | None, device: torch.device) -> int:
+def peak(recipe: bs.Recipe | None, tokens: int, device: torch.device) -> int:
     """Bytes that a rank has allocated at most, under FSDP2 that reshards after the forward."""
     gc.collect()  # the model before
     before = torch.cuda.memory_allocated()
@@ -43,7 +44,7 @@ def peak(recipe: bs.Recipe | None, device: torch.device) -> int:
     for layer in [*model, model]:
         fully_shard(layer, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
+    x = torch.randn(tokens, WIDTH, device=device, dtype=torch.bfloat16)
     for step in range(STEPS):
         if step == STEPS - 1:  # kernels are compiled
             torch.cuda.reset_peak_memory_stats()
@@ -70,7 +71,10 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
     found = ranks.gathered(device)
-    memory = {name: peak(recipe, device) for name, recipe in MODELS.items()}
+    memory = {
+        tokens: {name: peak(recipe, tokens, device) for name, recipe in MODELS.items()}
+        for tokens in TOKENS
+    }
     if dist.get_rank() == 0:
         report = {
             "device": torch.cuda.get_device_name(),
@@ -78,12 +82,16 @@ def main() -> None:
             "ranks": dist.get_world_size(),
             "steps": ranks.STEPS,
             "steps_equal_to_one_process": equal_steps(found),
-            "peak_bytes": memory,
-            "model": f"{LAYERS} layers of {WIDTH} x {WIDTH}, {TOKENS} tokens, bf16 policy",
+            "peak_bytes_by_tokens": memory,
+            "model": f"{LAYERS} layers of {WIDTH} x {WIDTH}, bf16 policy",
             **found,
         }
         Path(sys.argv[1]).write_text(json.dumps(report) + "\n")
-        print(json.dumps({k: report[k] for k in ("steps_equal_to_one_process", "peak_bytes")}))
+        print(
+            json.dumps(
+                {k: report[k] for k in ("steps_equal_to_one_process", "peak_bytes_by_tokens")}
+            )
+        )
     dist.destroy_process_group()
 
 
