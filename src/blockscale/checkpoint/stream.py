@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, formats, get_format
+from ..measure import amax as finite_amax
 from ..quantize import quantize
 from ..rounding import float32_bits, from_float32_bits, global_scale_from_amax
 from .convention import (
@@ -262,8 +263,8 @@ def _global_scale(file: Reader, name: str, format: Format) -> Tensor:
     """That of the whole tensor, which takes a reading of its own."""
     tensor, amax = file.header.tensors[name], torch.zeros((), dtype=torch.float32)
     for start in range(0, tensor.numel, CHUNK):
-        x = file.elements(name, start, min(CHUNK, tensor.numel - start)).float()
-        amax = torch.maximum(amax, x.abs().nan_to_num_(nan=0.0, posinf=0.0).amax())
+        x = file.elements(name, start, min(CHUNK, tensor.numel - start))
+        amax = torch.maximum(amax, finite_amax(x))
     return from_float32_bits(global_scale_from_amax(float32_bits(amax), format))
 
 
