@@ -47,9 +47,7 @@ def error_sums(
     )
 
 
-def _limit(
-    scale: Tensor, format: Format, global_scale: Tensor | None, shape: torch.Size
-) -> Tensor:
+def _limit(scale: Tensor, format: Format, global_scale: Tensor | None, shape: torch.Size) -> Tensor:
     """``element.max * scale`` for each element."""
     scales = decode_scale(scale, format.scale).to(torch.int32).view(torch.float32)
     if global_scale is not None:

@@ -150,9 +150,7 @@ def compare_tiles(
         top, left = strip * g.block_rows, tile % g.segments * width
         n = min(width, g.columns - left)
         at = (lead * g.strips + strip) * scale_columns + left // size
-        marks = decoding.spread_scales(
-            scale8, scale32, scales, at, n, size, least, room.decoding
-        )
+        marks = decoding.spread_scales(scale8, scale32, scales, at, n, size, least, room.decoding)
         for b in range(-(-n // size)):
             limit = as_bits(as_float(room.decoding.scale_bits[b]) * factor * top_value)
             for i in range(b * size, b * size + size, 16):
