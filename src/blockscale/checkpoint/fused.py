@@ -36,7 +36,7 @@ FUSED = (
     ("in_proj_b", "in_proj_a"),
 )
 _GROUP = {member: group for group in FUSED for member in group}
-_CHUNK = 1 << 19  # elements read at a time
+_CHUNK = 1 << 21  # elements read at a time
 _SHARD = re.compile(r"-\d+-of-\d+\.")
 
 #: Why a tensor is not quantized; None if it is.

@@ -34,7 +34,9 @@ from .writer import Output, beside, check_target, locked, tensor_bytes
 
 __all__ = ["CHUNK", "Progress", "chunks", "quantize_file"]
 
-CHUNK = 1 << 19  # elements; the plain-torch reference needs some 500 bytes for each
+# Elements: enough for eight threads. The reference, where numba is missing, needs some 500 bytes
+# for each.
+CHUNK = 1 << 21
 _ROWS = 128  # chunks start at multiples of it: no block of any format is cut
 
 
