@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 
 import blockscale as bs
 from blockscale import reference
+from blockscale.bench.cpu import SHAPE, Operation, operations, peers, rounds
 from blockscale.formats import formats
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +35,6 @@ BEGIN, END = (
     "<!-- cpu_quantize: made by benchmarks/cpu_quantize.py -->",
     "<!-- cpu_quantize: end -->",
 )
-SHAPE = 8192, 4096
 
 FIRST_CALL = """
 import time, torch
@@ -47,94 +46,26 @@ print(time.perf_counter() - start)
 """
 
 
-def operations(x: torch.Tensor) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Name -> bytes an element counts for, and the call."""
-    y, scale = torch.empty_like(x), torch.tensor(0.001)
-    size = {name: 2 + format.bits_per_element / 8 for name, format in formats.items()}
-    out: dict[str, tuple[float, Callable[[], object]]] = {
-        "copy into the same memory each time": (4, lambda: y.copy_(x)),
-        "copy into a new tensor": (4, x.clone),
-    }
-    for name, axis in (
-        ("mxfp8", -1),
-        ("mxfp8", -2),
-        ("mxfp8_e5m2", -1),
-        ("mxfp6_e2m3", -1),
-        ("mxfp4", -1),
-        ("nvfp4", -1),
-        ("nvfp4", -2),
-        ("fp8_1x128", -1),
-        ("fp8_1x128", -2),
-        ("fp8_128x128", -1),
-    ):
-        given = {"global_scale": scale} if formats[name].has_global_scale else {}
-        label = f"blockscale {name}, {'rows' if axis == -1 else 'columns'}"
-        out[label] = size[name], lambda n=name, a=axis, g=given: bs.quantize(x, n, a, **g)
-    out["blockscale nvfp4, rows, with its amax"] = size["nvfp4"], lambda: bs.quantize(x, "nvfp4")
-    for name in ("mxfp8", "nvfp4", "fp8_1x128"):
-        q = bs.quantize(x, name)
-        out[f"blockscale dequantize {name}"] = size[name], lambda q=q: q.dequantize(torch.bfloat16)
-    out.update(torchao(x, scale, size))
-    part = x[: SHAPE[0] // 16]
-    out["reference mxfp8, rows, a 16th of them"] = (
-        size["mxfp8"] / 16,
-        lambda: reference.quantize(part, formats["mxfp8"]),
-    )
-    return out
-
-
-def torchao(
-    x: torch.Tensor, scale: torch.Tensor, size: dict[str, float]
-) -> dict[str, tuple[float, Callable[[], object]]]:
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
-
-    def mxfp8(x: torch.Tensor) -> object:
-        return to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
-
-    def nvfp4(x: torch.Tensor) -> object:
-        return nvfp4_quantize(x, 16, scale)
-
-    theirs: Any = mxfp8(x[:64])
-    ours = bs.quantize(x[:64])
-    assert torch.equal(theirs[0].view(torch.uint8), ours.scale.view(torch.uint8))
-    assert torch.equal(theirs[1].view(torch.uint8), ours.data.view(torch.uint8))
-    compiled = {f: torch.compile(f, fullgraph=True) for f in (mxfp8, nvfp4)}
-    return {
-        "torchao mxfp8, rows, torch.compile": (size["mxfp8"], lambda: compiled[mxfp8](x)),
-        "torchao mxfp8, rows, eager": (size["mxfp8"], lambda: mxfp8(x)),
-        "torchao nvfp4, rows, torch.compile": (size["nvfp4"], lambda: compiled[nvfp4](x)),
-        "torchao nvfp4, rows, eager": (size["nvfp4"], lambda: nvfp4(x)),
-    }
-
-
-def measure(rounds: int, threads: int) -> dict[str, dict[str, float]]:
+def measure(count: int, threads: int) -> dict[str, dict[str, float]]:
     torch.set_num_threads(threads)
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
-    todo = operations(x)
-    slow = {name for name in todo if "eager" in name or "reference" in name}
-    times: dict[str, list[float]] = {name: [] for name in todo}
-    for name, (_, call) in todo.items():
-        if name not in slow:
-            call()
-    for i in range(rounds):
-        for name, (_, call) in todo.items():
-            if name in slow and i % 5:
-                continue
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
+    part, size = x[: SHAPE[0] // 16], 2 + formats["mxfp8"].bits_per_element / 8
+
+    def slow() -> object:
+        return reference.quantize(part, formats["mxfp8"])
+
+    todo = [*operations(x), *peers(x)]
+    todo.append(Operation("mxfp8, rows, a 16th of them", "reference, eager", size / 16, slow))
     n = x.numel()
     return {
-        name: {
+        each.name.removesuffix(", eager") if each.call is slow else each.name: {
             "median_ms": round(statistics.median(t) * 1e3, 3),
             "best_ms": round(min(t) * 1e3, 3),
-            "bytes_per_element": round(todo[name][0], 5),
-            "median_GB/s": round(todo[name][0] * n / statistics.median(t) / 1e9, 2),
-            "best_GB/s": round(todo[name][0] * n / min(t) / 1e9, 2),
+            "bytes_per_element": round(each.bytes_per_element, 5),
+            "median_GB/s": round(each.bytes_per_element * n / statistics.median(t) / 1e9, 2),
+            "best_GB/s": round(each.bytes_per_element * n / min(t) / 1e9, 2),
         }
-        for name, t in times.items()
+        for each, t in zip(todo, rounds(todo, count), strict=True)
     }
 
 

@@ -297,6 +297,55 @@ def test_a_damaged_journal(damage: str, source: Path, stopped: Path, tmp_path: P
     assert stopped.read_bytes() == whole(source, tmp_path)
 
 
+def _damaged(content: bytes, rng: random.Random) -> bytes:
+    """A journal that was cut, or has other bits, bytes, lines, or lines of another shape."""
+    lines, at = content.splitlines(keepends=True), rng.randrange(len(content))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return content[:at]
+    if kind == 1:
+        flipped = bytearray(content)
+        for _ in range(rng.choice((1, 1, 5))):
+            flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        return bytes(flipped)
+    if kind == 2:
+        return content[:at] + rng.randbytes(rng.randrange(40)) + content[at:]
+    if kind == 3:
+        del lines[rng.randrange(len(lines))]
+        return b"".join(lines)
+    shapes = (
+        b"{}", b"[]", b"3", b'{"record": {}}', b'{"name": "norm.weight"}',
+        b'{"name": [], "record": 3}',
+        b'{"name": "norm.weight", "record": {}}', b'{"name": "no such", "record": {"sha256": {}}}',
+        b'{"name": "norm.weight", "record": {"sha256": {}}}',
+        b'{"name": "norm.weight", "record": {"sha256": {"no such": "00"}}}',
+    )  # fmt: skip
+    lines.insert(rng.randrange(len(lines) + 1), rng.choice(shapes) + b"\n")
+    if kind == 4:
+        lines[rng.randrange(len(lines))] = rng.choice(shapes) + b"\n"
+    return b"".join(lines)
+
+
+def test_any_damage_to_a_journal(source: Path, stopped: Path, tmp_path: Path):
+    """The work is resumed or started anew, and says so; the file is right."""
+    expected, rng = whole(source, tmp_path), random.Random(0)
+    journal, unfinished = (stopped.with_name("out" + s) for s in (".journal", ".partial"))
+    before = journal.read_bytes(), unfinished.read_bytes()
+    manifest, anew = json.loads((tmp_path / "reference.manifest.json").read_text()), 0
+    for _ in range(150):
+        journal.write_bytes(_damaged(before[0], rng))
+        unfinished.write_bytes(before[1])
+        note = notes(source, stopped, "mxfp8")
+        assert note.startswith(("resumed: ", "started anew: ")) or not note
+        anew += note == "started anew: the journal of the unfinished file is damaged"
+        assert stopped.read_bytes() == expected
+        made = json.loads(stopped.with_name("out.manifest.json").read_text())
+        assert made["tensors"] == manifest["tensors"]
+        for path in tmp_path.glob("out*"):
+            path.unlink()
+    assert anew > 5
+
+
 def test_interrupt_keeps_what_is_finished(source: Path, tmp_path: Path):
     def interrupt(event: checkpoint.Progress) -> None:
         if event.tensors == 6:
@@ -341,6 +390,26 @@ def test_the_command(source: Path, tmp_path: Path):
     assert "resumed: " in ran.stderr
     redone = [line for line in ran.stdout.splitlines() if line in QUANTIZED]
     assert redone == [name for name in sorted(QUANTIZED, key=_order(source)) if name != started[0]]
+    assert (tmp_path / "out").read_bytes() == whole(source, tmp_path)
+
+
+def test_control_c(source: Path, tmp_path: Path):
+    """The command says that the work goes on when it runs again; so it does."""
+    arguments = ["quantize", str(source), str(tmp_path / "out"), "--format", "mxfp8"]
+    with subprocess.Popen(
+        [sys.executable, "-c", _SLOW, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "run the same command again, and it goes on" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert notes(source, tmp_path / "out", "mxfp8").startswith("resumed: ")
     assert (tmp_path / "out").read_bytes() == whole(source, tmp_path)
 
 

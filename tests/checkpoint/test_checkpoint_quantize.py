@@ -187,6 +187,45 @@ def test_the_command_prints_the_manifest(source: Path, tmp_path: Path, blockscal
     assert json.loads(ran.out) == json.loads((tmp_path / "out.manifest.json").read_text())
 
 
+def test_without_statistics(source: Path, tmp_path: Path, blockscale: Cli):
+    ran = blockscale("quantize", source, tmp_path / "out", "--format", "nvfp4", "--no-stats")
+    assert ran.code == 0
+    assert "3 tensors in nvfp4" in ran.out
+    assert "SQNR" not in ran.out
+    manifest = checkpoint.quantize_file(source, tmp_path / "two", "nvfp4")
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "two").read_bytes()
+    quick = json.loads((tmp_path / "out.manifest.json").read_text())["tensors"]
+    for name, entry in manifest["tensors"].items():
+        entry.pop("error", None)
+        assert quick[name] == entry
+    ran = blockscale("inspect", tmp_path / "out")
+    assert ran.code == 0
+    assert "unknown" in ran.out
+    # to have them, it is made anew
+    ran = blockscale("quantize", source, tmp_path / "out", "--format", "nvfp4")
+    assert ran.code == 2
+    assert "was made with another statistics" in ran.err
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_128x128"])
+def test_statistics_do_not_depend_on_threads(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from blockscale.kernels import cpu
+
+    monkeypatch.setattr(cpu, "_CHUNK", 1 << 12)
+    save_file({"w": torch.randn(700, 512)}, tmp_path / "in")
+    found = []
+    for threads in (1, 3, 2):
+        torch.set_num_threads(threads)
+        try:
+            manifest = checkpoint.quantize_file(tmp_path / "in", tmp_path / f"{threads}", format)
+        finally:
+            torch.set_num_threads(1)
+        found.append(manifest["tensors"])
+    assert found[0] == found[1] == found[2]
+
+
 def test_progress(source: Path, tmp_path: Path):
     events: list[checkpoint.Progress] = []
     checkpoint.quantize_file(source, tmp_path / "out", "mxfp8", progress=events.append)

@@ -96,6 +96,7 @@ def test_other_tools_see_the_names_of_the_field(tmp_path: Path):
         "b.weight": (torch.uint8, (128, 128)),
         "b.weight_scale": (torch.float8_e4m3fn, (128, 16)),
         "b.weight_scale_2": (torch.float32, ()),
+        "b.input_scale": (torch.float32, ()),
     }
     # the multiplier, as ModelOpt has it: fp4 * scale * scale_2
     nibbles = torch.stack((theirs["b.weight"] & 15, theirs["b.weight"] >> 4), -1).flatten(-2).long()

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from blockscale import reference
-from blockscale.bench import cases, host, peers, quantize, timing
+from blockscale.bench import cases, cpu, host, peers, quantize, timing
 from blockscale.bench.cases import GROUPS, Case, Group, expert_ends, prepare
 from blockscale.bench.peers import Peer
 from blockscale.cli.bench import bench
@@ -193,7 +193,67 @@ def test_bad_input(arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("arguments", [[], ["quantize"]])
+@pytest.mark.parametrize("arguments", [["quantize", "--device", "cuda"], ["gemm"]])
 def test_needs_a_gpu(arguments):
     with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
         CliRunner().invoke(bench, arguments, catch_exceptions=False)
+
+
+# --- on a CPU -------------------------------------------------------------------------------------
+
+
+def test_quantizers_on_a_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what auto looks at
+
+    def lacking(x):
+        raise ModuleNotFoundError("No module named 'torchao'")
+
+    monkeypatch.setattr(cpu, "peers", lacking)
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["quantize", "--shapes", "128x256,64x100", "--peers", "all"]
+    found = CliRunner().invoke(
+        bench, [*arguments, "--json", str(out), "--plot", str(plot)], catch_exceptions=False
+    )
+    assert found.exit_code == 0
+    assert "(torchao), 128x256, cannot run: No module named 'torchao'" in found.output
+    content = json.loads(out.read_text())
+    assert content["gpu"] is None
+    assert content["cpu"]["threads"] == torch.get_num_threads()
+    assert [row["why"] for row in content["absent"]] == ["No module named 'torchao'"] * 2
+    shapes = {(row["rows"], row["columns"]) for row in content["rows"]}
+    assert shapes == {(128, 256), (64, 100)}
+    by_case = {r["case"]: r for r in content["rows"] if r["rows"] == 128}
+    assert by_case[cpu.COPY]["of_copy"] == pytest.approx(1)
+    row = by_case["mxfp8, rows"]
+    size = 128 * 256 * (3 + 1 / 32)
+    assert row["gigabytes_per_second"] == pytest.approx(size / row["microseconds"] / 1e3)
+    assert row["of_copy"] == pytest.approx(row["copy_microseconds"] / row["microseconds"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rounds_time_all_in_turn():
+    seen = []
+    todo = [
+        cpu.Operation(case, "torch", 4, lambda case=case: seen.append(case))
+        for case in ("a", "b", "c, eager")
+    ]
+    times = cpu.rounds(todo, 6)
+    assert [len(t) for t in times] == [6, 6, 2]
+    assert seen[:5] == ["a", "b", "a", "b", "c, eager"]
+
+
+def test_peers_on_a_cpu_are_torchao():
+    pytest.importorskip("torchao")
+    x = torch.randn(64, 128).bfloat16()
+    theirs = {each.name: each for each in cpu.peers(x)}
+    assert set(theirs) == {
+        f"torchao {format}, rows, {way}"
+        for format in ("mxfp8", "nvfp4")
+        for way in ("torch.compile", "eager")
+    }
+    theirs["torchao mxfp8, rows, eager"].call()
+
+
+def test_an_unknown_device():
+    with pytest.raises(ValueError, match=r"device: got 'tpu'; choose one of 'auto', 'cpu', 'cuda'"):
+        CliRunner().invoke(bench, ["quantize", "--device", "tpu"], catch_exceptions=False)

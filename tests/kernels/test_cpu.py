@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
-from blockscale import reference
+from blockscale import measure, reference
 from blockscale.formats import E4M3, E8M0, FP32, NONFINITE, Format, formats
 from blockscale.kernels import cpu
 from blockscale.memory import memory_of
@@ -433,6 +433,67 @@ def test_wrong_dtype() -> None:
         cpu.quantize(torch.zeros(2, 32, dtype=torch.int32), formats["mxfp8"])
     with pytest.raises(ValueError, match="global_scale"):
         cpu.quantize(torch.zeros(2, 32), formats["nvfp4"], scale_rounding="nearest")
+
+
+# --- what was lost --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_error_sums(name: str, dtype: torch.dtype) -> None:
+    """All counts are those of plain torch; sums of squares but for the order of additions."""
+    format = formats[name]
+    shapes = (64, 256), (2, 130, 384), (129, 4096), (1, 128), (3, 5, 100), (7, 33)
+    for seed, shape in enumerate(shapes):
+        for x in (hard(shape, dtype, seed), torch.randn(shape).to(dtype), torch.zeros(shape)):
+            q = bs.quantize(x, format, pad=True)
+            given = x, q.qdata, q.scale, format, q.global_scale
+            ours, theirs = cpu.error_sums(*given), reference.error_sums(*given)
+            for key, value in theirs._asdict().items():
+                if key in ("signal", "noise"):
+                    value = pytest.approx(value, rel=1e-13)
+                assert getattr(ours, key) == value, (name, dtype, shape, key)
+
+
+def test_error_sums_by_hand() -> None:
+    x = torch.zeros(1, 32)
+    x[0, :6] = torch.tensor([448.0, 1.03, -1.0, 2.0**-12, -3.5, float("nan")])
+    q = bs.quantize(x.nan_to_num(0.0), "mxfp8")
+    sums = cpu.error_sums(x, q.qdata, q.scale, q.format, None)
+    assert (sums.elements, sums.nonfinite, sums.zeros, sums.flushed) == (31, 1, 27, 1)
+    assert sums.bins[0] == sum(sums.bins) - 2 == 29
+    lost = x[0, 1].double() - 1
+    assert sums.noise == pytest.approx((lost**2 + 2.0**-24).item(), rel=1e-14)
+    assert sums.signal == pytest.approx(448**2 + 1 + 3.5**2 + 1.0609, rel=1e-6)
+    assert (sums.max_rel, sums.max_abs) == (1.0, lost.float().item())
+
+
+def test_error_sums_of_rows_apart_in_memory(three_threads: None) -> None:
+    x = torch.randn(300, 1024)[:, :512]
+    q = bs.quantize(x, "nvfp4")
+    apart, together = (
+        cpu.error_sums(t, q.qdata, q.scale, q.format, q.global_scale) for t in (x, x.contiguous())
+    )
+    assert apart._replace(signal=0.0, noise=0.0) == together._replace(signal=0.0, noise=0.0)
+    assert apart.signal == pytest.approx(together.signal, rel=1e-13)
+
+
+def test_error_sums_refuse_what_does_not_fit() -> None:
+    x = torch.randn(64, 64)
+    for q in (
+        bs.quantize(x, axis=-2), bs.quantize(x, layout="tcgen05"), bs.quantize(x[:32])
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"q: is .* expected the shape of x, \(64, 64\)"):
+            measure.error_sums(x, q)
+
+
+def test_amax() -> None:
+    for dtype in DTYPES:
+        x = hard((33, 1000), dtype, 3)
+        assert torch.equal(measure.amax(x), reference.amax(x))
+        assert torch.equal(cpu.amax(x), reference.amax(x))
+    nothing = torch.full((4, 4), float("nan"))
+    assert cpu.amax(nothing) == reference.amax(nothing) == 0
 
 
 # --- the caller's memory --------------------------------------------------------------------------

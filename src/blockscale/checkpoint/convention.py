@@ -6,6 +6,7 @@ stored tensor           dtype                       content
 ``<name>``              F8_E4M3, F8_E5M2, or U8     elements; FP6 and FP4 packed into bytes
 ``<name>_scale``        U8 (E8M0), F8_E4M3, or F32  compact block scales; they multiply
 ``<name>_scale_2``      F32, no dimensions          NVFP4's global scale; it multiplies
+``…input_scale``        F32, no dimensions          NVFP4's global scale of the activations
 ``<name>_offsets``      I32                         ends of groups, for grouped tensors
 ======================  ==========================  ==========================================
 
@@ -14,6 +15,10 @@ those of compressed-tensors), which vLLM, SGLang and TensorRT-LLM read. compress
 NVFP4's parts ``<name>_packed`` and ``<name>_global_scale``, and the latter *divides*: our
 multiplier under that name would be read upside down. E8M0 is U8 in both, and readers that do not
 know F8_E8M0 are still about.
+
+``input_scale`` stands where ModelOpt has it: ``q_proj.weight`` has ``q_proj.input_scale``. Servers
+read it for products of NVFP4 activations; vLLM takes uninitialized memory where it is missing. Only
+a run of the model on data could tell the right one, so it is :data:`INPUT_SCALE`.
 
 The header's ``__metadata__`` has a key ``blockscale``: JSON that says for each tensor what its
 parts mean (:func:`describe`). A column-major tensor, like the ``.mT`` of a weight, is stored as its
@@ -34,6 +39,7 @@ from ..tensor import ScaledTensor
 from .header import TORCH_DTYPES, Header, parse_json, show
 
 __all__ = [
+    "INPUT_SCALE",
     "SUFFIXES",
     "all_part_names",
     "assemble",
@@ -41,6 +47,7 @@ __all__ = [
     "describe",
     "description_of",
     "dtype_name",
+    "input_scale_name",
     "metadata_for",
     "part_names",
     "parts_of",
@@ -53,11 +60,22 @@ VERSION = 1
 #: Part of a ScaledTensor -> what its name in the file ends with.
 SUFFIXES = {"data": "", "scale": "_scale", "global_scale": "_scale_2", "offsets": "_offsets"}
 
+#: NVFP4's global scale of activations where nothing calibrated it. With 1, blocks up to 2688
+#: (448 * 6) are held, those above 0.094 (6 / 64) at full precision; below that, scales of blocks
+#: are subnormal, and blocks below 0.006 become 0.
+INPUT_SCALE = 1.0
+
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _ORIGINALS = {
     str(d).removeprefix("torch."): d
     for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
+
+
+def input_scale_name(name: str) -> str:
+    """``q_proj.weight`` -> ``q_proj.input_scale``; ``experts`` -> ``experts_input_scale``."""
+    stem, dot, last = name.rpartition(".")
+    return f"{stem}{dot}input_scale" if last == "weight" else f"{name}_input_scale"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -71,7 +89,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def parts_of(
     format: Format, shape: Sequence[int], axis: int = -1, groups: int = 0
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Stored dtype and shape of data, scale and global scale of a tensor quantized along ``axis``.
+    """Stored dtype and shape of data and scales of a tensor quantized along ``axis``.
 
     ``groups`` is their number where they cut the contraction.
     """
@@ -80,7 +98,7 @@ def parts_of(
         "scale": (_as_stored(format.scale.dtype), format.scale_shape(shape, axis, groups)),
     }
     if format.has_global_scale:
-        parts["global_scale"] = torch.float32, ()
+        parts["global_scale"] = parts["input_scale"] = torch.float32, ()
     return {part: (dtype_name(dtype), size) for part, (dtype, size) in parts.items()}
 
 
@@ -96,6 +114,7 @@ def description_of(format: Format, shape: tuple[int, ...], dtype: torch.dtype) -
         "shape": list(shape),
         "dtype": str(dtype).removeprefix("torch."),
         "layout": "compact",
+        **({"input_scale": True} if format.has_global_scale else {}),
     }
 
 
@@ -114,6 +133,10 @@ def describe(q: ScaledTensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "offsets": q.offsets,
     }
     description = {**description_of(q.format, tuple(q.shape), q.dtype), "axis": q.axis, **extra}
+    if q.axis != -1 or q.offsets is not None:  # no weight that a server reads
+        description.pop("input_scale", None)
+    if "input_scale" in description:
+        parts["input_scale"] = torch.tensor(INPUT_SCALE)
     return description, {part: t.contiguous() for part, t in parts.items() if t is not None}
 
 
@@ -124,7 +147,10 @@ def part_names(name: str, description: Mapping[str, Any]) -> dict[str, str]:
         parts.append("global_scale")
     if "groups" in description:
         parts.append("offsets")
-    return {part: name + SUFFIXES[part] for part in parts}
+    names = {part: name + SUFFIXES[part] for part in parts}
+    if description.get("input_scale"):
+        names["input_scale"] = input_scale_name(name)
+    return names
 
 
 def assemble(
@@ -135,7 +161,9 @@ def assemble(
     Raises ValueError where parts and description do not fit.
     """
     format = formats[description["format"]]
-    parts = {part: read(stored) for part, stored in part_names(name, description).items()}
+    names = part_names(name, description)
+    names.pop("input_scale", None)  # of other tensors: those that it is multiplied with
+    parts = {part: read(stored) for part, stored in names.items()}
     if format.scale.dtype == torch.float8_e8m0fnu and parts["scale"].dtype == torch.uint8:
         parts["scale"] = parts["scale"].view(format.scale.dtype)
     try:
@@ -191,6 +219,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "dtype": lambda v: isinstance(v, str) and v in _ORIGINALS,
     "layout": lambda v: v == "compact",
     "transposed": lambda v: v in (None, True),
+    "input_scale": lambda v: v in (None, True),
     "groups": lambda v: v in (None, "rows", "contraction"),
 }
 
@@ -211,6 +240,8 @@ def _check(name: str, description: Any, header: Header) -> None:
         groups = header.tensors[names["offsets"]].numel
     format, shape, axis = formats[description["format"]], description["shape"], description["axis"]
     for part, (dtype, size) in parts_of(format, shape, axis, groups).items():
+        if part not in names:  # input_scale, in files of before
+            continue
         stored = header.tensors[names[part]]
         if (stored.dtype, stored.shape) != (dtype, size):
             raise ValueError(
@@ -231,7 +262,7 @@ def check_names(names: Iterable[str], argument: str) -> None:
         if name in seen:
             raise ValueError(
                 f"{argument}: two tensors would be stored as {show(name)} (a quantized tensor "
-                f"takes its name with {', '.join(filter(None, SUFFIXES.values()))} too); rename "
-                "one, or leave the quantized one out"
+                f"takes its name with {', '.join(filter(None, SUFFIXES.values()))} too, and "
+                "input_scale); rename one, or leave the quantized one out"
             )
         seen.add(name)

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from ..formats import Format
 from .header import Stored, show
 
-__all__ = ["DEFAULT_EXCLUDE", "select"]
+__all__ = ["DEFAULT_EXCLUDE", "reason", "select"]
 
 #: Matrices that are left as they are unless ``include`` names them, matched in lower case.
 #: Embeddings are looked up, not multiplied; the head, routers and norms are small and cost most
@@ -74,16 +74,23 @@ def select(
     for pattern in exclude:
         _matches("exclude", pattern, tensors)
 
-    reasons = {}
-    for name, why in obstacles.items():
-        if why is None and (hit := _first(exclude, name)):
-            why = f"excluded by {hit!r}"
-        if why is None and include and not _first(include, name):
-            why = "not included"
-        if why is None and not include and (hit := _first(DEFAULT_EXCLUDE, name.lower())):
-            why = f"left alone by default, {hit!r}"
-        reasons[name] = why
-    return reasons
+    return {name: why or _left_out(name, include, exclude) for name, why in obstacles.items()}
+
+
+def reason(
+    name: str, tensor: Stored, format: Format, include: Sequence[str], exclude: Sequence[str]
+) -> str | None:
+    """As :func:`select` of one tensor that is not quantized yet."""
+    return obstacle(tensor, format) or _left_out(name, include, exclude)
+
+
+def _left_out(name: str, include: Sequence[str], exclude: Sequence[str]) -> str | None:
+    if hit := _first(exclude, name):
+        return f"excluded by {hit!r}"
+    if include:
+        return None if _first(include, name) else "not included"
+    hit = _first(DEFAULT_EXCLUDE, name.lower())
+    return hit and f"left alone by default, {hit!r}"
 
 
 def _matches(argument: str, pattern: str, names: Collection[str]) -> list[str]:

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from ..tensor import ScaledTensor
 from .convention import (
+    INPUT_SCALE,
     all_part_names,
     assemble,
     check_names,
     describe,
     dtype_name,
+    input_scale_name,
     metadata_for,
     part_names,
     read_descriptions,
@@ -35,7 +37,8 @@ def save_file(
     """Write tensors, quantized ones among them, as one safetensors file.
 
     Scales are stored compact, whatever their layout. ``path`` is replaced when the new file is
-    complete and on disk. Tensors that share memory are written as often as they have names.
+    complete and on disk. Tensors that share memory are written as often as they have names. NVFP4
+    tensors get an ``input_scale`` of 1, unless ``tensors`` has one of that name.
 
     Args:
         tensors: name -> ScaledTensor or dense tensor, on any device.
@@ -55,6 +58,9 @@ def save_file(
             raise ValueError(f"tensors: {name!r} cannot be the name of a tensor; rename it")
         if isinstance(tensor, ScaledTensor):
             descriptions[name], own = describe(tensor)
+            if input_scale_name(name) in tensors:  # that stays, as any tensor
+                descriptions[name].pop("input_scale", None)
+                own.pop("input_scale", None)
             stored = part_names(name, descriptions[name])
             own = {stored[part]: value for part, value in own.items()}
         elif isinstance(tensor, Tensor) and tensor.layout == torch.strided:
@@ -82,7 +88,8 @@ def load_file(
     """Read what :func:`save_file` or :func:`quantize_file` wrote, or any safetensors file.
 
     Returns:
-        name -> :class:`~blockscale.ScaledTensor` with compact scales, or plain tensor.
+        name -> :class:`~blockscale.ScaledTensor` with compact scales, or plain tensor. An
+        ``input_scale`` is among them where it is not the default.
 
     Raises:
         ValueError: the file is damaged, truncated or hostile, or its parts do not fit.
@@ -96,6 +103,9 @@ def load_file(
             for name in file.header.tensors:
                 if name in descriptions:
                     out[name] = assemble(name, descriptions[name], file.tensor).to(device)
+                    given = part_names(name, descriptions[name]).get("input_scale")
+                    if given and (value := file.tensor(given)).item() != INPUT_SCALE:
+                        out[given] = value.to(device)
                 elif name not in parts:
                     out[name] = file.tensor(name).to(device)
             return out

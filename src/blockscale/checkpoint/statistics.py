@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..measure import error_sums
 from ..rounding import decode_scale
 from ..tensor import ScaledTensor
 
@@ -22,7 +23,7 @@ __all__ = ["ErrorStatistics", "Exponents", "ValueStatistics", "error_bin_edges"]
 # (all that is smaller, but not 0, is in the first bin) to 2^1. Their number is read off the bits of
 # the fp32 ratio: no logarithm whose last digit depends on the machine.
 _FIRST_EXPONENT, _BINS = -16, 34
-# Elements that are looked at together: they stay in the cache. numpy, because torch's threads wait
+# Elements that are surveyed together: they stay in the cache. numpy, because torch's threads wait
 # for each other at every one of these small steps.
 _PIECE = 1 << 16
 
@@ -42,17 +43,18 @@ class Exponents:
     zeros: int = 0
     nonfinite: int = 0
 
-    def add(self, values: Array) -> None:
-        """Count fp32 values."""
+    def add(self, values: Array, counts: NDArray[np.int64] | None = None) -> None:
+        """Count fp32 values; with ``counts``, each as often as that says."""
         magnitude = values.reshape(-1).view(np.int32) & 0x7FFFFFFF
-        fields = np.bincount(magnitude >> 23, minlength=256).tolist()
+        fields = np.bincount(magnitude >> 23, counts, minlength=256).astype(np.int64).tolist()
         self.nonfinite += fields[255]
         self.counts.update({e - 127: n for e, n in enumerate(fields[1:255], 1) if n})
         if fields[0]:  # zero or, below 2^-126, subnormal: the exponent is that of the highest bit
-            small = magnitude[magnitude < 1 << 23]
-            lengths = np.bincount(np.frexp(small.astype(np.float64))[1], minlength=24).tolist()
-            self.zeros += lengths[0]
-            self.counts.update({n - 150: c for n, c in enumerate(lengths[1:], 1) if c})
+            small = magnitude < 1 << 23
+            highest = np.frexp(magnitude[small].astype(np.float64))[1]
+            lengths = np.bincount(highest, None if counts is None else counts[small], minlength=24)
+            self.zeros += int(lengths[0])
+            self.counts.update({n - 150: int(c) for n, c in enumerate(lengths[1:], 1) if c})
 
     def merge(self, other: Exponents) -> None:
         """Add the counts of another."""
@@ -112,48 +114,24 @@ class ErrorStatistics:
         return 10 * math.log10(self.signal / self.noise)
 
     def add(self, x: Tensor, q: ScaledTensor) -> None:
-        """Compare a chunk ``x`` (..., rows, K) with its quantized form (compact, axis -1)."""
-        scales = _scales(q)
-        self.scales.add(scales.numpy())
-        limits, k = _limits(q, scales), x.shape[-1]
-        exact = x.float().reshape(-1, k).numpy()
-        values = q.dequantize(torch.float32).reshape(-1, k).numpy()
-        step = max(1, _PIECE // k)
-        for row in range(0, len(exact), step):
-            rows = slice(row, row + step)
-            self._add(exact[rows], values[rows], limits[rows], q.format.block_size)
-
-    def _add(self, exact: Array, values: Array, limits: Array, block: int) -> None:
-        error, magnitude = np.abs(values - exact), np.abs(exact)
-        signal, noise = _energy(exact), _energy(error)
-        bad = 0
-        if not math.isfinite(signal + noise):  # rare, so all else is spared the search for them
-            finite = np.isfinite(exact) & np.isfinite(values)
-            bad = finite.size - int(np.count_nonzero(finite))
-            values, error = np.where(finite, values, 0), np.where(finite, error, 0)
-            magnitude = np.where(finite, magnitude, 0)
-            signal, noise = _energy(magnitude), _energy(error)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(magnitude > 0, error / magnitude, np.float32(0))
-        bins = np.bincount(ratio.reshape(-1).view(np.int32) >> 22, minlength=512)
-        zeros = int(np.count_nonzero(values == 0))
-        self.elements += exact.size - bad
-        self.nonfinite += bad
-        self.signal += signal
-        self.noise += noise
-        self.max_abs = max(self.max_abs, float(error.max()))
-        self.max_rel = max(self.max_rel, float(ratio.max()))
-        self.exact += int(bins[0]) - bad
-        self.zeros += zeros - bad
-        self.flushed += zeros - int(np.count_nonzero(magnitude == 0))
-        if magnitude.shape[1] % block:
-            magnitude = np.pad(magnitude, ((0, 0), (0, -magnitude.shape[1] % block)))
-        blocks = magnitude.reshape(len(magnitude), -1, block)
-        self.saturated += int(np.count_nonzero(blocks > limits[:, :, None]))
+        """Compare a chunk ``x`` (..., rows, K) with its quantized form (compact, axis -1), by
+        :func:`blockscale.measure.error_sums`."""
+        self.scales.add(*_scales(q))
+        sums = error_sums(x, q)
+        self.elements += sums.elements
+        self.nonfinite += sums.nonfinite
+        self.signal += sums.signal
+        self.noise += sums.noise
+        self.max_abs = max(self.max_abs, sums.max_abs)
+        self.max_rel = max(self.max_rel, sums.max_rel)
+        self.exact += sums.bins[0]
+        self.zeros += sums.zeros
+        self.flushed += sums.flushed
+        self.saturated += sums.saturated
         first = 2 * (127 + _FIRST_EXPONENT)
-        counts = bins[first : first + _BINS]
-        counts[0] += bins[1:first].sum()
-        self.error_bins = [a + int(b) for a, b in zip(self.error_bins, counts, strict=True)]
+        self.error_bins[0] += sum(sums.bins[1:first])
+        for i, count in enumerate(sums.bins[first : first + _BINS]):
+            self.error_bins[i] += count
 
     def merge(self, other: ErrorStatistics) -> None:
         """Add another tensor's sums."""
@@ -192,24 +170,16 @@ class ErrorStatistics:
             raise ValueError(f"these are no error statistics: {error!r}") from None
 
 
-def _energy(x: Array) -> float:
-    """Sum of squares, in fp64: the squares of large fp32 numbers overflow."""
-    return float(np.square(x, dtype=np.float64).sum())
-
-
-def _scales(q: ScaledTensor) -> Tensor:
-    """fp32 block scale times global scale. Neither is subnormal where there are two."""
-    scales = decode_scale(q.scale, q.format.scale).to(torch.int32).view(torch.float32)
-    return scales if q.global_scale is None else scales * q.global_scale
-
-
-def _limits(q: ScaledTensor, scales: Tensor) -> Array:
-    """``element.max * scale`` of each row and block along it, with the slack of an fp32 rounding:
-    a scale amax / 448 that was rounded down by one unit is no saturation."""
-    limit = scales * (q.format.element.max * (1 + 2.0**-20))
-    if q.format.block[0] > 1:
-        limit = limit.repeat_interleave(q.format.block[0], -2)[..., : q.shape[-2], :]
-    return limit.reshape(-1, limit.shape[-1]).numpy()
+def _scales(q: ScaledTensor) -> tuple[Array, NDArray[np.int64] | None]:
+    """fp32 block scale times global scale, and how often each occurs. Neither is subnormal where
+    there are two."""
+    stored, counts = q.scale.flatten(), None
+    if stored.dtype.itemsize == 1:
+        frequencies = torch.bincount(stored.view(torch.uint8), minlength=256)
+        codes = frequencies.nonzero().flatten()
+        stored, counts = codes.to(torch.uint8).view(stored.dtype), frequencies[codes].numpy()
+    scales = decode_scale(stored, q.format.scale).to(torch.int32).view(torch.float32)
+    return (scales if q.global_scale is None else scales * q.global_scale).numpy(), counts
 
 
 @dataclass

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..formats import Format, formats, get_format
 from ..quantize import quantize
-from ..rounding import float32_bits, from_float32_bits, global_scale_from_amax
 from .convention import (
+    INPUT_SCALE,
     all_part_names,
     check_names,
     description_of,
@@ -25,16 +24,19 @@ from .convention import (
     parts_of,
     read_descriptions,
 )
+from .fused import GlobalScales
 from .header import TORCH_DTYPES, Header, Stored, build
 from .manifest import VERSION, read_manifest, stale_tensors
 from .reader import PIECE, Reader
-from .selection import select
+from .selection import reason, select
 from .statistics import ErrorStatistics, error_bin_edges
 from .writer import Output, beside, check_target, locked, tensor_bytes
 
 __all__ = ["CHUNK", "Progress", "chunks", "quantize_file"]
 
-CHUNK = 1 << 19  # elements; the plain-torch reference needs some 500 bytes for each
+# Elements: enough for eight threads. The reference, where numba is missing, needs some 500 bytes
+# for each.
+CHUNK = 1 << 21
 _ROWS = 128  # chunks start at multiples of it: no block of any format is cut
 
 
@@ -63,6 +65,16 @@ class _Plan:
     reasons: Mapping[str, str | None]  # None: quantized; else why it is copied
     head: bytes
     header: Header
+    scales: GlobalScales | None  # of formats that have them
+    statistics: bool
+
+    @property
+    def warnings(self) -> list[str]:
+        return self.scales.warnings if self.scales else []
+
+    @property
+    def elsewhere(self) -> dict[str, float]:
+        return self.scales.elsewhere if self.scales else {}
 
 
 def quantize_file(
@@ -72,6 +84,7 @@ def quantize_file(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     progress: Callable[[Progress], None] | None = None,
+    statistics: bool = True,
 ) -> dict[str, Any]:
     """Quantize the matrices of a safetensors file along their last dimension; copy all else.
 
@@ -88,6 +101,10 @@ def quantize_file(
             :data:`~blockscale.checkpoint.DEFAULT_EXCLUDE`.
         exclude: globs of what is not.
         progress: called at each step.
+        statistics: measure what is lost. It takes about half of the time.
+
+    Weights that servers fuse get one global scale (:data:`~blockscale.checkpoint.fused.FUSED`); the
+    index of a checkpoint of several files, beside ``source``, says where those are.
 
     Returns:
         The manifest. If ``target`` is there already and is what this call would make, it is
@@ -107,7 +124,7 @@ def quantize_file(
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     tell = progress or (lambda event: None)
     with Reader(source, "source") as file:
-        plan = _plan(file, fmt, include, exclude)
+        plan = _plan(file, fmt, include, exclude, statistics)
         check_target(target, "target")
         _check_distinct(file.path, target)
         with locked(target):
@@ -119,6 +136,8 @@ def quantize_file(
                 "format": fmt.name,
                 "include": list(include),
                 "exclude": list(exclude),
+                "statistics": statistics,
+                "elsewhere": plan.elsewhere,
                 "source": {"size": file.header.file_size, "sha256": _checksum(file, tell)},
             }
             if made is not None:
@@ -140,7 +159,11 @@ def _version() -> str:
 
 
 def _plan(
-    file: Reader, format: Format, include: tuple[str, ...], exclude: tuple[str, ...]
+    file: Reader,
+    format: Format,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    statistics: bool,
 ) -> _Plan:
     try:
         earlier = read_descriptions(file.header)
@@ -165,7 +188,12 @@ def _plan(
         stored += [(names[part], *what) for part, what in parts_of(format, tensor.shape).items()]
     check_names((name for name, _, _ in stored), "source")
     head, header = build(stored, metadata_for(descriptions, file.header.metadata))
-    return _Plan(format, reasons, head, header)
+    scales = None
+    if format.has_global_scale:
+        scales = GlobalScales(
+            file, format, reasons, lambda n, t: reason(n, t, format, include, exclude)
+        )
+    return _Plan(format, reasons, head, header, scales, statistics)
 
 
 def _check_distinct(source: Path, target: Path) -> None:
@@ -220,7 +248,7 @@ def _write(file: Reader, out: Output, plan: _Plan, tell: Callable[[Progress], No
         if name in out.records:
             report(tensor.nbytes)
         elif plan.reasons[name] is None:
-            out.finish(name, _quantize(file, out, name, plan.format, report))
+            out.finish(name, _quantize(file, out, name, plan, report))
         else:
             out.finish(name, _copy(file, out, name, report))
     tell(Progress("quantize", "", len(tensors), len(tensors), total, total, out.note))
@@ -236,35 +264,28 @@ def _copy(file: Reader, out: Output, name: str, report: Callable[[int], None]) -
 
 
 def _quantize(
-    file: Reader, out: Output, name: str, format: Format, report: Callable[[int], None]
+    file: Reader, out: Output, name: str, plan: _Plan, report: Callable[[int], None]
 ) -> dict[str, Any]:
-    tensor = file.header.tensors[name]
-    stored = part_names(name, {"format": format.name})
+    tensor, format = file.header.tensors[name], plan.format
+    dtype = TORCH_DTYPES[tensor.dtype]
+    stored = part_names(name, description_of(format, tensor.shape, dtype))
     parts = {part: out.part(stored_name) for part, stored_name in stored.items()}
-    scalar = _global_scale(file, name, format) if format.has_global_scale else None
-    if scalar is not None:
+    scalar = None
+    if plan.scales is not None:
+        scalar = plan.scales[name]
         parts["global_scale"].write(tensor_bytes(scalar))
+        parts["input_scale"].write(tensor_bytes(torch.tensor(INPUT_SCALE)))
     statistics = ErrorStatistics()
     for start, shape in chunks(tensor.shape, format):
         x = file.elements(name, start, math.prod(shape)).view(shape)
         q = quantize(x, format, global_scale=scalar)
         parts["data"].write(tensor_bytes(q.qdata))
         parts["scale"].write(tensor_bytes(q.scale))
-        statistics.add(x, q)
+        if plan.statistics:
+            statistics.add(x, q)
         report(x.numel() * x.itemsize)
-    return {
-        "sha256": {stored[part]: writer.sha256() for part, writer in parts.items()},
-        "error": statistics.to_json(),
-    }
-
-
-def _global_scale(file: Reader, name: str, format: Format) -> Tensor:
-    """That of the whole tensor, which takes a reading of its own."""
-    tensor, amax = file.header.tensors[name], torch.zeros((), dtype=torch.float32)
-    for start in range(0, tensor.numel, CHUNK):
-        x = file.elements(name, start, min(CHUNK, tensor.numel - start)).float()
-        amax = torch.maximum(amax, x.abs().nan_to_num_(nan=0.0, posinf=0.0).amax())
-    return from_float32_bits(global_scale_from_amax(float32_bits(amax), format))
+    sums = {stored[part]: writer.sha256() for part, writer in parts.items()}
+    return {"sha256": sums, **({"error": statistics.to_json()} if plan.statistics else {})}
 
 
 def chunks(shape: Sequence[int], format: Format) -> Iterator[tuple[int, tuple[int, int, int]]]:
@@ -310,5 +331,7 @@ def _manifest(
             "header_sha256": out.header_sha256,
         },
         "error_bin_edges": error_bin_edges(),
+        **({"input_scale": INPUT_SCALE} if plan.scales is not None else {}),
+        "warnings": plan.warnings,
         "tensors": {name: entry(name, tensor) for name, tensor in file.header.tensors.items()},
     }

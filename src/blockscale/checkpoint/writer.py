@@ -6,9 +6,10 @@ While ``OUT`` is made there are three files beside it::
     OUT.partial   the file, at its full length from the start, tensors at their final places
     OUT.lock      held while somebody writes
 
-A journal line is appended after the bytes it speaks of, and on resuming the bytes of each line are
-checked against its checksums. So it does not matter where a process was killed, or which of its
-writes a machine that lost power had kept. ``OUT.partial`` is never there without its journal.
+A journal line is appended after the bytes it speaks of, with a checksum of its own, and on resuming
+the bytes of each line are checked against its checksums. A line that is damaged counts as not
+written. So it does not matter where a process was killed, or which of its writes a machine that
+lost power had kept. ``OUT.partial`` is never there without its journal.
 """
 
 from __future__ import annotations
@@ -204,6 +205,8 @@ class Output:
                 "here; move it away"
             )
         identity, *lines = _lines(self._journal) or [{}]
+        if "header" not in identity:  # the first line is not what it was
+            return {}, "started anew: the journal of the unfinished file is damaged"
         if identity != self._identity:
             other = [key for key in self._identity if identity.get(key) != self._identity[key]]
             return {}, f"started anew: the unfinished file was made with another {', '.join(other)}"
@@ -284,8 +287,9 @@ class Output:
         self.records[name] = record
 
     def _append(self, line: Mapping[str, Any]) -> None:
+        text = json.dumps(line).encode()
         # a newline in front too: it closes a line that was cut
-        view = memoryview(b"\n" + json.dumps(line).encode() + b"\n")
+        view = memoryview(b"\n" + _checksum(text) + b" " + text + b"\n")
         while view:
             view = view[os.write(self._log, view) :]
 
@@ -318,12 +322,11 @@ def _reserve(descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
 
+def _checksum(line: bytes) -> bytes:
+    return hashlib.sha256(line).hexdigest().encode()
+
+
 def _lines(path: Path) -> list[Any]:
-    """JSON objects of a file of lines; what is no JSON was cut and is left out."""
-    out = []
-    for line in path.read_bytes().splitlines():
-        with suppress(ValueError, RecursionError):
-            content = json.loads(line)
-            if isinstance(content, dict):
-                out.append(content)
-    return out
+    """The lines of a journal that are as they were written."""
+    split = (line.partition(b" ") for line in path.read_bytes().splitlines())
+    return [json.loads(text) for digest, _, text in split if digest == _checksum(text)]

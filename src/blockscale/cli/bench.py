@@ -1,4 +1,4 @@
-"""``blockscale bench``: speed on this machine's GPU."""
+"""``blockscale bench``: speed on this machine's GPU, of quantizers on its CPU too."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Plot = Annotated[Path | None, typer.Option(help="PNG to draw.")]
 
 @bench.callback(invoke_without_command=True)
 def _all(context: typer.Context) -> None:
-    """Measure speed on the GPU; without a command, all there is to measure."""
+    """Measure speed; without a command, all there is to measure: on a CPU the quantizers."""
     if context.invoked_subcommand is None:
-        for command in (quantize, gemm, linear, ladder):
+        for command in (quantize, gemm, linear, ladder) if _device("auto") else (quantize,):
             command()
 
 
@@ -44,13 +44,16 @@ def quantize(
         typer.Option(help="Rows x columns: 16384x7168,4096x4096; default: some for each group."),
     ] = "",
     peers: Peers = "none",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or auto: cuda where there is a GPU.")
+    ] = "auto",
     json: Json = None,
     plot: Plot = None,
 ) -> None:
     """Measure the quantizers beside the device's copy of as many bytes.
 
-    Times are medians with a cold L2 cache; then what a call costs the host. Needs a GPU for which
-    there are kernels. What cannot run is listed with the reason.
+    On a GPU times are medians with a cold L2 cache; then what a call costs the host. On a CPU
+    medians of rounds of all. What cannot run is listed with the reason.
     """
     from ..bench.cases import GROUPS
     from ..bench.host import measure_host, quantize_calls
@@ -63,6 +66,9 @@ def quantize(
     if shapes:
         found_sizes = parse_sizes("shapes", shapes, "rows and columns", "16384x7168")
         sizes = [(rows, columns) for rows, columns in found_sizes]
+    if not _device(device):
+        _quantize_on_cpu(sizes, bool(chosen), json, plot)
+        return
     _need_gpu("quantize")
     timer, rows, absent = Timer(), list[Row](), list[Absent]()
     for group in GROUPS:
@@ -74,6 +80,24 @@ def quantize(
     calls = list(measure_host(quantize_calls(), "bs.quantize, rows"))
     output.show_host(calls)
     output.write(json, rows=rows, absent=absent, host=calls)
+    if plot is not None:
+        draw(rows).savefig(plot, dpi=150)
+
+
+def _quantize_on_cpu(
+    sizes: list[tuple[int, int]] | None, peers: bool, json: Path | None, plot: Path | None
+) -> None:
+    from ..bench.cpu import SHAPE, measure
+    from ..bench.quantize import Absent, Row, draw
+
+    found = list[Row | Absent]()
+    for shape in sizes or [SHAPE]:
+        mine = list(measure(shape, peers))
+        _show_quantized("CPU", mine)
+        found += mine
+        rows = [row for row in found if isinstance(row, Row)]
+        absent = [row for row in found if isinstance(row, Absent)]
+        output.write(json, rows=rows, absent=absent, host=())
     if plot is not None:
         draw(rows).savefig(plot, dpi=150)
 
@@ -253,6 +277,16 @@ def _products(shapes: str) -> list[tuple[int, int, int]] | None:
     if not shapes:
         return None
     return [(m, n, k) for m, n, k in parse_sizes("shapes", shapes, *_PRODUCT)]
+
+
+def _device(name: str) -> bool:
+    """Whether it is a GPU; ValueError for another name."""
+    import torch
+
+    from ..formats import choose
+
+    choose("device", name, dict.fromkeys(("auto", "cpu", "cuda")))
+    return torch.cuda.is_available() if name == "auto" else name == "cuda"
 
 
 def _need_gpu(emulated: str) -> Timer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -90,7 +91,8 @@ def write(path: Path | None, **content: Sequence[Any]) -> None:
     if path is None:
         return
     machine: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu": {"model": _cpu_model(), "threads": torch.get_num_threads()},
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         **{package: _version(package) for package in _PACKAGES},
@@ -100,6 +102,13 @@ def write(path: Path | None, **content: Sequence[Any]) -> None:
         for name, values in content.items()
     }
     path.write_text(json_module.dumps(machine | lists, indent=1) + "\n", encoding="utf-8")
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
 
 
 def _version(package: str) -> str | None:

@@ -38,6 +38,9 @@ def quantize(
     exclude: Annotated[
         list[str] | None, typer.Option(help="glob of tensors to leave as they are; repeatable")
     ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats/--no-stats", help="measure errors; without, it is faster")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="print the manifest")] = False,
 ) -> None:
     """Quantize the matrices of a checkpoint, in constant memory; go on after a kill.
@@ -49,8 +52,17 @@ def quantize(
     """
     from ..checkpoint import quantize_file
 
-    with _progress(Console(stderr=True)) as tell:
-        manifest = quantize_file(source, target, format, include or (), exclude or (), tell)
+    chosen = include or (), exclude or ()
+    try:
+        with _progress(Console(stderr=True)) as tell:
+            manifest = quantize_file(source, target, format, *chosen, tell, statistics=stats)
+    except KeyboardInterrupt:
+        typer.echo(
+            "blockscale: stopped; run the same command again, and it goes on after the tensors "
+            "that are finished",
+            err=True,
+        )
+        raise typer.Exit(130) from None
     if json:
         typer.echo(json_module.dumps(manifest, indent=1))
     else:
@@ -102,7 +114,7 @@ def _summary(target: Path, manifest: dict[str, Any]) -> Iterator[Text]:
     from ..checkpoint.writer import sizes
 
     tensors = manifest["tensors"]
-    quantized = {name: t for name, t in tensors.items() if "error" in t}
+    quantized = {name: t for name, t in tensors.items() if "format" in t}
     before, after = (sum(t[key] for t in quantized.values()) for key in ("source_bytes", "bytes"))
     yield Text(
         f"{target}: {len(quantized)} tensors in {manifest['format']} ({sizes(before)} -> "
@@ -114,7 +126,14 @@ def _summary(target: Path, manifest: dict[str, Any]) -> Iterator[Text]:
     )
     for why, count in reasons.most_common():
         yield Text(f"  copied: {count} matri{'x' if count == 1 else 'ces'}, {why}")
-    errors = {show(name): t["error"] for name, t in quantized.items()}
+    if "input_scale" in manifest:
+        yield Text(
+            f"  input_scale {manifest['input_scale']:g}, not calibrated: servers that quantize "
+            "activations to nvfp4 cut those above 2688 and lose precision in blocks below 0.09"
+        )
+    for warning in manifest["warnings"]:
+        yield Text(f"  warning: {warning}")
+    errors = {show(name): t["error"] for name, t in quantized.items() if "error" in t}
     sqnr = {name: e["sqnr_db"] for name, e in errors.items() if e["sqnr_db"] is not None}
     if sqnr:
         low, high = min(sqnr.values()), max(sqnr.values())

@@ -1,11 +1,14 @@
 """The definition of right: every operation in short, obvious torch. Kernels must equal it."""
 
+from .compare import amax, error_sums
 from .fused import rmsnorm, swiglu, swiglu_backward
 from .gemm import gemm, grouped_gemm
 from .quantize import dequantize, global_scale, quantize
 
 __all__ = [
+    "amax",
     "dequantize",
+    "error_sums",
     "gemm",
     "global_scale",
     "grouped_gemm",

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...error_sums import BINS, SLACK, ErrorSums
 from ...formats import UE4M3, Format, formats
 from ...memory import memory_of
 from ...rounding import FP32_INF, FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
 from .spec import NEAREST_UE4M3, geometry, scale_values, specify, supported, values
 from .threads import run
 
-__all__ = ["dequantize", "global_scale", "quantize", "supported"]
+__all__ = ["amax", "dequantize", "error_sums", "global_scale", "quantize", "supported"]
 
 # How the loops see x, and its largest finite item.
 _ITEMS = {torch.float32: np.int32, torch.bfloat16: np.uint16, torch.float16: np.int16}
@@ -86,6 +87,11 @@ def quantize(
 
 def global_scale(x: Tensor, format: Format) -> Tensor:
     """The fp32 scalar ``amax / (448 * element.max)`` over the finite elements of ``x``; 1 if 0."""
+    return from_float32_bits(global_scale_from_amax(float32_bits(amax(x)), format))
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest finite magnitude of ``x``, an fp32 scalar; 0 where there is none."""
     from . import compiled
 
     x = _three_dimensional(x)
@@ -93,11 +99,11 @@ def global_scale(x: Tensor, format: Format) -> Tensor:
     items, limit = _items(x), _LARGEST[x.dtype]
 
     def work(first: int, last: int) -> int:
-        amax = np.zeros(grid.width, items.dtype)
-        return int(compiled.amax_tiles(items, grid, limit, amax, first, last))
+        room = np.zeros(grid.width, items.dtype)
+        return int(compiled.amax_tiles(items, grid, limit, room, first, last))
 
-    amax = max(run(work, grid.tiles, grid.chunk(_CHUNK)), default=0)
-    return from_float32_bits(global_scale_from_amax(torch.tensor(amax), format))
+    bits = max(run(work, grid.tiles, grid.chunk(_CHUNK)), default=0)
+    return from_float32_bits(torch.tensor(bits))
 
 
 def dequantize(
@@ -126,22 +132,72 @@ def dequantize(
     out = _empty(shape, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     x = _three_dimensional(out)
     grid = geometry(x, format, axis)
-    constants = specify(format, format.default_scale_rounding, "te")
-    factor = FP32_ONE if global_scale is None else _scalar_bits(global_scale)
-    least = 255  # as an exponent: no scale
-    if 1 << 23 <= factor < FP32_INF:
-        # 2^-100 times an element is far from subnormal; so must be its product with the factor
-        least = min(127 - 100 + max(0, 127 - (factor >> 23)), 255)
     fixed = (
-        *_flat(data.contiguous(), scale.contiguous()), _items(x), grid, constants,
-        values(format.element), scale_values(format.scale), factor, least << 23,
-    )  # fmt: skip
+        *_flat(data.contiguous(), scale.contiguous()),
+        _items(x),
+        grid,
+        *_decoded(format, global_scale),
+    )
 
     def work(first: int, last: int) -> None:
         compiled.dequantize_tiles(*fixed, decoding.make_room(grid), first, last)
 
     run(work, grid.tiles, grid.chunk(_CHUNK))
     return out.to(dtype)
+
+
+def error_sums(
+    x: Tensor, data: Tensor, scale: Tensor, format: Format, global_scale: Tensor | None
+) -> ErrorSums:
+    """Compare ``x`` (..., M, K) with data and compact scales along its last dimension, in one pass.
+
+    As ``reference.error_sums``, but for the last digits of sums of squares, and for differences
+    below 2^-126 under flush-to-zero.
+    """
+    from . import comparing, compiled
+
+    count, x = x.numel(), _three_dimensional(x)
+    grid, items = geometry(x, format, -1), _items(x)
+    parts = _flat(data.contiguous(), scale.contiguous())
+    largest = int(np.float32(format.element.max * SLACK).view(np.int32))
+    fixed = items, *parts, grid, *_decoded(format, global_scale), largest
+    sums = np.zeros((grid.tiles, 2))
+
+    def work(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        room = comparing.make_room(grid)
+        compiled.compare_tiles(*fixed, room, sums.reshape(-1), first, last)
+        return room.counts, room.bins
+
+    found = run(work, grid.tiles, grid.chunk(_CHUNK))
+    counts = np.sum([counts for counts, _ in found], 0).tolist()
+    bins = np.sum([bins for _, bins in found], 0).reshape(4, BINS).sum(0).tolist()
+    max_abs, max_rel = np.max([counts for counts, _ in found], 0)[comparing.MAX_ABS :]
+    bad = counts[comparing.NONFINITE]
+    bins[0] -= bad
+    signal, noise = sums.sum(0).tolist()
+    return ErrorSums(
+        elements=count - bad,
+        signal=signal,
+        noise=noise,
+        max_abs=float(np.int32(max_abs).view(np.float32)),
+        max_rel=float(np.int32(max_rel).view(np.float32)),
+        zeros=counts[comparing.ZEROS] - bad,
+        flushed=counts[comparing.ZEROS] - counts[comparing.WERE_ZEROS],
+        saturated=counts[comparing.SATURATED],
+        nonfinite=bad,
+        bins=tuple(bins),
+    )
+
+
+def _decoded(format: Format, global_scale: Tensor | None) -> tuple[object, ...]:
+    """What the loops that decode need of a format and a global scale."""
+    factor = FP32_ONE if global_scale is None else _scalar_bits(global_scale)
+    least = 255  # as an exponent: no scale
+    if 1 << 23 <= factor < FP32_INF:
+        # 2^-100 times an element is far from subnormal; so must be its product with the factor
+        least = min(127 - 100 + max(0, 127 - (factor >> 23)), 255)
+    constants = specify(format, format.default_scale_rounding, "te")
+    return constants, values(format.element), scale_values(format.scale), factor, least << 23
 
 
 # --- tensors as flat arrays -----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from . import arith, decoding, encoding
+from . import arith, comparing, decoding, encoding
 
 
 def _cached(function):
@@ -51,14 +51,25 @@ def _define(sources):
             first, last,
         )  # fmt: skip
 
+    def compare_tiles(
+        x, data, scale8, scale32, geometry, spec, values, scales, global_scale, least, largest,
+        room, sums, first, last,
+    ):  # fmt: skip
+        sources  # noqa: B018
+        comparing.compare_tiles(
+            x, data, scale8, scale32, geometry, spec, values, scales, global_scale, least, largest,
+            room, sums, first, last,
+        )  # fmt: skip
+
     def ue4m3_reciprocals(global_scale, largest, values, reciprocals):
         sources  # noqa: B018
         return arith.ue4m3_reciprocals(global_scale, largest, values, reciprocals)
 
-    return [_cached(f) for f in (quantize_tiles, amax_tiles, dequantize_tiles, ue4m3_reciprocals)]
+    entries = quantize_tiles, amax_tiles, dequantize_tiles, compare_tiles, ue4m3_reciprocals
+    return [_cached(entry) for entry in entries]
 
 
 _text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-quantize_tiles, amax_tiles, dequantize_tiles, ue4m3_reciprocals = _define(
+quantize_tiles, amax_tiles, dequantize_tiles, compare_tiles, ue4m3_reciprocals = _define(
     hashlib.sha256(_text).hexdigest()
 )

@@ -75,6 +75,38 @@ def _decode_row(codes, scale, global_scale, spec, out):
     return largest
 
 
+@compiled
+def spread_scales(scale8, scale32, scales, at, n, size, least, room):
+    """Scales of ``n`` columns, from block ``at`` on; whether some are tiny, or not finite."""
+    tiny = nonfinite = False
+    for b in range(-(-n // size)):
+        s = scales[scale8[at + b]] if scale8.size else scale32[at + b]
+        m = np.int32(s & np.int32(0x7FFFFFFF))
+        tiny |= m > 0 and m < least
+        nonfinite |= m >= INF
+        room.scale_bits[b] = s
+        if size == 1:
+            room.scale[b] = as_float(s)
+        else:
+            for i in range(b * size, b * size + size, 16):
+                fill16(room.scale, i, as_float(s))
+    return tiny, nonfinite
+
+
+@compiled
+def decode_line(data, n, spec, values, size, global_scale, least, marks, room, line):
+    """Values of ``n`` elements; ``marks`` come from :func:`spread_scales`."""
+    tiny, nonfinite = marks
+    codes = data[:n]
+    if spec.bits < 8:
+        _unpack(data, spec.bits, n, room.codes)
+        codes = room.codes[:n]
+    largest = _decode_row(codes, room.scale, as_float(np.int32(global_scale)), spec, line)
+    special = largest > spec.max_code
+    if special or nonfinite or (tiny and largest > 0):
+        _exact_row(codes, room.scale_bits, size, global_scale, spec, values, least, special, line)
+
+
 @spliced
 def dequantize_tiles(
     data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, room,
@@ -88,40 +120,20 @@ def dequantize_tiles(
     """
     g = geometry
     size, width = g.block_columns, g.width
-    factor = as_float(np.int32(global_scale))
     scale_columns = -(-g.columns // size)
     for tile in range(first, last):
         lead, strip = tile // (g.strips * g.segments), tile // g.segments % g.strips
         top, left = strip * g.block_rows, tile % g.segments * width
         n = min(width, g.columns - left)
         at = (lead * g.strips + strip) * scale_columns + left // size
-        tiny = nonfinite = False
-        for b in range(-(-n // size)):
-            s = scales[scale8[at + b]] if scale8.size else scale32[at + b]
-            m = np.int32(s & np.int32(0x7FFFFFFF))
-            tiny |= m > 0 and m < least
-            nonfinite |= m >= INF
-            room.scale_bits[b] = s
-            if size == 1:
-                room.scale[b] = as_float(s)
-            else:
-                for i in range(b * size, b * size + size, 16):
-                    fill16(room.scale, i, as_float(s))
-
+        marks = spread_scales(scale8, scale32, scales, at, n, size, least, room)
         for r in range(min(g.block_rows, g.rows - top)):
             start = ((lead * g.data_rows + top + r) * g.data_columns + left) * spec.bits // 8
-            codes = data[start : start + n]
-            if spec.bits < 8:
-                _unpack(data[start:], spec.bits, n, room.codes)
-                codes = room.codes[:n]
-            start = lead * g.lead_stride + (top + r) * g.row_stride + left
-            line = out[start : start + n]
-            largest = _decode_row(codes, room.scale, factor, spec, line)
-            special = largest > spec.max_code
-            if special or nonfinite or (tiny and largest > 0):
-                _exact_row(
-                    codes, room.scale_bits, size, global_scale, spec, values, least, special, line
-                )
+            to = lead * g.lead_stride + (top + r) * g.row_stride + left
+            decode_line(
+                data[start:], n, spec, values, size, global_scale, least, marks, room,
+                out[to : to + n],
+            )  # fmt: skip
 
 
 @compiled

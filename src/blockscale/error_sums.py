@@ -1,0 +1,32 @@
+"""``ErrorSums``: what the kernels and the reference count where they compare."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["ErrorSums"]
+
+
+class ErrorSums(NamedTuple):
+    """The difference between a tensor ``x`` and its dequantized values, in sums.
+
+    Elements that are, or became, NaN or infinite are in ``nonfinite`` and in no other number.
+    """
+
+    elements: int
+    signal: float  # sum of squares of x, in fp64
+    noise: float  # and of the differences
+    max_abs: float
+    max_rel: float  # largest |difference| / |x|, x not 0
+    zeros: int  # quantized to 0
+    flushed: int  # and were not 0 before
+    saturated: int  # beyond the largest that their block can hold, by more than a rounding
+    nonfinite: int
+    # How often each |difference| / |x| occurs, by the 9 bits above the second of its mantissa in
+    # fp32; 0 where x is. bins[0]: no difference.
+    bins: tuple[int, ...]
+
+
+#: A scale amax / 448 that was rounded down by one unit is no saturation.
+SLACK = 1 + 2.0**-20
+BINS = 512

@@ -1,0 +1,38 @@
+"""What can be measured of a tensor and of its quantized form."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .error_sums import ErrorSums
+from .ops import measure
+from .tensor import ScaledTensor
+
+__all__ = ["ErrorSums", "amax", "error_sums"]
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest finite magnitude of ``x`` (float32, bfloat16, float16), an fp32 scalar.
+
+    0 where there is none.
+    """
+    return measure.amax(x.detach())
+
+
+def error_sums(x: Tensor, q: ScaledTensor) -> ErrorSums:
+    """Compare ``x`` (..., M, K) with ``q``, which it was quantized to.
+
+    >>> x = torch.randn(64, 256)
+    >>> sums = error_sums(x, bs.quantize(x, "mxfp8"))
+    >>> 10 * math.log10(sums.signal / sums.noise)  # SQNR in dB
+    31.5
+
+    Results do not depend on the number of threads. Raises ValueError unless ``q`` has the shape of
+    ``x``, compact scales and blocks along -1.
+    """
+    if x.shape != q.shape or q.axis != -1 or q.layout.name != "compact" or q.offsets is not None:
+        raise ValueError(
+            f"q: is {tuple(q.shape)} along axis {q.axis} with {q.layout.name!r} scales; expected "
+            f"the shape of x, {tuple(x.shape)}, axis -1 and 'compact'"
+        )
+    return measure.error_sums(x.detach(), q.qdata, q.scale, q.format, q.global_scale)
