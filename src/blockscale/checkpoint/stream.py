@@ -101,7 +101,7 @@ def quantize_file(
             :data:`~blockscale.checkpoint.DEFAULT_EXCLUDE`.
         exclude: globs of what is not.
         progress: called at each step.
-        statistics: measure what is lost. It takes about half of the time.
+        statistics: measure what is lost, which takes a third to a half of the time.
 
     Weights that servers fuse get one global scale (:data:`~blockscale.checkpoint.fused.FUSED`); the
     index of a checkpoint of several files, beside ``source``, says where those are.
