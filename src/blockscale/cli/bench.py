@@ -172,7 +172,7 @@ def linear(
 ) -> None:
     """Measure a linear layer, forward and backward, beside torch's in bf16 and torchao's.
 
-    Three products and all casts count. Ours quantizes its weight in each step, or once ("cached").
+    Three products and all casts count.
     """
     from ..bench.linear import RECIPES, SHAPES, contests
     from ..bench.pictures import draw
