@@ -343,3 +343,56 @@ def test_wgrad_without_groups_along_the_contraction():
         bs.grouped_gemm(grouped, b, offsets)
     with pytest.raises(ValueError, match="offsets: differ from those that a was quantized with"):
         bs.grouped_gemm(grouped, q(64, 96, axis=-2, offsets=i32(30, 64)), i32(30, 64))
+
+
+# --- flags, seeds and sharded tensors -------------------------------------------------------------
+
+X = torch.randn(64, 64)
+FLAGS = {
+    "pad": lambda value: bs.quantize(X, pad=value),
+    "k_major": lambda value: bs.quantize_both(X, k_major=value),
+    "accumulate": lambda value: bs.gemm(
+        bs.quantize(X), bs.quantize(X).mT, out=torch.zeros(64, 64), accumulate=value
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", ["yes", "no", 1, 0, None])
+def test_flags_are_true_or_false(name, value):
+    """Also where an equal value was given before: True == 1."""
+    FLAGS[name](True)
+    FLAGS[name](False)
+    with pytest.raises(TypeError, match=f"{name}: got {value!r}; expected True or False"):
+        FLAGS[name](value)
+
+
+def test_flags_of_producers():
+    with pytest.raises(TypeError, match="pad: got 'yes'; expected True or False"):
+        bs.swiglu_quantize(torch.randn(8, 128), pad="yes")
+
+
+@pytest.mark.parametrize("seed", [True, False, "1", 1.0, 2**63])
+def test_seeds_are_integers(seed):
+    with pytest.raises(ValueError, match=r"seed: got .* expected a 64-bit int"):
+        bs.quantize(X, seed=seed)
+
+
+def test_a_sharded_tensor_says_what_to_do():
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+        x = distribute_tensor(X, init_device_mesh("cpu", (1,)), [Shard(0)])
+        for call in (bs.quantize, bs.quantize_both, bs.swiglu_quantize):
+            with pytest.raises(TypeError, match=r"x: is a DTensor.*full_tensor\(\)"):
+                call(x)
+        layer = bs.nn.Linear(64, 64)
+        with pytest.raises(TypeError, match=r"x: is a DTensor.*full_tensor\(\)"):
+            layer(x)
+        with pytest.raises(TypeError, match=r"weight: is a DTensor.*full_tensor\(\)"):
+            bs.nn.linear(X, x, recipe=bs.Recipe())
+        assert torch.equal(bs.quantize(x.to_local()), bs.quantize(X))
+    finally:
+        dist.destroy_process_group()

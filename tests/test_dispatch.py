@@ -484,3 +484,26 @@ bs.quantize_both(torch.ones(32, 32), "nvfp4")
 assert not {"cutlass", "tvm_ffi", "torch._dynamo"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_each_operation_says_that_it_runs_as_plain_torch(on_gpu):
+    """Though another one gave the same reason before."""
+    x = torch.empty(0)
+    for operation in ("gemm", "dequantize"):
+        with pytest.warns(bs.FallbackWarning, match=f"^{operation} on .* no kernel for it"):
+            backends.fall_back(operation, x, "auto", "no kernel for it")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            backends.fall_back(operation, x, "auto", "no kernel for it")
+
+
+def test_grouped_gemm_says_that_it_runs_as_plain_torch(on_gpu, monkeypatch):
+    a, b = bs.quantize(torch.randn(64, 64)), bs.quantize(torch.randn(2, 32, 64)).mT
+    offsets = torch.tensor([30, 64], dtype=torch.int32)
+    with pytest.warns(bs.FallbackWarning, match="^grouped_gemm on .* sums in fp32 but many times"):
+        bs.grouped_gemm(a, b, offsets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", bs.FallbackWarning)
+        bs.grouped_gemm(a, b, offsets, backend="reference")
+    with pytest.raises(ValueError, match="no kernel can run grouped_gemm as asked for"):
+        bs.grouped_gemm(a, b, offsets, backend="kernel")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import (
     nn,
-    tensor_rules,  # noqa: F401 (fills the table of operations)
+    tensor_join,  # noqa: F401 (fills the table of operations)
 )
 from .formats import Format, formats
 from .fused import rmsnorm_quantize, swiglu_backward_quantize, swiglu_quantize

@@ -34,6 +34,7 @@ __all__ = [
     "Element",
     "Format",
     "Scale",
+    "check_flag",
     "choose",
     "formats",
     "get_format",
@@ -225,6 +226,12 @@ formats: Mapping[str, Format] = MappingProxyType(
 )
 
 _T = TypeVar("_T")
+
+
+def check_flag(name: str, value: object) -> None:
+    """TypeError unless it is True or False."""
+    if value is not True and value is not False:
+        raise TypeError(f"{name}: got {value!r}; expected True or False")
 
 
 def choose(what: str, given: object, known: Mapping[str, _T]) -> _T:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import choose, get_format
+from .formats import check_flag, choose, get_format
 from .gemm_launch import find_call, remember
 from .layouts import as_bytes
 from .ops.gemm_operands import Side
@@ -33,7 +33,7 @@ def gemm(
     bias: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``a @ b`` with fp32 accumulation, as torch.mm.
+    """``a @ b`` with fp32 accumulation, as torch.mm; matrices of a batch one by one, as torch.bmm.
 
     On Hopper kernels multiply all formats of 8 and 4 bits. 8-bit operands have to lie with the
     contraction contiguous: rows do, columns (axis=-2) do with ``quantize(..., k_major=True)``.
@@ -49,28 +49,32 @@ def gemm(
     These kernels have run in the emulator only.
 
     Args:
-        a: (M, K), blocked along axis -1; or a plain bfloat16 matrix, which is not quantized
+        a: (..., M, K), blocked along axis -1; or a plain bfloat16 matrix, which is not quantized
             (weight-only): its products with the values of ``b`` are summed in fp32.
-        b: (K, N), blocked along axis -2: ``w.mT`` for a weight (N, K) quantized along axis -1.
+        b: (..., K, N), with the leading dimensions of ``a``, blocked along axis -2: ``w.mT`` for a
+            weight (N, K) quantized along axis -1.
         out_dtype: bfloat16 (default), float16 or float32.
-        out: write here, (M, N); its dtype is the default of ``out_dtype``. Its memory may not be
-            that of another argument.
+        out: write here, (..., M, N); its dtype is the default of ``out_dtype``. Its memory may not
+            be that of another argument.
         accumulate: add to ``out`` (in fp32, before the one rounding) instead of overwriting it.
         bias: (N,), added before rounding.
         backend: "auto": a kernel where there is one, else plain torch (said by a FallbackWarning on
             a GPU); "kernel": a ValueError where there is none; "reference": plain torch.
 
-    Returns: (M, N), or ``out``.
+    Returns: (..., M, N), or ``out``.
 
     Raises ValueError or TypeError, with the remedy, where formats, axes, shapes, devices or dtypes
     do not belong together. A tensor blocked along the other axis is not transposed: that would
     need the high-precision values.
     """
+    check_flag("accumulate", accumulate)
     call = find_call(a, b, out_dtype, out, accumulate, bias, backend)
     if call is not None:
         launch, left, right, _ = call
         if launch is not None:
             return launch(left, right, out, bias)
+    if isinstance(a, Tensor) and isinstance(b, ScaledTensor) and max(a.dim(), b.dim()) > 2:
+        return _batched(a, b, out_dtype, out, accumulate, bias, backend)
     dtype = check_product(a, b, out_dtype, out, accumulate, bias, backend)
     sides = *side(a), *side(b)
     if out is None:
@@ -84,6 +88,38 @@ def gemm(
     if call is not None:
         remember(call, Side(*sides[:6]), Side(*sides[6:]), out, bias, dtype, accumulate)
     return product
+
+
+def _batched(
+    a: Tensor,
+    b: ScaledTensor,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    accumulate: bool,
+    bias: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """The products of each pair of matrices, with the bits of their own calls."""
+    lead = tuple(a.shape[:-2])
+    if a.dim() != b.dim() or lead != tuple(b.shape[:-2]):
+        raise ValueError(
+            f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; expected (M, K) @ (K, N), or "
+            "(..., M, K) @ (..., K, N) with the same leading dimensions: there is no broadcasting"
+        )
+    shape = (*lead, a.shape[-2], b.shape[-1])
+    if out is None and accumulate:
+        raise ValueError("accumulate: needs out, the tensor to add to")
+    if out is not None and tuple(out.shape) != shape:
+        raise ValueError(f"out: has shape {tuple(out.shape)}; the product is {shape}")
+    if not a.shape[0]:
+        dtype = out_dtype or torch.bfloat16
+        return torch.empty(shape, dtype=dtype, device=a.device) if out is None else out
+    outs = [None] * a.shape[0] if out is None else out.unbind()
+    products = [
+        gemm(x, y, out_dtype, out=z, accumulate=accumulate, bias=bias, backend=backend)  # type: ignore[arg-type]
+        for x, y, z in zip(a.unbind(), b.unbind(), outs, strict=True)
+    ]
+    return torch.stack(products) if out is None else out
 
 
 def check_product(
@@ -184,6 +220,8 @@ def grouped_gemm(
     b: ScaledTensor,
     offsets: Tensor,
     out_dtype: torch.dtype | None = None,
+    *,
+    backend: str = "auto",
 ) -> Tensor:
     """One product a group (expert), as torch's grouped_mm.
 
@@ -195,9 +233,11 @@ def grouped_gemm(
         a, b: blocked along axes -1 and -2.
         offsets: int32 (G,), on the device of ``a``: the end of each group.
         out_dtype: bfloat16 (default), float16 or float32.
+        backend: as of :func:`gemm`; plain torch is all there is yet.
 
     Raises ValueError or TypeError as :func:`gemm`.
     """
+    choose("backend", backend, dict.fromkeys(ops.BACKENDS))
     for name, q, axis in (("a", a, -1), ("b", b, -2)):
         if not isinstance(q, ScaledTensor):
             raise TypeError(f"{name}: got {type(q).__name__}; expected {_QUANTIZED}")
@@ -225,7 +265,7 @@ def grouped_gemm(
         if k_grouped and not _same(q.offsets, offsets):
             raise ValueError(f"offsets: differ from those that {name} was quantized with")
     left, right = _compact(a), _compact(b)
-    return ops.grouped_gemm(*left, *right, offsets, k_grouped, dtype)
+    return ops.grouped_gemm(*left, *right, offsets, k_grouped, dtype, backend)
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:

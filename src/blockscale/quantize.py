@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import NONFINITE, Format, choose, get_format
+from .formats import NONFINITE, Format, check_flag, choose, get_format
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
 from .tensor import ScaledTensor, check_axis, check_offsets
+from .watching import is_dtensor
 
 __all__ = [
     "DTYPES",
@@ -71,8 +72,8 @@ def quantize(
             packed data, lie so without it.
         backend: ``"auto"``: compiled kernels where there are some for this call, else the
             reference, plain torch; on a GPU a :class:`FallbackWarning` says so, once for each
-            reason. ``"kernel"``: a kernel, or ValueError. ``"reference"``: plain torch. All of
-            them give the same bytes.
+            operation and reason. ``"kernel"``: a kernel, or ValueError. ``"reference"``: plain
+            torch. All of them give the same bytes.
 
     Returns:
         A :class:`ScaledTensor` of the shape and dtype of ``x``. It has no gradient:
@@ -82,7 +83,7 @@ def quantize(
         TypeError: ``x`` is no dense tensor of these dtypes.
         ValueError: anything else that cannot be, with the remedy.
 
-    Source: OCP MX v1.0 section 6.3 with the scale rounded up (seed 000; arXiv 2506.08027).
+    Source: OCP MX v1.0 section 6.3 with the scale rounded up (arXiv 2506.08027).
     """
     axis = check_axis(axis)
     call = check(
@@ -216,9 +217,13 @@ def check(
 ) -> Call:
     """All checks but that of the global scale; those of names and shapes are remembered."""
     if seed is not None and (
-        not isinstance(seed, _SEEDS) or (isinstance(seed, int) and not -(2**63) <= seed < 2**63)
+        not isinstance(seed, _SEEDS)
+        or isinstance(seed, bool)
+        or (isinstance(seed, int) and not -(2**63) <= seed < 2**63)
     ):
         raise ValueError(f"seed: got {seed!r}; expected a 64-bit int, or None for nearest even")
+    check_flag("pad", pad)  # here: to a cache True is 1
+    check_flag("k_major", k_major)
     check_tensor(x)
     grouped = offsets is not None
     call = check_call(
@@ -297,6 +302,11 @@ def check_tensor(x: Tensor) -> None:
         raise TypeError(
             "x: is a ScaledTensor already; quantizing it again rounds twice: quantize the "
             "high-precision tensor (or its .dequantize(), if there is no other)"
+        )
+    if is_dtensor(x):
+        raise TypeError(
+            "x: is a DTensor, whose shards may cut blocks; quantize x.to_local() where shards hold "
+            "whole blocks, else x.full_tensor()"
         )
     if not torch.compiler.is_compiling():  # traced tensors are dense; their strides, torch's choice
         _check_memory(x)

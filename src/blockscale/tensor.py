@@ -12,7 +12,7 @@ from torch import Tensor
 from .formats import Format, choose, get_format
 from .layouts import Grouped, Layout, as_bytes, get_layout
 from .stored import stored_parts, strides_like
-from .watching import unwatched
+from .watching import is_transformed, unwatched
 
 __all__ = ["RULES", "ScaledTensor", "check_axis", "check_offsets"]
 
@@ -134,8 +134,10 @@ class ScaledTensor(torch.Tensor):
         """The transposed matrix (of each batch); the contraction moves along, no byte changes."""
         if torch.compiler.is_dynamo_compiling() or self.requires_grad or self.dim() < 2:
             return self.transpose(-2, -1)  # type: ignore[return-value]  # may say why not
-        if not unwatched():  # export and torch.func take operations on the parts, not on the whole
-            return _turn(self)
+        if not unwatched():
+            # export and torch.func take operations on the parts, not on the whole
+            parts = torch.compiler.is_compiling() or is_transformed()
+            return _turn(self) if parts else self.transpose(-2, -1)  # type: ignore[return-value]
         kept = self._turned
         if kept is not None:
             turned, data, scale = kept
@@ -154,6 +156,18 @@ class ScaledTensor(torch.Tensor):
             turned = _turn(self)
         self._turned = turned, self.qdata, self.qscale
         return turned
+
+    @property
+    def T(self) -> ScaledTensor:  # type: ignore[override]
+        """``mT`` of a matrix."""
+        if self.dim() != 2:
+            raise TypeError(f"T: {self} is no matrix; use .mT, which turns each matrix of a batch")
+        return self.mT
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """What is stored: elements, scales, global scale and offsets."""
+        return sum(part.nbytes for part in self._parts().values())
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
@@ -267,6 +281,13 @@ class ScaledTensor(torch.Tensor):
             self.global_scale,
             self.offsets if self.k_grouped else None,
             dtype,
+        )
+
+    def to_dense(self, *_: Any, **__: Any) -> Any:
+        """Refused; safetensors' own save_file advises it."""
+        raise TypeError(
+            f"to_dense: {self} is dense already, of elements and scales; store it by "
+            "blockscale.checkpoint.save_file, or .dequantize() for its values"
         )
 
     def share_memory_(self) -> ScaledTensor:

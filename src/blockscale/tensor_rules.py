@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .tensor import RULES, ScaledTensor
 
-__all__: list[str] = []
+__all__ = ["slice_of"]
 
 aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ def _infer(shape: Sequence[int], numel: int) -> list[int]:
     return [numel // known if n == -1 else n for n in shape]
 
 
-def _slice(
+def slice_of(
     q: ScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> ScaledTensor:
     n, dim = q.dim(), dim % q.dim()
@@ -194,7 +194,7 @@ RULES.update(
         aten.view.default: _view,
         aten._unsafe_view.default: _view,
         aten.reshape.default: _view,
-        aten.slice.Tensor: _slice,
+        aten.slice.Tensor: slice_of,
         aten.select.int: _select,
         aten.copy_.default: _copy_,
         aten.equal.default: _equal,

@@ -94,3 +94,26 @@ def test_bad_usage_is_one_line_and_exit_code_2(arguments):
     assert run.stdout == ""
     assert len(run.stderr.strip().splitlines()) == 1
     assert "nosuch" in run.stderr
+
+
+def test_brackets_are_printed(capsys, monkeypatch):
+    """rich takes them for markup: pip install 'blockscale' would bring no kernels."""
+    from blockscale import ops
+    from blockscale.cli.doctor import doctor
+
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(ops, "backend", lambda *_: ("reference", "pip install 'blockscale[cuda]'"))
+    doctor(json=False)
+    assert "pip install 'blockscale[cuda]'" in capsys.readouterr().out
+
+
+def test_version():
+    import blockscale
+
+    run = subprocess.run(
+        [sys.executable, "-m", "blockscale", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == f"blockscale {blockscale.__version__}\n"

@@ -100,3 +100,12 @@ def test_weight_only_is_not_for_training():
         with pytest.raises(ValueError, match=r"recipe: .*quantizes weights only"):
             use()
     assert type(layer) is torch.nn.Linear
+
+
+def test_the_recipe_of_fp8_blocks_has_a_name():
+    named = bs.Recipe("fp8_block")
+    assert named == bs.Recipe("fp8_1x128", weights="fp8_128x128")
+    assert eval(repr(named), {"Recipe": bs.Recipe}) == named
+    assert bs.Recipe("fp8_block", weights="fp8_1x128") == bs.Recipe(
+        "fp8_1x128", weights="fp8_1x128"
+    )

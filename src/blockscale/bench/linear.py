@@ -19,7 +19,7 @@ Layer = Callable[[Tensor], Tensor]
 #: Rows of the input, and the layer's output and input features.
 SHAPES = ((16384, 7168, 4096), (8192, 8192, 8192))
 RECIPES = {
-    "fp8_block": Recipe("fp8_1x128", weights="fp8_128x128"),
+    "fp8_block": Recipe("fp8_block"),
     "mxfp8": Recipe("mxfp8"),
 }
 PEERS: dict[str, dict[str, Callable[[nn.Linear], Layer]]] = {

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["Facts", "advice", "doctor", "gather"]
 
@@ -143,11 +144,11 @@ def doctor(
     for name, found_version in facts.packages.items():
         table.add_row(name, found_version or "not installed")
     table.add_row("CUDA of torch", facts.cuda or "none (CPU build)")
-    table.add_row("GPU", f"{facts.gpu} ({facts.architecture})" if facts.gpu else "none")
+    table.add_row("GPU", Text(f"{facts.gpu} ({facts.architecture})" if facts.gpu else "none"))
     console.print(table)
     table = Table("operation", "device", "backend", "why", title="What will run")
     for row in backends:
-        table.add_row(row["operation"], row["device"], row["backend"], row["why"])
+        table.add_row(*map(Text, row.values()))  # text, whose brackets are no markup
     console.print(table)
     for line in advice(facts):
         console.print(f"- {line}", markup=False, highlight=False)

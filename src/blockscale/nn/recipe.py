@@ -22,9 +22,9 @@ class Recipe:
     Args:
         format: of activations, weights and gradients, unless one of the next three says otherwise.
         activations, weights, gradients: a format's name, or None for ``format``. FP8 with fp32
-            scales is ``Recipe("fp8_1x128", weights="fp8_128x128")``. For inference
+            scales is ``Recipe("fp8_block")``. For inference
             (:func:`blockscale.quantize_`) ``activations="bfloat16"`` leaves activations as they
-            are: weight-only.
+            are: weight-only. ``format`` may be "fp8_block", too: 1x128 blocks, 128x128 of weights.
         scale_rounding: of every block scale; None is each format's default (``rceil`` for E8M0).
         high_precision: products (``fprop``, ``dgrad``, ``wgrad``) that are not quantized.
 
@@ -40,6 +40,9 @@ class Recipe:
     high_precision: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.format == "fp8_block":
+            object.__setattr__(self, "format", "fp8_1x128")
+            object.__setattr__(self, "weights", self.weights or "fp8_128x128")
         used = {
             role: self.format_of(role)
             for role in _ROLES

@@ -25,6 +25,7 @@ __all__ = [
     "on_gpu",
 ]
 
+_PRODUCTS = ("gemm", "grouped_gemm")
 _FUSED = ("swiglu_quantize", "swiglu_backward_quantize", "rmsnorm_quantize")
 
 OPERATIONS = (
@@ -54,7 +55,7 @@ _ON_GPU = {
     "dequantize": "reference for 6-bit formats and groups along the contraction",
 }
 
-_warned: set[str] = set()
+_warned: set[tuple[str, str]] = set()  # operation and reason
 
 
 class FallbackWarning(UserWarning):
@@ -110,7 +111,7 @@ def _on_cpu(operation: str) -> tuple[str, str]:
     reason = no_cpu_kernels()
     if reason:
         return "reference", f"{reason} for compiled kernels"
-    if operation in ("gemm", "grouped_gemm"):
+    if operation in _PRODUCTS:
         return "numba + torch", "operands dequantized to fp32 by a kernel, multiplied by torch"
     if operation == "gemm_quantize":
         return "numba + torch", "as gemm to fp32, SwiGLU by torch, then quantized by a kernel"
@@ -129,20 +130,21 @@ def on_gpu(x: Tensor) -> bool:
 def fall_back(operation: str, x: Tensor, backend: str, reason: str) -> None:
     """Let the reference run ``operation``; ValueError where ``backend`` asks for a kernel.
 
-    On a GPU the reference is many times slower: its use is said once for each reason.
+    On a GPU the reference is many times slower: its use is said once for each operation and reason.
     """
-    result = "sums in fp32" if operation == "gemm" else "the same bytes"
+    result = "sums in fp32" if operation in _PRODUCTS else "the same bytes"
     if backend == "kernel":
         raise ValueError(
             f"backend: no kernel can run {operation} as asked for: {reason}. Change that, or pass "
             f"backend='auto' to run plain torch instead, with {result}"
         )
-    if on_gpu(x) and reason not in _warned:
+    said = operation, reason
+    if on_gpu(x) and said not in _warned:
         warnings.warn(
             f"{operation} on {x.device} runs as plain torch, with {result} but many times "
             f"slower: {reason}. Change that for a kernel, or pass backend='reference' if it is "
-            "meant. (Said once for each reason.)",
+            "meant. (Said once for each operation and reason.)",
             FallbackWarning,
             stacklevel=2,
         )
-        _warned.add(reason)  # where the warning is made an error, it is one each time
+        _warned.add(said)  # where the warning is made an error, it is one each time

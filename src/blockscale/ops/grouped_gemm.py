@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .backends import fall_back
 from .dequantize import dequantize
 from .operation import operation
 
@@ -39,11 +40,14 @@ def grouped_gemm(
     offsets: Tensor,
     k_grouped: bool,
     out_dtype: torch.dtype,
+    backend: str = "auto",
 ) -> Tensor:
     """Products of ``a`` (M, K), blocked along -1, and ``b`` (..., K, N), blocked along -2.
 
     Scales are compact. See reference.grouped_gemm.
     """
+    if backend != "reference":
+        fall_back("grouped_gemm", a_data, backend, "no kernel multiplies groups yet")
     cut, f32 = offsets if k_grouped else None, torch.float32
     a = dequantize(a_data, a_scale, a_format, a_shape, -1, a_global, cut, f32)
     b = dequantize(b_data, b_scale, b_format, b_shape, -2, b_global, cut, f32)

@@ -23,7 +23,7 @@ RECIPES: Mapping[str, Recipe | None] = MappingProxyType(
         "mxfp6_e3m2": Recipe("mxfp6_e3m2"),
         "mxfp4": Recipe("mxfp4"),
         "nvfp4": Recipe("nvfp4"),
-        "fp8_block": Recipe("fp8_1x128", weights="fp8_128x128"),
+        "fp8_block": Recipe("fp8_block"),
     }
 )
 

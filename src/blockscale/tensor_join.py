@@ -1,0 +1,196 @@
+"""Joining and cutting ScaledTensors: exact where whole blocks stay whole, else refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layouts import as_bytes
+from .tensor import RULES, ScaledTensor
+from .tensor_rules import slice_of
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+def _alike(what: str, tensors: Sequence[Any]) -> list[ScaledTensor]:
+    """The tensors, if their parts can be put side by side."""
+    first, *others = tensors
+    for i, q in enumerate(tensors):
+        if not isinstance(q, ScaledTensor):
+            raise TypeError(
+                f"{what}: tensors[{i}] is plain and another one a ScaledTensor; quantize it, or "
+                "call .dequantize() of the others"
+            )
+        if q.layout_name != "compact" or q.offsets is not None:
+            raise TypeError(
+                f"{what}: {q} cannot be joined; only compact scales without groups can: use "
+                ".to_layout('compact')"
+            )
+    for i, q in enumerate(others, 1):
+        if q._meta() != first._meta():
+            raise TypeError(
+                f"{what}: tensors[0] is {first}, tensors[{i}] {q}; quantize all in one format, "
+                "along one axis, from one dtype"
+            )
+        same = q.global_scale is first.global_scale
+        if not same and not torch.equal(q.global_scale, first.global_scale):
+            raise ValueError(
+                f"{what}: tensors[0] and tensors[{i}] have different global scales; quantize them "
+                "with one: blockscale.quantize(..., global_scale=the largest of all)"
+            )
+    return list(tensors)
+
+
+def _extent(q: ScaledTensor, back: int) -> int:
+    """Elements of a block along a dimension counted from the end."""
+    if back < -2:
+        return 1
+    return q.format.block_size if back == q.axis else q.format.block[0]
+
+
+def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
+    first, *_ = all_ = _alike("cat", tensors)
+    n = first.dim()
+    back = dim % n - n
+    for i, q in enumerate(all_):
+        if q.dim() != n or any(
+            a != b
+            for d, (a, b) in enumerate(zip(q.shape, first.shape, strict=True))
+            if d - n != back
+        ):
+            raise ValueError(
+                f"cat: got shapes {tuple(first.shape)} and {tuple(q.shape)}; expected the same but "
+                f"for dimension {dim}"
+            )
+        extent = _extent(q, back)
+        if q.shape[back] % extent and i < len(all_) - 1:
+            raise ValueError(
+                f"cat: dimension {dim} of tensors[{i}] is {q.shape[back]}, which ends inside a "
+                f"block of {extent}; join the high-precision tensors and quantize that"
+            )
+    shape = list(first.shape)
+    shape[back] = sum(q.shape[back] for q in all_)
+    return first._with(
+        data=_joined(torch.cat, [q.qdata for q in all_], back),
+        scale=torch.cat([q.qscale for q in all_], back),
+        shape=shape,
+    )
+
+
+def _stack(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
+    first, *_ = all_ = _alike("stack", tensors)
+    shapes = {tuple(q.shape) for q in all_}
+    if len(shapes) > 1:
+        raise ValueError(f"stack: got shapes {sorted(shapes)}; expected one")
+    at = _leading("stack", dim, first.dim() + 1)
+    back = at - first.dim() - 1
+    return first._with(
+        data=_joined(torch.stack, [q.qdata for q in all_], back),
+        scale=torch.stack([q.qscale for q in all_], back),
+        shape=(*first.shape[:at], len(all_), *first.shape[at:]),
+    )
+
+
+def _joined(join: Callable[..., Tensor], parts: list[Tensor], back: int) -> Tensor:
+    """Data side by side; what lies with the last but one dimension contiguous goes on doing so."""
+    dtype, octets = parts[0].dtype, [as_bytes(part) for part in parts]
+    turned = all(part.stride(-1) != 1 and part.stride(-2) == 1 for part in parts)
+    if not turned:
+        return join(octets, back).view(dtype)
+    other = {-1: -2, -2: -1}.get(back, back)
+    return join([part.mT for part in octets], other).mT.view(dtype)
+
+
+def _leading(what: str, dim: int, dims: int) -> int:
+    """A dimension in front of the matrix, from the front; TypeError of others."""
+    at = dim % dims
+    if at > dims - 3:
+        raise TypeError(
+            f"{what}: got dim={dim}; blocks lie in the last two dimensions, and only dimensions in "
+            f"front of them can come and go: 0 to {dims - 3}"
+        )
+    return at
+
+
+def _plain(what: str, q: ScaledTensor) -> None:
+    if q.layout_name != "compact" or q.offsets is not None:
+        raise TypeError(
+            f"{what}: {q} has scales of one matrix; use .to_layout('compact') for more dimensions"
+        )
+
+
+def _unsqueeze(q: ScaledTensor, dim: int) -> ScaledTensor:
+    _plain("unsqueeze", q)
+    at = _leading("unsqueeze", dim, q.dim() + 1)
+    return q._with(
+        data=q.qdata.unsqueeze(at),
+        scale=q.qscale.unsqueeze(at),
+        shape=(*q.shape[:at], 1, *q.shape[at:]),
+    )
+
+
+def _squeeze(q: ScaledTensor, dim: int) -> ScaledTensor:
+    if q.shape[dim] != 1:
+        return q._with()
+    _plain("squeeze", q)
+    at = _leading("squeeze", dim, q.dim())
+    return q._with(
+        data=q.qdata.squeeze(at),
+        scale=q.qscale.squeeze(at),
+        shape=(*q.shape[:at], *q.shape[at + 1 :]),
+    )
+
+
+def _split_with_sizes(q: ScaledTensor, sizes: Sequence[int], dim: int = 0) -> list[ScaledTensor]:
+    if sum(sizes) != q.shape[dim]:
+        raise ValueError(
+            f"split: got sizes {list(sizes)} for {q.shape[dim]} of dimension {dim}; expected a sum "
+            "that is that"
+        )
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(slice_of(q, dim, start, start + size))
+        start += size
+    return parts
+
+
+def _split(q: ScaledTensor, size: int, dim: int = 0) -> list[ScaledTensor]:
+    whole = q.shape[dim]
+    sizes = [min(size, whole - start) for start in range(0, whole, size)] if size else [0]
+    return _split_with_sizes(q, sizes or [0], dim)
+
+
+def _unbind(q: ScaledTensor, dim: int = 0) -> list[ScaledTensor]:
+    return [RULES[aten.select.int](q, dim, i) for i in range(q.shape[dim])]
+
+
+def _permute(q: ScaledTensor, dims: Sequence[int]) -> ScaledTensor:
+    n = q.dim()
+    order = [dim % n for dim in dims]
+    if order == list(range(n)):
+        return q._with()
+    if n > 1 and order == [*range(n - 2), n - 1, n - 2]:
+        return RULES[aten.transpose.int](q, -2, -1)
+    raise TypeError(
+        f"permute: got {tuple(dims)}; only the last two dimensions of a ScaledTensor can be "
+        "exchanged: use .mT (.T of a matrix)"
+    )
+
+
+RULES.update(
+    {
+        aten.cat.default: _cat,
+        aten.stack.default: _stack,
+        aten.unsqueeze.default: _unsqueeze,
+        aten.squeeze.dim: _squeeze,
+        aten.split.Tensor: _split,
+        aten.split_with_sizes.default: _split_with_sizes,
+        aten.unbind.int: _unbind,
+        aten.permute.default: _permute,
+    }
+)

@@ -1,0 +1,179 @@
+"""Joined and cut ScaledTensors have the bytes of the joined and cut values; all else is refused."""
+
+from __future__ import annotations
+
+import pytest
+import safetensors.torch
+import torch
+
+import blockscale as bs
+
+FORMATS = [name for name in bs.formats if name != "fp8_128x128"]
+ONE = torch.tensor(1e-3)
+
+
+def values(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantize(x, name, axis=-1, **options):
+    if bs.formats[name].has_global_scale:
+        options.setdefault("global_scale", ONE)
+    return bs.quantize(x, name, axis, **options)
+
+
+@pytest.mark.parametrize("name", bs.formats)
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_cat_and_split(name, axis, dim):
+    parts = [values(2, 256, 128, seed=i) for i in range(3)]
+    whole = torch.cat(parts, dim)
+    quantized = [quantize(x, name, axis) for x in parts]
+    joined = torch.cat(quantized, dim)
+    assert torch.equal(joined, quantize(whole, name, axis))
+    assert torch.equal(joined.dequantize(), torch.cat([q.dequantize() for q in quantized], dim))
+    sizes = [x.shape[dim] for x in parts]
+    for found in (torch.split(joined, sizes, dim), torch.split(joined, sizes[0], dim)):
+        assert all(map(torch.equal, found, quantized))
+    assert all(map(torch.equal, torch.chunk(joined, 3, dim), quantized))
+    assert all(map(torch.equal, torch.tensor_split(joined, 3, dim), quantized))
+    assert torch.equal(joined.narrow(dim, sizes[0], sizes[1]), quantized[1])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_the_last_part_may_be_padded(name, axis):
+    parts = values(256, 256), values(*(256, 40) if axis == -1 else (40, 256), seed=1)
+    quantized = [quantize(x, name, axis, pad=True) for x in parts]
+    joined = torch.cat(quantized, axis)
+    assert torch.equal(joined, quantize(torch.cat(parts, axis), name, axis, pad=True))
+    with pytest.raises(ValueError, match="ends inside a block"):
+        torch.cat(quantized[::-1], axis)
+
+
+@pytest.mark.parametrize("name", bs.formats)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_stack_and_unbind(name, axis):
+    parts = [values(128, 256, seed=i) for i in range(3)]
+    quantized = [quantize(x, name, axis) for x in parts]
+    stacked = torch.stack(quantized)
+    assert torch.equal(stacked, quantize(torch.stack(parts), name, axis))
+    assert all(map(torch.equal, stacked.unbind(), quantized))
+    assert torch.equal(stacked.unsqueeze(1).squeeze(1), stacked)
+    assert stacked.unsqueeze(0).shape == (1, 3, 128, 256)
+    assert torch.equal(quantized[0].unsqueeze(0)[0], quantized[0])
+    for refused in (lambda: torch.stack(quantized, -1), lambda: quantized[0].unsqueeze(1)):
+        with pytest.raises(TypeError, match="only dimensions in front of them"):
+            refused()
+
+
+def test_columns_stay_as_hopper_reads_them():
+    parts = [values(128, 256, seed=i) for i in range(2)]
+    quantized = [bs.quantize(x, "mxfp8", -2, k_major=True) for x in parts]
+    for dim in (0, 1):
+        joined = torch.cat(quantized, dim)
+        assert joined.qdata.stride(-2) == 1
+        assert torch.equal(joined, bs.quantize(torch.cat(parts, dim), "mxfp8", -2, k_major=True))
+    assert torch.stack(quantized).qdata.stride(-2) == 1
+
+
+def test_what_cannot_be_joined():
+    q = bs.quantize(values(128, 128))
+    others = {
+        "quantize all in one format": bs.quantize(values(128, 128), "mxfp4"),
+        "along one axis": bs.quantize(values(128, 128), "mxfp8", -2),
+        "from one dtype": bs.quantize(values(128, 128).bfloat16()),
+        "to_layout": q.to_layout("tcgen05"),
+        "is plain": values(128, 128),
+        r"got shapes \(128, 128\) and \(128, 64\)": bs.quantize(values(128, 64)),
+    }
+    for sentence, other in others.items():
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            torch.cat([q, other])
+    a, b = (bs.quantize(values(128, 128, seed=i), "nvfp4") for i in range(2))
+    with pytest.raises(ValueError, match="different global scales"):
+        torch.cat([a, b])
+    with pytest.raises(ValueError, match="different global scales"):
+        torch.stack([a, b])
+    with pytest.raises(TypeError, match="cuts through blocks of 32"):
+        torch.split(q, 16, 1)
+
+
+def test_T_and_bytes():
+    q = bs.quantize(values(64, 128), "mxfp8")
+    assert torch.equal(q.T, q.mT)
+    assert torch.equal(q.t(), q.mT)
+    assert torch.equal(q.permute(1, 0), q.mT)
+    assert q.nbytes == 64 * 128 + 64 * 4
+    assert bs.quantize(values(64, 128), "nvfp4").nbytes == 64 * 64 + 64 * 8 + 4
+    batch = bs.quantize(values(2, 64, 128))
+    with pytest.raises(TypeError, match=r"use \.mT"):
+        _ = batch.T
+    with pytest.raises(TypeError, match=r"use \.mT"):
+        batch.permute(1, 0, 2)
+
+
+def test_safetensors_own_save_file_is_refused(tmp_path):
+    q = bs.quantize(values(64, 128))
+    with pytest.raises(ValueError, match=r"to_dense"):
+        safetensors.torch.save_file({"w": q}, tmp_path / "w.safetensors")
+    with pytest.raises(TypeError, match=r"blockscale\.checkpoint\.save_file"):
+        q.to_dense()
+
+
+# --- batched products -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_1x128", "mxfp6_e2m3"])
+@pytest.mark.parametrize("lead", [(3,), (2, 3), (0,), (2, 0)])
+def test_a_batch_is_its_products(name, lead):
+    x, w, bias = values(*lead, 40, 128), values(*lead, 24, 128, seed=1), values(24)
+    if 0 in lead:
+        full = [quantize(values(1, *each.shape[-2:]), name) for each in (x, w)]
+        a, b = full[0][:0], full[1][:0].mT
+        if len(lead) > 1:
+            return  # no such ScaledTensor can be made
+        assert bs.gemm(a, b, torch.float32).shape == (0, 40, 24)
+        return
+    a, b = quantize(x, name), quantize(w, name).mT
+    found = bs.gemm(a, b, torch.float32, bias=bias)
+    out = torch.ones_like(found)
+    assert bs.gemm(a, b, out=out, accumulate=True) is out
+    flat = [each.reshape(-1, *each.shape[-2:]) for each in (x, w, found, out)]
+    for left, right, y, z in zip(*flat, strict=True):
+        one = quantize(left, name), quantize(right, name).mT
+        assert torch.equal(y, bs.gemm(*one, torch.float32, bias=bias))
+        assert torch.equal(
+            z, bs.gemm(*one, out=torch.ones(40, 24, dtype=torch.float32), accumulate=True)
+        )
+
+
+def test_a_batch_of_plain_rows_has_a_gradient():
+    x = values(3, 8, 64).bfloat16().requires_grad_()
+    b = bs.quantize(values(3, 16, 64)).mT
+    bs.gemm(x, b).float().sum().backward()
+    want = torch.ones(3, 8, 16) @ b.dequantize().mT
+    assert torch.equal(x.grad, want.bfloat16())
+
+
+def test_a_compiled_batch():
+    torch.compiler.reset()
+    a, b = bs.quantize(values(3, 8, 64)), bs.quantize(values(3, 16, 64)).mT
+    run = torch.compile(bs.gemm, fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(a, b), bs.gemm(a, b))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [((2, 8, 64), (3, 16, 64)), ((2, 8, 64), (16, 64)), ((8, 64), (2, 16, 64))]
+)
+def test_batches_that_do_not_belong_together(a, b):
+    with pytest.raises(ValueError, match="same leading dimensions: there is no broadcasting"):
+        bs.gemm(bs.quantize(values(*a)), bs.quantize(values(*b)).mT)
+
+
+def test_out_of_a_batch():
+    a, b = bs.quantize(values(2, 8, 64)), bs.quantize(values(2, 16, 64)).mT
+    with pytest.raises(ValueError, match="accumulate: needs out"):
+        bs.gemm(a, b, accumulate=True)
+    with pytest.raises(ValueError, match=r"out: has shape \(8, 16\)"):
+        bs.gemm(a, b, out=torch.empty(8, 16))
