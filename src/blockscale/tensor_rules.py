@@ -30,6 +30,14 @@ def _to_copy(q: ScaledTensor, *, dtype: torch.dtype | None = None, **kwargs: Any
     return moved if dtype is None else moved._with(dtype=dtype)
 
 
+def _empty_like(
+    q: ScaledTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> ScaledTensor:
+    """Memory for another of its kind, as Module.to_empty makes it before weights are loaded."""
+    made = q._map(lambda part: torch.empty_like(part, device=device))
+    return made if dtype is None else made._with(dtype=dtype)
+
+
 def _mT(q: ScaledTensor) -> ScaledTensor:
     scale = q.qscale.mT if q.layout_name == "compact" else q.qscale
     return q._with(
@@ -187,6 +195,7 @@ RULES.update(
     {
         aten.detach.default: _map_rule(aten.detach.default),
         aten.alias.default: _map_rule(aten.alias.default),
+        aten.empty_like.default: _empty_like,
         aten.clone.default: _map_rule(lambda part, **_: part.clone()),
         aten._to_copy.default: _to_copy,
         aten.t.default: _transpose,

@@ -542,3 +542,21 @@ def test_memory_lives_as_long_as_its_array() -> None:
     gc.collect()
     assert alive() is None
     assert memory_of(torch.empty(0), np.float32, 0).size == 0
+
+
+def test_a_thread_that_outlives_the_main_one():
+    """Python then takes no new work for pools; the thread does it alone."""
+    script = """
+import threading, time, torch, blockscale as bs
+torch.set_num_threads(2)
+x = torch.randn(2048, 2048)
+want = bs.quantize(x)
+def work():
+    time.sleep(1)
+    print(torch.equal(bs.quantize(x), want))
+threading.Thread(target=work).start()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+    )
+    assert (run.stdout, run.stderr) == ("True\n", "")

@@ -359,3 +359,26 @@ def test_it_keeps_its_recipe_under_autocast():
     y = m(x)
     with bs.autocast(bs.Recipe("mxfp4")):
         assert torch.equal(m(x), y)
+
+
+def test_meta_and_back(tmp_path):
+    """Built without memory, then filled: the usual way to load a large model."""
+    model = bs.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 32)), bs.Recipe())
+    state, x = copy.deepcopy(model.state_dict()), torch.randn(4, 64)
+    want = model(x)
+    model.to("meta")
+    assert model(x.to("meta")).shape == (4, 32)
+    model.to_empty(device="cpu").load_state_dict(state)
+    assert torch.equal(model(x), want)
+
+
+def test_transforms_say_what_to_do():
+    layer = bs.quantize_(torch.nn.Linear(64, 32), bs.Recipe())
+    x = torch.randn(4, 64)
+    for call in (
+        lambda: torch.func.grad(lambda x: layer(x).sum())(x),
+        lambda: torch.func.vmap(layer)(x),
+        lambda: torch.func.jvp(layer, (x,), (x,)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"blockscale\.convert"):
+            call()

@@ -151,6 +151,17 @@ def test_the_hundredth_pass_says_once_how_to_reuse(layer, unsaid):
     assert "quantize_" in str(said[0].message)
 
 
+def test_another_thread_may_say_the_hint(layer, monkeypatch):
+    class Passes(WeakIdKeyDictionary):
+        def get(self, key, default=None):
+            reuse._passes = None
+            return super().get(key, default)
+
+    monkeypatch.setattr(reuse, "_passes", Passes())
+    with torch.no_grad():
+        layer(X)
+
+
 def test_no_hint_while_the_weight_changes_or_trains(layer, unsaid):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

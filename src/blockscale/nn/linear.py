@@ -16,7 +16,7 @@ from .once import once
 from .recipe import PRODUCTS, Recipe
 from .reuse import forget_weights, quantized_weight
 
-__all__ = ["Linear", "linear"]
+__all__ = ["Linear", "linear", "output_dtype"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -40,9 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     and NotImplementedError for second derivatives and forward-mode differentiation.
     """
     _check(x, weight, bias)
-    out_dtype, device = x.dtype, x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta
-        out_dtype = torch.get_autocast_dtype(device)
+    out_dtype = output_dtype(x)
     if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
         b = None if bias is None else bias.to(out_dtype)
         return torch.nn.functional.linear(x.to(out_dtype), weight.to(out_dtype), b)
@@ -50,6 +48,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
     function = _TransformedLinear if is_transformed() else _Linear
     return function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """That of ``x``, or of torch.autocast where it is on."""
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # it knows no meta
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

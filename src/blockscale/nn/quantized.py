@@ -13,7 +13,9 @@ from ..gemm import gemm
 from ..ops.backends import fall_back
 from ..quantize import DTYPES
 from ..tensor import ScaledTensor
+from ..watching import has_tangent, is_transformed
 from .forms import quantize_forms
+from .linear import output_dtype
 from .placement import placement
 from .recipe import Recipe, check_recipe
 
@@ -55,10 +57,14 @@ def quantized_linear(
             "weight: is quantized and has no gradient; call weight.requires_grad_(False), or train "
             "a model with high-precision weights by blockscale.convert"
         )
-    out_dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        out_dtype = torch.get_autocast_dtype(x.device.type)
-        x = x.to(out_dtype) if recipe.weight_only else x  # others are quantized from what they are
+    if is_transformed() or has_tangent(x, bias):
+        raise NotImplementedError(
+            "torch.func and forward-mode differentiation do not reach layers that hold quantized "
+            "weights; transform the model with high-precision weights (blockscale.convert)"
+        )
+    out_dtype = output_dtype(x)
+    if out_dtype != x.dtype and recipe.weight_only:
+        x = x.to(out_dtype)  # others are quantized from what they are
     return _QuantizedLinear.apply(x, weight, bias, recipe, out_dtype)
 
 

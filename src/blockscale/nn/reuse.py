@@ -126,12 +126,13 @@ def _stream(weight: Tensor) -> int:
 def _hint(weight: Tensor) -> None:
     """Say once how to reuse weights, where the same one is quantized again and again."""
     global _passes
-    if _passes is None:
+    passes = _passes  # another thread may say the hint meanwhile
+    if passes is None:
         return
     state = weight.data_ptr(), None if weight.is_inference() else weight._version
-    before, count = _passes.get(weight, (state, 0))
+    before, count = passes.get(weight, (state, 0))
     count = count + 1 if before == state else 1
-    _passes[weight] = state, count
+    passes[weight] = state, count
     if count >= _HINT_AT:
         _passes = None
         warnings.warn(

@@ -39,7 +39,13 @@ def _submit(work: Callable[[], None], copies: int) -> list[Future[None]]:
             if _pool is not None:
                 _pool.shutdown(wait=False)
             _pool, _pool_size = ThreadPoolExecutor(copies, "blockscale"), copies
-        return [_pool.submit(work) for _ in range(copies)]
+        futures: list[Future[None]] = []
+        try:
+            for _ in range(copies):
+                futures.append(_pool.submit(work))
+        except RuntimeError:
+            pass  # the main thread has ended, and Python takes no new work: the caller does it all
+        return futures
 
 
 def run(work: Callable[[int, int], T], items: int, chunk: int) -> list[T]:
