@@ -16,6 +16,7 @@ def template(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     Were there a byte of it, a plan that is made while a CUDA graph is captured would keep memory of
     the graph's pool, and torch.compile(mode="reduce-overhead") would refuse the graph.
     """
-    made = torch.empty((), dtype=dtype, device=device).expand(tuple(shape))
+    # of one dimension: empty_like of (1, 1) takes over its strides, which kernels read, as they are
+    made = torch.empty(1, dtype=dtype, device=device).expand(tuple(shape))
     made.untyped_storage().resize_(0)
     return made
