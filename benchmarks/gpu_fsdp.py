@@ -79,7 +79,7 @@ def main() -> None:
         report = {
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
-            "ranks": dist.get_world_size(),
+            "processes": dist.get_world_size(),
             "steps": ranks.STEPS,
             "steps_equal_to_one_process": equal_steps(found),
             "peak_bytes_by_tokens": memory,
