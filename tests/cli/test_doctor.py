@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import typer
+from rich.markup import render
+from typer.testing import CliRunner
 
 from blockscale.cli.doctor import Facts, advice, gather
 
@@ -117,3 +120,28 @@ def test_version():
         check=True,
     )
     assert run.stdout == f"blockscale {blockscale.__version__}\n"
+
+
+def commands(command, path=()):
+    yield path, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from commands(one, (*path, name))
+
+
+def test_brackets_of_help_are_printed():
+    """Of every command: rich takes those that nobody escaped for markup."""
+    from blockscale.cli import app
+
+    bracketed = {}
+    for path, command in commands(typer.main.get_command(app)):
+        helps = [command.help, *(getattr(one, "help", None) for one in command.params)]
+        for text in filter(None, helps):
+            shown = render(text)
+            assert not shown.spans, path
+            words = [word for word in shown.plain.split() if "[" in word]
+            if words:
+                bracketed.setdefault(path, []).extend(words)
+    assert bracketed
+    for path, words in bracketed.items():
+        run = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "200"})
+        assert all(word in run.stdout for word in words), path

@@ -82,7 +82,7 @@ def gemm(
 
     Prints the error beside the least there can be, and what the launch did. Exit code 1 if the
     error is larger than it may be or the kernel is at fault (a race, a fault of memory), 2 where
-    there is no kernel. Needs CuTe DSL (pip install 'blockscale[cuda]'), but no GPU.
+    there is no kernel. Needs CuTe DSL (pip install 'blockscale\\[cuda]'), but no GPU.
     """
     import torch
 

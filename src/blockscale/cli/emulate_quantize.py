@@ -35,7 +35,7 @@ def quantize(
     """Quantize random numbers by the GPU's kernel; compare with the reference.
 
     Prints the outputs and what the launch did. Exit code 1 if a byte differs. Needs
-    CuTe DSL (pip install 'blockscale[cuda]'), but no GPU.
+    CuTe DSL (pip install 'blockscale\\[cuda]'), but no GPU.
     """
     import torch
 
