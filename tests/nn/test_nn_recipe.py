@@ -109,3 +109,6 @@ def test_the_recipe_of_fp8_blocks_has_a_name():
     assert bs.Recipe("fp8_block", weights="fp8_1x128") == bs.Recipe(
         "fp8_1x128", weights="fp8_1x128"
     )
+    assert pickle.loads(pickle.dumps(named)) == named
+    with pytest.raises(ValueError, match="weights: got ''; choose one of"):
+        bs.Recipe("fp8_block", weights="")

@@ -42,7 +42,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.format == "fp8_block":
             object.__setattr__(self, "format", "fp8_1x128")
-            object.__setattr__(self, "weights", self.weights or "fp8_128x128")
+            if self.weights is None:
+                object.__setattr__(self, "weights", "fp8_128x128")
         used = {
             role: self.format_of(role)
             for role in _ROLES
