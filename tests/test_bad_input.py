@@ -354,6 +354,7 @@ FLAGS = {
     "accumulate": lambda value: bs.gemm(
         bs.quantize(X), bs.quantize(X).mT, out=torch.zeros(64, 64), accumulate=value
     ),
+    "swiglu": lambda value: bs.gemm_quantize(bs.quantize(X), bs.quantize(X).mT, swiglu=value),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import Format, get_format
+from .formats import Format, check_flag, get_format
 from .gemm import check_product, side
 from .layouts import Layout
 from .quantize import check_call, check_global_scale
@@ -58,6 +58,7 @@ def gemm_quantize(
     Raises TypeError or ValueError as :func:`blockscale.gemm` and :func:`blockscale.quantize`, with
     the remedy.
     """
+    check_flag("swiglu", swiglu)
     check_product(a, b, torch.float32, None, False, bias, backend)
     name = format.name if isinstance(format, Format) else format
     shape = a.shape[0], _columns(b.shape[1], get_format(name), swiglu)
