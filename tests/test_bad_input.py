@@ -373,6 +373,16 @@ def test_flags_of_producers():
         bs.swiglu_quantize(torch.randn(8, 128), pad="yes")
 
 
+@pytest.mark.parametrize("wrong", [True, False])
+def test_flags_are_no_numbers(wrong):
+    bs.quantize(X, "nvfp4", global_scale=1)
+    bs.rmsnorm_quantize(X, torch.ones(64), eps=1)
+    with pytest.raises(TypeError, match=f"global_scale: got {wrong}; expected an fp32 scalar"):
+        bs.quantize(X, "nvfp4", global_scale=wrong)
+    with pytest.raises(ValueError, match=f"eps: got {wrong}; expected a positive number"):
+        bs.rmsnorm_quantize(X, torch.ones(64), eps=wrong)
+
+
 @pytest.mark.parametrize("seed", [True, False, "1", 1.0, 2**63])
 def test_seeds_are_integers(seed):
     with pytest.raises(ValueError, match=r"seed: got .* expected a 64-bit int"):
@@ -395,5 +405,13 @@ def test_a_sharded_tensor_says_what_to_do():
         with pytest.raises(TypeError, match=r"weight: is a DTensor.*full_tensor\(\)"):
             bs.nn.linear(X, x, recipe=bs.Recipe())
         assert torch.equal(bs.quantize(x.to_local()), bs.quantize(X))
+        others = {
+            "grad": lambda: bs.swiglu_backward_quantize(x[:, :32], X),
+            "weight": lambda: bs.rmsnorm_quantize(X, x[0]),
+            "global_scale": lambda: bs.quantize(X, "nvfp4", global_scale=x.amax()),
+        }
+        for name, call in others.items():
+            with pytest.raises(TypeError, match=rf"{name}: is a DTensor.*full_tensor\(\)"):
+                call()
     finally:
         dist.destroy_process_group()

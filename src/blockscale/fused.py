@@ -13,6 +13,7 @@ from .formats import Format
 from .layouts import Layout
 from .quantize import DTYPES, Call, check, check_global_scale, check_tensor, wrap
 from .tensor import ScaledTensor
+from .watching import is_dtensor
 
 __all__ = ["rmsnorm_quantize", "swiglu_backward_quantize", "swiglu_quantize"]
 
@@ -139,7 +140,8 @@ def rmsnorm_quantize(
     names = scale_rounding, layout, nonfinite, pad, None, backend, False
     call = _checked(x, (-1,), format, *names)
     _check_other("weight", weight, (x.shape[-1],), x, DTYPES)
-    if not isinstance(eps, (int, float)) or not _SMALLEST_EPS <= eps <= _LARGEST_EPS:
+    number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
+    if not number or not _SMALLEST_EPS <= eps <= _LARGEST_EPS:
         raise ValueError(
             f"eps: got {eps!r}; expected a positive number, normal in fp32 (from 2**-126), as 1e-6"
         )
@@ -243,6 +245,11 @@ def _check_other(
     """Raise unless a second input fits ``x``."""
     if not isinstance(given, Tensor) or isinstance(given, ScaledTensor):
         raise TypeError(f"{name}: got {type(given).__name__}; expected a plain torch.Tensor")
+    if is_dtensor(given):
+        raise TypeError(
+            f"{name}: is a DTensor, and x is not; pass {name}.to_local() where it is the part that "
+            f"belongs to x, else {name}.full_tensor()"
+        )
     if given.dtype not in dtypes:
         allowed = " or ".join(map(str, dtypes))
         raise TypeError(f"{name}: got {given.dtype}, x has {x.dtype}; cast it to {allowed}")

@@ -387,10 +387,14 @@ def check_global_scale(
     if global_scale is None:
         return ops.global_scale(x.detach(), fmt.name, backend)
     if not isinstance(global_scale, Tensor):
-        if not isinstance(global_scale, (int, float)):
+        if not isinstance(global_scale, (int, float)) or isinstance(global_scale, bool):
             raise TypeError(f"global_scale: got {global_scale!r}; expected an fp32 scalar")
         # no copy from the host: that would wait for the device, and no graph could hold it
         global_scale = torch.full((), global_scale, dtype=torch.float32, device=x.device)
+    if is_dtensor(global_scale):
+        raise TypeError(
+            "global_scale: is a DTensor; pass global_scale.full_tensor(), one scalar for all shards"
+        )
     if global_scale.dtype != torch.float32 or global_scale.numel() != 1:
         raise ValueError(
             f"global_scale: got {tuple(global_scale.shape)} {global_scale.dtype}; expected an "
