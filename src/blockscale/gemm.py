@@ -11,10 +11,12 @@ from . import ops
 from .formats import check_flag, choose, get_format
 from .gemm_launch import find_call, remember
 from .layouts import as_bytes
+from .ops.gemm import check_out
 from .ops.gemm_operands import Side
 from .ops.operation import needs_gradient
 from .remember import remembered
 from .tensor import ScaledTensor, check_offsets
+from .watching import unwatched
 
 __all__ = ["check_product", "gemm", "grouped_gemm", "side"]
 
@@ -100,26 +102,60 @@ def _batched(
     backend: str,
 ) -> Tensor:
     """The products of each pair of matrices, with the bits of their own calls."""
+    _check_types(a, b, out, bias)
     lead = tuple(a.shape[:-2])
     if a.dim() != b.dim() or lead != tuple(b.shape[:-2]):
+        remedy = "; to multiply all rows by one matrix, call gemm(a.flatten(0, -2), b)"
         raise ValueError(
             f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; expected (M, K) @ (K, N), or "
             "(..., M, K) @ (..., K, N) with the same leading dimensions: there is no broadcasting"
+            f"{remedy if b.dim() == 2 else ''}"
         )
     shape = (*lead, a.shape[-2], b.shape[-1])
-    if out is None and accumulate:
-        raise ValueError("accumulate: needs out, the tensor to add to")
     if out is not None and tuple(out.shape) != shape:
         raise ValueError(f"out: has shape {tuple(out.shape)}; the product is {shape}")
+    dtype = _check(
+        _matrix(a),
+        _matrix(b),
+        None if out is None else _matrix(out),
+        None if bias is None else _describe(bias),
+        out_dtype,
+        accumulate,
+        backend,
+    )
+    if out is None:
+        return _products(a, b, None, bias, dtype, backend)
+    if needs_gradient(a, bias, out) or not unwatched() or out.is_meta:
+        # all is read before anything is written: where memory lies cannot be asked
+        c = out if accumulate else None
+        return out.copy_(_products(a, b, c, bias, dtype, backend))
+    data, scale = (a.qdata, a.qscale) if isinstance(a, ScaledTensor) else (a, None)
+    check_out(out, (data, scale, b.qdata, b.qscale, bias))  # of all, before the first is written
+    for x, y, z in zip(a.unbind(), b.unbind(), out.unbind(), strict=True):
+        gemm(x, y, dtype, out=z, accumulate=accumulate, bias=bias, backend=backend)  # type: ignore[arg-type]
+    return out
+
+
+def _products(
+    a: Any, b: Any, c: Tensor | None, bias: Tensor | None, dtype: torch.dtype, backend: str
+) -> Tensor:
+    """Of matrices or batches that were checked; no argument is written to."""
+    if a.dim() == 2 and c is None:
+        return gemm(a, b, dtype, bias=bias, backend=backend)
+    if a.dim() == 2:
+        return ops.gemm(*side(a), *side(b), bias, c, dtype, backend)
     if not a.shape[0]:
-        dtype = out_dtype or torch.bfloat16
-        return torch.empty(shape, dtype=dtype, device=a.device) if out is None else out
-    outs = [None] * a.shape[0] if out is None else out.unbind()
-    products = [
-        gemm(x, y, out_dtype, out=z, accumulate=accumulate, bias=bias, backend=backend)  # type: ignore[arg-type]
-        for x, y, z in zip(a.unbind(), b.unbind(), outs, strict=True)
-    ]
-    return torch.stack(products) if out is None else out
+        return _no_products(a, b, bias, dtype)
+    cs = [None] * a.shape[0] if c is None else c.unbind()
+    pairs = zip(a.unbind(), b.unbind(), cs, strict=True)
+    return torch.stack([_products(x, y, z, bias, dtype, backend) for x, y, z in pairs])
+
+
+def _no_products(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Of an empty batch, with its gradients: torch's."""
+    left = torch.empty(a.shape, device=a.device) if isinstance(a, ScaledTensor) else a
+    empty = left.to(dtype) @ torch.empty(b.shape, dtype=dtype, device=b.device)
+    return empty if bias is None else empty + bias.to(dtype)
 
 
 def check_product(
@@ -132,10 +168,7 @@ def check_product(
     backend: str,
 ) -> torch.dtype:
     """The type of the product of ``gemm``; raises as it does."""
-    for name, x in (("a", a), ("b", b), ("out", out), ("bias", bias)):
-        if not isinstance(x, Tensor) and (x is not None or name in "ab"):
-            wanted = _QUANTIZED if name in "ab" else "a torch.Tensor"
-            raise TypeError(f"{name}: got {type(x).__name__}; expected {wanted}")
+    _check_types(a, b, out, bias)
     return _check(
         _describe(a),
         _describe(b),
@@ -145,6 +178,13 @@ def check_product(
         accumulate,
         backend,
     )
+
+
+def _check_types(a: Any, b: Any, out: Any, bias: Any) -> None:
+    for name, x in (("a", a), ("b", b), ("out", out), ("bias", bias)):
+        if not isinstance(x, Tensor) and (x is not None or name in "ab"):
+            wanted = _QUANTIZED if name in "ab" else "a torch.Tensor"
+            raise TypeError(f"{name}: got {type(x).__name__}; expected {wanted}")
 
 
 class _Given(NamedTuple):
@@ -162,6 +202,11 @@ def _describe(x: Tensor) -> _Given:
     if isinstance(x, ScaledTensor):
         return _Given(x.shape, x.dtype, x.device, x.format_name, x.axis, x.k_grouped)
     return _Given(x.shape, x.dtype, x.device, None, None, False)
+
+
+def _matrix(x: Tensor) -> _Given:
+    """Each matrix of a batch."""
+    return _describe(x)._replace(shape=x.shape[-2:])
 
 
 @remembered

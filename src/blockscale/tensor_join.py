@@ -38,7 +38,7 @@ def _alike(what: str, tensors: Sequence[Any]) -> list[ScaledTensor]:
                 "along one axis, from one dtype"
             )
         same = q.global_scale is first.global_scale
-        if not same and not torch.equal(q.global_scale, first.global_scale):
+        if not same and not q.is_meta and not torch.equal(q.global_scale, first.global_scale):
             raise ValueError(
                 f"{what}: tensors[0] and tensors[{i}] have different global scales; quantize them "
                 "with one: blockscale.quantize(..., global_scale=the largest of all)"
@@ -146,6 +146,13 @@ def _squeeze(q: ScaledTensor, dim: int) -> ScaledTensor:
     )
 
 
+def _squeeze_all(q: ScaledTensor, dims: Sequence[int] | None = None) -> ScaledTensor:
+    which = range(q.dim()) if dims is None else {dim % q.dim() for dim in dims}
+    for dim in sorted(which, reverse=True):
+        q = _squeeze(q, dim)
+    return q
+
+
 def _split_with_sizes(q: ScaledTensor, sizes: Sequence[int], dim: int = 0) -> list[ScaledTensor]:
     if sum(sizes) != q.shape[dim]:
         raise ValueError(
@@ -187,7 +194,9 @@ RULES.update(
         aten.cat.default: _cat,
         aten.stack.default: _stack,
         aten.unsqueeze.default: _unsqueeze,
+        aten.squeeze.default: _squeeze_all,
         aten.squeeze.dim: _squeeze,
+        aten.squeeze.dims: _squeeze_all,
         aten.split.Tensor: _split,
         aten.split_with_sizes.default: _split_with_sizes,
         aten.unbind.int: _unbind,

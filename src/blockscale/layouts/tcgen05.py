@@ -1,6 +1,6 @@
 """The 128x4 tiles that Blackwell's block-scaled tensor cores read.
 
-Sources: cuBLAS, "1D block scaling factors layout" (seed of ``TILE_ROWS``, ``TILE_BLOCKS`` and the
+Sources: cuBLAS, "1D block scaling factors layout" (``TILE_ROWS``, ``TILE_BLOCKS`` and the
 formula); PTX ISA, tcgen05 scale factor layouts. ``torchao.to_blocked`` gives the same bytes.
 """
 

@@ -22,7 +22,7 @@ from .gemm_kernels import multiply
 from .gemm_operands import Side, scale_matrix
 from .operation import operation
 
-__all__ = ["check_apart", "gemm", "gemm_out", "mark_written", "span"]
+__all__ = ["check_apart", "check_out", "gemm", "gemm_out", "mark_written", "span"]
 
 _A_DATA, _BIAS, _C = 0, 12, 13  # inputs of ``gemm`` that may have a gradient
 _B = slice(6, 12)
@@ -105,10 +105,7 @@ def gemm_out(
     """``gemm`` into ``out``, or added to it."""
     a = Side(a_data, a_scale, a_global, a_format, a_layout, a_shape)
     b = Side(b_data, b_scale, b_global, b_format, b_layout, b_shape)
-    inputs = a_data, a_scale, b_data, b_scale, bias
-    spans = [span(x) if x is not None and x.device == out.device else 0 for x in inputs]
-    check_apart(out, span(out), inputs, spans)
-    _check_spread(out.shape, out.stride())
+    check_out(out, (a_data, a_scale, b_data, b_scale, bias))
     mark_written(out)
     _product(a, b, bias, out, accumulate, out.dtype, backend)
 
@@ -148,6 +145,13 @@ def _values(side: Side, axis: int) -> Tensor:
         None,
         torch.float32,
     )
+
+
+def check_out(out: Tensor, inputs: Sequence[Tensor | None]) -> None:
+    """ValueError if what is written to ``out`` changes an input, or another element of ``out``."""
+    spans = [span(x) if x is not None and x.device == out.device else 0 for x in inputs]
+    check_apart(out, span(out), inputs, spans)
+    _check_spread(out.shape, out.stride())
 
 
 def check_apart(
