@@ -230,3 +230,15 @@ def test_files_without_input_scale_are_read(tmp_path: Path):
     del made["w_input_scale"], metadata["tensors"]["w"]["input_scale"]
     save_file(made, tmp_path / "y", {"blockscale": json.dumps(metadata)})
     assert torch.equal(checkpoint.load_file(tmp_path / "y")["w"], q)
+
+
+def test_save_file_warns_of_differing_scales(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    """As ``quantize_`` makes them, a layer at a time: a server would take the largest for all."""
+    weights = {n: torch.randn(32, 64) * s for n, s in (("q_proj", 1.0), ("k_proj", 4.0))}
+    names = {name: f"a.{name}.weight" for name in weights}
+    alike = {names[n]: bs.quantize(w, "nvfp4", global_scale=0.01) for n, w in weights.items()}
+    checkpoint.save_file(alike, tmp_path / "alike")
+    assert not recwarn.list
+    each = {names[n]: bs.quantize(w, "nvfp4") for n, w in weights.items()}
+    with pytest.warns(UserWarning, match="a.q_proj.weight.*vLLM takes the largest"):
+        checkpoint.save_file(each, tmp_path / "each")

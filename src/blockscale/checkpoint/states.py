@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from .convention import (
     part_names,
     read_descriptions,
 )
+from .fused import fused_with
 from .header import METADATA, build, show
 from .reader import Reader
 from .writer import replacing, tensor_bytes
@@ -38,7 +40,8 @@ def save_file(
 
     Scales are stored compact, whatever their layout. ``path`` is replaced when the new file is
     complete and on disk. Tensors that share memory are written as often as they have names. NVFP4
-    tensors get an ``input_scale`` of 1, unless ``tensors`` has one of that name.
+    tensors get an ``input_scale`` of 1, unless ``tensors`` has one of that name. Weights that
+    servers fuse and whose global scales differ are written as they are, with a UserWarning.
 
     Args:
         tensors: name -> ScaledTensor or dense tensor, on any device.
@@ -71,6 +74,7 @@ def save_file(
         names += own
         parts |= own
     check_names(names, "tensors")
+    _warn_of_fused(tensors)
     try:
         items = [(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in parts.items()]
     except TypeError as error:
@@ -80,6 +84,24 @@ def save_file(
         file.write(head)
         for name in header.tensors:
             file.write(tensor_bytes(parts[name].cpu().contiguous()))
+
+
+def _warn_of_fused(tensors: Mapping[str, Tensor]) -> None:
+    """Say which weights a server would multiply by another one's global scale."""
+    for name in tensors:
+        group = [tensors[each] for each in fused_with(name) if each in tensors]
+        scales = [q.global_scale for q in group if isinstance(q, ScaledTensor)]
+        values = {float(scale) for scale in scales if scale is not None}
+        if len(values) > 1:
+            warnings.warn(
+                f"tensors: {show(name)} and what servers fuse with it have {len(values)} global "
+                "scales; vLLM takes the largest for all, and values would be wrong there. For "
+                "servers quantize the high-precision file by `blockscale quantize`, or give "
+                "blockscale.quantize one global_scale for the group",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def load_file(
