@@ -107,6 +107,97 @@ def test_joined_without_values():
     assert torch.stack(parts).shape == (2, 64, 128)
 
 
+@pytest.mark.parametrize("name", bs.formats)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_padded_blocks_go_along(name, axis):
+    """Where blocks of the other dimension are whole, those along the contraction may be cut."""
+    shape = (256, 200) if axis == -1 else (200, 256)
+    parts = [values(*shape, seed=i) for i in range(2)]
+    quantized = [quantize(x, name, axis, pad=True) for x in parts]
+    dim = -3 - axis
+    joined = torch.cat(quantized, dim)
+    assert torch.equal(joined, quantize(torch.cat(parts, dim), name, axis, pad=True))
+    assert all(map(torch.equal, joined.split(256, dim), quantized))
+    assert torch.equal(torch.stack(quantized), quantize(torch.stack(parts), name, axis, pad=True))
+
+
+def test_rows_of_square_blocks():
+    parts = [values(rows, 128, seed=rows) for rows in (128, 40)]
+    quantized = [bs.quantize(x, "fp8_128x128") for x in parts]
+    assert torch.equal(torch.cat(quantized), bs.quantize(torch.cat(parts), "fp8_128x128"))
+    with pytest.raises(ValueError, match="ends inside a block of 128"):
+        torch.cat(quantized[::-1])
+    with pytest.raises(TypeError, match="cuts through blocks of 128"):
+        torch.cat(quantized).split(64)
+
+
+OUT_OF_RANGE = {
+    "cat": lambda q: torch.cat([q, q], 5),
+    "cat, from the end": lambda q: torch.cat([q, q], -3),
+    "stack": lambda q: torch.stack([q, q], 3),
+    "unsqueeze": lambda q: q.unsqueeze(6),
+    "squeeze": lambda q: q.squeeze(2),
+    "squeeze, of several": lambda q: torch.ops.aten.squeeze.dims(q, [0, 2]),
+    "permute": lambda q: q.permute(0, 3),
+    "transpose": lambda q: q.transpose(2, 3),
+    "split": lambda q: q.split(32, 2),
+    "unbind": lambda q: q.unbind(2),
+    "slice": lambda q: torch.ops.aten.slice.Tensor(q, 2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("what", OUT_OF_RANGE)
+def test_dimensions_that_are_not_there(what):
+    """They were taken modulo the number of dimensions: another dimension was joined."""
+    with pytest.raises(IndexError, match=what.split(",")[0] + ": got dim="):
+        OUT_OF_RANGE[what](bs.quantize(values(64, 128)))
+
+
+@pytest.mark.parametrize("sizes", [[-32, 96], [96, -32], [32, 16], -1, 0])
+def test_sizes_that_do_not_add_up(sizes):
+    """Negative sizes counted from the end: parts overlapped."""
+    with pytest.raises(ValueError, match="split: got size"):
+        torch.split(bs.quantize(values(64, 128)), sizes)
+
+
+def test_groups_stay_whole():
+    offsets = torch.tensor([40, 256], dtype=torch.int32)
+    q = bs.quantize(values(256, 64), "mxfp8", -2, offsets=offsets)
+    for refused in (
+        lambda: torch.cat([q, q]),
+        lambda: torch.stack([q, q]),
+        lambda: q.split(128),
+        lambda: q.unsqueeze(0),
+    ):
+        with pytest.raises(TypeError, match=r"has groups, .* high-precision tensor and quantize"):
+            refused()
+
+
+def test_one_global_scale_in_two_tensors():
+    parts = [values(128, 128, seed=i) for i in range(2)]
+    a, b = (quantize(x, "nvfp4", global_scale=ONE.clone()) for x in parts)
+    b.global_scale = b.global_scale.reshape(1)
+    assert torch.equal(torch.cat([a, b]), quantize(torch.cat(parts), "nvfp4"))
+    with pytest.raises(ValueError, match=r"tensors\[0\] is on cpu, tensors\[1\] on meta"):
+        torch.cat([a, b.to("meta")])
+
+
+def test_compiled_joins():
+    torch.compiler.reset()
+    q, r = (quantize(values(64, 128, seed=i), "nvfp4") for i in range(2))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(q):
+        first, second = torch.cat([q, q], 1).chunk(2, 1)
+        return torch.stack([first, second]).unbind()[1].T.t()
+
+    assert torch.equal(run(q), q)
+    join = torch.compile(lambda a, b: torch.cat([a, b]), backend="aot_eager", fullgraph=True)
+    r.global_scale = r.global_scale.clone()
+    with pytest.raises(Exception, match="cannot see whether global scales are the same"):
+        join(q, r)
+
+
 def test_T_and_bytes():
     q = bs.quantize(values(64, 128), "mxfp8")
     assert torch.equal(q.T, q.mT)
@@ -117,6 +208,8 @@ def test_T_and_bytes():
     batch = bs.quantize(values(2, 64, 128))
     with pytest.raises(TypeError, match=r"use \.mT"):
         _ = batch.T
+    with pytest.raises(TypeError, match=r"by \.mT"):
+        batch.t()
     with pytest.raises(TypeError, match=r"use \.mT"):
         batch.permute(1, 0, 2)
 

@@ -68,9 +68,10 @@ class ScaledTensor(torch.Tensor):
             contraction and blocks start anew in each group; else they cut the other axis, and
             every layout but compact starts each group on a 128-row tile of scales.
 
-    It moves, copies, saves, loads, compiles, reshapes in front of the contraction, slices along
-    whole blocks and transposes together with its contraction (``mT``). All else would change
-    values behind their scales and raises ValueError or TypeError.
+    It moves, copies, saves, loads, compiles, reshapes in front of the contraction, transposes
+    together with its contraction (``mT``), and along whole blocks slices, splits and joins
+    (``torch.cat``; ``torch.stack`` in front of the matrix) what has the same global scale. All else
+    would change values behind their scales and raises ValueError or TypeError.
     """
 
     axis: int

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .layouts import as_bytes
 from .tensor import RULES, ScaledTensor
-from .tensor_rules import slice_of
+from .tensor_rules import check_dim, check_whole, slice_of
 
 __all__: list[str] = []
 
@@ -26,24 +26,35 @@ def _alike(what: str, tensors: Sequence[Any]) -> list[ScaledTensor]:
                 f"{what}: tensors[{i}] is plain and another one a ScaledTensor; quantize it, or "
                 "call .dequantize() of the others"
             )
-        if q.layout_name != "compact" or q.offsets is not None:
-            raise TypeError(
-                f"{what}: {q} cannot be joined; only compact scales without groups can: use "
-                ".to_layout('compact')"
-            )
+        check_whole(what, q)
     for i, q in enumerate(others, 1):
         if q._meta() != first._meta():
             raise TypeError(
                 f"{what}: tensors[0] is {first}, tensors[{i}] {q}; quantize all in one format, "
                 "along one axis, from one dtype"
             )
-        same = q.global_scale is first.global_scale
-        if not same and not q.is_meta and not torch.equal(q.global_scale, first.global_scale):
+        if q.device != first.device:
+            raise ValueError(
+                f"{what}: tensors[0] is on {first.device}, tensors[{i}] on {q.device}; move it"
+            )
+        if not _same_scalar(what, q.global_scale, first.global_scale):
             raise ValueError(
                 f"{what}: tensors[0] and tensors[{i}] have different global scales; quantize them "
                 "with one: blockscale.quantize(..., global_scale=the largest of all)"
             )
     return list(tensors)
+
+
+def _same_scalar(what: str, a: Tensor | None, b: Tensor | None) -> bool:
+    """Of global scales on one device, by their bytes; those on meta have none that could differ."""
+    if a is None or b is None or a is b or a.is_meta:
+        return True  # a format has them or not
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            f"{what}: compiled code cannot see whether global scales are the same; join the "
+            "tensors outside of it, or quantize the joined high-precision tensor"
+        )
+    return torch.equal(a.reshape(1).view(torch.int32), b.reshape(1).view(torch.int32))
 
 
 def _extent(q: ScaledTensor, back: int) -> int:
@@ -56,7 +67,7 @@ def _extent(q: ScaledTensor, back: int) -> int:
 def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
     first, *_ = all_ = _alike("cat", tensors)
     n = first.dim()
-    back = dim % n - n
+    back = check_dim("cat", dim, n) - n
     for i, q in enumerate(all_):
         if q.dim() != n or any(
             a != b
@@ -108,24 +119,18 @@ def _joined(join: Callable[..., Tensor], parts: list[Tensor], back: int) -> Tens
 
 def _leading(what: str, dim: int, dims: int) -> int:
     """A dimension in front of the matrix, from the front; TypeError of others."""
-    at = dim % dims
+    at = check_dim(what, dim, dims)
     if at > dims - 3:
+        there = f"0 to {dims - 3}" if dims > 2 else "there is none here"
         raise TypeError(
             f"{what}: got dim={dim}; blocks lie in the last two dimensions, and only dimensions in "
-            f"front of them can come and go: 0 to {dims - 3}"
+            f"front of them can come and go: {there}"
         )
     return at
 
 
-def _plain(what: str, q: ScaledTensor) -> None:
-    if q.layout_name != "compact" or q.offsets is not None:
-        raise TypeError(
-            f"{what}: {q} has scales of one matrix; use .to_layout('compact') for more dimensions"
-        )
-
-
 def _unsqueeze(q: ScaledTensor, dim: int) -> ScaledTensor:
-    _plain("unsqueeze", q)
+    check_whole("unsqueeze", q)
     at = _leading("unsqueeze", dim, q.dim() + 1)
     return q._with(
         data=q.qdata.unsqueeze(at),
@@ -135,9 +140,9 @@ def _unsqueeze(q: ScaledTensor, dim: int) -> ScaledTensor:
 
 
 def _squeeze(q: ScaledTensor, dim: int) -> ScaledTensor:
-    if q.shape[dim] != 1:
+    if q.shape[check_dim("squeeze", dim, q.dim())] != 1:
         return q._with()
-    _plain("squeeze", q)
+    check_whole("squeeze", q)
     at = _leading("squeeze", dim, q.dim())
     return q._with(
         data=q.qdata.squeeze(at),
@@ -147,17 +152,18 @@ def _squeeze(q: ScaledTensor, dim: int) -> ScaledTensor:
 
 
 def _squeeze_all(q: ScaledTensor, dims: Sequence[int] | None = None) -> ScaledTensor:
-    which = range(q.dim()) if dims is None else {dim % q.dim() for dim in dims}
+    which = range(q.dim()) if dims is None else {check_dim("squeeze", dim, q.dim()) for dim in dims}
     for dim in sorted(which, reverse=True):
         q = _squeeze(q, dim)
     return q
 
 
 def _split_with_sizes(q: ScaledTensor, sizes: Sequence[int], dim: int = 0) -> list[ScaledTensor]:
-    if sum(sizes) != q.shape[dim]:
+    whole = q.shape[check_dim("split", dim, q.dim())]
+    if sum(sizes) != whole or min(sizes, default=0) < 0:
         raise ValueError(
-            f"split: got sizes {list(sizes)} for {q.shape[dim]} of dimension {dim}; expected a sum "
-            "that is that"
+            f"split: got sizes {list(sizes)} for {whole} of dimension {dim}; expected sizes of at "
+            f"least 0 that add up to {whole}"
         )
     parts, start = [], 0
     for size in sizes:
@@ -167,18 +173,21 @@ def _split_with_sizes(q: ScaledTensor, sizes: Sequence[int], dim: int = 0) -> li
 
 
 def _split(q: ScaledTensor, size: int, dim: int = 0) -> list[ScaledTensor]:
-    whole = q.shape[dim]
-    sizes = [min(size, whole - start) for start in range(0, whole, size)] if size else [0]
+    whole = q.shape[check_dim("split", dim, q.dim())]
+    if size < 0 or (whole and not size):
+        raise ValueError(f"split: got size {size}; expected a positive number")
+    sizes = [min(size, whole - start) for start in range(0, whole, size or 1)]
     return _split_with_sizes(q, sizes or [0], dim)
 
 
 def _unbind(q: ScaledTensor, dim: int = 0) -> list[ScaledTensor]:
+    dim = check_dim("unbind", dim, q.dim())
     return [RULES[aten.select.int](q, dim, i) for i in range(q.shape[dim])]
 
 
 def _permute(q: ScaledTensor, dims: Sequence[int]) -> ScaledTensor:
     n = q.dim()
-    order = [dim % n for dim in dims]
+    order = [check_dim("permute", dim, n) for dim in dims]
     if order == list(range(n)):
         return q._with()
     if n > 1 and order == [*range(n - 2), n - 1, n - 2]:

@@ -10,9 +10,27 @@ from torch import Tensor
 
 from .tensor import RULES, ScaledTensor
 
-__all__ = ["slice_of"]
+__all__ = ["check_dim", "check_whole", "slice_of"]
 
 aten = torch.ops.aten
+
+
+def check_dim(what: str, dim: int, dims: int) -> int:
+    """``dim`` counted from the front; IndexError, as torch's, unless there are so many."""
+    if not -dims <= dim < dims:
+        raise IndexError(f"{what}: got dim={dim}; expected one of {-dims} to {dims - 1}")
+    return dim % dims
+
+
+def check_whole(what: str, q: ScaledTensor) -> None:
+    """TypeError of scales that belong to one matrix as it is."""
+    if q.offsets is not None:
+        raise TypeError(
+            f"{what}: {q} has groups, which stay as they were quantized; do this to the "
+            "high-precision tensor and quantize that, or call .dequantize()"
+        )
+    if q.layout_name != "compact":
+        raise TypeError(f"{what}: {q} has scales of one matrix; use .to_layout('compact') first")
 
 
 def _map_rule(func: Any) -> Callable[..., ScaledTensor]:
@@ -50,10 +68,11 @@ def _mT(q: ScaledTensor) -> ScaledTensor:
 
 def _transpose(q: ScaledTensor, dim0: int = 0, dim1: int = 1) -> ScaledTensor:
     n = q.dim()
-    if n < 2 or {dim0 % n, dim1 % n} != {n - 2, n - 1}:
+    given = {check_dim("transpose", dim, max(n, 2)) for dim in (dim0, dim1)}
+    if n < 2 or given != {n - 2, n - 1}:
         raise TypeError(
-            "transpose: only the last two dimensions of a ScaledTensor can be exchanged (its "
-            "contraction moves with them); quantize the tensor in the order that you need"
+            "transpose: only the last two dimensions of a ScaledTensor can be exchanged, by .mT "
+            "(its contraction moves with them); quantize the tensor in the order that you need"
         )
     return _mT(q)
 
@@ -95,15 +114,16 @@ def _infer(shape: Sequence[int], numel: int) -> list[int]:
 def slice_of(
     q: ScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> ScaledTensor:
-    n, dim = q.dim(), dim % q.dim()
+    n, dim = q.dim(), check_dim("slice", dim, q.dim())
     size = q.shape[dim]
     start, end, _ = slice(start, end).indices(size)
     if step == 1 and start == 0 and end == size:
         return q._with()
-    if step != 1 or q.layout_name != "compact" or q.offsets is not None:
+    check_whole("slice", q)
+    if step != 1:
         raise TypeError(
-            f"slice: a part of {q} can be taken with step 1 from compact scales without groups; "
-            "use .to_layout('compact')"
+            f"slice: a part of {q} can be taken with step 1, not {step}; slice the high-precision "
+            "tensor and quantize that"
         )
     back = dim - n  # -1, -2, ...: the block's extent along this dimension
     extent = 1

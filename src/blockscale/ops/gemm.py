@@ -1,8 +1,8 @@
 """The ops ``gemm`` and ``gemm_out``: products of quantized operands.
 
 Both take an operand as its parts: data (one-byte elements as uint8), scales in layout "compact",
-"sm90" or "tcgen05", fp32 global scale, names of format and layout, shape. ``a`` may be plain bf16:
-it has no scales and no format. Operands with leading dimensions are batches of matrices.
+"sm90" or "tcgen05", fp32 global scale, names of format and layout, shape. ``a`` may be a plain bf16
+matrix: it has no scales and no format.
 """
 
 from __future__ import annotations
