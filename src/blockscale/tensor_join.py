@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .layouts import as_bytes
 from .tensor import RULES, ScaledTensor
-from .tensor_rules import check_dim, check_whole, slice_of
+from .tensor_rules import check_dim, check_whole, extent_of, slice_of
 
 __all__: list[str] = []
 
@@ -57,13 +57,6 @@ def _same_scalar(what: str, a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a.reshape(1).view(torch.int32), b.reshape(1).view(torch.int32))
 
 
-def _extent(q: ScaledTensor, back: int) -> int:
-    """Elements of a block along a dimension counted from the end."""
-    if back < -2:
-        return 1
-    return q.format.block_size if back == q.axis else q.format.block[0]
-
-
 def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
     first, *_ = all_ = _alike("cat", tensors)
     n = first.dim()
@@ -78,7 +71,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
                 f"cat: got shapes {tuple(first.shape)} and {tuple(q.shape)}; expected the same but "
                 f"for dimension {dim}"
             )
-        extent = _extent(q, back)
+        extent = extent_of(q, back)
         if q.shape[back] % extent and i < len(all_) - 1:
             raise ValueError(
                 f"cat: dimension {dim} of tensors[{i}] is {q.shape[back]}, which ends inside a "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .tensor import RULES, ScaledTensor
 
-__all__ = ["check_dim", "check_whole", "slice_of"]
+__all__ = ["check_dim", "check_whole", "extent_of", "slice_of"]
 
 aten = torch.ops.aten
 
@@ -111,6 +111,13 @@ def _infer(shape: Sequence[int], numel: int) -> list[int]:
     return [numel // known if n == -1 else n for n in shape]
 
 
+def extent_of(q: ScaledTensor, back: int) -> int:
+    """Elements of a block along a dimension counted from the end."""
+    if back < -2:
+        return 1
+    return q.format.block_size if back == q.axis else q.format.block[0]
+
+
 def slice_of(
     q: ScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> ScaledTensor:
@@ -125,10 +132,8 @@ def slice_of(
             f"slice: a part of {q} can be taken with step 1, not {step}; slice the high-precision "
             "tensor and quantize that"
         )
-    back = dim - n  # -1, -2, ...: the block's extent along this dimension
-    extent = 1
-    if back >= -2:
-        extent = q.format.block_size if back == q.axis else q.format.block[0]
+    back = dim - n  # -1, -2, ...
+    extent = extent_of(q, back)
     end = max(start, end)
     if start % extent or (end % extent and end != size):
         raise TypeError(

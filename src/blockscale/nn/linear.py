@@ -16,7 +16,7 @@ from .once import once
 from .recipe import PRODUCTS, Recipe
 from .reuse import forget_weights, quantized_weight
 
-__all__ = ["Linear", "linear", "output_dtype"]
+__all__ = ["Linear", "as_leading", "linear", "output_dtype"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -56,6 +56,14 @@ def output_dtype(x: Tensor) -> torch.dtype:
     if device != "meta" and torch.is_autocast_enabled(device):  # it knows no meta
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def as_leading(y: Tensor, x: Tensor) -> Tensor:
+    """Rows of a product with the leading dimensions of ``x``, not as a view: one that an
+    autograd.Function makes refuses in-place operations, and hooks of FSDP."""
+    if x.dim() == 2:
+        return y
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -120,8 +128,7 @@ def _fprop(
     else:
         y = rows.to(out_dtype) @ weight.to(out_dtype).mT
         y = y if bias is None else y + bias.to(out_dtype)
-    if x.dim() != 2:  # no view: those made in here refuse in-place operations, and hooks of FSDP
-        y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+    y = as_leading(y, x)
     return y, rows if forms.columns is None else forms.columns, scalar
 
 
@@ -248,7 +255,8 @@ class _TransformedLinear(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         """Samples are rows of one product where they share the weight, else products of their own.
 
-        Either way each row has the bits of its own call.
+        Either way each row has the bits of its own call, but for NVFP4 where samples share the
+        weight: its global scale is then that of all of them.
         """
         x_dim, *others = in_dims
         if x_dim is not None and not any(dim is not None for dim in others):

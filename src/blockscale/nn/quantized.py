@@ -15,7 +15,7 @@ from ..quantize import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_transformed
 from .forms import quantize_forms
-from .linear import output_dtype
+from .linear import as_leading, output_dtype
 from .placement import placement
 from .recipe import Recipe, check_recipe
 
@@ -87,9 +87,7 @@ class _QuantizedLinear(torch.autograd.Function):
             ctx.save_for_backward(weight.detach())  # else the layer could not be moved meanwhile
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if x.dim() == 2:
-            return y
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # see linear.py
+        return as_leading(y, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
