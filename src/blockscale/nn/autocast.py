@@ -22,8 +22,9 @@ class autocast(TorchFunctionMode):
 
     For models that cannot be changed. It reaches what calls this function: torch.nn.Linear, and
     the projections of torch.nn.MultiheadAttention. torch's fused paths for evaluation, which take
-    weights as they are, are off as long. Layers made by :func:`convert` keep their own recipe. It
-    composes with torch.autocast, which decides the dtype of the output.
+    weights as they are, are off as long. It knows no names, so that the output head, routers and
+    adapters are quantized too, which :func:`convert` leaves alone. Layers made by :func:`convert`
+    keep their own recipe. It composes with torch.autocast, which decides the dtype of the output.
 
     >>> with bs.autocast(bs.Recipe("mxfp8")):
     ...     loss = model(batch)

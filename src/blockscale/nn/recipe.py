@@ -13,6 +13,7 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 _ROLES = ("activations", "weights", "gradients")
 _AS_THEY_ARE = "bfloat16"  # of activations: not quantized
+_FP8_BLOCK = "fp8_block"  # the name of a pair: 1x128 blocks, 128x128 of weights
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,10 +22,10 @@ class Recipe:
 
     Args:
         format: of activations, weights and gradients, unless one of the next three says otherwise.
-        activations, weights, gradients: a format's name, or None for ``format``. FP8 with fp32
-            scales is ``Recipe("fp8_block")``. For inference
+            "fp8_block" is FP8 with fp32 scales: "fp8_1x128", and "fp8_128x128" of weights.
+        activations, weights, gradients: a format's name, or None for ``format``. For inference
             (:func:`blockscale.quantize_`) ``activations="bfloat16"`` leaves activations as they
-            are: weight-only. ``format`` may be "fp8_block", too: 1x128 blocks, 128x128 of weights.
+            are: weight-only.
         scale_rounding: of every block scale; None is each format's default (``rceil`` for E8M0).
         high_precision: products (``fprop``, ``dgrad``, ``wgrad``) that are not quantized.
 
@@ -40,7 +41,9 @@ class Recipe:
     high_precision: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.format == "fp8_block":
+        if not isinstance(self.format, Format):
+            choose("format", self.format, {**formats, _FP8_BLOCK: None})
+        if self.format == _FP8_BLOCK:
             object.__setattr__(self, "format", "fp8_1x128")
             if self.weights is None:
                 object.__setattr__(self, "weights", "fp8_128x128")
