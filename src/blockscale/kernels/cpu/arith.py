@@ -57,7 +57,7 @@ as_float = _bitcast(types.float32, types.int32, ir.FloatType())
 as_bits = _bitcast(types.int32, types.float32, ir.IntType(32))
 
 
-def _lanes(context, builder, array_type, array, index, lanes):
+def vector_pointer(context, builder, array_type, array, index, lanes):
     """Pointer to items of a contiguous array, as a vector, and the vector's type."""
     pointer = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
     vector = ir.VectorType(context.get_data_type(array_type.dtype), lanes)
@@ -69,7 +69,7 @@ def _amax(lanes):
 
     def typed(context, array, index):
         def generate(context, builder, signature, args):
-            pointer, vector = _lanes(context, builder, array, *args, lanes)
+            pointer, vector = vector_pointer(context, builder, array, *args, lanes)
             bits = vector.element.width
             value = builder.load(pointer, align=bits // 8, typ=vector)
             value = builder.and_(value, ir.Constant(vector, [(1 << (bits - 1)) - 1] * lanes))
@@ -90,7 +90,7 @@ def fill16(context, array, index, value):
     """Store ``value`` in 16 items."""
 
     def generate(context, builder, signature, args):
-        pointer, vector = _lanes(context, builder, array, *args[:2], 16)
+        pointer, vector = vector_pointer(context, builder, array, *args[:2], 16)
         filled = ir.Constant(vector, ir.Undefined)
         for lane in range(16):
             filled = builder.insert_element(filled, args[2], ir.Constant(ir.IntType(32), lane))
@@ -107,7 +107,7 @@ def transpose16(context, source, start, stride, out, to, out_stride):
     def generate(context, builder, signature, args):
         def row(array_type, array, start, stride, i):
             index = builder.add(start, builder.mul(stride, ir.Constant(stride.type, i)))
-            return _lanes(context, builder, array_type, array, index, 16)
+            return vector_pointer(context, builder, array_type, array, index, 16)
 
         def interleave(a, b, first):
             lanes = [first + i // 2 + 16 * (i % 2) for i in range(16)]

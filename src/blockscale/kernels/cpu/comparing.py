@@ -14,12 +14,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ...error_sums import BINS
 from . import decoding
-from .arith import INF, _lanes, as_bits, as_float, compiled, fill16, fp32, shr, spliced
+from .arith import INF, as_bits, as_float, compiled, fill16, fp32, shr, spliced, vector_pointer
 from .spec import Geometry
 
 _MASK = 0x7FFFFFFF
-BINS = 512
 ZEROS, WERE_ZEROS, SATURATED, NONFINITE, MAX_ABS, MAX_REL = range(6)  # of counts
 
 
@@ -50,7 +50,7 @@ def _squares16(context, array, index):
     """Sum of squares in fp64 of 16 fp32 numbers (as int32), in the same order everywhere."""
 
     def generate(context, builder, signature, args):
-        pointer, _ = _lanes(context, builder, array, *args, 16)
+        pointer, _ = vector_pointer(context, builder, array, *args, 16)
         vector = ir.VectorType(ir.FloatType(), 16)
         pointer = builder.bitcast(pointer, vector.as_pointer())
         wide = builder.fpext(

@@ -2,7 +2,8 @@
 """The compiled functions that Python calls, cached on disk so that a second process starts at once.
 
 numba's cache watches only the file that a function is in. It also counts the values of a function's
-free variables, though: naming ``sources`` in each makes them watch the whole package.
+free variables, though: naming ``sources`` in each makes them watch this folder, and the constants
+that the loops take from elsewhere.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from ... import error_sums
 from . import arith, comparing, decoding, encoding
 
 
@@ -69,7 +71,8 @@ def _define(sources):
     return [_cached(entry) for entry in entries]
 
 
-_text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+_files = [*sorted(Path(__file__).parent.glob("*.py")), Path(error_sums.__file__)]
+_text = b"".join(path.read_bytes() for path in _files)
 quantize_tiles, amax_tiles, dequantize_tiles, compare_tiles, ue4m3_reciprocals = _define(
     hashlib.sha256(_text).hexdigest()
 )

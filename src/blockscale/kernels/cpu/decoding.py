@@ -18,6 +18,7 @@ from .arith import (
     spliced,
     store,
 )
+from .packing import unpack
 from .spec import Geometry
 
 
@@ -32,27 +33,6 @@ class Room(NamedTuple):
 def make_room(geometry: Geometry) -> Room:
     width = geometry.width
     return Room(np.empty(width, np.uint8), np.empty(width, np.float32), np.empty(width, np.int32))
-
-
-@compiled
-def _unpack(data, bits, n, codes):
-    """``rounding.unpack`` of ``n`` codes; ``codes`` has room for whole groups."""
-    if bits == 4:
-        pairs = codes.view(np.uint16)
-        for i in range((n + 1) // 2):
-            pair = np.int32(data[i])
-            pairs[i] = np.uint16(np.int32(pair & 0xF) | shl(np.int32(pair & 0xF0), np.int32(4)))
-    else:
-        fours = codes.view(np.int32)
-        for i in range((n + 3) // 4):
-            word = np.int32(
-                np.int32(data[3 * i])
-                | shl(np.int32(data[3 * i + 1]), np.int32(8))
-                | shl(np.int32(data[3 * i + 2]), np.int32(16))
-            )
-            left = (word & 0x3F) | (shl(word, np.int32(2)) & 0x3F00)
-            right = (shl(word, np.int32(4)) & 0x3F0000) | (shl(word, np.int32(6)) & 0x3F000000)
-            fours[i] = np.int32(left | np.int32(right))
 
 
 @compiled
@@ -99,7 +79,7 @@ def decode_line(data, n, spec, values, size, global_scale, least, marks, room, l
     tiny, nonfinite = marks
     codes = data[:n]
     if spec.bits < 8:
-        _unpack(data, spec.bits, n, room.codes)
+        unpack(data, spec.bits, n, room.codes)
         codes = room.codes[:n]
     largest = _decode_row(codes, room.scale, as_float(np.int32(global_scale)), spec, line)
     special = largest > spec.max_code

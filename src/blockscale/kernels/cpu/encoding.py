@@ -36,8 +36,8 @@ from .arith import (
     shl,
     shr,
     spliced,
-    transpose16,
 )
+from .packing import pack, pack_columns
 from .spec import NEAREST_FP32, POWER_OF_TWO, Geometry, Spec
 
 _SMALL = (127 - 100) << 23  # 2^-100: far from the subnormals, and so are its products with elements
@@ -259,40 +259,6 @@ def _exact_block(source, target, left, columns, spec, encode_scale, table):
     return scale
 
 
-@compiled
-def _pack(codes, bits, out):
-    """``rounding.pack`` of whole groups of codes."""
-    if bits == 4:
-        pairs = codes.view(np.uint16)
-        for i in range(pairs.size):
-            out[i] = np.uint8(pairs[i] | np.uint16(pairs[i] >> 4))
-    else:
-        fours = codes.view(np.int32)
-        for i in range(fours.size):
-            w = fours[i]
-            low = np.int32(np.int32(w & 0x3F) | np.int32(shr(w, np.int32(2)) & 0xFC0))
-            high = (shr(w, np.int32(4)) & 0x3F000) | (shr(w, np.int32(6)) & 0xFC0000)
-            word = np.int32(low | np.int32(high))
-            out[3 * i] = np.uint8(word)
-            out[3 * i + 1] = np.uint8(shr(word, np.int32(8)))
-            out[3 * i + 2] = np.uint8(shr(word, np.int32(16)))
-
-
-@compiled
-def _pack_columns(codes, height, n, stride, bits, turned, packed, data, to, data_stride):
-    """Pack ``n`` columns of ``height`` codes, each to one line of ``data``, in units of 8 bytes."""
-    for c in range(0, n, 16):
-        for r in range(0, height, 16):
-            transpose16(codes, r * stride + c, stride, turned, c * height + r, height)
-    _pack(turned[: n * height], bits, packed)
-    words, out, length = packed.view(np.int64), data.view(np.int64), height * bits // 64
-    for c in range(n):
-        at = (to + c * data_stride) // 8
-        line, column = out[at : at + length], words[c * length : (c + 1) * length]
-        for i in range(length):  # of slices: for all LLVM knows, plain indices may be negative
-            line[i] = column[i]
-
-
 class Room(NamedTuple):
     """Scratch memory for a tile."""
 
@@ -381,12 +347,12 @@ def quantize_tiles(
             if spec.bits < 8 and not g.turned:
                 for r in range(out_rows):
                     at = ((lead * g.data_rows + top + r) * g.data_columns + left) * spec.bits // 8
-                    _pack(room.codes[r * width : r * width + n], spec.bits, data[at:])
+                    pack(room.codes[r * width : r * width + n], spec.bits, data[at:])
 
         if g.turned:
             line_length = g.data_rows * spec.bits // 8
             at = (lead * g.columns + left) * line_length + first_strip * height * spec.bits // 8
-            _pack_columns(
+            pack_columns(
                 room.codes, strips * height, columns, width, spec.bits, room.turned, room.packed,
                 data, at, line_length,
             )  # fmt: skip
