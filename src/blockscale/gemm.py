@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import check_flag, choose, get_format
+from .checks import check_flag, check_offsets, choose
+from .formats import get_format
 from .gemm_launch import find_call, remember
 from .layouts import as_bytes
 from .ops.gemm import check_out
 from .ops.gemm_operands import Side
 from .ops.operation import needs_gradient
 from .remember import remembered
-from .tensor import ScaledTensor, check_offsets
+from .tensor import ScaledTensor
 from .watching import unwatched
 
 __all__ = ["check_product", "gemm", "grouped_gemm", "side"]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import Format, check_flag, get_format
+from .checks import check_flag
+from .formats import Format, get_format
 from .gemm import check_product, side
 from .layouts import Layout
 from .quantize import check_call, check_global_scale

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import NONFINITE, Format, check_flag, choose, get_format
+from .checks import check_axis, check_flag, check_offsets, choose
+from .formats import NONFINITE, Format, get_format
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
-from .tensor import ScaledTensor, check_axis, check_offsets
+from .tensor import ScaledTensor
 from .watching import is_dtensor
 
 __all__ = [

@@ -3,49 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .formats import Format, choose, get_format
+from .checks import check_axis
+from .formats import Format, get_format
 from .layouts import Grouped, Layout, as_bytes, get_layout
 from .stored import stored_parts, strides_like
 from .watching import is_transformed, unwatched
 
-__all__ = ["RULES", "ScaledTensor", "check_axis", "check_offsets"]
-
-AXES = {"-1": -1, "-2": -2}
+__all__ = ["RULES", "ScaledTensor"]
 
 _INNER = {"data": "qdata", "scale": "qscale"}  # arguments and the attributes that keep them
 _OUTER = {attribute: name for name, attribute in _INNER.items()}
 
 #: What each aten operation does to a ScaledTensor; filled by tensor_rules.
 RULES: dict[Any, Callable[..., Any]] = {}
-
-
-def check_axis(axis: int) -> int:
-    """-1 or -2; anything else is a ValueError."""
-    return choose("axis (of the contraction, counted from the end)", str(axis), AXES)
-
-
-def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
-    """Raise unless ``offsets`` are ascending int32 ends of groups, at most ``rows``.
-
-    Their values are looked at only on a CPU: elsewhere that would wait for the device.
-    """
-    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
-        raise TypeError("offsets: expected an int32 tensor of one dimension, the end of each group")
-    if not len(offsets):
-        raise ValueError("offsets: is empty; expected the end of at least one group")
-    if offsets.device != device:
-        raise ValueError(f"offsets: is on {offsets.device}, the data on {device}; move it there")
-    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
-        return
-    ends = [0, *offsets.tolist()]
-    if any(end < start for start, end in pairwise(ends)) or ends[-1] > rows:
-        raise ValueError(f"offsets: got {ends[1:]}; expected ascending ends, at most {rows}")
 
 
 class ScaledTensor(torch.Tensor):

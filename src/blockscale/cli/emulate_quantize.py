@@ -40,7 +40,8 @@ def quantize(
     import torch
 
     from .. import reference
-    from ..formats import choose, get_format
+    from ..checks import choose
+    from ..formats import get_format
     from ..kernels import gpu
     from ..kernels.gpu.config import ARCHITECTURES
     from ..layouts import as_bytes, get_layout

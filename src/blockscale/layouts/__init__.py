@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..formats import choose
+from ..checks import choose
 from .base import Layout, as_bytes
 from .compact import Compact
 from .grouped import Grouped

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..formats import Format, choose, formats, get_format
+from ..checks import choose
+from ..formats import Format, formats, get_format
 
 __all__ = ["PRODUCTS", "Recipe", "check_recipe", "check_training_recipe"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...formats import E8M0, FP32, Element, Format, Scale
-from ...rounding import _MANTISSA_LIMIT, decode, scale_bits
+from ...rounding import MANTISSA_LIMIT, decode, scale_bits
 
 POWER_OF_TWO, NEAREST_FP32, NEAREST_UE4M3 = 0, 1, 2
 
@@ -86,7 +86,7 @@ def specify(format: Format, scale_rounding: str, nonfinite: str) -> Spec:
         nan_code=element.max_code if element.nan_code is None else element.nan_code,
         block_nan_code=element.nan_code or 0,
         kind=POWER_OF_TWO if power_of_two else NEAREST_FP32 if scale is FP32 else NEAREST_UE4M3,
-        limit=_MANTISSA_LIMIT[scale_rounding](element) if power_of_two else 0,
+        limit=MANTISSA_LIMIT[scale_rounding](element) if power_of_two else 0,
         max_exponent=element.max_exponent,
         min_byte=1 if scale is FP32 else 0,
         shift=23 if scale is FP32 else 0,
