@@ -113,9 +113,9 @@ def _multiply(
         format = recipe.format_of("activations").name
         forms = quantize_forms(rows, format, recipe.scale_rounding, rows=True, columns=False)
         assert forms.rows is not None
-        return gemm(forms.rows, _turned(weight), out_dtype, bias=bias)
+        return gemm(forms.rows, _transposed(weight), out_dtype, bias=bias)
     if rows.dtype == torch.bfloat16:
-        return gemm(rows, _turned(weight), out_dtype, bias=bias)
+        return gemm(rows, _transposed(weight), out_dtype, bias=bias)
     if not torch.compiler.is_compiling():
         why = f"x is {rows.dtype}; kernels multiply bfloat16 by quantized weights"
         fall_back("gemm", rows, "auto", why)
@@ -123,7 +123,7 @@ def _multiply(
     return reference.gemm(rows, values.mT, out_dtype=out_dtype, bias=bias)
 
 
-def _turned(weight: ScaledTensor) -> ScaledTensor:
+def _transposed(weight: ScaledTensor) -> ScaledTensor:
     """``weight.mT``; torch.compile would guard that attribute of an input, made anew each time."""
     if torch.compiler.is_compiling():
         return weight.transpose(-2, -1)  # type: ignore[return-value]
@@ -234,7 +234,7 @@ class QuantizedConv1D(_HoldsQuantized):
     """The same of transformers' Conv1D: its weight is (in, out), blocked along axis -2."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return quantized_linear(x, _turned(self.weight), self.bias, recipe=self.recipe)
+        return quantized_linear(x, _transposed(self.weight), self.bias, recipe=self.recipe)
 
 
 def check_held(weight: Any, recipe: Recipe, axis: int) -> str:
