@@ -11,7 +11,8 @@ from torch import Tensor
 from . import ops
 from .formats import Format
 from .layouts import Layout
-from .quantize import DTYPES, Call, check, check_global_scale, check_tensor, wrap
+from .quantize import wrap
+from .quantize_checks import DTYPES, Call, check, check_tensor, resolve_global_scale
 from .tensor import ScaledTensor
 from .watching import is_dtensor
 
@@ -201,7 +202,7 @@ def _given_scale(
     """The global scale of the caller; None where the op is to find it, or there is none."""
     if global_scale is None:
         return None
-    return check_global_scale(global_scale, x, call.format, backend)
+    return resolve_global_scale(global_scale, x, call.format, backend)
 
 
 def _checked(

@@ -10,7 +10,7 @@ from .checks import check_flag
 from .formats import Format, get_format
 from .gemm import check_product, side
 from .layouts import Layout
-from .quantize import check_call, check_global_scale
+from .quantize_checks import check_call, resolve_global_scale
 from .tensor import ScaledTensor
 
 __all__ = ["gemm_quantize"]
@@ -73,7 +73,7 @@ def gemm_quantize(
     )
     scalar = None
     if global_scale is not None:
-        scalar = check_global_scale(global_scale, a, call.format, backend)
+        scalar = resolve_global_scale(global_scale, a, call.format, backend)
     data, scale, *found = ops.gemm_quantize(
         *side(a.detach() if a.requires_grad else a),
         *side(b),

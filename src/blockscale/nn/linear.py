@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..gemm import gemm
-from ..quantize import DTYPES
+from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_dtensor, is_transformed
 from .forms import Forms, quantize_forms

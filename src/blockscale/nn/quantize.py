@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantize import DTYPES
+from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from .attention import set_fast_paths
 from .forms import quantize_forms

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import reference
 from ..gemm import gemm
 from ..ops.backends import fall_back
-from ..quantize import DTYPES
+from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_transformed
 from .forms import quantize_forms
