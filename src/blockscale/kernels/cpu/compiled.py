@@ -32,11 +32,11 @@ def _cached(function):
 
 def _define(sources):
     def quantize_tiles(
-        x, data, scale8, scale32, geometry, spec, encode_scale, table, room, first, last
+        x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
     ):
         sources  # noqa: B018
         encoding.quantize_tiles(
-            x, data, scale8, scale32, geometry, spec, encode_scale, table, room, first, last
+            x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
         )
 
     def amax_tiles(x, geometry, limit, amax, first, last):
@@ -44,23 +44,23 @@ def _define(sources):
         return encoding.amax_tiles(x, geometry, limit, amax, first, last)
 
     def dequantize_tiles(
-        data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, room,
+        data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, scratch,
         first, last,
     ):  # fmt: skip
         sources  # noqa: B018
         decoding.dequantize_tiles(
-            data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, room,
-            first, last,
+            data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least,
+            scratch, first, last,
         )  # fmt: skip
 
     def compare_tiles(
         x, data, scale8, scale32, geometry, spec, values, scales, global_scale, least, largest,
-        room, sums, first, last,
+        scratch, sums, first, last,
     ):  # fmt: skip
         sources  # noqa: B018
         comparing.compare_tiles(
             x, data, scale8, scale32, geometry, spec, values, scales, global_scale, least, largest,
-            room, sums, first, last,
+            scratch, sums, first, last,
         )  # fmt: skip
 
     def ue4m3_reciprocals(global_scale, largest, values, reciprocals):

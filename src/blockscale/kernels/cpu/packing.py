@@ -49,12 +49,12 @@ def unpack(data, bits, n, codes):
 
 
 @compiled
-def pack_columns(codes, height, n, stride, bits, turned, packed, data, to, data_stride):
+def pack_columns(codes, height, n, stride, bits, transposed, packed, data, to, data_stride):
     """Pack ``n`` columns of ``height`` codes, each to one line of ``data``, in units of 8 bytes."""
     for c in range(0, n, 16):
         for r in range(0, height, 16):
-            transpose16(codes, r * stride + c, stride, turned, c * height + r, height)
-    pack(turned[: n * height], bits, packed)
+            transpose16(codes, r * stride + c, stride, transposed, c * height + r, height)
+    pack(transposed[: n * height], bits, packed)
     words, out, length = packed.view(np.int64), data.view(np.int64), height * bits // 64
     for c in range(n):
         at = (to + c * data_stride) // 8

@@ -53,7 +53,7 @@ class Geometry(NamedTuple):
     depth: int  # strips of a tile
     segments: int  # tiles of a strip
     width: int  # columns of a tile
-    turned: int  # 1: packed data along axis -2, stored (leads, columns, packed rows)
+    transposed: int  # 1: packed data along axis -2, stored (leads, columns, packed rows)
 
     @property
     def tiles(self) -> int:
@@ -122,8 +122,8 @@ def geometry(x: Tensor, format: Format, axis: int) -> Geometry:
         data_columns = -(-columns // size) * size
     else:
         data_rows = -(-rows // height) * height
-    turned = axis == -2 and packed
-    width = 2048 if height == 1 else 256 if turned else 512
+    transposed = axis == -2 and packed
+    width = 2048 if height == 1 else 256 if transposed else 512
     width = max(width // size, 1) * size
     return Geometry(
         leads=leads,
@@ -136,8 +136,8 @@ def geometry(x: Tensor, format: Format, axis: int) -> Geometry:
         block_rows=height,
         block_columns=size,
         strips=-(-rows // height),
-        depth=max(64 // format.element.stored(height), 1) if turned else 1,  # whole cache lines
+        depth=max(64 // format.element.stored(height), 1) if transposed else 1,  # whole cache lines
         segments=-(-columns // width),
         width=width,
-        turned=int(turned),
+        transposed=int(transposed),
     )
