@@ -11,12 +11,12 @@ from ..gemm import gemm
 from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_dtensor, is_transformed
+from .double_backward import refuse_double_backward
 from .forms import Forms, quantize_forms
-from .once import once
 from .recipe import PRODUCTS, Recipe
 from .reuse import forget_weights, quantized_weight
 
-__all__ = ["Linear", "as_leading", "linear", "output_dtype"]
+__all__ = ["Linear", "linear", "output_dtype", "unflatten_rows"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -58,7 +58,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def as_leading(y: Tensor, x: Tensor) -> Tensor:
+def unflatten_rows(y: Tensor, x: Tensor) -> Tensor:
     """Rows of a product with the leading dimensions of ``x``, not as a view: one that an
     autograd.Function makes refuses in-place operations, and hooks of FSDP."""
     if x.dim() == 2:
@@ -128,7 +128,7 @@ def _fprop(
     else:
         y = rows.to(out_dtype) @ weight.to(out_dtype).mT
         y = y if bias is None else y + bias.to(out_dtype)
-    y = as_leading(y, x)
+    y = unflatten_rows(y, x)
     return y, rows if forms.columns is None else forms.columns, scalar
 
 
@@ -184,7 +184,9 @@ def _wgrad(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return (g.mT @ x.to(g.dtype)).to(dtype)
 
 
-def _remember(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+def _save_metadata(
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe
+) -> None:
     ctx.recipe, ctx.x_shape = recipe, x.shape
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
 
@@ -210,14 +212,14 @@ class _Linear(torch.autograd.Function):
             weight if dgrad else None,
             scalar if dgrad else None,
         )
-        _remember(ctx, x, weight, bias, recipe)
+        _save_metadata(ctx, x, weight, bias, recipe)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             gradients = _gradients(ctx, grad, *ctx.saved_tensors)
-        return *once(gradients), None, None, None, None
+        return *refuse_double_backward(gradients), None, None, None, None
 
 
 class _TransformedLinear(torch.autograd.Function):
@@ -239,7 +241,7 @@ class _TransformedLinear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, recipe, *_ = inputs
         ctx.save_for_backward(x, weight)
-        _remember(ctx, x, weight, bias, recipe)
+        _save_metadata(ctx, x, weight, bias, recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -249,7 +251,7 @@ class _TransformedLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1] and _products(ctx.recipe)["wgrad"]:
                 kept = _quantized_activations(kept, ctx.recipe, rows=False, columns=True).columns
             gradients = _gradients(ctx, grad, kept, weight, None)
-        return *once(gradients, grad, x, weight), None, None, None, None
+        return *refuse_double_backward(gradients, grad, x, weight), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:

@@ -15,8 +15,8 @@ from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_transformed
 from .forms import quantize_forms
-from .linear import as_leading, output_dtype
-from .placement import placement
+from .linear import output_dtype, unflatten_rows
+from .operand_layout import operand_layout
 from .recipe import Recipe, check_recipe
 
 __all__ = ["QuantizedConv1D", "QuantizedLinear", "quantized_linear"]
@@ -87,7 +87,7 @@ class _QuantizedLinear(torch.autograd.Function):
             ctx.save_for_backward(weight.detach())  # else the layer could not be moved meanwhile
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return as_leading(y, x)
+        return unflatten_rows(y, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -148,7 +148,7 @@ class _HoldsQuantized(torch.nn.Module):
 
     def _place(self) -> None:
         """Scales in the layout that the kernels of the weight's device read."""
-        layout = placement(self.weight.format_name, self.weight.device).layout
+        layout = operand_layout(self.weight.format_name, self.weight.device).layout
         if self.weight.layout_name != layout:
             placed = torch.nn.Parameter(self.weight.detach().to_layout(layout), requires_grad=False)
             torch.utils.swap_tensors(self.weight, placed)  # other layers may hold it, too
