@@ -38,6 +38,8 @@ def swiglu_quantize(
 ) -> tuple[ScaledTensor, ...]:
     """Quantize ``silu(gate) * up`` (M, H) of ``x`` (M, 2H), whose first H columns are the gate.
 
+    >>> rows, columns = bs.swiglu_quantize(torch.randn(256, 512), "mxfp8")  # (256, 256) each
+
     Args:
         x: float32, bfloat16 or float16, last dimension contiguous and even, not empty.
         axes: of the contractions to come: (-1,), (-2,), or (-1, -2) for both from one read.
@@ -86,6 +88,9 @@ def swiglu_backward_quantize(
 ) -> tuple[ScaledTensor, ...]:
     """Quantize the gradient (M, 2H) of ``x`` (M, 2H), given ``grad`` (M, H) of its SwiGLU.
 
+    >>> x, grad = torch.randn(256, 512), torch.randn(256, 256)
+    >>> rows, columns = bs.swiglu_backward_quantize(grad, x, "mxfp8")  # (256, 512) each
+
     Args:
         grad: of the dtype and on the device of ``x``, last dimension contiguous.
         x: what :func:`swiglu_quantize` took.
@@ -119,6 +124,8 @@ def rmsnorm_quantize(
     backend: str = "auto",
 ) -> tuple[ScaledTensor, Tensor]:
     """Quantize ``x * rstd * weight`` along rows, where ``rstd = 1 / sqrt(mean(x**2) + eps)``.
+
+    >>> q, rstd = bs.rmsnorm_quantize(torch.randn(256, 512), torch.ones(512), "mxfp8")
 
     Args:
         x: (..., M, K), float32, bfloat16 or float16, last dimension contiguous, not empty.

@@ -38,6 +38,10 @@ def gemm(
 ) -> Tensor:
     """``a @ b`` with fp32 accumulation, as torch.mm; matrices of a batch one by one, as torch.bmm.
 
+    >>> x, w = torch.randn(64, 512), torch.randn(256, 512)
+    >>> bs.gemm(bs.quantize(x, "mxfp8"), bs.quantize(w, "mxfp8").mT).shape
+    torch.Size([64, 256])
+
     On Hopper kernels multiply all formats of 8 and 4 bits. 8-bit operands have to lie with the
     contraction contiguous: rows do, columns (axis=-2) do with ``quantize(..., k_major=True)``.
     Scales of fp8_1x128 are read in layout "sm90" (``quantize(..., layout="sm90")``), others
@@ -274,6 +278,11 @@ def grouped_gemm(
     m_grouped (fprop, dgrad): ``a`` (M, K) whose rows are grouped, ``b`` (G, K, N) -> (M, N), rows
     past the last offset zero. k_grouped (wgrad): ``a`` (M, K) and ``b`` (K, N), both quantized with
     ``offsets`` along K -> (G, M, N).
+
+    >>> ends = torch.tensor([96, 256], dtype=torch.int32)  # rows of two experts
+    >>> x, w = torch.randn(256, 512), torch.randn(2, 128, 512)
+    >>> bs.grouped_gemm(bs.quantize(x, "mxfp8"), bs.quantize(w, "mxfp8").mT, ends).shape
+    torch.Size([256, 128])
 
     Args:
         a, b: blocked along axes -1 and -2.

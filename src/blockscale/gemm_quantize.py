@@ -35,6 +35,11 @@ def gemm_quantize(
     those of :func:`blockscale.quantize` of ``gemm(a, b, torch.float32, bias=bias)``, or of
     :func:`blockscale.swiglu_quantize` of it.
 
+    >>> x, w = torch.randn(64, 512), torch.randn(256, 512)  # w: 128 rows of the gate, 128 of up
+    >>> q = bs.gemm_quantize(bs.quantize(x, "mxfp8"), bs.quantize(w, "mxfp8").mT, swiglu=True)
+    >>> q.shape
+    torch.Size([64, 128])
+
     On Blackwell one kernel does all of it to mxfp8, mxfp8_e5m2, mxfp4 and nvfp4, where it can
     multiply ``a`` and ``b``, the result's columns are a multiple of 32, and nvfp4 is given its
     ``global_scale``. It writes scales in layout "tcgen05"; others are rewritten. With ``swiglu`` it

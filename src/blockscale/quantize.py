@@ -33,6 +33,10 @@ def quantize(
 ) -> ScaledTensor:
     """Quantize ``x`` (..., M, K) in blocks along ``axis``.
 
+    >>> q = bs.quantize(torch.randn(256, 512), "mxfp8")
+    >>> q.qdata.shape, q.scale.shape
+    (torch.Size([256, 512]), torch.Size([256, 16]))
+
     Args:
         x: float32, bfloat16 or float16, last dimension contiguous, not empty.
         format: a name of :data:`blockscale.formats`.
@@ -117,6 +121,8 @@ def quantize_both(
     backend: str = "auto",
 ) -> tuple[ScaledTensor, ScaledTensor]:
     """``x`` (..., M, K) quantized along rows (axis -1) and along columns (axis -2).
+
+    >>> rows, columns = bs.quantize_both(torch.randn(256, 512), "mxfp8")
 
     Two different tensors, both from high precision: one for the product that contracts K, one for
     that which contracts M. GPU kernels make both from one read of ``x``. Takes the arguments of

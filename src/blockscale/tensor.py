@@ -28,6 +28,12 @@ class ScaledTensor(torch.Tensor):
 
     Made by :func:`blockscale.quantize`; the constructor takes finished parts and checks them.
 
+    >>> q = bs.quantize(torch.randn(256, 512, dtype=torch.bfloat16), "mxfp8")
+    >>> q
+    ScaledTensor(mxfp8, shape=(256, 512), axis=-1, layout=compact, dtype=torch.bfloat16, device=cpu)
+    >>> x = q.dequantize()
+    >>> same = bs.ScaledTensor(q.data, q.scale, format="mxfp8", shape=(256, 512))
+
     Args:
         data: ``format.data_shape(shape, axis)`` in ``format.element.dtype`` (uint8 if packed);
             along ``axis`` it is padded with zeros to whole blocks.
@@ -47,6 +53,9 @@ class ScaledTensor(torch.Tensor):
     together with its contraction (``mT``), and along whole blocks slices, splits and joins
     (``torch.cat``; ``torch.stack`` in front of the matrix) what has the same global scale. All else
     would change values behind their scales and raises ValueError or TypeError.
+
+    Raises ValueError where the parts do not fit ``format``, ``shape``, ``axis`` and ``layout``, and
+    for unknown names.
     """
 
     axis: int

@@ -107,6 +107,10 @@ def inspect_file(
 ) -> FileReport:
     """Report on a safetensors file, quantized or not, in constant memory.
 
+    >>> report = checkpoint.inspect_file("model.mxfp8.safetensors")
+    >>> report.manifest, report.bf16_bytes / report.nbytes
+    ('intact', 1.9...)
+
     Errors are those that the manifest recorded, for tensors whose checksums still match. With
     ``source``, the file that was quantized, they are measured again.
 

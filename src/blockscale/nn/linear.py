@@ -279,6 +279,9 @@ class _TransformedLinear(torch.autograd.Function):
 class Linear(torch.nn.Linear):
     """torch.nn.Linear with block-scaled products.
 
+    >>> layer = bs.nn.Linear(512, 256, recipe=bs.Recipe("mxfp8"))
+    >>> y = layer(torch.randn(8, 512))
+
     Parameters, their names and the state_dict are those of torch.nn.Linear: the weight stays in
     high precision. ``recipe`` is a :class:`Recipe`; the other arguments are torch.nn.Linear's.
     """

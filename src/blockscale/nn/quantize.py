@@ -31,8 +31,8 @@ def quantize_(
     """Quantize the weights of linear layers in place, for inference.
 
     >>> bs.quantize_(model, bs.Recipe("mxfp8"))  # forward as of a converted model, bit for bit
-    >>> bs.quantize_(model, bs.Recipe("nvfp4", activations="bfloat16"))  # weight-only
-    >>> model.load_state_dict(bs.checkpoint.load_file("model.nvfp4.safetensors"))
+    >>> bs.quantize_(other, bs.Recipe("nvfp4", activations="bfloat16"))  # weight-only
+    >>> other.load_state_dict(bs.checkpoint.load_file("model.nvfp4.safetensors"))
 
     torch.nn.Linear, :class:`blockscale.nn.Linear` and Conv1D of transformers, and subclasses of
     these without a ``forward`` of their own, become :class:`blockscale.nn.QuantizedLinear` (or a

@@ -27,7 +27,7 @@ def quantized_linear(
 ) -> Tensor:
     """``x @ weight.T + bias`` by a weight that is quantized already.
 
-    >>> q = bs.quantize(w, "nvfp4", pad=True)
+    >>> x, q = torch.randn(8, 512), bs.quantize(torch.randn(256, 512), "nvfp4")
     >>> y = bs.nn.quantized_linear(x, q, recipe=bs.Recipe("nvfp4", activations="bfloat16"))
 
     Args:
@@ -39,7 +39,8 @@ def quantized_linear(
 
     Returns (..., N) in the dtype of ``x``, or that of torch.autocast where it is on. The gradient
     of ``x`` is ``grad @ weight.dequantize()``, summed in fp32; the weight has none.
-    Raises ValueError or TypeError, with the remedy, where these do not belong together.
+    Raises ValueError or TypeError, with the remedy, where these do not belong together, and
+    NotImplementedError under torch.func and for forward-mode differentiation.
     """
     if not isinstance(weight, ScaledTensor):
         raise TypeError(
@@ -201,6 +202,9 @@ def _mismatch(given: Any, held: ScaledTensor) -> str:
 
 class QuantizedLinear(_HoldsQuantized, torch.nn.Linear):
     """torch.nn.Linear that holds its weight quantized; made by :func:`blockscale.quantize_`.
+
+    >>> recipe = bs.Recipe("nvfp4", activations="bfloat16")
+    >>> layer = bs.nn.QuantizedLinear(bs.quantize(torch.randn(256, 512), "nvfp4"), recipe=recipe)
 
     Args:
         weight: (N, K), blocked along axis -1.

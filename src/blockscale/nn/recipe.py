@@ -20,6 +20,10 @@ _AS_THEY_ARE = "bfloat16"  # of activations: not quantized
 class Recipe:
     """How a linear layer multiplies.
 
+    >>> bs.Recipe("mxfp8")  # for training and inference
+    Recipe('mxfp8')
+    >>> recipe = bs.Recipe("nvfp4", activations="bfloat16")  # for inference, weight-only
+
     Args:
         format: of activations, weights and gradients, unless one of the next three says otherwise.
         activations, weights, gradients: a format's name, or None for ``format``. FP8 with fp32
@@ -30,7 +34,8 @@ class Recipe:
         high_precision: products (``fprop``, ``dgrad``, ``wgrad``) that are not quantized.
 
     The default is MXFP8 with E4M3 everywhere and scales rounded up, which trains as BF16 does
-    (arXiv 2506.08027). Raises ValueError for unknown names and for formats whose blocks do not fit.
+    (arXiv 2506.08027). Raises ValueError for unknown names and for formats whose blocks do not fit,
+    TypeError where ``high_precision`` is no tuple or list.
     """
 
     format: str = "mxfp8"
