@@ -150,13 +150,13 @@ def _products(
     if a.dim() == 2:
         return ops.gemm(*side(a), *side(b), bias, c, dtype, backend)
     if not a.shape[0]:
-        return _no_products(a, b, bias, dtype)
+        return _empty_batch(a, b, bias, dtype)
     cs = [None] * a.shape[0] if c is None else c.unbind()
     pairs = zip(a.unbind(), b.unbind(), cs, strict=True)
     return torch.stack([_products(x, y, z, bias, dtype, backend) for x, y, z in pairs])
 
 
-def _no_products(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _empty_batch(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Of an empty batch, with its gradients: torch's."""
     left = torch.empty(a.shape, device=a.device) if isinstance(a, ScaledTensor) else a
     empty = left.to(dtype) @ torch.empty(b.shape, dtype=dtype, device=b.device)

@@ -16,7 +16,7 @@ from .forms import Forms, quantize_forms
 from .recipe import PRODUCTS, Recipe
 from .reuse import forget_weights, quantized_weight
 
-__all__ = ["Linear", "linear", "output_dtype", "unflatten_rows"]
+__all__ = ["Linear", "check_shapes", "linear", "output_dtype", "unflatten_rows"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -82,10 +82,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise NotImplementedError(
             "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"
         )
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
-        )
+    check_shapes(x, weight)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype not in DTYPES:
             raise TypeError(
@@ -94,7 +91,15 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             )
 
 
-def _products(recipe: Recipe) -> dict[str, bool]:
+def check_shapes(x: Tensor, weight: Tensor) -> None:
+    """ValueError unless ``x @ weight.T`` can be."""
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
+        )
+
+
+def _quantized_products(recipe: Recipe) -> dict[str, bool]:
     """Whether each product is quantized."""
     return {product: product not in recipe.high_precision for product in PRODUCTS}
 
@@ -114,7 +119,7 @@ def _fprop(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The product; ``x`` as wgrad reads it, made only if ``wgrad`` follows; and the global scale of
     the weight."""
-    quantized = _products(recipe)
+    quantized = _quantized_products(recipe)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     forms = _quantized_activations(
         rows, recipe, rows=quantized["fprop"], columns=wgrad and quantized["wgrad"]
@@ -142,7 +147,7 @@ def _gradients(
     """Of x, weight and bias. ``x`` and the weight's ``global_scale`` are those of ``_fprop``."""
     dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
     recipe, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
-    quantized = _products(recipe)
+    quantized = _quantized_products(recipe)
     g = grad.reshape(-1, grad.shape[-1]).contiguous()
     rows, columns = quantize_forms(
         g,
@@ -248,7 +253,7 @@ class _TransformedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with torch.no_grad():
             kept = x.reshape(-1, x.shape[-1]).contiguous()
-            if ctx.needs_input_grad[1] and _products(ctx.recipe)["wgrad"]:
+            if ctx.needs_input_grad[1] and _quantized_products(ctx.recipe)["wgrad"]:
                 kept = _quantized_activations(kept, ctx.recipe, rows=False, columns=True).columns
             gradients = _gradients(ctx, grad, kept, weight, None)
         return *refuse_double_backward(gradients, grad, x, weight), None, None, None, None

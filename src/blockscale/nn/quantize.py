@@ -127,10 +127,10 @@ def _quantized(weight: Tensor, recipe: Recipe, kind: Kind) -> torch.nn.Parameter
     if isinstance(weight, ScaledTensor):
         weight.requires_grad_(False)
         return weight  # type: ignore[return-value]
-    turned = _axis(kind) == -2
-    rows = weight.detach().mT.contiguous() if turned else weight.detach().contiguous()
+    transposed = _axis(kind) == -2
+    rows = weight.detach().mT.contiguous() if transposed else weight.detach().contiguous()
     q = quantize_forms(
         rows, recipe.format_of("weights").name, recipe.scale_rounding, rows=True, columns=False
     ).rows
     assert q is not None
-    return torch.nn.Parameter(q.mT if turned else q, requires_grad=False)
+    return torch.nn.Parameter(q.mT if transposed else q, requires_grad=False)
