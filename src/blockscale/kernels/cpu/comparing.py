@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from ...error_sums import BINS
 from . import decoding
-from .arith import INF, as_bits, as_float, compiled, fill16, fp32, shr, spliced, vector_pointer
+from .arith import INF, fp32
+from .intrinsics import as_bits, as_float, fill16, shr, squares16
+from .jit import compiled, spliced
 from .spec import Geometry
 
 _MASK = 0x7FFFFFFF
@@ -45,37 +44,13 @@ def make_scratch(geometry: Geometry) -> Scratch:
     )
 
 
-@intrinsic
-def _squares16(context, array, index):
-    """Sum of squares in fp64 of 16 fp32 numbers (as int32), in the same order everywhere."""
-
-    def generate(context, builder, signature, args):
-        pointer, _ = vector_pointer(context, builder, array, *args, 16)
-        vector = ir.VectorType(ir.FloatType(), 16)
-        pointer = builder.bitcast(pointer, vector.as_pointer())
-        wide = builder.fpext(
-            builder.load(pointer, align=4, typ=vector), ir.VectorType(ir.DoubleType(), 16)
-        )
-        total = builder.fmul(wide, wide)
-        for half in (8, 4, 2, 1):
-            low, high = (
-                ir.Constant(ir.VectorType(ir.IntType(32), half), list(range(i, i + half)))
-                for i in (0, half)
-            )
-            halves = (builder.shuffle_vector(total, total, each) for each in (low, high))
-            total = builder.fadd(*halves)
-        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
-
-    return types.float64(array, types.intp), generate
-
-
 @compiled
 def _squares(numbers, n):
     for c in range(n, -(-n // 16) * 16):
         numbers[c] = 0
     total = 0.0
     for c in range(0, n, 16):
-        total += _squares16(numbers, c)
+        total += squares16(numbers, c)
     return total
 
 

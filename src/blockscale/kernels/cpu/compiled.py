@@ -12,7 +12,7 @@ import hashlib
 from pathlib import Path
 
 from ... import error_sums
-from . import arith, comparing, decoding, encoding
+from . import arith, comparing, decoding, encoding, jit
 
 _sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(error_sums.__file__)]
 _version = hashlib.sha256(b"".join(path.read_bytes() for path in _sources)).hexdigest()[:16]
@@ -21,9 +21,9 @@ _version = hashlib.sha256(b"".join(path.read_bytes() for path in _sources)).hexd
 def _cached(function):
     function.__qualname__ = f"{function.__name__}-{_version}"
     try:
-        kernel = arith.entry(function)
+        kernel = jit.entry(function)
     except RuntimeError:  # none of the folders that numba tries can be written to
-        return arith.entry_without_cache(function)
+        return jit.entry_without_cache(function)
 
     def call(*args):
         try:

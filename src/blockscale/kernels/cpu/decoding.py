@@ -7,17 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arith import (
-    INF,
-    as_bits,
-    as_float,
-    compiled,
-    exact_multiply,
-    fill16,
-    shl,
-    spliced,
-    store,
-)
+from .arith import INF, exact_multiply, store
+from .intrinsics import as_bits, as_float, fill16, shl
+from .jit import compiled, spliced
 from .packing import unpack
 from .spec import Geometry
 

@@ -21,22 +21,15 @@ from .arith import (
     INF,
     MIN_NORMAL,
     ONE,
-    amax16,
-    amax32,
-    as_bits,
-    as_float,
-    compiled,
     encode,
     exact_divide,
     exact_encode,
     exact_multiply,
-    fill16,
     fp32,
     magnitude,
-    shl,
-    shr,
-    spliced,
 )
+from .intrinsics import amax16, amax32, as_bits, as_float, fill16, shl, shr
+from .jit import compiled, spliced
 from .packing import pack, pack_columns
 from .spec import NEAREST_FP32, POWER_OF_TWO, Geometry, Spec
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arith import compiled, shl, shr, transpose16
+from .intrinsics import shl, shr, transpose16
+from .jit import compiled
 
 
 @compiled
