@@ -16,9 +16,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
+
+from .checks import choose
 
 __all__ = [
     "E2M1",
@@ -29,13 +30,10 @@ __all__ = [
     "E8M0",
     "FP32",
     "NONFINITE",
-    "SCALE_ROUNDINGS",
     "UE4M3",
     "Element",
     "Format",
     "Scale",
-    "check_flag",
-    "choose",
     "formats",
     "get_format",
 ]
@@ -142,9 +140,6 @@ UE4M3 = Scale("UE4M3", torch.float8_e4m3fn, 0x7F, 0x7E, ("nearest",))
 # fp32, or a power of two held in fp32 where one of E8M0's roundings is asked for.
 FP32 = Scale("FP32", torch.float32, 0x7FC00000, 0x7F000000, ("nearest", *E8M0.roundings))
 
-#: Every rounding of a scale; which of them a format has is ``format.scale.roundings``.
-SCALE_ROUNDINGS = ("rceil", "floor", "ceil", "even", "nearest")
-
 #: What a NaN or an infinity does to its block: see docs/numerics.md.
 NONFINITE = ("propagate", "te")
 
@@ -224,23 +219,6 @@ formats: Mapping[str, Format] = MappingProxyType(
         )
     }
 )
-
-_T = TypeVar("_T")
-
-
-def check_flag(name: str, value: object) -> None:
-    """TypeError unless it is True or False."""
-    if value is not True and value is not False:
-        raise TypeError(f"{name}: got {value!r}; expected True or False")
-
-
-def choose(what: str, given: object, known: Mapping[str, _T]) -> _T:
-    """``known[given]``, or a ValueError that names the argument and lists what it may be."""
-    try:
-        return known[given]  # type: ignore[index]
-    except (KeyError, TypeError):
-        names = ", ".join(repr(k) for k in known)
-        raise ValueError(f"{what}: got {given!r}; choose one of {names}") from None
 
 
 def get_format(format: str | Format) -> Format:

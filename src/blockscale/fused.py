@@ -11,7 +11,8 @@ from torch import Tensor
 from . import ops
 from .formats import Format
 from .layouts import Layout
-from .quantize import DTYPES, Call, check, check_global_scale, check_tensor, wrap
+from .quantize import wrap
+from .quantize_checks import DTYPES, Call, check, check_tensor, resolve_global_scale
 from .tensor import ScaledTensor
 from .watching import is_dtensor
 
@@ -36,6 +37,8 @@ def swiglu_quantize(
     backend: str = "auto",
 ) -> tuple[ScaledTensor, ...]:
     """Quantize ``silu(gate) * up`` (M, H) of ``x`` (M, 2H), whose first H columns are the gate.
+
+    >>> rows, columns = bs.swiglu_quantize(torch.randn(256, 512), "mxfp8")  # (256, 256) each
 
     Args:
         x: float32, bfloat16 or float16, last dimension contiguous and even, not empty.
@@ -85,6 +88,9 @@ def swiglu_backward_quantize(
 ) -> tuple[ScaledTensor, ...]:
     """Quantize the gradient (M, 2H) of ``x`` (M, 2H), given ``grad`` (M, H) of its SwiGLU.
 
+    >>> x, grad = torch.randn(256, 512), torch.randn(256, 256)
+    >>> rows, columns = bs.swiglu_backward_quantize(grad, x, "mxfp8")  # (256, 512) each
+
     Args:
         grad: of the dtype and on the device of ``x``, last dimension contiguous.
         x: what :func:`swiglu_quantize` took.
@@ -118,6 +124,8 @@ def rmsnorm_quantize(
     backend: str = "auto",
 ) -> tuple[ScaledTensor, Tensor]:
     """Quantize ``x * rstd * weight`` along rows, where ``rstd = 1 / sqrt(mean(x**2) + eps)``.
+
+    >>> q, rstd = bs.rmsnorm_quantize(torch.randn(256, 512), torch.ones(512), "mxfp8")
 
     Args:
         x: (..., M, K), float32, bfloat16 or float16, last dimension contiguous, not empty.
@@ -201,7 +209,7 @@ def _given_scale(
     """The global scale of the caller; None where the op is to find it, or there is none."""
     if global_scale is None:
         return None
-    return check_global_scale(global_scale, x, call.format, backend)
+    return resolve_global_scale(global_scale, x, call.format, backend)
 
 
 def _checked(

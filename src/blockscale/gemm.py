@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import check_flag, choose, get_format
+from .checks import check_flag, check_offsets, choose
+from .formats import get_format
 from .gemm_launch import find_call, remember
 from .layouts import as_bytes
 from .ops.gemm import check_out
 from .ops.gemm_operands import Side
 from .ops.operation import needs_gradient
 from .remember import remembered
-from .tensor import ScaledTensor, check_offsets
+from .tensor import ScaledTensor
 from .watching import unwatched
 
 __all__ = ["check_product", "gemm", "grouped_gemm", "side"]
@@ -36,6 +37,10 @@ def gemm(
     backend: str = "auto",
 ) -> Tensor:
     """``a @ b`` with fp32 accumulation, as torch.mm; matrices of a batch one by one, as torch.bmm.
+
+    >>> x, w = torch.randn(64, 512), torch.randn(256, 512)
+    >>> bs.gemm(bs.quantize(x, "mxfp8"), bs.quantize(w, "mxfp8").mT).shape
+    torch.Size([64, 256])
 
     On Hopper kernels multiply all formats of 8 and 4 bits. 8-bit operands have to lie with the
     contraction contiguous: rows do, columns (axis=-2) do with ``quantize(..., k_major=True)``.
@@ -145,13 +150,13 @@ def _products(
     if a.dim() == 2:
         return ops.gemm(*side(a), *side(b), bias, c, dtype, backend)
     if not a.shape[0]:
-        return _no_products(a, b, bias, dtype)
+        return _empty_batch(a, b, bias, dtype)
     cs = [None] * a.shape[0] if c is None else c.unbind()
     pairs = zip(a.unbind(), b.unbind(), cs, strict=True)
     return torch.stack([_products(x, y, z, bias, dtype, backend) for x, y, z in pairs])
 
 
-def _no_products(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _empty_batch(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Of an empty batch, with its gradients: torch's."""
     left = torch.empty(a.shape, device=a.device) if isinstance(a, ScaledTensor) else a
     empty = left.to(dtype) @ torch.empty(b.shape, dtype=dtype, device=b.device)
@@ -273,6 +278,11 @@ def grouped_gemm(
     m_grouped (fprop, dgrad): ``a`` (M, K) whose rows are grouped, ``b`` (G, K, N) -> (M, N), rows
     past the last offset zero. k_grouped (wgrad): ``a`` (M, K) and ``b`` (K, N), both quantized with
     ``offsets`` along K -> (G, M, N).
+
+    >>> ends = torch.tensor([96, 256], dtype=torch.int32)  # rows of two experts
+    >>> x, w = torch.randn(256, 512), torch.randn(2, 128, 512)
+    >>> bs.grouped_gemm(bs.quantize(x, "mxfp8"), bs.quantize(w, "mxfp8").mT, ends).shape
+    torch.Size([256, 128])
 
     Args:
         a, b: blocked along axes -1 and -2.

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import Format, check_flag, get_format
+from .checks import check_flag
+from .formats import Format, get_format
 from .gemm import check_product, side
 from .layouts import Layout
-from .quantize import check_call, check_global_scale
+from .quantize_checks import check_call, resolve_global_scale
 from .tensor import ScaledTensor
 
 __all__ = ["gemm_quantize"]
@@ -33,6 +34,11 @@ def gemm_quantize(
     The product is added up in fp32, and nothing is rounded before it is quantized: the bytes are
     those of :func:`blockscale.quantize` of ``gemm(a, b, torch.float32, bias=bias)``, or of
     :func:`blockscale.swiglu_quantize` of it.
+
+    >>> x, w = torch.randn(64, 512), torch.randn(256, 512)  # w: 128 rows of the gate, 128 of up
+    >>> q = bs.gemm_quantize(bs.quantize(x, "mxfp8"), bs.quantize(w, "mxfp8").mT, swiglu=True)
+    >>> q.shape
+    torch.Size([64, 128])
 
     On Blackwell one kernel does all of it to mxfp8, mxfp8_e5m2, mxfp4 and nvfp4, where it can
     multiply ``a`` and ``b``, the result's columns are a multiple of 32, and nvfp4 is given its
@@ -72,7 +78,7 @@ def gemm_quantize(
     )
     scalar = None
     if global_scale is not None:
-        scalar = check_global_scale(global_scale, a, call.format, backend)
+        scalar = resolve_global_scale(global_scale, a, call.format, backend)
     data, scale, *found = ops.gemm_quantize(
         *side(a.detach() if a.requires_grad else a),
         *side(b),

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
 from . import ops
-from .formats import NONFINITE, Format, check_flag, choose, get_format
-from .layouts import Layout, get_layout, layouts
-from .remember import remembered
-from .tensor import ScaledTensor, check_axis, check_offsets
-from .watching import is_dtensor
+from .checks import check_axis
+from .formats import Format
+from .layouts import Layout
+from .quantize_checks import Call, check, resolve_global_scale
+from .tensor import ScaledTensor
 
-__all__ = [
-    "DTYPES",
-    "Call",
-    "check",
-    "check_call",
-    "check_global_scale",
-    "check_tensor",
-    "quantize",
-    "quantize_both",
-    "wrap",
-]
+__all__ = ["quantize", "quantize_both", "wrap"]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SEEDS = (int, torch.SymInt, type(None))
 _BOTH = (-1, -2)
 
 
@@ -47,6 +32,10 @@ def quantize(
     backend: str = "auto",
 ) -> ScaledTensor:
     """Quantize ``x`` (..., M, K) in blocks along ``axis``.
+
+    >>> q = bs.quantize(torch.randn(256, 512), "mxfp8")
+    >>> q.qdata.shape, q.scale.shape
+    (torch.Size([256, 512]), torch.Size([256, 16]))
 
     Args:
         x: float32, bfloat16 or float16, last dimension contiguous, not empty.
@@ -99,7 +88,7 @@ def quantize(
         backend,
         k_major,
     )
-    scalar = check_global_scale(global_scale, x, call.format, backend)
+    scalar = resolve_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
     data, scale = ops.quantize(
         source,
@@ -133,6 +122,8 @@ def quantize_both(
 ) -> tuple[ScaledTensor, ScaledTensor]:
     """``x`` (..., M, K) quantized along rows (axis -1) and along columns (axis -2).
 
+    >>> rows, columns = bs.quantize_both(torch.randn(256, 512), "mxfp8")
+
     Two different tensors, both from high precision: one for the product that contracts K, one for
     that which contracts M. GPU kernels make both from one read of ``x``. Takes the arguments of
     :func:`quantize` but ``axis``; NVFP4's global scale is found once.
@@ -148,7 +139,7 @@ def quantize_both(
     call = check(
         x, _BOTH, format, scale_rounding, pair, nonfinite, pad, offsets, seed, backend, k_major
     )
-    scalar = check_global_scale(global_scale, x, call.format, backend)
+    scalar = resolve_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
     row, row_scale, column, column_scale = ops.quantize_both(
         source,
@@ -169,15 +160,6 @@ def quantize_both(
     )
 
 
-class Call(NamedTuple):
-    """Arguments that were checked, with names looked up."""
-
-    format: Format
-    axes: tuple[int, ...]
-    scale_rounding: str
-    layouts: tuple[Layout, ...]
-
-
 def wrap(
     x: Tensor,
     call: Call,
@@ -187,6 +169,7 @@ def wrap(
     global_scale: Tensor | None,
     offsets: Tensor | None,
 ) -> ScaledTensor:
+    """The tensor of axis number ``i`` of a call."""
     axis = call.axes[i]
     return ScaledTensor(
         data,
@@ -200,214 +183,3 @@ def wrap(
         offsets=offsets,
         k_grouped=offsets is not None and axis == -2,
     )
-
-
-def check(
-    x: Tensor,
-    axes: tuple[int, ...],
-    format: str | Format,
-    scale_rounding: str | None,
-    stored: tuple[str | Layout, ...],
-    nonfinite: str,
-    pad: bool,
-    offsets: Tensor | None,
-    seed: int | None,
-    backend: str,
-    k_major: bool,
-) -> Call:
-    """All checks but that of the global scale; those of names and shapes are remembered."""
-    if seed is not None and (
-        not isinstance(seed, _SEEDS)
-        or isinstance(seed, bool)
-        or (isinstance(seed, int) and not -(2**63) <= seed < 2**63)
-    ):
-        raise ValueError(f"seed: got {seed!r}; expected a 64-bit int, or None for nearest even")
-    check_flag("pad", pad)  # here: to a cache True is 1
-    check_flag("k_major", k_major)
-    check_tensor(x)
-    grouped = offsets is not None
-    call = check_call(
-        x.shape,
-        x.dtype,
-        axes,
-        format.name if isinstance(format, Format) else format,  # its hash is slow
-        scale_rounding,
-        stored,
-        nonfinite,
-        pad,
-        grouped,
-        backend,
-        k_major,
-    )
-    if offsets is not None:
-        check_offsets(offsets, x.shape[0], x.device)
-    return call
-
-
-@remembered
-def check_call(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    axes: tuple[int, ...],
-    format: str,
-    scale_rounding: str | None,
-    stored: tuple[str | Layout, ...],
-    nonfinite: str,
-    pad: bool,
-    grouped: bool,
-    backend: str,
-    k_major: bool,
-) -> Call:
-    """Raise unless a tensor of ``shape`` and ``dtype`` can be quantized so."""
-    call = _check_names(axes, format, scale_rounding, stored)
-    choose("nonfinite", nonfinite, dict.fromkeys(NONFINITE))
-    choose("backend", backend, dict.fromkeys(ops.BACKENDS))
-    if dtype not in DTYPES:
-        names = ", ".join(str(d) for d in DTYPES)
-        raise TypeError(f"x: got {dtype}; expected one of {names}: cast it first")
-    _check_shape(shape, call, pad, grouped, k_major)
-    return call
-
-
-def _check_names(
-    axes: tuple[int, ...],
-    format: str,
-    scale_rounding: str | None,
-    stored: tuple[str | Layout, ...],
-) -> Call:
-    fmt = get_format(format)
-    if len(stored) != len(axes):
-        raise ValueError(f"layout: got {stored!r}; expected one layout, or (rows, columns)")
-    where = tuple(get_layout(layout) for layout in stored)
-    rounding = fmt.default_scale_rounding
-    if scale_rounding is not None:
-        known = dict.fromkeys(fmt.scale.roundings)
-        choose(f"scale_rounding (of format {fmt.name!r})", scale_rounding, known)
-        rounding = scale_rounding
-    for layout in where:
-        if fmt.scale.nbytes not in layout.itemsize:
-            held = "one-byte scales" if layout.itemsize == (1,) else "fp32 scales"
-            names = [repr(n) for n, each in layouts.items() if fmt.scale.nbytes in each.itemsize]
-            raise ValueError(
-                f"layout: layout {layout.name!r} holds {held}, {fmt.name!r} has {fmt.scale.name}; "
-                f"choose one of {', '.join(names)}"
-            )
-    return Call(fmt, axes, rounding, where)
-
-
-def check_tensor(x: Tensor) -> None:
-    if type(x) is not Tensor and not isinstance(x, Tensor):
-        raise TypeError(f"x: got {type(x).__name__}; expected a torch.Tensor")
-    if type(x) is ScaledTensor:
-        raise TypeError(
-            "x: is a ScaledTensor already; quantizing it again rounds twice: quantize the "
-            "high-precision tensor (or its .dequantize(), if there is no other)"
-        )
-    if is_dtensor(x):
-        raise TypeError(
-            "x: is a DTensor, whose shards may cut blocks; quantize x.to_local() where shards hold "
-            "whole blocks, else x.full_tensor()"
-        )
-    if not torch.compiler.is_compiling():  # traced tensors are dense; their strides, torch's choice
-        _check_memory(x)
-
-
-def _check_shape(
-    shape: tuple[int, ...], call: Call, pad: bool, grouped: bool, k_major: bool
-) -> None:
-    fmt = call.format
-    for axis in call.axes:
-        if len(shape) < -axis:
-            raise ValueError(
-                f"x: has {len(shape)} dimension(s); axis={axis} needs at least {-axis}"
-            )
-    if 0 in shape:
-        raise ValueError(f"x: has shape {tuple(shape)}, there is nothing to quantize")
-    for axis in call.axes:
-        if grouped:
-            _check_groups(shape, fmt, axis, k_major)
-        if not pad and not (grouped and axis == -2) and shape[axis] % fmt.block_size:
-            raise ValueError(
-                f"x: dimension {axis} is {shape[axis]}, not a multiple of {fmt.name}'s block of "
-                f"{fmt.block_size}; pass pad=True to pad it with zeros"
-            )
-    for axis, layout in zip(call.axes, call.layouts, strict=True):
-        k_grouped = grouped and axis == -2
-        if layout.name == "compact" or (len(shape) == 2 and not k_grouped):
-            continue
-        remedy = "flatten leading dimensions first, or keep 'compact'"
-        if k_grouped and len(call.axes) == 2:
-            remedy = f"pass layout=({call.layouts[0].name!r}, 'compact'), of rows and of columns"
-        raise ValueError(
-            f"layout: {layout.name!r} stores the scales of one matrix; x has shape "
-            f"{tuple(shape)}{' and groups along the contraction' * k_grouped}: {remedy}"
-        )
-
-
-def _check_groups(shape: tuple[int, ...], fmt: Format, axis: int, k_major: bool) -> None:
-    if len(shape) != 2:
-        raise ValueError(f"offsets: x has shape {tuple(shape)}; groups cut the rows of a matrix")
-    if fmt.block[0] > 1:
-        raise ValueError(
-            f"offsets: blocks of {fmt.name!r} span {fmt.block[0]} rows; groups cannot cut them"
-        )
-    if axis == -2 and fmt.element.bits < 8:
-        raise ValueError(
-            f"offsets: {fmt.name!r} packs several elements a byte along the contraction, which "
-            "groups cannot cut; quantize each group alone, or use an 8-bit format"
-        )
-    if axis == -2 and k_major:
-        raise ValueError(
-            "offsets: with k_major=True, groups along the contraction would start at any byte of a "
-            "line, where no tensor core reads them; quantize each group alone, or leave k_major out"
-        )
-
-
-def _check_memory(x: Tensor) -> None:
-    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
-        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
-        raise TypeError(
-            f"x: got a {kind} tensor; expected a dense one: call .to_dense() or .dequantize()"
-        )
-    strides = x.stride()
-    if strides and strides[-1] != 1 and x.shape[-1] != 1:
-        raise ValueError(
-            f"x: strides {strides} are not contiguous in the last dimension; call .contiguous() "
-            "(or quantize the transposed tensor along the other axis)"
-        )
-
-
-def check_global_scale(
-    global_scale: Tensor | float | None, x: Tensor, fmt: Format, backend: str
-) -> Tensor | None:
-    if not fmt.has_global_scale:
-        if global_scale is not None:
-            raise ValueError(f"global_scale: format {fmt.name!r} has none; leave it out")
-        return None
-    if global_scale is None:
-        return ops.global_scale(x.detach(), fmt.name, backend)
-    if not isinstance(global_scale, Tensor):
-        if not isinstance(global_scale, (int, float)) or isinstance(global_scale, bool):
-            raise TypeError(f"global_scale: got {global_scale!r}; expected an fp32 scalar")
-        # no copy from the host: that would wait for the device, and no graph could hold it
-        global_scale = torch.full((), global_scale, dtype=torch.float32, device=x.device)
-    if is_dtensor(global_scale):
-        raise TypeError(
-            "global_scale: is a DTensor; pass global_scale.full_tensor(), one scalar for all shards"
-        )
-    if global_scale.dtype != torch.float32 or global_scale.numel() != 1:
-        raise ValueError(
-            f"global_scale: got {tuple(global_scale.shape)} {global_scale.dtype}; expected an "
-            "fp32 scalar, the multiplier that dequantizes (amax / (448 * 6))"
-        )
-    if global_scale.device != x.device:
-        raise ValueError(
-            f"global_scale: is on {global_scale.device}, what it scales on {x.device}; move it"
-        )
-    if not torch.compiler.is_compiling() and global_scale.device.type == "cpu":
-        value = global_scale.item()
-        if not 0 < value < float("inf"):
-            raise ValueError(f"global_scale: got {value}; expected a positive finite number")
-    if global_scale.requires_grad:
-        global_scale = global_scale.detach()
-    return global_scale.reshape(()) if global_scale.dim() else global_scale

@@ -15,13 +15,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .formats import E4M3, E8M0, FP32, UE4M3, Element, Format, Scale, choose
+from .checks import choose
+from .formats import E4M3, E8M0, FP32, UE4M3, Element, Format, Scale
 
 __all__ = [
     "FP32_INF",
     "FP32_MAX",
     "FP32_NAN",
     "FP32_ONE",
+    "MANTISSA_LIMIT",
     "block_scale",
     "decode",
     "decode_scale",
@@ -227,9 +229,9 @@ def unpack(data: Tensor, element: Element) -> Tensor:
 
 # --- scales ---------------------------------------------------------------------------------------
 
-# From amax = m * 2^e: the exponent is e - element.max_exponent, plus one where m exceeds a limit.
-# Each limit is the largest mantissa field (of 23 bits) that is not rounded up.
-_MANTISSA_LIMIT = {
+#: Of an element, by scale rounding. From amax = m * 2^e the exponent is e - element.max_exponent,
+#: plus one where m exceeds a limit: the largest mantissa field (of 23 bits) that is not rounded up.
+MANTISSA_LIMIT = {
     "floor": lambda element: 0x7FFFFF,
     "ceil": lambda element: 0,
     "even": lambda element: 0x7FFFFF - (1 << (22 - element.mantissa_bits)),
@@ -244,7 +246,7 @@ def e8m0_from_amax(amax: Tensor, element: Element, rounding: str = "rceil") -> T
     ``floor``: 2^(floor(log2 amax) - element.max_exponent), OCP MX v1.0. ``ceil``: the same with the
     logarithm rounded up. ``even``: floor after amax is rounded to the element's mantissa.
     """
-    limit = choose("scale_rounding", rounding, _MANTISSA_LIMIT)(element)
+    limit = choose("scale_rounding", rounding, MANTISSA_LIMIT)(element)
     byte = (amax >> 23) - element.max_exponent + ((amax & 0x7FFFFF) > limit).to(torch.int64)
     return byte.clamp(0, 254)
 

@@ -3,55 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .formats import Format, choose, get_format
-from .layouts import Grouped, Layout, as_bytes, get_layout
+from .checks import check_axis
+from .formats import Format, get_format
+from .layouts import Layout, as_bytes, get_layout, swizzle_scale, unswizzle_scale
 from .stored import stored_parts, strides_like
 from .watching import is_transformed, unwatched
 
-__all__ = ["RULES", "ScaledTensor", "check_axis", "check_offsets"]
-
-AXES = {"-1": -1, "-2": -2}
+__all__ = ["RULES", "ScaledTensor", "transposed"]
 
 _INNER = {"data": "qdata", "scale": "qscale"}  # arguments and the attributes that keep them
 _OUTER = {attribute: name for name, attribute in _INNER.items()}
 
-#: What each aten operation does to a ScaledTensor; filled by tensor_rules.
+#: What each aten operation does to a ScaledTensor; filled by tensor_rules and tensor_join.
 RULES: dict[Any, Callable[..., Any]] = {}
-
-
-def check_axis(axis: int) -> int:
-    """-1 or -2; anything else is a ValueError."""
-    return choose("axis (of the contraction, counted from the end)", str(axis), AXES)
-
-
-def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
-    """Raise unless ``offsets`` are ascending int32 ends of groups, at most ``rows``.
-
-    Their values are looked at only on a CPU: elsewhere that would wait for the device.
-    """
-    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
-        raise TypeError("offsets: expected an int32 tensor of one dimension, the end of each group")
-    if not len(offsets):
-        raise ValueError("offsets: is empty; expected the end of at least one group")
-    if offsets.device != device:
-        raise ValueError(f"offsets: is on {offsets.device}, the data on {device}; move it there")
-    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
-        return
-    ends = [0, *offsets.tolist()]
-    if any(end < start for start, end in pairwise(ends)) or ends[-1] > rows:
-        raise ValueError(f"offsets: got {ends[1:]}; expected ascending ends, at most {rows}")
 
 
 class ScaledTensor(torch.Tensor):
     """A tensor of ``shape`` and ``dtype`` whose values are ``data * block_scale * global_scale``.
 
     Made by :func:`blockscale.quantize`; the constructor takes finished parts and checks them.
+
+    >>> q = bs.quantize(torch.randn(256, 512, dtype=torch.bfloat16), "mxfp8")
+    >>> q
+    ScaledTensor(mxfp8, shape=(256, 512), axis=-1, layout=compact, dtype=torch.bfloat16, device=cpu)
+    >>> x = q.dequantize()
+    >>> same = bs.ScaledTensor(q.data, q.scale, format="mxfp8", shape=(256, 512))
 
     Args:
         data: ``format.data_shape(shape, axis)`` in ``format.element.dtype`` (uint8 if packed);
@@ -72,6 +53,9 @@ class ScaledTensor(torch.Tensor):
     together with its contraction (``mT``), and along whole blocks slices, splits and joins
     (``torch.cat``; ``torch.stack`` in front of the matrix) what has the same global scale. All else
     would change values behind their scales and raises ValueError or TypeError.
+
+    Raises ValueError where the parts do not fit ``format``, ``shape``, ``axis`` and ``layout``, and
+    for unknown names.
     """
 
     axis: int
@@ -85,7 +69,7 @@ class ScaledTensor(torch.Tensor):
 
     # kept for calls to come
     _operand: Any = None  # of products, by gemm_launch
-    _turned: tuple[ScaledTensor, Tensor, Tensor] | None = None  # mT, and what it was made of
+    _transposed: tuple[ScaledTensor, Tensor, Tensor] | None = None  # mT, and what it was made of
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -138,25 +122,25 @@ class ScaledTensor(torch.Tensor):
         if not unwatched():
             # export and torch.func take operations on the parts, not on the whole
             parts = torch.compiler.is_compiling() or is_transformed()
-            return _turn(self) if parts else self.transpose(-2, -1)  # type: ignore[return-value]
-        kept = self._turned
+            return transposed(self) if parts else self.transpose(-2, -1)  # type: ignore[return-value]
+        kept = self._transposed
         if kept is not None:
-            turned, data, scale = kept
+            made, data, scale = kept
             if (
                 data is self.qdata
                 and scale is self.qscale
-                and turned.global_scale is self.global_scale
-                and turned.offsets is self.offsets
-                and not turned.requires_grad
+                and made.global_scale is self.global_scale
+                and made.offsets is self.offsets
+                and not made.requires_grad
             ):
-                return turned
+                return made
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # it may be asked for again outside
-                turned = _turn(self)
+                made = transposed(self)
         else:
-            turned = _turn(self)
-        self._turned = turned, self.qdata, self.qscale
-        return turned
+            made = transposed(self)
+        self._transposed = made, self.qdata, self.qscale
+        return made
 
     @property
     def T(self) -> ScaledTensor:  # type: ignore[override]
@@ -216,12 +200,6 @@ class ScaledTensor(torch.Tensor):
         """Shape of the scales in the compact layout."""
         return self.format.scale_shape(self.shape, self.axis, self._k_groups)
 
-    @property
-    def _matrix_shape(self) -> tuple[int, int]:
-        """(rows, blocks) of the scales as layouts see them, the contraction last."""
-        rows, blocks = self.compact_shape[-2:]
-        return (rows, blocks) if self.axis == -1 else (blocks, rows)
-
     def compact_scale(self) -> Tensor:
         """The scales in the compact layout, in ``format.scale.dtype``."""
         return self.compact_bytes().view(self.format.scale.dtype)
@@ -231,13 +209,9 @@ class ScaledTensor(torch.Tensor):
         if self.layout_name == "compact":
             return self.qscale
         dtype = torch.uint8 if self.format.scale.nbytes == 1 else self.format.scale.dtype
-        if self.offsets is not None:
-            matrix = Grouped(self.layout).unswizzle(
-                self.qscale, self._matrix_shape, dtype, self.offsets
-            )
-        else:
-            matrix = self.layout.unswizzle(self.qscale, self._matrix_shape, dtype)
-        return matrix if self.axis == -1 else matrix.mT
+        return unswizzle_scale(
+            self.qscale, self.axis, self.layout, self.compact_shape, dtype, self.offsets
+        )
 
     def to_layout(self, layout: str | Layout) -> ScaledTensor:
         """The same tensor with its scales stored in another layout; data is shared.
@@ -248,19 +222,13 @@ class ScaledTensor(torch.Tensor):
         layout = get_layout(layout)
         if layout == self.layout:
             return self
-        scale = self.compact_bytes()
-        if layout.name != "compact":
-            if self.dim() != 2 or self.k_grouped:
-                raise ValueError(
-                    f"layout: {layout.name!r} stores the scales of one matrix; this tensor has "
-                    f"shape {tuple(self.shape)}{' and grouped blocks' * self.k_grouped}: "
-                    "flatten leading dimensions before quantizing, or keep 'compact'"
-                )
-            matrix = scale if self.axis == -1 else scale.mT
-            if self.offsets is not None:
-                scale = Grouped(layout).swizzle(matrix, self.offsets)
-            else:
-                scale = layout.swizzle(matrix)
+        if layout.name != "compact" and (self.dim() != 2 or self.k_grouped):
+            raise ValueError(
+                f"layout: {layout.name!r} stores the scales of one matrix; this tensor has shape "
+                f"{tuple(self.shape)}{' and grouped blocks' * self.k_grouped}: flatten leading "
+                "dimensions before quantizing, or keep 'compact'"
+            )
+        scale = swizzle_scale(self.compact_bytes(), self.axis, layout, self.offsets)
         return self._with(scale=scale, layout=layout)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -401,7 +369,7 @@ def _wrap(
     return self
 
 
-def _turn(q: ScaledTensor) -> ScaledTensor:
+def transposed(q: ScaledTensor) -> ScaledTensor:
     """``q.mT``; what fits stays fit."""
     *lead, rows, columns = q.shape
     return _wrap(

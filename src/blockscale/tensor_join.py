@@ -103,8 +103,8 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
 def _joined(join: Callable[..., Tensor], parts: list[Tensor], back: int) -> Tensor:
     """Data side by side; what lies with the last but one dimension contiguous goes on doing so."""
     dtype, octets = parts[0].dtype, [as_bytes(part) for part in parts]
-    turned = all(part.stride(-1) != 1 and part.stride(-2) == 1 for part in parts)
-    if not turned:
+    column_major = all(part.stride(-1) != 1 and part.stride(-2) == 1 for part in parts)
+    if not column_major:
         return join(octets, back).view(dtype)
     other = {-1: -2, -2: -1}.get(back, back)
     return join([part.mT for part in octets], other).mT.view(dtype)

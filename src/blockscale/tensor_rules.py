@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tensor import RULES, ScaledTensor
+from .tensor import RULES, ScaledTensor, transposed
 
 __all__ = ["check_dim", "check_whole", "extent_of", "slice_of"]
 
@@ -56,16 +56,6 @@ def _empty_like(
     return made if dtype is None else made._with(dtype=dtype)
 
 
-def _mT(q: ScaledTensor) -> ScaledTensor:
-    scale = q.qscale.mT if q.layout_name == "compact" else q.qscale
-    return q._with(
-        data=q.qdata.mT,
-        scale=scale,
-        axis=-3 - q.axis,
-        shape=(*q.shape[:-2], q.shape[-1], q.shape[-2]),
-    )
-
-
 def _transpose(q: ScaledTensor, dim0: int = 0, dim1: int = 1) -> ScaledTensor:
     n = q.dim()
     given = {check_dim("transpose", dim, max(n, 2)) for dim in (dim0, dim1)}
@@ -74,7 +64,7 @@ def _transpose(q: ScaledTensor, dim0: int = 0, dim1: int = 1) -> ScaledTensor:
             "transpose: only the last two dimensions of a ScaledTensor can be exchanged, by .mT "
             "(its contraction moves with them); quantize the tensor in the order that you need"
         )
-    return _mT(q)
+    return transposed(q)
 
 
 def _view(q: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
@@ -121,6 +111,7 @@ def extent_of(q: ScaledTensor, back: int) -> int:
 def slice_of(
     q: ScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> ScaledTensor:
+    """``q[..., start:end, ...]`` along ``dim``; TypeError where that cuts a block."""
     n, dim = q.dim(), check_dim("slice", dim, q.dim())
     size = q.shape[dim]
     start, end, _ = slice(start, end).indices(size)
@@ -154,12 +145,13 @@ def slice_of(
 
 
 def _select(q: ScaledTensor, dim: int, index: int) -> ScaledTensor:
-    if q.dim() - dim % q.dim() <= 2 or q.layout_name != "compact" or q.offsets is not None:
+    dim = check_dim("select", dim, q.dim())
+    if q.dim() - dim <= 2 or q.layout_name != "compact" or q.offsets is not None:
         raise TypeError(
             "select: one row or column of a block-scaled matrix cannot be taken out; only leading "
             "dimensions can be indexed: use .dequantize()[...]"
         )
-    shape = [n for i, n in enumerate(q.shape) if i != dim % q.dim()]
+    shape = [n for i, n in enumerate(q.shape) if i != dim]
     return q._with(data=q.qdata.select(dim, index), scale=q.qscale.select(dim, index), shape=shape)
 
 

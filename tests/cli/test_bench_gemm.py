@@ -31,7 +31,7 @@ from blockscale.bench.llm_shapes import LLM_SHAPES
 from blockscale.cli.bench import bench
 from blockscale.kernels.sm90.config import Config
 from blockscale.kernels.sm90.ladder_steps import STEPS
-from blockscale.nn.placement import Placement
+from blockscale.nn.operand_layout import OperandLayout
 from blockscale.ops import FallbackWarning
 
 TRITON = {"torchao blockwise", "torchao's cast, cuBLASLt blockwise"}  # no CPU can do these
@@ -201,8 +201,8 @@ def products(monkeypatch):
 
 
 def test_all_of_a_contest_do_the_same(products, monkeypatch):
-    placed = Placement("sm90"), Placement()  # as on Hopper
-    monkeypatch.setattr(gemm, "placement", lambda format, _: placed[format != "fp8_1x128"])
+    placed = OperandLayout("sm90"), OperandLayout()  # as on Hopper
+    monkeypatch.setattr(gemm, "operand_layout", lambda format, _: placed[format != "fp8_1x128"])
     shape = 16, 256, 384
     could = set()
     for one in gemm.contests(gemm.GROUPS, shapes=[shape], peers=True, device="cpu"):

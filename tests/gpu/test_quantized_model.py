@@ -9,7 +9,7 @@ import torch
 from gpu_inputs import DEVICE, normal, only_on
 
 import blockscale as bs
-from blockscale.nn.placement import placement
+from blockscale.nn.operand_layout import operand_layout
 from blockscale.ops import backends
 
 only_on("sm_90a")
@@ -39,7 +39,7 @@ def test_the_bits_of_a_converted_model_without_fallback(name, rows):
         warnings.simplefilter("error", bs.FallbackWarning)
         wanted = converted(x)
         for held in (there, moved):
-            layout = placement(held[0].weight.format_name, held[0].weight.device).layout
+            layout = operand_layout(held[0].weight.format_name, held[0].weight.device).layout
             assert held[0].weight.layout_name == layout
             assert torch.equal(held(x), wanted)
 

@@ -414,6 +414,25 @@ print(kernel.stats.cache_hits.total(), kernel.stats.cache_misses.total())
     assert python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["1", "0"]
 
 
+def test_machine_code_of_other_sources_is_not_read(tmp_path: object) -> None:
+    """numba's index pickles classes by name: what another version wrote may not be readable."""
+    code = """
+import os, torch
+from pathlib import Path
+import blockscale.kernels.cpu.spec as spec
+if os.environ["EARLIER"]:
+    read = Path.read_bytes
+    Path.read_bytes = lambda path: read(path) + b"other"
+    spec.Shape = spec.Geometry
+    spec.Geometry.__qualname__ = spec.Geometry.__name__ = "Shape"
+from blockscale.formats import formats
+from blockscale.kernels import cpu
+print(float(cpu.global_scale(torch.zeros(3), formats["nvfp4"])))
+"""
+    for earlier in ("yes", ""):
+        assert python(code, EARLIER=earlier, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["1.0"]
+
+
 def test_a_full_disk_costs_only_the_cache(tmp_path: object) -> None:
     code = """
 import torch

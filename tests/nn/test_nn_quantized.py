@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import blockscale as bs
-from blockscale.nn import Linear, QuantizedLinear, placement, quantized, quantized_linear
+from blockscale.nn import Linear, QuantizedLinear, operand_layout, quantized, quantized_linear
 
 RECIPES = {
     "mxfp8": bs.Recipe(),
@@ -316,20 +316,20 @@ def test_inference_mode():
     assert torch.equal(m(x), y)
 
 
-# --- placement ------------------------------------------------------------------------------------
+# --- operand layout -------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[(9, "sm90"), (10, "compact")])
 def fp8_on_gpu(request, monkeypatch):
     """As on a GPU whose kernels want the scales of fp8_1x128 in a layout."""
     capability, layout = request.param
-    monkeypatch.setattr(placement, "_capability", lambda index: capability)
-    real = placement.placement.__wrapped__
+    monkeypatch.setattr(operand_layout, "_capability", lambda index: capability)
+    real = operand_layout.operand_layout.__wrapped__
 
     def on_cuda(format, device):
         return real(format, torch.device("cuda", 0))
 
-    return layout, lambda: monkeypatch.setattr(quantized, "placement", on_cuda)
+    return layout, lambda: monkeypatch.setattr(quantized, "operand_layout", on_cuda)
 
 
 def test_a_layer_that_moves_is_placed_anew(fp8_on_gpu):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..gemm import gemm
-from ..nn.placement import placement
+from ..nn.operand_layout import operand_layout
 from ..quantize import quantize
 from ..tensor import ScaledTensor
 from . import peers_gemm
@@ -47,7 +47,7 @@ class Operands:
 
 
 def _placed(x: Tensor, format: str) -> ScaledTensor:
-    return quantize(x, format, layout=placement(format, x.device).layout, backend="kernel")
+    return quantize(x, format, layout=operand_layout(format, x.device).layout, backend="kernel")
 
 
 FORMATS = {

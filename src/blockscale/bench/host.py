@@ -12,7 +12,7 @@ from torch import Tensor
 from ..formats import get_format
 from ..gemm import gemm
 from ..kernels import gpu
-from ..nn.placement import placement
+from ..nn.operand_layout import operand_layout
 from ..quantize import quantize, quantize_both
 from ..tensor import ScaledTensor
 from .contest import Call, ready
@@ -76,7 +76,7 @@ def gemm_calls(m: int = 128, n: int = 256, k: int = 512, device: str = "cuda") -
 
 def _as_read(x: Tensor, format: str) -> ScaledTensor:
     """With scales as kernels read them."""
-    return quantize(x, format, layout=placement(format, x.device).layout)
+    return quantize(x, format, layout=operand_layout(format, x.device).layout)
 
 
 def measure_host(calls: Calls, in_graph: str) -> Iterator[HostCall]:

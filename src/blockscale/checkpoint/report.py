@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,10 @@ def inspect_file(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> FileReport:
     """Report on a safetensors file, quantized or not, in constant memory.
+
+    >>> report = checkpoint.inspect_file("model.mxfp8.safetensors")
+    >>> report.manifest, report.bf16_bytes / report.nbytes
+    ('intact', 1.9...)
 
     Errors are those that the manifest recorded, for tensors whose checksums still match. With
     ``source``, the file that was quantized, they are measured again.
@@ -225,14 +229,14 @@ def _measured(
             f"{description['dtype']} was quantized; name the file that was"
         )
     if description["axis"] != -1 or description.get("transposed") or "groups" in description:
-        return _replace(tensor, None, "not measured: its blocks do not run along rows")
+        return replace(tensor, error=None, note="not measured: its blocks do not run along rows")
     error = ErrorStatistics()
     names = part_names(name, description)
     done = dict.fromkeys(names, 0)
     for start, shape in chunks(tensor.shape, format):
         x = source.elements(name, start, math.prod(shape)).view(shape)
         error.add(x, _chunk(file, name, description, names, done, shape))
-    return _replace(tensor, error, tensor.note)
+    return replace(tensor, error=error)
 
 
 def _chunk(
@@ -253,7 +257,3 @@ def _chunk(
         read[stored] = file.elements(stored, first, math.prod(size)).view(size)
         done[part] += math.prod(size)
     return assemble(name, {**description, "shape": shape}, read.__getitem__)
-
-
-def _replace(tensor: TensorReport, error: ErrorStatistics | None, note: str) -> TensorReport:
-    return TensorReport(**{**vars(tensor), "error": error, "note": note})

@@ -38,6 +38,8 @@ def save_file(
 ) -> None:
     """Write tensors, quantized ones among them, as one safetensors file.
 
+    >>> checkpoint.save_file(model.state_dict(), "model.safetensors")
+
     Scales are stored compact, whatever their layout. ``path`` is replaced when the new file is
     complete and on disk. Tensors that share memory are written as often as they have names. NVFP4
     tensors get an ``input_scale`` of 1, unless ``tensors`` has one of that name. Weights that
@@ -108,6 +110,10 @@ def load_file(
     path: str | os.PathLike[str], device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
     """Read what :func:`save_file` or :func:`quantize_file` wrote, or any safetensors file.
+
+    >>> state = checkpoint.load_file("model.mxfp8.safetensors")
+    >>> state["layer.weight"]
+    ScaledTensor(mxfp8, shape=(256, 512), axis=-1, layout=compact, dtype=torch.bfloat16, device=cpu)
 
     Returns:
         name -> :class:`~blockscale.ScaledTensor` with compact scales, or plain tensor. An

@@ -116,22 +116,14 @@ class ErrorStatistics:
     def add(self, x: Tensor, q: ScaledTensor) -> None:
         """Compare a chunk ``x`` (..., rows, K) with its quantized form (compact, axis -1), by
         :func:`blockscale.measure.error_sums`."""
-        self.scales.add(*_scales(q))
-        sums = error_sums(x, q)
-        self.elements += sums.elements
-        self.nonfinite += sums.nonfinite
-        self.signal += sums.signal
-        self.noise += sums.noise
-        self.max_abs = max(self.max_abs, sums.max_abs)
-        self.max_rel = max(self.max_rel, sums.max_rel)
-        self.exact += sums.bins[0]
-        self.zeros += sums.zeros
-        self.flushed += sums.flushed
-        self.saturated += sums.saturated
+        sums = error_sums(x, q)._asdict()
+        bins = sums.pop("bins")
         first = 2 * (127 + _FIRST_EXPONENT)
-        self.error_bins[0] += sum(sums.bins[1:first])
-        for i, count in enumerate(sums.bins[first : first + _BINS]):
-            self.error_bins[i] += count
+        lowest, *others = bins[first : first + _BINS]
+        counts = [lowest + sum(bins[1:first]), *others]
+        chunk = ErrorStatistics(**sums, exact=bins[0], error_bins=counts)
+        chunk.scales.add(*_scales(q))
+        self.merge(chunk)
 
     def merge(self, other: ErrorStatistics) -> None:
         """Add another tensor's sums."""

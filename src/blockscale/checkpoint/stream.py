@@ -88,6 +88,10 @@ def quantize_file(
 ) -> dict[str, Any]:
     """Quantize the matrices of a safetensors file along their last dimension; copy all else.
 
+    >>> manifest = checkpoint.quantize_file("model.safetensors", "model.mxfp8.safetensors", "mxfp8")
+    >>> manifest["tensors"]["layer.weight"]["error"]["sqnr_db"]
+    31...
+
     Memory does not grow with the file or its tensors: they are read, quantized, measured and
     written in chunks of rows. ``target`` appears under its name when it is complete. After a kill,
     the same call goes on where it was; finished tensors are not redone. See docs/checkpoints.md.

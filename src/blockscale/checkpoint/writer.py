@@ -36,10 +36,10 @@ from .reader import Reader
 __all__ = [
     "Output",
     "check_target",
+    "format_bytes",
     "locked",
     "manifest_path",
     "replacing",
-    "sizes",
     "tensor_bytes",
 ]
 
@@ -56,7 +56,7 @@ def manifest_path(target: Path) -> Path:
     return beside(target, ".manifest.json")
 
 
-def sizes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """1234567 -> '1.2 MB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
@@ -225,8 +225,8 @@ class Output:
         need, free = self._header.file_size - have, shutil.disk_usage(self._target.parent).free
         if need > free:
             raise OSError(
-                f"target: {self._target} needs {sizes(need)}, but only {sizes(free)} are free "
-                "there; free some space, or choose another place"
+                f"target: {self._target} needs {format_bytes(need)}, but only {format_bytes(free)} "
+                "are free there; free some space, or choose another place"
             )
 
     def _open(self, head: bytes) -> None:

@@ -143,7 +143,7 @@ def gemm(
     from ..bench.gemm import FORMATS, GROUPS, contests
     from ..bench.host import gemm_calls, measure_host
     from ..bench.pictures import draw
-    from ..formats import choose
+    from ..checks import choose
 
     names = format.split(",") if format else list(FORMATS)
     for name in names:
@@ -176,7 +176,7 @@ def linear(
     """
     from ..bench.linear import RECIPES, SHAPES, contests
     from ..bench.pictures import draw
-    from ..formats import choose
+    from ..checks import choose
 
     names = recipe.split(",") if recipe else list(RECIPES)
     for name in names:
@@ -283,7 +283,7 @@ def _device(name: str) -> bool:
     """Whether it is a GPU; ValueError for another name."""
     import torch
 
-    from ..formats import choose
+    from ..checks import choose
 
     choose("device", name, dict.fromkeys(("auto", "cpu", "cuda")))
     return torch.cuda.is_available() if name == "auto" else name == "cuda"

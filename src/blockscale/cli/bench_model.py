@@ -58,7 +58,7 @@ def model(
 
     The wall is what would take longest if it had nothing to wait for. Needs no GPU.
     """
-    from ..formats import choose
+    from ..checks import choose
     from ..model import FORMATS, MACHINES, estimate, launch
 
     known = choose_arch(arch, FORMATS, "there are models of")

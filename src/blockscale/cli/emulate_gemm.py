@@ -86,7 +86,7 @@ def gemm(
     """
     import torch
 
-    from ..formats import choose
+    from ..checks import choose
     from ..kernels.gpu.compiled import last_built
 
     products = choose_arch(arch, PRODUCTS)

@@ -40,10 +40,11 @@ def quantize(
     import torch
 
     from .. import reference
-    from ..formats import choose, get_format
+    from ..checks import choose
+    from ..formats import get_format
     from ..kernels import gpu
     from ..kernels.gpu.config import ARCHITECTURES
-    from ..layouts import as_bytes, get_layout
+    from ..layouts import as_bytes, get_layout, swizzle_scale
 
     choose_arch(arch, dict.fromkeys(ARCHITECTURES))
     fmt, where, axes = get_format(format), get_layout(layout), choose("axis", axis, _AXES)
@@ -64,9 +65,7 @@ def quantize(
     outputs = []
     for along, (data, scale) in zip(axes, results, strict=True):
         wanted, compact = reference.quantize(x, fmt, axis=along, **given)
-        placed = as_bytes(compact)
-        if where.name != "compact":
-            placed = where.swizzle(placed if along == -1 else placed.mT)
+        placed = swizzle_scale(as_bytes(compact), along, where, None)
         name = "rows" if along == -1 else "columns"
         for what, got, want in (("data", data, wanted), ("scale", scale, placed)):
             arrays = [t.contiguous().view(torch.uint8).numpy() for t in (got, want)]

@@ -140,27 +140,27 @@ def _table(*columns: str) -> Table:
 
 def _common(t: TensorReport) -> list[Text | str]:
     from ..checkpoint.header import show
-    from ..checkpoint.writer import sizes
+    from ..checkpoint.writer import format_bytes
 
     ratio = f"{t.bf16_bytes / t.nbytes:.2f}x" if t.nbytes else ""
     shape = "x".join(map(str, t.shape)) or "scalar"
-    return [Text(show(t.name)[1:-1]), t.format, shape, sizes(t.nbytes), ratio]
+    return [Text(show(t.name)[1:-1]), t.format, shape, format_bytes(t.nbytes), ratio]
 
 
 def _footer(report: FileReport) -> list[str]:
     from ..checkpoint.header import show
-    from ..checkpoint.writer import sizes
+    from ..checkpoint.writer import format_bytes
 
     quantized = [t for t in report.tensors if t.quantized]
     lines = [
-        f"{len(report.tensors)} tensors, {sizes(report.nbytes)}: "
+        f"{len(report.tensors)} tensors, {format_bytes(report.nbytes)}: "
         f"{report.bf16_bytes / max(report.nbytes, 1):.2f}x compression against bf16"
     ]
     if quantized:
         mine, wide = sum(t.nbytes for t in quantized), sum(t.bf16_bytes for t in quantized)
         lines.append(
-            f"{len(quantized)} quantized, {sizes(mine)}: {wide / max(mine, 1):.2f}x compression "
-            "against bf16"
+            f"{len(quantized)} quantized, {format_bytes(mine)}: {wide / max(mine, 1):.2f}x "
+            "compression against bf16"
         )
     for name, e in report.errors_by_format().items():
         sqnr = "nothing lost" if e.sqnr_db is None else f"SQNR {e.sqnr_db:.2f} dB"

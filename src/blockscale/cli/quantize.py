@@ -111,15 +111,15 @@ def _progress(console: Console) -> Iterator[Callable[[Event], None]]:
 def _summary(target: Path, manifest: dict[str, Any]) -> Iterator[Text]:
     """What was done, why the rest was not, and how much was lost."""
     from ..checkpoint.header import show
-    from ..checkpoint.writer import sizes
+    from ..checkpoint.writer import format_bytes
 
     tensors = manifest["tensors"]
     quantized = {name: t for name, t in tensors.items() if "format" in t}
     before, after = (sum(t[key] for t in quantized.values()) for key in ("source_bytes", "bytes"))
     yield Text(
-        f"{target}: {len(quantized)} tensors in {manifest['format']} ({sizes(before)} -> "
-        f"{sizes(after)}), {len(tensors) - len(quantized)} copied, "
-        f"{sizes(manifest['file']['size'])} in all"
+        f"{target}: {len(quantized)} tensors in {manifest['format']} ({format_bytes(before)} -> "
+        f"{format_bytes(after)}), {len(tensors) - len(quantized)} copied, "
+        f"{format_bytes(manifest['file']['size'])} in all"
     )
     reasons = Counter(
         t["copied"] for t in tensors.values() if "copied" in t and len(t["shape"]) > 1

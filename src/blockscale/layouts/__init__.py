@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..formats import choose
+from ..checks import choose
 from .base import Layout, as_bytes
 from .compact import Compact
 from .grouped import Grouped
+from .scales import swizzle_scale, unswizzle_scale
 from .sm90 import Packed, Sm90
 from .tcgen05 import TILE_BLOCKS, TILE_BYTES, TILE_ROWS, Tcgen05
 
@@ -23,6 +24,8 @@ __all__ = [
     "as_bytes",
     "get_layout",
     "layouts",
+    "swizzle_scale",
+    "unswizzle_scale",
 ]
 
 layouts: Mapping[str, Layout] = MappingProxyType(

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..formats import choose, get_format
+from ..checks import choose
+from ..formats import get_format
 from ..kernels.sm90 import config as sm90
 from ..kernels.sm90 import plain_config
 from ..kernels.sm90.product_config import ROW, ROWS, ProductConfig

@@ -16,6 +16,8 @@ __all__ = ["MultiheadAttention", "set_fast_paths"]
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention whose projections are block-scaled; made by :func:`convert`.
 
+    >>> attention = bs.convert(torch.nn.MultiheadAttention(512, 8), bs.Recipe("mxfp8"))
+
     The products of queries, keys and values stay as they are, and so do parameters, their names
     and the state_dict. Training and evaluation give the same numbers: the fused path for
     evaluation, which takes the weights as they are, is not taken.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..quantize import quantize, quantize_both
 from ..tensor import ScaledTensor
-from .placement import placement
+from .operand_layout import operand_layout
 
 __all__ = ["Forms", "quantize_forms"]
 
@@ -36,7 +36,7 @@ def quantize_forms(
     """
     if not (rows or columns):
         return Forms()
-    layout, k_major = placement(format, x.device)
+    layout, k_major = operand_layout(format, x.device)
     how: Any = {"scale_rounding": scale_rounding, "layout": layout, "pad": True, "k_major": k_major}
     if global_scale is not None:
         how["global_scale"] = global_scale

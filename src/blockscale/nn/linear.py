@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ..gemm import gemm
-from ..quantize import DTYPES
+from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_dtensor, is_transformed
+from .double_backward import refuse_double_backward
 from .forms import Forms, quantize_forms
-from .once import once
 from .recipe import PRODUCTS, Recipe
 from .reuse import forget_weights, quantized_weight
 
-__all__ = ["Linear", "as_leading", "linear", "output_dtype"]
+__all__ = ["Linear", "check_shapes", "linear", "output_dtype", "unflatten_rows"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -58,7 +58,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def as_leading(y: Tensor, x: Tensor) -> Tensor:
+def unflatten_rows(y: Tensor, x: Tensor) -> Tensor:
     """Rows of a product with the leading dimensions of ``x``, not as a view: one that an
     autograd.Function makes refuses in-place operations, and hooks of FSDP."""
     if x.dim() == 2:
@@ -82,10 +82,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise NotImplementedError(
             "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"
         )
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
-        )
+    check_shapes(x, weight)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype not in DTYPES:
             raise TypeError(
@@ -94,7 +91,15 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             )
 
 
-def _products(recipe: Recipe) -> dict[str, bool]:
+def check_shapes(x: Tensor, weight: Tensor) -> None:
+    """ValueError unless ``x @ weight.T`` can be."""
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
+        )
+
+
+def _quantized_products(recipe: Recipe) -> dict[str, bool]:
     """Whether each product is quantized."""
     return {product: product not in recipe.high_precision for product in PRODUCTS}
 
@@ -114,7 +119,7 @@ def _fprop(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The product; ``x`` as wgrad reads it, made only if ``wgrad`` follows; and the global scale of
     the weight."""
-    quantized = _products(recipe)
+    quantized = _quantized_products(recipe)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     forms = _quantized_activations(
         rows, recipe, rows=quantized["fprop"], columns=wgrad and quantized["wgrad"]
@@ -128,7 +133,7 @@ def _fprop(
     else:
         y = rows.to(out_dtype) @ weight.to(out_dtype).mT
         y = y if bias is None else y + bias.to(out_dtype)
-    y = as_leading(y, x)
+    y = unflatten_rows(y, x)
     return y, rows if forms.columns is None else forms.columns, scalar
 
 
@@ -142,7 +147,7 @@ def _gradients(
     """Of x, weight and bias. ``x`` and the weight's ``global_scale`` are those of ``_fprop``."""
     dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
     recipe, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
-    quantized = _products(recipe)
+    quantized = _quantized_products(recipe)
     g = grad.reshape(-1, grad.shape[-1]).contiguous()
     rows, columns = quantize_forms(
         g,
@@ -184,7 +189,9 @@ def _wgrad(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return (g.mT @ x.to(g.dtype)).to(dtype)
 
 
-def _remember(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+def _save_metadata(
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe
+) -> None:
     ctx.recipe, ctx.x_shape = recipe, x.shape
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
 
@@ -210,14 +217,14 @@ class _Linear(torch.autograd.Function):
             weight if dgrad else None,
             scalar if dgrad else None,
         )
-        _remember(ctx, x, weight, bias, recipe)
+        _save_metadata(ctx, x, weight, bias, recipe)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             gradients = _gradients(ctx, grad, *ctx.saved_tensors)
-        return *once(gradients), None, None, None, None
+        return *refuse_double_backward(gradients), None, None, None, None
 
 
 class _TransformedLinear(torch.autograd.Function):
@@ -239,17 +246,17 @@ class _TransformedLinear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, recipe, *_ = inputs
         ctx.save_for_backward(x, weight)
-        _remember(ctx, x, weight, bias, recipe)
+        _save_metadata(ctx, x, weight, bias, recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         with torch.no_grad():
             kept = x.reshape(-1, x.shape[-1]).contiguous()
-            if ctx.needs_input_grad[1] and _products(ctx.recipe)["wgrad"]:
+            if ctx.needs_input_grad[1] and _quantized_products(ctx.recipe)["wgrad"]:
                 kept = _quantized_activations(kept, ctx.recipe, rows=False, columns=True).columns
             gradients = _gradients(ctx, grad, kept, weight, None)
-        return *once(gradients, grad, x, weight), None, None, None, None
+        return *refuse_double_backward(gradients, grad, x, weight), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -276,6 +283,9 @@ class _TransformedLinear(torch.autograd.Function):
 
 class Linear(torch.nn.Linear):
     """torch.nn.Linear with block-scaled products.
+
+    >>> layer = bs.nn.Linear(512, 256, recipe=bs.Recipe("mxfp8"))
+    >>> y = layer(torch.randn(8, 512))
 
     Parameters, their names and the state_dict are those of torch.nn.Linear: the weight stays in
     high precision. ``recipe`` is a :class:`Recipe`; the other arguments are torch.nn.Linear's.

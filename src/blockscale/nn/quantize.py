@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantize import DTYPES
+from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from .attention import set_fast_paths
 from .forms import quantize_forms
@@ -31,8 +31,8 @@ def quantize_(
     """Quantize the weights of linear layers in place, for inference.
 
     >>> bs.quantize_(model, bs.Recipe("mxfp8"))  # forward as of a converted model, bit for bit
-    >>> bs.quantize_(model, bs.Recipe("nvfp4", activations="bfloat16"))  # weight-only
-    >>> model.load_state_dict(bs.checkpoint.load_file("model.nvfp4.safetensors"))
+    >>> bs.quantize_(other, bs.Recipe("nvfp4", activations="bfloat16"))  # weight-only
+    >>> other.load_state_dict(bs.checkpoint.load_file("model.nvfp4.safetensors"))
 
     torch.nn.Linear, :class:`blockscale.nn.Linear` and Conv1D of transformers, and subclasses of
     these without a ``forward`` of their own, become :class:`blockscale.nn.QuantizedLinear` (or a
@@ -127,10 +127,10 @@ def _quantized(weight: Tensor, recipe: Recipe, kind: Kind) -> torch.nn.Parameter
     if isinstance(weight, ScaledTensor):
         weight.requires_grad_(False)
         return weight  # type: ignore[return-value]
-    turned = _axis(kind) == -2
-    rows = weight.detach().mT.contiguous() if turned else weight.detach().contiguous()
+    transposed = _axis(kind) == -2
+    rows = weight.detach().mT.contiguous() if transposed else weight.detach().contiguous()
     q = quantize_forms(
         rows, recipe.format_of("weights").name, recipe.scale_rounding, rows=True, columns=False
     ).rows
     assert q is not None
-    return torch.nn.Parameter(q.mT if turned else q, requires_grad=False)
+    return torch.nn.Parameter(q.mT if transposed else q, requires_grad=False)

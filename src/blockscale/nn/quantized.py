@@ -11,12 +11,12 @@ from torch import Tensor
 from .. import reference
 from ..gemm import gemm
 from ..ops.backends import fall_back
-from ..quantize import DTYPES
+from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_transformed
 from .forms import quantize_forms
-from .linear import as_leading, output_dtype
-from .placement import placement
+from .linear import check_shapes, output_dtype, unflatten_rows
+from .operand_layout import operand_layout
 from .recipe import Recipe, check_recipe
 
 __all__ = ["QuantizedConv1D", "QuantizedLinear", "quantized_linear"]
@@ -27,7 +27,7 @@ def quantized_linear(
 ) -> Tensor:
     """``x @ weight.T + bias`` by a weight that is quantized already.
 
-    >>> q = bs.quantize(w, "nvfp4", pad=True)
+    >>> x, q = torch.randn(8, 512), bs.quantize(torch.randn(256, 512), "nvfp4")
     >>> y = bs.nn.quantized_linear(x, q, recipe=bs.Recipe("nvfp4", activations="bfloat16"))
 
     Args:
@@ -39,17 +39,15 @@ def quantized_linear(
 
     Returns (..., N) in the dtype of ``x``, or that of torch.autocast where it is on. The gradient
     of ``x`` is ``grad @ weight.dequantize()``, summed in fp32; the weight has none.
-    Raises ValueError or TypeError, with the remedy, where these do not belong together.
+    Raises ValueError or TypeError, with the remedy, where these do not belong together, and
+    NotImplementedError under torch.func and for forward-mode differentiation.
     """
     if not isinstance(weight, ScaledTensor):
         raise TypeError(
             f"weight: got a plain {weight.dtype} tensor; expected a ScaledTensor: call "
             "blockscale.quantize, or blockscale.nn.linear for a high-precision weight"
         )
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
-        )
+    check_shapes(x, weight)
     if x.dtype not in DTYPES:
         raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
     if weight.requires_grad and torch.is_grad_enabled():
@@ -87,7 +85,7 @@ class _QuantizedLinear(torch.autograd.Function):
             ctx.save_for_backward(weight.detach())  # else the layer could not be moved meanwhile
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return as_leading(y, x)
+        return unflatten_rows(y, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -113,9 +111,9 @@ def _multiply(
         format = recipe.format_of("activations").name
         forms = quantize_forms(rows, format, recipe.scale_rounding, rows=True, columns=False)
         assert forms.rows is not None
-        return gemm(forms.rows, _turned(weight), out_dtype, bias=bias)
+        return gemm(forms.rows, _transposed(weight), out_dtype, bias=bias)
     if rows.dtype == torch.bfloat16:
-        return gemm(rows, _turned(weight), out_dtype, bias=bias)
+        return gemm(rows, _transposed(weight), out_dtype, bias=bias)
     if not torch.compiler.is_compiling():
         why = f"x is {rows.dtype}; kernels multiply bfloat16 by quantized weights"
         fall_back("gemm", rows, "auto", why)
@@ -123,7 +121,7 @@ def _multiply(
     return reference.gemm(rows, values.mT, out_dtype=out_dtype, bias=bias)
 
 
-def _turned(weight: ScaledTensor) -> ScaledTensor:
+def _transposed(weight: ScaledTensor) -> ScaledTensor:
     """``weight.mT``; torch.compile would guard that attribute of an input, made anew each time."""
     if torch.compiler.is_compiling():
         return weight.transpose(-2, -1)  # type: ignore[return-value]
@@ -148,7 +146,7 @@ class _HoldsQuantized(torch.nn.Module):
 
     def _place(self) -> None:
         """Scales in the layout that the kernels of the weight's device read."""
-        layout = placement(self.weight.format_name, self.weight.device).layout
+        layout = operand_layout(self.weight.format_name, self.weight.device).layout
         if self.weight.layout_name != layout:
             placed = torch.nn.Parameter(self.weight.detach().to_layout(layout), requires_grad=False)
             torch.utils.swap_tensors(self.weight, placed)  # other layers may hold it, too
@@ -202,6 +200,9 @@ def _mismatch(given: Any, held: ScaledTensor) -> str:
 class QuantizedLinear(_HoldsQuantized, torch.nn.Linear):
     """torch.nn.Linear that holds its weight quantized; made by :func:`blockscale.quantize_`.
 
+    >>> recipe = bs.Recipe("nvfp4", activations="bfloat16")
+    >>> layer = bs.nn.QuantizedLinear(bs.quantize(torch.randn(256, 512), "nvfp4"), recipe=recipe)
+
     Args:
         weight: (N, K), blocked along axis -1.
         bias: (N,) or None.
@@ -234,7 +235,7 @@ class QuantizedConv1D(_HoldsQuantized):
     """The same of transformers' Conv1D: its weight is (in, out), blocked along axis -2."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return quantized_linear(x, _turned(self.weight), self.bias, recipe=self.recipe)
+        return quantized_linear(x, _transposed(self.weight), self.bias, recipe=self.recipe)
 
 
 def check_held(weight: Any, recipe: Recipe, axis: int) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..formats import Format, choose, formats, get_format
+from ..checks import choose
+from ..formats import Format, formats, get_format
 
 __all__ = ["PRODUCTS", "Recipe", "check_recipe", "check_training_recipe"]
 
@@ -20,6 +21,10 @@ _FP8_BLOCK = "fp8_block"  # the name of a pair: 1x128 blocks, 128x128 of weights
 class Recipe:
     """How a linear layer multiplies.
 
+    >>> bs.Recipe("mxfp8")  # for training and inference
+    Recipe('mxfp8')
+    >>> recipe = bs.Recipe("nvfp4", activations="bfloat16")  # for inference, weight-only
+
     Args:
         format: of activations, weights and gradients, unless one of the next three says otherwise.
             "fp8_block" is FP8 with fp32 scales: "fp8_1x128", and "fp8_128x128" of weights.
@@ -30,7 +35,8 @@ class Recipe:
         high_precision: products (``fprop``, ``dgrad``, ``wgrad``) that are not quantized.
 
     The default is MXFP8 with E4M3 everywhere and scales rounded up, which trains as BF16 does
-    (arXiv 2506.08027). Raises ValueError for unknown names and for formats whose blocks do not fit.
+    (arXiv 2506.08027). Raises ValueError for unknown names and for formats whose blocks do not fit,
+    TypeError where ``high_precision`` is no tuple or list.
     """
 
     format: str = "mxfp8"

@@ -15,10 +15,11 @@ from torch import Tensor
 from .. import reference
 from ..formats import Format, get_format
 from ..kernels import gpu
+from ..layouts import get_layout, swizzle_scale
 from . import fakes
 from .backends import fall_back, on_gpu
 from .operation import operation
-from .quantize import global_scale, placed, quantize, quantize_both, written_layouts
+from .quantize import global_scale, quantize, quantize_both, written_layouts
 
 __all__ = ["fake_scalar", "quantize_values", "rmsnorm_quantize", "swiglu_quantize"]
 
@@ -116,7 +117,9 @@ def _swiglu_by_kernel(
     )
     results: list[Tensor] = []
     for (data, scale), axis, layout in zip(pairs, axes, layouts, strict=True):
-        results += data, scale if written is layouts else placed(scale, axis, layout, None)
+        if written is not layouts:
+            scale = swizzle_scale(scale, axis, get_layout(layout), None)
+        results += data, scale
     return results + found
 
 
@@ -185,7 +188,9 @@ def _rmsnorm_by_kernel(
         nonfinite=nonfinite,
         global_scale=global_scale,
     )
-    return [data, scale if written == layout else placed(scale, -1, layout, None), rstd]
+    if written != layout:
+        scale = swizzle_scale(scale, -1, get_layout(layout), None)
+    return [data, scale, rstd]
 
 
 # --- what both need -------------------------------------------------------------------------------

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ..formats import get_format
 from ..kernels import gpu
-from ..layouts import get_layout
+from ..layouts import get_layout, swizzle_scale
 from . import fakes
 from .fused import fake_scalar, quantize_values, swiglu_quantize
 from .gemm import gemm
 from .gemm_kernels import multiply_quantized
 from .gemm_operands import Quantization, Side
 from .operation import operation
-from .quantize import placed
 
 __all__ = ["gemm_quantize"]
 
@@ -88,7 +87,5 @@ def _by_one_kernel(
         return [data, tiles]
     columns = b.shape[1] // (2 if how.swiglu else 1)
     shape = a.shape[0], columns // get_format(how.format).block_size
-    return [
-        data,
-        placed(get_layout("tcgen05").unswizzle(tiles, shape, tiles.dtype), -1, layout, None),
-    ]
+    scale = get_layout("tcgen05").unswizzle(tiles, shape, tiles.dtype)
+    return [data, swizzle_scale(scale, -1, get_layout(layout), None)]

@@ -9,12 +9,12 @@ from torch import Tensor
 from .. import reference
 from ..formats import Format, get_format
 from ..kernels import cpu, gpu
-from ..layouts import Grouped, as_bytes, get_layout
+from ..layouts import as_bytes, get_layout, swizzle_scale
 from . import fakes
 from .backends import fall_back, no_cpu_kernels, on_gpu
 from .operation import operation
 
-__all__ = ["global_scale", "placed", "quantize", "quantize_both", "written_layouts"]
+__all__ = ["global_scale", "quantize", "quantize_both", "written_layouts"]
 
 Pair = tuple[Tensor, Tensor]  # data and scales
 
@@ -58,7 +58,7 @@ def quantize(
         seed=seed,
         k_major=k_major,
     )
-    return data, placed(as_bytes(scale), axis, layout, offsets)
+    return data, swizzle_scale(as_bytes(scale), axis, get_layout(layout), offsets)
 
 
 @operation(fakes.quantize_both)
@@ -144,7 +144,7 @@ def _by_kernel(
         )
         if fmt.turned(axes[0], k_major) and data.stride(-2) != 1:
             data = data.mT.contiguous().mT
-        return [(data, placed(as_bytes(scale), axes[0], layouts[0], offsets))]
+        return [(data, swizzle_scale(as_bytes(scale), axes[0], get_layout(layouts[0]), offsets))]
     written = written_layouts(fmt, layouts)
     results = gpu.quantize(
         x,
@@ -160,7 +160,7 @@ def _by_kernel(
     if written is layouts:
         return results
     return [
-        (data, placed(scale, axis, layout, None))
+        (data, swizzle_scale(scale, axis, get_layout(layout), None))
         for (data, scale), axis, layout in zip(results, axes, layouts, strict=True)
     ]
 
@@ -174,13 +174,3 @@ def _require_cpu_kernels() -> None:
 def written_layouts(fmt: Format, layouts: tuple[str, ...]) -> tuple[str, ...]:
     """The layouts that GPU kernels write: scales of 128x128 blocks, so few, are placed later."""
     return layouts if fmt.block[0] == 1 else ("compact",) * len(layouts)
-
-
-def placed(scale: Tensor, axis: int, layout: str, offsets: Tensor | None) -> Tensor:
-    """Compact scales, stored in ``layout``."""
-    if layout == "compact":
-        return scale
-    matrix = scale if axis == -1 else scale.mT
-    if offsets is not None:
-        return Grouped(get_layout(layout)).swizzle(matrix, offsets)
-    return get_layout(layout).swizzle(matrix)

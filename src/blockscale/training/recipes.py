@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from ..formats import choose
+from ..checks import choose
 from ..nn import Recipe
 
 __all__ = ["BASELINE", "DEFAULT_RECIPES", "RECIPES", "check_recipes", "default_recipes"]

@@ -64,8 +64,8 @@ def quantize(
 
     shape, x = x.shape, _three_dimensional(x)
     grid, constants = geometry(x, format, axis), specify(format, scale_rounding, nonfinite)
-    turned = axis == -2 and format.element.bits < 8
-    data = _empty(format.data_shape(shape, axis), torch.uint8, turned)
+    transposed = axis == -2 and format.element.bits < 8
+    data = _empty(format.data_shape(shape, axis), torch.uint8, transposed)
     scale = _empty(format.scale_shape(shape, axis), format.scale.dtype)
     encode_scale, table = FP32_ONE, _NO_TABLE
     if constants.kind == NEAREST_UE4M3:
@@ -79,7 +79,7 @@ def quantize(
     fixed = items, *_flat(data, scale), grid, constants, encode_scale, table
 
     def work(first: int, last: int) -> None:
-        compiled.quantize_tiles(*fixed, encoding.make_room(items, grid, constants), first, last)
+        compiled.quantize_tiles(*fixed, encoding.make_scratch(items, grid, constants), first, last)
 
     run(work, grid.tiles, grid.chunk(_CHUNK))
     return data.view(format.element.dtype), scale
@@ -99,8 +99,8 @@ def amax(x: Tensor) -> Tensor:
     items, limit = _items(x), _LARGEST[x.dtype]
 
     def work(first: int, last: int) -> int:
-        room = np.zeros(grid.width, items.dtype)
-        return int(compiled.amax_tiles(items, grid, limit, room, first, last))
+        scratch = np.zeros(grid.width, items.dtype)
+        return int(compiled.amax_tiles(items, grid, limit, scratch, first, last))
 
     bits = max(run(work, grid.tiles, grid.chunk(_CHUNK)), default=0)
     return from_float32_bits(torch.tensor(bits))
@@ -140,7 +140,7 @@ def dequantize(
     )
 
     def work(first: int, last: int) -> None:
-        compiled.dequantize_tiles(*fixed, decoding.make_room(grid), first, last)
+        compiled.dequantize_tiles(*fixed, decoding.make_scratch(grid), first, last)
 
     run(work, grid.tiles, grid.chunk(_CHUNK))
     return out.to(dtype)
@@ -164,9 +164,9 @@ def error_sums(
     sums = np.zeros((grid.tiles, 2))
 
     def work(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        room = comparing.make_room(grid)
-        compiled.compare_tiles(*fixed, room, sums.reshape(-1), first, last)
-        return room.counts, room.bins
+        scratch = comparing.make_scratch(grid)
+        compiled.compare_tiles(*fixed, scratch, sums.reshape(-1), first, last)
+        return scratch.counts, scratch.bins
 
     found = run(work, grid.tiles, grid.chunk(_CHUNK))
     counts = np.sum([counts for counts, _ in found], 0).tolist()
@@ -231,11 +231,11 @@ def _scalar_bits(value: Tensor) -> int:
     return int(float32_bits(value))
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, turned: bool = False) -> Tensor:
+def _empty(shape: Sequence[int], dtype: torch.dtype, transposed: bool = False) -> Tensor:
     """A tensor, in huge pages where it is large: the first touch of small ones takes longer than
-    quantizing does. ``turned``: the last but one dimension is the contiguous one.
+    quantizing does. ``transposed``: the last but one dimension is the contiguous one.
     """
-    if turned:
+    if transposed:
         return _empty((*shape[:-2], shape[-1], shape[-2]), dtype).mT
     out = torch.empty(tuple(shape), dtype=dtype)
     if out.nbytes >= _HUGE and _madvise is not None:

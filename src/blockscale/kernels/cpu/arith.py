@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Arithmetic for compiled loops: what numba lacks, exact fp32 in integers, the fast element cast.
+"""Arithmetic for compiled loops: fp32 and narrow floats as integers.
 
 numba widens int32 arithmetic to int64; hence the casts here and in the loops, without which vectors
 would hold half as many numbers.
@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba import types
+from numba.extending import overload
+
+from .intrinsics import as_bits, as_float, shl, shr
+from .jit import compiled, inlined, spliced
 
 INF = 0x7F800000
 NAN = 0x7FC00000
@@ -23,112 +24,6 @@ MIN_NORMAL = 0x00800000
 _FP32 = np.int64(23), np.int64(127)  # mantissa bits, bias; typed, or numba compiles them in
 
 
-# Without reference counts, which numba does not get out of the loops, some of them are twice as
-# fast. All memory therefore comes from the caller. Functions that only compiled code calls need no
-# wrappers; "spliced" become part of theirs, which saves optimizing the whole once more.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
-entry = njit(cache=True, **_OPTIONS)
-entry_without_cache = njit(**_OPTIONS)
-compiled = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
-inlined = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True, **_OPTIONS)
-spliced = njit(inline="always", **_OPTIONS)
-
-
-# --- what numba lacks -----------------------------------------------------------------------------
-
-
-def _binary(name, result, left, right):
-    def typed(context, a, b):
-        return result(left, right), lambda _, builder, __, args: getattr(builder, name)(*args)
-
-    return intrinsic(typed)
-
-
-def _bitcast(result, given, llvm):
-    def typed(context, v):
-        return result(given), lambda _, builder, __, args: builder.bitcast(args[0], llvm)
-
-    return intrinsic(typed)
-
-
-shl = _binary("shl", types.int32, types.int32, types.int32)
-shr = _binary("lshr", types.int32, types.int32, types.int32)
-as_float = _bitcast(types.float32, types.int32, ir.FloatType())
-as_bits = _bitcast(types.int32, types.float32, ir.IntType(32))
-
-
-def _lanes(context, builder, array_type, array, index, lanes):
-    """Pointer to items of a contiguous array, as a vector, and the vector's type."""
-    pointer = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
-    vector = ir.VectorType(context.get_data_type(array_type.dtype), lanes)
-    return builder.bitcast(pointer, vector.as_pointer()), vector
-
-
-def _amax(lanes):
-    """Largest magnitude of so many items (integers of 16 or 32 bits, sign on top) from an index."""
-
-    def typed(context, array, index):
-        def generate(context, builder, signature, args):
-            pointer, vector = _lanes(context, builder, array, *args, lanes)
-            bits = vector.element.width
-            value = builder.load(pointer, align=bits // 8, typ=vector)
-            value = builder.and_(value, ir.Constant(vector, [(1 << (bits - 1)) - 1] * lanes))
-            name = f"llvm.vector.reduce.umax.v{lanes}i{bits}"
-            kind = ir.FunctionType(vector.element, [vector])
-            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [value])
-
-        return array.dtype(array, types.intp), generate
-
-    return intrinsic(typed)
-
-
-amax16, amax32 = _amax(16), _amax(32)
-
-
-@intrinsic
-def fill16(context, array, index, value):
-    """Store ``value`` in 16 items."""
-
-    def generate(context, builder, signature, args):
-        pointer, vector = _lanes(context, builder, array, *args[:2], 16)
-        filled = ir.Constant(vector, ir.Undefined)
-        for lane in range(16):
-            filled = builder.insert_element(filled, args[2], ir.Constant(ir.IntType(32), lane))
-        builder.store(filled, pointer, align=4)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, array.dtype), generate
-
-
-@intrinsic
-def transpose16(context, source, start, stride, out, to, out_stride):
-    """Transpose 16 x 16 bytes: four perfect shuffles of its rows."""
-
-    def generate(context, builder, signature, args):
-        def row(array_type, array, start, stride, i):
-            index = builder.add(start, builder.mul(stride, ir.Constant(stride.type, i)))
-            return _lanes(context, builder, array_type, array, index, 16)
-
-        def interleave(a, b, first):
-            lanes = [first + i // 2 + 16 * (i % 2) for i in range(16)]
-            return builder.shuffle_vector(
-                a, b, ir.Constant(ir.VectorType(ir.IntType(32), 16), lanes)
-            )
-
-        given = [row(source, *args[:3], i) for i in range(16)]
-        rows = [builder.load(pointer, align=1, typ=vector) for pointer, vector in given]
-        for _ in range(4):
-            pairs = zip(rows[:8], rows[8:], strict=True)
-            rows = [interleave(a, b, first) for a, b in pairs for first in (0, 8)]
-        for i in range(16):
-            builder.store(rows[i], row(out, *args[3:], i)[0], align=1)
-        return context.get_dummy_value()
-
-    index = types.intp
-    return types.void(source, index, index, out, index, index), generate
-
-
-# --- fp32 and narrow floats, as integers ----------------------------------------------------------
 # x arrives as int32 (float32), uint16 (bfloat16) or int16 (float16): its type says how to read it.
 
 

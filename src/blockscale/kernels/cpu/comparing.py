@@ -10,23 +10,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ...error_sums import BINS
 from . import decoding
-from .arith import INF, _lanes, as_bits, as_float, compiled, fill16, fp32, shr, spliced
+from .arith import INF, fp32
+from .intrinsics import as_bits, as_float, fill16, shr, squares16
+from .jit import compiled, spliced
 from .spec import Geometry
 
 _MASK = 0x7FFFFFFF
-BINS = 512
 ZEROS, WERE_ZEROS, SATURATED, NONFINITE, MAX_ABS, MAX_REL = range(6)  # of counts
 
 
-class Room(NamedTuple):
-    """Scratch memory for a tile, and what is counted in all of them."""
+class Scratch(NamedTuple):
+    """Memory for what the passes over a tile leave to each other, and counts of all tiles."""
 
-    decoding: decoding.Room
+    decoding: decoding.Scratch
     exact: np.ndarray  # fp32 bits (int32), as the next four
     values: np.ndarray
     error: np.ndarray
@@ -36,37 +35,13 @@ class Room(NamedTuple):
     bins: np.ndarray  # four of each: neighbours in one bin need not wait for each other
 
 
-def make_room(geometry: Geometry) -> Room:
-    return Room(
-        decoding.make_room(geometry),
+def make_scratch(geometry: Geometry) -> Scratch:
+    return Scratch(
+        decoding.make_scratch(geometry),
         *np.empty((5, geometry.width), np.int32),
         np.zeros(6, np.int64),
         np.zeros(4 * BINS, np.int64),
     )
-
-
-@intrinsic
-def _squares16(context, array, index):
-    """Sum of squares in fp64 of 16 fp32 numbers (as int32), in the same order everywhere."""
-
-    def generate(context, builder, signature, args):
-        pointer, _ = _lanes(context, builder, array, *args, 16)
-        vector = ir.VectorType(ir.FloatType(), 16)
-        pointer = builder.bitcast(pointer, vector.as_pointer())
-        wide = builder.fpext(
-            builder.load(pointer, align=4, typ=vector), ir.VectorType(ir.DoubleType(), 16)
-        )
-        total = builder.fmul(wide, wide)
-        for half in (8, 4, 2, 1):
-            low, high = (
-                ir.Constant(ir.VectorType(ir.IntType(32), half), list(range(i, i + half)))
-                for i in (0, half)
-            )
-            halves = (builder.shuffle_vector(total, total, each) for each in (low, high))
-            total = builder.fadd(*halves)
-        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
-
-    return types.float64(array, types.intp), generate
 
 
 @compiled
@@ -75,7 +50,7 @@ def _squares(numbers, n):
         numbers[c] = 0
     total = 0.0
     for c in range(0, n, 16):
-        total += _squares16(numbers, c)
+        total += squares16(numbers, c)
     return total
 
 
@@ -134,7 +109,7 @@ def _count(bin, n, bins):
 
 @spliced
 def compare_tiles(
-    x, data, scale8, scale32, geometry, spec, values, scales, global_scale, least, largest, room,
+    x, data, scale8, scale32, geometry, spec, values, scales, global_scale, least, largest, scratch,
     sums, first, last,
 ):  # fmt: skip
     """Compare tiles ``first`` to ``last`` with ``x``; ``sums`` (2 for each tile) are of squares.
@@ -150,24 +125,27 @@ def compare_tiles(
         top, left = strip * g.block_rows, tile % g.segments * width
         n = min(width, g.columns - left)
         at = (lead * g.strips + strip) * scale_columns + left // size
-        marks = decoding.spread_scales(scale8, scale32, scales, at, n, size, least, room.decoding)
+        marks = decoding.spread_scales(
+            scale8, scale32, scales, at, n, size, least, scratch.decoding
+        )
         for b in range(-(-n // size)):
-            limit = as_bits(as_float(room.decoding.scale_bits[b]) * factor * top_value)
+            limit = as_bits(as_float(scratch.decoding.scale_bits[b]) * factor * top_value)
             for i in range(b * size, b * size + size, 16):
-                fill16(room.limit, i, np.int32(limit & np.int32(_MASK)))
+                fill16(scratch.limit, i, np.int32(limit & np.int32(_MASK)))
         signal = noise = 0.0
-        exact, line = room.exact[:n], room.values[:n]
+        exact, line = scratch.exact[:n], scratch.values[:n]
         for r in range(min(g.block_rows, g.rows - top)):
             start = ((lead * g.data_rows + top + r) * g.data_columns + left) * spec.bits // 8
             decoding.decode_line(
-                data[start:], n, spec, values, size, global_scale, least, marks, room.decoding, line
-            )
+                data[start:], n, spec, values, size, global_scale, least, marks,
+                scratch.decoding, line,
+            )  # fmt: skip
             start = lead * g.lead_stride + (top + r) * g.row_stride + left
             if not _widen(x[start : start + n], exact, line):
-                room.counts[NONFINITE] += _leave_out(n, exact, line)
-            _compare(exact, line, room.limit, room.error, room.bin, room.counts)
-            _count(room.bin, n, room.bins)
-            signal += _squares(room.exact, n)
-            noise += _squares(room.error, n)
+                scratch.counts[NONFINITE] += _leave_out(n, exact, line)
+            _compare(exact, line, scratch.limit, scratch.error, scratch.bin, scratch.counts)
+            _count(scratch.bin, n, scratch.bins)
+            signal += _squares(scratch.exact, n)
+            noise += _squares(scratch.error, n)
         sums[2 * tile] = signal
         sums[2 * tile + 1] = noise

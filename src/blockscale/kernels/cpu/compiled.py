@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """The compiled functions that Python calls, cached on disk so that a second process starts at once.
 
-numba's cache watches only the file that a function is in. It also counts the values of a function's
-free variables, though: naming ``sources`` in each makes them watch the whole package.
+numba's cache watches only the file that a function is in, and its index names classes of this
+folder: one that was renamed since makes it unreadable. So each version of the sources has files of
+its own, told apart by a checksum in the functions' names.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from . import arith, comparing, decoding, encoding
+from ... import error_sums
+from . import arith, comparing, decoding, encoding, jit
+
+_sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(error_sums.__file__)]
+_version = hashlib.sha256(b"".join(path.read_bytes() for path in _sources)).hexdigest()[:16]
 
 
 def _cached(function):
+    function.__qualname__ = f"{function.__name__}-{_version}"
     try:
-        kernel = arith.entry(function)
+        kernel = jit.entry(function)
     except RuntimeError:  # none of the folders that numba tries can be written to
-        return arith.entry_without_cache(function)
+        return jit.entry_without_cache(function)
 
     def call(*args):
         try:
@@ -28,48 +34,42 @@ def _cached(function):
     return call
 
 
-def _define(sources):
-    def quantize_tiles(
-        x, data, scale8, scale32, geometry, spec, encode_scale, table, room, first, last
-    ):
-        sources  # noqa: B018
-        encoding.quantize_tiles(
-            x, data, scale8, scale32, geometry, spec, encode_scale, table, room, first, last
-        )
+@_cached
+def quantize_tiles(
+    x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
+):
+    encoding.quantize_tiles(
+        x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
+    )
 
-    def amax_tiles(x, geometry, limit, amax, first, last):
-        sources  # noqa: B018
-        return encoding.amax_tiles(x, geometry, limit, amax, first, last)
 
-    def dequantize_tiles(
-        data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, room,
+@_cached
+def amax_tiles(x, geometry, limit, amax, first, last):
+    return encoding.amax_tiles(x, geometry, limit, amax, first, last)
+
+
+@_cached
+def dequantize_tiles(
+    data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, scratch,
+    first, last,
+):  # fmt: skip
+    decoding.dequantize_tiles(
+        data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, scratch,
         first, last,
-    ):  # fmt: skip
-        sources  # noqa: B018
-        decoding.dequantize_tiles(
-            data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, room,
-            first, last,
-        )  # fmt: skip
+    )  # fmt: skip
 
-    def compare_tiles(
+
+@_cached
+def compare_tiles(
+    x, data, scale8, scale32, geometry, spec, values, scales, global_scale, least, largest,
+    scratch, sums, first, last,
+):  # fmt: skip
+    comparing.compare_tiles(
         x, data, scale8, scale32, geometry, spec, values, scales, global_scale, least, largest,
-        room, sums, first, last,
-    ):  # fmt: skip
-        sources  # noqa: B018
-        comparing.compare_tiles(
-            x, data, scale8, scale32, geometry, spec, values, scales, global_scale, least, largest,
-            room, sums, first, last,
-        )  # fmt: skip
-
-    def ue4m3_reciprocals(global_scale, largest, values, reciprocals):
-        sources  # noqa: B018
-        return arith.ue4m3_reciprocals(global_scale, largest, values, reciprocals)
-
-    entries = quantize_tiles, amax_tiles, dequantize_tiles, compare_tiles, ue4m3_reciprocals
-    return [_cached(entry) for entry in entries]
+        scratch, sums, first, last,
+    )  # fmt: skip
 
 
-_text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-quantize_tiles, amax_tiles, dequantize_tiles, compare_tiles, ue4m3_reciprocals = _define(
-    hashlib.sha256(_text).hexdigest()
-)
+@_cached
+def ue4m3_reciprocals(global_scale, largest, values, reciprocals):
+    return arith.ue4m3_reciprocals(global_scale, largest, values, reciprocals)

@@ -7,52 +7,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arith import (
-    INF,
-    as_bits,
-    as_float,
-    compiled,
-    exact_multiply,
-    fill16,
-    shl,
-    spliced,
-    store,
-)
+from .arith import INF, exact_multiply, store
+from .intrinsics import as_bits, as_float, fill16, shl
+from .jit import compiled, spliced
+from .packing import unpack
 from .spec import Geometry
 
 
-class Room(NamedTuple):
-    """Scratch memory for a tile."""
+class Scratch(NamedTuple):
+    """Memory for what the passes over a tile leave to each other."""
 
     codes: np.ndarray
     scale: np.ndarray  # one a column
     scale_bits: np.ndarray  # one a block
 
 
-def make_room(geometry: Geometry) -> Room:
+def make_scratch(geometry: Geometry) -> Scratch:
     width = geometry.width
-    return Room(np.empty(width, np.uint8), np.empty(width, np.float32), np.empty(width, np.int32))
-
-
-@compiled
-def _unpack(data, bits, n, codes):
-    """``rounding.unpack`` of ``n`` codes; ``codes`` has room for whole groups."""
-    if bits == 4:
-        pairs = codes.view(np.uint16)
-        for i in range((n + 1) // 2):
-            pair = np.int32(data[i])
-            pairs[i] = np.uint16(np.int32(pair & 0xF) | shl(np.int32(pair & 0xF0), np.int32(4)))
-    else:
-        fours = codes.view(np.int32)
-        for i in range((n + 3) // 4):
-            word = np.int32(
-                np.int32(data[3 * i])
-                | shl(np.int32(data[3 * i + 1]), np.int32(8))
-                | shl(np.int32(data[3 * i + 2]), np.int32(16))
-            )
-            left = (word & 0x3F) | (shl(word, np.int32(2)) & 0x3F00)
-            right = (shl(word, np.int32(4)) & 0x3F0000) | (shl(word, np.int32(6)) & 0x3F000000)
-            fours[i] = np.int32(left | np.int32(right))
+    return Scratch(
+        np.empty(width, np.uint8), np.empty(width, np.float32), np.empty(width, np.int32)
+    )
 
 
 @compiled
@@ -76,7 +50,7 @@ def _decode_row(codes, scale, global_scale, spec, out):
 
 
 @compiled
-def spread_scales(scale8, scale32, scales, at, n, size, least, room):
+def spread_scales(scale8, scale32, scales, at, n, size, least, scratch):
     """Scales of ``n`` columns, from block ``at`` on; whether some are tiny, or not finite."""
     tiny = nonfinite = False
     for b in range(-(-n // size)):
@@ -84,32 +58,34 @@ def spread_scales(scale8, scale32, scales, at, n, size, least, room):
         m = np.int32(s & np.int32(0x7FFFFFFF))
         tiny |= m > 0 and m < least
         nonfinite |= m >= INF
-        room.scale_bits[b] = s
+        scratch.scale_bits[b] = s
         if size == 1:
-            room.scale[b] = as_float(s)
+            scratch.scale[b] = as_float(s)
         else:
             for i in range(b * size, b * size + size, 16):
-                fill16(room.scale, i, as_float(s))
+                fill16(scratch.scale, i, as_float(s))
     return tiny, nonfinite
 
 
 @compiled
-def decode_line(data, n, spec, values, size, global_scale, least, marks, room, line):
+def decode_line(data, n, spec, values, size, global_scale, least, marks, scratch, line):
     """Values of ``n`` elements; ``marks`` come from :func:`spread_scales`."""
     tiny, nonfinite = marks
     codes = data[:n]
     if spec.bits < 8:
-        _unpack(data, spec.bits, n, room.codes)
-        codes = room.codes[:n]
-    largest = _decode_row(codes, room.scale, as_float(np.int32(global_scale)), spec, line)
+        unpack(data, spec.bits, n, scratch.codes)
+        codes = scratch.codes[:n]
+    largest = _decode_row(codes, scratch.scale, as_float(np.int32(global_scale)), spec, line)
     special = largest > spec.max_code
     if special or nonfinite or (tiny and largest > 0):
-        _exact_row(codes, room.scale_bits, size, global_scale, spec, values, least, special, line)
+        _exact_row(
+            codes, scratch.scale_bits, size, global_scale, spec, values, least, special, line
+        )
 
 
 @spliced
 def dequantize_tiles(
-    data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, room,
+    data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, scratch,
     first, last,
 ):  # fmt: skip
     """Values of tiles ``first`` to ``last``, into ``out`` (int32: float32, uint16: bfloat16).
@@ -126,12 +102,12 @@ def dequantize_tiles(
         top, left = strip * g.block_rows, tile % g.segments * width
         n = min(width, g.columns - left)
         at = (lead * g.strips + strip) * scale_columns + left // size
-        marks = spread_scales(scale8, scale32, scales, at, n, size, least, room)
+        marks = spread_scales(scale8, scale32, scales, at, n, size, least, scratch)
         for r in range(min(g.block_rows, g.rows - top)):
             start = ((lead * g.data_rows + top + r) * g.data_columns + left) * spec.bits // 8
             to = lead * g.lead_stride + (top + r) * g.row_stride + left
             decode_line(
-                data[start:], n, spec, values, size, global_scale, least, marks, room,
+                data[start:], n, spec, values, size, global_scale, least, marks, scratch,
                 out[to : to + n],
             )  # fmt: skip
 

@@ -21,23 +21,16 @@ from .arith import (
     INF,
     MIN_NORMAL,
     ONE,
-    amax16,
-    amax32,
-    as_bits,
-    as_float,
-    compiled,
     encode,
     exact_divide,
     exact_encode,
     exact_multiply,
-    fill16,
     fp32,
     magnitude,
-    shl,
-    shr,
-    spliced,
-    transpose16,
 )
+from .intrinsics import amax16, amax32, as_bits, as_float, fill16, shl, shr
+from .jit import compiled, spliced
+from .packing import pack, pack_columns
 from .spec import NEAREST_FP32, POWER_OF_TWO, Geometry, Spec
 
 _SMALL = (127 - 100) << 23  # 2^-100: far from the subnormals, and so are its products with elements
@@ -136,21 +129,21 @@ def _ue4m3_scales(amax, encode_scale, table, code, reciprocal):
 
 
 @compiled
-def _odd_blocks(amax, small, reciprocal, odd):
-    """Mark the blocks that need exact arithmetic; the result tells whether there are any."""
+def _mark_inexact(amax, small, reciprocal, inexact):
+    """Mark blocks that fp32 arithmetic may get wrong; the result tells whether there are any."""
     found = np.uint8(0)
     for b in range(amax.size):
         m, r = amax[b], reciprocal[b]
         large = r >= np.int32(_LARGE)  # subnormal elements count (reciprocals never are)
-        is_odd = (m >= np.int32(INF)) | ((m > 0) & ((m < small) | large))
-        odd[b] = np.uint8(is_odd)
-        found |= odd[b]
+        is_inexact = (m >= np.int32(INF)) | ((m > 0) & ((m < small) | large))
+        inexact[b] = np.uint8(is_inexact)
+        found |= inexact[b]
     return found
 
 
 @compiled
-def _scales(amax, spec, encode_scale, table, code, reciprocal, odd):
-    """Scale codes and the fp32 bits of reciprocals; mark odd blocks and tell whether there are."""
+def _scales(amax, spec, encode_scale, table, code, reciprocal, inexact):
+    """Scale codes and fp32 bits of reciprocals; marks inexact blocks, tells whether there are."""
     if spec.kind == POWER_OF_TWO:
         _power_of_two_scales(amax, spec, code, reciprocal)
     elif spec.kind == NEAREST_FP32:
@@ -158,7 +151,7 @@ def _scales(amax, spec, encode_scale, table, code, reciprocal, odd):
     else:
         _ue4m3_scales(amax, encode_scale, table, code, reciprocal)
     small = np.int32(_SMALL if encode_scale >= _SMALL else INF)
-    return _odd_blocks(amax, small, reciprocal, odd)
+    return _mark_inexact(amax, small, reciprocal, inexact)
 
 
 @compiled
@@ -259,42 +252,8 @@ def _exact_block(source, target, left, columns, spec, encode_scale, table):
     return scale
 
 
-@compiled
-def _pack(codes, bits, out):
-    """``rounding.pack`` of whole groups of codes."""
-    if bits == 4:
-        pairs = codes.view(np.uint16)
-        for i in range(pairs.size):
-            out[i] = np.uint8(pairs[i] | np.uint16(pairs[i] >> 4))
-    else:
-        fours = codes.view(np.int32)
-        for i in range(fours.size):
-            w = fours[i]
-            low = np.int32(np.int32(w & 0x3F) | np.int32(shr(w, np.int32(2)) & 0xFC0))
-            high = (shr(w, np.int32(4)) & 0x3F000) | (shr(w, np.int32(6)) & 0xFC0000)
-            word = np.int32(low | np.int32(high))
-            out[3 * i] = np.uint8(word)
-            out[3 * i + 1] = np.uint8(shr(word, np.int32(8)))
-            out[3 * i + 2] = np.uint8(shr(word, np.int32(16)))
-
-
-@compiled
-def _pack_columns(codes, height, n, stride, bits, turned, packed, data, to, data_stride):
-    """Pack ``n`` columns of ``height`` codes, each to one line of ``data``, in units of 8 bytes."""
-    for c in range(0, n, 16):
-        for r in range(0, height, 16):
-            transpose16(codes, r * stride + c, stride, turned, c * height + r, height)
-    _pack(turned[: n * height], bits, packed)
-    words, out, length = packed.view(np.int64), data.view(np.int64), height * bits // 64
-    for c in range(n):
-        at = (to + c * data_stride) // 8
-        line, column = out[at : at + length], words[c * length : (c + 1) * length]
-        for i in range(length):  # of slices: for all LLVM knows, plain indices may be negative
-            line[i] = column[i]
-
-
-class Room(NamedTuple):
-    """Scratch memory for a tile."""
+class Scratch(NamedTuple):
+    """Memory for what the passes over a tile leave to each other."""
 
     padded: np.ndarray  # these two hold items of x
     column_amax: np.ndarray
@@ -302,36 +261,36 @@ class Room(NamedTuple):
     code: np.ndarray
     reciprocal: np.ndarray
     spread: np.ndarray
-    odd: np.ndarray  # uint8, as the rest
+    inexact: np.ndarray  # uint8, as the rest
     codes: np.ndarray
-    turned: np.ndarray
+    transposed: np.ndarray
     packed: np.ndarray
 
 
-def make_room(x: np.ndarray, geometry: Geometry, spec: Spec) -> Room:
+def make_scratch(x: np.ndarray, geometry: Geometry, spec: Spec) -> Scratch:
     width, strip = geometry.width, geometry.block_rows * geometry.width
     padded = strip if geometry.columns % geometry.block_columns else 0
     codes = strip * geometry.depth if spec.bits < 8 else 0
-    turned = codes if geometry.turned else 0
-    return Room(
+    transposed = codes if geometry.transposed else 0
+    return Scratch(
         np.empty(padded, x.dtype),
         np.empty(width, x.dtype),
         *np.empty((4, width), np.int32),
         np.empty(width, np.uint8),
         np.empty(codes, np.uint8),
-        *np.empty((2, turned), np.uint8),
+        *np.empty((2, transposed), np.uint8),
     )
 
 
 @spliced
 def quantize_tiles(
-    x, data, scale8, scale32, geometry, spec, encode_scale, table, room, first, last
+    x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
 ):
     """Quantize tiles ``first`` to ``last`` of a tensor.
 
     ``x`` (uint16, int16 or int32), ``data`` (uint8) and one of ``scale8`` (uint8) and ``scale32``
     (int32) are flat and contiguous in memory; the other scale is empty. ``table`` and
-    ``encode_scale`` come from :func:`ue4m3_reciprocals`, ``room`` from :func:`make_room`.
+    ``encode_scale`` come from :func:`ue4m3_reciprocals`, ``scratch`` from :func:`make_scratch`.
     """
     g = geometry
     height, size, width = g.block_rows, g.block_columns, g.width
@@ -352,43 +311,44 @@ def quantize_tiles(
             start, stride = lead * g.lead_stride + top * g.row_stride + left, g.row_stride
             source = x, start, stride, rows
             if columns < n:
-                _pad(source, columns, n, room.padded)
-                source = room.padded, 0, n, rows
+                _pad(source, columns, n, scratch.padded)
+                source = scratch.padded, 0, n, rows
             to = (lead * g.data_rows + top) * g.data_columns + left
             target = data, to, g.data_columns, out_rows, out_columns
             if spec.bits < 8:
                 to = (strip - first_strip) * height * width
-                target = room.codes, to, width, out_rows, out_columns
+                target = scratch.codes, to, width, out_rows, out_columns
 
-            _amax(source, height, size, room.column_amax[:n], room.amax[:blocks])
-            found_odd = _scales(
-                room.amax[:blocks], spec, encode_scale, table, room.code, room.reciprocal, room.odd
-            )
-            factor = room.reciprocal
+            _amax(source, height, size, scratch.column_amax[:n], scratch.amax[:blocks])
+            found_inexact = _scales(
+                scratch.amax[:blocks], spec, encode_scale, table, scratch.code,
+                scratch.reciprocal, scratch.inexact,
+            )  # fmt: skip
+            factor = scratch.reciprocal
             if size > 1:
-                factor = room.spread
-                _spread(room.reciprocal, size, factor[:n])
+                factor = scratch.spread
+                _spread(scratch.reciprocal, size, factor[:n])
             _encode(source, target, n, factor, spec)
-            if found_odd:
+            if found_inexact:
                 for b in range(blocks):
-                    if room.odd[b]:
-                        room.code[b] = _exact_block(
+                    if scratch.inexact[b]:
+                        scratch.code[b] = _exact_block(
                             source, target, b * size, size, spec, encode_scale, table
                         )
 
             at = (lead * g.strips + strip) * scale_columns + left // size
-            _store_scales(room.code[:blocks], scale8, scale32, at)
-            if spec.bits < 8 and not g.turned:
+            _store_scales(scratch.code[:blocks], scale8, scale32, at)
+            if spec.bits < 8 and not g.transposed:
                 for r in range(out_rows):
                     at = ((lead * g.data_rows + top + r) * g.data_columns + left) * spec.bits // 8
-                    _pack(room.codes[r * width : r * width + n], spec.bits, data[at:])
+                    pack(scratch.codes[r * width : r * width + n], spec.bits, data[at:])
 
-        if g.turned:
+        if g.transposed:
             line_length = g.data_rows * spec.bits // 8
             at = (lead * g.columns + left) * line_length + first_strip * height * spec.bits // 8
-            _pack_columns(
-                room.codes, strips * height, columns, width, spec.bits, room.turned, room.packed,
-                data, at, line_length,
+            pack_columns(
+                scratch.codes, strips * height, columns, width, spec.bits, scratch.transposed,
+                scratch.packed, data, at, line_length,
             )  # fmt: skip
 
 

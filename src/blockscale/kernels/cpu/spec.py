@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...formats import E8M0, FP32, Element, Format, Scale
-from ...rounding import _MANTISSA_LIMIT, decode, scale_bits
+from ...rounding import MANTISSA_LIMIT, decode, scale_bits
 
 POWER_OF_TWO, NEAREST_FP32, NEAREST_UE4M3 = 0, 1, 2
 
@@ -53,7 +53,7 @@ class Geometry(NamedTuple):
     depth: int  # strips of a tile
     segments: int  # tiles of a strip
     width: int  # columns of a tile
-    turned: int  # 1: packed data along axis -2, stored (leads, columns, packed rows)
+    transposed: int  # 1: packed data along axis -2, stored (leads, columns, packed rows)
 
     @property
     def tiles(self) -> int:
@@ -86,7 +86,7 @@ def specify(format: Format, scale_rounding: str, nonfinite: str) -> Spec:
         nan_code=element.max_code if element.nan_code is None else element.nan_code,
         block_nan_code=element.nan_code or 0,
         kind=POWER_OF_TWO if power_of_two else NEAREST_FP32 if scale is FP32 else NEAREST_UE4M3,
-        limit=_MANTISSA_LIMIT[scale_rounding](element) if power_of_two else 0,
+        limit=MANTISSA_LIMIT[scale_rounding](element) if power_of_two else 0,
         max_exponent=element.max_exponent,
         min_byte=1 if scale is FP32 else 0,
         shift=23 if scale is FP32 else 0,
@@ -122,8 +122,8 @@ def geometry(x: Tensor, format: Format, axis: int) -> Geometry:
         data_columns = -(-columns // size) * size
     else:
         data_rows = -(-rows // height) * height
-    turned = axis == -2 and packed
-    width = 2048 if height == 1 else 256 if turned else 512
+    transposed = axis == -2 and packed
+    width = 2048 if height == 1 else 256 if transposed else 512
     width = max(width // size, 1) * size
     return Geometry(
         leads=leads,
@@ -136,8 +136,8 @@ def geometry(x: Tensor, format: Format, axis: int) -> Geometry:
         block_rows=height,
         block_columns=size,
         strips=-(-rows // height),
-        depth=max(64 // format.element.stored(height), 1) if turned else 1,  # whole cache lines
+        depth=max(64 // format.element.stored(height), 1) if transposed else 1,  # whole cache lines
         segments=-(-columns // width),
         width=width,
-        turned=int(turned),
+        transposed=int(transposed),
     )

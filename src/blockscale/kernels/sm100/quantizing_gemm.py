@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...formats import NONFINITE, choose, get_format
+from ...checks import choose
+from ...formats import NONFINITE, get_format
 from ...layouts import get_layout
 from ..common.calls import Alpha, check_rest, describe_alpha
 from ..common.template import template

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..watching import is_transformed
 
-__all__ = ["once"]
+__all__ = ["refuse_double_backward"]
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -20,7 +20,7 @@ _SENTENCE = (
 )
 
 
-def once(gradients: Gradients, *sources: Tensor) -> Gradients:
+def refuse_double_backward(gradients: Gradients, *sources: Tensor) -> Gradients:
     """The gradients, which depend on ``sources``. Differentiating them is an error, never silence.
 
     torch's once_differentiable lets gradients pass as constants where the incoming one is constant,
@@ -33,11 +33,11 @@ def once(gradients: Gradients, *sources: Tensor) -> Gradients:
     if not is_transformed():
         raise NotImplementedError(_SENTENCE)
     anchor = torch.stack([x.flatten()[:0].sum(dtype=torch.float32) for x in sources])
-    made = iter(_Once.apply(anchor, *(g for g in gradients if g is not None)))
+    made = iter(_Refuse.apply(anchor, *(g for g in gradients if g is not None)))
     return tuple(None if g is None else next(made) for g in gradients)
 
 
-class _Once(torch.autograd.Function):
+class _Refuse(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod

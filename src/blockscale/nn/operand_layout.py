@@ -10,10 +10,10 @@ import torch
 
 from ..remember import remembered
 
-__all__ = ["Placement", "placement"]
+__all__ = ["OperandLayout", "operand_layout"]
 
 
-class Placement(NamedTuple):
+class OperandLayout(NamedTuple):
     """What :func:`blockscale.quantize` is asked for."""
 
     layout: str = "compact"
@@ -39,7 +39,7 @@ _ANYWHERE = _Wants({}, k_major=False)
 
 
 @remembered
-def placement(format: str, device: torch.device) -> Placement:
+def operand_layout(format: str, device: torch.device) -> OperandLayout:
     """Of operands of ``format`` on ``device``.
 
     Hopper multiplies 8-bit operands only where the contraction is contiguous, and its kernels load
@@ -47,7 +47,7 @@ def placement(format: str, device: torch.device) -> Placement:
     in the tiles that its tensor cores read.
     """
     wants = _WANTS.get(_capability(device.index), _ANYWHERE) if device.type == "cuda" else _ANYWHERE
-    return Placement(wants.layouts.get(format, "compact"), wants.k_major)
+    return OperandLayout(wants.layouts.get(format, "compact"), wants.k_major)
 
 
 def _capability(index: int | None) -> int:

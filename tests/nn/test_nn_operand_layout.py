@@ -1,6 +1,6 @@
 """The layer with operands placed as a GPU wants them: the same numbers, one read of each tensor.
 
-The placement is that of Hopper or Blackwell, the device a CPU: what is asserted needs no kernel.
+The layout is that of Hopper or Blackwell, the device a CPU: what is asserted needs no kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 import blockscale as bs
 from blockscale import ops
-from blockscale.nn import Linear, forms, linear, placement
+from blockscale.nn import Linear, forms, linear, operand_layout
 from stand_in import gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -29,12 +29,12 @@ HOPPER, BLACKWELL = 9, 10  # compute capability, before the dot
 
 def place(monkeypatch, capability):
     """As on a GPU with this compute capability."""
-    monkeypatch.setattr(placement, "_capability", lambda index: capability)
+    monkeypatch.setattr(operand_layout, "_capability", lambda index: capability)
 
     def on_cuda(format, device):
-        return placement.placement.__wrapped__(format, CUDA)
+        return operand_layout.operand_layout.__wrapped__(format, CUDA)
 
-    monkeypatch.setattr(forms, "placement", on_cuda)
+    monkeypatch.setattr(forms, "operand_layout", on_cuda)
 
 
 @pytest.fixture(params=[HOPPER, BLACKWELL])
@@ -172,7 +172,7 @@ def test_compiled(capability):
         assert torch.equal(a, b)
 
 
-# --- the placements themselves --------------------------------------------------------------------
+# --- the layouts themselves -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ def test_compiled(capability):
         (12, "mxfp8", "compact", False),
     ],
 )
-def test_placements(monkeypatch, capability, format, layout, k_major):
-    monkeypatch.setattr(placement, "_capability", lambda index: capability)
-    assert placement.placement.__wrapped__(format, CUDA) == (layout, k_major)
-    assert placement.placement.__wrapped__(format, CPU) == ("compact", False)
+def test_operand_layouts(monkeypatch, capability, format, layout, k_major):
+    monkeypatch.setattr(operand_layout, "_capability", lambda index: capability)
+    assert operand_layout.operand_layout.__wrapped__(format, CUDA) == (layout, k_major)
+    assert operand_layout.operand_layout.__wrapped__(format, CPU) == ("compact", False)
 
 
 def test_the_capability_is_a_constant_to_the_compiler(monkeypatch):
@@ -203,6 +203,6 @@ def test_the_capability_is_a_constant_to_the_compiler(monkeypatch):
 
     @torch.compile(fullgraph=True, backend="eager")
     def function(x):
-        return x + placement._capability(0)
+        return x + operand_layout._capability(0)
 
     assert function(torch.zeros(2)).tolist() == [9, 9]

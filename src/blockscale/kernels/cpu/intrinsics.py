@@ -1,0 +1,124 @@
+# mypy: ignore-errors
+"""Instructions that numba has no function for, written in LLVM."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+def _binary(name, result, left, right):
+    def typed(context, a, b):
+        return result(left, right), lambda _, builder, __, args: getattr(builder, name)(*args)
+
+    return intrinsic(typed)
+
+
+def _bitcast(result, given, llvm):
+    def typed(context, v):
+        return result(given), lambda _, builder, __, args: builder.bitcast(args[0], llvm)
+
+    return intrinsic(typed)
+
+
+shl = _binary("shl", types.int32, types.int32, types.int32)
+shr = _binary("lshr", types.int32, types.int32, types.int32)
+as_float = _bitcast(types.float32, types.int32, ir.FloatType())
+as_bits = _bitcast(types.int32, types.float32, ir.IntType(32))
+
+
+def _vector_pointer(context, builder, array_type, array, index, lanes):
+    """Pointer to items of a contiguous array, as a vector, and the vector's type."""
+    pointer = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+    vector = ir.VectorType(context.get_data_type(array_type.dtype), lanes)
+    return builder.bitcast(pointer, vector.as_pointer()), vector
+
+
+def _amax(lanes):
+    """Largest magnitude of so many items (integers of 16 or 32 bits, sign on top) from an index."""
+
+    def typed(context, array, index):
+        def generate(context, builder, signature, args):
+            pointer, vector = _vector_pointer(context, builder, array, *args, lanes)
+            bits = vector.element.width
+            value = builder.load(pointer, align=bits // 8, typ=vector)
+            value = builder.and_(value, ir.Constant(vector, [(1 << (bits - 1)) - 1] * lanes))
+            name = f"llvm.vector.reduce.umax.v{lanes}i{bits}"
+            kind = ir.FunctionType(vector.element, [vector])
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [value])
+
+        return array.dtype(array, types.intp), generate
+
+    return intrinsic(typed)
+
+
+amax16, amax32 = _amax(16), _amax(32)
+
+
+@intrinsic
+def fill16(context, array, index, value):
+    """Store ``value`` in 16 items."""
+
+    def generate(context, builder, signature, args):
+        pointer, vector = _vector_pointer(context, builder, array, *args[:2], 16)
+        filled = ir.Constant(vector, ir.Undefined)
+        for lane in range(16):
+            filled = builder.insert_element(filled, args[2], ir.Constant(ir.IntType(32), lane))
+        builder.store(filled, pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, array.dtype), generate
+
+
+@intrinsic
+def transpose16(context, source, start, stride, out, to, out_stride):
+    """Transpose 16 x 16 bytes: four perfect shuffles of its rows."""
+
+    def generate(context, builder, signature, args):
+        def row(array_type, array, start, stride, i):
+            index = builder.add(start, builder.mul(stride, ir.Constant(stride.type, i)))
+            return _vector_pointer(context, builder, array_type, array, index, 16)
+
+        def interleave(a, b, first):
+            lanes = [first + i // 2 + 16 * (i % 2) for i in range(16)]
+            return builder.shuffle_vector(
+                a, b, ir.Constant(ir.VectorType(ir.IntType(32), 16), lanes)
+            )
+
+        given = [row(source, *args[:3], i) for i in range(16)]
+        rows = [builder.load(pointer, align=1, typ=vector) for pointer, vector in given]
+        for _ in range(4):
+            pairs = zip(rows[:8], rows[8:], strict=True)
+            rows = [interleave(a, b, first) for a, b in pairs for first in (0, 8)]
+        for i in range(16):
+            builder.store(rows[i], row(out, *args[3:], i)[0], align=1)
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(source, index, index, out, index, index), generate
+
+
+@intrinsic
+def squares16(context, array, index):
+    """Sum of squares in fp64 of 16 fp32 numbers (as int32), in the same order everywhere."""
+
+    def generate(context, builder, signature, args):
+        pointer, _ = _vector_pointer(context, builder, array, *args, 16)
+        vector = ir.VectorType(ir.FloatType(), 16)
+        pointer = builder.bitcast(pointer, vector.as_pointer())
+        wide = builder.fpext(
+            builder.load(pointer, align=4, typ=vector), ir.VectorType(ir.DoubleType(), 16)
+        )
+        total = builder.fmul(wide, wide)
+        for half in (8, 4, 2, 1):
+            low, high = (
+                ir.Constant(ir.VectorType(ir.IntType(32), half), list(range(i, i + half)))
+                for i in (0, half)
+            )
+            halves = (builder.shuffle_vector(total, total, each) for each in (low, high))
+            total = builder.fadd(*halves)
+        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+    return types.float64(array, types.intp), generate

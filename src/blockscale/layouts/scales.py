@@ -1,0 +1,44 @@
+"""Scales of a tensor, blocked along either axis: compact, and as a layout stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Layout
+from .grouped import Grouped
+
+__all__ = ["swizzle_scale", "unswizzle_scale"]
+
+
+def swizzle_scale(scale: Tensor, axis: int, layout: Layout, offsets: Tensor | None) -> Tensor:
+    """Compact scales of a tensor blocked along ``axis``, as ``layout`` stores them.
+
+    ``offsets``: the end of each group of rows, where each starts on a tile of its own.
+    Raises ValueError unless there is one matrix of them, of a size that the layout can hold.
+    """
+    if layout.name == "compact":
+        return scale
+    matrix = scale if axis == -1 else scale.mT
+    return layout.swizzle(matrix) if offsets is None else Grouped(layout).swizzle(matrix, offsets)
+
+
+def unswizzle_scale(
+    stored: Tensor,
+    axis: int,
+    layout: Layout,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    offsets: Tensor | None,
+) -> Tensor:
+    """The inverse of :func:`swizzle_scale`: compact scales of ``shape``, as ``dtype``."""
+    if layout.name == "compact":
+        return stored
+    rows, blocks = shape if axis == -1 else reversed(shape)
+    if offsets is None:
+        matrix = layout.unswizzle(stored, (rows, blocks), dtype)
+    else:
+        matrix = Grouped(layout).unswizzle(stored, (rows, blocks), dtype, offsets)
+    return matrix if axis == -1 else matrix.mT
