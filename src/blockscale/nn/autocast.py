@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.backends import mha
 from torch.overrides import TorchFunctionMode
@@ -15,6 +18,8 @@ from .linear import linear
 from .recipe import Recipe, check_training_recipe
 
 __all__ = ["autocast"]
+
+_CHECKPOINT = torch.utils.checkpoint.__file__
 
 
 class autocast(TorchFunctionMode):
@@ -30,6 +35,13 @@ class autocast(TorchFunctionMode):
     ...     loss = model(batch)
 
     Raises TypeError for a recipe that is none, ValueError for one that quantizes weights only.
+    A product in torch.utils.checkpoint raises RuntimeError where autocast was entered outside: the
+    backward computes the product again, and outside of it. Convert the model, or enter it inside:
+
+    >>> def contexts():
+    ...     return bs.autocast(bs.Recipe("mxfp8")), bs.autocast(bs.Recipe("mxfp8"))
+    >>> checkpoint = torch.utils.checkpoint.checkpoint
+    >>> y = checkpoint(model, batch, use_reentrant=False, context_fn=contexts)
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -37,8 +49,11 @@ class autocast(TorchFunctionMode):
         super().__init__()
         self.recipe = recipe
         self._turned_off: list[bool] = []
+        self._entered_in: list[int | None] = []  # so many checkpoint frames; compiled: not known
 
     def __enter__(self) -> autocast:
+        known = not torch.compiler.is_compiling()
+        self._entered_in.append(_checkpoint_frames() if known else None)
         # Eager code sees the mode and leaves them; code that is compiled does not. Through the
         # variable, as torch.compile does not trace the function that sets it.
         self._turned_off.append(mha._is_fastpath_enabled)
@@ -47,6 +62,7 @@ class autocast(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._entered_in.pop()
         if self._turned_off.pop():  # whoever did: of several threads, too, it is on in the end
             mha._is_fastpath_enabled = True
 
@@ -59,11 +75,31 @@ class autocast(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
+            self._check_recomputed()
             return linear(*_linear_arguments(*args, **kwargs), recipe=self.recipe)
         if func is F.multi_head_attention_forward:
             with self:  # torch has switched it off for what func calls
                 return _attention(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _check_recomputed(self) -> None:
+        entered_in = self._entered_in[-1]
+        if entered_in is not None and _checkpoint_frames() > entered_in:
+            raise RuntimeError(
+                "bs.autocast: torch.utils.checkpoint computes this product again in the backward, "
+                "outside of autocast and in high precision; use bs.convert(model, recipe), enter "
+                "autocast in the function that is checkpointed, or pass use_reentrant=False, "
+                "context_fn=lambda: (bs.autocast(recipe), bs.autocast(recipe)) to checkpoint"
+            )
+
+
+@torch.compiler.assume_constant_result
+def _checkpoint_frames() -> int:
+    """How many frames of torch.utils.checkpoint are on the stack."""
+    count, frame = 0, sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        count += frame.f_code.co_filename == _CHECKPOINT
+    return count
 
 
 def _linear_arguments(
