@@ -529,6 +529,14 @@ def test_a_lazily_negated_tensor() -> None:
     x = torch.randn(8, 64)
     for name in ("mxfp8", "nvfp4"):
         assert torch.equal(bs.quantize(torch._neg_view(x), name), bs.quantize(-x, name))
+        apart = torch._neg_view(x)[::2, 32:]  # whose rows do not lie together
+        assert torch.equal(bs.quantize(apart, name), bs.quantize(apart.clone(), name))
+
+
+def test_zeros_without_memory() -> None:
+    zeros = torch._efficientzerotensor((8, 64))
+    for name in ("mxfp8", "nvfp4"):
+        assert torch.equal(bs.quantize(zeros, name), bs.quantize(torch.zeros(8, 64), name))
 
 
 def test_memory_lives_as_long_as_its_array() -> None:
