@@ -298,6 +298,7 @@ class Linear(torch.nn.Linear):
         return linear(x, self.weight, self.bias, recipe=self.recipe)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        forget_weights()  # torch.utils.swap_tensors refuses a weight that is remembered
         super()._load_from_state_dict(*args, **kwargs)
         forget_weights()  # what was loaded may be the shards of a weight that is gathered
 
