@@ -552,6 +552,14 @@ def test_memory_lives_as_long_as_its_array() -> None:
     assert memory_of(torch.empty(0), np.float32, 0).size == 0
 
 
+def test_memory_that_was_freed() -> None:
+    x = torch.randn(8, 64)
+    x.untyped_storage().resize_(0)
+    for name in ("mxfp8", "nvfp4"):
+        with pytest.raises(ValueError, match=r"tensor was freed"):
+            bs.quantize(x, name)
+
+
 def test_a_thread_that_outlives_the_main_one():
     """Python then takes no new work for pools; the thread does it alone."""
     script = """
