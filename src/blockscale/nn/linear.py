@@ -16,7 +16,7 @@ from .once import once
 from .recipe import PRODUCTS, Recipe
 from .reuse import forget_weights, quantized_weight
 
-__all__ = ["Linear", "as_leading", "linear", "output_dtype"]
+__all__ = ["Linear", "as_leading", "check_shapes", "linear", "output_dtype"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -78,20 +78,32 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             "blockscale.nn.linear has no forward-mode derivative (jvp, jacfwd, dual tensors); "
             "differentiate in reverse (backward, torch.func.grad), or leave the layer in torch.nn"
         )
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise NotImplementedError(
-            "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"
-        )
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
-        )
+    check_shapes(x, weight, bias)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype not in DTYPES:
             raise TypeError(
                 f"{name}: got {tensor.dtype}; expected one of {', '.join(map(str, DTYPES))}: cast "
                 "the model and its inputs, or leave the layer in torch.nn (filter_fn)"
             )
+
+
+def check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless these can be multiplied and added, in rows."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"
+        )
+    if x.is_nested or x.is_sparse:
+        raise TypeError(
+            f"x: got a {'nested' if x.is_nested else 'sparse'} tensor; expected a dense one: call "
+            "the layer with its values, or leave it in torch.nn (filter_fn)"
+        )
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(f"bias: got {tuple(bias.shape)}; expected ({weight.shape[0]},)")
 
 
 def _products(recipe: Recipe) -> dict[str, bool]:

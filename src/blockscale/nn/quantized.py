@@ -15,7 +15,7 @@ from ..quantize import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_transformed
 from .forms import quantize_forms
-from .linear import as_leading, output_dtype
+from .linear import as_leading, check_shapes, output_dtype
 from .placement import placement
 from .recipe import Recipe, check_recipe
 
@@ -46,10 +46,7 @@ def quantized_linear(
             f"weight: got a plain {weight.dtype} tensor; expected a ScaledTensor: call "
             "blockscale.quantize, or blockscale.nn.linear for a high-precision weight"
         )
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
-        )
+    check_shapes(x, weight, bias)
     if x.dtype not in DTYPES:
         raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
     if weight.requires_grad and torch.is_grad_enabled():
