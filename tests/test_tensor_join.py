@@ -198,6 +198,19 @@ def test_compiled_joins():
         join(q, r)
 
 
+def test_a_part_keeps_the_global_scale_of_the_whole():
+    q, r = (bs.quantize(factor * values(64, 128), "nvfp4") for factor in (1, 9))
+    before = q.clone()
+    with pytest.raises(ValueError, match="part of a tensor that has another global scale"):
+        q[:32] = r[:32]
+    assert torch.equal(q, before)
+    q[:32] = before[32:]
+    assert torch.equal(q, torch.cat([before[32:], before[32:]]))
+    q.copy_(r)  # as a whole
+    q.mT.copy_(r.mT)
+    assert torch.equal(q, r)
+
+
 def test_T_and_bytes():
     q = bs.quantize(values(64, 128), "mxfp8")
     assert torch.equal(q.T, q.mT)

@@ -29,8 +29,16 @@ def memory_of(x: Tensor, dtype: DTypeLike, count: int) -> np.ndarray:
     >>> x = torch.ones(3)
     >>> memory_of(x, np.int32, x.numel()).tolist()
     [1065353216, 1065353216, 1065353216]
+
+    Raises ValueError where there is no memory.
     """
     x = x.resolve_neg()  # else a lazily negated tensor's memory has the other sign
-    memory = _Memory.from_address(x.data_ptr())
+    address = x.data_ptr()
+    if count and not address:  # numpy would take other memory
+        raise ValueError(
+            f"x: the memory of this {tuple(x.shape)} tensor was freed (FSDP frees the weights that "
+            "it gathered): use it before that"
+        )
+    memory = _Memory.from_address(address)
     memory.owner = x
     return np.frombuffer(memory, dtype, count)

@@ -48,7 +48,8 @@ def quantize(
         nonfinite: ``"propagate"``: a NaN or infinity makes its whole block NaN. ``"te"``: as
             Transformer Engine, a NaN stays alone and an infinity saturates.
         global_scale: fp32 multiplier that dequantizes, for formats with one (NVFP4); default
-            ``amax(x) / (448 * 6)``, which costs a second read of ``x``.
+            ``amax(x) / (448 * 6)``, which costs a second read of ``x``. It is kept, as ``offsets``
+            are, not copied: writing to one later changes what the result stands for.
         pad: allow a contraction that is not a multiple of the block: the data is then padded with
             zeros to whole blocks, ``shape`` stays that of ``x``.
         offsets: int32 (groups,), ascending: the end of each expert's rows (dimension -2). With

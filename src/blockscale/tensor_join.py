@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .layouts import as_bytes
 from .tensor import RULES, ScaledTensor
-from .tensor_rules import check_dim, check_whole, extent_of, slice_of
+from .tensor_rules import check_dim, check_whole, extent_of, same_scalar, slice_of
 
 __all__: list[str] = []
 
@@ -37,24 +37,12 @@ def _alike(what: str, tensors: Sequence[Any]) -> list[ScaledTensor]:
             raise ValueError(
                 f"{what}: tensors[0] is on {first.device}, tensors[{i}] on {q.device}; move it"
             )
-        if not _same_scalar(what, q.global_scale, first.global_scale):
+        if not same_scalar(what, q.global_scale, first.global_scale):
             raise ValueError(
                 f"{what}: tensors[0] and tensors[{i}] have different global scales; quantize them "
                 "with one: blockscale.quantize(..., global_scale=the largest of all)"
             )
     return list(tensors)
-
-
-def _same_scalar(what: str, a: Tensor | None, b: Tensor | None) -> bool:
-    """Of global scales on one device, by their bytes; those on meta have none that could differ."""
-    if a is None or b is None or a is b or a.is_meta:
-        return True  # a format has them or not
-    if torch.compiler.is_compiling():
-        raise TypeError(
-            f"{what}: compiled code cannot see whether global scales are the same; join the "
-            "tensors outside of it, or quantize the joined high-precision tensor"
-        )
-    return torch.equal(a.reshape(1).view(torch.int32), b.reshape(1).view(torch.int32))
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:

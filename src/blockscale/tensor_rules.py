@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .tensor import RULES, ScaledTensor, transposed
 
-__all__ = ["check_dim", "check_whole", "extent_of", "slice_of"]
+__all__ = ["check_dim", "check_whole", "extent_of", "same_scalar", "slice_of"]
 
 aten = torch.ops.aten
 
@@ -31,6 +31,18 @@ def check_whole(what: str, q: ScaledTensor) -> None:
         )
     if q.layout_name != "compact":
         raise TypeError(f"{what}: {q} has scales of one matrix; use .to_layout('compact') first")
+
+
+def same_scalar(what: str, a: Tensor | None, b: Tensor | None) -> bool:
+    """Of global scales on one device, by their bytes; those on meta have none that could differ."""
+    if a is None or b is None or a is b or a.is_meta:
+        return True  # a format has them or not
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            f"{what}: compiled code cannot see whether global scales are the same; do this outside "
+            "of it, or to the high-precision tensor and quantize that"
+        )
+    return torch.equal(a.reshape(1).view(torch.int32), b.reshape(1).view(torch.int32))
 
 
 def _map_rule(func: Any) -> Callable[..., ScaledTensor]:
@@ -172,6 +184,17 @@ def _copy_(q: ScaledTensor, source: Tensor, non_blocking: bool = False) -> Scale
         raise TypeError(
             f"copy_: {q} can be overwritten as a whole by a ScaledTensor of the same format, "
             f"shape, axis, layout and dtype; got {given}"
+        )
+    scalar, given_scalar = q.global_scale, source.global_scale
+    if (
+        scalar is not None
+        and given_scalar is not None
+        and q.qdata.nbytes < q.qdata.untyped_storage().nbytes()
+        and not same_scalar("copy_", scalar, given_scalar.to(scalar.device))
+    ):
+        raise ValueError(
+            f"copy_: {q} is a part of a tensor that has another global scale than the source; "
+            "quantize the source with that: blockscale.quantize(..., global_scale=...)"
         )
     for name, part in q._parts().items():
         part.copy_(source._parts()[name], non_blocking)

@@ -548,6 +548,14 @@ def test_a_lazily_negated_tensor() -> None:
     x = torch.randn(8, 64)
     for name in ("mxfp8", "nvfp4"):
         assert torch.equal(bs.quantize(torch._neg_view(x), name), bs.quantize(-x, name))
+        apart = torch._neg_view(x)[::2, 32:]  # whose rows do not lie together
+        assert torch.equal(bs.quantize(apart, name), bs.quantize(apart.clone(), name))
+
+
+def test_zeros_without_memory() -> None:
+    zeros = torch._efficientzerotensor((8, 64))
+    for name in ("mxfp8", "nvfp4"):
+        assert torch.equal(bs.quantize(zeros, name), bs.quantize(torch.zeros(8, 64), name))
 
 
 def test_memory_lives_as_long_as_its_array() -> None:
@@ -561,6 +569,14 @@ def test_memory_lives_as_long_as_its_array() -> None:
     gc.collect()
     assert alive() is None
     assert memory_of(torch.empty(0), np.float32, 0).size == 0
+
+
+def test_memory_that_was_freed() -> None:
+    x = torch.randn(8, 64)
+    x.untyped_storage().resize_(0)
+    for name in ("mxfp8", "nvfp4"):
+        with pytest.raises(ValueError, match=r"tensor was freed"):
+            bs.quantize(x, name)
 
 
 def test_a_thread_that_outlives_the_main_one():

@@ -127,6 +127,29 @@ def test_zero_rows(recipe):
         assert x.grad.shape == shape
 
 
+def test_what_is_no_matrix():
+    """One bias for a layer, not for each row; x dense, and as it is."""
+    weight, x = torch.randn(32, 64), torch.randn(2, 64)
+    q = bs.quantize(weight, "mxfp8")
+    only = bs.Recipe("mxfp8", activations="bfloat16")
+    plain = bs.Recipe("mxfp8", high_precision=("fprop",))
+    for call in (
+        lambda x, bias: quantized_linear(x, q, bias, recipe=only),
+        lambda x, bias: bs.nn.linear(x, weight, bias, recipe=plain),
+    ):
+        for shape in ((1,), (2, 32)):
+            with pytest.raises(ValueError, match=r"bias: .*; expected \(32,\)"):
+                call(x, torch.randn(shape))
+        for given, kind in (
+            (x.to_sparse(), "sparse"),
+            (torch.nested.nested_tensor([x, x], layout=torch.jagged), "nested"),
+        ):
+            with pytest.raises(TypeError, match=f"x: got a {kind} tensor"):
+                call(given, None)
+        with pytest.raises(NotImplementedError, match="trace cannot record"):
+            torch.jit.trace(lambda x, call=call: call(x, None), (x,))
+
+
 def test_what_cannot_be_multiplied():
     layer = bs.quantize_(nn.Linear(96, 40), bs.Recipe())
     for shape in ((), (4, 95)):

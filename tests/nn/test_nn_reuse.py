@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.utils.weak import WeakIdKeyDictionary
 
 import blockscale as bs
 from blockscale import ops
@@ -135,7 +134,7 @@ run = ops.global_scale
 
 @pytest.fixture
 def unsaid(monkeypatch):
-    monkeypatch.setattr(reuse, "_passes", WeakIdKeyDictionary())
+    monkeypatch.setattr(reuse, "_passes", {})
 
 
 def test_the_hundredth_pass_says_once_how_to_reuse(layer, unsaid):
@@ -152,7 +151,7 @@ def test_the_hundredth_pass_says_once_how_to_reuse(layer, unsaid):
 
 
 def test_another_thread_may_say_the_hint(layer, monkeypatch):
-    class Passes(WeakIdKeyDictionary):
+    class Passes(dict):
         def get(self, key, default=None):
             reuse._passes = None
             return super().get(key, default)
@@ -257,6 +256,20 @@ def test_an_optimizer_step_refreshes(layer, optimizer, options):
         assert not torch.equal(layer(X), before)
 
 
+def test_an_optimizer_step_that_fails_halfway_refreshes():
+    layer = Linear(64, 32)
+    optimizer = torch.optim.SGD([{"params": [p]} for p in layer.parameters()], lr=0.1, fused=True)
+    with bs.reuse_weights():
+        before = layer(X)
+        before.sum().backward()
+        layer.bias.grad = torch.zeros(32).to_sparse()
+        with pytest.raises(RuntimeError, match="sparse"):
+            optimizer.step()
+        want = linear(X, layer.weight.detach().clone(), layer.bias, recipe=layer.recipe)
+        assert not torch.equal(want, before)
+        assert torch.equal(layer(X), want)
+
+
 @pytest.fixture
 def block():
     with bs.reuse_weights():
@@ -279,6 +292,23 @@ def test_load_state_dict_refreshes(layer, block, assign):
     other = Linear(64, 32, bias=False)
     layer.load_state_dict(other.state_dict(), assign=assign)
     assert torch.equal(layer(X), other(X))
+
+
+@pytest.fixture
+def swapped(monkeypatch):
+    """Modules swap their parameters instead of changing what is in them."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_parameters_that_are_swapped(layer, swapped, reused):
+    other = Linear(64, 32, bias=False)
+    with bs.reuse_weights() if reused else contextlib.nullcontext():
+        layer(X)
+        layer.load_state_dict(other.state_dict())
+        assert torch.equal(layer(X), other(X))
+    layer.bfloat16()
+    assert torch.equal(layer(X.bfloat16()), fresh(layer))
 
 
 def test_load_state_dict_refreshes_what_was_gathered(block):

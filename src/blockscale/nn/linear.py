@@ -78,11 +78,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             "blockscale.nn.linear has no forward-mode derivative (jvp, jacfwd, dual tensors); "
             "differentiate in reverse (backward, torch.func.grad), or leave the layer in torch.nn"
         )
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise NotImplementedError(
-            "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"
-        )
-    check_shapes(x, weight)
+    check_shapes(x, weight, bias)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype not in DTYPES:
             raise TypeError(
@@ -91,12 +87,23 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             )
 
 
-def check_shapes(x: Tensor, weight: Tensor) -> None:
-    """ValueError unless ``x @ weight.T`` can be."""
+def check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless these can be multiplied and added, in rows."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"
+        )
+    if x.is_nested or x.is_sparse:
+        raise TypeError(
+            f"x: got a {'nested' if x.is_nested else 'sparse'} tensor; expected a dense one: call "
+            "the layer with its values, or leave it in torch.nn (filter_fn)"
+        )
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (..., K), (N, K)"
         )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(f"bias: got {tuple(bias.shape)}; expected ({weight.shape[0]},)")
 
 
 def _quantized_products(recipe: Recipe) -> dict[str, bool]:
@@ -308,6 +315,7 @@ class Linear(torch.nn.Linear):
         return linear(x, self.weight, self.bias, recipe=self.recipe)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        forget_weights()  # torch.utils.swap_tensors refuses a weight that is remembered
         super()._load_from_state_dict(*args, **kwargs)
         forget_weights()  # what was loaded may be the shards of a weight that is gathered
 

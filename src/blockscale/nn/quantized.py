@@ -47,7 +47,7 @@ def quantized_linear(
             f"weight: got a plain {weight.dtype} tensor; expected a ScaledTensor: call "
             "blockscale.quantize, or blockscale.nn.linear for a high-precision weight"
         )
-    check_shapes(x, weight)
+    check_shapes(x, weight, bias)
     if x.dtype not in DTYPES:
         raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
     if weight.requires_grad and torch.is_grad_enabled():

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..watching import unwatched
@@ -18,6 +21,7 @@ from .forms import Forms, quantize_forms
 __all__ = ["clear_weight_cache", "forget_weights", "quantized_weight", "reuse_weights"]
 
 _HINT_AT = 100  # passes without gradients
+_COUNTED = 4096  # weights
 
 _blocks = 0  # reuse_weights blocks that are open, one in another
 _number = 0  # of the outermost; nothing of one before is used again
@@ -32,7 +36,9 @@ class _Kept(NamedTuple):
 
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> _Kept
-_passes: WeakIdKeyDictionary | None = WeakIdKeyDictionary()  # weight -> count; None: all is said
+# Id of a parameter -> its state, count; None: all is said. Of no other weights: as they go, their
+# ids do. No weak references: torch.utils.swap_tensors refuses tensors that have some.
+_passes: dict[int, tuple[Any, int]] | None = {}
 
 
 @contextmanager
@@ -53,7 +59,8 @@ def reuse_weights() -> Iterator[None]:
     Weights must not change inside the block. Optimizer steps, ``load_state_dict``, in-place
     operations and another tensor in place of the weight are seen all the same, and quantize anew.
     Not seen are writes behind torch's back: through ``.data``, NumPy or another process, and into
-    the shards of a weight that FSDP has gathered. Blocks nest: the outermost ends the reuse.
+    the shards of a weight that FSDP has gathered. Blocks nest: the outermost ends the reuse. A
+    block that is open in one thread holds in all of them.
     Compiled code, captured CUDA graphs and torch.func transforms quantize in every pass.
     """
     global _blocks, _number
@@ -127,12 +134,14 @@ def _hint(weight: Tensor) -> None:
     """Say once how to reuse weights, where the same one is quantized again and again."""
     global _passes
     passes = _passes  # another thread may say the hint meanwhile
-    if passes is None:
+    if passes is None or not isinstance(weight, torch.nn.Parameter):
         return
-    state = weight.data_ptr(), None if weight.is_inference() else weight._version
-    before, count = passes.get(weight, (state, 0))
+    state = weight.data_ptr(), weight.shape, None if weight.is_inference() else weight._version
+    before, count = passes.get(id(weight), (state, 0))
     count = count + 1 if before == state else 1
-    passes[weight] = state, count
+    if len(passes) >= _COUNTED:
+        passes.clear()
+    passes[id(weight)] = state, count
     if count >= _HINT_AT:
         _passes = None
         warnings.warn(
@@ -161,4 +170,6 @@ def clear_weight_cache() -> None:
 
 
 # Fused optimizers leave the version alone, and those of sharded weights never see the gathered one.
+# A step that fails halfway ends without the second hook.
+register_optimizer_step_pre_hook(forget_weights)
 register_optimizer_step_post_hook(forget_weights)

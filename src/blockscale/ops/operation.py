@@ -80,6 +80,9 @@ def _eager(*args: Any) -> bool:
     """Whether a function of these may be called at once, without torch's dispatcher.
 
     The dispatcher costs more than the launch of a kernel. It is needed where something looks on,
-    and for tensors that only stand for others.
+    and for tensors that only stand for others: on meta, negated lazily, zeros without memory.
     """
-    return unwatched() and _PLAIN.issuperset(map(type, args)) and not args[0].is_meta
+    if not (unwatched() and _PLAIN.issuperset(map(type, args))):
+        return False
+    x = args[0]
+    return not (x.is_meta or x.is_neg() or x._is_zerotensor())
