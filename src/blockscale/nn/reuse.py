@@ -58,9 +58,9 @@ def reuse_weights() -> Iterator[None]:
 
     Weights must not change inside the block. Optimizer steps, ``load_state_dict``, in-place
     operations and another tensor in place of the weight are seen all the same, and quantize anew.
-    Not seen are writes behind torch's back: through ``.data``, NumPy or another process, and into
-    the shards of a weight that FSDP has gathered. Blocks nest: the outermost ends the reuse. A
-    block that is open in one thread holds in all of them.
+    Not seen are writes behind torch's back: through ``.data``, storages, NumPy or another process,
+    and into the shards of a weight that FSDP has gathered. Blocks nest: the outermost ends the
+    reuse. A block that is open in one thread holds in all of them.
     Compiled code, captured CUDA graphs and torch.func transforms quantize in every pass.
     """
     global _blocks, _number
