@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from ..exclusions import GLOBS, why_left_alone
 from ..formats import Format
 from .header import Stored, show
 
 __all__ = ["DEFAULT_EXCLUDE", "reason", "select"]
 
-#: Matrices that are left as they are unless ``include`` names them, matched in lower case.
-#: Embeddings are looked up, not multiplied; the head, routers and norms are small and cost most
-#: accuracy (peers keep all of these in high precision too); a bias or another library's scale is no
-#: weight.
-DEFAULT_EXCLUDE = (
-    "*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*norm*", "*router*", "*.gate.weight",
-    "*bias*", "*_scale", "*_scale_[a-z0-9]*",
-)  # fmt: skip
+#: Globs of matrices that are left as they are unless ``include`` names them, matched in lower case.
+#: Embeddings are looked up, not multiplied; the head and routers are small and cost most accuracy
+#: (peers keep all of these in high precision too); a bias or another library's scale is no weight.
+#: The same layers are left alone in models: :data:`blockscale.nn.DEFAULT_EXCLUDE`.
+DEFAULT_EXCLUDE = GLOBS
 
 _QUANTIZABLE = ("F32", "BF16", "F16")
 
@@ -89,8 +87,7 @@ def _left_out(name: str, include: Sequence[str], exclude: Sequence[str]) -> str 
         return f"excluded by {hit!r}"
     if include:
         return None if _first(include, name) else "not included"
-    hit = _first(DEFAULT_EXCLUDE, name.lower())
-    return hit and f"left alone by default, {hit!r}"
+    return why_left_alone(name) or None
 
 
 def _matches(argument: str, pattern: str, names: Collection[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
@@ -145,7 +146,7 @@ def quantize_file(
                 "source": {"size": file.header.file_size, "sha256": _checksum(file, tell)},
             }
             if made is not None:
-                _check_same(target, made, identity)
+                _check_same(target, made, identity, plan.head)
                 for name in ".journal", ".partial":  # of a process that was killed at the very end
                     beside(target, name).unlink(missing_ok=True)
                 return made
@@ -213,7 +214,9 @@ def _in_the_way(target: Path, why: str) -> ValueError:
     return ValueError(f"target: {target} exists and {why}; remove it, or choose another name")
 
 
-def _check_same(target: Path, made: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def _check_same(
+    target: Path, made: Mapping[str, Any], identity: Mapping[str, Any], head: bytes
+) -> None:
     """ValueError unless ``target`` is the finished result of this very job."""
     for key, value in identity.items():
         old = made.get(key)
@@ -224,6 +227,8 @@ def _check_same(target: Path, made: Mapping[str, Any], identity: Mapping[str, An
     with Reader(target, "target") as file:
         if stale_tensors(file, made):
             raise _in_the_way(target, "is not what its manifest says")
+        if file.header_sha256() != hashlib.sha256(head).hexdigest():
+            raise _in_the_way(target, "was made with another choice of tensors")
 
 
 def _checksum(file: Reader, tell: Callable[[Progress], None]) -> str:
