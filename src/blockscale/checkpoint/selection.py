@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from ..exclusions import GLOBS, why_left_alone
 from ..formats import Format
 from .header import Stored, show
+from .orientation import remedy
 
 __all__ = ["DEFAULT_EXCLUDE", "reason", "select"]
 
@@ -17,6 +18,7 @@ __all__ = ["DEFAULT_EXCLUDE", "reason", "select"]
 #: The same layers are left alone in models: :data:`blockscale.nn.DEFAULT_EXCLUDE`.
 DEFAULT_EXCLUDE = GLOBS
 
+QUANTIZED = "quantized already"
 _QUANTIZABLE = ("F32", "BF16", "F16")
 
 
@@ -42,6 +44,7 @@ def select(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     quantized: Collection[str] = (),
+    backwards: Collection[str] = (),
 ) -> dict[str, str | None]:
     """For each tensor None if it is quantized, else the reason why it is copied.
 
@@ -52,12 +55,15 @@ def select(
             quantized is, except :data:`DEFAULT_EXCLUDE`.
         exclude: globs of tensors that are not, whatever ``include`` says.
         quantized: names of what is part of a quantized tensor already.
+        backwards: names of what is stored (in, out).
 
     Raises ValueError for a glob that matches nothing or nothing that can be quantized, and for a
     name in ``include`` that cannot be.
     """
     obstacles = {
-        name: "quantized already" if name in quantized else obstacle(tensor, format)
+        name: QUANTIZED
+        if name in quantized
+        else obstacle(tensor, format) or (remedy(tensor) if name in backwards else None)
         for name, tensor in tensors.items()
     }
     for pattern in include:

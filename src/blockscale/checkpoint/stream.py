@@ -28,6 +28,7 @@ from .convention import (
 from .fused import GlobalScales
 from .header import TORCH_DTYPES, Header, Stored, build
 from .manifest import VERSION, read_manifest, stale_tensors
+from .orientation import outputs_last
 from .reader import PIECE, Reader
 from .selection import reason, select
 from .statistics import ErrorStatistics, error_bin_edges
@@ -99,7 +100,8 @@ def quantize_file(
 
     Args:
         source: a safetensors file. float32, bfloat16 and float16 tensors (..., N, K), blocks along
-            K as in the weight of a linear layer, are quantized where K is a multiple of the block.
+            K as in the weight of a linear layer, are quantized where K is a multiple of the block;
+            those that a bias shows to be stored (in, out) are not.
         target: to be made; ``target.manifest.json`` beside it holds checksums and errors.
         format: a name of :data:`blockscale.formats`.
         include: globs of what is quantized, instead of all but
@@ -175,12 +177,15 @@ def _plan(
     except ValueError as error:
         raise ValueError(f"source: {file.path}: {error}; save it again") from None
     tensors = file.header.tensors
-    reasons = select(tensors, format, include, exclude, all_part_names(earlier))
+    backwards = outputs_last(file)
+    reasons = select(tensors, format, include, exclude, all_part_names(earlier), backwards)
     if None not in reasons.values():
-        why = next((r for n, r in reasons.items() if len(tensors[n].shape) > 1), "it has no matrix")
+        matrices = {n: r for n, r in reasons.items() if len(tensors[n].shape) > 1}
+        told = [r for n, r in matrices.items() if n in backwards]
+        why = next(iter([*told, *matrices.values()]), "it has no matrix")
+        hint = "" if told else "; choose with include, or another format"
         raise ValueError(
-            f"source: nothing in {file.path} would be quantized to {format.name} ({why}); choose "
-            "with include, or another format"
+            f"source: nothing in {file.path} would be quantized to {format.name} ({why}){hint}"
         )
     stored: list[tuple[str, str, tuple[int, ...]]] = []
     descriptions = dict(earlier)
