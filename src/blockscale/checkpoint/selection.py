@@ -10,7 +10,7 @@ from ..formats import Format
 from .header import Stored, show
 from .orientation import remedy
 
-__all__ = ["DEFAULT_EXCLUDE", "reason", "select"]
+__all__ = ["DEFAULT_EXCLUDE", "reason", "select", "why_nothing"]
 
 #: Globs of matrices that are left as they are unless ``include`` names them, matched in lower case.
 #: Embeddings are looked up, not multiplied; the head and routers are small and cost most accuracy
@@ -18,7 +18,7 @@ __all__ = ["DEFAULT_EXCLUDE", "reason", "select"]
 #: The same layers are left alone in models: :data:`blockscale.nn.DEFAULT_EXCLUDE`.
 DEFAULT_EXCLUDE = GLOBS
 
-QUANTIZED = "quantized already"
+_ALREADY = "quantized already"
 _QUANTIZABLE = ("F32", "BF16", "F16")
 
 
@@ -61,7 +61,7 @@ def select(
     name in ``include`` that cannot be.
     """
     obstacles = {
-        name: QUANTIZED
+        name: _ALREADY
         if name in quantized
         else obstacle(tensor, format) or (remedy(tensor) if name in backwards else None)
         for name, tensor in tensors.items()
@@ -79,6 +79,20 @@ def select(
         _matches("exclude", pattern, tensors)
 
     return {name: why or _left_out(name, include, exclude) for name, why in obstacles.items()}
+
+
+def why_nothing(
+    tensors: Mapping[str, Stored], reasons: Mapping[str, str | None], backwards: Collection[str]
+) -> tuple[str, str]:
+    """The reason that tells most where all are copied, and what to do where it does not say."""
+    if _ALREADY in reasons.values():
+        return _ALREADY, "; pass the file in high precision, or choose more of this with include"
+    matrices = {name: why for name, why in reasons.items() if len(tensors[name].shape) > 1}
+    told = [why for name, why in matrices.items() if name in backwards]
+    if told:
+        return str(told[0]), ""
+    why = next(iter(matrices.values()), "it has no matrix")
+    return str(why), "; choose with include, or another format"
 
 
 def reason(

@@ -30,7 +30,7 @@ from .header import TORCH_DTYPES, Header, Stored, build
 from .manifest import VERSION, read_manifest, stale_tensors
 from .orientation import outputs_last
 from .reader import PIECE, Reader
-from .selection import reason, select
+from .selection import reason, select, why_nothing
 from .statistics import ErrorStatistics, error_bin_edges
 from .writer import Output, beside, check_target, locked, tensor_bytes
 
@@ -180,12 +180,9 @@ def _plan(
     backwards = outputs_last(file)
     reasons = select(tensors, format, include, exclude, all_part_names(earlier), backwards)
     if None not in reasons.values():
-        matrices = {n: r for n, r in reasons.items() if len(tensors[n].shape) > 1}
-        told = [r for n, r in matrices.items() if n in backwards]
-        why = next(iter([*told, *matrices.values()]), "it has no matrix")
-        hint = "" if told else "; choose with include, or another format"
+        why = why_nothing(tensors, reasons, backwards)
         raise ValueError(
-            f"source: nothing in {file.path} would be quantized to {format.name} ({why}){hint}"
+            f"source: nothing in {file.path} would be quantized to {format.name} ({why[0]}){why[1]}"
         )
     stored: list[tuple[str, str, tuple[int, ...]]] = []
     descriptions = dict(earlier)
