@@ -33,6 +33,7 @@ LAST: Mapping[str, tuple[str, ...]] = {
     "bias": ("*bias", "bias_[kv]"),
     "scale": ("*_scale", "*_scale_inv", "*_scale_[0-9]", "scales", "*_scales"),  # other libraries'
     "state matrix": ("a_log",),  # of Mamba
+    "multiplied past its layer": ("dt_proj",),  # of Mamba, in transformers
 }
 
 
