@@ -62,7 +62,8 @@ MODELS = {
     "Mamba": (
         "backbone.layers.0.mixer.in_proj.weight backbone.layers.0.mixer.x_proj.weight "
         "backbone.layers.0.mixer.out_proj.weight",
-        "backbone.layers.0.mixer.dt_proj.weight backbone.embeddings.weight backbone.layers.0.mixer.A_log",
+        "backbone.layers.0.mixer.dt_proj.weight "
+        "backbone.embeddings.weight backbone.layers.0.mixer.A_log",
     ),
     "XLNet": (
         "transformer.layer.0.ff.layer_1.weight transformer.layer.0.ff.layer_2.weight",
