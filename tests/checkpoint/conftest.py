@@ -19,7 +19,7 @@ def tensors() -> dict[str, Tensor]:
     return {
         "embed_tokens.weight": torch.randn(96, 128, generator=g),
         "layers.0.attn.weight": torch.randn(260, 256, generator=g),
-        "layers.0.attn.bias": torch.randn(256, generator=g),
+        "layers.0.attn.bias": torch.cat([torch.randn(256, generator=g), torch.ones(4)]),
         "layers.0.experts.weight": torch.randn(3, 130, 128, generator=g).bfloat16(),
         "layers.0.mlp.weight": torch.randn(64, 384, generator=g).half(),
         "layers.0.odd.weight": torch.randn(32, 100, generator=g),

@@ -87,7 +87,7 @@ def test_stale(made: Path, source: Path, blockscale: Cli):
     errors = {t.name: t.error is None for t in report.tensors if t.quantized}
     assert errors == {n: "mlp" in n for n in QUANTIZED}
     ran = blockscale("inspect", made)
-    assert ran.code == 0
+    assert ran.code == 1
     assert "stale, it does not describe these bytes: 'layers.0.mlp.weight_scale'" in ran.out
     # another header: nothing is what it was
     checkpoint.save_file({"w": bs.quantize(torch.ones(2, 32), "mxfp8")}, made)
@@ -96,6 +96,23 @@ def test_stale(made: Path, source: Path, blockscale: Cli):
     ran = blockscale("inspect", made, "--plot", made.with_name("p.png"))
     assert ran.code == 2
     assert "give source" in ran.err
+
+
+def test_the_exit_code(made: Path, source: Path, blockscale: Cli):
+    """1 where the manifest is stale, whatever is asked for; 0 without one, or without a need."""
+    asked = ((), ("--json",), ("--source", source))
+    assert [blockscale("inspect", made, *more).code for more in asked] == [0, 0, 0]
+    content = bytearray(made.read_bytes())
+    content[-1] ^= 1
+    made.write_bytes(content)
+    for more in asked:
+        ran = blockscale("inspect", made, *more)
+        assert (ran.code, ran.err) == (1, "")
+        assert "stale" in ran.out
+    assert json.loads(blockscale("inspect", made, "--json").out)["manifest"] == "stale"
+    made.with_name(made.name + ".manifest.json").unlink()
+    assert [blockscale("inspect", made, *more).code for more in asked] == [0, 0, 0]
+    assert blockscale("inspect", source).code == 0
 
 
 @pytest.mark.parametrize(

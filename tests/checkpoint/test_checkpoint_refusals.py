@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -103,6 +104,31 @@ def test_nothing_to_quantize(tmp_path: Path, blockscale: Cli):
         save_file(state, tmp_path / f"{i}")
         ran = blockscale("quantize", tmp_path / f"{i}", tmp_path / "out", "--format", "mxfp8")
         _refused(ran, "source: nothing in")
+
+
+def test_a_file_that_is_quantized_already(tmp_path: Path, blockscale: Cli):
+    """That is why, not the head that is left alone by default."""
+    state = {"lm_head.weight": torch.ones(64, 64), "up.weight": torch.ones(64, 64).bfloat16()}
+    save_file(state, tmp_path / "in")
+    checkpoint.quantize_file(tmp_path / "in", tmp_path / "q")
+    ran = blockscale("quantize", tmp_path / "q", tmp_path / "out", "--format", "nvfp4")
+    _refused(
+        ran, "would be quantized to nvfp4 (quantized already); pass the file in high precision"
+    )
+    ran = blockscale(
+        "quantize", tmp_path / "q", tmp_path / "out", "--format", "nvfp4", "--include", "lm_head*"
+    )
+    assert ran.code == 0, "what it says works"
+
+
+def test_the_index_of_a_checkpoint(tmp_path: Path, blockscale: Cli):
+    index = tmp_path / "model.safetensors.index.json"
+    for indent in None, 2:
+        index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "b"}}, indent=indent))
+        ran = blockscale("quantize", index, tmp_path / "out", "--format", "mxfp8")
+        _refused(ran, f"source: {index} is the index of a checkpoint, which says what is in which")
+        assert f"pass each of these by itself: {tmp_path}/*.safetensors" in ran.err
+        _refused(blockscale("inspect", index), f"path: {index} is the index of a checkpoint")
 
 
 def test_names_that_collide(tmp_path: Path, blockscale: Cli):

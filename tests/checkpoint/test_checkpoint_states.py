@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -233,3 +235,43 @@ def test_storages_can_be_resized(tmp_path: Path):
         q = each["q"]
         for t in (q.qdata, q.scale, q.global_scale, each["x"]):
             t.untyped_storage().resize_(0)
+
+
+def test_tied_weights_are_loaded_untied(tmp_path: Path):
+    """As the documentation says: a name each, and two tensors until the model ties them."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(8, 64)
+            self.lm_head = torch.nn.Linear(64, 8, bias=False)
+            self.lm_head.weight = self.embed.weight
+
+    model = Model()
+    checkpoint.save_file(model.state_dict(), tmp_path / "tied")
+    state = checkpoint.load_file(tmp_path / "tied")
+    assert set(state) == {"embed.weight", "lm_head.weight"}
+    model.load_state_dict(state, assign=True)
+    assert model.lm_head.weight is not model.embed.weight
+    assert torch.equal(model.lm_head.weight, model.embed.weight)
+
+
+def test_torch_load_needs_the_import(tmp_path: Path):
+    torch.save({"w": bs.quantize(torch.ones(2, 32), "mxfp8")}, tmp_path / "state.pt")
+    load = "import torch; print(type(torch.load('state.pt')['w']).__name__)"
+    for code, printed in (load, ""), (f"import blockscale; {load}", "ScaledTensor\n"):
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert (ran.stdout, ran.returncode == 0) == (printed, bool(printed))
+
+
+def test_the_file_of_fp8_block(tmp_path: Path):
+    """What the documentation names as its format."""
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    checkpoint.save_file(model.state_dict(), tmp_path / "in")
+    checkpoint.quantize_file(tmp_path / "in", tmp_path / "q", "fp8_128x128")
+    recipe, x = bs.Recipe("fp8_block"), torch.randn(3, 128)
+    other = bs.quantize_(torch.nn.Sequential(torch.nn.Linear(128, 128)), recipe)
+    other.load_state_dict(checkpoint.load_file(tmp_path / "q"))
+    assert torch.equal(other(x), bs.quantize_(model, recipe)(x))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from torch import Tensor
 from ..formats import Format
 from ..measure import amax
 from ..rounding import float32_bits, from_float32_bits, global_scale_from_amax
-from .header import Stored, parse_json, show
+from .header import Stored, show
+from .index import read_index
 from .reader import Reader
 
 __all__ = ["FUSED", "GlobalScales", "fused_with"]
@@ -80,7 +80,7 @@ class GlobalScales:
         self._scales: dict[tuple[str, ...], Tensor] = {}
         self.elsewhere: dict[str, float] = {}
         self.warnings: list[str] = []
-        places, seen = _index(file.path), set[str]()
+        places, seen = read_index(file.path), set[str]()
         for name in (name for name, why in reasons.items() if why is None):
             for other in fused_with(name):
                 if other in seen:
@@ -135,20 +135,3 @@ def _amax(file: Reader, name: str) -> Tensor:
             largest, amax(file.elements(name, start, min(_CHUNK, count - start)))
         )
     return largest
-
-
-def _index(path: Path) -> dict[str, str] | None:
-    """Tensor -> file, of the checkpoint that a file is one of; None where nothing says that."""
-    for index in sorted(path.parent.glob("*.safetensors.index.json")):
-        try:
-            content = parse_json(index.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"source: its index {index}: {error}; fetch it again") from None
-        places = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(places, dict) or not all(
-            isinstance(file, str) and Path(file).name == file for file in places.values()
-        ):
-            raise ValueError(f"source: its index {index} has no weight_map; fetch it again")
-        if path.name in places.values():
-            return places
-    return None

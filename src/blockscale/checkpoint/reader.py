@@ -82,6 +82,12 @@ class Reader:
                 raise ValueError(f"truncated: {size} bytes, its header alone takes {8 + length}")
             return parse(bytes(self._pread(8, length)), size - 8 - length)
         except ValueError as error:
+            if self.path.name.endswith(".index.json"):
+                raise ValueError(
+                    f"{self._argument}: {self.path} is the index of a checkpoint, which says what "
+                    "is in which of its files; pass each of these by itself: "
+                    f"{self.path.parent}/*.safetensors"
+                ) from None
             raise ValueError(
                 f"{self._argument}: {self.path} is not a whole safetensors file: {error}; fetch or "
                 "save it again"

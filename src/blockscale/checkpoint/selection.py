@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from ..exclusions import GLOBS, why_left_alone
 from ..formats import Format
 from .header import Stored, show
+from .orientation import remedy
 
-__all__ = ["DEFAULT_EXCLUDE", "reason", "select"]
+__all__ = ["DEFAULT_EXCLUDE", "reason", "select", "why_nothing"]
 
-#: Matrices that are left as they are unless ``include`` names them, matched in lower case.
-#: Embeddings are looked up, not multiplied; the head, routers and norms are small and cost most
-#: accuracy (peers keep all of these in high precision too); a bias or another library's scale is no
-#: weight.
-DEFAULT_EXCLUDE = (
-    "*embed*", "*wte.*", "*wpe.*", "*lm_head*", "*norm*", "*router*", "*.gate.weight",
-    "*bias*", "*_scale", "*_scale_[a-z0-9]*",
-)  # fmt: skip
+#: Globs of matrices that are left as they are unless ``include`` names them, matched in lower case.
+#: Embeddings are looked up, not multiplied; the head and routers are small and cost most accuracy
+#: (peers keep all of these in high precision too); a bias or another library's scale is no weight.
+#: The same layers are left alone in models: :data:`blockscale.nn.DEFAULT_EXCLUDE`.
+DEFAULT_EXCLUDE = GLOBS
 
+_ALREADY = "quantized already"
 _QUANTIZABLE = ("F32", "BF16", "F16")
 
 
@@ -44,6 +44,7 @@ def select(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     quantized: Collection[str] = (),
+    backwards: Collection[str] = (),
 ) -> dict[str, str | None]:
     """For each tensor None if it is quantized, else the reason why it is copied.
 
@@ -54,12 +55,15 @@ def select(
             quantized is, except :data:`DEFAULT_EXCLUDE`.
         exclude: globs of tensors that are not, whatever ``include`` says.
         quantized: names of what is part of a quantized tensor already.
+        backwards: names of what is stored (in, out).
 
     Raises ValueError for a glob that matches nothing or nothing that can be quantized, and for a
     name in ``include`` that cannot be.
     """
     obstacles = {
-        name: "quantized already" if name in quantized else obstacle(tensor, format)
+        name: _ALREADY
+        if name in quantized
+        else obstacle(tensor, format) or (remedy(tensor) if name in backwards else None)
         for name, tensor in tensors.items()
     }
     for pattern in include:
@@ -77,6 +81,20 @@ def select(
     return {name: why or _left_out(name, include, exclude) for name, why in obstacles.items()}
 
 
+def why_nothing(
+    tensors: Mapping[str, Stored], reasons: Mapping[str, str | None], backwards: Collection[str]
+) -> tuple[str, str]:
+    """The reason that tells most where all are copied, and what to do where it does not say."""
+    if _ALREADY in reasons.values():
+        return _ALREADY, "; pass the file in high precision, or choose more of this with include"
+    matrices = {name: why for name, why in reasons.items() if len(tensors[name].shape) > 1}
+    told = [why for name, why in matrices.items() if name in backwards]
+    if told:
+        return str(told[0]), ""
+    why = next(iter(matrices.values()), "it has no matrix")
+    return str(why), "; choose with include, or another format"
+
+
 def reason(
     name: str, tensor: Stored, format: Format, include: Sequence[str], exclude: Sequence[str]
 ) -> str | None:
@@ -89,8 +107,7 @@ def _left_out(name: str, include: Sequence[str], exclude: Sequence[str]) -> str 
         return f"excluded by {hit!r}"
     if include:
         return None if _first(include, name) else "not included"
-    hit = _first(DEFAULT_EXCLUDE, name.lower())
-    return hit and f"left alone by default, {hit!r}"
+    return why_left_alone(name) or None
 
 
 def _matches(argument: str, pattern: str, names: Collection[str]) -> list[str]:

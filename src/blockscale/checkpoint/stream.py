@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
@@ -27,8 +28,9 @@ from .convention import (
 from .fused import GlobalScales
 from .header import TORCH_DTYPES, Header, Stored, build
 from .manifest import VERSION, read_manifest, stale_tensors
+from .orientation import outputs_last
 from .reader import PIECE, Reader
-from .selection import reason, select
+from .selection import reason, select, why_nothing
 from .statistics import ErrorStatistics, error_bin_edges
 from .writer import Output, beside, check_target, locked, tensor_bytes
 
@@ -98,7 +100,8 @@ def quantize_file(
 
     Args:
         source: a safetensors file. float32, bfloat16 and float16 tensors (..., N, K), blocks along
-            K as in the weight of a linear layer, are quantized where K is a multiple of the block.
+            K as in the weight of a linear layer, are quantized where K is a multiple of the block;
+            those that a bias shows to be stored (in, out) are not.
         target: to be made; ``target.manifest.json`` beside it holds checksums and errors.
         format: a name of :data:`blockscale.formats`.
         include: globs of what is quantized, instead of all but
@@ -145,7 +148,7 @@ def quantize_file(
                 "source": {"size": file.header.file_size, "sha256": _checksum(file, tell)},
             }
             if made is not None:
-                _check_same(target, made, identity)
+                _check_same(target, made, identity, plan.head)
                 for name in ".journal", ".partial":  # of a process that was killed at the very end
                     beside(target, name).unlink(missing_ok=True)
                 return made
@@ -174,12 +177,12 @@ def _plan(
     except ValueError as error:
         raise ValueError(f"source: {file.path}: {error}; save it again") from None
     tensors = file.header.tensors
-    reasons = select(tensors, format, include, exclude, all_part_names(earlier))
+    backwards = outputs_last(file)
+    reasons = select(tensors, format, include, exclude, all_part_names(earlier), backwards)
     if None not in reasons.values():
-        why = next((r for n, r in reasons.items() if len(tensors[n].shape) > 1), "it has no matrix")
+        why = why_nothing(tensors, reasons, backwards)
         raise ValueError(
-            f"source: nothing in {file.path} would be quantized to {format.name} ({why}); choose "
-            "with include, or another format"
+            f"source: nothing in {file.path} would be quantized to {format.name} ({why[0]}){why[1]}"
         )
     stored: list[tuple[str, str, tuple[int, ...]]] = []
     descriptions = dict(earlier)
@@ -213,7 +216,9 @@ def _in_the_way(target: Path, why: str) -> ValueError:
     return ValueError(f"target: {target} exists and {why}; remove it, or choose another name")
 
 
-def _check_same(target: Path, made: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def _check_same(
+    target: Path, made: Mapping[str, Any], identity: Mapping[str, Any], head: bytes
+) -> None:
     """ValueError unless ``target`` is the finished result of this very job."""
     for key, value in identity.items():
         old = made.get(key)
@@ -224,6 +229,8 @@ def _check_same(target: Path, made: Mapping[str, Any], identity: Mapping[str, An
     with Reader(target, "target") as file:
         if stale_tensors(file, made):
             raise _in_the_way(target, "is not what its manifest says")
+        if file.header_sha256() != hashlib.sha256(head).hexdigest():
+            raise _in_the_way(target, "was made with another choice of tensors")
 
 
 def _checksum(file: Reader, tell: Callable[[Progress], None]) -> str:

@@ -34,7 +34,10 @@ def inspect(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
-    """Formats, shapes, sizes and errors of a checkpoint; checks it against its manifest."""
+    """Formats, shapes, sizes and errors of a checkpoint; checks it against its manifest.
+
+    Exit code 1 if the manifest is stale: bytes are not those that were written.
+    """
     from ..checkpoint import inspect_file
 
     if plot is not None and plot.suffix.lower() != ".png":
@@ -48,7 +51,13 @@ def inspect(
         _draw(report, plot)
     if json:
         typer.echo(json_module.dumps(report.to_json(), indent=1))
-        return
+    else:
+        _show(report, plot)
+    if report.manifest == "stale":
+        raise typer.Exit(1)
+
+
+def _show(report: FileReport, plot: Path | None) -> None:
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width to fold to
         console = Console(width=1000)

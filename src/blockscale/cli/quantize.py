@@ -46,9 +46,9 @@ def quantize(
     """Quantize the matrices of a checkpoint, in constant memory; go on after a kill.
 
     Blocks run along the last dimension. All else is copied, and so are
-    matrices whose last dimension is no multiple of the block and, without
-    --include, embeddings, heads, norms and routers. Checksums and errors go to
-    TARGET.manifest.json; `blockscale inspect TARGET` shows them.
+    matrices whose last dimension is no multiple of the block, weights that are
+    stored (in, out) and, without --include, embeddings, heads, norms and routers.
+    Checksums and errors go to TARGET.manifest.json; `blockscale inspect TARGET` shows them.
     """
     from ..checkpoint import quantize_file
 

@@ -39,8 +39,9 @@ def convert(
         recipe: for all of them; None makes converted layers what they were.
         filter_fn: ``(module, name) -> bool``, asked of every layer that can be converted; what it
             says is done. Without it output heads (by name, by ``get_output_embeddings()``, or tied
-            to an embedding), routers of experts and adapters are left alone unless they are
-            converted already: names in :data:`blockscale.nn.DEFAULT_EXCLUDE`.
+            to an embedding), routers of experts, adapters and what is named as an embedding are
+            left alone unless they are converted already: names in
+            :data:`blockscale.nn.DEFAULT_EXCLUDE`.
         report: filled with what was converted, and what was not and why. The same is logged
             (logger "blockscale"): as a warning where less than half of the parameters of matrix
             products are in converted layers.

@@ -1,21 +1,19 @@
-"""Layers that are left alone unless filter_fn asks for them: heads, routers, adapters."""
+"""Layers that are left alone unless filter_fn asks for them: heads, routers, adapters, ..."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 
 import torch
 
+from ..exclusions import ANYWHERE, LAST, why_left_alone
+
 __all__ = ["DEFAULT_EXCLUDE", "default_exclusions"]
 
-#: What a layer is -> patterns of parts of its name (between dots, in lower case). They are small
-#: and cost most accuracy: peers keep them in high precision too.
-DEFAULT_EXCLUDE = {
-    "output head": ("lm_head", "embed_out", "output_embeddings"),
-    "router": ("router", "*_router", "router_*", "gate", "gating", "*_expert_gate"),
-    "adapter": ("lora_*",),
-}
+#: What a layer is -> patterns of parts of its name (between dots, in lower case). Those of norms,
+#: biases, scales, state matrices and embedding tables are of the last part only. The same names are
+#: left alone in files: :data:`blockscale.checkpoint.DEFAULT_EXCLUDE`.
+DEFAULT_EXCLUDE = {**ANYWHERE, **LAST}
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -38,11 +36,6 @@ def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str
             return "left alone by default: get_output_embeddings() returns it"
         if any(id(parameter) in looked_up for parameter in module._parameters.values()):
             return "left alone by default: its weight is that of an embedding"
-        for part in name.lower().split("."):
-            for what, patterns in DEFAULT_EXCLUDE.items():
-                for pattern in patterns:
-                    if fnmatchcase(part, pattern):
-                        return f"left alone by default: {what} ({pattern!r})"
-        return ""
+        return why_left_alone(f"{name}.weight")
 
     return why

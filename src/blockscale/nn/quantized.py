@@ -178,6 +178,13 @@ class _HoldsQuantized(torch.nn.Module):
         self._place()
 
 
+#: `blockscale quantize` makes blocks along the last dimension, and not of every weight.
+_ANEW = (
+    "load the high-precision weights, call blockscale.quantize_(model, recipe), and "
+    "blockscale.checkpoint.save_file writes a file that this layer reads"
+)
+
+
 def _mismatch(given: Any, held: ScaledTensor) -> str:
     """Why a weight from a state_dict cannot take the place of the one held; "" if it can."""
     if not isinstance(given, ScaledTensor):
@@ -188,6 +195,11 @@ def _mismatch(given: Any, held: ScaledTensor) -> str:
             "blockscale.checkpoint.load_file"
         )
     got, have = (f"{q.format_name} {tuple(q.shape)} along {q.axis}" for q in (given, held))
+    if given.shape == held.shape and given.axis != held.axis and given.offsets is None:
+        return (
+            f"got {got}, the layer holds {have}: the file's blocks run along the other dimension, "
+            f"which no recipe changes; {_ANEW}"
+        )
     if got != have or given.offsets is not None:
         return (
             f"got {got}{' in groups' * (given.offsets is not None)}, the layer holds {have}; "
@@ -246,7 +258,7 @@ def check_held(weight: Any, recipe: Recipe, axis: int) -> str:
     if weight.dim() != 2 or weight.axis != axis or weight.offsets is not None:
         return (
             f"got {weight}; expected one matrix that is blocked along axis {axis}, without groups: "
-            "quantize it anew from high precision"
+            f"{_ANEW}"
         )
     if weight.format_name != wanted:
         return (

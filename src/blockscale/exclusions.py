@@ -1,0 +1,71 @@
+"""Weights that are left alone by default, by their names: of layers and of files alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+__all__ = ["ANYWHERE", "GLOBS", "LAST", "why_left_alone"]
+
+#: What it is -> patterns of a part of the name (between dots, in lower case), and all below that
+#: part. They are small and cost most accuracy: peers keep them in high precision too.
+ANYWHERE: Mapping[str, tuple[str, ...]] = {
+    "output head": (
+        "*lm_head*",
+        "embed_out",
+        "unembed",
+        "output_embeddings",
+        "lm_loss",
+        "shared_head",
+    ),
+    "router": ("router", "*_router", "router_*", "routers", "gate", "gating", "*_expert_gate"),
+    "adapter": ("lora_*",),
+    "embedding": ("*embed*", "wte", "wpe"),
+    "stored (in, heads, out)": ("rel_attn",),  # of XLNet
+}
+
+#: The same for the last part of a name, ``weight`` not counted: ``shared.weight`` is T5's
+#: embedding, ``shared.w1.weight`` an expert that is multiplied; ``norm1.linear.weight`` is
+#: multiplied, too. A star stands at the beginning only, where it may match dots.
+LAST: Mapping[str, tuple[str, ...]] = {
+    "embedding table": ("shared", "emb", "*_emb", "*_token", "*_tokens", "*_table"),
+    "norm": ("*norm", "*norm[0-9]", "*norm_[a-z0-9]"),
+    "bias": ("*bias", "bias_[kv]"),
+    "scale": ("*_scale", "*_scale_inv", "*_scale_[0-9]", "scales", "*_scales"),  # other libraries'
+    "state matrix": ("a_log",),  # of Mamba
+    "multiplied past its layer": ("dt_proj",),  # of Mamba, in transformers
+}
+
+
+def _globs(pattern: str, tails: tuple[str, ...]) -> tuple[str, ...]:
+    """A pattern of a part as globs of whole names."""
+    heads = ("",) if pattern.startswith("*") else ("", "*.")
+    return tuple(head + pattern + tail for head in heads for tail in tails)
+
+
+def _compiled() -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    for what, patterns in ANYWHERE.items():
+        for pattern in patterns:
+            yield what, pattern, _globs(pattern, ("",) if pattern.endswith("*") else ("", ".*"))
+    for what, patterns in LAST.items():
+        for pattern in patterns:
+            yield what, pattern, _globs(pattern, ("", ".weight"))
+
+
+_COMPILED = tuple(_compiled())
+
+#: The same as globs of names of tensors, in lower case.
+GLOBS = tuple(glob for _, _, globs in _COMPILED for glob in globs)
+
+
+def why_left_alone(name: str) -> str:
+    """Why a tensor of this name is left alone by default; "" if it is not.
+
+    >>> why_left_alone("model.layers.0.mlp.gate.weight")
+    "left alone by default: router ('gate')"
+    """
+    lower = name.lower()
+    for what, pattern, globs in _COMPILED:
+        if any(fnmatchcase(lower, glob) for glob in globs):
+            return f"left alone by default: {what} ({pattern!r})"
+    return ""
