@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from .attention import set_fast_paths
-from .kinds import CONVERTED, QUANTIZED, Kind, become, original
+from .kinds import CONVERTED, QUANTIZED, Kind, become, original, restore
 from .recipe import Recipe, check_training_recipe
-from .report import ConversionReport, Entry, matrices, publish
-from .survey import FilterFn, check_lazy, entry_of, reasons, report_on, survey
+from .report import ConversionReport, Entry, publish
+from .survey import FilterFn, check_lazy, entry_of, product_parameters, reasons, report_on, survey
 
 __all__ = ["convert"]
 
@@ -30,7 +30,8 @@ def convert(
 
     torch.nn.Linear becomes :class:`blockscale.nn.Linear`. torch.nn.MultiheadAttention (its
     projections) and Conv1D of transformers are converted, too, and subclasses of these three that
-    have no ``forward`` of their own. A layer keeps its identity, parameters, hooks and buffers: an
+    have no ``forward`` of their own; also where torch.nn.utils.parametrize computes their weight,
+    before the conversion or after. A layer keeps its identity, parameters, hooks and buffers: an
     optimizer made before stays valid, isinstance sees what it saw. torch's fused paths for
     evaluation around converted layers are off; that needs the whole torch.nn.TransformerEncoder
     to be in ``model``.
@@ -80,6 +81,7 @@ def _convert_back(
     model: torch.nn.Module, filter_fn: FilterFn | None, report: ConversionReport | None
 ) -> torch.nn.Module:
     layers: list[torch.nn.Module] = []
+    others: list[torch.nn.Module] = []
     entries: list[Entry] = []
     left: list[Entry] = []
     for name, module in model.named_modules():
@@ -88,12 +90,13 @@ def _convert_back(
             why = _QUANTIZED
         elif not isinstance(module, CONVERTED):
             continue
-        elif issubclass(original(type(module)), CONVERTED):
+        elif issubclass(original(module), CONVERTED):
             why = "a subclass of a layer of blockscale"
         elif filter_fn is not None and not filter_fn(module, name):
             why = "refused by filter_fn"
         if why:
             left.append(entry_of(name, module, why))
+            others.append(module)
         else:
             entries.append(entry_of(name, module, "back to what it was"))
             layers.append(module)
@@ -103,9 +106,9 @@ def _convert_back(
             "converted back" + reasons(left)
         )
     for module in layers:
-        module.__class__ = original(type(module))
+        restore(module)
         del module.recipe
     set_fast_paths(model, CONVERTED + QUANTIZED)
-    products = sum(p.numel() for p in matrices(layers).values())
-    publish(ConversionReport(entries, left, products, products), report, complain=False)
+    counts = product_parameters(layers), product_parameters(layers + others)
+    publish(ConversionReport(entries, left, *counts), report, complain=False)
     return model

@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from .parametrized import parameters_of
+
 __all__ = ["DEFAULT_EXCLUDE", "default_exclusions"]
 
 #: What a layer is -> patterns of parts of its name (between dots, in lower case). They are small
@@ -22,10 +24,11 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str], str]:
     """A function that says of a module, given its name, why it is left alone; "" if it is not."""
-    heads, looked_up = set(), set()
+    heads: set[torch.nn.Module] = set()
+    looked_up: set[int] = set()
     for module in model.modules():
         if isinstance(module, _EMBEDDINGS):
-            looked_up.add(id(module.weight))
+            looked_up.update(map(id, parameters_of(module)))
         head = getattr(module, "get_output_embeddings", None)
         if callable(head):
             try:
@@ -36,7 +39,7 @@ def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str
     def why(module: torch.nn.Module, name: str) -> str:
         if module in heads:
             return "left alone by default: get_output_embeddings() returns it"
-        if any(id(parameter) in looked_up for parameter in module._parameters.values()):
+        if any(id(parameter) in looked_up for parameter in parameters_of(module)):
             return "left alone by default: its weight is that of an embedding"
         for part in name.lower().split("."):
             for what, patterns in DEFAULT_EXCLUDE.items():

@@ -2,7 +2,7 @@
 
 A layer changes its class in place: whoever holds it, by whatever name, holds the new one, with the
 same parameters, buffers and hooks. A subclass that brings no ``forward`` of its own becomes a
-subclass of both.
+subclass of both. Parametrizations stay on top of either.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from .attention import MultiheadAttention
 from .linear import Linear, linear
+from .parametrized import change_class, class_of, parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
 from .recipe import Recipe
 
-__all__ = ["CONVERTED", "QUANTIZED", "Conv1D", "Kind", "become", "kind_of", "original"]
+__all__ = ["CONVERTED", "QUANTIZED", "Conv1D", "Kind", "become", "kind_of", "original", "restore"]
 
 
 class Conv1D(torch.nn.Module):
@@ -83,8 +84,8 @@ def kind_of(module: torch.nn.Module) -> Kind | str:
         return "torch multiplies all its steps by one operation"
     shapes = {
         tuple(p.shape)
-        for p in module._parameters.values()
-        if p is not None and not torch.nn.parameter.is_lazy(p) and p.dim() > 1
+        for p in parameters_of(module)
+        if not torch.nn.parameter.is_lazy(p) and p.dim() > 1
     }
     if any(len(shape) > 2 for shape in shapes) and not isinstance(module, _CONVOLUTIONS):
         return f"stacked matrices of {sorted(shapes)}; blockscale.grouped_gemm multiplies experts"
@@ -93,20 +94,23 @@ def kind_of(module: torch.nn.Module) -> Kind | str:
 
 def _is_conv1d(module: torch.nn.Module, definer: type) -> bool:
     """As transformers' Conv1D is, which is not imported."""
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    weights, biases = (sources_of(module, name) for name in ("weight", "bias"))
     size = getattr(module, "nf", None)
     return (
         definer.__name__ == "Conv1D"
-        and weight is not None
-        and bias is not None
-        and weight.dim() == 2
-        and (weight.shape[1],) == tuple(bias.shape) == (size,)
+        and any(w.dim() == 2 and w.shape[1] == size for w in weights)
+        and any(tuple(b.shape) == (size,) for b in biases)
     )
 
 
 def become(module: torch.nn.Module, cls: Any) -> None:
     """Make a module a ``cls`` that is still what it was before any conversion."""
-    module.__class__ = _both(cls, original(type(module)))
+    change_class(module, _both(cls, original(module)))
+
+
+def restore(module: torch.nn.Module) -> None:
+    """Make a module what it was before any conversion."""
+    change_class(module, original(module))
 
 
 _PLAIN: dict[type, type] = {
@@ -116,8 +120,9 @@ _PLAIN: dict[type, type] = {
 }
 
 
-def original(cls: type) -> type:
-    """The class of a layer before it was converted."""
+def original(module: torch.nn.Module) -> type:
+    """The class of a layer before it was converted, under its parametrizations."""
+    cls = class_of(module)
     return cls.__dict__.get("_original") or _PLAIN.get(cls, cls)
 
 

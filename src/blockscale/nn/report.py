@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .parametrized import parameters_of
+
 __all__ = ["ConversionReport", "Entry", "matrices", "publish"]
 
 _logger = logging.getLogger("blockscale")
@@ -85,10 +87,8 @@ def matrices(modules: Iterable[torch.nn.Module]) -> dict[int, Tensor]:
     return {
         id(parameter): parameter
         for module in modules
-        for parameter in module._parameters.values()
-        if parameter is not None
-        and not torch.nn.parameter.is_lazy(parameter)
-        and parameter.dim() > 1
+        for parameter in parameters_of(module)
+        if not torch.nn.parameter.is_lazy(parameter) and parameter.dim() > 1
     }
 
 

@@ -10,9 +10,19 @@ from torch.nn.parameter import is_lazy
 
 from .exclude import default_exclusions
 from .kinds import Kind, kind_of
+from .parametrized import parameters_of
 from .report import ConversionReport, Entry, matrices
 
-__all__ = ["FilterFn", "Layer", "check_lazy", "entry_of", "reasons", "report_on", "survey"]
+__all__ = [
+    "FilterFn",
+    "Layer",
+    "check_lazy",
+    "entry_of",
+    "product_parameters",
+    "reasons",
+    "report_on",
+    "survey",
+]
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
 
@@ -64,11 +74,11 @@ def survey(
 def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Parameters of a module, where one is a matrix or has no shape yet; with those of the output
     projection, which belongs to attention."""
-    own = [p for p in module._parameters.values() if p is not None]
+    own = parameters_of(module)
     if not any(is_lazy(p) or p.dim() > 1 for p in own):
         return []
     if isinstance(module, torch.nn.MultiheadAttention):
-        own += module.out_proj.parameters(recurse=False)
+        own += parameters_of(module.out_proj)
     return own
 
 
@@ -93,15 +103,19 @@ def report_on(
     """What was done to ``layers``, with the share of parameters."""
     embeddings = torch.nn.Embedding | torch.nn.EmbeddingBag
     products = matrices(m for m in model.modules() if not isinstance(m, embeddings))
-    changed = [module for _, module, _ in layers]
-    changed += [m.out_proj for m in changed if isinstance(m, torch.nn.MultiheadAttention)]
-    converted = matrices(changed)
     return ConversionReport(
         entries,
         left,
-        sum(p.numel() for p in converted.values()),
+        product_parameters([module for _, module, _ in layers]),
         sum(p.numel() for p in products.values()),
     )
+
+
+def product_parameters(layers: list[torch.nn.Module]) -> int:
+    """How many parameters the matrices of layers have."""
+    attention = [m for m in layers if isinstance(m, torch.nn.MultiheadAttention)]
+    held = matrices([*layers, *(m.out_proj for m in attention)])
+    return sum(p.numel() for p in held.values())
 
 
 def reasons(left: list[Entry]) -> str:
