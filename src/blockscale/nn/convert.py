@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from ..tensor import ScaledTensor
 from .attention import set_fast_paths
 from .kinds import CONVERTED, QUANTIZED, Kind, become, original, restore
 from .recipe import Recipe, check_training_recipe
 from .report import ConversionReport, Entry, publish
-from .survey import FilterFn, check_lazy, entry_of, product_parameters, reasons, report_on, survey
+from .survey import (
+    FilterFn,
+    check_lazy,
+    entry_of,
+    product_parameters,
+    reasons,
+    report_on,
+    survey,
+    weights_of,
+)
 
 __all__ = ["convert"]
 
@@ -47,7 +57,8 @@ def convert(
             products are in converted layers.
 
     Returns the model. Raises TypeError for a recipe that is none, ValueError where no layer can be
-    converted, and for lazy layers that have no shape yet.
+    converted (those whose weight is quantized already are for :func:`blockscale.quantize_`), and
+    for lazy layers that have no shape yet.
     """
     if recipe is None:
         return _convert_back(model, filter_fn, report)
@@ -74,7 +85,12 @@ def convert(
 
 
 def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
-    return _QUANTIZED if isinstance(module, QUANTIZED) else ""
+    if isinstance(module, QUANTIZED):
+        return _QUANTIZED
+    if not any(isinstance(weight, ScaledTensor) for weight in weights_of(module)):
+        return ""
+    call = "call blockscale.quantize_ to multiply by it, or " if kind.quantized else ""
+    return f"its weight is quantized already; {call}load the high-precision one to convert it"
 
 
 def _convert_back(

@@ -22,6 +22,7 @@ __all__ = [
     "reasons",
     "report_on",
     "survey",
+    "weights_of",
 ]
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
@@ -53,7 +54,7 @@ def survey(
     parts = {module.out_proj for module in attention}  # whose forward is never called
     layers, left = [], []
     for name, module in model.named_modules():
-        if module in parts or not _weights(module):
+        if module in parts or not weights_of(module):
             continue
         kind = kind_of(module)
         if isinstance(kind, str):
@@ -71,7 +72,7 @@ def survey(
     return layers, left
 
 
-def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+def weights_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Parameters of a module, where one is a matrix or has no shape yet; with those of the output
     projection, which belongs to attention."""
     own = parameters_of(module)
@@ -84,7 +85,7 @@ def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def entry_of(name: str, module: torch.nn.Module, why: str = "") -> Entry:
     """Of a module with matrices of its own."""
-    shaped = [p for p in _weights(module) if not is_lazy(p)]
+    shaped = [p for p in weights_of(module) if not is_lazy(p)]
     return Entry(name, type(module).__name__, sum(p.numel() for p in shaped), why)
 
 
