@@ -58,3 +58,95 @@ def test_attention_with_a_quantized_weight(name):
     setattr(module, attribute, nn.Parameter(q, requires_grad=False))
     with pytest.raises(ValueError, match="its weight is quantized already; load the high-prec"):
         bs.convert(attention, RECIPE)
+
+
+# --- reasons --------------------------------------------------------------------------------------
+
+
+class Embeddings(nn.Module):
+    """As ViTEmbeddings of transformers."""
+
+    def __init__(self, tokens=5):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.randn(1, 1, 128))
+        self.position_embeddings = nn.Parameter(torch.randn(1, tokens, 128))
+
+
+class Router(nn.Module):
+    """As MixtralTopKRouter of transformers: a matrix, and a forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 64))
+
+
+class Vectors(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(shape))
+
+
+def test_positions_are_no_experts():
+    model, report = nn.Sequential(nn.Linear(64, 64), Embeddings()), ConversionReport()
+    bs.convert(model, RECIPE, report=report)
+    shapes = "[(1, 1, 128), (1, 5, 128)]"
+    assert why(report)["1"] == f"not a layer that blockscale knows, with parameters of {shapes}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "stacked"),
+    [
+        ((4, 64, 32), True),
+        ((1, 64, 32), False),
+        ((4, 1, 32), False),
+        ((4, 64, 1), False),
+        ((2, 2, 64, 32), True),
+        ((4, 64), False),
+    ],
+)
+def test_stacked_matrices(shape, stacked):
+    model, report = nn.Sequential(nn.Linear(64, 64), Vectors(*shape)), ConversionReport()
+    bs.convert(model, RECIPE, report=report)
+    assert ("grouped_gemm multiplies experts" in why(report)["1"]) == stacked
+
+
+def test_a_router_that_is_no_linear_layer():
+    model = nn.ModuleDict({"up": nn.Linear(64, 64), "gate": Router(), "other": Router()})
+    report, unknown = ConversionReport(), "not a layer that blockscale knows, with parameters of "
+    bs.convert(model, RECIPE, report=report)
+    assert why(report) == {
+        "gate": "left alone by default: router ('gate')",
+        "other": f"{unknown}[(4, 64)]",
+    }
+    bs.convert(model, RECIPE, lambda module, name: True, report=report)  # overrules the defaults
+    assert why(report)["gate"] == f"{unknown}[(4, 64)]"
+
+
+def test_what_embeddings_share_counts_once():
+    """As in T5, where three of them and the head hold one weight."""
+    model, report = nn.ModuleDict(), ConversionReport()
+    for name in ("shared", "encoder", "decoder"):
+        model[name] = nn.Embedding(10, 64)
+        model[name].weight = model["shared"].weight
+    model["up"], model["down"] = pair()
+    model["down"].weight = model["up"].weight
+    bs.convert(model, RECIPE, report=report)
+    assert str(report).splitlines() == [
+        "2 layers converted: 4,096 of 4,096 parameters of matrix products (100%)",
+        f"converted: 2 Linear, {64 * 66:,} parameters (up, down)",
+        "not converted: 3 Embedding, 640 parameters (shared, encoder, ...): looked up, not "
+        "multiplied",
+    ]
+    assert [entry.parameters for entry in report.left] == [640] * 3
+
+
+@pytest.mark.parametrize("embed", [False, True])
+def test_a_model_in_float64_says_so(embed):
+    layers = [nn.Embedding(4, 64)] * embed + [nn.Linear(64, 64) for _ in range(4)]
+    with pytest.raises(ValueError, match="nothing was quantized") as error:
+        bs.quantize_(nn.Sequential(*layers).double(), RECIPE)
+    message = str(error.value)
+    assert message.startswith("model: nothing was quantized, as no layer could be: ")
+    assert "filter_fn" not in message
+    assert "4 Linear, 16,640 parameters" in message
+    assert "its weight is (64, 64) torch.float64; cast it to one of torch.float32" in message

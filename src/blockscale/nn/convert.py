@@ -13,6 +13,7 @@ from .survey import (
     FilterFn,
     check_lazy,
     entry_of,
+    nothing_was,
     product_parameters,
     reasons,
     report_on,
@@ -65,10 +66,7 @@ def convert(
     check_training_recipe(recipe)
     layers, left = survey(model, filter_fn, CONVERTED, _obstacle)
     if not layers:
-        raise ValueError(
-            "model: has no torch.nn.Linear that filter_fn accepts, nothing was converted"
-            + reasons(left)
-        )
+        raise nothing_was("converted", left)
     for name, module, _ in layers:
         check_lazy(name, module)
     entries = []
@@ -119,7 +117,7 @@ def _convert_back(
     if not layers:
         raise ValueError(
             "model: has no layer made by blockscale.convert that filter_fn accepts, nothing was "
-            "converted back" + reasons(left)
+            "converted back" + (f". Left alone: {reasons(left)}" if left else "")
         )
     for module in layers:
         restore(module)

@@ -19,7 +19,17 @@ from .parametrized import change_class, class_of, parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
 from .recipe import Recipe
 
-__all__ = ["CONVERTED", "QUANTIZED", "Conv1D", "Kind", "become", "kind_of", "original", "restore"]
+__all__ = [
+    "CONVERTED",
+    "QUANTIZED",
+    "Conv1D",
+    "Kind",
+    "become",
+    "kind_of",
+    "original",
+    "restore",
+    "unknown",
+]
 
 
 class Conv1D(torch.nn.Module):
@@ -68,8 +78,11 @@ _CONVOLUTIONS = torch.nn.modules.conv._ConvNd
 _FUSED = (torch.nn.RNNBase, torch.nn.RNNCellBase)
 
 
-def kind_of(module: torch.nn.Module) -> Kind | str:
-    """What a module with matrices of its own can become; why nothing, otherwise."""
+def kind_of(module: torch.nn.Module) -> Kind | str | None:
+    """What a module with matrices of its own can become; why nothing, otherwise.
+
+    None: it is nothing that is known here; see :func:`unknown`.
+    """
     definer = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     kind = _KINDS.get(definer) or (_CONV1D if _is_conv1d(module, definer) else None)
     if "forward" in module.__dict__:
@@ -82,14 +95,26 @@ def kind_of(module: torch.nn.Module) -> Kind | str:
         return "looked up, not multiplied"
     if isinstance(module, _FUSED):
         return "torch multiplies all its steps by one operation"
-    shapes = {
-        tuple(p.shape)
-        for p in parameters_of(module)
-        if not torch.nn.parameter.is_lazy(p) and p.dim() > 1
-    }
-    if any(len(shape) > 2 for shape in shapes) and not isinstance(module, _CONVOLUTIONS):
-        return f"stacked matrices of {sorted(shapes)}; blockscale.grouped_gemm multiplies experts"
-    return f"not a layer that blockscale knows, with parameters of {sorted(shapes)}"
+    stacks = [shape for shape in _shapes(module) if _is_stack(shape)]
+    if stacks and not isinstance(module, _CONVOLUTIONS):
+        return f"stacked matrices of {stacks}; blockscale.grouped_gemm multiplies experts"
+    return None
+
+
+def unknown(module: torch.nn.Module) -> str:
+    """Why a module that is nothing known stays as it is."""
+    return f"not a layer that blockscale knows, with parameters of {_shapes(module)}"
+
+
+def _shapes(module: torch.nn.Module) -> list[tuple[int, ...]]:
+    """Of its matrices."""
+    parameters = [p for p in parameters_of(module) if not torch.nn.parameter.is_lazy(p)]
+    return sorted({tuple(p.shape) for p in parameters if p.dim() > 1})
+
+
+def _is_stack(shape: tuple[int, ...]) -> bool:
+    """Of several matrices; positions and class tokens are (1, tokens, size)."""
+    return shape[0] > 1 and sum(size > 1 for size in shape[1:]) > 1
 
 
 def _is_conv1d(module: torch.nn.Module, definer: type) -> bool:

@@ -9,21 +9,24 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .exclude import default_exclusions
-from .kinds import Kind, kind_of
+from .kinds import Kind, kind_of, unknown
 from .parametrized import parameters_of
-from .report import ConversionReport, Entry, matrices
+from .report import ConversionReport, Entry, grouped, matrices
 
 __all__ = [
     "FilterFn",
     "Layer",
     "check_lazy",
     "entry_of",
+    "nothing_was",
     "product_parameters",
     "reasons",
     "report_on",
     "survey",
     "weights_of",
 ]
+
+_REASONS = 5  # in a message
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
 
@@ -57,7 +60,9 @@ def survey(
         if module in parts or not weights_of(module):
             continue
         kind = kind_of(module)
-        if isinstance(kind, str):
+        if kind is None:
+            why = (why_not(module, name) if filter_fn is None else "") or unknown(module)
+        elif isinstance(kind, str):
             why = kind
         else:
             why = obstacle(kind, module)
@@ -85,8 +90,8 @@ def weights_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def entry_of(name: str, module: torch.nn.Module, why: str = "") -> Entry:
     """Of a module with matrices of its own."""
-    shaped = [p for p in weights_of(module) if not is_lazy(p)]
-    return Entry(name, type(module).__name__, sum(p.numel() for p in shaped), why)
+    sizes = {id(p): p.numel() for p in weights_of(module) if not is_lazy(p)}
+    return Entry(name, type(module).__name__, sum(sizes.values()), why, sizes)
 
 
 def check_lazy(name: str, module: torch.nn.Module) -> None:
@@ -119,7 +124,16 @@ def product_parameters(layers: list[torch.nn.Module]) -> int:
     return sum(p.numel() for p in held.values())
 
 
+def nothing_was(changed: str, left: list[Entry]) -> ValueError:
+    """The error where no layer could be ``changed``, with the reasons."""
+    why = (
+        f"no layer could be: {reasons(left)}"
+        if left
+        else "it has no torch.nn.Linear and no other layer with matrices"
+    )
+    return ValueError(f"model: nothing was {changed}, as {why}")
+
+
 def reasons(left: list[Entry]) -> str:
     """A few of them, for a message."""
-    shown = [f"{e.name or 'the model'} ({e.type}): {e.why}" for e in left[:3]]
-    return f". Left alone: {'; '.join(shown)}" if shown else ""
+    return ". ".join(grouped(left)[:_REASONS])
