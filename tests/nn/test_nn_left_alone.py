@@ -150,3 +150,46 @@ def test_a_model_in_float64_says_so(embed):
     assert "filter_fn" not in message
     assert "4 Linear, 16,640 parameters" in message
     assert "its weight is (64, 64) torch.float64; cast it to one of torch.float32" in message
+
+
+# --- what is no model -----------------------------------------------------------------------------
+
+
+def changes():
+    """Each call that takes a model."""
+    yield lambda model: bs.convert(model, RECIPE)
+    yield lambda model: bs.convert(model, None)
+    yield lambda model: bs.quantize_(model, RECIPE)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("compile", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
+def test_scripted_models_are_refused(compile):
+    """Once an AttributeError."""
+    scripted = compile(pair())
+    for change in changes():
+        with pytest.raises(TypeError, match=r"model: is compiled by torch\.jit.*; change the mod"):
+            change(scripted)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("change", [bs.convert, bs.quantize_])
+def test_a_scripted_part_is_reported(change):
+    part, report = torch.jit.script(nn.Linear(64, 64)), ConversionReport()
+    model = nn.Sequential(part, nn.Linear(64, 64))
+    change(model, RECIPE, report=report)
+    assert [entry.name for entry in report.converted] == ["1"]
+    assert "compiled by torch.jit" in why(report)["0"]
+    assert torch.equal(model[0](X), part(X))
+
+
+@pytest.mark.parametrize("model", [pair().state_dict(), [nn.Linear(64, 64)], nn.Linear])
+def test_what_is_no_module_is_refused(model):
+    for change in changes():
+        with pytest.raises(TypeError, match=r"model: got .*; expected a torch\.nn\.Module"):
+            change(model)
+
+
+def test_a_state_dict_is_told_where_it_belongs():
+    with pytest.raises(TypeError, match=r"load_state_dict"):
+        bs.convert(pair().state_dict(), RECIPE)

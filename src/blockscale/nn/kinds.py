@@ -83,6 +83,8 @@ def kind_of(module: torch.nn.Module) -> Kind | str | None:
 
     None: it is nothing that is known here; see :func:`unknown`.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return "compiled by torch.jit, it cannot be changed any more: convert before"
     definer = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     kind = _KINDS.get(definer) or (_CONV1D if _is_conv1d(module, definer) else None)
     if "forward" in module.__dict__:

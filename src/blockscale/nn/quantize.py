@@ -16,7 +16,16 @@ from .kinds import CONVERTED, QUANTIZED, Kind, become
 from .quantized import QuantizedConv1D, check_held
 from .recipe import Recipe, check_recipe
 from .report import ConversionReport, publish
-from .survey import FilterFn, Layer, check_lazy, entry_of, nothing_was, report_on, survey
+from .survey import (
+    FilterFn,
+    Layer,
+    check_lazy,
+    check_model,
+    entry_of,
+    nothing_was,
+    report_on,
+    survey,
+)
 
 __all__ = ["quantize_"]
 
@@ -47,10 +56,12 @@ def quantize_(
         filter_fn, report: as of :func:`blockscale.convert`, with the same layers left alone by
             default.
 
-    Returns the model. Raises TypeError for a recipe that is none; ValueError where no layer can be
-    quantized, for lazy layers that have no shape yet, for ``high_precision`` with fprop, and for
-    weights that are quantized otherwise than ``recipe`` says. Then the model is as it was.
+    Returns the model. Raises TypeError for a model or a recipe that is none; ValueError where no
+    layer can be quantized, for lazy layers that have no shape yet, for ``high_precision`` with
+    fprop, and for weights that are quantized otherwise than ``recipe`` says. Then the model is as
+    it was.
     """
+    check_model(model)
     check_recipe(recipe)
     if "fprop" in recipe.high_precision:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ __all__ = [
     "FilterFn",
     "Layer",
     "check_lazy",
+    "check_model",
     "entry_of",
     "nothing_was",
     "product_parameters",
@@ -92,6 +93,26 @@ def entry_of(name: str, module: torch.nn.Module, why: str = "") -> Entry:
     """Of a module with matrices of its own."""
     sizes = {id(p): p.numel() for p in weights_of(module) if not is_lazy(p)}
     return Entry(name, type(module).__name__, sum(sizes.values()), why, sizes)
+
+
+def check_model(model: object) -> None:
+    """TypeError for what has no layers that can be changed."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "model: is compiled by torch.jit, its layers cannot be changed any more; change the "
+            "module that it was made from"
+        )
+    if isinstance(model, torch.nn.Module):
+        return
+    remedy = (
+        "; load a state_dict into one by load_state_dict first"
+        if isinstance(model, Mapping)
+        else ""
+    )
+    raise TypeError(
+        f"model: got {getattr(model, '__name__', type(model).__name__)}; expected a "
+        f"torch.nn.Module, whose layers are changed in place{remedy}"
+    )
 
 
 def check_lazy(name: str, module: torch.nn.Module) -> None:
