@@ -193,3 +193,26 @@ def test_what_is_no_module_is_refused(model):
 def test_a_state_dict_is_told_where_it_belongs():
     with pytest.raises(TypeError, match=r"load_state_dict"):
         bs.convert(pair().state_dict(), RECIPE)
+
+
+# --- what cannot be seen --------------------------------------------------------------------------
+
+
+def test_a_weight_that_is_read_without_its_layer():
+    """As Mamba's mixer reads dt_proj.weight; docs/training.md says what to do."""
+
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.in_proj, self.dt_proj = pair()
+
+        def forward(self, x):
+            return self.in_proj(x) @ self.dt_proj.weight.mT
+
+    model, report = Mixer(), ConversionReport()
+    bs.convert(model, RECIPE)
+    assert torch.equal(model(X), model.in_proj(X) @ model.dt_proj.weight.mT)
+    bs.convert(model, None)
+    bs.convert(model, RECIPE, lambda module, name: name != "dt_proj", report=report)
+    assert why(report) == {"dt_proj": "refused by filter_fn"}
+    assert type(model.dt_proj) is nn.Linear
