@@ -128,6 +128,20 @@ def test_what_is_returned_may_be_changed_in_place(shape, quantized):
     assert torch.equal(x.grad, grad)
 
 
+def test_a_transposed_weight():
+    """As torch's orthogonal parametrization makes it, and F.linear takes it."""
+    recipe, (x, w, g) = bs.Recipe(), tensors()
+    columns = w.detach().mT.contiguous().requires_grad_()
+    y = linear(x, columns.mT, recipe=recipe)
+    y.backward(g)
+    wanted, dx, dw = run(x, w, g, recipe)
+    assert torch.equal(y, wanted)
+    assert torch.equal(x.grad, dx)
+    assert torch.equal(columns.grad.mT, dw)
+    with bs.autocast(recipe), bs.reuse_weights():
+        assert torch.equal(torch.nn.functional.linear(x, columns.mT), wanted)
+
+
 def test_strided_inputs_and_gradients():
     x, w, g = tensors(64, 96, 160)
     plain = run(x, w, g, bs.Recipe())

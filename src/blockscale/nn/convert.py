@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from ..tensor import ScaledTensor
 from .attention import set_fast_paths
-from .kinds import CONVERTED, QUANTIZED, Kind, become, original
+from .kinds import CONVERTED, QUANTIZED, Kind, become, original, restore
 from .recipe import Recipe, check_training_recipe
-from .report import ConversionReport, Entry, matrices, publish
-from .survey import FilterFn, check_lazy, entry_of, reasons, report_on, survey
+from .report import ConversionReport, Entry, publish
+from .survey import (
+    FilterFn,
+    check_lazy,
+    check_model,
+    entry_of,
+    nothing_was,
+    product_parameters,
+    reasons,
+    report_on,
+    survey,
+    weights_of,
+)
 
 __all__ = ["convert"]
 
@@ -30,7 +42,8 @@ def convert(
 
     torch.nn.Linear becomes :class:`blockscale.nn.Linear`. torch.nn.MultiheadAttention (its
     projections) and Conv1D of transformers are converted, too, and subclasses of these three that
-    have no ``forward`` of their own. A layer keeps its identity, parameters, hooks and buffers: an
+    have no ``forward`` of their own; also where torch.nn.utils.parametrize computes their weight,
+    before the conversion or after. A layer keeps its identity, parameters, hooks and buffers: an
     optimizer made before stays valid, isinstance sees what it saw. torch's fused paths for
     evaluation around converted layers are off; that needs the whole torch.nn.TransformerEncoder
     to be in ``model``.
@@ -46,18 +59,17 @@ def convert(
             (logger "blockscale"): as a warning where less than half of the parameters of matrix
             products are in converted layers.
 
-    Returns the model. Raises TypeError for a recipe that is none, ValueError where no layer can be
-    converted, and for lazy layers that have no shape yet.
+    Returns the model. Raises TypeError for a model or a recipe that is none, ValueError where no
+    layer can be converted (those whose weight is quantized already are for
+    :func:`blockscale.quantize_`), and for lazy layers that have no shape yet.
     """
+    check_model(model)
     if recipe is None:
         return _convert_back(model, filter_fn, report)
     check_training_recipe(recipe)
     layers, left = survey(model, filter_fn, CONVERTED, _obstacle)
     if not layers:
-        raise ValueError(
-            "model: has no torch.nn.Linear that filter_fn accepts, nothing was converted"
-            + reasons(left)
-        )
+        raise nothing_was("converted", left)
     for name, module, _ in layers:
         check_lazy(name, module)
     entries = []
@@ -74,13 +86,19 @@ def convert(
 
 
 def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
-    return _QUANTIZED if isinstance(module, QUANTIZED) else ""
+    if isinstance(module, QUANTIZED):
+        return _QUANTIZED
+    if not any(isinstance(weight, ScaledTensor) for weight in weights_of(module)):
+        return ""
+    call = "call blockscale.quantize_ to multiply by it, or " if kind.quantized else ""
+    return f"its weight is quantized already; {call}load the high-precision one to convert it"
 
 
 def _convert_back(
     model: torch.nn.Module, filter_fn: FilterFn | None, report: ConversionReport | None
 ) -> torch.nn.Module:
     layers: list[torch.nn.Module] = []
+    others: list[torch.nn.Module] = []
     entries: list[Entry] = []
     left: list[Entry] = []
     for name, module in model.named_modules():
@@ -89,24 +107,25 @@ def _convert_back(
             why = _QUANTIZED
         elif not isinstance(module, CONVERTED):
             continue
-        elif issubclass(original(type(module)), CONVERTED):
+        elif issubclass(original(module), CONVERTED):
             why = "a subclass of a layer of blockscale"
         elif filter_fn is not None and not filter_fn(module, name):
             why = "refused by filter_fn"
         if why:
             left.append(entry_of(name, module, why))
+            others.append(module)
         else:
             entries.append(entry_of(name, module, "back to what it was"))
             layers.append(module)
     if not layers:
         raise ValueError(
             "model: has no layer made by blockscale.convert that filter_fn accepts, nothing was "
-            "converted back" + reasons(left)
+            "converted back" + (f". Left alone: {reasons(left)}" if left else "")
         )
     for module in layers:
-        module.__class__ = original(type(module))
+        restore(module)
         del module.recipe
     set_fast_paths(model, CONVERTED + QUANTIZED)
-    products = sum(p.numel() for p in matrices(layers).values())
-    publish(ConversionReport(entries, left, products, products), report, complain=False)
+    counts = product_parameters(layers), product_parameters(layers + others)
+    publish(ConversionReport(entries, left, *counts), report, complain=False)
     return model

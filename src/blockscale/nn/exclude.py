@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..exclusions import ANYWHERE, LAST, why_left_alone
+from .parametrized import parameters_of
 
 __all__ = ["DEFAULT_EXCLUDE", "default_exclusions"]
 
@@ -20,10 +21,11 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str], str]:
     """A function that says of a module, given its name, why it is left alone; "" if it is not."""
-    heads, looked_up = set(), set()
+    heads: set[torch.nn.Module] = set()
+    looked_up: set[int] = set()
     for module in model.modules():
         if isinstance(module, _EMBEDDINGS):
-            looked_up.add(id(module.weight))
+            looked_up.update(map(id, parameters_of(module)))
         head = getattr(module, "get_output_embeddings", None)
         if callable(head):
             try:
@@ -34,7 +36,7 @@ def default_exclusions(model: torch.nn.Module) -> Callable[[torch.nn.Module, str
     def why(module: torch.nn.Module, name: str) -> str:
         if module in heads:
             return "left alone by default: get_output_embeddings() returns it"
-        if any(id(parameter) in looked_up for parameter in module._parameters.values()):
+        if any(id(parameter) in looked_up for parameter in parameters_of(module)):
             return "left alone by default: its weight is that of an embedding"
         return why_left_alone(f"{name}.weight")
 

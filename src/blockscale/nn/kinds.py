@@ -2,7 +2,7 @@
 
 A layer changes its class in place: whoever holds it, by whatever name, holds the new one, with the
 same parameters, buffers and hooks. A subclass that brings no ``forward`` of its own becomes a
-subclass of both.
+subclass of both. Parametrizations stay on top of either.
 """
 
 from __future__ import annotations
@@ -15,10 +15,21 @@ from torch import Tensor
 
 from .attention import MultiheadAttention
 from .linear import Linear, linear
+from .parametrized import change_class, class_of, parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
 from .recipe import Recipe
 
-__all__ = ["CONVERTED", "QUANTIZED", "Conv1D", "Kind", "become", "kind_of", "original"]
+__all__ = [
+    "CONVERTED",
+    "QUANTIZED",
+    "Conv1D",
+    "Kind",
+    "become",
+    "kind_of",
+    "original",
+    "restore",
+    "unknown",
+]
 
 
 class Conv1D(torch.nn.Module):
@@ -67,8 +78,13 @@ _CONVOLUTIONS = torch.nn.modules.conv._ConvNd
 _FUSED = (torch.nn.RNNBase, torch.nn.RNNCellBase)
 
 
-def kind_of(module: torch.nn.Module) -> Kind | str:
-    """What a module with matrices of its own can become; why nothing, otherwise."""
+def kind_of(module: torch.nn.Module) -> Kind | str | None:
+    """What a module with matrices of its own can become; why nothing, otherwise.
+
+    None: it is nothing that is known here; see :func:`unknown`.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return "compiled by torch.jit, it cannot be changed any more: convert before"
     definer = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     kind = _KINDS.get(definer) or (_CONV1D if _is_conv1d(module, definer) else None)
     if "forward" in module.__dict__:
@@ -81,32 +97,47 @@ def kind_of(module: torch.nn.Module) -> Kind | str:
         return "looked up, not multiplied"
     if isinstance(module, _FUSED):
         return "torch multiplies all its steps by one operation"
-    shapes = {
-        tuple(p.shape)
-        for p in module._parameters.values()
-        if p is not None and not torch.nn.parameter.is_lazy(p) and p.dim() > 1
-    }
-    if any(len(shape) > 2 for shape in shapes) and not isinstance(module, _CONVOLUTIONS):
-        return f"stacked matrices of {sorted(shapes)}; blockscale.grouped_gemm multiplies experts"
-    return f"not a layer that blockscale knows, with parameters of {sorted(shapes)}"
+    stacks = [shape for shape in _shapes(module) if _is_stack(shape)]
+    if stacks and not isinstance(module, _CONVOLUTIONS):
+        return f"stacked matrices of {stacks}; blockscale.grouped_gemm multiplies experts"
+    return None
+
+
+def unknown(module: torch.nn.Module) -> str:
+    """Why a module that is nothing known stays as it is."""
+    return f"not a layer that blockscale knows, with parameters of {_shapes(module)}"
+
+
+def _shapes(module: torch.nn.Module) -> list[tuple[int, ...]]:
+    """Of its matrices."""
+    parameters = [p for p in parameters_of(module) if not torch.nn.parameter.is_lazy(p)]
+    return sorted({tuple(p.shape) for p in parameters if p.dim() > 1})
+
+
+def _is_stack(shape: tuple[int, ...]) -> bool:
+    """Of several matrices; positions and class tokens are (1, tokens, size)."""
+    return shape[0] > 1 and sum(size > 1 for size in shape[1:]) > 1
 
 
 def _is_conv1d(module: torch.nn.Module, definer: type) -> bool:
     """As transformers' Conv1D is, which is not imported."""
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    weights, biases = (sources_of(module, name) for name in ("weight", "bias"))
     size = getattr(module, "nf", None)
     return (
         definer.__name__ == "Conv1D"
-        and weight is not None
-        and bias is not None
-        and weight.dim() == 2
-        and (weight.shape[1],) == tuple(bias.shape) == (size,)
+        and any(w.dim() == 2 and w.shape[1] == size for w in weights)
+        and any(tuple(b.shape) == (size,) for b in biases)
     )
 
 
 def become(module: torch.nn.Module, cls: Any) -> None:
     """Make a module a ``cls`` that is still what it was before any conversion."""
-    module.__class__ = _both(cls, original(type(module)))
+    change_class(module, _both(cls, original(module)))
+
+
+def restore(module: torch.nn.Module) -> None:
+    """Make a module what it was before any conversion."""
+    change_class(module, original(module))
 
 
 _PLAIN: dict[type, type] = {
@@ -116,8 +147,9 @@ _PLAIN: dict[type, type] = {
 }
 
 
-def original(cls: type) -> type:
-    """The class of a layer before it was converted."""
+def original(module: torch.nn.Module) -> type:
+    """The class of a layer before it was converted, under its parametrizations."""
+    cls = class_of(module)
     return cls.__dict__.get("_original") or _PLAIN.get(cls, cls)
 
 

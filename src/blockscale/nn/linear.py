@@ -44,6 +44,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
         b = None if bias is None else bias.to(out_dtype)
         return torch.nn.functional.linear(x.to(out_dtype), weight.to(out_dtype), b)
+    if weight.stride(-1) != 1:  # transposed, as torch's orthogonal parametrization makes it
+        weight = weight.contiguous()
     trains = torch.is_grad_enabled()
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
     function = _TransformedLinear if is_transformed() else _Linear

@@ -16,7 +16,16 @@ from .kinds import CONVERTED, QUANTIZED, Kind, become
 from .quantized import QuantizedConv1D, check_held
 from .recipe import Recipe, check_recipe
 from .report import ConversionReport, publish
-from .survey import FilterFn, Layer, check_lazy, entry_of, reasons, report_on, survey
+from .survey import (
+    FilterFn,
+    Layer,
+    check_lazy,
+    check_model,
+    entry_of,
+    nothing_was,
+    report_on,
+    survey,
+)
 
 __all__ = ["quantize_"]
 
@@ -47,10 +56,12 @@ def quantize_(
         filter_fn, report: as of :func:`blockscale.convert`, with the same layers left alone by
             default.
 
-    Returns the model. Raises TypeError for a recipe that is none; ValueError where no layer can be
-    quantized, for lazy layers that have no shape yet, for ``high_precision`` with fprop, and for
-    weights that are quantized otherwise than ``recipe`` says. Then the model is as it was.
+    Returns the model. Raises TypeError for a model or a recipe that is none; ValueError where no
+    layer can be quantized, for lazy layers that have no shape yet, for ``high_precision`` with
+    fprop, and for weights that are quantized otherwise than ``recipe`` says. Then the model is as
+    it was.
     """
+    check_model(model)
     check_recipe(recipe)
     if "fprop" in recipe.high_precision:
         raise ValueError(
@@ -59,10 +70,7 @@ def quantize_(
         )
     layers, left = survey(model, filter_fn, CONVERTED + QUANTIZED, _obstacle)
     if not layers:
-        raise ValueError(
-            "model: has no torch.nn.Linear that filter_fn accepts, nothing was quantized"
-            + reasons(left)
-        )
+        raise nothing_was("quantized", left)
     for layer in layers:
         _check(layer, recipe)
     entries = [entry_of(name, module) for name, module, _ in layers]
@@ -99,8 +107,11 @@ def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
         return ""
     if type(weight) is not torch.nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
-    if weight.dtype not in DTYPES or not weight.numel():
-        return f"its weight is {tuple(weight.shape)} {weight.dtype}"
+    if weight.dtype not in DTYPES:
+        allowed = ", ".join(map(str, DTYPES))
+        return f"its weight is {tuple(weight.shape)} {weight.dtype}; cast it to one of {allowed}"
+    if not weight.numel():
+        return f"its weight is {tuple(weight.shape)}, which is empty"
     return ""
 
 

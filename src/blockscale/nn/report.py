@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["ConversionReport", "Entry", "matrices", "publish"]
+from .parametrized import parameters_of
+
+__all__ = ["ConversionReport", "Entry", "grouped", "matrices", "publish"]
 
 _logger = logging.getLogger("blockscale")
 
@@ -19,12 +21,13 @@ _SHOWN = 2  # names of a group of entries
 @dataclass(frozen=True)
 class Entry:
     """A module: its name, its type, how many parameters it has, and why it was left, or how
-    converted."""
+    converted. ``sizes`` are those of its parameters, by identity: modules may share some."""
 
     name: str
     type: str
     parameters: int
     why: str
+    sizes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass
@@ -58,12 +61,12 @@ class ConversionReport:
             f"{self.product_parameters:,} parameters of matrix products ({self.share:.0%})"
         ]
         for title, entries in (("converted", self.converted), ("not converted", self.left)):
-            lines += [f"{title}: {line}" for line in _grouped(entries)]
+            lines += [f"{title}: {line}" for line in grouped(entries)]
         return "\n".join(lines)
 
 
-def _grouped(entries: Iterable[Entry]) -> list[str]:
-    """A line for entries of the same type and for the same reason."""
+def grouped(entries: Iterable[Entry]) -> list[str]:
+    """A line for entries of the same type and for the same reason; what they share counts once."""
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.type, entry.why), []).append(entry)
@@ -72,7 +75,7 @@ def _grouped(entries: Iterable[Entry]) -> list[str]:
         names = [entry.name or "the model itself" for entry in each[:_SHOWN]]
         if len(each) > _SHOWN:
             names.append("...")
-        count = sum(entry.parameters for entry in each)
+        count = sum({key: size for e in each for key, size in e.sizes.items()}.values())
         lines.append(
             f"{len(each)} {type_name}, {count:,} parameters ({', '.join(names)})"
             + (f": {why}" if why else "")
@@ -85,10 +88,8 @@ def matrices(modules: Iterable[torch.nn.Module]) -> dict[int, Tensor]:
     return {
         id(parameter): parameter
         for module in modules
-        for parameter in module._parameters.values()
-        if parameter is not None
-        and not torch.nn.parameter.is_lazy(parameter)
-        and parameter.dim() > 1
+        for parameter in parameters_of(module)
+        if not torch.nn.parameter.is_lazy(parameter) and parameter.dim() > 1
     }
 
 

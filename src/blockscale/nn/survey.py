@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from .exclude import default_exclusions
-from .kinds import Kind, kind_of
-from .report import ConversionReport, Entry, matrices
+from .kinds import Kind, kind_of, unknown
+from .parametrized import parameters_of
+from .report import ConversionReport, Entry, grouped, matrices
 
-__all__ = ["FilterFn", "Layer", "check_lazy", "entry_of", "reasons", "report_on", "survey"]
+__all__ = [
+    "FilterFn",
+    "Layer",
+    "check_lazy",
+    "check_model",
+    "entry_of",
+    "nothing_was",
+    "product_parameters",
+    "reasons",
+    "report_on",
+    "survey",
+    "weights_of",
+]
+
+_REASONS = 5  # in a message
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
 
@@ -43,10 +58,12 @@ def survey(
     parts = {module.out_proj for module in attention}  # whose forward is never called
     layers, left = [], []
     for name, module in model.named_modules():
-        if module in parts or not _weights(module):
+        if module in parts or not weights_of(module):
             continue
         kind = kind_of(module)
-        if isinstance(kind, str):
+        if kind is None:
+            why = (why_not(module, name) if filter_fn is None else "") or unknown(module)
+        elif isinstance(kind, str):
             why = kind
         else:
             why = obstacle(kind, module)
@@ -61,21 +78,41 @@ def survey(
     return layers, left
 
 
-def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+def weights_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Parameters of a module, where one is a matrix or has no shape yet; with those of the output
     projection, which belongs to attention."""
-    own = [p for p in module._parameters.values() if p is not None]
+    own = parameters_of(module)
     if not any(is_lazy(p) or p.dim() > 1 for p in own):
         return []
     if isinstance(module, torch.nn.MultiheadAttention):
-        own += module.out_proj.parameters(recurse=False)
+        own += parameters_of(module.out_proj)
     return own
 
 
 def entry_of(name: str, module: torch.nn.Module, why: str = "") -> Entry:
     """Of a module with matrices of its own."""
-    shaped = [p for p in _weights(module) if not is_lazy(p)]
-    return Entry(name, type(module).__name__, sum(p.numel() for p in shaped), why)
+    sizes = {id(p): p.numel() for p in weights_of(module) if not is_lazy(p)}
+    return Entry(name, type(module).__name__, sum(sizes.values()), why, sizes)
+
+
+def check_model(model: object) -> None:
+    """TypeError for what has no layers that can be changed."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "model: is compiled by torch.jit, its layers cannot be changed any more; change the "
+            "module that it was made from"
+        )
+    if isinstance(model, torch.nn.Module):
+        return
+    remedy = (
+        "; load a state_dict into one by load_state_dict first"
+        if isinstance(model, Mapping)
+        else ""
+    )
+    raise TypeError(
+        f"model: got {getattr(model, '__name__', type(model).__name__)}; expected a "
+        f"torch.nn.Module, whose layers are changed in place{remedy}"
+    )
 
 
 def check_lazy(name: str, module: torch.nn.Module) -> None:
@@ -93,18 +130,31 @@ def report_on(
     """What was done to ``layers``, with the share of parameters."""
     embeddings = torch.nn.Embedding | torch.nn.EmbeddingBag
     products = matrices(m for m in model.modules() if not isinstance(m, embeddings))
-    changed = [module for _, module, _ in layers]
-    changed += [m.out_proj for m in changed if isinstance(m, torch.nn.MultiheadAttention)]
-    converted = matrices(changed)
     return ConversionReport(
         entries,
         left,
-        sum(p.numel() for p in converted.values()),
+        product_parameters([module for _, module, _ in layers]),
         sum(p.numel() for p in products.values()),
     )
 
 
+def product_parameters(layers: list[torch.nn.Module]) -> int:
+    """How many parameters the matrices of layers have."""
+    attention = [m for m in layers if isinstance(m, torch.nn.MultiheadAttention)]
+    held = matrices([*layers, *(m.out_proj for m in attention)])
+    return sum(p.numel() for p in held.values())
+
+
+def nothing_was(changed: str, left: list[Entry]) -> ValueError:
+    """The error where no layer could be ``changed``, with the reasons."""
+    why = (
+        f"no layer could be: {reasons(left)}"
+        if left
+        else "it has no torch.nn.Linear and no other layer with matrices"
+    )
+    return ValueError(f"model: nothing was {changed}, as {why}")
+
+
 def reasons(left: list[Entry]) -> str:
     """A few of them, for a message."""
-    shown = [f"{e.name or 'the model'} ({e.type}): {e.why}" for e in left[:3]]
-    return f". Left alone: {'; '.join(shown)}" if shown else ""
+    return ". ".join(grouped(left)[:_REASONS])
