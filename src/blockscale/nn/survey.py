@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -156,5 +157,7 @@ def nothing_was(changed: str, left: list[Entry]) -> ValueError:
 
 
 def reasons(left: list[Entry]) -> str:
-    """A few of them, for a message."""
-    return ". ".join(grouped(left)[:_REASONS])
+    """A few of them, for a message; those of most modules first."""
+    counts = Counter(entry.why for entry in left)
+    by_count = sorted(left, key=lambda entry: -counts[entry.why])
+    return ". ".join(grouped(by_count)[:_REASONS])
