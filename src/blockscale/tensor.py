@@ -52,7 +52,11 @@ class ScaledTensor(torch.Tensor):
     It moves, copies, saves, loads, compiles, reshapes in front of the contraction, transposes
     together with its contraction (``mT``), and along whole blocks slices, splits and joins
     (``torch.cat``; ``torch.stack`` in front of the matrix) what has the same global scale. All else
-    would change values behind their scales and raises ValueError or TypeError.
+    needs values, which ``dequantize()`` gives, and raises ValueError or TypeError.
+
+    ``q.data`` is the elements, alone. Where ``q`` is a torch.nn.Parameter, ``q.data`` is what torch
+    means by it: ``q.detach()``, with scales, of the same memory. ``q.qdata`` is always the elements
+    (take it in compiled code, too).
 
     Raises ValueError where the parts do not fit ``format``, ``shape``, ``axis`` and ``layout``, and
     for unknown names.
@@ -105,9 +109,17 @@ class ScaledTensor(torch.Tensor):
         return self
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """The stored elements, see the class. In compiled code: ``qdata`` (``data`` is torch's)."""
-        return self.qdata
+    def data(self) -> Tensor:
+        """The stored elements, ``qdata``; of a parameter what torch means: the detached tensor."""
+        return self.detach() if isinstance(self, torch.nn.Parameter) else self.qdata
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise TypeError(
+            f"data: cannot be set, scales would stay behind; {self} can be overwritten by "
+            ".copy_(another of its kind), and a layer takes another parameter: layer.weight = "
+            "torch.nn.Parameter(q, requires_grad=False)"
+        )
 
     @property
     def scale(self) -> Tensor:

@@ -173,9 +173,29 @@ def _copy_(q: ScaledTensor, source: Tensor, non_blocking: bool = False) -> Scale
             f"copy_: {q} can be overwritten as a whole by a ScaledTensor of the same format, "
             f"shape, axis, layout and dtype; got {given}"
         )
+    theirs = source._parts()
+    _check_copy(q, source)
     for name, part in q._parts().items():
-        part.copy_(source._parts()[name], non_blocking)
+        part.copy_(theirs[name].reshape(part.shape), non_blocking)  # global scales: () or (1,)
     return q
+
+
+def _check_copy(q: ScaledTensor, source: ScaledTensor) -> None:
+    """TypeError of a copy that would stop half way, or change what is not written."""
+    if q.offsets is not None and q.offsets.shape != source._parts()["offsets"].shape:
+        raise TypeError(
+            f"copy_: {q} cannot be overwritten by {source}; quantize with as many groups"
+        )
+    mine, theirs = q.global_scale, source.global_scale
+    if mine is None or theirs is None or q.is_meta or source.is_meta:
+        return
+    if q.qdata.untyped_storage().nbytes() == q.qdata.nbytes:
+        return
+    if not torch.equal(mine.reshape(1), theirs.reshape(1).to(mine.device)):
+        raise TypeError(
+            f"copy_: {q} is a part of a tensor and shares its global scale, the source has "
+            "another; quantize that with it: blockscale.quantize(..., global_scale=q.global_scale)"
+        )
 
 
 def _equal(q: ScaledTensor, other: Tensor) -> bool:
