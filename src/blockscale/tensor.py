@@ -12,6 +12,7 @@ from .checks import check_axis
 from .formats import Format, get_format
 from .layouts import Layout, as_bytes, get_layout, swizzle_scale, unswizzle_scale
 from .stored import stored_parts, strides_like
+from .tensor_refusals import refusal
 from .watching import is_transformed, unwatched
 
 __all__ = ["RULES", "ScaledTensor", "transposed"]
@@ -341,11 +342,7 @@ class ScaledTensor(torch.Tensor):
         rule = RULES.get(func)
         if rule is None:
             # not a TypeError: Python's operators would swallow the sentence
-            raise ValueError(
-                f"{func}: a ScaledTensor cannot do this, its values would change behind their "
-                "scales; call .dequantize() first (and blockscale.quantize the result), or "
-                "blockscale.gemm to multiply"
-            )
+            raise ValueError(refusal(func))
         if func.is_view and not args[0].is_inference() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # torch wants views of normal tensors to be normal
                 return rule(*args, **(kwargs or {}))

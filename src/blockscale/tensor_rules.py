@@ -212,22 +212,6 @@ def _octets(part: Tensor) -> Tensor:
     return part.contiguous().flatten().view(torch.uint8)
 
 
-def _refuse_product(func: Any) -> Callable[..., Any]:
-    """What a layer of torch runs into that was given a quantized weight."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise ValueError(
-            f"{func}: a plain product would not know the scales; call .dequantize() first (and "
-            "blockscale.quantize the result), or blockscale.gemm to multiply; a model that has "
-            "loaded quantized weights runs after blockscale.quantize_(model, recipe)"
-        )
-
-    return refuse
-
-
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.linear.default, aten.matmul.default)
-
-RULES.update({func: _refuse_product(func) for func in _PRODUCTS})
 RULES.update(
     {
         aten.detach.default: _map_rule(aten.detach.default),
