@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .tensor import RULES, ScaledTensor, transposed
+from .tensor_refusals import of_flat
 
 __all__ = ["check_dim", "check_whole", "extent_of", "slice_of"]
 
@@ -79,12 +80,12 @@ def _view(q: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     ):
         raise TypeError(
             f"view: {q} keeps its shape; only compact scales in blocks along the last axis can be "
-            "reshaped in front of it: reshape before quantizing"
+            "reshaped in front of it: reshape before quantizing" + of_flat(out)
         )
     if not out or out[-1] != q.shape[-1]:
         raise TypeError(
             f"view: got {tuple(out)}; blocks run along the last dimension, which must stay "
-            f"{q.shape[-1]}: reshape before quantizing"
+            f"{q.shape[-1]}: reshape before quantizing" + of_flat(out)
         )
     lead = tuple(out[:-1])
     return q._with(
