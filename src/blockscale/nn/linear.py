@@ -16,7 +16,15 @@ from .forms import Forms, quantize_forms
 from .recipe import PRODUCTS, Recipe
 from .reuse import forget_weights, quantized_weight
 
-__all__ = ["Linear", "check_shapes", "linear", "output_dtype", "unflatten_rows"]
+__all__ = [
+    "Linear",
+    "check_plain",
+    "check_shapes",
+    "check_untraced",
+    "linear",
+    "output_dtype",
+    "unflatten_rows",
+]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -67,21 +75,13 @@ def unflatten_rows(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if is_dtensor(tensor):
-            raise TypeError(
-                f"{name}: is a DTensor, whose shards cannot be quantized one by one in general; "
-                "use FSDP, or call .full_tensor() or .to_local() first"
-            )
+    check_plain(x, weight, bias)
     if has_tangent(x, weight, bias):
         raise NotImplementedError(
             "blockscale.nn.linear has no forward-mode derivative (jvp, jacfwd, dual tensors); "
             "differentiate in reverse (backward, torch.func.grad), or leave the layer in torch.nn"
         )
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise NotImplementedError(
-            "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"
-        )
+    check_untraced()
     check_shapes(x, weight)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype not in DTYPES:
@@ -89,6 +89,24 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 f"{name}: got {tensor.dtype}; expected one of {', '.join(map(str, DTYPES))}: cast "
                 "the model and its inputs, or leave the layer in torch.nn (filter_fn)"
             )
+
+
+def check_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """TypeError of shards."""
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"{name}: is a DTensor, whose shards cannot be quantized one by one in general; "
+                "use FSDP, or call .full_tensor() or .to_local() first"
+            )
+
+
+def check_untraced() -> None:
+    """NotImplementedError in torch.jit.trace."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"
+        )
 
 
 def check_shapes(x: Tensor, weight: Tensor) -> None:
