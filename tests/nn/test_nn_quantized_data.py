@@ -6,7 +6,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import blockscale as bs
 
@@ -94,3 +97,47 @@ def test_copies_with_other_groups_stop_before_they_start():
     with pytest.raises(TypeError, match="as many groups"):
         q.copy_(grouped([64], 2))
     assert torch.equal(q, before)
+
+
+def test_sizes():
+    """``nbytes`` is what is stored; element by element it is what the weight stands for."""
+    weight = layer().weight
+    assert weight.nbytes == 32 * 64 + 32 * 64 // 32
+    assert weight.numel() * weight.element_size() == 4 * 32 * 64
+
+
+def test_the_meta_device_keeps_buffers_that_no_file_holds():
+    """They are real again where they are made anew."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 32)
+            self.register_buffer("factor", torch.tensor(3.0), persistent=False)
+
+        def forward(self, x):
+            return self.layer(x) * self.factor
+
+    whole, x = bs.quantize_(Scaled(), bs.Recipe()), tensor(4, 64)
+    with torch.device("meta"):
+        empty = Scaled()
+    empty.load_state_dict(whole.state_dict(), assign=True)
+    bs.quantize_(empty, bs.Recipe())
+    assert empty.factor.is_meta
+    empty.factor = torch.tensor(3.0)
+    assert torch.equal(empty(x), whole(x))
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
+def test_shards_are_refused(name):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        m = layer()
+        given = {"x": tensor(4, 64), "weight": m.weight, "bias": m.bias.detach()}
+        plain = tensor(32, 64) if name == "weight" else given[name]
+        given[name] = distribute_tensor(plain, mesh, [Replicate()])
+        with pytest.raises(TypeError, match=f"{name}: is a DTensor.*full_tensor"):
+            bs.nn.quantized_linear(**given, recipe=m.recipe)
+    finally:
+        dist.destroy_process_group()
