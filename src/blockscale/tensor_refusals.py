@@ -18,7 +18,7 @@ _REMEDY = (
 )
 _LAYER = (
     "Where it is the weight of a layer: leave the layer out by the filter_fn of "
-    "blockscale.quantize_ if the model reads its weight itself; have adapters merge before"
+    "blockscale.quantize_ if the model reads its weight itself; merge adapters before it"
 )
 _LOADED = "a model that has loaded quantized weights runs after blockscale.quantize_(model, recipe)"
 
