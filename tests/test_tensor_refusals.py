@@ -50,6 +50,10 @@ ARITHMETIC = {
     "dropout": lambda q: F.dropout(q, 0.5),
     "norm": lambda q: q.norm(),
     "out= into it": lambda q: torch.add(plain(), 1, out=q),
+    "ones_like": torch.ones_like,
+    "new_empty": lambda q: q.new_empty(3),
+    "new_zeros": lambda q: q.new_zeros(3),
+    "embedding": lambda q: F.embedding(torch.tensor([0]), q),
 }
 IN_PLACE = {
     "add_": lambda q: q.add_(1),
@@ -67,8 +71,10 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("what", ARITHMETIC)
 def test_arithmetic(what):
-    with pytest.raises(ValueError, match=REMEDY):
+    with pytest.raises(ValueError, match=REMEDY) as refused:
         ARITHMETIC[what](make())
+    assert "behind" not in str(refused.value)  # most of these would write nothing
+    assert "filter_fn of blockscale.quantize_" in str(refused.value)
 
 
 @pytest.mark.parametrize("what", IN_PLACE)

@@ -12,6 +12,7 @@ from .checks import check_axis
 from .formats import Format, get_format
 from .layouts import Layout, as_bytes, get_layout, swizzle_scale, unswizzle_scale
 from .stored import stored_parts, strides_like
+from .tensor_refusals import refusal
 from .watching import is_transformed, unwatched
 
 __all__ = ["RULES", "ScaledTensor", "transposed"]
@@ -52,7 +53,11 @@ class ScaledTensor(torch.Tensor):
     It moves, copies, saves, loads, compiles, reshapes in front of the contraction, transposes
     together with its contraction (``mT``), and along whole blocks slices, splits and joins
     (``torch.cat``; ``torch.stack`` in front of the matrix) what has the same global scale. All else
-    would change values behind their scales and raises ValueError or TypeError.
+    needs values, which ``dequantize()`` gives, and raises ValueError or TypeError.
+
+    ``q.data`` is the elements, alone. Where ``q`` is a torch.nn.Parameter, ``q.data`` is what torch
+    means by it: ``q.detach()``, with scales, of the same memory. ``q.qdata`` is always the elements
+    (take it in compiled code, too).
 
     Raises ValueError where the parts do not fit ``format``, ``shape``, ``axis`` and ``layout``, and
     for unknown names.
@@ -105,9 +110,17 @@ class ScaledTensor(torch.Tensor):
         return self
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """The stored elements, see the class. In compiled code: ``qdata`` (``data`` is torch's)."""
-        return self.qdata
+    def data(self) -> Tensor:
+        """The stored elements, ``qdata``; of a parameter what torch means: the detached tensor."""
+        return self.detach() if isinstance(self, torch.nn.Parameter) else self.qdata
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise TypeError(
+            f"data: cannot be set, scales would stay behind; {self} can be overwritten by "
+            ".copy_(another of its kind), and a layer takes another parameter: layer.weight = "
+            "torch.nn.Parameter(q, requires_grad=False)"
+        )
 
     @property
     def scale(self) -> Tensor:
@@ -329,11 +342,7 @@ class ScaledTensor(torch.Tensor):
         rule = RULES.get(func)
         if rule is None:
             # not a TypeError: Python's operators would swallow the sentence
-            raise ValueError(
-                f"{func}: a ScaledTensor cannot do this, its values would change behind their "
-                "scales; call .dequantize() first (and blockscale.quantize the result), or "
-                "blockscale.gemm to multiply"
-            )
+            raise ValueError(refusal(func))
         if func.is_view and not args[0].is_inference() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # torch wants views of normal tensors to be normal
                 return rule(*args, **(kwargs or {}))

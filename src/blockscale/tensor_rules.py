@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .tensor import RULES, ScaledTensor, transposed
+from .tensor_refusals import of_flat
 
 __all__ = ["check_dim", "check_whole", "extent_of", "same_scalar", "slice_of"]
 
@@ -91,12 +92,12 @@ def _view(q: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     ):
         raise TypeError(
             f"view: {q} keeps its shape; only compact scales in blocks along the last axis can be "
-            "reshaped in front of it: reshape before quantizing"
+            "reshaped in front of it: reshape before quantizing" + of_flat(out)
         )
     if not out or out[-1] != q.shape[-1]:
         raise TypeError(
             f"view: got {tuple(out)}; blocks run along the last dimension, which must stay "
-            f"{q.shape[-1]}: reshape before quantizing"
+            f"{q.shape[-1]}: reshape before quantizing" + of_flat(out)
         )
     lead = tuple(out[:-1])
     return q._with(
@@ -185,20 +186,29 @@ def _copy_(q: ScaledTensor, source: Tensor, non_blocking: bool = False) -> Scale
             f"copy_: {q} can be overwritten as a whole by a ScaledTensor of the same format, "
             f"shape, axis, layout and dtype; got {given}"
         )
-    scalar, given_scalar = q.global_scale, source.global_scale
-    if (
-        scalar is not None
-        and given_scalar is not None
-        and q.qdata.nbytes < q.qdata.untyped_storage().nbytes()
-        and not same_scalar("copy_", scalar, given_scalar.to(scalar.device))
-    ):
-        raise ValueError(
-            f"copy_: {q} is a part of a tensor that has another global scale than the source; "
-            "quantize the source with that: blockscale.quantize(..., global_scale=...)"
-        )
+    theirs = source._parts()
+    _check_copy(q, source)
     for name, part in q._parts().items():
-        part.copy_(source._parts()[name], non_blocking)
+        part.copy_(theirs[name].reshape(part.shape), non_blocking)  # global scales: () or (1,)
     return q
+
+
+def _check_copy(q: ScaledTensor, source: ScaledTensor) -> None:
+    """Raise for a copy that would stop half way, or change what is not written."""
+    if q.offsets is not None and q.offsets.shape != source._parts()["offsets"].shape:
+        raise TypeError(
+            f"copy_: {q} cannot be overwritten by {source}; quantize with as many groups"
+        )
+    mine, theirs = q.global_scale, source.global_scale
+    if mine is None or theirs is None or q.is_meta or source.is_meta:
+        return
+    if q.qdata.untyped_storage().nbytes() == q.qdata.nbytes:
+        return
+    if not same_scalar("copy_", mine, theirs.to(mine.device)):
+        raise ValueError(
+            f"copy_: {q} is a part of a tensor and shares its global scale, the source has "
+            "another; quantize that with it: blockscale.quantize(..., global_scale=q.global_scale)"
+        )
 
 
 def _equal(q: ScaledTensor, other: Tensor) -> bool:
@@ -215,22 +225,6 @@ def _octets(part: Tensor) -> Tensor:
     return part.contiguous().flatten().view(torch.uint8)
 
 
-def _refuse_product(func: Any) -> Callable[..., Any]:
-    """What a layer of torch runs into that was given a quantized weight."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise ValueError(
-            f"{func}: a plain product would not know the scales; call .dequantize() first (and "
-            "blockscale.quantize the result), or blockscale.gemm to multiply; a model that has "
-            "loaded quantized weights runs after blockscale.quantize_(model, recipe)"
-        )
-
-    return refuse
-
-
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.linear.default, aten.matmul.default)
-
-RULES.update({func: _refuse_product(func) for func in _PRODUCTS})
 RULES.update(
     {
         aten.detach.default: _map_rule(aten.detach.default),

@@ -16,7 +16,7 @@ from .forms import Forms, quantize_forms
 from .recipe import PRODUCTS, Recipe
 from .reuse import forget_weights, quantized_weight
 
-__all__ = ["Linear", "check_shapes", "linear", "output_dtype", "unflatten_rows"]
+__all__ = ["Linear", "check_operands", "linear", "output_dtype", "unflatten_rows"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -69,18 +69,12 @@ def unflatten_rows(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if is_dtensor(tensor):
-            raise TypeError(
-                f"{name}: is a DTensor, whose shards cannot be quantized one by one in general; "
-                "use FSDP, or call .full_tensor() or .to_local() first"
-            )
+    check_operands(x, weight, bias)
     if has_tangent(x, weight, bias):
         raise NotImplementedError(
             "blockscale.nn.linear has no forward-mode derivative (jvp, jacfwd, dual tensors); "
             "differentiate in reverse (backward, torch.func.grad), or leave the layer in torch.nn"
         )
-    check_shapes(x, weight, bias)
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype not in DTYPES:
             raise TypeError(
@@ -89,8 +83,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             )
 
 
-def check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise unless these can be multiplied and added, in rows."""
+def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless these are tensors that a layer can multiply and add, in rows."""
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"{name}: is a DTensor, whose shards cannot be quantized one by one in general; "
+                "use FSDP, or call .full_tensor() or .to_local() first"
+            )
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
             "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"

@@ -15,7 +15,7 @@ from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_transformed
 from .forms import quantize_forms
-from .linear import check_shapes, output_dtype, unflatten_rows
+from .linear import check_operands, output_dtype, unflatten_rows
 from .operand_layout import operand_layout
 from .recipe import Recipe, check_recipe
 
@@ -40,14 +40,15 @@ def quantized_linear(
     Returns (..., N) in the dtype of ``x``, or that of torch.autocast where it is on. The gradient
     of ``x`` is ``grad @ weight.dequantize()``, summed in fp32; the weight has none.
     Raises ValueError or TypeError, with the remedy, where these do not belong together, and
-    NotImplementedError under torch.func and for forward-mode differentiation.
+    NotImplementedError under torch.func, torch.jit.trace and for forward-mode differentiation, and
+    in torch.export where activations are quantized and ``weight`` is a parameter still.
     """
+    check_operands(x, weight, bias)
     if not isinstance(weight, ScaledTensor):
         raise TypeError(
             f"weight: got a plain {weight.dtype} tensor; expected a ScaledTensor: call "
             "blockscale.quantize, or blockscale.nn.linear for a high-precision weight"
         )
-    check_shapes(x, weight, bias)
     if x.dtype not in DTYPES:
         raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
     if weight.requires_grad and torch.is_grad_enabled():
@@ -60,10 +61,25 @@ def quantized_linear(
             "torch.func and forward-mode differentiation do not reach layers that hold quantized "
             "weights; transform the model with high-precision weights (blockscale.convert)"
         )
+    _check_export(weight, recipe)
     out_dtype = output_dtype(x)
     if out_dtype != x.dtype and recipe.weight_only:
         x = x.to(out_dtype)  # others are quantized from what they are
     return _QuantizedLinear.apply(x, weight, bias, recipe, out_dtype)
+
+
+def _check_export(weight: ScaledTensor, recipe: Recipe) -> None:
+    """torch.export watches the attributes of all tensors of the class that parameters have, and
+    knows none of those that are made on the way."""
+    if recipe.weight_only or not torch.compiler.is_exporting():
+        return
+    if isinstance(weight, torch.nn.Parameter) or torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            "torch.export cannot follow quantized activations beside weights that are parameters; "
+            "call torch._functorch._aot_autograd.subclass_parametrization."
+            "unwrap_tensor_subclass_parameters(copy.deepcopy(model)) first, and export what it "
+            "returns with strict=False"
+        )
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -122,8 +138,9 @@ def _multiply(
 
 
 def _transposed(weight: ScaledTensor) -> ScaledTensor:
-    """``weight.mT``; torch.compile would guard that attribute of an input, made anew each time."""
-    if torch.compiler.is_compiling():
+    """``weight.mT``; compilers would guard that attribute of a parameter, made anew each time."""
+    held = isinstance(weight, torch.nn.Parameter) and torch.compiler.is_compiling()
+    if held or torch.compiler.is_dynamo_compiling():
         return weight.transpose(-2, -1)  # type: ignore[return-value]
     return weight.mT
 
