@@ -88,6 +88,23 @@ def test_slices_of_one_global_scale_keep_it():
     assert torch.equal(q[:32].dequantize(), fits.dequantize())
 
 
+@pytest.mark.parametrize("by", ["layers", "quantize_"])
+def test_layers_of_one_global_scale_load_for_themselves(by):
+    shared, recipe = torch.tensor(0.003), bs.Recipe("nvfp4")
+    weights = [bs.quantize(tensor(32, 64, seed=i), "nvfp4", global_scale=shared) for i in range(2)]
+    if by == "layers":
+        model = nn.Sequential(*(bs.nn.QuantizedLinear(q, recipe=recipe) for q in weights))
+    else:
+        model = nn.Sequential(*(nn.Linear(64, 32, bias=False, device="meta") for _ in weights))
+        model.load_state_dict({f"{i}.weight": q for i, q in enumerate(weights)}, assign=True)
+        bs.quantize_(model, recipe)
+    other = nn.Sequential(*(layer("nvfp4", i) for i in range(2)))
+    model.load_state_dict(other.state_dict(), strict=False)
+    for one, two in zip(model, other, strict=True):
+        assert torch.equal(one.weight, two.weight)
+    assert shared.item() == torch.tensor(0.003).item()
+
+
 def test_copies_with_other_groups_stop_before_they_start():
     def grouped(ends, seed):
         offsets = torch.tensor(ends, dtype=torch.int32)

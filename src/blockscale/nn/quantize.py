@@ -13,7 +13,7 @@ from ..tensor import ScaledTensor
 from .attention import set_fast_paths
 from .forms import quantize_forms
 from .kinds import CONVERTED, QUANTIZED, Kind, become
-from .quantized import QuantizedConv1D, check_held
+from .quantized import QuantizedConv1D, check_held, own_global_scale
 from .recipe import Recipe, check_recipe
 from .report import ConversionReport, publish
 from .survey import (
@@ -137,6 +137,7 @@ def _quantized(weight: Tensor, recipe: Recipe, kind: Kind) -> torch.nn.Parameter
     """A weight as its layer holds it; one that is quantized already, as it is."""
     if isinstance(weight, ScaledTensor):
         weight.requires_grad_(False)
+        own_global_scale(weight)
         return weight  # type: ignore[return-value]
     transposed = _axis(kind) == -2
     rows = weight.detach().mT.contiguous() if transposed else weight.detach().contiguous()

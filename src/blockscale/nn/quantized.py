@@ -250,6 +250,7 @@ class QuantizedLinear(_HoldsQuantized, torch.nn.Linear):
         torch.nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        own_global_scale(self.weight)
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias)
         self.register_parameter("bias", bias)
@@ -265,6 +266,12 @@ class QuantizedConv1D(_HoldsQuantized):
 
     def forward(self, x: Tensor) -> Tensor:
         return quantized_linear(x, _transposed(self.weight), self.bias, recipe=self.recipe)
+
+
+def own_global_scale(weight: Any) -> None:
+    """Copy it: what is loaded into a layer must not reach others that were quantized with it."""
+    if weight.global_scale is not None:
+        weight.global_scale = weight.global_scale.clone()
 
 
 def check_held(weight: Any, recipe: Recipe, axis: int) -> str:
