@@ -38,6 +38,16 @@ def test_a_recomputation_outside_is_refused(use_reentrant, nested):
         gradients(loss)
 
 
+def test_a_recomputation_of_compiled_code_is_refused():
+    def loss(model, x):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with bs.autocast(RECIPE):
+            return checkpoint(compiled, x, use_reentrant=False)
+
+    with pytest.raises(Exception, match="checkpoint computes this product again"):
+        gradients(loss)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_autocast_inside_is_computed_again_as_it_was(use_reentrant):
     def loss(model, x):

@@ -169,6 +169,10 @@ def test_no_hint_while_the_weight_changes_or_trains(layer, unsaid):
             with torch.no_grad():
                 layer(X)
                 layer.weight.mul_(1.01)
+        fused = torch.optim.SGD(layer.parameters(), 0.1, fused=True)  # leaves the version as it is
+        for _ in range(120):
+            layer(X).sum().backward()
+            fused.step()
         with bs.reuse_weights(), torch.no_grad():
             for _ in range(120):
                 layer(X)

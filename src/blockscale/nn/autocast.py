@@ -93,13 +93,16 @@ class autocast(TorchFunctionMode):
             )
 
 
-@torch.compiler.assume_constant_result
 def _checkpoint_frames() -> int:
     """How many frames of torch.utils.checkpoint are on the stack."""
     count, frame = 0, sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         count += frame.f_code.co_filename == _CHECKPOINT
     return count
+
+
+# As torch.compiler.assume_constant_result does, which takes a second to import torch._dynamo.
+_checkpoint_frames._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _linear_arguments(

@@ -14,7 +14,7 @@ from ..watching import has_tangent, is_dtensor, is_transformed
 from .double_backward import refuse_double_backward
 from .forms import Forms, quantize_forms
 from .recipe import PRODUCTS, Recipe
-from .reuse import forget_weights, quantized_weight
+from .reuse import forget_weights, hint_at_reuse, quantized_weight
 
 __all__ = ["Linear", "check_operands", "linear", "output_dtype", "unflatten_rows"]
 
@@ -48,6 +48,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
         weight = weight.contiguous()
     trains = torch.is_grad_enabled()
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
+    if not (dgrad or wgrad or "fprop" in recipe.high_precision):
+        hint_at_reuse(weight)
     function = _TransformedLinear if is_transformed() else _Linear
     return function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
 

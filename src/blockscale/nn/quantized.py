@@ -71,7 +71,8 @@ def quantized_linear(
 def _check_export(weight: ScaledTensor, recipe: Recipe) -> None:
     """torch.export watches the attributes of all tensors of the class that parameters have, and
     knows none of those that are made on the way."""
-    if recipe.weight_only or not torch.compiler.is_exporting():
+    # the flag itself: torch.compile of torch 2.11 takes is_exporting() to be True
+    if recipe.weight_only or not torch.compiler._is_exporting_flag:
         return
     if isinstance(weight, torch.nn.Parameter) or torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(

@@ -18,7 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..watching import unwatched
 from .forms import Forms, quantize_forms
 
-__all__ = ["clear_weight_cache", "forget_weights", "quantized_weight", "reuse_weights"]
+__all__ = [
+    "clear_weight_cache",
+    "forget_weights",
+    "hint_at_reuse",
+    "quantized_weight",
+    "reuse_weights",
+]
 
 _HINT_AT = 100  # passes without gradients
 _COUNTED = 4096  # weights
@@ -84,10 +90,8 @@ def quantized_weight(
     global_scale: Tensor | None = None,
 ) -> Forms:
     """``weight`` (N, K) quantized: the forms that are asked for, and those kept beside them."""
-    how, plain = (format, scale_rounding), unwatched()
-    if not plain or not _blocks or not _can_be_kept(weight):
-        if plain and rows and not torch.is_grad_enabled():
-            _hint(weight)
+    how = format, scale_rounding
+    if not unwatched() or not _blocks or not _can_be_kept(weight):
         return quantize_forms(weight, *how, rows=rows, columns=columns, global_scale=global_scale)
     kept, key = _kept_of(weight), (*how, _stream(weight))
     have = kept.forms.get(key, Forms())
@@ -130,11 +134,12 @@ def _stream(weight: Tensor) -> int:
     return torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
 
 
-def _hint(weight: Tensor) -> None:
-    """Say once how to reuse weights, where the same one is quantized again and again."""
+def hint_at_reuse(weight: Tensor) -> None:
+    """Say once how to reuse weights, where the same one is quantized again and again, in passes
+    without gradients: in others it changes, which fused optimizers do without a new version."""
     global _passes
     passes = _passes  # another thread may say the hint meanwhile
-    if passes is None or not isinstance(weight, torch.nn.Parameter):
+    if not unwatched() or passes is None or _blocks or not isinstance(weight, torch.nn.Parameter):
         return
     state = weight.data_ptr(), weight.shape, None if weight.is_inference() else weight._version
     before, count = passes.get(id(weight), (state, 0))
