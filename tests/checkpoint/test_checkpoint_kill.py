@@ -360,7 +360,8 @@ def test_interrupt_keeps_what_is_finished(source: Path, tmp_path: Path):
 
 
 _SLOW = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from blockscale.checkpoint import stream
 honest = stream._quantize
 def slow(file, out, name, *rest):
