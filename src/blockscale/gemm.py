@@ -144,7 +144,7 @@ def _batched(
 def _products(
     a: Any, b: Any, c: Tensor | None, bias: Tensor | None, dtype: torch.dtype, backend: str
 ) -> Tensor:
-    """Of matrices or batches that were checked; no argument is written to."""
+    """Multiply matrices or batches that were checked; no argument is written to."""
     if a.dim() == 2 and c is None:
         return gemm(a, b, dtype, bias=bias, backend=backend)
     if a.dim() == 2:
@@ -157,7 +157,7 @@ def _products(
 
 
 def _empty_batch(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Of an empty batch, with its gradients: torch's."""
+    """Multiply an empty batch by torch, which gives the gradients, too."""
     left = torch.empty(a.shape, device=a.device) if isinstance(a, ScaledTensor) else a
     empty = left.to(dtype) @ torch.empty(b.shape, dtype=dtype, device=b.device)
     return empty if bias is None else empty + bias.to(dtype)

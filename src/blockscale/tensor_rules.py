@@ -35,7 +35,7 @@ def check_whole(what: str, q: ScaledTensor) -> None:
 
 
 def same_scalar(what: str, a: Tensor | None, b: Tensor | None) -> bool:
-    """Of global scales on one device, by their bytes; those on meta have none that could differ."""
+    """Compare bytes of global scales on one device; those on meta have none that could differ."""
     if a is None or b is None or a is b or a.is_meta:
         return True  # a format has them or not
     if torch.compiler.is_compiling():

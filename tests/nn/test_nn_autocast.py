@@ -38,6 +38,12 @@ def test_a_recomputation_outside_is_refused(use_reentrant, nested):
         gradients(loss)
 
 
+def test_a_recomputation_of_attention_is_refused():
+    attention, x = torch.nn.MultiheadAttention(64, 4), torch.randn(8, 1, 64, requires_grad=True)
+    with bs.autocast(RECIPE), pytest.raises(RuntimeError, match="computes this product again"):
+        checkpoint(attention, x, x, x, use_reentrant=False)
+
+
 def test_a_recomputation_of_compiled_code_is_refused():
     def loss(model, x):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -76,7 +76,7 @@ def _bias(name: str) -> str:
 
 
 def _like(name: str) -> Iterator[tuple[str, str]]:
-    """What a weight shares with those that are stored as it is."""
+    """Yield the keys that a weight shares with weights that are stored the same way round."""
     layer = name.removesuffix(".weight")
     module, _, part = layer.rpartition(".")
     if layer != name:

@@ -74,8 +74,9 @@ class autocast(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in (F.linear, F.multi_head_attention_forward):
+            self._check_recomputed()  # of attention here: below, self is entered anew
         if func is F.linear:
-            self._check_recomputed()
             return linear(*_linear_arguments(*args, **kwargs), recipe=self.recipe)
         if func is F.multi_head_attention_forward:
             with self:  # torch has switched it off for what func calls

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -14,7 +15,7 @@ __all__ = ["DEFAULT_EXCLUDE", "default_exclusions"]
 #: What a layer is -> patterns of parts of its name (between dots, in lower case). Those of norms,
 #: biases, scales, state matrices and embedding tables are of the last part only. The same names are
 #: left alone in files: :data:`blockscale.checkpoint.DEFAULT_EXCLUDE`.
-DEFAULT_EXCLUDE = {**ANYWHERE, **LAST}
+DEFAULT_EXCLUDE: Mapping[str, tuple[str, ...]] = MappingProxyType({**ANYWHERE, **LAST})
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 

@@ -109,13 +109,13 @@ def unknown(module: torch.nn.Module) -> str:
 
 
 def _shapes(module: torch.nn.Module) -> list[tuple[int, ...]]:
-    """Of its matrices."""
+    """Return the shapes of a module's matrices."""
     parameters = [p for p in parameters_of(module) if not torch.nn.parameter.is_lazy(p)]
     return sorted({tuple(p.shape) for p in parameters if p.dim() > 1})
 
 
 def _is_stack(shape: tuple[int, ...]) -> bool:
-    """Of several matrices; positions and class tokens are (1, tokens, size)."""
+    """Tell whether it is that of several matrices; positions and tokens are (1, tokens, size)."""
     return shape[0] > 1 and sum(size > 1 for size in shape[1:]) > 1
 
 

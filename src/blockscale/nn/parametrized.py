@@ -51,7 +51,7 @@ def sources_of(module: torch.nn.Module, name: str) -> list[torch.nn.Parameter]:
 
 
 def _lists(module: torch.nn.Module) -> Any:
-    """Of the parametrizations of each computed parameter, by its name."""
+    """Return the parametrizations of each computed parameter, by its name."""
     return module.parametrizations if is_parametrized(module) else {}
 
 
