@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -193,16 +194,22 @@ def gathered(device: torch.device) -> dict[str, object]:
     return {"ranks": ranks, "alone": single}
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    """A rank of the tests, on a CPU."""
+def run(rank: int, ranks: int, folder: str, gather: Callable[[], object]) -> None:
+    """A rank of the tests, on a CPU; what it gathers on rank 0 is written to ``folder``."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
-    found = gathered(torch.device("cpu"))
+    found = gather()
     if rank == 0:
         Path(folder, "losses.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def spawn(gather: Callable[[], object], folder: Path) -> Any:
+    """What two processes gather."""
+    torch.multiprocessing.spawn(run, (2, str(folder), gather), nprocs=2)
+    return json.loads((folder / "losses.json").read_text())
 
 
 if __name__ == "__main__":

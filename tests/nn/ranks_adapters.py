@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -104,15 +101,10 @@ def refusals() -> list[str]:
     return said
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
+def gathered() -> dict[str, object]:
+    """What all ranks found, beside the single process's losses."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = {f"{kind} {recipe}": train(kind, recipe, rank) for kind in KINDS for recipe in RECIPES}
     found: list[object] = [None] * ranks
     dist.all_gather_object(found, {"losses": mine, "refused": refusals()})
-    if rank == 0:
-        single = {recipe: alone(recipe, ranks) for recipe in RECIPES}
-        Path(folder, "losses.json").write_text(json.dumps({"ranks": found, "alone": single}))
-    dist.destroy_process_group()
+    return {"ranks": found, "alone": {recipe: alone(recipe, ranks) for recipe in RECIPES}}

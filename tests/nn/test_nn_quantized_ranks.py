@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+import ranks
 import ranks_adapters
-import torch
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(ranks_adapters.run, (2, str(folder)), nprocs=2)
-    return json.loads((folder / "losses.json").read_text())
+    return ranks.spawn(ranks_adapters.gathered, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", ranks_adapters.KINDS)

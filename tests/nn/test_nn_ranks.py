@@ -6,7 +6,7 @@ and often its address unchanged: what was quantized before must not be used agai
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import pytest
 import ranks
@@ -17,9 +17,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(ranks.run, (2, str(folder)), nprocs=2)
-    return json.loads((folder / "losses.json").read_text())
+    gather = partial(ranks.gathered, torch.device("cpu"))
+    return ranks.spawn(gather, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(("kind", "recipe", "reuse"), ranks.RUNS)
