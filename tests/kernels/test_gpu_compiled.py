@@ -100,7 +100,7 @@ def test_key_depends_on_configuration_source_and_version(monkeypatch):
     base = compiled._key(config())
     assert base == compiled._key(config())
     keys = {base}
-    for field, value in (("arch", "sm_100a"), ("warps", 8), ("nonfinite", "te"), ("tma", False)):
+    for field, value in (("arch", "sm_100a"), ("warps", 2), ("nonfinite", "te"), ("tma", False)):
         keys.add(compiled._key(dataclasses.replace(config(), **{field: value})))
     monkeypatch.setattr(compiled, "version", lambda package: "0")
     keys.add(compiled._key(config()))

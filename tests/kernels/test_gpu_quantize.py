@@ -184,3 +184,16 @@ def test_refusals_of_groups(format, axes, layout, message):
     assert message in gpu.unsupported(x, fmt, axes, layouts, grouped=True, arch="sm_90a")
     with pytest.raises(ValueError, match=message):
         gpu.quantize(x, fmt, axes=axes, layouts=layouts, offsets=ends, arch="sm_90a")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("axes", "k_major"), [((-1,), False), ((-2,), False), ((-2,), True)])
+def test_lanes_read_from_all_banks(axes, k_major, dtype):
+    """Sixteen elements of a lane start where its neighbours' do: lanes read them in other orders.
+
+    Without these, fp32 inputs waited for the banks of shared memory, not for global memory.
+    """
+    given = {"layouts": ("compact",), "k_major": k_major, "profile": True}
+    _, (report,) = emulated(nasty(128, 128, dtype), "mxfp8", "sm_90a", axes, **given)
+    assert sum(bank.wavefronts for bank in report.banks if bank.kind == "read")
+    assert not sum(bank.conflicts for bank in report.banks)

@@ -15,7 +15,7 @@ from .config import Config
 from .encode import Encoder
 from .groups import TileRows
 from .kernel import fake_sources
-from .tile import ELEMENTS, Tiles, load_words
+from .tile import ELEMENTS, STRIP_LANES, Tiles, lane_order, load_words
 
 __all__ = ["Amax", "compile_config"]
 
@@ -63,11 +63,12 @@ class Amax:
         self.tiles.wait(barrier)
         self.tiles.produce(tiles)
         states = []
+        order = lane_order(config, thread % STRIP_LANES)
         for part in self.tiles.parts(sources, tiles, column):
             step = config.threads * ELEMENTS
             for i in range_constexpr(config.loaded_rows * config.tile_columns // step):
                 offset = (i * config.threads + thread) * ELEMENTS * config.dtype.itemsize
-                words = load_words(part.address + offset, config.dtype.itemsize)
+                words = load_words(part.address + offset, config.dtype.itemsize, order)
                 state = self.encoder.finite(words[0])
                 for word in words[1:]:
                     state = self.encoder.merge(state, self.encoder.finite(word))

@@ -11,7 +11,7 @@ column by column: then it takes the place of what it was made of, and is copied 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int64, Uint32, const_expr, cute, range_constexpr, select_
+from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr, select_
 
 from . import ptx
 from .config import BAND, PANEL, Config
@@ -19,7 +19,7 @@ from .encode import Encoder
 from .pieces import PIECE, Pieces
 from .rows import Rows
 from .scales import Staging
-from .tile import ELEMENTS, STRIP_LANES, load_words
+from .tile import ELEMENTS, STRIP_LANES, lane_order, load_words
 
 __all__ = ["Columns"]
 
@@ -62,6 +62,7 @@ class Columns:
         lane, group, warp = thread % lanes, thread % 32 // lanes, thread // 32
         halves = STRIP_LANES // lanes
         row_bytes = PANEL * itemsize
+        order = lane_order(config, lane)
         for i in range_constexpr(bands * config.panels * halves // config.warps):
             unit = i * config.warps + warp
             band, panel = unit // halves % bands, unit // halves // bands
@@ -72,18 +73,21 @@ class Columns:
 
             states = [None] * len(parts)
             for j in range_constexpr(lanes):
-                found = tiles.fetch(memory, first + j * row_bytes, keep=True, made=made)
+                start = first + j * row_bytes
+                found = tiles.fetch(memory, start, order, keep=True, made=made)
                 for k in range_constexpr(len(parts)):
                     if const_expr(self.also is not None):
                         where = row + j, column
-                        self.also.strip(parts[k], found[k], where, row_outputs[k], rows, None, None)
+                        self.also.strip(
+                            parts[k], found[k], where, row_outputs[k], rows, None, None, order
+                        )
                     words = [encoder.state(word) for word in found[k]]
                     if const_expr(j > 0):
                         words = [encoder.merge(s, w) for s, w in zip(states[k], words, strict=True)]
                     states[k] = words
             for k in range_constexpr(len(parts)):
                 where = (row, column), group, band, first
-                self.finish(parts[k], states[k], where, outputs[k], maxima, rows, width)
+                self.finish(parts[k], states[k], where, outputs[k], maxima, rows, width, order)
         if const_expr(self.pieces is not None):
             if const_expr(not self.tall):  # else all have met already
                 cute.arch.sync_threads()
@@ -91,7 +95,7 @@ class Columns:
                 self.pieces.copy(parts[k], outputs[k][1], rows)
 
     @cute.jit
-    def finish(self, part, states, where, output, maxima, rows, width):
+    def finish(self, part, states, where, output, maxima, rows, width, order):
         """Scales and elements of a lane's columns, of whose rows ``states`` are the maxima."""
         config, encoder, place = self.config, self.encoder, self.place
         (row, column), group, band, first = where
@@ -107,29 +111,30 @@ class Columns:
             mine = maxima + column % PANEL * 4
             for j in range_constexpr(ELEMENTS):
                 if group == j // (ELEMENTS // groups):
-                    ptx.store_shared(mine + band * PANEL * 4 + j * 4, [amaxes[j]], 4)
+                    ptx.store_shared(mine + band * PANEL * 4 + _at(j, order) * 4, [amaxes[j]], 4)
             cute.arch.sync_threads()
             if const_expr(self.square):
                 amaxes, reciprocals = self.square_scale(staged, maxima)
             else:
                 self.tall_scales(staged, maxima, part.column, width)
                 cute.arch.sync_threads()
-                reciprocals = load_words(mine, 4)
+                reciprocals = load_words(mine, 4, order)
                 if const_expr(not config.spec.propagate):
-                    amaxes = load_words(mine + PANEL * 4, 4)
+                    amaxes = load_words(mine + PANEL * 4, 4, order)
         else:
             scales = [encoder.scale(amax) for amax in amaxes]
             reciprocals = [reciprocal for _, reciprocal in scales]
             for j in range_constexpr(ELEMENTS):
                 if group == j // (ELEMENTS // groups):
-                    target = staged + place.place(column + j, band)
+                    target = staged + place.place(column + _at(j, order), band)
                     ptx.store_shared(target, [scales[j][0]], place.itemsize)
         if const_expr(self.pieces is not None):
-            self.put(part, (row, column), first, amaxes, reciprocals)
+            self.put(part, (row, column), first, amaxes, reciprocals, order)
         else:
             for j in range_constexpr(lanes):
-                words = load_words(part.address + first + j * PANEL * itemsize, itemsize)
-                elements = encoder.elements(words, amaxes, reciprocals)
+                start = part.address + first + j * PANEL * itemsize
+                words = load_words(start, itemsize, order)
+                elements = encoder.in_order(encoder.elements(words, amaxes, reciprocals), order)
                 if const_expr(config.grouped):  # the tail is zero
                     owned = rows.start < rows.scale_stop
                     elements = [Uint32(select_(owned, word, Uint32(0))) for word in elements]
@@ -173,20 +178,20 @@ class Columns:
         return [found] * ELEMENTS, [reciprocal] * ELEMENTS
 
     @cute.jit
-    def put(self, part, where, first, amaxes, reciprocals):
+    def put(self, part, where, first, amaxes, reciprocals, order):
         """Replace a lane's rows of 16 columns by the pieces, or parts of them, made of them."""
         row, column = where
         itemsize, codes = self.config.dtype.itemsize, [[] for _ in range(ELEMENTS)]
         for j in range_constexpr(0, self.lanes, 4):  # a word of each column
             start = part.address + first + j * PANEL * itemsize
-            words = [load_words(start + i * PANEL * itemsize, itemsize) for i in range(4)]
+            words = [load_words(start + i * PANEL * itemsize, itemsize, order) for i in range(4)]
             found = self.encoder.elements_of_columns(words, amaxes, reciprocals)
             for k in range_constexpr(ELEMENTS):
                 codes[k] += found[k]
         cute.arch.sync_warp()  # all of the warp's rows have been read
         target = self.pieces.at(part.address, column // ELEMENTS, row // PIECE) + row % PIECE
         for k in range_constexpr(ELEMENTS):
-            ptx.store_shared(target + k * self.pieces.pitch, codes[k], self.lanes)
+            ptx.store_shared(target + _at(k, order) * self.pieces.pitch, codes[k], self.lanes)
 
     @cute.jit
     def store(self, words, data, where, stop):
@@ -200,3 +205,8 @@ class Columns:
             for i in range_constexpr(16):
                 if row < stop[0] and column + i < stop[1]:
                     ptx.store_global(address + i, [words[i // 4] >> (8 * (i % 4))], 1)
+
+
+def _at(i: int, order):
+    """Which of 16 columns a lane reads as its ``i``-th, in its ``order``."""
+    return i if order is None else Int32(order ^ i)

@@ -229,7 +229,8 @@ def _occupancy(
 
     What was fastest on an H200, see docs/performance.md: loads of more blocks than three get in the
     way of stores; more warps or blocks hide what else takes time: instructions (producers, four
-    bits), barriers (tall blocks), finding an expert. Four warps take the fewest instructions.
+    bits), barriers (tall blocks), finding an expert, lanes that share a row's blocks. Four warps
+    take the fewest instructions.
     """
     both, four_bits = len(axes) == 2, format.element.bits < 8
     if both and format.block_size > PANEL // 2:
@@ -237,7 +238,8 @@ def _occupancy(
     elif producer != "load" or arch != "sm_90a":
         eight = producer != "load"
     else:
-        eight = four_bits or (grouped and not both) or (both and set(layouts) == {"compact"})
+        across = axes == (-1,) and format.block[0] == 1
+        eight = four_bits or across or (set(layouts) == {"compact"} if both else grouped)
     if four_bits:
         resident = 0 if -2 in axes else 5
     elif grouped:

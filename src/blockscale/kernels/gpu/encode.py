@@ -171,6 +171,23 @@ class Encoder:
             for bits, a, r in zip(columns, amax, reciprocal, strict=True)
         ]
 
+    def in_order(self, codes: list, order) -> list:
+        """The codes of 16 elements, packed into words, in the order of the elements: the i-th code
+        given was made of element i XOR ``order``. None: they are in order.
+        """
+        if order is None:
+            return codes
+        size, swapped = self.per_code_word, 16 // self.dtype.itemsize  # elements, at least
+        if swapped < size:  # halves of a word
+            turn = (order & swapped) * self.spec.bits
+            codes = [code >> turn | code << turn for code in codes]
+            swapped = size
+        while swapped < 16:
+            moved = (order & swapped) != Uint32(0)
+            codes = [_select(moved, codes[i ^ swapped // size], c) for i, c in enumerate(codes)]
+            swapped *= 2
+        return codes
+
     def _all_bits(self, words: list) -> list:
         return [self._bits(word, i) for word in words for i in range(self.per_word)]
 

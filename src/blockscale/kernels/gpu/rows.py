@@ -13,7 +13,7 @@ from . import ptx
 from .config import PANEL, Config
 from .encode import Encoder
 from .scales import Staging
-from .tile import ELEMENTS, STRIP_LANES
+from .tile import ELEMENTS, STRIP_LANES, lane_order
 
 __all__ = ["Rows"]
 
@@ -33,17 +33,18 @@ class Rows:
         thread = cute.arch.thread_idx()[0]
         column = thread % STRIP_LANES * ELEMENTS
         step = config.threads // STRIP_LANES
+        order = lane_order(config, thread % STRIP_LANES)
         for i in range_constexpr(config.loaded_rows * config.panels // step):
             strip = i * step + thread // STRIP_LANES
             row, panel = strip % config.loaded_rows, strip // config.loaded_rows
             offset = (strip * PANEL + column) * config.dtype.itemsize
-            found = tiles.fetch(memory, offset, made=made)
+            found = tiles.fetch(memory, offset, order, made=made)
             for j in range_constexpr(len(parts)):
                 where = row, panel * PANEL + column
-                self.strip(parts[j], found[j], where, outputs[j], rows, encode_scale, table)
+                self.strip(parts[j], found[j], where, outputs[j], rows, encode_scale, table, order)
 
     @cute.jit
-    def strip(self, part, words, where, output, rows, encode_scale, table):
+    def strip(self, part, words, where, output, rows, encode_scale, table, order=None):
         """Quantize 16 elements, ``words``, of a row; lanes side by side share blocks.
 
         ``where`` is their row and column in the tile.
@@ -66,6 +67,7 @@ class Rows:
             target = staged + place.place(row, column // self.block_size)
             ptx.store_shared(target, [code], place.itemsize)
         codes = encoder.elements(words, [amax] * ELEMENTS, [reciprocal] * ELEMENTS)
+        codes = encoder.in_order(codes, order)
         row = rows.start + row
         column = (part.column + column) * bits // 8
         if row < rows.stop and column < stop:

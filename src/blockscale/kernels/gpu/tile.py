@@ -19,7 +19,7 @@ from . import ptx
 from .config import PANEL, PRODUCERS, Config
 from .swiglu import PRODUCE
 
-__all__ = ["ELEMENTS", "NUMERIC", "STRIP_LANES", "Part", "Tiles", "load_words"]
+__all__ = ["ELEMENTS", "NUMERIC", "STRIP_LANES", "Part", "Tiles", "lane_order", "load_words"]
 
 NUMERIC = {
     torch.bfloat16: cutlass.BFloat16,
@@ -41,9 +41,25 @@ class Part:
     stop: Any
 
 
-def load_words(address, itemsize: int) -> list:
-    """16 elements of shared memory."""
-    return [w for i in range(0, ELEMENTS * itemsize, 16) for w in ptx.load_shared(address + i, 16)]
+def lane_order(config: Config, lane):
+    """The order in which a lane reads 16 elements: what it reads as its i-th is element i XOR this.
+
+    Lanes start 16 elements apart, so that four of them (fp32), or two, begin in the same banks of
+    shared memory. In this order eight lanes read 16 bytes each from all banks at once. None: in
+    the order of the elements, where putting codes back costs more than the banks do.
+    """
+    itemsize = config.dtype.itemsize
+    if itemsize == 2 and config.producer != "load":
+        return None
+    return Uint32(lane << 1 & ELEMENTS - 16 // itemsize)
+
+
+def load_words(address, itemsize: int, order=None) -> list:
+    """16 elements of shared memory, in the lane's ``order`` if there is one."""
+    offsets = range(0, ELEMENTS * itemsize, 16)
+    if order is not None:
+        offsets = [Int32(order * itemsize ^ i) for i in offsets]
+    return [word for i in offsets for word in ptx.load_shared(address + i, 16)]
 
 
 class Tiles:
@@ -152,21 +168,23 @@ class Tiles:
             for i in range(self.shape.parts)
         ]
 
-    def fetch(self, tiles, offset, keep: bool = False, made: bool = False) -> list:
-        """16 elements of each part, as words, ``offset`` bytes into the tile. ``keep``: put them
-        there, too, where a producer makes them; ``made``: it did so before.
+    def fetch(self, tiles, offset, order=None, keep: bool = False, made: bool = False) -> list:
+        """16 elements of each part, as words, ``offset`` bytes into the tile, in the lane's
+        ``order``. ``keep``: put them there, too, where a producer makes them; ``made``: it did so
+        before.
         """
         itemsize = self.config.dtype.itemsize
         addresses = [tile.iterator.toint() + offset for tile in tiles]
         if made or self.config.producer == "load":
-            return [load_words(addresses[i], itemsize) for i in range(self.shape.parts)]
-        words = [load_words(address, itemsize) for address in addresses]
+            return [load_words(addresses[i], itemsize, order) for i in range(self.shape.parts)]
+        words = [load_words(address, itemsize, order) for address in addresses]
         blackwell = self.config.arch.startswith("sm_10")
         parts = PRODUCE[self.config.producer](words, self.config.dtype, blackwell)
         if keep:
             for part, address in zip(parts, addresses, strict=False):
                 for i in range(0, len(part), 4):
-                    ptx.store_shared(address + 4 * i, part[i : i + 4], 16)
+                    place = 4 * i if order is None else Int32(order * itemsize ^ 4 * i)
+                    ptx.store_shared(address + place, part[i : i + 4], 16)
         return parts
 
     @cute.jit
@@ -176,9 +194,10 @@ class Tiles:
         if const_expr(config.producer != "load"):
             thread = cute.arch.thread_idx()[0]
             step = config.threads * ELEMENTS
+            order = lane_order(config, thread % STRIP_LANES)
             for i in range_constexpr(config.loaded_rows * config.tile_columns // step):
                 offset = (i * config.threads + thread) * ELEMENTS * config.dtype.itemsize
-                self.fetch(tiles, offset, keep=True)
+                self.fetch(tiles, offset, order, keep=True)
             cute.arch.sync_threads()
 
     @cute.jit
