@@ -24,7 +24,7 @@ def child(barrier: str) -> None:
     import torch
 
     import blockscale as bs
-    from blockscale.kernels.gpu import compiled
+    from blockscale.kernels.common import compile_cache
 
     x = torch.randn(256, 7168, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
     torch.cuda.synchronize()
@@ -43,8 +43,8 @@ def child(barrier: str) -> None:
             spent["cutlass"] = spent.get("cutlass", 0.0) + time.perf_counter() - begun
 
     compiles = []
-    build = compiled.build
-    compiled.build = lambda config: compiles.append(config) or build(config)  # type: ignore[func-returns-value]
+    build = compile_cache.build
+    compile_cache.build = lambda config: compiles.append(config) or build(config)  # type: ignore[func-returns-value]
     if barrier:
         (Path(barrier) / f"ready{os.getpid()}").touch()
         while not (Path(barrier) / "go").exists():

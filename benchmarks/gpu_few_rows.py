@@ -22,7 +22,7 @@ import blockscale as bs
 from blockscale.bench.contest import Call, turns
 from blockscale.bench.timing import Timer
 from blockscale.bench.warm import compile_all
-from blockscale.kernels.gpu.plan import get_kernel
+from blockscale.kernels.common.runtime import get_kernel
 from blockscale.kernels.sm90.ordered_config import OrderedConfig
 from blockscale.kernels.sm90.product_config import AT_ONCE, MULTIPROCESSORS
 from blockscale.kernels.sm90.widened_config import B_ROWS, BF16, FEW, Config, choose_config

@@ -63,8 +63,9 @@ def cases() -> list[Any]:
 def examine(case: Any, arch: str) -> dict[str, Any]:
     """Compile ``case`` and look at its code."""
     from blockscale.formats import get_format
-    from blockscale.kernels.gpu.config import PRODUCERS, choose_config
-    from blockscale.kernels.gpu.machine_code import disassemble, usage
+    from blockscale.kernels.common.builders import build_kernel
+    from blockscale.kernels.common.machine_code import disassemble, usage
+    from blockscale.kernels.quantizers.config import PRODUCERS, choose_config
 
     rows, columns = SHAPES[0]
     producer = PRODUCERS[case.producer]
@@ -78,7 +79,7 @@ def examine(case: Any, arch: str) -> dict[str, Any]:
         arch=arch,
         producer=case.producer,
     )
-    cubin = config.compile().__cubin__
+    cubin = build_kernel(config).__cubin__
     sass, found = disassemble(cubin), usage(cubin)
     code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", sass, re.M)
     # what follows the last EXIT are rare ways of a division, and padding

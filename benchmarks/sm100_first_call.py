@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from gpu_quantize import ROOT, head, line, rewrite
 
-from blockscale.kernels.gpu import compiled
+from blockscale.kernels.common import compile_cache
 from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 
@@ -49,7 +49,7 @@ def configuration(name: str) -> Config:
 def child(name: str) -> None:
     config = configuration(name)
     begun, used = time.perf_counter(), time.process_time()
-    compiled.load(config)
+    compile_cache.load(config)
     print(json.dumps([time.process_time() - used, time.perf_counter() - begun]))
 
 

@@ -25,7 +25,8 @@ from gpu_quantize import ROOT, head, line, rewrite
 from blockscale.emulator import Device, Report, cutedsl
 from blockscale.emulator.hostcode import settings
 from blockscale.formats import get_format
-from blockscale.kernels.gpu.machine_code import usage
+from blockscale.kernels.common.builders import build_kernel
+from blockscale.kernels.common.machine_code import usage
 from blockscale.kernels.sm100.config import ARCHES, WHOLE, Config, choose_config
 from blockscale.kernels.sm100.kinds import find_kind
 from blockscale.kernels.sm100.quantizing_config import FORMATS, Quantizing
@@ -122,7 +123,7 @@ def examine(config: Config) -> tuple[bytes, dict[str, int]]:
     """Machine code; and what it takes: a launch tells what the host code asks for."""
     device = _Noting(config.arch)
     with cutedsl(device), patch.object(settings(), "keep_cubin", True):
-        kernel = config.compile()
+        kernel = build_kernel(config)
         kernel(*_arguments(config))
     found = usage(kernel.__cubin__)
     return kernel.__cubin__, {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from blockscale import ops
+from blockscale.ops import backends
 
 settings.register_profile("blockscale", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("blockscale")
@@ -22,5 +22,5 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "numba" and not importlib.util.find_spec("numba"):
         pytest.skip("numba is not installed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "cpu_backend", lambda: request.param)
+        patch.setattr(backends, "cpu_backend", lambda: request.param)
         yield request.param

@@ -12,8 +12,8 @@ import torch
 from blockscale import emulator as em
 from blockscale import gemm_launch
 from blockscale.kernels import sm90, sm100
-from blockscale.kernels.gpu import dequantize_plan
-from blockscale.kernels.gpu.plan import get_kernel
+from blockscale.kernels.common.runtime import get_kernel
+from blockscale.kernels.quantizers import dequantize_plan
 from blockscale.kernels.sm90 import dequantized_plan
 from blockscale.ops import backends, gemm_kernels
 

@@ -16,11 +16,12 @@ from torch import Tensor
 import blockscale as bs
 from blockscale import reference
 from blockscale.formats import Format, formats, get_format
-from blockscale.kernels import gpu
+from blockscale.kernels import quantizers
+from blockscale.kernels.common import runtime
 from blockscale.layouts import Grouped, as_bytes, get_layout
 from blockscale.ops import backends
 
-REAL_UNSUPPORTED = gpu.unsupported
+REAL_UNSUPPORTED = quantizers.unsupported
 BOTH = (-1, -2)
 BF16 = torch.bfloat16
 
@@ -34,7 +35,7 @@ def i32(*values: int) -> Tensor:
 
 
 class Kernels:
-    """Stands for ``kernels.gpu``: records its calls, returns what the reference gives."""
+    """Stands for ``kernels.quantizers``: records its calls, returns what the reference gives."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -50,7 +51,7 @@ class Kernels:
             reason = "one axis at a time"
         reason = self.reason or reason
         if reason and "not installed" not in reason:
-            raise gpu.Unsupported(reason)
+            raise quantizers.Unsupported(reason)
 
     def quantize(self, x: Tensor, format: Format, **given: Any) -> list[tuple[Tensor, Tensor]]:
         grouped = given["offsets"] is not None
@@ -100,7 +101,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, forget_warnings: None) -> None:
 def kernels(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     stub = Kernels()
     for name in ("quantize", "global_scale"):
-        monkeypatch.setattr(gpu, name, getattr(stub, name))
+        monkeypatch.setattr(quantizers, name, getattr(stub, name))
     return stub
 
 
@@ -268,7 +269,7 @@ def test_what_only_the_reference_can(kernels, function, given, reason):
 def test_one_axis_by_the_kernel_and_one_by_the_reference(kernels, monkeypatch):
     def refuse(x: Tensor, format: Format, axes: Any, *_: Any, **__: Any) -> None:
         if -2 in axes:
-            raise gpu.Unsupported("columns")
+            raise quantizers.Unsupported("columns")
 
     monkeypatch.setattr(kernels, "refuse", refuse)
     (row, column), said = fallback(bs.quantize_both, matrix())
@@ -292,9 +293,9 @@ def test_machines_without_kernels(on_gpu, monkeypatch, function, patched, arch, 
     plan = sys.modules[REAL_UNSUPPORTED.__module__]
     plan._unsupported.cache_clear()
     for name, value in patched.items():
-        monkeypatch.setattr(plan, name, value)
+        monkeypatch.setattr(runtime, name, value)
     for name in ("quantize", "global_scale"):
-        monkeypatch.setattr(gpu, name, partial(getattr(gpu, name), arch=arch))
+        monkeypatch.setattr(quantizers, name, partial(getattr(quantizers, name), arch=arch))
     for name in ("mxfp8", "nvfp4"):
         with pytest.raises(ValueError, match=f"backend: no kernel .*{reason}"):
             function(matrix(), name, backend="kernel")
@@ -464,7 +465,7 @@ def test_the_kernel_in_the_emulator(on_gpu, monkeypatch, no_warning, format):
 
     arch = "sm_100a"
     for name in ("quantize", "global_scale"):
-        monkeypatch.setattr(gpu, name, partial(getattr(gpu, name), arch=arch))
+        monkeypatch.setattr(quantizers, name, partial(getattr(quantizers, name), arch=arch))
     x = matrix(40, 160)
     x[3, 5], x[7, 9], x[8] = torch.nan, -torch.inf, -0.0
     layout = ("tcgen05", "compact")

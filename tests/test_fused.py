@@ -11,7 +11,7 @@ import torch
 import blockscale as bs
 from blockscale import ops, reference
 from blockscale.formats import formats
-from blockscale.kernels import gpu as kernels
+from blockscale.kernels import quantizers as kernels
 from blockscale.ops import backends, fused
 
 OPS = torch.ops.blockscale
@@ -270,7 +270,7 @@ def gpu(monkeypatch):
 
     fake = Gpu()
     fake.calls = []
-    monkeypatch.setattr(fused, "gpu", fake)
+    monkeypatch.setattr(fused, "quantizers", fake)
     monkeypatch.setattr(fused, "on_gpu", lambda x: True)
     monkeypatch.setattr(backends, "on_gpu", lambda x: True)
     monkeypatch.setattr(backends, "_warned", set())

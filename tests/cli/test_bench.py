@@ -18,7 +18,7 @@ CASES = list(dict.fromkeys(case for group in GROUPS for case in group.cases))
 
 
 class Kernels:
-    """In the place of blockscale.kernels.gpu: counts the bytes that it is given."""
+    """In the place of blockscale.kernels.quantizers: counts the bytes that it is given."""
 
     def __init__(self) -> None:
         self.read, self.results = 0, 0
@@ -74,7 +74,7 @@ class FakeTimer:
 @pytest.fixture
 def kernels(monkeypatch):
     kernels = Kernels()
-    monkeypatch.setattr(cases, "gpu", kernels)
+    monkeypatch.setattr(cases, "quantizers", kernels)
     return kernels
 
 

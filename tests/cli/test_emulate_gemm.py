@@ -17,7 +17,7 @@ from blockscale import emulator
 from blockscale.cli import kept_code
 from blockscale.cli.emulate import emulate
 from blockscale.cli.emulate_products import PRODUCTS
-from blockscale.kernels.gpu import compiled, machine_code
+from blockscale.kernels.common import compile_cache, machine_code
 
 # not imported: it would teach numpy the name "bfloat16", which other tests rely on being unknown
 needs_dsl = pytest.mark.skipif(
@@ -77,7 +77,7 @@ def kernel(monkeypatch):
 
     def put(name, run, arch="sm_90a"):
         monkeypatch.setattr(emulator, "cutedsl", cutedsl)
-        monkeypatch.setattr(compiled, "_built", [Compiled()])
+        monkeypatch.setattr(compile_cache, "_built", [Compiled()])
         kernels = PRODUCTS[arch]
         monkeypatch.setitem(kernels, name, replace(kernels[name], run=run))
 

@@ -30,7 +30,7 @@ from sm100_inputs import BF16, FP32, emulated, operand, product, rounded
 
 from blockscale import emulator as em
 from blockscale.emulator import device
-from blockscale.kernels.gpu import compiled
+from blockscale.kernels.common import compile_cache
 from blockscale.kernels.sm100.config import Config
 
 RESULTS = FOLDER / "emulator_mutants_sm100.json"
@@ -107,7 +107,7 @@ class Product:
     @cached_property
     def built(self) -> Any:
         with em.cutedsl(em.Device(self.config.arch)):
-            return compiled.build(self.config)
+            return compile_cache.build(self.config)
 
     @cached_property
     def ptx(self) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import blockscale as bs
-from blockscale.kernels.gpu import architecture
+from blockscale.kernels.quantizers import architecture
 
 DEVICE = "cuda"
 

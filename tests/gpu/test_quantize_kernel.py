@@ -5,7 +5,7 @@ import torch
 from gpu_inputs import DEVICE, nasty, only_on, same, same_parts
 
 import blockscale as bs
-from blockscale.kernels.gpu.config import ARCHITECTURES
+from blockscale.kernels.quantizers.config import ARCHITECTURES
 from blockscale.layouts import layouts
 
 only_on(*ARCHITECTURES)

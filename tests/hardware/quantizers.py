@@ -24,8 +24,8 @@ from torch import Tensor
 
 from blockscale import reference
 from blockscale.formats import formats
-from blockscale.kernels import gpu
-from blockscale.kernels.gpu import config, plan
+from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import config, plan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, COLUMNS, BOTH = (-1,), (-2,), (-1, -2)
@@ -49,7 +49,7 @@ class Case:
         if fmt.has_global_scale:
             given["global_scale"] = torch.tensor(0.37, device=x.device)
         others = () if grad is None else (grad,)
-        results = gpu.quantize(
+        results = quantizers.quantize(
             x,
             fmt,
             axes=self.axes,
@@ -140,7 +140,7 @@ def norms(shapes: Any) -> Counter:
             if name == "nvfp4":
                 given["global_scale"] = torch.tensor(0.37, device="cuda")
             layout = "sm90" if name == "fp8_1x128" else "tcgen05"
-            got = gpu.rmsnorm(x, weight, formats[name], eps=1e-5, layout=layout, **given)
+            got = quantizers.rmsnorm(x, weight, formats[name], eps=1e-5, layout=layout, **given)
             y, rstd = reference.rmsnorm(x, weight, 1e-5)
             wanted = (*expected(y, name, -1, layout, **given), rstd)
             same = all(
@@ -238,7 +238,7 @@ def main() -> None:
             for case in cases()[arguments.part :: arguments.parts]:
                 case.run(*case.inputs(129, 288, 0))
         norms([(129, 288)])
-        gpu.global_scale(nasty(129, 288, BF16).cuda(), formats["nvfp4"])
+        quantizers.global_scale(nasty(129, 288, BF16).cuda(), formats["nvfp4"])
         torch.cuda.synchronize()
         print("launched all kernels")
         return

@@ -12,8 +12,8 @@ from blockscale import emulator as em
 from blockscale import reference
 from blockscale.emulator.report import Report
 from blockscale.formats import get_format
-from blockscale.kernels import gpu
-from blockscale.kernels.gpu import config
+from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import config
 from blockscale.layouts import Grouped, as_bytes, get_layout
 
 # In the emulator small tensors get the kernels of large ones, but where a test asks for theirs.
@@ -63,7 +63,7 @@ def emulated(
     layouts = layouts or ("compact",) * len(axes)
     with em.cutedsl(device, profile=profile) as reports, poisoned():
         fmt = get_format(format)
-        results = gpu.quantize(x, fmt, axes=axes, layouts=layouts, arch=arch, **kwargs)
+        results = quantizers.quantize(x, fmt, axes=axes, layouts=layouts, arch=arch, **kwargs)
     return results, reports
 
 

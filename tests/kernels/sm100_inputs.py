@@ -12,8 +12,8 @@ from torch import Tensor
 
 from blockscale import emulator as em
 from blockscale.emulator.tensorcore.arithmetic import multiply
+from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha
-from blockscale.kernels.gpu import compiled
 from blockscale.kernels.sm100.config import Config
 from blockscale.layouts import get_layout
 
@@ -127,5 +127,5 @@ def emulated(
     data = [x if major == "k" else x.T.contiguous() for x, major in pairs]
     with guarded((len(a.codes), len(b.codes)), config.out_dtype, start) as out:
         with em.cutedsl(device):
-            compiled.build(config)(data[0], scales[0], data[1], scales[1], out, bias, alpha)
+            compile_cache.build(config)(data[0], scales[0], data[1], scales[1], out, bias, alpha)
         return out.clone()

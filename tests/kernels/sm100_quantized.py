@@ -13,8 +13,8 @@ from torch import Tensor
 
 from blockscale import emulator as em
 from blockscale import reference
+from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha
-from blockscale.kernels.gpu import compiled
 from blockscale.kernels.sm100.config import Config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 from blockscale.layouts import as_bytes, get_layout
@@ -60,7 +60,7 @@ def emulated(
         guarded((1, stored), torch.uint8, None) as scale,
     ):
         with em.cutedsl(device):
-            kernel = compiled.build(config)
+            kernel = compile_cache.build(config)
             kernel(
                 data[0], scales[0], data[1], scales[1], (out, scale[0], global_scale), bias, alpha
             )

@@ -10,9 +10,9 @@ from kernel_code import built
 from torch import Tensor
 
 from blockscale import emulator as em
+from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha
-from blockscale.kernels.gpu import compiled
-from blockscale.kernels.gpu.machine_code import usage
+from blockscale.kernels.common.machine_code import usage
 from blockscale.kernels.sm90.config import Config
 from blockscale.layouts import get_layout
 
@@ -84,7 +84,7 @@ def launched(
     """As ``emulated``: a kernel that takes ``operands``, the output, and the ``rest``."""
     with guarded(shape, config.out_dtype, start) as out:
         with em.cutedsl(em.Device("sm_90a", completion=completion, seed=seed, check="all")):
-            compiled.build(config)(*operands, out, *rest)
+            compile_cache.build(config)(*operands, out, *rest)
         return out.clone()
 
 

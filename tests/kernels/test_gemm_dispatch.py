@@ -15,7 +15,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from sm90_inputs import FP32, WGMMA, assert_close
 
 import blockscale as bs
-from blockscale.kernels.gpu.plan import architecture
+from blockscale.kernels.common.runtime import architecture
 from blockscale.ops import backends, gemm_kernels
 from stand_in import emulated, matrix
 

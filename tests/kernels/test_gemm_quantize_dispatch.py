@@ -20,7 +20,7 @@ from sm100_inputs import BF16, FP32
 
 import blockscale as bs
 from blockscale import reference
-from blockscale.kernels import gpu
+from blockscale.kernels import quantizers
 from blockscale.layouts import Tcgen05
 from blockscale.ops import backends
 from stand_in import emulated, matrix
@@ -59,12 +59,12 @@ def machine(request, monkeypatch):
         for module in ("quantize", "fused"):
             monkeypatch.setattr(sys.modules[f"blockscale.ops.{module}"], "on_gpu", lambda x: True)
         for name in ("quantize", "global_scale"):
-            monkeypatch.setattr(gpu, name, _counted(name, arch, launched))
+            monkeypatch.setattr(quantizers, name, _counted(name, arch, launched))
         yield Machine(arch, launched)
 
 
 def _counted(name: str, arch: str, launched: list[Any]) -> Any:
-    run = getattr(gpu, name)
+    run = getattr(quantizers, name)
 
     def counted(*args: Any, **options: Any) -> Any:
         launched.append(name)

@@ -15,8 +15,9 @@ from blockscale import emulator as em
 from blockscale import reference
 from blockscale.emulator.report import Report
 from blockscale.formats import formats
-from blockscale.kernels import gpu
-from blockscale.kernels.gpu import amax, compiled, plan
+from blockscale.kernels import quantizers
+from blockscale.kernels.common import compile_cache
+from blockscale.kernels.quantizers import amax, plan
 
 COMPLETIONS = ("late", "eager", "random")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,7 +36,7 @@ def check(
     """Assert that the scale is the reference's, and that there is no race."""
     device = em.Device(arch, completion=completion, check="all")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
-        got = gpu.global_scale(x, NVFP4, producer=producer, others=others, arch=arch)
+        got = quantizers.global_scale(x, NVFP4, producer=producer, others=others, arch=arch)
     want = reference.global_scale(produced(x, producer, others), NVFP4)
     assert got.shape == ()
     assert_same(got.view(1), want.view(1), "global scale")
@@ -95,9 +96,9 @@ def test_shapes(x):
 @pytest.fixture
 def few_threads(monkeypatch):
     """The second kernel has 32 threads."""
-    build = compiled.build.__wrapped__
+    build = compile_cache.build.__wrapped__
     monkeypatch.setattr(amax, "_THREADS", 32)
-    monkeypatch.setattr(compiled, "build", build)
+    monkeypatch.setattr(compile_cache, "build", build)
     plan.plan_amax.cache_clear()
     yield
     plan.plan_amax.cache_clear()
@@ -151,4 +152,4 @@ def test_refusals():
         ({"producer": "swiglu_backward", "others": (x.half(),)}, "cast one of them"),
     ):
         with pytest.raises(ValueError, match=message):
-            gpu.global_scale(x, NVFP4, **{"arch": "sm_90a"} | given if given else {})
+            quantizers.global_scale(x, NVFP4, **{"arch": "sm_90a"} | given if given else {})

@@ -12,8 +12,8 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from blockscale.formats import formats
-from blockscale.kernels.gpu import compiled
-from blockscale.kernels.gpu.config import Config, choose_config
+from blockscale.kernels.common import compile_cache
+from blockscale.kernels.quantizers.config import Config, choose_config
 
 
 def config(shape: tuple[int, int] = (256, 256), **kwargs) -> Config:
@@ -27,9 +27,9 @@ def config(shape: tuple[int, int] = (256, 256), **kwargs) -> Config:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BLOCKSCALE_CACHE_DIR", str(tmp_path))
-    compiled.load.cache_clear()
+    compile_cache.load.cache_clear()
     yield tmp_path / "kernels"
-    compiled.load.cache_clear()
+    compile_cache.load.cache_clear()
 
 
 def entries(folder: Path) -> list[Path]:
@@ -37,75 +37,75 @@ def entries(folder: Path) -> list[Path]:
 
 
 def test_second_process_does_not_compile(folder, monkeypatch):
-    compiled.load(config())
+    compile_cache.load(config())
     (entry,) = entries(folder)
-    compiled.load.cache_clear()  # as another process
-    monkeypatch.setattr(compiled, "build", lambda config: pytest.fail("compiled again"))
-    assert callable(compiled.load(config()))
+    compile_cache.load.cache_clear()  # as another process
+    monkeypatch.setattr(compile_cache, "build", lambda config: pytest.fail("compiled again"))
+    assert callable(compile_cache.load(config()))
     assert entries(folder) == [entry]
 
 
 def test_corrupt_entry_is_rebuilt(folder):
-    compiled.load(config())
+    compile_cache.load(config())
     (entry,) = entries(folder)
     content = entry.read_bytes()
     for broken in (b"", content[:1000], bytes([content[0] ^ 1]) + content[1:]):
         entry.unlink()  # another file: this process has the old one mapped
         entry.write_bytes(broken)
-        compiled.load.cache_clear()
-        assert callable(compiled.load(config()))
+        compile_cache.load.cache_clear()
+        assert callable(compile_cache.load(config()))
         (rebuilt,) = entries(folder)
-        assert compiled._name(rebuilt.name.split("-")[0], rebuilt) == rebuilt.name
+        assert compile_cache._name(rebuilt.name.split("-")[0], rebuilt) == rebuilt.name
 
 
 def test_loading_needs_no_cute_dsl(folder):
     """Its import takes seconds; a second process has the kernel in a fraction of one."""
-    compiled.load(config())
+    compile_cache.load(config())
     (entry,) = entries(folder)
     assert entry.suffix == ".so"
     code = (
-        "import sys, torch, pathlib; from blockscale.kernels.gpu import compiled;"
-        f"assert compiled._open(pathlib.Path({str(entry)!r})); assert 'cutlass' not in sys.modules"
+        "import sys, torch, pathlib; from blockscale.kernels.common import compile_cache as cache;"
+        f"assert cache._open(pathlib.Path({str(entry)!r})); assert 'cutlass' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_without_a_linker(folder, monkeypatch):
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
-    compiled.load(config())
+    monkeypatch.setattr(compile_cache.shutil, "which", lambda name: None)
+    compile_cache.load(config())
     (entry,) = entries(folder)
     assert entry.suffix == ".o"
-    compiled.load.cache_clear()
-    assert callable(compiled.load(config()))
+    compile_cache.load.cache_clear()
+    assert callable(compile_cache.load(config()))
 
 
 def test_entry_whose_libraries_have_gone_is_rebuilt(folder):
-    compiled.load(config())
+    compile_cache.load(config())
     (entry,) = entries(folder)
     broken = folder / "broken.so"  # a library in name alone
     broken.write_bytes(b"no library")
-    broken.rename(folder / compiled._name(entry.name.split("-")[0], broken))
+    broken.rename(folder / compile_cache._name(entry.name.split("-")[0], broken))
     entry.unlink()
-    compiled.load.cache_clear()
-    assert callable(compiled.load(config()))
+    compile_cache.load.cache_clear()
+    assert callable(compile_cache.load(config()))
     assert entries(folder) == [entry]
 
 
 def test_unwritable_folder(folder, monkeypatch):
     folder.parent.joinpath("kernels").write_text("a file where the folder should be")
-    assert callable(compiled.load(config()))
+    assert callable(compile_cache.load(config()))
 
 
 def test_key_depends_on_configuration_source_and_version(monkeypatch):
-    base = compiled._key(config())
-    assert base == compiled._key(config())
+    base = compile_cache._key(config())
+    assert base == compile_cache._key(config())
     keys = {base}
     for field, value in (("arch", "sm_100a"), ("warps", 2), ("nonfinite", "te"), ("tma", False)):
-        keys.add(compiled._key(dataclasses.replace(config(), **{field: value})))
-    monkeypatch.setattr(compiled, "version", lambda package: "0")
-    keys.add(compiled._key(config()))
-    monkeypatch.setattr(compiled, "_sources", lambda module: b"other")
-    keys.add(compiled._key(config()))
+        keys.add(compile_cache._key(dataclasses.replace(config(), **{field: value})))
+    monkeypatch.setattr(compile_cache, "version", lambda package: "0")
+    keys.add(compile_cache._key(config()))
+    monkeypatch.setattr(compile_cache, "_sources", lambda module: b"other")
+    keys.add(compile_cache._key(config()))
     assert len(keys) == 7
 
 

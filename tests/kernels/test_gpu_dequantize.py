@@ -21,8 +21,9 @@ from blockscale import reference
 from blockscale.emulator.hostcode import settings
 from blockscale.emulator.report import Report
 from blockscale.formats import Format, formats
-from blockscale.kernels import gpu
-from blockscale.kernels.gpu import compiled, dequantize_plan
+from blockscale.kernels import quantizers
+from blockscale.kernels.common import compile_cache
+from blockscale.kernels.quantizers import dequantize_plan
 from blockscale.layouts import as_bytes, get_layout
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -57,7 +58,7 @@ def emulated(
 ) -> tuple[Tensor, list[Report]]:
     device = em.Device(arch, completion=completion, check="all")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
-        out = gpu.dequantize(data, scale, format, shape=shape, axis=axis, arch=arch, **given)
+        out = quantizers.dequantize(data, scale, format, shape=shape, axis=axis, arch=arch, **given)
     return out, reports
 
 
@@ -287,7 +288,7 @@ def test_sectors(name, axis, dtype, arch, monkeypatch):
     real, kernels = dequantize_plan.get_kernel, []
 
     def get_kernel(config: Any, device: torch.device) -> Any:
-        kernels.append(compiled.build(config))
+        kernels.append(compile_cache.build(config))
         return real(config, device)
 
     monkeypatch.setattr(dequantize_plan, "get_kernel", get_kernel)
@@ -320,19 +321,19 @@ def test_sectors(name, axis, dtype, arch, monkeypatch):
 def test_no_kernel(name, given, message):
     fmt = formats[name]
     data, scale, _ = parts((8, 64), fmt, -1)
-    with pytest.raises(gpu.Unsupported, match=message):
-        gpu.dequantize(data, scale, fmt, shape=(8, 64), **({"arch": "sm_90a"} | given))
+    with pytest.raises(quantizers.Unsupported, match=message):
+        quantizers.dequantize(data, scale, fmt, shape=(8, 64), **({"arch": "sm_90a"} | given))
 
 
 def test_no_kernel_for_such_strides():
     data, scale, factor = parts((32, 64), formats["nvfp4"], -2)
     given = {"axis": -2, "global_scale": factor, "arch": "sm_90a", "shape": (32, 64)}
-    with pytest.raises(gpu.Unsupported, match="packed along axis -2"):
-        gpu.dequantize(data.contiguous(), scale, formats["nvfp4"], **given)
+    with pytest.raises(quantizers.Unsupported, match="packed along axis -2"):
+        quantizers.dequantize(data.contiguous(), scale, formats["nvfp4"], **given)
     data, scale, _ = parts((8, 64), formats["mxfp8"], -1)
     spread = data.repeat_interleave(2, 1).repeat_interleave(2, 0)[::2, ::2]
-    with pytest.raises(gpu.Unsupported, match="not contiguous in a dimension"):
-        gpu.dequantize(spread, scale, formats["mxfp8"], shape=(8, 64), arch="sm_90a")
+    with pytest.raises(quantizers.Unsupported, match="not contiguous in a dimension"):
+        quantizers.dequantize(spread, scale, formats["mxfp8"], shape=(8, 64), arch="sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -352,7 +353,7 @@ def test_parts_that_do_not_fit(change, message):
     data, scale, _ = parts((8, 64), fmt, -1)
     given = {"data": data, "scale": scale, "shape": (8, 64), "arch": "sm_90a"} | change
     with pytest.raises(ValueError, match=message):
-        gpu.dequantize(format=fmt, **given)
+        quantizers.dequantize(format=fmt, **given)
 
 
 # --- the op ---------------------------------------------------------------------------------------
@@ -360,14 +361,14 @@ def test_parts_that_do_not_fit(change, message):
 
 def test_the_op_uses_it(monkeypatch):
     """CPU tensors play GPU ones; float64 is what fp32 is; groups go to the reference, it says."""
-    module, real, calls = import_module("blockscale.ops.dequantize"), gpu.dequantize, []
+    module, real, calls = import_module("blockscale.ops.dequantize"), quantizers.dequantize, []
 
     def dequantize(*args: Any, **given: Any) -> Tensor:
         calls.append(given["dtype"])
         with em.cutedsl(em.Device("sm_90a")):
             return real(*args, **given, arch="sm_90a")
 
-    monkeypatch.setattr(gpu, "dequantize", dequantize)
+    monkeypatch.setattr(quantizers, "dequantize", dequantize)
     monkeypatch.setattr(module, "no_cpu_kernels", lambda: "no CPU kernels")
     monkeypatch.setattr(module, "on_gpu", lambda x: True)
     monkeypatch.setattr("blockscale.ops.backends.on_gpu", lambda x: True)

@@ -25,9 +25,10 @@ from gpu_bench import assert_same, check, emulated, expected, nasty
 
 from blockscale import emulator as em
 from blockscale.formats import formats
-from blockscale.kernels.gpu import compiled, plan, ptx
-from blockscale.kernels.gpu.any_tensor import any_tensor
-from blockscale.kernels.gpu.groups import find_rows
+from blockscale.kernels.common import compile_cache, ptx
+from blockscale.kernels.common.tensor_specs import any_tensor
+from blockscale.kernels.quantizers import plan
+from blockscale.kernels.quantizers.groups import find_rows
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
@@ -116,9 +117,9 @@ def test_compact_rows_take_the_kernel_without_groups():
     """Offsets change neither data nor compact scales along rows."""
     x = nasty(40, 64, BF16)
     check(x, "mxfp8", "sm_90a")
-    before = compiled.build.cache_info().misses
+    before = compile_cache.build.cache_info().misses
     check(x, "mxfp8", "sm_90a", offsets=ends(3, 40))
-    assert compiled.build.cache_info().misses == before
+    assert compile_cache.build.cache_info().misses == before
 
 
 def test_the_host_does_not_read_offsets(monkeypatch):

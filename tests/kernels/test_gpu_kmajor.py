@@ -13,9 +13,9 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from gpu_bench import MULTIPROCESSORS, assert_same, emulated, expected, nasty, produced
 
 from blockscale.formats import formats
-from blockscale.kernels import gpu
-from blockscale.kernels.gpu import config, plan
-from blockscale.kernels.gpu.config import choose_config
+from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import config, plan
+from blockscale.kernels.quantizers.config import choose_config
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
@@ -145,5 +145,5 @@ def test_groups_are_refused(axes):
     x, layouts = torch.zeros(64, 64), ("compact",) * len(axes)
     offsets = torch.tensor([7, 64], dtype=torch.int32)
     given = {"offsets": offsets, "arch": "sm_90a"}
-    with pytest.raises(gpu.Unsupported, match="k_major: no kernel stores groups"):
-        gpu.quantize(x, formats["mxfp8"], axes=axes, layouts=layouts, k_major=True, **given)
+    with pytest.raises(quantizers.Unsupported, match="k_major: no kernel stores groups"):
+        quantizers.quantize(x, formats["mxfp8"], axes=axes, layouts=layouts, k_major=True, **given)

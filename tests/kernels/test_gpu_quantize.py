@@ -11,8 +11,8 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from gpu_bench import MULTIPROCESSORS, check, emulated, nasty
 
 from blockscale.formats import formats
-from blockscale.kernels import gpu
-from blockscale.kernels.gpu import config, plan
+from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import config, plan
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -165,7 +165,7 @@ def test_same_bytes_again():
 )
 def test_refusals(x, format, axes, layout, arch, message):
     with pytest.raises(ValueError, match=message):
-        gpu.quantize(x, formats[format], axes=axes, layouts=(layout,) * len(axes), arch=arch)
+        quantizers.quantize(x, formats[format], axes=axes, layouts=(layout,) * len(axes), arch=arch)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_refusals(x, format, axes, layout, arch, message):
 def test_refusals_of_groups(format, axes, layout, message):
     ends, layouts = torch.tensor([3, 64], dtype=torch.int32), (layout,) * len(axes)
     x, fmt = torch.zeros(64, 64), formats[format]
-    assert message in gpu.unsupported(x, fmt, axes, layouts, grouped=True, arch="sm_90a")
+    assert message in quantizers.unsupported(x, fmt, axes, layouts, grouped=True, arch="sm_90a")
     with pytest.raises(ValueError, match=message):
-        gpu.quantize(x, fmt, axes=axes, layouts=layouts, offsets=ends, arch="sm_90a")
+        quantizers.quantize(x, fmt, axes=axes, layouts=layouts, offsets=ends, arch="sm_90a")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -15,8 +15,9 @@ from blockscale import emulator as em
 from blockscale import reference
 from blockscale.emulator.report import Report
 from blockscale.formats import formats
-from blockscale.kernels import gpu
-from blockscale.kernels.gpu import norm
+from blockscale.kernels import quantizers
+from blockscale.kernels.common.builders import build_kernel
+from blockscale.kernels.quantizers import norm
 from blockscale.layouts import as_bytes, get_layout
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -111,9 +112,9 @@ CASES: list[tuple[str, str, torch.dtype, torch.dtype, tuple[int, int], dict[str,
 
 def test_name_of_the_function_is_not_a_module():
     """A submodule of the same name would take its place once it is imported."""
-    import blockscale.kernels.gpu.rmsnorm_kernel  # noqa: F401
+    import blockscale.kernels.quantizers.rmsnorm_kernel  # noqa: F401
 
-    assert gpu.rmsnorm is norm.rmsnorm
+    assert quantizers.rmsnorm is norm.rmsnorm
 
 
 @pytest.mark.parametrize("i", range(len(CASES)), ids=["-".join(map(str, c[:3])) for c in CASES])
@@ -219,7 +220,7 @@ def test_sums_are_not_fused(arch):
     """ptxas may fuse a multiplication and an addition unless both say how they are rounded."""
     config = norm.choose_norm((64, 64), (0, 128), BF16, (0, BF16), formats["nvfp4"], arch=arch)
     with em.cutedsl(em.Device(arch)):
-        ptx = config.compile().__ptx__
+        ptx = build_kernel(config).__ptx__
     assert "add.rn.f32" in ptx
     assert "add.f32" not in ptx
     assert "sub.f32" not in ptx

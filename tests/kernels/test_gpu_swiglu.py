@@ -14,7 +14,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from gpu_bench import check, nasty
 
 from blockscale.formats import formats
-from blockscale.kernels import gpu
+from blockscale.kernels import quantizers
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
@@ -176,13 +176,13 @@ X, GRAD = torch.zeros(4, 256), torch.zeros(4, 128)
 )
 def test_refusals(x, others, message):
     with pytest.raises(ValueError, match=message):
-        gpu.quantize(x, formats["mxfp8"], producer=BACKWARD, others=others, arch="sm_90a")
+        quantizers.quantize(x, formats["mxfp8"], producer=BACKWARD, others=others, arch="sm_90a")
 
 
 def test_unsupported():
     fmt, given = formats["mxfp8"], {"arch": "sm_90a"}
     odd = torch.zeros(4, 192)
-    assert gpu.unsupported(odd, fmt, ROWS, ("compact",), producer=FORWARD, **given) == ""
-    assert gpu.unsupported(X, fmt, ROWS, ("compact",), producer=BACKWARD, **given) == ""
-    reason = gpu.unsupported(odd, fmt, ROWS, ("compact",), producer=BACKWARD, **given)
+    assert quantizers.unsupported(odd, fmt, ROWS, ("compact",), producer=FORWARD, **given) == ""
+    assert quantizers.unsupported(X, fmt, ROWS, ("compact",), producer=BACKWARD, **given) == ""
+    reason = quantizers.unsupported(odd, fmt, ROWS, ("compact",), producer=BACKWARD, **given)
     assert "half of its columns are no multiple of 128" in reason

@@ -20,7 +20,7 @@ from sm100_quantized import expected
 from blockscale import emulator as em
 from blockscale import quantize, reference
 from blockscale.formats import get_format
-from blockscale.kernels import gpu, sm100
+from blockscale.kernels import quantizers, sm100
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 from blockscale.layouts import as_bytes, get_layout
 from blockscale.ops.gemm_operands import global_scales
@@ -57,10 +57,10 @@ def _by_kernels(layer: Layer, format: str, ctas: int, hidden_scale: Tensor | Non
     given: dict[str, Any] = {"layouts": ("tcgen05",), "arch": ARCH}
 
     def scalar(x: Tensor) -> Tensor | None:
-        return gpu.global_scale(x, fmt, arch=ARCH) if fmt.has_global_scale else None
+        return quantizers.global_scale(x, fmt, arch=ARCH) if fmt.has_global_scale else None
 
     def quantized(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        ((data, tiles),) = gpu.quantize(x, fmt, global_scale=scale, **given)
+        ((data, tiles),) = quantizers.quantize(x, fmt, global_scale=scale, **given)
         return as_bytes(data), tiles
 
     first = torch.cat((layer.gate, layer.up))

@@ -18,9 +18,9 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from blockscale.kernels.gpu import compiled
-from blockscale.kernels.gpu.config import SHARED
-from blockscale.kernels.gpu.machine_code import Usage, disassemble, usage
+from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.machine import SHARED
+from blockscale.kernels.common.machine_code import Usage, disassemble, usage
 from blockscale.kernels.sm100.config import Config, choose_config
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -181,15 +181,15 @@ def _opcodes(sass: str) -> list[str]:
 
 SECOND = """
 import sys, torch
-from blockscale.kernels.gpu import compiled
+from blockscale.kernels.common import compile_cache
 from blockscale.kernels.sm100.config import choose_config
 
 def build(config):
     raise AssertionError("compiled again")
 
-compiled.build = build
+compile_cache.build = build
 config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), torch.bfloat16, alpha=1)
-assert callable(compiled.load(config))
+assert callable(compile_cache.load(config))
 assert "cutlass" not in sys.modules
 """
 
@@ -198,9 +198,9 @@ def test_a_second_process_does_not_compile(tmp_path, monkeypatch):
     """Nor does it import CuTe DSL, which takes a second."""
     monkeypatch.setenv("BLOCKSCALE_CACHE_DIR", str(tmp_path))
     config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), torch.bfloat16, alpha=1)
-    compiled.load.cache_clear()
-    compiled.load(config)
-    compiled.load.cache_clear()
+    compile_cache.load.cache_clear()
+    compile_cache.load(config)
+    compile_cache.load.cache_clear()
     entries = [path for path in (tmp_path / "kernels").iterdir() if path.suffix != ".lock"]
     assert [path.suffix for path in entries] == [".so"]
     subprocess.run([sys.executable, "-c", SECOND], check=True)

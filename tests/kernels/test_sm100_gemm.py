@@ -21,7 +21,7 @@ from sm100_inputs import BF16, FP16, FP32, Operand, emulated, operand, product, 
 from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels import sm100
-from blockscale.kernels.gpu.plan import Unsupported
+from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm100.config import Config, choose_config
 
 pytestmark = pytest.mark.usefixtures("keep_code")

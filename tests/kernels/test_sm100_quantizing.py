@@ -23,7 +23,7 @@ from sm100_quantized import emulated, expected, halved_scale
 from blockscale import emulator as em
 from blockscale import formats, quantize, swiglu_quantize
 from blockscale.kernels import sm100
-from blockscale.kernels.gpu.plan import Unsupported
+from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 

@@ -28,7 +28,7 @@ from widened_inputs import (
 )
 
 from blockscale import emulator as em
-from blockscale.kernels.gpu.plan import describe
+from blockscale.kernels.common.runtime import describe
 from blockscale.kernels.sm90 import widened_config, widened_plan
 from blockscale.kernels.sm90.decode_config import Config, choose_config
 from blockscale.kernels.sm90.widened_gemm import widened_gemm

@@ -29,10 +29,10 @@ from sm90_inputs import (
 from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels import sm90
+from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.machine_code import disassemble
 from blockscale.kernels.common.rounds import rounds
-from blockscale.kernels.gpu import compiled
-from blockscale.kernels.gpu.machine_code import disassemble
-from blockscale.kernels.gpu.plan import Unsupported
+from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm90.config import SHAPES, Config, choose_config
 from blockscale.kernels.sm90.product_config import Shape, fit
 
@@ -497,7 +497,7 @@ def test_bad_input():
 
 def test_cached_by_its_code(monkeypatch):
     config = choose_config((128, 128, 128), BF16)
-    before = compiled._key(config)
-    assert compiled._key(replace(config, stages=4)) != before
-    monkeypatch.setattr(compiled, "_sources", lambda module: module.encode())
-    assert compiled._key(config) != before
+    before = compile_cache._key(config)
+    assert compile_cache._key(replace(config, stages=4)) != before
+    monkeypatch.setattr(compile_cache, "_sources", lambda module: module.encode())
+    assert compile_cache._key(config) != before

@@ -19,7 +19,7 @@ import blockscale as bs
 from blockscale import emulator as em
 from blockscale import reference
 from blockscale.formats import get_format
-from blockscale.kernels.gpu import compiled
+from blockscale.kernels.common import compile_cache
 from blockscale.kernels.sm90.ordered_config import OrderedConfig
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -33,7 +33,7 @@ def emulated(name: str, a: Tensor, scale: Tensor | None, k: int, completion: str
     config = OrderedConfig(name)
     with guarded((len(a), -(-k // 128) * 128), BF16, None) as out:
         with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
-            compiled.build(config)(a, scale, out)
+            compile_cache.build(config)(a, scale, out)
         got = out.clone()
     assert_no_spills(config)
     return got.view(torch.int16)
@@ -102,7 +102,7 @@ def test_compact():
         a = torch.randn(m, 256).to(BF16)
         out = torch.full((m, 256), float("nan"), dtype=BF16)
         with em.cutedsl(em.Device("sm_90a", check="all")):
-            compiled.build(OrderedConfig("bf16"))(a, None, out)
+            compile_cache.build(OrderedConfig("bf16"))(a, None, out)
         assert torch.equal(out.view(torch.int16), ordered(a.view(torch.int16)))
 
 
@@ -113,7 +113,7 @@ def test_not_ordered(name):
     q = bs.quantize(torch.randn(5, 640), format)
     out = torch.full((5, 640), float("nan"), dtype=BF16)
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        compiled.build(OrderedConfig(name, ordered=False))(
+        compile_cache.build(OrderedConfig(name, ordered=False))(
             q.qdata.view(BYTE), q.scale.view(BYTE), out
         )
     want = reference.dequantize(q.qdata, q.scale, format, shape=(5, 640))

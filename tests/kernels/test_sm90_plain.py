@@ -17,9 +17,9 @@ from factors import alpha_of
 from sm90_inputs import BF16, FP16, FP32, assert_no_spills, launched
 
 from blockscale import emulator as em
+from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha, describe_alpha
-from blockscale.kernels.gpu import compiled
-from blockscale.kernels.gpu.plan import Unsupported, describe
+from blockscale.kernels.common.runtime import Unsupported, describe
 from blockscale.kernels.sm90.plain_config import SHAPES, PlainConfig, candidates, choose_config
 from blockscale.kernels.sm90.plain_plan import plan_plain
 from blockscale.kernels.sm90.product_config import fit
@@ -188,7 +188,7 @@ def test_cuts(majors):
     with em.cutedsl(em.Device("sm_90a")):
         for index in range(MAJORS.index(majors), len(SHAPES), len(MAJORS)):  # each of them once
             config = fit(SHAPES[index].config, a_major=majors[0], b_major=majors[1])
-            compiled.build(config)
+            compile_cache.build(config)
             assert_no_spills(config)
 
 

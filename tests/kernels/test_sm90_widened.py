@@ -33,7 +33,7 @@ from widened_inputs import (
 
 from blockscale import emulator as em
 from blockscale import quantize
-from blockscale.kernels.gpu.plan import Unsupported
+from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm90.widened_config import B_ROWS, FEW, Config, choose_config, why_not
 from blockscale.kernels.sm90.widened_gemm import widened_gemm
 

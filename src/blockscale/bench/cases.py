@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, get_format
-from ..kernels import gpu
+from ..kernels import quantizers
 from ..layouts import get_layout
 
 __all__ = ["GROUPS", "SHAPES", "Case", "Group", "expert_ends", "prepare"]
@@ -190,7 +190,7 @@ def prepare(case: Case, rows: int, columns: int, device: str = "cuda") -> Callab
 
     if case.producer == "rmsnorm":
         x, weight = randn(rows, columns), randn(columns)
-        return lambda: gpu.rmsnorm(
+        return lambda: quantizers.rmsnorm(
             x,
             weight,
             fmt,
@@ -209,8 +209,8 @@ def prepare(case: Case, rows: int, columns: int, device: str = "cuda") -> Callab
     def call() -> object:
         found = scale
         if case.amax:
-            found = gpu.global_scale(x, fmt, producer=case.producer, others=others)
-        return gpu.quantize(
+            found = quantizers.global_scale(x, fmt, producer=case.producer, others=others)
+        return quantizers.quantize(
             x,
             fmt,
             axes=case.axes,
@@ -241,7 +241,7 @@ def _prepare_back(
     kind = torch.uint8 if fmt.scale.nbytes == 1 else torch.float32
     scale = torch.randint(0, 127, scales, device=device).to(kind)
     factor = torch.ones((), device=device) if fmt.has_global_scale else None
-    return lambda: gpu.dequantize(
+    return lambda: quantizers.dequantize(
         data.mT if turned else data,
         scale,
         fmt,

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ..kernels.gpu.plan import get_kernel
+from ..kernels.common.runtime import get_kernel
 from ..kernels.sm90.config import Config, candidates, choose_config
 from ..quantize import quantize
 from .contest import Call, ready, turns

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats import get_format
 from ..gemm import gemm
-from ..kernels import gpu
+from ..kernels import quantizers
 from ..nn.operand_layout import operand_layout
 from ..quantize import quantize, quantize_both
 from ..tensor import ScaledTensor
@@ -41,8 +41,10 @@ def quantize_calls(rows: int = 128, columns: int = 7168) -> Calls:
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     mxfp8, both = get_format("mxfp8"), (-1, -2)
     return {
-        "gpu.quantize, rows": lambda: gpu.quantize(x, mxfp8, layouts=("tcgen05",)),
-        "gpu.quantize, both": lambda: gpu.quantize(x, mxfp8, axes=both, layouts=("tcgen05",) * 2),
+        "gpu.quantize, rows": lambda: quantizers.quantize(x, mxfp8, layouts=("tcgen05",)),
+        "gpu.quantize, both": lambda: quantizers.quantize(
+            x, mxfp8, axes=both, layouts=("tcgen05",) * 2
+        ),
         "bs.quantize, rows": lambda: quantize(x, layout="tcgen05"),
         "bs.quantize_both": lambda: quantize_both(x, layout="tcgen05"),
         "torch: x.clone()": x.clone,

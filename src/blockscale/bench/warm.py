@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from ..kernels.gpu import compiled
+from ..kernels.common import compile_cache
 
 __all__ = ["compile_all"]
 
@@ -28,4 +28,4 @@ def compile_all(configs: Iterable[Any]) -> None:
 
 
 def _compile(config: Any) -> None:
-    compiled.load(config)
+    compile_cache.load(config)

@@ -81,7 +81,7 @@ def _version(package: str) -> str | None:
 
 def advice(facts: Facts) -> list[str]:
     """What to know and what to do, one sentence or two each; a pure function of the facts."""
-    from ..kernels.gpu.config import ARCHITECTURES
+    from ..kernels.quantizers.config import ARCHITECTURES
 
     lines = []
     *most, last = ARCHITECTURES

@@ -87,7 +87,7 @@ def gemm(
     import torch
 
     from ..checks import choose
-    from ..kernels.gpu.compiled import last_built
+    from ..kernels.common.compile_cache import last_built
 
     products = choose_arch(arch, PRODUCTS)
     format = format or next(iter(products))

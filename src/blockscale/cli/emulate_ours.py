@@ -36,7 +36,7 @@ def emulated(
     ``keep_code``: compiled functions have their machine code as ``__cubin__``.
     """
     from ..emulator import Device, PtxError, cutedsl
-    from ..kernels.gpu.plan import missing
+    from ..kernels.common.runtime import missing
 
     device = Device(arch, completion=completion, seed=seed, check="all")
     try:

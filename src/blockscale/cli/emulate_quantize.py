@@ -42,8 +42,8 @@ def quantize(
     from .. import reference
     from ..checks import choose
     from ..formats import get_format
-    from ..kernels import gpu
-    from ..kernels.gpu.config import ARCHITECTURES
+    from ..kernels import quantizers
+    from ..kernels.quantizers.config import ARCHITECTURES
     from ..layouts import as_bytes, get_layout, swizzle_scale
 
     choose_arch(arch, dict.fromkeys(ARCHITECTURES))
@@ -57,11 +57,11 @@ def quantize(
     if fmt.has_global_scale:
         given["global_scale"] = reference.global_scale(x, fmt)
     layouts = (where.name,) * len(axes)
-    reason = gpu.unsupported(x, fmt, axes, layouts, arch=arch)
+    reason = quantizers.unsupported(x, fmt, axes, layouts, arch=arch)
     if reason:
         raise ValueError(reason)
     with emulated(arch, completion, seed) as reports:
-        results = gpu.quantize(x, fmt, axes=axes, layouts=layouts, arch=arch, **given)
+        results = quantizers.quantize(x, fmt, axes=axes, layouts=layouts, arch=arch, **given)
     outputs = []
     for along, (data, scale) in zip(axes, results, strict=True):
         wanted, compact = reference.quantize(x, fmt, axis=along, **given)

@@ -36,7 +36,7 @@ class KeptCode:
             if not path.parent.is_dir():
                 raise ValueError(f"{name}: there is no folder {path.parent}; make it first")
         if self.sass is not None:
-            from ..kernels.gpu.machine_code import disassembler
+            from ..kernels.common.machine_code import disassembler
 
             disassembler()
 
@@ -49,7 +49,7 @@ class KeptCode:
         if self.cubin is not None:
             self.cubin.write_bytes(kernel.__cubin__)
         if self.sass is not None:
-            from ..kernels.gpu.machine_code import disassemble
+            from ..kernels.common.machine_code import disassemble
 
             self.sass.write_text(disassemble(kernel.__cubin__), encoding="utf-8")
         if self.ptx is not None:

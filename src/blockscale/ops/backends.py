@@ -9,9 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..formats import formats
-from ..kernels import gpu
+from ..kernels import quantizers
 from .gemm_kernels import products_on
 
 __all__ = [
@@ -70,8 +69,7 @@ def cpu_backend() -> str:
 
 def no_cpu_kernels() -> str:
     """Why the CPU kernels cannot be used; empty where they can."""
-    # looked up in the package, where tests replace it
-    return "" if ops.cpu_backend() == "numba" else "numba is not installed: pip install numba"
+    return "" if cpu_backend() == "numba" else "numba is not installed: pip install numba"
 
 
 def backend(operation: str, device: str) -> tuple[str, str]:
@@ -85,7 +83,7 @@ def backend(operation: str, device: str) -> tuple[str, str]:
     if operation not in _ON_GPU:
         return "reference", "plain torch on the device; its kernels are not part of this release"
     probe = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
-    reason = gpu.unsupported(probe, formats["mxfp8"], (-1,), ("compact",))
+    reason = quantizers.unsupported(probe, formats["mxfp8"], (-1,), ("compact",))
     if reason:
         return "reference", reason
     return "CuTe DSL", _ON_GPU[operation]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
-from ..kernels import cpu, gpu
+from ..kernels import cpu, quantizers
 from .backends import fall_back, no_cpu_kernels, on_gpu
 
 __all__ = ["dequantize"]
@@ -34,7 +34,7 @@ def dequantize(
     if on_gpu(data):
         try:
             return _by_kernel(data, scale, fmt, shape, axis, global_scale, offsets, dtype)
-        except gpu.Unsupported as why:
+        except quantizers.Unsupported as why:
             fall_back("dequantize", data, "auto", str(why))
     out = reference.dequantize(
         data, scale, fmt, shape=size, axis=axis, global_scale=global_scale, offsets=offsets
@@ -68,9 +68,9 @@ def _by_kernel(
 ) -> Tensor:
     """What the GPU kernel makes of it; Unsupported where there is none."""
     if offsets is not None:
-        raise gpu.Unsupported("offsets: no kernel dequantizes groups along the contraction")
+        raise quantizers.Unsupported("offsets: no kernel dequantizes groups along the contraction")
     made = torch.float32 if dtype == torch.float64 else dtype  # exact
-    out = gpu.dequantize(
+    out = quantizers.dequantize(
         data, scale, fmt, shape=shape, axis=axis, global_scale=global_scale, dtype=made
     )
     return out.to(dtype).contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
-from ..kernels import gpu
+from ..kernels import quantizers
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
 from .backends import fall_back, on_gpu
@@ -76,7 +76,7 @@ def swiglu_quantize(
     if on_gpu(x) and backend != "reference":
         try:
             return _swiglu_by_kernel(x, grad, fmt, axes, layouts, *more, k_major)
-        except gpu.Unsupported as why:
+        except quantizers.Unsupported as why:
             producer = "swiglu" if grad is None else "swiglu_backward"
             fall_back(f"{producer}_quantize", x, backend, str(why))
     values = reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x)
@@ -100,9 +100,9 @@ def _swiglu_by_kernel(
     written = written_layouts(fmt, layouts)
     found = []
     if fmt.has_global_scale and global_scale is None:
-        global_scale = gpu.global_scale(x, fmt, producer=producer, others=others)
+        global_scale = quantizers.global_scale(x, fmt, producer=producer, others=others)
         found = [global_scale]
-    pairs = gpu.quantize(
+    pairs = quantizers.quantize(
         x,
         fmt,
         axes=axes,
@@ -157,7 +157,7 @@ def rmsnorm_quantize(
     if on_gpu(x) and backend != "reference":
         try:
             return _rmsnorm_by_kernel(x, weight, eps, fmt, layout, *more)
-        except gpu.Unsupported as why:
+        except quantizers.Unsupported as why:
             fall_back("rmsnorm_quantize", x, backend, str(why))
     values, rstd = reference.rmsnorm(x, weight, eps)
     data, scale, *found = quantize_values(values, format, (-1,), (layout,), *more, None, backend)
@@ -176,9 +176,9 @@ def _rmsnorm_by_kernel(
 ) -> list[Tensor]:
     """What the kernel makes of ``x``; Unsupported where there is none."""
     if fmt.has_global_scale and global_scale is None:
-        raise gpu.Unsupported(_UNKNOWN_SCALE)
+        raise quantizers.Unsupported(_UNKNOWN_SCALE)
     (written,) = written_layouts(fmt, (layout,))
-    data, scale, rstd = gpu.rmsnorm(
+    data, scale, rstd = quantizers.rmsnorm(
         x,
         weight,
         fmt,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..kernels import gpu
+from ..kernels import quantizers
 from .backends import fall_back
 from .dequantize import dequantize
 from .gemm_kernels import multiply
@@ -123,7 +123,7 @@ def _product(
     if backend != "reference":
         try:
             return multiply(a, b, bias, out, accumulate, out_dtype)
-        except gpu.Unsupported as why:
+        except quantizers.Unsupported as why:
             fall_back("gemm", a.data, backend, str(why))
     c = out if accumulate else None
     product = reference.gemm(_values(a, -1), _values(b, -2), out_dtype=out_dtype, bias=bias, c=c)

@@ -8,9 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..kernels import gpu
+from ..kernels import quantizers
 from ..kernels.common.machine import no_kernels
-from ..kernels.gpu.plan import architecture, missing
+from ..kernels.common.runtime import architecture, missing
 from . import gemm_sm90, gemm_sm100
 from .gemm_operands import Products, Quantization, Side, detached
 
@@ -64,7 +64,7 @@ def multiply_quantized(
     is none."""
     found = _products_of(a, b)
     if found.quantize is None:
-        raise gpu.Unsupported(f"no kernel quantizes its product on {found.gpu}")
+        raise quantizers.Unsupported(f"no kernel quantizes its product on {found.gpu}")
     return found.quantize(*_taken(a, b, bias), how._replace(global_scale=_scalar(how.global_scale)))
 
 
@@ -72,9 +72,9 @@ def _products_of(a: Side, b: Side) -> Products:
     """What multiplies these; Unsupported if nothing does."""
     found = products_on(a.data.device)
     if isinstance(found, str):
-        raise gpu.Unsupported(found)
+        raise quantizers.Unsupported(found)
     if (a.format, b.format) not in found.kernels:
-        raise gpu.Unsupported(
+        raise quantizers.Unsupported(
             f"no kernel multiplies {a.format or 'bf16'} by {b.format} on {found.gpu}; there are "
             f"kernels for {found.formats}"
         )

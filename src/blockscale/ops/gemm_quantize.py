@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import get_format
-from ..kernels import gpu
+from ..kernels import quantizers
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
 from .fused import fake_scalar, quantize_values, swiglu_quantize
@@ -69,7 +69,7 @@ def gemm_quantize(
         how = Quantization(format, swiglu, scale_rounding, nonfinite, global_scale)
         try:
             return _by_one_kernel(Side(*a), Side(*b), bias, how, layout)
-        except gpu.Unsupported:
+        except quantizers.Unsupported:
             pass  # what one kernel cannot, two may; these say what they cannot
     values = gemm(*a, *b, bias, None, torch.float32, backend)
     if swiglu:

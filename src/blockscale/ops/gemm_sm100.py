@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, formats
-from ..kernels import gpu, sm100
+from ..kernels import quantizers, sm100
 from ..kernels.common.calls import describe_alpha
 from ..kernels.common.loadable import loadable
-from ..kernels.gpu.plan import describe
+from ..kernels.common.runtime import describe
 from ..kernels.sm100.kinds import find_kind
 from ..kernels.sm100.plan import plan_gemm
 from ..kernels.sm100.quantizing_config import FORMATS
@@ -55,9 +55,9 @@ def _block_scaled(
 
 def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tuple[Tensor, Tensor]:
     if how.format not in FORMATS:
-        raise gpu.Unsupported(f"format: no product is quantized to {how.format}")
+        raise quantizers.Unsupported(f"format: no product is quantized to {how.format}")
     if formats[how.format].has_global_scale and how.global_scale is None:
-        raise gpu.Unsupported("global_scale: depends on all of the product; pass one")
+        raise quantizers.Unsupported("global_scale: depends on all of the product; pass one")
     return sm100.gemm_quantize(
         *_operands(a, b, halved=how.swiglu),
         how.format,
@@ -95,7 +95,7 @@ def _matrix(name: str, data: Tensor, format: Format, whole: int, spread: bool) -
     """Data (rows, K) as TMA loads it, with K padded to a multiple of ``whole`` elements."""
     element = format.element
     if element.bits < 8 and data.stride(1) != 1 and data.shape[1] > 1:
-        raise gpu.Unsupported(
+        raise quantizers.Unsupported(
             f"{name}: its contraction is not contiguous, and tensor cores take elements of 4 bits "
             "only so: quantize stores them so along either axis, with k_major=True or without; "
             "quantize anew, or call contiguous() on the data (rows, K / 2)"

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..formats import formats
-from ..kernels import gpu, sm90
+from ..kernels import quantizers, sm90
 from ..kernels.common.calls import describe_alpha
 from ..kernels.common.loadable import loadable
-from ..kernels.gpu.plan import describe
+from ..kernels.common.runtime import describe
 from ..kernels.sm90.dequantized_gemm import exact_gemm, suits_few
 from ..kernels.sm90.dequantized_plan import plan_dequantized
 from ..kernels.sm90.plan import plan_gemm
@@ -55,7 +55,7 @@ def _fp8(
 def _along_k(name: str, data: Tensor) -> Tensor:
     """A matrix whose contraction is contiguous; Unsupported otherwise."""
     if data.stride(1) != 1 and data.shape[1] > 1:
-        raise gpu.Unsupported(
+        raise quantizers.Unsupported(
             f"{name}: its contraction is not contiguous, as FP8 tensor cores need it: quantize "
             "columns (axis=-2) with k_major=True"
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
-from ..kernels import cpu, gpu
+from ..kernels import cpu, quantizers
 from ..layouts import as_bytes, get_layout, swizzle_scale
 from . import fakes
 from .backends import fall_back, no_cpu_kernels, on_gpu
@@ -45,7 +45,7 @@ def quantize(
         more = scale_rounding, nonfinite, global_scale, offsets, seed, k_major
         try:
             return _by_kernel(x, fmt, (axis,), (layout,), *more)[0]
-        except gpu.Unsupported as why:
+        except quantizers.Unsupported as why:
             fall_back("quantize", x, backend, str(why))
     data, scale = reference.quantize(
         x,
@@ -81,7 +81,7 @@ def quantize_both(
         more = scale_rounding, nonfinite, global_scale, offsets, seed, k_major
         try:
             row, column = _by_kernel(x, get_format(format), (-1, -2), layouts, *more)
-        except gpu.Unsupported:
+        except quantizers.Unsupported:
             pass  # what one axis needs, the other may not
         else:
             return *row, *column
@@ -100,10 +100,10 @@ def global_scale(x: Tensor, format: str, backend: str = "auto") -> Tensor:
     if backend != "reference":
         try:
             if on_gpu(x):
-                return gpu.global_scale(x, fmt)
+                return quantizers.global_scale(x, fmt)
             _require_cpu_kernels()
             return cpu.global_scale(x, fmt)
-        except gpu.Unsupported as why:
+        except quantizers.Unsupported as why:
             fall_back("global_scale", x, backend, str(why))
     return reference.global_scale(x, fmt)
 
@@ -125,12 +125,12 @@ def _by_kernel(
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
     if seed is not None:
-        raise gpu.Unsupported(
+        raise quantizers.Unsupported(
             "seed: no kernel rounds stochastically; leave it out to round to nearest even"
         )
     if not on_gpu(x):
         if offsets is not None and axes == (-2,):
-            raise gpu.Unsupported(
+            raise quantizers.Unsupported(
                 "offsets with axis=-2: no CPU kernel starts blocks anew in each group"
             )
         _require_cpu_kernels()
@@ -146,7 +146,7 @@ def _by_kernel(
             data = data.mT.contiguous().mT
         return [(data, swizzle_scale(as_bytes(scale), axes[0], get_layout(layouts[0]), offsets))]
     written = written_layouts(fmt, layouts)
-    results = gpu.quantize(
+    results = quantizers.quantize(
         x,
         fmt,
         axes=axes,
@@ -168,7 +168,7 @@ def _by_kernel(
 def _require_cpu_kernels() -> None:
     reason = no_cpu_kernels()
     if reason:
-        raise gpu.Unsupported(reason)
+        raise quantizers.Unsupported(reason)
 
 
 def written_layouts(fmt: Format, layouts: tuple[str, ...]) -> tuple[str, ...]:

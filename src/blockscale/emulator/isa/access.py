@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from .. import ieee
 from ..machine import Fragment, Step
 from ..memory import MemoryFault
 from ..predecessor import unchanged
 from ..program import Address, Operand, Symbol
-from . import ieee
 from .registry import TYPES, Form, Getter, instruction
 
 _SPACES = (

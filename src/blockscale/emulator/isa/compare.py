@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from .. import ieee
 from ..machine import Fragment, Step
 from ..program import Pair
-from . import ieee, integer
+from . import integer
 from .registry import BITS, SIGNED, UNSIGNED, Form, Getter, instruction
 
 _EQUAL = ("eq", "ne")

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from .. import ieee
 from ..machine import Diverge, Exit, Fragment, Split, Step, Switch
 from ..order import FENCED, STRONG
 from ..program import Group, Label, Symbol, Vector
-from . import ieee
 from .registry import TYPES, Form, instruction
 
 

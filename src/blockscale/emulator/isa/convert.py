@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from .. import ieee
 from ..machine import Fragment, Step
-from . import ieee
 from .floating import ROUNDINGS
 from .registry import TYPES, Form, instruction
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Fragment, Step
-from . import integer, simd
-from .ieee import (
+from ..ieee import (
     TINY16,
     TINY32,
     canonical,
@@ -28,6 +26,8 @@ from .ieee import (
     two_sum_error,
     two_sum_to_odd,
 )
+from ..machine import Fragment, Step
+from . import integer, simd
 from .registry import INTEGERS, SIGNED, Form, instruction
 
 ROUNDINGS = ("rn", "rz", "rm", "rp")

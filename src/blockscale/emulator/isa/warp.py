@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import ieee
 from ..machine import Fragment, Split, Step, Wait
 from ..program import Pair
-from . import ieee
 from .registry import BITS, TYPES, Form, instruction
 
 _ALL = np.uint32(0xFFFFFFFF)

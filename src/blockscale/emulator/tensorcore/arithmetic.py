@@ -28,7 +28,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..isa.ieee import two_sum_error, two_sum_to_odd
+from ..ieee import two_sum_error, two_sum_to_odd
 from .elements import NO_EXPONENT, decode
 
 __all__ = ["Unit", "multiply", "multiply_integers"]

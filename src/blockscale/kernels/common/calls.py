@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..gpu.plan import Described, Unsupported, describe
+from .runtime import Described, Unsupported, describe
 
 __all__ = [
     "OUT_DTYPES",

@@ -7,7 +7,7 @@ import cutlass
 from cutlass import const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
-from ..gpu import shared
+from . import shared
 
 __all__ = ["Copies", "Panels"]
 

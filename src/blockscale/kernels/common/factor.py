@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from cutlass import Float32
 
-from ..gpu.any_tensor import any_tensor
-from ..gpu.tile import NUMERIC
+from .numeric import NUMERIC
+from .tensor_specs import any_tensor
 
 __all__ = ["any_added", "factor_of"]
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["MULTIPROCESSORS", "no_kernels"]
+__all__ = ["MULTIPROCESSORS", "SHARED", "no_kernels"]
 
 #: Of an H100 SXM and of an H200; of a B200; of a B300.
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
+
+#: Bytes of shared memory that a CTA may have, or several of a multiprocessor together.
+SHARED = 227 << 10
 
 # What products need of an architecture's own features, and what ptxas of CUDA 13.0 says of their
 # PTX, by target.

@@ -20,7 +20,8 @@ from ...error_sums import BINS, SLACK, ErrorSums
 from ...formats import UE4M3, Format, formats
 from ...memory import memory_of
 from ...rounding import FP32_INF, FP32_ONE, float32_bits, from_float32_bits, global_scale_from_amax
-from .spec import NEAREST_UE4M3, geometry, scale_values, specify, supported, values
+from ..common.spec import NEAREST_UE4M3, specify
+from .spec import geometry, scale_values, supported, values
 from .threads import run
 
 __all__ = ["amax", "dequantize", "error_sums", "global_scale", "quantize", "supported"]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..common.spec import NEAREST_FP32, POWER_OF_TWO, Spec
 from .arith import (
     INF,
     MIN_NORMAL,
@@ -31,7 +32,7 @@ from .arith import (
 from .intrinsics import amax16, amax32, as_bits, as_float, fill16, shl, shr
 from .jit import compiled, spliced
 from .packing import pack, pack_columns
-from .spec import NEAREST_FP32, POWER_OF_TWO, Geometry, Spec
+from .spec import Geometry
 
 _SMALL = (127 - 100) << 23  # 2^-100: far from the subnormals, and so are its products with elements
 _LARGE = (127 + 100) << 23

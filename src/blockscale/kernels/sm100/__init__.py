@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..common.calls import Alpha, describe_alpha, sum_of_nothing
-from ..gpu.plan import describe
+from ..common.runtime import describe
 from .plan import plan_gemm, views
 from .quantizing_gemm import gemm_quantize
 

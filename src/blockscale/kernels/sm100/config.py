@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from ..common.calls import OUT_DTYPES
-from ..common.machine import MULTIPROCESSORS, no_kernels
+from ..common.machine import MULTIPROCESSORS, SHARED, no_kernels
 from ..common.refuse import refuse
-from ..gpu.config import SHARED
 from .kinds import Kind, find_kind
 from .quantizing_config import BOX_COLUMNS, FORMATS, STEP, Quantizing
 
@@ -255,12 +254,6 @@ class Config:
         """With two barriers a stage, some more, and answers."""
         each = self.stage_bytes + 16
         return self.stages * each + self.output_bytes + self.table_bytes + 1024
-
-    def compile(self) -> Any:
-        """The kernel's host function; takes about a second and the CuTe DSL."""
-        from .kernel import compile_config
-
-        return compile_config(self)
 
 
 def fit(config: Config) -> Config:

@@ -16,11 +16,11 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
 from ..common.factor import any_added
+from ..common.numeric import NUMERIC
 from ..common.persistent import meet
 from ..common.promotion import promote_l2
 from ..common.schedule import Raster
-from ..gpu.any_tensor import any_source, any_tensor, compile_for
-from ..gpu.tile import NUMERIC
+from ..common.tensor_specs import any_source, any_tensor, compile_for
 from . import ptx
 from .config import ANSWER, COLUMNS, ROW, TURNS, WARPS, Config
 from .epilogue import Epilogue

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
 from ..common.calls import aligned_rows, check_matrix, check_rest
+from ..common.runtime import Described, Unsupported, architecture, get_kernel, missing
 from ..common.template import template
-from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .config import WHOLE, Config, choose_config, why_not
 
 __all__ = ["Operands", "Plan", "plan_gemm", "views"]

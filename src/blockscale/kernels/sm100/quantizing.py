@@ -15,9 +15,9 @@ import cutlass
 import torch
 from cutlass import Int64, Uint32, cute, select_
 
-from ..gpu.encode import Encoder
-from ..gpu.ptx import store_global, store_shared
-from ..gpu.swiglu import PRODUCE
+from ..common.encode import Encoder
+from ..common.ptx import store_global, store_shared
+from ..common.swiglu import PRODUCE
 from . import ptx
 from .config import WARPS
 from .epilogue import Epilogue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...formats import Format, get_format
-from ..cpu.spec import Spec, specify
+from ..common.spec import Spec, specify
 
 __all__ = ["BOX_COLUMNS", "FORMATS", "STEP", "Quantizing"]
 

@@ -14,8 +14,8 @@ from ...checks import choose
 from ...formats import NONFINITE, get_format
 from ...layouts import get_layout
 from ..common.calls import Alpha, check_rest, describe_alpha
+from ..common.runtime import Described, Unsupported, architecture, describe, get_kernel, missing
 from ..common.template import template
-from ..gpu.plan import Described, Unsupported, architecture, describe, get_kernel, missing
 from .config import choose_config, why_not
 from .plan import Operands, views
 from .quantizing_config import FORMATS, STEP, Quantizing

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...layouts import as_bytes
 from ..common.calls import Alpha, describe_alpha
-from ..gpu.plan import describe
+from ..common.runtime import describe
 from .plan import plan_gemm
 
 __all__ = ["gemm"]

@@ -59,12 +59,6 @@ class Config(ProductConfig):
     def stage_bytes(self) -> int:
         return sum(self.tile) * BLOCK_K + sum(self.scale_bytes)
 
-    def compile(self) -> Any:
-        """The kernel's host function; takes about a second and the CuTe DSL."""
-        from .kernel import compile_config
-
-        return compile_config(self)
-
 
 def why_not(k: int, out_dtype: torch.dtype, b_block: tuple[int, int], arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""

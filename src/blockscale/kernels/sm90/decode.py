@@ -19,7 +19,7 @@ from ..common.copies import Copies, Panels
 from ..common.factor import any_added, factor_of
 from ..common.following import follow, precede
 from ..common.persistent import advance, meet
-from ..gpu.any_tensor import any_source, any_tensor, compile_for
+from ..common.tensor_specs import any_source, any_tensor, compile_for
 from . import ptx, widened_ptx
 from .decode_config import SCALE_ROW, Config
 from .widened_config import BLOCK_K

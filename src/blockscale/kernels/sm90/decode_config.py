@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...formats import Format, get_format
 from ..common.loadable import rows_to_load
+from ..common.machine import SHARED
 from ..common.refuse import refuse
-from ..gpu.config import SHARED
-from ..gpu.plan import Described
+from ..common.runtime import Described
 from .product_config import MULTIPROCESSORS
 from .widened_config import BLOCK_K, gain
 
@@ -104,12 +103,6 @@ class Config:
     def gain(self) -> float:
         """What the sums lack."""
         return gain(self.format)
-
-    def compile(self) -> Any:
-        """The kernel's host function; takes about a second and the CuTe DSL."""
-        from .decode import compile_config
-
-        return compile_config(self)
 
 
 def suits(m: int, scale: Described) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...formats import get_format
 from ..common.loadable import loadable
-from ..gpu.dequantize_plan import DequantizePlan, plan_dequantize
-from ..gpu.plan import Described, architecture
+from ..common.runtime import Described, architecture
+from ..quantizers.dequantize_plan import DequantizePlan, plan_dequantize
 from .plain_plan import plan_plain
 from .plan import Plan
 

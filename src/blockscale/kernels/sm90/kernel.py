@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, cute, range_constexpr
 from ..common.copies import Copies
 from ..common.persistent import first
 from ..common.promotion import promote_l2
-from ..gpu.any_tensor import any_matrix, any_tensor
+from ..common.tensor_specs import any_matrix, any_tensor
 from . import ptx
 from .config import BLOCK_K, Config
 from .mainloop import Mainloop

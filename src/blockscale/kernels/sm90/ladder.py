@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies
 from ..common.promotion import promote_l2
-from ..gpu.any_tensor import any_source, any_tensor, compile_for
+from ..common.tensor_specs import any_source, any_tensor, compile_for
 from . import ptx
 from .config import BLOCK_K
 from .epilogue import Epilogue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -83,9 +82,3 @@ class LadderConfig:
             batch=BATCH,
             c_buffers=1,
         )
-
-    def compile(self) -> Any:
-        """The kernel's host function; takes about a second and the CuTe DSL."""
-        from .ladder import compile_config
-
-        return compile_config(self)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..gpu.plan import get_kernel
+from ..common.runtime import get_kernel
 from .config import BLOCK_K, Config
 from .ladder_config import LadderConfig
 

@@ -15,8 +15,8 @@ from cutlass import Int32, Int64, const_expr, cute
 
 from ...formats import get_format
 from ..common.following import follow, precede
-from ..gpu.any_tensor import any_tensor, compile_for
-from ..gpu.ptx import store_global
+from ..common.ptx import store_global
+from ..common.tensor_specs import any_tensor, compile_for
 from .ordered_config import OrderedConfig
 from .ptx import _asm
 from .widen import WIDENERS, ue4m3_factors

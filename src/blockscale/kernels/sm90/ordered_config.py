@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 __all__ = ["OrderedConfig"]
 
@@ -20,9 +19,3 @@ class OrderedConfig:
     a_format: str
     ordered: bool = True
     arch: str = "sm_90a"
-
-    def compile(self) -> Any:
-        """The kernel's host function; takes about a second and the CuTe DSL."""
-        from .ordered import compile_config
-
-        return compile_config(self)

@@ -12,7 +12,7 @@ from cutlass import cute, range_constexpr
 
 from ..common.copies import Copies, Panels
 from ..common.promotion import promote_l2
-from ..gpu.any_tensor import any_tensor
+from ..common.tensor_specs import any_tensor
 from . import ptx
 from .loop import Loop
 from .plain_config import BLOCK_K, PlainConfig

@@ -34,12 +34,6 @@ class PlainConfig(ProductConfig):
             or (self.b_major == "mn" and self.batch % BLOCK_K),
         }
 
-    def compile(self) -> Any:
-        """The kernel's host function; takes about a second and the CuTe DSL."""
-        from .plain import compile_config
-
-        return compile_config(self)
-
 
 def _shape(loop: int, fixed: int, **fields: Any) -> Shape:
     return Shape(PlainConfig(torch.bfloat16, c_buffers=1, **fields), loop, fixed)

@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 
 from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
+from ..common.runtime import Described, Unsupported, architecture, get_kernel, missing
 from ..common.template import template
-from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .plain_config import choose_config
 from .plan import Plan, multiprocessors_of
 from .product_config import why_not

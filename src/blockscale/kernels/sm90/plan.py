@@ -18,8 +18,8 @@ from ..common.calls import (
     check_rest,
     sum_of_nothing,
 )
+from ..common.runtime import Described, Unsupported, architecture, get_kernel, missing
 from ..common.template import template
-from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from .config import BLOCK_K, choose_config, why_not
 from .product_config import MULTIPROCESSORS
 

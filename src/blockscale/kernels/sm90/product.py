@@ -17,10 +17,10 @@ from cutlass.cute.nvgpu import cpasync
 from ..common.copies import Copies
 from ..common.factor import any_added
 from ..common.following import follow
+from ..common.numeric import NUMERIC
 from ..common.persistent import advance, first, meet
 from ..common.schedule import Raster
-from ..gpu.any_tensor import any_source, compile_for
-from ..gpu.tile import NUMERIC
+from ..common.tensor_specs import any_source, compile_for
 from . import ptx
 from .cluster_exchange import ClusterExchange
 from .epilogue import Epilogue

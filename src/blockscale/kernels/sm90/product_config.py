@@ -10,9 +10,9 @@ import torch
 
 from ..common import machine
 from ..common.calls import OUT_DTYPES
+from ..common.machine import SHARED
 from ..common.refuse import refuse
 from ..common.rounds import rounds
-from ..gpu.config import SHARED
 
 __all__ = [
     "BOX",

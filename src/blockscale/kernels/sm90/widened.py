@@ -20,9 +20,9 @@ from cutlass.cute.nvgpu import cpasync
 from ..common.copies import Copies
 from ..common.factor import any_added
 from ..common.following import follow
+from ..common.numeric import NUMERIC
 from ..common.persistent import advance, first, meet
-from ..gpu.any_tensor import any_source, any_tensor, compile_for
-from ..gpu.tile import NUMERIC
+from ..common.tensor_specs import any_source, any_tensor, compile_for
 from . import ptx
 from .widened_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
 from .widened_exchange import Exchange

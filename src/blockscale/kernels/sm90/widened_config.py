@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from ...formats import Format, formats, get_format
 from ..common.loadable import rows_to_load
+from ..common.machine import SHARED
 from ..common.refuse import refuse
-from ..gpu.config import SHARED
-from ..gpu.plan import Unsupported
+from ..common.runtime import Unsupported
 from . import product_config
 from .product_config import AT_ONCE, BOX, ROWS
 
@@ -155,12 +154,6 @@ class Config:
         output = self.own_shares * ROWS * BOX if self.tma_store else 0
         exchange = self.exchange_bytes(self.split, self.parts)
         return self.stages * self.stage_bytes + output + exchange + 1024
-
-    def compile(self) -> Any:
-        """The kernel's host function; takes about a second and the CuTe DSL."""
-        from .widened import compile_config
-
-        return compile_config(self)
 
 
 def gain(format: Format) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...layouts import as_bytes
 from ..common.calls import Alpha, describe_alpha
-from ..gpu.plan import describe
+from ..common.runtime import describe
 from .plan import Plan
 from .widened_plan import plan_widened
 

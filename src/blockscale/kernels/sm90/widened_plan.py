@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...formats import Format, get_format
 from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
+from ..common.runtime import Described, Unsupported, architecture, get_kernel, missing
 from ..common.template import template
-from ..gpu.plan import Described, Unsupported, architecture, get_kernel, missing
 from . import decode_config
 from .ordered_config import OrderedConfig
 from .plan import Plan, multiprocessors_of

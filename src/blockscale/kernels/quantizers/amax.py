@@ -8,11 +8,11 @@ from cutlass import Float32, Uint32, cute, range_constexpr
 
 from ...formats import E4M3, get_format
 from ...rounding import _MIN_GLOBAL, FP32_ONE
+from ..common import ptx
+from ..common.encode import Encoder
 from ..common.following import follow
-from . import ptx
-from .any_tensor import any_tensor, compile_for
+from ..common.tensor_specs import any_tensor, compile_for
 from .config import Config
-from .encode import Encoder
 from .groups import TileRows
 from .kernel import fake_sources
 from .tile import ELEMENTS, STRIP_LANES, Tiles, lane_order, load_words

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from cutlass import Int64, const_expr, cute, range_constexpr
 
-from . import ptx
+from ..common import ptx
 from .config import BAND, PANEL, Config
 
 __all__ = ["HALF", "PIECE", "Pieces"]

@@ -9,7 +9,7 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...formats import Format
-from .tile import NUMERIC
+from .numeric import NUMERIC
 
 __all__ = ["any_matrix", "any_outputs", "any_source", "any_tensor", "compile_for"]
 

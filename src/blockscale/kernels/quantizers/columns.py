@@ -13,9 +13,9 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr, select_
 
-from . import ptx
+from ..common import ptx
+from ..common.encode import Encoder
 from .config import BAND, PANEL, Config
-from .encode import Encoder
 from .pieces import PIECE, Pieces
 from .rows import Rows
 from .scales import Staging

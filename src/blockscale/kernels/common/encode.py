@@ -15,9 +15,9 @@ from cutlass import Float32, Uint32, cute
 
 from ...formats import get_format
 from ...rounding import FP32_INF, FP32_MAX, FP32_NAN
-from ..cpu.spec import NEAREST_FP32, NEAREST_UE4M3, POWER_OF_TWO, Spec
 from . import ptx
 from .arithmetic import element
+from .spec import NEAREST_FP32, NEAREST_UE4M3, POWER_OF_TWO, Spec
 
 __all__ = ["Encoder"]
 

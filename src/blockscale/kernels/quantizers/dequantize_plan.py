@@ -14,10 +14,10 @@ from torch import Tensor
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
 from ..common.machine import MULTIPROCESSORS, no_kernels
+from ..common.runtime import Described, Unsupported, architecture, describe, get_kernel, missing
 from ..common.template import template
 from .config import ARCHITECTURES, DTYPES
 from .dequantize_views import View, as_matrices, is_contiguous, turn
-from .plan import Described, Unsupported, architecture, describe, get_kernel, missing
 
 __all__ = ["THREADS", "DequantizeConfig", "DequantizePlan", "dequantize", "plan_dequantize"]
 
@@ -70,12 +70,6 @@ class DequantizeConfig:
     def outer(self) -> int:
         """Neighbours across the contraction whose scales a thread needs."""
         return self.columns if self.down else self.rows
-
-    def compile(self) -> Any:
-        """The kernel's host function; takes about a second and the CuTe DSL."""
-        from .dequantize_kernel import compile_config
-
-        return compile_config(self)
 
 
 @dataclass(frozen=True, slots=True)

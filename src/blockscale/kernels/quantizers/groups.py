@@ -12,7 +12,7 @@ from typing import Any
 
 from cutlass import Int32, cute, range_constexpr, select_
 
-from . import ptx
+from ..common import ptx
 from .config import GROUP_ROWS
 
 __all__ = ["TileRows", "find_rows", "scale_rows", "tile_count"]

@@ -5,35 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from importlib.util import find_spec
-from typing import Any, overload
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
+from ..common.runtime import Described, Unsupported, architecture, get_kernel, missing
 from .config import PANEL, PRODUCERS, Config, choose_config, why_not
 from .outputs import Output, choose_output
 
 __all__ = [
-    "Described",
-    "Unsupported",
-    "architecture",
     "as_matrix",
-    "describe",
-    "get_kernel",
-    "missing",
     "plan_amax",
     "plan_quantize",
     "unsupported",
 ]
-
-Described = tuple[torch.Size, tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, address
-
-
-class Unsupported(ValueError):
-    """There is no kernel for a call, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +41,6 @@ class _Plan:
             inputs[i].as_strided(shape, stride, inputs[i].storage_offset() + offset)
             for i, (shape, stride, offset) in self.views
         )
-
-
-@overload
-def describe(x: Tensor) -> Described: ...
-@overload
-def describe(x: None) -> None: ...
-@overload
-def describe(x: Tensor | None) -> Described | None: ...
-def describe(x: Tensor | None) -> Described | None:
-    """What of a tensor, if there is one, decides which kernel takes it."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
-
-
-def missing() -> str:
-    """Which package kernels cannot do without; empty where all are here."""
-    if find_spec("cutlass") is None or find_spec("tvm_ffi") is None:
-        return "CuTe DSL is not installed: pip install 'blockscale[cuda]'"
-    return ""
-
-
-@lru_cache
-def architecture(index: int | None) -> str:
-    """Target of a CUDA device: "sm_90a", "sm_100a", or another one's without a kernel."""
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"sm_{major}{minor}" + "a" * (major in (9, 10))
 
 
 def unsupported(
@@ -278,19 +241,3 @@ def _choose(
         for (_, view), tensor in zip(found, (x, *others), strict=False)
     )
     return config, None if whole and producer == "load" else tuple(found)
-
-
-def get_kernel(config: Any, device: torch.device) -> Callable[..., Any]:
-    """The kernel of a configuration, for tensors on ``device``."""
-    from . import compiled
-
-    if device.type != "cuda":
-        return compiled.build(config)
-    kernel = compiled.load(config)
-    return kernel if torch.cuda.device_count() == 1 else partial(_run_on, device, kernel)
-
-
-def _run_on(device: torch.device, kernel: Callable[..., Any], *args: Any) -> None:
-    """Launches go to the current device."""
-    with torch.cuda.device(device):
-        kernel(*args)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from cutlass import const_expr, cute, range_constexpr
 
-from . import ptx
+from ..common import ptx
+from ..common.encode import Encoder
 from .config import BAND, PANEL, Config
-from .encode import Encoder
 from .pieces import HALF, PIECE, Pieces
 from .scales import Staging
 

@@ -11,21 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-import torch
 from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from . import ptx
+from ..common import ptx
+from ..common.numeric import NUMERIC
+from ..common.swiglu import PRODUCE
 from .config import PANEL, PRODUCERS, Config
-from .swiglu import PRODUCE
 
-__all__ = ["ELEMENTS", "NUMERIC", "STRIP_LANES", "Part", "Tiles", "lane_order", "load_words"]
+__all__ = ["ELEMENTS", "STRIP_LANES", "Part", "Tiles", "lane_order", "load_words"]
 
-NUMERIC = {
-    torch.bfloat16: cutlass.BFloat16,
-    torch.float16: cutlass.Float16,
-    torch.float32: cutlass.Float32,
-}
 ELEMENTS = 16  # of one lane at a time
 STRIP_LANES = PANEL // ELEMENTS
 

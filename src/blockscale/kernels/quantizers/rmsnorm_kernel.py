@@ -19,17 +19,18 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 
 from ...formats import get_format
 from ...rounding import FP32_INF, FP32_NAN
+from ..common import ptx
+from ..common.arithmetic import add, multiply, narrow, widen
+from ..common.encode import Encoder
 from ..common.following import follow
-from . import ptx
-from .any_tensor import any_outputs, any_source, any_tensor, compile_for
-from .arithmetic import add, multiply, narrow, widen
-from .encode import Encoder
+from ..common.numeric import NUMERIC
+from ..common.shared import allocate, clear
+from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
 from .groups import TileRows
 from .norm import SEGMENT, NormConfig
 from .rows import Rows
 from .scales import Packed, staging
-from .shared import allocate, clear
-from .tile import ELEMENTS, NUMERIC, Part, load_words
+from .tile import ELEMENTS, Part, load_words
 
 __all__ = ["RmsNorm", "compile_config"]
 

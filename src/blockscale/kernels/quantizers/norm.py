@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
-from ..common.machine import MULTIPROCESSORS
+from ..common.machine import MULTIPROCESSORS, SHARED
+from ..common.runtime import Unsupported, architecture, get_kernel
+from ..common.spec import Spec, specify
 from ..common.template import template
-from ..cpu.spec import Spec, specify
-from .config import DTYPES, SHARED
+from .config import DTYPES
 from .outputs import Output, choose_output
-from .plan import Unsupported, architecture, as_matrix, get_kernel, unsupported
+from .plan import as_matrix, unsupported
 
 __all__ = ["SEGMENT", "NormConfig", "choose_norm", "rmsnorm", "unsupported_rmsnorm"]
 
@@ -77,12 +78,6 @@ class NormConfig:
     def row_multiple(self) -> int:
         """The layout has scales of a multiple of so many rows."""
         return _ROW_MULTIPLE[self.layout]
-
-    def compile(self) -> Any:
-        """The kernel's host function; takes about a second and the CuTe DSL."""
-        from .rmsnorm_kernel import compile_config
-
-        return compile_config(self)
 
 
 def choose_norm(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from cutlass import Int64, Uint32, const_expr, cute, range_constexpr, select_
 
-from . import ptx
+from ..common import ptx
+from ..common.encode import Encoder
 from .config import PANEL, Config
-from .encode import Encoder
 from .scales import Staging
 from .tile import ELEMENTS, STRIP_LANES, lane_order
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import cutlass
 from cutlass import Int32, Int64, cute, range_constexpr, select_
 
-from . import ptx
+from ..common import ptx
 
 __all__ = ["Packed", "Staging", "staging"]
 

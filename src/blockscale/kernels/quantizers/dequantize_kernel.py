@@ -17,12 +17,13 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 from cutlass.cute.runtime import make_fake_tensor
 
 from ...formats import get_format
+from ..common import ptx
+from ..common.arithmetic import multiply
 from ..common.following import follow
-from . import dequantize_ptx, ptx
-from .any_tensor import any_tensor, compile_for
-from .arithmetic import multiply
+from ..common.numeric import NUMERIC
+from ..common.tensor_specs import any_tensor, compile_for
+from . import dequantize_ptx
 from .dequantize_plan import THREADS, DequantizeConfig
-from .tile import NUMERIC
 
 __all__ = ["Dequantizer", "compile_config"]
 

@@ -8,7 +8,7 @@ import torch
 from cutlass import Float32, Uint32, select_
 from cutlass.cute.arch import inline_ptx
 
-from .arithmetic import narrow
+from ..common.arithmetic import narrow
 
 __all__ = ["e8m0_value", "load", "values", "words"]
 

@@ -27,6 +27,8 @@ from typing import Any
 import platformdirs
 from filelock import FileLock
 
+from .builders import build_kernel
+
 __all__ = ["build", "cache_folder", "last_built", "load"]
 
 Kernel = Callable[..., Any]
@@ -45,7 +47,7 @@ def cache_folder() -> Path:
 @cache
 def build(config: Any) -> Kernel:
     """Compile a kernel, which takes about a second."""
-    kernel: Kernel = config.compile()
+    kernel: Kernel = build_kernel(config)
     _built.append(kernel)
     return kernel
 
@@ -71,12 +73,12 @@ def load(config: Any) -> Kernel:
 
 @lru_cache
 def _sources(module: str) -> bytes:
-    """Code that a kernel may be made of: the folder of its configuration's class, this one, that of
-    shared parts, and the numbers that formats stand for."""
+    """Code that a kernel may be made of: the folder of its configuration's class, this one, and the
+    numbers that formats stand for."""
     here, package = Path(__file__).parent, Path(__file__).parents[2]
-    folders = {Path(str(sys.modules[module].__file__)).parent, here, here.parent / "common"}
+    folders = {Path(str(sys.modules[module].__file__)).parent, here}
     paths = [path for folder in sorted(folders) for path in sorted(folder.glob("*.py"))]
-    paths += [package / name for name in ("formats.py", "rounding.py", "kernels/cpu/spec.py")]
+    paths += [package / name for name in ("formats.py", "rounding.py")]
     return b"".join(path.read_bytes() for path in paths)
 
 

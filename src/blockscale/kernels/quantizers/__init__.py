@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ...formats import Format
+from ..common.runtime import Unsupported, architecture, describe
 from .dequantize_plan import dequantize
 from .norm import rmsnorm, unsupported_rmsnorm
-from .plan import Unsupported, architecture, describe, plan_amax, plan_quantize, unsupported
+from .plan import plan_amax, plan_quantize, unsupported
 
 __all__ = [
     "Unsupported",

@@ -12,18 +12,18 @@ import cutlass
 from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
 
 from ...formats import get_format
+from ..common import ptx
+from ..common.encode import Encoder
 from ..common.following import follow
-from . import ptx
-from .any_tensor import any_outputs, any_source, any_tensor, compile_for
+from ..common.shared import allocate, clear
+from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
 from .columns import Columns
 from .config import PRODUCERS, Config
-from .encode import Encoder
 from .groups import TileRows, find_rows, scale_rows, tile_count
 from .packed import PackedColumns
 from .pieces import Pieces
 from .rows import Rows
 from .scales import staging
-from .shared import allocate, clear
 from .tile import Tiles
 
 __all__ = ["Quantizer", "compile_config", "fake_sources"]

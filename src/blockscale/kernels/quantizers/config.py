@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...formats import Format, get_format
 from ...layouts import get_layout
-from ..common.machine import MULTIPROCESSORS, no_kernels
-from ..cpu.spec import Spec, specify
+from ..common.machine import MULTIPROCESSORS, SHARED, no_kernels
+from ..common.spec import Spec, specify
 
 __all__ = [
     "ARCHITECTURES",
@@ -21,7 +20,7 @@ __all__ = [
     "GROUP_ROWS",
     "PANEL",
     "PRODUCERS",
-    "SHARED",
+    "AmaxConfig",
     "Config",
     "Producer",
     "choose_config",
@@ -37,7 +36,6 @@ _TILE = 128 * 128  # elements that a block of threads takes
 _FEW_ROWS = 16
 _MULTIPROCESSORS = MULTIPROCESSORS["sm_90a"]  # where the choice was measured
 _SECTOR = 32
-SHARED = 227 << 10  # that a block may have, or several of a multiprocessor together
 _SMALL = 6 << 10  # room for scales, barrier, table, and what the system takes of each block
 
 
@@ -63,7 +61,7 @@ class Config:
     """A kernel: all that its code depends on.
 
     Attributes:
-        axes: (-1,), (-2,) or both of them from one read; () finds the largest magnitude only.
+        axes: (-1,), (-2,) or both of them from one read.
         layouts: of the scales, for each of ``axes``.
         grouped: rows belong to experts, whose ends lie in a tensor on the device.
         turned: data along columns lies column by column.
@@ -130,11 +128,10 @@ class Config:
     def panels(self) -> int:
         return self.tile_columns // PANEL
 
-    def compile(self) -> Any:
-        """The kernel's host function; takes about a second and the CuTe DSL."""
-        from . import amax, kernel
 
-        return (kernel if self.axes else amax).compile_config(self)
+@dataclass(frozen=True, slots=True)
+class AmaxConfig(Config):
+    """The kernel that finds the largest magnitude only: ``axes`` is empty."""
 
 
 def why_not(
@@ -185,7 +182,7 @@ def choose_config(
     warps = (8 if eight and not few else 4) * max(1, rows * columns // _TILE)
     if plain and not few and -(-shape[0] // rows) * -(-shape[1] // columns) <= _MULTIPROCESSORS:
         warps = _most_warps(format, axes, warps)  # the tiles do not fill the GPU: hide latency
-    return Config(
+    return (Config if axes else AmaxConfig)(
         arch=arch,
         dtype=dtype,
         format=format.name,

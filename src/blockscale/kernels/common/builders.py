@@ -1,0 +1,31 @@
+"""Which module builds the kernel of a configuration: no configuration knows its kernel."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["BUILDERS", "build_kernel"]
+
+#: A configuration's type, and the module whose ``compile_config`` takes it.
+BUILDERS = {
+    "quantizers.config.Config": "quantizers.kernel",
+    "quantizers.config.AmaxConfig": "quantizers.amax",
+    "quantizers.norm.NormConfig": "quantizers.rmsnorm_kernel",
+    "quantizers.dequantize_plan.DequantizeConfig": "quantizers.dequantize_kernel",
+    "sm90.config.Config": "sm90.kernel",
+    "sm90.plain_config.PlainConfig": "sm90.plain",
+    "sm90.widened_config.Config": "sm90.widened",
+    "sm90.decode_config.Config": "sm90.decode",
+    "sm90.ordered_config.OrderedConfig": "sm90.ordered",
+    "sm90.ladder_config.LadderConfig": "sm90.ladder",
+    "sm100.config.Config": "sm100.kernel",
+}
+_KERNELS = __name__.rpartition(".common.")[0]
+
+
+def build_kernel(config: Any) -> Any:
+    """The host function of a configuration's kernel; takes about a second and the CuTe DSL."""
+    kind = type(config)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix(f"{_KERNELS}.")
+    return import_module(f"{_KERNELS}.{BUILDERS[name]}").compile_config(config)
