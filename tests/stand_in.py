@@ -12,6 +12,7 @@ import torch
 from blockscale import emulator as em
 from blockscale import gemm_launch
 from blockscale.kernels import sm90, sm100
+from blockscale.kernels.common import calls
 from blockscale.kernels.common.runtime import get_kernel
 from blockscale.kernels.quantizers import dequantize_plan
 from blockscale.kernels.sm90 import dequantized_plan
@@ -57,7 +58,7 @@ def gpu(
     monkeypatch.setattr(backends, "on_gpu", lambda x: True)
     for module in _PLANS:
         monkeypatch.setattr(module, "get_kernel", kernel)
-    for module in (*_PLANS, dequantized_plan):
+    for module in (calls, dequantize_plan):
         monkeypatch.setattr(module, "architecture", lambda index: arch)
     _forget()
     yield

@@ -28,7 +28,7 @@ from widened_inputs import (
 )
 
 from blockscale import emulator as em
-from blockscale.kernels.common.runtime import describe
+from blockscale.kernels.common.calls import describe_call
 from blockscale.kernels.sm90 import widened_config, widened_plan
 from blockscale.kernels.sm90.decode_config import Config, choose_config
 from blockscale.kernels.sm90.widened_gemm import widened_gemm
@@ -124,9 +124,8 @@ def chosen(m: int, n: int, k: int, a_format: str | None = None, pad: int = 0):
     a = torch.empty(m, k, dtype=BF16 if a_format is None else torch.uint8)
     a_scale = None if a_format is None else torch.empty(m, blocks, dtype=torch.uint8)
     b = torch.empty(n, k, dtype=torch.uint8)
-    given = describe(a), describe(a_scale), a_format, describe(b), describe(scale), "mxfp8"
-    plan = plan_widened(*given, None, None, (), BF16, False, torch.device("cpu"), "sm_90a")
-    return plan.config
+    operands = (a, a_scale, a_format), (b, scale, "mxfp8")
+    return plan_widened(describe_call(*operands, out_dtype=BF16, arch="sm_90a")).config
 
 
 def test_choice(monkeypatch):

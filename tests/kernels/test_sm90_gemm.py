@@ -427,7 +427,7 @@ def test_quantized():
     assert got.dtype == BF16
     assert_close(got, a.dequantize(torch.float64) @ b.dequantize(torch.float64).T, BF16)
     c = quantize(w, "fp8_1x128", layout="sm90")
-    got = call((a.qdata, a.scale, c.qdata, c.scale), out_dtype=FP32, b_block=(1, 128))
+    got = call((a.qdata, a.scale, c.qdata, c.scale), out_dtype=FP32, b_format="fp8_1x128")
     assert_close(got, a.dequantize(torch.float64) @ c.dequantize(torch.float64).T, FP32)
 
 
@@ -491,8 +491,8 @@ def test_bad_input():
         call((a[:, 1:241], a_scale, b[:, :240], b_scale))
     with pytest.raises(Unsupported, match="sm_100a"):
         sm90.gemm(*given, arch="sm_100a")
-    with pytest.raises(Unsupported, match="b_block"):
-        call(given, b_block=(64, 64))
+    with pytest.raises(Unsupported, match="b_format"):
+        call(given, b_format="mxfp8")
 
 
 def test_cached_by_its_code(monkeypatch):

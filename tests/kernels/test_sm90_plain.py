@@ -18,8 +18,8 @@ from sm90_inputs import BF16, FP16, FP32, assert_no_spills, launched
 
 from blockscale import emulator as em
 from blockscale.kernels.common import compile_cache
-from blockscale.kernels.common.calls import Alpha, describe_alpha
-from blockscale.kernels.common.runtime import Unsupported, describe
+from blockscale.kernels.common.calls import Alpha, describe_call
+from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm90.plain_config import SHAPES, PlainConfig, candidates, choose_config
 from blockscale.kernels.sm90.plain_plan import plan_plain
 from blockscale.kernels.sm90.product_config import fit
@@ -221,9 +221,12 @@ def call(
     accumulate: bool = False,
     arch: str = "sm_90a",
 ) -> Tensor:
-    described = *(describe(x) for x in (a, b, c, bias)), describe_alpha(alpha)
+    given = {"out": c, "bias": bias, "alpha": alpha, "out_dtype": out_dtype}
+    described = describe_call(
+        (a, None, None), (b, None, None), accumulate=accumulate, arch=arch, **given
+    )
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        plan = plan_plain(*described, out_dtype, accumulate, a.device, arch)
+        plan = plan_plain(described)
         if plan.config is not None:
             a = a if plan.config.a_major == "k" else a.T
             b = b if plan.config.b_major == "k" else b.T

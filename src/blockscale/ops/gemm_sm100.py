@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..formats import Format, formats
 from ..kernels import quantizers, sm100
-from ..kernels.common.calls import describe_alpha
+from ..kernels.common.calls import describe_call
 from ..kernels.common.loadable import loadable
-from ..kernels.common.runtime import describe
 from ..kernels.sm100.kinds import find_kind
 from ..kernels.sm100.plan import plan_gemm
 from ..kernels.sm100.quantizing_config import FORMATS
@@ -143,24 +142,16 @@ def _prepare(
     accumulate: bool,
     out_dtype: torch.dtype,
 ) -> Prepared | None:
-    assert a.scale is not None
-    assert b.scale is not None
-    left, right = a.data, b.data.mT
     plan = plan_gemm(
-        describe(left),
-        describe(a.scale),
-        a.kind.name,
-        describe(right),
-        describe(b.scale),
-        b.kind.name,
-        (left.data_ptr() % _SPREAD, right.data_ptr() % _SPREAD),
-        describe(out),
-        describe(bias),
-        describe_alpha(global_scales(a.global_scale, b.global_scale)),
-        out_dtype,
-        accumulate,
-        left.device,
-        None,
+        describe_call(
+            (a.data, a.scale, a.format),
+            (b.data.mT, b.scale, b.format),
+            out=out,
+            bias=bias,
+            alpha=global_scales(a.global_scale, b.global_scale),
+            out_dtype=out_dtype,
+            accumulate=accumulate,
+        )
     )
     return None if plan.run is None else Prepared(plan.run, plan.out)
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..formats import formats
 from ..kernels import quantizers, sm90
-from ..kernels.common.calls import describe_alpha
+from ..kernels.common.calls import describe_call
 from ..kernels.common.loadable import loadable
-from ..kernels.common.runtime import describe
 from ..kernels.sm90.dequantized_gemm import exact_gemm, suits_few
 from ..kernels.sm90.dequantized_plan import plan_dequantized
 from ..kernels.sm90.plan import plan_gemm
@@ -44,7 +43,7 @@ def _fp8(
         _by_rows(a, -1),
         _along_k("b", b.data.mT),
         scale_matrix(b, -2) if few else _by_rows(b, -2),
-        b_block=b.kind.block,
+        b_format=b.kind.name,
         out_dtype=out_dtype,
         c=out,
         accumulate=accumulate,
@@ -128,38 +127,20 @@ def _prepare(
     accumulate: bool,
     out_dtype: torch.dtype,
 ) -> Prepared | None:
-    right, device = b.data.mT, b.data.device
-    if b.format in _FP8:
-        plan = plan_gemm(
-            describe(a.data),
-            describe(a.scale),
-            describe(right),
-            describe(scale_matrix(b, -2) if b.layout == "compact" else b.scale),
-            describe(out),
-            describe(bias),
-            (),
-            out_dtype,
-            b.kind.block,
-            accumulate,
-            device,
-            None,
+    right = b.data.mT
+    fp8 = b.format in _FP8
+    find = plan_gemm if fp8 else plan_widened if suits_few(a.data, right) else plan_dequantized
+    plan = find(
+        describe_call(
+            (a.data, a.scale, a.format),
+            (right, b.scale if b.layout == "sm90" else scale_matrix(b, -2), b.format),
+            out=out,
+            bias=bias,
+            alpha=None if fp8 else global_scales(a.global_scale, b.global_scale),
+            out_dtype=out_dtype,
+            accumulate=accumulate,
         )
-    else:
-        plan = (plan_widened if suits_few(a.data, right) else plan_dequantized)(
-            describe(a.data),
-            describe(a.scale),
-            a.format,
-            describe(right),
-            describe(scale_matrix(b, -2)),
-            b.kind.name,
-            describe(out),
-            describe(bias),
-            describe_alpha(global_scales(a.global_scale, b.global_scale)),
-            out_dtype,
-            accumulate,
-            device,
-            None,
-        )
+    )
     return None if plan.run is None else Prepared(plan.run, plan.out, (plan.multiprocessors,))
 
 

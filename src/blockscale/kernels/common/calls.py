@@ -1,20 +1,22 @@
-"""Checks of a product's call that its architecture does not change, and what needs no kernel."""
+"""A product's call as one value, checks that no architecture changes, and what needs no kernel."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .runtime import Described, Unsupported, describe
+from .runtime import Described, Unsupported, architecture, describe
 
 __all__ = [
     "OUT_DTYPES",
     "Alpha",
-    "aligned_rows",
+    "GemmCall",
+    "Operand",
     "check_loadable",
     "check_matrix",
-    "check_rest",
-    "describe_alpha",
+    "describe_call",
     "sum_of_nothing",
 ]
 
@@ -24,37 +26,97 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Alpha = Tensor | tuple[Tensor, Tensor] | None
 
 
-def describe_alpha(alpha: Alpha) -> tuple[Described, ...]:
-    """What of each scalar decides which kernel takes it."""
-    if alpha is None:
-        return ()
-    return tuple(describe(x) for x in (alpha if isinstance(alpha, tuple) else (alpha,)))
+class Operand(NamedTuple):
+    """A matrix as a kernel is given it: data, scales and format; the last two are None of bf16."""
+
+    data: Described
+    scale: Described | None = None
+    format: str | None = None
 
 
-def check_rest(
-    shape: tuple[int, int],
-    out: Described | None,
-    bias: Described | None,
-    alpha: tuple[Described, ...],
-    out_dtype: torch.dtype,
-    accumulate: bool,
-) -> None:
-    """Raise unless the other arguments fit a product of ``shape``."""
-    _check_vector("bias", bias, shape[1:], OUT_DTYPES)
-    for scalar in alpha:
-        _check_vector("alpha", scalar, (), (torch.float32,))
-    if accumulate and out is None:
-        raise ValueError("accumulate: needs c, the tensor to add to")
-    if out is not None:
-        check_matrix("c", out, (out_dtype,))
-        if tuple(out[0]) != shape:
-            raise ValueError(f"c: has shape {tuple(out[0])}; the product is {shape}")
+class GemmCall(NamedTuple):
+    """All that decides which kernel computes ``alpha * A @ B.mT + bias``, and how it is launched.
+
+    Attributes:
+        a, b: (M, K) and (N, K).
+        out: (M, N), where it is given.
+        alpha: of each scalar.
+        arch: of the kernel where there is no such GPU, for the emulator.
+    """
+
+    a: Operand
+    b: Operand
+    out: Described | None
+    bias: Described | None
+    alpha: tuple[Described, ...]
+    out_dtype: torch.dtype
+    accumulate: bool
+    device: torch.device
+    arch: str | None
+
+    @property
+    def target(self) -> str:
+        """The architecture to compile for."""
+        return self.arch or architecture(self.device.index)
+
+    @property
+    def epilogue(self) -> dict[str, Any]:
+        """Fields of a configuration: what is done with the accumulator."""
+        return {
+            "accumulate": self.accumulate,
+            "bias": None if self.bias is None else self.bias[2],
+            "alpha": len(self.alpha),
+        }
+
+    def aligned_rows(self, n: int) -> bool:
+        """Whether TMA can store the output: it writes whole groups of 16 bytes of a row."""
+        size = self.out_dtype.itemsize
+        apart, address = (n, 0) if self.out is None else (self.out[1][0], self.out[3])
+        return not (address % 16 or apart * size % 16 or n * size % 16)
+
+    def check_rest(self, shape: tuple[int, int]) -> None:
+        """Raise unless the arguments beside the operands fit a product of ``shape``."""
+        _check_vector("bias", self.bias, shape[1:], OUT_DTYPES)
+        for scalar in self.alpha:
+            _check_vector("alpha", scalar, (), (torch.float32,))
+        if self.accumulate and self.out is None:
+            raise ValueError("accumulate: needs c, the tensor to add to")
+        if self.out is not None:
+            check_matrix("c", self.out, (self.out_dtype,))
+            if tuple(self.out[0]) != shape:
+                raise ValueError(f"c: has shape {tuple(self.out[0])}; the product is {shape}")
+
+
+def describe_call(
+    a: tuple[Tensor, Tensor | None, str | None],
+    b: tuple[Tensor, Tensor | None, str | None],
+    *,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    alpha: Alpha = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    arch: str | None = None,
+) -> GemmCall:
+    """The call of a product of operands given as data, scales and format."""
+    scalars = alpha if isinstance(alpha, tuple) else () if alpha is None else (alpha,)
+    return GemmCall(
+        Operand(describe(a[0]), describe(a[1]), a[2]),
+        Operand(describe(b[0]), describe(b[1]), b[2]),
+        describe(out),
+        describe(bias),
+        tuple(map(describe, scalars)),
+        out_dtype,
+        accumulate,
+        a[0].device,
+        arch,
+    )
 
 
 def check_loadable(**operands: Described) -> None:
     """Unsupported where TMA cannot load one."""
     for name, (_, stride, dtype, address) in operands.items():
-        if address or stride[0] * dtype.itemsize % 16:
+        if address % 16 or stride[0] * dtype.itemsize % 16:
             raise Unsupported(f"{name}: TMA wants rows that start at a multiple of 16 bytes")
 
 
@@ -63,12 +125,6 @@ def sum_of_nothing(out: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor
     if not accumulate:
         out.zero_()
     return out if bias is None else out.add_(bias)
-
-
-def aligned_rows(n: int, out: Described | None, dtype: torch.dtype) -> bool:
-    """Whether TMA can store the output: it writes whole groups of 16 bytes of a row."""
-    apart, address = (n, 0) if out is None else (out[1][0], out[3])
-    return not (address or apart * dtype.itemsize % 16 or n * dtype.itemsize % 16)
 
 
 def check_matrix(name: str, x: Described, dtypes: tuple[torch.dtype, ...]) -> None:

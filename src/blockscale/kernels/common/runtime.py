@@ -12,7 +12,8 @@ from torch import Tensor
 
 __all__ = ["Described", "Unsupported", "architecture", "describe", "get_kernel", "missing"]
 
-Described = tuple[torch.Size, tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, address
+#: Shape, strides, dtype, and the address modulo 32.
+Described = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
 
 
 class Unsupported(ValueError):
@@ -27,7 +28,7 @@ def describe(x: None) -> None: ...
 def describe(x: Tensor | None) -> Described | None: ...
 def describe(x: Tensor | None) -> Described | None:
     """What of a tensor, if there is one, decides which kernel takes it."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 32)
 
 
 def missing() -> str:

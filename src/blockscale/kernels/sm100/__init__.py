@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.calls import Alpha, describe_alpha, sum_of_nothing
-from ..common.runtime import describe
+from ..common.calls import Alpha, describe_call, sum_of_nothing
 from .plan import plan_gemm, views
 from .quantizing_gemm import gemm_quantize
 
@@ -61,23 +60,17 @@ def gemm(
     formats that no instruction takes; other architectures. ValueError or TypeError where shapes,
     strides or dtypes do not belong together.
     """
-    plan = plan_gemm(
-        describe(a_data),
-        describe(a_scale),
-        a_format,
-        describe(b_data),
-        describe(b_scale),
-        b_format,
-        (a_data.data_ptr() % 32, b_data.data_ptr() % 32),
-        describe(c),
-        describe(bias),
-        describe_alpha(alpha),
-        out_dtype,
-        accumulate,
-        a_data.device,
-        arch,
-        ctas,
+    call = describe_call(
+        (a_data, a_scale, a_format),
+        (b_data, b_scale, b_format),
+        out=c,
+        bias=bias,
+        alpha=alpha,
+        out_dtype=out_dtype,
+        accumulate=accumulate,
+        arch=arch,
     )
+    plan = plan_gemm(call, ctas)
     out = torch.empty_like(plan.out) if c is None else c
     if plan.run is None:
         return sum_of_nothing(out, bias, accumulate)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
-from ..common.calls import aligned_rows, check_matrix, check_rest
-from ..common.runtime import Described, Unsupported, architecture, get_kernel, missing
+from ..common.calls import GemmCall, check_matrix
+from ..common.runtime import Described, Unsupported, get_kernel, missing
 from ..common.template import template
 from .config import WHOLE, Config, choose_config, why_not
 
@@ -38,17 +38,13 @@ class Operands:
     shape: tuple[int, int, int]
 
     @classmethod
-    def of(
-        cls,
-        a: Described,
-        a_scale: Described,
-        a_format: str,
-        b: Described,
-        b_scale: Described,
-        b_format: str,
-        halves: int = 1,
-    ) -> Operands:
+    def of(cls, call: GemmCall, halves: int = 1) -> Operands:
         """Raises as ``gemm`` does; ``halves``: of B, each with its own tiles of scales."""
+        (a, a_scale, a_format), (b, b_scale, b_format) = call.a, call.b
+        assert a_format is not None
+        assert b_format is not None
+        assert a_scale is not None
+        assert b_scale is not None
         formats = get_format(a_format), get_format(b_format)
         majors = _major(a, a_format), _major(b, b_format)
         stored = tuple(
@@ -71,11 +67,10 @@ class Operands:
         _check_scale("b_scale", b_scale, (n, k), formats[1], halves)
         return cls((stored[0], stored[1]), majors, (m, n, k))
 
-    def check_loadable(self, addresses: tuple[int, int], config: Config) -> None:
-        """Unsupported where TMA cannot load one, whose data is at an address, modulo 32."""
-        operands = zip(_NAMES, self.stored, addresses, config.unpacked, strict=True)
-        for name, data, address, spread in operands:
-            _check_loadable(name, data, address, self.shape[2] if spread else 0)
+    def check_loadable(self, config: Config) -> None:
+        """Unsupported where TMA cannot load one."""
+        for name, data, spread in zip(_NAMES, self.stored, config.unpacked, strict=True):
+            _check_loadable(name, data, self.shape[2] if spread else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,49 +87,31 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan_gemm(
-    a: Described,
-    a_scale: Described,
-    a_format: str,
-    b: Described,
-    b_scale: Described,
-    b_format: str,
-    addresses: tuple[int, int],
-    out: Described | None,
-    bias: Described | None,
-    alpha: tuple[Described, ...],
-    out_dtype: torch.dtype,
-    accumulate: bool,
-    device: torch.device,
-    arch: str | None,
-    ctas: int | None = None,
-) -> Plan:
-    """The plan of a call of ``gemm``; raises as it does. ``addresses``: of data, modulo 32."""
-    arch = arch or architecture(device.index)
-    reason = missing() or why_not(a_format, b_format, out_dtype, arch)
+def plan_gemm(call: GemmCall, ctas: int | None = None) -> Plan:
+    """The plan of a call of ``gemm``; raises as it does."""
+    formats = call.a.format, call.b.format
+    reason = missing() or why_not(*formats, call.out_dtype, call.target)
     if reason:
         raise Unsupported(reason)
-    operands = Operands.of(a, a_scale, a_format, b, b_scale, b_format)
+    operands = Operands.of(call)
     m, n, k = operands.shape
-    check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
-    like = template((m, n), out_dtype, device)
+    call.check_rest((m, n))
+    like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
         return Plan(None, None, (0, 0), like)
     config = choose_config(
         (m, n, k),
-        (a_format, b_format),
-        out_dtype,
+        formats,
+        call.out_dtype,
         majors=operands.majors,
-        accumulate=accumulate,
-        aligned=aligned_rows(n, out, out_dtype),
-        bias=None if bias is None else bias[2],
-        alpha=len(alpha),
-        arch=arch,
+        aligned=call.aligned_rows(n),
+        arch=call.target,
         ctas=ctas,
+        **call.epilogue,
     )
-    operands.check_loadable(addresses, config)
+    operands.check_loadable(config)
     rows = -(-m // 128), -(-n // 128)
-    return Plan(config, get_kernel(config, device), rows, like)
+    return Plan(config, get_kernel(config, call.device), rows, like)
 
 
 def views(
@@ -184,16 +161,17 @@ def _check_scale(
             + ", each half of the rows by itself"
             * (halves > 1)
         )
-    if x[3]:
+    off = x[3] % 16
+    if off:
         raise ValueError(
-            f"{name}: starts {x[3]} bytes after a multiple of 16, which TMA wants: call clone()"
+            f"{name}: starts {off} bytes after a multiple of 16, which TMA wants: call clone()"
         )
 
 
-def _check_loadable(name: str, x: Described, address: int, k: int) -> None:
+def _check_loadable(name: str, x: Described, k: int) -> None:
     """Unsupported where TMA cannot load data. ``k``: of 4-bit elements that it spreads, or 0."""
     apart = 32 if k else 16
-    if address % apart or x[1][0] % apart:
+    if x[3] % apart or x[1][0] % apart:
         raise Unsupported(f"{name}: TMA wants rows that start at a multiple of {apart} bytes")
     if k % _SPREAD:
         raise Unsupported(

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...checks import choose
 from ...formats import NONFINITE, get_format
 from ...layouts import get_layout
-from ..common.calls import Alpha, check_rest, describe_alpha
-from ..common.runtime import Described, Unsupported, architecture, describe, get_kernel, missing
+from ..common.calls import Alpha, GemmCall, describe_call
+from ..common.runtime import Described, Unsupported, describe, get_kernel, missing
 from ..common.template import template
 from .config import choose_config, why_not
 from .plan import Operands, views
@@ -65,26 +65,14 @@ def gemm_quantize(
     Raises Unsupported as :func:`gemm`, and where the result's columns are no multiple of 32.
     ValueError or TypeError where arguments do not belong together.
     """
-    plan = _plan(
-        describe(a_data),
-        describe(a_scale),
-        a_format,
-        describe(b_data),
-        describe(b_scale),
-        b_format,
-        (a_data.data_ptr() % 32, b_data.data_ptr() % 32),
-        describe(bias),
-        describe_alpha(alpha),
-        describe(global_scale),
-        Quantizing(format, swiglu, scale_rounding, nonfinite),
-        a_data.device,
-        arch,
-        ctas,
-    )
+    operands = (a_data, a_scale, a_format), (b_data, b_scale, b_format)
+    call = describe_call(*operands, bias=bias, alpha=alpha, arch=arch)
+    quantizing = Quantizing(format, swiglu, scale_rounding, nonfinite)
+    plan = _plan(call, describe(global_scale), quantizing, ctas)
     data, scale = torch.empty_like(plan.data), torch.empty_like(plan.scale)
     if plan.run is not None:
-        operands = views((a_data, b_data), (a_scale, b_scale), plan.majors, plan.scale_rows)
-        plan.run(*operands, (data, scale, global_scale), bias, alpha)
+        given = views((a_data, b_data), (a_scale, b_scale), plan.majors, plan.scale_rows)
+        plan.run(*given, (data, scale, global_scale), bias, alpha)
     return data.view(get_format(format).element.dtype), scale
 
 
@@ -102,29 +90,16 @@ class _Plan:
 
 @lru_cache(maxsize=4096)
 def _plan(
-    a: Described,
-    a_scale: Described,
-    a_format: str,
-    b: Described,
-    b_scale: Described,
-    b_format: str,
-    addresses: tuple[int, int],
-    bias: Described | None,
-    alpha: tuple[Described, ...],
-    global_scale: Described | None,
-    quantizing: Quantizing,
-    device: torch.device,
-    arch: str | None,
-    ctas: int | None,
+    call: GemmCall, global_scale: Described | None, quantizing: Quantizing, ctas: int | None
 ) -> _Plan:
-    arch = arch or architecture(device.index)
-    reason = missing() or why_not(a_format, b_format, torch.bfloat16, arch)
+    formats, device = (call.a.format, call.b.format), call.device
+    reason = missing() or why_not(*formats, torch.bfloat16, call.target)
     if reason:
         raise Unsupported(reason)
     _check_names(quantizing)
-    operands = Operands.of(a, a_scale, a_format, b, b_scale, b_format, quantizing.parts)
+    operands = Operands.of(call, quantizing.parts)
     m, n, k = operands.shape
-    check_rest((m, n), None, bias, alpha, torch.bfloat16, False)
+    call.check_rest((m, n))
     columns = _columns(quantizing, n)
     _check_global_scale(quantizing, global_scale)
     format = quantizing.stored
@@ -135,19 +110,19 @@ def _plan(
     if 0 in (m, n):
         return _Plan(None, operands.majors, (0, 0), *outputs)
     if k == 0:
-        raise Unsupported(f"a_data, b_data: got {tuple(a[0])} and {tuple(b[0])}: K is 0")
+        shapes = f"{tuple(call.a.data[0])} and {tuple(call.b.data[0])}"
+        raise Unsupported(f"a_data, b_data: got {shapes}: K is 0")
     config = choose_config(
         (m, n, k),
-        (a_format, b_format),
+        formats,
         torch.uint8,
         majors=operands.majors,
-        bias=None if bias is None else bias[2],
-        alpha=len(alpha),
-        arch=arch,
+        arch=call.target,
         quantizing=quantizing,
         ctas=ctas,
+        **call.epilogue,
     )
-    operands.check_loadable(addresses, config)
+    operands.check_loadable(config)
     parts = quantizing.parts
     rows = -(-m // 128), -(-n // parts // 128) * parts
     return _Plan(get_kernel(config, device), operands.majors, rows, *outputs)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ...layouts import as_bytes
-from ..common.calls import Alpha, describe_alpha
-from ..common.runtime import describe
+from ..common.calls import Alpha, describe_call
 from .plan import plan_gemm
 
 __all__ = ["gemm"]
@@ -23,7 +22,7 @@ def gemm(
     b_data: Tensor,
     b_scale: Tensor,
     *,
-    b_block: tuple[int, int] = (128, 128),
+    b_format: str = "fp8_128x128",
     out_dtype: torch.dtype = torch.bfloat16,
     c: Tensor | None = None,
     accumulate: bool = False,
@@ -41,7 +40,7 @@ def gemm(
         a_scale: of 1 x 128 elements, in layout "sm90": fp32 (ceil(K / 128), M padded to 4).
         b_data: (N, K) E4M3, or its bytes.
         b_scale: of 128 x 128 elements, compact: fp32 (ceil(N / 128), ceil(K / 128)), with any
-            strides; or with ``b_block`` (1, 128) as those of A.
+            strides; or with ``b_format`` "fp8_1x128" as those of A.
         out_dtype: bfloat16, float16 or float32.
         c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
             the other tensors (not looked at here).
@@ -54,19 +53,15 @@ def gemm(
     do not start at a multiple of 16 bytes, other architectures. ValueError or TypeError where
     shapes, strides or dtypes do not belong together.
     """
-    plan = plan_gemm(
-        describe(a_data),
-        describe(a_scale),
-        describe(b_data),
-        describe(b_scale),
-        describe(c),
-        describe(bias),
-        describe_alpha(alpha),
-        out_dtype,
-        b_block,
-        accumulate,
-        a_data.device,
-        arch,
+    call = describe_call(
+        (a_data, a_scale, "fp8_1x128"),
+        (b_data, b_scale, b_format),
+        out=c,
+        bias=bias,
+        alpha=alpha,
+        out_dtype=out_dtype,
+        accumulate=accumulate,
+        arch=arch,
     )
     operands = as_bytes(a_data), a_scale, as_bytes(b_data), b_scale
-    return plan.product(operands, c, bias, alpha, accumulate)
+    return plan_gemm(call).product(operands, c, bias, alpha, accumulate)

@@ -15,7 +15,7 @@ from .product_config import ProductConfig, Shape, fit, ordered
 __all__ = ["BLOCK_K", "Config", "candidates", "choose_config", "why_not"]
 
 BLOCK_K = 128  # columns of a scale, and of a stage
-B_BLOCKS = ((128, 128), (1, 128))
+FORMATS = ("fp8_1x128", "fp8_128x128")  # of B; A has the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class Config(ProductConfig):
         return sum(self.tile) * BLOCK_K + sum(self.scale_bytes)
 
 
-def why_not(k: int, out_dtype: torch.dtype, b_block: tuple[int, int], arch: str) -> str:
+def why_not(k: int, out_dtype: torch.dtype, b_format: str | None, arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""
     reason = product_config.why_not(out_dtype, arch)
     if reason:
         return reason
-    if b_block not in B_BLOCKS:
-        return f"b_block {b_block}: there are kernels for {' and '.join(map(str, B_BLOCKS))}"
+    if b_format not in FORMATS:
+        return f"b_format {b_format}: there are kernels for {' and '.join(FORMATS)}"
     if k % 16:
         return f"K = {k}: TMA wants rows of a multiple of 16 bytes"
     return ""

@@ -107,7 +107,7 @@ class Config:
 
 def suits(m: int, scale: Described) -> bool:
     """Whether there is a kernel for ``m`` bf16 rows, and TMA can load the block ``scale``."""
-    return m <= _A_ROWS[-1] and not (scale[1][0] % 16 or scale[3])
+    return m <= _A_ROWS[-1] and not (scale[1][0] % 16 or scale[3] % 16)
 
 
 def fills(n: int) -> bool:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ...formats import get_format
+from ..common.calls import GemmCall, Operand
 from ..common.loadable import loadable
-from ..common.runtime import Described, architecture
+from ..common.runtime import Described
 from ..quantizers.dequantize_plan import DequantizePlan, plan_dequantize
 from .plain_plan import plan_plain
 from .plan import Plan
@@ -75,43 +76,31 @@ class _Dequantized:
 
 
 @lru_cache(maxsize=4096)
-def plan_dequantized(
-    a: Described,
-    a_scale: Described | None,
-    a_format: str | None,
-    b: Described,
-    b_scale: Described,
-    b_format: str,
-    out: Described | None,
-    bias: Described | None,
-    alpha: tuple[Described, ...],
-    out_dtype: torch.dtype,
-    accumulate: bool,
-    device: torch.device,
-    arch: str | None,
-) -> Plan:
+def plan_dequantized(call: GemmCall) -> Plan:
     """The plan of a call of ``dequantized_gemm``; raises as it does, and Unsupported where TMA
     cannot load A that is bf16."""
-    arch = arch or architecture(device.index)
+    a, b = call.a, call.b
     # of bf16 as it is, else of whole blocks
-    k = a[0][1] if a_format is None else get_format(b_format).element.elements(b[0][1])
-
-    def values(data: Described, scale: Described, format: str) -> _Values:
-        shape = data[0][0], k
-        plan = plan_dequantize(
-            *(data, scale, None, device, format, shape, -1, "compact", None),
-            *(torch.bfloat16, arch),
-        )
-        return _Values(plan)
-
-    left = None if a_format is None or a_scale is None else values(a, a_scale, a_format)
-    right = values(b, b_scale, b_format)
+    k = a.data[0][1] if a.format is None else get_format(b.format).element.elements(b.data[0][1])
+    left, right = (None if each.format is None else _values(each, k, call) for each in (a, b))
+    assert right is not None
     plan = plan_plain(
-        a if left is None else left.described(),
-        right.described(),
-        *(out, bias, alpha, out_dtype, accumulate, device, arch),
+        call._replace(
+            a=Operand(a.data if left is None else left.described()), b=Operand(right.described())
+        )
     )
     if plan.run is None:
         return plan
     turned = plan.config.a_major != "k"
     return replace(plan, run=_Dequantized(left, turned, right, plan.run))
+
+
+def _values(x: Operand, k: int, call: GemmCall) -> _Values:
+    """What writes ``k`` columns of an operand."""
+    shape = x.data[0][0], k
+    return _Values(
+        plan_dequantize(
+            *(x.data, x.scale, None, call.device, x.format, shape, -1, "compact", None),
+            *(torch.bfloat16, call.target),
+        )
+    )

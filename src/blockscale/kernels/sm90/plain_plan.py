@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
-from ..common.runtime import Described, Unsupported, architecture, get_kernel, missing
+from ..common.calls import GemmCall, check_loadable, check_matrix
+from ..common.runtime import Described, Unsupported, get_kernel, missing
 from ..common.template import template
 from .plain_config import choose_config
 from .plan import Plan, multiprocessors_of
@@ -17,17 +17,7 @@ __all__ = ["plan_plain"]
 
 
 @lru_cache(maxsize=4096)
-def plan_plain(
-    a: Described,
-    b: Described,
-    out: Described | None,
-    bias: Described | None,
-    alpha: tuple[Described, ...],
-    out_dtype: torch.dtype,
-    accumulate: bool,
-    device: torch.device,
-    arch: str | None,
-) -> Plan:
+def plan_plain(call: GemmCall) -> Plan:
     """The plan of ``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same
     bits in every run. ``Plan.run`` takes A (M, K) and B (N, K), transposed where not K but the
     other dimension is contiguous, the output, bias, alpha, and multiprocessors.
@@ -36,30 +26,29 @@ def plan_plain(
     contiguous) that do not start at a multiple of 16 bytes, other architectures. ValueError or
     TypeError where shapes, strides or dtypes do not belong together.
     """
+    a, b = call.a.data, call.b.data
     rows = {"a": _by_rows(a), "b": _by_rows(b)}
     for name, data in rows.items():
         check_matrix(name, data, (torch.bfloat16,))
     if a[0][1] != b[0][1]:
         raise ValueError(f"a, b: got {tuple(a[0])} and {tuple(b[0])}; expected (M, K) and (N, K)")
-    reason = missing() or why_not(out_dtype, arch or architecture(device.index))
+    reason = missing() or why_not(call.out_dtype, call.target)
     if reason:
         raise Unsupported(reason)
     (m, k), n = a[0], b[0][0]
-    check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
-    like = template((m, n), out_dtype, device)
+    call.check_rest((m, n))
+    like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
         return Plan(None, None, 0, like)
     check_loadable(**rows)
     config = choose_config(
         (m, n, k),
-        out_dtype,
+        call.out_dtype,
         majors=("k" if rows["a"] is a else "mn", "k" if rows["b"] is b else "mn"),
-        accumulate=accumulate,
-        aligned=aligned_rows(n, out, out_dtype),
-        bias=None if bias is None else bias[2],
-        alpha=len(alpha),
+        aligned=call.aligned_rows(n),
+        **call.epilogue,
     )
-    return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
+    return Plan(config, get_kernel(config, call.device), multiprocessors_of(call.device), like)
 
 
 def _by_rows(x: Described) -> Described:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...formats import get_format
 from ..common.calls import (
     Alpha,
-    aligned_rows,
+    GemmCall,
     check_loadable,
     check_matrix,
-    check_rest,
     sum_of_nothing,
 )
-from ..common.runtime import Described, Unsupported, architecture, get_kernel, missing
+from ..common.runtime import Described, Unsupported, get_kernel, missing
 from ..common.template import template
 from .config import BLOCK_K, choose_config, why_not
 from .product_config import MULTIPROCESSORS
@@ -57,53 +57,38 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan_gemm(
-    a: Described,
-    a_scale: Described,
-    b: Described,
-    b_scale: Described,
-    out: Described | None,
-    bias: Described | None,
-    alpha: tuple[Described, ...],
-    out_dtype: torch.dtype,
-    b_block: tuple[int, int],
-    accumulate: bool,
-    device: torch.device,
-    arch: str | None,
-) -> Plan:
+def plan_gemm(call: GemmCall) -> Plan:
     """The plan of a call of ``gemm``; raises as it does."""
-    for name, data in (("a_data", a), ("b_data", b)):
-        check_matrix(name, data, _BYTES)
-    (m, k), n = a[0], b[0][0]
-    if b[0][1] != k:
+    a, b, m, n = call.a, call.b, call.a.data[0][0], call.b.data[0][0]
+    for name, each in (("a_data", a), ("b_data", b)):
+        check_matrix(name, each.data, _BYTES)
+    k = a.data[0][1]
+    if b.data[0][1] != k:
         raise ValueError(
-            f"a_data, b_data: got {(m, k)} and {tuple(b[0])}; expected (M, K) and (N, K)"
+            f"a_data, b_data: got {(m, k)} and {tuple(b.data[0])}; expected (M, K) and (N, K)"
         )
-    arch = arch or architecture(device.index)
-    reason = missing() or why_not(k, out_dtype, b_block, arch)
+    reason = missing() or why_not(k, call.out_dtype, b.format, call.target)
     if reason:
         raise Unsupported(reason)
-    blocks = -(-k // BLOCK_K)
-    _check_rows("a_scale", a_scale, (blocks, -(-m // 4) * 4))
-    if b_block[0] == 1:
-        _check_rows("b_scale", b_scale, (blocks, -(-n // 4) * 4))
+    block, blocks = get_format(b.format).block, -(-k // BLOCK_K)
+    _check_rows("a_scale", a.scale, (blocks, -(-m // 4) * 4))
+    if block[0] == 1:
+        _check_rows("b_scale", b.scale, (blocks, -(-n // 4) * 4))
     else:
-        _check_scale("b_scale", b_scale, (-(-n // b_block[0]), blocks), "compact scales")
-    check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
-    like = template((m, n), out_dtype, device)
+        _check_scale("b_scale", b.scale, (-(-n // block[0]), blocks), "compact scales")
+    call.check_rest((m, n))
+    like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
         return Plan(None, None, 0, like)
-    check_loadable(a_data=a, b_data=b)
+    check_loadable(a_data=a.data, b_data=b.data)
     config = choose_config(
         (m, n, k),
-        out_dtype,
-        b_block=b_block,
-        accumulate=accumulate,
-        aligned=aligned_rows(n, out, out_dtype),
-        bias=None if bias is None else bias[2],
-        alpha=len(alpha),
+        call.out_dtype,
+        b_block=block,
+        aligned=call.aligned_rows(n),
+        **call.epilogue,
     )
-    return Plan(config, get_kernel(config, device), multiprocessors_of(device), like)
+    return Plan(config, get_kernel(config, call.device), multiprocessors_of(call.device), like)
 
 
 def _check_scale(name: str, x: Described, wanted: tuple[int, int], kind: str) -> None:
@@ -119,9 +104,9 @@ def _check_rows(name: str, x: Described, wanted: tuple[int, int]) -> None:
     stride, address = x[1], x[3]
     if 0 in wanted:
         return
-    if stride[1] != 1 or stride[0] % 4 or address:
+    if stride[1] != 1 or stride[0] % 4 or address % 16:
         raise ValueError(
-            f"{name}: has strides {stride} and starts {address} bytes after a multiple of 16; "
+            f"{name}: has strides {stride} and starts {address % 16} bytes after a multiple of 16; "
             'expected rows as those of layout "sm90": call contiguous()'
         )
 

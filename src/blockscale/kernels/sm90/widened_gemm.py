@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ...layouts import as_bytes
-from ..common.calls import Alpha, describe_alpha
-from ..common.runtime import describe
+from ..common.calls import Alpha, GemmCall, describe_call
 from .plan import Plan
 from .widened_plan import plan_widened
 
@@ -35,7 +34,7 @@ def widened_gemm(
     c: Tensor | None = None,
     accumulate: bool = False,
     arch: str | None = None,
-    find: Callable[..., Plan] = plan_widened,
+    find: Callable[[GemmCall], Plan] = plan_widened,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same bits in every
     run. Takes two bytes for each element of A while it runs, unless it is bf16 of at most 16 rows.
@@ -64,21 +63,16 @@ def widened_gemm(
     takes them), data whose rows do not start at a multiple of 16 bytes, other formats and
     architectures. ValueError or TypeError where shapes, strides or dtypes do not belong together.
     """
-    plan = find(
-        describe(a_data),
-        describe(a_scale),
-        a_format,
-        describe(b_data),
-        describe(b_scale),
-        b_format,
-        describe(c),
-        describe(bias),
-        describe_alpha(alpha),
-        out_dtype,
-        accumulate,
-        a_data.device,
-        arch,
+    call = describe_call(
+        (a_data, a_scale, a_format),
+        (b_data, b_scale, b_format),
+        out=c,
+        bias=bias,
+        alpha=alpha,
+        out_dtype=out_dtype,
+        accumulate=accumulate,
+        arch=arch,
     )
     a = as_bytes(a_data), None if a_scale is None else as_bytes(a_scale)
     b = as_bytes(b_data), as_bytes(b_scale)
-    return plan.product((*a, *b), c, bias, alpha, accumulate)
+    return find(call).product((*a, *b), c, bias, alpha, accumulate)

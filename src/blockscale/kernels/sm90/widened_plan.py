@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
-from ..common.calls import aligned_rows, check_loadable, check_matrix, check_rest
-from ..common.runtime import Described, Unsupported, architecture, get_kernel, missing
+from ..common.calls import GemmCall, check_loadable, check_matrix
+from ..common.runtime import Described, Unsupported, get_kernel, missing
 from ..common.template import template
 from . import decode_config
 from .ordered_config import OrderedConfig
@@ -51,24 +51,13 @@ class _Widened:
 
 
 @lru_cache(maxsize=4096)
-def plan_widened(
-    a: Described,
-    a_scale: Described | None,
-    a_format: str | None,
-    b: Described,
-    b_scale: Described,
-    b_format: str,
-    out: Described | None,
-    bias: Described | None,
-    alpha: tuple[Described, ...],
-    out_dtype: torch.dtype,
-    accumulate: bool,
-    device: torch.device,
-    arch: str | None,
-) -> Plan:
+def plan_widened(call: GemmCall) -> Plan:
     """The plan of a call of ``widened_gemm``; raises as it does."""
-    arch = arch or architecture(device.index)
-    reason = missing() or why_not(a_format or BF16, b_format, out_dtype, arch)
+    (a, a_scale, a_format), (b, b_scale, b_format) = call.a, call.b
+    out_dtype, device = call.out_dtype, call.device
+    assert b_format is not None
+    assert b_scale is not None
+    reason = missing() or why_not(a_format or BF16, b_format, out_dtype, call.target)
     if reason:
         raise Unsupported(reason)
     for name, data in (("a_data", a), ("b_data", b)):
@@ -93,28 +82,23 @@ def plan_widened(
     given = [("b_scale", b_scale, n)] + ([("a_scale", a_scale, m)] if a_scale is not None else [])
     for name, scale, rows in given:
         _check_scale(name, scale, (rows, k // format.block_size), format)
-    check_rest((m, n), out, bias, alpha, out_dtype, accumulate)
+    call.check_rest((m, n))
     like = template((m, n), out_dtype, device)
     if 0 in (m, n, k):
         return Plan(None, None, 0, like)
     check_loadable(a_data=a, b_data=b)
-    added = {
-        "accumulate": accumulate,
-        "bias": None if bias is None else bias[2],
-        "alpha": len(alpha),
-    }
     decodes = decode_config.suits(m, b_scale) and (a_format is None or decode_config.fills(n))
     if decodes:
-        config: Any = decode_config.choose_config(m, n, b_format, out_dtype, **added)
+        config: Any = decode_config.choose_config(m, n, b_format, out_dtype, **call.epilogue)
     else:
         row = BLOCK_K // format.block_size
         config = choose_config(
             (m, n, k),
             b_format,
             out_dtype,
-            aligned=aligned_rows(n, out, out_dtype),
+            aligned=call.aligned_rows(n),
             async_scales=k % BLOCK_K == 0 and not (b_scale[1][0] % row or b_scale[3] % row),
-            **added,
+            **call.epilogue,
         )
     run = get_kernel(config, device)
     if a_format is not None or not decodes:
