@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .kernels.common.calls import CompiledGemm, describe_call
 from .ops.gemm import check_apart, mark_written, span
 from .ops.gemm_kernels import products_on
-from .ops.gemm_operands import Prepared, Reading, Side, Take, detached, global_scales
+from .ops.gemm_operands import Laid, Reading, Side, Take, detached, global_scales
 from .tensor import ScaledTensor
 from .watching import unwatched
 
@@ -99,17 +100,36 @@ def remember(
     """Find the kernel for calls to come, after one that has passed all checks."""
     _, left, right, key = call
     products = products_on(b.data.device)
-    if isinstance(products, str) or (a.format, b.format) not in products.kernels:
+    if isinstance(products, str) or (a.format, b.format) not in products.pairs:
         return
     try:
-        prepared = products.prepare(a, b, bias, out, accumulate, dtype)
+        laid = products.lay(a, b)
+        if _copied(laid[0], a) or _copied(laid[1], b):
+            return
+        compiled = products.plan(
+            describe_call(
+                *laid,
+                out=out,
+                bias=bias,
+                alpha=global_scales(a.global_scale, b.global_scale),
+                out_dtype=dtype,
+                accumulate=accumulate,
+            )
+        )
     except (TypeError, ValueError):  # of what has to be rewritten first
         return
-    if prepared is None:
+    if compiled.run is None:
         return
     if len(_launches) >= _LIMIT:
         _launches.clear()
-    _launches[key] = _launch(prepared, left, right, out, bias)
+    _launches[key] = _launch(compiled, left, right, out, bias)
+
+
+def _copied(laid: Laid, side: Side) -> bool:
+    """Whether a kernel was not given an operand where it is."""
+    data, scale, _ = laid
+    pairs = ((data, side.data), (scale, side.scale))
+    return any(x.data_ptr() != y.data_ptr() for x, y in pairs if x is not None and y is not None)
 
 
 def _place(x: Any) -> tuple[Any, ...] | None:
@@ -190,10 +210,11 @@ def _plain_number(place: tuple[Any, ...]) -> int:
 
 
 def _launch(
-    prepared: Prepared, a: _Operand, b: _Operand, out: Tensor | None, bias: Tensor | None
+    compiled: CompiledGemm, a: _Operand, b: _Operand, out: Tensor | None, bias: Tensor | None
 ) -> Launch:
     """What launches a kernel, given operands, output and bias that lie as these do."""
-    run, like, rest = prepared
+    run, like, rest = compiled.run, compiled.out, compiled.rest
+    assert run is not None  # else there is nothing to launch
     out_span = 0 if out is None else span(out)
     spans = [0 if x is None else span(x) for x in (a.data, a.scale, b.data, b.scale, bias)]
 

@@ -51,7 +51,7 @@ def test_the_formats_that_multiply():
     known = [name for name in formats if name not in FP8 and formats[name].element.bits != 6]
     allowed = {(x, y) for x, y in pairs(known, known) if formats[x].multiplies(formats[y])}
     for arch in ("sm_100a", "sm_103a"):
-        assert set(gemm_kernels.PRODUCTS[arch].kernels) == allowed
+        assert set(gemm_kernels.PRODUCTS[arch].pairs) == allowed
 
 
 @pytest.mark.parametrize(("left", "right"), [

@@ -14,7 +14,7 @@ from sm90_inputs import BF16, FP32, assert_close
 
 import blockscale as bs
 from blockscale import gemm_launch
-from blockscale.kernels.sm90 import dequantized_gemm
+from blockscale.kernels.sm90 import exact_gemm
 from stand_in import emulated, matrix
 
 ROWS, BLOCKS = "fp8_1x128", "fp8_128x128"
@@ -75,7 +75,7 @@ def test_widened_formats(launches, left, right):
 )
 def test_widened_in_memory(launches, monkeypatch, left, right):
     """Where that is faster: two dequantizers at most, and a product of bf16 matrices."""
-    monkeypatch.setattr(dequantized_gemm, "FEW", 33)
+    monkeypatch.setattr(exact_gemm, "FEW", 33)
     x, w = matrix(34, 248), matrix(141, 248, seed=1)
     a = x if left is None else bs.quantize(x, left, pad=True)
     b = bs.quantize(w, right, pad=True).mT

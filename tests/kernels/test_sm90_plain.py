@@ -230,7 +230,7 @@ def call(
         if plan.config is not None:
             a = a if plan.config.a_major == "k" else a.T
             b = b if plan.config.b_major == "k" else b.T
-        return plan.product((a, b), c, bias, alpha, accumulate)
+        return plan((a, b), c, bias, alpha, accumulate)
 
 
 @pytest.mark.parametrize("majors", MAJORS)

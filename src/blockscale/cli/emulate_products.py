@@ -36,11 +36,11 @@ def _fp8_block(a: ScaledTensor, b: ScaledTensor, arch: str, ctas: int | None) ->
 
 
 def _widened(a: ScaledTensor, b: ScaledTensor, arch: str, ctas: int | None) -> Tensor:
-    from ..kernels.sm90.dequantized_gemm import exact_gemm
+    from ..kernels.sm90.exact_gemm import exact_gemm
 
     return exact_gemm(
-        *(a.qdata, a.qscale, a.format_name),
-        *(b.qdata.mT, b.qscale.mT, b.format_name),
+        (a.qdata, a.qscale, a.format_name),
+        (b.qdata.mT, b.qscale.mT, b.format_name),
         alpha=alpha_of(a, b),
         arch=arch,
     )

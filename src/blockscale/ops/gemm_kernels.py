@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import quantizers
+from ..kernels.common import calls
 from ..kernels.common.machine import no_kernels
 from ..kernels.common.runtime import architecture, missing
 from . import gemm_sm90, gemm_sm100
-from .gemm_operands import Products, Quantization, Side, detached
+from .gemm_operands import Products, Quantization, Side, detached, global_scales
 
 __all__ = ["PRODUCTS", "multiply", "multiply_quantized", "products_on"]
 
@@ -47,14 +48,21 @@ def multiply(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """``a @ b + bias`` by a kernel, in ``out`` if that is given; Unsupported if there is none."""
-    run = _products_of(a, b).kernels[a.format, b.format]
+    products = _products_of(a, b)
     a, b, bias = _taken(a, b, bias)
     out = detached(out)
-    if out is None or out.stride(1) == 1:
-        return run(a, b, bias, out, accumulate, out_dtype)
     # rows that do not lie together are written by a copy
-    rows = out.contiguous() if accumulate else None
-    return out.copy_(run(a, b, bias, rows, accumulate, out_dtype))
+    rows = out if out is None or out.stride(1) == 1 else out.contiguous() if accumulate else None
+    product = calls.multiply(
+        products.plan,
+        *products.lay(a, b),
+        out=rows,
+        bias=bias,
+        alpha=global_scales(a.global_scale, b.global_scale),
+        out_dtype=out_dtype,
+        accumulate=accumulate,
+    )
+    return product if out is None or rows is out else out.copy_(product)
 
 
 def multiply_quantized(
@@ -73,7 +81,7 @@ def _products_of(a: Side, b: Side) -> Products:
     found = products_on(a.data.device)
     if isinstance(found, str):
         raise quantizers.Unsupported(found)
-    if (a.format, b.format) not in found.kernels:
+    if (a.format, b.format) not in found.pairs:
         raise quantizers.Unsupported(
             f"no kernel multiplies {a.format or 'bf16'} by {b.format} on {found.gpu}; there are "
             f"kernels for {found.formats}"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..formats import Format, get_format
-from ..kernels.common.calls import Alpha
+from ..kernels.common.calls import Alpha, CompiledGemm, GemmCall
 from ..layouts import get_layout
 
 __all__ = [
-    "Kernel",
-    "Prepared",
+    "Laid",
     "Products",
     "Quantization",
     "Reading",
@@ -45,10 +44,8 @@ class Side(NamedTuple):
         return get_format(self.format or "none")
 
 
-#: Of an operand pair, bias, output, whether to add to it, and its type; or Unsupported.
-Kernel = Callable[[Side, Side, Tensor | None, Tensor | None, bool, torch.dtype], Tensor]
-
-
+#: An operand as a kernel is given it: data, scales, and format.
+Laid = tuple[Tensor, Tensor | None, str | None]
 Take = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -70,15 +67,6 @@ class Reading(NamedTuple):
     scale_stride: tuple[int, ...] | None = None
 
 
-class Prepared(NamedTuple):
-    """A kernel for calls alike. ``run`` takes data and scales of both operands, the output, bias,
-    alpha, and the ``rest``; ``empty_like(out)`` allocates an output."""
-
-    run: Callable[..., Any]
-    out: Tensor
-    rest: tuple[Any, ...] = ()
-
-
 class Quantization(NamedTuple):
     """What becomes of a product that is quantized: see ``gemm_quantize``."""
 
@@ -96,10 +84,11 @@ class Products:
     Attributes:
         gpu: its name.
         formats: those that there are kernels for, for a person.
-        kernels: of the formats of ``a`` and ``b``; None is bf16.
+        pairs: of formats of ``a`` and ``b`` that are multiplied; None is bf16.
+        lay: gives A (M, K) and B (N, K) as kernels read them; copies where they lie otherwise, or
+            Unsupported.
+        plan: finds the kernel for operands that lie so; or Unsupported.
         readings: of format and axis of a quantized operand that a launch takes as it is.
-        prepare: finds the kernel for two such operands; None where none has to run.
-            Raises as plans do.
         proof: where they have run, if not on such a GPU.
         quantize: multiplies and quantizes by one kernel: gives data, and scales in layout
             "tcgen05", or Unsupported.
@@ -107,11 +96,10 @@ class Products:
 
     gpu: str
     formats: str
-    kernels: Mapping[tuple[str | None, str | None], Kernel]
+    pairs: Collection[tuple[str | None, str | None]]
+    lay: Callable[[Side, Side], tuple[Laid, Laid]]
+    plan: Callable[[GemmCall], CompiledGemm]
     readings: Mapping[tuple[str, int], Reading]
-    prepare: Callable[
-        [Side, Side, Tensor | None, Tensor | None, bool, torch.dtype], Prepared | None
-    ]
     proof: str = ""
     quantize: Callable[[Side, Side, Tensor | None, Quantization], tuple[Tensor, Tensor]] | None = (
         None

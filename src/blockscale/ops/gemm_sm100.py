@@ -10,15 +10,12 @@ from torch import Tensor
 
 from ..formats import Format, formats
 from ..kernels import quantizers, sm100
-from ..kernels.common.calls import describe_call
 from ..kernels.common.loadable import loadable
 from ..kernels.sm100.kinds import find_kind
 from ..kernels.sm100.plan import plan_gemm
 from ..kernels.sm100.quantizing_config import FORMATS
 from ..layouts import TILE_BLOCKS, TILE_BYTES, TILE_ROWS, get_layout
 from .gemm_operands import (
-    Kernel,
-    Prepared,
     Products,
     Quantization,
     Reading,
@@ -33,23 +30,7 @@ __all__ = ["PRODUCTS"]
 _SPREAD = 32  # bytes that rows start at multiples of, whose 4-bit elements TMA spreads
 _ITEM = torch.int64  # as which kernels take scales
 
-
-def _block_scaled(
-    a: Side,
-    b: Side,
-    bias: Tensor | None,
-    out: Tensor | None,
-    accumulate: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return sm100.gemm(
-        *_operands(a, b),
-        alpha=global_scales(a.global_scale, b.global_scale),
-        bias=bias,
-        out_dtype=out_dtype,
-        c=out,
-        accumulate=accumulate,
-    )
+_Laid = tuple[Tensor, Tensor, str]  # both are quantized
 
 
 def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tuple[Tensor, Tensor]:
@@ -57,8 +38,10 @@ def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tupl
         raise quantizers.Unsupported(f"format: no product is quantized to {how.format}")
     if formats[how.format].has_global_scale and how.global_scale is None:
         raise quantizers.Unsupported("global_scale: depends on all of the product; pass one")
+    left, right = _lay(a, b, halved=how.swiglu)
     return sm100.gemm_quantize(
-        *_operands(a, b, halved=how.swiglu),
+        *left,
+        *right,
         how.format,
         swiglu=how.swiglu,
         alpha=global_scales(a.global_scale, b.global_scale),
@@ -69,24 +52,19 @@ def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tupl
     )
 
 
-def _operands(
-    a: Side, b: Side, halved: bool = False
-) -> tuple[Tensor, Tensor, str, Tensor, Tensor, str]:
-    """Data, scales and format of both. ``halved``: the first half of the columns of ``b`` and the
-    others have tiles of their own."""
+def _lay(a: Side, b: Side, halved: bool = False) -> tuple[_Laid, _Laid]:
+    """``halved``: the first half of the columns of ``b`` and the others have tiles of their own."""
     a_format, b_format = a.kind, b.kind
     kind = find_kind(a_format.name, b_format.name)
     assert kind is not None
     # beside 8-bit elements those of 4 bits take a byte each in shared memory
     spread = [not kind.packed and each.element.bits < 8 for each in (a_format, b_format)]
     whole = kind.block_k if any(spread) else 1
+    left = _matrix("a", a.data, a_format, whole, spread[0])
+    right = _matrix("b", b.data.mT, b_format, whole, spread[1])
     return (
-        _matrix("a", a.data, a_format, whole, spread[0]),
-        _tiles(a, -1),
-        a_format.name,
-        _matrix("b", b.data.mT, b_format, whole, spread[1]),
-        _tiles(b, -2, 1 + halved),
-        b_format.name,
+        (left, _tiles(a, -1), a_format.name),
+        (right, _tiles(b, -2, 1 + halved), b_format.name),
     )
 
 
@@ -134,36 +112,12 @@ def _taken(format: Format, axis: int, shape: torch.Size, stride: tuple[int, ...]
     return take
 
 
-def _prepare(
-    a: Side,
-    b: Side,
-    bias: Tensor | None,
-    out: Tensor | None,
-    accumulate: bool,
-    out_dtype: torch.dtype,
-) -> Prepared | None:
-    plan = plan_gemm(
-        describe_call(
-            (a.data, a.scale, a.format),
-            (b.data.mT, b.scale, b.format),
-            out=out,
-            bias=bias,
-            alpha=global_scales(a.global_scale, b.global_scale),
-            out_dtype=out_dtype,
-            accumulate=accumulate,
-        )
-    )
-    return None if plan.run is None else Prepared(plan.run, plan.out)
-
-
-_KERNELS: dict[tuple[str | None, str | None], Kernel] = {
-    pair: _block_scaled for pair in product(formats, formats) if find_kind(*pair) is not None
-}
-
 PRODUCTS = Products(
     gpu="Blackwell",
     formats="mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by nvfp4",
-    kernels=_KERNELS,
+    pairs=[pair for pair in product(formats, formats) if find_kind(*pair) is not None],
+    lay=_lay,
+    plan=plan_gemm,
     readings={
         (name, axis): Reading(
             "tcgen05",
@@ -175,7 +129,6 @@ PRODUCTS = Products(
         if find_kind(name, name) is not None
         for axis in (-1, -2)
     },
-    prepare=_prepare,
     proof="run in the emulator only, never on such a GPU",
     quantize=_quantized,
 )

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from itertools import product
 
-import torch
 from torch import Tensor
 
 from ..formats import formats
-from ..kernels import quantizers, sm90
-from ..kernels.common.calls import describe_call
+from ..kernels import quantizers
+from ..kernels.common.calls import CompiledGemm, GemmCall
 from ..kernels.common.loadable import loadable
-from ..kernels.sm90.dequantized_gemm import exact_gemm, suits_few
-from ..kernels.sm90.dequantized_plan import plan_dequantized
+from ..kernels.sm90 import exact_gemm
 from ..kernels.sm90.plan import plan_gemm
-from ..kernels.sm90.widened_plan import plan_widened
 from ..layouts import get_layout
-from .gemm_operands import Prepared, Products, Reading, Side, Take, global_scales, scale_matrix
+from .gemm_operands import Laid, Products, Reading, Side, Take, scale_matrix
 
 __all__ = ["PRODUCTS"]
 
@@ -29,25 +26,11 @@ _WIDENED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 # --- FP8 with fp32 scales per 128 -----------------------------------------------------------------
 
 
-def _fp8(
-    a: Side,
-    b: Side,
-    bias: Tensor | None,
-    out: Tensor | None,
-    accumulate: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    few = b.kind.block[0] > 1
-    return sm90.gemm(
-        _along_k("a", a.data),
-        _by_rows(a, -1),
-        _along_k("b", b.data.mT),
-        scale_matrix(b, -2) if few else _by_rows(b, -2),
-        b_format=b.kind.name,
-        out_dtype=out_dtype,
-        c=out,
-        accumulate=accumulate,
-        bias=bias,
+def _lay_fp8(a: Side, b: Side) -> tuple[Laid, Laid]:
+    blocks = scale_matrix(b, -2) if b.kind.block[0] > 1 else _by_rows(b, -2)
+    return (
+        (_along_k("a", a.data), _by_rows(a, -1), "fp8_1x128"),
+        (_along_k("b", b.data.mT), blocks, b.format),
     )
 
 
@@ -72,30 +55,20 @@ def _by_rows(side: Side, axis: int) -> Tensor:
     return get_layout("sm90").swizzle(matrix)
 
 
-# --- formats that are widened to bf16 -------------------------------------------------------------
+# --- all ------------------------------------------------------------------------------------------
 
 
-def _widened(
-    a: Side,
-    b: Side,
-    bias: Tensor | None,
-    out: Tensor | None,
-    accumulate: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return exact_gemm(
-        a.data,
-        None if a.scale is None else scale_matrix(a, -1),
-        a.format,
-        b.data.mT,
-        scale_matrix(b, -2),
-        b.kind.name,
-        alpha=global_scales(a.global_scale, b.global_scale),
-        bias=bias,
-        out_dtype=out_dtype,
-        c=out,
-        accumulate=accumulate,
+def _lay(a: Side, b: Side) -> tuple[Laid, Laid]:
+    if b.format in _FP8:
+        return _lay_fp8(a, b)
+    return exact_gemm.lay(
+        (a.data, None if a.scale is None else scale_matrix(a, -1), a.format),
+        (b.data.mT, scale_matrix(b, -2), b.format),
     )
+
+
+def _plan(call: GemmCall) -> CompiledGemm:
+    return plan_gemm(call) if call.b.format in _FP8 else exact_gemm.plan_exact(call)
 
 
 # --- calls alike ----------------------------------------------------------------------------------
@@ -119,45 +92,22 @@ def _read(layout: str, take: Take, scale_apart: int = 16) -> Reading:
     return Reading(layout, lambda shape, stride: take, scale_apart=scale_apart)
 
 
-def _prepare(
-    a: Side,
-    b: Side,
-    bias: Tensor | None,
-    out: Tensor | None,
-    accumulate: bool,
-    out_dtype: torch.dtype,
-) -> Prepared | None:
-    right = b.data.mT
-    fp8 = b.format in _FP8
-    find = plan_gemm if fp8 else plan_widened if suits_few(a.data, right) else plan_dequantized
-    plan = find(
-        describe_call(
-            (a.data, a.scale, a.format),
-            (right, b.scale if b.layout == "sm90" else scale_matrix(b, -2), b.format),
-            out=out,
-            bias=bias,
-            alpha=None if fp8 else global_scales(a.global_scale, b.global_scale),
-            out_dtype=out_dtype,
-            accumulate=accumulate,
-        )
-    )
-    return None if plan.run is None else Prepared(plan.run, plan.out, (plan.multiprocessors,))
-
-
 PRODUCTS = Products(
     gpu="Hopper",
     formats=(
         "fp8_1x128 and fp8_128x128 in any pair, the contraction contiguous; mxfp8, mxfp8_e5m2 and "
         "mxfp4 in any pair; nvfp4 by nvfp4; bf16 by any of these but FP8"
     ),
-    kernels={
-        **dict.fromkeys(product(_FP8, _FP8), _fp8),
-        **{
-            (x, y): _widened
+    pairs={
+        *product(_FP8, _FP8),
+        *(
+            (x, y)
             for x, y in product((None, *_WIDENED), _WIDENED)
             if x is None or formats[x].multiplies(formats[y])
-        },
+        ),
     },
+    lay=_lay,
+    plan=_plan,
     readings={
         ("fp8_1x128", -1): _read("sm90", _rows),
         ("fp8_1x128", -2): _read("sm90", _columns_by_rows),
@@ -165,5 +115,4 @@ PRODUCTS = Products(
         **{(name, -1): _read("compact", _rows) for name in _WIDENED},
         **{(name, -2): _read("compact", _columns) for name in _WIDENED},
     },
-    prepare=_prepare,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +14,13 @@ from .runtime import Described, Unsupported, architecture, describe
 __all__ = [
     "OUT_DTYPES",
     "Alpha",
+    "CompiledGemm",
     "GemmCall",
     "Operand",
     "check_loadable",
     "check_matrix",
     "describe_call",
-    "sum_of_nothing",
+    "multiply",
 ]
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -113,18 +116,71 @@ def describe_call(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledGemm:
+    """What computes the products of calls alike.
+
+    Attributes:
+        config: of its kernel.
+        run: takes data and scales of A and B as ``views`` makes them of those that were described,
+            the output, bias, alpha, and the ``rest``; None where nothing is to be multiplied.
+        out: the output's template.
+    """
+
+    config: Any
+    run: Callable[..., Any] | None
+    out: Tensor
+    views: Callable[..., Sequence[Tensor | None]]
+    rest: tuple[Any, ...] = ()
+
+    def __call__(
+        self,
+        operands: Sequence[Tensor | None],
+        out: Tensor | None,
+        bias: Tensor | None,
+        alpha: Alpha,
+        accumulate: bool,
+    ) -> Tensor:
+        """The product of data and scales of A and B, in ``out`` or in new memory."""
+        written = torch.empty_like(self.out) if out is None else out
+        if self.run is not None:
+            self.run(*self.views(*operands), written, bias, alpha, *self.rest)
+            return written
+        if not accumulate:
+            written.zero_()
+        return written if bias is None else written.add_(bias)
+
+
+def multiply(
+    plan: Callable[[GemmCall], CompiledGemm],
+    a: tuple[Tensor, Tensor | None, str | None],
+    b: tuple[Tensor, Tensor | None, str | None],
+    *,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    alpha: Alpha = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    arch: str | None = None,
+) -> Tensor:
+    """The product of operands given as data, scales and format, by what ``plan`` finds for it."""
+    call = describe_call(
+        *(a, b),
+        out=out,
+        bias=bias,
+        alpha=alpha,
+        out_dtype=out_dtype,
+        accumulate=accumulate,
+        arch=arch,
+    )
+    return plan(call)((*a[:2], *b[:2]), out, bias, alpha, accumulate)
+
+
 def check_loadable(**operands: Described) -> None:
     """Unsupported where TMA cannot load one."""
     for name, (_, stride, dtype, address) in operands.items():
         if address % 16 or stride[0] * dtype.itemsize % 16:
             raise Unsupported(f"{name}: TMA wants rows that start at a multiple of 16 bytes")
-
-
-def sum_of_nothing(out: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor:
-    """``out``, as a product without a kernel leaves it."""
-    if not accumulate:
-        out.zero_()
-    return out if bias is None else out.add_(bias)
 
 
 def check_matrix(name: str, x: Described, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -8,11 +8,13 @@ emulator, and what they reach is not known.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from ..common.calls import Alpha, describe_call, sum_of_nothing
-from .plan import plan_gemm, views
+from ..common.calls import Alpha, multiply
+from .plan import plan_gemm
 from .quantizing_gemm import gemm_quantize
 
 __all__ = ["gemm", "gemm_quantize"]
@@ -60,7 +62,8 @@ def gemm(
     formats that no instruction takes; other architectures. ValueError or TypeError where shapes,
     strides or dtypes do not belong together.
     """
-    call = describe_call(
+    return multiply(
+        partial(plan_gemm, ctas=ctas),
         (a_data, a_scale, a_format),
         (b_data, b_scale, b_format),
         out=c,
@@ -70,11 +73,3 @@ def gemm(
         accumulate=accumulate,
         arch=arch,
     )
-    plan = plan_gemm(call, ctas)
-    out = torch.empty_like(plan.out) if c is None else c
-    if plan.run is None:
-        return sum_of_nothing(out, bias, accumulate)
-    assert plan.config is not None
-    operands = views((a_data, b_data), (a_scale, b_scale), plan.config.majors, plan.scale_rows)
-    plan.run(*operands, out, bias, alpha)
-    return out

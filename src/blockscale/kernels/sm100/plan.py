@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
-from ..common.calls import GemmCall, check_matrix
+from ..common.calls import CompiledGemm, GemmCall, check_matrix
 from ..common.runtime import Described, Unsupported, get_kernel, missing
 from ..common.template import template
 from .config import WHOLE, Config, choose_config, why_not
 
-__all__ = ["Operands", "Plan", "plan_gemm", "views"]
+__all__ = ["Operands", "plan_gemm", "views"]
 
 _NAMES = ("a_data", "b_data")
 _SPREAD = 128  # elements of 4 bits that TMA spreads at once
@@ -73,21 +71,8 @@ class Operands:
             _check_loadable(name, data, self.shape[2] if spread else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """``run`` takes data as bytes, transposed where ``config.majors`` says "mn", each with its
-    scales as ``scale_rows`` of tiles, the output, bias and alpha; None where nothing is to be
-    multiplied. ``out`` is the output's template.
-    """
-
-    config: Config | None
-    run: Callable[..., Any] | None
-    scale_rows: tuple[int, int]
-    out: Tensor
-
-
 @lru_cache(maxsize=4096)
-def plan_gemm(call: GemmCall, ctas: int | None = None) -> Plan:
+def plan_gemm(call: GemmCall, ctas: int | None = None) -> CompiledGemm:
     """The plan of a call of ``gemm``; raises as it does."""
     formats = call.a.format, call.b.format
     reason = missing() or why_not(*formats, call.out_dtype, call.target)
@@ -98,7 +83,7 @@ def plan_gemm(call: GemmCall, ctas: int | None = None) -> Plan:
     call.check_rest((m, n))
     like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
-        return Plan(None, None, (0, 0), like)
+        return CompiledGemm(None, None, like, views)
     config = choose_config(
         (m, n, k),
         formats,
@@ -110,19 +95,23 @@ def plan_gemm(call: GemmCall, ctas: int | None = None) -> Plan:
         **call.epilogue,
     )
     operands.check_loadable(config)
-    rows = -(-m // 128), -(-n // 128)
-    return Plan(config, get_kernel(config, call.device), rows, like)
+    take = partial(views, majors=operands.majors, scale_rows=(-(-m // 128), -(-n // 128)))
+    return CompiledGemm(config, get_kernel(config, call.device), like, take)
 
 
 def views(
-    data: tuple[Tensor, Tensor],
-    scales: tuple[Tensor, Tensor],
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
     majors: tuple[str, str],
     scale_rows: tuple[int, int],
 ) -> list[Tensor]:
-    """Data of A and its scales, then of B, as kernels take them."""
+    """Data as bytes, transposed where ``majors`` says "mn", each with its scales as rows of tiles:
+    as kernels take them."""
     found = []
-    for x, scale, major, rows in zip(data, scales, majors, scale_rows, strict=True):
+    for x, scale, major, rows in zip((a, b), (a_scale, b_scale), majors, scale_rows, strict=True):
         octets = as_bytes(x)
         found += [octets if major == "k" else octets.T, scale.view(torch.int64).view(rows, -1)]
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -71,19 +71,18 @@ def gemm_quantize(
     plan = _plan(call, describe(global_scale), quantizing, ctas)
     data, scale = torch.empty_like(plan.data), torch.empty_like(plan.scale)
     if plan.run is not None:
-        given = views((a_data, b_data), (a_scale, b_scale), plan.majors, plan.scale_rows)
+        given = plan.views(a_data, a_scale, b_data, b_scale)
         plan.run(*given, (data, scale, global_scale), bias, alpha)
     return data.view(get_format(format).element.dtype), scale
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """``run`` takes operands as ``Plan`` has them, and ``data`` and ``scale`` like these, each one
-    item, expanded. None where there is nothing to write."""
+    """``run`` takes operands as ``views`` makes them, and outputs like ``data`` and ``scale``; None
+    where there is nothing to write."""
 
     run: Callable[..., Any] | None
-    majors: tuple[str, str]
-    scale_rows: tuple[int, int]
+    views: Callable[..., list[Tensor]]
     data: Tensor
     scale: Tensor
 
@@ -108,7 +107,7 @@ def _plan(
     bytes_of = torch.uint8
     outputs = template(shape, bytes_of, device), template(tiles, bytes_of, device)
     if 0 in (m, n):
-        return _Plan(None, operands.majors, (0, 0), *outputs)
+        return _Plan(None, views, *outputs)
     if k == 0:
         shapes = f"{tuple(call.a.data[0])} and {tuple(call.b.data[0])}"
         raise Unsupported(f"a_data, b_data: got {shapes}: K is 0")
@@ -125,7 +124,8 @@ def _plan(
     operands.check_loadable(config)
     parts = quantizing.parts
     rows = -(-m // 128), -(-n // parts // 128) * parts
-    return _Plan(get_kernel(config, device), operands.majors, rows, *outputs)
+    take = partial(views, majors=operands.majors, scale_rows=rows)
+    return _Plan(get_kernel(config, device), take, *outputs)
 
 
 def _check_names(quantizing: Quantizing) -> None:

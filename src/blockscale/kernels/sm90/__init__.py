@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layouts import as_bytes
-from ..common.calls import Alpha, describe_call
+from ..common.calls import Alpha, multiply
 from .plan import plan_gemm
 
 __all__ = ["gemm"]
@@ -53,7 +52,8 @@ def gemm(
     do not start at a multiple of 16 bytes, other architectures. ValueError or TypeError where
     shapes, strides or dtypes do not belong together.
     """
-    call = describe_call(
+    return multiply(
+        plan_gemm,
         (a_data, a_scale, "fp8_1x128"),
         (b_data, b_scale, b_format),
         out=c,
@@ -63,5 +63,3 @@ def gemm(
         accumulate=accumulate,
         arch=arch,
     )
-    operands = as_bytes(a_data), a_scale, as_bytes(b_data), b_scale
-    return plan_gemm(call).product(operands, c, bias, alpha, accumulate)

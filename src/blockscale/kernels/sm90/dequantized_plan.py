@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...formats import get_format
-from ..common.calls import GemmCall, Operand
+from ..common.calls import CompiledGemm, GemmCall, Operand
 from ..common.loadable import loadable
 from ..common.runtime import Described
 from ..quantizers.dequantize_plan import DequantizePlan, plan_dequantize
 from .plain_plan import plan_plain
-from .plan import Plan
+from .plan import octets
 
 __all__ = ["plan_dequantized"]
 
@@ -76,9 +76,9 @@ class _Dequantized:
 
 
 @lru_cache(maxsize=4096)
-def plan_dequantized(call: GemmCall) -> Plan:
-    """The plan of a call of ``dequantized_gemm``; raises as it does, and Unsupported where TMA
-    cannot load A that is bf16."""
+def plan_dequantized(call: GemmCall) -> CompiledGemm:
+    """The plan of a product of bf16 values, as which quantized operands are written first; raises
+    as ``plan_exact`` does."""
     a, b = call.a, call.b
     # of bf16 as it is, else of whole blocks
     k = a.data[0][1] if a.format is None else get_format(b.format).element.elements(b.data[0][1])
@@ -92,7 +92,7 @@ def plan_dequantized(call: GemmCall) -> Plan:
     if plan.run is None:
         return plan
     turned = plan.config.a_major != "k"
-    return replace(plan, run=_Dequantized(left, turned, right, plan.run))
+    return replace(plan, run=_Dequantized(left, turned, right, plan.run), views=octets)
 
 
 def _values(x: Operand, k: int, call: GemmCall) -> _Values:

@@ -5,21 +5,22 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
-from ..common.calls import GemmCall, check_loadable, check_matrix
+from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
 from ..common.runtime import Described, Unsupported, get_kernel, missing
 from ..common.template import template
 from .plain_config import choose_config
-from .plan import Plan, multiprocessors_of
+from .plan import multiprocessors_of
 from .product_config import why_not
 
 __all__ = ["plan_plain"]
 
 
 @lru_cache(maxsize=4096)
-def plan_plain(call: GemmCall) -> Plan:
+def plan_plain(call: GemmCall) -> CompiledGemm:
     """The plan of ``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same
-    bits in every run. ``Plan.run`` takes A (M, K) and B (N, K), transposed where not K but the
+    bits in every run. ``run`` takes A (M, K) and B (N, K), transposed where not K but the
     other dimension is contiguous, the output, bias, alpha, and multiprocessors.
 
     Raises Unsupported, a ValueError, where there is no kernel: rows (columns, where these are
@@ -39,7 +40,7 @@ def plan_plain(call: GemmCall) -> Plan:
     call.check_rest((m, n))
     like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
-        return Plan(None, None, 0, like)
+        return CompiledGemm(None, None, like, _as_given)
     check_loadable(**rows)
     config = choose_config(
         (m, n, k),
@@ -48,7 +49,12 @@ def plan_plain(call: GemmCall) -> Plan:
         aligned=call.aligned_rows(n),
         **call.epilogue,
     )
-    return Plan(config, get_kernel(config, call.device), multiprocessors_of(call.device), like)
+    run, rest = get_kernel(config, call.device), (multiprocessors_of(call.device),)
+    return CompiledGemm(config, run, like, _as_given, rest)
+
+
+def _as_given(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
+    return operands
 
 
 def _by_rows(x: Described) -> Described:

@@ -2,62 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...formats import get_format
-from ..common.calls import (
-    Alpha,
-    GemmCall,
-    check_loadable,
-    check_matrix,
-    sum_of_nothing,
-)
+from ...layouts import as_bytes
+from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
 from ..common.runtime import Described, Unsupported, get_kernel, missing
 from ..common.template import template
 from .config import BLOCK_K, choose_config, why_not
 from .product_config import MULTIPROCESSORS
 
-__all__ = ["Plan", "multiprocessors_of", "plan_gemm"]
+__all__ = ["multiprocessors_of", "octets", "plan_gemm"]
 
 _BYTES = (torch.uint8, torch.float8_e4m3fn)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """``run`` takes data as bytes, scales, the output, bias, alpha, and how many multiprocessors
-    there are; None where nothing is to be multiplied. ``config`` is its kernel's. ``out`` is
-    the output's template.
-    """
-
-    config: Any
-    run: Callable[..., Any] | None
-    multiprocessors: int
-    out: Tensor
-
-    def product(
-        self,
-        operands: tuple[Tensor | None, ...],
-        c: Tensor | None,
-        bias: Tensor | None,
-        alpha: Alpha,
-        accumulate: bool,
-    ) -> Tensor:
-        """Of data and scales as ``run`` takes them, in ``c`` or in new memory."""
-        out = torch.empty_like(self.out) if c is None else c
-        if self.run is None:
-            return sum_of_nothing(out, bias, accumulate)
-        self.run(*operands, out, bias, alpha, self.multiprocessors)
-        return out
+def octets(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What has items of a byte, as bytes."""
+    return tuple(None if x is None else as_bytes(x) for x in operands)
 
 
 @lru_cache(maxsize=4096)
-def plan_gemm(call: GemmCall) -> Plan:
+def plan_gemm(call: GemmCall) -> CompiledGemm:
     """The plan of a call of ``gemm``; raises as it does."""
     a, b, m, n = call.a, call.b, call.a.data[0][0], call.b.data[0][0]
     for name, each in (("a_data", a), ("b_data", b)):
@@ -79,7 +48,7 @@ def plan_gemm(call: GemmCall) -> Plan:
     call.check_rest((m, n))
     like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
-        return Plan(None, None, 0, like)
+        return CompiledGemm(None, None, like, octets)
     check_loadable(a_data=a.data, b_data=b.data)
     config = choose_config(
         (m, n, k),
@@ -88,7 +57,8 @@ def plan_gemm(call: GemmCall) -> Plan:
         aligned=call.aligned_rows(n),
         **call.epilogue,
     )
-    return Plan(config, get_kernel(config, call.device), multiprocessors_of(call.device), like)
+    run, rest = get_kernel(config, call.device), (multiprocessors_of(call.device),)
+    return CompiledGemm(config, run, like, octets, rest)
 
 
 def _check_scale(name: str, x: Described, wanted: tuple[int, int], kind: str) -> None:

@@ -227,7 +227,7 @@ def choose_config(
     m, _, k = shape
     if m > FEW:
         raise Unsupported(
-            f"a_data: has {m} rows; there are kernels for {FEW} at most: call dequantized_gemm"
+            f"a_data: has {m} rows; there are kernels for {FEW} at most: call exact_gemm"
         )
     rows = next(each for each in _A_ROWS if each >= m)
     config = Config(

@@ -7,14 +7,10 @@ as those that Blackwell's tensor cores form.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from ...layouts import as_bytes
-from ..common.calls import Alpha, GemmCall, describe_call
-from .plan import Plan
+from ..common.calls import Alpha, multiply
 from .widened_plan import plan_widened
 
 __all__ = ["widened_gemm"]
@@ -34,7 +30,6 @@ def widened_gemm(
     c: Tensor | None = None,
     accumulate: bool = False,
     arch: str | None = None,
-    find: Callable[[GemmCall], Plan] = plan_widened,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same bits in every
     run. Takes two bytes for each element of A while it runs, unless it is bf16 of at most 16 rows.
@@ -57,13 +52,13 @@ def widened_gemm(
             the other tensors (not looked at here).
         accumulate: add to ``c`` instead of overwriting it.
         arch: of the kernel where the tensors are on a CPU, for the emulator.
-        find: what plans the call; of other kernels it is another one.
 
-    Raises Unsupported, a ValueError, where there is no kernel: more rows of A (``dequantized_gemm``
-    takes them), data whose rows do not start at a multiple of 16 bytes, other formats and
+    Raises Unsupported, a ValueError, where there is no kernel: more rows of A (``exact_gemm`` takes
+    them), data whose rows do not start at a multiple of 16 bytes, other formats and
     architectures. ValueError or TypeError where shapes, strides or dtypes do not belong together.
     """
-    call = describe_call(
+    return multiply(
+        plan_widened,
         (a_data, a_scale, a_format),
         (b_data, b_scale, b_format),
         out=c,
@@ -73,6 +68,3 @@ def widened_gemm(
         accumulate=accumulate,
         arch=arch,
     )
-    a = as_bytes(a_data), None if a_scale is None else as_bytes(a_scale)
-    b = as_bytes(b_data), as_bytes(b_scale)
-    return find(call).product((*a, *b), c, bias, alpha, accumulate)

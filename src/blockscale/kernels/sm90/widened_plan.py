@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
-from ..common.calls import GemmCall, check_loadable, check_matrix
+from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
 from ..common.runtime import Described, Unsupported, get_kernel, missing
 from ..common.template import template
 from . import decode_config
 from .ordered_config import OrderedConfig
-from .plan import Plan, multiprocessors_of
+from .plan import multiprocessors_of, octets
 from .widened_config import BF16, BLOCK_K, choose_config, why_not
 
 __all__ = ["plan_widened"]
@@ -51,7 +51,7 @@ class _Widened:
 
 
 @lru_cache(maxsize=4096)
-def plan_widened(call: GemmCall) -> Plan:
+def plan_widened(call: GemmCall) -> CompiledGemm:
     """The plan of a call of ``widened_gemm``; raises as it does."""
     (a, a_scale, a_format), (b, b_scale, b_format) = call.a, call.b
     out_dtype, device = call.out_dtype, call.device
@@ -85,7 +85,7 @@ def plan_widened(call: GemmCall) -> Plan:
     call.check_rest((m, n))
     like = template((m, n), out_dtype, device)
     if 0 in (m, n, k):
-        return Plan(None, None, 0, like)
+        return CompiledGemm(None, None, like, octets)
     check_loadable(a_data=a, b_data=b)
     decodes = decode_config.suits(m, b_scale) and (a_format is None or decode_config.fills(n))
     if decodes:
@@ -105,7 +105,7 @@ def plan_widened(call: GemmCall) -> Plan:
         values = template((m, -(-k // BLOCK_K) * BLOCK_K), torch.bfloat16, device)
         widen = get_kernel(OrderedConfig(a_format or BF16, ordered=not decodes), device)
         run = _Widened(widen, run, values)
-    return Plan(config, run, multiprocessors_of(device), like)
+    return CompiledGemm(config, run, like, octets, (multiprocessors_of(device),))
 
 
 def _check_scale(name: str, x: Described, wanted: tuple[int, int], format: Format) -> None:
