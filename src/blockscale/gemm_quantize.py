@@ -8,7 +8,8 @@ from torch import Tensor
 from . import ops
 from .checks import check_flag
 from .formats import Format, get_format
-from .gemm import check_product, side
+from .gemm import side
+from .gemm_checks import check_product
 from .layouts import Layout
 from .quantize_checks import check_call, resolve_global_scale
 from .tensor import ScaledTensor

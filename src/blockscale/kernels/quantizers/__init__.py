@@ -1,8 +1,8 @@
 """Quantization on a GPU, by kernels written in CuTe DSL: the reference's bytes at memory speed.
 
 CuTe DSL is imported by the first call. ``plan`` finds what a call needs, once; ``kernel`` is the
-quantizer, ``config`` how it is chosen, ``compiled`` how it is compiled and kept. The way back is
-``dequantize_plan`` and ``dequantize_kernel``.
+quantizer, ``config`` how it is chosen. The way back is ``dequantize_plan`` and
+``dequantize_kernel``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from torch import Tensor
 
 from ...formats import Format
 from ..common.runtime import Unsupported, architecture, describe
-from .dequantize_plan import dequantize
+from .dequantize_plan import DequantizePlan, dequantize, plan_dequantize
 from .norm import rmsnorm, unsupported_rmsnorm
 from .plan import plan_amax, plan_quantize, unsupported
 
 __all__ = [
+    "DequantizePlan",
     "Unsupported",
     "architecture",
     "dequantize",
     "global_scale",
+    "plan_dequantize",
     "quantize",
     "rmsnorm",
     "unsupported",

@@ -14,7 +14,7 @@ from ...formats import get_format
 from ..common.calls import CompiledGemm, GemmCall, Operand
 from ..common.loadable import loadable
 from ..common.runtime import Described
-from ..quantizers.dequantize_plan import DequantizePlan, plan_dequantize
+from ..quantizers import DequantizePlan, plan_dequantize
 from .plain_plan import plan_plain
 from .plan import octets
 
