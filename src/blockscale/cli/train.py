@@ -39,7 +39,7 @@ def train(
         typer.Option(help="Recipe to train under; repeatable. Default: those of the docs."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Optimizer steps of each run. Default: 200, cuda 1000.")
+        int | None, typer.Option(help="Optimizer steps of each run. Default: 250, cuda 1000.")
     ] = None,
     minutes: Annotated[
         float | None,

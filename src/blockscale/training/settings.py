@@ -23,7 +23,7 @@ class Settings:
     Raises ValueError for ``steps`` and ``seeds`` below 1 and for a device that is not there.
     """
 
-    steps: int = 200
+    steps: int = 250
     seeds: int = 3
     device: str = "cpu"
     # the model: 1.4 million parameters
