@@ -298,7 +298,7 @@ def _choose(
     arch: str,
     has_global_scale: bool,
 ) -> DequantizeConfig:
-    """The kernel for matrices of the shape ``out``; addresses count modulo 16."""
+    """The kernel for matrices of the shape ``out``; of addresses, what counts is 16 bytes."""
     columns = _STORE // dtype.itemsize
     threads = math.prod(out[:-1]) * -(-out[-1] // columns)
     rows = _MOST_ROWS
