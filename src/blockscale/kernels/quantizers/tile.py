@@ -44,7 +44,8 @@ def lane_order(config: Config, lane):
     the order of the elements, where putting codes back costs more than the banks do.
     """
     itemsize = config.dtype.itemsize
-    if itemsize == 2 and config.producer != "load":
+    busy = config.producer != "load" or config.spec.bits < 8  # with instructions, not with banks
+    if itemsize == 2 and busy:
         return None
     return Uint32(lane << 1 & ELEMENTS - 16 // itemsize)
 
