@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from .kernels.common.calls import CompiledGemm, describe_call
+from .kernels.common.gpu import Gpu
+from .kernels.common.runtime import gpu_of
 from .ops.gemm import check_apart, mark_written, span
 from .ops.gemm_kernels import products_on
 from .ops.gemm_operands import Laid, Reading, Side, Take, detached, global_scales
@@ -155,6 +157,7 @@ def _operand(q: Any, axis: int) -> _Operand | None:
     if q.offsets is not None or type(data) is not Tensor:
         return None
     kind = _kind(
+        gpu_of(data.device),
         axis,
         q.axis,
         q.format_name,
@@ -177,6 +180,7 @@ def _operand(q: Any, axis: int) -> _Operand | None:
 
 @lru_cache(maxsize=4096)
 def _kind(
+    gpu: Gpu | None,
     axis: int,
     blocked: int,
     format: str,

@@ -21,8 +21,10 @@ from sm100_inputs import BF16, FP16, FP32, Operand, emulated, operand, product, 
 from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels import sm100
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm100.config import Config, choose_config
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -153,7 +155,7 @@ def test_call():
     alpha = a.global_scale, b.global_scale
     with em.cutedsl(em.Device("sm_100a", completion="late", check="all")):
         got = sm100.gemm(
-            a.data, a.scale, "nvfp4", b.data, b.scale, "nvfp4", alpha=alpha, arch="sm_100a"
+            a.data, a.scale, "nvfp4", b.data, b.scale, "nvfp4", alpha=alpha, gpu=chip("sm_100a")
         )
     want = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().T
     bound = want.abs() * 2**-8 + 1e-5 * want.norm()  # rounding to bf16; sums and alpha in fp32
@@ -167,12 +169,12 @@ def test_call_into():
     before = whole.clone()
     with em.cutedsl(em.Device("sm_100a", check="all")):
         c = whole[:, 16:32]
-        given = {"c": c, "accumulate": True, "out_dtype": FP32, "arch": "sm_100a"}
+        given = {"c": c, "accumulate": True, "out_dtype": FP32, "gpu": chip("sm_100a")}
         assert sm100.gemm(*_arguments(a, b), **given) is c
     before[:, 16:32] += torch.from_numpy(sums)
     assert torch.equal(whole, before)
     empty = operand("mxfp8", 0, 128, 1)
-    assert sm100.gemm(*_arguments(empty, b), arch="sm_100a").shape == (0, 16)
+    assert sm100.gemm(*_arguments(empty, b), gpu=chip("sm_100a")).shape == (0, 16)
 
 
 def test_call_transposed():
@@ -183,7 +185,7 @@ def test_call_transposed():
     views = [x.view(dtype) for x, dtype in zip(views, types, strict=True)]
     with em.cutedsl(em.Device("sm_100a", check="all")):
         got = sm100.gemm(
-            views[0], a.scale, "mxfp8", views[1], b.scale, "mxfp8_e5m2", arch="sm_100a"
+            views[0], a.scale, "mxfp8", views[1], b.scale, "mxfp8_e5m2", gpu=chip("sm_100a")
         )
     assert torch.equal(got, rounded(sums, BF16))
 
@@ -191,15 +193,15 @@ def test_call_transposed():
 def _refused(kind: type[Exception], match: str, **changes) -> None:
     a, b, _ = _case("mxfp8", "mxfp8", (8, 16, 128))
     names = ("a_data", "a_scale", "a_format", "b_data", "b_scale", "b_format")
-    given = dict(zip(names, _arguments(a, b), strict=True)) | {"arch": "sm_100a"} | changes
+    given = dict(zip(names, _arguments(a, b), strict=True)) | {"gpu": chip("sm_100a")} | changes
     with pytest.raises(kind, match=match):
         sm100.gemm(**given)
 
 
 def test_refused():
     bytes_of = torch.uint8
-    _refused(Unsupported, r"sm_100:.*sm_100a and sm_103a", arch="sm_100")
-    _refused(Unsupported, "sm_90a", arch="sm_90a")
+    _refused(Unsupported, r"sm_100:.*sm_100a and sm_103a", gpu=chip("sm_100"))
+    _refused(Unsupported, "sm_90a", gpu=chip("sm_90a"))
     _refused(Unsupported, "nvfp4 with nvfp4", a_format="nvfp4")
     _refused(Unsupported, "out_dtype", out_dtype=torch.float64)
     _refused(ValueError, r"K = 128 and 64", b_data=torch.zeros(16, 64, dtype=bytes_of))
@@ -228,7 +230,7 @@ def test_refused():
 def test_chosen(formats, dtype):
     """Every size has a configuration, whose sums and scales Tensor Memory has room for."""
     for shape in ((1, 1, 128), (256, 256, 256), (8192, 8192, 8192)):
-        config = choose_config(shape, formats, dtype)
+        config = choose_config(shape, formats, Epilogue(dtype))
         last = config.scale_columns[1] + 4 * config.scale_rows[1] * config.kind.scale_tiles
         assert last <= 512
         assert config.apart >= config.columns - config.early_boxes * config.box_columns

@@ -23,9 +23,11 @@ from sm100_quantized import emulated, expected, halved_scale
 from blockscale import emulator as em
 from blockscale import formats, quantize, swiglu_quantize
 from blockscale.kernels import sm100
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -157,7 +159,7 @@ def test_call_is_the_two_steps():
     assert b.global_scale is not None
     alpha, scale = (a.global_scale, b.global_scale), torch.tensor(2e-3)
     operands = a.data, a.scale, "nvfp4", b.data, b.scale, "nvfp4"
-    given: dict[str, Any] = {"alpha": alpha, "arch": "sm_100a"}
+    given: dict[str, Any] = {"alpha": alpha, "gpu": chip("sm_100a")}
     with em.cutedsl(em.Device("sm_100a", check="all")), poisoned():
         data, scales = sm100.gemm_quantize(
             *operands, "nvfp4", swiglu=True, global_scale=scale, **given
@@ -172,18 +174,18 @@ def test_call_is_the_two_steps():
 def test_nothing():
     a, b = operand("mxfp8", 0, 128, 1), operand("mxfp8", 64, 128, 1)
     operands = a.data, a.scale, "mxfp8", b.data, b.scale, "mxfp8"
-    given: dict[str, Any] = {"global_scale": torch.tensor(1.0), "arch": "sm_100a"}
+    given: dict[str, Any] = {"global_scale": torch.tensor(1.0), "gpu": chip("sm_100a")}
     data, scale = sm100.gemm_quantize(*operands, "nvfp4", **given)
     assert (data.shape, scale.shape) == ((0, 32), (0,))
     none = torch.zeros(32, 0, dtype=torch.uint8)
     with pytest.raises(Unsupported, match="K is 0"):
-        sm100.gemm_quantize(none, none[0], "mxfp8", none, none[0], "mxfp8", arch="sm_100a")
+        sm100.gemm_quantize(none, none[0], "mxfp8", none, none[0], "mxfp8", gpu=chip("sm_100a"))
 
 
 @pytest.mark.parametrize(
     ("kind", "match", "rows", "given"),
     [
-        (Unsupported, r"sm_100:.*sm_100a and sm_103a", 64, {"arch": "sm_100"}),
+        (Unsupported, r"sm_100:.*sm_100a and sm_103a", 64, {"gpu": chip("sm_100")}),
         (Unsupported, "80 rows, so 80 columns .* multiple of 32: pad", 80, {}),
         (Unsupported, "40 columns .* each half", 80, {"swiglu": True}),
         (ValueError, "has 65 rows; expected as many for gate", 65, {"swiglu": True}),
@@ -209,7 +211,7 @@ def test_refused(kind, match, rows, given):
     scale = halved_scale(b) if halves and given.get("swiglu") else b.scale
     operands = a.data, a.scale, "mxfp8", b.data, scale, "mxfp8"
     with pytest.raises(kind, match=match):
-        sm100.gemm_quantize(*operands, **({"arch": "sm_100a"} | given))
+        sm100.gemm_quantize(*operands, **({"gpu": chip("sm_100a")} | given))
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
@@ -218,7 +220,9 @@ def test_chosen(format, swiglu):
     """Every size has a configuration, whose sums and scales Tensor Memory has room for."""
     quantizing = Quantizing(format, swiglu)
     for shape in ((1, 64, 128), (256, 256, 256), (8192, 8192, 8192)):
-        config = choose_config(shape, (format, format), torch.uint8, quantizing=quantizing)
+        config = choose_config(
+            shape, (format, format), Epilogue(torch.uint8), quantizing=quantizing
+        )
         last = config.scale_columns[1] + 4 * config.scale_rows[1] * config.kind.scale_tiles
         assert last <= 512
         early = config.early_boxes * config.box_columns

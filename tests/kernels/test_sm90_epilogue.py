@@ -27,6 +27,7 @@ from sm90_inputs import (
 from blockscale import emulator as em
 from blockscale.kernels import sm90
 from blockscale.kernels.sm90.config import Config
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -99,7 +100,7 @@ def test_added_before_rounding():
 
 def call(given: tuple[Tensor, ...], **kwargs) -> Tensor:
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        return sm90.gemm(*given, arch="sm_90a", **kwargs)
+        return sm90.gemm(*given, gpu=chip("sm_90a"), **kwargs)
 
 
 def test_bias_alpha_and_sum():

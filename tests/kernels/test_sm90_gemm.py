@@ -30,11 +30,13 @@ from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels import sm90
 from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.machine_code import disassemble
 from blockscale.kernels.common.rounds import rounds
 from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm90.config import SHAPES, Config, choose_config
 from blockscale.kernels.sm90.product_config import Shape, fit
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -218,15 +220,21 @@ def test_choice_for_few_rows():
     where tiles are small; and TMA fills no more than it has time for."""
     for m in range(1, 300):
         for n, k in ((7168, 16384), (2112, 7168), (576, 7168), (24576, 1536)):
-            config = choose_config((m, n, k), BF16)
+            config = choose_config((m, n, k), Epilogue(BF16))
             rows, tiles = config.tile[0], -(-m // config.tile[0])
             assert not config.loaded_rows or m <= config.loaded_rows < min(m + 8, rows)
             if config.alternate:
                 assert tiles % config.cluster[0] == 0
                 assert config.loaded_rows or tiles > 1 or m > rows - 8
-    assert choose_config((1, 7168, 16384), BF16).loaded_rows == 1
-    assert choose_config((72, 7168, 16384), BF16).tile == (128, 64)  # 64 rows, and 56 of zeros
-    assert choose_config((72, 576, 7168), BF16).tile == (64, 64)  # for which there is time here
+    assert choose_config((1, 7168, 16384), Epilogue(BF16)).loaded_rows == 1
+    assert choose_config((72, 7168, 16384), Epilogue(BF16)).tile == (
+        128,
+        64,
+    )  # 64 rows, and 56 of zeros
+    assert choose_config((72, 576, 7168), Epilogue(BF16)).tile == (
+        64,
+        64,
+    )  # for which there is time here
 
 
 @pytest.mark.parametrize(
@@ -243,7 +251,7 @@ def test_choice_for_few_rows():
 )
 def test_choice_for_few_tiles(m, n, split):
     """K is split among as many blocks as run at once."""
-    config = choose_config((m, n, 7168), BF16)
+    config = choose_config((m, n, 7168), Epilogue(BF16))
     assert (config.tile, config.split) == ((64, 64), split)
 
 
@@ -350,7 +358,7 @@ def test_odd_rows(shape, accumulate):
 
 @pytest.mark.parametrize("shape", [(1, 576, 128), (128, 128, 16), (64, 136, 2064), (257, 8, 128)])
 def test_shapes(shape):
-    config = choose_config(shape, BF16)
+    config = choose_config(shape, Epilogue(BF16))
     given = operands(*shape)
     got = emulated(config, given, completion="random", multiprocessors=132)
     assert_close(got, product(*given, config.b_block), BF16)
@@ -413,7 +421,7 @@ def test_not_numbers():
 
 def call(given: tuple[Tensor, ...], **kwargs) -> Tensor:
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        return sm90.gemm(*given, arch="sm_90a", **kwargs)
+        return sm90.gemm(*given, gpu=chip("sm_90a"), **kwargs)
 
 
 def test_quantized():
@@ -490,13 +498,13 @@ def test_bad_input():
     with pytest.raises(Unsupported, match="16 bytes"):
         call((a[:, 1:241], a_scale, b[:, :240], b_scale))
     with pytest.raises(Unsupported, match="sm_100a"):
-        sm90.gemm(*given, arch="sm_100a")
+        sm90.gemm(*given, gpu=chip("sm_100a"))
     with pytest.raises(Unsupported, match="b_format"):
         call(given, b_format="mxfp8")
 
 
 def test_cached_by_its_code(monkeypatch):
-    config = choose_config((128, 128, 128), BF16)
+    config = choose_config((128, 128, 128), Epilogue(BF16))
     before = compile_cache._key(config)
     assert compile_cache._key(replace(config, stages=4)) != before
     monkeypatch.setattr(compile_cache, "_sources", lambda module: module.encode())

@@ -19,10 +19,12 @@ from sm90_inputs import BF16, FP16, FP32, assert_no_spills, launched
 from blockscale import emulator as em
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha, describe_call
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm90.plain_config import SHAPES, PlainConfig, candidates, choose_config
 from blockscale.kernels.sm90.plain_plan import plan_plain
 from blockscale.kernels.sm90.product_config import fit
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -195,16 +197,18 @@ def test_cuts(majors):
 @pytest.mark.parametrize("shape", [(1, 576, 64), (65, 136, 520)])
 def test_shapes(shape):
     given = operands(*shape)
-    got = emulated(choose_config(shape, BF16), given, completion="random", multiprocessors=132)
+    got = emulated(
+        choose_config(shape, Epilogue(BF16)), given, completion="random", multiprocessors=132
+    )
     assert_close(got, given)
 
 
 def test_choice():
     """Large products take the largest tiles, small ones many."""
-    assert choose_config((8192, 8192, 8192), BF16).tile == (128, 256)
-    assert choose_config((256, 512, 4096), BF16).alternate
+    assert choose_config((8192, 8192, 8192), Epilogue(BF16)).tile == (128, 256)
+    assert choose_config((256, 512, 4096), Epilogue(BF16)).alternate
     for shape in ((8192, 8192, 8192), (300, 520, 1024), (1, 1, 8)):
-        assert choose_config(shape, FP32) == candidates(shape, FP32)[0]
+        assert choose_config(shape, Epilogue(FP32)) == candidates(shape, Epilogue(FP32))[0]
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -223,7 +227,7 @@ def call(
 ) -> Tensor:
     given = {"out": c, "bias": bias, "alpha": alpha, "out_dtype": out_dtype}
     described = describe_call(
-        (a, None, None), (b, None, None), accumulate=accumulate, arch=arch, **given
+        (a, None, None), (b, None, None), accumulate=accumulate, gpu=chip(arch), **given
     )
     with em.cutedsl(em.Device("sm_90a", check="all")):
         plan = plan_plain(described)
@@ -298,7 +302,7 @@ def test_bad_input():
     with pytest.raises(Unsupported, match="out_dtype"):
         call(a, b, out_dtype=torch.float64)
     with pytest.raises(Unsupported, match="sm_100a"):
-        call(a, b, arch="sm_100a")
+        call(a, b, gpu=chip("sm_100a"))
     for fields in ({"a_major": "m"}, {"b_major": "mn", "batch": 32}, {"stages": 9}):
         with pytest.raises(ValueError, match=next(iter(fields))):
             PlainConfig(BF16, **fields)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..kernels.common.gpu import Gpu
     from ..tensor import ScaledTensor
     from .emulate_products import Kernel
 
@@ -29,10 +30,10 @@ class Plain:
         return exact.bfloat16()
 
     def run(
-        self, kernel: Kernel, a: ScaledTensor, b: ScaledTensor, arch: str, ctas: int | None, _: Any
+        self, kernel: Kernel, a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None, _: Any
     ) -> Any:
         """What the kernel has."""
-        return kernel.run(a, b, arch, ctas)
+        return kernel.run(a, b, gpu, ctas)
 
     def wide(self, x: Tensor) -> Tensor:
         """In fp64."""
@@ -75,7 +76,7 @@ class Quantized:
         kernel: Kernel,
         a: ScaledTensor,
         b: ScaledTensor,
-        arch: str,
+        gpu: Gpu,
         ctas: int | None,
         rounded: ScaledTensor,
     ) -> Any:
@@ -96,7 +97,7 @@ class Quantized:
             swiglu=self.swiglu,
             alpha=alpha_of(a, b),
             global_scale=rounded.global_scale,
-            arch=arch,
+            gpu=gpu,
             ctas=ctas,
         )
         return ScaledTensor(

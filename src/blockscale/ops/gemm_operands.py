@@ -89,6 +89,7 @@ class Products:
             Unsupported.
         plan: finds the kernel for operands that lie so; or Unsupported.
         readings: of format and axis of a quantized operand that a launch takes as it is.
+        k_major: 8-bit operands are multiplied only where the contraction is contiguous.
         proof: where they have run, if not on such a GPU.
         quantize: multiplies and quantizes by one kernel: gives data, and scales in layout
             "tcgen05", or Unsupported.
@@ -100,10 +101,16 @@ class Products:
     lay: Callable[[Side, Side], tuple[Laid, Laid]]
     plan: Callable[[GemmCall], CompiledGemm]
     readings: Mapping[tuple[str, int], Reading]
+    k_major: bool
     proof: str = ""
     quantize: Callable[[Side, Side, Tensor | None, Quantization], tuple[Tensor, Tensor]] | None = (
         None
     )
+
+    def scale_layout(self, format: str) -> str:
+        """In which scales of ``format`` are read as they are."""
+        found = (self.readings.get((format, axis)) for axis in (-1, -2))
+        return next((reading.layout for reading in found if reading is not None), "compact")
 
 
 def detached(x: T) -> T:

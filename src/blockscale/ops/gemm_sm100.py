@@ -129,6 +129,7 @@ PRODUCTS = Products(
         if find_kind(name, name) is not None
         for axis in (-1, -2)
     },
+    k_major=False,
     proof="run in the emulator only, never on such a GPU",
     quantize=_quantized,
 )

@@ -115,4 +115,5 @@ PRODUCTS = Products(
         **{(name, -1): _read("compact", _rows) for name in _WIDENED},
         **{(name, -2): _read("compact", _columns) for name in _WIDENED},
     },
+    k_major=True,
 )

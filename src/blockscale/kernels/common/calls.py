@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .runtime import Described, Unsupported, architecture, describe
+from .epilogue import Epilogue
+from .gpu import Gpu
+from .runtime import Described, Unsupported, describe, gpu_of, missing
 
 __all__ = [
     "OUT_DTYPES",
@@ -44,7 +46,7 @@ class GemmCall(NamedTuple):
         a, b: (M, K) and (N, K).
         out: (M, N), where it is given.
         alpha: of each scalar.
-        arch: of the kernel where there is no such GPU, for the emulator.
+        gpu: None where kernels do not run.
     """
 
     a: Operand
@@ -55,23 +57,27 @@ class GemmCall(NamedTuple):
     out_dtype: torch.dtype
     accumulate: bool
     device: torch.device
-    arch: str | None
+    gpu: Gpu | None
 
-    @property
-    def target(self) -> str:
-        """The architecture to compile for."""
-        return self.arch or architecture(self.device.index)
+    def supported(self, why_not: Callable[[str], str]) -> Gpu:
+        """The GPU that multiplies; Unsupported where there is none, or ``why_not`` has a reason
+        against its architecture."""
+        reason = missing()
+        if not reason and self.gpu is None:
+            reason = f"the operands are on {self.device}: the kernels run on CUDA devices"
+        reason = reason or why_not(self.gpu.arch)
+        if reason or self.gpu is None:
+            raise Unsupported(reason)
+        return self.gpu
 
-    @property
-    def epilogue(self) -> dict[str, Any]:
-        """Fields of a configuration: what is done with the accumulator."""
-        return {
-            "accumulate": self.accumulate,
-            "bias": None if self.bias is None else self.bias[2],
-            "alpha": len(self.alpha),
-        }
+    def epilogue(self, n: int) -> Epilogue:
+        """What is done with an accumulator of ``n`` columns."""
+        bias = None if self.bias is None else self.bias[2]
+        return Epilogue(
+            self.out_dtype, self.accumulate, bias, len(self.alpha), self._aligned_rows(n)
+        )
 
-    def aligned_rows(self, n: int) -> bool:
+    def _aligned_rows(self, n: int) -> bool:
         """Whether TMA can store the output: it writes whole groups of 16 bytes of a row."""
         size = self.out_dtype.itemsize
         apart, address = (n, 0) if self.out is None else (self.out[1][0], self.out[3])
@@ -99,7 +105,7 @@ def describe_call(
     alpha: Alpha = None,
     out_dtype: torch.dtype = torch.bfloat16,
     accumulate: bool = False,
-    arch: str | None = None,
+    gpu: Gpu | None = None,
 ) -> GemmCall:
     """The call of a product of operands given as data, scales and format."""
     scalars = alpha if isinstance(alpha, tuple) else () if alpha is None else (alpha,)
@@ -112,7 +118,7 @@ def describe_call(
         out_dtype,
         accumulate,
         a[0].device,
-        arch,
+        gpu or gpu_of(a[0].device),
     )
 
 
@@ -161,7 +167,7 @@ def multiply(
     alpha: Alpha = None,
     out_dtype: torch.dtype = torch.bfloat16,
     accumulate: bool = False,
-    arch: str | None = None,
+    gpu: Gpu | None = None,
 ) -> Tensor:
     """The product of operands given as data, scales and format, by what ``plan`` finds for it."""
     call = describe_call(
@@ -171,7 +177,7 @@ def multiply(
         alpha=alpha,
         out_dtype=out_dtype,
         accumulate=accumulate,
-        arch=arch,
+        gpu=gpu,
     )
     return plan(call)((*a[:2], *b[:2]), out, bias, alpha, accumulate)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common.calls import Alpha, multiply
+from ..common.gpu import Gpu
 from .plan import plan_gemm
 from .quantizing_gemm import gemm_quantize
 
@@ -33,7 +34,7 @@ def gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     c: Tensor | None = None,
     accumulate: bool = False,
-    arch: str | None = None,
+    gpu: Gpu | None = None,
     ctas: int | None = None,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias`` of block-scaled matrices: (M, N).
@@ -54,7 +55,7 @@ def gemm(
         c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
             the other tensors (not looked at here).
         accumulate: add to ``c`` instead of overwriting it.
-        arch: of the kernel where the tensors are on a CPU, for the emulator: "sm_100a", "sm_103a".
+        gpu: to choose the kernel for where the tensors are on a CPU, for the emulator.
         ctas: blocks whose tensor cores work together, 1 or 2, instead of those that are chosen.
 
     Raises Unsupported, a ValueError, where there is no kernel: data whose rows do not start at a
@@ -71,5 +72,5 @@ def gemm(
         alpha=alpha,
         out_dtype=out_dtype,
         accumulate=accumulate,
-        arch=arch,
+        gpu=gpu,
     )

@@ -14,7 +14,8 @@ from ...checks import choose
 from ...formats import NONFINITE, get_format
 from ...layouts import get_layout
 from ..common.calls import Alpha, GemmCall, describe_call
-from ..common.runtime import Described, Unsupported, describe, get_kernel, missing
+from ..common.gpu import Gpu
+from ..common.runtime import Described, Unsupported, describe
 from ..common.template import template
 from .config import choose_config, why_not
 from .plan import Operands, views
@@ -38,7 +39,7 @@ def gemm_quantize(
     scale_rounding: str | None = None,
     nonfinite: str = "propagate",
     global_scale: Tensor | None = None,
-    arch: str | None = None,
+    gpu: Gpu | None = None,
     ctas: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``alpha * A @ B.mT + bias``, or SwiGLU of it, quantized along its rows.
@@ -47,7 +48,7 @@ def gemm_quantize(
     it): nothing is rounded in between. They are the ``a_data`` and ``a_scale`` of another product.
 
     Args:
-        a_data, a_scale, a_format, b_data, b_scale, b_format, alpha, bias, arch, ctas: as
+        a_data, a_scale, a_format, b_data, b_scale, b_format, alpha, bias, gpu, ctas: as
             :func:`gemm` has them.
         format: of the result: "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4".
         swiglu: the result is ``silu(gate) * up`` (M, N / 2), where the first N / 2 rows of B make
@@ -66,7 +67,7 @@ def gemm_quantize(
     ValueError or TypeError where arguments do not belong together.
     """
     operands = (a_data, a_scale, a_format), (b_data, b_scale, b_format)
-    call = describe_call(*operands, bias=bias, alpha=alpha, arch=arch)
+    call = describe_call(*operands, bias=bias, alpha=alpha, gpu=gpu)
     quantizing = Quantizing(format, swiglu, scale_rounding, nonfinite)
     plan = _plan(call, describe(global_scale), quantizing, ctas)
     data, scale = torch.empty_like(plan.data), torch.empty_like(plan.scale)
@@ -92,9 +93,7 @@ def _plan(
     call: GemmCall, global_scale: Described | None, quantizing: Quantizing, ctas: int | None
 ) -> _Plan:
     formats, device = (call.a.format, call.b.format), call.device
-    reason = missing() or why_not(*formats, torch.bfloat16, call.target)
-    if reason:
-        raise Unsupported(reason)
+    gpu = call.supported(partial(why_not, *formats, torch.bfloat16))
     _check_names(quantizing)
     operands = Operands.of(call, quantizing.parts)
     m, n, k = operands.shape
@@ -114,18 +113,17 @@ def _plan(
     config = choose_config(
         (m, n, k),
         formats,
-        torch.uint8,
+        call.epilogue(n)._replace(out_dtype=torch.uint8),
         majors=operands.majors,
-        arch=call.target,
         quantizing=quantizing,
+        gpu=gpu,
         ctas=ctas,
-        **call.epilogue,
     )
     operands.check_loadable(config)
     parts = quantizing.parts
     rows = -(-m // 128), -(-n // parts // 128) * parts
     take = partial(views, majors=operands.majors, scale_rows=rows)
-    return _Plan(get_kernel(config, device), take, *outputs)
+    return _Plan(gpu.load(config), take, *outputs)
 
 
 def _check_names(quantizing: Quantizing) -> None:

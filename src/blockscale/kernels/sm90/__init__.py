@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..common.calls import Alpha, multiply
+from ..common.gpu import Gpu
 from .plan import plan_gemm
 
 __all__ = ["gemm"]
@@ -27,7 +28,7 @@ def gemm(
     accumulate: bool = False,
     bias: Tensor | None = None,
     alpha: Alpha = None,
-    arch: str | None = None,
+    gpu: Gpu | None = None,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias`` of E4M3 matrices with fp32 scales: (M, N).
 
@@ -46,7 +47,7 @@ def gemm(
         accumulate: add to ``c`` instead of overwriting it.
         bias: (N,) in bfloat16, float16 or float32.
         alpha: () fp32; or two of these, whose product it is.
-        arch: of the kernel where the tensors are on a CPU, for the emulator.
+        gpu: to choose the kernel for where the tensors are on a CPU, for the emulator.
 
     Raises Unsupported, a ValueError, where there is no kernel: K no multiple of 16, data whose rows
     do not start at a multiple of 16 bytes, other architectures. ValueError or TypeError where
@@ -61,5 +62,5 @@ def gemm(
         alpha=alpha,
         out_dtype=out_dtype,
         accumulate=accumulate,
-        arch=arch,
+        gpu=gpu,
     )

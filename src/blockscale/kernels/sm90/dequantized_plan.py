@@ -14,7 +14,7 @@ from ...formats import get_format
 from ..common.calls import CompiledGemm, GemmCall, Operand
 from ..common.loadable import loadable
 from ..common.runtime import Described
-from ..quantizers import DequantizePlan, plan_dequantize
+from ..quantizers import DequantizeCall, DequantizePlan, plan_dequantize
 from .plain_plan import plan_plain
 from .plan import octets
 
@@ -97,10 +97,11 @@ def plan_dequantized(call: GemmCall) -> CompiledGemm:
 
 def _values(x: Operand, k: int, call: GemmCall) -> _Values:
     """What writes ``k`` columns of an operand."""
+    assert x.format is not None
+    assert x.scale is not None
     shape = x.data[0][0], k
     return _Values(
         plan_dequantize(
-            *(x.data, x.scale, None, call.device, x.format, shape, -1, "compact", None),
-            *(torch.bfloat16, call.target),
+            DequantizeCall(x.data, x.scale, None, call.device, call.gpu, x.format, shape)
         )
     )

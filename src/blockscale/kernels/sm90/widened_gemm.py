@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..common.calls import Alpha, multiply
+from ..common.gpu import Gpu
 from .widened_plan import plan_widened
 
 __all__ = ["widened_gemm"]
@@ -29,7 +30,7 @@ def widened_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     c: Tensor | None = None,
     accumulate: bool = False,
-    arch: str | None = None,
+    gpu: Gpu | None = None,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same bits in every
     run. Takes two bytes for each element of A while it runs, unless it is bf16 of at most 16 rows.
@@ -51,7 +52,7 @@ def widened_gemm(
         c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
             the other tensors (not looked at here).
         accumulate: add to ``c`` instead of overwriting it.
-        arch: of the kernel where the tensors are on a CPU, for the emulator.
+        gpu: to choose the kernel for where the tensors are on a CPU, for the emulator.
 
     Raises Unsupported, a ValueError, where there is no kernel: more rows of A (``exact_gemm`` takes
     them), data whose rows do not start at a multiple of 16 bytes, other formats and
@@ -66,5 +67,5 @@ def widened_gemm(
         alpha=alpha,
         out_dtype=out_dtype,
         accumulate=accumulate,
-        arch=arch,
+        gpu=gpu,
     )
