@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from blockscale import emulator as em
+from blockscale import gemm_launch
 from blockscale.kernels.common import compile_cache, runtime
 from blockscale.kernels.common.gpu import GPUS, Gpu
 from blockscale.ops import backends
@@ -50,6 +51,7 @@ def gpu(
     with ExitStack() as stack:
         stack.enter_context(patch.dict(runtime._gpus, {_CPU: found}))
         stack.enter_context(patch.object(backends, "_warned", set()))
+        stack.enter_context(patch.object(gemm_launch, "_launches", {}))
         for module in () if quantizes else _QUANTIZING:
             stack.enter_context(patch.object(module, "gpu_of", lambda device: None))
         yield

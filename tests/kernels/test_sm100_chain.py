@@ -21,6 +21,7 @@ from blockscale import emulator as em
 from blockscale import quantize, reference
 from blockscale.formats import get_format
 from blockscale.kernels import quantizers, sm100
+from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 from blockscale.layouts import as_bytes, get_layout
 from blockscale.ops.gemm_operands import global_scales
@@ -71,14 +72,15 @@ def _by_kernels(layer: Layer, format: str, ctas: int, hidden_scale: Tensor | Non
     data, tiles = (torch.cat(each) for each in zip(*halves, strict=True))
     how: dict[str, Any] = {"gpu": chip(ARCH), "ctas": ctas}
     hidden = sm100.gemm_quantize(
-        *(*x, format, data, tiles, format, format),
-        swiglu=True,
+        Given(*x, format),
+        Given(data, tiles, format),
+        Quantizing(format, swiglu=True),
         alpha=global_scales(scalars[0], scalars[1]),
         global_scale=hidden_scale,
         **how,
     )
     alpha = global_scales(hidden_scale, scalars[2])
-    y = sm100.gemm(*hidden, format, *down, format, alpha=alpha, **how)
+    y = sm100.gemm(Given(*hidden, format), Given(*down, format), alpha=alpha, **how)
     return [as_bytes(hidden[0]), hidden[1], y]
 
 

@@ -28,6 +28,7 @@ from widened_inputs import (
 )
 
 from blockscale import emulator as em
+from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.common.calls import describe_call
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.sm90 import widened_config
@@ -114,7 +115,7 @@ def test_through_the_host_function(format):
     """A product that this kernel is chosen for."""
     a, b = operand("bf16", 2, 512, 1), operand(format, 24, 512, 2)
     with em.cutedsl(em.Device("sm_90a", check="all")) as reports:
-        got = widened_gemm(*a, None, *b, format, out_dtype=FP32, gpu=chip("sm_90a"))
+        got = widened_gemm(Given(*a), Given(*b, format), out_dtype=FP32, gpu=chip("sm_90a"))
     assert_close(got, a[0].double(), dequantized(format, *b))
     assert any(each.startswith("mma.sync") for each in reports[0].instructions)
 
@@ -129,7 +130,7 @@ def chosen(m: int, n: int, k: int, a_format: str | None = None, pad: int = 0):
     a = torch.empty(m, k, dtype=BF16 if a_format is None else torch.uint8)
     a_scale = None if a_format is None else torch.empty(m, blocks, dtype=torch.uint8)
     b = torch.empty(n, k, dtype=torch.uint8)
-    operands = (a, a_scale, a_format), (b, scale, "mxfp8")
+    operands = Given(a, a_scale, a_format), Given(b, scale, "mxfp8")
     return plan_widened(describe_call(*operands, out_dtype=BF16, gpu=_UNBUILT)).config
 
 

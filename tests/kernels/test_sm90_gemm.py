@@ -30,6 +30,7 @@ from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels import sm90
 from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.calls import Operand
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.machine_code import disassemble
 from blockscale.kernels.common.rounds import rounds
@@ -419,9 +420,12 @@ def test_not_numbers():
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def call(given: tuple[Tensor, ...], **kwargs) -> Tensor:
+def call(
+    given: tuple[Tensor, ...], b_format: str = "fp8_128x128", arch: str = "sm_90a", **kwargs
+) -> Tensor:
+    a, b = Operand(*given[:2], "fp8_1x128"), Operand(*given[2:], b_format)
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        return sm90.gemm(*given, gpu=chip("sm_90a"), **kwargs)
+        return sm90.gemm(a, b, gpu=chip(arch), **kwargs)
 
 
 def test_quantized():
@@ -443,10 +447,10 @@ def test_outputs():
     given = operands(33, 48, 128)
     want = product(*given, (128, 128))
     c = torch.zeros(33, 48, dtype=BF16)
-    assert call(given, c=c) is c
+    assert call(given, out=c) is c
     assert_close(c, want, BF16)
     wide = torch.full((33, 51), 2.0)  # rows that TMA cannot take
-    got = call(given, c=wide[:, 1:-2], out_dtype=FP32, accumulate=True)
+    got = call(given, out=wide[:, 1:-2], out_dtype=FP32, accumulate=True)
     assert_close(got, want + 2, FP32)
     assert bool((wide[:, [0, -1, -2]] == 2).all())
 
@@ -458,7 +462,7 @@ def test_empty(shape):
     assert got.shape == shape[:2]
     assert not got.any()
     start = torch.ones(shape[:2])
-    assert bool((call(given, c=start, out_dtype=FP32, accumulate=True) == 1).all())
+    assert bool((call(given, out=start, out_dtype=FP32, accumulate=True) == 1).all())
 
 
 def test_bad_input():
@@ -478,12 +482,12 @@ def test_bad_input():
         call((a.float(), a_scale, b, b_scale))
     with pytest.raises(TypeError, match="a_scale: got"):
         call((a, a_scale.double(), b, b_scale))
-    with pytest.raises(ValueError, match="accumulate: needs c"):
+    with pytest.raises(ValueError, match="accumulate: needs out"):
         call(given, accumulate=True, out_dtype=FP32)
-    with pytest.raises(ValueError, match="c: has shape"):
-        call(given, c=torch.zeros(48, 32, dtype=BF16))
-    with pytest.raises(TypeError, match="c: got"):
-        call(given, c=torch.zeros(32, 48))
+    with pytest.raises(ValueError, match="out: has shape"):
+        call(given, out=torch.zeros(48, 32, dtype=BF16))
+    with pytest.raises(TypeError, match="out: got"):
+        call(given, out=torch.zeros(32, 48))
     with pytest.raises(TypeError, match="bias: got"):
         call(given, bias=torch.zeros(48, dtype=torch.float64))
     for bias in (torch.zeros(47), torch.zeros(96)[::2]):
@@ -498,7 +502,7 @@ def test_bad_input():
     with pytest.raises(Unsupported, match="16 bytes"):
         call((a[:, 1:241], a_scale, b[:, :240], b_scale))
     with pytest.raises(Unsupported, match="sm_100a"):
-        sm90.gemm(*given, gpu=chip("sm_100a"))
+        call(given, arch="sm_100a")
     with pytest.raises(Unsupported, match="b_format"):
         call(given, b_format="mxfp8")
 

@@ -33,6 +33,7 @@ from widened_inputs import (
 
 from blockscale import emulator as em
 from blockscale import quantize
+from blockscale.kernels.common import calls
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm90.widened_config import B_ROWS, FEW, Config, choose_config, why_not
@@ -179,9 +180,8 @@ def test_few_rows_loaded(m):
 
 def call(a: Operand, a_format: str, b: Operand, b_format: str, **kwargs) -> Tensor:
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        return widened_gemm(
-            *a, None if a_format == "bf16" else a_format, *b, b_format, gpu=chip("sm_90a"), **kwargs
-        )
+        left = calls.Operand(*a, None if a_format == "bf16" else a_format)
+        return widened_gemm(left, calls.Operand(*b, b_format), gpu=chip("sm_90a"), **kwargs)
 
 
 def test_quantized():
@@ -201,7 +201,7 @@ def test_empty(shape):
     bias = torch.ones(n)
     assert bool((call(a, "mxfp8", b, "mxfp8", bias=bias) == 1).all())
     start = torch.ones(m, n)
-    kept = call(a, "mxfp8", b, "mxfp8", c=start, out_dtype=FP32, accumulate=True)
+    kept = call(a, "mxfp8", b, "mxfp8", out=start, out_dtype=FP32, accumulate=True)
     assert kept is start
     assert bool((kept == 1).all())
 
@@ -222,7 +222,7 @@ def test_bad_input():
         call((a[0].float(), a[1]), "mxfp8", b, "mxfp8")
     with pytest.raises(TypeError, match="b_scale: got"):
         call(a, "mxfp8", (b[0], b[1].float()), "mxfp8")
-    with pytest.raises(ValueError, match="accumulate: needs c"):
+    with pytest.raises(ValueError, match="accumulate: needs out"):
         call(a, "mxfp8", b, "mxfp8", accumulate=True)
     with pytest.raises(Unsupported, match="16 bytes"):
         call((a[0][:, 8:104], a[1][:, :3]), "mxfp8", (b[0][:, :96], b[1][:, :3]), "mxfp8")

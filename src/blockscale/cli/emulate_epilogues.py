@@ -83,6 +83,8 @@ class Quantized:
         import torch
 
         from ..kernels import sm100
+        from ..kernels.common.calls import Operand
+        from ..kernels.sm100.quantizing_config import Quantizing
         from ..layouts import get_layout
         from ..tensor import ScaledTensor
         from .emulate_products import alpha_of
@@ -91,10 +93,9 @@ class Quantized:
         rows = b.to_layout("compact").qscale.mT.contiguous().chunk(2 if self.swiglu else 1)
         scales = torch.cat([get_layout("tcgen05").swizzle(each) for each in rows])
         data, scale = sm100.gemm_quantize(
-            *(a.qdata, a.qscale, a.format_name),
-            *(b.qdata.mT, scales, b.format_name),
-            self.dtype,
-            swiglu=self.swiglu,
+            Operand(a.qdata, a.qscale, a.format_name),
+            Operand(b.qdata.mT, scales, b.format_name),
+            Quantizing(self.dtype, self.swiglu),
             alpha=alpha_of(a, b),
             global_scale=rounded.global_scale,
             gpu=gpu,

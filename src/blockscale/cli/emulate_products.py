@@ -32,16 +32,19 @@ class Kernel:
 
 def _fp8_block(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
     from ..kernels import sm90
+    from ..kernels.common.calls import Operand
 
-    return sm90.gemm(a.qdata, a.scale, b.qdata.mT, b.scale.mT, gpu=gpu)
+    left = Operand(a.qdata, a.scale, a.format_name)
+    return sm90.gemm(left, Operand(b.qdata.mT, b.scale.mT, b.format_name), gpu=gpu)
 
 
 def _widened(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
+    from ..kernels.common.calls import Operand
     from ..kernels.sm90.exact_gemm import exact_gemm
 
     return exact_gemm(
-        (a.qdata, a.qscale, a.format_name),
-        (b.qdata.mT, b.qscale.mT, b.format_name),
+        Operand(a.qdata, a.qscale, a.format_name),
+        Operand(b.qdata.mT, b.qscale.mT, b.format_name),
         alpha=alpha_of(a, b),
         gpu=gpu,
     )
@@ -49,10 +52,11 @@ def _widened(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Te
 
 def _tcgen05(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
     from ..kernels import sm100
+    from ..kernels.common.calls import Operand
 
     return sm100.gemm(
-        *(a.qdata, a.qscale, a.format_name),
-        *(b.qdata.mT, b.qscale, b.format_name),
+        Operand(a.qdata, a.qscale, a.format_name),
+        Operand(b.qdata.mT, b.qscale, b.format_name),
         alpha=alpha_of(a, b),
         gpu=gpu,
         ctas=ctas,

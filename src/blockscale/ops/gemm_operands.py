@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, get_format
-from ..kernels.common.calls import Alpha, CompiledGemm, GemmCall
+from ..kernels.common.calls import Alpha, CompiledGemm, GemmCall, Operand
 from ..layouts import get_layout
 
 __all__ = [
-    "Laid",
     "Products",
     "Quantization",
     "Reading",
@@ -44,8 +43,6 @@ class Side(NamedTuple):
         return get_format(self.format or "none")
 
 
-#: An operand as a kernel is given it: data, scales, and format.
-Laid = tuple[Tensor, Tensor | None, str | None]
 Take = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -98,7 +95,7 @@ class Products:
     gpu: str
     formats: str
     pairs: Collection[tuple[str | None, str | None]]
-    lay: Callable[[Side, Side], tuple[Laid, Laid]]
+    lay: Callable[[Side, Side], tuple[Operand, Operand]]
     plan: Callable[[GemmCall], CompiledGemm]
     readings: Mapping[tuple[str, int], Reading]
     k_major: bool
