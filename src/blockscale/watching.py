@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["has_tangent", "is_dtensor", "is_transformed", "unwatched"]
+__all__ = ["has_tangent", "is_dtensor", "is_plain", "is_transformed", "unwatched"]
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
+_dispatch_keys = torch._C._dispatch_keys
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def unwatched() -> bool:
@@ -39,3 +43,21 @@ def is_dtensor(x: object) -> bool:
     where nobody has, there is none.)"""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether ``x`` is a dense tensor with memory of its own device, and nothing but that: no
+    subclass, wrapped by no transform, nor negated lazily, nested, sparse, on meta, or zeros without
+    memory."""
+    return type(x) in _PLAIN and _dispatch_keys(x).raw_repr() in _keys_of_plain()
+
+
+@lru_cache
+def _keys_of_plain() -> frozenset[int]:
+    """Of tensors on a CPU and a GPU, made in inference mode and out of it."""
+    keys = set()
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                keys.add(_dispatch_keys(torch.empty(0, device=device)).raw_repr())
+    return frozenset(keys)

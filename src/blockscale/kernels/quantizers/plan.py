@@ -17,6 +17,7 @@ from .config import PANEL, PRODUCERS, Config, choose_config, why_not
 from .outputs import Output, choose_output
 
 __all__ = [
+    "QuantizePlan",
     "as_matrix",
     "plan_amax",
     "plan_quantize",
@@ -25,8 +26,11 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """``views`` has shape, strides and offset of each source, where it is not a whole input."""
+class QuantizePlan:
+    """What calls alike launch.
+
+    ``views`` has shape, strides and offset of each source, where it is not a whole input.
+    """
 
     run: Callable[..., Any]
     views: tuple[tuple[int, tuple[Any, Any, int]], ...] | None
@@ -41,6 +45,26 @@ class _Plan:
             inputs[i].as_strided(shape, stride, inputs[i].storage_offset() + offset)
             for i, (shape, stride, offset) in self.views
         )
+
+    def quantize(
+        self, inputs: tuple[Tensor, ...], global_scale: Tensor | None, offsets: Tensor | None
+    ) -> list[Any]:
+        """Data and scales along rows, then along columns, as the kernel writes them: matrices that
+        ``outputs`` shape; None where an axis is not asked for."""
+        written: list[Any] = [None] * 4
+        for output in self.outputs:
+            written[output.first] = torch.empty_like(output.data)
+            written[output.first + 1] = torch.empty_like(output.scale)
+        offsets = offsets if self.grouped else None
+        self.run(self.sources(*inputs), *written, global_scale, offsets)
+        return written
+
+    def global_scale(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """An fp32 scalar."""
+        partials = inputs[0].new_empty(self.tiles, dtype=torch.int32)
+        scale = inputs[0].new_empty((), dtype=torch.float32)
+        self.run(self.sources(*inputs), partials, scale)
+        return scale
 
 
 def unsupported(
@@ -140,7 +164,7 @@ def plan_quantize(
     producer: str,
     k_major: bool,
     arch: str | None,
-) -> _Plan:
+) -> QuantizePlan:
     """The plan of a call of ``quantize``."""
     fmt, grouped = get_format(format), groups is not None
     shape = _check(x, others, device, fmt, axes, layouts, grouped, producer, k_major, arch)
@@ -151,7 +175,7 @@ def plan_quantize(
     given: dict[str, Any] = {"scale_rounding": scale_rounding, "nonfinite": nonfinite}
     given |= {"axes": axes, "layouts": layouts, "grouped": grouped, "k_major": k_major}
     config, views = _choose(x, others, device, fmt, producer, arch, **given)
-    return _Plan(
+    return QuantizePlan(
         run=get_kernel(config, device),
         views=views,
         outputs=tuple(
@@ -170,14 +194,14 @@ def plan_amax(
     format: str,
     producer: str,
     arch: str | None,
-) -> _Plan:
+) -> QuantizePlan:
     """The plan of a call of ``global_scale``."""
     fmt = get_format(format)
     shape = _check(x, others, device, fmt, (-1,), ("compact",), False, producer, False, arch)
     config, views = _choose(x, others, device, fmt, producer, arch, axes=(), layouts=())
     rows, columns = math.prod(shape[:-1]), shape[-1] // PRODUCERS[producer].parts
     tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
-    return _Plan(run=get_kernel(config, device), views=views, tiles=tiles)
+    return QuantizePlan(run=get_kernel(config, device), views=views, tiles=tiles)
 
 
 def _check(
