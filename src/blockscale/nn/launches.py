@@ -98,10 +98,12 @@ class QuantizeLaunch:
         if amax is not None and global_scale is None:
             global_scale = amax.global_scale((x,))
         row, row_scale, column, column_scale = plan.quantize((x,), global_scale, None)
-        return (
-            None if row is None else Parts(row.view(torch.uint8), row_scale, global_scale),
-            None if column is None else Parts(column.view(torch.uint8), column_scale, global_scale),
-        )
+        rows = columns = None
+        if row is not None:
+            rows = Parts(row.view(torch.uint8), row_scale, global_scale)
+        if column is not None:
+            columns = Parts(column.view(torch.uint8), column_scale, global_scale)
+        return rows, columns
 
     def unwritten(self, axis: int) -> Parts:
         """The parts of a matrix, on meta."""
@@ -124,11 +126,13 @@ class QuantizeLaunch:
 
     def restored(self, parts: Parts, axis: int) -> Parts:
         """Parts that somebody else kept (hooks of saved tensors do), where kernels read them."""
-        data, scale = (
-            x if describe(x) == like and x.device == self._device else self._copy(x, like)
-            for x, like in zip(parts[:2], self._described[axis], strict=True)
-        )
-        return Parts(data, scale, parts.global_scale)
+        data, scale, global_scale = parts
+        data_like, scale_like = self._described[axis]
+        if describe(data) != data_like or data.device != self._device:
+            data = self._copy(data, data_like)
+        if describe(scale) != scale_like or scale.device != self._device:
+            scale = self._copy(scale, scale_like)
+        return Parts(data, scale, global_scale)
 
     def _copy(self, x: Tensor, like: Described) -> Tensor:
         shape, _, dtype, _ = like
@@ -149,8 +153,8 @@ class Source(NamedTuple):
         return form.mT if self.turned else form
 
 
-#: What a kernel is given of a part: dtype, shape and strides; None: the part itself.
-_View = tuple[torch.dtype, torch.Size, tuple[int, ...]] | None
+#: What a kernel is given of a part: dtype, shape and strides.
+_View = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 class ProductLaunch:
@@ -187,10 +191,10 @@ class ProductLaunch:
         run, rest, (a_data, a_scale, b_data, b_scale) = self._launch
         product = torch.empty_like(self._like)
         run(
-            _seen(a.data, a_data),
-            _seen(a.scale, a_scale),
-            _seen(b.data, b_data),
-            _seen(b.scale, b_scale),
+            a.data if a_data is None else _seen(a.data, a_data),
+            a.scale if a_scale is None else _seen(a.scale, a_scale),
+            b.data if b_data is None else _seen(b.data, b_data),
+            b.scale if b_scale is None else _seen(b.scale, b_scale),
             product if self._matrix is None else product.view(self._matrix),
             bias,
             global_scales(a.global_scale, b.global_scale),
@@ -200,8 +204,6 @@ class ProductLaunch:
 
 
 def _seen(part: Tensor, view: _View) -> Tensor:
-    if view is None:
-        return part
     dtype, shape, stride = view
     if dtype is not part.dtype:
         part = part.view(dtype)
@@ -215,7 +217,7 @@ def _find_kernel(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Callable[..., Any], tuple[Any, ...], Sequence[_View]] | None:
+) -> tuple[Callable[..., Any], tuple[Any, ...], Sequence[_View | None]] | None:
     """The kernel, its last arguments, and how it sees the parts; None where one kernel by itself
     cannot multiply them as they are. The operands are on meta, where no copy costs anything."""
     products = gemm_kernels.products_on(device)
@@ -244,7 +246,7 @@ def _memory(x: Tensor) -> tuple[int, int]:
     return x.untyped_storage()._cdata, x.storage_offset()
 
 
-def _view(x: Tensor, part: Tensor) -> _View:
-    """How ``x`` is made of a part in the same memory."""
+def _view(x: Tensor, part: Tensor) -> _View | None:
+    """How ``x`` is made of a part in the same memory; None where it is the part."""
     how = x.dtype, x.shape, x.stride()
     return None if how == (part.dtype, part.shape, part.stride()) else how
