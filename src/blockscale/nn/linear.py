@@ -279,6 +279,8 @@ class _PlannedLinear(torch.autograd.Function):
         plan, needs = ctx.plan, ctx.needs_input_grad[:3]
         weight, scalar, data, scale, x_scalar = ctx.saved_tensors
         kept = None if data is None else Parts(data, scale, x_scalar), scalar
+        if weight is not None and weight.stride(-1) != 1:  # hooks of saved tensors may give it so
+            weight = weight.contiguous()
         gradients = None
         if not torch.is_grad_enabled():  # else they are refused
             gradients = plan.backward(needs, grad, kept, weight)
