@@ -25,7 +25,7 @@ from .output_dtype import output_dtype
 from .recipe import Recipe
 from .reuse import is_reusing, quantized_weight
 
-__all__ = ["Gradients", "Kept", "LayerPlan", "Metadata", "find_plan", "plan_key", "remember_plan"]
+__all__ = ["Gradients", "Kept", "LayerPlan", "Metadata", "find_plan", "make_plan", "plan_key"]
 
 _LIMIT = 4096  # plans that are remembered
 _plans: dict[Any, LayerPlan | None] = {}  # None: there is none
@@ -75,7 +75,7 @@ def find_plan(key: Any) -> LayerPlan | None:
     return None if key is None else _plans.get(key)
 
 
-def remember_plan(
+def make_plan(
     key: Any,
     x: Tensor,
     weight: Tensor,
@@ -84,17 +84,26 @@ def remember_plan(
     out_dtype: torch.dtype,
     *,
     columns: bool,
-) -> None:
-    """Make the plan for calls to come, after one that has passed all checks."""
-    if key is None or key in _plans:
-        return
-    if len(_plans) >= _LIMIT:
-        _plans.clear()
+) -> LayerPlan | None:
+    """The plan of a call that has passed all checks, and of calls to come; None where there is
+    none.
+
+    The first call goes by it, too: torch.utils.checkpoint compares what autograd keeps in the first
+    forward and in the second.
+    """
+    if key is None:
+        return None
+    plan = _plans.get(key, _UNKNOWN)
+    if plan is not _UNKNOWN:
+        return plan
     try:
         plan = LayerPlan(x, weight, bias, recipe, out_dtype, columns=columns)
     except (TypeError, ValueError):  # of what has to be rewritten first, or has no kernel
         plan = None
+    if len(_plans) >= _LIMIT:
+        _plans.clear()
     _plans[key] = plan
+    return plan
 
 
 class LayerPlan:

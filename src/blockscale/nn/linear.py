@@ -15,7 +15,7 @@ from ..watching import has_tangent, is_dtensor, is_transformed
 from .double_backward import refuse_double_backward
 from .forms import Forms, quantize_forms
 from .launches import Parts
-from .layer_plan import LayerPlan, Metadata, find_plan, plan_key, remember_plan
+from .layer_plan import LayerPlan, Metadata, find_plan, make_plan, plan_key
 from .output_dtype import output_dtype
 from .recipe import PRODUCTS, Recipe
 from .reuse import forget_weights, hint_at_reuse, quantized_weight
@@ -56,12 +56,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
         weight, key = weight.contiguous(), None
     trains = torch.is_grad_enabled()
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
+    plan = make_plan(key, x, weight, bias, recipe, out_dtype, columns=wgrad)
+    if plan is not None:
+        return _planned(plan, x, weight, bias)
     if not (dgrad or wgrad or "fprop" in recipe.high_precision):
         hint_at_reuse(weight)
     function = _TransformedLinear if is_transformed() else _Linear
-    y = function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
-    remember_plan(key, x, weight, bias, recipe, out_dtype, columns=wgrad)
-    return y
+    return function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
 
 
 def _planned(plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
