@@ -93,9 +93,8 @@ def make_plan(
     """
     if key is None:
         return None
-    plan = _plans.get(key, _UNKNOWN)
-    if plan is not _UNKNOWN:
-        return plan
+    if key in _plans:
+        return _plans.get(key)  # another thread may clear them
     try:
         plan = LayerPlan(x, weight, bias, recipe, out_dtype, columns=columns)
     except (TypeError, ValueError):  # of what has to be rewritten first, or has no kernel
