@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _dispatch_keys = torch._C._dispatch_keys
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_plain_keys: dict[int, bool] = {}  # sets of dispatch keys -> whether plain tensors have them
 
 
 def unwatched() -> bool:
@@ -49,15 +49,19 @@ def is_plain(x: Tensor) -> bool:
     """Whether ``x`` is a dense tensor with memory of its own device, and nothing but that: no
     subclass, wrapped by no transform, nor negated lazily, nested, sparse, on meta, or zeros without
     memory."""
-    return type(x) in _PLAIN and _dispatch_keys(x).raw_repr() in _keys_of_plain()
+    if type(x) not in _PLAIN:
+        return False
+    keys = _dispatch_keys(x).raw_repr()
+    known = _plain_keys.get(keys)
+    return _learn(keys, x.device) if known is None else known
 
 
-@lru_cache
-def _keys_of_plain() -> frozenset[int]:
-    """Of tensors on a CPU and a GPU, made in inference mode and out of it."""
-    keys = set()
-    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
-        for inference in (False, True):
-            with torch.inference_mode(inference):
-                keys.add(_dispatch_keys(torch.empty(0, device=device)).raw_repr())
-    return frozenset(keys)
+def _learn(keys: int, device: torch.device) -> bool:
+    """Whether tensors that were just made have these keys, in inference mode or out of it."""
+    plain = False
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            made = torch.empty(0, device=device)
+        plain |= keys == _dispatch_keys(made).raw_repr() and not made.is_meta
+    _plain_keys[keys] = plain
+    return plain

@@ -101,7 +101,9 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     def plan(call: Any) -> CompiledGemm:
         a_shape, b_shape = shapes
 
-        def run(a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, bias: Any, alpha: Any) -> None:
+        def run(
+            a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, bias: Any, alpha: Any
+        ) -> None:
             counts.products += 1
             scalars = alpha if isinstance(alpha, tuple) else (None, None)
             left = Side(a, a_scale, scalars[0], call.a.format, "compact", a_shape)

@@ -12,12 +12,12 @@ from itertools import product
 
 import pytest
 import torch
+from planned import emulated_gpu, torch_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
 from blockscale.nn import layer_plan, linear, reuse
-from planned import emulated_gpu, torch_gpu
 
 RECIPES = {
     "mxfp8": bs.Recipe("mxfp8"),

@@ -236,13 +236,15 @@ def _find_kernel(
         return None
     given = compiled.views(*laid[0][:2], *laid[1][:2])
     own = [part for each in parts for part in (each.data, each.scale)]
-    if any(x is None or _memory(x) != _memory(part) for x, part in zip(given, own, strict=True)):
-        return None
-    views = [_view(x, part) for x, part in zip(given, own, strict=True)]
+    views = []
+    for x, part in zip(given, own, strict=True):
+        if x is None or _memory(x) != _memory(part):
+            return None
+        views.append(_view(x, part))
     return compiled.run, compiled.rest, views
 
 
-def _memory(x: Tensor) -> tuple[int, int]:
+def _memory(x: Tensor) -> tuple[Any, ...]:
     return x.untyped_storage()._cdata, x.storage_offset()
 
 

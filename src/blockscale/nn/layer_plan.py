@@ -1,9 +1,9 @@
 """What both passes of a linear layer launch, found once for calls alike.
 
-A plan is looked up by all that decides what is launched: the recipe, and how the operands lie. It is
-made of the plans of the quantizers and products that the layer is made of, of calls that have passed
-all checks, and gives their bytes. Where torch looks on, or where something has to be rewritten first,
-there is none: then quantized tensors are made, as ``linear`` does.
+A plan is looked up by all that decides what is launched: the recipe, and how the operands lie. It
+is made of the plans of the layer's quantizers and products, for calls that have passed all checks,
+and gives their bytes. There is none where torch looks on, or where kernels do not do all of it: then
+``linear`` makes quantized tensors and multiplies these.
 """
 
 from __future__ import annotations
@@ -219,11 +219,13 @@ class BackwardPlan:
         if self._quantize is not None:
             rows, g_columns = self._quantize(g)
         if self._dgrad is not None:
-            assert rows is not None and weight is not None
+            assert rows is not None
+            assert weight is not None
             of_x = self._dgrad(rows, self._weight(weight, global_scale))
         del rows  # the peak of memory is in the product to come
         if self._wgrad is not None:
-            assert g_columns is not None and columns is not None
+            assert g_columns is not None
+            assert columns is not None
             of_weight = self._wgrad(g_columns, self._x.restored(columns, -2))
         if bias_grad:
             of_bias = g.sum(0, dtype=torch.float32).to(self._bias_dtype)
@@ -236,8 +238,9 @@ class _Weight:
     def __init__(self, plan: LayerPlan, axis: int) -> None:
         recipe = plan.metadata.recipe
         self._how = recipe.format_of("weights").name, recipe.scale_rounding
-        self._axis, self._along = axis, {"rows": axis == -1, "columns": axis == -2}
-        self.launch = plan.quantizer(plan.weight, "weights", **self._along)
+        self._axis = axis
+        rows, columns = axis == -1, axis == -2
+        self.launch = plan.quantizer(plan.weight, "weights", rows=rows, columns=columns)
 
     def __call__(self, weight: Tensor, global_scale: Tensor | None) -> Parts:
         if not is_reusing():
@@ -245,7 +248,12 @@ class _Weight:
             parts = rows or columns
             assert parts is not None
             return parts
-        forms = quantized_weight(weight, *self._how, **self._along, global_scale=global_scale)
+        forms = quantized_weight(
+            *(weight, *self._how),
+            rows=self._axis == -1,
+            columns=self._axis == -2,
+            global_scale=global_scale,
+        )
         form = forms.rows if self._axis == -1 else forms.columns
         assert form is not None
         return self.launch.parts_of(form, self._axis)

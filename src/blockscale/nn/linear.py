@@ -249,9 +249,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            gradients = _gradients(
-                ctx.needs_input_grad[:3], ctx.about, grad, *ctx.saved_tensors
-            )
+            gradients = _gradients(ctx.needs_input_grad[:3], ctx.about, grad, *ctx.saved_tensors)
         return *refuse_double_backward(gradients), None, None, None, None
 
 
@@ -320,10 +318,10 @@ class _TransformedLinear(torch.autograd.Function):
         with torch.no_grad():
             kept = x.reshape(-1, x.shape[-1]).contiguous()
             if ctx.needs_input_grad[1] and _quantized_products(ctx.about.recipe)["wgrad"]:
-                kept = _quantized_activations(kept, ctx.about.recipe, rows=False, columns=True).columns
-            gradients = _gradients(
-                ctx.needs_input_grad[:3], ctx.about, grad, kept, weight, None
-            )
+                kept = _quantized_activations(
+                    kept, ctx.about.recipe, rows=False, columns=True
+                ).columns
+            gradients = _gradients(ctx.needs_input_grad[:3], ctx.about, grad, kept, weight, None)
         return *refuse_double_backward(gradients, grad, x, weight), None, None, None, None
 
     @staticmethod
