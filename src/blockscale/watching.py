@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["has_tangent", "is_dtensor", "is_transformed", "unwatched"]
+__all__ = ["has_tangent", "is_dtensor", "is_plain", "is_transformed", "unwatched"]
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
+_dispatch_keys = torch._C._dispatch_keys
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_plain_keys: dict[int, bool] = {}  # sets of dispatch keys -> whether plain tensors have them
 
 
 def unwatched() -> bool:
@@ -39,3 +43,25 @@ def is_dtensor(x: object) -> bool:
     where nobody has, there is none.)"""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether ``x`` is a dense tensor with memory of its own device, and nothing but that: no
+    subclass, wrapped by no transform, nor negated lazily, nested, sparse, on meta, or zeros without
+    memory."""
+    if type(x) not in _PLAIN:
+        return False
+    keys = _dispatch_keys(x).raw_repr()
+    known = _plain_keys.get(keys)
+    return _learn(keys, x.device) if known is None else known
+
+
+def _learn(keys: int, device: torch.device) -> bool:
+    """Whether tensors that were just made have these keys, in inference mode or out of it."""
+    plain = False
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            made = torch.empty(0, device=device)
+        plain |= keys == _dispatch_keys(made).raw_repr() and not made.is_meta
+    _plain_keys[keys] = plain
+    return plain

@@ -1,10 +1,11 @@
-"""``blockscale bench gemm|linear|ladder``: what they measure, told apart from how fast it is."""
+"""``blockscale bench gemm|linear|host|ladder``: what they measure, not how fast it is."""
 
 from __future__ import annotations
 
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import matplotlib.pyplot as plt
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 import stand_in
 from blockscale import ScaledTensor
-from blockscale.bench import chooser, gemm, host, ladder, linear, pictures, timing
+from blockscale.bench import chooser, gemm, host, host_layers, ladder, linear, pictures, timing
 from blockscale.bench.contest import (
     BASELINE,
     OURS,
@@ -456,6 +457,21 @@ def test_linear_command(gpu, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_host_command(gpu, monkeypatch, tmp_path):
+    layers = {f"{name}{how}" for name in host_layers.LAYERS for how in ("", ", compiled")}
+    small = partial(host_layers.layer_calls, 4, 32, device="cpu")
+    monkeypatch.setattr(host_layers, "layer_calls", small)
+    monkeypatch.setattr(host_layers, "host_microseconds", lambda call, *_, **__: (call(), 2.0)[1])
+    monkeypatch.setattr(torch, "compile", lambda layer: layer)
+    out = tmp_path / "out.json"
+    shown = invoke("host", "--json", str(out))
+    measured = json.loads(out.read_text())["host"]
+    passes = ("forward", "forward + backward")
+    assert {call["what"] for call in measured} == {f"{x}, {y}" for x in layers for y in passes}
+    assert {call["microseconds"] for call in measured if "backward" in call["what"]} == {2.0}
+    assert all(call["what"] in shown for call in measured)
+
+
 def test_ladder_command(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(ladder, "compile_all", list)
     monkeypatch.setattr(type(STEPS[0]), "launch", lambda *_: 4.0)
@@ -487,7 +503,7 @@ def test_bad_input(arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["gemm", "linear", "ladder"])
+@pytest.mark.parametrize("command", ["gemm", "linear", "host", "ladder"])
 def test_needs_a_gpu(command):
     with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
         CliRunner().invoke(bench, [command], catch_exceptions=False)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -93,7 +94,13 @@ def ready(prepare: Callable[[], Call]) -> Call | str:
     return call
 
 
-def turns(calls: dict[str, Call], timer: Timer, repeats: int = 30) -> dict[str, float | str]:
+class Clock(Protocol):
+    """What tells how long a call takes: a Timer on the GPU, or one of the host."""
+
+    def microseconds(self, call: Call, repeats: int) -> float: ...
+
+
+def turns(calls: dict[str, Call], timer: Clock, repeats: int = 30) -> dict[str, float | str]:
     """Microseconds of each call, or why it failed. All in turn, then all in reverse: what drifts
     evenly with the clocks falls on all alike."""
     found: dict[str, float | str] = {}

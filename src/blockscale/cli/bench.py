@@ -33,7 +33,7 @@ Plot = Annotated[Path | None, typer.Option(help="PNG to draw.")]
 def _all(context: typer.Context) -> None:
     """Measure speed; without a command, all there is to measure: on a CPU the quantizers."""
     if context.invoked_subcommand is None:
-        for command in (quantize, gemm, linear, ladder) if _device("auto") else (quantize,):
+        for command in (quantize, gemm, linear, host, ladder) if _device("auto") else (quantize,):
             command()
 
 
@@ -186,6 +186,24 @@ def linear(
     rows, _ = _measure(contests(names, sizes, peers=wanted), timer, json)
     if plot is not None:
         draw(rows).savefig(plot, dpi=150)
+
+
+@bench.command()
+def host(json: Json = None) -> None:
+    """Measure for how long a linear layer keeps the host, beside torch.nn.Linear.
+
+    Forward, and forward and backward, eager and compiled, of a layer that the device finishes
+    first: medians, of all in turn.
+    """
+    from ..bench.host import HostCall
+    from ..bench.host_layers import layer_calls, measure_layers
+
+    _need_gpu("gemm")
+    found = list[HostCall]()
+    for compiled in (False, True):
+        found += measure_layers(layer_calls(compiled=compiled))
+        output.write(json, rows=(), absent=(), host=found)
+    output.show_host(found)
 
 
 @bench.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_dtensor, is_transformed
 from .double_backward import refuse_double_backward
 from .forms import Forms, quantize_forms
+from .launches import Parts
+from .layer_plan import LayerPlan, Metadata, find_plan, make_plan, plan_key
+from .output_dtype import output_dtype
 from .recipe import PRODUCTS, Recipe
 from .reuse import forget_weights, hint_at_reuse, quantized_weight
 
@@ -39,27 +43,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     Raises ValueError or TypeError as torch.nn.functional.linear and :func:`blockscale.quantize`,
     and NotImplementedError for second derivatives and forward-mode differentiation.
     """
+    key = plan_key(x, weight, bias, recipe)
+    plan = find_plan(key)
+    if plan is not None:
+        return _planned(plan, x, weight, bias)
     _check(x, weight, bias)
     out_dtype = output_dtype(x)
     if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
         b = None if bias is None else bias.to(out_dtype)
         return torch.nn.functional.linear(x.to(out_dtype), weight.to(out_dtype), b)
     if weight.stride(-1) != 1:  # transposed, as torch's orthogonal parametrization makes it
-        weight = weight.contiguous()
+        weight, key = weight.contiguous(), None
     trains = torch.is_grad_enabled()
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
+    plan = make_plan(key, x, weight, bias, recipe, out_dtype, columns=wgrad)
+    if plan is not None:
+        return _planned(plan, x, weight, bias)
     if not (dgrad or wgrad or "fprop" in recipe.high_precision):
         hint_at_reuse(weight)
     function = _TransformedLinear if is_transformed() else _Linear
     return function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
 
 
-def output_dtype(x: Tensor) -> torch.dtype:
-    """That of ``x``, or of torch.autocast where it is on."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # it knows no meta
-        return torch.get_autocast_dtype(device)
-    return x.dtype
+def _planned(plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The layer, by the launches of a call like this one."""
+    trains = torch.is_grad_enabled()
+    dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
+    if not (dgrad or wgrad):
+        hint_at_reuse(weight)
+        if not (trains and bias is not None and bias.requires_grad):
+            return plan.forward(x, weight, bias)[0]
+    return _PlannedLinear.apply(x, weight, bias, plan, dgrad)
 
 
 def unflatten_rows(y: Tensor, x: Tensor) -> Tensor:
@@ -149,15 +163,16 @@ def _fprop(
 
 
 def _gradients(
-    ctx: Any,
+    needs: Sequence[bool],
+    about: Metadata,
     grad: Tensor,
     x: Tensor | None,
     weight: Tensor | None,
     global_scale: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Of x, weight and bias. ``x`` and the weight's ``global_scale`` are those of ``_fprop``."""
-    dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
-    recipe, (x_dtype, w_dtype, bias_dtype) = ctx.recipe, ctx.dtypes
+    dgrad, wgrad, bias_grad = needs
+    recipe, x_shape, (x_dtype, w_dtype, bias_dtype) = about
     quantized = _quantized_products(recipe)
     g = grad.reshape(-1, grad.shape[-1]).contiguous()
     rows, columns = quantize_forms(
@@ -171,7 +186,7 @@ def _gradients(
     if dgrad:
         assert weight is not None
         grad_x = _dgrad(g if rows is None else rows, weight, global_scale, recipe, x_dtype)
-        grad_x = grad_x.reshape(ctx.x_shape)
+        grad_x = grad_x.reshape(x_shape)
     del rows  # the peak of memory is in the product to come
     if wgrad:
         assert x is not None
@@ -203,8 +218,8 @@ def _wgrad(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 def _save_metadata(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe
 ) -> None:
-    ctx.recipe, ctx.x_shape = recipe, x.shape
-    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    ctx.about = Metadata(recipe, x.shape, dtypes)
 
 
 class _Linear(torch.autograd.Function):
@@ -234,8 +249,46 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            gradients = _gradients(ctx, grad, *ctx.saved_tensors)
+            gradients = _gradients(ctx.needs_input_grad[:3], ctx.about, grad, *ctx.saved_tensors)
         return *refuse_double_backward(gradients), None, None, None, None
+
+
+class _PlannedLinear(torch.autograd.Function):
+    """The same by a plan: what is quantized is kept as its parts, and no tensor is made of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: LayerPlan,
+        dgrad: bool,
+    ) -> Tensor:
+        y, (columns, scalar) = plan.forward(x, weight, bias)
+        ctx.save_for_backward(
+            *(weight if dgrad else None, scalar if dgrad else None),
+            *((None, None, None) if columns is None else columns),
+        )
+        ctx.plan = plan
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan, needs = ctx.plan, ctx.needs_input_grad[:3]
+        weight, scalar, data, scale, x_scalar = ctx.saved_tensors
+        kept = None if data is None else Parts(data, scale, x_scalar), scalar
+        if weight is not None and weight.stride(-1) != 1:  # hooks of saved tensors may give it so
+            weight = weight.contiguous()
+        gradients = None
+        if not torch.is_grad_enabled():  # else they are refused
+            gradients = plan.backward(needs, grad, kept, weight)
+        if gradients is None:
+            with torch.no_grad():
+                x = plan.kept_tensor(kept)
+                gradients = _gradients(needs, plan.metadata, grad, x, weight, scalar)
+            gradients = refuse_double_backward(gradients)
+        return *gradients, None, None
 
 
 class _TransformedLinear(torch.autograd.Function):
@@ -264,9 +317,11 @@ class _TransformedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with torch.no_grad():
             kept = x.reshape(-1, x.shape[-1]).contiguous()
-            if ctx.needs_input_grad[1] and _quantized_products(ctx.recipe)["wgrad"]:
-                kept = _quantized_activations(kept, ctx.recipe, rows=False, columns=True).columns
-            gradients = _gradients(ctx, grad, kept, weight, None)
+            if ctx.needs_input_grad[1] and _quantized_products(ctx.about.recipe)["wgrad"]:
+                kept = _quantized_activations(
+                    kept, ctx.about.recipe, rows=False, columns=True
+                ).columns
+            gradients = _gradients(ctx.needs_input_grad[:3], ctx.about, grad, kept, weight, None)
         return *refuse_double_backward(gradients, grad, x, weight), None, None, None, None
 
     @staticmethod

@@ -22,6 +22,7 @@ __all__ = [
     "clear_weight_cache",
     "forget_weights",
     "hint_at_reuse",
+    "is_reusing",
     "quantized_weight",
     "reuse_weights",
 ]
@@ -78,6 +79,11 @@ def reuse_weights() -> Iterator[None]:
         _blocks -= 1
         if not _blocks and not torch.compiler.is_compiling():
             forget_weights()
+
+
+def is_reusing() -> bool:
+    """Whether a block of ``reuse_weights`` is open."""
+    return bool(_blocks)
 
 
 def quantized_weight(

@@ -7,9 +7,6 @@ quantizer, ``config`` how it is chosen. The way back is ``dequantize_plan`` and
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from ...formats import Format
@@ -18,16 +15,19 @@ from ..common.runtime import Unsupported, describe, gpu_of
 from .config import Request
 from .dequantize_plan import DequantizeCall, DequantizePlan, dequantize, plan_dequantize
 from .norm import rmsnorm, unsupported_rmsnorm
-from .plan import plan_amax, plan_quantize, unsupported
+from .plan import QuantizePlan, plan_amax, plan_quantize, unsupported
 
 __all__ = [
     "DequantizeCall",
     "DequantizePlan",
+    "QuantizePlan",
     "Request",
     "Unsupported",
     "dequantize",
     "global_scale",
+    "plan_amax",
     "plan_dequantize",
+    "plan_quantize",
     "quantize",
     "rmsnorm",
     "unsupported",
@@ -86,13 +86,9 @@ def quantize(
         global_scale is not None,
         groups,
     )
-    arguments: list[Any] = [None] * 4
-    for output in plan.outputs:
-        arguments[output.first] = torch.empty_like(output.data)
-        arguments[output.first + 1] = torch.empty_like(output.scale)
-    plan.run(plan.sources(x, *others), *arguments, global_scale, offsets if plan.grouped else None)
+    written = plan.quantize((x, *others), global_scale, offsets)
     # shaped while the kernel runs
-    return [output.shaped(*arguments[output.first : output.first + 2]) for output in plan.outputs]
+    return [output.shaped(*written[output.first : output.first + 2]) for output in plan.outputs]
 
 
 def global_scale(
@@ -107,7 +103,4 @@ def global_scale(
     asked = Request(format.name, producer=producer)
     inputs = tuple(map(describe, (x, *others)))
     plan = plan_amax(inputs, x.device, gpu or gpu_of(x.device), asked)
-    partials = x.new_empty(plan.tiles, dtype=torch.int32)
-    scale = x.new_empty((), dtype=torch.float32)
-    plan.run(plan.sources(x, *others), partials, scale)
-    return scale
+    return plan.global_scale((x, *others))

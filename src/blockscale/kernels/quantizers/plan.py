@@ -16,12 +16,15 @@ from ..common.runtime import Described, Unsupported, gpu_of, missing
 from .config import PANEL, PRODUCERS, Config, Request, choose_config, why_not
 from .outputs import Output, choose_output
 
-__all__ = ["as_matrix", "plan_amax", "plan_quantize", "unsupported"]
+__all__ = ["QuantizePlan", "as_matrix", "plan_amax", "plan_quantize", "unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """``views`` has shape, strides and offset of each source, where it is not a whole input."""
+class QuantizePlan:
+    """What calls alike launch.
+
+    ``views`` has shape, strides and offset of each source, where it is not a whole input.
+    """
 
     run: Callable[..., Any]
     views: tuple[tuple[int, tuple[Any, Any, int]], ...] | None
@@ -36,6 +39,26 @@ class _Plan:
             inputs[i].as_strided(shape, stride, inputs[i].storage_offset() + offset)
             for i, (shape, stride, offset) in self.views
         )
+
+    def quantize(
+        self, inputs: tuple[Tensor, ...], global_scale: Tensor | None, offsets: Tensor | None
+    ) -> list[Any]:
+        """Data and scales along rows, then along columns, as the kernel writes them: matrices that
+        ``outputs`` shape; None where an axis is not asked for."""
+        written: list[Any] = [None] * 4
+        for output in self.outputs:
+            written[output.first] = torch.empty_like(output.data)
+            written[output.first + 1] = torch.empty_like(output.scale)
+        offsets = offsets if self.grouped else None
+        self.run(self.sources(*inputs), *written, global_scale, offsets)
+        return written
+
+    def global_scale(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """An fp32 scalar."""
+        partials = inputs[0].new_empty(self.tiles, dtype=torch.int32)
+        scale = inputs[0].new_empty((), dtype=torch.float32)
+        self.run(self.sources(*inputs), partials, scale)
+        return scale
 
 
 def unsupported(x: Tensor, request: Request, gpu: Gpu | None = None) -> str:
@@ -101,7 +124,7 @@ def plan_quantize(
     request: Request,
     has_global_scale: bool,
     groups: int | None,
-) -> _Plan:
+) -> QuantizePlan:
     """The plan of a call of ``quantize``: of ``x`` and the other ``inputs`` of its producer."""
     shape = _check(inputs, device, gpu, request)
     assert gpu is not None  # else it is not supported
@@ -111,7 +134,7 @@ def plan_quantize(
     grouped = request.grouped and (-2 in request.axes or set(request.layouts) != {"compact"})
     config, views = _choose(inputs, request._replace(grouped=grouped), gpu)
     groups = groups if grouped else None
-    return _Plan(
+    return QuantizePlan(
         run=gpu.load(config),
         views=views,
         outputs=tuple(
@@ -125,14 +148,14 @@ def plan_quantize(
 @lru_cache(maxsize=4096)
 def plan_amax(
     inputs: tuple[Described, ...], device: torch.device, gpu: Gpu | None, request: Request
-) -> _Plan:
+) -> QuantizePlan:
     """The plan of a call of ``global_scale``."""
     shape = _check(inputs, device, gpu, request)
     assert gpu is not None  # else it is not supported
     config, views = _choose(inputs, request._replace(axes=(), layouts=()), gpu)
     rows, columns = math.prod(shape[:-1]), shape[-1] // PRODUCERS[request.producer].parts
     tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
-    return _Plan(run=gpu.load(config), views=views, tiles=tiles)
+    return QuantizePlan(run=gpu.load(config), views=views, tiles=tiles)
 
 
 def _check(

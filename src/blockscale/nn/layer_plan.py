@@ -1,0 +1,273 @@
+"""What both passes of a linear layer launch, found once for calls alike.
+
+A plan is looked up by all that decides what is launched: the recipe, and how the operands lie. It
+is made of the plans of the layer's quantizers and products, for calls that have passed all checks,
+and gives their bytes. There is none where torch looks on, or where kernels do not do all of it:
+then ``linear`` makes quantized tensors and multiplies these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..kernels import quantizers
+from ..kernels.common.runtime import Described, describe, gpu_of
+from ..tensor import ScaledTensor
+from ..watching import is_plain, unwatched
+from .launches import Parts, ProductLaunch, QuantizeLaunch, Source
+from .output_dtype import output_dtype
+from .recipe import Recipe
+from .reuse import is_reusing, quantized_weight
+
+__all__ = ["Gradients", "Kept", "LayerPlan", "Metadata", "find_plan", "make_plan", "plan_key"]
+
+_LIMIT = 4096  # plans that are remembered
+_plans: dict[Any, LayerPlan | None] = {}  # None: there is none
+
+
+class Metadata(NamedTuple):
+    """What the backward needs to know of the forward's arguments."""
+
+    recipe: Recipe
+    x_shape: torch.Size
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]  # of x, weight and bias
+
+
+#: What is kept of ``x`` for wgrad, and the weight's global scale, for dgrad.
+Kept = tuple[Parts | None, Tensor | None]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def plan_key(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Any:
+    """Calls with the same key launch the same; None where torch has to look on.
+
+    Addresses are no part of it: what depends on them is looked up at the launch.
+    """
+    if not unwatched() or forward_ad._current_level >= 0 or torch._C._is_tracing():
+        return None
+    if not (is_plain(x) and is_plain(weight)):
+        return None
+    gpu = gpu_of(x.device)
+    if gpu is None:
+        return None
+    if bias is not None and not is_plain(bias):
+        return None
+    return (
+        recipe,
+        torch.is_grad_enabled() and weight.requires_grad,
+        output_dtype(x),
+        x.shape,
+        x.dtype,
+        x.device,
+        gpu,
+        weight.shape,
+        weight.stride(),
+        weight.dtype,
+        weight.device,
+        None if bias is None else (*describe(bias), bias.device),
+    )
+
+
+def find_plan(key: Any) -> LayerPlan | None:
+    """The plan of calls with this key, if it is known by now."""
+    return None if key is None else _plans.get(key)
+
+
+def make_plan(
+    key: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    *,
+    columns: bool,
+) -> LayerPlan | None:
+    """The plan of a call that has passed all checks, and of calls to come; None where there is
+    none.
+
+    The first call goes by it, too: torch.utils.checkpoint compares what autograd keeps in the first
+    forward and in the second.
+    """
+    if key is None:
+        return None
+    if key in _plans:
+        return _plans.get(key)  # another thread may clear them
+    try:
+        plan = LayerPlan(x, weight, bias, recipe, out_dtype, columns=columns)
+    except (TypeError, ValueError):  # of what has to be rewritten first, or has no kernel
+        plan = None
+    if len(_plans) >= _LIMIT:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+class LayerPlan:
+    """Both passes of a layer; ``columns``: whether x is kept for wgrad.
+
+    Raises ValueError or TypeError where kernels do not do all of the forward.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        *,
+        columns: bool,
+    ) -> None:
+        if recipe.high_precision:
+            raise quantizers.Unsupported("high_precision: these products are torch's")
+        n, k = weight.shape
+        dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        self.metadata = Metadata(recipe, x.shape, dtypes)
+        self.device, self.out_dtype = x.device, out_dtype
+        self.weight = describe(weight)
+        self.out_shape = (*x.shape[:-1], n)
+        rows = _rows((x.numel() // k, k), x.dtype, x.data_ptr())
+        self.x = self.quantizer(rows, "activations", rows=True, columns=columns)
+        self._weight = _Weight(self, -1)
+        self._fprop = ProductLaunch(
+            Source(self.x, -1),
+            Source(self._weight.launch, -1, turned=True),
+            *(None if bias is None else bias.detach(), out_dtype, self.out_shape, self.device),
+        )
+        self._backward: dict[tuple[bool, bool], BackwardPlan | None] = {}
+
+    def quantizer(
+        self, x: Described, role: str, *, rows: bool = False, columns: bool = False
+    ) -> QuantizeLaunch:
+        """Of an operand, as the recipe says."""
+        recipe = self.metadata.recipe
+        how = recipe.format_of(role), recipe.scale_rounding
+        return QuantizeLaunch(x, self.device, *how, rows=rows, columns=columns)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
+        """The product, and what is kept for the backward."""
+        rows, columns = self.x(_matrix(x))
+        assert rows is not None
+        w = self._weight(weight, None)
+        y = self._fprop(rows, w, None if bias is None else bias.detach())
+        return y, (columns, w.global_scale)
+
+    def backward(
+        self, needs: Sequence[bool], grad: Tensor, kept: Kept, weight: Tensor | None
+    ) -> Gradients | None:
+        """Those of x, weight and bias that ``needs`` asks for; None where torch looks on, or where
+        kernels do not do all of it."""
+        if not (unwatched() and is_plain(grad)):
+            return None
+        if weight is not None and not (
+            is_plain(weight) and weight.shape == self.weight[0] and weight.device == self.device
+        ):
+            return None
+        dgrad, wgrad, bias_grad = needs
+        if (dgrad, wgrad) not in self._backward:
+            self._backward[dgrad, wgrad] = self._plan_backward(dgrad, wgrad)
+        plan = self._backward[dgrad, wgrad]
+        return None if plan is None else plan(grad, kept, weight, bias_grad)
+
+    def _plan_backward(self, dgrad: bool, wgrad: bool) -> BackwardPlan | None:
+        try:
+            return BackwardPlan(self, dgrad, wgrad)
+        except (TypeError, ValueError):  # of what has to be rewritten first, or has no kernel
+            return None
+
+    def kept_tensor(self, kept: Kept) -> ScaledTensor | None:
+        """What is kept of x, as a tensor."""
+        columns = kept[0]
+        return None if columns is None else self.x.form(self.x.restored(columns, -2), -2)
+
+
+class BackwardPlan:
+    """The backward of a layer: ``dgrad`` and ``wgrad``, where they are asked for.
+
+    Raises as :class:`LayerPlan`.
+    """
+
+    def __init__(self, plan: LayerPlan, dgrad: bool, wgrad: bool) -> None:
+        self._x, (x_dtype, w_dtype, self._bias_dtype) = plan.x, plan.metadata.dtypes
+        x_shape, device = plan.metadata.x_shape, plan.device
+        self._quantize: QuantizeLaunch | None = None
+        self._dgrad: ProductLaunch | None = None
+        self._wgrad: ProductLaunch | None = None
+        if not (dgrad or wgrad):
+            return
+        n, k = plan.weight[0]
+        rows = _rows((x_shape.numel() // k, n), plan.out_dtype, 0)
+        g = self._quantize = plan.quantizer(rows, "gradients", rows=dgrad, columns=wgrad)
+        if dgrad:
+            self._weight = _Weight(plan, -2)
+            operands = Source(g, -1), Source(self._weight.launch, -2)
+            self._dgrad = ProductLaunch(*operands, None, x_dtype, x_shape, device)
+        if wgrad:
+            operands = Source(g, -2, turned=True), Source(self._x, -2)
+            self._wgrad = ProductLaunch(*operands, None, w_dtype, (n, k), device)
+
+    def __call__(
+        self, grad: Tensor, kept: Kept, weight: Tensor | None, bias_grad: bool
+    ) -> Gradients:
+        """The gradients of x, weight and bias."""
+        columns, global_scale = kept
+        of_x = of_weight = of_bias = rows = g_columns = None
+        g = _matrix(grad)
+        if self._quantize is not None:
+            rows, g_columns = self._quantize(g)
+        if self._dgrad is not None:
+            assert rows is not None
+            assert weight is not None
+            of_x = self._dgrad(rows, self._weight(weight, global_scale))
+        del rows  # the peak of memory is in the product to come
+        if self._wgrad is not None:
+            assert g_columns is not None
+            assert columns is not None
+            of_weight = self._wgrad(g_columns, self._x.restored(columns, -2))
+        if bias_grad:
+            of_bias = g.sum(0, dtype=torch.float32).to(self._bias_dtype)
+        return of_x, of_weight, of_bias
+
+
+class _Weight:
+    """Quantizes the weight of a layer along an axis, or finds it quantized."""
+
+    def __init__(self, plan: LayerPlan, axis: int) -> None:
+        recipe = plan.metadata.recipe
+        self._how = recipe.format_of("weights").name, recipe.scale_rounding
+        self._axis = axis
+        rows, columns = axis == -1, axis == -2
+        self.launch = plan.quantizer(plan.weight, "weights", rows=rows, columns=columns)
+
+    def __call__(self, weight: Tensor, global_scale: Tensor | None) -> Parts:
+        if not is_reusing():
+            rows, columns = self.launch(weight.detach(), global_scale)
+            parts = rows or columns
+            assert parts is not None
+            return parts
+        forms = quantized_weight(
+            *(weight, *self._how),
+            rows=self._axis == -1,
+            columns=self._axis == -2,
+            global_scale=global_scale,
+        )
+        form = forms.rows if self._axis == -1 else forms.columns
+        assert form is not None
+        return self.launch.parts_of(form, self._axis)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Its rows, contiguous and without a gradient."""
+    x = x.detach()
+    return (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).contiguous()
+
+
+def _rows(shape: tuple[int, int], dtype: torch.dtype, address: int) -> Described:
+    """What ``_matrix`` makes of a tensor, described."""
+    return torch.Size(shape), (shape[1], 1), dtype, address % 32

@@ -1,0 +1,118 @@
+"""GPUs that are not there, for layers that launch what a plan found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from blockscale import ops, reference
+from blockscale.formats import get_format
+from blockscale.kernels import quantizers
+from blockscale.kernels.common.calls import CompiledGemm, Operand
+from blockscale.kernels.common.template import template
+from blockscale.kernels.quantizers.outputs import choose_output
+from blockscale.nn import layer_plan
+from blockscale.ops import gemm_kernels
+from blockscale.ops.gemm_operands import Products, Side
+from stand_in import gpu
+
+__all__ = ["Counts", "torch_gpu"]
+
+
+class Counts:
+    """What the kernels of :func:`torch_gpu` were launched for."""
+
+    def __init__(self) -> None:
+        self.quantized: list[torch.Size] = []
+        self.products = 0
+
+
+class _Quantizer:
+    """What quantizes on a GPU that computes by torch, with the attributes of a QuantizePlan."""
+
+    def __init__(self, counts: Counts, x: Any, format: str, *how: Any) -> None:
+        self._counts, self._shape, self._format, self._how = counts, x[0], format, how
+        if how:
+            axes, layouts, *_, k_major = how
+            self.outputs = [
+                choose_output(
+                    *(tuple(x[0]), get_format(format), axis, layout, torch.device("cpu"), None),
+                    k_major,
+                )
+                for axis, layout in zip(axes, layouts, strict=True)
+            ]
+
+    def quantize(self, inputs: Any, global_scale: Any, offsets: Any) -> list[Any]:
+        (x,), (axes, layouts, scale_rounding, k_major) = inputs, self._how
+        assert x.shape == self._shape
+        assert not x.requires_grad
+        self._counts.quantized.append(x.shape)
+        written: list[Any] = [None] * 4
+        for axis, layout, output in zip(axes, layouts, self.outputs, strict=True):
+            data, scale = ops.quantize(
+                *(x, self._format, axis, scale_rounding, "propagate", layout, global_scale),
+                *(None, None, "reference", k_major),
+            )
+            written[output.first] = (data.mT if output.turned else data).contiguous()
+            written[output.first + 1] = scale.contiguous()
+        return written
+
+    def global_scale(self, inputs: Any) -> torch.Tensor:
+        return ops.global_scale(inputs[0], self._format, "reference")
+
+
+@contextmanager
+def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
+    """A GPU whose tensors are on the CPU and whose kernels are the reference, written in torch: the
+    numbers of layers on a CPU, quickly."""
+    counts, shapes = Counts(), []
+
+    def lay(a: Side, b: Side) -> Any:
+        shapes[:] = a.shape, b.shape
+        return Operand(a.data, a.scale, a.format), Operand(b.data, b.scale, b.format)
+
+    def plan(call: Any) -> CompiledGemm:
+        a_shape, b_shape = shapes
+
+        def run(
+            a: Any, a_scale: Any, b: Any, b_scale: Any, out: Any, bias: Any, alpha: Any
+        ) -> None:
+            counts.products += 1
+            scalars = alpha if isinstance(alpha, tuple) else (None, None)
+            left = Side(a, a_scale, scalars[0], call.a.format, "compact", a_shape)
+            right = Side(b, b_scale, scalars[1], call.b.format, "compact", b_shape)
+            gemm = sys.modules["blockscale.ops.gemm"]
+            values = gemm._values(left, -1), gemm._values(right, -2)
+            out.copy_(reference.gemm(*values, out_dtype=call.out_dtype, bias=bias))
+
+        like = template((a_shape[0], b_shape[1]), call.out_dtype, call.device)
+        return CompiledGemm(None, run, like, lambda *operands: operands)
+
+    pairs = {(x, y) for x in _FORMATS for y in _FORMATS}
+    products = Products("a GPU", "all", pairs, lay, plan, {}, k_major=False)
+    monkeypatch.setattr(gemm_kernels, "products_on", lambda device: products)
+
+    def plan_quantize(
+        inputs: Any, device: Any, gpu: Any, asked: quantizers.Request, *_: Any
+    ) -> _Quantizer:
+        if inputs[0][1][-1] != 1:
+            raise quantizers.Unsupported("x: not contiguous in the last dimension")
+        how = asked.axes, asked.layouts, asked.scale_rounding, asked.k_major
+        return _Quantizer(counts, inputs[0], asked.format, *how)
+
+    def plan_amax(inputs: Any, device: Any, gpu: Any, asked: quantizers.Request) -> _Quantizer:
+        return _Quantizer(counts, inputs[0], asked.format)
+
+    monkeypatch.setattr(quantizers, "plan_quantize", plan_quantize)
+    monkeypatch.setattr(quantizers, "plan_amax", plan_amax)
+    monkeypatch.setattr(layer_plan, "_plans", {})
+    with gpu("of torch"):
+        yield counts
+
+
+_FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128")
