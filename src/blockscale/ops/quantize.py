@@ -125,9 +125,9 @@ def _by_kernel(
     k_major: bool,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
-    if seed is not None:
+    if seed is not None and on_gpu(x):
         raise quantizers.Unsupported(
-            "seed: no kernel rounds stochastically; leave it out to round to nearest even"
+            "seed: no kernel rounds stochastically on a GPU; leave it out to round to nearest even"
         )
     if gpu_of(x.device) is None:
         if offsets is not None and axes == (-2,):
@@ -142,6 +142,7 @@ def _by_kernel(
             scale_rounding=scale_rounding,
             nonfinite=nonfinite,
             global_scale=global_scale,
+            seed=seed,
         )
         if fmt.turned(axes[0], k_major) and data.stride(-2) != 1:
             data = data.mT.contiguous().mT

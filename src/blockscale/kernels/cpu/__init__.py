@@ -54,6 +54,7 @@ def quantize(
     scale_rounding: str = "rceil",
     nonfinite: str = "propagate",
     global_scale: Tensor | None = None,
+    seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Data and compact scales of ``x`` (..., M, K), as ``reference.quantize``, byte for byte.
 
@@ -77,10 +78,11 @@ def quantize(
             _scalar_bits(global_scale), constants.max_bits, scale_values(UE4M3)[:128], table
         )
     items = _items(x)
-    fixed = items, *_flat(data, scale), grid, constants, encode_scale, table
+    fixed = items, *_flat(data, scale), grid, constants, encode_scale, table, seed or 0
 
     def work(first: int, last: int) -> None:
-        compiled.quantize_tiles(*fixed, encoding.make_scratch(items, grid, constants), first, last)
+        scratch = encoding.make_scratch(items, grid, constants, seed is not None)
+        compiled.quantize_tiles(*fixed, scratch, first, last)
 
     run(work, grid.tiles, grid.chunk(_CHUNK))
     return data.view(format.element.dtype), scale

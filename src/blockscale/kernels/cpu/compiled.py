@@ -36,10 +36,10 @@ def _cached(function):
 
 @_cached
 def quantize_tiles(
-    x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
+    x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, scratch, first, last
 ):
     encoding.quantize_tiles(
-        x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
+        x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, scratch, first, last
     )
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..common.spec import NEAREST_FP32, POWER_OF_TWO, Spec
+from . import stochastic
 from .arith import (
     INF,
     MIN_NORMAL,
@@ -36,6 +37,7 @@ from .spec import Geometry
 
 _SMALL = (127 - 100) << 23  # 2^-100: far from the subnormals, and so are its products with elements
 _LARGE = (127 + 100) << 23
+_LARGE_STOCHASTIC = (127 + 64) << 23  # times a subnormal: below 2^-32 of any element's quantum
 _E4M3 = np.int64(3), np.int64(7), np.int64(0x7E)  # mantissa bits, bias, largest code
 
 
@@ -130,12 +132,12 @@ def _ue4m3_scales(amax, encode_scale, table, code, reciprocal):
 
 
 @compiled
-def _mark_inexact(amax, small, reciprocal, inexact):
+def _mark_inexact(amax, small, reciprocal, largest, inexact):
     """Mark blocks that fp32 arithmetic may get wrong; the result tells whether there are any."""
     found = np.uint8(0)
     for b in range(amax.size):
         m, r = amax[b], reciprocal[b]
-        large = r >= np.int32(_LARGE)  # subnormal elements count (reciprocals never are)
+        large = r >= largest  # subnormal elements count (reciprocals never are)
         is_inexact = (m >= np.int32(INF)) | ((m > 0) & ((m < small) | large))
         inexact[b] = np.uint8(is_inexact)
         found |= inexact[b]
@@ -143,7 +145,7 @@ def _mark_inexact(amax, small, reciprocal, inexact):
 
 
 @compiled
-def _scales(amax, spec, encode_scale, table, code, reciprocal, inexact):
+def _scales(amax, spec, encode_scale, table, largest, code, reciprocal, inexact):
     """Scale codes and fp32 bits of reciprocals; marks inexact blocks, tells whether there are."""
     if spec.kind == POWER_OF_TWO:
         _power_of_two_scales(amax, spec, code, reciprocal)
@@ -152,7 +154,7 @@ def _scales(amax, spec, encode_scale, table, code, reciprocal, inexact):
     else:
         _ue4m3_scales(amax, encode_scale, table, code, reciprocal)
     small = np.int32(_SMALL if encode_scale >= _SMALL else INF)
-    return _mark_inexact(amax, small, reciprocal, inexact)
+    return _mark_inexact(amax, small, reciprocal, largest, inexact)
 
 
 @compiled
@@ -176,8 +178,9 @@ def _encode_row(row, reciprocal, out, spec):
 
 
 @compiled
-def _encode(source, target, n, reciprocal, spec):
+def _encode(source, target, n, reciprocal, spec, random):
     """Codes of a strip, ``n`` columns of it; rows that are padding become zeros."""
+    seed, first, row_length, noise = random
     x, start, stride, rows = source
     out, to, out_stride, out_rows, out_columns = target
     for r in range(out_rows):
@@ -185,7 +188,12 @@ def _encode(source, target, n, reciprocal, spec):
         line = out[at : at + out_columns]
         if r < rows:
             at = start + r * stride
-            _encode_row(x[at : at + n], reciprocal, line, spec)
+            if noise.size:
+                drawn = stochastic.draw(seed, first + r * row_length, n, noise)
+                bits = noise[drawn : drawn + n]
+                stochastic.encode_row(x[at : at + n], reciprocal, bits, line, spec)
+            else:
+                _encode_row(x[at : at + n], reciprocal, line, spec)
         else:
             _zero(line)
 
@@ -215,10 +223,11 @@ def _exact_scale(amax, spec, encode_scale, table):
 
 
 @compiled
-def _exact_block(source, target, left, columns, spec, encode_scale, table):
+def _exact_block(source, target, left, columns, spec, encode_scale, table, random):
     """Quantize the block that begins in column ``left`` and return the code of its scale."""
     x, start, stride, rows = source
     out, to, out_stride, out_rows, out_columns = target
+    seed, first, row_length, noise = random
     start, to, out_columns = start + left, to + left, min(columns, out_columns - left)
     amax, nan, inf = np.int64(0), False, False
     for r in range(rows):
@@ -233,6 +242,9 @@ def _exact_block(source, target, left, columns, spec, encode_scale, table):
         elif inf:
             scale = spec.scale_max
     for r in range(out_rows):
+        drawn = 0
+        if noise.size:
+            drawn = stochastic.draw(seed, first + r * row_length + left, columns, noise)
         for c in range(out_columns):
             v = np.int64(0)
             if r < rows:
@@ -247,8 +259,14 @@ def _exact_block(source, target, left, columns, spec, encode_scale, table):
             elif inf:
                 code = 0
             else:
-                product = exact_multiply(m, reciprocal)
-                code = exact_encode(product, spec.mantissa_bits, spec.bias, spec.max_code) | sign
+                product, element = exact_multiply(m, reciprocal), (spec.mantissa_bits, spec.bias)
+                if noise.size:
+                    code = stochastic.exact_encode(
+                        product, *element, spec.max_code, noise[drawn + c]
+                    )
+                else:
+                    code = exact_encode(product, *element, spec.max_code)
+                code |= sign
             out[to + r * out_stride + c] = code
     return scale
 
@@ -262,13 +280,14 @@ class Scratch(NamedTuple):
     code: np.ndarray
     reciprocal: np.ndarray
     spread: np.ndarray
+    noise: np.ndarray  # random bits of a row; empty where elements are rounded to nearest
     inexact: np.ndarray  # uint8, as the rest
     codes: np.ndarray
     transposed: np.ndarray
     packed: np.ndarray
 
 
-def make_scratch(x: np.ndarray, geometry: Geometry, spec: Spec) -> Scratch:
+def make_scratch(x: np.ndarray, geometry: Geometry, spec: Spec, stochastically: bool) -> Scratch:
     width, strip = geometry.width, geometry.block_rows * geometry.width
     padded = strip if geometry.columns % geometry.block_columns else 0
     codes = strip * geometry.depth if spec.bits < 8 else 0
@@ -277,6 +296,7 @@ def make_scratch(x: np.ndarray, geometry: Geometry, spec: Spec) -> Scratch:
         np.empty(padded, x.dtype),
         np.empty(width, x.dtype),
         *np.empty((4, width), np.int32),
+        np.empty(width + stochastic.ROOM if stochastically else 0, np.int32),
         np.empty(width, np.uint8),
         np.empty(codes, np.uint8),
         *np.empty((2, transposed), np.uint8),
@@ -285,15 +305,17 @@ def make_scratch(x: np.ndarray, geometry: Geometry, spec: Spec) -> Scratch:
 
 @spliced
 def quantize_tiles(
-    x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
+    x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, scratch, first, last
 ):
     """Quantize tiles ``first`` to ``last`` of a tensor.
 
     ``x`` (uint16, int16 or int32), ``data`` (uint8) and one of ``scale8`` (uint8) and ``scale32``
     (int32) are flat and contiguous in memory; the other scale is empty. ``table`` and
     ``encode_scale`` come from :func:`ue4m3_reciprocals`, ``scratch`` from :func:`make_scratch`.
+    Elements are rounded stochastically with ``seed`` where the scratch has room for random bits.
     """
     g = geometry
+    largest = np.int32(_LARGE_STOCHASTIC if scratch.noise.size else _LARGE)
     height, size, width = g.block_rows, g.block_columns, g.width
     groups, scale_columns = -(-g.strips // g.depth), -(-g.columns // size)
     for tile in range(first, last):
@@ -319,22 +341,24 @@ def quantize_tiles(
             if spec.bits < 8:
                 to = (strip - first_strip) * height * width
                 target = scratch.codes, to, width, out_rows, out_columns
+            index = (lead * g.rows + top) * g.columns + left
+            random = seed, index, g.columns, scratch.noise
 
             _amax(source, height, size, scratch.column_amax[:n], scratch.amax[:blocks])
             found_inexact = _scales(
-                scratch.amax[:blocks], spec, encode_scale, table, scratch.code,
+                scratch.amax[:blocks], spec, encode_scale, table, largest, scratch.code,
                 scratch.reciprocal, scratch.inexact,
             )  # fmt: skip
             factor = scratch.reciprocal
             if size > 1:
                 factor = scratch.spread
                 _spread(scratch.reciprocal, size, factor[:n])
-            _encode(source, target, n, factor, spec)
+            _encode(source, target, n, factor, spec, random)
             if found_inexact:
                 for b in range(blocks):
                     if scratch.inexact[b]:
                         scratch.code[b] = _exact_block(
-                            source, target, b * size, size, spec, encode_scale, table
+                            source, target, b * size, size, spec, encode_scale, table, random
                         )
 
             at = (lead * g.strips + strip) * scale_columns + left // size
