@@ -115,7 +115,7 @@ def _on_cpu(operation: str) -> tuple[str, str]:
     if operation in _FUSED:
         return "torch + numba", "values made by torch, quantized by a kernel"
     if operation in ("quantize", "quantize_both"):
-        return "numba", "reference where seed= or groups along the contraction are asked for"
+        return "numba", "reference where groups along the contraction are asked for"
     return "numba", "compiled kernel, same bytes as the reference"
 
 

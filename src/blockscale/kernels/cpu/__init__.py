@@ -78,7 +78,7 @@ def quantize(
             _scalar_bits(global_scale), constants.max_bits, scale_values(UE4M3)[:128], table
         )
     items = _items(x)
-    fixed = items, *_flat(data, scale), grid, constants, encode_scale, table, seed or 0
+    fixed = items, *_flat(data, scale), grid, constants, encode_scale, table, seed
 
     def work(first: int, last: int) -> None:
         scratch = encoding.make_scratch(items, grid, constants, seed is not None)

@@ -16,6 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from ..common.spec import NEAREST_FP32, POWER_OF_TWO, Spec
 from . import stochastic
@@ -31,7 +33,7 @@ from .arith import (
     magnitude,
 )
 from .intrinsics import amax16, amax32, as_bits, as_float, fill16, shl, shr
-from .jit import compiled, spliced
+from .jit import OPTIONS, compiled, spliced
 from .packing import pack, pack_columns
 from .spec import Geometry
 
@@ -164,8 +166,23 @@ def _spread(blocks, size, columns):
             fill16(columns, i, blocks[b])
 
 
-@compiled
-def _encode_row(row, reciprocal, out, spec):
+# How a row and how a number are rounded: the type of the seed, None or an integer, says so, and what
+# is not asked for is not compiled. ``random`` is the seed, the index of a strip's first element, the
+# distance from row to row, and room for random bits.
+
+
+def _encode_row(row, reciprocal, out, spec, random, r):
+    """Codes of row ``r`` of a strip."""
+
+
+@overload(_encode_row, jit_options=OPTIONS)
+def _rounded_row(row, reciprocal, out, spec, random, r):
+    if random[0] == types.none:
+        return _nearest_row
+    return _stochastic_row
+
+
+def _nearest_row(row, reciprocal, out, spec, random, r):
     lowest, shift = np.int32((128 - spec.bias) << 23), np.int32(23 - spec.mantissa_bits)
     top, sign = np.int32(spec.max_bits), np.int32(1 << (spec.bits - 1))
     down = np.int32(32 - spec.bits)
@@ -177,10 +194,36 @@ def _encode_row(row, reciprocal, out, spec):
         out[c] = np.uint8(np.int32(code | np.int32(shr(v, down) & sign)))
 
 
+def _stochastic_row(row, reciprocal, out, spec, random, r):
+    seed, first, row_length, noise = random
+    drawn = stochastic.draw(seed, first + r * row_length, row.size, noise)
+    stochastic.encode_row(row, reciprocal, noise[drawn : drawn + row.size], out, spec)
+
+
+def _exact_code(magnitude, spec, random, r, c):
+    """Code of the element in row ``r`` and column ``c`` of a strip."""
+
+
+@overload(_exact_code, jit_options=OPTIONS)
+def _rounded_code(magnitude, spec, random, r, c):
+    if random[0] == types.none:
+        return lambda magnitude, spec, random, r, c: exact_encode(
+            magnitude, spec.mantissa_bits, spec.bias, spec.max_code
+        )
+    return _stochastic_code
+
+
+def _stochastic_code(magnitude, spec, random, r, c):
+    seed, first, row_length, noise = random
+    drawn = stochastic.draw(seed, first + r * row_length + c, 1, noise)
+    return stochastic.exact_encode(
+        magnitude, spec.mantissa_bits, spec.bias, spec.max_code, noise[drawn]
+    )
+
+
 @compiled
 def _encode(source, target, n, reciprocal, spec, random):
     """Codes of a strip, ``n`` columns of it; rows that are padding become zeros."""
-    seed, first, row_length, noise = random
     x, start, stride, rows = source
     out, to, out_stride, out_rows, out_columns = target
     for r in range(out_rows):
@@ -188,12 +231,7 @@ def _encode(source, target, n, reciprocal, spec, random):
         line = out[at : at + out_columns]
         if r < rows:
             at = start + r * stride
-            if noise.size:
-                drawn = stochastic.draw(seed, first + r * row_length, n, noise)
-                bits = noise[drawn : drawn + n]
-                stochastic.encode_row(x[at : at + n], reciprocal, bits, line, spec)
-            else:
-                _encode_row(x[at : at + n], reciprocal, line, spec)
+            _encode_row(x[at : at + n], reciprocal, line, spec, random, r)
         else:
             _zero(line)
 
@@ -227,7 +265,6 @@ def _exact_block(source, target, left, columns, spec, encode_scale, table, rando
     """Quantize the block that begins in column ``left`` and return the code of its scale."""
     x, start, stride, rows = source
     out, to, out_stride, out_rows, out_columns = target
-    seed, first, row_length, noise = random
     start, to, out_columns = start + left, to + left, min(columns, out_columns - left)
     amax, nan, inf = np.int64(0), False, False
     for r in range(rows):
@@ -242,9 +279,6 @@ def _exact_block(source, target, left, columns, spec, encode_scale, table, rando
         elif inf:
             scale = spec.scale_max
     for r in range(out_rows):
-        drawn = 0
-        if noise.size:
-            drawn = stochastic.draw(seed, first + r * row_length + left, columns, noise)
         for c in range(out_columns):
             v = np.int64(0)
             if r < rows:
@@ -259,14 +293,7 @@ def _exact_block(source, target, left, columns, spec, encode_scale, table, rando
             elif inf:
                 code = 0
             else:
-                product, element = exact_multiply(m, reciprocal), (spec.mantissa_bits, spec.bias)
-                if noise.size:
-                    code = stochastic.exact_encode(
-                        product, *element, spec.max_code, noise[drawn + c]
-                    )
-                else:
-                    code = exact_encode(product, *element, spec.max_code)
-                code |= sign
+                code = _exact_code(exact_multiply(m, reciprocal), spec, random, r, left + c) | sign
             out[to + r * out_stride + c] = code
     return scale
 
@@ -312,7 +339,7 @@ def quantize_tiles(
     ``x`` (uint16, int16 or int32), ``data`` (uint8) and one of ``scale8`` (uint8) and ``scale32``
     (int32) are flat and contiguous in memory; the other scale is empty. ``table`` and
     ``encode_scale`` come from :func:`ue4m3_reciprocals`, ``scratch`` from :func:`make_scratch`.
-    Elements are rounded stochastically with ``seed`` where the scratch has room for random bits.
+    Elements are rounded to nearest where ``seed`` is None, else stochastically.
     """
     g = geometry
     largest = np.int32(_LARGE_STOCHASTIC if scratch.noise.size else _LARGE)
