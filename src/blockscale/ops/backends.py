@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels import quantizers
 from ..kernels.common.runtime import gpu_of
+from ..kernels.cpu import MAX_SKINNY_M
 from .gemm_kernels import products_on
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "cpu_backend",
     "fall_back",
     "no_cpu_kernels",
+    "require_cpu_kernels",
 ]
 
 _PRODUCTS = ("gemm", "grouped_gemm")
@@ -71,6 +73,13 @@ def no_cpu_kernels() -> str:
     return "" if cpu_backend() == "numba" else "numba is not installed: pip install numba"
 
 
+def require_cpu_kernels() -> None:
+    """Unsupported where they cannot be used."""
+    reason = no_cpu_kernels()
+    if reason:
+        raise quantizers.Unsupported(reason)
+
+
 def backend(operation: str, device: str) -> tuple[str, str]:
     """(name, reason) of what runs ``operation`` on a device type, "cpu" or "cuda"."""
     if device == "cpu":
@@ -108,7 +117,10 @@ def _on_cpu(operation: str) -> tuple[str, str]:
     reason = no_cpu_kernels()
     if reason:
         return "reference", f"{reason} for compiled kernels"
-    if operation in _PRODUCTS:
+    if operation == "gemm":
+        few = f"up to {MAX_SKINNY_M} rows of a by one kernel"
+        return "numba + torch", f"{few}; more by torch, dequantized to fp32 by a kernel"
+    if operation == "grouped_gemm":
         return "numba + torch", "operands dequantized to fp32 by a kernel, multiplied by torch"
     if operation == "gemm_quantize":
         return "numba + torch", "as gemm to fp32, SwiGLU by torch, then quantized by a kernel"

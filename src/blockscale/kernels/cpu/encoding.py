@@ -166,9 +166,9 @@ def _spread(blocks, size, columns):
             fill16(columns, i, blocks[b])
 
 
-# How a row and how a number are rounded: the type of the seed, None or an integer, says so, and what
-# is not asked for is not compiled. ``random`` is the seed, the index of a strip's first element, the
-# distance from row to row, and room for random bits.
+# How a row and how a number are rounded is said by the type of the seed, None or an integer: what
+# is not asked for is not compiled. ``random`` is the seed, the index of a strip's first element,
+# how far rows are apart, and room for random bits.
 
 
 def _encode_row(row, reciprocal, out, spec, random, r):
