@@ -22,6 +22,7 @@ __all__ = [
     "cpu_backend",
     "fall_back",
     "no_cpu_kernels",
+    "on_cpu",
     "require_cpu_kernels",
 ]
 
@@ -66,6 +67,11 @@ class FallbackWarning(UserWarning):
 def cpu_backend() -> str:
     """ "numba" where the compiled CPU kernels can be used, else "reference"."""
     return "numba" if find_spec("numba") else "reference"
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether the compiled CPU kernels are those for ``x``."""
+    return x.device.type == "cpu" and gpu_of(x.device) is None
 
 
 def no_cpu_kernels() -> str:
@@ -121,7 +127,7 @@ def _on_cpu(operation: str) -> tuple[str, str]:
         few = f"up to {MAX_SKINNY_M} rows of a by one kernel"
         return "numba + torch", f"{few}; more by torch, dequantized to fp32 by a kernel"
     if operation == "grouped_gemm":
-        return "numba + torch", "operands dequantized to fp32 by a kernel, multiplied by torch"
+        return "numba + torch", "each group of rows as gemm; groups along K by torch"
     if operation == "gemm_quantize":
         return "numba + torch", "as gemm to fp32, SwiGLU by torch, then quantized by a kernel"
     if operation in _FUSED:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from .. import reference
 from ..kernels import quantizers
-from ..kernels.common.runtime import gpu_of
 from . import gemm_cpu, gemm_kernels
-from .backends import fall_back
+from .backends import fall_back, on_cpu
 from .dequantize import values
 from .gemm_operands import Side
 from .operation import operation
@@ -122,9 +121,7 @@ def _product(
 ) -> Tensor:
     """By a kernel where there is one, else by the reference."""
     if backend != "reference":
-        device = a.data.device
-        on_cpu = device.type == "cpu" and gpu_of(device) is None
-        multiply = gemm_cpu.multiply if on_cpu else gemm_kernels.multiply
+        multiply = gemm_cpu.multiply if on_cpu(a.data) else gemm_kernels.multiply
         try:
             return multiply(a, b, bias, out, accumulate, out_dtype)
         except quantizers.Unsupported as why:

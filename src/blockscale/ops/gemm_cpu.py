@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -11,7 +14,7 @@ from .backends import require_cpu_kernels
 from .dequantize import values
 from .gemm_operands import Side, scale_matrix
 
-__all__ = ["multiply"]
+__all__ = ["multiply", "multiply_groups"]
 
 
 def multiply(
@@ -32,3 +35,17 @@ def multiply(
         acc = reference.gemm(values(a, -1), values(b, -2))
     product = reference.epilogue(acc, out_dtype, bias, out if accumulate else None)
     return product if out is None else out.copy_(product)
+
+
+def multiply_groups(a: Side, b: Side, bounds: Sequence[int], out_dtype: torch.dtype) -> Tensor:
+    """Rows ``bounds[i]`` to ``bounds[i + 1]`` of ``a`` (M, K) by ``b[i]`` (K, N), each group with
+    the bits of a product of its own; rows past the last bound are zero."""
+    rows, (_, k, n) = values(a, -1), b.shape
+    out = torch.zeros(a.shape[0], n, dtype=out_dtype)
+    assert b.scale is not None
+    for data, scale, (start, end) in zip(b.data, b.scale, pairwise(bounds), strict=True):
+        if start < end:
+            group = Side(rows[start:end], None, None, None, "compact", (end - start, k))
+            expert = b._replace(data=data, scale=scale, shape=(k, n))
+            multiply(group, expert, None, out[start:end], False, out_dtype)
+    return out
