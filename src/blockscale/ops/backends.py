@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels import quantizers
 from ..kernels.common.runtime import gpu_of
+from ..kernels.cpu import MAX_SKINNY_M
 from .gemm_kernels import products_on
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "cpu_backend",
     "fall_back",
     "no_cpu_kernels",
+    "on_cpu",
+    "require_cpu_kernels",
 ]
 
 _PRODUCTS = ("gemm", "grouped_gemm")
@@ -66,9 +69,21 @@ def cpu_backend() -> str:
     return "numba" if find_spec("numba") else "reference"
 
 
+def on_cpu(x: Tensor) -> bool:
+    """Whether the compiled CPU kernels are those for ``x``."""
+    return x.device.type == "cpu" and gpu_of(x.device) is None
+
+
 def no_cpu_kernels() -> str:
     """Why the CPU kernels cannot be used; empty where they can."""
     return "" if cpu_backend() == "numba" else "numba is not installed: pip install numba"
+
+
+def require_cpu_kernels() -> None:
+    """Unsupported where they cannot be used."""
+    reason = no_cpu_kernels()
+    if reason:
+        raise quantizers.Unsupported(reason)
 
 
 def backend(operation: str, device: str) -> tuple[str, str]:
@@ -108,14 +123,17 @@ def _on_cpu(operation: str) -> tuple[str, str]:
     reason = no_cpu_kernels()
     if reason:
         return "reference", f"{reason} for compiled kernels"
-    if operation in _PRODUCTS:
-        return "numba + torch", "operands dequantized to fp32 by a kernel, multiplied by torch"
+    if operation == "gemm":
+        few = f"up to {MAX_SKINNY_M} rows of a by one kernel"
+        return "numba + torch", f"{few}; more by torch, dequantized to fp32 by a kernel"
+    if operation == "grouped_gemm":
+        return "numba + torch", "each group of rows as gemm; groups along K by torch"
     if operation == "gemm_quantize":
         return "numba + torch", "as gemm to fp32, SwiGLU by torch, then quantized by a kernel"
     if operation in _FUSED:
         return "torch + numba", "values made by torch, quantized by a kernel"
     if operation in ("quantize", "quantize_both"):
-        return "numba", "reference where seed= or groups along the contraction are asked for"
+        return "numba", "reference where groups along the contraction are asked for"
     return "numba", "compiled kernel, same bytes as the reference"
 
 

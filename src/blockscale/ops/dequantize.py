@@ -10,8 +10,9 @@ from ..formats import Format, get_format
 from ..kernels import cpu, quantizers
 from ..kernels.common.runtime import gpu_of
 from .backends import fall_back, no_cpu_kernels
+from .gemm_operands import Side, scale_matrix
 
-__all__ = ["dequantize"]
+__all__ = ["dequantize", "values"]
 
 
 @torch.library.custom_op("blockscale::dequantize", mutates_args=())
@@ -55,6 +56,23 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     return data.new_empty(shape, dtype=dtype)
+
+
+def values(side: Side, axis: int) -> Tensor:
+    """What an operand of a product stands for; fp32, or what it is."""
+    if side.format is None:
+        return side.data
+    scale, shape = scale_matrix(side, axis), list(side.shape)
+    if axis == -1:
+        return _fp32(side, side.data, scale, shape, -1)
+    if side.data.mT.is_contiguous():  # a weight (N, K): neither bytes nor values are turned
+        return _fp32(side, side.data.mT, scale, shape[::-1], -1).mT
+    return _fp32(side, side.data, scale.mT, shape, -2)
+
+
+def _fp32(side: Side, data: Tensor, scale: Tensor, shape: list[int], axis: int) -> Tensor:
+    assert side.format is not None
+    return dequantize(data, scale, side.format, shape, axis, side.global_scale, None, torch.float32)
 
 
 def _by_kernel(

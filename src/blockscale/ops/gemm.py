@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .. import reference
 from ..kernels import quantizers
-from .backends import fall_back
-from .dequantize import dequantize
-from .gemm_kernels import multiply
-from .gemm_operands import Side, scale_matrix
+from . import gemm_cpu, gemm_kernels
+from .backends import fall_back, on_cpu
+from .dequantize import values
+from .gemm_operands import Side
 from .operation import operation
 
 __all__ = ["check_apart", "check_out", "gemm", "gemm_out", "mark_written", "span"]
@@ -45,7 +45,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Of a plain ``a``, of bias and of c: quantized operands have no gradient."""
     gradients: list[Tensor | None] = [None] * 16
     if ctx.needs_input_grad[_A_DATA]:
-        b = _values(Side(*ctx.saved_tensors, *ctx.b), -2)
+        b = values(Side(*ctx.saved_tensors, *ctx.b), -2)
         gradients[_A_DATA] = reference.gemm(grad, b.mT, out_dtype=torch.bfloat16)
     bias, c = ctx.dtypes
     gradients[_BIAS] = None if bias is None else grad.float().sum(0).to(bias)
@@ -121,30 +121,14 @@ def _product(
 ) -> Tensor:
     """By a kernel where there is one, else by the reference."""
     if backend != "reference":
+        multiply = gemm_cpu.multiply if on_cpu(a.data) else gemm_kernels.multiply
         try:
             return multiply(a, b, bias, out, accumulate, out_dtype)
         except quantizers.Unsupported as why:
             fall_back("gemm", a.data, backend, str(why))
     c = out if accumulate else None
-    product = reference.gemm(_values(a, -1), _values(b, -2), out_dtype=out_dtype, bias=bias, c=c)
+    product = reference.gemm(values(a, -1), values(b, -2), out_dtype=out_dtype, bias=bias, c=c)
     return product if out is None else out.copy_(product)
-
-
-def _values(side: Side, axis: int) -> Tensor:
-    """What an operand stands for; fp32, or what it is."""
-    if side.format is None:
-        return side.data
-    scale = scale_matrix(side, axis)
-    return dequantize(
-        side.data,
-        scale if axis == -1 else scale.mT,
-        side.format,
-        list(side.shape),
-        axis,
-        side.global_scale,
-        None,
-        torch.float32,
-    )
 
 
 def check_out(out: Tensor, inputs: Sequence[Tensor | None]) -> None:

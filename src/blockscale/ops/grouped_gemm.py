@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .backends import fall_back
+from . import gemm_cpu
+from .backends import fall_back, no_cpu_kernels, on_cpu
 from .dequantize import dequantize
+from .gemm_operands import Side
 from .operation import operation
 
 __all__ = ["grouped_gemm"]
@@ -48,7 +50,11 @@ def grouped_gemm(
     """
     if backend != "reference":
         fall_back("grouped_gemm", a_data, backend, "no kernel multiplies groups yet")
+        if on_cpu(a_data) and not k_grouped and not no_cpu_kernels():
+            a = Side(a_data, a_scale, a_global, a_format, "compact", a_shape)
+            b = Side(b_data, b_scale, b_global, b_format, "compact", b_shape)
+            return gemm_cpu.multiply_groups(a, b, [0, *offsets.tolist()], out_dtype)
     cut, f32 = offsets if k_grouped else None, torch.float32
-    a = dequantize(a_data, a_scale, a_format, a_shape, -1, a_global, cut, f32)
-    b = dequantize(b_data, b_scale, b_format, b_shape, -2, b_global, cut, f32)
-    return reference.grouped_gemm(a, b, offsets, out_dtype=out_dtype)
+    x = dequantize(a_data, a_scale, a_format, a_shape, -1, a_global, cut, f32)
+    w = dequantize(b_data, b_scale, b_format, b_shape, -2, b_global, cut, f32)
+    return reference.grouped_gemm(x, w, offsets, out_dtype=out_dtype)

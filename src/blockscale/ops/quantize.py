@@ -12,7 +12,7 @@ from ..kernels import cpu, quantizers
 from ..kernels.common.runtime import gpu_of
 from ..layouts import as_bytes, get_layout, swizzle_scale
 from . import fakes
-from .backends import fall_back, no_cpu_kernels
+from .backends import fall_back, require_cpu_kernels
 from .operation import operation
 
 __all__ = ["global_scale", "quantize", "quantize_both", "written_layouts"]
@@ -102,7 +102,7 @@ def global_scale(x: Tensor, format: str, backend: str = "auto") -> Tensor:
         try:
             if gpu_of(x.device) is not None:
                 return quantizers.global_scale(x, fmt)
-            _require_cpu_kernels()
+            require_cpu_kernels()
             return cpu.global_scale(x, fmt)
         except quantizers.Unsupported as why:
             fall_back("global_scale", x, backend, str(why))
@@ -125,9 +125,9 @@ def _by_kernel(
     k_major: bool,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
-    if seed is not None:
+    if seed is not None and gpu_of(x.device) is not None:
         raise quantizers.Unsupported(
-            "seed: no kernel rounds stochastically; leave it out to round to nearest even"
+            "seed: no kernel rounds stochastically on a GPU; leave it out to round to nearest even"
         )
     gpu = gpu_of(x.device)
     if gpu is None:
@@ -135,7 +135,7 @@ def _by_kernel(
             raise quantizers.Unsupported(
                 "offsets with axis=-2: no CPU kernel starts blocks anew in each group"
             )
-        _require_cpu_kernels()
+        require_cpu_kernels()
         data, scale = cpu.quantize(
             x,
             fmt,
@@ -143,6 +143,7 @@ def _by_kernel(
             scale_rounding=scale_rounding,
             nonfinite=nonfinite,
             global_scale=global_scale,
+            seed=seed,
         )
         if fmt.turned(axes[0], k_major) and data.stride(-2) != 1:
             data = data.mT.contiguous().mT
@@ -166,12 +167,6 @@ def _by_kernel(
         (data, swizzle_scale(scale, axis, get_layout(layout), None))
         for (data, scale), axis, layout in zip(results, axes, layouts, strict=True)
     ]
-
-
-def _require_cpu_kernels() -> None:
-    reason = no_cpu_kernels()
-    if reason:
-        raise quantizers.Unsupported(reason)
 
 
 def written_layouts(fmt: Format, layouts: tuple[str, ...]) -> tuple[str, ...]:

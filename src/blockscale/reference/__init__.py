@@ -2,12 +2,13 @@
 
 from .compare import amax, error_sums
 from .fused import rmsnorm, swiglu, swiglu_backward
-from .gemm import gemm, grouped_gemm
+from .gemm import epilogue, gemm, grouped_gemm
 from .quantize import dequantize, global_scale, quantize
 
 __all__ = [
     "amax",
     "dequantize",
+    "epilogue",
     "error_sums",
     "gemm",
     "global_scale",

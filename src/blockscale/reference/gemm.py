@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["gemm", "grouped_gemm"]
+__all__ = ["epilogue", "gemm", "grouped_gemm"]
 
 
 def gemm(
@@ -25,11 +25,16 @@ def gemm(
     """
     with torch.autocast(a.device.type, enabled=False):  # it would round the operands
         out = a.to(compute_dtype) @ b.to(compute_dtype)
+    return epilogue(out, out_dtype, bias, c)
+
+
+def epilogue(acc: Tensor, out_dtype: torch.dtype, bias: Tensor | None, c: Tensor | None) -> Tensor:
+    """``acc + bias + c`` in the dtype of the accumulators, rounded once to ``out_dtype``."""
     if bias is not None:
-        out = out + bias.to(compute_dtype)
+        acc = acc + bias.to(acc.dtype)
     if c is not None:
-        out = out + c.to(compute_dtype)
-    return out.to(out_dtype)
+        acc = acc + c.to(acc.dtype)
+    return acc.to(out_dtype)
 
 
 def grouped_gemm(

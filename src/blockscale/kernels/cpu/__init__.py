@@ -24,7 +24,19 @@ from ..common.spec import NEAREST_UE4M3, specify
 from .spec import geometry, scale_values, supported, values
 from .threads import run
 
-__all__ = ["amax", "dequantize", "error_sums", "global_scale", "quantize", "supported"]
+__all__ = [
+    "MAX_SKINNY_M",
+    "amax",
+    "dequantize",
+    "error_sums",
+    "global_scale",
+    "multiply",
+    "quantize",
+    "supported",
+]
+
+#: Rows of ``x`` up to which :func:`multiply` is faster than to dequantize and call a BLAS.
+MAX_SKINNY_M = 16
 
 # How the loops see x, and its largest finite item.
 _ITEMS = {torch.float32: np.int32, torch.bfloat16: np.uint16, torch.float16: np.int16}
@@ -54,6 +66,7 @@ def quantize(
     scale_rounding: str = "rceil",
     nonfinite: str = "propagate",
     global_scale: Tensor | None = None,
+    seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Data and compact scales of ``x`` (..., M, K), as ``reference.quantize``, byte for byte.
 
@@ -77,10 +90,11 @@ def quantize(
             _scalar_bits(global_scale), constants.max_bits, scale_values(UE4M3)[:128], table
         )
     items = _items(x)
-    fixed = items, *_flat(data, scale), grid, constants, encode_scale, table
+    fixed = items, *_flat(data, scale), grid, constants, encode_scale, table, seed
 
     def work(first: int, last: int) -> None:
-        compiled.quantize_tiles(*fixed, encoding.make_scratch(items, grid, constants), first, last)
+        scratch = encoding.make_scratch(items, grid, constants, seed is not None)
+        compiled.quantize_tiles(*fixed, scratch, first, last)
 
     run(work, grid.tiles, grid.chunk(_CHUNK))
     return data.view(format.element.dtype), scale
@@ -141,10 +155,45 @@ def dequantize(
     )
 
     def work(first: int, last: int) -> None:
-        compiled.dequantize_tiles(*fixed, decoding.make_scratch(grid), first, last)
+        compiled.dequantize_tiles(*fixed, decoding.make_scratch(grid.width), first, last)
 
     run(work, grid.tiles, grid.chunk(_CHUNK))
     return out.to(dtype)
+
+
+def multiply(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    format: Format,
+    *,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """``x @ w.mT`` in fp32, by a matrix ``w`` (N, K) that is given as data and compact scales.
+
+    ``x`` is fp32 (M, K): a few rows, as each is read again for every row of ``w``. The values of
+    ``w`` are those of :func:`dequantize`; ``multiplying`` says in which order they are added up.
+    """
+    from . import compiled, multiplying
+
+    (m, k), n = x.shape, data.shape[0]
+    padded = torch.zeros(m, -(-k // multiplying.LANES) * multiplying.LANES)
+    padded[:, :k] = x
+    out = torch.empty(m, n)
+    grid = geometry(torch.empty(1, n, k, device="meta"), format, -1, in_rows=True)
+    fixed = (
+        memory_of(padded, np.float32, padded.numel()),
+        *_flat(data.contiguous(), scale.contiguous()),
+        memory_of(out, np.float32, out.numel()),
+        grid,
+        *_decoded(format, global_scale),
+    )
+
+    def work(first: int, last: int) -> None:
+        compiled.multiply_rows(*fixed, multiplying.make_scratch(m), first, last)
+
+    run(work, n, max(1, _CHUNK // max(1, k)))
+    return out
 
 
 def error_sums(

@@ -102,7 +102,8 @@ def _bit_length(n):
 
 
 @compiled
-def _parts(magnitude):
+def parts(magnitude):
+    """Significand and exponent of a finite fp32 magnitude."""
     field = magnitude >> 23
     if field == 0:
         return magnitude, -149
@@ -110,19 +111,31 @@ def _parts(magnitude):
 
 
 @compiled
-def _round(significand, exponent, mantissa_bits, bias):
-    """``rounding.round_significand`` of one number, to nearest even."""
+def cut(significand, exponent, mantissa_bits, bias):
+    """``rounding.round_significand`` of one number up to the choice between down and up.
+
+    Returns the code of what is kept, what is dropped, and of how many bits that is.
+    """
     if significand == 0:
-        return np.int64(0)
+        return np.int64(0), np.int64(0), np.int64(0)
     top = exponent + _bit_length(significand) - 1
     quantum = max(top, 1 - bias) - mantissa_bits
     right = min(max(quantum - exponent, 0), 62)
     left = min(max(exponent - quantum, 0), 52)
     kept = (significand << left) >> right
-    dropped, half = significand & ((1 << right) - 1), (1 << right) >> 1
-    if dropped > half or (dropped == half and right > 0 and kept & 1 == 1):
-        kept += 1
-    return kept + ((quantum + mantissa_bits + bias - 1) << mantissa_bits)
+    code = kept + ((quantum + mantissa_bits + bias - 1) << mantissa_bits)
+    return code, significand & ((1 << right) - 1), right
+
+
+@compiled
+def _round(significand, exponent, mantissa_bits, bias):
+    """``rounding.round_significand`` of one number, to nearest even."""
+    code, dropped, right = cut(significand, exponent, mantissa_bits, bias)
+    half = (1 << right) >> 1
+    # the last bit of the code is that of what is kept: no format here has less than one
+    if dropped > half or (dropped == half and right > 0 and code & 1 == 1):
+        code += 1
+    return code
 
 
 @compiled
@@ -134,14 +147,14 @@ def exact_multiply(a, b):
         return NAN
     if a == INF or b == INF:
         return INF | sign
-    (sa, ea), (sb, eb) = _parts(a), _parts(b)
+    (sa, ea), (sb, eb) = parts(a), parts(b)
     return min(_round(sa * sb, ea + eb, *_FP32), INF) | sign
 
 
 @compiled
 def exact_divide(a, b):
     """``rounding.divide`` of two numbers, a >= 0 and b > 0."""
-    (sa, ea), (sb, eb) = _parts(a), _parts(b)
+    (sa, ea), (sb, eb) = parts(a), parts(b)
     la, lb = 24 - _bit_length(sa), 24 - _bit_length(sb)
     sa, sb = sa << la, sb << lb
     quotient = (sa << 26) // sb
@@ -151,7 +164,7 @@ def exact_divide(a, b):
 
 @compiled
 def exact_encode(magnitude, mantissa_bits, bias, max_code):
-    significand, exponent = _parts(magnitude)
+    significand, exponent = parts(magnitude)
     return min(_round(significand, exponent, mantissa_bits, bias), max_code)
 
 

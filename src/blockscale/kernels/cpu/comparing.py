@@ -37,7 +37,7 @@ class Scratch(NamedTuple):
 
 def make_scratch(geometry: Geometry) -> Scratch:
     return Scratch(
-        decoding.make_scratch(geometry),
+        decoding.make_scratch(geometry.width),
         *np.empty((5, geometry.width), np.int32),
         np.zeros(6, np.int64),
         np.zeros(4 * BINS, np.int64),

@@ -12,7 +12,7 @@ import hashlib
 from pathlib import Path
 
 from ... import error_sums
-from . import arith, comparing, decoding, encoding, jit
+from . import arith, comparing, decoding, encoding, jit, multiplying
 
 _sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(error_sums.__file__)]
 _version = hashlib.sha256(b"".join(path.read_bytes() for path in _sources)).hexdigest()[:16]
@@ -36,10 +36,10 @@ def _cached(function):
 
 @_cached
 def quantize_tiles(
-    x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
+    x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, scratch, first, last
 ):
     encoding.quantize_tiles(
-        x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
+        x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, scratch, first, last
     )
 
 
@@ -67,6 +67,17 @@ def compare_tiles(
     comparing.compare_tiles(
         x, data, scale8, scale32, geometry, spec, values, scales, global_scale, least, largest,
         scratch, sums, first, last,
+    )  # fmt: skip
+
+
+@_cached
+def multiply_rows(
+    x, data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, scratch,
+    first, last,
+):  # fmt: skip
+    multiplying.multiply_rows(
+        x, data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, scratch,
+        first, last,
     )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from .arith import INF, exact_multiply, store
 from .intrinsics import as_bits, as_float, fill16, shl
 from .jit import compiled, spliced
 from .packing import unpack
-from .spec import Geometry
 
 
 class Scratch(NamedTuple):
@@ -22,8 +21,7 @@ class Scratch(NamedTuple):
     scale_bits: np.ndarray  # one a block
 
 
-def make_scratch(geometry: Geometry) -> Scratch:
-    width = geometry.width
+def make_scratch(width: int) -> Scratch:
     return Scratch(
         np.empty(width, np.uint8), np.empty(width, np.float32), np.empty(width, np.int32)
     )

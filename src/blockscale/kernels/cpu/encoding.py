@@ -16,8 +16,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from ..common.spec import NEAREST_FP32, POWER_OF_TWO, Spec
+from . import stochastic
 from .arith import (
     INF,
     MIN_NORMAL,
@@ -30,12 +33,13 @@ from .arith import (
     magnitude,
 )
 from .intrinsics import amax16, amax32, as_bits, as_float, fill16, shl, shr
-from .jit import compiled, spliced
+from .jit import OPTIONS, compiled, spliced
 from .packing import pack, pack_columns
 from .spec import Geometry
 
 _SMALL = (127 - 100) << 23  # 2^-100: far from the subnormals, and so are its products with elements
 _LARGE = (127 + 100) << 23
+_LARGE_STOCHASTIC = (127 + 64) << 23  # times a subnormal: below 2^-32 of any element's quantum
 _E4M3 = np.int64(3), np.int64(7), np.int64(0x7E)  # mantissa bits, bias, largest code
 
 
@@ -130,12 +134,12 @@ def _ue4m3_scales(amax, encode_scale, table, code, reciprocal):
 
 
 @compiled
-def _mark_inexact(amax, small, reciprocal, inexact):
+def _mark_inexact(amax, small, reciprocal, largest, inexact):
     """Mark blocks that fp32 arithmetic may get wrong; the result tells whether there are any."""
     found = np.uint8(0)
     for b in range(amax.size):
         m, r = amax[b], reciprocal[b]
-        large = r >= np.int32(_LARGE)  # subnormal elements count (reciprocals never are)
+        large = r >= largest  # subnormal elements count (reciprocals never are)
         is_inexact = (m >= np.int32(INF)) | ((m > 0) & ((m < small) | large))
         inexact[b] = np.uint8(is_inexact)
         found |= inexact[b]
@@ -143,7 +147,7 @@ def _mark_inexact(amax, small, reciprocal, inexact):
 
 
 @compiled
-def _scales(amax, spec, encode_scale, table, code, reciprocal, inexact):
+def _scales(amax, spec, encode_scale, table, largest, code, reciprocal, inexact):
     """Scale codes and fp32 bits of reciprocals; marks inexact blocks, tells whether there are."""
     if spec.kind == POWER_OF_TWO:
         _power_of_two_scales(amax, spec, code, reciprocal)
@@ -152,7 +156,7 @@ def _scales(amax, spec, encode_scale, table, code, reciprocal, inexact):
     else:
         _ue4m3_scales(amax, encode_scale, table, code, reciprocal)
     small = np.int32(_SMALL if encode_scale >= _SMALL else INF)
-    return _mark_inexact(amax, small, reciprocal, inexact)
+    return _mark_inexact(amax, small, reciprocal, largest, inexact)
 
 
 @compiled
@@ -162,8 +166,23 @@ def _spread(blocks, size, columns):
             fill16(columns, i, blocks[b])
 
 
-@compiled
-def _encode_row(row, reciprocal, out, spec):
+# How a row and how a number are rounded is said by the type of the seed, None or an integer: what
+# is not asked for is not compiled. ``random`` is the seed, the index of a strip's first element,
+# how far rows are apart, and room for random bits.
+
+
+def _encode_row(row, reciprocal, out, spec, random, r):
+    """Codes of row ``r`` of a strip."""
+
+
+@overload(_encode_row, jit_options=OPTIONS)
+def _rounded_row(row, reciprocal, out, spec, random, r):
+    if random[0] == types.none:
+        return _nearest_row
+    return _stochastic_row
+
+
+def _nearest_row(row, reciprocal, out, spec, random, r):
     lowest, shift = np.int32((128 - spec.bias) << 23), np.int32(23 - spec.mantissa_bits)
     top, sign = np.int32(spec.max_bits), np.int32(1 << (spec.bits - 1))
     down = np.int32(32 - spec.bits)
@@ -175,8 +194,35 @@ def _encode_row(row, reciprocal, out, spec):
         out[c] = np.uint8(np.int32(code | np.int32(shr(v, down) & sign)))
 
 
+def _stochastic_row(row, reciprocal, out, spec, random, r):
+    seed, first, row_length, noise = random
+    drawn = stochastic.draw(seed, first + r * row_length, row.size, noise)
+    stochastic.encode_row(row, reciprocal, noise[drawn : drawn + row.size], out, spec)
+
+
+def _exact_code(magnitude, spec, random, r, c):
+    """Code of the element in row ``r`` and column ``c`` of a strip."""
+
+
+@overload(_exact_code, jit_options=OPTIONS)
+def _rounded_code(magnitude, spec, random, r, c):
+    if random[0] == types.none:
+        return lambda magnitude, spec, random, r, c: exact_encode(
+            magnitude, spec.mantissa_bits, spec.bias, spec.max_code
+        )
+    return _stochastic_code
+
+
+def _stochastic_code(magnitude, spec, random, r, c):
+    seed, first, row_length, noise = random
+    drawn = stochastic.draw(seed, first + r * row_length + c, 1, noise)
+    return stochastic.exact_encode(
+        magnitude, spec.mantissa_bits, spec.bias, spec.max_code, noise[drawn]
+    )
+
+
 @compiled
-def _encode(source, target, n, reciprocal, spec):
+def _encode(source, target, n, reciprocal, spec, random):
     """Codes of a strip, ``n`` columns of it; rows that are padding become zeros."""
     x, start, stride, rows = source
     out, to, out_stride, out_rows, out_columns = target
@@ -185,7 +231,7 @@ def _encode(source, target, n, reciprocal, spec):
         line = out[at : at + out_columns]
         if r < rows:
             at = start + r * stride
-            _encode_row(x[at : at + n], reciprocal, line, spec)
+            _encode_row(x[at : at + n], reciprocal, line, spec, random, r)
         else:
             _zero(line)
 
@@ -215,7 +261,7 @@ def _exact_scale(amax, spec, encode_scale, table):
 
 
 @compiled
-def _exact_block(source, target, left, columns, spec, encode_scale, table):
+def _exact_block(source, target, left, columns, spec, encode_scale, table, random):
     """Quantize the block that begins in column ``left`` and return the code of its scale."""
     x, start, stride, rows = source
     out, to, out_stride, out_rows, out_columns = target
@@ -247,8 +293,7 @@ def _exact_block(source, target, left, columns, spec, encode_scale, table):
             elif inf:
                 code = 0
             else:
-                product = exact_multiply(m, reciprocal)
-                code = exact_encode(product, spec.mantissa_bits, spec.bias, spec.max_code) | sign
+                code = _exact_code(exact_multiply(m, reciprocal), spec, random, r, left + c) | sign
             out[to + r * out_stride + c] = code
     return scale
 
@@ -262,13 +307,14 @@ class Scratch(NamedTuple):
     code: np.ndarray
     reciprocal: np.ndarray
     spread: np.ndarray
+    noise: np.ndarray  # random bits of a row; empty where elements are rounded to nearest
     inexact: np.ndarray  # uint8, as the rest
     codes: np.ndarray
     transposed: np.ndarray
     packed: np.ndarray
 
 
-def make_scratch(x: np.ndarray, geometry: Geometry, spec: Spec) -> Scratch:
+def make_scratch(x: np.ndarray, geometry: Geometry, spec: Spec, stochastically: bool) -> Scratch:
     width, strip = geometry.width, geometry.block_rows * geometry.width
     padded = strip if geometry.columns % geometry.block_columns else 0
     codes = strip * geometry.depth if spec.bits < 8 else 0
@@ -277,6 +323,7 @@ def make_scratch(x: np.ndarray, geometry: Geometry, spec: Spec) -> Scratch:
         np.empty(padded, x.dtype),
         np.empty(width, x.dtype),
         *np.empty((4, width), np.int32),
+        np.empty(width + stochastic.ROOM if stochastically else 0, np.int32),
         np.empty(width, np.uint8),
         np.empty(codes, np.uint8),
         *np.empty((2, transposed), np.uint8),
@@ -285,15 +332,17 @@ def make_scratch(x: np.ndarray, geometry: Geometry, spec: Spec) -> Scratch:
 
 @spliced
 def quantize_tiles(
-    x, data, scale8, scale32, geometry, spec, encode_scale, table, scratch, first, last
+    x, data, scale8, scale32, geometry, spec, encode_scale, table, seed, scratch, first, last
 ):
     """Quantize tiles ``first`` to ``last`` of a tensor.
 
     ``x`` (uint16, int16 or int32), ``data`` (uint8) and one of ``scale8`` (uint8) and ``scale32``
     (int32) are flat and contiguous in memory; the other scale is empty. ``table`` and
     ``encode_scale`` come from :func:`ue4m3_reciprocals`, ``scratch`` from :func:`make_scratch`.
+    Elements are rounded to nearest where ``seed`` is None, else stochastically.
     """
     g = geometry
+    largest = np.int32(_LARGE_STOCHASTIC if scratch.noise.size else _LARGE)
     height, size, width = g.block_rows, g.block_columns, g.width
     groups, scale_columns = -(-g.strips // g.depth), -(-g.columns // size)
     for tile in range(first, last):
@@ -319,22 +368,24 @@ def quantize_tiles(
             if spec.bits < 8:
                 to = (strip - first_strip) * height * width
                 target = scratch.codes, to, width, out_rows, out_columns
+            index = (lead * g.rows + top) * g.columns + left
+            random = seed, index, g.columns, scratch.noise
 
             _amax(source, height, size, scratch.column_amax[:n], scratch.amax[:blocks])
             found_inexact = _scales(
-                scratch.amax[:blocks], spec, encode_scale, table, scratch.code,
+                scratch.amax[:blocks], spec, encode_scale, table, largest, scratch.code,
                 scratch.reciprocal, scratch.inexact,
             )  # fmt: skip
             factor = scratch.reciprocal
             if size > 1:
                 factor = scratch.spread
                 _spread(scratch.reciprocal, size, factor[:n])
-            _encode(source, target, n, factor, spec)
+            _encode(source, target, n, factor, spec, random)
             if found_inexact:
                 for b in range(blocks):
                     if scratch.inexact[b]:
                         scratch.code[b] = _exact_block(
-                            source, target, b * size, size, spec, encode_scale, table
+                            source, target, b * size, size, spec, encode_scale, table, random
                         )
 
             at = (lead * g.strips + strip) * scale_columns + left // size

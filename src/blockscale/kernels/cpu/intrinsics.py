@@ -100,6 +100,19 @@ def transpose16(context, source, start, stride, out, to, out_stride):
     return types.void(source, index, index, out, index, index), generate
 
 
+def _halved(builder, total):
+    """Add the upper half of a vector to the lower one until a number is left."""
+    half = total.type.count // 2
+    while half:
+        low, high = (
+            ir.Constant(ir.VectorType(ir.IntType(32), half), list(range(i, i + half)))
+            for i in (0, half)
+        )
+        total = builder.fadd(*(builder.shuffle_vector(total, total, each) for each in (low, high)))
+        half //= 2
+    return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+
 @intrinsic
 def squares16(context, array, index):
     """Sum of squares in fp64 of 16 fp32 numbers (as int32), in the same order everywhere."""
@@ -112,13 +125,32 @@ def squares16(context, array, index):
             builder.load(pointer, align=4, typ=vector), ir.VectorType(ir.DoubleType(), 16)
         )
         total = builder.fmul(wide, wide)
-        for half in (8, 4, 2, 1):
-            low, high = (
-                ir.Constant(ir.VectorType(ir.IntType(32), half), list(range(i, i + half)))
-                for i in (0, half)
-            )
-            halves = (builder.shuffle_vector(total, total, each) for each in (low, high))
-            total = builder.fadd(*halves)
-        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
+        return _halved(builder, total)
 
     return types.float64(array, types.intp), generate
+
+
+@intrinsic
+def dot32(context, x, start, line, n):
+    """Sum of products in fp32 of ``x`` from ``start`` on and ``line`` (as int32), ``n`` of each.
+
+    ``n`` is a multiple of 32. There are 32 partial sums, of every 32nd product each, in order; then
+    upper halves of them are added to lower ones until one is left. Nothing is fused.
+    """
+
+    def generate(context, builder, signature, args):
+        lanes = ir.VectorType(ir.FloatType(), 32)
+        total = cgutils.alloca_once_value(builder, ir.Constant(lanes, [0.0] * 32))
+        step = ir.Constant(args[3].type, 32)
+        with cgutils.for_range(builder, builder.sdiv(args[3], step)) as loop:
+            at = builder.mul(loop.index, step)
+            numbers = []
+            left, right = (x, args[0], builder.add(args[1], at)), (line, args[2], at)
+            for each in (left, right):
+                pointer, _ = _vector_pointer(context, builder, *each, 32)
+                pointer = builder.bitcast(pointer, lanes.as_pointer())
+                numbers.append(builder.load(pointer, align=4, typ=lanes))
+            builder.store(builder.fadd(builder.load(total), builder.fmul(*numbers)), total)
+        return _halved(builder, builder.load(total))
+
+    return types.float32(x, types.intp, line, types.intp), generate

@@ -8,9 +8,9 @@ from numba import njit
 # Without reference counts, which numba does not get out of the loops, some of them are twice as
 # fast. All memory therefore comes from the caller. Functions that only compiled code calls need no
 # wrappers; "spliced" become part of theirs, which saves optimizing the whole once more.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
-entry = njit(cache=True, **_OPTIONS)
-entry_without_cache = njit(**_OPTIONS)
-compiled = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
-inlined = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True, **_OPTIONS)
-spliced = njit(inline="always", **_OPTIONS)
+OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
+entry = njit(cache=True, **OPTIONS)
+entry_without_cache = njit(**OPTIONS)
+compiled = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
+inlined = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True, **OPTIONS)
+spliced = njit(inline="always", **OPTIONS)

@@ -62,12 +62,15 @@ def scale_values(scale: Scale) -> np.ndarray:
     return scale_bits(codes, scale).to(torch.int32).numpy()
 
 
-def geometry(x: Tensor, format: Format, axis: int) -> Geometry:
-    """How the loops walk over ``x`` (leads, M, K), blocked along ``axis``; K is contiguous."""
+def geometry(x: Tensor, format: Format, axis: int, in_rows: bool = False) -> Geometry:
+    """How the loops walk over ``x`` (leads, M, K), blocked along ``axis``; K is contiguous.
+
+    ``in_rows``: no tile is of two rows.
+    """
     leads, rows, columns = x.shape
     height, size = format.block if axis == -1 else format.block[::-1]
     packed = format.element.bits < 8
-    if height == 1 and columns % size == 0 and x.is_contiguous():
+    if not in_rows and height == 1 and columns % size == 0 and x.is_contiguous():
         leads, rows, columns = 1, 1, x.numel()  # blocks need not know of rows
     data_rows, data_columns = rows, columns
     if axis == -1:
