@@ -11,7 +11,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from ..common.copies import Copies
+from ..common.copies import Copies, TmaTiles
 from ..common.promotion import promote_l2
 from ..common.tensor_specs import any_source, any_tensor, compile_for
 from . import ptx
@@ -40,7 +40,6 @@ class Ladder:
         self.a_scale = Copies(Float32, (1, _ROWS), slots, swizzled=False)
         self.b_scale = Copies(Float32, (1, _LINE), slots * config.b_scales, swizzled=False)
         self.out = Copies(cutlass.BFloat16, (_ROWS, stored.box_columns), config.across)
-        self.epilogue = Epilogue(stored, self.out)
 
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, stream):
@@ -123,7 +122,8 @@ class Ladder:
             self.add(sums, parts, given, places, block)
         columns = config.columns // config.across
         where = group, thread, row, column + group * columns
-        self.epilogue.store(sums, out, store_atom, store_view, *where)
+        boxes = TmaTiles(self.out, store_atom, store_view, out)
+        Epilogue(config.stored, boxes, None).store(sums, *where)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """bf16: A (M, K) times B (N, K), each with either of its dimensions contiguous.
 
-The kernel of ``product``, whose tensor cores add to a tile's sums themselves: the wgmmas of a K
-block wait behind those of the one before it, whose stage is free when these have finished.
+The kernel of ``gemm``, whose tensor cores add to a tile's accumulators themselves: the wgmmas of a
+K block wait behind those of the one before it, whose stage is free when these have finished.
 """
 
 from __future__ import annotations
@@ -11,66 +11,68 @@ import cutlass
 from cutlass import cute, range_constexpr
 
 from ..common.copies import Copies, Panels
+from ..common.pipeline import Pipeline
 from ..common.promotion import promote_l2
 from ..common.tensor_specs import any_tensor
 from . import ptx
-from .loop import Loop
+from .gemm import Gemm, Operand, compile_gemm
 from .plain_config import BLOCK_K, PlainConfig
-from .product import Product, compile_product
 from .product_config import ROW
 
-__all__ = ["Plain", "compile_config"]
+__all__ = ["Bf16Gemm", "compile_config"]
 
 _STEP = 16  # columns of K of a wgmma
 
 
-class Plain(Product):
+class Bf16Gemm:
     """The kernel of a :class:`PlainConfig` and the host code that launches it."""
 
-    def setup(self):
-        """What needs a compiler that runs."""
-        config = self.config
+    def __init__(self, config: PlainConfig):
         down, across = config.cluster
-        self.copies = [
-            self.operand(config.tile[0], config.a_major, across),
-            self.operand(config.tile[1], config.b_major, down),
-        ]
-        self.mainloop = PlainLoop(config)
+        a = self.copies(config, config.tile[0], config.a_major, across)
+        b = self.copies(config, config.tile[1], config.b_major, down)
+        operands = (
+            Operand(a, lambda row, column, k_block: self.origin(config.a_major, row, k_block)),
+            Operand(b, lambda row, column, k_block: self.origin(config.b_major, column, k_block)),
+        )
+        self.config, self.gemm = config, Gemm(config, operands, Mainloop)
 
-    def operand(self, rows: int, major: str, shares: int) -> Copies:
+    def copies(self, config: PlainConfig, rows: int, major: str, shares: int) -> Copies:
         """Tiles of a K block: rows of it, or panels with a row for each element along K."""
-        kind, stages = cutlass.BFloat16, self.config.stages
+        kind, stages = cutlass.BFloat16, config.stages
         if major == "k":
             return Copies(kind, (rows, BLOCK_K), stages, shares=shares)
         return Panels(kind, (BLOCK_K, ROW // 2), stages, rows * 2 // ROW, shares=shares)
+
+    def origin(self, major: str, row, k_block) -> tuple:
+        k = k_block * BLOCK_K
+        return (row, k) if major == "k" else (k, row)
 
     @cute.jit
     def __call__(self, a, b, d, bias, alpha, multiprocessors, stream):
         """Launch. ``a`` (M, K) and ``b`` (N, K), or transposed where K is not contiguous; ``d`` (M,
         N); ``bias`` (N,) and ``alpha``, or None.
         """
-        self.setup()
-        loads = [each.describe(x) for each, x in zip(self.copies, (a, b), strict=True)]
+        operands = zip(self.gemm.operands, (a, b), strict=True)
+        loads = [operand.copies.describe(tensor) for operand, tensor in operands]
         loads = [(promote_l2(atom), view) for atom, view in loads]
         k = a.shape[1 if self.config.a_major == "k" else 0]
-        blocks = cute.ceil_div(k, BLOCK_K)
-        self.launch(loads, None, (d, bias, alpha), blocks, multiprocessors, stream)
-
-    def positions(self, row, column, block) -> list:
-        k, config = block * BLOCK_K, self.config
-        pairs = (row, config.a_major), (column, config.b_major)
-        return [(first, k) if major == "k" else (k, first) for first, major in pairs]
+        k_blocks = cute.ceil_div(k, BLOCK_K)
+        self.gemm.launch(loads, None, (d, bias, alpha), k_blocks, multiprocessors, stream)
 
 
-class PlainLoop(Loop):
-    config: PlainConfig
+class Mainloop:
+    """Adds products of K blocks to a warpgroup's accumulators.
 
-    def start(self, shared, full, empty, rows, thread) -> None:
-        """``shared``: tiles of A and of B."""
-        a, b = shared
-        self.full, self.empty, self.lane = full, empty, thread % 32
-        a = self.descriptor(a + rows * ROW, self.config.a_major)
-        b = self.descriptor(b, self.config.b_major)
+    Takes the warpgroup's first row in the CTA's tile, and addresses in shared memory.
+    """
+
+    fills_registers = False
+
+    def __init__(self, config: PlainConfig, pipeline: Pipeline, row, thread, a, b):
+        self.config, self.pipeline, self.lane = config, pipeline, thread % 32
+        a = self.descriptor(a + row * ROW, config.a_major)
+        b = self.descriptor(b, config.b_major)
         self.a, self.b = (cute.arch.make_warp_uniform(each) for each in (a, b))
 
     def descriptor(self, address, major: str):
@@ -78,26 +80,27 @@ class PlainLoop(Loop):
         return ptx.descriptor(address, 16 if major == "k" else BLOCK_K * ROW)
 
     @cute.jit
-    def __call__(self, sums, blocks, stage, phase):
-        """Add ``blocks`` K blocks to ``sums``; the next stage and phase."""
+    def __call__(self, acc, k_blocks, stage, phase):
+        """Add ``k_blocks`` to ``acc``; the next stage and phase."""
+        mma_tiles = self.config.mma_tiles
         before = stage
-        for i in range(blocks):
-            self.ring.wait(self.full, stage, phase)
-            for j in range_constexpr(len(self.batches)):
-                self.products(sums[j], stage, *self.batches[j])
-            ptx.wait_products(len(self.batches))
+        for i in range(k_blocks):
+            self.pipeline.consumer_wait(stage, phase)
+            for j in range_constexpr(len(mma_tiles)):
+                self.mma(acc[j], stage, *mma_tiles[j])
+            ptx.wait_products(len(mma_tiles))
             if i > 0:
                 self.release(before)
             before = stage
-            stage, phase = self.ring.next(stage, phase)
-        for each in sums:
+            stage, phase = self.pipeline.consumer_next(stage, phase)
+        for each in acc:
             self.finish(each)
-        if blocks > 0:
+        if k_blocks > 0:
             self.release(before)
         return stage, phase
 
-    def products(self, sums, stage, row_step: int, column_step: int) -> None:
-        """Start a batch."""
+    def mma(self, acc, stage, row_step: int, column_step: int) -> None:
+        """Start the wgmmas of a K block."""
         config = self.config
         unit = ROW // 16  # of a descriptor, for a row
         a = self.a + stage * (config.tile[0] * unit) + row_step * 64 * unit
@@ -105,17 +108,21 @@ class PlainLoop(Loop):
         majors = config.a_major, config.b_major
         steps = [_STEP // 8 if major == "k" else _STEP * unit for major in majors]
         transposed = [major == "mn" for major in majors]
-        values = [sums[i] for i in range(config.batch // 2)]
+        values = [acc[i] for i in range(config.batch // 2)]
         for i, value in enumerate(ptx.wgmma_bf16(values, a, b, steps, transposed)):
-            sums[i] = value
+            acc[i] = value
 
-    def finish(self, sums) -> None:
+    def finish(self, acc) -> None:
         """Nobody may read them before."""
-        for i, value in enumerate(ptx.finish([sums[i] for i in range(self.config.batch // 2)])):
-            sums[i] = value
+        for i, value in enumerate(ptx.finish([acc[i] for i in range(self.config.batch // 2)])):
+            acc[i] = value
+
+    def release(self, stage) -> None:
+        barrier = (self.pipeline.empty + stage).toint()
+        ptx.arrive_at(barrier, self.lane, self.config.blocks)
 
 
 def compile_config(config: PlainConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     operands = [any_tensor(cutlass.BFloat16, 2, 16, True) for _ in range(2)]
-    return compile_product(Plain(config), *operands)
+    return compile_gemm(Bf16Gemm(config), *operands)

@@ -139,6 +139,11 @@ class ProductConfig:
         """wgmmas that a warpgroup needs to go down its rows."""
         return self.tile[0] // (ROWS * self.row_warpgroups)
 
+    @property
+    def mma_tiles(self) -> list[tuple[int, int]]:
+        """Of a warpgroup, one for each wgmma: steps down the rows and across the columns."""
+        return [(i, j) for i in range(self.row_steps) for j in range(self.column_steps)]
+
     def place(self, row_step: int, column: int) -> tuple[int, int]:
         """Where a thread has its four sums of the eight columns from ``column`` on: the batch, and
         the first of them."""

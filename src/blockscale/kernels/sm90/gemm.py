@@ -1,0 +1,285 @@
+# mypy: ignore-errors
+"""A product on Hopper: what FP8 (``kernel``) and bf16 (``plain``) have in common.
+
+A CTA has a producer warp that keeps stages filled by TMA (``Loader``), perhaps a warp that fetches
+what TMA cannot (``fetcher``), and consumer warpgroups (``Consumer``), whose mainloop adds products
+up in registers and whose epilogue stores them. CTAs are persistent: they take tiles from a
+scheduler until there are none. In a cluster, each of two CTAs loads half of what both of them need.
+Where tiles are few, each of two warpgroups takes every other K block (``split_k_reduce_cta``),
+perhaps of the part of K that its CTA of a cluster has (``split_k_reduce_cluster``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+
+from ..common import shared
+from ..common.copies import Copies, TmaTiles
+from ..common.factor import any_added
+from ..common.following import follow
+from ..common.numeric import NUMERIC
+from ..common.persistent import meet
+from ..common.pipeline import Pipeline
+from ..common.tensor_specs import any_source, compile_for
+from . import ptx
+from .dense_scheduler import DenseScheduler, DenseTiles
+from .epilogue import Epilogue
+from .product_config import ProductConfig
+from .split_k_reduce_cluster import ClusterReduce
+from .split_k_reduce_cta import CtaReduce
+
+__all__ = ["Gemm", "Operand", "accumulators", "compile_gemm"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What TMA loads for a stage. ``origin``: its first element, of a tile's row and column and of
+    a K block."""
+
+    copies: Copies
+    origin: Callable[..., tuple]
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The kernel of a product, and its launch.
+
+    Attributes:
+        operands: of a stage: tiles of A and of B, then others.
+        mainloop: its class, as ``kernel.Mainloop``.
+        fetcher: the class of what the second warp does, as ``kernel.ScaleFetcher``, if it does
+            anything; ``fetched_bytes``: room for that in a stage.
+    """
+
+    config: ProductConfig
+    operands: tuple[Operand, ...]
+    mainloop: type
+    fetcher: type | None = None
+    fetched_bytes: int = 0
+
+    @property
+    def out(self) -> Copies:
+        """Boxes of the output."""
+        config = self.config
+        slots = config.c_buffers * config.row_warpgroups
+        return Copies(NUMERIC[config.out_dtype], (64, config.box_columns), slots)
+
+    @property
+    def scheduler(self) -> DenseScheduler:
+        return DenseScheduler(self.config)
+
+    def launch(self, loads, fetched, output, k_blocks, multiprocessors, stream) -> None:
+        """Launch. ``loads``: atom and view of each operand. ``fetched``: what the fetcher reads.
+        ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha``, or None.
+        """
+        config, d = self.config, output[0]
+        store = None, None
+        if config.boxed:
+            op = cpasync.CopyBulkTensorTileS2GOp()
+            if config.reduces:
+                op = cpasync.CopyReduceBulkTensorTileS2GOp()
+            store = self.out.describe(d, op)
+        atoms, views = [pair[0] for pair in loads], [pair[1] for pair in loads]
+        self.kernel(atoms, views, *store, fetched, output, k_blocks).launch(
+            grid=(self.scheduler.grid(d, multiprocessors), 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster_size, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, atoms, views, store_atom, store_view, fetched, output, k_blocks):
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank, k_part = Int32(0), Int32(0)
+        if const_expr(config.blocks > 1):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if const_expr(config.split > 1):
+            k_part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+        # shared memory
+        memory = cutlass.memory.SmemAllocator()
+        copies = [each.copies for each in self.operands]
+        tiles = [each.allocate(memory) for each in copies[:2]]
+        boxes = None
+        if const_expr(config.boxed):
+            boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
+        tiles += [each.allocate(memory) for each in copies[2:]]
+        loads = [TmaTiles(*each) for each in zip(copies, atoms, views, tiles, strict=True)]
+        addresses = [each.address for each in loads]
+        if const_expr(self.fetcher is not None):
+            addresses.append(shared.allocate(memory, config.stages * self.fetched_bytes, 128))
+        pipeline = Pipeline.allocate(memory, config.stages, config.parts)
+        reduce = None
+        if const_expr(config.alternate):
+            reduce = (ClusterReduce if config.split > 1 else CtaReduce).allocate(config, memory)
+
+        # barriers
+        if warp == 0:
+            for atom in [*atoms, *([store_atom] if config.boxed else [])]:
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for i in range_constexpr(pipeline.full_barriers):
+                    producers = 1 + (self.fetcher is not None)
+                    cute.arch.mbarrier_init(pipeline.full + i, producers)
+                    if const_expr(i < config.stages):
+                        consumer_warps = 4 * config.row_warpgroups * config.blocks
+                        cute.arch.mbarrier_init(pipeline.empty + i, consumer_warps)
+                if const_expr(config.alternate):
+                    reduce.init_barriers()
+            cute.arch.mbarrier_init_fence()
+        if const_expr(config.split > 1):
+            cute.arch.cluster_arrive_relaxed()  # others wait for it before they send accumulators
+        for each in loads:
+            each.copies.clear(each.tiles, config.threads)
+        meet(config.blocks)
+        follow()
+
+        # roles
+        schedule = self.scheduler.tiles(output[0], k_blocks, rank, k_part)
+        low, high = config.registers
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(low)
+            if warp == 0:
+                Loader(config, pipeline, schedule, self.operands, loads)()
+            if const_expr(self.fetcher is not None):  # noqa: SIM102 - one is known when compiling
+                if warp == 1:
+                    self.fetcher(config, pipeline, schedule, fetched, addresses[-1])()
+            if const_expr(config.split > 1):
+                cute.arch.cluster_wait()
+        else:
+            cute.arch.setmaxregister_increase(high)
+            if const_expr(config.split > 1):
+                cute.arch.cluster_wait()
+            epilogue = Epilogue(config, boxes, *output, self.mainloop.fills_registers)
+            consumer = config, pipeline, schedule, k_part, addresses
+            Consumer(*consumer, self.mainloop, epilogue, reduce)()
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Keeps the stages filled: the producer warp. ``loads``: of each operand."""
+
+    config: ProductConfig
+    pipeline: Pipeline
+    schedule: DenseTiles
+    operands: tuple[Operand, ...]
+    loads: list[TmaTiles]
+
+    @cute.jit
+    def __call__(self):
+        nbytes = sum(each.copies.moved for each in self.loads)
+        lane = cute.arch.lane_idx()
+        start, step = self.schedule.first()
+        stage, phase = Int32(0), Int32(1)
+        for index in range(start, self.schedule.count, step):
+            tile = self.schedule.tile(index)
+            for k_block in range(tile.k_begin, tile.k_end):
+                self.pipeline.producer_acquire(stage, phase)
+                barrier = self.pipeline.producer_barrier(stage, phase)
+                if lane == 0:
+                    ptx.expect(barrier.toint(), nbytes)
+                for operand, load in zip(self.operands, self.loads, strict=True):
+                    origin = operand.origin(tile.row, tile.column, k_block)
+                    load.load(stage, origin, barrier, self.schedule.rank)
+                stage, phase = self.pipeline.producer_next(stage, phase)
+        if const_expr(self.config.blocks > 1):  # stay until no other CTA signals any more
+            for _ in range(self.config.stages):
+                self.pipeline.producer_acquire(stage, phase)
+                stage, phase = self.pipeline.producer_next(stage, phase)
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """Multiplies and stores: a warpgroup.
+
+    Attributes:
+        k_part: of this CTA, where those of a cluster split K.
+        addresses: of the operands, and of what is fetched.
+        reduce: adds up what warpgroups have that split K; None where they do not.
+    """
+
+    config: ProductConfig
+    pipeline: Pipeline
+    schedule: DenseTiles
+    k_part: Any
+    addresses: list
+    mainloop: type
+    epilogue: Epilogue
+    reduce: CtaReduce | ClusterReduce | None
+
+    @cute.jit
+    def __call__(self):
+        config, reduce = self.config, self.reduce
+        thread = cute.arch.thread_idx()[0] - 128
+        warpgroup = cute.arch.make_warp_uniform(thread // 128)
+        thread = ptx.pin(thread % 128)
+        k_turn = Int32(0)
+        if const_expr(config.alternate):  # this warpgroup's K blocks, its rows being all
+            k_turn, warpgroup = warpgroup, Int32(0)
+        first_row = warpgroup * (64 * config.row_steps)
+        mainloop = self.mainloop(config, self.pipeline, first_row, thread, *self.addresses)
+        start, step = self.schedule.first()
+        if const_expr(config.split > 1):
+            reduce = reduce.of_thread(self.k_part, k_turn, thread)
+        if const_expr(config.skew):
+            ptx.sleep(warpgroup * config.skew)
+        stage, phase, turn, taken = k_turn, Int32(0), Int32(0), Int32(0)
+        acc = [accumulators(config) for _ in config.mma_tiles]
+        for index in range(start, self.schedule.count, step):
+            tile = self.schedule.tile(index)
+            for each in acc:
+                each.fill(0.0)
+            count = tile.k_blocks
+            if const_expr(config.alternate):
+                taken = taken + tile.k_blocks
+                count = (taken + 1 - k_turn) // 2 - (taken - tile.k_blocks + 1 - k_turn) // 2
+            stage, phase = mainloop(acc, count, stage, phase)
+            row, column = tile.row + first_row, tile.column + self.k_part * config.own_columns
+            if const_expr(config.split > 1):
+                filled = tile.row + thread // 32 * 16 < self.epilogue.d.shape[0]
+                reduce.send(acc, turn, filled)
+                if k_turn == 0:
+                    more = index + step < self.schedule.count
+                    reduce.receive(acc, turn, filled, more)
+                    self.epilogue(acc, warpgroup, thread, row, column)
+            elif const_expr(config.alternate):
+                if k_turn > 0:
+                    reduce.send(acc, thread, turn)
+                else:
+                    reduce.receive(acc, thread, turn)
+                    self.epilogue(acc, warpgroup, thread, row, column)
+            else:
+                self.epilogue(acc, warpgroup, thread, row, column)
+            turn = turn ^ 1
+        if const_expr(config.boxed):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def accumulators(config: ProductConfig):
+    """A thread's, of one wgmma."""
+    acc = cute.make_rmem_tensor((config.batch // 2,), Float32)
+    acc.fill(0.0)
+    return acc
+
+
+def compile_gemm(gemm, *operands):
+    """The host function of a kernel, which takes tensors of any shape: ``operands``, the output,
+    bias, alpha, and how many multiprocessors there are."""
+    config = gemm.config
+    return compile_for(
+        config.arch,
+        gemm,
+        *operands,
+        any_source(config.out_dtype, config.tma_store),
+        *any_added(config),
+        Int32(1),
+    )
