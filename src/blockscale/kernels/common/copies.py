@@ -147,3 +147,8 @@ class TmaTiles:
     def store(self, slot, position) -> None:
         """As that of :class:`Copies`."""
         self.copies.store(self.atom, self.view, self.tiles, slot, position)
+
+    def prefetch(self, position) -> None:
+        """Bring the box whose first element is at ``position`` to the L2 cache; by a thread."""
+        _, piece = self.copies.pieces(self.atom, self.view, self.tiles, 0, position, 0)
+        cute.prefetch(self.atom, piece)

@@ -78,6 +78,11 @@ class Config:
         return BLOCK_K // self.format.block_size
 
     @property
+    def mma_tiles(self) -> tuple[int, int]:
+        """Of a CTA's tile: of 16 rows of B, and of 8 rows of A."""
+        return self.b_rows // 16, self.rows // 8
+
+    @property
     def slots(self) -> int:
         """Stages of all warps."""
         return self.warps * self.stages

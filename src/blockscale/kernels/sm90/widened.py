@@ -1,87 +1,82 @@
 # mypy: ignore-errors
-"""Few rows of bf16 times MXFP8, MXFP4 and NVFP4, which are widened to bf16 in registers.
+"""Few rows of bf16 times MXFP8, MXFP4 and NVFP4, which are dequantized to bf16 in registers.
 
-A block of threads has a warp that loads tiles by TMA, three that bring block scales, and
-warpgroups that widen B, multiply (``widened_mainloop``) and store (``widened_transposed``). Blocks
-stay until all tiles are done: rows of A, all in most cases, and some of B. Blocks of a cluster each
-take a part of K, and so may warpgroups of a block, which take stages in turn
-(``widened_exchange``).
+A CTA has a warp that loads tiles by TMA (``Loader``), three that load block scales
+(``ScaleLoader``), and consumer warpgroups that dequantize B, multiply (``widened_mainloop``) and
+store (``widened_transposed``). CTAs are persistent; a tile is rows of A, all in most cases, and
+some of B. CTAs of a cluster each take a part of K, and so may warpgroups of a CTA, which take
+stages in turn (``widened_exchange``).
 
-A has been put in order, and what is not bf16 widened, by a kernel that this one follows: while it
-runs, B's first stages are brought as near as the L2 cache.
+A has been permuted, and dequantized, by a kernel that this one follows: while it runs, B's first
+stages are brought as near as the L2 cache.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from ..common.copies import Copies
+from ..common import shared
+from ..common.copies import Copies, TmaTiles
 from ..common.factor import any_added
 from ..common.following import follow
 from ..common.numeric import NUMERIC
-from ..common.persistent import advance, first, meet
+from ..common.persistent import meet
+from ..common.pipeline import Pipeline
 from ..common.tensor_specs import any_source, any_tensor, compile_for
-from . import ptx
+from . import ptx, widened_ptx
+from .column_scheduler import ColumnScheduler, ColumnTiles
 from .widened_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
-from .widened_exchange import Exchange
+from .widened_exchange import MixedReduce
 from .widened_mainloop import Mainloop
-from .widened_scales import Scales
 from .widened_transposed import TransposedEpilogue
 
-__all__ = ["Widened", "compile_config"]
+__all__ = ["MixedGemm", "compile_config"]
 
-# of warps that load, and of those that multiply, as many as there are for such warpgroups
+# of threads that load, and of those that multiply, as many as there are for such warpgroups
 _REGISTERS = {1: (40, 232), 2: (32, 112)}
 _PANELS = 2  # of a stage of A: tiles of 128 bytes a row
+_SCALE_THREADS = 96
 
 
-class Widened:
+class MixedGemm:
     """The kernel of a :class:`Config` and the host code that launches it."""
 
     def __init__(self, config: Config):
         self.config = config
         self.threads = 128 * (1 + WARPGROUPS * config.parts)
-
-    def setup(self):
-        """What needs a compiler that runs."""
-        config = self.config
+        self.scheduler = ColumnScheduler(config)
         panel, slots = BLOCK_K // _PANELS, config.stages * _PANELS
         self.a = Copies(cutlass.BFloat16, (config.rows, panel), slots, rows=config.loaded_rows)
         self.b = Copies(cutlass.Uint8, (B_ROWS, config.row_bytes), config.stages)
         self.out = Copies(NUMERIC[config.out_dtype], (64, 64), config.own_shares)
-        self.epilogue = TransposedEpilogue(config, self.out)
-        self.mainloop = Mainloop(config)
-        self.ring = self.mainloop.ring
-        self.scales, self.exchange = Scales(config), Exchange(config)
 
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
-        """Launch. ``a`` (M, K) bf16, in order and padded with zeros to whole stages; ``b`` (N, K)
+        """Launch. ``a`` (M, K) bf16, permuted and padded with zeros to whole stages; ``b`` (N, K)
         as bytes, ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha``, or None.
         There is no ``a_scale``.
         """
-        self.setup()
         config = self.config
         loads = [self.a.describe(a), self.b.describe(b)]
         store = None, None
         if const_expr(config.tma_store):
             store = self.out.describe(d, cpasync.CopyBulkTensorTileS2GOp())
-        down = cute.ceil_div(a.shape[0], config.rows)
-        tiles = down * cute.ceil_div(b.shape[0], B_ROWS)
-        resident = cutlass.min(tiles, multiprocessors // config.split)
+        extent = self.scheduler.extent(a, b)
         self.kernel(
             [pair[0] for pair in loads],
             [pair[1] for pair in loads],
-            store[0],
-            store[1],
+            *store,
             b_scale,
             (d, bias, alpha),
-            (Int32(tiles), Int32(down)),
+            extent,
             cute.ceil_div(b.shape[1], config.row_bytes),
         ).launch(
-            grid=(resident * config.split, 1, 1),
+            grid=(self.scheduler.grid(extent, multiprocessors), 1, 1),
             block=(self.threads, 1, 1),
             cluster=(config.split, 1, 1),
             min_blocks_per_mp=1,
@@ -90,153 +85,219 @@ class Widened:
         )
 
     @cute.kernel
-    def kernel(self, atoms, views, store_atom, store_view, scale, output, tiles, blocks):
+    def kernel(self, atoms, views, store_atom, store_view, b_scale, output, extent, k_blocks):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        part = Int32(0)
+        k_part = Int32(0)
         if const_expr(config.split > 1):
-            part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            k_part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
+        # shared memory
         memory = cutlass.memory.SmemAllocator()
-        shared = [self.a.allocate(memory), self.b.allocate(memory)]
-        out = self.out.allocate(memory) if config.tma_store else None
-        nbytes = config.stages * config.scale_bytes
-        scales = memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=128).toint()
-        waits = self.ring.waits
-        full = memory.allocate_array(cutlass.Int64, waits + config.stages)
-        empty = full + waits
+        copies = self.a, self.b
+        tiles = [each.allocate(memory) for each in copies]
+        a, b = (TmaTiles(*each) for each in zip(copies, atoms, views, tiles, strict=True))
+        boxes = None
+        if const_expr(config.tma_store):
+            boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
+        scales = shared.allocate(memory, config.stages * config.scale_bytes, 128)
+        pipeline = Pipeline.allocate(memory, config.stages, config.parts)
+        reduce = None
         if const_expr(config.sources > 1):
-            self.exchange.allocate(memory)
+            reduce = MixedReduce.allocate(config, memory)
 
+        # barriers
         if warp == 0:
             for atom in [*atoms, *([store_atom] if config.tma_store else [])]:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for i in range_constexpr(waits):
-                    cute.arch.mbarrier_init(full + i, 1 + self.scales.threads)
+                for i in range_constexpr(pipeline.full_barriers):
+                    cute.arch.mbarrier_init(pipeline.full + i, 1 + _SCALE_THREADS)
                 for i in range_constexpr(config.stages):
-                    cute.arch.mbarrier_init(empty + i, 128 * WARPGROUPS)
+                    cute.arch.mbarrier_init(pipeline.empty + i, 128 * WARPGROUPS)
                 if const_expr(config.sources > 1):
-                    self.exchange.initialize()
+                    reduce.init_barriers()
             cute.arch.mbarrier_init_fence()
-        self.a.clear(shared[0], self.threads)
+        a.copies.clear(a.tiles, self.threads)
         meet(config.split)
 
-        place = *tiles, part * blocks // config.split, (part + 1) * blocks // config.split
+        # roles
+        schedule = self.scheduler.tiles(extent, k_blocks, k_part)
         few, many = _REGISTERS[config.parts]
         if warp < 4:
             cute.arch.setmaxregister_decrease(few)
             if warp == 0:
-                self.load(atoms, views, shared, full, empty, place)
+                Loader(config, pipeline, schedule, a, b)()
             else:
-                self.bring(scale, scales, full, empty, place)
+                ScaleLoader(config, pipeline, schedule, b_scale, scales)()
         else:
             cute.arch.setmaxregister_increase(many)
-            own = *(each.iterator.toint() for each in shared), scales
-            self.multiply(own, (full, empty), place, part, out, store_atom, store_view, output)
+            epilogue = TransposedEpilogue(config, boxes, *output)
+            addresses = a.address, b.address, scales
+            Consumer(config, pipeline, schedule, k_part, addresses, epilogue, reduce)()
 
-    def corner(self, index, down):
-        """A tile's first row and column of the output. A division: not for each K block."""
-        return index % down * self.config.rows, index // down * B_ROWS
+
+@dataclass(frozen=True)
+class Loader:
+    """Keeps the stages filled with tiles of A and B: the first warp."""
+
+    config: Config
+    pipeline: Pipeline
+    schedule: ColumnTiles
+    a: TmaTiles
+    b: TmaTiles
 
     @cute.jit
-    def load(self, atoms, views, shared, full, empty, place):
-        """Keep the stages filled: the first warp's work."""
-        config, (tiles, down, begin, end) = self.config, place
-        nbytes = _PANELS * self.a.moved + self.b.nbytes
+    def __call__(self):
+        config, row_bytes = self.config, self.config.row_bytes
+        nbytes = _PANELS * self.a.copies.moved + self.b.copies.moved
         lane = cute.arch.lane_idx()
-        start, step = first(config.split)
-        _, column = self.corner(start, down)
+        start, step = self.schedule.first()
+        tile = self.schedule.tile(start)
         with cute.arch.elect_one():
-            for block in range(begin, cutlass.min(end, begin + config.stages)):
-                position = (column, block * self.b.tile[1])
-                _, piece = self.b.pieces(atoms[1], views[1], shared[1], 0, position, 0)
-                cute.prefetch(atoms[1], piece)
+            end = cutlass.min(tile.k_end, tile.k_begin + config.stages)
+            for k_block in range(tile.k_begin, end):
+                self.b.prefetch((tile.column, k_block * row_bytes))
         follow()
         stage, phase = Int32(0), Int32(1)
-        for index in range(start, tiles, step):
-            row, column = self.corner(index, down)
-            for block in range(begin, end):
-                cute.arch.mbarrier_wait(empty + stage, phase)
-                barrier = self.ring.filled(full, stage, phase)
+        for index in range(start, self.schedule.count, step):
+            tile = self.schedule.tile(index)
+            for k_block in range(tile.k_begin, tile.k_end):
+                self.pipeline.producer_acquire(stage, phase)
+                barrier = self.pipeline.producer_barrier(stage, phase)
                 if lane == 0:
                     ptx.expect(barrier.toint(), nbytes)
-                position = (column, block * self.b.tile[1])
-                self.b.load(atoms[1], views[1], shared[1], stage, position, barrier)
+                self.b.load(stage, (tile.column, k_block * row_bytes), barrier)
                 for i in range_constexpr(_PANELS):
-                    slot, panel = stage * _PANELS + i, block * _PANELS + i
-                    position = (row, panel * self.a.tile[1])
-                    self.a.load(atoms[0], views[0], shared[0], slot, position, barrier)
-                stage, phase = advance(stage, phase, config.stages)
+                    column = (k_block * _PANELS + i) * (BLOCK_K // _PANELS)
+                    self.a.load(stage * _PANELS + i, (tile.row, column), barrier)
+                stage, phase = self.pipeline.producer_next(stage, phase)
+
+
+@dataclass(frozen=True)
+class ScaleLoader:
+    """Brings block scales of B (N, K / block) to the stages, at ``address``: three warps."""
+
+    config: Config
+    pipeline: Pipeline
+    schedule: ColumnTiles
+    b_scale: Any
+    address: Any
 
     @cute.jit
-    def bring(self, scale, shared, full, empty, place):
-        """Bring block scales to the stages: three warps' work."""
-        config, (tiles, down, begin, end) = self.config, place
+    def __call__(self):
         thread = cute.arch.thread_idx()[0] - 32
-        start, step = first(config.split)
+        start, step = self.schedule.first()
         stage, phase = Int32(0), Int32(1)
-        _, column = self.corner(start, down)
-        self.scales.prefetch(scale, column, begin, thread)
+        tile = self.schedule.tile(start)
+        self.prefetch(tile.column, tile.k_begin, thread)
         follow()
-        for index in range(start, tiles, step):
-            _, column = self.corner(index, down)
-            for block in range(begin, end):
-                cute.arch.mbarrier_wait(empty + stage, phase)
-                target = shared + stage * config.scale_bytes
-                self.scales(scale, target, column, block, thread)
-                self.scales.arrive(self.ring.filled(full, stage, phase).toint())
-                stage, phase = advance(stage, phase, config.stages)
+        for index in range(start, self.schedule.count, step):
+            tile = self.schedule.tile(index)
+            for k_block in range(tile.k_begin, tile.k_end):
+                self.pipeline.producer_acquire(stage, phase)
+                target = self.address + stage * self.config.scale_bytes
+                self.load(target, tile.column, k_block, thread)
+                self.arrive(self.pipeline.producer_barrier(stage, phase).toint())
+                stage, phase = self.pipeline.producer_next(stage, phase)
 
     @cute.jit
-    def multiply(self, shared, barriers, place, part, out, store_atom, store_view, output):
-        """Multiply and store: a warpgroup's work."""
-        config, (tiles, down, begin, end) = self.config, place
+    def load(self, target, first, k_block, thread):
+        """A tile's rows from ``first`` on; zeros outside of ``b_scale``."""
+        nbytes, scale = self.config.scale_row, self.b_scale
+        column = k_block * nbytes
+        for i in range_constexpr(-(-B_ROWS // _SCALE_THREADS)):
+            row = i * _SCALE_THREADS + thread
+            if row < B_ROWS:
+                inside = Int32(first + row < scale.shape[0])
+                own = target + row * nbytes
+                at = (first + row) * inside
+                if const_expr(self.config.async_scales):
+                    source = scale.iterator.toint() + scale.layout((at, column))
+                    widened_ptx.copy_async(own, source, nbytes, inside)
+                else:
+                    for j in range_constexpr(nbytes):
+                        value = Int32(0)
+                        if inside == 1 and column + j < scale.shape[1]:
+                            value = Int32(scale[at, column + j])
+                        widened_ptx.store_byte(own + j, value)
+
+    @cute.jit
+    def prefetch(self, first, k_block, thread):
+        """Bring scales of the same rows, of this K block and some after it, to the L2 cache."""
+        scale = self.b_scale
+        for i in range_constexpr(-(-B_ROWS // _SCALE_THREADS)):
+            row = i * _SCALE_THREADS + thread
+            if row < B_ROWS and first + row < scale.shape[0]:
+                place = scale.layout((first + row, k_block * self.config.scale_row))
+                widened_ptx.prefetch(scale.iterator.toint() + place)
+
+    def arrive(self, barrier) -> None:
+        if self.config.async_scales:
+            widened_ptx.arrive_when_copied(barrier)
+        else:
+            ptx.arrive(barrier)
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """Multiplies and stores: a warpgroup.
+
+    Attributes:
+        k_part: of this CTA, where those of a cluster split K.
+        addresses: of A, of B and of its scales, all stages.
+        reduce: adds up what warpgroups have that split K; None where they do not.
+    """
+
+    config: Config
+    pipeline: Pipeline
+    schedule: ColumnTiles
+    k_part: Any
+    addresses: tuple
+    epilogue: TransposedEpilogue
+    reduce: MixedReduce | None
+
+    @cute.jit
+    def __call__(self):
+        config, reduce, parts = self.config, self.reduce, self.config.parts
         thread = cute.arch.thread_idx()[0] - 128
         warpgroup = cute.arch.make_warp_uniform(thread // 128)
         thread = ptx.pin(thread % 128)
-        self.mainloop.start(shared, barriers, warpgroup % WARPGROUPS * 64, thread)
-        start, step = first(config.split)
+        mainloop = Mainloop(
+            config, self.pipeline, warpgroup % WARPGROUPS * 64, thread, *self.addresses
+        )
+        start, step = self.schedule.first()
         before = warpgroup // WARPGROUPS  # stages that others take first
         stage, phase = before, Int32(0)
-        swapped = Int32(0)
-        sums = self.mainloop.allocate()
+        reduce_phase = Int32(0)
+        acc = mainloop.accumulators()
         follow()
-        for index in range(start, tiles, step):
-            sums.fill(0.0)
-            count = end - begin
-            if const_expr(config.parts > 1):
-                count = (end - begin - before + config.parts - 1) // config.parts
-                before = (before - (end - begin)) & (config.parts - 1)
-            stage, phase = self.mainloop(sums, count, stage, phase)
+        for index in range(start, self.schedule.count, step):
+            acc.fill(0.0)
+            count = self.schedule.k_end - self.schedule.k_begin
+            if const_expr(parts > 1):
+                k_blocks = count
+                count = (k_blocks - before + parts - 1) // parts
+                before = (before - k_blocks) & (parts - 1)
+            stage, phase = mainloop(acc, count, stage, phase)
             # in the loop, so that what follows is not computed before it, and kept
             warpgroup = cute.arch.make_warp_uniform(ptx.pin(warpgroup))
-            own, turn = warpgroup % WARPGROUPS, warpgroup // WARPGROUPS
+            share, turn = warpgroup % WARPGROUPS, warpgroup // WARPGROUPS
             here = ptx.pin(thread)
-            row, column = self.corner(index, down)
-            at = out, store_atom, store_view, output, own, here, (row, column + own * 64)
+            tile = self.schedule.tile(index)
+            column = tile.column + share * 64
             if const_expr(config.sources > 1):
-                given = own, sums, here, swapped
-                if turn == 0 and part == own % config.split:
-                    self.exchange.receive(*given, index + step < tiles)
-                    self.store(sums, *at)
+                if turn == 0 and self.k_part == share % config.split:
+                    more = index + step < self.schedule.count
+                    reduce.receive(share, acc, here, reduce_phase, more)
+                    self.epilogue(acc, share, here, tile.row, column)
                 else:
-                    self.exchange.send(*given, part, turn)
+                    reduce.send(share, acc, here, reduce_phase, self.k_part, turn)
             else:
-                self.store(sums, *at)
-            swapped = swapped ^ 1
+                self.epilogue(acc, share, here, tile.row, column)
+            reduce_phase = reduce_phase ^ 1
         if const_expr(config.tma_store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def store(self, sums, out, atom, view, output, group, thread, corner):
-        """A tile's rows of the output, and 64 columns, from ``corner`` on."""
-        d, bias, alpha = output
-        self.epilogue.scale(sums, bias, alpha, thread, corner[1])
-        if const_expr(self.config.tma_store):
-            self.epilogue.store(sums, out, atom, view, group, thread, corner)
-        else:
-            self.epilogue.store_each(sums, d, thread, corner)
 
 
 def compile_config(config: Config):
@@ -244,7 +305,7 @@ def compile_config(config: Config):
     align = config.scale_row if config.async_scales else 1
     return compile_for(
         config.arch,
-        Widened(config),
+        MixedGemm(config),
         any_tensor(cutlass.BFloat16, 2, 16, True),
         None,
         any_tensor(cutlass.Uint8, 2, 16, True),

@@ -1,70 +1,83 @@
 # mypy: ignore-errors
-"""Sums of a tile from warpgroups that each had a part of K, brought together.
+"""Accumulators of a tile from warpgroups that each had a part of K, added up.
 
-A share is 64 of the tile's rows of B, those of one wgmma. Its sums are added up in one of a
-cluster's blocks of threads, by the first warpgroup there that has the share; those of the next
-share in the next block. The others, of the same block too, write theirs into its shared memory, a
-thread to the same thread; that one adds them in an order that is always the same. Blocks may end by
-themselves: each has waited for all that is sent to it, and room is freed only for what will come.
+A share is 64 of the tile's rows of B, those of one wgmma. Its accumulators are added up in one of a
+cluster's CTAs, by the first warpgroup there that has the share; those of the next share in the next
+CTA. The others, of the same CTA too, write theirs into its shared memory, a thread to the same
+thread; that one adds them in an order that is always the same. CTAs may end by themselves: each has
+waited for all that is sent to it, and room is freed only for what will come.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 from cutlass import const_expr, cute, range_constexpr
 
+from ..common import shared
 from . import ptx
 from .widened_config import WARPGROUPS, Config
 
-__all__ = ["Exchange"]
+__all__ = ["MixedReduce"]
 
 
-class Exchange:
-    def __init__(self, config: Config):
-        self.config = config
+@dataclass(frozen=True)
+class MixedReduce:
+    """Room for others' accumulators.
 
-    def allocate(self, memory) -> None:
-        """Room for others' sums, and for each share two barriers: all are there, or are free."""
-        config = self.config
+    Attributes:
+        partial_acc: its address.
+        full, free: mbarriers, one a share.
+    """
+
+    config: Config
+    partial_acc: Any
+    full: Any
+    free: Any
+
+    @classmethod
+    def allocate(cls, config: Config, memory) -> MixedReduce:
         nbytes = config.exchange_bytes(config.split, config.parts)
-        self.sums = memory.allocate_array(cutlass.Uint8, nbytes, byte_alignment=128).toint()
-        self.full = memory.allocate_array(cutlass.Int64, 2 * WARPGROUPS)
-        self.free = self.full + WARPGROUPS
+        partial_acc = shared.allocate(memory, nbytes, 128)
+        full = memory.allocate_array(cutlass.Int64, 2 * WARPGROUPS)
+        return cls(config, partial_acc, full, full + WARPGROUPS)
 
-    def initialize(self) -> None:
+    def init_barriers(self) -> None:
         config = self.config
         for i in range(WARPGROUPS):
-            # one that expects bytes of other blocks, and threads of its own
+            # one that expects bytes of other CTAs, and threads of its own
             cute.arch.mbarrier_init(self.full + i, 1 + 128 * (config.parts - 1))
             cute.arch.mbarrier_init(self.free + i, 4)  # warps
 
     def place(self, share, thread, source):
-        """Of a thread's sums from the warpgroup so many after the one that adds, four at a time."""
+        """Of a thread's from the warpgroup so many after the one that adds, four at a time."""
         config = self.config
         index = (source - 1) * config.own_shares + share // config.split
-        return self.sums + index * config.share_bytes + thread * 16
+        return self.partial_acc + index * config.share_bytes + thread * 16
 
     @cute.jit
-    def send(self, share, sums, thread, phase, part, turn):
-        """Wait until the last sums have been read, then write these, of the ``turn``-th warpgroup
-        that has them in the block ``part`` of the cluster."""
+    def send(self, share, acc, thread, phase, k_part, turn):
+        """Wait until the last ones have been read, then write these, of the ``turn``-th warpgroup
+        that has them in the CTA ``k_part`` of the cluster."""
         config = self.config
         owner, full = share % config.split, (self.full + share).toint()
         ptx.wait_cluster((self.free + share).toint(), phase ^ 1)
-        source = (part + config.split - owner) % config.split * config.parts + turn
+        source = (k_part + config.split - owner) % config.split * config.parts + turn
         place = self.place(share, thread, source)
-        if part == owner:
+        if k_part == owner:
             for i in range_constexpr(0, config.rows // 2, 4):
-                ptx.store_floats(place, i * 512, [sums[i + j] for j in range(4)])
+                ptx.store_floats(place, i * 512, [acc[i + j] for j in range(4)])
             ptx.arrive(full)
         elif const_expr(config.split > 1):
             there, barrier = (ptx.at_block(each, owner) for each in (place, full))
             for i in range_constexpr(0, config.rows // 2, 4):
-                ptx.store_async(there, i * 512, [sums[i + j] for j in range(4)], barrier)
+                ptx.store_async(there, i * 512, [acc[i + j] for j in range(4)], barrier)
 
     @cute.jit
-    def receive(self, share, sums, thread, phase, more):
-        """Add the sums of the other warpgroups. ``more``: whether others will be sent."""
+    def receive(self, share, acc, thread, phase, more):
+        """Add those of the other warpgroups. ``more``: whether others will be sent."""
         config = self.config
         full = (self.full + share).toint()
         if thread == 0:
@@ -73,8 +86,8 @@ class Exchange:
         for source in range_constexpr(1, config.sources):
             place = self.place(share, thread, source)
             for i in range_constexpr(0, config.rows // 2, 4):
-                values = ptx.load_floats(place, i * 512, 4)
+                partial_acc = ptx.load_floats(place, i * 512, 4)
                 for j in range_constexpr(4):
-                    sums[i + j] = sums[i + j] + values[j]
+                    acc[i + j] = acc[i + j] + partial_acc[j]
         if more:
             ptx.arrive_at_all((self.free + share).toint(), thread % 32, config.split)

@@ -12,32 +12,27 @@ from cutlass import Float32, Int32, cute, range_constexpr
 from ...formats import Format
 from .widen import WIDENERS, ue4m3_factors
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "place"]
+
+
+def place(row, part, row_bytes: int):
+    """Where the ``part`` of a row is that one of its four lanes has, in a swizzled tile. Of 8 bits
+    it has 16 bytes more, at the same address but for the bit of 16."""
+    chunk = (2 * part) ^ (row % 8) if row_bytes == 128 else part ^ (row // 2 % 4)
+    return row * row_bytes + chunk * 16
 
 
 class Rows:
-    """``steps`` times two rows of a thread."""
+    """``steps`` times two rows of a thread, on the device."""
 
     def __init__(self, format: Format, steps: int):
         self.widener = WIDENERS[format.element.name]
         self.fine = format.scale.name == "UE4M3"  # a scale for each unit
         self.kept = 4 if self.fine else 3  # registers for the scales of two rows
         self.scale_bytes = 2 if self.fine else 1  # of a lane's part of a row
-        self.row_bytes = 16 * self.widener.bits  # of a row in a stage
         self.steps = steps
-
-    def start(self) -> None:
         self.one = cute.arch.grid_dim()[1]
         self.seen = cute.make_rmem_tensor((2 * self.steps,), Int32)
-
-    def place(self, row, part):
-        """Where the ``part`` of a row is that one of its four lanes has, in a swizzled tile. Of 8
-        bits it has 16 bytes more, at the same address but for the bit of 16."""
-        if self.row_bytes == 128:
-            chunk = (2 * part) ^ (row % 8)
-        else:
-            chunk = part ^ (row // 2 % 4)
-        return row * self.row_bytes + chunk * 16
 
     def factors(self, low, high) -> list:
         """Of the scales of two rows: a factor for each row and unit; or one for each row, and a

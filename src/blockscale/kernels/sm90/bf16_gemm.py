@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """bf16: A (M, K) times B (N, K), each with either of its dimensions contiguous.
 
-The kernel of ``gemm``, whose tensor cores add to a tile's accumulators themselves: the wgmmas of a
-K block wait behind those of the one before it, whose stage is free when these have finished.
+What ``kernel`` wants to know: what is loaded, and the mainloop. The tensor cores add to a tile's
+accumulators themselves: the wgmmas of a K block wait behind those of the one before it, whose stage
+is free when these have finished.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ..common.pipeline import Pipeline
 from ..common.promotion import promote_l2
 from ..common.tensor_specs import any_tensor
 from . import ptx
-from .gemm import Gemm, Operand, compile_gemm
+from .kernel import Gemm, Operand, compile_gemm
 from .plain_config import BLOCK_K, PlainConfig
 from .product_config import ROW
 
