@@ -2,8 +2,9 @@
 """FP8 with fp32 scales per 128 along K: A (M, K) 1 x 128, B (N, K) 128 x 128 or 1 x 128.
 
 What ``kernel`` wants to know: what is loaded, and the mainloop. Scales are loaded beside the tiles;
-128 x 128 ones of B are fetched by a second warp. The products of a K block are a partial accumulator, which is scaled in registers as it
-is added: while a warpgroup adds, the other one keeps the tensor cores busy.
+128 x 128 ones of B are fetched by a second warp. The products of a K block are a partial
+accumulator, which is scaled in registers as it is added: while a warpgroup adds, the other one
+keeps the tensor cores busy.
 """
 
 from __future__ import annotations
