@@ -22,9 +22,10 @@ import blockscale as bs
 from blockscale.bench.contest import Call, turns
 from blockscale.bench.timing import Timer
 from blockscale.bench.warm import compile_all
-from blockscale.kernels.common.runtime import get_kernel
+from blockscale.kernels.common.epilogue import Epilogue
+from blockscale.kernels.common.gpu import CLUSTERS, GPUS
+from blockscale.kernels.common.runtime import gpu_of
 from blockscale.kernels.sm90.ordered_config import OrderedConfig
-from blockscale.kernels.sm90.product_config import AT_ONCE, MULTIPROCESSORS
 from blockscale.kernels.sm90.widened_config import B_ROWS, BF16, FEW, Config, choose_config
 
 FORMATS = ("mxfp8", "nvfp4")
@@ -52,14 +53,14 @@ def most_stages(config: Config, rows: int, split: int, parts: int) -> Config | N
 
 def candidates(m: int, n: int, k: int, format: str) -> dict[str, Config]:
     """The chosen one first."""
-    chosen = choose_config((m, n, k), format, torch.bfloat16)
+    chosen = choose_config((m, n, k), format, Epilogue())
     found = {name(chosen): chosen}
     for rows in (m, m // 2) if m == FEW else (m,):
         tiles = -(-m // rows) * -(-n // B_ROWS)
-        for split, clusters in AT_ONCE.items():
+        for split in CLUSTERS:
             for parts in (1, 2):
                 config = most_stages(chosen, rows, split, parts)
-                if config and (split == 1 or tiles <= clusters):
+                if config and (split == 1 or tiles <= GPUS["sm_90a"].max_active_clusters(split)):
                     found.setdefault(name(config), config)
     return found
 
@@ -70,10 +71,12 @@ def calls(m: int, n: int, k: int, format: str) -> Iterator[tuple[str, Call]]:
     q = bs.quantize(w, format, backend="kernel")
     b, scale = (each.view(torch.uint8) for each in (q.qdata, q.qscale))
     a, d = torch.empty_like(x), torch.empty(m, n, device=device, dtype=torch.bfloat16)
-    get_kernel(OrderedConfig(BF16), device)(x, None, a)
+    gpu = gpu_of(x.device)
+    assert gpu is not None
+    gpu.load(OrderedConfig(BF16))(x, None, a)
     for label, config in candidates(m, n, k, format).items():
-        run = get_kernel(config, device)
-        yield label, partial(run, a, None, b, scale, d, None, None, MULTIPROCESSORS)
+        run = gpu.load(config)
+        yield label, partial(run, a, None, b, scale, d, None, None, gpu.multiprocessors)
     yield "torch, bf16", lambda: x @ w.mT
 
 

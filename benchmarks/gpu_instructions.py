@@ -62,10 +62,10 @@ def cases() -> list[Any]:
 
 def examine(case: Any, arch: str) -> dict[str, Any]:
     """Compile ``case`` and look at its code."""
-    from blockscale.formats import get_format
     from blockscale.kernels.common.builders import build_kernel
+    from blockscale.kernels.common.gpu import GPUS
     from blockscale.kernels.common.machine_code import disassemble, usage
-    from blockscale.kernels.quantizers.config import PRODUCERS, choose_config
+    from blockscale.kernels.quantizers.config import PRODUCERS, Request, choose_config
 
     rows, columns = SHAPES[0]
     producer = PRODUCERS[case.producer]
@@ -73,11 +73,8 @@ def examine(case: Any, arch: str) -> dict[str, Any]:
         (rows, columns // producer.parts),
         [(0, columns * case.dtype.itemsize)] * producer.sources,
         case.dtype,
-        get_format(case.format),
-        axes=case.axes,
-        layouts=(case.layout,) * len(case.axes),
-        arch=arch,
-        producer=case.producer,
+        Request(case.format, case.axes, (case.layout,) * len(case.axes), producer=case.producer),
+        GPUS[arch],
     )
     cubin = build_kernel(config).__cubin__
     sass, found = disassemble(cubin), usage(cubin)

@@ -10,9 +10,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import torch
 from gpu_quantize import ROOT, head, line, rewrite
 
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.sm100.config import choose_config, fit
 from blockscale.model import B200, FORMATS, H200, Launch, estimate, launch
 from blockscale.model.kernels import tcgen05
@@ -83,7 +83,7 @@ def _cells(format: str, shape: tuple[int, int, int]) -> list[str]:
 def _clustered(format: str, shape: tuple[int, int, int]) -> Launch:
     """Two pairs of blocks, one below the other, that share tiles of B."""
     names = format.split("_")
-    config = choose_config(shape, (names[0], names[-1]), torch.bfloat16)
+    config = choose_config(shape, (names[0], names[-1]), Epilogue())
     return tcgen05(fit(replace(config, ctas=2, cluster=(4, 1), columns=256, stages=2)), shape)
 
 

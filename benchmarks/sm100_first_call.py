@@ -21,6 +21,7 @@ import torch
 from gpu_quantize import ROOT, head, line, rewrite
 
 from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 
@@ -32,18 +33,17 @@ RUNS = 3
 
 CASES: dict[str, dict[str, Any]] = {
     "mxfp8": {"formats": ("mxfp8", "mxfp8")},
-    "nvfp4": {"formats": ("nvfp4", "nvfp4"), "alpha": 2},
+    "nvfp4": {"formats": ("nvfp4", "nvfp4"), "epilogue": Epilogue(alpha=2)},
     "nvfp4, SwiGLU, quantized to nvfp4": {
         "formats": ("nvfp4", "nvfp4"),
-        "alpha": 2,
-        "out_dtype": torch.uint8,
+        "epilogue": Epilogue(torch.uint8, alpha=2),
         "quantizing": Quantizing("nvfp4", swiglu=True),
     },
 }
 
 
 def configuration(name: str) -> Config:
-    return choose_config((8192, 8192, 8192), **{"out_dtype": torch.bfloat16} | CASES[name])
+    return choose_config((8192, 8192, 8192), **{"epilogue": Epilogue()} | CASES[name])
 
 
 def child(name: str) -> None:

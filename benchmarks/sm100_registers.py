@@ -26,6 +26,7 @@ from blockscale.emulator import Device, Report, cutedsl
 from blockscale.emulator.hostcode import settings
 from blockscale.formats import get_format
 from blockscale.kernels.common.builders import build_kernel
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.machine_code import usage
 from blockscale.kernels.sm100.config import ARCHES, WHOLE, Config, choose_config
 from blockscale.kernels.sm100.kinds import find_kind
@@ -100,10 +101,12 @@ def layouts(pair: tuple[str, str]) -> list[tuple[str, str]]:
 def choose(
     pair: tuple[str, str],
     size: tuple[int, int],
-    out_dtype: torch.dtype = _BF16,
-    **given: Any,
+    majors: tuple[str, str] = ("k", "k"),
+    quantizing: Quantizing | None = None,
+    **epilogue: Any,
 ) -> Config:
-    return choose_config((*size, 4096), pair, out_dtype, **given)
+    added = Epilogue(**epilogue)
+    return choose_config((*size, 4096), pair, added, majors=majors, quantizing=quantizing)
 
 
 # --- what they take -------------------------------------------------------------------------------

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 
 from blockscale import emulator as em
 from blockscale import gemm_launch
-from blockscale.kernels import sm90, sm100
-from blockscale.kernels.common import calls
-from blockscale.kernels.common.runtime import get_kernel
-from blockscale.kernels.quantizers import dequantize_plan
-from blockscale.kernels.sm90 import dequantized_plan
-from blockscale.ops import backends, gemm_kernels
+from blockscale.kernels.common import compile_cache, runtime
+from blockscale.kernels.common.gpu import GPUS, Gpu
+from blockscale.ops import backends
 
-__all__ = ["emulated", "gpu", "matrix"]
+__all__ = ["chip", "emulated", "gpu", "matrix"]
 
-_PLANS = (
-    sm90.plan,
-    sm90.widened_plan,
-    sm90.plain_plan,
-    sm100.plan,
-    sm100.quantizing_gemm,
-    dequantize_plan,
-)
-_REMEMBERED = (
-    sm90.plan.plan_gemm,
-    sm90.widened_plan.plan_widened,
-    sm90.plain_plan.plan_plain,
-    dequantized_plan.plan_dequantized,
-    sm100.plan.plan_gemm,
-    sm100.quantizing_gemm._plan,
-    dequantize_plan.plan_dequantize,
-    gemm_launch._kind,
-)
+_CPU = torch.device("cpu")
+_QUANTIZING = [sys.modules[f"blockscale.ops.{name}"] for name in ("quantize", "fused")]
 
 
 def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,38 +29,41 @@ def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
+@cache
+def chip(arch: str, multiprocessors: int | None = None) -> Gpu:
+    """A GPU that kernels are chosen and compiled for, to run in the emulator."""
+    usual = GPUS.get(arch, Gpu(arch, 1))
+    return usual if multiprocessors is None else replace(usual, multiprocessors=multiprocessors)
+
+
 @contextmanager
 def gpu(
-    monkeypatch: pytest.MonkeyPatch, arch: str, kernel: Callable[[Any, torch.device], Any]
+    arch: str,
+    kernel: Callable[[Any], Any] = compile_cache.build,
+    *,
+    multiprocessors: int | None = None,
+    quantizes: bool = False,
 ) -> Iterator[None]:
-    """A machine with a GPU of ``arch``, whose kernels ``kernel`` makes of a configuration."""
-    products = gemm_kernels.PRODUCTS[arch]
-    for module in (gemm_kernels, gemm_launch, backends):
-        monkeypatch.setattr(module, "products_on", lambda device: products)
-    monkeypatch.setattr(gemm_launch, "_launches", {})
-    monkeypatch.setattr(backends, "_warned", set())
-    monkeypatch.setattr(backends, "on_gpu", lambda x: True)
-    for module in _PLANS:
-        monkeypatch.setattr(module, "get_kernel", kernel)
-    for module in (calls, dequantize_plan):
-        monkeypatch.setattr(module, "architecture", lambda index: arch)
-    _forget()
-    yield
-    _forget()
-
-
-def _forget() -> None:
-    for function in _REMEMBERED:
-        function.cache_clear()
+    """A machine with a GPU of ``arch``, whose kernels ``kernel`` makes of a configuration; without
+    ``quantizes``, tensors are quantized as on a CPU, with the same bytes."""
+    # another GPU each time, for which no plan was made
+    found = replace(chip(arch, multiprocessors), load=kernel)
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(runtime._gpus, {_CPU: found}))
+        stack.enter_context(patch.object(backends, "_warned", set()))
+        stack.enter_context(patch.object(gemm_launch, "_launches", {}))
+        for module in () if quantizes else _QUANTIZING:
+            stack.enter_context(patch.object(module, "gpu_of", lambda device: None))
+        yield
 
 
 @contextmanager
-def emulated(monkeypatch: pytest.MonkeyPatch, arch: str) -> Iterator[list[Any]]:
+def emulated(arch: str, *, quantizes: bool = False) -> Iterator[list[Any]]:
     """A GPU of ``arch`` that is the emulator; the configurations of kernels that it ran."""
     launched: list[Any] = []
 
-    def counted(config: Any, device: torch.device) -> Callable[..., None]:
-        kernel = get_kernel(config, device)
+    def counted(config: Any) -> Callable[..., None]:
+        kernel = compile_cache.build(config)
 
         def run(*args: Any) -> None:
             launched.append(config)
@@ -84,5 +71,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, arch: str) -> Iterator[list[Any]]:
 
         return run
 
-    with gpu(monkeypatch, arch, counted), em.cutedsl(em.Device(arch, check="all")):
+    with (
+        gpu(arch, counted, quantizes=quantizes),
+        em.cutedsl(em.Device(arch, check="all")),
+    ):
         yield launched

@@ -201,7 +201,7 @@ def layout(request, monkeypatch):
     if request.param is None:
         yield "compact"
         return
-    with gpu(monkeypatch, request.param, lambda config, device: pytest.fail("a kernel is found")):
+    with gpu(request.param, lambda config: pytest.fail("a kernel is found")):
         yield "tcgen05" if request.param == "sm_100a" else "compact"
 
 

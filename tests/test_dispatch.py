@@ -18,10 +18,11 @@ from blockscale import reference
 from blockscale.formats import Format, formats, get_format
 from blockscale.kernels import quantizers
 from blockscale.kernels.common import runtime
+from blockscale.kernels.quantizers import Request
 from blockscale.layouts import Grouped, as_bytes, get_layout
 from blockscale.ops import backends
+from stand_in import chip, gpu
 
-REAL_UNSUPPORTED = quantizers.unsupported
 BOTH = (-1, -2)
 BF16 = torch.bfloat16
 
@@ -46,7 +47,9 @@ class Kernels:
     def refuse(
         self, x: Tensor, format: Format, axes: Any, layouts: Any, *, grouped: bool = False
     ) -> None:
-        reason = REAL_UNSUPPORTED(x, format, axes, layouts, grouped=grouped, arch="sm_90a")
+        reason = quantizers.unsupported(
+            x, Request(format.name, axes, layouts, grouped=grouped), chip("sm_90a")
+        )
         if len(axes) == 2 and not self.one_read:
             reason = "one axis at a time"
         reason = self.reason or reason
@@ -91,10 +94,10 @@ def forget_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch, forget_warnings: None) -> None:
+def on_gpu() -> Iterator[None]:
     """CPU tensors count as those of a GPU."""
-    for module in ("backends", "quantize"):
-        monkeypatch.setattr(sys.modules[f"blockscale.ops.{module}"], "on_gpu", lambda x: True)
+    with gpu("sm_100a", quantizes=True):
+        yield
 
 
 @pytest.fixture
@@ -282,26 +285,22 @@ def test_one_axis_by_the_kernel_and_one_by_the_reference(kernels, monkeypatch):
 @pytest.mark.parametrize(
     ("patched", "arch", "reason"),
     [
-        ({"find_spec": lambda name: None}, None, r"pip install 'blockscale\[cuda\]'"),
-        ({"find_spec": lambda name: name != "tvm_ffi" or None}, None, "pip install"),
+        ({"find_spec": lambda name: None}, "sm_90a", r"pip install 'blockscale\[cuda\]'"),
+        ({"find_spec": lambda name: name != "tvm_ffi" or None}, "sm_90a", "pip install"),
         ({"find_spec": lambda name: True}, "sm_80", "sm_80: .*sm_90a, sm_100a and sm_103a"),
         ({"find_spec": lambda name: True}, "sm_120", "sm_120: .*sm_90a, sm_100a and sm_103a"),
     ],
 )
 @pytest.mark.parametrize("function", [bs.quantize, bs.quantize_both])
-def test_machines_without_kernels(on_gpu, monkeypatch, function, patched, arch, reason):
-    plan = sys.modules[REAL_UNSUPPORTED.__module__]
-    plan._unsupported.cache_clear()
+def test_machines_without_kernels(monkeypatch, function, patched, arch, reason):
     for name, value in patched.items():
         monkeypatch.setattr(runtime, name, value)
-    for name in ("quantize", "global_scale"):
-        monkeypatch.setattr(quantizers, name, partial(getattr(quantizers, name), arch=arch))
-    for name in ("mxfp8", "nvfp4"):
-        with pytest.raises(ValueError, match=f"backend: no kernel .*{reason}"):
-            function(matrix(), name, backend="kernel")
-    with pytest.warns(bs.FallbackWarning, match=reason):
-        function(matrix(), "nvfp4")
-    plan._unsupported.cache_clear()
+    with gpu(arch, quantizes=True):
+        for name in ("mxfp8", "nvfp4"):
+            with pytest.raises(ValueError, match=f"backend: no kernel .*{reason}"):
+                function(matrix(), name, backend="kernel")
+        with pytest.warns(bs.FallbackWarning, match=reason):
+            function(matrix(), "nvfp4")
 
 
 def test_kernel_on_a_cpu_is_the_compiled_one(backend, forget_warnings):
@@ -458,20 +457,17 @@ def test_no_dispatcher_where_nothing_does(monkeypatch):
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
-def test_the_kernel_in_the_emulator(on_gpu, monkeypatch, no_warning, format):
+def test_the_kernel_in_the_emulator(on_gpu, no_warning, format):
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
     from blockscale import emulator as em
 
-    arch = "sm_100a"
-    for name in ("quantize", "global_scale"):
-        monkeypatch.setattr(quantizers, name, partial(getattr(quantizers, name), arch=arch))
     x = matrix(40, 160)
     x[3, 5], x[7, 9], x[8] = torch.nan, -torch.inf, -0.0
     layout = ("tcgen05", "compact")
     scalar = torch.tensor(0.01) if get_format(format).has_global_scale else None
     given = {"layout": layout, "global_scale": scalar, "pad": True}
-    with em.cutedsl(em.Device(arch, completion="late", check="all")) as reports:
+    with em.cutedsl(em.Device("sm_100a", completion="late", check="all")) as reports:
         got = bs.quantize_both(x, format, backend="kernel", **given)
     assert len(reports) == 1
     assert all(map(same, got, bs.quantize_both(x, format, backend="reference", **given)))
@@ -498,8 +494,9 @@ def test_each_operation_says_that_it_runs_as_plain_torch(on_gpu):
             backends.fall_back(operation, x, "auto", "no kernel for it")
 
 
-def test_grouped_gemm_says_that_it_runs_as_plain_torch(on_gpu, monkeypatch):
-    a, b = bs.quantize(torch.randn(64, 64)), bs.quantize(torch.randn(2, 32, 64)).mT
+def test_grouped_gemm_says_that_it_runs_as_plain_torch(on_gpu):
+    a, b = (bs.quantize(torch.randn(n), backend="reference") for n in ((64, 64), (2, 32, 64)))
+    b = b.mT
     offsets = torch.tensor([30, 64], dtype=torch.int32)
     with pytest.warns(bs.FallbackWarning, match="^grouped_gemm on .* sums in fp32 but many times"):
         bs.grouped_gemm(a, b, offsets)

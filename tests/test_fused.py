@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 
 import pytest
 import torch
 
 import blockscale as bs
+import stand_in
 from blockscale import ops, reference
 from blockscale.formats import formats
 from blockscale.kernels import quantizers as kernels
-from blockscale.ops import backends, fused
+from blockscale.ops import fused
 
 OPS = torch.ops.blockscale
 LAYOUTS = {"E8M0": "tcgen05", "UE4M3": "tcgen05", "FP32": "sm90"}
@@ -271,10 +273,10 @@ def gpu(monkeypatch):
     fake = Gpu()
     fake.calls = []
     monkeypatch.setattr(fused, "quantizers", fake)
-    monkeypatch.setattr(fused, "on_gpu", lambda x: True)
-    monkeypatch.setattr(backends, "on_gpu", lambda x: True)
-    monkeypatch.setattr(backends, "_warned", set())
-    return fake
+    module = sys.modules["blockscale.ops.quantize"]
+    monkeypatch.setattr(module, "gpu_of", lambda device: None)  # which makes what the fake gives
+    with stand_in.gpu("sm_90a", quantizes=True):
+        yield fake
 
 
 def check_calls(name, want_calls, gpu, **kwargs):

@@ -80,7 +80,7 @@ def calls(monkeypatch, pair):
     found = Calls()
     for name in ("gemm", "gemm_out"):
         monkeypatch.setattr(ops, name, counted(found, getattr(ops, name)))
-    with gpu(monkeypatch, pair.arch, lambda config, device: found.kernel):
+    with gpu(pair.arch, lambda config: found.kernel):
         yield found
 
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from blockscale import cli
 from blockscale.cli.bench import bench
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.sm90 import config as sm90
 from blockscale.kernels.sm90.product_config import ROW
 from blockscale.kernels.sm100 import config as sm100
@@ -160,7 +161,9 @@ def test_supergroups_keep_more_in_the_cache(arch, size):
 # --- counts of the kernels ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", sm90.candidates((4096, 4096, 4096), torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "config", sm90.candidates((4096, 4096, 4096), Epilogue(torch.bfloat16)), ids=str
+)
 def test_shared_memory_counts_each_wgmma(config):
     """A warpgroup's wgmmas read 64 rows of A and a batch of B; every stage is written once."""
     passes = 0
@@ -173,7 +176,7 @@ def test_shared_memory_counts_each_wgmma(config):
 
 
 def test_each_warp_reads_two_scales_a_thread_for_eight_columns():
-    config = replace(sm90.choose_config((4096,) * 3, torch.bfloat16), stages=2)
+    config = replace(sm90.choose_config((4096,) * 3, Epilogue(torch.bfloat16)), stages=2)
     each = replace(config, b_block=(1, 128))
     before, after = (hopper_fp8(one, (4096,) * 3).shared_bytes for one in (config, each))
     warps, (rows, columns) = 4, config.tile
@@ -206,7 +209,7 @@ def test_bytes_of_formats():
 
 
 def test_sums_that_fit_twice_hide_the_epilogue():
-    config = sm100.choose_config((8192, 8192, 8192), ("mxfp8", "mxfp8"), torch.bfloat16)
+    config = sm100.choose_config((8192, 8192, 8192), ("mxfp8", "mxfp8"), Epilogue(torch.bfloat16))
     narrow = sm100.fit(replace(config, columns=128))
     assert narrow.sums == 2
     assert tcgen05(narrow, (8192,) * 3).exposed == 0

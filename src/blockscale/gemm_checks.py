@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import ops
 from .checks import check_offsets, choose
-from .formats import get_format
-from .remember import remembered
 from .tensor import ScaledTensor
 
 __all__ = ["check_batch", "check_grouped", "check_product"]
@@ -30,15 +28,13 @@ def check_product(
 ) -> torch.dtype:
     """The type of the product of ``gemm``; raises as it does."""
     _check_types(a, b, out, bias)
-    return _check(
-        _describe(a),
-        _describe(b),
-        None if out is None else _describe(out),
-        None if bias is None else _describe(bias),
-        out_dtype,
-        accumulate,
-        backend,
-    )
+    choose("backend", backend, dict.fromkeys(ops.BACKENDS))
+    dtype = out_dtype or (torch.bfloat16 if out is None else out.dtype)
+    _check_operands(a, b, dtype)
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; expected (M, K) @ (K, N)")
+    _check_rest((a.shape[0], b.shape[1]), a.device, dtype, out, accumulate, bias)
+    return dtype
 
 
 def _check_types(a: Any, b: Any, out: Any, bias: Any) -> None:
@@ -48,40 +44,9 @@ def _check_types(a: Any, b: Any, out: Any, bias: Any) -> None:
             raise TypeError(f"{name}: got {type(x).__name__}; expected {wanted}")
 
 
-class _Given(NamedTuple):
-    """What of an argument decides whether it fits the others."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    format: str | None  # of a ScaledTensor, as what follows
-    axis: int | None
-    k_grouped: bool
-
-
-def _describe(x: Tensor) -> _Given:
-    if isinstance(x, ScaledTensor):
-        return _Given(x.shape, x.dtype, x.device, x.format_name, x.axis, x.k_grouped)
-    return _Given(x.shape, x.dtype, x.device, None, None, False)
-
-
-def _matrix(x: Tensor) -> _Given:
-    """Each matrix of a batch."""
-    return _describe(x)._replace(shape=x.shape[-2:])
-
-
-@remembered
-def _check(
-    a: _Given,
-    b: _Given,
-    out: _Given | None,
-    bias: _Given | None,
-    out_dtype: torch.dtype | None,
-    accumulate: bool,
-    backend: str,
-) -> torch.dtype:
-    choose("backend", backend, dict.fromkeys(ops.BACKENDS))
-    if a.format is not None:
+def _check_operands(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless ``a`` and ``b`` are quantized so that they can be multiplied."""
+    if isinstance(a, ScaledTensor):
         _check_operand("a", a, -1)
     elif a.dtype != torch.bfloat16:
         raise TypeError(
@@ -90,35 +55,35 @@ def _check(
         )
     _check_operand("b", b, -2)
     _check_pair(a, b)
-    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; expected (M, K) @ (K, N)")
-    if a.k_grouped or b.k_grouped:
+    if any(isinstance(x, ScaledTensor) and x.k_grouped for x in (a, b)):
         raise ValueError("a, b: blocks start anew in groups along K; use grouped_gemm")
-    m, n = a.shape[0], b.shape[1]
-    dtype = out_dtype or (torch.bfloat16 if out is None else out.dtype)
     _check_out_dtype(dtype)
-    if out is not None:
-        _check_out(out, (m, n), dtype, a.device)
+
+
+def _check_rest(
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    out: Tensor | None,
+    accumulate: bool,
+    bias: Tensor | None,
+) -> None:
+    """Raise unless the arguments beside the operands fit a product of ``shape``."""
+    if out is not None and out.dtype != dtype:
+        raise TypeError(f"out: is {out.dtype}, out_dtype asks for {dtype}")
+    if out is not None and tuple(out.shape) != shape:
+        raise ValueError(f"out: has shape {tuple(out.shape)}; the product is {shape}")
+    if out is not None and out.device != device:
+        raise ValueError(f"out: is on {out.device}, a on {device}; move it there")
     if accumulate and out is None:
         raise ValueError("accumulate: needs out, the tensor to add to")
+    n = shape[-1]
     if bias is not None and not bias.dtype.is_floating_point:
         raise TypeError(f"bias: got {bias.dtype}; expected a floating-point tensor ({n},)")
-    if bias is not None and (tuple(bias.shape) != (n,) or bias.device != a.device):
+    if bias is not None and (tuple(bias.shape) != (n,) or bias.device != device):
         raise ValueError(
-            f"bias: got {tuple(bias.shape)} on {bias.device}; expected ({n},) on {a.device}"
+            f"bias: got {tuple(bias.shape)} on {bias.device}; expected ({n},) on {device}"
         )
-    return dtype
-
-
-def _check_out(
-    out: _Given, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> None:
-    if out.dtype != dtype:
-        raise TypeError(f"out: is {out.dtype}, out_dtype asks for {dtype}")
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out: has shape {tuple(out.shape)}; the product is {shape}")
-    if out.device != device:
-        raise ValueError(f"out: is on {out.device}, a on {device}; move it there")
 
 
 def check_batch(
@@ -140,18 +105,15 @@ def check_batch(
             "(..., M, K) @ (..., K, N) with the same leading dimensions: there is no broadcasting"
             f"{remedy if b.dim() == 2 else ''}"
         )
-    shape = (*lead, a.shape[-2], b.shape[-1])
-    if out is not None and tuple(out.shape) != shape:
-        raise ValueError(f"out: has shape {tuple(out.shape)}; the product is {shape}")
-    return _check(
-        _matrix(a),
-        _matrix(b),
-        None if out is None else _matrix(out),
-        None if bias is None else _describe(bias),
-        out_dtype,
-        accumulate,
-        backend,
-    )
+    choose("backend", backend, dict.fromkeys(ops.BACKENDS))
+    dtype = out_dtype or (torch.bfloat16 if out is None else out.dtype)
+    _check_operands(a, b, dtype)
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; expected (..., M, K) @ (..., K, N)"
+        )
+    _check_rest((*lead, a.shape[-2], b.shape[-1]), a.device, dtype, out, accumulate, bias)
+    return dtype
 
 
 def check_grouped(
@@ -162,8 +124,8 @@ def check_grouped(
     for name, q, axis in (("a", a, -1), ("b", b, -2)):
         if not isinstance(q, ScaledTensor):
             raise TypeError(f"{name}: got {type(q).__name__}; expected {_QUANTIZED}")
-        _check_operand(name, _describe(q), axis)
-    _check_pair(_describe(a), _describe(b))
+        _check_operand(name, q, axis)
+    _check_pair(a, b)
     dtype = out_dtype or torch.bfloat16
     _check_out_dtype(dtype)
     k_grouped = b.dim() == 2
@@ -194,8 +156,8 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
     return a is not None and torch.equal(a, b)
 
 
-def _check_operand(name: str, q: _Given, axis: int) -> None:
-    if q.format is None:
+def _check_operand(name: str, q: Tensor, axis: int) -> None:
+    if not isinstance(q, ScaledTensor):
         raise TypeError(f"{name}: got {q.dtype}; expected {_QUANTIZED}")
     if q.axis != axis:
         raise ValueError(
@@ -205,9 +167,9 @@ def _check_operand(name: str, q: _Given, axis: int) -> None:
         )
 
 
-def _check_pair(a: _Given, b: _Given) -> None:
-    if a.format is not None and b.format is not None:
-        x, y = get_format(a.format), get_format(b.format)
+def _check_pair(a: Tensor, b: Tensor) -> None:
+    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
+        x, y = a.format, b.format
         if not x.multiplies(y):
             raise ValueError(
                 f"a, b: formats {x.name!r} and {y.name!r} cannot be multiplied: blocks of "

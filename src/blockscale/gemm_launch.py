@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels.common.calls import CompiledGemm, describe_call
+from .kernels.common.calls import CompiledGemm, Operand, describe_call
+from .kernels.common.gpu import Gpu
+from .kernels.common.runtime import gpu_of
 from .ops.gemm import check_apart, mark_written, span
 from .ops.gemm_kernels import products_on
-from .ops.gemm_operands import Laid, Reading, Side, Take, detached, global_scales
+from .ops.gemm_operands import Reading, Side, Take, detached, global_scales
 from .tensor import ScaledTensor
 from .watching import unwatched
 
@@ -125,10 +127,9 @@ def remember(
     _launches[key] = _launch(compiled, left, right, out, bias)
 
 
-def _copied(laid: Laid, side: Side) -> bool:
+def _copied(laid: Operand, side: Side) -> bool:
     """Whether a kernel was not given an operand where it is."""
-    data, scale, _ = laid
-    pairs = ((data, side.data), (scale, side.scale))
+    pairs = ((laid.data, side.data), (laid.scale, side.scale))
     return any(x.data_ptr() != y.data_ptr() for x, y in pairs if x is not None and y is not None)
 
 
@@ -155,6 +156,7 @@ def _operand(q: Any, axis: int) -> _Operand | None:
     if q.offsets is not None or type(data) is not Tensor:
         return None
     kind = _kind(
+        gpu_of(data.device),
         axis,
         q.axis,
         q.format_name,
@@ -177,6 +179,7 @@ def _operand(q: Any, axis: int) -> _Operand | None:
 
 @lru_cache(maxsize=4096)
 def _kind(
+    gpu: Gpu | None,
     axis: int,
     blocked: int,
     format: str,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
+import stand_in
 from blockscale import ScaledTensor
 from blockscale.bench import chooser, gemm, host, ladder, linear, pictures, timing
 from blockscale.bench.contest import (
@@ -29,10 +30,11 @@ from blockscale.bench.contest import (
 )
 from blockscale.bench.llm_shapes import LLM_SHAPES
 from blockscale.cli.bench import bench
+from blockscale.kernels.common.gpu import Gpu
 from blockscale.kernels.sm90.config import Config
 from blockscale.kernels.sm90.ladder_steps import STEPS
-from blockscale.nn.operand_layout import OperandLayout
 from blockscale.ops import FallbackWarning
+from blockscale.ops.operand_layout import OperandLayout
 
 TRITON = {"torchao blockwise", "torchao's cast, cuBLASLt blockwise"}  # no CPU can do these
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -97,20 +99,18 @@ def test_who_cannot_run_is_told_and_the_others_go_on():
     ]
 
 
-def test_plain_torch_in_the_place_of_a_kernel_is_no_measurement(monkeypatch):
+def test_plain_torch_in_the_place_of_a_kernel_is_no_measurement():
     from blockscale.ops import backends
-
-    monkeypatch.setattr(backends, "on_gpu", lambda x: True)
-    monkeypatch.setattr(backends, "_warned", set())
 
     def prepare():
         return lambda: backends.fall_back("gemm", torch.empty(0), "auto", "no kernel for it")
 
-    for _ in range(2):  # each time
-        why = ready(prepare)
-        assert isinstance(why, str)
-        assert why.startswith(FallbackWarning.__name__)
-        assert "no kernel for it" in why
+    with stand_in.gpu("sm_90a"):
+        for _ in range(2):  # each time
+            why = ready(prepare)
+            assert isinstance(why, str)
+            assert why.startswith(FallbackWarning.__name__)
+            assert "no kernel for it" in why
 
 
 def test_speedups():
@@ -307,7 +307,7 @@ CANDIDATES = [Config(BF16, group=group) for group in (8, 4, 2, 1)]
 def kernels(monkeypatch):
     """Kernels that write the product, and take as long as their ``group`` is high; no 1."""
 
-    def get_kernel(config, device):
+    def load(config):
         def run(a, a_scale, b, b_scale, d, bias, alpha, multiprocessors):
             assert multiprocessors == 132
             assert a.dtype == b.dtype == torch.uint8
@@ -320,7 +320,7 @@ def kernels(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(chooser, "get_kernel", get_kernel)
+    monkeypatch.setattr(chooser, "gpu_of", lambda device: Gpu("sm_90a", 132, load))
     monkeypatch.setattr(chooser, "compile_all", list)
     monkeypatch.setattr(chooser, "_candidates", lambda shape: CANDIDATES)
 

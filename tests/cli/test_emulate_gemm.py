@@ -100,10 +100,10 @@ def invoke(*arguments):
 def test_operands(kernel, format, transpose):
     """A (M, K) and B (K, N), both with their data along K."""
 
-    def run(a, b, arch, ctas):
-        assert (tuple(a.shape), tuple(b.shape), arch) == ((64, 96), (96, 32), "sm_90a")
+    def run(a, b, gpu, ctas):
+        assert (tuple(a.shape), tuple(b.shape), gpu.arch) == ((64, 96), (96, 32), "sm_90a")
         assert a.qdata.stride(-1) == b.qdata.stride(-2) == 1
-        return product(a, b, arch, ctas)
+        return product(a, b, gpu, ctas)
 
     kernel(format, run)
     found = invoke("--format", format, "--transpose", transpose, "--shape", "64x32x96")

@@ -4,15 +4,18 @@ import pytest
 import torch
 
 import blockscale as bs
-from blockscale.kernels.quantizers import architecture
+from blockscale.kernels.common.runtime import gpu_of
 
 DEVICE = "cuda"
 
 
 def only_on(*architectures: str) -> None:
     """Skip the module that calls, where there is another GPU."""
-    if torch.cuda.is_available() and architecture(None) not in architectures:
-        pytest.skip(f"no kernels for {architecture(None)}", allow_module_level=True)
+    if not torch.cuda.is_available():
+        return
+    found = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    if found is None or found.arch not in architectures:
+        pytest.skip(f"no kernels for {found}", allow_module_level=True)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -5,10 +5,10 @@ import torch
 from gpu_inputs import DEVICE, nasty, only_on, same, same_parts
 
 import blockscale as bs
-from blockscale.kernels.quantizers.config import ARCHITECTURES
+from blockscale.kernels.common.gpu import GPUS
 from blockscale.layouts import layouts
 
-only_on(*ARCHITECTURES)
+only_on(*GPUS)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = [name for name, fmt in bs.formats.items() if fmt.element.bits != 6]

@@ -9,8 +9,8 @@ import torch
 from gpu_inputs import DEVICE, normal, only_on
 
 import blockscale as bs
-from blockscale.nn.operand_layout import operand_layout
 from blockscale.ops import backends
+from blockscale.ops.operand_layout import operand_layout
 
 only_on("sm_90a")
 

@@ -13,19 +13,20 @@ import random
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_bench import MULTIPROCESSORS, expected, nasty
+from gpu_bench import expected, nasty
 from torch import Tensor
 
 from blockscale import reference
 from blockscale.formats import formats
 from blockscale.kernels import quantizers
-from blockscale.kernels.quantizers import config, plan
+from blockscale.kernels.common.gpu import Gpu
+from blockscale.kernels.common.runtime import gpu_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, COLUMNS, BOTH = (-1,), (-2,), (-1, -2)
@@ -43,7 +44,13 @@ class Case:
     experts: int = 0
     given: dict[str, Any] = field(default_factory=dict, hash=False)
 
-    def run(self, x: Tensor, grad: Tensor | None = None, offsets: Tensor | None = None) -> Any:
+    def run(
+        self,
+        x: Tensor,
+        grad: Tensor | None = None,
+        offsets: Tensor | None = None,
+        gpu: Gpu | None = None,
+    ) -> Any:
         given = dict(self.given)
         fmt = formats[self.format]
         if fmt.has_global_scale:
@@ -57,6 +64,7 @@ class Case:
             producer=self.producer,
             others=others,
             offsets=offsets,
+            gpu=gpu,
             **given,
         )
         return results, given
@@ -217,7 +225,6 @@ def large() -> Counter:
 
 def warm(part: int, parts: int) -> None:
     """Compile the kernels of every parts-th call."""
-    config._MULTIPROCESSORS = MULTIPROCESSORS
     for i, (case, shape) in enumerate((c, s) for c in cases() for s in SHAPES[:5]):
         if i % parts == part:
             case.run(*case.inputs(*shape, 0))
@@ -232,17 +239,19 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.launch:
-        for fill in (MULTIPROCESSORS, 0):  # kernels of small tensors, and of large ones
-            config._MULTIPROCESSORS = fill
-            plan.plan_quantize.cache_clear()
+        own = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+        assert own is not None
+        for gpu in (
+            own,
+            replace(own, multiprocessors=0),
+        ):  # kernels of small tensors, of large ones
             for case in cases()[arguments.part :: arguments.parts]:
-                case.run(*case.inputs(129, 288, 0))
+                case.run(*case.inputs(129, 288, 0), gpu)
         norms([(129, 288)])
         quantizers.global_scale(nasty(129, 288, BF16).cuda(), formats["nvfp4"])
         torch.cuda.synchronize()
         print("launched all kernels")
         return
-    config._MULTIPROCESSORS = MULTIPROCESSORS
     begun = time.time()
     workers = min(14, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

@@ -13,11 +13,8 @@ from blockscale import reference
 from blockscale.emulator.report import Report
 from blockscale.formats import get_format
 from blockscale.kernels import quantizers
-from blockscale.kernels.quantizers import config
 from blockscale.layouts import Grouped, as_bytes, get_layout
-
-# In the emulator small tensors get the kernels of large ones, but where a test asks for theirs.
-MULTIPROCESSORS, config._MULTIPROCESSORS = config._MULTIPROCESSORS, 0
+from stand_in import chip
 
 
 @contextmanager
@@ -56,14 +53,17 @@ def emulated(
     layouts: tuple[str, ...] | None = None,
     completion: str = "late",
     profile: bool = False,
+    multiprocessors: int | None = 0,
     **kwargs: Any,
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Report]]:
-    """What the kernel gives in the emulator, and the reports of its launches."""
+    """What the kernel gives in the emulator, and the reports of its launches. On a GPU of no
+    ``multiprocessors`` small tensors get the kernels of large ones."""
     device = em.Device(arch, completion=completion, check="all")
     layouts = layouts or ("compact",) * len(axes)
     with em.cutedsl(device, profile=profile) as reports, poisoned():
         fmt = get_format(format)
-        results = quantizers.quantize(x, fmt, axes=axes, layouts=layouts, arch=arch, **kwargs)
+        gpu = chip(arch, multiprocessors)
+        results = quantizers.quantize(x, fmt, axes=axes, layouts=layouts, gpu=gpu, **kwargs)
     return results, reports
 
 
@@ -100,12 +100,18 @@ def check(
     layout: str | tuple[str, ...] = "compact",
     completion: str = "late",
     profile: bool = False,
+    multiprocessors: int | None = 0,
     **kwargs: Any,
 ) -> list[Report]:
     """Assert that the kernel's bytes are the reference's; ``layout``: for all axes, or for each."""
     layouts = (layout,) * len(axes) if isinstance(layout, str) else layout
     results, reports = emulated(
-        x, format, arch, axes, layouts=layouts, completion=completion, profile=profile, **kwargs
+        *(x, format, arch, axes),
+        layouts=layouts,
+        completion=completion,
+        profile=profile,
+        multiprocessors=multiprocessors,
+        **kwargs,
     )
     values = produced(x, kwargs.pop("producer", "load"), kwargs.pop("others", ()))
     for axis, layout, (data, scale) in zip(axes, layouts, results, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from sm90_inputs import FP32, WGMMA, assert_close
 
 import blockscale as bs
-from blockscale.kernels.common.runtime import architecture
+from blockscale.kernels.common import runtime
 from blockscale.ops import backends, gemm_kernels
+from blockscale.ops.gemm_kernels import products_on
 from stand_in import emulated, matrix
 
 
@@ -51,7 +53,7 @@ MACHINES = {
 @pytest.fixture(params=MACHINES)
 def machine(request, monkeypatch):
     found = MACHINES[request.param]
-    with emulated(monkeypatch, request.param) as launched:
+    with emulated(request.param) as launched:
         yield Machine(found.left, found.right, found.sums, launched)
 
 
@@ -169,10 +171,14 @@ def test_a_global_scale_of_one_dimension(machine):
     [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a"), ((12, 0), None)],
 )
 def test_the_kernels_of_a_device(monkeypatch, capability, found):
-    products_on = gemm_kernels.products_on.__wrapped__
-    monkeypatch.setattr(gemm_kernels, "architecture", architecture.__wrapped__)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    major, minor = capability
+    fields = {"major": major, "minor": minor, "multi_processor_count": 100}
+    monkeypatch.setattr(runtime, "_gpus", {})
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**fields)
+    )
     of_gpu = products_on(torch.device("cuda", 0))
+    assert runtime.gpu_of(torch.device("cuda", 0)).multiprocessors == 100
     if found:
         assert of_gpu is gemm_kernels.PRODUCTS[found]
     else:

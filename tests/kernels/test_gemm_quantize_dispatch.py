@@ -3,7 +3,6 @@ GPU, which is the emulator."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from sm100_inputs import BF16, FP32
 
 import blockscale as bs
 from blockscale import reference
-from blockscale.kernels import quantizers
 from blockscale.layouts import Tcgen05
 from blockscale.ops import backends
 from stand_in import emulated, matrix
@@ -31,7 +29,7 @@ SUMS = {"sm_90a": 2**-20, "sm_100a": 2**-18}
 
 @dataclass(frozen=True)
 class Machine:
-    """``launched``: configurations of products, and names of quantizers."""
+    """``launched``: configurations of kernels."""
 
     arch: str
     launched: list[Any]
@@ -53,24 +51,9 @@ class Machine:
 
 
 @pytest.fixture(params=SUMS)
-def machine(request, monkeypatch):
-    arch = request.param
-    with emulated(monkeypatch, arch) as launched:
-        for module in ("quantize", "fused"):
-            monkeypatch.setattr(sys.modules[f"blockscale.ops.{module}"], "on_gpu", lambda x: True)
-        for name in ("quantize", "global_scale"):
-            monkeypatch.setattr(quantizers, name, _counted(name, arch, launched))
-        yield Machine(arch, launched)
-
-
-def _counted(name: str, arch: str, launched: list[Any]) -> Any:
-    run = getattr(quantizers, name)
-
-    def counted(*args: Any, **options: Any) -> Any:
-        launched.append(name)
-        return run(*args, **options | {"arch": arch})
-
-    return counted
+def machine(request):
+    with emulated(request.param, quantizes=True) as launched:
+        yield Machine(request.param, launched)
 
 
 def quantized(x: Tensor, format: str = "mxfp8", layout: str = "compact") -> bs.ScaledTensor:
@@ -199,7 +182,7 @@ def test_tiles_of_whole_halves_are_read_as_they_are(monkeypatch):
     def refuse(self: Any, *args: Any) -> None:
         raise AssertionError("rewritten")
 
-    with emulated(monkeypatch, "sm_100a") as launched:
+    with emulated("sm_100a") as launched:
         want = in_two_steps(a, b, "mxfp8", swiglu=True, layout="tcgen05")
         for name in ("swizzle", "unswizzle"):
             monkeypatch.setattr(Tcgen05, name, refuse)

@@ -18,6 +18,7 @@ from blockscale.formats import formats
 from blockscale.kernels import quantizers
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.quantizers import amax, plan
+from stand_in import chip
 
 COMPLETIONS = ("late", "eager", "random")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -36,7 +37,7 @@ def check(
     """Assert that the scale is the reference's, and that there is no race."""
     device = em.Device(arch, completion=completion, check="all")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
-        got = quantizers.global_scale(x, NVFP4, producer=producer, others=others, arch=arch)
+        got = quantizers.global_scale(x, NVFP4, producer=producer, others=others, gpu=chip(arch, 0))
     want = reference.global_scale(produced(x, producer, others), NVFP4)
     assert got.shape == ()
     assert_same(got.view(1), want.view(1), "global scale")
@@ -147,9 +148,9 @@ def test_sectors():
 def test_refusals():
     x = torch.zeros(4, 256)
     for given, message in (
-        ({"arch": "sm_80"}, "sm_90a, sm_100a and sm_103a"),
+        ({"gpu": chip("sm_80")}, "sm_90a, sm_100a and sm_103a"),
         ({}, "x is on cpu"),
         ({"producer": "swiglu_backward", "others": (x.half(),)}, "cast one of them"),
     ):
         with pytest.raises(ValueError, match=message):
-            quantizers.global_scale(x, NVFP4, **{"arch": "sm_90a"} | given if given else {})
+            quantizers.global_scale(x, NVFP4, **{"gpu": chip("sm_90a")} | given if given else {})

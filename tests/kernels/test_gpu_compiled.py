@@ -11,9 +11,8 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from blockscale.formats import formats
 from blockscale.kernels.common import compile_cache
-from blockscale.kernels.quantizers.config import Config, choose_config
+from blockscale.kernels.quantizers.config import Config, Request, choose_config
 
 
 def config(shape: tuple[int, int] = (256, 256), **kwargs) -> Config:
@@ -21,7 +20,7 @@ def config(shape: tuple[int, int] = (256, 256), **kwargs) -> Config:
     axes = kwargs.setdefault("axes", (-1,))
     kwargs["layouts"] = (kwargs.pop("layout", "compact"),) * len(axes)
     sources = [(kwargs.pop("address", 0), stride * dtype.itemsize)]
-    return choose_config(shape, sources, dtype, formats["mxfp8"], **kwargs)
+    return choose_config(shape, sources, dtype, Request("mxfp8", **kwargs))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The GPU dequantizer, run in the emulator: its bytes are the reference's."""
 
 import math
-from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +16,7 @@ from gpu_bench import assert_same, nasty, poisoned
 from sm90_inputs import frame_bytes
 
 import blockscale as bs
+import stand_in
 from blockscale import emulator as em
 from blockscale import reference
 from blockscale.emulator.hostcode import settings
@@ -25,6 +26,7 @@ from blockscale.kernels import quantizers
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.quantizers import dequantize_plan
 from blockscale.layouts import as_bytes, get_layout
+from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,13 +37,9 @@ POISON = 0xA5
 
 
 @pytest.fixture(autouse=True)
-def as_if_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small tensors get the kernels of large ones, which have their machine code, too."""
+def machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have theirs."""
     monkeypatch.setattr(settings(), "keep_cubin", True)
-    monkeypatch.setattr(dequantize_plan, "_RESIDENT", 0)
-    dequantize_plan.plan_dequantize.cache_clear()
-    yield
-    dequantize_plan.plan_dequantize.cache_clear()
 
 
 def emulated(
@@ -54,11 +52,22 @@ def emulated(
     arch: str = "sm_90a",
     completion: str = "late",
     profile: bool = False,
+    configs: list[Any] | None = None,
+    multiprocessors: int = 0,
     **given: Any,
 ) -> tuple[Tensor, list[Report]]:
+    """What the kernel gives, and the reports of its launches; ``configs`` takes what it was made
+    of. On a GPU of no multiprocessors small tensors get the kernels of large ones."""
+
+    def load(config: Any) -> Any:
+        if configs is not None:
+            configs.append(config)
+        return compile_cache.build(config)
+
     device = em.Device(arch, completion=completion, check="all")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
-        out = quantizers.dequantize(data, scale, format, shape=shape, axis=axis, arch=arch, **given)
+        gpu = replace(chip(arch, multiprocessors), load=load)
+        out = quantizers.dequantize(data, scale, format, shape=shape, axis=axis, gpu=gpu, **given)
     return out, reports
 
 
@@ -170,11 +179,10 @@ def test_tails(name, shape, completion, axis):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_few_rows_of_a_thread(dtype, monkeypatch):
+def test_few_rows_of_a_thread(dtype):
     """As many threads as can be, where they do not fill a GPU."""
-    monkeypatch.setattr(dequantize_plan, "_RESIDENT", 1 << 20)
     for name, axis in (("mxfp8", -1), ("mxfp8", -2), ("nvfp4", -2)):
-        check((37, 80), name, axis, dtype)
+        check((37, 80), name, axis, dtype, multiprocessors=132)
 
 
 @pytest.mark.parametrize(
@@ -188,16 +196,10 @@ def test_few_rows_of_a_thread(dtype, monkeypatch):
         ("mxfp8", -1, (70,), False),
     ],
 )
-def test_dimensions(name, axis, shape, several, monkeypatch):
+def test_dimensions(name, axis, shape, several):
     """Many as one matrix where that can be."""
-    real, configs = dequantize_plan.get_kernel, []
-
-    def get_kernel(config: Any, device: torch.device) -> Any:
-        configs.append(config)
-        return real(config, device)
-
-    monkeypatch.setattr(dequantize_plan, "get_kernel", get_kernel)
-    check(shape, name, axis)
+    configs: list[Any] = []
+    check(shape, name, axis, configs=configs)
     assert [config.batched for config in configs] == [several]
 
 
@@ -281,28 +283,22 @@ def test_nothing_beside_the_output(name, axis, shape):
     ("name", "axis", "dtype"),
     [("mxfp8", -1, BF16), ("mxfp8", -2, BF16), ("nvfp4", -1, BF16), ("fp8_1x128", -1, FP32)],
 )
-def test_sectors(name, axis, dtype, arch, monkeypatch):
+def test_sectors(name, axis, dtype, arch):
     """No sector of data or output is moved in part, and none twice; of scales, all that lie side by
     side in a line are asked for at once. No registers are spilled.
     """
-    real, kernels = dequantize_plan.get_kernel, []
-
-    def get_kernel(config: Any, device: torch.device) -> Any:
-        kernels.append(compile_cache.build(config))
-        return real(config, device)
-
-    monkeypatch.setattr(dequantize_plan, "get_kernel", get_kernel)
+    configs: list[Any] = []
     rows, columns, fmt = 32, 512, formats[name]
     if fmt.block_size > 32:
         columns = 1024
-    (report,) = check((rows, columns), name, axis, dtype, arch=arch, profile=True)
+    (report,) = check((rows, columns), name, axis, dtype, arch=arch, profile=True, configs=configs)
     write, read = report.global_memory("write"), report.global_memory("read")
     assert write.asked == 32 * write.sectors == rows * columns * dtype.itemsize
     assert read.sectors == read.fewest
     codes = rows * columns * fmt.element.bits // 8
     of_data = [each for each in report.sectors if "no_allocate" in each.place.opcode]
     assert sum(each.asked for each in of_data) == codes == 32 * sum(e.sectors for e in of_data)
-    assert [frame_bytes(kernel.__cubin__) for kernel in kernels] == [[0]]
+    assert [frame_bytes(compile_cache.build(each).__cubin__) for each in configs] == [[0]]
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -311,8 +307,8 @@ def test_sectors(name, axis, dtype, arch, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("mxfp8", {"arch": "sm_80"}, "sm_90a and|sm_90a, sm_100a"),
-        ("mxfp8", {"arch": None}, "data is on cpu"),
+        ("mxfp8", {"gpu": chip("sm_80")}, "sm_90a and|sm_90a, sm_100a"),
+        ("mxfp8", {"gpu": None}, "data is on cpu"),
         ("mxfp8", {"dtype": torch.float64}, "float64"),
         ("mxfp6_e2m3", {}, "6-bit"),
         ("mxfp8", {"layout": "sm90"}, "does not hold scales of mxfp8"),
@@ -322,18 +318,18 @@ def test_no_kernel(name, given, message):
     fmt = formats[name]
     data, scale, _ = parts((8, 64), fmt, -1)
     with pytest.raises(quantizers.Unsupported, match=message):
-        quantizers.dequantize(data, scale, fmt, shape=(8, 64), **({"arch": "sm_90a"} | given))
+        quantizers.dequantize(data, scale, fmt, shape=(8, 64), **({"gpu": chip("sm_90a")} | given))
 
 
 def test_no_kernel_for_such_strides():
     data, scale, factor = parts((32, 64), formats["nvfp4"], -2)
-    given = {"axis": -2, "global_scale": factor, "arch": "sm_90a", "shape": (32, 64)}
+    given = {"axis": -2, "global_scale": factor, "gpu": chip("sm_90a"), "shape": (32, 64)}
     with pytest.raises(quantizers.Unsupported, match="packed along axis -2"):
         quantizers.dequantize(data.contiguous(), scale, formats["nvfp4"], **given)
     data, scale, _ = parts((8, 64), formats["mxfp8"], -1)
     spread = data.repeat_interleave(2, 1).repeat_interleave(2, 0)[::2, ::2]
     with pytest.raises(quantizers.Unsupported, match="not contiguous in a dimension"):
-        quantizers.dequantize(spread, scale, formats["mxfp8"], shape=(8, 64), arch="sm_90a")
+        quantizers.dequantize(spread, scale, formats["mxfp8"], shape=(8, 64), gpu=chip("sm_90a"))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +347,7 @@ def test_no_kernel_for_such_strides():
 def test_parts_that_do_not_fit(change, message):
     fmt = formats["mxfp8"]
     data, scale, _ = parts((8, 64), fmt, -1)
-    given = {"data": data, "scale": scale, "shape": (8, 64), "arch": "sm_90a"} | change
+    given = {"data": data, "scale": scale, "shape": (8, 64), "gpu": chip("sm_90a")} | change
     with pytest.raises(ValueError, match=message):
         quantizers.dequantize(format=fmt, **given)
 
@@ -361,32 +357,23 @@ def test_parts_that_do_not_fit(change, message):
 
 def test_the_op_uses_it(monkeypatch):
     """CPU tensors play GPU ones; float64 is what fp32 is; groups go to the reference, it says."""
-    module, real, calls = import_module("blockscale.ops.dequantize"), quantizers.dequantize, []
-
-    def dequantize(*args: Any, **given: Any) -> Tensor:
-        calls.append(given["dtype"])
-        with em.cutedsl(em.Device("sm_90a")):
-            return real(*args, **given, arch="sm_90a")
-
-    monkeypatch.setattr(quantizers, "dequantize", dequantize)
+    module = import_module("blockscale.ops.dequantize")
     monkeypatch.setattr(module, "no_cpu_kernels", lambda: "no CPU kernels")
-    monkeypatch.setattr(module, "on_gpu", lambda x: True)
-    monkeypatch.setattr("blockscale.ops.backends.on_gpu", lambda x: True)
-    monkeypatch.setattr("blockscale.ops.backends._warned", set())
-    x = nasty(64, 64, BF16)
-    quantized = [
-        bs.quantize(x, n, a, backend="reference") for n, a in (("mxfp8", -1), ("nvfp4", -2))
-    ]
-    for q, dtype in zip(quantized, (torch.float64, BF16), strict=True):
-        got = q.dequantize(dtype)
-        made = FP32 if dtype == torch.float64 else dtype
-        want = expected(q.data, q.scale, q.format, tuple(q.shape), q.axis, made, q.global_scale)
-        assert_same(got.to(made), want, str(q))
-        assert got.dtype == dtype
-        assert got.is_contiguous()
-    assert calls == [FP32, BF16]
-    ends = torch.tensor([10, 64], dtype=torch.int32)
-    grouped = bs.quantize(x, "mxfp8", -2, offsets=ends, backend="reference")
-    with pytest.warns(bs.FallbackWarning, match="dequantize .* groups along the contraction"):
-        grouped.dequantize()
-    assert len(calls) == 2
+    with stand_in.emulated("sm_90a") as launched:
+        x = nasty(64, 64, BF16)
+        quantized = [
+            bs.quantize(x, n, a, backend="reference") for n, a in (("mxfp8", -1), ("nvfp4", -2))
+        ]
+        for q, dtype in zip(quantized, (torch.float64, BF16), strict=True):
+            got = q.dequantize(dtype)
+            made = FP32 if dtype == torch.float64 else dtype
+            want = expected(q.data, q.scale, q.format, tuple(q.shape), q.axis, made, q.global_scale)
+            assert_same(got.to(made), want, str(q))
+            assert got.dtype == dtype
+            assert got.is_contiguous()
+        assert [config.dtype for config in launched] == [FP32, BF16]
+        ends = torch.tensor([10, 64], dtype=torch.int32)
+        grouped = bs.quantize(x, "mxfp8", -2, offsets=ends, backend="reference")
+        with pytest.warns(bs.FallbackWarning, match="dequantize .* groups along the contraction"):
+            grouped.dequantize()
+        assert len(launched) == 2

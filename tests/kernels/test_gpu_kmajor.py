@@ -10,12 +10,12 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import MULTIPROCESSORS, assert_same, emulated, expected, nasty, produced
+from gpu_bench import assert_same, emulated, expected, nasty, produced
 
 from blockscale.formats import formats
 from blockscale.kernels import quantizers
-from blockscale.kernels.quantizers import config, plan
-from blockscale.kernels.quantizers.config import choose_config
+from blockscale.kernels.quantizers.config import Request, choose_config
+from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
@@ -103,18 +103,17 @@ def test_producers(producer, axes):
 
 @pytest.mark.parametrize(
     ("format", "layout", "multiprocessors"),
-    [("mxfp8", "packed", 0), ("mxfp8", "packed", MULTIPROCESSORS), ("fp8_1x128", "sm90", 0)],
+    [("mxfp8", "packed", 0), ("mxfp8", "packed", 132), ("fp8_1x128", "sm90", 0)],
 )
-def test_sectors_and_banks(format, layout, multiprocessors, monkeypatch):
+def test_sectors_and_banks(format, layout, multiprocessors):
     """No sector of global memory is moved in part, none twice; and no bank of shared memory is
     asked for more often at once than by the kernel that stores columns as they come.
     """
-    monkeypatch.setattr(config, "_MULTIPROCESSORS", multiprocessors)
-    plan.plan_quantize.cache_clear()
     rows, columns, fmt = 128, 128, formats[format]
     x, conflicts = nasty(rows, columns, BF16), []
     for k_major in (False, True):
         given = {"layouts": (layout,) * 2, "k_major": k_major, "profile": True}
+        given["multiprocessors"] = multiprocessors
         _, (report,) = emulated(x, format, "sm_90a", BOTH, **given)
         write, read = report.global_memory("write"), report.global_memory("read")
         each = 1 + fmt.scale.nbytes / fmt.block_size
@@ -125,16 +124,15 @@ def test_sectors_and_banks(format, layout, multiprocessors, monkeypatch):
             count[bank.place.opcode] += bank.conflicts
         conflicts.append(+count)
     assert conflicts[0] == conflicts[1]
-    plan.plan_quantize.cache_clear()
 
 
 def test_the_same_kernels():
     """Rows, and columns of 4 bits, lie K-major as they are."""
     for format, axes in (("mxfp8", (-1,)), ("fp8_128x128", (-1,)), ("nvfp4", BOTH)):
         layouts = ("compact",) * len(axes)
-        given = {"axes": axes, "layouts": layouts}
+        asked = Request(format, axes, layouts)
         found = [
-            choose_config((512, 512), [(0, 1024)], BF16, formats[format], k_major=k, **given)
+            choose_config((512, 512), [(0, 1024)], BF16, asked._replace(k_major=k))
             for k in (False, True)
         ]
         assert found[0] == found[1]
@@ -144,6 +142,6 @@ def test_the_same_kernels():
 def test_groups_are_refused(axes):
     x, layouts = torch.zeros(64, 64), ("compact",) * len(axes)
     offsets = torch.tensor([7, 64], dtype=torch.int32)
-    given = {"offsets": offsets, "arch": "sm_90a"}
+    given = {"offsets": offsets, "gpu": chip("sm_90a")}
     with pytest.raises(quantizers.Unsupported, match="k_major: no kernel stores groups"):
         quantizers.quantize(x, formats["mxfp8"], axes=axes, layouts=layouts, k_major=True, **given)

@@ -13,6 +13,7 @@ from gpu_bench import assert_same, check, emulated, expected, nasty
 from blockscale import reference
 from blockscale.formats import formats
 from blockscale.kernels import quantizers
+from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -135,7 +136,9 @@ def test_producers(producer, format):
 def test_groups_are_refused(axes):
     x, fmt = torch.zeros(64, 64), formats["mxfp4"]
     layouts = ("compact",) * len(axes)
-    assert quantizers.unsupported(x, fmt, axes, layouts, arch="sm_90a") == ""
+    assert (
+        quantizers.unsupported(x, quantizers.Request("mxfp4", axes, layouts), chip("sm_90a")) == ""
+    )
     offsets = torch.tensor([7, 64], dtype=torch.int32)
     with pytest.raises(ValueError, match="groups would cut its bytes"):
-        quantizers.quantize(x, fmt, axes=axes, layouts=layouts, offsets=offsets, arch="sm_90a")
+        quantizers.quantize(x, fmt, axes=axes, layouts=layouts, offsets=offsets, gpu=chip("sm_90a"))

@@ -8,11 +8,12 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import MULTIPROCESSORS, check, emulated, nasty
+from gpu_bench import check, emulated, nasty
 
 from blockscale.formats import formats
 from blockscale.kernels import quantizers
-from blockscale.kernels.quantizers import config, plan
+from blockscale.kernels.quantizers import Request
+from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -120,13 +121,11 @@ def test_sectors(format, axes, layout, arch):
         ("fp8_1x128", BOTH, "sm90"),
     ],
 )
-def test_small(format, axes, layout, arch, monkeypatch):
+def test_small(format, axes, layout, arch):
     """Tensors that do not fill a GPU, whose tiles take more warps."""
-    monkeypatch.setattr(config, "_MULTIPROCESSORS", MULTIPROCESSORS)
-    plan.plan_quantize.cache_clear()
     given = {"global_scale": torch.tensor(0.37)} if format == "nvfp4" else {}
-    check(nasty(130, 272, BF16), format, arch, axes, layout=layout, **given)
-    plan.plan_quantize.cache_clear()
+    x = nasty(130, 272, BF16)
+    check(x, format, arch, axes, layout=layout, multiprocessors=132, **given)
 
 
 def test_strided_misaligned_and_odd():
@@ -164,8 +163,9 @@ def test_same_bytes_again():
     ],
 )
 def test_refusals(x, format, axes, layout, arch, message):
+    given = {"axes": axes, "layouts": (layout,) * len(axes), "gpu": arch and chip(arch)}
     with pytest.raises(ValueError, match=message):
-        quantizers.quantize(x, formats[format], axes=axes, layouts=(layout,) * len(axes), arch=arch)
+        quantizers.quantize(x, formats[format], **given)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,10 @@ def test_refusals(x, format, axes, layout, arch, message):
 def test_refusals_of_groups(format, axes, layout, message):
     ends, layouts = torch.tensor([3, 64], dtype=torch.int32), (layout,) * len(axes)
     x, fmt = torch.zeros(64, 64), formats[format]
-    assert message in quantizers.unsupported(x, fmt, axes, layouts, grouped=True, arch="sm_90a")
+    asked = Request(format, axes, layouts, grouped=True)
+    assert message in quantizers.unsupported(x, asked, chip("sm_90a"))
     with pytest.raises(ValueError, match=message):
-        quantizers.quantize(x, fmt, axes=axes, layouts=layouts, offsets=ends, arch="sm_90a")
+        quantizers.quantize(x, fmt, axes=axes, layouts=layouts, offsets=ends, gpu=chip("sm_90a"))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -18,9 +18,12 @@ from blockscale.formats import formats
 from blockscale.kernels import quantizers
 from blockscale.kernels.common.builders import build_kernel
 from blockscale.kernels.quantizers import norm
+from blockscale.kernels.quantizers.config import Request
 from blockscale.layouts import as_bytes, get_layout
+from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
+MACHINE: dict[str, int] = {}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-6
 
@@ -68,7 +71,7 @@ def check(
     device = em.Device(arch, completion=completion, check="all")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
         data, scale, rstd = norm.rmsnorm(
-            x, weight, fmt, eps=eps, layout=layout, arch=arch, **kwargs
+            x, weight, fmt, eps=eps, layout=layout, gpu=chip(arch, **MACHINE), **kwargs
         )
     y, want = reference.rmsnorm(x, weight, eps)
     assert rstd.shape == want.shape
@@ -87,10 +90,7 @@ def check(
 @pytest.fixture
 def small_machine(monkeypatch):
     """A machine of one multiprocessor: few rows make blocks as many rows make them elsewhere."""
-    norm._plan.cache_clear()
-    monkeypatch.setattr(norm, "MULTIPROCESSORS", dict.fromkeys(ARCHITECTURES, 1))
-    yield
-    norm._plan.cache_clear()
+    monkeypatch.setitem(MACHINE, "multiprocessors", 1)
 
 
 # format, layout, dtype of x and of the weight, shape, and what differs from the defaults
@@ -159,7 +159,9 @@ def test_few_warps_for_many_segments(small_machine, monkeypatch):
     """A warp takes several segments of a row, and not all warps equally many."""
     monkeypatch.setattr(norm, "_WARPS", 7)
     x = rows(6, 3600, BF16)
-    config = norm.choose_norm((6, 3600), (0, 7200), BF16, (0, BF16), formats["mxfp8"])
+    config = norm.choose_norm(
+        (6, 3600), (0, 7200), BF16, (0, BF16), Request("mxfp8"), chip("sm_90a", 1)
+    )
     assert (config.segments, config.segment_warps) == (8, 3)
     check(x, weights(3600, FP32), "mxfp8", "sm_90a", layout="packed", completion="random")
 
@@ -218,7 +220,7 @@ def test_sectors(format, layout, arch, small_machine):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sums_are_not_fused(arch):
     """ptxas may fuse a multiplication and an addition unless both say how they are rounded."""
-    config = norm.choose_norm((64, 64), (0, 128), BF16, (0, BF16), formats["nvfp4"], arch=arch)
+    config = norm.choose_norm((64, 64), (0, 128), BF16, (0, BF16), Request("nvfp4"), chip(arch))
     with em.cutedsl(em.Device(arch)):
         ptx = build_kernel(config).__ptx__
     assert "add.rn.f32" in ptx
@@ -232,7 +234,7 @@ def test_largest_rows():
     x, weight = rows(1, most, FP32), weights(most, BF16)
     check(x, weight, "nvfp4", "sm_90a", layout="packed", global_scale=torch.tensor(0.1))
     x = torch.zeros(1, most + 1)
-    reason = norm.unsupported_rmsnorm(x, formats["nvfp4"], "packed", "sm_90a")
+    reason = norm.unsupported_rmsnorm(x, formats["nvfp4"], "packed", chip("sm_90a"))
     assert f"{most + 1} columns: shared memory holds rows of at most {most}" in reason
 
 
@@ -241,11 +243,11 @@ def test_largest_rows():
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_1x128"])
 def test_choice(format, dtype, arch):
     """Blocks fit the multiprocessor, several where rows allow it, and there is one for each."""
-    fmt, seen = formats[format], set()
+    seen = set()
     for k in (32, 512, 1536, 4096, 7168, 16384, 28672):
         for m in (1, 128, 1000, 16384):
             source = 0, k * dtype.itemsize
-            config = norm.choose_norm((m, k), source, dtype, (0, BF16), fmt, arch=arch)
+            config = norm.choose_norm((m, k), source, dtype, (0, BF16), Request(format), chip(arch))
             n = config.tile_rows
             row = config.segments * 512 * dtype.itemsize
             assert n in (1, 2, 4, 8, 16, 32)
@@ -254,7 +256,7 @@ def test_choice(format, dtype, arch):
             assert config.segments * 2 > config.segment_warps  # none without a segment
             assert n * row <= 75 << 10 or (n == 1 and row <= 227 << 10)
             blocks = -(-m // n)
-            assert n == 1 or blocks >= norm.MULTIPROCESSORS[arch]
+            assert n == 1 or blocks >= chip(arch).multiprocessors
             seen.add(n)
     assert {1, 4, 32} <= seen
 
@@ -264,7 +266,7 @@ def test_same_bytes_again():
     found = []
     for _ in range(2):
         with em.cutedsl(em.Device("sm_90a", completion="random")), poisoned():
-            found.append(norm.rmsnorm(x, weight, formats["mxfp8"], eps=EPS, arch="sm_90a"))
+            found.append(norm.rmsnorm(x, weight, formats["mxfp8"], eps=EPS, gpu=chip("sm_90a")))
     for first, second, what in zip(*found, ("data", "scales", "rstd"), strict=True):
         assert_same(first, second, what)
 
@@ -292,4 +294,4 @@ X, W = torch.zeros(2, 64), torch.zeros(64)
 )
 def test_refusals(x, weight, format, layout, arch, message):
     with pytest.raises(ValueError, match=message):
-        norm.rmsnorm(x, weight, formats[format], eps=EPS, layout=layout, arch=arch)
+        norm.rmsnorm(x, weight, formats[format], eps=EPS, layout=layout, gpu=arch and chip(arch))

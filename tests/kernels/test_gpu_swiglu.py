@@ -15,6 +15,7 @@ from gpu_bench import check, nasty
 
 from blockscale.formats import formats
 from blockscale.kernels import quantizers
+from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
@@ -176,11 +177,13 @@ X, GRAD = torch.zeros(4, 256), torch.zeros(4, 128)
 )
 def test_refusals(x, others, message):
     with pytest.raises(ValueError, match=message):
-        quantizers.quantize(x, formats["mxfp8"], producer=BACKWARD, others=others, arch="sm_90a")
+        quantizers.quantize(
+            x, formats["mxfp8"], producer=BACKWARD, others=others, gpu=chip("sm_90a")
+        )
 
 
 def test_unsupported():
-    fmt, given = formats["mxfp8"], {"arch": "sm_90a"}
+    fmt, given = formats["mxfp8"], {"gpu": chip("sm_90a")}
     odd = torch.zeros(4, 192)
     assert quantizers.unsupported(odd, fmt, ROWS, ("compact",), producer=FORWARD, **given) == ""
     assert quantizers.unsupported(X, fmt, ROWS, ("compact",), producer=BACKWARD, **given) == ""

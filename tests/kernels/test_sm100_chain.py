@@ -21,10 +21,12 @@ from blockscale import emulator as em
 from blockscale import quantize, reference
 from blockscale.formats import get_format
 from blockscale.kernels import quantizers, sm100
+from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 from blockscale.layouts import as_bytes, get_layout
 from blockscale.ops.gemm_operands import global_scales
 from blockscale.rounding import unpack
+from stand_in import chip
 
 ARCH = "sm_100a"
 
@@ -54,10 +56,10 @@ def _by_kernels(layer: Layer, format: str, ctas: int, hidden_scale: Tensor | Non
     """Data and scales of the hidden layer, and the output. The halves of the first weight have one
     global scale."""
     fmt = get_format(format)
-    given: dict[str, Any] = {"layouts": ("tcgen05",), "arch": ARCH}
+    given: dict[str, Any] = {"layouts": ("tcgen05",), "gpu": chip(ARCH)}
 
     def scalar(x: Tensor) -> Tensor | None:
-        return quantizers.global_scale(x, fmt, arch=ARCH) if fmt.has_global_scale else None
+        return quantizers.global_scale(x, fmt, gpu=chip(ARCH)) if fmt.has_global_scale else None
 
     def quantized(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         ((data, tiles),) = quantizers.quantize(x, fmt, global_scale=scale, **given)
@@ -68,16 +70,17 @@ def _by_kernels(layer: Layer, format: str, ctas: int, hidden_scale: Tensor | Non
     x, down = quantized(layer.x, scalars[0]), quantized(layer.down, scalars[2])
     halves = [quantized(half, scalars[1]) for half in (layer.gate, layer.up)]
     data, tiles = (torch.cat(each) for each in zip(*halves, strict=True))
-    how: dict[str, Any] = {"arch": ARCH, "ctas": ctas}
+    how: dict[str, Any] = {"gpu": chip(ARCH), "ctas": ctas}
     hidden = sm100.gemm_quantize(
-        *(*x, format, data, tiles, format, format),
-        swiglu=True,
+        Given(*x, format),
+        Given(data, tiles, format),
+        Quantizing(format, swiglu=True),
         alpha=global_scales(scalars[0], scalars[1]),
         global_scale=hidden_scale,
         **how,
     )
     alpha = global_scales(hidden_scale, scalars[2])
-    y = sm100.gemm(*hidden, format, *down, format, alpha=alpha, **how)
+    y = sm100.gemm(Given(*hidden, format), Given(*down, format), alpha=alpha, **how)
     return [as_bytes(hidden[0]), hidden[1], y]
 
 

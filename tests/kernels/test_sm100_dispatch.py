@@ -28,7 +28,7 @@ FP8 = ("fp8_1x128", "fp8_128x128")
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
     """A machine with a Blackwell GPU, which is the emulator; the products that kernels run."""
-    with emulated(monkeypatch, "sm_100a") as launched:
+    with emulated("sm_100a") as launched:
         yield launched
 
 

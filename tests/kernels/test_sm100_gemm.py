@@ -8,10 +8,11 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+from typing import Any
 
 from factors import alpha_of
 from kernel_code import built
@@ -21,8 +22,11 @@ from sm100_inputs import BF16, FP16, FP32, Operand, emulated, operand, product, 
 from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels import sm100
+from blockscale.kernels.common.calls import Operand as Given
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm100.config import Config, choose_config
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -139,8 +143,8 @@ def test_epilogues(name):
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def _arguments(a: Operand, b: Operand) -> tuple[Tensor | str, ...]:
-    return a.data, a.scale, a.format, b.data, b.scale, b.format
+def _arguments(a: Operand, b: Operand) -> tuple[Given, Given]:
+    return Given(a.data, a.scale, a.format), Given(b.data, b.scale, b.format)
 
 
 def test_call():
@@ -152,9 +156,8 @@ def test_call():
     assert b.global_scale is not None
     alpha = a.global_scale, b.global_scale
     with em.cutedsl(em.Device("sm_100a", completion="late", check="all")):
-        got = sm100.gemm(
-            a.data, a.scale, "nvfp4", b.data, b.scale, "nvfp4", alpha=alpha, arch="sm_100a"
-        )
+        left, right = Given(a.data, a.scale, "nvfp4"), Given(b.data, b.scale, "nvfp4")
+        got = sm100.gemm(left, right, alpha=alpha, gpu=chip("sm_100a"))
     want = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().T
     bound = want.abs() * 2**-8 + 1e-5 * want.norm()  # rounding to bf16; sums and alpha in fp32
     assert bool(((got.double() - want).abs() <= bound).all())
@@ -167,12 +170,12 @@ def test_call_into():
     before = whole.clone()
     with em.cutedsl(em.Device("sm_100a", check="all")):
         c = whole[:, 16:32]
-        given = {"c": c, "accumulate": True, "out_dtype": FP32, "arch": "sm_100a"}
+        given = {"out": c, "accumulate": True, "out_dtype": FP32, "gpu": chip("sm_100a")}
         assert sm100.gemm(*_arguments(a, b), **given) is c
     before[:, 16:32] += torch.from_numpy(sums)
     assert torch.equal(whole, before)
     empty = operand("mxfp8", 0, 128, 1)
-    assert sm100.gemm(*_arguments(empty, b), arch="sm_100a").shape == (0, 16)
+    assert sm100.gemm(*_arguments(empty, b), gpu=chip("sm_100a")).shape == (0, 16)
 
 
 def test_call_transposed():
@@ -182,24 +185,31 @@ def test_call_transposed():
     types = torch.float8_e4m3fn, torch.float8_e5m2
     views = [x.view(dtype) for x, dtype in zip(views, types, strict=True)]
     with em.cutedsl(em.Device("sm_100a", check="all")):
-        got = sm100.gemm(
-            views[0], a.scale, "mxfp8", views[1], b.scale, "mxfp8_e5m2", arch="sm_100a"
-        )
+        left, right = Given(views[0], a.scale, "mxfp8"), Given(views[1], b.scale, "mxfp8_e5m2")
+        got = sm100.gemm(left, right, gpu=chip("sm_100a"))
     assert torch.equal(got, rounded(sums, BF16))
 
 
 def _refused(kind: type[Exception], match: str, **changes) -> None:
     a, b, _ = _case("mxfp8", "mxfp8", (8, 16, 128))
-    names = ("a_data", "a_scale", "a_format", "b_data", "b_scale", "b_format")
-    given = dict(zip(names, _arguments(a, b), strict=True)) | {"arch": "sm_100a"} | changes
+    sides = dict(zip("ab", _arguments(a, b), strict=True))
+    options: dict[str, Any] = {"gpu": chip("sm_100a")}
+    for name, value in changes.items():
+        side, _, field = name.partition("_")
+        if name in sides:
+            sides[name] = Given(value.data, value.scale, value.format)
+        elif side in sides:
+            sides[side] = sides[side]._replace(**{field: value})
+        else:
+            options[name] = value
     with pytest.raises(kind, match=match):
-        sm100.gemm(**given)
+        sm100.gemm(*sides.values(), **options)
 
 
 def test_refused():
     bytes_of = torch.uint8
-    _refused(Unsupported, r"sm_100:.*sm_100a and sm_103a", arch="sm_100")
-    _refused(Unsupported, "sm_90a", arch="sm_90a")
+    _refused(Unsupported, r"sm_100:.*sm_100a and sm_103a", gpu=chip("sm_100"))
+    _refused(Unsupported, "sm_90a", gpu=chip("sm_90a"))
     _refused(Unsupported, "nvfp4 with nvfp4", a_format="nvfp4")
     _refused(Unsupported, "out_dtype", out_dtype=torch.float64)
     _refused(ValueError, r"K = 128 and 64", b_data=torch.zeros(16, 64, dtype=bytes_of))
@@ -211,16 +221,14 @@ def test_refused():
     _refused(ValueError, r"b_scale: has shape \(1024,\)", b_scale=torch.zeros(1024).byte())
     _refused(TypeError, "b_scale: got torch.float32", b_scale=torch.zeros(512))
     _refused(ValueError, "starts 8 bytes", a_scale=torch.zeros(520).byte()[8:])
-    _refused(ValueError, "c: has shape", c=torch.zeros(8, 8, dtype=BF16))
-    _refused(ValueError, "accumulate: needs c", accumulate=True)
+    _refused(ValueError, "out: has shape", out=torch.zeros(8, 8, dtype=BF16))
+    _refused(ValueError, "accumulate: needs out", accumulate=True)
     _refused(ValueError, "bias: has shape", bias=torch.zeros(8))
     rows = torch.zeros(16, 136, dtype=bytes_of)[:, :128]
     _refused(Unsupported, "b_data: TMA wants rows .* of 16 bytes", b_data=rows)
     four = operand("mxfp4", 16, 192, 1)
     eight = operand("mxfp8", 8, 192, 1)
-    names = ("a_data", "a_scale", "a_format", "b_data", "b_scale", "b_format")
-    given = dict(zip(names, _arguments(eight, four), strict=True))
-    _refused(Unsupported, "b_data: K = 192; .* multiple of 128: pad", **given)
+    _refused(Unsupported, "b_data: K = 192; .* multiple of 128: pad", a=eight, b=four)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
@@ -228,7 +236,7 @@ def test_refused():
 def test_chosen(formats, dtype):
     """Every size has a configuration, whose sums and scales Tensor Memory has room for."""
     for shape in ((1, 1, 128), (256, 256, 256), (8192, 8192, 8192)):
-        config = choose_config(shape, formats, dtype)
+        config = choose_config(shape, formats, Epilogue(dtype))
         last = config.scale_columns[1] + 4 * config.scale_rows[1] * config.kind.scale_tiles
         assert last <= 512
         assert config.apart >= config.columns - config.early_boxes * config.box_columns

@@ -14,6 +14,8 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+import dataclasses
+
 from gpu_bench import assert_same, poisoned
 from kernel_code import built
 from sm90_inputs import frame_bytes
@@ -23,9 +25,12 @@ from sm100_quantized import emulated, expected, halved_scale
 from blockscale import emulator as em
 from blockscale import formats, quantize, swiglu_quantize
 from blockscale.kernels import sm100
+from blockscale.kernels.common.calls import Operand as Given
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -156,11 +161,11 @@ def test_call_is_the_two_steps():
     assert a.global_scale is not None
     assert b.global_scale is not None
     alpha, scale = (a.global_scale, b.global_scale), torch.tensor(2e-3)
-    operands = a.data, a.scale, "nvfp4", b.data, b.scale, "nvfp4"
-    given: dict[str, Any] = {"alpha": alpha, "arch": "sm_100a"}
+    operands = Given(a.data, a.scale, "nvfp4"), Given(b.data, b.scale, "nvfp4")
+    given: dict[str, Any] = {"alpha": alpha, "gpu": chip("sm_100a")}
     with em.cutedsl(em.Device("sm_100a", check="all")), poisoned():
         data, scales = sm100.gemm_quantize(
-            *operands, "nvfp4", swiglu=True, global_scale=scale, **given
+            *operands, Quantizing("nvfp4", swiglu=True), global_scale=scale, **given
         )
         h = sm100.gemm(*operands, out_dtype=FP32, **given)
     fmt = {"axes": (-1,), "layout": "tcgen05", "global_scale": scale}
@@ -171,19 +176,23 @@ def test_call_is_the_two_steps():
 
 def test_nothing():
     a, b = operand("mxfp8", 0, 128, 1), operand("mxfp8", 64, 128, 1)
-    operands = a.data, a.scale, "mxfp8", b.data, b.scale, "mxfp8"
-    given: dict[str, Any] = {"global_scale": torch.tensor(1.0), "arch": "sm_100a"}
-    data, scale = sm100.gemm_quantize(*operands, "nvfp4", **given)
+    operands = Given(a.data, a.scale, "mxfp8"), Given(b.data, b.scale, "mxfp8")
+    given: dict[str, Any] = {"global_scale": torch.tensor(1.0), "gpu": chip("sm_100a")}
+    data, scale = sm100.gemm_quantize(*operands, Quantizing("nvfp4"), **given)
     assert (data.shape, scale.shape) == ((0, 32), (0,))
-    none = torch.zeros(32, 0, dtype=torch.uint8)
+    data = torch.zeros(32, 0, dtype=torch.uint8)
+    none = Given(data, data[0], "mxfp8")
     with pytest.raises(Unsupported, match="K is 0"):
-        sm100.gemm_quantize(none, none[0], "mxfp8", none, none[0], "mxfp8", arch="sm_100a")
+        sm100.gemm_quantize(none, none, Quantizing("mxfp8"), gpu=chip("sm_100a"))
+
+
+_FIELDS = [field.name for field in dataclasses.fields(Quantizing)]
 
 
 @pytest.mark.parametrize(
     ("kind", "match", "rows", "given"),
     [
-        (Unsupported, r"sm_100:.*sm_100a and sm_103a", 64, {"arch": "sm_100"}),
+        (Unsupported, r"sm_100:.*sm_100a and sm_103a", 64, {"gpu": chip("sm_100")}),
         (Unsupported, "80 rows, so 80 columns .* multiple of 32: pad", 80, {}),
         (Unsupported, "40 columns .* each half", 80, {"swiglu": True}),
         (ValueError, "has 65 rows; expected as many for gate", 65, {"swiglu": True}),
@@ -207,9 +216,11 @@ def test_refused(kind, match, rows, given):
     a, b = operand("mxfp8", 8, 128, 1), operand("mxfp8", rows, 128, 2)
     halves = "bias" in given or rows == 80
     scale = halved_scale(b) if halves and given.get("swiglu") else b.scale
-    operands = a.data, a.scale, "mxfp8", b.data, scale, "mxfp8"
+    operands = Given(a.data, a.scale, "mxfp8"), Given(b.data, scale, "mxfp8")
+    fields = {"format": "mxfp8"} | {k: v for k, v in given.items() if k in _FIELDS}
+    given = {k: v for k, v in given.items() if k not in _FIELDS}
     with pytest.raises(kind, match=match):
-        sm100.gemm_quantize(*operands, **({"arch": "sm_100a"} | given))
+        sm100.gemm_quantize(*operands, Quantizing(**fields), **({"gpu": chip("sm_100a")} | given))
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
@@ -218,7 +229,9 @@ def test_chosen(format, swiglu):
     """Every size has a configuration, whose sums and scales Tensor Memory has room for."""
     quantizing = Quantizing(format, swiglu)
     for shape in ((1, 64, 128), (256, 256, 256), (8192, 8192, 8192)):
-        config = choose_config(shape, (format, format), torch.uint8, quantizing=quantizing)
+        config = choose_config(
+            shape, (format, format), Epilogue(torch.uint8), quantizing=quantizing
+        )
         last = config.scale_columns[1] + 4 * config.scale_rows[1] * config.kind.scale_tiles
         assert last <= 512
         early = config.early_boxes * config.box_columns

@@ -28,11 +28,14 @@ from widened_inputs import (
 )
 
 from blockscale import emulator as em
+from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.common.calls import describe_call
-from blockscale.kernels.sm90 import widened_config, widened_plan
+from blockscale.kernels.common.epilogue import Epilogue
+from blockscale.kernels.sm90 import widened_config
 from blockscale.kernels.sm90.decode_config import Config, choose_config
 from blockscale.kernels.sm90.widened_gemm import widened_gemm
 from blockscale.kernels.sm90.widened_plan import plan_widened
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -112,9 +115,12 @@ def test_through_the_host_function(format):
     """A product that this kernel is chosen for."""
     a, b = operand("bf16", 2, 512, 1), operand(format, 24, 512, 2)
     with em.cutedsl(em.Device("sm_90a", check="all")) as reports:
-        got = widened_gemm(*a, None, *b, format, out_dtype=FP32, arch="sm_90a")
+        got = widened_gemm(Given(*a), Given(*b, format), out_dtype=FP32, gpu=chip("sm_90a"))
     assert_close(got, a[0].double(), dequantized(format, *b))
     assert any(each.startswith("mma.sync") for each in reports[0].instructions)
+
+
+_UNBUILT = replace(chip("sm_90a"), load=lambda config: None)
 
 
 def chosen(m: int, n: int, k: int, a_format: str | None = None, pad: int = 0):
@@ -124,20 +130,21 @@ def chosen(m: int, n: int, k: int, a_format: str | None = None, pad: int = 0):
     a = torch.empty(m, k, dtype=BF16 if a_format is None else torch.uint8)
     a_scale = None if a_format is None else torch.empty(m, blocks, dtype=torch.uint8)
     b = torch.empty(n, k, dtype=torch.uint8)
-    operands = (a, a_scale, a_format), (b, scale, "mxfp8")
-    return plan_widened(describe_call(*operands, out_dtype=BF16, arch="sm_90a")).config
+    operands = Given(a, a_scale, a_format), Given(b, scale, "mxfp8")
+    return plan_widened(describe_call(*operands, out_dtype=BF16, gpu=_UNBUILT)).config
 
 
-def test_choice(monkeypatch):
+def test_choice():
     """For up to 16 rows, where TMA can load the scales; for quantized ones, which are widened
     first, unless so few blocks would have all of K."""
-    monkeypatch.setattr(widened_plan, "get_kernel", lambda config, device: None)
     for m, rows in ((1, 8), (8, 8), (9, 16), (16, 16)):
         config = chosen(m, 8192, 1024)
-        assert config == choose_config(m, 8192, "mxfp8", BF16)
+        assert config == choose_config(m, 8192, "mxfp8", Epilogue(BF16))
         assert config.rows == rows
         assert config.loaded_rows == (m if m < 8 else 0)
-        assert chosen(m, 4096, 1024, a_format="mxfp8") == choose_config(m, 4096, "mxfp8", BF16)
+        assert chosen(m, 4096, 1024, a_format="mxfp8") == choose_config(
+            m, 4096, "mxfp8", Epilogue(BF16)
+        )
     for config in (
         chosen(17, 8192, 1024),
         chosen(1, 2112, 1024, a_format="mxfp8"),
@@ -158,7 +165,7 @@ def test_rows_of_b():
         (16, "nvfp4", 4096, 32),
         (16, "nvfp4", 8512, 32),
     ):
-        assert choose_config(m, n, format, BF16).b_rows == rows
+        assert choose_config(m, n, format, Epilogue(BF16)).b_rows == rows
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -167,7 +174,7 @@ def test_rows_of_b():
 def test_chosen_fit(m, n, format):
     """Tiles that a multiprocessor takes at once fit its shared memory, two at least where there are
     more than one for each; and where they are few, no others do."""
-    config = choose_config(m, n, format, BF16)
+    config = choose_config(m, n, format, Epilogue(BF16))
     each = -(-n // (config.b_rows * 132))
     assert config.shared_bytes * min(2, each) <= 227 * 1024
     assert each > 3 or (each + 1) * config.shared_bytes >= 228 * 1024

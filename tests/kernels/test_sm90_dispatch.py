@@ -23,7 +23,7 @@ ROWS, BLOCKS = "fp8_1x128", "fp8_128x128"
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
     """A machine with a Hopper GPU, which is the emulator; counts the products that kernels run."""
-    with emulated(monkeypatch, "sm_90a") as launched:
+    with emulated("sm_90a") as launched:
         yield launched
 
 

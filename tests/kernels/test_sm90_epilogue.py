@@ -26,7 +26,9 @@ from sm90_inputs import (
 
 from blockscale import emulator as em
 from blockscale.kernels import sm90
+from blockscale.kernels.common.calls import Operand
 from blockscale.kernels.sm90.config import Config
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -97,9 +99,12 @@ def test_added_before_rounding():
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def call(given: tuple[Tensor, ...], **kwargs) -> Tensor:
+def call(
+    given: tuple[Tensor, ...], b_format: str = "fp8_128x128", arch: str = "sm_90a", **kwargs
+) -> Tensor:
+    a, b = Operand(*given[:2], "fp8_1x128"), Operand(*given[2:], b_format)
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        return sm90.gemm(*given, arch="sm_90a", **kwargs)
+        return sm90.gemm(a, b, gpu=chip(arch), **kwargs)
 
 
 def test_bias_alpha_and_sum():
@@ -109,7 +114,7 @@ def test_bias_alpha_and_sum():
     bias, alpha, c = normal(48, dtype=BF16) * size, torch.tensor(0.5), normal(33, 48, dtype=BF16)
     start = (c * size).to(BF16)
     c = start.clone()
-    assert call(given, c=c, accumulate=True, bias=bias, alpha=alpha) is c
+    assert call(given, out=c, accumulate=True, bias=bias, alpha=alpha) is c
     assert_close(c, want / 2 + bias.double() + start.double(), BF16)
 
 
@@ -117,7 +122,7 @@ def test_rows_that_end_between_16_bytes():
     """TMA would write whole groups of 16 bytes: nothing beside the output may change."""
     given = operands(33, 44, 128)
     wide = torch.full((33, 64), 3.0, dtype=BF16)
-    call(given, c=wide[:, :44])
+    call(given, out=wide[:, :44])
     assert bool((wide[:, 44:] == 3).all())
     assert_close(wide[:, :44], product(*given, (128, 128)), BF16)
 
@@ -127,7 +132,7 @@ def test_nothing_to_multiply(shape):
     given, bias = operands(*shape), normal(shape[1])
     assert torch.equal(call(given, bias=bias), bias.to(BF16).expand(shape[:2]))
     start = normal(*shape[:2], dtype=BF16)
-    got = call(given, c=start.clone(), accumulate=True, bias=bias)
+    got = call(given, out=start.clone(), accumulate=True, bias=bias)
     assert torch.equal(got, (start.float() + bias).to(BF16))
 
 
@@ -148,5 +153,5 @@ def test_output_of_more_than_2_31_elements(accumulate):
         pytest.skip("no address space of 6 GiB")
     out = memory.as_strided((4, 16), (2**30, 1))
     out.fill_(1000)
-    call(given, c=out, accumulate=accumulate)
+    call(given, out=out, accumulate=accumulate)
     assert_close(out.clone(), product(*given, (128, 128)) + 1000 * accumulate, BF16)

@@ -30,11 +30,14 @@ from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels import sm90
 from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.calls import Operand
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.machine_code import disassemble
 from blockscale.kernels.common.rounds import rounds
 from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm90.config import SHAPES, Config, choose_config
 from blockscale.kernels.sm90.product_config import Shape, fit
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -218,15 +221,21 @@ def test_choice_for_few_rows():
     where tiles are small; and TMA fills no more than it has time for."""
     for m in range(1, 300):
         for n, k in ((7168, 16384), (2112, 7168), (576, 7168), (24576, 1536)):
-            config = choose_config((m, n, k), BF16)
+            config = choose_config((m, n, k), Epilogue(BF16))
             rows, tiles = config.tile[0], -(-m // config.tile[0])
             assert not config.loaded_rows or m <= config.loaded_rows < min(m + 8, rows)
             if config.alternate:
                 assert tiles % config.cluster[0] == 0
                 assert config.loaded_rows or tiles > 1 or m > rows - 8
-    assert choose_config((1, 7168, 16384), BF16).loaded_rows == 1
-    assert choose_config((72, 7168, 16384), BF16).tile == (128, 64)  # 64 rows, and 56 of zeros
-    assert choose_config((72, 576, 7168), BF16).tile == (64, 64)  # for which there is time here
+    assert choose_config((1, 7168, 16384), Epilogue(BF16)).loaded_rows == 1
+    assert choose_config((72, 7168, 16384), Epilogue(BF16)).tile == (
+        128,
+        64,
+    )  # 64 rows, and 56 of zeros
+    assert choose_config((72, 576, 7168), Epilogue(BF16)).tile == (
+        64,
+        64,
+    )  # for which there is time here
 
 
 @pytest.mark.parametrize(
@@ -243,7 +252,7 @@ def test_choice_for_few_rows():
 )
 def test_choice_for_few_tiles(m, n, split):
     """K is split among as many blocks as run at once."""
-    config = choose_config((m, n, 7168), BF16)
+    config = choose_config((m, n, 7168), Epilogue(BF16))
     assert (config.tile, config.split) == ((64, 64), split)
 
 
@@ -350,7 +359,7 @@ def test_odd_rows(shape, accumulate):
 
 @pytest.mark.parametrize("shape", [(1, 576, 128), (128, 128, 16), (64, 136, 2064), (257, 8, 128)])
 def test_shapes(shape):
-    config = choose_config(shape, BF16)
+    config = choose_config(shape, Epilogue(BF16))
     given = operands(*shape)
     got = emulated(config, given, completion="random", multiprocessors=132)
     assert_close(got, product(*given, config.b_block), BF16)
@@ -411,9 +420,12 @@ def test_not_numbers():
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def call(given: tuple[Tensor, ...], **kwargs) -> Tensor:
+def call(
+    given: tuple[Tensor, ...], b_format: str = "fp8_128x128", arch: str = "sm_90a", **kwargs
+) -> Tensor:
+    a, b = Operand(*given[:2], "fp8_1x128"), Operand(*given[2:], b_format)
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        return sm90.gemm(*given, arch="sm_90a", **kwargs)
+        return sm90.gemm(a, b, gpu=chip(arch), **kwargs)
 
 
 def test_quantized():
@@ -435,10 +447,10 @@ def test_outputs():
     given = operands(33, 48, 128)
     want = product(*given, (128, 128))
     c = torch.zeros(33, 48, dtype=BF16)
-    assert call(given, c=c) is c
+    assert call(given, out=c) is c
     assert_close(c, want, BF16)
     wide = torch.full((33, 51), 2.0)  # rows that TMA cannot take
-    got = call(given, c=wide[:, 1:-2], out_dtype=FP32, accumulate=True)
+    got = call(given, out=wide[:, 1:-2], out_dtype=FP32, accumulate=True)
     assert_close(got, want + 2, FP32)
     assert bool((wide[:, [0, -1, -2]] == 2).all())
 
@@ -450,7 +462,7 @@ def test_empty(shape):
     assert got.shape == shape[:2]
     assert not got.any()
     start = torch.ones(shape[:2])
-    assert bool((call(given, c=start, out_dtype=FP32, accumulate=True) == 1).all())
+    assert bool((call(given, out=start, out_dtype=FP32, accumulate=True) == 1).all())
 
 
 def test_bad_input():
@@ -470,12 +482,12 @@ def test_bad_input():
         call((a.float(), a_scale, b, b_scale))
     with pytest.raises(TypeError, match="a_scale: got"):
         call((a, a_scale.double(), b, b_scale))
-    with pytest.raises(ValueError, match="accumulate: needs c"):
+    with pytest.raises(ValueError, match="accumulate: needs out"):
         call(given, accumulate=True, out_dtype=FP32)
-    with pytest.raises(ValueError, match="c: has shape"):
-        call(given, c=torch.zeros(48, 32, dtype=BF16))
-    with pytest.raises(TypeError, match="c: got"):
-        call(given, c=torch.zeros(32, 48))
+    with pytest.raises(ValueError, match="out: has shape"):
+        call(given, out=torch.zeros(48, 32, dtype=BF16))
+    with pytest.raises(TypeError, match="out: got"):
+        call(given, out=torch.zeros(32, 48))
     with pytest.raises(TypeError, match="bias: got"):
         call(given, bias=torch.zeros(48, dtype=torch.float64))
     for bias in (torch.zeros(47), torch.zeros(96)[::2]):
@@ -490,13 +502,13 @@ def test_bad_input():
     with pytest.raises(Unsupported, match="16 bytes"):
         call((a[:, 1:241], a_scale, b[:, :240], b_scale))
     with pytest.raises(Unsupported, match="sm_100a"):
-        sm90.gemm(*given, arch="sm_100a")
+        call(given, arch="sm_100a")
     with pytest.raises(Unsupported, match="b_format"):
         call(given, b_format="mxfp8")
 
 
 def test_cached_by_its_code(monkeypatch):
-    config = choose_config((128, 128, 128), BF16)
+    config = choose_config((128, 128, 128), Epilogue(BF16))
     before = compile_cache._key(config)
     assert compile_cache._key(replace(config, stages=4)) != before
     monkeypatch.setattr(compile_cache, "_sources", lambda module: module.encode())

@@ -18,11 +18,13 @@ from sm90_inputs import BF16, FP16, FP32, assert_no_spills, launched
 
 from blockscale import emulator as em
 from blockscale.kernels.common import compile_cache
-from blockscale.kernels.common.calls import Alpha, describe_call
+from blockscale.kernels.common.calls import Alpha, Operand, describe_call
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm90.plain_config import SHAPES, PlainConfig, candidates, choose_config
 from blockscale.kernels.sm90.plain_plan import plan_plain
 from blockscale.kernels.sm90.product_config import fit
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -195,16 +197,18 @@ def test_cuts(majors):
 @pytest.mark.parametrize("shape", [(1, 576, 64), (65, 136, 520)])
 def test_shapes(shape):
     given = operands(*shape)
-    got = emulated(choose_config(shape, BF16), given, completion="random", multiprocessors=132)
+    got = emulated(
+        choose_config(shape, Epilogue(BF16)), given, completion="random", multiprocessors=132
+    )
     assert_close(got, given)
 
 
 def test_choice():
     """Large products take the largest tiles, small ones many."""
-    assert choose_config((8192, 8192, 8192), BF16).tile == (128, 256)
-    assert choose_config((256, 512, 4096), BF16).alternate
+    assert choose_config((8192, 8192, 8192), Epilogue(BF16)).tile == (128, 256)
+    assert choose_config((256, 512, 4096), Epilogue(BF16)).alternate
     for shape in ((8192, 8192, 8192), (300, 520, 1024), (1, 1, 8)):
-        assert choose_config(shape, FP32) == candidates(shape, FP32)[0]
+        assert choose_config(shape, Epilogue(FP32)) == candidates(shape, Epilogue(FP32))[0]
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -217,20 +221,20 @@ def call(
     alpha: Alpha = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = BF16,
-    c: Tensor | None = None,
+    out: Tensor | None = None,
     accumulate: bool = False,
     arch: str = "sm_90a",
 ) -> Tensor:
-    given = {"out": c, "bias": bias, "alpha": alpha, "out_dtype": out_dtype}
+    given = {"out": out, "bias": bias, "alpha": alpha, "out_dtype": out_dtype}
     described = describe_call(
-        (a, None, None), (b, None, None), accumulate=accumulate, arch=arch, **given
+        Operand(a), Operand(b), accumulate=accumulate, gpu=chip(arch), **given
     )
     with em.cutedsl(em.Device("sm_90a", check="all")):
         plan = plan_plain(described)
         if plan.config is not None:
             a = a if plan.config.a_major == "k" else a.T
             b = b if plan.config.b_major == "k" else b.T
-        return plan((a, b), c, bias, alpha, accumulate)
+        return plan((a, b), out, bias, alpha, accumulate)
 
 
 @pytest.mark.parametrize("majors", MAJORS)
@@ -249,7 +253,7 @@ def test_bias_alpha_and_sum():
     given = operands(33, 48, 72)
     bias, alpha, c = torch.randn(48).to(BF16), torch.tensor(0.5), torch.randn(33, 48).to(BF16)
     start = c.clone()
-    assert call(*given, c=c, accumulate=True, bias=bias, alpha=alpha) is c
+    assert call(*given, out=c, accumulate=True, bias=bias, alpha=alpha) is c
     assert_close(c, given, 0.5, bias, start)
 
 
@@ -257,10 +261,10 @@ def test_outputs_between_others():
     """Rows that TMA cannot take, and groups of 16 bytes that it would write beyond a row's end."""
     given = operands(33, 44, 72)
     wide = torch.full((33, 51), 2.0)
-    got = call(*given, c=wide[:, 1:45], out_dtype=FP32, accumulate=True)
+    got = call(*given, out=wide[:, 1:45], out_dtype=FP32, accumulate=True)
     assert_close(got, given, 1.0, torch.full((33, 44), 2.0))
     narrow = torch.full((33, 64), 2.0, dtype=BF16)
-    assert_close(call(*given, c=narrow[:, :44]), given)
+    assert_close(call(*given, out=narrow[:, :44]), given)
     assert bool((wide[:, [0, *range(45, 51)]] == 2).all())
     assert bool((narrow[:, 44:] == 2).all())
 
@@ -270,7 +274,7 @@ def test_nothing_to_multiply(shape):
     given, bias = operands(*shape), torch.randn(shape[1])
     assert torch.equal(call(*given, bias=bias), bias.to(BF16).expand(shape[:2]))
     start = torch.randn(shape[:2])
-    assert torch.equal(call(*given, c=start.clone(), out_dtype=FP32, accumulate=True), start)
+    assert torch.equal(call(*given, out=start.clone(), out_dtype=FP32, accumulate=True), start)
 
 
 def test_bad_input():
@@ -285,10 +289,10 @@ def test_bad_input():
             call(*given)
     with pytest.raises(TypeError, match="b: got"):
         call(a, b.half())
-    with pytest.raises(ValueError, match="accumulate: needs c"):
+    with pytest.raises(ValueError, match="accumulate: needs out"):
         call(a, b, accumulate=True)
-    with pytest.raises(ValueError, match="c: has shape"):
-        call(a, b, c=torch.zeros(48, 32, dtype=BF16))
+    with pytest.raises(ValueError, match="out: has shape"):
+        call(a, b, out=torch.zeros(48, 32, dtype=BF16))
     with pytest.raises(ValueError, match="bias: has shape"):
         call(a, b, bias=torch.zeros(47))
     with pytest.raises(Unsupported, match="a: TMA"):

@@ -33,9 +33,12 @@ from widened_inputs import (
 
 from blockscale import emulator as em
 from blockscale import quantize
+from blockscale.kernels.common import calls
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm90.widened_config import B_ROWS, FEW, Config, choose_config, why_not
 from blockscale.kernels.sm90.widened_gemm import widened_gemm
+from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -166,7 +169,7 @@ def test_epilogue(fields):
 @pytest.mark.parametrize("m", [33, 65])
 def test_few_rows_loaded(m):
     """The others of a tile are zeros, and not stored."""
-    config = choose_config((m, 136, 384), "mxfp8", BF16)
+    config = choose_config((m, 136, 384), "mxfp8", Epilogue(BF16))
     assert config.loaded_rows == m + 7
     a, b = operands(config, m, 136, 384)
     got = product(config, a, b, completion="random", multiprocessors=config.split)
@@ -177,9 +180,8 @@ def test_few_rows_loaded(m):
 
 def call(a: Operand, a_format: str, b: Operand, b_format: str, **kwargs) -> Tensor:
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        return widened_gemm(
-            *a, None if a_format == "bf16" else a_format, *b, b_format, arch="sm_90a", **kwargs
-        )
+        left = calls.Operand(*a, None if a_format == "bf16" else a_format)
+        return widened_gemm(left, calls.Operand(*b, b_format), gpu=chip("sm_90a"), **kwargs)
 
 
 def test_quantized():
@@ -199,7 +201,7 @@ def test_empty(shape):
     bias = torch.ones(n)
     assert bool((call(a, "mxfp8", b, "mxfp8", bias=bias) == 1).all())
     start = torch.ones(m, n)
-    kept = call(a, "mxfp8", b, "mxfp8", c=start, out_dtype=FP32, accumulate=True)
+    kept = call(a, "mxfp8", b, "mxfp8", out=start, out_dtype=FP32, accumulate=True)
     assert kept is start
     assert bool((kept == 1).all())
 
@@ -220,7 +222,7 @@ def test_bad_input():
         call((a[0].float(), a[1]), "mxfp8", b, "mxfp8")
     with pytest.raises(TypeError, match="b_scale: got"):
         call(a, "mxfp8", (b[0], b[1].float()), "mxfp8")
-    with pytest.raises(ValueError, match="accumulate: needs c"):
+    with pytest.raises(ValueError, match="accumulate: needs out"):
         call(a, "mxfp8", b, "mxfp8", accumulate=True)
     with pytest.raises(Unsupported, match="16 bytes"):
         call((a[0][:, 8:104], a[1][:, :3]), "mxfp8", (b[0][:, :96], b[1][:, :3]), "mxfp8")
@@ -253,7 +255,7 @@ def test_chosen_fill_the_machine(format, n):
     """One turn, by nearly as many blocks of threads as there are multiprocessors, where there are
     as many tiles or they can be split."""
     for m in (1, 16, 64):
-        config = choose_config((m, n, 8192), format, BF16)
+        config = choose_config((m, n, 8192), format, Epilogue(BF16))
         assert min(0.84 * 132, n / 32) <= n // B_ROWS * config.split <= 132
         assert config.stages >= 3
 
@@ -262,7 +264,7 @@ def test_chosen_take_all_rows():
     """In one tile; and each block of threads has a part of K."""
     for m in range(1, FEW + 1):
         for blocks in range(1, 40):
-            config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", FP32)
+            config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", Epilogue(FP32))
             assert m <= config.rows < max(2 * m, 9)
             assert config.split * config.parts <= blocks
 
@@ -274,8 +276,9 @@ def test_chosen_fit(format):
     sizes = itertools.product((1, 16, 33, 65, 128), columns, (32, 640, 7168))
     for shape, dtype in itertools.product(sizes, (BF16, FP32)):
         for added, aligned, whole in itertools.product((False, True), repeat=3):
-            how = {"accumulate": added, "aligned": aligned, "async_scales": whole}
-            assert choose_config(shape, format, dtype, **how).shared_bytes <= 227 * 1024
+            how = Epilogue(dtype, accumulate=added, tma_store=aligned)
+            config = choose_config(shape, format, how, async_scales=whole)
+            assert config.shared_bytes <= 227 * 1024
 
 
 def test_chosen_take_turns():
@@ -288,7 +291,7 @@ def test_chosen_take_turns():
         ((32, 8192, 1920), "mxfp8", 1),
         ((128, 8192, 8192), "nvfp4", 1),
     ):
-        assert choose_config((m, n, k), format, BF16).parts == parts
+        assert choose_config((m, n, k), format, Epilogue(BF16)).parts == parts
 
 
 def test_chosen_split_k():
@@ -305,7 +308,7 @@ def test_chosen_split_k():
         ((97, 2112), 64, 3),
         ((128, 4096), 128, 3),
     ):
-        config = choose_config((m, n, 7168), "mxfp8", BF16)
+        config = choose_config((m, n, 7168), "mxfp8", Epilogue(BF16))
         assert (config.rows, config.split) == (rows, split)
 
 
@@ -315,8 +318,10 @@ def test_chosen_split_k():
     ((64, 7168, 16384), "nvfp4", BF16), ((64, 8192, 8192), "nvfp4", FP32),
     ((128, 8192, 8192), "mxfp8", BF16), ((128, 8192, 8192), "mxfp4", BF16),
 ])  # fmt: skip
-@pytest.mark.parametrize("more", [{}, {"bias": FP32, "alpha": 2, "async_scales": False}])
+@pytest.mark.parametrize("more", [{}, {"bias": FP32, "alpha": 2}])
 def test_no_spills(case, more):
+    shape, format, dtype = case
+    config = choose_config(shape, format, Epilogue(dtype, **more), async_scales=not more)
     with em.cutedsl(em.Device("sm_90a")):
-        frames = frame_bytes(built(choose_config(*case, **more)).__cubin__)
+        frames = frame_bytes(built(config).__cubin__)
     assert frames == [0]

@@ -12,10 +12,12 @@ import torch
 
 import blockscale as bs
 from blockscale import ops
-from blockscale.nn import Linear, forms, linear, operand_layout
+from blockscale.nn import Linear, forms, linear
+from blockscale.ops import operand_layout
+from blockscale.ops.gemm_kernels import PRODUCTS
 from stand_in import gpu
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 RECIPES = {
     "mxfp8": bs.Recipe(),
     "nvfp4": bs.Recipe("nvfp4"),
@@ -24,21 +26,16 @@ RECIPES = {
 }
 
 
-HOPPER, BLACKWELL = 9, 10  # compute capability, before the dot
+HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 
 
-def place(monkeypatch, capability):
-    """As on a GPU with this compute capability."""
-    monkeypatch.setattr(operand_layout, "_capability", lambda index: capability)
-
-    def on_cuda(format, device):
-        return operand_layout.operand_layout.__wrapped__(format, CUDA)
-
-    monkeypatch.setattr(forms, "operand_layout", on_cuda)
+def place(monkeypatch, arch):
+    """As on a GPU of this architecture."""
+    monkeypatch.setattr(operand_layout, "products_on", lambda device: PRODUCTS[arch])
 
 
 @pytest.fixture(params=[HOPPER, BLACKWELL])
-def capability(request, monkeypatch):
+def arch(request, monkeypatch):
     place(monkeypatch, request.param)
     return request.param
 
@@ -81,15 +78,15 @@ def both_passes(recipe, m=96, k=256, n=160):
 @pytest.mark.parametrize("shape", [(96, 256, 160), (33, 70, 48)])
 def test_the_same_numbers(monkeypatch, name, shape):
     plain = both_passes(RECIPES[name], *shape)
-    for capability in (HOPPER, BLACKWELL):
-        place(monkeypatch, capability)
+    for arch in (HOPPER, BLACKWELL):
+        place(monkeypatch, arch)
         for a, b in zip(plain, both_passes(RECIPES[name], *shape), strict=True):
             assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("m", [96, 33])
-def test_every_operand_lies_as_products_read_it(capability, seen, name, m):
+def test_every_operand_lies_as_products_read_it(arch, seen, name, m):
     """On Hopper with the contraction contiguous, on Blackwell 8 bits as they lie; scales too."""
     both_passes(RECIPES[name], m)
     products, _ = seen
@@ -98,15 +95,15 @@ def test_every_operand_lies_as_products_read_it(capability, seen, name, m):
     for a, b in products:
         for q in (a, b.mT):
             assert q.axis == -1
-            if capability == HOPPER or q.format.element.bits < 8:
+            if arch == HOPPER or q.format.element.bits < 8:
                 assert q.qdata.stride(-1) == 1
             if q.format.element.bits == 8:  # lines begin where TMA reads them; of any M
                 assert max(q.qdata.stride()) % 16 == 0
-            assert q.layout.name == tiled[capability].get(q.format_name, "compact")
+            assert q.layout.name == tiled[arch].get(q.format_name, "compact")
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_tensor_is_read_once_a_pass(capability, seen, name):
+def test_each_tensor_is_read_once_a_pass(arch, seen, name):
     """x and its gradient for both of their forms at once; the weight for one in each pass."""
     both_passes(RECIPES[name])
     _, reads = seen
@@ -127,13 +124,13 @@ def test_products_on_blackwell_rewrite_nothing(monkeypatch, name):
     place(monkeypatch, BLACKWELL)
     launched, checked = [], []
     monkeypatch.setattr(ops, "gemm", lambda *args, run=ops.gemm: checked.append(0) or run(*args))
-    with gpu(monkeypatch, "sm_100a", lambda config, device: lambda *args: launched.append(config)):
+    with gpu("sm_100a", lambda config: lambda *args: launched.append(config)):
         for step in (1, 2, 3):
             both_passes(RECIPES[name])
             assert (len(launched), len(checked)) == (3 * step, 3)
 
 
-def test_without_gradients_only_rows_are_made(capability, seen):
+def test_without_gradients_only_rows_are_made(arch, seen):
     layer = Linear(64, 32)
     with torch.no_grad():
         for _ in range(2):
@@ -141,7 +138,7 @@ def test_without_gradients_only_rows_are_made(capability, seen):
     assert [name for name, _ in seen[1]] == ["quantize"] * 4  # x, w, x, w
 
 
-def test_gradients_of_micro_batches_add_up(capability):
+def test_gradients_of_micro_batches_add_up(arch):
     """In fp32, as autograd does for any layer."""
     layer = Linear(64, 32, bias=False)
     alone = []
@@ -157,7 +154,7 @@ def test_gradients_of_micro_batches_add_up(capability):
     assert torch.equal(layer.weight.grad, alone[0][1] + alone[1][1])
 
 
-def test_compiled(capability):
+def test_compiled(arch):
     torch.compiler.reset()
     layer = Linear(64, 32, recipe=RECIPES["fp8_block"])
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -176,33 +173,33 @@ def test_compiled(capability):
 
 
 @pytest.mark.parametrize(
-    ("capability", "format", "layout", "k_major"),
+    ("arch", "format", "layout", "k_major"),
     [
-        (9, "fp8_1x128", "sm90", True),
-        (9, "fp8_128x128", "compact", True),
-        (9, "mxfp8", "compact", True),
-        (9, "nvfp4", "compact", True),
-        (8, "fp8_1x128", "compact", False),
-        (10, "mxfp8", "tcgen05", False),
-        (10, "mxfp8_e5m2", "tcgen05", False),
-        (10, "mxfp4", "tcgen05", False),
-        (10, "nvfp4", "tcgen05", False),
-        (10, "fp8_1x128", "compact", False),
-        (12, "mxfp8", "compact", False),
+        ("sm_90a", "fp8_1x128", "sm90", True),
+        ("sm_90a", "fp8_128x128", "compact", True),
+        ("sm_90a", "mxfp8", "compact", True),
+        ("sm_90a", "nvfp4", "compact", True),
+        ("sm_89", "fp8_1x128", "compact", False),
+        ("sm_100a", "mxfp8", "tcgen05", False),
+        ("sm_100a", "mxfp8_e5m2", "tcgen05", False),
+        ("sm_103a", "mxfp4", "tcgen05", False),
+        ("sm_100a", "nvfp4", "tcgen05", False),
+        ("sm_100a", "fp8_1x128", "compact", False),
+        ("sm_120", "mxfp8", "compact", False),
     ],
 )
-def test_operand_layouts(monkeypatch, capability, format, layout, k_major):
-    monkeypatch.setattr(operand_layout, "_capability", lambda index: capability)
-    assert operand_layout.operand_layout.__wrapped__(format, CUDA) == (layout, k_major)
-    assert operand_layout.operand_layout.__wrapped__(format, CPU) == ("compact", False)
+def test_operand_layouts(arch, format, layout, k_major):
+    with gpu(arch):
+        assert operand_layout.operand_layout(format, CPU) == (layout, k_major)
+    assert operand_layout.operand_layout(format, CPU) == ("compact", False)
 
 
-def test_the_capability_is_a_constant_to_the_compiler(monkeypatch):
+def test_the_layout_is_a_constant_to_the_compiler():
     torch.compiler.reset()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
 
     @torch.compile(fullgraph=True, backend="eager")
     def function(x):
-        return x + operand_layout._capability(0)
+        return x + (operand_layout.operand_layout("fp8_1x128", x.device).layout == "sm90")
 
-    assert function(torch.zeros(2)).tolist() == [9, 9]
+    with gpu("sm_90a"):
+        assert function(torch.zeros(2)).tolist() == [1, 1]

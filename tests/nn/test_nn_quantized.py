@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import blockscale as bs
-from blockscale.nn import Linear, QuantizedLinear, operand_layout, quantized, quantized_linear
+from blockscale.nn import Linear, QuantizedLinear, quantized, quantized_linear
+from blockscale.ops import operand_layout
+from blockscale.ops.gemm_kernels import PRODUCTS
 
 RECIPES = {
     "mxfp8": bs.Recipe(),
@@ -342,28 +344,15 @@ def test_inference_mode():
 # --- operand layout -------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[(9, "sm90"), (10, "compact")])
-def fp8_on_gpu(request, monkeypatch):
-    """As on a GPU whose kernels want the scales of fp8_1x128 in a layout."""
-    capability, layout = request.param
-    monkeypatch.setattr(operand_layout, "_capability", lambda index: capability)
-    real = operand_layout.operand_layout.__wrapped__
-
-    def on_cuda(format, device):
-        return real(format, torch.device("cuda", 0))
-
-    return layout, lambda: monkeypatch.setattr(quantized, "operand_layout", on_cuda)
-
-
-def test_a_layer_that_moves_is_placed_anew(fp8_on_gpu):
-    layout, gpu = fp8_on_gpu
+@pytest.mark.parametrize(("arch", "layout"), [("sm_90a", "sm90"), ("sm_100a", "compact")])
+def test_a_layer_that_moves_is_placed_anew(monkeypatch, arch, layout):
     m = nn.Sequential(nn.Linear(256, 64), nn.Linear(256, 64))
     m[1].weight = m[0].weight
     bs.quantize_(m, bs.Recipe("fp8_1x128"))
     x, state = tensor(4, 256), copy.deepcopy(m).state_dict()
     wanted = m[0](x.requires_grad_())
     assert m[0].weight.layout_name == "compact"
-    gpu()
+    monkeypatch.setattr(operand_layout, "products_on", lambda device: PRODUCTS[arch])
     m.to(torch.float32)  # any move
     assert m[0].weight.layout_name == layout
     assert m[0].weight is m[1].weight

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from ..kernels.common.runtime import get_kernel
+from ..kernels.common.epilogue import Epilogue
+from ..kernels.common.runtime import gpu_of
 from ..kernels.sm90.config import Config, candidates, choose_config
 from ..quantize import quantize
 from .contest import Call, ready, turns
@@ -84,19 +85,20 @@ def _calls(shape: LlmShape, device: str, multiprocessors: int) -> Iterator[tuple
     for config in _candidates(shape):
 
         def prepare(config: Config = config) -> Call:
-            kernel = get_kernel(config, x.device)
-            return partial(kernel, *given, d, None, None, multiprocessors)
+            gpu = gpu_of(x.device)
+            assert gpu is not None
+            return partial(gpu.load(config), *given, d, None, None, multiprocessors)
 
         yield describe(config), ready(prepare)
 
 
 def _chosen(shape: LlmShape) -> Config:
-    return choose_config((shape.m, shape.n, shape.k), torch.bfloat16)
+    return choose_config((shape.m, shape.n, shape.k), Epilogue())
 
 
 def _candidates(shape: LlmShape) -> list[Config]:
     """The chosen one, then the others."""
-    return candidates((shape.m, shape.n, shape.k), torch.bfloat16)
+    return candidates((shape.m, shape.n, shape.k), Epilogue())
 
 
 def describe(config: Config) -> str:

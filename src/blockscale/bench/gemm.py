@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..gemm import gemm
-from ..nn.operand_layout import operand_layout
+from ..ops.operand_layout import operand_layout
 from ..quantize import quantize
 from ..tensor import ScaledTensor
 from . import peers_gemm

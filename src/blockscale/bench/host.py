@@ -12,7 +12,7 @@ from torch import Tensor
 from ..formats import get_format
 from ..gemm import gemm
 from ..kernels import quantizers
-from ..nn.operand_layout import operand_layout
+from ..ops.operand_layout import operand_layout
 from ..quantize import quantize, quantize_both
 from ..tensor import ScaledTensor
 from .contest import Call, ready

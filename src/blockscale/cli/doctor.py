@@ -81,17 +81,17 @@ def _version(package: str) -> str | None:
 
 def advice(facts: Facts) -> list[str]:
     """What to know and what to do, one sentence or two each; a pure function of the facts."""
-    from ..kernels.quantizers.config import ARCHITECTURES
+    from ..kernels.common.gpu import GPUS
 
     lines = []
-    *most, last = ARCHITECTURES
+    *most, last = GPUS
     targets = f"{', '.join(most)} and {last}"
     if facts.packages["numba"] is None:
         lines.append("numba is missing: the CPU reference runs instead, about 100 times slower.")
     if facts.gpu is None:
         why = "this torch is a CPU build" if facts.cuda is None else "torch sees none"
         lines.append(f"No GPU ({why}): everything runs on the CPU, with the same bytes.")
-    elif facts.capability in _ARCHITECTURES and facts.architecture in ARCHITECTURES:
+    elif facts.capability in _ARCHITECTURES and facts.architecture in GPUS:
         lines.append(f"{facts.gpu} is {facts.architecture}, {_ARCHITECTURES[facts.capability][1]}.")
         if None in (facts.packages.get(name) for name in _DSL):
             lines.append("The CuTe DSL is missing: pip install 'blockscale[cuda]' for GPU kernels.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..kernels.common.gpu import Gpu
     from ..tensor import ScaledTensor
     from .emulate_products import Kernel
 
@@ -29,10 +30,10 @@ class Plain:
         return exact.bfloat16()
 
     def run(
-        self, kernel: Kernel, a: ScaledTensor, b: ScaledTensor, arch: str, ctas: int | None, _: Any
+        self, kernel: Kernel, a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None, _: Any
     ) -> Any:
         """What the kernel has."""
-        return kernel.run(a, b, arch, ctas)
+        return kernel.run(a, b, gpu, ctas)
 
     def wide(self, x: Tensor) -> Tensor:
         """In fp64."""
@@ -75,13 +76,15 @@ class Quantized:
         kernel: Kernel,
         a: ScaledTensor,
         b: ScaledTensor,
-        arch: str,
+        gpu: Gpu,
         ctas: int | None,
         rounded: ScaledTensor,
     ) -> Any:
         import torch
 
         from ..kernels import sm100
+        from ..kernels.common.calls import Operand
+        from ..kernels.sm100.quantizing_config import Quantizing
         from ..layouts import get_layout
         from ..tensor import ScaledTensor
         from .emulate_products import alpha_of
@@ -90,13 +93,12 @@ class Quantized:
         rows = b.to_layout("compact").qscale.mT.contiguous().chunk(2 if self.swiglu else 1)
         scales = torch.cat([get_layout("tcgen05").swizzle(each) for each in rows])
         data, scale = sm100.gemm_quantize(
-            *(a.qdata, a.qscale, a.format_name),
-            *(b.qdata.mT, scales, b.format_name),
-            self.dtype,
-            swiglu=self.swiglu,
+            Operand(a.qdata, a.qscale, a.format_name),
+            Operand(b.qdata.mT, scales, b.format_name),
+            Quantizing(self.dtype, self.swiglu),
             alpha=alpha_of(a, b),
             global_scale=rounded.global_scale,
-            arch=arch,
+            gpu=gpu,
             ctas=ctas,
         )
         return ScaledTensor(

@@ -88,6 +88,7 @@ def gemm(
 
     from ..checks import choose
     from ..kernels.common.compile_cache import last_built
+    from ..kernels.common.gpu import GPUS
 
     products = choose_arch(arch, PRODUCTS)
     format = format or next(iter(products))
@@ -102,7 +103,7 @@ def gemm(
     rounded = made.rounded(want)
     start = time.perf_counter()
     with emulated(arch, completion, seed, keep_code=kept.wanted) as reports:
-        got = made.run(kernel, a, b, arch, ctas, rounded)
+        got = made.run(kernel, a, b, GPUS[arch], ctas, rounded)
     seconds = time.perf_counter() - start
     kept.write(last_built())  # what multiplies comes after what widens its operands
     errors = [float((made.wide(x) - want).norm() / want.norm()) for x in (got, rounded)]

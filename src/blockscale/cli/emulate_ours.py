@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 def choose_arch(arch: str, known: Mapping[str, _T], what: str = "kernels are compiled for") -> _T:
     """``known[arch]``, or a ValueError that says why not, and what the a of sm_100a is."""
-    from ..kernels.common.machine import no_kernels
+    from ..kernels.common.gpu import no_kernels
 
     if arch not in known:
         raise ValueError(f"arch: got {arch!r}; {no_kernels(arch, known, what)}")

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..kernels.common.calls import Alpha
+    from ..kernels.common.gpu import Gpu
     from ..tensor import ScaledTensor
 
 __all__ = ["PRODUCTS", "TRANSPOSES", "Kernel", "alpha_of", "make_operands"]
@@ -17,43 +18,47 @@ __all__ = ["PRODUCTS", "TRANSPOSES", "Kernel", "alpha_of", "make_operands"]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``run``: A (M, K), B (K, N), the architecture and how many blocks work together, or None ->
+    """``run``: A (M, K), B (K, N), the GPU and how many blocks work together, or None ->
     the product in bf16."""
 
     activations: str
     weights: str
     layouts: tuple[str, str]  # of A's scales, and of B's
-    run: Callable[[ScaledTensor, ScaledTensor, str, int | None], Tensor]
+    run: Callable[[ScaledTensor, ScaledTensor, Gpu, int | None], Tensor]
     sums: Callable[[int], float]  # relative error of the tensor cores' sums, of K
     strided: tuple[bool, bool] = (True, True)  # whether the contraction of A, of B may be
     pairs: bool = False  # two blocks' tensor cores can work together
 
 
-def _fp8_block(a: ScaledTensor, b: ScaledTensor, arch: str, ctas: int | None) -> Tensor:
+def _fp8_block(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
     from ..kernels import sm90
+    from ..kernels.common.calls import Operand
 
-    return sm90.gemm(a.qdata, a.scale, b.qdata.mT, b.scale.mT, arch=arch)
+    left = Operand(a.qdata, a.scale, a.format_name)
+    return sm90.gemm(left, Operand(b.qdata.mT, b.scale.mT, b.format_name), gpu=gpu)
 
 
-def _widened(a: ScaledTensor, b: ScaledTensor, arch: str, ctas: int | None) -> Tensor:
+def _widened(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
+    from ..kernels.common.calls import Operand
     from ..kernels.sm90.exact_gemm import exact_gemm
 
     return exact_gemm(
-        (a.qdata, a.qscale, a.format_name),
-        (b.qdata.mT, b.qscale.mT, b.format_name),
+        Operand(a.qdata, a.qscale, a.format_name),
+        Operand(b.qdata.mT, b.qscale.mT, b.format_name),
         alpha=alpha_of(a, b),
-        arch=arch,
+        gpu=gpu,
     )
 
 
-def _tcgen05(a: ScaledTensor, b: ScaledTensor, arch: str, ctas: int | None) -> Tensor:
+def _tcgen05(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
     from ..kernels import sm100
+    from ..kernels.common.calls import Operand
 
     return sm100.gemm(
-        *(a.qdata, a.qscale, a.format_name),
-        *(b.qdata.mT, b.qscale, b.format_name),
+        Operand(a.qdata, a.qscale, a.format_name),
+        Operand(b.qdata.mT, b.qscale, b.format_name),
         alpha=alpha_of(a, b),
-        arch=arch,
+        gpu=gpu,
         ctas=ctas,
     )
 

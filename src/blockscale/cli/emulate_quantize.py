@@ -43,10 +43,10 @@ def quantize(
     from ..checks import choose
     from ..formats import get_format
     from ..kernels import quantizers
-    from ..kernels.quantizers.config import ARCHITECTURES
+    from ..kernels.common.gpu import GPUS
     from ..layouts import as_bytes, get_layout, swizzle_scale
 
-    choose_arch(arch, dict.fromkeys(ARCHITECTURES))
+    gpu = choose_arch(arch, GPUS)
     fmt, where, axes = get_format(format), get_layout(layout), choose("axis", axis, _AXES)
     kind = getattr(torch, choose("dtype", dtype, _DTYPES))
     size = parse_size("shape", shape, "rows and columns", "129x160")
@@ -57,11 +57,11 @@ def quantize(
     if fmt.has_global_scale:
         given["global_scale"] = reference.global_scale(x, fmt)
     layouts = (where.name,) * len(axes)
-    reason = quantizers.unsupported(x, fmt, axes, layouts, arch=arch)
+    reason = quantizers.unsupported(x, quantizers.Request(fmt.name, axes, layouts), gpu)
     if reason:
         raise ValueError(reason)
     with emulated(arch, completion, seed) as reports:
-        results = quantizers.quantize(x, fmt, axes=axes, layouts=layouts, arch=arch, **given)
+        results = quantizers.quantize(x, fmt, axes=axes, layouts=layouts, gpu=gpu, **given)
     outputs = []
     for along, (data, scale) in zip(axes, results, strict=True):
         wanted, compact = reference.quantize(x, fmt, axis=along, **given)

@@ -11,6 +11,7 @@ import torch
 
 from ..checks import choose
 from ..formats import get_format
+from ..kernels.common.epilogue import Epilogue
 from ..kernels.sm90 import config as sm90
 from ..kernels.sm90 import plain_config
 from ..kernels.sm90.product_config import ROW, ROWS, ProductConfig
@@ -96,23 +97,23 @@ def _stored_bytes(name: str) -> float:
 
 
 def _fp8_block(shape: Shape, ctas: int | None) -> Launch:
-    return hopper_fp8(sm90.choose_config(shape, torch.bfloat16), shape)
+    return hopper_fp8(sm90.choose_config(shape, Epilogue()), shape)
 
 
 def _fp8_1x128(shape: Shape, ctas: int | None) -> Launch:
     """Added to fp32, as for the gradient of a weight."""
-    fields: dict[str, Any] = {"b_block": (1, 128), "accumulate": True}
-    return hopper_fp8(sm90.choose_config(shape, torch.float32, **fields), shape)
+    added = Epilogue(torch.float32, accumulate=True)
+    return hopper_fp8(sm90.choose_config(shape, added, b_block=(1, 128)), shape)
 
 
 def _bf16(shape: Shape, ctas: int | None) -> Launch:
-    return hopper_bf16(plain_config.choose_config(shape, torch.bfloat16), shape)
+    return hopper_bf16(plain_config.choose_config(shape, Epilogue()), shape)
 
 
 def _blackwell(a_format: str, b_format: str) -> Callable[[Shape, int | None], Launch]:
     def build(shape: Shape, ctas: int | None) -> Launch:
         formats = a_format, b_format
-        return tcgen05(sm100.choose_config(shape, formats, torch.bfloat16, ctas=ctas), shape)
+        return tcgen05(sm100.choose_config(shape, formats, Epilogue(), ctas=ctas), shape)
 
     return build
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..kernels.common.machine import MULTIPROCESSORS
+from ..kernels.common.gpu import GPUS
 
 __all__ = ["B200", "FITTED", "H200", "MACHINES", "Machine"]
 
@@ -59,7 +59,7 @@ FITTED = ("clock", "loaded_clock", "l2_rate", "store_rate", "launch", "blend")
 #: Latencies are those that docs/ladder.md and the chooser of the widening kernels work with.
 H200 = Machine(
     name="H200",
-    multiprocessors=MULTIPROCESSORS["sm_90a"],
+    multiprocessors=GPUS["sm_90a"].multiprocessors,
     flops=MappingProxyType({"bf16": 4096, "fp8": 8192}),
     shared_rate=128,
     l2_bytes=int(_KEPT * (50 << 20)),
@@ -80,7 +80,7 @@ H200 = Machine(
 #: are to the data sheet's as on an H200; the other constants are the H200's.
 B200 = Machine(
     name="B200",
-    multiprocessors=MULTIPROCESSORS["sm_100a"],
+    multiprocessors=GPUS["sm_100a"].multiprocessors,
     flops=MappingProxyType({"fp8": 16384, "fp4": 32768}),
     shared_rate=128,
     l2_bytes=int(_KEPT * 126_000_000),
@@ -89,7 +89,7 @@ B200 = Machine(
     latency=H200.latency,
     clock=1.86 / 1.83 * H200.clock,
     loaded_clock=1.86 / 1.83 * H200.loaded_clock,
-    l2_rate=H200.l2_rate * MULTIPROCESSORS["sm_100a"] / MULTIPROCESSORS["sm_90a"],
+    l2_rate=H200.l2_rate * GPUS["sm_100a"].multiprocessors / H200.multiprocessors,
     store_rate=H200.store_rate,
     launch=H200.launch,
     blend=H200.blend,

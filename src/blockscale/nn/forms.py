@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..ops.operand_layout import operand_layout
 from ..quantize import quantize, quantize_both
 from ..tensor import ScaledTensor
-from .operand_layout import operand_layout
 
 __all__ = ["Forms", "quantize_forms"]
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from .. import reference
 from ..gemm import gemm
 from ..ops.backends import fall_back
+from ..ops.operand_layout import operand_layout
 from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_transformed
 from .forms import quantize_forms
 from .linear import check_operands, output_dtype, unflatten_rows
-from .operand_layout import operand_layout
 from .recipe import Recipe, check_recipe
 
 __all__ = ["QuantizedConv1D", "QuantizedLinear", "quantized_linear"]

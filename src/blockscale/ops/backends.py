@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ..formats import formats
 from ..kernels import quantizers
+from ..kernels.common.runtime import gpu_of
 from .gemm_kernels import products_on
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "cpu_backend",
     "fall_back",
     "no_cpu_kernels",
-    "on_gpu",
 ]
 
 _PRODUCTS = ("gemm", "grouped_gemm")
@@ -83,7 +82,7 @@ def backend(operation: str, device: str) -> tuple[str, str]:
     if operation not in _ON_GPU:
         return "reference", "plain torch on the device; its kernels are not part of this release"
     probe = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
-    reason = quantizers.unsupported(probe, formats["mxfp8"], (-1,), ("compact",))
+    reason = quantizers.unsupported(probe, quantizers.Request("mxfp8"))
     if reason:
         return "reference", reason
     return "CuTe DSL", _ON_GPU[operation]
@@ -120,11 +119,6 @@ def _on_cpu(operation: str) -> tuple[str, str]:
     return "numba", "compiled kernel, same bytes as the reference"
 
 
-def on_gpu(x: Tensor) -> bool:
-    """Whether the GPU kernels are those for ``x``."""
-    return x.is_cuda
-
-
 def fall_back(operation: str, x: Tensor, backend: str, reason: str) -> None:
     """Let the reference run ``operation``; ValueError where ``backend`` asks for a kernel.
 
@@ -137,7 +131,7 @@ def fall_back(operation: str, x: Tensor, backend: str, reason: str) -> None:
             f"backend='auto' to run plain torch instead, with {result}"
         )
     said = operation, reason
-    if on_gpu(x) and said not in _warned:
+    if gpu_of(x.device) is not None and said not in _warned:
         warnings.warn(
             f"{operation} on {x.device} runs as plain torch, with {result} but many times "
             f"slower: {reason}. Change that for a kernel, or pass backend='reference' if it is "

@@ -8,7 +8,8 @@ from torch import Tensor
 from .. import reference
 from ..formats import Format, get_format
 from ..kernels import cpu, quantizers
-from .backends import fall_back, no_cpu_kernels, on_gpu
+from ..kernels.common.runtime import gpu_of
+from .backends import fall_back, no_cpu_kernels
 
 __all__ = ["dequantize"]
 
@@ -31,7 +32,7 @@ def dequantize(
             data, scale, fmt, shape=size, axis=axis, global_scale=global_scale, dtype=dtype
         )
         return out.contiguous()
-    if on_gpu(data):
+    if gpu_of(data.device) is not None:
         try:
             return _by_kernel(data, scale, fmt, shape, axis, global_scale, offsets, dtype)
         except quantizers.Unsupported as why:

@@ -15,9 +15,10 @@ from torch import Tensor
 from .. import reference
 from ..formats import Format, get_format
 from ..kernels import quantizers
+from ..kernels.common.runtime import gpu_of
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
-from .backends import fall_back, on_gpu
+from .backends import fall_back
 from .operation import operation
 from .quantize import global_scale, quantize, quantize_both, written_layouts
 
@@ -73,7 +74,7 @@ def swiglu_quantize(
     fmt = get_format(format)
     axes, layouts = _asked(rows, columns, row_layout, column_layout)
     more = scale_rounding, nonfinite, global_scale, offsets
-    if on_gpu(x) and backend != "reference":
+    if gpu_of(x.device) is not None and backend != "reference":
         try:
             return _swiglu_by_kernel(x, grad, fmt, axes, layouts, *more, k_major)
         except quantizers.Unsupported as why:
@@ -154,7 +155,7 @@ def rmsnorm_quantize(
     """``reference.rmsnorm`` of ``x``, quantized along rows, and its rstd."""
     fmt = get_format(format)
     more = scale_rounding, nonfinite, global_scale
-    if on_gpu(x) and backend != "reference":
+    if gpu_of(x.device) is not None and backend != "reference":
         try:
             return _rmsnorm_by_kernel(x, weight, eps, fmt, layout, *more)
         except quantizers.Unsupported as why:

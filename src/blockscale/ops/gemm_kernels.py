@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..kernels import quantizers
 from ..kernels.common import calls
-from ..kernels.common.machine import no_kernels
-from ..kernels.common.runtime import architecture, missing
+from ..kernels.common.gpu import Gpu, no_kernels
+from ..kernels.common.runtime import gpu_of, missing
 from . import gemm_sm90, gemm_sm100
 from .gemm_operands import Products, Quantization, Side, detached, global_scales
 
@@ -27,16 +27,18 @@ PRODUCTS: Mapping[str, Products] = {
 }
 
 
-@lru_cache
 def products_on(device: torch.device) -> Products | str:
     """What multiplies on a device; or why nothing does."""
-    if device.type != "cuda":
+    gpu = gpu_of(device)
+    if gpu is None:
         return f"the operands are on {device}: the kernels run on CUDA devices"
-    reason = missing()
-    if reason:
-        return reason
-    arch = architecture(device.index)
-    return PRODUCTS.get(arch) or f"architecture {arch}: {no_kernels(arch, PRODUCTS)}"
+    return _products_of_gpu(gpu)
+
+
+@lru_cache
+def _products_of_gpu(gpu: Gpu) -> Products | str:
+    unknown = f"architecture {gpu.arch}: {no_kernels(gpu.arch, PRODUCTS)}"
+    return missing() or PRODUCTS.get(gpu.arch, unknown)
 
 
 def multiply(

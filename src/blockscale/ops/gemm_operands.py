@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, get_format
-from ..kernels.common.calls import Alpha, CompiledGemm, GemmCall
+from ..kernels.common.calls import Alpha, CompiledGemm, GemmCall, Operand
 from ..layouts import get_layout
 
 __all__ = [
-    "Laid",
     "Products",
     "Quantization",
     "Reading",
@@ -44,8 +43,6 @@ class Side(NamedTuple):
         return get_format(self.format or "none")
 
 
-#: An operand as a kernel is given it: data, scales, and format.
-Laid = tuple[Tensor, Tensor | None, str | None]
 Take = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -89,6 +86,7 @@ class Products:
             Unsupported.
         plan: finds the kernel for operands that lie so; or Unsupported.
         readings: of format and axis of a quantized operand that a launch takes as it is.
+        k_major: 8-bit operands are multiplied only where the contraction is contiguous.
         proof: where they have run, if not on such a GPU.
         quantize: multiplies and quantizes by one kernel: gives data, and scales in layout
             "tcgen05", or Unsupported.
@@ -97,13 +95,19 @@ class Products:
     gpu: str
     formats: str
     pairs: Collection[tuple[str | None, str | None]]
-    lay: Callable[[Side, Side], tuple[Laid, Laid]]
+    lay: Callable[[Side, Side], tuple[Operand, Operand]]
     plan: Callable[[GemmCall], CompiledGemm]
     readings: Mapping[tuple[str, int], Reading]
+    k_major: bool
     proof: str = ""
     quantize: Callable[[Side, Side, Tensor | None, Quantization], tuple[Tensor, Tensor]] | None = (
         None
     )
+
+    def scale_layout(self, format: str) -> str:
+        """In which scales of ``format`` are read as they are."""
+        found = (self.readings.get((format, axis)) for axis in (-1, -2))
+        return next((reading.layout for reading in found if reading is not None), "compact")
 
 
 def detached(x: T) -> T:

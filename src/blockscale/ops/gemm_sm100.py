@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..formats import Format, formats
 from ..kernels import quantizers, sm100
+from ..kernels.common.calls import Operand
 from ..kernels.common.loadable import loadable
 from ..kernels.sm100.kinds import find_kind
 from ..kernels.sm100.plan import plan_gemm
-from ..kernels.sm100.quantizing_config import FORMATS
+from ..kernels.sm100.quantizing_config import FORMATS, Quantizing
 from ..layouts import TILE_BLOCKS, TILE_BYTES, TILE_ROWS, get_layout
 from .gemm_operands import (
     Products,
@@ -30,8 +31,6 @@ __all__ = ["PRODUCTS"]
 _SPREAD = 32  # bytes that rows start at multiples of, whose 4-bit elements TMA spreads
 _ITEM = torch.int64  # as which kernels take scales
 
-_Laid = tuple[Tensor, Tensor, str]  # both are quantized
-
 
 def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tuple[Tensor, Tensor]:
     if how.format not in FORMATS:
@@ -40,19 +39,16 @@ def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tupl
         raise quantizers.Unsupported("global_scale: depends on all of the product; pass one")
     left, right = _lay(a, b, halved=how.swiglu)
     return sm100.gemm_quantize(
-        *left,
-        *right,
-        how.format,
-        swiglu=how.swiglu,
+        left,
+        right,
+        Quantizing(how.format, how.swiglu, how.scale_rounding, how.nonfinite),
         alpha=global_scales(a.global_scale, b.global_scale),
         bias=bias,
-        scale_rounding=how.scale_rounding,
-        nonfinite=how.nonfinite,
         global_scale=how.global_scale,
     )
 
 
-def _lay(a: Side, b: Side, halved: bool = False) -> tuple[_Laid, _Laid]:
+def _lay(a: Side, b: Side, halved: bool = False) -> tuple[Operand, Operand]:
     """``halved``: the first half of the columns of ``b`` and the others have tiles of their own."""
     a_format, b_format = a.kind, b.kind
     kind = find_kind(a_format.name, b_format.name)
@@ -63,8 +59,8 @@ def _lay(a: Side, b: Side, halved: bool = False) -> tuple[_Laid, _Laid]:
     left = _matrix("a", a.data, a_format, whole, spread[0])
     right = _matrix("b", b.data.mT, b_format, whole, spread[1])
     return (
-        (left, _tiles(a, -1), a_format.name),
-        (right, _tiles(b, -2, 1 + halved), b_format.name),
+        Operand(left, _tiles(a, -1), a_format.name),
+        Operand(right, _tiles(b, -2, 1 + halved), b_format.name),
     )
 
 
@@ -129,6 +125,7 @@ PRODUCTS = Products(
         if find_kind(name, name) is not None
         for axis in (-1, -2)
     },
+    k_major=False,
     proof="run in the emulator only, never on such a GPU",
     quantize=_quantized,
 )

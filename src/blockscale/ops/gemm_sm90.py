@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ..formats import formats
 from ..kernels import quantizers
-from ..kernels.common.calls import CompiledGemm, GemmCall
+from ..kernels.common.calls import CompiledGemm, GemmCall, Operand
 from ..kernels.common.loadable import loadable
 from ..kernels.sm90 import exact_gemm
 from ..kernels.sm90.plan import plan_gemm
 from ..layouts import get_layout
-from .gemm_operands import Laid, Products, Reading, Side, Take, scale_matrix
+from .gemm_operands import Products, Reading, Side, Take, scale_matrix
 
 __all__ = ["PRODUCTS"]
 
@@ -26,11 +26,11 @@ _WIDENED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 # --- FP8 with fp32 scales per 128 -----------------------------------------------------------------
 
 
-def _lay_fp8(a: Side, b: Side) -> tuple[Laid, Laid]:
+def _lay_fp8(a: Side, b: Side) -> tuple[Operand, Operand]:
     blocks = scale_matrix(b, -2) if b.kind.block[0] > 1 else _by_rows(b, -2)
     return (
-        (_along_k("a", a.data), _by_rows(a, -1), "fp8_1x128"),
-        (_along_k("b", b.data.mT), blocks, b.format),
+        Operand(_along_k("a", a.data), _by_rows(a, -1), "fp8_1x128"),
+        Operand(_along_k("b", b.data.mT), blocks, b.format),
     )
 
 
@@ -58,12 +58,12 @@ def _by_rows(side: Side, axis: int) -> Tensor:
 # --- all ------------------------------------------------------------------------------------------
 
 
-def _lay(a: Side, b: Side) -> tuple[Laid, Laid]:
+def _lay(a: Side, b: Side) -> tuple[Operand, Operand]:
     if b.format in _FP8:
         return _lay_fp8(a, b)
     return exact_gemm.lay(
-        (a.data, None if a.scale is None else scale_matrix(a, -1), a.format),
-        (b.data.mT, scale_matrix(b, -2), b.format),
+        Operand(a.data, None if a.scale is None else scale_matrix(a, -1), a.format),
+        Operand(b.data.mT, scale_matrix(b, -2), b.format),
     )
 
 
@@ -115,4 +115,5 @@ PRODUCTS = Products(
         **{(name, -1): _read("compact", _rows) for name in _WIDENED},
         **{(name, -2): _read("compact", _columns) for name in _WIDENED},
     },
+    k_major=True,
 )

@@ -9,9 +9,10 @@ from torch import Tensor
 from .. import reference
 from ..formats import Format, get_format
 from ..kernels import cpu, quantizers
+from ..kernels.common.runtime import gpu_of
 from ..layouts import as_bytes, get_layout, swizzle_scale
 from . import fakes
-from .backends import fall_back, no_cpu_kernels, on_gpu
+from .backends import fall_back, no_cpu_kernels
 from .operation import operation
 
 __all__ = ["global_scale", "quantize", "quantize_both", "written_layouts"]
@@ -77,7 +78,7 @@ def quantize_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize`` along -1, then along -2, from one read of ``x`` where a kernel can do that."""
     layouts = row_layout, column_layout
-    if backend != "reference" and on_gpu(x):
+    if backend != "reference" and gpu_of(x.device) is not None:
         more = scale_rounding, nonfinite, global_scale, offsets, seed, k_major
         try:
             row, column = _by_kernel(x, get_format(format), (-1, -2), layouts, *more)
@@ -99,7 +100,7 @@ def global_scale(x: Tensor, format: str, backend: str = "auto") -> Tensor:
     fmt = get_format(format)
     if backend != "reference":
         try:
-            if on_gpu(x):
+            if gpu_of(x.device) is not None:
                 return quantizers.global_scale(x, fmt)
             _require_cpu_kernels()
             return cpu.global_scale(x, fmt)
@@ -128,7 +129,7 @@ def _by_kernel(
         raise quantizers.Unsupported(
             "seed: no kernel rounds stochastically; leave it out to round to nearest even"
         )
-    if not on_gpu(x):
+    if gpu_of(x.device) is None:
         if offsets is not None and axes == (-2,):
             raise quantizers.Unsupported(
                 "offsets with axis=-2: no CPU kernel starts blocks anew in each group"

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .runtime import Described, Unsupported, architecture, describe
+from .epilogue import Epilogue
+from .gpu import Gpu
+from .runtime import Described, Unsupported, describe, gpu_of, missing
 
 __all__ = [
     "OUT_DTYPES",
@@ -17,6 +19,7 @@ __all__ = [
     "CompiledGemm",
     "GemmCall",
     "Operand",
+    "OperandSpec",
     "check_loadable",
     "check_matrix",
     "describe_call",
@@ -30,11 +33,23 @@ Alpha = Tensor | tuple[Tensor, Tensor] | None
 
 
 class Operand(NamedTuple):
-    """A matrix as a kernel is given it: data, scales and format; the last two are None of bf16."""
+    """A matrix as kernels take it: (M, K), or (N, K); scales and format are None of bf16."""
+
+    data: Tensor
+    scale: Tensor | None = None
+    format: str | None = None
+
+
+class OperandSpec(NamedTuple):
+    """What of an operand decides which kernel takes it."""
 
     data: Described
     scale: Described | None = None
     format: str | None = None
+
+    @classmethod
+    def of(cls, operand: Operand) -> OperandSpec:
+        return cls(describe(operand.data), describe(operand.scale), operand.format)
 
 
 class GemmCall(NamedTuple):
@@ -44,34 +59,38 @@ class GemmCall(NamedTuple):
         a, b: (M, K) and (N, K).
         out: (M, N), where it is given.
         alpha: of each scalar.
-        arch: of the kernel where there is no such GPU, for the emulator.
+        gpu: None where kernels do not run.
     """
 
-    a: Operand
-    b: Operand
+    a: OperandSpec
+    b: OperandSpec
     out: Described | None
     bias: Described | None
     alpha: tuple[Described, ...]
     out_dtype: torch.dtype
     accumulate: bool
     device: torch.device
-    arch: str | None
+    gpu: Gpu | None
 
-    @property
-    def target(self) -> str:
-        """The architecture to compile for."""
-        return self.arch or architecture(self.device.index)
+    def supported(self, why_not: Callable[[str], str]) -> Gpu:
+        """The GPU that multiplies; Unsupported where there is none, or ``why_not`` has a reason
+        against its architecture."""
+        reason = missing()
+        if not reason and self.gpu is None:
+            reason = f"the operands are on {self.device}: the kernels run on CUDA devices"
+        reason = reason or why_not(self.gpu.arch)
+        if reason or self.gpu is None:
+            raise Unsupported(reason)
+        return self.gpu
 
-    @property
-    def epilogue(self) -> dict[str, Any]:
-        """Fields of a configuration: what is done with the accumulator."""
-        return {
-            "accumulate": self.accumulate,
-            "bias": None if self.bias is None else self.bias[2],
-            "alpha": len(self.alpha),
-        }
+    def epilogue(self, n: int) -> Epilogue:
+        """What is done with an accumulator of ``n`` columns."""
+        bias = None if self.bias is None else self.bias[2]
+        return Epilogue(
+            self.out_dtype, self.accumulate, bias, len(self.alpha), self._aligned_rows(n)
+        )
 
-    def aligned_rows(self, n: int) -> bool:
+    def _aligned_rows(self, n: int) -> bool:
         """Whether TMA can store the output: it writes whole groups of 16 bytes of a row."""
         size = self.out_dtype.itemsize
         apart, address = (n, 0) if self.out is None else (self.out[1][0], self.out[3])
@@ -83,36 +102,47 @@ class GemmCall(NamedTuple):
         for scalar in self.alpha:
             _check_vector("alpha", scalar, (), (torch.float32,))
         if self.accumulate and self.out is None:
-            raise ValueError("accumulate: needs c, the tensor to add to")
+            raise ValueError("accumulate: needs out, the tensor to add to")
         if self.out is not None:
-            check_matrix("c", self.out, (self.out_dtype,))
+            check_matrix("out", self.out, (self.out_dtype,))
             if tuple(self.out[0]) != shape:
-                raise ValueError(f"c: has shape {tuple(self.out[0])}; the product is {shape}")
+                raise ValueError(f"out: has shape {tuple(self.out[0])}; the product is {shape}")
 
 
 def describe_call(
-    a: tuple[Tensor, Tensor | None, str | None],
-    b: tuple[Tensor, Tensor | None, str | None],
+    a: Operand,
+    b: Operand,
     *,
     out: Tensor | None = None,
     bias: Tensor | None = None,
     alpha: Alpha = None,
     out_dtype: torch.dtype = torch.bfloat16,
     accumulate: bool = False,
-    arch: str | None = None,
+    gpu: Gpu | None = None,
 ) -> GemmCall:
-    """The call of a product of operands given as data, scales and format."""
+    """The call of ``alpha * A @ B.mT + bias``.
+
+    Args:
+        a, b: (M, K) and (N, K).
+        out: written to and returned, (M, N); may have rows that lie apart, and shares no memory
+            with the other tensors (not looked at here).
+        bias: (N,) in bfloat16, float16 or float32.
+        alpha: () fp32; or two of these, whose product it is: NVFP4's global scales.
+        out_dtype: bfloat16, float16 or float32.
+        accumulate: add to ``out`` instead of overwriting it.
+        gpu: to choose the kernel for where the tensors are on a CPU, for the emulator.
+    """
     scalars = alpha if isinstance(alpha, tuple) else () if alpha is None else (alpha,)
     return GemmCall(
-        Operand(describe(a[0]), describe(a[1]), a[2]),
-        Operand(describe(b[0]), describe(b[1]), b[2]),
+        OperandSpec.of(a),
+        OperandSpec.of(b),
         describe(out),
         describe(bias),
         tuple(map(describe, scalars)),
         out_dtype,
         accumulate,
-        a[0].device,
-        arch,
+        a.data.device,
+        gpu or gpu_of(a.data.device),
     )
 
 
@@ -153,27 +183,22 @@ class CompiledGemm:
 
 def multiply(
     plan: Callable[[GemmCall], CompiledGemm],
-    a: tuple[Tensor, Tensor | None, str | None],
-    b: tuple[Tensor, Tensor | None, str | None],
+    a: Operand,
+    b: Operand,
     *,
     out: Tensor | None = None,
     bias: Tensor | None = None,
     alpha: Alpha = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    accumulate: bool = False,
-    arch: str | None = None,
+    **options: Any,
 ) -> Tensor:
-    """The product of operands given as data, scales and format, by what ``plan`` finds for it."""
-    call = describe_call(
-        *(a, b),
-        out=out,
-        bias=bias,
-        alpha=alpha,
-        out_dtype=out_dtype,
-        accumulate=accumulate,
-        arch=arch,
-    )
-    return plan(call)((*a[:2], *b[:2]), out, bias, alpha, accumulate)
+    """``alpha * A @ B.mT + bias``: (M, N), by what ``plan`` finds; arguments of ``describe_call``.
+
+    The accumulator is multiplied and added to in fp32, and rounded once: the same bits in every
+    run. Raises Unsupported, a ValueError, where there is no kernel; ValueError or TypeError where
+    shapes, strides or dtypes do not belong together.
+    """
+    call = describe_call(a, b, out=out, bias=bias, alpha=alpha, **options)
+    return plan(call)((a.data, a.scale, b.data, b.scale), out, bias, alpha, call.accumulate)
 
 
 def check_loadable(**operands: Described) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-__all__ = ["Described", "Unsupported", "architecture", "describe", "get_kernel", "missing"]
+from . import compile_cache
+from .gpu import Gpu
+
+__all__ = ["Described", "Unsupported", "describe", "gpu_of", "missing"]
 
 #: Shape, strides, dtype, and the address modulo 32.
 Described = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
@@ -38,19 +41,25 @@ def missing() -> str:
     return ""
 
 
-@lru_cache
-def architecture(index: int | None) -> str:
-    """Target of a CUDA device: "sm_90a", "sm_100a", or another one's without a kernel."""
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"sm_{major}{minor}" + "a" * (major in (9, 10))
+#: GPUs that were asked for; tests put one in the place of a CPU.
+_gpus: dict[torch.device, Gpu] = {}
 
 
-def get_kernel(config: Any, device: torch.device) -> Callable[..., Any]:
-    """The kernel of a configuration, for tensors on ``device``."""
-    from ..common import compile_cache
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The GPU that a device is; None of a device that kernels do not run on."""
+    found = _gpus.get(device)
+    if found is None and device.type == "cuda":
+        found = _gpus[device] = _ask(device)
+    return found
 
-    if device.type != "cuda":
-        return compile_cache.build(config)
+
+def _ask(device: torch.device) -> Gpu:
+    properties = torch.cuda.get_device_properties(device)
+    target = f"sm_{properties.major}{properties.minor}" + "a" * (properties.major in (9, 10))
+    return Gpu(target, properties.multi_processor_count, partial(_load, device))
+
+
+def _load(device: torch.device, config: Any) -> Callable[..., Any]:
     kernel = compile_cache.load(config)
     return kernel if torch.cuda.device_count() == 1 else partial(_run_on, device, kernel)
 

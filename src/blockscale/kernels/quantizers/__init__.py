@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from ...formats import Format
-from ..common.runtime import Unsupported, architecture, describe
-from .dequantize_plan import DequantizePlan, dequantize, plan_dequantize
+from ..common.gpu import Gpu
+from ..common.runtime import Unsupported, describe, gpu_of
+from .config import Request
+from .dequantize_plan import DequantizeCall, DequantizePlan, dequantize, plan_dequantize
 from .norm import rmsnorm, unsupported_rmsnorm
-from .plan import plan_amax, plan_quantize, unsupported
+from .plan import QuantizeCall, plan_amax, plan_quantize, unsupported
 
 __all__ = [
+    "DequantizeCall",
     "DequantizePlan",
+    "Request",
     "Unsupported",
-    "architecture",
     "dequantize",
     "global_scale",
     "plan_dequantize",
@@ -45,7 +48,7 @@ def quantize(
     producer: str = "load",
     others: tuple[Tensor, ...] = (),
     k_major: bool = False,
-    arch: str | None = None,
+    gpu: Gpu | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Data and scales of ``x`` (..., M, K) for each of ``axes``, (-1,), (-2,) or (-1, -2), from one
     read of ``x``; byte for byte those of ``reference.quantize`` with its scales put into the
@@ -60,25 +63,20 @@ def quantize(
             ``reference.swiglu`` of it (M, H) is quantized; "swiglu_backward": ``others`` has the
             gradient (M, H), ``reference.swiglu_backward`` of both (M, 2H) is quantized.
         k_major: data along columns is stored column by column, as 4-bit data always is.
-        arch: of the kernel where ``x`` is on a CPU, for the emulator.
+        gpu: to choose the kernel for where ``x`` is on a CPU, for the emulator.
 
     One-byte scales are returned as uint8. Raises Unsupported, a ValueError, where ``unsupported``
     gives a reason, and ValueError for a missing ``global_scale``.
     """
+    grouped = offsets is not None
+    asked = Request(
+        format.name, axes, layouts, scale_rounding, nonfinite, producer, grouped, k_major
+    )
+    inputs = tuple(map(describe, (x, *others)))
+    groups = None if offsets is None else offsets.shape[0]
+    gpu = gpu or gpu_of(x.device)
     plan = plan_quantize(
-        describe(x),
-        tuple(map(describe, others)),
-        x.device,
-        format.name,
-        axes,
-        layouts,
-        scale_rounding,
-        nonfinite,
-        global_scale is not None,
-        None if offsets is None else offsets.shape[0],
-        producer,
-        k_major,
-        arch,
+        QuantizeCall(inputs, x.device, gpu, asked, global_scale is not None, groups)
     )
     arguments: list[Any] = [None] * 4
     for output in plan.outputs:
@@ -95,12 +93,11 @@ def global_scale(
     *,
     producer: str = "load",
     others: tuple[Tensor, ...] = (),
-    arch: str | None = None,
+    gpu: Gpu | None = None,
 ) -> Tensor:
     """``reference.global_scale`` of ``x``, or of what ``producer`` makes of it: an fp32 scalar."""
-    plan = plan_amax(
-        describe(x), tuple(map(describe, others)), x.device, format.name, producer, arch
-    )
+    inputs, asked = tuple(map(describe, (x, *others))), Request(format.name, producer=producer)
+    plan = plan_amax(QuantizeCall(inputs, x.device, gpu or gpu_of(x.device), asked))
     partials = x.new_empty(plan.tiles, dtype=torch.int32)
     scale = x.new_empty((), dtype=torch.float32)
     plan.run(plan.sources(x, *others), partials, scale)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ...formats import Format, get_format
 from ...layouts import get_layout
-from ..common.machine import MULTIPROCESSORS, SHARED, no_kernels
+from ..common.gpu import GPUS, SHARED, Gpu, no_kernels
 from ..common.spec import Spec, specify
 
 __all__ = [
-    "ARCHITECTURES",
     "BAND",
     "DTYPES",
     "GROUP_ROWS",
@@ -23,18 +23,17 @@ __all__ = [
     "AmaxConfig",
     "Config",
     "Producer",
+    "Request",
     "choose_config",
     "why_not",
 ]
 
-ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 BAND = 32  # rows that a warp takes at once along columns
 GROUP_ROWS = 128  # an expert's scales start at a multiple of it
 _TILE = 128 * 128  # elements that a block of threads takes
 _FEW_ROWS = 16
-_MULTIPROCESSORS = MULTIPROCESSORS["sm_90a"]  # where the choice was measured
 _SECTOR = 32
 _SMALL = 6 << 10  # room for scales, barrier, table, and what the system takes of each block
 
@@ -54,6 +53,28 @@ PRODUCERS = {
     "swiglu": Producer(2, 1),  # gate, up -> their product
     "swiglu_backward": Producer(3, 2),  # gate, up, gradient -> gradients of gate and up
 }
+
+
+class Request(NamedTuple):
+    """What is asked of a quantizer; ``quantize`` of this package says what the fields mean."""
+
+    format: str
+    axes: tuple[int, ...] = (-1,)
+    layouts: tuple[str, ...] = ("compact",)
+    scale_rounding: str | None = None
+    nonfinite: str = "propagate"
+    producer: str = "load"
+    grouped: bool = False
+    k_major: bool = False
+
+    @property
+    def fmt(self) -> Format:
+        return get_format(self.format)
+
+    @property
+    def turned(self) -> bool:
+        """Whether data along columns lies column by column."""
+        return -2 in self.axes and self.fmt.turned(-2, self.k_major)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +155,16 @@ class AmaxConfig(Config):
     """The kernel that finds the largest magnitude only: ``axes`` is empty."""
 
 
-def why_not(
-    format: Format, axes: Sequence[int], layouts: Sequence[str], arch: str, dtype: torch.dtype
-) -> str:
+def why_not(request: Request, arch: str, dtype: torch.dtype) -> str:
     """Why there is no kernel for such a call; empty where there is one."""
-    if arch not in ARCHITECTURES:
-        return f"architecture {arch}: {no_kernels(arch, ARCHITECTURES)}"
+    format = request.fmt
+    if arch not in GPUS:
+        return f"architecture {arch}: {no_kernels(arch, GPUS)}"
     if dtype not in DTYPES:
         return f"dtype {dtype}: there are kernels for {', '.join(map(str, DTYPES))}"
     if format.element.bits == 6:
         return f"format {format.name}: no kernel packs 6-bit elements"
-    for layout in layouts:
+    for layout in request.layouts:
         if format.scale.nbytes not in get_layout(layout).itemsize:
             return f"layout {layout}: does not hold scales of {format.name}"
         if format.block[0] > 1 and layout != "compact":
@@ -156,50 +176,41 @@ def choose_config(
     shape: tuple[int, int],
     sources: Sequence[tuple[int, int]],
     dtype: torch.dtype,
-    format: Format,
-    *,
-    axes: tuple[int, ...] = (-1,),
-    layouts: tuple[str, ...] = ("compact",),
-    scale_rounding: str | None = None,
-    nonfinite: str = "propagate",
-    arch: str = "sm_90a",
-    producer: str = "load",
-    grouped: bool = False,
-    k_major: bool = False,
+    request: Request,
+    gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
     """The kernel for matrices of ``shape``.
 
     ``sources`` has for each of the producer's inputs the address of its first element and the
     distance between its rows, both in bytes: TMA wants multiples of 16.
     """
-    turned = -2 in axes and format.turned(-2, k_major)
-    plain = producer == "load" and not grouped and format.block[0] == 1
+    format, axes, layouts = request.fmt, request.axes, request.layouts
+    plain = request.producer == "load" and not request.grouped and format.block[0] == 1
     few = plain and -2 not in axes and shape[0] <= _FEW_ROWS
-    rows, columns = _tile(shape, format, axes, layouts, grouped, turned, arch)
-    if few:
-        rows, columns = GROUP_ROWS, PANEL
-    eight, resident = _occupancy(format, axes, layouts, producer, grouped, arch)
+    rows, columns = (GROUP_ROWS, PANEL) if few else _tile(shape, request, gpu.arch)
+    eight, resident = _occupancy(request, gpu.arch)
     warps = (8 if eight and not few else 4) * max(1, rows * columns // _TILE)
-    if plain and not few and -(-shape[0] // rows) * -(-shape[1] // columns) <= _MULTIPROCESSORS:
+    tiles = -(-shape[0] // rows) * -(-shape[1] // columns)
+    if plain and not few and tiles <= gpu.multiprocessors:
         warps = _most_warps(format, axes, warps)  # the tiles do not fill the GPU: hide latency
     return (Config if axes else AmaxConfig)(
-        arch=arch,
+        arch=gpu.arch,
         dtype=dtype,
         format=format.name,
-        scale_rounding=scale_rounding or format.default_scale_rounding,
-        nonfinite=nonfinite,
+        scale_rounding=request.scale_rounding or format.default_scale_rounding,
+        nonfinite=request.nonfinite,
         axes=axes,
         layouts=layouts,
-        producer=producer,
-        grouped=grouped,
-        turned=turned,
+        producer=request.producer,
+        grouped=request.grouped,
+        turned=request.turned,
         tile_rows=rows,
         tile_columns=columns,
         loaded_rows=_FEW_ROWS if few else rows,
         warps=warps,
         resident=resident,
         tma=all(address % 16 == 0 and apart % 16 == 0 for address, apart in sources),
-        column_store=_column_store(shape, format, axes, turned),
+        column_store=_column_store(shape, format, axes, request.turned),
         scale_stores=tuple(
             _scale_store(shape, columns, format, axis, layout)
             for axis, layout in zip(axes, layouts, strict=True)
@@ -214,14 +225,7 @@ def _most_warps(format: Format, axes: tuple[int, ...], warps: int) -> int:
     return warps if len(axes) == 2 and format.block_size > PANEL // 2 else max(warps, 8)
 
 
-def _occupancy(
-    format: Format,
-    axes: tuple[int, ...],
-    layouts: tuple[str, ...],
-    producer: str,
-    grouped: bool,
-    arch: str,
-) -> tuple[bool, int]:
+def _occupancy(request: Request, arch: str) -> tuple[bool, int]:
     """Whether 128 x 128 elements take eight warps or four, and blocks on a multiprocessor at once.
 
     What was fastest on an H200, see docs/performance.md: loads of more blocks than three get in the
@@ -229,14 +233,15 @@ def _occupancy(
     bits), barriers (tall blocks), finding an expert, lanes that share a row's blocks. Four warps
     take the fewest instructions.
     """
+    format, axes, grouped = request.fmt, request.axes, request.grouped
     both, four_bits = len(axes) == 2, format.element.bits < 8
     if both and format.block_size > PANEL // 2:
         eight = False  # lanes that walk down a band side by side must have a row's whole block
-    elif producer != "load" or arch != "sm_90a":
-        eight = producer != "load"
+    elif request.producer != "load" or arch != "sm_90a":
+        eight = request.producer != "load"
     else:
         across = axes == (-1,) and format.block[0] == 1
-        eight = four_bits or across or (set(layouts) == {"compact"} if both else grouped)
+        eight = four_bits or across or (set(request.layouts) == {"compact"} if both else grouped)
     if four_bits:
         resident = 0 if -2 in axes else 5
     elif grouped:
@@ -247,21 +252,14 @@ def _occupancy(
     return eight, resident if arch == "sm_90a" else 0
 
 
-def _tile(
-    shape: tuple[int, int],
-    format: Format,
-    axes: tuple[int, ...],
-    layouts: tuple[str, ...],
-    grouped: bool,
-    turned: bool,
-    arch: str,
-) -> tuple[int, int]:
+def _tile(shape: tuple[int, int], request: Request, arch: str) -> tuple[int, int]:
     """Rows and columns: such that stores of scales fill whole sectors.
 
     Those of both axes do so by tiles of twice the size, which an H200 likes less than half sectors.
     """
-    tall = format.block[0] > 1 or turned or (-2 in axes and format.block_size > 32)
-    if set(layouts) != {"compact"} or -1 not in axes or tall or grouped:
+    format, axes = request.fmt, request.axes
+    tall = format.block[0] > 1 or request.turned or (-2 in axes and format.block_size > 32)
+    if set(request.layouts) != {"compact"} or -1 not in axes or tall or request.grouped:
         return 128, PANEL
     fill = _SECTOR // format.scale.nbytes * format.block_size  # columns whose scales fill a sector
     if -2 in axes and arch == "sm_90a":

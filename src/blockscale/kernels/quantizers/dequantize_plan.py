@@ -6,25 +6,32 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
-from ..common.machine import MULTIPROCESSORS, no_kernels
-from ..common.runtime import Described, Unsupported, architecture, describe, get_kernel, missing
+from ..common.gpu import GPUS, Gpu, no_kernels
+from ..common.runtime import Described, Unsupported, describe, gpu_of, missing
 from ..common.template import template
-from .config import ARCHITECTURES, DTYPES
+from .config import DTYPES
 from .dequantize_views import View, as_matrices, is_contiguous, turn
 
-__all__ = ["THREADS", "DequantizeConfig", "DequantizePlan", "dequantize", "plan_dequantize"]
+__all__ = [
+    "THREADS",
+    "DequantizeCall",
+    "DequantizeConfig",
+    "DequantizePlan",
+    "dequantize",
+    "plan_dequantize",
+]
 
 THREADS = 256  # of a block
 _STORE = 16  # bytes of a thread's output in a row
 _MOST_ROWS = 8
-_RESIDENT = 1024 * MULTIPROCESSORS["sm_90a"]  # threads whose loads keep an H200 busy
+_RESIDENT = 1024  # threads of a multiprocessor whose loads keep it busy
 _MOST_MATRICES = 65535  # of a grid
 _MOST = 1 << 31  # what 32 bits count
 
@@ -110,7 +117,7 @@ def dequantize(
     global_scale: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
-    arch: str | None = None,
+    gpu: Gpu | None = None,
 ) -> Tensor:
     """``reference.dequantize`` of a tensor of ``shape``, rounded once to ``dtype``.
 
@@ -124,23 +131,25 @@ def dequantize(
         global_scale: one fp32 value; where it is left out, its factor is.
         dtype: bfloat16, float16 or float32.
         out: takes the result; shares no memory with ``data`` and ``scale``.
-        arch: of the kernel where ``data`` is on a CPU, for the emulator.
+        gpu: to choose the kernel for where ``data`` is on a CPU, for the emulator.
 
     Raises Unsupported, a ValueError, where there is no kernel, and ValueError for parts that do not
     fit each other.
     """
     plan = plan_dequantize(
-        describe(data),
-        describe(scale),
-        describe(out),
-        data.device,
-        format.name,
-        tuple(shape),
-        axis,
-        layout,
-        None if global_scale is None else global_scale.numel(),
-        dtype,
-        arch,
+        DequantizeCall(
+            describe(data),
+            describe(scale),
+            describe(out),
+            data.device,
+            gpu or gpu_of(data.device),
+            format.name,
+            tuple(shape),
+            axis,
+            layout,
+            None if global_scale is None else global_scale.numel(),
+            dtype,
+        )
     )
     made = torch.empty_like(plan.template) if out is None else out.mT if plan.turned else out
     if global_scale is not None and global_scale.ndim:
@@ -151,39 +160,48 @@ def dequantize(
     return made.mT if plan.turned else made
 
 
+class DequantizeCall(NamedTuple):
+    """All that decides which kernel dequantizes, and how it is launched.
+
+    Attributes:
+        gpu: None where kernels do not run.
+        global_scales: how many, where there is a tensor of them.
+    """
+
+    data: Described
+    scale: Described
+    out: Described | None
+    device: torch.device
+    gpu: Gpu | None
+    format: str
+    shape: tuple[int, ...]
+    axis: int = -1
+    layout: str = "compact"
+    global_scales: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def fmt(self) -> Format:
+        return get_format(self.format)
+
+
 @lru_cache(maxsize=4096)
-def plan_dequantize(
-    data: Described,
-    scale: Described,
-    out: Described | None,
-    device: torch.device,
-    format: str,
-    shape: tuple[int, ...],
-    axis: int,
-    layout: str,
-    global_scales: int | None,
-    dtype: torch.dtype,
-    arch: str | None,
-) -> DequantizePlan:
+def plan_dequantize(call: DequantizeCall) -> DequantizePlan:
     """The plan of a call of ``dequantize``; raises as it does."""
-    fmt = get_format(format)
-    if missing():
-        raise Unsupported(missing())
-    if arch is None:
-        if device.type != "cuda":
-            raise Unsupported(f"data is on {device}: the kernels run on CUDA devices")
-        arch = architecture(device.index)
-    _check(data, scale, fmt, shape, axis, layout, global_scales, dtype, arch)
+    gpu = _check(call)
+    data, scale, out, shape, fmt = call.data, call.scale, call.out, call.shape, call.fmt
     turned = len(shape) > 1 and data[1][-1] != 1 and data[1][-2] == 1
     made = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
     if out is not None:
-        _check_out(out, shape, dtype, turned)
-    kept = template(made, dtype, device)
+        _check_out(out, shape, call.dtype, turned)
+    kept = template(made, call.dtype, call.device)
     if 0 in shape:
         return DequantizePlan(None, None, None, (made, ()), kept, turned)
-    down = (axis == -2) != turned
+    down = (call.axis == -2) != turned
     if down and fmt.element.bits < 8:
-        raise Unsupported(f"data has strides {data[1]}: it is packed along axis {axis}, not so")
+        raise Unsupported(
+            f"data has strides {data[1]}: it is packed along axis {call.axis}, not so"
+        )
     lines = turn(data[:2]) if turned else data[:2]
     views = as_matrices(lines, scale[:2], made, fmt, down, turned)
     if views is None:
@@ -192,13 +210,9 @@ def plan_dequantize(
         )
     read, found, written = views
     _check_sizes(shape, views)
-    config = _choose(
-        read, found, written[0], data[3], scale[3], 0 if out is None else out[3],
-        format=fmt, dtype=dtype, layout=layout, axis=axis, down=down, arch=arch,
-        has_global_scale=global_scales is not None,
-    )  # fmt: skip
+    config = _choose(call, gpu, views, down)
     return DequantizePlan(
-        run=get_kernel(config, device),
+        run=gpu.load(config),
         data=None if read == data[:2] else read,
         scale=None if found == scale[:2] else found,
         out=written,
@@ -207,23 +221,19 @@ def plan_dequantize(
     )
 
 
-def _check(
-    data: Described,
-    scale: Described,
-    format: Format,
-    shape: tuple[int, ...],
-    axis: int,
-    layout: str,
-    global_scales: int | None,
-    dtype: torch.dtype,
-    arch: str,
-) -> None:
-    """Raise where there is no kernel, or parts do not fit each other."""
-    name, where, itemsize = format.name, get_layout(layout), format.scale.nbytes
-    if arch not in ARCHITECTURES:
-        raise Unsupported(f"architecture {arch}: {no_kernels(arch, ARCHITECTURES)}")
-    if dtype not in DTYPES:
-        raise Unsupported(f"dtype {dtype}: there are kernels for {_listed(DTYPES)}")
+def _check(call: DequantizeCall) -> Gpu:
+    """What dequantizes; raises where there is no kernel, or parts do not fit each other."""
+    format, shape, axis, layout, gpu = call.fmt, call.shape, call.axis, call.layout, call.gpu
+    data, scale, name = call.data, call.scale, call.format
+    where, itemsize = get_layout(layout), format.scale.nbytes
+    if missing():
+        raise Unsupported(missing())
+    if gpu is None:
+        raise Unsupported(f"data is on {call.device}: the kernels run on CUDA devices")
+    if gpu.arch not in GPUS:
+        raise Unsupported(f"architecture {gpu.arch}: {no_kernels(gpu.arch, GPUS)}")
+    if call.dtype not in DTYPES:
+        raise Unsupported(f"dtype {call.dtype}: there are kernels for {_listed(DTYPES)}")
     if format.element.bits == 6:
         raise Unsupported(f"format {name}: no kernel unpacks 6-bit elements")
     if itemsize not in where.itemsize:
@@ -232,8 +242,8 @@ def _check(
         raise Unsupported(f"layout {layout}: holds the scales of a matrix, shape is {shape}")
     if len(shape) < -axis:
         raise ValueError(f"axis: got {axis} for {len(shape)} dimension(s)")
-    if global_scales not in (None, 1):
-        raise ValueError(f"global_scale: got {global_scales} values; expected one, or None")
+    if call.global_scales not in (None, 1):
+        raise ValueError(f"global_scale: got {call.global_scales} values; expected one, or None")
     want = format.data_shape(shape, axis)
     if data[0] != want or data[2].itemsize != 1:
         raise ValueError(
@@ -254,6 +264,7 @@ def _check(
         raise Unsupported(f"scale has strides {scale[1]}: in layout {layout} it is contiguous")
     if 1 not in data[1][-2:]:
         raise Unsupported(f"data has strides {data[1]}: not contiguous in a dimension")
+    return gpu
 
 
 def _check_out(out: Described, shape: tuple[int, ...], dtype: torch.dtype, turned: bool) -> None:
@@ -283,42 +294,31 @@ def _listed(names: Sequence[Any]) -> str:
 
 
 def _choose(
-    data: View,
-    scale: View,
-    out: tuple[int, ...],
-    data_address: int,
-    scale_address: int,
-    out_address: int,
-    *,
-    format: Format,
-    dtype: torch.dtype,
-    layout: str,
-    axis: int,
-    down: bool,
-    arch: str,
-    has_global_scale: bool,
+    call: DequantizeCall, gpu: Gpu, views: tuple[View, View, View], down: bool
 ) -> DequantizeConfig:
-    """The kernel for matrices of the shape ``out``; of addresses, what counts is 16 bytes."""
+    """The kernel for matrices that lie so; of addresses, what counts is 16 bytes."""
+    format, dtype, layout, axis = call.fmt, call.dtype, call.layout, call.axis
+    data, scale, (out, _) = views
     columns = _STORE // dtype.itemsize
     threads = math.prod(out[:-1]) * -(-out[-1] // columns)
     rows = _MOST_ROWS
-    while rows > 1 and threads < rows * _RESIDENT:
+    while rows > 1 and threads < rows * _RESIDENT * gpu.multiprocessors:
         rows //= 2
     nbytes = columns * format.element.bits // 8
     return DequantizeConfig(
-        arch=arch,
+        arch=gpu.arch,
         format=format.name,
         dtype=dtype,
         layout=layout,
         axis=axis,
         down=down,
         batched=len(out) > 2,
-        has_global_scale=has_global_scale,
+        has_global_scale=call.global_scales is not None,
         rows=rows,
-        load=math.gcd(nbytes, data[0][-1], *_steps(data, -1), data_address),
-        store=math.gcd(_STORE, out[-1] * dtype.itemsize, out_address),
+        load=math.gcd(nbytes, data[0][-1], *_steps(data, -1), call.data[3]),
+        store=math.gcd(_STORE, out[-1] * dtype.itemsize, 0 if call.out is None else call.out[3]),
         scale_load=_scale_load(
-            scale, scale_address, format, layout, axis, columns if down else rows
+            scale, call.scale[3], format, layout, axis, columns if down else rows
         ),
     )
 

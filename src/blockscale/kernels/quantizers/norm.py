@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...formats import Format, get_format
-from ..common.machine import MULTIPROCESSORS, SHARED
-from ..common.runtime import Unsupported, architecture, get_kernel
+from ..common.gpu import GPUS, SHARED, Gpu
+from ..common.runtime import Described, Unsupported, describe, gpu_of
 from ..common.spec import Spec, specify
 from ..common.template import template
-from .config import DTYPES
+from .config import DTYPES, Request
 from .outputs import Output, choose_output
 from .plan import as_matrix, unsupported
 
@@ -85,20 +85,16 @@ def choose_norm(
     source: tuple[int, int],
     dtype: torch.dtype,
     weight: tuple[int, torch.dtype],
-    format: Format,
-    *,
-    layout: str = "compact",
-    scale_rounding: str | None = None,
-    nonfinite: str = "propagate",
-    arch: str = "sm_90a",
+    request: Request,
+    gpu: Gpu = GPUS["sm_90a"],
 ) -> NormConfig:
     """The kernel for a matrix of ``shape``, K of which shared memory holds a row.
 
     ``source``: address of its first element and distance between its rows, both in bytes.
     ``weight``: address of the first weight, and their dtype.
     """
-    m, k = shape
-    segments, processors = -(-k // SEGMENT), MULTIPROCESSORS[arch]
+    (m, k), format = shape, request.fmt
+    segments, processors = -(-k // SEGMENT), gpu.multiprocessors
     row, small = segments * _segment_bytes(dtype, format) + 4, _small(format) + _RESERVED
     whole = SHARED + _RESERVED
     fit = min(max((whole // _RESIDENT - small) // row, 1), _MAX_ROWS)
@@ -107,13 +103,13 @@ def choose_norm(
     resident = min(_RESIDENT, whole // (rows * row + small), -(-m // (rows * processors)))
     segment_warps = -(-segments // -(-segments // (_WARPS // resident)))
     return NormConfig(
-        arch=arch,
+        arch=gpu.arch,
         dtype=dtype,
         weight_dtype=weight[1],
         format=format.name,
-        scale_rounding=scale_rounding or format.default_scale_rounding,
-        nonfinite=nonfinite,
-        layout=layout,
+        scale_rounding=request.scale_rounding or format.default_scale_rounding,
+        nonfinite=request.nonfinite,
+        layout=request.layouts[0],
         columns=k,
         tile_rows=rows,
         segment_warps=segment_warps,
@@ -158,18 +154,19 @@ def rmsnorm(
     scale_rounding: str | None = None,
     nonfinite: str = "propagate",
     global_scale: Tensor | None = None,
-    arch: str | None = None,
+    gpu: Gpu | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Data and scales, along rows, of the RMSNorm of ``x`` (..., K), and rstd (...,) in fp32.
 
     Byte for byte ``reference.quantize`` of ``reference.rmsnorm``, its scales put into ``layout``.
     ``weight`` (K,) may have another dtype than ``x``. One-byte scales are returned as uint8.
-    ``arch``: of the kernel where ``x`` is on a CPU, for the emulator.
+    ``gpu``: to choose the kernel for where ``x`` is on a CPU, for the emulator.
 
     Raises Unsupported, a ValueError, where ``unsupported_rmsnorm`` gives a reason; ValueError for a
     ``weight`` that does not fit ``x``, and for a missing ``global_scale``.
     """
-    reason = unsupported_rmsnorm(x, format, layout, arch)
+    gpu = gpu or gpu_of(x.device)
+    reason = unsupported_rmsnorm(x, format, layout, gpu)
     if reason:
         raise Unsupported(reason)
     if format.has_global_scale and global_scale is None:
@@ -182,19 +179,9 @@ def rmsnorm(
         )
     if weight.device != x.device:
         raise ValueError(f"weight: is on {weight.device}; move it to {x.device}, where x is")
-    plan = _plan(
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.data_ptr() % 16,
-        x.device,
-        (weight.data_ptr() % 16, weight.dtype),
-        format.name,
-        layout,
-        scale_rounding,
-        nonfinite,
-        arch,
-    )
+    assert gpu is not None  # else it is not supported
+    asked = Request(format.name, (-1,), (layout,), scale_rounding, nonfinite)
+    plan = _plan(describe(x), describe(weight), x.device, gpu, asked)
     data, scale = torch.empty_like(plan.output.data), torch.empty_like(plan.output.scale)
     rstd = torch.empty_like(plan.rstd)
     matrix = x if plan.view is None else x.as_strided(*plan.view)
@@ -202,9 +189,9 @@ def rmsnorm(
     return (*plan.output.shaped(data, scale), rstd if x.ndim == 2 else rstd.view(x.shape[:-1]))
 
 
-def unsupported_rmsnorm(x: Tensor, format: Format, layout: str, arch: str | None = None) -> str:
+def unsupported_rmsnorm(x: Tensor, format: Format, layout: str, gpu: Gpu | None = None) -> str:
     """Why the kernel cannot normalize and quantize ``x`` so; empty where it can."""
-    reason = unsupported(x, format, (-1,), (layout,), arch=arch)
+    reason = unsupported(x, Request(format.name, layouts=(layout,)), gpu)
     return reason or _unsupported(x.shape, x.dtype, format.name)
 
 
@@ -223,36 +210,18 @@ def _unsupported(shape: torch.Size, dtype: torch.dtype, format: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _plan(
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    address: int,
-    device: torch.device,
-    weight: tuple[int, torch.dtype],
-    format: str,
-    layout: str,
-    scale_rounding: str | None,
-    nonfinite: str,
-    arch: str | None,
+    x: Described, weight: Described, device: torch.device, gpu: Gpu, request: Request
 ) -> _Plan:
-    fmt, found = get_format(format), as_matrix(shape, stride)
+    shape, stride, dtype, address = x
+    found = as_matrix(shape, stride)
     assert found is not None  # else it is not supported
     rows, columns, apart = found
-    config = choose_norm(
-        (rows, columns),
-        (address, apart * dtype.itemsize),
-        dtype,
-        weight,
-        fmt,
-        layout=layout,
-        scale_rounding=scale_rounding,
-        nonfinite=nonfinite,
-        arch=arch or architecture(device.index),
-    )
+    source = address, apart * dtype.itemsize
+    config = choose_norm((rows, columns), source, dtype, (weight[3], weight[2]), request, gpu)
     same = len(shape) == 2 and stride == (apart, 1)
     return _Plan(
-        run=get_kernel(config, device),
+        run=gpu.load(config),
         view=None if same else ((rows, columns), (apart, 1)),
-        output=choose_output(shape, fmt, -1, layout, device, None),
+        output=choose_output(shape, request.fmt, -1, request.layouts[0], device, None),
         rstd=template((rows,), torch.float32, device),
     )

@@ -6,22 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...formats import Format, get_format
-from ..common.runtime import Described, Unsupported, architecture, get_kernel, missing
-from .config import PANEL, PRODUCERS, Config, choose_config, why_not
+from ..common.gpu import Gpu
+from ..common.runtime import Described, Unsupported, gpu_of, missing
+from .config import PANEL, PRODUCERS, Config, Request, choose_config, why_not
 from .outputs import Output, choose_output
 
-__all__ = [
-    "as_matrix",
-    "plan_amax",
-    "plan_quantize",
-    "unsupported",
-]
+__all__ = ["QuantizeCall", "as_matrix", "plan_amax", "plan_quantize", "unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +38,27 @@ class _Plan:
         )
 
 
-def unsupported(
-    x: Tensor,
-    format: Format,
-    axes: Sequence[int],
-    layouts: Sequence[str],
-    *,
-    grouped: bool = False,
-    producer: str = "load",
-    k_major: bool = False,
-    arch: str | None = None,
-) -> str:
+class QuantizeCall(NamedTuple):
+    """All that decides which kernel quantizes, and how it is launched.
+
+    Attributes:
+        inputs: ``x``, and the others of its producer.
+        gpu: None where kernels do not run.
+        groups: how many, where rows belong to some.
+    """
+
+    inputs: tuple[Described, ...]
+    device: torch.device
+    gpu: Gpu | None
+    request: Request
+    has_global_scale: bool = False
+    groups: int | None = None
+
+
+def unsupported(x: Tensor, request: Request, gpu: Gpu | None = None) -> str:
     """Why the kernels cannot quantize ``x`` so; empty where they can."""
-    return _unsupported(
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.device,
-        format.name,
-        tuple(axes),
-        tuple(layouts),
-        grouped,
-        producer,
-        k_major,
-        arch,
-    )
+    gpu = gpu or gpu_of(x.device)
+    return _unsupported(x.shape, x.stride(), x.dtype, x.device, request, gpu)
 
 
 @lru_cache(maxsize=4096)
@@ -76,21 +67,16 @@ def _unsupported(
     stride: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    format: str,
-    axes: tuple[int, ...],
-    layouts: tuple[str, ...],
-    grouped: bool,
-    producer: str,
-    k_major: bool,
-    arch: str | None,
+    request: Request,
+    gpu: Gpu | None,
 ) -> str:
     if missing():
         return missing()
-    if arch is None:
-        if device.type != "cuda":
-            return f"x is on {device}: the kernels run on CUDA devices"
-        arch = architecture(device.index)
-    matrix = producer != "load" or grouped or set(layouts) != {"compact"} or -2 in axes
+    if gpu is None:
+        return f"x is on {device}: the kernels run on CUDA devices"
+    format, axes, layouts = request.fmt, request.axes, request.layouts
+    compact = set(layouts) == {"compact"}
+    matrix = request.producer != "load" or request.grouped or not compact or -2 in axes
     if len(shape) > 2 and matrix:
         return f"x has shape {tuple(shape)}: the kernels take matrices, or rows with compact scales"
     if len(shape) < 2 and matrix:
@@ -99,17 +85,16 @@ def _unsupported(
         return f"x has strides {stride}: not contiguous in the last dimension"
     if as_matrix(shape, stride) is None:
         return f"x has strides {stride}: its rows do not lie at equal distances"
-    if producer == "swiglu_backward" and shape[-1] % (2 * PANEL):
+    if request.producer == "swiglu_backward" and shape[-1] % (2 * PANEL):
         return f"x has shape {tuple(shape)}: half of its columns are no multiple of {PANEL}"
-    fmt = get_format(format)
-    if grouped and -2 in axes:
-        if fmt.element.bits < 8 or fmt.block[0] > 1:
-            return f"format {format} along axis -2: groups would cut its bytes or blocks"
+    if request.grouped and -2 in axes:
+        if format.element.bits < 8 or format.block[0] > 1:
+            return f"format {format.name} along axis -2: groups would cut its bytes or blocks"
         if layouts[axes.index(-2)] != "compact":
             return "layout of axis -2: scales of groups along columns are compact"
-        if k_major:
+        if request.k_major:
             return "k_major: no kernel stores groups along the contraction column by column"
-    return why_not(fmt, axes, layouts, arch, dtype)
+    return why_not(request, gpu.arch, dtype)
 
 
 def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, int] | None:
@@ -126,118 +111,70 @@ def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, in
 
 
 @lru_cache(maxsize=4096)
-def plan_quantize(
-    x: Described,
-    others: tuple[Described, ...],
-    device: torch.device,
-    format: str,
-    axes: tuple[int, ...],
-    layouts: tuple[str, ...],
-    scale_rounding: str | None,
-    nonfinite: str,
-    has_global_scale: bool,
-    groups: int | None,
-    producer: str,
-    k_major: bool,
-    arch: str | None,
-) -> _Plan:
+def plan_quantize(call: QuantizeCall) -> _Plan:
     """The plan of a call of ``quantize``."""
-    fmt, grouped = get_format(format), groups is not None
-    shape = _check(x, others, device, fmt, axes, layouts, grouped, producer, k_major, arch)
-    if fmt.has_global_scale and not has_global_scale:
-        raise ValueError(f"global_scale: {fmt.name} needs one")
+    gpu, shape, request = _check(call)
+    if request.fmt.has_global_scale and not call.has_global_scale:
+        raise ValueError(f"global_scale: {request.format} needs one")
     # offsets change neither data nor compact scales along rows
-    grouped = grouped and (-2 in axes or set(layouts) != {"compact"})
-    given: dict[str, Any] = {"scale_rounding": scale_rounding, "nonfinite": nonfinite}
-    given |= {"axes": axes, "layouts": layouts, "grouped": grouped, "k_major": k_major}
-    config, views = _choose(x, others, device, fmt, producer, arch, **given)
+    grouped = request.grouped and (-2 in request.axes or set(request.layouts) != {"compact"})
+    config, views = _choose(call.inputs, request._replace(grouped=grouped), gpu)
+    groups = call.groups if grouped else None
     return _Plan(
-        run=get_kernel(config, device),
+        run=gpu.load(config),
         views=views,
         outputs=tuple(
-            choose_output(shape, fmt, axis, layout, device, groups if grouped else None, k_major)
-            for axis, layout in zip(axes, layouts, strict=True)
+            choose_output(shape, request.fmt, axis, layout, call.device, groups, request.k_major)
+            for axis, layout in zip(request.axes, request.layouts, strict=True)
         ),
         grouped=grouped,
     )
 
 
 @lru_cache(maxsize=4096)
-def plan_amax(
-    x: Described,
-    others: tuple[Described, ...],
-    device: torch.device,
-    format: str,
-    producer: str,
-    arch: str | None,
-) -> _Plan:
+def plan_amax(call: QuantizeCall) -> _Plan:
     """The plan of a call of ``global_scale``."""
-    fmt = get_format(format)
-    shape = _check(x, others, device, fmt, (-1,), ("compact",), False, producer, False, arch)
-    config, views = _choose(x, others, device, fmt, producer, arch, axes=(), layouts=())
-    rows, columns = math.prod(shape[:-1]), shape[-1] // PRODUCERS[producer].parts
+    gpu, shape, request = _check(call)
+    config, views = _choose(call.inputs, request._replace(axes=(), layouts=()), gpu)
+    rows, columns = math.prod(shape[:-1]), shape[-1] // PRODUCERS[request.producer].parts
     tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
-    return _Plan(run=get_kernel(config, device), views=views, tiles=tiles)
+    return _Plan(run=gpu.load(config), views=views, tiles=tiles)
 
 
-def _check(
-    x: Described,
-    others: tuple[Described, ...],
-    device: torch.device,
-    format: Format,
-    axes: tuple[int, ...],
-    layouts: tuple[str, ...],
-    grouped: bool,
-    producer: str,
-    k_major: bool,
-    arch: str | None,
-) -> tuple[int, ...]:
-    """The shape of what is quantized; Unsupported if the kernels cannot."""
-    for i, (shape, stride, dtype, _) in enumerate((x, *others)):
-        kind = "load" if i else producer
+def _check(call: QuantizeCall) -> tuple[Gpu, tuple[int, ...], Request]:
+    """What quantizes, the shape of what is quantized, and how; Unsupported if nothing can."""
+    request = call.request
+    x = call.inputs[0]
+    for i, (shape, stride, dtype, _) in enumerate(call.inputs):
         if dtype != x[2]:
             raise ValueError(f"quantize: x has {x[2]}, another input {dtype}; cast one of them")
-        reason = _unsupported(
-            shape, stride, dtype, device, format.name, axes, layouts, grouped, kind, k_major, arch
-        )
+        given = request._replace(producer="load") if i else request
+        reason = _unsupported(shape, stride, dtype, call.device, given, call.gpu)
         if reason:
             raise Unsupported(reason)
-    halved = producer == "swiglu"
-    return (*x[0][:-1], x[0][-1] // 2) if halved else tuple(x[0])
+    assert call.gpu is not None  # else it is not supported
+    halved = request.producer == "swiglu"
+    return call.gpu, (*x[0][:-1], x[0][-1] // 2) if halved else tuple(x[0]), request
 
 
-def _choose(
-    x: Described,
-    others: tuple[Described, ...],
-    device: torch.device,
-    format: Format,
-    producer: str,
-    arch: str | None,
-    **given: Any,
-) -> tuple[Config, Any]:
+def _choose(inputs: tuple[Described, ...], request: Request, gpu: Gpu) -> tuple[Config, Any]:
     """The kernel, and views of its sources."""
-    size = x[2].itemsize
+    dtype = inputs[0][2]
     found: list[tuple[int, tuple[Any, Any, int]]] = []
-    for i, (shape, stride, _, _) in enumerate((x, *others)):
+    for i, (shape, stride, _, _) in enumerate(inputs):
         matrix = as_matrix(shape, stride)
         assert matrix is not None  # else it is not supported
         rows, columns, apart = matrix
-        halves = 2 if producer != "load" and i == 0 else 1
+        halves = 2 if request.producer != "load" and i == 0 else 1
         width = columns // halves
         found += [(i, ((rows, width), (apart, 1), part * width)) for part in range(halves)]
-    addresses = [(x, *others)[i][3] + view[2] * size for i, view in found]
-    shape = found[0][1][0]
-    config = choose_config(
-        shape,
-        [(a, view[1][0] * size) for a, (_, view) in zip(addresses, found, strict=True)],
-        x[2],
-        format,
-        arch=arch or architecture(device.index),
-        producer=producer,
-        **given,
-    )
+    sources = [
+        (inputs[i][3] + offset * dtype.itemsize, apart[0] * dtype.itemsize)
+        for i, (_, apart, offset) in found
+    ]
+    config = choose_config(found[0][1][0], sources, dtype, request, gpu)
     whole = all(
         (view[0], view[1]) == (tuple(tensor[0]), tensor[1])
-        for (_, view), tensor in zip(found, (x, *others), strict=False)
+        for (_, view), tensor in zip(found, inputs, strict=False)
     )
-    return config, None if whole and producer == "load" else tuple(found)
+    return config, None if whole and request.producer == "load" else tuple(found)

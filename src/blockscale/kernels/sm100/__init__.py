@@ -9,67 +9,34 @@ emulator, and what they reach is not known.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..common.calls import Alpha, multiply
+from ..common.calls import Operand, multiply
 from .plan import plan_gemm
 from .quantizing_gemm import gemm_quantize
 
 __all__ = ["gemm", "gemm_quantize"]
 
 
-def gemm(
-    a_data: Tensor,
-    a_scale: Tensor,
-    a_format: str,
-    b_data: Tensor,
-    b_scale: Tensor,
-    b_format: str,
-    *,
-    alpha: Alpha = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    c: Tensor | None = None,
-    accumulate: bool = False,
-    arch: str | None = None,
-    ctas: int | None = None,
-) -> Tensor:
+def gemm(a: Operand, b: Operand, *, ctas: int | None = None, **options: Any) -> Tensor:
     """``alpha * A @ B.mT + bias`` of block-scaled matrices: (M, N).
 
     The tensor cores multiply data and scales as they are stored and add up along K as they do; the
-    emulator has a model of it, ``emulator/tensorcore/arithmetic.py``. The sum is multiplied, added
-    to in fp32, and rounded once. The same bits in every run.
+    emulator has a model of it, ``emulator/tensorcore/arithmetic.py``.
 
     Args:
-        a_data: (M, K) of ``a_format``, or its bytes; of 4-bit elements (M, K / 2). K is contiguous,
-            or, of 8-bit elements, M, as a transposed view has it.
-        a_scale: in layout "tcgen05": tiles of 512 bytes, one after another.
-        a_format: "mxfp8", "mxfp8_e5m2" or "mxfp4", or "nvfp4" for both.
-        b_data, b_scale, b_format: (N, K) likewise.
-        alpha: () fp32; or two of these, whose product it is: NVFP4's global scales.
-        bias: (N,) in bfloat16, float16 or float32.
-        out_dtype: bfloat16, float16 or float32.
-        c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
-            the other tensors (not looked at here).
-        accumulate: add to ``c`` instead of overwriting it.
-        arch: of the kernel where the tensors are on a CPU, for the emulator: "sm_100a", "sm_103a".
-        ctas: blocks whose tensor cores work together, 1 or 2, instead of those that are chosen.
+        a: data (M, K) of its format, or its bytes; of 4-bit elements (M, K / 2). K is contiguous,
+            or, of 8-bit elements, M, as a transposed view has it. Scales in layout "tcgen05": tiles
+            of 512 bytes, one after another. Of format "mxfp8", "mxfp8_e5m2" or "mxfp4", or "nvfp4"
+            for both.
+        b: (N, K) likewise.
+        ctas: CTAs whose tensor cores work together, 1 or 2, instead of those that are chosen.
+        options: of ``common.calls.multiply``.
 
-    Raises Unsupported, a ValueError, where there is no kernel: data whose rows do not start at a
-    multiple of 16 bytes; of MXFP4 with an 8-bit format of 32 bytes, and K a multiple of 128;
-    formats that no instruction takes; other architectures. ValueError or TypeError where shapes,
-    strides or dtypes do not belong together.
+    Raises as that does: Unsupported for data whose rows do not start at a multiple of 16 bytes; of
+    MXFP4 with an 8-bit format of 32 bytes, and K a multiple of 128; formats that no instruction
+    takes.
     """
-    return multiply(
-        partial(plan_gemm, ctas=ctas),
-        (a_data, a_scale, a_format),
-        (b_data, b_scale, b_format),
-        out=c,
-        bias=bias,
-        alpha=alpha,
-        out_dtype=out_dtype,
-        accumulate=accumulate,
-        arch=arch,
-    )
+    return multiply(partial(plan_gemm, ctas=ctas), a, b, **options)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..common.calls import OUT_DTYPES
-from ..common.machine import MULTIPROCESSORS, SHARED, no_kernels
+from ..common.epilogue import Epilogue
+from ..common.gpu import GPUS, SHARED, Gpu, no_kernels
 from ..common.refuse import refuse
 from .kinds import Kind, find_kind
 from .quantizing_config import BOX_COLUMNS, FORMATS, STEP, Quantizing
@@ -266,15 +267,11 @@ def fit(config: Config) -> Config:
 def choose_config(
     shape: tuple[int, int, int],
     formats: tuple[str, str],
-    out_dtype: torch.dtype,
+    epilogue: Epilogue,
     *,
     majors: tuple[str, str] = ("k", "k"),
-    accumulate: bool = False,
-    aligned: bool = True,
-    bias: torch.dtype | None = None,
-    alpha: int = 0,
-    arch: str = "sm_100a",
     quantizing: Quantizing | None = None,
+    gpu: Gpu = GPUS["sm_100a"],
     ctas: int | None = None,
 ) -> Config:
     """The kernel for a product of ``shape`` (M, N, K); with ``ctas`` as they are given.
@@ -284,7 +281,7 @@ def choose_config(
     """
     m, n, _ = shape
     fields: dict[str, Any] = {"columns": 256, "c_buffers": 1}
-    small = -(-m // 256) * -(-n // 256) * 2 < MULTIPROCESSORS["sm_100a"]
+    small = -(-m // 256) * -(-n // 256) * 2 < gpu.multiprocessors
     if small and not (quantizing is not None and quantizing.swiglu):
         fields["columns"] = 128
     narrow = fields["columns"] < 256 and majors[1] == "mn"  # a half of B is no whole panel
@@ -295,13 +292,9 @@ def choose_config(
     return fit(
         Config(
             *formats,
-            out_dtype,
-            majors,
-            accumulate=accumulate,
-            tma_store=aligned,
-            bias=bias,
-            alpha=alpha,
-            arch=arch,
+            majors=majors,
+            **epilogue._asdict(),
+            arch=gpu.arch,
             quantizing=quantizing,
             ctas=ctas,
             cluster=(ctas, 1),

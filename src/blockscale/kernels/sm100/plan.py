@@ -11,7 +11,7 @@ from torch import Tensor
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
 from ..common.calls import CompiledGemm, GemmCall, check_matrix
-from ..common.runtime import Described, Unsupported, get_kernel, missing
+from ..common.runtime import Described, Unsupported
 from ..common.template import template
 from .config import WHOLE, Config, choose_config, why_not
 
@@ -75,9 +75,7 @@ class Operands:
 def plan_gemm(call: GemmCall, ctas: int | None = None) -> CompiledGemm:
     """The plan of a call of ``gemm``; raises as it does."""
     formats = call.a.format, call.b.format
-    reason = missing() or why_not(*formats, call.out_dtype, call.target)
-    if reason:
-        raise Unsupported(reason)
+    gpu = call.supported(partial(why_not, *formats, call.out_dtype))
     operands = Operands.of(call)
     m, n, k = operands.shape
     call.check_rest((m, n))
@@ -87,16 +85,14 @@ def plan_gemm(call: GemmCall, ctas: int | None = None) -> CompiledGemm:
     config = choose_config(
         (m, n, k),
         formats,
-        call.out_dtype,
+        call.epilogue(n),
         majors=operands.majors,
-        aligned=call.aligned_rows(n),
-        arch=call.target,
+        gpu=gpu,
         ctas=ctas,
-        **call.epilogue,
     )
     operands.check_loadable(config)
     take = partial(views, majors=operands.majors, scale_rows=(-(-m // 128), -(-n // 128)))
-    return CompiledGemm(config, get_kernel(config, call.device), like, take)
+    return CompiledGemm(config, gpu.load(config), like, take)
 
 
 def views(

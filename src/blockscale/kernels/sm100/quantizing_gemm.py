@@ -13,8 +13,8 @@ from torch import Tensor
 from ...checks import choose
 from ...formats import NONFINITE, get_format
 from ...layouts import get_layout
-from ..common.calls import Alpha, GemmCall, describe_call
-from ..common.runtime import Described, Unsupported, describe, get_kernel, missing
+from ..common.calls import GemmCall, Operand, describe_call
+from ..common.runtime import Described, Unsupported, describe
 from ..common.template import template
 from .config import choose_config, why_not
 from .plan import Operands, views
@@ -24,39 +24,29 @@ __all__ = ["gemm_quantize"]
 
 
 def gemm_quantize(
-    a_data: Tensor,
-    a_scale: Tensor,
-    a_format: str,
-    b_data: Tensor,
-    b_scale: Tensor,
-    b_format: str,
-    format: str = "mxfp8",
+    a: Operand,
+    b: Operand,
+    quantizing: Quantizing,
     *,
-    swiglu: bool = False,
-    alpha: Alpha = None,
-    bias: Tensor | None = None,
-    scale_rounding: str | None = None,
-    nonfinite: str = "propagate",
     global_scale: Tensor | None = None,
-    arch: str | None = None,
     ctas: int | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """``alpha * A @ B.mT + bias``, or SwiGLU of it, quantized along its rows.
 
     The bytes are those of ``reference.quantize`` of the product in fp32 (of ``reference.swiglu`` of
-    it): nothing is rounded in between. They are the ``a_data`` and ``a_scale`` of another product.
+    it): nothing is rounded in between. They are the ``a`` of another product.
 
     Args:
-        a_data, a_scale, a_format, b_data, b_scale, b_format, alpha, bias, arch, ctas: as
-            :func:`gemm` has them.
-        format: of the result: "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4".
-        swiglu: the result is ``silu(gate) * up`` (M, N / 2), where the first N / 2 rows of B make
-            the gate. ``b_scale`` then has the tiles of these, and after them those of the others:
-            where N / 2 is a multiple of 128, the tiles of all rows; else each half is quantized by
-            itself.
-        scale_rounding, nonfinite: as in :func:`blockscale.quantize`.
+        a, b, ctas: as :func:`gemm` has them.
+        quantizing: format and rounding of the result; its format is "mxfp8", "mxfp8_e5m2", "mxfp4"
+            or "nvfp4". With ``swiglu`` the result is ``silu(gate) * up`` (M, N / 2), where the
+            first N / 2 rows of B make the gate. The scales of B then have the tiles of these, and
+            after them those of the others: where N / 2 is a multiple of 128, the tiles of all rows;
+            else each half is quantized by itself.
         global_scale: () fp32, of the result; for "nvfp4" alone, which has no default here: it would
             depend on all of the result.
+        options: bias, alpha and gpu of ``common.calls.describe_call``.
 
     Returns:
         Data (M, columns), of 4-bit elements (M, columns / 2) bytes; scales as bytes, in layout
@@ -65,15 +55,13 @@ def gemm_quantize(
     Raises Unsupported as :func:`gemm`, and where the result's columns are no multiple of 32.
     ValueError or TypeError where arguments do not belong together.
     """
-    operands = (a_data, a_scale, a_format), (b_data, b_scale, b_format)
-    call = describe_call(*operands, bias=bias, alpha=alpha, arch=arch)
-    quantizing = Quantizing(format, swiglu, scale_rounding, nonfinite)
-    plan = _plan(call, describe(global_scale), quantizing, ctas)
+    plan = _plan(describe_call(a, b, **options), describe(global_scale), quantizing, ctas)
     data, scale = torch.empty_like(plan.data), torch.empty_like(plan.scale)
     if plan.run is not None:
-        given = plan.views(a_data, a_scale, b_data, b_scale)
-        plan.run(*given, (data, scale, global_scale), bias, alpha)
-    return data.view(get_format(format).element.dtype), scale
+        given = plan.views(a.data, a.scale, b.data, b.scale)
+        outputs = data, scale, global_scale
+        plan.run(*given, outputs, options.get("bias"), options.get("alpha"))
+    return data.view(quantizing.stored.element.dtype), scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +80,7 @@ def _plan(
     call: GemmCall, global_scale: Described | None, quantizing: Quantizing, ctas: int | None
 ) -> _Plan:
     formats, device = (call.a.format, call.b.format), call.device
-    reason = missing() or why_not(*formats, torch.bfloat16, call.target)
-    if reason:
-        raise Unsupported(reason)
+    gpu = call.supported(partial(why_not, *formats, torch.bfloat16))
     _check_names(quantizing)
     operands = Operands.of(call, quantizing.parts)
     m, n, k = operands.shape
@@ -114,18 +100,17 @@ def _plan(
     config = choose_config(
         (m, n, k),
         formats,
-        torch.uint8,
+        call.epilogue(n)._replace(out_dtype=torch.uint8),
         majors=operands.majors,
-        arch=call.target,
         quantizing=quantizing,
+        gpu=gpu,
         ctas=ctas,
-        **call.epilogue,
     )
     operands.check_loadable(config)
     parts = quantizing.parts
     rows = -(-m // 128), -(-n // parts // 128) * parts
     take = partial(views, majors=operands.majors, scale_rows=rows)
-    return _Plan(get_kernel(config, device), take, *outputs)
+    return _Plan(gpu.load(config), take, *outputs)
 
 
 def _check_names(quantizing: Quantizing) -> None:

@@ -6,60 +6,30 @@ the kernel, ``config`` how it is chosen.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from ..common.calls import Alpha, multiply
+from ..common.calls import Operand, multiply
 from .plan import plan_gemm
 
 __all__ = ["gemm"]
 
 
-def gemm(
-    a_data: Tensor,
-    a_scale: Tensor,
-    b_data: Tensor,
-    b_scale: Tensor,
-    *,
-    b_format: str = "fp8_128x128",
-    out_dtype: torch.dtype = torch.bfloat16,
-    c: Tensor | None = None,
-    accumulate: bool = False,
-    bias: Tensor | None = None,
-    alpha: Alpha = None,
-    arch: str | None = None,
-) -> Tensor:
+def gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
     """``alpha * A @ B.mT + bias`` of E4M3 matrices with fp32 scales: (M, N).
 
     The products of 128 elements along K are summed, then scaled in fp32 and added up along K in
-    fp32; the sum is multiplied, added to in fp32, and rounded once. The same bits in every run.
+    fp32.
 
     Args:
-        a_data: (M, K) E4M3, or its bytes.
-        a_scale: of 1 x 128 elements, in layout "sm90": fp32 (ceil(K / 128), M padded to 4).
-        b_data: (N, K) E4M3, or its bytes.
-        b_scale: of 128 x 128 elements, compact: fp32 (ceil(N / 128), ceil(K / 128)), with any
-            strides; or with ``b_format`` "fp8_1x128" as those of A.
-        out_dtype: bfloat16, float16 or float32.
-        c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
-            the other tensors (not looked at here).
-        accumulate: add to ``c`` instead of overwriting it.
-        bias: (N,) in bfloat16, float16 or float32.
-        alpha: () fp32; or two of these, whose product it is.
-        arch: of the kernel where the tensors are on a CPU, for the emulator.
+        a: data (M, K) of E4M3, or its bytes; scales of 1 x 128 elements, in layout "sm90": fp32
+            (ceil(K / 128), M padded to 4).
+        b: (N, K) likewise; scales of format "fp8_128x128", compact: fp32 (ceil(N / 128),
+            ceil(K / 128)), with any strides; or of "fp8_1x128" as those of A.
+        options: of ``common.calls.multiply``.
 
-    Raises Unsupported, a ValueError, where there is no kernel: K no multiple of 16, data whose rows
-    do not start at a multiple of 16 bytes, other architectures. ValueError or TypeError where
-    shapes, strides or dtypes do not belong together.
+    Raises as that does: Unsupported where K is no multiple of 16, or rows of data do not start at a
+    multiple of 16 bytes.
     """
-    return multiply(
-        plan_gemm,
-        (a_data, a_scale, "fp8_1x128"),
-        (b_data, b_scale, b_format),
-        out=c,
-        bias=bias,
-        alpha=alpha,
-        out_dtype=out_dtype,
-        accumulate=accumulate,
-        arch=arch,
-    )
+    return multiply(plan_gemm, a, b, **options)

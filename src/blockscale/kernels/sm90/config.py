@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..common.epilogue import Epilogue
+from ..common.gpu import GPUS, Gpu
 from ..common.loadable import rows_to_load
 from . import product_config
 from .product_config import ProductConfig, Shape, fit, ordered
@@ -114,11 +116,18 @@ SHAPES = {  # for scales of B
 }
 
 
-def candidates(shape: tuple[int, int, int], out_dtype: torch.dtype) -> list[Config]:
-    """Configurations for a product of ``shape`` (M, N, K) with 128 x 128 scales of B, the one that
-    is chosen first."""
-    shapes = ordered(SHAPES[128, 128], shape, BLOCK_K)
-    return [_fitted(each, shape[0], out_dtype=out_dtype) for each in shapes]
+def candidates(
+    shape: tuple[int, int, int],
+    epilogue: Epilogue,
+    *,
+    b_block: tuple[int, int] = (128, 128),
+    gpu: Gpu = GPUS["sm_90a"],
+) -> list[Config]:
+    """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first."""
+    fields = {"b_block": b_block, **epilogue._asdict()}
+    return [
+        _fitted(each, shape[0], **fields) for each in ordered(SHAPES[b_block], shape, BLOCK_K, gpu)
+    ]
 
 
 def _fitted(shape: Shape, m: int, **fields: Any) -> Config:
@@ -131,19 +140,10 @@ def _fitted(shape: Shape, m: int, **fields: Any) -> Config:
 
 def choose_config(
     shape: tuple[int, int, int],
-    out_dtype: torch.dtype,
+    epilogue: Epilogue,
     *,
     b_block: tuple[int, int] = (128, 128),
-    accumulate: bool = False,
-    aligned: bool = True,
-    bias: torch.dtype | None = None,
-    alpha: int = 0,
+    gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
-    """The kernel for a product of ``shape`` (M, N, K).
-
-    ``aligned``: the output starts, and each of its rows starts and ends, at a multiple of 16 bytes.
-    ``bias``: its type.
-    """
-    added = {"accumulate": accumulate, "bias": bias, "alpha": alpha, "tma_store": aligned}
-    first = ordered(SHAPES[b_block], shape, BLOCK_K)[0]
-    return _fitted(first, shape[0], out_dtype=out_dtype, b_block=b_block, **added)
+    """The kernel for a product of ``shape`` (M, N, K)."""
+    return candidates(shape, epilogue, b_block=b_block, gpu=gpu)[0]

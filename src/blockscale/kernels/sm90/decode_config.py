@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ...formats import Format, get_format
+from ..common.epilogue import Epilogue
+from ..common.gpu import GPUS, SHARED, Gpu
 from ..common.loadable import rows_to_load
-from ..common.machine import SHARED
 from ..common.refuse import refuse
 from ..common.runtime import Described
-from .product_config import MULTIPROCESSORS
 from .widened_config import BLOCK_K, gain
 
 __all__ = ["SCALE_ROW", "Config", "choose_config", "fills", "suits"]
@@ -115,57 +115,54 @@ def suits(m: int, scale: Described) -> bool:
     return m <= _A_ROWS[-1] and not (scale[1][0] % 16 or scale[3] % 16)
 
 
-def fills(n: int) -> bool:
+def fills(n: int, multiprocessors: int) -> bool:
     """Whether blocks that have all of K, for ``n`` rows of B, are as many as half of the
     multiprocessors, or more: else it pays to split K, unless A would have to be put in order."""
-    return 2 * -(-n // _B_ROWS[0]) > MULTIPROCESSORS
+    return 2 * -(-n // _B_ROWS[0]) > multiprocessors
 
 
-def _one_each(tiles: int, least: float) -> bool:
+def _one_each(tiles: int, least: float, multiprocessors: int) -> bool:
     """Whether multiprocessors have one at most, and ``least`` of them do."""
-    return least * MULTIPROCESSORS < tiles <= MULTIPROCESSORS
+    return least * multiprocessors < tiles <= multiprocessors
 
 
-def _rows_of_b(n: int, rows: int, format: Format) -> int:
+def _rows_of_b(n: int, rows: int, format: Format, multiprocessors: int) -> int:
     """As measured, with NVFP4 alone: 16 rows of A are as many bytes as 64 of B that have four bits,
     so that tiles of 64 pay if multiprocessors have one each."""
     few, many = _B_ROWS
-    pays = format.name == "nvfp4" and rows == 16 and _one_each(-(-n // many), 0.6)
-    return many if pays else few
+    suits_many = format.name == "nvfp4" and rows == 16
+    return many if suits_many and _one_each(-(-n // many), 0.6, multiprocessors) else few
 
 
-def _warps(tiles: int, b_rows: int, rows: int, bits: int) -> int:
+def _warps(tiles: int, b_rows: int, rows: int, bits: int, multiprocessors: int) -> int:
     """As measured: all that a multiprocessor has for one or two tiles; with more of them, and more
     to read for each, few enough that many tiles are there at once."""
-    if tiles <= MULTIPROCESSORS:
-        return 8 if b_rows > _B_ROWS[0] or _one_each(tiles, 0.75) else 12
-    return 8 if bits == 4 and (rows == 8 or tiles <= 2 * MULTIPROCESSORS) else 4
+    if tiles <= multiprocessors:
+        return 8 if b_rows > _B_ROWS[0] or _one_each(tiles, 0.75, multiprocessors) else 12
+    return 8 if bits == 4 and (rows == 8 or tiles <= 2 * multiprocessors) else 4
 
 
 def choose_config(
     m: int,
     n: int,
     b_format: str,
-    out_dtype: torch.dtype,
-    *,
-    accumulate: bool = False,
-    bias: torch.dtype | None = None,
-    alpha: int = 0,
+    epilogue: Epilogue,
+    gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
     """The kernel for a product of ``m`` rows by a matrix of ``n``."""
     rows, format = next(each for each in _A_ROWS if each >= m), get_format(b_format)
-    b_rows = _rows_of_b(n, rows, format)
+    b_rows = _rows_of_b(n, rows, format, gpu.multiprocessors)
     tiles = -(-n // b_rows)
-    resident = -(-tiles // MULTIPROCESSORS)
+    resident = -(-tiles // gpu.multiprocessors)
     return Config(
         b_format,
-        out_dtype,
+        epilogue.out_dtype,
         rows=rows,
         loaded_rows=rows_to_load(m, rows),
         b_rows=b_rows,
-        warps=_warps(tiles, b_rows, rows, format.element.bits),
+        warps=_warps(tiles, b_rows, rows, format.element.bits, gpu.multiprocessors),
         resident=resident if resident < 4 else 0,
-        accumulate=accumulate,
-        bias=bias,
-        alpha=alpha,
+        accumulate=epilogue.accumulate,
+        bias=epilogue.bias,
+        alpha=epilogue.alpha,
     )

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...formats import get_format
-from ..common.calls import CompiledGemm, GemmCall, Operand
+from ..common.calls import CompiledGemm, GemmCall, OperandSpec
 from ..common.loadable import loadable
 from ..common.runtime import Described
-from ..quantizers import DequantizePlan, plan_dequantize
+from ..quantizers import DequantizeCall, DequantizePlan, plan_dequantize
 from .plain_plan import plan_plain
 from .plan import octets
 
@@ -86,7 +86,8 @@ def plan_dequantized(call: GemmCall) -> CompiledGemm:
     assert right is not None
     plan = plan_plain(
         call._replace(
-            a=Operand(a.data if left is None else left.described()), b=Operand(right.described())
+            a=OperandSpec(a.data if left is None else left.described()),
+            b=OperandSpec(right.described()),
         )
     )
     if plan.run is None:
@@ -95,12 +96,13 @@ def plan_dequantized(call: GemmCall) -> CompiledGemm:
     return replace(plan, run=_Dequantized(left, turned, right, plan.run), views=octets)
 
 
-def _values(x: Operand, k: int, call: GemmCall) -> _Values:
+def _values(x: OperandSpec, k: int, call: GemmCall) -> _Values:
     """What writes ``k`` columns of an operand."""
+    assert x.format is not None
+    assert x.scale is not None
     shape = x.data[0][0], k
     return _Values(
         plan_dequantize(
-            *(x.data, x.scale, None, call.device, x.format, shape, -1, "compact", None),
-            *(torch.bfloat16, call.target),
+            DequantizeCall(x.data, x.scale, None, call.device, call.gpu, x.format, shape)
         )
     )

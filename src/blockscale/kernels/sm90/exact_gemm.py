@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..common.calls import CompiledGemm, GemmCall, multiply
+from ..common.calls import CompiledGemm, GemmCall, Operand, multiply
 from ..common.loadable import loadable
 from ..common.runtime import Described, describe
 from .dequantized_plan import plan_dequantized
@@ -18,8 +18,6 @@ from .widened_config import FEW
 from .widened_plan import plan_widened
 
 __all__ = ["exact_gemm", "lay", "plan_exact"]
-
-_Given = tuple[Tensor, Tensor | None, str | None]  # data, scales and format
 
 
 def plan_exact(call: GemmCall) -> CompiledGemm:
@@ -29,16 +27,21 @@ def plan_exact(call: GemmCall) -> CompiledGemm:
     return (plan_widened if few else plan_dequantized)(call)
 
 
-def lay(a: _Given, b: _Given) -> tuple[_Given, _Given]:
+def lay(a: Operand, b: Operand) -> tuple[Operand, Operand]:
     """Operands as ``plan_exact`` takes them: copies where they lie otherwise."""
-    (a_data, a_scale, a_format), (b_data, b_scale, b_format) = a, b
-    if not _suits_few(describe(a_data), describe(b_data)):
-        return (loadable(a_data) if a_format is None else a_data, a_scale, a_format), b
-    a_scale, b_scale = (None if x is None else x.contiguous() for x in (a_scale, b_scale))
-    return (loadable(a_data), a_scale, a_format), (loadable(b_data), b_scale, b_format)
+    if not _suits_few(describe(a.data), describe(b.data)):
+        return a._replace(data=loadable(a.data)) if a.format is None else a, b
+    left, right = (
+        each._replace(
+            data=loadable(each.data),
+            scale=None if each.scale is None else each.scale.contiguous(),
+        )
+        for each in (a, b)
+    )
+    return left, right
 
 
-def exact_gemm(a: _Given, b: _Given, **options: Any) -> Tensor:
+def exact_gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
     """``alpha * A @ B.mT + bias`` of operands that may also have their other dimension contiguous:
     a view ``data.mT``, with scales ``scale.mT``. 4-bit elements are packed along K. With many rows
     takes two bytes for each element of a quantized operand while it runs.

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..common.runtime import get_kernel
+from ..common.gpu import GPUS
+from ..common.runtime import gpu_of
 from .config import BLOCK_K, Config
 from .ladder_config import LadderConfig
 
@@ -89,7 +90,7 @@ class Step:
                 raise ValueError(f"{name}: has shape {tuple(given.shape)}; {self.name}: {shape}")
         if n % 8:
             raise ValueError(f"b: has {n} rows; TMA stores multiples of 8 columns of d: pad b")
-        run = get_kernel(self.config, d.device)
+        run = (gpu_of(d.device) or GPUS["sm_90a"]).load(self.config)
         if isinstance(self.config, LadderConfig):
             run(a, a_scale, b, b_scale, d)
         else:

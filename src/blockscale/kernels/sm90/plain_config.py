@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..common.epilogue import Epilogue
+from ..common.gpu import GPUS, Gpu
 from .product_config import ROW, ProductConfig, Shape, fit, ordered
 
 __all__ = ["BLOCK_K", "PlainConfig", "candidates", "choose_config"]
@@ -59,37 +61,26 @@ SHAPES = (
 
 
 def candidates(
-    shape: tuple[int, int, int], out_dtype: torch.dtype, **fields: Any
+    shape: tuple[int, int, int],
+    epilogue: Epilogue,
+    *,
+    majors: tuple[str, str] = ("k", "k"),
+    gpu: Gpu = GPUS["sm_90a"],
 ) -> list[PlainConfig]:
-    """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first."""
-    shapes = ordered(SHAPES, shape, BLOCK_K)
-    return [fit(each.config, out_dtype=out_dtype, **fields) for each in shapes]
+    """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first.
+
+    ``majors``: of A and of B.
+    """
+    fields = {"a_major": majors[0], "b_major": majors[1], **epilogue._asdict()}
+    return [fit(each.config, **fields) for each in ordered(SHAPES, shape, BLOCK_K, gpu)]
 
 
 def choose_config(
     shape: tuple[int, int, int],
-    out_dtype: torch.dtype,
+    epilogue: Epilogue,
     *,
     majors: tuple[str, str] = ("k", "k"),
-    accumulate: bool = False,
-    aligned: bool = True,
-    bias: torch.dtype | None = None,
-    alpha: int = 0,
+    gpu: Gpu = GPUS["sm_90a"],
 ) -> PlainConfig:
-    """The kernel for a product of ``shape`` (M, N, K).
-
-    ``majors``: of A and of B. ``aligned``: the output starts, and each of its rows starts and ends,
-    at a multiple of 16 bytes. ``bias``: its type.
-    """
-    first = ordered(SHAPES, shape, BLOCK_K)[0]
-    config: PlainConfig = fit(
-        first.config,
-        out_dtype=out_dtype,
-        a_major=majors[0],
-        b_major=majors[1],
-        accumulate=accumulate,
-        bias=bias,
-        alpha=alpha,
-        tma_store=aligned,
-    )
-    return config
+    """The kernel for a product of ``shape`` (M, N, K)."""
+    return candidates(shape, epilogue, majors=majors, gpu=gpu)[0]

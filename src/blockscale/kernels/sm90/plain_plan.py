@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
-from ..common.runtime import Described, Unsupported, get_kernel, missing
+from ..common.runtime import Described
 from ..common.template import template
 from .plain_config import choose_config
-from .plan import multiprocessors_of
 from .product_config import why_not
 
 __all__ = ["plan_plain"]
@@ -33,24 +32,16 @@ def plan_plain(call: GemmCall) -> CompiledGemm:
         check_matrix(name, data, (torch.bfloat16,))
     if a[0][1] != b[0][1]:
         raise ValueError(f"a, b: got {tuple(a[0])} and {tuple(b[0])}; expected (M, K) and (N, K)")
-    reason = missing() or why_not(call.out_dtype, call.target)
-    if reason:
-        raise Unsupported(reason)
+    gpu = call.supported(partial(why_not, call.out_dtype))
     (m, k), n = a[0], b[0][0]
     call.check_rest((m, n))
     like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, _as_given)
     check_loadable(**rows)
-    config = choose_config(
-        (m, n, k),
-        call.out_dtype,
-        majors=("k" if rows["a"] is a else "mn", "k" if rows["b"] is b else "mn"),
-        aligned=call.aligned_rows(n),
-        **call.epilogue,
-    )
-    run, rest = get_kernel(config, call.device), (multiprocessors_of(call.device),)
-    return CompiledGemm(config, run, like, _as_given, rest)
+    majors = "k" if rows["a"] is a else "mn", "k" if rows["b"] is b else "mn"
+    config = choose_config((m, n, k), call.epilogue(n), majors=majors, gpu=gpu)
+    return CompiledGemm(config, gpu.load(config), like, _as_given, (gpu.multiprocessors,))
 
 
 def _as_given(*operands: Tensor | None) -> tuple[Tensor | None, ...]:

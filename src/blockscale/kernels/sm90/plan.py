@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -10,12 +10,11 @@ from torch import Tensor
 from ...formats import get_format
 from ...layouts import as_bytes
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
-from ..common.runtime import Described, Unsupported, get_kernel, missing
+from ..common.runtime import Described
 from ..common.template import template
 from .config import BLOCK_K, choose_config, why_not
-from .product_config import MULTIPROCESSORS
 
-__all__ = ["multiprocessors_of", "octets", "plan_gemm"]
+__all__ = ["octets", "plan_gemm"]
 
 _BYTES = (torch.uint8, torch.float8_e4m3fn)
 
@@ -36,9 +35,7 @@ def plan_gemm(call: GemmCall) -> CompiledGemm:
         raise ValueError(
             f"a_data, b_data: got {(m, k)} and {tuple(b.data[0])}; expected (M, K) and (N, K)"
         )
-    reason = missing() or why_not(k, call.out_dtype, b.format, call.target)
-    if reason:
-        raise Unsupported(reason)
+    gpu = call.supported(partial(why_not, k, call.out_dtype, b.format))
     block, blocks = get_format(b.format).block, -(-k // BLOCK_K)
     _check_rows("a_scale", a.scale, (blocks, -(-m // 4) * 4))
     if block[0] == 1:
@@ -50,15 +47,8 @@ def plan_gemm(call: GemmCall) -> CompiledGemm:
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, octets)
     check_loadable(a_data=a.data, b_data=b.data)
-    config = choose_config(
-        (m, n, k),
-        call.out_dtype,
-        b_block=block,
-        aligned=call.aligned_rows(n),
-        **call.epilogue,
-    )
-    run, rest = get_kernel(config, call.device), (multiprocessors_of(call.device),)
-    return CompiledGemm(config, run, like, octets, rest)
+    config = choose_config((m, n, k), call.epilogue(n), b_block=block, gpu=gpu)
+    return CompiledGemm(config, gpu.load(config), like, octets, (gpu.multiprocessors,))
 
 
 def _check_scale(name: str, x: Described, wanted: tuple[int, int], kind: str) -> None:
@@ -79,10 +69,3 @@ def _check_rows(name: str, x: Described, wanted: tuple[int, int]) -> None:
             f"{name}: has strides {stride} and starts {address % 16} bytes after a multiple of 16; "
             'expected rows as those of layout "sm90": call contiguous()'
         )
-
-
-def multiprocessors_of(device: torch.device) -> int:
-    if device.type != "cuda":
-        return MULTIPROCESSORS  # there is no device to ask
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count

@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 
-from ..common import machine
 from ..common.calls import OUT_DTYPES
-from ..common.machine import SHARED
+from ..common.gpu import CLUSTERS, SHARED, Gpu
 from ..common.refuse import refuse
 from ..common.rounds import rounds
 
 __all__ = [
     "BOX",
-    "MULTIPROCESSORS",
     "ROW",
     "ROWS",
     "ProductConfig",
@@ -29,9 +27,6 @@ __all__ = [
 ROW = 128  # bytes of a row of a tile in shared memory
 ROWS = 64  # of one wgmma
 BOX = 128  # bytes of a row of the output that one instruction stores
-MULTIPROCESSORS = machine.MULTIPROCESSORS["sm_90a"]
-#: Clusters of so many blocks that run at once on an H200: each lies in one part of the chip.
-AT_ONCE = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,7 @@ class ProductConfig:
         return {
             "tile": rows % (ROWS * self.row_warpgroups) or columns % self.batch,
             "alternate": self.alternate and self.warpgroups != 2,
-            "split": self.split not in AT_ONCE
+            "split": self.split not in CLUSTERS
             or (self.split > 1 and (not self.alternate or self.blocks > 1))
             or columns % (8 * self.split),
             "batch": self.batch % 16 or self.batch > 256,
@@ -223,27 +218,29 @@ class Shape:
         down, across = self.config.cluster
         return -(-m // (rows * down)) * -(-n // (columns * across))
 
-    def suits(self, m: int, n: int) -> bool:
+    def suits(self, m: int, n: int, gpu: Gpu) -> bool:
         """Whether no block of a cluster is without rows, or it has time for that; and whether all
         clusters run at once where blocks split K."""
         config = self.config
         if config.split > 1:
-            return self.clusters(m, n) <= AT_ONCE[config.split]
+            return self.clusters(m, n) <= gpu.max_active_clusters(config.split)
         tiles, down = -(-m // config.tile[0]), config.cluster[0]
         return tiles % down == 0 if config.alternate else tiles >= down
 
-    def nanoseconds(self, shape: tuple[int, int, int], block_k: int) -> float:
+    def nanoseconds(self, shape: tuple[int, int, int], block_k: int, gpu: Gpu) -> float:
         """An estimate for a product of ``shape`` (M, N, K), in K blocks of ``block_k``."""
         m, n, k = shape
-        turns = -(-self.clusters(m, n) // AT_ONCE[self.config.cluster_size])
+        turns = -(-self.clusters(m, n) // gpu.max_active_clusters(self.config.cluster_size))
         loops = -(-k // (block_k * self.config.split)) * (self.loop + self.filling(m, n))
         return turns * (loops + self.fixed) + self.once
 
 
-def ordered(shapes: Iterable[Shape], shape: tuple[int, int, int], block_k: int) -> list[Shape]:
+def ordered(
+    shapes: Iterable[Shape], shape: tuple[int, int, int], block_k: int, gpu: Gpu
+) -> list[Shape]:
     """The one of least estimated time first."""
-    suiting = (each for each in shapes if each.suits(*shape[:2]))
-    return sorted(suiting, key=lambda s: s.nanoseconds(shape, block_k))
+    suiting = (each for each in shapes if each.suits(*shape[:2], gpu))
+    return sorted(suiting, key=lambda s: s.nanoseconds(shape, block_k, gpu))
 
 
 def fit(config: ProductConfig, **fields: Any) -> Any:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...formats import Format, formats, get_format
+from ..common.epilogue import Epilogue
+from ..common.gpu import CLUSTERS, GPUS, SHARED, Gpu
 from ..common.loadable import rows_to_load
-from ..common.machine import SHARED
 from ..common.refuse import refuse
 from ..common.runtime import Unsupported
 from . import product_config
-from .product_config import AT_ONCE, BOX, ROWS
+from .product_config import BOX, ROWS
 
 __all__ = [
     "BF16",
@@ -83,7 +84,7 @@ class Config:
     def __post_init__(self) -> None:
         wrong = {
             "rows": self.rows not in _A_ROWS,
-            "split": self.split not in AT_ONCE,
+            "split": self.split not in CLUSTERS,
             "parts": self.parts not in _PARTS
             or self.parts * self.rows > FEW,  # these have half of the registers
             # a warpgroup may keep one until it has the next one
@@ -176,7 +177,7 @@ def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> 
     return ""
 
 
-def _split(config: Config, shape: tuple[int, int, int]) -> tuple[float, Config]:
+def _split(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> tuple[float, Config]:
     """The kernel, in which as many blocks of threads split K as is best, if all run at once; and an
     estimate: K blocks that one of them takes time for. Sums from each of those that split K take
     time, too: as much as a K block where rows are many."""
@@ -186,13 +187,14 @@ def _split(config: Config, shape: tuple[int, int, int]) -> tuple[float, Config]:
     sums = 1 if config.rows >= ROWS else _FEW_SUMS
 
     def loops(split: int) -> float:
-        return -(-tiles // AT_ONCE[split]) * (-(-blocks // split) + split * sums)
+        return -(-tiles // gpu.max_active_clusters(split)) * (-(-blocks // split) + split * sums)
 
     split = min(
         (
             each
-            for each, clusters in AT_ONCE.items()
-            if each == 1 or (tiles <= clusters and config.exchange_bytes(each, 1) <= room)
+            for each in CLUSTERS
+            if each == 1
+            or (tiles <= gpu.max_active_clusters(each) and config.exchange_bytes(each, 1) <= room)
         ),
         key=loops,
     )
@@ -211,17 +213,13 @@ def _most_stages(config: Config, parts: int) -> int:
 def choose_config(
     shape: tuple[int, int, int],
     b_format: str,
-    out_dtype: torch.dtype,
+    epilogue: Epilogue,
     *,
-    accumulate: bool = False,
-    bias: torch.dtype | None = None,
-    alpha: int = 0,
-    aligned: bool = True,
     async_scales: bool = True,
+    gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
     """The kernel for a product of ``shape`` (M, N, K); Unsupported where M is more than ``FEW``.
 
-    ``aligned``: the output starts, and each of its rows does, at a multiple of 16 bytes.
     ``async_scales``: rows of B's scales start at multiples of a stage's bytes, and all are whole.
     """
     m, _, k = shape
@@ -230,24 +228,22 @@ def choose_config(
             f"a_data: has {m} rows; there are kernels for {FEW} at most: call exact_gemm"
         )
     rows = next(each for each in _A_ROWS if each >= m)
+    stored = epilogue.tma_store and rows >= ROWS and epilogue.out_dtype.itemsize == 2
+    stored = stored and not epilogue.accumulate
     config = Config(
         b_format,
-        out_dtype,
-        rows,
-        accumulate=accumulate,
-        bias=bias,
-        alpha=alpha,
-        tma_store=aligned and rows >= ROWS and out_dtype.itemsize == 2 and not accumulate,
+        rows=rows,
+        **epilogue._replace(tma_store=stored)._asdict(),
         async_scales=async_scales,
         loaded_rows=rows_to_load(m, rows) if rows >= ROWS else 0,
     )
     options = [config]
     if 4 * m > 3 * FEW:  # else the second tile lacks most rows, which TMA fills with zeros
         options.append(replace(config, rows=FEW // 2, loaded_rows=0))
-    _, config = min((_split(each, shape) for each in options), key=lambda each: each[0])
+    _, config = min((_split(each, shape, gpu) for each in options), key=lambda each: each[0])
     stages = {parts: _most_stages(config, parts) for parts in _PARTS}
     nbytes, blocks = _TWO_PARTS
     pays = stages[2] * config.stage_bytes >= nbytes and k > BLOCK_K * (blocks * config.split - 1)
     # adding to the output wants registers for addresses
-    parts = 2 if pays and 2 * config.rows <= FEW and not accumulate else 1
+    parts = 2 if pays and 2 * config.rows <= FEW and not epilogue.accumulate else 1
     return replace(config, parts=parts, stages=stages[parts])

@@ -7,32 +7,19 @@ as those that Blackwell's tensor cores form.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from ..common.calls import Alpha, multiply
+from ..common.calls import Operand, multiply
 from .widened_plan import plan_widened
 
 __all__ = ["widened_gemm"]
 
 
-def widened_gemm(
-    a_data: Tensor,
-    a_scale: Tensor | None,
-    a_format: str | None,
-    b_data: Tensor,
-    b_scale: Tensor,
-    b_format: str,
-    *,
-    alpha: Alpha = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    c: Tensor | None = None,
-    accumulate: bool = False,
-    arch: str | None = None,
-) -> Tensor:
-    """``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same bits in every
-    run. Takes two bytes for each element of A while it runs, unless it is bf16 of at most 16 rows.
+def widened_gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
+    """``alpha * A @ B.mT + bias``: (M, N), added up in fp32. Takes two bytes for each element of A
+    while it runs, unless it is bf16 of at most 16 rows.
 
     Each element times its block's scale is exact in bf16, but for multiples of less than 2^-133,
     which are rounded to that: E4M3 with scales below 2^-124, E5M2 with scales below 2^-117. What
@@ -40,31 +27,13 @@ def widened_gemm(
     A, or of B, NaN; so do NaN scales; infinities of E5M2 stay infinite.
 
     Args:
-        a_data: (M, K) bytes of elements, two in a byte where they have four bits; or bf16. M is 128
-            at most.
-        a_scale: compact, (M, K / block) bytes; None for bf16.
-        a_format: "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4"; None for bf16.
-        b_data, b_scale, b_format: likewise, (N, K) and (N, K / block).
-        alpha: () fp32; or two of these, whose product it is: NVFP4's global scales.
-        bias: (N,) in bfloat16, float16 or float32.
-        out_dtype: bfloat16, float16 or float32.
-        c: written to and returned, (M, N); may have rows that lie apart, and shares no memory with
-            the other tensors (not looked at here).
-        accumulate: add to ``c`` instead of overwriting it.
-        arch: of the kernel where the tensors are on a CPU, for the emulator.
+        a: data (M, K) as bytes of elements, two in a byte where they have four bits; or bf16. M is
+            128 at most. Scales compact, (M, K / block) bytes. Of format "mxfp8", "mxfp8_e5m2",
+            "mxfp4" or "nvfp4".
+        b: likewise, (N, K) and (N, K / block); not bf16.
+        options: of ``common.calls.multiply``.
 
-    Raises Unsupported, a ValueError, where there is no kernel: more rows of A (``exact_gemm`` takes
-    them), data whose rows do not start at a multiple of 16 bytes, other formats and
-    architectures. ValueError or TypeError where shapes, strides or dtypes do not belong together.
+    Raises as that does: Unsupported for more rows of A (``exact_gemm`` takes them), and for data
+    whose rows do not start at a multiple of 16 bytes.
     """
-    return multiply(
-        plan_widened,
-        (a_data, a_scale, a_format),
-        (b_data, b_scale, b_format),
-        out=c,
-        bias=bias,
-        alpha=alpha,
-        out_dtype=out_dtype,
-        accumulate=accumulate,
-        arch=arch,
-    )
+    return multiply(plan_widened, a, b, **options)

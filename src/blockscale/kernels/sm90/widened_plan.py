@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...formats import Format, get_format
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
-from ..common.runtime import Described, Unsupported, get_kernel, missing
+from ..common.runtime import Described
 from ..common.template import template
 from . import decode_config
 from .ordered_config import OrderedConfig
-from .plan import multiprocessors_of, octets
+from .plan import octets
 from .widened_config import BF16, BLOCK_K, choose_config, why_not
 
 __all__ = ["plan_widened"]
@@ -54,12 +54,9 @@ class _Widened:
 def plan_widened(call: GemmCall) -> CompiledGemm:
     """The plan of a call of ``widened_gemm``; raises as it does."""
     (a, a_scale, a_format), (b, b_scale, b_format) = call.a, call.b
-    out_dtype, device = call.out_dtype, call.device
     assert b_format is not None
     assert b_scale is not None
-    reason = missing() or why_not(a_format or BF16, b_format, out_dtype, call.target)
-    if reason:
-        raise Unsupported(reason)
+    gpu = call.supported(partial(why_not, a_format or BF16, b_format, call.out_dtype))
     for name, data in (("a_data", a), ("b_data", b)):
         if len(data[0]) == 2 and data[1][1] != 1 and data[0][1] > 1:
             raise ValueError(
@@ -83,29 +80,30 @@ def plan_widened(call: GemmCall) -> CompiledGemm:
     for name, scale, rows in given:
         _check_scale(name, scale, (rows, k // format.block_size), format)
     call.check_rest((m, n))
-    like = template((m, n), out_dtype, device)
+    like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, octets)
     check_loadable(a_data=a, b_data=b)
-    decodes = decode_config.suits(m, b_scale) and (a_format is None or decode_config.fills(n))
+    decodes = decode_config.suits(m, b_scale) and (
+        a_format is None or decode_config.fills(n, gpu.multiprocessors)
+    )
     if decodes:
-        config: Any = decode_config.choose_config(m, n, b_format, out_dtype, **call.epilogue)
+        config: Any = decode_config.choose_config(m, n, b_format, call.epilogue(n), gpu)
     else:
         row = BLOCK_K // format.block_size
         config = choose_config(
             (m, n, k),
             b_format,
-            out_dtype,
-            aligned=call.aligned_rows(n),
+            call.epilogue(n),
             async_scales=k % BLOCK_K == 0 and not (b_scale[1][0] % row or b_scale[3] % row),
-            **call.epilogue,
+            gpu=gpu,
         )
-    run = get_kernel(config, device)
+    run = gpu.load(config)
     if a_format is not None or not decodes:
-        values = template((m, -(-k // BLOCK_K) * BLOCK_K), torch.bfloat16, device)
-        widen = get_kernel(OrderedConfig(a_format or BF16, ordered=not decodes), device)
+        values = template((m, -(-k // BLOCK_K) * BLOCK_K), torch.bfloat16, call.device)
+        widen = gpu.load(OrderedConfig(a_format or BF16, ordered=not decodes))
         run = _Widened(widen, run, values)
-    return CompiledGemm(config, run, like, octets, (multiprocessors_of(device),))
+    return CompiledGemm(config, run, like, octets, (gpu.multiprocessors,))
 
 
 def _check_scale(name: str, x: Described, wanted: tuple[int, int], format: Format) -> None:

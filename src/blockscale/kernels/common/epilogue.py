@@ -1,0 +1,28 @@
+"""What is done with the accumulator of a product before it is stored."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Epilogue"]
+
+
+class Epilogue(NamedTuple):
+    """Fields that configurations of products have in common.
+
+    Attributes:
+        out_dtype: bfloat16, float16 or float32.
+        accumulate: add to the output.
+        bias: the dtype of a vector that is added to each row, if there is one.
+        alpha: how many scalars the accumulator is multiplied by, two at most.
+        tma_store: the output starts, and each of its rows starts and ends, at a multiple of 16
+            bytes: TMA can store it.
+    """
+
+    out_dtype: torch.dtype = torch.bfloat16
+    accumulate: bool = False
+    bias: torch.dtype | None = None
+    alpha: int = 0
+    tma_store: bool = True
