@@ -25,8 +25,8 @@ from blockscale.bench.warm import compile_all
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.gpu import CLUSTERS, GPUS
 from blockscale.kernels.common.runtime import gpu_of
-from blockscale.kernels.sm90.ordered_config import OrderedConfig
-from blockscale.kernels.sm90.widened_config import B_ROWS, BF16, FEW, Config, choose_config
+from blockscale.kernels.sm90.mixed_config import B_ROWS, BF16, FEW, Config, choose_config
+from blockscale.kernels.sm90.permute_config import PermuteConfig
 
 FORMATS = ("mxfp8", "nvfp4")
 ROWS = (32, 64, 128)
@@ -73,7 +73,7 @@ def calls(m: int, n: int, k: int, format: str) -> Iterator[tuple[str, Call]]:
     a, d = torch.empty_like(x), torch.empty(m, n, device=device, dtype=torch.bfloat16)
     gpu = gpu_of(x.device)
     assert gpu is not None
-    gpu.load(OrderedConfig(BF16))(x, None, a)
+    gpu.load(PermuteConfig(BF16))(x, None, a)
     for label, config in candidates(m, n, k, format).items():
         run = gpu.load(config)
         yield label, partial(run, a, None, b, scale, d, None, None, gpu.multiprocessors)

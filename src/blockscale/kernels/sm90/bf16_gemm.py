@@ -16,8 +16,8 @@ from ..common.pipeline import Pipeline
 from ..common.promotion import promote_l2
 from ..common.tensor_specs import any_tensor
 from . import ptx
+from .bf16_config import BLOCK_K, Bf16Config
 from .kernel import Gemm, Operand, compile_gemm
-from .plain_config import BLOCK_K, PlainConfig
 from .product_config import ROW
 
 __all__ = ["Bf16Gemm", "compile_config"]
@@ -26,9 +26,9 @@ _STEP = 16  # columns of K of a wgmma
 
 
 class Bf16Gemm:
-    """The kernel of a :class:`PlainConfig` and the host code that launches it."""
+    """The kernel of a :class:`Bf16Config` and the host code that launches it."""
 
-    def __init__(self, config: PlainConfig):
+    def __init__(self, config: Bf16Config):
         down, across = config.cluster
         a = self.copies(config, config.tile[0], config.a_major, across)
         b = self.copies(config, config.tile[1], config.b_major, down)
@@ -38,7 +38,7 @@ class Bf16Gemm:
         )
         self.config, self.gemm = config, Gemm(config, operands, Mainloop)
 
-    def copies(self, config: PlainConfig, rows: int, major: str, shares: int) -> Copies:
+    def copies(self, config: Bf16Config, rows: int, major: str, shares: int) -> Copies:
         """Tiles of a K block: rows of it, or panels with a row for each element along K."""
         kind, stages = cutlass.BFloat16, config.stages
         if major == "k":
@@ -70,7 +70,7 @@ class Mainloop:
 
     fills_registers = False
 
-    def __init__(self, config: PlainConfig, pipeline: Pipeline, row, thread, a, b):
+    def __init__(self, config: Bf16Config, pipeline: Pipeline, row, thread, a, b):
         self.config, self.pipeline, self.lane = config, pipeline, thread % 32
         a = self.descriptor(a + row * ROW, config.a_major)
         b = self.descriptor(b, config.b_major)
@@ -123,7 +123,7 @@ class Mainloop:
         ptx.arrive_at(barrier, self.lane, self.config.blocks)
 
 
-def compile_config(config: PlainConfig):
+def compile_config(config: Bf16Config):
     """The host function of a kernel, which takes tensors of any shape."""
     operands = [any_tensor(cutlass.BFloat16, 2, 16, True) for _ in range(2)]
     return compile_gemm(Bf16Gemm(config), *operands)

@@ -14,7 +14,7 @@ from cutlass import Int32, cute
 
 from ..common.persistent import first
 from .dense_scheduler import Tile
-from .widened_config import B_ROWS, Config
+from .mixed_config import B_ROWS, Config
 
 __all__ = ["ColumnScheduler", "ColumnTiles"]
 

@@ -17,21 +17,21 @@ from ...formats import get_format
 from ..common.following import follow, precede
 from ..common.ptx import store_global
 from ..common.tensor_specs import any_tensor, compile_for
-from .ordered_config import OrderedConfig
+from .dequant import WIDENERS, ue4m3_factors
+from .mixed_config import BF16, BLOCK_K
+from .permute_config import PermuteConfig
 from .ptx import _asm
-from .widen import WIDENERS, ue4m3_factors
-from .widened_config import BF16, BLOCK_K
 
-__all__ = ["Ordered", "compile_config"]
+__all__ = ["PermuteActivations", "compile_config"]
 
 _THREADS = 128  # of a block
 _GAIN = 0x43004300  # what scales of UE4M3 lack, 2^7, as bf16, twice
 
 
-class Ordered:
-    """The kernel of an :class:`OrderedConfig` and the host code that launches it."""
+class PermuteActivations:
+    """The kernel of a :class:`PermuteConfig` and the host code that launches it."""
 
-    def __init__(self, config: OrderedConfig):
+    def __init__(self, config: PermuteConfig):
         self.ordered, self.wide = config.ordered, config.a_format == BF16
         if not self.wide:
             self.format = get_format(config.a_format)
@@ -149,12 +149,12 @@ def _gained(pair):
     return _asm(code, [Int32], [pair], ["r"])[0]
 
 
-def compile_config(config: OrderedConfig):
+def compile_config(config: PermuteConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     wide = config.a_format == BF16
     return compile_for(
         config.arch,
-        Ordered(config),
+        PermuteActivations(config),
         any_tensor(cutlass.BFloat16 if wide else cutlass.Uint8, 2, 16, True),
         None if wide else any_tensor(cutlass.Uint8, 2, 1),
         any_tensor(cutlass.BFloat16, 2, 16, True),

@@ -2,10 +2,10 @@
 """Few rows of bf16 times MXFP8, MXFP4 and NVFP4, which are dequantized to bf16 in registers.
 
 A CTA has a warp that loads tiles by TMA (``Loader``), three that load block scales
-(``ScaleLoader``), and consumer warpgroups that dequantize B, multiply (``widened_mainloop``) and
-store (``widened_transposed``). CTAs are persistent; a tile is rows of A, all in most cases, and
+(``ScaleLoader``), and consumer warpgroups that dequantize B, multiply (``mixed_mainloop``) and
+store (``mixed_epilogue``). CTAs are persistent; a tile is rows of A, all in most cases, and
 some of B. CTAs of a cluster each take a part of K, and so may warpgroups of a CTA, which take
-stages in turn (``widened_exchange``).
+stages in turn (``mixed_reduce``).
 
 A has been permuted, and dequantized, by a kernel that this one follows: while it runs, B's first
 stages are brought as near as the L2 cache.
@@ -28,12 +28,12 @@ from ..common.numeric import NUMERIC
 from ..common.persistent import meet
 from ..common.pipeline import Pipeline
 from ..common.tensor_specs import any_source, any_tensor, compile_for
-from . import ptx, widened_ptx
+from . import mixed_ptx, ptx
 from .column_scheduler import ColumnScheduler, ColumnTiles
-from .widened_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
-from .widened_exchange import MixedReduce
-from .widened_mainloop import Mainloop
-from .widened_transposed import TransposedEpilogue
+from .mixed_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
+from .mixed_epilogue import MixedEpilogue
+from .mixed_mainloop import Mainloop
+from .mixed_reduce import MixedReduce
 
 __all__ = ["MixedGemm", "compile_config"]
 
@@ -132,7 +132,7 @@ class MixedGemm:
                 ScaleLoader(config, pipeline, schedule, b_scale, scales)()
         else:
             cute.arch.setmaxregister_increase(many)
-            epilogue = TransposedEpilogue(config, boxes, *output)
+            epilogue = MixedEpilogue(config, boxes, *output)
             addresses = a.address, b.address, scales
             Consumer(config, pipeline, schedule, k_part, addresses, epilogue, reduce)()
 
@@ -214,13 +214,13 @@ class ScaleLoader:
                 at = (first + row) * inside
                 if const_expr(self.config.async_scales):
                     source = scale.iterator.toint() + scale.layout((at, column))
-                    widened_ptx.copy_async(own, source, nbytes, inside)
+                    mixed_ptx.copy_async(own, source, nbytes, inside)
                 else:
                     for j in range_constexpr(nbytes):
                         value = Int32(0)
                         if inside == 1 and column + j < scale.shape[1]:
                             value = Int32(scale[at, column + j])
-                        widened_ptx.store_byte(own + j, value)
+                        mixed_ptx.store_byte(own + j, value)
 
     @cute.jit
     def prefetch(self, first, k_block, thread):
@@ -230,11 +230,11 @@ class ScaleLoader:
             row = i * _SCALE_THREADS + thread
             if row < B_ROWS and first + row < scale.shape[0]:
                 place = scale.layout((first + row, k_block * self.config.scale_row))
-                widened_ptx.prefetch(scale.iterator.toint() + place)
+                mixed_ptx.prefetch(scale.iterator.toint() + place)
 
     def arrive(self, barrier) -> None:
         if self.config.async_scales:
-            widened_ptx.arrive_when_copied(barrier)
+            mixed_ptx.arrive_when_copied(barrier)
         else:
             ptx.arrive(barrier)
 
@@ -254,7 +254,7 @@ class Consumer:
     schedule: ColumnTiles
     k_part: Any
     addresses: tuple
-    epilogue: TransposedEpilogue
+    epilogue: MixedEpilogue
     reduce: MixedReduce | None
 
     @cute.jit

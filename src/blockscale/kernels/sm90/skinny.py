@@ -5,7 +5,7 @@ Reading B is all the time there is, so that nothing may stand between: each warp
 stages by TMA, asks for the next one when it has read one, and waits for no other warp. The warps of
 a CTA take turns along K; they have all of the CTA's rows of B, which it is alone to read, so that
 what they read of A serves as many of them as there are registers for. B is dequantized in registers
-(``widened_rows``) and multiplied by mma.sync, whose accumulators, of the output transposed, are
+(``dequant_rows``) and multiplied by mma.sync, whose accumulators, of the output transposed, are
 added up in shared memory at the end, in an order that is always the same.
 """
 
@@ -23,10 +23,10 @@ from ..common.factor import any_added, factor_of
 from ..common.following import follow, precede
 from ..common.persistent import advance, meet
 from ..common.tensor_specs import any_source, any_tensor, compile_for
-from . import ptx, widened_ptx
-from .decode_config import SCALE_ROW, Config
-from .widened_config import BLOCK_K
-from .widened_rows import Rows, place
+from . import mixed_ptx, ptx
+from .dequant_rows import Rows, place
+from .mixed_config import BLOCK_K
+from .skinny_config import SCALE_ROW, Config
 
 __all__ = ["SkinnyGemm", "compile_config"]
 
@@ -186,13 +186,13 @@ class Mainloop:
         b_tiles, a_tiles = self.config.mma_tiles
         rows = [(16 * tile, 16 * tile + 8) for tile in range(b_tiles)]
         factors = [
-            self.rows.factors(*(widened_ptx.load_small(scales, r * SCALE_ROW, own) for r in pair))
+            self.rows.factors(*(mixed_ptx.load_small(scales, r * SCALE_ROW, own) for r in pair))
             for pair in rows
         ]
         at_once = 2 * 64 // nbytes  # units of 16 bytes of a row
         for chunk in range(2 // at_once):
             words = [
-                [widened_ptx.load_words(b ^ (16 * chunk), r * nbytes, 4) for r in pair]
+                [mixed_ptx.load_words(b ^ (16 * chunk), r * nbytes, 4) for r in pair]
                 for pair in rows
             ]
             for i in range(at_once):
@@ -209,7 +209,7 @@ class Mainloop:
 
     def right(self, a, octet: int, tile: int) -> list:
         """Eight columns of K of a row of A."""
-        return widened_ptx.load_words(a ^ (16 * octet), 1024 * tile, 4)
+        return mixed_ptx.load_words(a ^ (16 * octet), 1024 * tile, 4)
 
     def mma(self, acc, left: list, right: list) -> None:
         """A unit of 16 rows of B by all rows of A."""
@@ -217,7 +217,7 @@ class Mainloop:
             for tile in range(self.config.mma_tiles[1]):
                 pair = right[k // 2][tile][k % 2 * 2 :][:2]
                 where = range(4 * tile, 4 * tile + 4)
-                added = widened_ptx.mma([acc[i] for i in where], left[4 * k : 4 * k + 4], pair)
+                added = mixed_ptx.mma([acc[i] for i in where], left[4 * k : 4 * k + 4], pair)
                 for i, value in zip(where, added, strict=True):
                     acc[i] = value
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["OrderedConfig"]
+__all__ = ["PermuteConfig"]
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedConfig:
+class PermuteConfig:
     """A kernel: all that its code depends on.
 
     Attributes:
-        a_format: the name of a format for which ``widened_config.why_not`` is empty, or "bf16".
+        a_format: the name of a format for which ``mixed_config.why_not`` is empty, or "bf16".
         ordered: columns in the order of B's lanes; else they stay where they are.
     """
 

@@ -12,7 +12,7 @@ from ..common.gpu import GPUS, SHARED, Gpu
 from ..common.loadable import rows_to_load
 from ..common.refuse import refuse
 from ..common.runtime import Described
-from .widened_config import BLOCK_K, gain
+from .mixed_config import BLOCK_K, gain
 
 __all__ = ["SCALE_ROW", "Config", "choose_config", "fills", "suits"]
 

@@ -15,8 +15,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from factors import alpha_of
 from kernel_code import built
-from sm90_inputs import frame_bytes
-from widened_inputs import (
+from mixed_inputs import (
     BF16,
     FP16,
     FP32,
@@ -30,14 +29,15 @@ from widened_inputs import (
     operand,
     ordered,
 )
+from sm90_inputs import frame_bytes
 
 from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels.common import calls
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
-from blockscale.kernels.sm90.widened_config import B_ROWS, FEW, Config, choose_config, why_not
-from blockscale.kernels.sm90.widened_gemm import widened_gemm
+from blockscale.kernels.sm90.mixed_config import B_ROWS, FEW, Config, choose_config, why_not
+from blockscale.kernels.sm90.mixed_gemm import mixed_gemm
 from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -181,7 +181,7 @@ def test_few_rows_loaded(m):
 def call(a: Operand, a_format: str, b: Operand, b_format: str, **kwargs) -> Tensor:
     with em.cutedsl(em.Device("sm_90a", check="all")):
         left = calls.Operand(*a, None if a_format == "bf16" else a_format)
-        return widened_gemm(left, calls.Operand(*b, b_format), gpu=chip("sm_90a"), **kwargs)
+        return mixed_gemm(left, calls.Operand(*b, b_format), gpu=chip("sm_90a"), **kwargs)
 
 
 def test_quantized():

@@ -18,7 +18,7 @@ from cutlass import const_expr, cute, range_constexpr
 
 from ..common import shared
 from . import ptx
-from .widened_config import WARPGROUPS, Config
+from .mixed_config import WARPGROUPS, Config
 
 __all__ = ["MixedReduce"]
 

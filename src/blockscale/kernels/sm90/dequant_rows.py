@@ -10,7 +10,7 @@ from __future__ import annotations
 from cutlass import Float32, Int32, cute, range_constexpr
 
 from ...formats import Format
-from .widen import WIDENERS, ue4m3_factors
+from .dequant import WIDENERS, ue4m3_factors
 
 __all__ = ["Rows", "place"]
 

@@ -17,16 +17,16 @@ from cutlass import Float32, const_expr, cute, range_constexpr
 
 from ..common.copies import TmaTiles
 from ..common.factor import factor_of
-from . import ptx, widened_ptx
-from .widened_config import Config
+from . import mixed_ptx, ptx
+from .mixed_config import Config
 
-__all__ = ["TransposedEpilogue"]
+__all__ = ["MixedEpilogue"]
 
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @dataclass(frozen=True)
-class TransposedEpilogue:
+class MixedEpilogue:
     """Stores tiles: a warpgroup's work.
 
     Attributes:
@@ -101,7 +101,7 @@ class TransposedEpilogue:
             for j in (0, 1):
                 first = (row + 8 * (group + j)) // 2
                 words += [ptx.round_pair(acc[first + i], acc[first + i + 1], kind) for i in (0, 2)]
-            widened_ptx.store_matrix_transposed(line + group * 8 * 128, words)
+            mixed_ptx.store_matrix_transposed(line + group * 8 * 128, words)
 
     @cute.jit
     def store_each(self, acc, thread, row, column):

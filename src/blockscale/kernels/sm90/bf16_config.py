@@ -11,14 +11,14 @@ from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
 from .product_config import ROW, ProductConfig, Shape, fit, ordered
 
-__all__ = ["BLOCK_K", "PlainConfig", "candidates", "choose_config"]
+__all__ = ["BLOCK_K", "Bf16Config", "candidates", "choose_config"]
 
 BLOCK_K = ROW // 2  # columns of a stage
 MAJORS = ("k", "mn")
 
 
 @dataclass(frozen=True, slots=True)
-class PlainConfig(ProductConfig):
+class Bf16Config(ProductConfig):
     """A kernel of bf16: all that its code depends on.
 
     Attributes:
@@ -38,7 +38,7 @@ class PlainConfig(ProductConfig):
 
 
 def _shape(loop: int, fixed: int, **fields: Any) -> Shape:
-    return Shape(PlainConfig(torch.bfloat16, c_buffers=1, **fields), loop, fixed)
+    return Shape(Bf16Config(torch.bfloat16, c_buffers=1, **fields), loop, fixed)
 
 
 _SQUARE = {"tile": (128, 128), "batch": 128, "stages": 5}
@@ -66,7 +66,7 @@ def candidates(
     *,
     majors: tuple[str, str] = ("k", "k"),
     gpu: Gpu = GPUS["sm_90a"],
-) -> list[PlainConfig]:
+) -> list[Bf16Config]:
     """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first.
 
     ``majors``: of A and of B.
@@ -81,6 +81,6 @@ def choose_config(
     *,
     majors: tuple[str, str] = ("k", "k"),
     gpu: Gpu = GPUS["sm_90a"],
-) -> PlainConfig:
+) -> Bf16Config:
     """The kernel for a product of ``shape`` (M, N, K)."""
     return candidates(shape, epilogue, majors=majors, gpu=gpu)[0]
