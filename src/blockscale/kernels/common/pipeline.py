@@ -9,7 +9,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from .persistent import advance
+from .persistent import advance_pipeline
 from .rounds import rounds
 
 __all__ = ["Pipeline"]
@@ -59,7 +59,7 @@ class Pipeline:
         return self.full + (stage + (phase ^ 1) * self.stages)
 
     def producer_next(self, stage, phase):
-        return advance(stage, phase, self.stages)
+        return advance_pipeline(stage, phase, self.stages)
 
     # --- a consumer's side ---
 
@@ -72,7 +72,7 @@ class Pipeline:
     def consumer_next(self, stage, phase):
         """What the same warpgroup takes next."""
         if self.turns == 1:
-            return advance(stage, phase, self.stages)
+            return advance_pipeline(stage, phase, self.stages)
         stage = stage + self.turns
         wrapped = Int32(stage >= self.stages)
         return stage - wrapped * self.stages, (phase + wrapped) % (2 * self.rounds)

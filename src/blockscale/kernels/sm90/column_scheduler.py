@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from ..common.persistent import first
+from ..common.persistent import cluster_id_and_count
 from .dense_scheduler import Tile
 from .mixed_config import B_ROWS, Config
 
@@ -31,7 +31,7 @@ class ColumnTiles:
 
     def first(self):
         """The CTA's first one, and how far its others are apart."""
-        return first(self.config.split)
+        return cluster_id_and_count(self.config.split)
 
     def tile(self, index) -> Tile:
         """A division: not for each K block."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 
-from ..common.persistent import first
+from ..common.persistent import cluster_id_and_count
 from ..common.schedule import Raster
 from .product_config import ProductConfig
 
@@ -60,7 +60,7 @@ class DenseTiles:
 
     def first(self):
         """The CTA's first one, and how far its others are apart."""
-        return first(self.cluster_size)
+        return cluster_id_and_count(self.cluster_size)
 
     def tile(self, index) -> Tile:
         row, column = self.raster.tile(index, self.clusters, self.rank)

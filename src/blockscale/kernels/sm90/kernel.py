@@ -22,9 +22,9 @@ from cutlass.cute.nvgpu import cpasync
 from ..common import shared
 from ..common.copies import Copies, TmaTiles
 from ..common.factor import any_added
-from ..common.following import follow
 from ..common.numeric import NUMERIC
-from ..common.persistent import meet
+from ..common.pdl import pdl_wait
+from ..common.persistent import cluster_sync
 from ..common.pipeline import Pipeline
 from ..common.tensor_specs import any_source, compile_for
 from . import ptx
@@ -140,8 +140,8 @@ class Gemm:
             cute.arch.cluster_arrive_relaxed()  # others wait for it before they send accumulators
         for each in loads:
             each.copies.clear(each.tiles, config.threads)
-        meet(config.blocks)
-        follow()
+        cluster_sync(config.blocks)
+        pdl_wait()
 
         # roles
         schedule = self.scheduler.tiles(output[0], k_blocks, rank, k_part)

@@ -23,9 +23,9 @@ from cutlass.cute.nvgpu import cpasync
 from ..common import shared
 from ..common.copies import Copies, TmaTiles
 from ..common.factor import any_added
-from ..common.following import follow
 from ..common.numeric import NUMERIC
-from ..common.persistent import meet
+from ..common.pdl import pdl_wait
+from ..common.persistent import cluster_sync
 from ..common.pipeline import Pipeline
 from ..common.tensor_specs import any_source, any_tensor, compile_for
 from . import mixed_ptx, ptx
@@ -119,7 +119,7 @@ class MixedGemm:
                     reduce.init_barriers()
             cute.arch.mbarrier_init_fence()
         a.copies.clear(a.tiles, self.threads)
-        meet(config.split)
+        cluster_sync(config.split)
 
         # roles
         schedule = self.scheduler.tiles(extent, k_blocks, k_part)
@@ -158,7 +158,7 @@ class Loader:
             end = cutlass.min(tile.k_end, tile.k_begin + config.stages)
             for k_block in range(tile.k_begin, end):
                 self.b.prefetch((tile.column, k_block * row_bytes))
-        follow()
+        pdl_wait()
         stage, phase = Int32(0), Int32(1)
         for index in range(start, self.schedule.count, step):
             tile = self.schedule.tile(index)
@@ -191,7 +191,7 @@ class ScaleLoader:
         stage, phase = Int32(0), Int32(1)
         tile = self.schedule.tile(start)
         self.prefetch(tile.column, tile.k_begin, thread)
-        follow()
+        pdl_wait()
         for index in range(start, self.schedule.count, step):
             tile = self.schedule.tile(index)
             for k_block in range(tile.k_begin, tile.k_end):
@@ -271,7 +271,7 @@ class Consumer:
         stage, phase = before, Int32(0)
         reduce_phase = Int32(0)
         acc = mainloop.accumulators()
-        follow()
+        pdl_wait()
         for index in range(start, self.schedule.count, step):
             acc.fill(0.0)
             count = self.schedule.k_end - self.schedule.k_begin

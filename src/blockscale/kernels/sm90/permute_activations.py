@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 
 from ...formats import get_format
-from ..common.following import follow, precede
+from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.ptx import store_global
 from ..common.tensor_specs import any_tensor, compile_for
 from .dequant import WIDENERS, ue4m3_factors
@@ -52,8 +52,9 @@ class PermuteActivations:
 
     @cute.kernel
     def kernel(self, a, scale, out, threads):
-        follow()
-        precede()  # a product may come, and bring B; for what is written here it waits
+        pdl_wait()
+        # a product may come, and bring B; for what is written here it waits
+        pdl_launch_dependents()
         index = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
         # threads past the last vote, too: they read nothing
         across = Int32(out.shape[1]) // 32

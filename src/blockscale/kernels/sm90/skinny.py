@@ -20,8 +20,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import Copies, Panels, TmaTiles
 from ..common.factor import any_added, factor_of
-from ..common.following import follow, precede
-from ..common.persistent import advance, meet
+from ..common.pdl import pdl_launch_dependents, pdl_wait
+from ..common.persistent import advance_pipeline, cluster_sync
 from ..common.tensor_specs import any_source, any_tensor, compile_for
 from . import mixed_ptx, ptx
 from .dequant_rows import Rows, place
@@ -90,8 +90,8 @@ class SkinnyGemm:
                     cute.arch.mbarrier_init(barriers + i, 1)
             cute.arch.mbarrier_init_fence()
         a.copies.clear(a.tiles, 32 * config.warps)
-        meet(1)
-        follow()
+        cluster_sync(1)
+        pdl_wait()
 
         # each warp loads, multiplies and stores
         column = cute.arch.block_idx()[0] * config.b_rows
@@ -105,7 +105,7 @@ class SkinnyGemm:
         rows = Rows(config.format, b_tiles)
         rows.seen.fill(0)
         Mainloop(config, loader, rows)(acc)
-        precede()
+        pdl_launch_dependents()
         rows.poison(acc)
         Epilogue(config, b.address, warp, column, *output)(acc)
 
@@ -178,7 +178,7 @@ class Mainloop:
             )
             cute.arch.sync_warp()
             loader(k_block + config.slots, stage)
-            stage, phase = advance(stage, phase, config.stages)
+            stage, phase = advance_pipeline(stage, phase, config.stages)
 
     def add(self, acc, b, a, scales) -> None:
         """A K block, given by addresses of what a thread has of it."""
