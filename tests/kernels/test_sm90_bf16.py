@@ -28,7 +28,7 @@ from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
-SQUARE = Bf16Config(BF16, tile=(128, 128), cluster=(1, 1), batch=128)
+SQUARE = Bf16Config(BF16, tile=(128, 128), cluster=(1, 1), mma_n=128)
 MAJORS = tuple(product(("k", "mn"), repeat=2))
 
 
@@ -82,13 +82,13 @@ VARIANTS = {
     "wide, no cluster, B by columns": Bf16Config(BF16, cluster=(1, 1), b_major="mn"),
     "wide, both by columns": Bf16Config(BF16, a_major="mn", b_major="mn", skew=300),
     "tall, A by columns": Bf16Config(
-        BF16, tile=(256, 128), cluster=(1, 2), batch=128, c_buffers=1, a_major="mn"
+        BF16, tile=(256, 128), cluster=(1, 2), mma_n=128, epilogue_stages=1, a_major="mn"
     ),
     "two batches, both by columns": Bf16Config(
-        BF16, tile=(128, 256), cluster=(2, 1), batch=128, a_major="mn", b_major="mn"
+        BF16, tile=(128, 256), cluster=(2, 1), mma_n=128, a_major="mn", b_major="mn"
     ),
     "three warpgroups": Bf16Config(
-        BF16, tile=(192, 128), cluster=(1, 2), stages=5, warpgroups=3, batch=128, c_buffers=1
+        BF16, tile=(192, 128), cluster=(1, 2), stages=5, warpgroups=3, mma_n=128, epilogue_stages=1
     ),
 }
 
@@ -114,20 +114,20 @@ def test_variants(name):
     assert_no_spills(config)
 
 
-_TURNS = {"cluster": (1, 1), "alternate": True, "c_buffers": 1}
+_TURNS = {"cluster": (1, 1), "warpgroup_split_k": True, "epilogue_stages": 1}
 ALTERNATE = {
-    "64 rows": Bf16Config(BF16, tile=(64, 128), batch=128, **{**_TURNS, "cluster": (1, 2)}),
+    "64 rows": Bf16Config(BF16, tile=(64, 128), mma_n=128, **{**_TURNS, "cluster": (1, 2)}),
     "64 columns, added, both by columns": Bf16Config(
         FP32,
         tile=(128, 64),
         stages=6,
-        batch=64,
+        mma_n=64,
         accumulate=True,
         a_major="mn",
         b_major="mn",
         **_TURNS,
     ),
-    "one by one": Bf16Config(BF16, tile=(64, 64), stages=7, batch=64, tma_store=False, **_TURNS),
+    "one by one": Bf16Config(BF16, tile=(64, 64), stages=7, mma_n=64, tma_store=False, **_TURNS),
 }
 
 
@@ -206,7 +206,7 @@ def test_shapes(shape):
 def test_choice():
     """Large products take the largest tiles, small ones many."""
     assert choose_config((8192, 8192, 8192), Epilogue(BF16)).tile == (128, 256)
-    assert choose_config((256, 512, 4096), Epilogue(BF16)).alternate
+    assert choose_config((256, 512, 4096), Epilogue(BF16)).warpgroup_split_k
     for shape in ((8192, 8192, 8192), (300, 520, 1024), (1, 1, 8)):
         assert choose_config(shape, Epilogue(FP32)) == candidates(shape, Epilogue(FP32))[0]
 
@@ -303,6 +303,6 @@ def test_bad_input():
         call(a, b, out_dtype=torch.float64)
     with pytest.raises(Unsupported, match="sm_100a"):
         call(a, b, arch="sm_100a")
-    for fields in ({"a_major": "m"}, {"b_major": "mn", "batch": 32}, {"stages": 9}):
+    for fields in ({"a_major": "m"}, {"b_major": "mn", "mma_n": 32}, {"stages": 9}):
         with pytest.raises(ValueError, match=next(iter(fields))):
             Bf16Config(BF16, **fields)

@@ -38,13 +38,13 @@ def _common(config: Any, shape: Shape) -> dict[str, Any]:
 
 
 def _hopper(config: ProductConfig, shape: Shape) -> dict[str, Any]:
-    return {**_common(config, shape), "split": config.split}
+    return {**_common(config, shape), "split": config.split_k}
 
 
 def _wgmma_bytes(config: ProductConfig) -> int:
     """Of A and B that the tensor cores read for a K block: each wgmma its rows and columns."""
     rows, columns = config.tile
-    return rows // ROWS * (columns // config.batch) * (ROWS + config.batch) * ROW
+    return rows // ROWS * (columns // config.mma_n) * (ROWS + config.mma_n) * ROW
 
 
 def hopper_fp8(config: sm90.Config, shape: Shape) -> Launch:

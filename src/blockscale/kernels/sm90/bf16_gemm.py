@@ -78,7 +78,7 @@ class Mainloop:
 
     def descriptor(self, address, major: str):
         """Rows, or panels, which are as far apart as 64 rows of 128 bytes."""
-        return ptx.descriptor(address, 16 if major == "k" else BLOCK_K * ROW)
+        return ptx.wgmma_descriptor(address, 16 if major == "k" else BLOCK_K * ROW)
 
     @cute.jit
     def __call__(self, acc, k_blocks, stage, phase):
@@ -89,7 +89,7 @@ class Mainloop:
             self.pipeline.consumer_wait(stage, phase)
             for j in range_constexpr(len(mma_tiles)):
                 self.mma(acc[j], stage, *mma_tiles[j])
-            ptx.wait_products(len(mma_tiles))
+            ptx.wgmma_wait_group(len(mma_tiles))
             if i > 0:
                 self.release(before)
             before = stage
@@ -105,22 +105,24 @@ class Mainloop:
         config = self.config
         unit = ROW // 16  # of a descriptor, for a row
         a = self.a + stage * (config.tile[0] * unit) + row_step * 64 * unit
-        b = self.b + stage * (config.tile[1] * unit) + column_step * config.batch * unit
+        b = self.b + stage * (config.tile[1] * unit) + column_step * config.mma_n * unit
         majors = config.a_major, config.b_major
         steps = [_STEP // 8 if major == "k" else _STEP * unit for major in majors]
         transposed = [major == "mn" for major in majors]
-        values = [acc[i] for i in range(config.batch // 2)]
+        values = [acc[i] for i in range(config.mma_n // 2)]
         for i, value in enumerate(ptx.wgmma_bf16(values, a, b, steps, transposed)):
             acc[i] = value
 
     def finish(self, acc) -> None:
         """Nobody may read them before."""
-        for i, value in enumerate(ptx.finish([acc[i] for i in range(self.config.batch // 2)])):
+        for i, value in enumerate(
+            ptx.wgmma_wait_all([acc[i] for i in range(self.config.mma_n // 2)])
+        ):
             acc[i] = value
 
     def release(self, stage) -> None:
         barrier = (self.pipeline.empty + stage).toint()
-        ptx.arrive_at(barrier, self.lane, self.config.blocks)
+        ptx.mbarrier_arrive_cluster(barrier, self.lane, self.config.multicast_ctas)
 
 
 def compile_config(config: Bf16Config):

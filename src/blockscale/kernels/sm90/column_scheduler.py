@@ -31,7 +31,7 @@ class ColumnTiles:
 
     def first(self):
         """The CTA's first one, and how far its others are apart."""
-        return cluster_id_and_count(self.config.split)
+        return cluster_id_and_count(self.config.split_k)
 
     def tile(self, index) -> Tile:
         """A division: not for each K block."""
@@ -50,11 +50,11 @@ class ColumnScheduler:
 
     def grid(self, extent, multiprocessors):
         """On the host: how many CTAs there are."""
-        split = self.config.split
+        split = self.config.split_k
         return cutlass.min(extent[0], multiprocessors // split) * split
 
     def tiles(self, extent, k_blocks, k_part) -> ColumnTiles:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
-        split = self.config.split
+        split = self.config.split_k
         begin, end = k_part * k_blocks // split, (k_part + 1) * k_blocks // split
         return ColumnTiles(self.config, *extent, begin, end)

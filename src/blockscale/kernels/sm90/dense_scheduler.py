@@ -81,7 +81,7 @@ class DenseScheduler:
 
     def tiles(self, d, k_blocks, rank, k_part) -> DenseTiles:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
-        clusters, split = self.raster.clusters(*d.shape), self.config.split
+        clusters, split = self.raster.clusters(*d.shape), self.config.split_k
         begin, end = 0, k_blocks
         if split > 1:
             begin, end = k_part * k_blocks // split, (k_part + 1) * k_blocks // split

@@ -53,7 +53,7 @@ class Epilogue:
         if const_expr(config.tma_store):
             if const_expr(config.accumulate and not config.reduces):
                 self.add(acc, thread, row, column)
-            if const_expr(config.boxed):
+            if const_expr(config.stores_tiles):
                 self.store(acc, warpgroup, thread, row, column)
             else:
                 self.store_pairs(acc, thread, row, column)
@@ -96,7 +96,7 @@ class Epilogue:
         """Add what the output holds, in pairs: its rows start at multiples of two elements and have
         an even number of columns."""
         for values, i, *place in self.pairs(acc, thread, row, column):
-            pair = ptx.load_pair(*place, self.kind)
+            pair = ptx.ld_global_pair(*place, self.kind)
             for j in range_constexpr(2):
                 values[i + j] = values[i + j] + pair[j]
 
@@ -104,7 +104,7 @@ class Epilogue:
     def store_pairs(self, acc, thread, row, column):
         """Store from registers where rows are as ``add`` wants them."""
         for values, i, *place in self.pairs(acc, thread, row, column):
-            ptx.store_pair(*place, [values[i + j] for j in range(2)], self.kind)
+            ptx.st_global_pair(*place, [values[i + j] for j in range(2)], self.kind)
 
     def pairs(self, acc, thread, row, column) -> list:
         """Neighbours in a row: their tensor, the index of the first, its address and how far after
@@ -126,18 +126,18 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc, warpgroup, thread, row, column):
-        """Store boxes of 64 rows x 128 bytes, ``c_buffers`` at a time."""
+        """Store boxes of 64 rows x 128 bytes, ``epilogue_stages`` at a time."""
         config, nbytes = self.config, self.boxes.copies.nbytes
-        first = warpgroup * config.c_buffers
+        first = warpgroup * config.epilogue_stages
         across = config.tile[1] // config.box_columns
         base = self.boxes.address + first * nbytes
         # known to be the same in all lanes: else the compiler gives up uniform registers all over
         warp = cute.arch.make_warp_uniform(thread // 32)
-        for start in range_constexpr(0, config.boxes, config.c_buffers):
+        for start in range_constexpr(0, config.boxes, config.epilogue_stages):
             if warp == 0:  # stores have read the buffers
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.sync(warpgroup)
-            for i in range_constexpr(config.c_buffers):
+            for i in range_constexpr(config.epilogue_stages):
                 box = start + i
                 self.put(
                     acc,
@@ -149,7 +149,7 @@ class Epilogue:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync(warpgroup)
             if warp == 0:
-                for i in range_constexpr(config.c_buffers):
+                for i in range_constexpr(config.epilogue_stages):
                     box = start + i
                     position = (
                         row + box // across * 64,
@@ -171,8 +171,8 @@ class Epilogue:
             for group in range(config.box_columns // 8):
                 chunk = (2 * group + lane % 4 // 2) ^ (row % 8)
                 values = [self.value(acc, row_step, column + 8 * group, i) for i in range(4)]
-                ptx.store_shared2(line + chunk * 16, values[:2])
-                ptx.store_shared2(line + 8 * 128 + chunk * 16, values[2:])
+                ptx.st_shared_v2(line + chunk * 16, values[:2])
+                ptx.st_shared_v2(line + 8 * 128 + chunk * 16, values[2:])
             return
         row = warp * 16 + lane % 16
         for group in range(0, config.box_columns // 8, 2):
@@ -180,8 +180,8 @@ class Epilogue:
             words = []
             for j in (0, 1):
                 values = [self.value(acc, row_step, column + 8 * (group + j), i) for i in range(4)]
-                words += [ptx.round_pair(*values[i : i + 2], kind) for i in (0, 2)]
-            ptx.store_matrix(address + row * 128 + chunk * 16, words)
+                words += [ptx.cvt_rn_x2(*values[i : i + 2], kind) for i in (0, 2)]
+            ptx.stmatrix(address + row * 128 + chunk * 16, words)
 
     @cute.jit
     def store_each(self, acc, thread, row, column):

@@ -14,7 +14,7 @@ from ..common.calls import CompiledGemm, GemmCall, Operand, multiply
 from ..common.loadable import loadable
 from ..common.runtime import Described, describe
 from .dequant_plan import plan_dequant
-from .mixed_config import FEW
+from .mixed_config import MAX_MIXED_M
 from .mixed_plan import plan_mixed
 
 __all__ = ["exact_gemm", "lay", "plan_exact"]
@@ -53,4 +53,4 @@ def exact_gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
 
 def _suits_few(a: Described, b: Described) -> bool:
     """Whether ``plan_mixed`` takes these, and is faster."""
-    return a[0][0] <= FEW and a[1][1] == 1 and b[1][1] == 1
+    return a[0][0] <= MAX_MIXED_M and a[1][1] == 1 and b[1][1] == 1

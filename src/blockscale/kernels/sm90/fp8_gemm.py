@@ -100,8 +100,8 @@ class ScaleFetcher:
                     if lane == i:
                         target = self.address + stage * config.scale_bytes[1]
                         for j in range_constexpr(config.b_scales):
-                            ptx.store_scale(target + 4 * j, values[j])
-                        ptx.arrive(self.pipeline.producer_barrier(stage, phase).toint())
+                            ptx.st_shared(target + 4 * j, values[j])
+                        ptx.mbarrier_arrive(self.pipeline.producer_barrier(stage, phase).toint())
                     stage, phase = self.pipeline.producer_next(stage, phase)
 
 
@@ -116,12 +116,12 @@ class Mainloop:
     def __init__(self, config: Config, pipeline: Pipeline, row, thread, a, b, a_scale, b_scale):
         self.config, self.pipeline = config, pipeline
         warp, self.lane = thread // 32, thread % 32
-        self.a = cute.arch.make_warp_uniform(ptx.descriptor(a + row * BLOCK_K))
-        self.b = cute.arch.make_warp_uniform(ptx.descriptor(b))
+        self.a = cute.arch.make_warp_uniform(ptx.wgmma_descriptor(a + row * BLOCK_K))
+        self.b = cute.arch.make_warp_uniform(ptx.wgmma_descriptor(b))
         self.a_scale = ptx.pin(a_scale + (row + warp * 16 + self.lane // 4) * 4)
         own = self.lane % 4 * 8 if config.b_block[0] == 1 else 0
         self.rank = Int32(0)  # of the CTA in its cluster: of the lanes, this one arrives for it
-        if config.blocks > 1:
+        if config.multicast_ctas > 1:
             self.rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         self.b_scale = ptx.pin(b_scale + own)
         self.partial_acc = accumulators(config)
@@ -163,7 +163,7 @@ class Mainloop:
                     else:
                         if more:
                             self.pipeline.consumer_wait(stage, phase)
-                ptx.wait_products(0)
+                ptx.wgmma_wait_group(0)
                 self.promote(acc[i], rows[row_step], columns, here if last else None)
         return stage, phase
 
@@ -172,18 +172,18 @@ class Mainloop:
         config, partial_acc = self.config, self.partial_acc
         unit = BLOCK_K // 16  # of a descriptor, for a row
         a = self.a + stage * (config.tile[0] * unit) + row_step * 64 * unit
-        b = self.b + stage * (config.tile[1] * unit) + column_step * config.batch * unit
-        given = [partial_acc[i] for i in range(config.batch // 2)]
-        for i, value in enumerate(ptx.wgmma(given, a, b)):
+        b = self.b + stage * (config.tile[1] * unit) + column_step * config.mma_n * unit
+        given = [partial_acc[i] for i in range(config.mma_n // 2)]
+        for i, value in enumerate(ptx.wgmma_fp8(given, a, b)):
             partial_acc[i] = value
-        if not config.alternate:  # few columns end before what is read then is there
-            ptx.keep_below()
+        if not config.warpgroup_split_k:  # few columns end before what is read then is there
+            ptx.bar_warp_sync()
 
     def row_scales(self, stage) -> list[list[Any]]:
         """Of A, two for each step down the rows."""
         address = self.a_scale + stage * self.config.scale_bytes[0]
         return [
-            [ptx.load_floats(address, 256 * step + offset)[0] for offset in (0, 32)]
+            [ptx.ld_shared(address, 256 * step + offset)[0] for offset in (0, 32)]
             for step in range(self.config.row_steps)
         ]
 
@@ -193,17 +193,17 @@ class Mainloop:
         steps down the rows have those that are read in the first one: ``pairs``, of a stage.
         """
         config = self.config
-        address, first = self.b_scale + stage * config.scale_bytes[1], column_step * config.batch
-        columns = range(first, first + config.batch, _COLUMNS)
+        address, first = self.b_scale + stage * config.scale_bytes[1], column_step * config.mma_n
+        columns = range(first, first + config.mma_n, _COLUMNS)
         if config.b_block[0] == 1:
             if row_step == 0:
-                read = _ahead(ptx.load_floats(address, 4 * column, 2) for column in columns)
+                read = _ahead(ptx.ld_shared(address, 4 * column, 2) for column in columns)
                 pairs[column_step] = tee(read, config.row_steps)
             return pairs[column_step][row_step]
         # Read again in each step: with few rows, the first wgmmas would wait for all of it.
         segments = [column // config.segment for column in columns]
         found = {
-            i: [ptx.load_for_warp(address, 4 * i, self.lane, self.rank)]
+            i: [ptx.ld_shared_broadcast(address, 4 * i, self.lane, self.rank)]
             for i in dict.fromkeys(segments)
         }
         return iter([found[i] for i in segments])
@@ -218,7 +218,7 @@ class Mainloop:
         for group, column in enumerate(columns):
             if scaled is not column:
                 scaled = column
-                scales = [ptx.multiply(row, each) for row in rows for each in column]
+                scales = [ptx.mul(row, each) for row in rows for each in column]
             where = range(4 * group, 4 * group + 4)
             partial_acc = [self.partial_acc[i] for i in where]
             added = ptx.fma4([acc[i] for i in where], partial_acc, scales)
@@ -229,7 +229,7 @@ class Mainloop:
 
     def release(self, stage) -> None:
         barrier = (self.pipeline.empty + stage).toint()
-        ptx.arrive_at(barrier, self.lane, self.config.blocks)
+        ptx.mbarrier_arrive_cluster(barrier, self.lane, self.config.multicast_ctas)
 
 
 def _ahead(items: Iterator[Any]) -> Iterator[Any]:

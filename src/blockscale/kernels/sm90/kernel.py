@@ -67,7 +67,7 @@ class Gemm:
     def out(self) -> Copies:
         """Boxes of the output."""
         config = self.config
-        slots = config.c_buffers * config.row_warpgroups
+        slots = config.epilogue_stages * config.row_warpgroups
         return Copies(NUMERIC[config.out_dtype], (64, config.box_columns), slots)
 
     @property
@@ -80,7 +80,7 @@ class Gemm:
         """
         config, d = self.config, output[0]
         store = None, None
-        if config.boxed:
+        if config.stores_tiles:
             op = cpasync.CopyBulkTensorTileS2GOp()
             if config.reduces:
                 op = cpasync.CopyReduceBulkTensorTileS2GOp()
@@ -100,9 +100,9 @@ class Gemm:
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank, k_part = Int32(0), Int32(0)
-        if const_expr(config.blocks > 1):
+        if const_expr(config.multicast_ctas > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        if const_expr(config.split > 1):
+        if const_expr(config.split_k > 1):
             k_part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
         # shared memory
@@ -110,37 +110,37 @@ class Gemm:
         copies = [each.copies for each in self.operands]
         tiles = [each.allocate(memory) for each in copies[:2]]
         boxes = None
-        if const_expr(config.boxed):
+        if const_expr(config.stores_tiles):
             boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
         tiles += [each.allocate(memory) for each in copies[2:]]
         loads = [TmaTiles(*each) for each in zip(copies, atoms, views, tiles, strict=True)]
         addresses = [each.address for each in loads]
         if const_expr(self.fetcher is not None):
             addresses.append(shared.allocate(memory, config.stages * self.fetched_bytes, 128))
-        pipeline = Pipeline.allocate(memory, config.stages, config.parts)
+        pipeline = Pipeline.allocate(memory, config.stages, config.k_turns)
         reduce = None
-        if const_expr(config.alternate):
-            reduce = (ClusterReduce if config.split > 1 else CtaReduce).allocate(config, memory)
+        if const_expr(config.warpgroup_split_k):
+            reduce = (ClusterReduce if config.split_k > 1 else CtaReduce).allocate(config, memory)
 
         # barriers
         if warp == 0:
-            for atom in [*atoms, *([store_atom] if config.boxed else [])]:
+            for atom in [*atoms, *([store_atom] if config.stores_tiles else [])]:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for i in range_constexpr(pipeline.full_barriers):
                     producers = 1 + (self.fetcher is not None)
                     cute.arch.mbarrier_init(pipeline.full + i, producers)
                     if const_expr(i < config.stages):
-                        consumer_warps = 4 * config.row_warpgroups * config.blocks
+                        consumer_warps = 4 * config.row_warpgroups * config.multicast_ctas
                         cute.arch.mbarrier_init(pipeline.empty + i, consumer_warps)
-                if const_expr(config.alternate):
+                if const_expr(config.warpgroup_split_k):
                     reduce.init_barriers()
             cute.arch.mbarrier_init_fence()
-        if const_expr(config.split > 1):
+        if const_expr(config.split_k > 1):
             cute.arch.cluster_arrive_relaxed()  # others wait for it before they send accumulators
         for each in loads:
             each.copies.clear(each.tiles, config.threads)
-        cluster_sync(config.blocks)
+        cluster_sync(config.multicast_ctas)
         pdl_wait()
 
         # roles
@@ -153,11 +153,11 @@ class Gemm:
             if const_expr(self.fetcher is not None):  # noqa: SIM102 - one is known when compiling
                 if warp == 1:
                     self.fetcher(config, pipeline, schedule, fetched, addresses[-1])()
-            if const_expr(config.split > 1):
+            if const_expr(config.split_k > 1):
                 cute.arch.cluster_wait()
         else:
             cute.arch.setmaxregister_increase(high)
-            if const_expr(config.split > 1):
+            if const_expr(config.split_k > 1):
                 cute.arch.cluster_wait()
             epilogue = Epilogue(config, boxes, *output, self.mainloop.fills_registers)
             consumer = config, pipeline, schedule, k_part, addresses
@@ -186,12 +186,12 @@ class Loader:
                 self.pipeline.producer_acquire(stage, phase)
                 barrier = self.pipeline.producer_barrier(stage, phase)
                 if lane == 0:
-                    ptx.expect(barrier.toint(), nbytes)
+                    ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
                 for operand, load in zip(self.operands, self.loads, strict=True):
                     origin = operand.origin(tile.row, tile.column, k_block)
                     load.load(stage, origin, barrier, self.schedule.rank)
                 stage, phase = self.pipeline.producer_next(stage, phase)
-        if const_expr(self.config.blocks > 1):  # stay until no other CTA signals any more
+        if const_expr(self.config.multicast_ctas > 1):  # stay until no other CTA signals any more
             for _ in range(self.config.stages):
                 self.pipeline.producer_acquire(stage, phase)
                 stage, phase = self.pipeline.producer_next(stage, phase)
@@ -223,15 +223,15 @@ class Consumer:
         warpgroup = cute.arch.make_warp_uniform(thread // 128)
         thread = ptx.pin(thread % 128)
         k_turn = Int32(0)
-        if const_expr(config.alternate):  # this warpgroup's K blocks, its rows being all
+        if const_expr(config.warpgroup_split_k):  # this warpgroup's K blocks, its rows being all
             k_turn, warpgroup = warpgroup, Int32(0)
         first_row = warpgroup * (64 * config.row_steps)
         mainloop = self.mainloop(config, self.pipeline, first_row, thread, *self.addresses)
         start, step = self.schedule.first()
-        if const_expr(config.split > 1):
+        if const_expr(config.split_k > 1):
             reduce = reduce.of_thread(self.k_part, k_turn, thread)
         if const_expr(config.skew):
-            ptx.sleep(warpgroup * config.skew)
+            ptx.nanosleep(warpgroup * config.skew)
         stage, phase, turn, taken = k_turn, Int32(0), Int32(0), Int32(0)
         acc = [accumulators(config) for _ in config.mma_tiles]
         for index in range(start, self.schedule.count, step):
@@ -239,19 +239,19 @@ class Consumer:
             for each in acc:
                 each.fill(0.0)
             count = tile.k_blocks
-            if const_expr(config.alternate):
+            if const_expr(config.warpgroup_split_k):
                 taken = taken + tile.k_blocks
                 count = (taken + 1 - k_turn) // 2 - (taken - tile.k_blocks + 1 - k_turn) // 2
             stage, phase = mainloop(acc, count, stage, phase)
             row, column = tile.row + first_row, tile.column + self.k_part * config.own_columns
-            if const_expr(config.split > 1):
+            if const_expr(config.split_k > 1):
                 filled = tile.row + thread // 32 * 16 < self.epilogue.d.shape[0]
                 reduce.send(acc, turn, filled)
                 if k_turn == 0:
                     more = index + step < self.schedule.count
                     reduce.receive(acc, turn, filled, more)
                     self.epilogue(acc, warpgroup, thread, row, column)
-            elif const_expr(config.alternate):
+            elif const_expr(config.warpgroup_split_k):
                 if k_turn > 0:
                     reduce.send(acc, thread, turn)
                 else:
@@ -260,13 +260,13 @@ class Consumer:
             else:
                 self.epilogue(acc, warpgroup, thread, row, column)
             turn = turn ^ 1
-        if const_expr(config.boxed):
+        if const_expr(config.stores_tiles):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 def accumulators(config: ProductConfig):
     """A thread's, of one wgmma."""
-    acc = cute.make_rmem_tensor((config.batch // 2,), Float32)
+    acc = cute.make_rmem_tensor((config.mma_n // 2,), Float32)
     acc.fill(0.0)
     return acc
 

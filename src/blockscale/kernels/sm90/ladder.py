@@ -145,7 +145,7 @@ class Ladder:
             row_scales = self.row_scales(places, slot, block)
         for batch in range_constexpr(config.batches):
             self.products(parts, places, slot, batch)
-            ptx.wait_products(0)
+            ptx.wgmma_wait_group(0)
             if const_expr(batch == config.batches - 1):
                 cute.arch.sync_threads()  # nobody needs the slot
                 if const_expr(config.ahead > 0):
@@ -166,7 +166,7 @@ class Ladder:
         barrier = full + slot
         if warp == 0 and block < blocks:
             with cute.arch.elect_one():
-                ptx.expect(barrier.toint(), nbytes)
+                ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
             wanted = [(0, slot, (row, k)), (1, slot, (column, k))]
             if const_expr("b" in config.staged):
                 for i in range_constexpr(config.b_scales):
@@ -185,10 +185,10 @@ class Ladder:
         """Start the partial sum of 64 rows and 128 columns."""
         config, (shared, *_, group, _) = self.config, places
         first = (group * config.batches + batch) * BATCH
-        a = ptx.descriptor(shared[0] + slot * (_ROWS * BLOCK_K))
-        b = ptx.descriptor(shared[1] + (slot * config.columns + first) * BLOCK_K)
+        a = ptx.wgmma_descriptor(shared[0] + slot * (_ROWS * BLOCK_K))
+        b = ptx.wgmma_descriptor(shared[1] + (slot * config.columns + first) * BLOCK_K)
         a, b = (cute.arch.make_warp_uniform(each) for each in (a, b))
-        for i, value in enumerate(ptx.wgmma([parts[i] for i in range(BATCH // 2)], a, b)):
+        for i, value in enumerate(ptx.wgmma_fp8([parts[i] for i in range(BATCH // 2)], a, b)):
             parts[i] = value
 
     def row_scales(self, places, slot, block) -> list:
@@ -196,7 +196,7 @@ class Ladder:
         shared, a_scale, _, m, row, _, _, at = places
         if "a" in self.config.staged:
             address = shared[3] + (slot * _ROWS + at) * 4
-            return [ptx.load_floats(address, offset)[0] for offset in (0, 32)]
+            return [ptx.ld_shared(address, offset)[0] for offset in (0, 32)]
         rows = [cutlass.min(row + at + offset, m - 1) for offset in (0, 8)]
         return [a_scale[(block, r) if self.config.transposed else (r, block)] for r in rows]
 
@@ -209,14 +209,14 @@ class Ladder:
             found = []
             for i, r in enumerate(rows):
                 line = shared[2] + (slot * config.b_scales + first + i) * _LINE * 4
-                found += ptx.load_floats(line + self.place(b_scale, r, block) % 4 * 4, 0)
+                found += ptx.ld_shared(line + self.place(b_scale, r, block) % 4 * 4, 0)
             return found
         last = b_scale.shape[0] - 1
         return [b_scale[cutlass.min(r, last), block] for r in rows]
 
     def promote(self, sums, parts, row_scales: list, column_scale) -> None:
         """Scale a partial sum and add it, in fp32."""
-        scales = [ptx.multiply(each, column_scale) for each in row_scales]
+        scales = [ptx.mul(each, column_scale) for each in row_scales]
         for first in range(0, BATCH // 2, 4):
             where = range(first, first + 4)
             added = ptx.fma4([sums[i] for i in where], [parts[i] for i in where], scales)

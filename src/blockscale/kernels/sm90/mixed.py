@@ -48,7 +48,7 @@ class MixedGemm:
 
     def __init__(self, config: Config):
         self.config = config
-        self.threads = 128 * (1 + WARPGROUPS * config.parts)
+        self.threads = 128 * (1 + WARPGROUPS * config.warpgroup_split_k)
         self.scheduler = ColumnScheduler(config)
         panel, slots = BLOCK_K // _PANELS, config.stages * _PANELS
         self.a = Copies(cutlass.BFloat16, (config.rows, panel), slots, rows=config.loaded_rows)
@@ -78,7 +78,7 @@ class MixedGemm:
         ).launch(
             grid=(self.scheduler.grid(extent, multiprocessors), 1, 1),
             block=(self.threads, 1, 1),
-            cluster=(config.split, 1, 1),
+            cluster=(config.split_k, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=True,
@@ -89,7 +89,7 @@ class MixedGemm:
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         k_part = Int32(0)
-        if const_expr(config.split > 1):
+        if const_expr(config.split_k > 1):
             k_part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
         # shared memory
@@ -101,7 +101,7 @@ class MixedGemm:
         if const_expr(config.tma_store):
             boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
         scales = shared.allocate(memory, config.stages * config.scale_bytes, 128)
-        pipeline = Pipeline.allocate(memory, config.stages, config.parts)
+        pipeline = Pipeline.allocate(memory, config.stages, config.warpgroup_split_k)
         reduce = None
         if const_expr(config.sources > 1):
             reduce = MixedReduce.allocate(config, memory)
@@ -119,11 +119,11 @@ class MixedGemm:
                     reduce.init_barriers()
             cute.arch.mbarrier_init_fence()
         a.copies.clear(a.tiles, self.threads)
-        cluster_sync(config.split)
+        cluster_sync(config.split_k)
 
         # roles
         schedule = self.scheduler.tiles(extent, k_blocks, k_part)
-        few, many = _REGISTERS[config.parts]
+        few, many = _REGISTERS[config.warpgroup_split_k]
         if warp < 4:
             cute.arch.setmaxregister_decrease(few)
             if warp == 0:
@@ -166,7 +166,7 @@ class Loader:
                 self.pipeline.producer_acquire(stage, phase)
                 barrier = self.pipeline.producer_barrier(stage, phase)
                 if lane == 0:
-                    ptx.expect(barrier.toint(), nbytes)
+                    ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
                 self.b.load(stage, (tile.column, k_block * row_bytes), barrier)
                 for i in range_constexpr(_PANELS):
                     column = (k_block * _PANELS + i) * (BLOCK_K // _PANELS)
@@ -214,13 +214,13 @@ class ScaleLoader:
                 at = (first + row) * inside
                 if const_expr(self.config.async_scales):
                     source = scale.iterator.toint() + scale.layout((at, column))
-                    mixed_ptx.copy_async(own, source, nbytes, inside)
+                    mixed_ptx.cp_async(own, source, nbytes, inside)
                 else:
                     for j in range_constexpr(nbytes):
                         value = Int32(0)
                         if inside == 1 and column + j < scale.shape[1]:
                             value = Int32(scale[at, column + j])
-                        mixed_ptx.store_byte(own + j, value)
+                        mixed_ptx.st_shared_byte(own + j, value)
 
     @cute.jit
     def prefetch(self, first, k_block, thread):
@@ -230,13 +230,13 @@ class ScaleLoader:
             row = i * _SCALE_THREADS + thread
             if row < B_ROWS and first + row < scale.shape[0]:
                 place = scale.layout((first + row, k_block * self.config.scale_row))
-                mixed_ptx.prefetch(scale.iterator.toint() + place)
+                mixed_ptx.prefetch_l2(scale.iterator.toint() + place)
 
     def arrive(self, barrier) -> None:
         if self.config.async_scales:
-            mixed_ptx.arrive_when_copied(barrier)
+            mixed_ptx.cp_async_mbarrier_arrive(barrier)
         else:
-            ptx.arrive(barrier)
+            ptx.mbarrier_arrive(barrier)
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Consumer:
 
     @cute.jit
     def __call__(self):
-        config, reduce, parts = self.config, self.reduce, self.config.parts
+        config, reduce, parts = self.config, self.reduce, self.config.warpgroup_split_k
         thread = cute.arch.thread_idx()[0] - 128
         warpgroup = cute.arch.make_warp_uniform(thread // 128)
         thread = ptx.pin(thread % 128)
@@ -287,7 +287,7 @@ class Consumer:
             tile = self.schedule.tile(index)
             column = tile.column + share * 64
             if const_expr(config.sources > 1):
-                if turn == 0 and self.k_part == share % config.split:
+                if turn == 0 and self.k_part == share % config.split_k:
                     more = index + step < self.schedule.count
                     reduce.receive(share, acc, here, reduce_phase, more)
                     self.epilogue(acc, share, here, tile.row, column)

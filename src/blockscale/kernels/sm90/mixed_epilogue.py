@@ -100,8 +100,8 @@ class MixedEpilogue:
             words = []
             for j in (0, 1):
                 first = (row + 8 * (group + j)) // 2
-                words += [ptx.round_pair(acc[first + i], acc[first + i + 1], kind) for i in (0, 2)]
-            mixed_ptx.store_matrix_transposed(line + group * 8 * 128, words)
+                words += [ptx.cvt_rn_x2(acc[first + i], acc[first + i + 1], kind) for i in (0, 2)]
+            mixed_ptx.stmatrix_trans(line + group * 8 * 128, words)
 
     @cute.jit
     def store_each(self, acc, thread, row, column):

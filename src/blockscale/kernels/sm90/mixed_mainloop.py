@@ -34,7 +34,7 @@ class Mainloop:
         own, part = row + thread // 32 * 16 + thread % 32 // 4, thread % 4
         self.b = ptx.pin(b + place(own, part, config.row_bytes))
         self.b_scale = ptx.pin(b_scale + own * config.scale_row + part * (config.scale_row // 4))
-        self.a = cute.arch.make_warp_uniform(ptx.descriptor(a))
+        self.a = cute.arch.make_warp_uniform(ptx.wgmma_descriptor(a))
         self.rows = Rows(config.format, 1)
         self.next = cute.make_rmem_tensor((16 + self.rows.kept,), Int32)
 
@@ -58,14 +58,14 @@ class Mainloop:
         last = stage
         stage, phase = self.body(acc, used, k_blocks - 1, True, stage, phase)
         self.finish(acc)
-        if const_expr(self.config.parts == 1):
+        if const_expr(self.config.warpgroup_split_k == 1):
             self.free(last)
         self.rows.poison([acc])
         return stage, phase
 
     def finish(self, acc) -> None:
         """Until all wgmmas have finished."""
-        values = ptx.finish([acc[i] for i in range(self.count)])
+        values = ptx.wgmma_wait_all([acc[i] for i in range(self.count)])
         for i, value in enumerate(values):
             acc[i] = value
 
@@ -79,26 +79,26 @@ class Mainloop:
         scales = [self.next[16 + i] for i in range(self.rows.kept)]
         words = self.load(stage, 1)
         self.products(acc, stage, 0, fragments)
-        ptx.wait_products(1)  # of the unit before: its registers are free
-        if const_expr(self.config.parts == 1):
+        ptx.wgmma_wait_group(1)  # of the unit before: its registers are free
+        if const_expr(self.config.warpgroup_split_k == 1):
             self.free(used, block)
         fragments = self.rows.widen(words, scales, 0, 1)
         self.products(acc, stage, 1, fragments)
-        if const_expr(self.config.parts > 1):
-            ptx.wait_products(0)
+        if const_expr(self.config.warpgroup_split_k > 1):
+            ptx.wgmma_wait_group(0)
             self.free(stage)
         stage, phase = self.pipeline.consumer_next(stage, phase)
         if const_expr(not last):
             self.pipeline.consumer_wait(stage, phase)
             words, scales = self.load(stage, 0), self.read_scales(stage)
-            ptx.wait_products(1)
+            ptx.wgmma_wait_group(1)
             self.keep(self.rows.widen(words, scales, 0, 0), scales)
         return stage, phase
 
     def free(self, stage, wanted=1) -> None:
         """Arrive when a stage has been read, unless ``wanted`` is 0: each thread by itself, which
         takes no longer than one for its warp, and which tools that look for races follow."""
-        mixed_ptx.arrive_if(wanted, (self.pipeline.empty + stage).toint())
+        mixed_ptx.mbarrier_arrive_if(wanted, (self.pipeline.empty + stage).toint())
 
     def keep(self, fragments: list, scales: list) -> None:
         """The first unit of the next K block, and its scales."""
@@ -117,7 +117,7 @@ class Mainloop:
         return [
             word
             for row in (0, 8)
-            for word in mixed_ptx.load_words(address, row * nbytes + offset, words)
+            for word in mixed_ptx.ld_shared_words(address, row * nbytes + offset, words)
         ]
 
     def read_scales(self, stage) -> list:
@@ -125,11 +125,11 @@ class Mainloop:
         config, nbytes = self.config, self.rows.scale_bytes
         address = self.b_scale + stage * config.scale_bytes
         offsets = 0, 8 * config.scale_row
-        return self.rows.factors(*(mixed_ptx.load_small(address, i, nbytes) for i in offsets))
+        return self.rows.factors(*(mixed_ptx.ld_shared_bytes(address, i, nbytes) for i in offsets))
 
     def products(self, acc, stage, half: int, fragments: list) -> None:
         """Start the wgmmas of a unit."""
         b = self.a + (2 * stage + half) * (self.config.rows * 8)
-        values = mixed_ptx.wgmma([acc[i] for i in range(self.count)], fragments, b)
+        values = mixed_ptx.wgmma_rs([acc[i] for i in range(self.count)], fragments, b)
         for i, value in enumerate(values):
             acc[i] = value

@@ -84,8 +84,8 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, octets)
     check_loadable(a_data=a, b_data=b)
-    decodes = skinny_config.suits(m, b_scale) and (
-        a_format is None or skinny_config.fills(n, gpu.multiprocessors)
+    decodes = skinny_config.is_legal(m, b_scale) and (
+        a_format is None or skinny_config.fills_gpu(n, gpu.multiprocessors)
     )
     if decodes:
         config: Any = skinny_config.choose_config(m, n, b_format, call.epilogue(n), gpu)
@@ -101,7 +101,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     run = gpu.load(config)
     if a_format is not None or not decodes:
         values = template((m, -(-k // BLOCK_K) * BLOCK_K), torch.bfloat16, call.device)
-        widen = gpu.load(PermuteConfig(a_format or BF16, ordered=not decodes))
+        widen = gpu.load(PermuteConfig(a_format or BF16, permuted=not decodes))
         run = _Widened(widen, run, values)
     return CompiledGemm(config, run, like, octets, (gpu.multiprocessors,))
 

@@ -8,20 +8,20 @@ from cutlass import Float32, Int32
 from .ptx import _HIGH, _asm
 
 __all__ = [
-    "arrive_if",
-    "arrive_when_copied",
-    "copy_async",
-    "load_small",
-    "load_words",
+    "cp_async",
+    "cp_async_mbarrier_arrive",
+    "ld_shared_bytes",
+    "ld_shared_words",
+    "mbarrier_arrive_if",
     "mma",
-    "prefetch",
-    "store_byte",
-    "store_matrix_transposed",
-    "wgmma",
+    "prefetch_l2",
+    "st_shared_byte",
+    "stmatrix_trans",
+    "wgmma_rs",
 ]
 
 
-def wgmma(sums: list, fragments: list, b) -> list:
+def wgmma_rs(sums: list, fragments: list, b) -> list:
     """Add products of 64 columns of K, four wgmmas of bf16, to a thread's ``sums`` in place.
 
     ``fragments``: for each, four registers of the warpgroup's 64 rows; ``b``: a descriptor.
@@ -60,7 +60,7 @@ def mma(sums: list, left: list, right: list) -> list:
 # --- shared memory --------------------------------------------------------------------------------
 
 
-def load_words(address, offset: int, count: int) -> list:
+def ld_shared_words(address, offset: int, count: int) -> list:
     """``count`` (1, 2 or 4) words ``offset`` bytes after ``address``."""
     names = ", ".join(f"${i}" for i in range(count))
     names, kind = (names, "b32") if count == 1 else (f"{{{names}}}", f"v{count}.b32")
@@ -68,23 +68,23 @@ def load_words(address, offset: int, count: int) -> list:
     return _asm(code, [Int32] * count, [address], ["r"], memory=True)
 
 
-def load_small(address, offset: int, nbytes: int):
+def ld_shared_bytes(address, offset: int, nbytes: int):
     """One or two bytes, zero-extended."""
     code = f"ld.shared.u{8 * nbytes} $0, [$1 + {offset}];"
     return _asm(code, [Int32], [address], ["r"], memory=True)[0]
 
 
-def store_byte(address, value) -> None:
+def st_shared_byte(address, value) -> None:
     _asm("st.shared.u8 [$0], $1;", [], [address, value], ["r", "r"], memory=True)
 
 
-def store_matrix_transposed(address, words: list) -> None:
+def stmatrix_trans(address, words: list) -> None:
     """Four 8 x 16-byte matrices, transposed; a lane gives the address of a row."""
     code = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
     _asm(code, [], [address, *words], ["r"] * 5, memory=True)
 
 
-def copy_async(target, source, nbytes: int, wanted) -> None:
+def cp_async(target, source, nbytes: int, wanted) -> None:
     """``nbytes`` (4 or 8) of global memory to shared memory, or zeros unless ``wanted`` is 1."""
     code = (
         "{ .reg .b32 n; mul.lo.u32 n, $2, "
@@ -93,18 +93,18 @@ def copy_async(target, source, nbytes: int, wanted) -> None:
     _asm(code, [], [target, source, wanted], ["r", "l", "r"], memory=True)
 
 
-def prefetch(address) -> None:
+def prefetch_l2(address) -> None:
     """Bring what lies there in global memory to the L2 cache."""
     _asm("prefetch.global.L2 [$0];", [], [address], ["l"], memory=True)
 
 
-def arrive_if(wanted, barrier) -> None:
+def mbarrier_arrive_if(wanted, barrier) -> None:
     """Arrive, unless ``wanted`` is 0."""
     code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
     _asm(code, [], [barrier, Int32(wanted)], ["r", "r"], memory=True)
 
 
-def arrive_when_copied(barrier) -> None:
+def cp_async_mbarrier_arrive(barrier) -> None:
     """Arrive when what this thread has copied is there."""
     code = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
     _asm(code, [], [barrier], ["r"], memory=True)

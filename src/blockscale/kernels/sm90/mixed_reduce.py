@@ -39,7 +39,7 @@ class MixedReduce:
 
     @classmethod
     def allocate(cls, config: Config, memory) -> MixedReduce:
-        nbytes = config.exchange_bytes(config.split, config.parts)
+        nbytes = config.reduce_bytes(config.split_k, config.warpgroup_split_k)
         partial_acc = shared.allocate(memory, nbytes, 128)
         full = memory.allocate_array(cutlass.Int64, 2 * WARPGROUPS)
         return cls(config, partial_acc, full, full + WARPGROUPS)
@@ -48,13 +48,13 @@ class MixedReduce:
         config = self.config
         for i in range(WARPGROUPS):
             # one that expects bytes of other CTAs, and threads of its own
-            cute.arch.mbarrier_init(self.full + i, 1 + 128 * (config.parts - 1))
+            cute.arch.mbarrier_init(self.full + i, 1 + 128 * (config.warpgroup_split_k - 1))
             cute.arch.mbarrier_init(self.free + i, 4)  # warps
 
     def place(self, share, thread, source):
         """Of a thread's from the warpgroup so many after the one that adds, four at a time."""
         config = self.config
-        index = (source - 1) * config.own_shares + share // config.split
+        index = (source - 1) * config.own_shares + share // config.split_k
         return self.partial_acc + index * config.share_bytes + thread * 16
 
     @cute.jit
@@ -62,18 +62,20 @@ class MixedReduce:
         """Wait until the last ones have been read, then write these, of the ``turn``-th warpgroup
         that has them in the CTA ``k_part`` of the cluster."""
         config = self.config
-        owner, full = share % config.split, (self.full + share).toint()
-        ptx.wait_cluster((self.free + share).toint(), phase ^ 1)
-        source = (k_part + config.split - owner) % config.split * config.parts + turn
+        owner, full = share % config.split_k, (self.full + share).toint()
+        ptx.mbarrier_wait_cluster((self.free + share).toint(), phase ^ 1)
+        source = (
+            k_part + config.split_k - owner
+        ) % config.split_k * config.warpgroup_split_k + turn
         place = self.place(share, thread, source)
         if k_part == owner:
             for i in range_constexpr(0, config.rows // 2, 4):
-                ptx.store_floats(place, i * 512, [acc[i + j] for j in range(4)])
-            ptx.arrive(full)
-        elif const_expr(config.split > 1):
-            there, barrier = (ptx.at_block(each, owner) for each in (place, full))
+                ptx.st_shared_v4(place, i * 512, [acc[i + j] for j in range(4)])
+            ptx.mbarrier_arrive(full)
+        elif const_expr(config.split_k > 1):
+            there, barrier = (ptx.mapa(each, owner) for each in (place, full))
             for i in range_constexpr(0, config.rows // 2, 4):
-                ptx.store_async(there, i * 512, [acc[i + j] for j in range(4)], barrier)
+                ptx.st_async(there, i * 512, [acc[i + j] for j in range(4)], barrier)
 
     @cute.jit
     def receive(self, share, acc, thread, phase, more):
@@ -81,13 +83,17 @@ class MixedReduce:
         config = self.config
         full = (self.full + share).toint()
         if thread == 0:
-            ptx.expect(full, (config.sources - config.parts) * config.share_bytes)
-        ptx.wait_cluster(full, phase)
+            ptx.mbarrier_arrive_expect_tx(
+                full, (config.sources - config.warpgroup_split_k) * config.share_bytes
+            )
+        ptx.mbarrier_wait_cluster(full, phase)
         for source in range_constexpr(1, config.sources):
             place = self.place(share, thread, source)
             for i in range_constexpr(0, config.rows // 2, 4):
-                partial_acc = ptx.load_floats(place, i * 512, 4)
+                partial_acc = ptx.ld_shared(place, i * 512, 4)
                 for j in range_constexpr(4):
                     acc[i + j] = acc[i + j] + partial_acc[j]
         if more:
-            ptx.arrive_at_all((self.free + share).toint(), thread % 32, config.split)
+            ptx.mbarrier_arrive_release_cluster(
+                (self.free + share).toint(), thread % 32, config.split_k
+            )

@@ -32,7 +32,7 @@ class PermuteActivations:
     """The kernel of a :class:`PermuteConfig` and the host code that launches it."""
 
     def __init__(self, config: PermuteConfig):
-        self.ordered, self.wide = config.ordered, config.a_format == BF16
+        self.permuted, self.wide = config.permuted, config.a_format == BF16
         if not self.wide:
             self.format = get_format(config.a_format)
             self.widener = WIDENERS[self.format.element.name]
@@ -71,7 +71,7 @@ class PermuteActivations:
         else:
             octets = self.widen(octets, self.scales(scale, row, first, k))
         column, step, chunks = first, 32, octets
-        if const_expr(self.ordered):
+        if const_expr(self.permuted):
             column, step, chunks = 32 * place, 8, zip(*octets, strict=True)
         target = out.iterator.toint() + (Int64(row) * out.stride[0] + column) * 2
         if index < threads:

@@ -13,9 +13,9 @@ class PermuteConfig:
 
     Attributes:
         a_format: the name of a format for which ``mixed_config.why_not`` is empty, or "bf16".
-        ordered: columns in the order of B's lanes; else they stay where they are.
+        permuted: columns in the order of B's lanes; else they stay where they are.
     """
 
     a_format: str
-    ordered: bool = True
+    permuted: bool = True
     arch: str = "sm_90a"

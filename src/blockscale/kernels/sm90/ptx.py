@@ -11,32 +11,32 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 
 __all__ = [
-    "arrive",
-    "arrive_at",
-    "arrive_at_all",
-    "at_block",
-    "descriptor",
-    "expect",
-    "finish",
+    "bar_warp_sync",
+    "cvt_rn_x2",
     "fma4",
-    "keep_below",
-    "load_floats",
-    "load_for_warp",
-    "load_pair",
-    "multiply",
+    "ld_global_pair",
+    "ld_shared",
+    "ld_shared_broadcast",
+    "mapa",
+    "mbarrier_arrive",
+    "mbarrier_arrive_cluster",
+    "mbarrier_arrive_expect_tx",
+    "mbarrier_arrive_release_cluster",
+    "mbarrier_wait_cluster",
+    "mul",
+    "nanosleep",
     "pin",
-    "round_pair",
-    "sleep",
-    "store_async",
-    "store_floats",
-    "store_matrix",
-    "store_pair",
-    "store_scale",
-    "store_shared2",
-    "wait_cluster",
-    "wait_products",
-    "wgmma",
+    "st_async",
+    "st_global_pair",
+    "st_shared",
+    "st_shared_v2",
+    "st_shared_v4",
+    "stmatrix",
     "wgmma_bf16",
+    "wgmma_descriptor",
+    "wgmma_fp8",
+    "wgmma_wait_all",
+    "wgmma_wait_group",
 ]
 
 _HIGH = 0x40000040  # of a descriptor: swizzle of 128 bytes, eight rows are 1024 bytes
@@ -67,20 +67,20 @@ def pin(value):
     return _asm("mov.b32 $0, $1;", [Int32], [Int32(value)], ["r"])[0]
 
 
-def sleep(nanoseconds) -> None:
+def nanosleep(nanoseconds) -> None:
     _asm("nanosleep.u32 $0;", [], [nanoseconds], ["r"], memory=True)
 
 
 # --- products -------------------------------------------------------------------------------------
 
 
-def descriptor(address, apart: int = 16):
+def wgmma_descriptor(address, apart: int = 16):
     """Low word of the descriptor of a matrix in shared memory: rows of 128 bytes, swizzled, and
     more of them ``apart`` bytes further where rows are longer."""
     return ((Int32(address) >> 4) & 0x3FFF) | (apart >> 4 << 16)
 
 
-def wgmma(parts: list, a, b) -> list:
+def wgmma_fp8(parts: list, a, b) -> list:
     """Start a K block's partial sum of 64 rows, in place of a thread's ``parts``, half as many as
     there are columns. ``a``, ``b``: descriptors.
     """
@@ -122,19 +122,19 @@ def _wgmmas(sums: list, a, b, kind: str, steps, keeps, more: str) -> list:
     return _asm(code, [Float32] * count, [a, b, *sums], constraints, memory=True)
 
 
-def wait_products(pending: int) -> None:
+def wgmma_wait_group(pending: int) -> None:
     """Until all but the last ``pending`` groups of wgmmas have finished."""
     _asm(f"wgmma.wait_group.sync.aligned {pending};", [], [], [], memory=True)
 
 
-def finish(sums: list) -> list:
+def wgmma_wait_all(sums: list) -> list:
     """``sums``, when all wgmmas have finished."""
     constraints = [str(i) for i in range(len(sums))]
     code = "wgmma.wait_group.sync.aligned 0;"
     return _asm(code, [Float32] * len(sums), sums, constraints, memory=True)
 
 
-def keep_below() -> None:
+def bar_warp_sync() -> None:
     """What follows stays below: the compiler would move loads up between the wgmmas of a group, and
     arithmetic that waits for them. Takes no time, a warp's lanes being together."""
     _asm("bar.warp.sync 0xffffffff;", [], [], [], memory=True)
@@ -148,14 +148,14 @@ def fma4(sums: list, parts: list, scales: list) -> list:
     return _asm(code, [Float32] * 4, [*parts, *scales, *sums], constraints)
 
 
-def multiply(a, b):
+def mul(a, b):
     return _asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b], ["f", "f"])[0]
 
 
 # --- shared memory --------------------------------------------------------------------------------
 
 
-def load_floats(address, offset: int, count: int = 1) -> list:
+def ld_shared(address, offset: int, count: int = 1) -> list:
     """``count`` (1, 2 or 4) fp32 ``offset`` bytes after ``address``."""
     names = ", ".join(f"${i}" for i in range(count))
     names, kind = (names, "f32") if count == 1 else (f"{{{names}}}", f"v{count}.f32")
@@ -163,7 +163,7 @@ def load_floats(address, offset: int, count: int = 1) -> list:
     return _asm(code, [Float32] * count, [address], ["r"], memory=True)
 
 
-def load_for_warp(address, offset: int, lane, reader):
+def ld_shared_broadcast(address, offset: int, lane, reader):
     """fp32 that the lane ``reader`` reads for all. If it is the one that arrives later, tools that
     look for races see that what is stored there next comes after it."""
     code = (
@@ -173,32 +173,32 @@ def load_for_warp(address, offset: int, lane, reader):
     return _asm(code, [Float32], [address, lane, reader], ["r", "r", "r"], memory=True)[0]
 
 
-def store_floats(address, offset: int, values: list) -> None:
+def st_shared_v4(address, offset: int, values: list) -> None:
     """Four fp32 ``offset`` bytes after ``address``."""
     code = f"st.shared.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};"
     _asm(code, [], [address, *values], ["r"] + ["f"] * 4, memory=True)
 
 
-def store_scale(address, value) -> None:
+def st_shared(address, value) -> None:
     _asm("st.shared.f32 [$0], $1;", [], [address, value], ["r", "f"], memory=True)
 
 
-def store_matrix(address, words: list) -> None:
+def stmatrix(address, words: list) -> None:
     code = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
     _asm(code, [], [address, *words], ["r"] * 5, memory=True)
 
 
-def store_shared2(address, values: list) -> None:
+def st_shared_v2(address, values: list) -> None:
     code = "st.shared.v2.f32 [$0], {$1, $2};"
     _asm(code, [], [address, *values], ["r", "f", "f"], memory=True)
 
 
-def round_pair(low, high, kind: str):
+def cvt_rn_x2(low, high, kind: str):
     """A word of two fp32 values rounded to "bf16" or "f16"."""
     return _asm(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", [Int32], [low, high], ["f", "f"])[0]
 
 
-def load_pair(address, offset: int, wanted, kind: str) -> list:
+def ld_global_pair(address, offset: int, wanted, kind: str) -> list:
     """Two neighbours of "bf16", "f16" or "f32" in global memory, ``offset`` bytes after
     ``address``, as fp32; zeros, and nothing read, unless ``wanted``."""
     code = (
@@ -214,7 +214,7 @@ def load_pair(address, offset: int, wanted, kind: str) -> list:
     return _asm(code, [Float32] * 2, [address, wanted], ["l", "r"], memory=True)
 
 
-def store_pair(address, offset: int, wanted, values: list, kind: str) -> None:
+def st_global_pair(address, offset: int, wanted, values: list, kind: str) -> None:
     """Two fp32 values as neighbours of "bf16", "f16" or "f32" in global memory, ``offset`` bytes
     after ``address``; nothing unless ``wanted``."""
     word = f"cvt.rn.{kind}x2.f32 w, $3, $2;", "b32", "w"
@@ -230,7 +230,7 @@ def store_pair(address, offset: int, wanted, values: list, kind: str) -> None:
 # --- barriers -------------------------------------------------------------------------------------
 
 
-def expect(barrier, nbytes) -> None:
+def mbarrier_arrive_expect_tx(barrier, nbytes) -> None:
     """Arrive, by the thread that calls, and wait for so many bytes more."""
     known = isinstance(nbytes, int)
     code = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes if known else '$1'};"
@@ -238,12 +238,12 @@ def expect(barrier, nbytes) -> None:
     _asm(code, [], given, ["r"] * len(given), memory=True)
 
 
-def arrive(barrier) -> None:
+def mbarrier_arrive(barrier) -> None:
     code = "mbarrier.arrive.shared::cta.b64 _, [$0];"
     _asm(code, [], [barrier], ["r"], memory=True)
 
 
-def arrive_at(barrier, lane, blocks: int) -> None:
+def mbarrier_arrive_cluster(barrier, lane, blocks: int) -> None:
     """Arrive once at the barrier of each of ``blocks`` of the cluster; called by a warp's lanes."""
     code = (
         f"{{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, $1, {blocks};"
@@ -258,13 +258,13 @@ def arrive_at(barrier, lane, blocks: int) -> None:
 # --- another block's memory -----------------------------------------------------------------------
 
 
-def at_block(address, block):
+def mapa(address, block):
     """An address of shared memory, in another block of the cluster."""
     code = "mapa.shared::cluster.u32 $0, $1, $2;"
     return _asm(code, [Int32], [Int32(address), block], ["r", "r"])[0]
 
 
-def store_async(place, offset: int, values: list, barrier) -> None:
+def st_async(place, offset: int, values: list, barrier) -> None:
     """Four fp32, whose bytes a barrier there counts when they have come. An arrival that releases
     them would have to wait here, for all that was stored before, to global memory too."""
     code = (
@@ -274,7 +274,7 @@ def store_async(place, offset: int, values: list, barrier) -> None:
     _asm(code, [], [place, barrier, *values], ["r", "r"] + ["f"] * 4, memory=True)
 
 
-def arrive_at_all(barrier, lane, blocks: int) -> None:
+def mbarrier_arrive_release_cluster(barrier, lane, blocks: int) -> None:
     """What a warp's lanes have read may be overwritten by those who wait: once at the barrier of
     each of ``blocks`` of the cluster."""
     code = (
@@ -285,7 +285,7 @@ def arrive_at_all(barrier, lane, blocks: int) -> None:
     _asm(code, [], [barrier, lane], ["r", "r"], memory=True)
 
 
-def wait_cluster(barrier, phase) -> None:
+def mbarrier_wait_cluster(barrier, phase) -> None:
     """Wait for arrivals of other blocks, and see what they wrote."""
     code = (
         "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64"

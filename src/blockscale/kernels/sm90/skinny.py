@@ -137,7 +137,9 @@ class Loader:
             barrier, slot = self.full + stage, self.warp * config.stages + stage
             loads = self.b, self.a, self.scales
             if cute.arch.lane_idx() == 0:
-                ptx.expect(barrier.toint(), sum(each.copies.moved for each in loads))
+                ptx.mbarrier_arrive_expect_tx(
+                    barrier.toint(), sum(each.copies.moved for each in loads)
+                )
             origins = (
                 (self.column, k_block * config.row_bytes),
                 (Int32(0), k_block * BLOCK_K),
@@ -186,13 +188,15 @@ class Mainloop:
         b_tiles, a_tiles = self.config.mma_tiles
         rows = [(16 * tile, 16 * tile + 8) for tile in range(b_tiles)]
         factors = [
-            self.rows.factors(*(mixed_ptx.load_small(scales, r * SCALE_ROW, own) for r in pair))
+            self.rows.factors(
+                *(mixed_ptx.ld_shared_bytes(scales, r * SCALE_ROW, own) for r in pair)
+            )
             for pair in rows
         ]
         at_once = 2 * 64 // nbytes  # units of 16 bytes of a row
         for chunk in range(2 // at_once):
             words = [
-                [mixed_ptx.load_words(b ^ (16 * chunk), r * nbytes, 4) for r in pair]
+                [mixed_ptx.ld_shared_words(b ^ (16 * chunk), r * nbytes, 4) for r in pair]
                 for pair in rows
             ]
             for i in range(at_once):
@@ -209,7 +213,7 @@ class Mainloop:
 
     def right(self, a, octet: int, tile: int) -> list:
         """Eight columns of K of a row of A."""
-        return mixed_ptx.load_words(a ^ (16 * octet), 1024 * tile, 4)
+        return mixed_ptx.ld_shared_words(a ^ (16 * octet), 1024 * tile, 4)
 
     def mma(self, acc, left: list, right: list) -> None:
         """A unit of 16 rows of B by all rows of A."""
@@ -245,7 +249,7 @@ class Epilogue:
         for i in range_constexpr(b_tiles):
             for j in range_constexpr(a_tiles):
                 values = [acc[i][4 * j + k] for k in range(4)]
-                ptx.store_floats(own, 512 * (i * a_tiles + j), values)
+                ptx.st_shared_v4(own, 512 * (i * a_tiles + j), values)
         cute.arch.sync_threads()
         for i in range_constexpr(-(-each // (32 * config.warps))):
             index = i * (32 * config.warps) + thread
@@ -257,7 +261,7 @@ class Epilogue:
             if index < each and r < d.shape[0] and self.column + c < d.shape[1]:
                 total, found = Float32(0), self.address + at * 4
                 for other in range_constexpr(config.warps):
-                    total = total + ptx.load_floats(found, other * (4 * each))[0]
+                    total = total + ptx.ld_shared(found, other * (4 * each))[0]
                 if const_expr(config.gain != 1):
                     total = total * Float32(config.gain)
                 if const_expr(self.alpha is not None):

@@ -14,7 +14,7 @@ from ..common.refuse import refuse
 from ..common.runtime import Described
 from .mixed_config import BLOCK_K, gain
 
-__all__ = ["SCALE_ROW", "Config", "choose_config", "fills", "suits"]
+__all__ = ["SCALE_ROW", "Config", "choose_config", "fills_gpu", "is_legal"]
 
 SCALE_ROW = 16  # bytes of block scales of a row, which TMA loads at least
 _A_ROWS = (8, 16)  # of a tile
@@ -110,12 +110,12 @@ class Config:
         return gain(self.format)
 
 
-def suits(m: int, scale: Described) -> bool:
+def is_legal(m: int, scale: Described) -> bool:
     """Whether there is a kernel for ``m`` bf16 rows, and TMA can load the block ``scale``."""
     return m <= _A_ROWS[-1] and not (scale[1][0] % 16 or scale[3] % 16)
 
 
-def fills(n: int, multiprocessors: int) -> bool:
+def fills_gpu(n: int, multiprocessors: int) -> bool:
     """Whether blocks that have all of K, for ``n`` rows of B, are as many as half of the
     multiprocessors, or more: else it pays to split K, unless A would have to be put in order."""
     return 2 * -(-n // _B_ROWS[0]) > multiprocessors

@@ -40,20 +40,20 @@ class ClusterReduce:
 
     @classmethod
     def allocate(cls, config: ProductConfig, memory) -> ClusterReduce:
-        partial_acc = shared.allocate(memory, config.exchange_bytes, 128)
+        partial_acc = shared.allocate(memory, config.reduce_bytes, 128)
         full = memory.allocate_array(cutlass.Int64, 2 * _WARPS)
         return cls(config, partial_acc, full, full + _WARPS)
 
     def init_barriers(self) -> None:
         for i in range(_WARPS):
             cute.arch.mbarrier_init(self.full + i, 1)  # and bytes
-            cute.arch.mbarrier_init(self.free + i, self.config.split)
+            cute.arch.mbarrier_init(self.free + i, self.config.split_k)
 
     def of_thread(self, k_part, warpgroup, thread) -> ThreadReduce:
         """``k_part``: of this CTA, its place in the cluster."""
         config, warp = self.config, cute.arch.make_warp_uniform(thread // 32)
         mine = self.partial_acc + thread * 16
-        sent = mine + (2 * k_part + warpgroup) * (config.exchange_bytes // (2 * config.split))
+        sent = mine + (2 * k_part + warpgroup) * (config.reduce_bytes // (2 * config.split_k))
         full, free = ((each + warp).toint() for each in (self.full, self.free))
         return ThreadReduce(config, k_part, thread % 32, mine, sent, full, free)
 
@@ -78,11 +78,11 @@ class ThreadReduce:
 
     @property
     def sources(self) -> int:
-        return 2 * self.config.split
+        return 2 * self.config.split_k
 
     @property
     def share_bytes(self) -> int:
-        return self.config.exchange_bytes // self.sources
+        return self.config.reduce_bytes // self.sources
 
     def quads(self, acc, share: int) -> list:
         """Four of a share's values at a time: their tensor, the first of them, where they lie."""
@@ -98,8 +98,8 @@ class ThreadReduce:
     def send(self, acc, phase, filled):
         """Wait until the last ones have been read, then send these. Of a warp whose rows are not
         ``filled``, being below the last one, a few: others know by them how far it is."""
-        split = self.config.split
-        ptx.wait_cluster(self.free, phase ^ 1)
+        split = self.config.split_k
+        ptx.mbarrier_wait_cluster(self.free, phase ^ 1)
         if filled:
             for part in range_constexpr(split):
                 if self.k_part == part:
@@ -111,9 +111,9 @@ class ThreadReduce:
                 self.send_quads(self.quads(acc, share)[:1], share)
 
     def send_quads(self, quads: list, share: int) -> None:
-        address, barrier = (ptx.at_block(each, Int32(share)) for each in (self.sent, self.full))
+        address, barrier = (ptx.mapa(each, Int32(share)) for each in (self.sent, self.full))
         for values, first, offset in quads:
-            ptx.store_async(address, offset, [values[first + j] for j in range(4)], barrier)
+            ptx.st_async(address, offset, [values[first + j] for j in range(4)], barrier)
 
     @cute.jit
     def receive(self, acc, phase, filled, more):
@@ -123,15 +123,15 @@ class ThreadReduce:
             nbytes = Int32(self.sources * 16)
             if filled:
                 nbytes = Int32(self.sources * self.share_bytes // _WARPS)
-            ptx.expect(self.full, nbytes)
-        ptx.wait_cluster(self.full, phase)
+            ptx.mbarrier_arrive_expect_tx(self.full, nbytes)
+        ptx.mbarrier_wait_cluster(self.full, phase)
         if filled:
             for values, first, offset in self.quads(acc, 0):
                 total = [Float32(0)] * 4
                 for i in range_constexpr(self.sources):
-                    partial_acc = ptx.load_floats(self.received, i * self.share_bytes + offset, 4)
+                    partial_acc = ptx.ld_shared(self.received, i * self.share_bytes + offset, 4)
                     total = [total[j] + partial_acc[j] for j in range(4)]
                 for j in range_constexpr(4):
                     values[first + j] = total[j]
         if more:
-            ptx.arrive_at_all(self.free, self.lane, self.config.split)
+            ptx.mbarrier_arrive_release_cluster(self.free, self.lane, self.config.split_k)

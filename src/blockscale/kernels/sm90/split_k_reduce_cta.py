@@ -36,7 +36,7 @@ class CtaReduce:
 
     @classmethod
     def allocate(cls, config: ProductConfig, memory) -> CtaReduce:
-        partial_acc = shared.allocate(memory, config.exchange_bytes, 128)
+        partial_acc = shared.allocate(memory, config.reduce_bytes, 128)
         full = memory.allocate_array(cutlass.Int64, 2)
         return cls(config, partial_acc, full, full + 1)
 
@@ -46,7 +46,7 @@ class CtaReduce:
 
     def quads(self, acc):
         """Four at a time: their tensor, the first of them, and how far apart they are kept."""
-        each = self.config.batch // 2
+        each = self.config.mma_n // 2
         return [(acc[i // each], i % each, i * 512) for i in range(0, each * len(acc), 4)]
 
     @cute.jit
@@ -55,7 +55,7 @@ class CtaReduce:
         cute.arch.mbarrier_wait(self.free, phase ^ 1)
         address = self.partial_acc + thread * 16
         for values, first, offset in self.quads(acc):
-            ptx.store_floats(address, offset, [values[first + j] for j in range(4)])
+            ptx.st_shared_v4(address, offset, [values[first + j] for j in range(4)])
         cute.arch.mbarrier_arrive(self.full)
 
     @cute.jit
@@ -64,7 +64,7 @@ class CtaReduce:
         cute.arch.mbarrier_wait(self.full, phase)
         address = self.partial_acc + thread * 16
         for values, first, offset in self.quads(acc):
-            partial_acc = ptx.load_floats(address, offset, 4)
+            partial_acc = ptx.ld_shared(address, offset, 4)
             for j in range_constexpr(4):
                 values[first + j] = values[first + j] + partial_acc[j]
         cute.arch.mbarrier_arrive(self.free)
