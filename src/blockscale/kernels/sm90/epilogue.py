@@ -171,8 +171,8 @@ class Epilogue:
             for group in range(config.box_columns // 8):
                 chunk = (2 * group + lane % 4 // 2) ^ (row % 8)
                 values = [self.value(acc, row_step, column + 8 * group, i) for i in range(4)]
-                ptx.st_shared_v2(line + chunk * 16, values[:2])
-                ptx.st_shared_v2(line + 8 * 128 + chunk * 16, values[2:])
+                ptx.st_shared(line + chunk * 16, values[:2])
+                ptx.st_shared(line + 8 * 128 + chunk * 16, values[2:])
             return
         row = warp * 16 + lane % 16
         for group in range(0, config.box_columns // 8, 2):

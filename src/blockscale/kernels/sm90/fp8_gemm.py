@@ -100,7 +100,7 @@ class ScaleFetcher:
                     if lane == i:
                         target = self.address + stage * config.scale_bytes[1]
                         for j in range_constexpr(config.b_scales):
-                            ptx.st_shared(target + 4 * j, values[j])
+                            ptx.st_shared(target + 4 * j, [values[j]])
                         ptx.mbarrier_arrive(self.pipeline.producer_barrier(stage, phase).toint())
                     stage, phase = self.pipeline.producer_next(stage, phase)
 

@@ -5,15 +5,14 @@ A CTA has a producer warp that keeps stages filled by TMA (``Loader``), perhaps 
 what TMA cannot (``fetcher``), and consumer warpgroups (``Consumer``), whose mainloop adds products
 up in registers and whose epilogue stores them. CTAs are persistent: they take tiles from a
 scheduler until there are none. In a cluster, each of two CTAs loads half of what both of them need.
-Where tiles are few, each of two warpgroups takes every other K block (``split_k_reduce_cta``),
-perhaps of the part of K that its CTA of a cluster has (``split_k_reduce_cluster``).
+Where tiles are few, each of two warpgroups takes every other K block, perhaps of the part of K that
+its CTA of a cluster has (``split_k_reduce``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
@@ -31,8 +30,7 @@ from . import ptx
 from .dense_scheduler import DenseScheduler, DenseTiles
 from .epilogue import Epilogue
 from .product_config import ProductConfig
-from .split_k_reduce_cluster import ClusterReduce
-from .split_k_reduce_cta import CtaReduce
+from .split_k_reduce import ClusterReduce, CtaReduce, Room
 
 __all__ = ["Gemm", "Operand", "accumulators", "compile_gemm"]
 
@@ -118,9 +116,9 @@ class Gemm:
         if const_expr(self.fetcher is not None):
             addresses.append(shared.allocate(memory, config.stages * self.fetched_bytes, 128))
         pipeline = Pipeline.allocate(memory, config.stages, config.k_turns)
-        reduce = None
+        room = None
         if const_expr(config.warpgroup_split_k):
-            reduce = (ClusterReduce if config.split_k > 1 else CtaReduce).allocate(config, memory)
+            room = Room.of_product(memory, config)
 
         # barriers
         if warp == 0:
@@ -134,7 +132,9 @@ class Gemm:
                         consumer_warps = 4 * config.row_warpgroups * config.multicast_ctas
                         cute.arch.mbarrier_init(pipeline.empty + i, consumer_warps)
                 if const_expr(config.warpgroup_split_k):
-                    reduce.init_barriers()
+                    # threads of the CTA; or bytes, and other CTAs
+                    arrivals = (128, 128) if config.split_k == 1 else (1, config.split_k)
+                    room.init_barriers(*arrivals)
             cute.arch.mbarrier_init_fence()
         if const_expr(config.split_k > 1):
             cute.arch.cluster_arrive_relaxed()  # others wait for it before they send accumulators
@@ -161,7 +161,7 @@ class Gemm:
                 cute.arch.cluster_wait()
             epilogue = Epilogue(config, boxes, *output, self.mainloop.fills_registers)
             consumer = config, pipeline, schedule, k_part, addresses
-            Consumer(*consumer, self.mainloop, epilogue, reduce)()
+            Consumer(*consumer, self.mainloop, epilogue, room)()
 
 
 @dataclass(frozen=True)
@@ -197,41 +197,33 @@ class Loader:
                 stage, phase = self.pipeline.producer_next(stage, phase)
 
 
-@dataclass(frozen=True)
 class Consumer:
     """Multiplies and stores: a warpgroup.
 
-    Attributes:
-        k_part: of this CTA, where those of a cluster split K.
-        addresses: of the operands, and of what is fetched.
-        reduce: adds up what warpgroups have that split K; None where they do not.
+    ``k_part``: of this CTA, where those of a cluster split K; ``addresses``: of the operands, and
+    of what is fetched; ``room``: for accumulators of warpgroups that split K, if they do.
     """
 
-    config: ProductConfig
-    pipeline: Pipeline
-    schedule: DenseTiles
-    k_part: Any
-    addresses: list
-    mainloop: type
-    epilogue: Epilogue
-    reduce: CtaReduce | ClusterReduce | None
+    def __init__(self, config, pipeline, schedule, k_part, addresses, mainloop, epilogue, room):
+        self.config, self.schedule, self.k_part, self.epilogue = config, schedule, k_part, epilogue
+        thread = cute.arch.thread_idx()[0] - 128
+        self.warpgroup = cute.arch.make_warp_uniform(thread // 128)
+        self.thread = ptx.pin(thread % 128)
+        self.k_turn = Int32(0)
+        if config.warpgroup_split_k:  # this warpgroup's K blocks, its rows being all
+            self.k_turn, self.warpgroup = self.warpgroup, Int32(0)
+        self.first_row = self.warpgroup * (64 * config.row_steps)
+        self.mainloop = mainloop(config, pipeline, self.first_row, self.thread, *addresses)
+        if config.warpgroup_split_k:
+            reduce = ClusterReduce if config.split_k > 1 else CtaReduce
+            self.reduce = reduce(config, room, k_part, self.k_turn, self.thread)
 
     @cute.jit
     def __call__(self):
-        config, reduce = self.config, self.reduce
-        thread = cute.arch.thread_idx()[0] - 128
-        warpgroup = cute.arch.make_warp_uniform(thread // 128)
-        thread = ptx.pin(thread % 128)
-        k_turn = Int32(0)
-        if const_expr(config.warpgroup_split_k):  # this warpgroup's K blocks, its rows being all
-            k_turn, warpgroup = warpgroup, Int32(0)
-        first_row = warpgroup * (64 * config.row_steps)
-        mainloop = self.mainloop(config, self.pipeline, first_row, thread, *self.addresses)
+        config, k_turn, thread = self.config, self.k_turn, self.thread
         start, step = self.schedule.first()
-        if const_expr(config.split_k > 1):
-            reduce = reduce.of_thread(self.k_part, k_turn, thread)
         if const_expr(config.skew):
-            ptx.nanosleep(warpgroup * config.skew)
+            ptx.nanosleep(self.warpgroup * config.skew)
         stage, phase, turn, taken = k_turn, Int32(0), Int32(0), Int32(0)
         acc = [accumulators(config) for _ in config.mma_tiles]
         for index in range(start, self.schedule.count, step):
@@ -242,23 +234,23 @@ class Consumer:
             if const_expr(config.warpgroup_split_k):
                 taken = taken + tile.k_blocks
                 count = (taken + 1 - k_turn) // 2 - (taken - tile.k_blocks + 1 - k_turn) // 2
-            stage, phase = mainloop(acc, count, stage, phase)
-            row, column = tile.row + first_row, tile.column + self.k_part * config.own_columns
+            stage, phase = self.mainloop(acc, count, stage, phase)
+            row, column = tile.row + self.first_row, tile.column + self.k_part * config.own_columns
             if const_expr(config.split_k > 1):
                 filled = tile.row + thread // 32 * 16 < self.epilogue.d.shape[0]
-                reduce.send(acc, turn, filled)
+                self.reduce.send(acc, turn, filled)
                 if k_turn == 0:
                     more = index + step < self.schedule.count
-                    reduce.receive(acc, turn, filled, more)
-                    self.epilogue(acc, warpgroup, thread, row, column)
+                    self.reduce.receive(acc, turn, filled, more)
+                    self.epilogue(acc, self.warpgroup, thread, row, column)
             elif const_expr(config.warpgroup_split_k):
                 if k_turn > 0:
-                    reduce.send(acc, thread, turn)
+                    self.reduce.send(acc, turn)
                 else:
-                    reduce.receive(acc, thread, turn)
-                    self.epilogue(acc, warpgroup, thread, row, column)
+                    self.reduce.receive(acc, turn)
+                    self.epilogue(acc, self.warpgroup, thread, row, column)
             else:
-                self.epilogue(acc, warpgroup, thread, row, column)
+                self.epilogue(acc, self.warpgroup, thread, row, column)
             turn = turn ^ 1
         if const_expr(config.stores_tiles):
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -28,7 +28,7 @@ from ..common.pdl import pdl_wait
 from ..common.persistent import cluster_sync
 from ..common.pipeline import Pipeline
 from ..common.tensor_specs import any_source, any_tensor, compile_for
-from . import mixed_ptx, ptx
+from . import ptx
 from .column_scheduler import ColumnScheduler, ColumnTiles
 from .mixed_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
 from .mixed_epilogue import MixedEpilogue
@@ -214,13 +214,13 @@ class ScaleLoader:
                 at = (first + row) * inside
                 if const_expr(self.config.async_scales):
                     source = scale.iterator.toint() + scale.layout((at, column))
-                    mixed_ptx.cp_async(own, source, nbytes, inside)
+                    ptx.cp_async(own, source, nbytes, inside)
                 else:
                     for j in range_constexpr(nbytes):
                         value = Int32(0)
                         if inside == 1 and column + j < scale.shape[1]:
                             value = Int32(scale[at, column + j])
-                        mixed_ptx.st_shared_byte(own + j, value)
+                        ptx.st_shared_byte(own + j, value)
 
     @cute.jit
     def prefetch(self, first, k_block, thread):
@@ -230,11 +230,11 @@ class ScaleLoader:
             row = i * _SCALE_THREADS + thread
             if row < B_ROWS and first + row < scale.shape[0]:
                 place = scale.layout((first + row, k_block * self.config.scale_row))
-                mixed_ptx.prefetch_l2(scale.iterator.toint() + place)
+                ptx.prefetch_l2(scale.iterator.toint() + place)
 
     def arrive(self, barrier) -> None:
         if self.config.async_scales:
-            mixed_ptx.cp_async_mbarrier_arrive(barrier)
+            ptx.cp_async_mbarrier_arrive(barrier)
         else:
             ptx.mbarrier_arrive(barrier)
 

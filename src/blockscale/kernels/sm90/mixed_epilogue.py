@@ -17,7 +17,7 @@ from cutlass import Float32, const_expr, cute, range_constexpr
 
 from ..common.copies import TmaTiles
 from ..common.factor import factor_of
-from . import mixed_ptx, ptx
+from . import ptx
 from .mixed_config import Config
 
 __all__ = ["MixedEpilogue"]
@@ -101,7 +101,7 @@ class MixedEpilogue:
             for j in (0, 1):
                 first = (row + 8 * (group + j)) // 2
                 words += [ptx.cvt_rn_x2(acc[first + i], acc[first + i + 1], kind) for i in (0, 2)]
-            mixed_ptx.stmatrix_trans(line + group * 8 * 128, words)
+            ptx.stmatrix_trans(line + group * 8 * 128, words)
 
     @cute.jit
     def store_each(self, acc, thread, row, column):

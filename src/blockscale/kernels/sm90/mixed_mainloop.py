@@ -17,8 +17,8 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
 from ..common.pipeline import Pipeline
-from . import mixed_ptx, ptx
-from .dequant_rows import Rows, place
+from . import ptx
+from .dequant import Rows, place
 from .mixed_config import B_ROWS, Config
 
 __all__ = ["Mainloop"]
@@ -98,7 +98,7 @@ class Mainloop:
     def free(self, stage, wanted=1) -> None:
         """Arrive when a stage has been read, unless ``wanted`` is 0: each thread by itself, which
         takes no longer than one for its warp, and which tools that look for races follow."""
-        mixed_ptx.mbarrier_arrive_if(wanted, (self.pipeline.empty + stage).toint())
+        ptx.mbarrier_arrive_if(wanted, (self.pipeline.empty + stage).toint())
 
     def keep(self, fragments: list, scales: list) -> None:
         """The first unit of the next K block, and its scales."""
@@ -117,7 +117,7 @@ class Mainloop:
         return [
             word
             for row in (0, 8)
-            for word in mixed_ptx.ld_shared_words(address, row * nbytes + offset, words)
+            for word in ptx.ld_shared(address, row * nbytes + offset, words, Int32)
         ]
 
     def read_scales(self, stage) -> list:
@@ -125,11 +125,11 @@ class Mainloop:
         config, nbytes = self.config, self.rows.scale_bytes
         address = self.b_scale + stage * config.scale_bytes
         offsets = 0, 8 * config.scale_row
-        return self.rows.factors(*(mixed_ptx.ld_shared_bytes(address, i, nbytes) for i in offsets))
+        return self.rows.factors(*(ptx.ld_shared_bytes(address, i, nbytes) for i in offsets))
 
     def products(self, acc, stage, half: int, fragments: list) -> None:
         """Start the wgmmas of a unit."""
         b = self.a + (2 * stage + half) * (self.config.rows * 8)
-        values = mixed_ptx.wgmma_rs([acc[i] for i in range(self.count)], fragments, b)
+        values = ptx.wgmma_rs([acc[i] for i in range(self.count)], fragments, b)
         for i, value in enumerate(values):
             acc[i] = value

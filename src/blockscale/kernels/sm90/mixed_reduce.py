@@ -11,66 +11,52 @@ waited for all that is sent to it, and room is freed only for what will come.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import cutlass
 from cutlass import const_expr, cute, range_constexpr
 
-from ..common import shared
 from . import ptx
 from .mixed_config import WARPGROUPS, Config
+from .split_k_reduce import Room
 
 __all__ = ["MixedReduce"]
 
 
 @dataclass(frozen=True)
 class MixedReduce:
-    """Room for others' accumulators.
-
-    Attributes:
-        partial_acc: its address.
-        full, free: mbarriers, one a share.
-    """
+    """With mbarriers for each share."""
 
     config: Config
-    partial_acc: Any
-    full: Any
-    free: Any
+    room: Room
 
     @classmethod
     def allocate(cls, config: Config, memory) -> MixedReduce:
         nbytes = config.reduce_bytes(config.split_k, config.warpgroup_split_k)
-        partial_acc = shared.allocate(memory, nbytes, 128)
-        full = memory.allocate_array(cutlass.Int64, 2 * WARPGROUPS)
-        return cls(config, partial_acc, full, full + WARPGROUPS)
+        return cls(config, Room.allocate(memory, nbytes, WARPGROUPS))
 
     def init_barriers(self) -> None:
-        config = self.config
-        for i in range(WARPGROUPS):
-            # one that expects bytes of other CTAs, and threads of its own
-            cute.arch.mbarrier_init(self.full + i, 1 + 128 * (config.warpgroup_split_k - 1))
-            cute.arch.mbarrier_init(self.free + i, 4)  # warps
+        # one that expects bytes of other CTAs, and threads of its own; warps
+        self.room.init_barriers(1 + 128 * (self.config.warpgroup_split_k - 1), 4)
 
     def place(self, share, thread, source):
         """Of a thread's from the warpgroup so many after the one that adds, four at a time."""
         config = self.config
         index = (source - 1) * config.own_shares + share // config.split_k
-        return self.partial_acc + index * config.share_bytes + thread * 16
+        return self.room.partial_acc + index * config.share_bytes + thread * 16
 
     @cute.jit
     def send(self, share, acc, thread, phase, k_part, turn):
         """Wait until the last ones have been read, then write these, of the ``turn``-th warpgroup
         that has them in the CTA ``k_part`` of the cluster."""
         config = self.config
-        owner, full = share % config.split_k, (self.full + share).toint()
-        ptx.mbarrier_wait_cluster((self.free + share).toint(), phase ^ 1)
+        owner, full = share % config.split_k, (self.room.full + share).toint()
+        ptx.mbarrier_wait_cluster((self.room.free + share).toint(), phase ^ 1)
         source = (
             k_part + config.split_k - owner
         ) % config.split_k * config.warpgroup_split_k + turn
         place = self.place(share, thread, source)
         if k_part == owner:
             for i in range_constexpr(0, config.rows // 2, 4):
-                ptx.st_shared_v4(place, i * 512, [acc[i + j] for j in range(4)])
+                ptx.st_shared(place, [acc[i + j] for j in range(4)], i * 512)
             ptx.mbarrier_arrive(full)
         elif const_expr(config.split_k > 1):
             there, barrier = (ptx.mapa(each, owner) for each in (place, full))
@@ -81,7 +67,7 @@ class MixedReduce:
     def receive(self, share, acc, thread, phase, more):
         """Add those of the other warpgroups. ``more``: whether others will be sent."""
         config = self.config
-        full = (self.full + share).toint()
+        full = (self.room.full + share).toint()
         if thread == 0:
             ptx.mbarrier_arrive_expect_tx(
                 full, (config.sources - config.warpgroup_split_k) * config.share_bytes
@@ -95,5 +81,5 @@ class MixedReduce:
                     acc[i + j] = acc[i + j] + partial_acc[j]
         if more:
             ptx.mbarrier_arrive_release_cluster(
-                (self.free + share).toint(), thread % 32, config.split_k
+                (self.room.free + share).toint(), thread % 32, config.split_k
             )

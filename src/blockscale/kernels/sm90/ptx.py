@@ -12,29 +12,36 @@ from cutlass._mlir.dialects import llvm
 
 __all__ = [
     "bar_warp_sync",
+    "cp_async",
+    "cp_async_mbarrier_arrive",
     "cvt_rn_x2",
     "fma4",
     "ld_global_pair",
     "ld_shared",
     "ld_shared_broadcast",
+    "ld_shared_bytes",
     "mapa",
     "mbarrier_arrive",
     "mbarrier_arrive_cluster",
     "mbarrier_arrive_expect_tx",
+    "mbarrier_arrive_if",
     "mbarrier_arrive_release_cluster",
     "mbarrier_wait_cluster",
+    "mma",
     "mul",
     "nanosleep",
     "pin",
+    "prefetch_l2",
     "st_async",
     "st_global_pair",
     "st_shared",
-    "st_shared_v2",
-    "st_shared_v4",
+    "st_shared_byte",
     "stmatrix",
+    "stmatrix_trans",
     "wgmma_bf16",
     "wgmma_descriptor",
     "wgmma_fp8",
+    "wgmma_rs",
     "wgmma_wait_all",
     "wgmma_wait_group",
 ]
@@ -97,6 +104,42 @@ def wgmma_bf16(sums: list, a, b, steps: tuple[int, int], transposed: tuple[bool,
     return _wgmmas(sums, a, b, "k16.f32.bf16.bf16", steps, ("q", "q"), more)
 
 
+def wgmma_rs(sums: list, fragments: list, b) -> list:
+    """Add products of 64 columns of K, four wgmmas of bf16, to a thread's ``sums`` in place.
+
+    ``fragments``: for each, four registers of the warpgroup's 64 rows; ``b``: a descriptor.
+    """
+    count = len(sums)
+    names = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    lines = [
+        f".reg .b64 b; mov.b64 b, {{${count + 16}, {_HIGH}}};",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for step in range(4):
+        first = count + 4 * step
+        left = "{" + ", ".join(f"${first + i}" for i in range(4)) + "}"
+        lines += ["add.s64 b, b, 2;"] * (step > 0)
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 "
+            f"{names}, {left}, b, 1, 1, 1, 0;"
+        )
+    lines.append("wgmma.commit_group.sync.aligned;")
+    code = "{ " + " ".join(lines) + " }"
+    constraints = ["r"] * 17 + [str(i) for i in range(count)]
+    return _asm(code, [Float32] * count, [*fragments, b, *sums], constraints, memory=True)
+
+
+def mma(sums: list, left: list, right: list) -> list:
+    """``sums`` of 16 x 8 and the product of 16 columns of K, by a warp: four registers of one
+    operand and two of the other."""
+    code = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7},"
+        " {$8, $9}, {$0, $1, $2, $3};"
+    )
+    constraints = ["r"] * 6 + [str(i) for i in range(4)]
+    return _asm(code, [Float32] * 4, [*left, *right, *sums], constraints)
+
+
 def _wgmmas(sums: list, a, b, kind: str, steps, keeps, more: str) -> list:
     """A group of four along K. ``keeps``: whether the first one, and the others, add to ``sums``:
     q, or overwrite them: p.
@@ -155,12 +198,18 @@ def mul(a, b):
 # --- shared memory --------------------------------------------------------------------------------
 
 
-def ld_shared(address, offset: int, count: int = 1) -> list:
-    """``count`` (1, 2 or 4) fp32 ``offset`` bytes after ``address``."""
-    names = ", ".join(f"${i}" for i in range(count))
-    names, kind = (names, "f32") if count == 1 else (f"{{{names}}}", f"v{count}.f32")
-    code = f"ld.shared.{kind} {names}, [${count} + {offset}];"
-    return _asm(code, [Float32] * count, [address], ["r"], memory=True)
+def ld_shared(address, offset: int, count: int = 1, kind=Float32) -> list:
+    """``count`` (1, 2 or 4) fp32, or words, ``offset`` bytes after ``address``."""
+    names, suffix = ", ".join(f"${i}" for i in range(count)), "f32" if kind is Float32 else "b32"
+    names, suffix = (names, suffix) if count == 1 else (f"{{{names}}}", f"v{count}.{suffix}")
+    code = f"ld.shared.{suffix} {names}, [${count} + {offset}];"
+    return _asm(code, [kind] * count, [address], ["r"], memory=True)
+
+
+def ld_shared_bytes(address, offset: int, nbytes: int):
+    """One or two bytes, zero-extended."""
+    code = f"ld.shared.u{8 * nbytes} $0, [$1 + {offset}];"
+    return _asm(code, [Int32], [address], ["r"], memory=True)[0]
 
 
 def ld_shared_broadcast(address, offset: int, lane, reader):
@@ -173,14 +222,18 @@ def ld_shared_broadcast(address, offset: int, lane, reader):
     return _asm(code, [Float32], [address, lane, reader], ["r", "r", "r"], memory=True)[0]
 
 
-def st_shared_v4(address, offset: int, values: list) -> None:
-    """Four fp32 ``offset`` bytes after ``address``."""
-    code = f"st.shared.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};"
-    _asm(code, [], [address, *values], ["r"] + ["f"] * 4, memory=True)
+def st_shared(address, values: list, offset: int | None = None) -> None:
+    """One, two or four fp32, ``offset`` bytes after ``address``."""
+    count, place = len(values), "$0" if offset is None else f"$0 + {offset}"
+    names = ", ".join(f"${1 + i}" for i in range(count))
+    names, kind = (names, "f32") if count == 1 else (f"{{{names}}}", f"v{count}.f32")
+    _asm(
+        f"st.shared.{kind} [{place}], {names};", [], [address, *values], ["r"] + ["f"] * count, True
+    )
 
 
-def st_shared(address, value) -> None:
-    _asm("st.shared.f32 [$0], $1;", [], [address, value], ["r", "f"], memory=True)
+def st_shared_byte(address, value) -> None:
+    _asm("st.shared.u8 [$0], $1;", [], [address, value], ["r", "r"], memory=True)
 
 
 def stmatrix(address, words: list) -> None:
@@ -188,9 +241,24 @@ def stmatrix(address, words: list) -> None:
     _asm(code, [], [address, *words], ["r"] * 5, memory=True)
 
 
-def st_shared_v2(address, values: list) -> None:
-    code = "st.shared.v2.f32 [$0], {$1, $2};"
-    _asm(code, [], [address, *values], ["r", "f", "f"], memory=True)
+def stmatrix_trans(address, words: list) -> None:
+    """Four 8 x 16-byte matrices, transposed; a lane gives the address of a row."""
+    code = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
+    _asm(code, [], [address, *words], ["r"] * 5, memory=True)
+
+
+def cp_async(target, source, nbytes: int, wanted) -> None:
+    """``nbytes`` (4 or 8) of global memory to shared memory, or zeros unless ``wanted`` is 1."""
+    code = (
+        "{ .reg .b32 n; mul.lo.u32 n, $2, "
+        f"{nbytes}; cp.async.ca.shared.global [$0], [$1], {nbytes}, n; }}"
+    )
+    _asm(code, [], [target, source, wanted], ["r", "l", "r"], memory=True)
+
+
+def prefetch_l2(address) -> None:
+    """Bring what lies there in global memory to the L2 cache."""
+    _asm("prefetch.global.L2 [$0];", [], [address], ["l"], memory=True)
 
 
 def cvt_rn_x2(low, high, kind: str):
@@ -240,6 +308,18 @@ def mbarrier_arrive_expect_tx(barrier, nbytes) -> None:
 
 def mbarrier_arrive(barrier) -> None:
     code = "mbarrier.arrive.shared::cta.b64 _, [$0];"
+    _asm(code, [], [barrier], ["r"], memory=True)
+
+
+def mbarrier_arrive_if(wanted, barrier) -> None:
+    """Arrive, unless ``wanted`` is 0."""
+    code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+    _asm(code, [], [barrier, Int32(wanted)], ["r", "r"], memory=True)
+
+
+def cp_async_mbarrier_arrive(barrier) -> None:
+    """Arrive when what this thread has copied is there."""
+    code = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
     _asm(code, [], [barrier], ["r"], memory=True)
 
 

@@ -5,7 +5,7 @@ Reading B is all the time there is, so that nothing may stand between: each warp
 stages by TMA, asks for the next one when it has read one, and waits for no other warp. The warps of
 a CTA take turns along K; they have all of the CTA's rows of B, which it is alone to read, so that
 what they read of A serves as many of them as there are registers for. B is dequantized in registers
-(``dequant_rows``) and multiplied by mma.sync, whose accumulators, of the output transposed, are
+(``dequant``) and multiplied by mma.sync, whose accumulators, of the output transposed, are
 added up in shared memory at the end, in an order that is always the same.
 """
 
@@ -23,8 +23,8 @@ from ..common.factor import any_added, factor_of
 from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.persistent import advance_pipeline, cluster_sync
 from ..common.tensor_specs import any_source, any_tensor, compile_for
-from . import mixed_ptx, ptx
-from .dequant_rows import Rows, place
+from . import ptx
+from .dequant import Rows, place
 from .mixed_config import BLOCK_K
 from .skinny_config import SCALE_ROW, Config
 
@@ -188,15 +188,13 @@ class Mainloop:
         b_tiles, a_tiles = self.config.mma_tiles
         rows = [(16 * tile, 16 * tile + 8) for tile in range(b_tiles)]
         factors = [
-            self.rows.factors(
-                *(mixed_ptx.ld_shared_bytes(scales, r * SCALE_ROW, own) for r in pair)
-            )
+            self.rows.factors(*(ptx.ld_shared_bytes(scales, r * SCALE_ROW, own) for r in pair))
             for pair in rows
         ]
         at_once = 2 * 64 // nbytes  # units of 16 bytes of a row
         for chunk in range(2 // at_once):
             words = [
-                [mixed_ptx.ld_shared_words(b ^ (16 * chunk), r * nbytes, 4) for r in pair]
+                [ptx.ld_shared(b ^ (16 * chunk), r * nbytes, 4, Int32) for r in pair]
                 for pair in rows
             ]
             for i in range(at_once):
@@ -213,7 +211,7 @@ class Mainloop:
 
     def right(self, a, octet: int, tile: int) -> list:
         """Eight columns of K of a row of A."""
-        return mixed_ptx.ld_shared_words(a ^ (16 * octet), 1024 * tile, 4)
+        return ptx.ld_shared(a ^ (16 * octet), 1024 * tile, 4, Int32)
 
     def mma(self, acc, left: list, right: list) -> None:
         """A unit of 16 rows of B by all rows of A."""
@@ -221,7 +219,7 @@ class Mainloop:
             for tile in range(self.config.mma_tiles[1]):
                 pair = right[k // 2][tile][k % 2 * 2 :][:2]
                 where = range(4 * tile, 4 * tile + 4)
-                added = mixed_ptx.mma([acc[i] for i in where], left[4 * k : 4 * k + 4], pair)
+                added = ptx.mma([acc[i] for i in where], left[4 * k : 4 * k + 4], pair)
                 for i, value in zip(where, added, strict=True):
                     acc[i] = value
 
@@ -249,7 +247,7 @@ class Epilogue:
         for i in range_constexpr(b_tiles):
             for j in range_constexpr(a_tiles):
                 values = [acc[i][4 * j + k] for k in range(4)]
-                ptx.st_shared_v4(own, 512 * (i * a_tiles + j), values)
+                ptx.st_shared(own, values, 512 * (i * a_tiles + j))
         cute.arch.sync_threads()
         for i in range_constexpr(-(-each // (32 * config.warps))):
             index = i * (32 * config.warps) + thread
