@@ -3,7 +3,7 @@
 
 A kernel launched with ``use_pdl`` may be started while its predecessor still writes memory, and
 reads what is to be overwritten: no thread reads or writes global memory before ``pdl_wait``, nor by
-``ld.global.nc`` after it. The emulator says where one does. It comes when all blocks of its
+``ld.global.nc`` after it. The emulator says where one does. It comes when all CTAs of its
 predecessor are over, or have called ``pdl_launch_dependents``.
 """
 
@@ -20,5 +20,5 @@ def pdl_wait() -> None:
 
 
 def pdl_launch_dependents() -> None:
-    """Let blocks of the next kernel come where there is room: what this one still does is short."""
+    """Let CTAs of the next kernel come where there is room: what this one still does is short."""
     cute.arch.griddepcontrol_launch_dependents()

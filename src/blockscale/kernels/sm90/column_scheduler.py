@@ -39,9 +39,9 @@ class ColumnTiles:
         return Tile(row, column, self.k_begin, self.k_end)
 
 
+@dataclass(frozen=True)
 class ColumnScheduler:
-    def __init__(self, config: Config):
-        self.config = config
+    config: Config
 
     def extent(self, a, b) -> tuple:
         """On the host: how many tiles there are, and how many of them one above the other."""
@@ -50,11 +50,9 @@ class ColumnScheduler:
 
     def grid(self, extent, multiprocessors):
         """On the host: how many CTAs there are."""
-        split = self.config.split_k
-        return cutlass.min(extent[0], multiprocessors // split) * split
+        return cutlass.min(extent[0], multiprocessors // self.config.split_k) * self.config.split_k
 
     def tiles(self, extent, k_blocks, k_part) -> ColumnTiles:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
-        split = self.config.split_k
-        begin, end = k_part * k_blocks // split, (k_part + 1) * k_blocks // split
-        return ColumnTiles(self.config, *extent, begin, end)
+        k_begin, k_end = (each * k_blocks // self.config.split_k for each in (k_part, k_part + 1))
+        return ColumnTiles(self.config, *extent, k_begin, k_end)

@@ -139,7 +139,7 @@ class Widener:
 
     def poisoned(self, factor, seen):
         """NaN, twice, where ``seen`` says that there was one, else ``factor``: for NaN are then all
-        sums that elements of this row go into."""
+        accumulators that elements of this row go into."""
         if not self.special:
             return factor
         code = (
@@ -226,14 +226,14 @@ class Rows:
         return self.widener.octet(own, factor)
 
     @cute.jit
-    def poison(self, sums):
-        """Sums of rows of B that had a NaN: those of four threads. ``sums``: of each step, four of
-        each eight rows of A."""
+    def poison(self, acc):
+        """Accumulators of rows of B that had a NaN: those of four threads. ``acc``: of each
+        step, four of each eight rows of A."""
         for i in range_constexpr(2 * self.steps if self.widener.special else 0):
             seen = self.seen[i]
             for distance in range_constexpr(1, 3):
                 seen = seen | cute.arch.shuffle_sync_bfly(seen, distance)
             if seen & 0x80808080 != 0:
-                for group in range_constexpr(cute.size(sums[0]) // 4):
+                for group in range_constexpr(cute.size(acc[0]) // 4):
                     for j in range_constexpr(2):
-                        sums[i // 2][4 * group + 2 * (i % 2) + j] = Float32(float("nan"))
+                        acc[i // 2][4 * group + 2 * (i % 2) + j] = Float32(float("nan"))

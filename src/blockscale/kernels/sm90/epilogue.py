@@ -23,13 +23,9 @@ _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Stores tiles: a warpgroup's work.
-
-    Attributes:
-        boxes: of the output, in shared memory; None where it is stored from registers.
-        d: the output (M, N).
-        bias: (N,); alpha: (), or a pair; or None.
-        late: addresses are computed after the mainloop, which leaves them no registers.
+    """Stores tiles of ``d`` (M, N): a warpgroup's work. ``boxes``: of it, in shared memory, if any;
+    ``bias`` (N,); ``alpha`` () or a pair. Addresses are computed ``late``, after the mainloop,
+    where that leaves them no registers.
     """
 
     config: ProductConfig
@@ -60,10 +56,10 @@ class Epilogue:
         else:
             self.store_each(acc, thread, row, column)
 
-    def value(self, acc, row_step: int, column: int, i: int):
-        """The ``i``-th of a thread's four values in the eight columns from ``column`` on."""
+    def values(self, acc, row_step: int, column: int) -> list:
+        """A thread's four values in the eight columns from ``column`` on."""
         values, first = self.where(acc, row_step, column)
-        return values[first + i]
+        return [values[first + i] for i in range(4)]
 
     def where(self, acc, row_step: int, column: int):
         """The tensor of those four values, and the index of the first."""
@@ -139,23 +135,15 @@ class Epilogue:
             self.sync(warpgroup)
             for i in range_constexpr(config.epilogue_stages):
                 box = start + i
-                self.put(
-                    acc,
-                    base + i * nbytes,
-                    box // across,
-                    box % across * config.box_columns,
-                    thread,
-                )
+                down, right = box // across, box % across * config.box_columns
+                self.put(acc, base + i * nbytes, down, right, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync(warpgroup)
             if warp == 0:
                 for i in range_constexpr(config.epilogue_stages):
                     box = start + i
-                    position = (
-                        row + box // across * 64,
-                        column + box % across * config.box_columns,
-                    )
-                    self.boxes.store(first + i, position)
+                    down, right = box // across * 64, box % across * config.box_columns
+                    self.boxes.store(first + i, (row + down, column + right))
                 cute.arch.cp_async_bulk_commit_group()
 
     def sync(self, warpgroup):
@@ -170,7 +158,7 @@ class Epilogue:
             line = address + row * 128 + lane % 2 * 8
             for group in range(config.box_columns // 8):
                 chunk = (2 * group + lane % 4 // 2) ^ (row % 8)
-                values = [self.value(acc, row_step, column + 8 * group, i) for i in range(4)]
+                values = self.values(acc, row_step, column + 8 * group)
                 ptx.st_shared(line + chunk * 16, values[:2])
                 ptx.st_shared(line + 8 * 128 + chunk * 16, values[2:])
             return
@@ -179,7 +167,7 @@ class Epilogue:
             chunk = (group + lane // 16) ^ (row % 8)
             words = []
             for j in (0, 1):
-                values = [self.value(acc, row_step, column + 8 * (group + j), i) for i in range(4)]
+                values = self.values(acc, row_step, column + 8 * (group + j))
                 words += [ptx.cvt_rn_x2(*values[i : i + 2], kind) for i in (0, 2)]
             ptx.stmatrix(address + row * 128 + chunk * 16, words)
 
@@ -190,11 +178,12 @@ class Epilogue:
         warp, lane = thread // 32, thread % 32
         for row_step in range_constexpr(config.row_steps):
             for group in range_constexpr(config.own_columns // 8):
+                values = self.values(acc, row_step, group * 8)
                 for i in range_constexpr(4):
                     r = row + row_step * 64 + warp * 16 + lane // 4 + i // 2 * 8
                     c = column + group * 8 + lane % 4 * 2 + i % 2
                     if r < d.shape[0] and c < d.shape[1]:
-                        value = self.value(acc, row_step, group * 8, i)
+                        value = values[i]
                         if const_expr(config.accumulate):
                             value = value + Float32(d[r, c])
                         d[r, c] = d.element_type(value)

@@ -83,7 +83,7 @@ class Gemm:
             if config.reduces:
                 op = cpasync.CopyReduceBulkTensorTileS2GOp()
             store = self.out.describe(d, op)
-        atoms, views = [pair[0] for pair in loads], [pair[1] for pair in loads]
+        atoms, views = zip(*loads, strict=True)
         self.kernel(atoms, views, *store, fetched, output, k_blocks).launch(
             grid=(self.scheduler.grid(d, multiprocessors), 1, 1),
             block=(config.threads, 1, 1),

@@ -22,14 +22,14 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common import shared
 from ..common.copies import Copies, TmaTiles
-from ..common.factor import any_added
 from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
 from ..common.persistent import cluster_sync
 from ..common.pipeline import Pipeline
-from ..common.tensor_specs import any_source, any_tensor, compile_for
+from ..common.tensor_specs import any_tensor
 from . import ptx
 from .column_scheduler import ColumnScheduler, ColumnTiles
+from .kernel import compile_gemm
 from .mixed_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
 from .mixed_epilogue import MixedEpilogue
 from .mixed_mainloop import Mainloop
@@ -67,15 +67,9 @@ class MixedGemm:
         if const_expr(config.tma_store):
             store = self.out.describe(d, cpasync.CopyBulkTensorTileS2GOp())
         extent = self.scheduler.extent(a, b)
-        self.kernel(
-            [pair[0] for pair in loads],
-            [pair[1] for pair in loads],
-            *store,
-            b_scale,
-            (d, bias, alpha),
-            extent,
-            cute.ceil_div(b.shape[1], config.row_bytes),
-        ).launch(
+        atoms, views = zip(*loads, strict=True)
+        output, k_blocks = (d, bias, alpha), cute.ceil_div(b.shape[1], config.row_bytes)
+        self.kernel(atoms, views, *store, b_scale, output, extent, k_blocks).launch(
             grid=(self.scheduler.grid(extent, multiprocessors), 1, 1),
             block=(self.threads, 1, 1),
             cluster=(config.split_k, 1, 1),
@@ -239,38 +233,31 @@ class ScaleLoader:
             ptx.mbarrier_arrive(barrier)
 
 
-@dataclass(frozen=True)
 class Consumer:
     """Multiplies and stores: a warpgroup.
 
-    Attributes:
-        k_part: of this CTA, where those of a cluster split K.
-        addresses: of A, of B and of its scales, all stages.
-        reduce: adds up what warpgroups have that split K; None where they do not.
+    ``k_part``: of this CTA, where those of a cluster split K; ``addresses``: of A, of B and of its
+    scales; ``reduce``: adds up what warpgroups have that split K, if they do.
     """
 
-    config: Config
-    pipeline: Pipeline
-    schedule: ColumnTiles
-    k_part: Any
-    addresses: tuple
-    epilogue: MixedEpilogue
-    reduce: MixedReduce | None
+    def __init__(self, config, pipeline, schedule, k_part, addresses, epilogue, reduce):
+        self.config, self.schedule, self.k_part = config, schedule, k_part
+        self.epilogue, self.reduce = epilogue, reduce
+        thread = cute.arch.thread_idx()[0] - 128
+        self.warpgroup = cute.arch.make_warp_uniform(thread // 128)
+        self.thread = ptx.pin(thread % 128)
+        row = self.warpgroup % WARPGROUPS * 64
+        self.mainloop = Mainloop(config, pipeline, row, self.thread, *addresses)
 
     @cute.jit
     def __call__(self):
-        config, reduce, parts = self.config, self.reduce, self.config.warpgroup_split_k
-        thread = cute.arch.thread_idx()[0] - 128
-        warpgroup = cute.arch.make_warp_uniform(thread // 128)
-        thread = ptx.pin(thread % 128)
-        mainloop = Mainloop(
-            config, self.pipeline, warpgroup % WARPGROUPS * 64, thread, *self.addresses
-        )
+        config, parts = self.config, self.config.warpgroup_split_k
+        thread, warpgroup = self.thread, self.warpgroup
         start, step = self.schedule.first()
         before = warpgroup // WARPGROUPS  # stages that others take first
         stage, phase = before, Int32(0)
         reduce_phase = Int32(0)
-        acc = mainloop.accumulators()
+        acc = self.mainloop.accumulators()
         pdl_wait()
         for index in range(start, self.schedule.count, step):
             acc.fill(0.0)
@@ -279,7 +266,7 @@ class Consumer:
                 k_blocks = count
                 count = (k_blocks - before + parts - 1) // parts
                 before = (before - k_blocks) & (parts - 1)
-            stage, phase = mainloop(acc, count, stage, phase)
+            stage, phase = self.mainloop(acc, count, stage, phase)
             # in the loop, so that what follows is not computed before it, and kept
             warpgroup = cute.arch.make_warp_uniform(ptx.pin(warpgroup))
             share, turn = warpgroup % WARPGROUPS, warpgroup // WARPGROUPS
@@ -289,10 +276,10 @@ class Consumer:
             if const_expr(config.sources > 1):
                 if turn == 0 and self.k_part == share % config.split_k:
                     more = index + step < self.schedule.count
-                    reduce.receive(share, acc, here, reduce_phase, more)
+                    self.reduce.receive(share, acc, here, reduce_phase, more)
                     self.epilogue(acc, share, here, tile.row, column)
                 else:
-                    reduce.send(share, acc, here, reduce_phase, self.k_part, turn)
+                    self.reduce.send(share, acc, here, reduce_phase, self.k_part, turn)
             else:
                 self.epilogue(acc, share, here, tile.row, column)
             reduce_phase = reduce_phase ^ 1
@@ -303,14 +290,10 @@ class Consumer:
 def compile_config(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
     align = config.scale_row if config.async_scales else 1
-    return compile_for(
-        config.arch,
+    return compile_gemm(
         MixedGemm(config),
         any_tensor(cutlass.BFloat16, 2, 16, True),
         None,
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(cutlass.Uint8, 2, align, True),
-        any_source(config.out_dtype, config.tma_store),
-        *any_added(config),
-        Int32(1),
     )

@@ -50,7 +50,8 @@ class Config:
     """A kernel: all that its code depends on.
 
     The rows of B are those of a wgmma: it is widened in registers. The rows of A, which are few
-    tiles', are the columns of a wgmma: they are bf16. The sums are those of the output transposed.
+    tiles', are the columns of a wgmma: they are bf16. The accumulators are those of the
+    output transposed.
 
     Attributes:
         b_format: its name.
@@ -61,7 +62,7 @@ class Config:
         stages: tiles of both operands in flight.
         accumulate: add to the output.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: how many scalars the sums are multiplied by, two at most.
+        alpha: how many scalars the accumulators are multiplied by, two at most.
         tma_store: the output is stored by TMA; else an element at a time.
         async_scales: rows of B's scales lie so that those of a stage can be copied at once.
         loaded_rows: of A; 0 for all of a tile's. Fewer where there are no more, and that pays.
@@ -116,27 +117,27 @@ class Config:
 
     @property
     def gain(self) -> float:
-        """What the sums lack."""
+        """What the accumulators lack."""
         return gain(self.format)
 
     @property
     def sources(self) -> int:
-        """Of a share's sums: warpgroups of all blocks that split K."""
+        """Of a share's partial accumulators: warpgroups of all CTAs that split K."""
         return self.split_k * self.warpgroup_split_k
 
     @property
     def own_shares(self) -> int:
-        """Of one block, at most: 64 rows of B each, which blocks that split K add up in turn, each
+        """Of one CTA, at most: 64 rows of B each, which CTAs that split K add up in turn, each
         by a warpgroup that stores it from a box of its own."""
         return -(-WARPGROUPS // self.split_k)
 
     @property
     def share_bytes(self) -> int:
-        """Room for another warpgroup's sums."""
+        """Room for another warpgroup's accumulators."""
         return 4 * ROWS * self.rows
 
     def reduce_bytes(self, split: int, parts: int) -> int:
-        """For the sums of others, if there were so many blocks, and parts of each."""
+        """For the accumulators of others, if so many CTAs, and warpgroups of each, split K."""
         return (split * parts - 1) * -(-WARPGROUPS // split) * self.share_bytes
 
     @property
@@ -158,7 +159,7 @@ class Config:
 
 
 def gain(format: Format) -> float:
-    """What sums of products lack whose one operand was widened: a block scale of NVFP4 is widened
+    """What accumulators lack where one operand was dequantized: a block scale of NVFP4 is widened
     to 2^-7 of itself, so that one multiplication by it widens an element."""
     return 2.0**7 if format.scale.name == "UE4M3" else 1.0
 
@@ -178,9 +179,9 @@ def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> 
 
 
 def _split(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> tuple[float, Config]:
-    """The kernel, in which as many blocks of threads split K as is best, if all run at once; and an
-    estimate: K blocks that one of them takes time for. Sums from each of those that split K take
-    time, too: as much as a K block where rows are many."""
+    """The kernel, in which as many CTAs split K as is best, if all run at once; and an estimate: K
+    blocks that one of them takes time for. To add up what each of them has takes time, too: as much
+    as a K block where rows are many."""
     m, n, k = shape
     tiles, blocks = -(-m // config.rows) * -(-n // B_ROWS), -(-k // BLOCK_K)
     room = SHARED - config.shared_bytes

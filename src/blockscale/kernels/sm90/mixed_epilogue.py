@@ -27,13 +27,8 @@ _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 @dataclass(frozen=True)
 class MixedEpilogue:
-    """Stores tiles: a warpgroup's work.
-
-    Attributes:
-        boxes: of the output, in shared memory; None where it is stored from registers.
-        d: the output (M, N).
-        bias: (N,); alpha: (), or a pair; or None.
-    """
+    """Stores tiles of ``d`` (M, N): a warpgroup's work. ``boxes``: of it, in shared memory, if any;
+    ``bias`` (N,); ``alpha`` () or a pair."""
 
     config: Config
     boxes: TmaTiles | None

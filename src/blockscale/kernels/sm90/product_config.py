@@ -35,8 +35,8 @@ class ProductConfig:
 
     Attributes:
         accumulate: add to the output.
-        tile: rows and columns of the output that a block of threads takes at once.
-        cluster: blocks that share tiles of B (along M) and of A (along N); two at most.
+        tile: rows and columns of the output that a CTA takes at once.
+        cluster: CTAs that share tiles of B (along M) and of A (along N); two at most.
         stages: tiles of A and B in flight.
         warpgroups: that multiply, each some of the tile's rows.
         warpgroup_split_k: two warpgroups take all rows instead, and every other K block each: where
@@ -48,10 +48,10 @@ class ProductConfig:
         skew: nanoseconds by which a warpgroup starts after the one before it, so that one works
             while another stores.
         group: tiles along M that are taken before the next ones along N.
-        tma_store: the output is stored by TMA, where blocks split K in pairs; else an element at a
+        tma_store: the output is stored by TMA, where CTAs split K in pairs; else an element at a
             time.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: how many scalars the sums are multiplied by, two at most.
+        alpha: how many scalars the accumulators are multiplied by, two at most.
     """
 
     out_dtype: torch.dtype
@@ -111,7 +111,7 @@ class ProductConfig:
 
     @property
     def reduce_bytes(self) -> int:
-        """Room for the sums of the other warpgroup; of all of a cluster's, where blocks split K."""
+        """Room for the accumulators of the other warpgroup; of all of a cluster's with split-K."""
         tile = 4 * self.tile[0] * self.tile[1]
         return (tile if self.split_k == 1 else 2 * tile) if self.warpgroup_split_k else 0
 
@@ -141,10 +141,10 @@ class ProductConfig:
         return [(i, j) for i in range(self.row_steps) for j in range(self.column_steps)]
 
     def place(self, row_step: int, column: int) -> tuple[int, int]:
-        """Where a thread has its four sums of the eight columns from ``column`` on: the batch, and
-        the first of them."""
-        batch = row_step * self.column_steps + column // self.mma_n
-        return batch, column % self.mma_n // 2
+        """Where a thread has its four values of the eight columns from ``column`` on: which wgmma,
+        and the first of them."""
+        mma = row_step * self.column_steps + column // self.mma_n
+        return mma, column % self.mma_n // 2
 
     @property
     def reduces(self) -> bool:
@@ -193,7 +193,7 @@ class Shape:
         config: with one buffer for its output.
         loop: of a K block.
         fixed: of a tile, beside its K blocks.
-        once: until blocks of a cluster have met.
+        once: until CTAs of a cluster have met.
     """
 
     config: ProductConfig
@@ -225,7 +225,7 @@ class Shape:
 
     def is_legal(self, m: int, n: int, gpu: Gpu) -> bool:
         """Whether no block of a cluster is without rows, or it has time for that; and whether all
-        clusters run at once where blocks split K."""
+        clusters run at once where CTAs split K."""
         config = self.config
         if config.split_k > 1:
             return self.clusters(m, n) <= gpu.max_active_clusters(config.split_k)

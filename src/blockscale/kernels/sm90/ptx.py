@@ -2,7 +2,7 @@
 """Single PTX instructions, or a few that must stay together, as functions on CuTe DSL values.
 
 All are volatile: the compiler keeps them in the order in which they are written. It would sink
-plain arithmetic on a finished partial sum below the next wgmma, which then has to wait for it.
+plain arithmetic on finished accumulators below the next wgmma, which then has to wait for it.
 """
 
 from __future__ import annotations
@@ -87,29 +87,29 @@ def wgmma_descriptor(address, apart: int = 16):
     return ((Int32(address) >> 4) & 0x3FFF) | (apart >> 4 << 16)
 
 
-def wgmma_fp8(parts: list, a, b) -> list:
-    """Start a K block's partial sum of 64 rows, in place of a thread's ``parts``, half as many as
+def wgmma_fp8(partial_acc: list, a, b) -> list:
+    """Start a K block's products of 64 rows, in place of a thread's ``partial_acc``, half as many as
     there are columns. ``a``, ``b``: descriptors.
     """
-    return _wgmmas(parts, a, b, "k32.f32.e4m3.e4m3", (2, 2), ("p", "q"), "1, 1")
+    return _wgmmas(partial_acc, a, b, "k32.f32.e4m3.e4m3", (2, 2), ("p", "q"), "1, 1")
 
 
-def wgmma_bf16(sums: list, a, b, steps: tuple[int, int], transposed: tuple[bool, bool]) -> list:
-    """Start adding a K block of bf16 to the ``sums`` of 64 rows.
+def wgmma_bf16(acc: list, a, b, steps: tuple[int, int], transposed: tuple[bool, bool]) -> list:
+    """Start adding a K block of bf16 to the ``acc`` of 64 rows.
 
     ``steps``: how far 16 columns of K are apart in A and in B, for a descriptor; ``transposed``:
     rows in shared memory are those of K.
     """
     more = ", ".join(str(int(each)) for each in (True, True, *transposed))
-    return _wgmmas(sums, a, b, "k16.f32.bf16.bf16", steps, ("q", "q"), more)
+    return _wgmmas(acc, a, b, "k16.f32.bf16.bf16", steps, ("q", "q"), more)
 
 
-def wgmma_rs(sums: list, fragments: list, b) -> list:
-    """Add products of 64 columns of K, four wgmmas of bf16, to a thread's ``sums`` in place.
+def wgmma_rs(acc: list, fragments: list, b) -> list:
+    """Add products of 64 columns of K, four wgmmas of bf16, to a thread's ``acc`` in place.
 
     ``fragments``: for each, four registers of the warpgroup's 64 rows; ``b``: a descriptor.
     """
-    count = len(sums)
+    count = len(acc)
     names = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = [
         f".reg .b64 b; mov.b64 b, {{${count + 16}, {_HIGH}}};",
@@ -126,25 +126,25 @@ def wgmma_rs(sums: list, fragments: list, b) -> list:
     lines.append("wgmma.commit_group.sync.aligned;")
     code = "{ " + " ".join(lines) + " }"
     constraints = ["r"] * 17 + [str(i) for i in range(count)]
-    return _asm(code, [Float32] * count, [*fragments, b, *sums], constraints, memory=True)
+    return _asm(code, [Float32] * count, [*fragments, b, *acc], constraints, memory=True)
 
 
-def mma(sums: list, left: list, right: list) -> list:
-    """``sums`` of 16 x 8 and the product of 16 columns of K, by a warp: four registers of one
+def mma(acc: list, left: list, right: list) -> list:
+    """``acc`` of 16 x 8 and the product of 16 columns of K, by a warp: four registers of one
     operand and two of the other."""
     code = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7},"
         " {$8, $9}, {$0, $1, $2, $3};"
     )
     constraints = ["r"] * 6 + [str(i) for i in range(4)]
-    return _asm(code, [Float32] * 4, [*left, *right, *sums], constraints)
+    return _asm(code, [Float32] * 4, [*left, *right, *acc], constraints)
 
 
-def _wgmmas(sums: list, a, b, kind: str, steps, keeps, more: str) -> list:
-    """A group of four along K. ``keeps``: whether the first one, and the others, add to ``sums``:
+def _wgmmas(acc: list, a, b, kind: str, steps, keeps, more: str) -> list:
+    """A group of four along K. ``keeps``: whether the first one, and the others, add to ``acc``:
     q, or overwrite them: p.
     """
-    count = len(sums)
+    count = len(acc)
     names = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = [
         ".reg .pred p, q; .reg .b64 a, b;",
@@ -162,7 +162,7 @@ def _wgmmas(sums: list, a, b, kind: str, steps, keeps, more: str) -> list:
     lines.append("wgmma.commit_group.sync.aligned;")
     code = "{ " + " ".join(lines) + " }"
     constraints = ["r", "r", *(str(i) for i in range(count))]
-    return _asm(code, [Float32] * count, [a, b, *sums], constraints, memory=True)
+    return _asm(code, [Float32] * count, [a, b, *acc], constraints, memory=True)
 
 
 def wgmma_wait_group(pending: int) -> None:
@@ -170,11 +170,11 @@ def wgmma_wait_group(pending: int) -> None:
     _asm(f"wgmma.wait_group.sync.aligned {pending};", [], [], [], memory=True)
 
 
-def wgmma_wait_all(sums: list) -> list:
-    """``sums``, when all wgmmas have finished."""
-    constraints = [str(i) for i in range(len(sums))]
+def wgmma_wait_all(acc: list) -> list:
+    """``acc``, when all wgmmas have finished."""
+    constraints = [str(i) for i in range(len(acc))]
     code = "wgmma.wait_group.sync.aligned 0;"
-    return _asm(code, [Float32] * len(sums), sums, constraints, memory=True)
+    return _asm(code, [Float32] * len(acc), acc, constraints, memory=True)
 
 
 def bar_warp_sync() -> None:
@@ -183,12 +183,12 @@ def bar_warp_sync() -> None:
     _asm("bar.warp.sync 0xffffffff;", [], [], [], memory=True)
 
 
-def fma4(sums: list, parts: list, scales: list) -> list:
-    """``sums + parts * scales``, four of them; two scales, of two rows, or four."""
+def fma4(acc: list, partial_acc: list, scales: list) -> list:
+    """``acc + partial_acc * scales``, four of them; two scales, of two rows, or four."""
     which = [0, 0, 1, 1] if len(scales) == 2 else range(4)
     code = " ".join(f"fma.rn.f32 ${i}, ${4 + i}, ${8 + which[i]}, ${i};" for i in range(4))
     constraints = ["f"] * (4 + len(scales)) + [str(i) for i in range(4)]
-    return _asm(code, [Float32] * 4, [*parts, *scales, *sums], constraints)
+    return _asm(code, [Float32] * 4, [*partial_acc, *scales, *acc], constraints)
 
 
 def mul(a, b):
@@ -323,25 +323,25 @@ def cp_async_mbarrier_arrive(barrier) -> None:
     _asm(code, [], [barrier], ["r"], memory=True)
 
 
-def mbarrier_arrive_cluster(barrier, lane, blocks: int) -> None:
-    """Arrive once at the barrier of each of ``blocks`` of the cluster; called by a warp's lanes."""
+def mbarrier_arrive_cluster(barrier, lane, ctas: int) -> None:
+    """Arrive once at the barrier of each of ``ctas`` of the cluster; called by a warp's lanes."""
     code = (
-        f"{{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, $1, {blocks};"
+        f"{{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, $1, {ctas};"
         " @p mapa.shared::cluster.u32 a, $0, $1;"
         " @p mbarrier.arrive.shared::cluster.b64 _, [a]; }"
     )
-    if blocks == 1:
+    if ctas == 1:
         code = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
     _asm(code, [], [barrier, lane], ["r", "r"], memory=True)
 
 
-# --- another block's memory -----------------------------------------------------------------------
+# --- another CTA's memory -----------------------------------------------------------------------
 
 
-def mapa(address, block):
-    """An address of shared memory, in another block of the cluster."""
+def mapa(address, cta):
+    """An address of shared memory, in another CTA of the cluster."""
     code = "mapa.shared::cluster.u32 $0, $1, $2;"
-    return _asm(code, [Int32], [Int32(address), block], ["r", "r"])[0]
+    return _asm(code, [Int32], [Int32(address), cta], ["r", "r"])[0]
 
 
 def st_async(place, offset: int, values: list, barrier) -> None:
@@ -354,11 +354,11 @@ def st_async(place, offset: int, values: list, barrier) -> None:
     _asm(code, [], [place, barrier, *values], ["r", "r"] + ["f"] * 4, memory=True)
 
 
-def mbarrier_arrive_release_cluster(barrier, lane, blocks: int) -> None:
+def mbarrier_arrive_release_cluster(barrier, lane, ctas: int) -> None:
     """What a warp's lanes have read may be overwritten by those who wait: once at the barrier of
-    each of ``blocks`` of the cluster."""
+    each of ``ctas`` of the cluster."""
     code = (
-        f"{{ .reg .pred p; .reg .b32 a; bar.warp.sync 0xffffffff; setp.lt.u32 p, $1, {blocks};"
+        f"{{ .reg .pred p; .reg .b32 a; bar.warp.sync 0xffffffff; setp.lt.u32 p, $1, {ctas};"
         " @p mapa.shared::cluster.u32 a, $0, $1;"
         " @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; }"
     )
@@ -366,7 +366,7 @@ def mbarrier_arrive_release_cluster(barrier, lane, blocks: int) -> None:
 
 
 def mbarrier_wait_cluster(barrier, phase) -> None:
-    """Wait for arrivals of other blocks, and see what they wrote."""
+    """Wait for arrivals of other CTAs, and see what they wrote."""
     code = (
         "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64"
         " p, [$0], $1; @!p bra AGAIN; }"

@@ -54,12 +54,9 @@ class SkinnyGemm:
         ``a_scale``, and ``multiprocessors`` take as many CTAs as they can."""
         loaded = zip(self.copies, (b, a, b_scale), strict=True)
         loads = [each.describe(tensor) for each, tensor in loaded]
-        self.kernel(
-            [pair[0] for pair in loads],
-            [pair[1] for pair in loads],
-            (d, bias, alpha),
-            cute.ceil_div(b.shape[1], self.config.row_bytes),
-        ).launch(
+        atoms, views = zip(*loads, strict=True)
+        k_blocks = cute.ceil_div(b.shape[1], self.config.row_bytes)
+        self.kernel(atoms, views, (d, bias, alpha), k_blocks).launch(
             grid=(cute.ceil_div(b.shape[0], self.config.b_rows), 1, 1),
             block=(32 * self.config.warps, 1, 1),
             stream=stream,
@@ -112,13 +109,7 @@ class SkinnyGemm:
 
 @dataclass(frozen=True)
 class Loader:
-    """Keeps a warp's stages filled.
-
-    Attributes:
-        full: its mbarriers.
-        column: of the output, the CTA's first one.
-        k_blocks: of all warps.
-    """
+    """Keeps a warp's stages filled. ``full``: its mbarriers; ``k_blocks``: of all warps."""
 
     config: Config
     b: TmaTiles
