@@ -88,8 +88,8 @@ def wgmma_descriptor(address, apart: int = 16):
 
 
 def wgmma_fp8(partial_acc: list, a, b) -> list:
-    """Start a K block's products of 64 rows, in place of a thread's ``partial_acc``, half as many as
-    there are columns. ``a``, ``b``: descriptors.
+    """Start a K block's products of 64 rows, in place of a thread's ``partial_acc``, half as many
+    as there are columns. ``a``, ``b``: descriptors.
     """
     return _wgmmas(partial_acc, a, b, "k32.f32.e4m3.e4m3", (2, 2), ("p", "q"), "1, 1")
 
