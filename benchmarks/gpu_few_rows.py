@@ -21,7 +21,7 @@ import torch
 import blockscale as bs
 from blockscale.bench.contest import Call, turns
 from blockscale.bench.timing import Timer
-from blockscale.bench.warm import compile_all
+from blockscale.kernels.common.compile_all import compile_all
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.gpu import CLUSTERS, GPUS
 from blockscale.kernels.common.runtime import gpu_of

@@ -49,7 +49,7 @@ def gpu(
     # another GPU each time, for which no plan was made
     found = replace(chip(arch, multiprocessors), load=kernel)
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(runtime._gpus, {_CPU: found}))
+        stack.enter_context(runtime.standing_in({_CPU: found}.get))
         stack.enter_context(patch.object(backends, "_warned", set()))
         stack.enter_context(patch.object(gemm_launch, "_launches", {}))
         for module in () if quantizes else _QUANTIZING:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib import import_module
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
 import typer
 
+import blockscale as bs
+from blockscale import checkpoint, emulator, measure, model, training
 from blockscale.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"(?P<sketch><!-- sketch: not run -->\n)?^(?P<indent> *)```(?P<language>\w+)[^\n]*\n"
     r"(?P<code>.*?)^(?P=indent)```",
@@ -29,7 +33,11 @@ def fences(page: Path, *languages: str) -> list[re.Match[str]]:
 
 
 def named(pages: list[Path], *languages: str) -> list[object]:
-    return [pytest.param(page, id=page.stem) for page in pages if fences(page, *languages)]
+    return [
+        pytest.param(page, id=str(page.relative_to(ROOT)))
+        for page in pages
+        if fences(page, *languages)
+    ]
 
 
 @pytest.mark.parametrize("page", named(PAGES, "python", "py"))
@@ -42,6 +50,24 @@ def test_python(page, tmp_path, monkeypatch):
         code = compile("\n" * line + fence["code"], str(page), "exec")
         if not fence["sketch"]:
             exec(code, names)
+
+
+#: What a person imports and calls.
+formats, layouts = (import_module(f"blockscale.{name}") for name in ("formats", "layouts"))
+PUBLIC = (bs, bs.nn, checkpoint, training, model, measure, emulator, formats, layouts)
+
+
+@pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
+def test_every_public_name_is_in_the_reference(package):
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    shown = {
+        line.rsplit(".", 1)[-1]
+        for page in pages
+        for line in page.read_text().splitlines()
+        if line.startswith("::: ")
+    }
+    modules = {name for name in package.__all__ if ismodule(getattr(package, name))}
+    assert {*package.__all__} - modules <= shown
 
 
 COMMAND = typer.main.get_command(app)

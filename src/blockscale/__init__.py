@@ -21,6 +21,7 @@ from .nn import Recipe, autocast, convert, quantize_, reuse_weights
 from .ops import FallbackWarning
 from .quantize import quantize, quantize_both
 from .tensor import ScaledTensor
+from .warm import warm
 
 if TYPE_CHECKING:
     from . import checkpoint
@@ -48,6 +49,7 @@ __all__ = [
     "rmsnorm_quantize",
     "swiglu_backward_quantize",
     "swiglu_quantize",
+    "warm",
 ]
 
 

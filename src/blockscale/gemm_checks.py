@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .checks import check_offsets, choose
+from .formats import get_format
 from .tensor import ScaledTensor
 
 __all__ = ["check_batch", "check_grouped", "check_product"]
@@ -169,7 +170,7 @@ def _check_operand(name: str, q: Tensor, axis: int) -> None:
 
 def _check_pair(a: Tensor, b: Tensor) -> None:
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
-        x, y = a.format, b.format
+        x, y = get_format(a.format_name), get_format(b.format_name)
         if not x.multiplies(y):
             raise ValueError(
                 f"a, b: formats {x.name!r} and {y.name!r} cannot be multiplied: blocks of "

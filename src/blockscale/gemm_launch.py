@@ -24,7 +24,7 @@ from .ops.gemm_operands import Reading, Side, Take, detached, global_scales
 from .tensor import ScaledTensor
 from .watching import unwatched
 
-__all__ = ["Call", "find_call", "remember"]
+__all__ = ["Call", "find_call", "forget_launches", "remember"]
 
 _LIMIT = 4096  # calls that are remembered
 _BACKENDS = ("auto", "kernel")
@@ -125,6 +125,11 @@ def remember(
     if len(_launches) >= _LIMIT:
         _launches.clear()
     _launches[key] = _launch(compiled, left, right, out, bias)
+
+
+def forget_launches() -> None:
+    """Find the kernel of each call anew."""
+    _launches.clear()
 
 
 def _copied(laid: Operand, side: Side) -> bool:

@@ -183,9 +183,9 @@ def test_refusals(x, others, message):
 
 
 def test_unsupported():
-    fmt, given = formats["mxfp8"], {"gpu": chip("sm_90a")}
-    odd = torch.zeros(4, 192)
-    assert quantizers.unsupported(odd, fmt, ROWS, ("compact",), producer=FORWARD, **given) == ""
-    assert quantizers.unsupported(X, fmt, ROWS, ("compact",), producer=BACKWARD, **given) == ""
-    reason = quantizers.unsupported(odd, fmt, ROWS, ("compact",), producer=BACKWARD, **given)
+    forward, backward = (quantizers.Request("mxfp8", producer=each) for each in (FORWARD, BACKWARD))
+    odd, gpu = torch.zeros(4, 192), chip("sm_90a")
+    assert quantizers.unsupported(odd, forward, gpu) == ""
+    assert quantizers.unsupported(X, backward, gpu) == ""
+    reason = quantizers.unsupported(odd, backward, gpu)
     assert "half of its columns are no multiple of 128" in reason

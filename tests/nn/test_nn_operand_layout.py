@@ -12,9 +12,9 @@ import torch
 
 import blockscale as bs
 from blockscale import ops
+from blockscale.kernels.common.gpu import GPUS
 from blockscale.nn import Linear, forms, linear
 from blockscale.ops import operand_layout
-from blockscale.ops.gemm_kernels import PRODUCTS
 from stand_in import gpu
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 
 def place(monkeypatch, arch):
     """As on a GPU of this architecture."""
-    monkeypatch.setattr(operand_layout, "products_on", lambda device: PRODUCTS[arch])
+    monkeypatch.setattr(operand_layout, "gpu_of", lambda device: GPUS[arch])
 
 
 @pytest.fixture(params=[HOPPER, BLACKWELL])

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import blockscale as bs
+from blockscale.kernels.common.gpu import GPUS
 from blockscale.nn import Linear, QuantizedLinear, quantized, quantized_linear
 from blockscale.ops import operand_layout
-from blockscale.ops.gemm_kernels import PRODUCTS
 
 RECIPES = {
     "mxfp8": bs.Recipe(),
@@ -352,7 +352,7 @@ def test_a_layer_that_moves_is_placed_anew(monkeypatch, arch, layout):
     x, state = tensor(4, 256), copy.deepcopy(m).state_dict()
     wanted = m[0](x.requires_grad_())
     assert m[0].weight.layout_name == "compact"
-    monkeypatch.setattr(operand_layout, "products_on", lambda device: PRODUCTS[arch])
+    monkeypatch.setattr(operand_layout, "gpu_of", lambda device: GPUS[arch])
     m.to(torch.float32)  # any move
     assert m[0].weight.layout_name == layout
     assert m[0].weight is m[1].weight

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from ..kernels.common.compile_all import compile_all
 from ..kernels.common.epilogue import Epilogue
 from ..kernels.common.runtime import gpu_of
 from ..kernels.sm90.config import Config, candidates, choose_config
@@ -16,7 +17,6 @@ from ..quantize import quantize
 from .contest import Call, ready, turns
 from .llm_shapes import LlmShape
 from .timing import Timer
-from .warm import compile_all
 
 __all__ = ["Choice", "compare", "describe", "summary"]
 

@@ -9,11 +9,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ..kernels.common.compile_all import compile_all
 from ..kernels.sm90.ladder_steps import STEPS, Step
 from ..quantize import quantize
 from . import peers_gemm
 from .contest import BASELINE, Call, Contest, Row, Where
-from .warm import compile_all
 
 __all__ = ["GROUP", "PEERS", "STEPS", "contests", "draw"]
 

@@ -15,6 +15,7 @@ from .emulate import emulate
 from .inspect import inspect
 from .quantize import quantize
 from .train import train
+from .warm import warm
 
 __all__ = ["app", "main"]
 
@@ -46,6 +47,7 @@ app.command()(doctor)
 app.command()(inspect)
 app.command()(quantize)
 app.command()(train)
+app.command()(warm)
 emulate.command("gemm")(emulate_gemm.gemm)
 emulate.command("quantize")(emulate_quantize.quantize)
 app.add_typer(emulate, name="emulate")

@@ -16,8 +16,12 @@ from .base import Layout, as_bytes, ceil_to, check_scale
 
 __all__ = ["TILE_BLOCKS", "TILE_BYTES", "TILE_ROWS", "Tcgen05"]
 
-TILE_ROWS, TILE_BLOCKS = 128, 4
+TILE_ROWS = 128
+"""Rows of scales in a tile."""
+TILE_BLOCKS = 4
+"""Scales of a row in a tile: blocks along the contraction."""
 TILE_BYTES = TILE_ROWS * TILE_BLOCKS
+"""Of a tile."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..kernels.common.runtime import gpu_of, missing
 from . import gemm_sm90, gemm_sm100
 from .gemm_operands import Products, Quantization, Side, detached, global_scales
 
-__all__ = ["PRODUCTS", "multiply", "multiply_quantized", "products_on"]
+__all__ = ["PRODUCTS", "multiply", "multiply_quantized", "products_of", "products_on"]
 
 _BIASES = (torch.bfloat16, torch.float16, torch.float32)  # that kernels read
 
@@ -32,11 +32,12 @@ def products_on(device: torch.device) -> Products | str:
     gpu = gpu_of(device)
     if gpu is None:
         return f"the operands are on {device}: the kernels run on CUDA devices"
-    return _products_of_gpu(gpu)
+    return products_of(gpu)
 
 
 @lru_cache
-def _products_of_gpu(gpu: Gpu) -> Products | str:
+def products_of(gpu: Gpu) -> Products | str:
+    """What multiplies on a GPU; or why nothing does."""
     unknown = f"architecture {gpu.arch}: {no_kernels(gpu.arch, PRODUCTS)}"
     return missing() or PRODUCTS.get(gpu.arch, unknown)
 

@@ -129,7 +129,8 @@ def _by_kernel(
         raise quantizers.Unsupported(
             "seed: no kernel rounds stochastically; leave it out to round to nearest even"
         )
-    if gpu_of(x.device) is None:
+    gpu = gpu_of(x.device)
+    if gpu is None:
         if offsets is not None and axes == (-2,):
             raise quantizers.Unsupported(
                 "offsets with axis=-2: no CPU kernel starts blocks anew in each group"
@@ -157,6 +158,7 @@ def _by_kernel(
         global_scale=global_scale,
         offsets=offsets,
         k_major=k_major,
+        gpu=gpu,
     )
     if written is layouts:
         return results

@@ -29,7 +29,7 @@ from filelock import FileLock
 
 from .builders import build_kernel
 
-__all__ = ["build", "cache_folder", "last_built", "load"]
+__all__ = ["build", "cache_folder", "is_cached", "last_built", "load"]
 
 Kernel = Callable[..., Any]
 
@@ -69,6 +69,11 @@ def load(config: Any) -> Kernel:
             return kernel or _open(_save(build(config), folder, key)) or build(config)
     except OSError:  # a place that cannot be written to: this process compiles for itself
         return build(config)
+
+
+def is_cached(config: Any) -> bool:
+    """Whether :func:`load` finds the kernel on disk."""
+    return _find(cache_folder(), _key(config)) is not None
 
 
 @lru_cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, overload
@@ -13,7 +14,7 @@ from torch import Tensor
 from . import compile_cache
 from .gpu import Gpu
 
-__all__ = ["Described", "Unsupported", "describe", "gpu_of", "missing"]
+__all__ = ["Described", "Unsupported", "describe", "gpu_of", "missing", "standing_in"]
 
 #: Shape, strides, dtype, and the address modulo 32.
 Described = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
@@ -41,22 +42,38 @@ def missing() -> str:
     return ""
 
 
-#: GPUs that were asked for; tests put one in the place of a CPU.
-_gpus: dict[torch.device, Gpu] = {}
+def _ask(device: torch.device) -> Gpu | None:
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    target = f"sm_{properties.major}{properties.minor}" + "a" * (properties.major in (9, 10))
+    return Gpu(target, properties.multi_processor_count, partial(_load, device))
+
+
+_gpus: dict[torch.device, Gpu | None] = {}  # that were asked for
+_find: Callable[[torch.device], Gpu | None] = _ask
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
     """The GPU that a device is; None of a device that kernels do not run on."""
-    found = _gpus.get(device)
-    if found is None and device.type == "cuda":
-        found = _gpus[device] = _ask(device)
-    return found
+    try:
+        return _gpus[device]
+    except KeyError:
+        found = _gpus[device] = _find(device)
+        return found
 
 
-def _ask(device: torch.device) -> Gpu:
-    properties = torch.cuda.get_device_properties(device)
-    target = f"sm_{properties.major}{properties.minor}" + "a" * (properties.major in (9, 10))
-    return Gpu(target, properties.multi_processor_count, partial(_load, device))
+@contextmanager
+def standing_in(find: Callable[[torch.device], Gpu | None]) -> Iterator[None]:
+    """Inside, in all threads, a device is the GPU that ``find`` gives for it. Where that is another
+    one than before, nothing that was planned for the one is found for the other."""
+    global _gpus, _find
+    before = _gpus, _find
+    _gpus, _find = {}, find
+    try:
+        yield
+    finally:
+        _gpus, _find = before
 
 
 def _load(device: torch.device, config: Any) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from ..common.runtime import Unsupported, describe, gpu_of
 from .config import Request
 from .dequantize_plan import DequantizeCall, DequantizePlan, dequantize, plan_dequantize
 from .norm import rmsnorm, unsupported_rmsnorm
-from .plan import QuantizeCall, plan_amax, plan_quantize, unsupported
+from .plan import plan_amax, plan_quantize, unsupported
 
 __all__ = [
     "DequantizeCall",
@@ -68,15 +68,23 @@ def quantize(
     One-byte scales are returned as uint8. Raises Unsupported, a ValueError, where ``unsupported``
     gives a reason, and ValueError for a missing ``global_scale``.
     """
-    grouped = offsets is not None
-    asked = Request(
-        format.name, axes, layouts, scale_rounding, nonfinite, producer, grouped, k_major
-    )
-    inputs = tuple(map(describe, (x, *others)))
     groups = None if offsets is None else offsets.shape[0]
-    gpu = gpu or gpu_of(x.device)
     plan = plan_quantize(
-        QuantizeCall(inputs, x.device, gpu, asked, global_scale is not None, groups)
+        tuple(map(describe, (x, *others))),
+        x.device,
+        gpu or gpu_of(x.device),
+        Request(
+            format.name,
+            axes,
+            layouts,
+            scale_rounding,
+            nonfinite,
+            producer,
+            offsets is not None,
+            k_major,
+        ),
+        global_scale is not None,
+        groups,
     )
     arguments: list[Any] = [None] * 4
     for output in plan.outputs:
@@ -96,8 +104,9 @@ def global_scale(
     gpu: Gpu | None = None,
 ) -> Tensor:
     """``reference.global_scale`` of ``x``, or of what ``producer`` makes of it: an fp32 scalar."""
-    inputs, asked = tuple(map(describe, (x, *others))), Request(format.name, producer=producer)
-    plan = plan_amax(QuantizeCall(inputs, x.device, gpu or gpu_of(x.device), asked))
+    asked = Request(format.name, producer=producer)
+    inputs = tuple(map(describe, (x, *others)))
+    plan = plan_amax(inputs, x.device, gpu or gpu_of(x.device), asked)
     partials = x.new_empty(plan.tiles, dtype=torch.int32)
     scale = x.new_empty((), dtype=torch.float32)
     plan.run(plan.sources(x, *others), partials, scale)

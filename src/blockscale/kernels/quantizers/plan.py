@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..common.runtime import Described, Unsupported, gpu_of, missing
 from .config import PANEL, PRODUCERS, Config, Request, choose_config, why_not
 from .outputs import Output, choose_output
 
-__all__ = ["QuantizeCall", "as_matrix", "plan_amax", "plan_quantize", "unsupported"]
+__all__ = ["as_matrix", "plan_amax", "plan_quantize", "unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +36,6 @@ class _Plan:
             inputs[i].as_strided(shape, stride, inputs[i].storage_offset() + offset)
             for i, (shape, stride, offset) in self.views
         )
-
-
-class QuantizeCall(NamedTuple):
-    """All that decides which kernel quantizes, and how it is launched.
-
-    Attributes:
-        inputs: ``x``, and the others of its producer.
-        gpu: None where kernels do not run.
-        groups: how many, where rows belong to some.
-    """
-
-    inputs: tuple[Described, ...]
-    device: torch.device
-    gpu: Gpu | None
-    request: Request
-    has_global_scale: bool = False
-    groups: int | None = None
 
 
 def unsupported(x: Tensor, request: Request, gpu: Gpu | None = None) -> str:
@@ -111,20 +94,28 @@ def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, in
 
 
 @lru_cache(maxsize=4096)
-def plan_quantize(call: QuantizeCall) -> _Plan:
-    """The plan of a call of ``quantize``."""
-    gpu, shape, request = _check(call)
-    if request.fmt.has_global_scale and not call.has_global_scale:
+def plan_quantize(
+    inputs: tuple[Described, ...],
+    device: torch.device,
+    gpu: Gpu | None,
+    request: Request,
+    has_global_scale: bool,
+    groups: int | None,
+) -> _Plan:
+    """The plan of a call of ``quantize``: of ``x`` and the other ``inputs`` of its producer."""
+    shape = _check(inputs, device, gpu, request)
+    assert gpu is not None  # else it is not supported
+    if request.fmt.has_global_scale and not has_global_scale:
         raise ValueError(f"global_scale: {request.format} needs one")
     # offsets change neither data nor compact scales along rows
     grouped = request.grouped and (-2 in request.axes or set(request.layouts) != {"compact"})
-    config, views = _choose(call.inputs, request._replace(grouped=grouped), gpu)
-    groups = call.groups if grouped else None
+    config, views = _choose(inputs, request._replace(grouped=grouped), gpu)
+    groups = groups if grouped else None
     return _Plan(
         run=gpu.load(config),
         views=views,
         outputs=tuple(
-            choose_output(shape, request.fmt, axis, layout, call.device, groups, request.k_major)
+            choose_output(shape, request.fmt, axis, layout, device, groups, request.k_major)
             for axis, layout in zip(request.axes, request.layouts, strict=True)
         ),
         grouped=grouped,
@@ -132,29 +123,32 @@ def plan_quantize(call: QuantizeCall) -> _Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan_amax(call: QuantizeCall) -> _Plan:
+def plan_amax(
+    inputs: tuple[Described, ...], device: torch.device, gpu: Gpu | None, request: Request
+) -> _Plan:
     """The plan of a call of ``global_scale``."""
-    gpu, shape, request = _check(call)
-    config, views = _choose(call.inputs, request._replace(axes=(), layouts=()), gpu)
+    shape = _check(inputs, device, gpu, request)
+    assert gpu is not None  # else it is not supported
+    config, views = _choose(inputs, request._replace(axes=(), layouts=()), gpu)
     rows, columns = math.prod(shape[:-1]), shape[-1] // PRODUCERS[request.producer].parts
     tiles = -(-rows // config.tile_rows) * -(-columns // config.tile_columns)
     return _Plan(run=gpu.load(config), views=views, tiles=tiles)
 
 
-def _check(call: QuantizeCall) -> tuple[Gpu, tuple[int, ...], Request]:
-    """What quantizes, the shape of what is quantized, and how; Unsupported if nothing can."""
-    request = call.request
-    x = call.inputs[0]
-    for i, (shape, stride, dtype, _) in enumerate(call.inputs):
+def _check(
+    inputs: tuple[Described, ...], device: torch.device, gpu: Gpu | None, request: Request
+) -> tuple[int, ...]:
+    """The shape of what is quantized; Unsupported if nothing can do that."""
+    x = inputs[0]
+    for i, (shape, stride, dtype, _) in enumerate(inputs):
         if dtype != x[2]:
             raise ValueError(f"quantize: x has {x[2]}, another input {dtype}; cast one of them")
         given = request._replace(producer="load") if i else request
-        reason = _unsupported(shape, stride, dtype, call.device, given, call.gpu)
+        reason = _unsupported(shape, stride, dtype, device, given, gpu)
         if reason:
             raise Unsupported(reason)
-    assert call.gpu is not None  # else it is not supported
     halved = request.producer == "swiglu"
-    return call.gpu, (*x[0][:-1], x[0][-1] // 2) if halved else tuple(x[0]), request
+    return (*x[0][:-1], x[0][-1] // 2) if halved else tuple(x[0])
 
 
 def _choose(inputs: tuple[Described, ...], request: Request, gpu: Gpu) -> tuple[Config, Any]:
