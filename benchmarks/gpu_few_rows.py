@@ -25,8 +25,8 @@ from blockscale.kernels.common.compile_all import compile_all
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.gpu import CLUSTERS, GPUS
 from blockscale.kernels.common.runtime import gpu_of
-from blockscale.kernels.sm90.ordered_config import OrderedConfig
-from blockscale.kernels.sm90.widened_config import B_ROWS, BF16, FEW, Config, choose_config
+from blockscale.kernels.sm90.mixed_config import B_ROWS, BF16, MAX_MIXED_M, Config, choose_config
+from blockscale.kernels.sm90.permute_config import PermuteConfig
 
 FORMATS = ("mxfp8", "nvfp4")
 ROWS = (32, 64, 128)
@@ -38,14 +38,16 @@ COLUMNS = {  # by K
 
 
 def name(config: Config) -> str:
-    return f"{config.rows} rows, {config.split} x {config.parts}, {config.stages} stages"
+    return (
+        f"{config.rows} rows, {config.split_k} x {config.warpgroup_split_k}, {config.stages} stages"
+    )
 
 
 def most_stages(config: Config, rows: int, split: int, parts: int) -> Config | None:
     """The kernel made so, with as many stages as there is room for, three at least."""
     for stages in range(12, 2, -1):
         try:
-            return replace(config, rows=rows, split=split, parts=parts, stages=stages)
+            return replace(config, rows=rows, split_k=split, warpgroup_split_k=parts, stages=stages)
         except ValueError:
             continue
     return None
@@ -55,7 +57,7 @@ def candidates(m: int, n: int, k: int, format: str) -> dict[str, Config]:
     """The chosen one first."""
     chosen = choose_config((m, n, k), format, Epilogue())
     found = {name(chosen): chosen}
-    for rows in (m, m // 2) if m == FEW else (m,):
+    for rows in (m, m // 2) if m == MAX_MIXED_M else (m,):
         tiles = -(-m // rows) * -(-n // B_ROWS)
         for split in CLUSTERS:
             for parts in (1, 2):
@@ -73,7 +75,7 @@ def calls(m: int, n: int, k: int, format: str) -> Iterator[tuple[str, Call]]:
     a, d = torch.empty_like(x), torch.empty(m, n, device=device, dtype=torch.bfloat16)
     gpu = gpu_of(x.device)
     assert gpu is not None
-    gpu.load(OrderedConfig(BF16))(x, None, a)
+    gpu.load(PermuteConfig(BF16))(x, None, a)
     for label, config in candidates(m, n, k, format).items():
         run = gpu.load(config)
         yield label, partial(run, a, None, b, scale, d, None, None, gpu.multiprocessors)

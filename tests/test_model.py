@@ -168,8 +168,8 @@ def test_shared_memory_counts_each_wgmma(config):
     """A warpgroup's wgmmas read 64 rows of A and a batch of B; every stage is written once."""
     passes = 0
     for _ in range(0, config.tile[0], 64):
-        for _ in range(0, config.tile[1], config.batch):
-            passes += 64 * ROW + config.batch * ROW
+        for _ in range(0, config.tile[1], config.mma_n):
+            passes += 64 * ROW + config.mma_n * ROW
     passes += sum(config.tile) * ROW
     scales = hopper_fp8(config, (4096, 4096, 4096)).shared_bytes - passes
     assert 0 < scales < 0.1 * passes

@@ -18,7 +18,7 @@ from blockscale.layouts import get_layout
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WGMMA = 3e-4  # relative error of FP8 products, whose sums a Hopper GPU rounds below fp32
-SQUARE = Config(BF16, tile=(128, 128), cluster=(1, 1), c_buffers=2)
+SQUARE = Config(BF16, tile=(128, 128), cluster=(1, 1), epilogue_stages=2)
 
 
 def operands(

@@ -43,14 +43,16 @@ CASES = {
     "one by one, bf16": replace(SQUARE, tma_store=False, bias=BF16, **ALL),
     "one by one, fp32": replace(SQUARE, tma_store=False, out_dtype=FP32, bias=FP32, alpha=1),
     "wide": Config(BF16, bias=BF16, **ALL),
-    "192 columns": Config(BF16, tile=(128, 192), stages=4, batch=96, c_buffers=3, bias=BF16, **ALL),
+    "192 columns": Config(
+        BF16, tile=(128, 192), stages=4, mma_n=96, epilogue_stages=3, bias=BF16, **ALL
+    ),
     "a warpgroup has every other K block": Config(
         BF16,
         tile=(64, 128),
         cluster=(1, 2),
-        alternate=True,
+        warpgroup_split_k=True,
         stages=5,
-        c_buffers=2,
+        epilogue_stages=2,
         bias=BF16,
         **ALL,
     ),

@@ -45,11 +45,11 @@ pytestmark = pytest.mark.usefixtures("keep_code")
 VARIANTS = {
     "wide": Config(BF16),
     "wide, skewed, no cluster": Config(BF16, cluster=(1, 1), skew=300, unroll=1),
-    "tall": Config(BF16, tile=(256, 128), cluster=(1, 2), stages=4, c_buffers=1),
+    "tall": Config(BF16, tile=(256, 128), cluster=(1, 2), stages=4, epilogue_stages=1),
     "three warpgroups": Config(
-        BF16, tile=(192, 128), cluster=(1, 2), stages=4, warpgroups=3, c_buffers=2
+        BF16, tile=(192, 128), cluster=(1, 2), stages=4, warpgroups=3, epilogue_stages=2
     ),
-    "192 columns": Config(BF16, tile=(128, 192), stages=4, batch=192, c_buffers=3),
+    "192 columns": Config(BF16, tile=(128, 192), stages=4, mma_n=192, epilogue_stages=3),
     "square": SQUARE,
 }
 
@@ -73,13 +73,13 @@ def test_variants(name):
     assert_no_spills(config)
 
 
-_TURNS = {"cluster": (1, 1), "alternate": True, "c_buffers": 1}
+_TURNS = {"cluster": (1, 1), "warpgroup_split_k": True, "epilogue_stages": 1}
 ALTERNATE = {
     "64 rows": Config(BF16, tile=(64, 128), stages=5, **{**_TURNS, "cluster": (1, 2)}),
     "64 columns, added": Config(
-        FP32, tile=(128, 64), stages=6, batch=64, b_block=(1, 128), accumulate=True, **_TURNS
+        FP32, tile=(128, 64), stages=6, mma_n=64, b_block=(1, 128), accumulate=True, **_TURNS
     ),
-    "one by one": Config(BF16, tile=(64, 64), stages=7, batch=64, tma_store=False, **_TURNS),
+    "one by one": Config(BF16, tile=(64, 64), stages=7, mma_n=64, tma_store=False, **_TURNS),
 }
 
 
@@ -101,12 +101,12 @@ def test_alternate(name, shape):
 def test_rounds_of_a_stage(stages):
     """A warpgroup that sees every other round of a stage waits for the right one: with an odd
     number of stages, where a load is late, it took a round for the one before the last (seed 6)."""
-    config = Config(BF16, tile=(64, 64), stages=stages, batch=64, **_TURNS)
+    config = Config(BF16, tile=(64, 64), stages=stages, mma_n=64, **_TURNS)
     given = operands(64, 64, 24 * 128)
     want = product(*given, config.b_block)
     for seed in (4, 5, 6, 7):
         assert_close(emulated(config, given, completion="random", seed=seed), want, BF16)
-    assert rounds(stages, config.parts) == stages % 2 + 1
+    assert rounds(stages, config.k_turns) == stages % 2 + 1
 
 
 @pytest.mark.parametrize("rows", [1, 4, 24])
@@ -115,7 +115,7 @@ def test_few_rows_loaded(rows):
     loaded; stages that are used again."""
     b_block = (1, 128) if rows == 4 else (128, 128)
     config = Config(
-        BF16, tile=(64, 64), stages=3, batch=64, loaded_rows=rows, b_block=b_block, **_TURNS
+        BF16, tile=(64, 64), stages=3, mma_n=64, loaded_rows=rows, b_block=b_block, **_TURNS
     )
     for m in {rows, max(rows - 5, 1)}:
         given = operands(m, 136, 9 * 128 + 16, b_block)
@@ -124,28 +124,28 @@ def test_few_rows_loaded(rows):
         assert torch.equal(got, emulated(replace(config, loaded_rows=0), given))
 
 
-_SPLIT = {**_TURNS, "batch": 64, "stages": 3}
+_SPLIT = {**_TURNS, "mma_n": 64, "stages": 3}
 SPLIT = {  # configuration, shape, multiprocessors, completion
     "a tile for each of two clusters, and two more": (
-        Config(BF16, tile=(64, 64), split=2, **_SPLIT),
+        Config(BF16, tile=(64, 64), split_k=2, **_SPLIT),
         (72, 72, 656),
         4,
         "late",
     ),
     "a part without K blocks, pairs added to": (
-        Config(FP32, tile=(64, 128), split=4, b_block=(1, 128), accumulate=True, **_SPLIT),
+        Config(FP32, tile=(64, 128), split_k=4, b_block=(1, 128), accumulate=True, **_SPLIT),
         (4, 132, 384),
         4,
         "random",
     ),
     "one by one, a tile after another": (
-        Config(FP16, tile=(128, 64), split=8, tma_store=False, bias=BF16, alpha=1, **_SPLIT),
+        Config(FP16, tile=(128, 64), split_k=8, tma_store=False, bias=BF16, alpha=1, **_SPLIT),
         (12, 75, 1168),
         8,
         "eager",
     ),
     "few rows loaded, stages used again": (
-        Config(BF16, tile=(64, 64), split=4, loaded_rows=8, **_SPLIT),
+        Config(BF16, tile=(64, 64), split_k=4, loaded_rows=8, **_SPLIT),
         (5, 136, 26 * 128),
         8,
         "random",
@@ -177,7 +177,7 @@ def test_split(name):
 
 def test_split_has_the_same_bits():
     """Whichever block is first, and however they are stored."""
-    config = Config(FP32, tile=(64, 64), split=4, **_SPLIT)
+    config = Config(FP32, tile=(64, 64), split_k=4, **_SPLIT)
     given = operands(5, 72, 1152)
     late, random, eager = (
         emulated(each, given, completion=completion, multiprocessors=4)
@@ -194,22 +194,22 @@ def test_split_has_the_same_bits():
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("split", {"split": 3}),
-        ("split", {"cluster": (2, 1)}),
-        ("split", {"alternate": False}),
-        ("split", {"tile": (128, 16), "split": 4}),
+        ("split_k", {"split_k": 3}),
+        ("split_k", {"cluster": (2, 1)}),
+        ("split_k", {"warpgroup_split_k": False}),
+        ("split_k", {"tile": (128, 16), "split_k": 4}),
         ("stages", {"stages": 10, "tile": (128, 128)}),
     ],
 )
 def test_no_such_split(name, wrong):
-    config = Config(BF16, **{**_SPLIT, "batch": 16}, tile=(128, 64), split=2)
+    config = Config(BF16, **{**_SPLIT, "mma_n": 16}, tile=(128, 64), split_k=2)
     with pytest.raises(ValueError, match=f"^{name}: "):
         replace(config, **wrong)
 
 
 def test_time_of_split():
     """30 clusters of four blocks run at once, and each block has a fourth of K."""
-    config = Config(BF16, tile=(64, 64), split=4, **_SPLIT)
+    config = Config(BF16, tile=(64, 64), split_k=4, **_SPLIT)
     shape = Shape(config, loop=100, fixed=10)
     assert shape.nanoseconds((8, 30 * 64, 9 * 128), 128, chip("sm_90a")) == 310
     assert shape.nanoseconds((8, 31 * 64, 8 * 128), 128, chip("sm_90a")) == 420
@@ -226,7 +226,7 @@ def test_choice_for_few_rows():
             config = choose_config((m, n, k), Epilogue(BF16))
             rows, tiles = config.tile[0], -(-m // config.tile[0])
             assert not config.loaded_rows or m <= config.loaded_rows < min(m + 8, rows)
-            if config.alternate:
+            if config.warpgroup_split_k:
                 assert tiles % config.cluster[0] == 0
                 assert config.loaded_rows or tiles > 1 or m > rows - 8
     assert choose_config((1, 7168, 16384), Epilogue(BF16)).loaded_rows == 1
@@ -255,12 +255,12 @@ def test_choice_for_few_rows():
 def test_choice_for_few_tiles(m, n, split):
     """K is split among as many blocks as run at once."""
     config = choose_config((m, n, 7168), Epilogue(BF16))
-    assert (config.tile, config.split) == ((64, 64), split)
+    assert (config.tile, config.split_k) == ((64, 64), split)
 
 
 @pytest.mark.parametrize("wrong", [{"loaded_rows": 64}, {"loaded_rows": -8}])
 def test_no_such_rows(wrong):
-    config = Config(BF16, tile=(64, 64), stages=3, batch=64, **_TURNS)
+    config = Config(BF16, tile=(64, 64), stages=3, mma_n=64, **_TURNS)
     with pytest.raises(ValueError, match="loaded_rows"):
         replace(config, **wrong)
     with pytest.raises(ValueError, match="loaded_rows"):
@@ -268,8 +268,8 @@ def test_no_such_rows(wrong):
 
 
 EPILOGUES = {
-    "fp32": Config(FP32, c_buffers=2),
-    "fp32 added": Config(FP32, c_buffers=2, accumulate=True),
+    "fp32": Config(FP32, epilogue_stages=2),
+    "fp32 added": Config(FP32, epilogue_stages=2, accumulate=True),
     "fp32 added, 1x128": replace(SQUARE, out_dtype=FP32, accumulate=True, b_block=(1, 128)),
     "bf16, 1x128": Config(BF16, b_block=(1, 128)),
     "bf16, 1x128, 192 columns": replace(VARIANTS["192 columns"], b_block=(1, 128)),
@@ -310,7 +310,7 @@ KEPT = Config(
     tile=(256, 128),
     cluster=(1, 2),
     stages=4,
-    c_buffers=1,
+    epilogue_stages=1,
     b_block=(1, 128),
     unroll=1,
 )
@@ -319,7 +319,7 @@ KEEPING = {
     "bf16, bias, alpha": replace(KEPT, out_dtype=BF16, accumulate=False, bias=BF16, alpha=1),
     "bf16, added, no cluster": replace(KEPT, out_dtype=BF16, cluster=(1, 1), stages=3),
     "fp32, one by one": replace(KEPT, tma_store=False),
-    "96 columns, unrolled": replace(KEPT, tile=(256, 96), batch=96, cluster=(2, 1), unroll=4),
+    "96 columns, unrolled": replace(KEPT, tile=(256, 96), mma_n=96, cluster=(2, 1), unroll=4),
 }
 
 
@@ -334,7 +334,7 @@ def test_scales_kept(name):
         "bias": torch.randn(n).to(config.bias) if config.bias else None,
         "alpha": torch.tensor(0.7) if config.alpha else None,
     }
-    simple = replace(config, tile=(128, 128), batch=128, cluster=(1, 1))
+    simple = replace(config, tile=(128, 128), mma_n=128, cluster=(1, 1))
     want, got = (
         emulated(each, given, start if config.accumulate else None, completion="random", **more)
         for each in (simple, config)
@@ -368,7 +368,7 @@ def test_shapes(shape):
 
 
 @pytest.mark.parametrize(
-    "each", SHAPES[1, 128], ids=lambda each: f"{each.config.tile}, {each.config.split}"
+    "each", SHAPES[1, 128], ids=lambda each: f"{each.config.tile}, {each.config.split_k}"
 )
 def test_one_for_each_row(each):
     """Of what is chosen among where B has 1 x 128 scales, nothing is spilled."""

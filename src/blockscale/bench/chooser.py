@@ -101,11 +101,21 @@ def _candidates(shape: LlmShape) -> list[Config]:
     return candidates((shape.m, shape.n, shape.k), Epilogue())
 
 
+#: Fields that files of results call otherwise.
+_RESULTS = {
+    "warpgroup_split_k": "alternate",
+    "split_k": "split",
+    "mma_n": "batch",
+    "epilogue_stages": "c_buffers",
+}
+
+
 def describe(config: Config) -> str:
     """What of a configuration is not the default."""
     plain = Config(config.out_dtype)
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name)]
-    return " ".join(f"{name}={getattr(config, name)}".replace(" ", "") for name in changed)
+    pairs = [f"{_RESULTS.get(name, name)}={getattr(config, name)}" for name in changed]
+    return " ".join(pair.replace(" ", "") for pair in pairs)
 
 
 def summary(found: Iterable[Choice]) -> tuple[float, float]:

@@ -12,8 +12,8 @@ import torch
 from ..checks import choose
 from ..formats import get_format
 from ..kernels.common.epilogue import Epilogue
+from ..kernels.sm90 import bf16_config
 from ..kernels.sm90 import config as sm90
-from ..kernels.sm90 import plain_config
 from ..kernels.sm90.product_config import ROW, ROWS, ProductConfig
 from ..kernels.sm100 import config as sm100
 from .counts import Launch
@@ -38,13 +38,13 @@ def _common(config: Any, shape: Shape) -> dict[str, Any]:
 
 
 def _hopper(config: ProductConfig, shape: Shape) -> dict[str, Any]:
-    return {**_common(config, shape), "split": config.split}
+    return {**_common(config, shape), "split": config.split_k}
 
 
 def _wgmma_bytes(config: ProductConfig) -> int:
     """Of A and B that the tensor cores read for a K block: each wgmma its rows and columns."""
     rows, columns = config.tile
-    return rows // ROWS * (columns // config.batch) * (ROWS + config.batch) * ROW
+    return rows // ROWS * (columns // config.mma_n) * (ROWS + config.mma_n) * ROW
 
 
 def hopper_fp8(config: sm90.Config, shape: Shape) -> Launch:
@@ -62,11 +62,11 @@ def hopper_fp8(config: sm90.Config, shape: Shape) -> Launch:
     )
 
 
-def hopper_bf16(config: plain_config.PlainConfig, shape: Shape) -> Launch:
+def hopper_bf16(config: bf16_config.Bf16Config, shape: Shape) -> Launch:
     """Plain bf16."""
     return Launch(
         unit="bf16",
-        block_k=plain_config.BLOCK_K,
+        block_k=bf16_config.BLOCK_K,
         shared_bytes=_wgmma_bytes(config) + config.stage_bytes,
         operand_bytes=(2, 2),
         **_hopper(config, shape),
@@ -107,7 +107,7 @@ def _fp8_1x128(shape: Shape, ctas: int | None) -> Launch:
 
 
 def _bf16(shape: Shape, ctas: int | None) -> Launch:
-    return hopper_bf16(plain_config.choose_config(shape, Epilogue()), shape)
+    return hopper_bf16(bf16_config.choose_config(shape, Epilogue()), shape)
 
 
 def _blackwell(a_format: str, b_format: str) -> Callable[[Shape, int | None], Launch]:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 from cutlass import const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
 from . import shared
 
-__all__ = ["Copies", "Panels"]
+__all__ = ["Copies", "Panels", "TmaTiles"]
 
 _SWIZZLES = {64: 2}  # bits that are changed, for rows of so many bytes
 
@@ -27,7 +30,11 @@ class Copies:
     ):
         self.kind, self.tile, self.slots, self.shares = kind, tile, slots, shares
         self.rows, self.swizzled = rows or tile[0], swizzled
-        self.swizzle = cute.make_swizzle(_SWIZZLES.get(tile[1] * kind.width // 8, 3), 4, 3)
+
+    @property
+    def swizzle(self):
+        """Needs a compiler that runs."""
+        return cute.make_swizzle(_SWIZZLES.get(self.tile[1] * self.kind.width // 8, 3), 4, 3)
 
     @property
     def box(self):
@@ -116,3 +123,32 @@ class Panels(Copies):
         for i in range(self.panels):
             at = row, column + i * self.tile[1]
             super().load(atom, view, tiles, slot * self.panels + i, at, barrier, share)
+
+
+@dataclass(frozen=True)
+class TmaTiles:
+    """What a kernel moves by TMA: the ``atom`` and the ``view`` that ``copies`` gave on the host,
+    and the ``tiles`` that it allocated in shared memory."""
+
+    copies: Copies
+    atom: Any
+    view: Any
+    tiles: Any
+
+    @property
+    def address(self):
+        """Of the first tile."""
+        return self.tiles.iterator.toint()
+
+    def load(self, slot, position, barrier, share=0) -> None:
+        """As that of :class:`Copies`."""
+        self.copies.load(self.atom, self.view, self.tiles, slot, position, barrier, share)
+
+    def store(self, slot, position) -> None:
+        """As that of :class:`Copies`."""
+        self.copies.store(self.atom, self.view, self.tiles, slot, position)
+
+    def prefetch(self, position) -> None:
+        """Bring the box whose first element is at ``position`` to the L2 cache; by a thread."""
+        _, piece = self.copies.pieces(self.atom, self.view, self.tiles, 0, position, 0)
+        cute.prefetch(self.atom, piece)

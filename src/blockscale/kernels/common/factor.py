@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What a product's sums are multiplied by, ``alpha``, and what is added to them, a bias.
+"""What a product's accumulators are multiplied by, ``alpha``, and what is added to them, a bias.
 
 ``alpha`` is an fp32 scalar, or two of them: the global scales of A and B. The kernel multiplies
 these by each other first, in fp32, for which torch would start a kernel.

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Which tiles a block of threads takes, and in what order.
+"""Which tiles a CTA takes, and in what order.
 
 Clusters stay, and take every so many-th tile of a raster that goes down ``group`` tiles along M
 before it moves along N: what runs at once shares rows of A and of B in the L2 cache.
@@ -14,7 +14,7 @@ __all__ = ["Raster"]
 
 
 class Raster:
-    """The order of tiles of ``tile`` (rows, columns), taken by clusters of ``cluster`` blocks down
+    """The order of tiles of ``tile`` (rows, columns), taken by clusters of ``cluster`` CTAs down
     and across, ``group`` clusters down before the next ones across."""
 
     def __init__(self, tile: tuple[int, int], cluster: tuple[int, int], group: int):

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Shared memory of a block of threads, by address."""
+"""Shared memory of a CTA, by address."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from ...formats import E4M3, get_format
 from ...rounding import _MIN_GLOBAL, FP32_ONE
 from ..common import ptx
 from ..common.encode import Encoder
-from ..common.following import follow
+from ..common.pdl import pdl_wait
 from ..common.tensor_specs import any_tensor, compile_for
 from .config import Config
 from .groups import TileRows
@@ -51,7 +51,7 @@ class Amax:
     @cute.kernel
     def find(self, atoms, views, sources, partials):
         config = self.config
-        follow()
+        pdl_wait()
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         across = cute.ceil_div(sources[0].shape[1], config.tile_columns)
         row, column = block // across * config.tile_rows, block % across * config.tile_columns
@@ -79,7 +79,7 @@ class Amax:
 
     @cute.kernel
     def combine(self, partials, scale):
-        follow()
+        pdl_wait()
         thread = cute.arch.thread_idx()[0]
         memory = cutlass.memory.SmemAllocator()
         found = memory.allocate_array(cutlass.Uint32, _THREADS // 32, byte_alignment=16).toint()

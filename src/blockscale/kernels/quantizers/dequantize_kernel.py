@@ -19,8 +19,8 @@ from cutlass.cute.runtime import make_fake_tensor
 from ...formats import get_format
 from ..common import ptx
 from ..common.arithmetic import multiply
-from ..common.following import follow
 from ..common.numeric import NUMERIC
+from ..common.pdl import pdl_wait
 from ..common.tensor_specs import any_tensor, compile_for
 from . import dequantize_ptx
 from .dequantize_plan import THREADS, DequantizeConfig
@@ -57,7 +57,7 @@ class Dequantizer:
     @cute.kernel
     def kernel(self, data, scale, out, global_scale):
         config = self.config
-        follow()
+        pdl_wait()
         across = cute.ceil_div(out.shape[-1], config.columns)
         index = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
         if index < across * cute.ceil_div(out.shape[-2], config.rows):

@@ -14,7 +14,7 @@ from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
 from ...formats import get_format
 from ..common import ptx
 from ..common.encode import Encoder
-from ..common.following import follow
+from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
 from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
 from .columns import Columns
@@ -89,7 +89,7 @@ class Quantizer:
     @cute.kernel
     def kernel(self, atoms, views, sources, outputs, global_scale, offsets):
         config, size = self.config, self.format.block_size
-        follow()
+        pdl_wait()
         across, down, layer = cute.arch.block_idx()
         down = layer * _DEEP + down
         m, k = sources[0].shape

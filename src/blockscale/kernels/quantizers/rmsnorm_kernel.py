@@ -22,8 +22,8 @@ from ...rounding import FP32_INF, FP32_NAN
 from ..common import ptx
 from ..common.arithmetic import add, multiply, narrow, widen
 from ..common.encode import Encoder
-from ..common.following import follow
 from ..common.numeric import NUMERIC
+from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
 from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
 from .groups import TileRows
@@ -89,7 +89,7 @@ class RmsNorm:
     @cute.kernel
     def kernel(self, x, weight, data, scale, rstd, eps: Float32, global_scale):
         config, encoder, rows = self.config, self.encoder, self.config.tile_rows
-        follow()
+        pdl_wait()
         first = cute.arch.block_idx()[0] * rows
 
         memory = cutlass.memory.SmemAllocator()

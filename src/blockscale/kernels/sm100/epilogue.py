@@ -11,7 +11,7 @@ from cutlass import min as least
 
 from ..common.copies import Copies
 from ..common.factor import factor_of
-from ..common.persistent import advance
+from ..common.persistent import advance_pipeline
 from . import ptx
 from .config import TURNS
 from .roles import Pipeline
@@ -44,13 +44,13 @@ class Epilogue:
             ptx.sums_known()
             sums = self.pipeline.memory + (warp << 21) + which * config.apart
             self.take(sums, which, free, warp, row, column)
-            which, phase = advance(which, phase, 2)
-            free = advance(free, Int32(0), config.sums)[0]
+            which, phase = advance_pipeline(which, phase, 2)
+            free = advance_pipeline(free, Int32(0), config.sums)[0]
             index = self.pipeline.turns.read(turn, turn_phase)
             cute.arch.sync_warp()
             if lane == 0:
                 self.pipeline.turns.leave(turn)
-            turn, turn_phase = advance(turn, turn_phase, TURNS)
+            turn, turn_phase = advance_pipeline(turn, turn_phase, TURNS)
         if const_expr(config.tma_store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 from ..common.copies import Copies
 from ..common.factor import any_added
 from ..common.numeric import NUMERIC
-from ..common.persistent import meet
+from ..common.persistent import cluster_sync
 from ..common.promotion import promote_l2
 from ..common.schedule import Raster
 from ..common.tensor_specs import any_source, any_tensor, compile_for
@@ -160,7 +160,7 @@ class Gemm:
                 cpasync.prefetch_descriptor(atom)
         ptx.sums_read()
         if const_expr(config.blocks > 1):
-            meet(config.blocks)
+            cluster_sync(config.blocks)
         cute.arch.sync_threads()
         ptx.sums_known()
         start = where.load()

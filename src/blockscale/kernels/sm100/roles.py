@@ -12,7 +12,7 @@ from typing import Any
 
 from cutlass import Int32, cute
 
-from ..common.persistent import advance
+from ..common.persistent import advance_pipeline
 from ..common.schedule import Raster
 from . import ptx
 from .config import ROW, SCALE_COLUMNS, TILE_BYTES, Config
@@ -102,7 +102,7 @@ class Pipeline:
         return self.raster.tile(index, self.tiles, self.place.rank)
 
     def next_stage(self, stage, phase):
-        return advance(stage, phase, self.config.stages)
+        return advance_pipeline(stage, phase, self.config.stages)
 
 
 class Loader:
@@ -214,7 +214,7 @@ class Multiplier:
             pair = self.pipeline.place.pair()
             ptx.commit(self.pipeline.ready + which * 8, pair, config.ctas)
             which = which ^ 1
-            free, free_phase = advance(free, free_phase, config.sums)
+            free, free_phase = advance_pipeline(free, free_phase, config.sums)
             index, turn, turn_phase = self.pipeline.turns.next(turn, turn_phase)
 
     def add(self, stage, first_column, block) -> None:

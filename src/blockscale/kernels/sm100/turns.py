@@ -13,7 +13,7 @@ from typing import Any
 
 from cutlass import Int32, cute
 
-from ..common.persistent import advance
+from ..common.persistent import advance_pipeline
 from . import ptx
 from .config import ANSWER, TURNS, Config
 
@@ -56,7 +56,7 @@ class Turns:
         """The next tile, for a single thread, and the place of the answer after it."""
         index = self.read(turn, phase)
         self.leave(turn)
-        return index, *advance(turn, phase, TURNS)
+        return index, *advance_pipeline(turn, phase, TURNS)
 
 
 class Scheduler:
@@ -73,4 +73,4 @@ class Scheduler:
             address = self.turns.answers + turn * ANSWER
             ptx.ask(address, self.turns.answered + turn * 8, self.turns.config.blocks)
             index = self.turns.read(turn, phase)
-            turn, phase = advance(turn, phase, TURNS)
+            turn, phase = advance_pipeline(turn, phase, TURNS)

@@ -25,21 +25,21 @@ class Config(ProductConfig):
     """A kernel of FP8 with scales: all that its code depends on.
 
     Attributes:
-        batch: columns of one wgmma. Four of them, one K block, are a partial sum.
+        mma_n: columns of one wgmma. Four of them, one K block, are a partial sum.
         b_block: of a scale of B: 128 x 128, or 1 x 128.
         unroll: K blocks in the body of the loop.
         loaded_rows: of A, in each tile; 0 for all. Fewer where there are no more.
     """
 
     stages: int = 3
-    batch: int = 128
-    c_buffers: int = 4
+    mma_n: int = 128
+    epilogue_stages: int = 4
     b_block: tuple[int, int] = (128, 128)
     unroll: int = 4
     loaded_rows: int = 0
 
     def wrong(self) -> dict[str, Any]:
-        few = range(self.tile[0] if self.blocks == 1 else 1)
+        few = range(self.tile[0] if self.multicast_ctas == 1 else 1)
         return {**ProductConfig.wrong(self), "loaded_rows": self.loaded_rows not in few}
 
     @property
@@ -75,14 +75,14 @@ def why_not(k: int, out_dtype: torch.dtype, b_format: str | None, arch: str) -> 
 
 
 def _shape(loop: int, fixed: int, once: int = 0, **fields: Any) -> Shape:
-    return Shape(Config(torch.bfloat16, c_buffers=1, **fields), loop, fixed, once)
+    return Shape(Config(torch.bfloat16, epilogue_stages=1, **fields), loop, fixed, once)
 
 
 _WIDE = {"tile": (128, 256), "stages": 4}
 _THREE = {"tile": (192, 128), "cluster": (1, 2), "stages": 4, "warpgroups": 3}
 _SQUARE = {"tile": (128, 128), "stages": 5}
-_FEW = {"cluster": (1, 1), "alternate": True, "stages": 7}
-_SMALL = {"tile": (64, 64), "batch": 64, "alternate": True, "stages": 9}
+_FEW = {"cluster": (1, 1), "warpgroup_split_k": True, "stages": 7}
+_SMALL = {"tile": (64, 64), "mma_n": 64, "warpgroup_split_k": True, "stages": 9}
 
 SHAPES = {  # for scales of B
     # Fitted to the times of all of them at 40 shapes of LLMs and 70 of few tiles on an H200.
@@ -92,13 +92,13 @@ SHAPES = {  # for scales of B
         _shape(607, 527, 250, **_THREE),
         _shape(477, 214, 250, **_SQUARE),
         _shape(469, 656, **_SQUARE, cluster=(1, 1)),
-        _shape(251, 1915, **_FEW, tile=(128, 64), batch=64),
+        _shape(251, 1915, **_FEW, tile=(128, 64), mma_n=64),
         _shape(319, 1888, **_FEW, tile=(64, 128)),
         _shape(168, 2333, **_SMALL, cluster=(1, 1)),
         _shape(140, 2936, 250, **_SMALL),
-        _shape(280, 3083, **_SMALL, cluster=(1, 1), split=2),
-        _shape(439, 2767, **_SMALL, cluster=(1, 1), split=4),
-        _shape(669, 3568, **_SMALL, cluster=(1, 1), split=8),
+        _shape(280, 3083, **_SMALL, cluster=(1, 1), split_k=2),
+        _shape(439, 2767, **_SMALL, cluster=(1, 1), split_k=4),
+        _shape(669, 3568, **_SMALL, cluster=(1, 1), split_k=8),
     ),
     # Fitted at 17 shapes, to bf16 and added to fp32, but for 4 us of a launch; where K is split, in
     # the proportions above. Unrolled more, the first two would not fit the registers.
@@ -106,12 +106,12 @@ SHAPES = {  # for scales of B
         _shape(911, 4750, tile=(256, 128), cluster=(1, 2), stages=4, unroll=1),
         _shape(711, 3627, **_THREE, unroll=2),
         _shape(510, 2345, **_SQUARE, cluster=(1, 1)),
-        _shape(324, 1000, **_FEW, tile=(128, 64), batch=64),
+        _shape(324, 1000, **_FEW, tile=(128, 64), mma_n=64),
         _shape(336, 1000, **_FEW, tile=(64, 128)),
         _shape(207, 1000, **_SMALL, cluster=(1, 1)),
-        _shape(345, 1100, **_SMALL, cluster=(1, 1), split=2),
-        _shape(548, 1150, **_SMALL, cluster=(1, 1), split=4),
-        _shape(853, 1300, **_SMALL, cluster=(1, 1), split=8),
+        _shape(345, 1100, **_SMALL, cluster=(1, 1), split_k=2),
+        _shape(548, 1150, **_SMALL, cluster=(1, 1), split_k=4),
+        _shape(853, 1300, **_SMALL, cluster=(1, 1), split_k=8),
     ),
 }
 

@@ -1,13 +1,17 @@
 # mypy: ignore-errors
-"""A warpgroup's sums to the output: scaled, added to, rounded once, stored by TMA or one by one."""
+"""A warpgroup's accumulators to the output: scaled, added to, rounded once, stored by TMA or one by
+one."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import torch
 from cutlass import Float32, const_expr, cute, range_constexpr
 
-from ..common.copies import Copies
+from ..common.copies import TmaTiles
 from ..common.factor import factor_of
 from . import ptx
 from .product_config import ProductConfig
@@ -17,25 +21,55 @@ __all__ = ["Epilogue"]
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
+@dataclass(frozen=True)
 class Epilogue:
-    def __init__(self, config: ProductConfig, copies: Copies):
-        self.config, self.copies = config, copies
-        self.kind = _KINDS[config.out_dtype]
+    """Stores tiles of ``d`` (M, N): a warpgroup's work. ``boxes``: of it, in shared memory, if any;
+    ``bias`` (N,); ``alpha`` () or a pair. Addresses are computed ``late``, after the mainloop,
+    where that leaves them no registers.
+    """
 
-    def value(self, sums, row_step: int, column: int, i: int):
-        """The ``i``-th of a thread's four values in the eight columns from ``column`` on."""
-        batch, first = self.where(sums, row_step, column)
-        return batch[first + i]
+    config: ProductConfig
+    boxes: TmaTiles | None
+    d: Any
+    bias: Any = None
+    alpha: Any = None
+    late: bool = False
 
-    def where(self, sums, row_step: int, column: int):
-        """The tensor of those four values, and the index of the first."""
-        batch, first = self.config.place(row_step, column)
-        return sums[batch], first
+    @property
+    def kind(self) -> str:
+        return _KINDS[self.config.out_dtype]
 
     @cute.jit
-    def scale(self, sums, bias, alpha, thread, column):
-        """``alpha * sum + bias`` in place: ``alpha`` (), or a pair; ``bias`` (N,); or None."""
+    def __call__(self, acc, warpgroup, thread, row, column):
+        """Store what starts at ``row`` and ``column``, all of a warpgroup's."""
         config = self.config
+        if const_expr(self.late):
+            thread = ptx.pin(thread)
+        self.scale(acc, thread, column)
+        if const_expr(config.tma_store):
+            if const_expr(config.accumulate and not config.reduces):
+                self.add(acc, thread, row, column)
+            if const_expr(config.stores_tiles):
+                self.store(acc, warpgroup, thread, row, column)
+            else:
+                self.store_pairs(acc, thread, row, column)
+        else:
+            self.store_each(acc, thread, row, column)
+
+    def values(self, acc, row_step: int, column: int) -> list:
+        """A thread's four values in the eight columns from ``column`` on."""
+        values, first = self.where(acc, row_step, column)
+        return [values[first + i] for i in range(4)]
+
+    def where(self, acc, row_step: int, column: int):
+        """The tensor of those four values, and the index of the first."""
+        mma, first = self.config.place(row_step, column)
+        return acc[mma], first
+
+    @cute.jit
+    def scale(self, acc, thread, column):
+        """``alpha * acc + bias`` in place."""
+        config, bias, alpha = self.config, self.bias, self.alpha
         factor = None if alpha is None else factor_of(alpha)
         groups = config.own_columns // 8 if alpha is not None or bias is not None else 0
         for group in range_constexpr(groups):
@@ -44,34 +78,34 @@ class Epilogue:
                 where = column + group * 8 + thread % 4 * 2 + j
                 added.append(Float32(bias[cutlass.min(where, bias.shape[0] - 1)]))
             for row_step in range_constexpr(config.row_steps):
-                batch, first = self.where(sums, row_step, group * 8)
+                values, first = self.where(acc, row_step, group * 8)
                 for i in range_constexpr(4):
-                    value = batch[first + i]
+                    value = values[first + i]
                     if const_expr(alpha is not None):
                         value = value * factor
                     if const_expr(bias is not None):
                         value = value + added[i % 2]
-                    batch[first + i] = value
+                    values[first + i] = value
 
     @cute.jit
-    def add(self, sums, d, thread, row, column):
+    def add(self, acc, thread, row, column):
         """Add what the output holds, in pairs: its rows start at multiples of two elements and have
         an even number of columns."""
-        for batch, i, *place in self.pairs(sums, d, thread, row, column):
-            pair = ptx.load_pair(*place, self.kind)
+        for values, i, *place in self.pairs(acc, thread, row, column):
+            pair = ptx.ld_global_pair(*place, self.kind)
             for j in range_constexpr(2):
-                batch[i + j] = batch[i + j] + pair[j]
+                values[i + j] = values[i + j] + pair[j]
 
     @cute.jit
-    def store_pairs(self, sums, d, thread, row, column):
+    def store_pairs(self, acc, thread, row, column):
         """Store from registers where rows are as ``add`` wants them."""
-        for batch, i, *place in self.pairs(sums, d, thread, row, column):
-            ptx.store_pair(*place, [batch[i + j] for j in range(2)], self.kind)
+        for values, i, *place in self.pairs(acc, thread, row, column):
+            ptx.st_global_pair(*place, [values[i + j] for j in range(2)], self.kind)
 
-    def pairs(self, sums, d, thread, row, column) -> list:
+    def pairs(self, acc, thread, row, column) -> list:
         """Neighbours in a row: their tensor, the index of the first, its address and how far after
         it, and whether they are in the matrix."""
-        config, found = self.config, []
+        config, d, found = self.config, self.d, []
         row = row + thread // 32 * 16 + thread % 32 // 4
         column = column + thread % 4 * 2
         itemsize = config.out_dtype.itemsize
@@ -82,48 +116,40 @@ class Epilogue:
                 for group in range(config.own_columns // 8):
                     c = column + group * 8
                     inside = cutlass.Int32(r < d.shape[0]) & cutlass.Int32(c < d.shape[1])
-                    batch, first = self.where(sums, row_step, group * 8)
-                    found.append((batch, first + 2 * half, address, group * 8 * itemsize, inside))
+                    values, first = self.where(acc, row_step, group * 8)
+                    found.append((values, first + 2 * half, address, group * 8 * itemsize, inside))
         return found
 
     @cute.jit
-    def store(self, sums, tiles, atom, view, group, thread, row, column):
-        """Store boxes of 64 rows x 128 bytes, ``c_buffers`` at a time."""
-        config = self.config
-        first = group * config.c_buffers
+    def store(self, acc, warpgroup, thread, row, column):
+        """Store boxes of 64 rows x 128 bytes, ``epilogue_stages`` at a time."""
+        config, nbytes = self.config, self.boxes.copies.nbytes
+        first = warpgroup * config.epilogue_stages
         across = config.tile[1] // config.box_columns
-        base = tiles.iterator.toint() + first * self.copies.nbytes
+        base = self.boxes.address + first * nbytes
         # known to be the same in all lanes: else the compiler gives up uniform registers all over
         warp = cute.arch.make_warp_uniform(thread // 32)
-        for start in range_constexpr(0, config.boxes, config.c_buffers):
+        for start in range_constexpr(0, config.boxes, config.epilogue_stages):
             if warp == 0:  # stores have read the buffers
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.meet(group)
-            for i in range_constexpr(config.c_buffers):
+            self.sync(warpgroup)
+            for i in range_constexpr(config.epilogue_stages):
                 box = start + i
-                self.put(
-                    sums,
-                    base + i * self.copies.nbytes,
-                    box // across,
-                    box % across * config.box_columns,
-                    thread,
-                )
+                down, right = box // across, box % across * config.box_columns
+                self.put(acc, base + i * nbytes, down, right, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
-            self.meet(group)
+            self.sync(warpgroup)
             if warp == 0:
-                for i in range_constexpr(config.c_buffers):
+                for i in range_constexpr(config.epilogue_stages):
                     box = start + i
-                    position = (
-                        row + box // across * 64,
-                        column + box % across * config.box_columns,
-                    )
-                    self.copies.store(atom, view, tiles, first + i, position)
+                    down, right = box // across * 64, box % across * config.box_columns
+                    self.boxes.store(first + i, (row + down, column + right))
                 cute.arch.cp_async_bulk_commit_group()
 
-    def meet(self, group):
-        cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
+    def sync(self, warpgroup):
+        cute.arch.barrier(barrier_id=warpgroup + 1, number_of_threads=128)
 
-    def put(self, sums, address, row_step: int, column: int, thread) -> None:
+    def put(self, acc, address, row_step: int, column: int, thread) -> None:
         """Put a box's values into shared memory, swizzled."""
         config, kind = self.config, self.kind
         warp, lane = thread // 32, thread % 32
@@ -132,31 +158,32 @@ class Epilogue:
             line = address + row * 128 + lane % 2 * 8
             for group in range(config.box_columns // 8):
                 chunk = (2 * group + lane % 4 // 2) ^ (row % 8)
-                values = [self.value(sums, row_step, column + 8 * group, i) for i in range(4)]
-                ptx.store_shared2(line + chunk * 16, values[:2])
-                ptx.store_shared2(line + 8 * 128 + chunk * 16, values[2:])
+                values = self.values(acc, row_step, column + 8 * group)
+                ptx.st_shared(line + chunk * 16, values[:2])
+                ptx.st_shared(line + 8 * 128 + chunk * 16, values[2:])
             return
         row = warp * 16 + lane % 16
         for group in range(0, config.box_columns // 8, 2):
             chunk = (group + lane // 16) ^ (row % 8)
             words = []
             for j in (0, 1):
-                values = [self.value(sums, row_step, column + 8 * (group + j), i) for i in range(4)]
-                words += [ptx.round_pair(*values[i : i + 2], kind) for i in (0, 2)]
-            ptx.store_matrix(address + row * 128 + chunk * 16, words)
+                values = self.values(acc, row_step, column + 8 * (group + j))
+                words += [ptx.cvt_rn_x2(*values[i : i + 2], kind) for i in (0, 2)]
+            ptx.stmatrix(address + row * 128 + chunk * 16, words)
 
     @cute.jit
-    def store_each(self, sums, d, thread, row, column):
+    def store_each(self, acc, thread, row, column):
         """Store where rows may start anywhere."""
-        config = self.config
+        config, d = self.config, self.d
         warp, lane = thread // 32, thread % 32
         for row_step in range_constexpr(config.row_steps):
             for group in range_constexpr(config.own_columns // 8):
+                values = self.values(acc, row_step, group * 8)
                 for i in range_constexpr(4):
                     r = row + row_step * 64 + warp * 16 + lane // 4 + i // 2 * 8
                     c = column + group * 8 + lane % 4 * 2 + i % 2
                     if r < d.shape[0] and c < d.shape[1]:
-                        value = self.value(sums, row_step, group * 8, i)
+                        value = values[i]
                         if const_expr(config.accumulate):
                             value = value + Float32(d[r, c])
                         d[r, c] = d.element_type(value)

@@ -1,6 +1,6 @@
 """Products of MXFP8, MXFP4 and NVFP4 matrices on Hopper, widened to bf16: exact.
 
-``widened_gemm`` widens in its kernel, once for each tile that needs an element. With more rows than
+``mixed_gemm`` widens in its kernel, once for each tile that needs an element. With more rows than
 a few it is faster to write bf16 matrices once, at the speed of memory, and to multiply these.
 """
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from ..common.calls import CompiledGemm, GemmCall, Operand, multiply
 from ..common.loadable import loadable
 from ..common.runtime import Described, describe
-from .dequantized_plan import plan_dequantized
-from .widened_config import FEW
-from .widened_plan import plan_widened
+from .dequant_plan import plan_dequant
+from .mixed_config import MAX_MIXED_M
+from .mixed_plan import plan_mixed
 
 __all__ = ["exact_gemm", "lay", "plan_exact"]
 
 
 def plan_exact(call: GemmCall) -> CompiledGemm:
-    """The plan of what is faster. Raises as ``widened_gemm`` does, but neither for many rows nor
+    """The plan of what is faster. Raises as ``mixed_gemm`` does, but neither for many rows nor
     for rows that lie anyhow; Unsupported where TMA cannot load A that is bf16."""
     few = _suits_few(call.a.data, call.b.data)
-    return (plan_widened if few else plan_dequantized)(call)
+    return (plan_mixed if few else plan_dequant)(call)
 
 
 def lay(a: Operand, b: Operand) -> tuple[Operand, Operand]:
@@ -52,5 +52,5 @@ def exact_gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
 
 
 def _suits_few(a: Described, b: Described) -> bool:
-    """Whether ``plan_widened`` takes these, and is faster."""
-    return a[0][0] <= FEW and a[1][1] == 1 and b[1][1] == 1
+    """Whether ``plan_mixed`` takes these, and is faster."""
+    return a[0][0] <= MAX_MIXED_M and a[1][1] == 1 and b[1][1] == 1

@@ -1,115 +1,277 @@
 # mypy: ignore-errors
-"""FP8 with fp32 scales per 128 along K: A (M, K) 1 x 128, B (N, K) 128 x 128 or 1 x 128.
+"""A product on Hopper: what FP8 (``fp8_gemm``) and bf16 (``bf16_gemm``) have in common.
 
-The kernel of ``product``, which loads scales beside the tiles; 128 x 128 scales of B are brought by
-its second warp. Partial sums are scaled as they are added (``mainloop``).
+A CTA has a producer warp that keeps stages filled by TMA (``Loader``), perhaps a warp that fetches
+what TMA cannot (``fetcher``), and consumer warpgroups (``Consumer``), whose mainloop adds products
+up in registers and whose epilogue stores them. CTAs are persistent: they take tiles from a
+scheduler until there are none. In a cluster, each of two CTAs loads half of what both of them need.
+Where tiles are few, each of two warpgroups takes every other K block, perhaps of the part of K that
+its CTA of a cluster has (``split_k_reduce``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
-from cutlass import Float32, Int32, cute, range_constexpr
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute.nvgpu import cpasync
 
-from ..common.copies import Copies
-from ..common.persistent import first
-from ..common.promotion import promote_l2
-from ..common.tensor_specs import any_matrix, any_tensor
+from ..common import shared
+from ..common.copies import Copies, TmaTiles
+from ..common.factor import any_added
+from ..common.numeric import NUMERIC
+from ..common.pdl import pdl_wait
+from ..common.persistent import cluster_sync
+from ..common.pipeline import Pipeline
+from ..common.tensor_specs import any_source, compile_for
 from . import ptx
-from .config import BLOCK_K, Config
-from .mainloop import Mainloop
-from .product import Product, compile_product
+from .dense_scheduler import DenseScheduler, DenseTiles
+from .epilogue import Epilogue
+from .product_config import ProductConfig
+from .split_k_reduce import ClusterReduce, CtaReduce, Room
 
-__all__ = ["Gemm", "compile_config"]
+__all__ = ["Gemm", "Operand", "accumulators", "compile_gemm"]
 
 
-class Gemm(Product):
-    """The kernel of a :class:`Config` and the host code that launches it."""
+@dataclass(frozen=True)
+class Operand:
+    """What TMA loads for a stage. ``origin``: its first element, of a tile's row and column and of
+    a K block."""
 
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.fetches = config.b_block[0] > 1
+    copies: Copies
+    origin: Callable[..., tuple]
 
-    def setup(self):
-        """What needs a compiler that runs."""
+
+@dataclass(frozen=True)
+class Gemm:
+    """The kernel of a product, and its launch.
+
+    Attributes:
+        operands: of a stage: tiles of A and of B, then others.
+        mainloop: its class, as ``fp8_gemm.Mainloop``.
+        fetcher: the class of what the second warp does, as ``fp8_gemm.ScaleFetcher``, if it does
+            anything; ``fetched_bytes``: room for that in a stage.
+    """
+
+    config: ProductConfig
+    operands: tuple[Operand, ...]
+    mainloop: type
+    fetcher: type | None = None
+    fetched_bytes: int = 0
+
+    @property
+    def out(self) -> Copies:
+        """Boxes of the output."""
         config = self.config
-        (rows, columns), stages = config.tile, config.stages
-        down, across = config.cluster
-        self.copies = [
-            Copies(cutlass.Uint8, (rows, BLOCK_K), stages, rows=config.loaded_rows, shares=across),
-            Copies(cutlass.Uint8, (columns, BLOCK_K), stages, shares=down),
-            Copies(Float32, (1, rows), stages, swizzled=False),
-        ]
-        if not self.fetches:
-            self.copies.append(Copies(Float32, (1, columns), stages, swizzled=False))
-        self.mainloop = Mainloop(config)
+        slots = config.epilogue_stages * config.row_warpgroups
+        return Copies(NUMERIC[config.out_dtype], (64, config.box_columns), slots)
+
+    @property
+    def scheduler(self) -> DenseScheduler:
+        return DenseScheduler(self.config)
+
+    def launch(self, loads, fetched, output, k_blocks, multiprocessors, stream) -> None:
+        """Launch. ``loads``: atom and view of each operand. ``fetched``: what the fetcher reads.
+        ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha``, or None.
+        """
+        config, d = self.config, output[0]
+        store = None, None
+        if config.stores_tiles:
+            op = cpasync.CopyBulkTensorTileS2GOp()
+            if config.reduces:
+                op = cpasync.CopyReduceBulkTensorTileS2GOp()
+            store = self.out.describe(d, op)
+        atoms, views = zip(*loads, strict=True)
+        self.kernel(atoms, views, *store, fetched, output, k_blocks).launch(
+            grid=(self.scheduler.grid(d, multiprocessors), 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster_size, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, atoms, views, store_atom, store_view, fetched, output, k_blocks):
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank, k_part = Int32(0), Int32(0)
+        if const_expr(config.multicast_ctas > 1):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if const_expr(config.split_k > 1):
+            k_part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+        # shared memory
+        memory = cutlass.memory.SmemAllocator()
+        copies = [each.copies for each in self.operands]
+        tiles = [each.allocate(memory) for each in copies[:2]]
+        boxes = None
+        if const_expr(config.stores_tiles):
+            boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
+        tiles += [each.allocate(memory) for each in copies[2:]]
+        loads = [TmaTiles(*each) for each in zip(copies, atoms, views, tiles, strict=True)]
+        addresses = [each.address for each in loads]
+        if const_expr(self.fetcher is not None):
+            addresses.append(shared.allocate(memory, config.stages * self.fetched_bytes, 128))
+        pipeline = Pipeline.allocate(memory, config.stages, config.k_turns)
+        room = None
+        if const_expr(config.warpgroup_split_k):
+            room = Room.of_product(memory, config)
+
+        # barriers
+        if warp == 0:
+            for atom in [*atoms, *([store_atom] if config.stores_tiles else [])]:
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for i in range_constexpr(pipeline.full_barriers):
+                    producers = 1 + (self.fetcher is not None)
+                    cute.arch.mbarrier_init(pipeline.full + i, producers)
+                    if const_expr(i < config.stages):
+                        consumer_warps = 4 * config.row_warpgroups * config.multicast_ctas
+                        cute.arch.mbarrier_init(pipeline.empty + i, consumer_warps)
+                if const_expr(config.warpgroup_split_k):
+                    # threads of the CTA; or bytes, and other CTAs
+                    arrivals = (128, 128) if config.split_k == 1 else (1, config.split_k)
+                    room.init_barriers(*arrivals)
+            cute.arch.mbarrier_init_fence()
+        if const_expr(config.split_k > 1):
+            cute.arch.cluster_arrive_relaxed()  # others wait for it before they send accumulators
+        for each in loads:
+            each.copies.clear(each.tiles, config.threads)
+        cluster_sync(config.multicast_ctas)
+        pdl_wait()
+
+        # roles
+        schedule = self.scheduler.tiles(output[0], k_blocks, rank, k_part)
+        low, high = config.registers
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(low)
+            if warp == 0:
+                Loader(config, pipeline, schedule, self.operands, loads)()
+            if const_expr(self.fetcher is not None):  # noqa: SIM102 - one is known when compiling
+                if warp == 1:
+                    self.fetcher(config, pipeline, schedule, fetched, addresses[-1])()
+            if const_expr(config.split_k > 1):
+                cute.arch.cluster_wait()
+        else:
+            cute.arch.setmaxregister_increase(high)
+            if const_expr(config.split_k > 1):
+                cute.arch.cluster_wait()
+            epilogue = Epilogue(config, boxes, *output, self.mainloop.fills_registers)
+            consumer = config, pipeline, schedule, k_part, addresses
+            Consumer(*consumer, self.mainloop, epilogue, room)()
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Keeps the stages filled: the producer warp. ``loads``: of each operand."""
+
+    config: ProductConfig
+    pipeline: Pipeline
+    schedule: DenseTiles
+    operands: tuple[Operand, ...]
+    loads: list[TmaTiles]
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
-        """Launch. ``a`` (M, K) and ``b`` (N, K) as bytes; ``a_scale`` (K / 128, M padded to 4);
-        ``b_scale`` (N / 128, K / 128), or as that of A; ``d`` (M, N); ``bias`` (N,) and
-        ``alpha``, or None.
-        """
-        self.setup()
-        loaded = zip(self.copies, (a, b, a_scale, b_scale), strict=False)
-        loads = [each.describe(tensor) for each, tensor in loaded]
-        loads[:2] = [(promote_l2(atom), view) for atom, view in loads[:2]]
-        blocks = cute.ceil_div(a.shape[1], BLOCK_K)
-        self.launch(loads, b_scale, (d, bias, alpha), blocks, multiprocessors, stream)
-
-    def positions(self, row, column, block) -> list:
-        k = block * BLOCK_K
-        return [(row, k), (column, k), (block, row), (block, column)][: len(self.copies)]
-
-    def allocate(self, memory) -> list:
-        if not self.fetches:
-            return []
-        size = self.config.stages * self.config.scale_bytes[1]
-        return [memory.allocate_array(cutlass.Uint8, size, byte_alignment=128).toint()]
-
-    @cute.jit
-    def fetch(self, source, shared, full, empty, place):
-        """Bring 128 x 128 scales of B to the stages.
-
-        A lane has those of every 32nd K block, read long before a stage is free for them.
-        """
-        config, (clusters, rank, begin, end) = self.config, place
+    def __call__(self):
+        nbytes = sum(each.copies.moved for each in self.loads)
         lane = cute.arch.lane_idx()
-        start, step = first(config.cluster_size)
+        start, step = self.schedule.first()
         stage, phase = Int32(0), Int32(1)
-        values = cute.make_rmem_tensor((config.b_scales,), Float32)
-        for index in range(start, clusters[0] * clusters[1], step):
-            _, column = self.raster.tile(index, clusters, rank)
-            for block in range(begin, end, 32):
-                for i in range_constexpr(config.b_scales):
-                    values[i] = Float32(0)
-                    where = (column + i * config.segment) // 128
-                    if where < source.shape[0] and block + lane < end:
-                        values[i] = source[where, block + lane]
-                for i in range(cutlass.min(end - block, Int32(32))):
-                    cute.arch.mbarrier_wait(empty + stage, phase)
-                    if lane == i:
-                        target = shared[3] + stage * config.scale_bytes[1]
-                        for j in range_constexpr(config.b_scales):
-                            ptx.store_scale(target + 4 * j, values[j])
-                        ptx.arrive(self.ring.filled(full, stage, phase).toint())
-                    stage, phase = self.advance(stage, phase)
+        for index in range(start, self.schedule.count, step):
+            tile = self.schedule.tile(index)
+            for k_block in range(tile.k_begin, tile.k_end):
+                self.pipeline.producer_acquire(stage, phase)
+                barrier = self.pipeline.producer_barrier(stage, phase)
+                if lane == 0:
+                    ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
+                for operand, load in zip(self.operands, self.loads, strict=True):
+                    origin = operand.origin(tile.row, tile.column, k_block)
+                    load.load(stage, origin, barrier, self.schedule.rank)
+                stage, phase = self.pipeline.producer_next(stage, phase)
+        if const_expr(self.config.multicast_ctas > 1):  # stay until no other CTA signals any more
+            for _ in range(self.config.stages):
+                self.pipeline.producer_acquire(stage, phase)
+                stage, phase = self.pipeline.producer_next(stage, phase)
+
+
+class Consumer:
+    """Multiplies and stores: a warpgroup.
+
+    ``k_part``: of this CTA, where those of a cluster split K; ``addresses``: of the operands, and
+    of what is fetched; ``room``: for accumulators of warpgroups that split K, if they do.
+    """
+
+    def __init__(self, config, pipeline, schedule, k_part, addresses, mainloop, epilogue, room):
+        self.config, self.schedule, self.k_part, self.epilogue = config, schedule, k_part, epilogue
+        thread = cute.arch.thread_idx()[0] - 128
+        self.warpgroup = cute.arch.make_warp_uniform(thread // 128)
+        self.thread = ptx.pin(thread % 128)
+        self.k_turn = Int32(0)
+        if config.warpgroup_split_k:  # this warpgroup's K blocks, its rows being all
+            self.k_turn, self.warpgroup = self.warpgroup, Int32(0)
+        self.first_row = self.warpgroup * (64 * config.row_steps)
+        self.mainloop = mainloop(config, pipeline, self.first_row, self.thread, *addresses)
+        if config.warpgroup_split_k:
+            reduce = ClusterReduce if config.split_k > 1 else CtaReduce
+            self.reduce = reduce(config, room, k_part, self.k_turn, self.thread)
 
     @cute.jit
-    def store(self, sums, out, atom, view, output, group, thread, row, column):
-        own = ptx.pin(thread)  # computed before, its addresses would take the mainloop's registers
-        Product.store(self, sums, out, atom, view, output, group, own, row, column)
+    def __call__(self):
+        config, k_turn, thread = self.config, self.k_turn, self.thread
+        start, step = self.schedule.first()
+        if const_expr(config.skew):
+            ptx.nanosleep(self.warpgroup * config.skew)
+        stage, phase, turn, taken = k_turn, Int32(0), Int32(0), Int32(0)
+        acc = [accumulators(config) for _ in config.mma_tiles]
+        for index in range(start, self.schedule.count, step):
+            tile = self.schedule.tile(index)
+            for each in acc:
+                each.fill(0.0)
+            count = tile.k_blocks
+            if const_expr(config.warpgroup_split_k):
+                taken = taken + tile.k_blocks
+                count = (taken + 1 - k_turn) // 2 - (taken - tile.k_blocks + 1 - k_turn) // 2
+            stage, phase = self.mainloop(acc, count, stage, phase)
+            row, column = tile.row + self.first_row, tile.column + self.k_part * config.own_columns
+            if const_expr(config.split_k > 1):
+                filled = tile.row + thread // 32 * 16 < self.epilogue.d.shape[0]
+                self.reduce.send(acc, turn, filled)
+                if k_turn == 0:
+                    more = index + step < self.schedule.count
+                    self.reduce.receive(acc, turn, filled, more)
+                    self.epilogue(acc, self.warpgroup, thread, row, column)
+            elif const_expr(config.warpgroup_split_k):
+                if k_turn > 0:
+                    self.reduce.send(acc, turn)
+                else:
+                    self.reduce.receive(acc, turn)
+                    self.epilogue(acc, self.warpgroup, thread, row, column)
+            else:
+                self.epilogue(acc, self.warpgroup, thread, row, column)
+            turn = turn ^ 1
+        if const_expr(config.stores_tiles):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-def compile_config(config: Config):
-    """The host function of a kernel, which takes tensors of any shape."""
+def accumulators(config: ProductConfig):
+    """A thread's, of one wgmma."""
+    acc = cute.make_rmem_tensor((config.mma_n // 2,), Float32)
+    acc.fill(0.0)
+    return acc
 
-    def scales():
-        return any_tensor(Float32, 2, 16, True)
 
-    return compile_product(
-        Gemm(config),
-        any_tensor(cutlass.Uint8, 2, 16, True),
-        scales(),
-        any_tensor(cutlass.Uint8, 2, 16, True),
-        scales() if config.b_block[0] == 1 else any_matrix(Float32, 4),
+def compile_gemm(gemm, *operands):
+    """The host function of a kernel, which takes tensors of any shape: ``operands``, the output,
+    bias, alpha, and how many multiprocessors there are."""
+    config = gemm.config
+    return compile_for(
+        config.arch,
+        gemm,
+        *operands,
+        any_source(config.out_dtype, config.tma_store),
+        *any_added(config),
+        Int32(1),
     )

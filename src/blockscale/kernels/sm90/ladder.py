@@ -11,7 +11,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from ..common.copies import Copies
+from ..common.copies import Copies, TmaTiles
 from ..common.promotion import promote_l2
 from ..common.tensor_specs import any_source, any_tensor, compile_for
 from . import ptx
@@ -40,7 +40,6 @@ class Ladder:
         self.a_scale = Copies(Float32, (1, _ROWS), slots, swizzled=False)
         self.b_scale = Copies(Float32, (1, _LINE), slots * config.b_scales, swizzled=False)
         self.out = Copies(cutlass.BFloat16, (_ROWS, stored.box_columns), config.across)
-        self.epilogue = Epilogue(stored, self.out)
 
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, stream):
@@ -123,7 +122,8 @@ class Ladder:
             self.add(sums, parts, given, places, block)
         columns = config.columns // config.across
         where = group, thread, row, column + group * columns
-        self.epilogue.store(sums, out, store_atom, store_view, *where)
+        boxes = TmaTiles(self.out, store_atom, store_view, out)
+        Epilogue(config.stored, boxes, None).store(sums, *where)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -145,7 +145,7 @@ class Ladder:
             row_scales = self.row_scales(places, slot, block)
         for batch in range_constexpr(config.batches):
             self.products(parts, places, slot, batch)
-            ptx.wait_products(0)
+            ptx.wgmma_wait_group(0)
             if const_expr(batch == config.batches - 1):
                 cute.arch.sync_threads()  # nobody needs the slot
                 if const_expr(config.ahead > 0):
@@ -166,7 +166,7 @@ class Ladder:
         barrier = full + slot
         if warp == 0 and block < blocks:
             with cute.arch.elect_one():
-                ptx.expect(barrier.toint(), nbytes)
+                ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
             wanted = [(0, slot, (row, k)), (1, slot, (column, k))]
             if const_expr("b" in config.staged):
                 for i in range_constexpr(config.b_scales):
@@ -185,10 +185,10 @@ class Ladder:
         """Start the partial sum of 64 rows and 128 columns."""
         config, (shared, *_, group, _) = self.config, places
         first = (group * config.batches + batch) * BATCH
-        a = ptx.descriptor(shared[0] + slot * (_ROWS * BLOCK_K))
-        b = ptx.descriptor(shared[1] + (slot * config.columns + first) * BLOCK_K)
+        a = ptx.wgmma_descriptor(shared[0] + slot * (_ROWS * BLOCK_K))
+        b = ptx.wgmma_descriptor(shared[1] + (slot * config.columns + first) * BLOCK_K)
         a, b = (cute.arch.make_warp_uniform(each) for each in (a, b))
-        for i, value in enumerate(ptx.wgmma([parts[i] for i in range(BATCH // 2)], a, b)):
+        for i, value in enumerate(ptx.wgmma_fp8([parts[i] for i in range(BATCH // 2)], a, b)):
             parts[i] = value
 
     def row_scales(self, places, slot, block) -> list:
@@ -196,7 +196,7 @@ class Ladder:
         shared, a_scale, _, m, row, _, _, at = places
         if "a" in self.config.staged:
             address = shared[3] + (slot * _ROWS + at) * 4
-            return [ptx.load_floats(address, offset)[0] for offset in (0, 32)]
+            return [ptx.ld_shared(address, offset)[0] for offset in (0, 32)]
         rows = [cutlass.min(row + at + offset, m - 1) for offset in (0, 8)]
         return [a_scale[(block, r) if self.config.transposed else (r, block)] for r in rows]
 
@@ -209,14 +209,14 @@ class Ladder:
             found = []
             for i, r in enumerate(rows):
                 line = shared[2] + (slot * config.b_scales + first + i) * _LINE * 4
-                found += ptx.load_floats(line + self.place(b_scale, r, block) % 4 * 4, 0)
+                found += ptx.ld_shared(line + self.place(b_scale, r, block) % 4 * 4, 0)
             return found
         last = b_scale.shape[0] - 1
         return [b_scale[cutlass.min(r, last), block] for r in rows]
 
     def promote(self, sums, parts, row_scales: list, column_scale) -> None:
         """Scale a partial sum and add it, in fp32."""
-        scales = [ptx.multiply(each, column_scale) for each in row_scales]
+        scales = [ptx.mul(each, column_scale) for each in row_scales]
         for first in range(0, BATCH // 2, 4):
             where = range(first, first + 4)
             added = ptx.fma4([sums[i] for i in where], [parts[i] for i in where], scales)

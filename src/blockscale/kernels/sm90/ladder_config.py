@@ -79,6 +79,6 @@ class LadderConfig:
             tile=(64 * self.across, self.columns // self.across),
             cluster=(1, 1),
             warpgroups=self.across,
-            batch=BATCH,
-            c_buffers=1,
+            mma_n=BATCH,
+            epilogue_stages=1,
         )

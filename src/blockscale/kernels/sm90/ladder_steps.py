@@ -115,16 +115,16 @@ _ALONE = Config(
     stages=4,
     warpgroups=1,
     unroll=1,
-    c_buffers=1,
+    epilogue_stages=1,
     group=1,
 )
 _PAIR = replace(_ALONE, tile=(128, 256), warpgroups=2)
 _BANDS = replace(_PAIR, group=8)
 _SHARED = replace(_BANDS, cluster=(2, 1))
 _UNROLLED = replace(_SHARED, unroll=4)
-_WHOLE = replace(_UNROLLED, stages=3, c_buffers=4)
+_WHOLE = replace(_UNROLLED, stages=3, epilogue_stages=4)
 _SKEWED = replace(_WHOLE, skew=500)
-_TALL = replace(_WHOLE, tile=(256, 128), cluster=(1, 2), stages=4, c_buffers=1)
+_TALL = replace(_WHOLE, tile=(256, 128), cluster=(1, 2), stages=4, epilogue_stages=1)
 
 STEPS: tuple[Step, ...] = (
     Step(

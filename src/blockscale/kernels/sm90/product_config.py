@@ -35,23 +35,23 @@ class ProductConfig:
 
     Attributes:
         accumulate: add to the output.
-        tile: rows and columns of the output that a block of threads takes at once.
-        cluster: blocks that share tiles of B (along M) and of A (along N); two at most.
+        tile: rows and columns of the output that a CTA takes at once.
+        cluster: CTAs that share tiles of B (along M) and of A (along N); two at most.
         stages: tiles of A and B in flight.
         warpgroups: that multiply, each some of the tile's rows.
-        alternate: two warpgroups take all rows instead, and every other K block each: where the
-            tiles are few and small, one waits for memory while the other works.
-        split: blocks of a cluster that have a part of K each, and finish some of the tile's columns
+        warpgroup_split_k: two warpgroups take all rows instead, and every other K block each: where
+            the tiles are few and small, one waits for memory while the other works.
+        split_k: CTAs of a cluster that have a part of K each, and finish some of the tile's columns
             each: where there are fewer tiles than multiprocessors.
-        batch: columns of one wgmma.
-        c_buffers: boxes of 64 rows x 128 bytes in which a warpgroup puts its output together.
+        mma_n: columns of one wgmma.
+        epilogue_stages: boxes of 64 rows x 128 bytes in which a warpgroup puts its output together.
         skew: nanoseconds by which a warpgroup starts after the one before it, so that one works
             while another stores.
         group: tiles along M that are taken before the next ones along N.
-        tma_store: the output is stored by TMA, where blocks split K in pairs; else an element at a
+        tma_store: the output is stored by TMA, where CTAs split K in pairs; else an element at a
             time.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: how many scalars the sums are multiplied by, two at most.
+        alpha: how many scalars the accumulators are multiplied by, two at most.
     """
 
     out_dtype: torch.dtype
@@ -60,10 +60,10 @@ class ProductConfig:
     cluster: tuple[int, int] = (2, 1)
     stages: int = 4
     warpgroups: int = 2
-    alternate: bool = False
-    split: int = 1
-    batch: int = 256
-    c_buffers: int = 2
+    warpgroup_split_k: bool = False
+    split_k: int = 1
+    mma_n: int = 256
+    epilogue_stages: int = 2
     skew: int = 0
     group: int = 8
     tma_store: bool = True
@@ -78,15 +78,16 @@ class ProductConfig:
         """Fields, and whether there is no kernel with such a value."""
         rows, columns = self.tile
         return {
-            "tile": rows % (ROWS * self.row_warpgroups) or columns % self.batch,
-            "alternate": self.alternate and self.warpgroups != 2,
-            "split": self.split not in CLUSTERS
-            or (self.split > 1 and (not self.alternate or self.blocks > 1))
-            or columns % (8 * self.split),
-            "batch": self.batch % 16 or self.batch > 256,
+            "tile": rows % (ROWS * self.row_warpgroups) or columns % self.mma_n,
+            "warpgroup_split_k": self.warpgroup_split_k and self.warpgroups != 2,
+            "split_k": self.split_k not in CLUSTERS
+            or (self.split_k > 1 and (not self.warpgroup_split_k or self.multicast_ctas > 1))
+            or columns % (8 * self.split_k),
+            "mma_n": self.mma_n % 16 or self.mma_n > 256,
             "cluster": self.cluster not in ((1, 1), (2, 1), (1, 2)),
             "stages": self.shared_bytes > SHARED,
-            "c_buffers": self.boxes % self.c_buffers or columns * self.out_dtype.itemsize % BOX,
+            "epilogue_stages": self.boxes % self.epilogue_stages
+            or columns * self.out_dtype.itemsize % BOX,
         }
 
     @property
@@ -99,56 +100,61 @@ class ProductConfig:
         return {1: (56, 240), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
 
     @property
-    def blocks(self) -> int:
+    def multicast_ctas(self) -> int:
         """Of threads, in a cluster, that share tiles of A or B."""
         return self.cluster[0] * self.cluster[1]
 
     @property
     def cluster_size(self) -> int:
         """Blocks of threads that share these, or split K."""
-        return self.blocks * self.split
+        return self.multicast_ctas * self.split_k
 
     @property
-    def exchange_bytes(self) -> int:
-        """Room for the sums of the other warpgroup; of all of a cluster's, where blocks split K."""
+    def reduce_bytes(self) -> int:
+        """Room for the accumulators of the other warpgroup; of all of a cluster's with split-K."""
         tile = 4 * self.tile[0] * self.tile[1]
-        return (tile if self.split == 1 else 2 * tile) if self.alternate else 0
+        return (tile if self.split_k == 1 else 2 * tile) if self.warpgroup_split_k else 0
 
     @property
     def own_columns(self) -> int:
         """Of a tile, that a block finishes."""
-        return self.tile[1] // self.split
+        return self.tile[1] // self.split_k
 
     @property
-    def parts(self) -> int:
+    def k_turns(self) -> int:
         """Warpgroups that take every so many-th K block."""
-        return 2 if self.alternate else 1
+        return 2 if self.warpgroup_split_k else 1
 
     @property
     def row_warpgroups(self) -> int:
         """That share the rows of a tile, and store them."""
-        return 1 if self.alternate else self.warpgroups
+        return 1 if self.warpgroup_split_k else self.warpgroups
 
     @property
     def row_steps(self) -> int:
         """wgmmas that a warpgroup needs to go down its rows."""
         return self.tile[0] // (ROWS * self.row_warpgroups)
 
+    @property
+    def mma_tiles(self) -> list[tuple[int, int]]:
+        """Of a warpgroup, one for each wgmma: steps down the rows and across the columns."""
+        return [(i, j) for i in range(self.row_steps) for j in range(self.column_steps)]
+
     def place(self, row_step: int, column: int) -> tuple[int, int]:
-        """Where a thread has its four sums of the eight columns from ``column`` on: the batch, and
-        the first of them."""
-        batch = row_step * self.column_steps + column // self.batch
-        return batch, column % self.batch // 2
+        """Where a thread has its four values of the eight columns from ``column`` on: which wgmma,
+        and the first of them."""
+        mma = row_step * self.column_steps + column // self.mma_n
+        return mma, column % self.mma_n // 2
 
     @property
     def reduces(self) -> bool:
         """Whether what the output holds is added where it is, by TMA, which does so in its type."""
-        return self.accumulate and self.boxed and self.out_dtype == torch.float32
+        return self.accumulate and self.stores_tiles and self.out_dtype == torch.float32
 
     @property
-    def boxed(self) -> bool:
+    def stores_tiles(self) -> bool:
         """Whether the output is put together in shared memory, and stored by TMA."""
-        return self.tma_store and self.split == 1
+        return self.tma_store and self.split_k == 1
 
     @property
     def box_columns(self) -> int:
@@ -162,11 +168,11 @@ class ProductConfig:
     @property
     def output_bytes(self) -> int:
         """Room in shared memory to put the output together."""
-        return self.row_warpgroups * self.c_buffers * ROWS * BOX if self.boxed else 0
+        return self.row_warpgroups * self.epilogue_stages * ROWS * BOX if self.stores_tiles else 0
 
     @property
     def column_steps(self) -> int:
-        return self.tile[1] // self.batch
+        return self.tile[1] // self.mma_n
 
     @property
     def stage_bytes(self) -> int:
@@ -175,8 +181,8 @@ class ProductConfig:
     @property
     def shared_bytes(self) -> int:
         """With the barriers of each stage."""
-        stages = self.stages * (self.stage_bytes + 8 * (1 + rounds(self.stages, self.parts)))
-        return stages + self.output_bytes + self.exchange_bytes + 256
+        stages = self.stages * (self.stage_bytes + 8 * (1 + rounds(self.stages, self.k_turns)))
+        return stages + self.output_bytes + self.reduce_bytes + 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +193,7 @@ class Shape:
         config: with one buffer for its output.
         loop: of a K block.
         fixed: of a tile, beside its K blocks.
-        once: until blocks of a cluster have met.
+        once: until CTAs of a cluster have met.
     """
 
     config: ProductConfig
@@ -197,15 +203,19 @@ class Shape:
 
     def loads_few(self, m: int) -> bool:
         """Whether there are kernels that load no more than ``m`` rows of A."""
-        return self.config.alternate and self.config.blocks == 1 and m < self.config.tile[0]
+        return (
+            self.config.warpgroup_split_k
+            and self.config.multicast_ctas == 1
+            and m < self.config.tile[0]
+        )
 
     def filling(self, m: int, n: int) -> float:
         """Of a K block, for what tiles lack below the last row of A: TMA fills it with zeros, the
         slower, the more tiles do so at once (measured in FP8). Larger tiles have time for it."""
         rows, columns = self.config.tile
-        if not self.config.alternate or self.loads_few(m):
+        if not self.config.warpgroup_split_k or self.loads_few(m):
             return 0
-        blocks = -(-n // columns) * self.config.split
+        blocks = -(-n // columns) * self.config.split_k
         return -m % rows * 4 * (blocks / 112) ** 1.5
 
     def clusters(self, m: int, n: int) -> int:
@@ -213,20 +223,20 @@ class Shape:
         down, across = self.config.cluster
         return -(-m // (rows * down)) * -(-n // (columns * across))
 
-    def suits(self, m: int, n: int, gpu: Gpu) -> bool:
+    def is_legal(self, m: int, n: int, gpu: Gpu) -> bool:
         """Whether no block of a cluster is without rows, or it has time for that; and whether all
-        clusters run at once where blocks split K."""
+        clusters run at once where CTAs split K."""
         config = self.config
-        if config.split > 1:
-            return self.clusters(m, n) <= gpu.max_active_clusters(config.split)
+        if config.split_k > 1:
+            return self.clusters(m, n) <= gpu.max_active_clusters(config.split_k)
         tiles, down = -(-m // config.tile[0]), config.cluster[0]
-        return tiles % down == 0 if config.alternate else tiles >= down
+        return tiles % down == 0 if config.warpgroup_split_k else tiles >= down
 
     def nanoseconds(self, shape: tuple[int, int, int], block_k: int, gpu: Gpu) -> float:
         """An estimate for a product of ``shape`` (M, N, K), in K blocks of ``block_k``."""
         m, n, k = shape
         turns = -(-self.clusters(m, n) // gpu.max_active_clusters(self.config.cluster_size))
-        loops = -(-k // (block_k * self.config.split)) * (self.loop + self.filling(m, n))
+        loops = -(-k // (block_k * self.config.split_k)) * (self.loop + self.filling(m, n))
         return turns * (loops + self.fixed) + self.once
 
 
@@ -234,18 +244,18 @@ def ordered(
     shapes: Iterable[Shape], shape: tuple[int, int, int], block_k: int, gpu: Gpu
 ) -> list[Shape]:
     """The one of least estimated time first."""
-    suiting = (each for each in shapes if each.suits(*shape[:2], gpu))
+    suiting = (each for each in shapes if each.is_legal(*shape[:2], gpu))
     return sorted(suiting, key=lambda s: s.nanoseconds(shape, block_k, gpu))
 
 
 def fit(config: ProductConfig, **fields: Any) -> Any:
     """The configuration with other ``fields``, and as much room for its output as there is."""
-    least: ProductConfig = replace(config, c_buffers=1, **fields)
-    if not least.boxed:
+    least: ProductConfig = replace(config, epilogue_stages=1, **fields)
+    if not least.stores_tiles:
         return least
     room = SHARED - least.shared_bytes + least.output_bytes
     fitting = (n for n in (4, 3, 2) if least.boxes % n == 0 and n * least.output_bytes <= room)
-    return replace(least, c_buffers=next(fitting, 1))
+    return replace(least, epilogue_stages=next(fitting, 1))
 
 
 def why_not(out_dtype: torch.dtype, arch: str) -> str:

@@ -2,7 +2,7 @@
 """Single PTX instructions, or a few that must stay together, as functions on CuTe DSL values.
 
 All are volatile: the compiler keeps them in the order in which they are written. It would sink
-plain arithmetic on a finished partial sum below the next wgmma, which then has to wait for it.
+plain arithmetic on finished accumulators below the next wgmma, which then has to wait for it.
 """
 
 from __future__ import annotations
@@ -11,32 +11,39 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 
 __all__ = [
-    "arrive",
-    "arrive_at",
-    "arrive_at_all",
-    "at_block",
-    "descriptor",
-    "expect",
-    "finish",
+    "bar_warp_sync",
+    "cp_async",
+    "cp_async_mbarrier_arrive",
+    "cvt_rn_x2",
     "fma4",
-    "keep_below",
-    "load_floats",
-    "load_for_warp",
-    "load_pair",
-    "multiply",
+    "ld_global_pair",
+    "ld_shared",
+    "ld_shared_broadcast",
+    "ld_shared_bytes",
+    "mapa",
+    "mbarrier_arrive",
+    "mbarrier_arrive_cluster",
+    "mbarrier_arrive_expect_tx",
+    "mbarrier_arrive_if",
+    "mbarrier_arrive_release_cluster",
+    "mbarrier_wait_cluster",
+    "mma",
+    "mul",
+    "nanosleep",
     "pin",
-    "round_pair",
-    "sleep",
-    "store_async",
-    "store_floats",
-    "store_matrix",
-    "store_pair",
-    "store_scale",
-    "store_shared2",
-    "wait_cluster",
-    "wait_products",
-    "wgmma",
+    "prefetch_l2",
+    "st_async",
+    "st_global_pair",
+    "st_shared",
+    "st_shared_byte",
+    "stmatrix",
+    "stmatrix_trans",
     "wgmma_bf16",
+    "wgmma_descriptor",
+    "wgmma_fp8",
+    "wgmma_rs",
+    "wgmma_wait_all",
+    "wgmma_wait_group",
 ]
 
 _HIGH = 0x40000040  # of a descriptor: swizzle of 128 bytes, eight rows are 1024 bytes
@@ -67,41 +74,77 @@ def pin(value):
     return _asm("mov.b32 $0, $1;", [Int32], [Int32(value)], ["r"])[0]
 
 
-def sleep(nanoseconds) -> None:
+def nanosleep(nanoseconds) -> None:
     _asm("nanosleep.u32 $0;", [], [nanoseconds], ["r"], memory=True)
 
 
 # --- products -------------------------------------------------------------------------------------
 
 
-def descriptor(address, apart: int = 16):
+def wgmma_descriptor(address, apart: int = 16):
     """Low word of the descriptor of a matrix in shared memory: rows of 128 bytes, swizzled, and
     more of them ``apart`` bytes further where rows are longer."""
     return ((Int32(address) >> 4) & 0x3FFF) | (apart >> 4 << 16)
 
 
-def wgmma(parts: list, a, b) -> list:
-    """Start a K block's partial sum of 64 rows, in place of a thread's ``parts``, half as many as
-    there are columns. ``a``, ``b``: descriptors.
+def wgmma_fp8(partial_acc: list, a, b) -> list:
+    """Start a K block's products of 64 rows, in place of a thread's ``partial_acc``, half as many
+    as there are columns. ``a``, ``b``: descriptors.
     """
-    return _wgmmas(parts, a, b, "k32.f32.e4m3.e4m3", (2, 2), ("p", "q"), "1, 1")
+    return _wgmmas(partial_acc, a, b, "k32.f32.e4m3.e4m3", (2, 2), ("p", "q"), "1, 1")
 
 
-def wgmma_bf16(sums: list, a, b, steps: tuple[int, int], transposed: tuple[bool, bool]) -> list:
-    """Start adding a K block of bf16 to the ``sums`` of 64 rows.
+def wgmma_bf16(acc: list, a, b, steps: tuple[int, int], transposed: tuple[bool, bool]) -> list:
+    """Start adding a K block of bf16 to the ``acc`` of 64 rows.
 
     ``steps``: how far 16 columns of K are apart in A and in B, for a descriptor; ``transposed``:
     rows in shared memory are those of K.
     """
     more = ", ".join(str(int(each)) for each in (True, True, *transposed))
-    return _wgmmas(sums, a, b, "k16.f32.bf16.bf16", steps, ("q", "q"), more)
+    return _wgmmas(acc, a, b, "k16.f32.bf16.bf16", steps, ("q", "q"), more)
 
 
-def _wgmmas(sums: list, a, b, kind: str, steps, keeps, more: str) -> list:
-    """A group of four along K. ``keeps``: whether the first one, and the others, add to ``sums``:
+def wgmma_rs(acc: list, fragments: list, b) -> list:
+    """Add products of 64 columns of K, four wgmmas of bf16, to a thread's ``acc`` in place.
+
+    ``fragments``: for each, four registers of the warpgroup's 64 rows; ``b``: a descriptor.
+    """
+    count = len(acc)
+    names = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    lines = [
+        f".reg .b64 b; mov.b64 b, {{${count + 16}, {_HIGH}}};",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for step in range(4):
+        first = count + 4 * step
+        left = "{" + ", ".join(f"${first + i}" for i in range(4)) + "}"
+        lines += ["add.s64 b, b, 2;"] * (step > 0)
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 "
+            f"{names}, {left}, b, 1, 1, 1, 0;"
+        )
+    lines.append("wgmma.commit_group.sync.aligned;")
+    code = "{ " + " ".join(lines) + " }"
+    constraints = ["r"] * 17 + [str(i) for i in range(count)]
+    return _asm(code, [Float32] * count, [*fragments, b, *acc], constraints, memory=True)
+
+
+def mma(acc: list, left: list, right: list) -> list:
+    """``acc`` of 16 x 8 and the product of 16 columns of K, by a warp: four registers of one
+    operand and two of the other."""
+    code = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7},"
+        " {$8, $9}, {$0, $1, $2, $3};"
+    )
+    constraints = ["r"] * 6 + [str(i) for i in range(4)]
+    return _asm(code, [Float32] * 4, [*left, *right, *acc], constraints)
+
+
+def _wgmmas(acc: list, a, b, kind: str, steps, keeps, more: str) -> list:
+    """A group of four along K. ``keeps``: whether the first one, and the others, add to ``acc``:
     q, or overwrite them: p.
     """
-    count = len(sums)
+    count = len(acc)
     names = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = [
         ".reg .pred p, q; .reg .b64 a, b;",
@@ -119,51 +162,57 @@ def _wgmmas(sums: list, a, b, kind: str, steps, keeps, more: str) -> list:
     lines.append("wgmma.commit_group.sync.aligned;")
     code = "{ " + " ".join(lines) + " }"
     constraints = ["r", "r", *(str(i) for i in range(count))]
-    return _asm(code, [Float32] * count, [a, b, *sums], constraints, memory=True)
+    return _asm(code, [Float32] * count, [a, b, *acc], constraints, memory=True)
 
 
-def wait_products(pending: int) -> None:
+def wgmma_wait_group(pending: int) -> None:
     """Until all but the last ``pending`` groups of wgmmas have finished."""
     _asm(f"wgmma.wait_group.sync.aligned {pending};", [], [], [], memory=True)
 
 
-def finish(sums: list) -> list:
-    """``sums``, when all wgmmas have finished."""
-    constraints = [str(i) for i in range(len(sums))]
+def wgmma_wait_all(acc: list) -> list:
+    """``acc``, when all wgmmas have finished."""
+    constraints = [str(i) for i in range(len(acc))]
     code = "wgmma.wait_group.sync.aligned 0;"
-    return _asm(code, [Float32] * len(sums), sums, constraints, memory=True)
+    return _asm(code, [Float32] * len(acc), acc, constraints, memory=True)
 
 
-def keep_below() -> None:
+def bar_warp_sync() -> None:
     """What follows stays below: the compiler would move loads up between the wgmmas of a group, and
     arithmetic that waits for them. Takes no time, a warp's lanes being together."""
     _asm("bar.warp.sync 0xffffffff;", [], [], [], memory=True)
 
 
-def fma4(sums: list, parts: list, scales: list) -> list:
-    """``sums + parts * scales``, four of them; two scales, of two rows, or four."""
+def fma4(acc: list, partial_acc: list, scales: list) -> list:
+    """``acc + partial_acc * scales``, four of them; two scales, of two rows, or four."""
     which = [0, 0, 1, 1] if len(scales) == 2 else range(4)
     code = " ".join(f"fma.rn.f32 ${i}, ${4 + i}, ${8 + which[i]}, ${i};" for i in range(4))
     constraints = ["f"] * (4 + len(scales)) + [str(i) for i in range(4)]
-    return _asm(code, [Float32] * 4, [*parts, *scales, *sums], constraints)
+    return _asm(code, [Float32] * 4, [*partial_acc, *scales, *acc], constraints)
 
 
-def multiply(a, b):
+def mul(a, b):
     return _asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b], ["f", "f"])[0]
 
 
 # --- shared memory --------------------------------------------------------------------------------
 
 
-def load_floats(address, offset: int, count: int = 1) -> list:
-    """``count`` (1, 2 or 4) fp32 ``offset`` bytes after ``address``."""
-    names = ", ".join(f"${i}" for i in range(count))
-    names, kind = (names, "f32") if count == 1 else (f"{{{names}}}", f"v{count}.f32")
-    code = f"ld.shared.{kind} {names}, [${count} + {offset}];"
-    return _asm(code, [Float32] * count, [address], ["r"], memory=True)
+def ld_shared(address, offset: int, count: int = 1, kind=Float32) -> list:
+    """``count`` (1, 2 or 4) fp32, or words, ``offset`` bytes after ``address``."""
+    names, suffix = ", ".join(f"${i}" for i in range(count)), "f32" if kind is Float32 else "b32"
+    names, suffix = (names, suffix) if count == 1 else (f"{{{names}}}", f"v{count}.{suffix}")
+    code = f"ld.shared.{suffix} {names}, [${count} + {offset}];"
+    return _asm(code, [kind] * count, [address], ["r"], memory=True)
 
 
-def load_for_warp(address, offset: int, lane, reader):
+def ld_shared_bytes(address, offset: int, nbytes: int):
+    """One or two bytes, zero-extended."""
+    code = f"ld.shared.u{8 * nbytes} $0, [$1 + {offset}];"
+    return _asm(code, [Int32], [address], ["r"], memory=True)[0]
+
+
+def ld_shared_broadcast(address, offset: int, lane, reader):
     """fp32 that the lane ``reader`` reads for all. If it is the one that arrives later, tools that
     look for races see that what is stored there next comes after it."""
     code = (
@@ -173,32 +222,51 @@ def load_for_warp(address, offset: int, lane, reader):
     return _asm(code, [Float32], [address, lane, reader], ["r", "r", "r"], memory=True)[0]
 
 
-def store_floats(address, offset: int, values: list) -> None:
-    """Four fp32 ``offset`` bytes after ``address``."""
-    code = f"st.shared.v4.f32 [$0 + {offset}], {{$1, $2, $3, $4}};"
-    _asm(code, [], [address, *values], ["r"] + ["f"] * 4, memory=True)
+def st_shared(address, values: list, offset: int | None = None) -> None:
+    """One, two or four fp32, ``offset`` bytes after ``address``."""
+    count, place = len(values), "$0" if offset is None else f"$0 + {offset}"
+    names = ", ".join(f"${1 + i}" for i in range(count))
+    names, kind = (names, "f32") if count == 1 else (f"{{{names}}}", f"v{count}.f32")
+    _asm(
+        f"st.shared.{kind} [{place}], {names};", [], [address, *values], ["r"] + ["f"] * count, True
+    )
 
 
-def store_scale(address, value) -> None:
-    _asm("st.shared.f32 [$0], $1;", [], [address, value], ["r", "f"], memory=True)
+def st_shared_byte(address, value) -> None:
+    _asm("st.shared.u8 [$0], $1;", [], [address, value], ["r", "r"], memory=True)
 
 
-def store_matrix(address, words: list) -> None:
+def stmatrix(address, words: list) -> None:
     code = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
     _asm(code, [], [address, *words], ["r"] * 5, memory=True)
 
 
-def store_shared2(address, values: list) -> None:
-    code = "st.shared.v2.f32 [$0], {$1, $2};"
-    _asm(code, [], [address, *values], ["r", "f", "f"], memory=True)
+def stmatrix_trans(address, words: list) -> None:
+    """Four 8 x 16-byte matrices, transposed; a lane gives the address of a row."""
+    code = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
+    _asm(code, [], [address, *words], ["r"] * 5, memory=True)
 
 
-def round_pair(low, high, kind: str):
+def cp_async(target, source, nbytes: int, wanted) -> None:
+    """``nbytes`` (4 or 8) of global memory to shared memory, or zeros unless ``wanted`` is 1."""
+    code = (
+        "{ .reg .b32 n; mul.lo.u32 n, $2, "
+        f"{nbytes}; cp.async.ca.shared.global [$0], [$1], {nbytes}, n; }}"
+    )
+    _asm(code, [], [target, source, wanted], ["r", "l", "r"], memory=True)
+
+
+def prefetch_l2(address) -> None:
+    """Bring what lies there in global memory to the L2 cache."""
+    _asm("prefetch.global.L2 [$0];", [], [address], ["l"], memory=True)
+
+
+def cvt_rn_x2(low, high, kind: str):
     """A word of two fp32 values rounded to "bf16" or "f16"."""
     return _asm(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", [Int32], [low, high], ["f", "f"])[0]
 
 
-def load_pair(address, offset: int, wanted, kind: str) -> list:
+def ld_global_pair(address, offset: int, wanted, kind: str) -> list:
     """Two neighbours of "bf16", "f16" or "f32" in global memory, ``offset`` bytes after
     ``address``, as fp32; zeros, and nothing read, unless ``wanted``."""
     code = (
@@ -214,7 +282,7 @@ def load_pair(address, offset: int, wanted, kind: str) -> list:
     return _asm(code, [Float32] * 2, [address, wanted], ["l", "r"], memory=True)
 
 
-def store_pair(address, offset: int, wanted, values: list, kind: str) -> None:
+def st_global_pair(address, offset: int, wanted, values: list, kind: str) -> None:
     """Two fp32 values as neighbours of "bf16", "f16" or "f32" in global memory, ``offset`` bytes
     after ``address``; nothing unless ``wanted``."""
     word = f"cvt.rn.{kind}x2.f32 w, $3, $2;", "b32", "w"
@@ -230,7 +298,7 @@ def store_pair(address, offset: int, wanted, values: list, kind: str) -> None:
 # --- barriers -------------------------------------------------------------------------------------
 
 
-def expect(barrier, nbytes) -> None:
+def mbarrier_arrive_expect_tx(barrier, nbytes) -> None:
     """Arrive, by the thread that calls, and wait for so many bytes more."""
     known = isinstance(nbytes, int)
     code = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes if known else '$1'};"
@@ -238,33 +306,45 @@ def expect(barrier, nbytes) -> None:
     _asm(code, [], given, ["r"] * len(given), memory=True)
 
 
-def arrive(barrier) -> None:
+def mbarrier_arrive(barrier) -> None:
     code = "mbarrier.arrive.shared::cta.b64 _, [$0];"
     _asm(code, [], [barrier], ["r"], memory=True)
 
 
-def arrive_at(barrier, lane, blocks: int) -> None:
-    """Arrive once at the barrier of each of ``blocks`` of the cluster; called by a warp's lanes."""
+def mbarrier_arrive_if(wanted, barrier) -> None:
+    """Arrive, unless ``wanted`` is 0."""
+    code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+    _asm(code, [], [barrier, Int32(wanted)], ["r", "r"], memory=True)
+
+
+def cp_async_mbarrier_arrive(barrier) -> None:
+    """Arrive when what this thread has copied is there."""
+    code = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
+    _asm(code, [], [barrier], ["r"], memory=True)
+
+
+def mbarrier_arrive_cluster(barrier, lane, ctas: int) -> None:
+    """Arrive once at the barrier of each of ``ctas`` of the cluster; called by a warp's lanes."""
     code = (
-        f"{{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, $1, {blocks};"
+        f"{{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, $1, {ctas};"
         " @p mapa.shared::cluster.u32 a, $0, $1;"
         " @p mbarrier.arrive.shared::cluster.b64 _, [a]; }"
     )
-    if blocks == 1:
+    if ctas == 1:
         code = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
     _asm(code, [], [barrier, lane], ["r", "r"], memory=True)
 
 
-# --- another block's memory -----------------------------------------------------------------------
+# --- another CTA's memory -----------------------------------------------------------------------
 
 
-def at_block(address, block):
-    """An address of shared memory, in another block of the cluster."""
+def mapa(address, cta):
+    """An address of shared memory, in another CTA of the cluster."""
     code = "mapa.shared::cluster.u32 $0, $1, $2;"
-    return _asm(code, [Int32], [Int32(address), block], ["r", "r"])[0]
+    return _asm(code, [Int32], [Int32(address), cta], ["r", "r"])[0]
 
 
-def store_async(place, offset: int, values: list, barrier) -> None:
+def st_async(place, offset: int, values: list, barrier) -> None:
     """Four fp32, whose bytes a barrier there counts when they have come. An arrival that releases
     them would have to wait here, for all that was stored before, to global memory too."""
     code = (
@@ -274,19 +354,19 @@ def store_async(place, offset: int, values: list, barrier) -> None:
     _asm(code, [], [place, barrier, *values], ["r", "r"] + ["f"] * 4, memory=True)
 
 
-def arrive_at_all(barrier, lane, blocks: int) -> None:
+def mbarrier_arrive_release_cluster(barrier, lane, ctas: int) -> None:
     """What a warp's lanes have read may be overwritten by those who wait: once at the barrier of
-    each of ``blocks`` of the cluster."""
+    each of ``ctas`` of the cluster."""
     code = (
-        f"{{ .reg .pred p; .reg .b32 a; bar.warp.sync 0xffffffff; setp.lt.u32 p, $1, {blocks};"
+        f"{{ .reg .pred p; .reg .b32 a; bar.warp.sync 0xffffffff; setp.lt.u32 p, $1, {ctas};"
         " @p mapa.shared::cluster.u32 a, $0, $1;"
         " @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; }"
     )
     _asm(code, [], [barrier, lane], ["r", "r"], memory=True)
 
 
-def wait_cluster(barrier, phase) -> None:
-    """Wait for arrivals of other blocks, and see what they wrote."""
+def mbarrier_wait_cluster(barrier, phase) -> None:
+    """Wait for arrivals of other CTAs, and see what they wrote."""
     code = (
         "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64"
         " p, [$0], $1; @!p bra AGAIN; }"

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from ..common.calls import Operand, multiply
-from .widened_plan import plan_widened
+from .mixed_plan import plan_mixed
 
-__all__ = ["widened_gemm"]
+__all__ = ["mixed_gemm"]
 
 
-def widened_gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
+def mixed_gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
     """``alpha * A @ B.mT + bias``: (M, N), added up in fp32. Takes two bytes for each element of A
     while it runs, unless it is bf16 of at most 16 rows.
 
@@ -36,4 +36,4 @@ def widened_gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
     Raises as that does: Unsupported for more rows of A (``exact_gemm`` takes them), and for data
     whose rows do not start at a multiple of 16 bytes.
     """
-    return multiply(plan_widened, a, b, **options)
+    return multiply(plan_mixed, a, b, **options)

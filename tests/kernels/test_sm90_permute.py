@@ -12,15 +12,15 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from guarded import guarded
 from kernel_code import built
+from mixed_inputs import ordered, packed
 from sm90_inputs import assert_no_spills
-from widened_inputs import ordered, packed
 
 import blockscale as bs
 from blockscale import emulator as em
 from blockscale import reference
 from blockscale.formats import get_format
 from blockscale.kernels.common import compile_cache
-from blockscale.kernels.sm90.ordered_config import OrderedConfig
+from blockscale.kernels.sm90.permute_config import PermuteConfig
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -30,7 +30,7 @@ NANS = {"mxfp8": (0x7F,), "mxfp8_e5m2": (0x7D, 0x7E, 0x7F), "mxfp4": (), "nvfp4"
 
 def emulated(name: str, a: Tensor, scale: Tensor | None, k: int, completion: str) -> Tensor:
     """Bits that the kernel leaves in poisoned memory."""
-    config = OrderedConfig(name)
+    config = PermuteConfig(name)
     with guarded((len(a), -(-k // 128) * 128), BF16, None) as out:
         with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
             compile_cache.build(config)(a, scale, out)
@@ -102,7 +102,7 @@ def test_compact():
         a = torch.randn(m, 256).to(BF16)
         out = torch.full((m, 256), float("nan"), dtype=BF16)
         with em.cutedsl(em.Device("sm_90a", check="all")):
-            compile_cache.build(OrderedConfig("bf16"))(a, None, out)
+            compile_cache.build(PermuteConfig("bf16"))(a, None, out)
         assert torch.equal(out.view(torch.int16), ordered(a.view(torch.int16)))
 
 
@@ -113,7 +113,7 @@ def test_not_ordered(name):
     q = bs.quantize(torch.randn(5, 640), format)
     out = torch.full((5, 640), float("nan"), dtype=BF16)
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        compile_cache.build(OrderedConfig(name, ordered=False))(
+        compile_cache.build(PermuteConfig(name, permuted=False))(
             q.qdata.view(BYTE), q.scale.view(BYTE), out
         )
     want = reference.dequantize(q.qdata, q.scale, format, shape=(5, 640))
@@ -162,6 +162,6 @@ def test_nan_scales():
 def test_follows_then_precedes(name):
     """The next kernel comes early, but not before the one before this one is over."""
     with em.cutedsl(em.Device("sm_90a")):
-        code = built(OrderedConfig(name)).__ptx__
+        code = built(PermuteConfig(name)).__ptx__
     wait, launch = (code.index(f"griddepcontrol.{each}") for each in ("wait", "launch_dependents"))
     assert wait < launch < code.index("ld.global")

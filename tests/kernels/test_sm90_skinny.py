@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from factors import alpha_of
-from widened_inputs import (
+from mixed_inputs import (
     BF16,
     COLUMNS,
     FP16,
@@ -31,10 +31,10 @@ from blockscale import emulator as em
 from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.common.calls import describe_call
 from blockscale.kernels.common.epilogue import Epilogue
-from blockscale.kernels.sm90 import widened_config
-from blockscale.kernels.sm90.decode_config import Config, choose_config
-from blockscale.kernels.sm90.widened_gemm import widened_gemm
-from blockscale.kernels.sm90.widened_plan import plan_widened
+from blockscale.kernels.sm90 import mixed_config
+from blockscale.kernels.sm90.mixed_gemm import mixed_gemm
+from blockscale.kernels.sm90.mixed_plan import plan_mixed
+from blockscale.kernels.sm90.skinny_config import Config, choose_config
 from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -115,7 +115,7 @@ def test_through_the_host_function(format):
     """A product that this kernel is chosen for."""
     a, b = operand("bf16", 2, 512, 1), operand(format, 24, 512, 2)
     with em.cutedsl(em.Device("sm_90a", check="all")) as reports:
-        got = widened_gemm(Given(*a), Given(*b, format), out_dtype=FP32, gpu=chip("sm_90a"))
+        got = mixed_gemm(Given(*a), Given(*b, format), out_dtype=FP32, gpu=chip("sm_90a"))
     assert_close(got, a[0].double(), dequantized(format, *b))
     assert any(each.startswith("mma.sync") for each in reports[0].instructions)
 
@@ -131,7 +131,7 @@ def chosen(m: int, n: int, k: int, a_format: str | None = None, pad: int = 0):
     a_scale = None if a_format is None else torch.empty(m, blocks, dtype=torch.uint8)
     b = torch.empty(n, k, dtype=torch.uint8)
     operands = Given(a, a_scale, a_format), Given(b, scale, "mxfp8")
-    return plan_widened(describe_call(*operands, out_dtype=BF16, gpu=_UNBUILT)).config
+    return plan_mixed(describe_call(*operands, out_dtype=BF16, gpu=_UNBUILT)).config
 
 
 def test_choice():
@@ -151,7 +151,7 @@ def test_choice():
         chosen(1, 8192, 1024, pad=4),
         chosen(1, 8192, 1024 + 32),
     ):
-        assert isinstance(config, widened_config.Config)
+        assert isinstance(config, mixed_config.Config)
 
 
 def test_rows_of_b():

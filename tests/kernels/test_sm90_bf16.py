@@ -21,14 +21,14 @@ from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha, Operand, describe_call
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
-from blockscale.kernels.sm90.plain_config import SHAPES, PlainConfig, candidates, choose_config
-from blockscale.kernels.sm90.plain_plan import plan_plain
+from blockscale.kernels.sm90.bf16_config import SHAPES, Bf16Config, candidates, choose_config
+from blockscale.kernels.sm90.bf16_plan import plan_bf16
 from blockscale.kernels.sm90.product_config import fit
 from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
-SQUARE = PlainConfig(BF16, tile=(128, 128), cluster=(1, 1), batch=128)
+SQUARE = Bf16Config(BF16, tile=(128, 128), cluster=(1, 1), mma_n=128)
 MAJORS = tuple(product(("k", "mn"), repeat=2))
 
 
@@ -46,7 +46,7 @@ def held(x: Tensor, major: str) -> Tensor:
 
 
 def emulated(
-    config: PlainConfig,
+    config: Bf16Config,
     given: tuple[Tensor, Tensor],
     start: Tensor | None = None,
     *,
@@ -78,17 +78,17 @@ def assert_close(
 
 # Ways to cut the work that give the same bits: all add K step after K step.
 VARIANTS = {
-    "wide": PlainConfig(BF16),
-    "wide, no cluster, B by columns": PlainConfig(BF16, cluster=(1, 1), b_major="mn"),
-    "wide, both by columns": PlainConfig(BF16, a_major="mn", b_major="mn", skew=300),
-    "tall, A by columns": PlainConfig(
-        BF16, tile=(256, 128), cluster=(1, 2), batch=128, c_buffers=1, a_major="mn"
+    "wide": Bf16Config(BF16),
+    "wide, no cluster, B by columns": Bf16Config(BF16, cluster=(1, 1), b_major="mn"),
+    "wide, both by columns": Bf16Config(BF16, a_major="mn", b_major="mn", skew=300),
+    "tall, A by columns": Bf16Config(
+        BF16, tile=(256, 128), cluster=(1, 2), mma_n=128, epilogue_stages=1, a_major="mn"
     ),
-    "two batches, both by columns": PlainConfig(
-        BF16, tile=(128, 256), cluster=(2, 1), batch=128, a_major="mn", b_major="mn"
+    "two batches, both by columns": Bf16Config(
+        BF16, tile=(128, 256), cluster=(2, 1), mma_n=128, a_major="mn", b_major="mn"
     ),
-    "three warpgroups": PlainConfig(
-        BF16, tile=(192, 128), cluster=(1, 2), stages=5, warpgroups=3, batch=128, c_buffers=1
+    "three warpgroups": Bf16Config(
+        BF16, tile=(192, 128), cluster=(1, 2), stages=5, warpgroups=3, mma_n=128, epilogue_stages=1
     ),
 }
 
@@ -114,20 +114,20 @@ def test_variants(name):
     assert_no_spills(config)
 
 
-_TURNS = {"cluster": (1, 1), "alternate": True, "c_buffers": 1}
+_TURNS = {"cluster": (1, 1), "warpgroup_split_k": True, "epilogue_stages": 1}
 ALTERNATE = {
-    "64 rows": PlainConfig(BF16, tile=(64, 128), batch=128, **{**_TURNS, "cluster": (1, 2)}),
-    "64 columns, added, both by columns": PlainConfig(
+    "64 rows": Bf16Config(BF16, tile=(64, 128), mma_n=128, **{**_TURNS, "cluster": (1, 2)}),
+    "64 columns, added, both by columns": Bf16Config(
         FP32,
         tile=(128, 64),
         stages=6,
-        batch=64,
+        mma_n=64,
         accumulate=True,
         a_major="mn",
         b_major="mn",
         **_TURNS,
     ),
-    "one by one": PlainConfig(BF16, tile=(64, 64), stages=7, batch=64, tma_store=False, **_TURNS),
+    "one by one": Bf16Config(BF16, tile=(64, 64), stages=7, mma_n=64, tma_store=False, **_TURNS),
 }
 
 
@@ -143,10 +143,10 @@ def test_alternate(name, shape):
 
 ALL = {"accumulate": True, "alpha": 1}
 EPILOGUES = {
-    "fp32": PlainConfig(FP32, cluster=(1, 2)),
-    "fp32, all": PlainConfig(FP32, bias=FP16, a_major="mn", **ALL),
+    "fp32": Bf16Config(FP32, cluster=(1, 2)),
+    "fp32, all": Bf16Config(FP32, bias=FP16, a_major="mn", **ALL),
     "fp16, all": replace(SQUARE, out_dtype=FP16, bias=FP32, accumulate=True, alpha=2),
-    "bf16, all": PlainConfig(BF16, bias=BF16, b_major="mn", **ALL),
+    "bf16, all": Bf16Config(BF16, bias=BF16, b_major="mn", **ALL),
     "one by one, bf16, all": replace(SQUARE, tma_store=False, bias=BF16, **ALL),
     "one by one, fp32": replace(SQUARE, tma_store=False, out_dtype=FP32, b_major="mn"),
 }
@@ -206,7 +206,7 @@ def test_shapes(shape):
 def test_choice():
     """Large products take the largest tiles, small ones many."""
     assert choose_config((8192, 8192, 8192), Epilogue(BF16)).tile == (128, 256)
-    assert choose_config((256, 512, 4096), Epilogue(BF16)).alternate
+    assert choose_config((256, 512, 4096), Epilogue(BF16)).warpgroup_split_k
     for shape in ((8192, 8192, 8192), (300, 520, 1024), (1, 1, 8)):
         assert choose_config(shape, Epilogue(FP32)) == candidates(shape, Epilogue(FP32))[0]
 
@@ -230,7 +230,7 @@ def call(
         Operand(a), Operand(b), accumulate=accumulate, gpu=chip(arch), **given
     )
     with em.cutedsl(em.Device("sm_90a", check="all")):
-        plan = plan_plain(described)
+        plan = plan_bf16(described)
         if plan.config is not None:
             a = a if plan.config.a_major == "k" else a.T
             b = b if plan.config.b_major == "k" else b.T
@@ -303,6 +303,6 @@ def test_bad_input():
         call(a, b, out_dtype=torch.float64)
     with pytest.raises(Unsupported, match="sm_100a"):
         call(a, b, arch="sm_100a")
-    for fields in ({"a_major": "m"}, {"b_major": "mn", "batch": 32}, {"stages": 9}):
+    for fields in ({"a_major": "m"}, {"b_major": "mn", "mma_n": 32}, {"stages": 9}):
         with pytest.raises(ValueError, match=next(iter(fields))):
-            PlainConfig(BF16, **fields)
+            Bf16Config(BF16, **fields)

@@ -14,25 +14,25 @@ import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 
 from ...formats import get_format
-from ..common.following import follow, precede
+from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.ptx import store_global
 from ..common.tensor_specs import any_tensor, compile_for
-from .ordered_config import OrderedConfig
+from .dequant import WIDENERS, ue4m3_factors
+from .mixed_config import BF16, BLOCK_K
+from .permute_config import PermuteConfig
 from .ptx import _asm
-from .widen import WIDENERS, ue4m3_factors
-from .widened_config import BF16, BLOCK_K
 
-__all__ = ["Ordered", "compile_config"]
+__all__ = ["PermuteActivations", "compile_config"]
 
 _THREADS = 128  # of a block
 _GAIN = 0x43004300  # what scales of UE4M3 lack, 2^7, as bf16, twice
 
 
-class Ordered:
-    """The kernel of an :class:`OrderedConfig` and the host code that launches it."""
+class PermuteActivations:
+    """The kernel of a :class:`PermuteConfig` and the host code that launches it."""
 
-    def __init__(self, config: OrderedConfig):
-        self.ordered, self.wide = config.ordered, config.a_format == BF16
+    def __init__(self, config: PermuteConfig):
+        self.permuted, self.wide = config.permuted, config.a_format == BF16
         if not self.wide:
             self.format = get_format(config.a_format)
             self.widener = WIDENERS[self.format.element.name]
@@ -52,8 +52,9 @@ class Ordered:
 
     @cute.kernel
     def kernel(self, a, scale, out, threads):
-        follow()
-        precede()  # a product may come, and bring B; for what is written here it waits
+        pdl_wait()
+        # a product may come, and bring B; for what is written here it waits
+        pdl_launch_dependents()
         index = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
         # threads past the last vote, too: they read nothing
         across = Int32(out.shape[1]) // 32
@@ -70,7 +71,7 @@ class Ordered:
         else:
             octets = self.widen(octets, self.scales(scale, row, first, k))
         column, step, chunks = first, 32, octets
-        if const_expr(self.ordered):
+        if const_expr(self.permuted):
             column, step, chunks = 32 * place, 8, zip(*octets, strict=True)
         target = out.iterator.toint() + (Int64(row) * out.stride[0] + column) * 2
         if index < threads:
@@ -149,12 +150,12 @@ def _gained(pair):
     return _asm(code, [Int32], [pair], ["r"])[0]
 
 
-def compile_config(config: OrderedConfig):
+def compile_config(config: PermuteConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     wide = config.a_format == BF16
     return compile_for(
         config.arch,
-        Ordered(config),
+        PermuteActivations(config),
         any_tensor(cutlass.BFloat16 if wide else cutlass.Uint8, 2, 16, True),
         None if wide else any_tensor(cutlass.Uint8, 2, 1),
         any_tensor(cutlass.BFloat16, 2, 16, True),

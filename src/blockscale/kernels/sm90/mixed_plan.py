@@ -14,12 +14,12 @@ from ...formats import Format, get_format
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
 from ..common.runtime import Described
 from ..common.template import template
-from . import decode_config
-from .ordered_config import OrderedConfig
+from . import skinny_config
+from .mixed_config import BF16, BLOCK_K, choose_config, why_not
+from .permute_config import PermuteConfig
 from .plan import octets
-from .widened_config import BF16, BLOCK_K, choose_config, why_not
 
-__all__ = ["plan_widened"]
+__all__ = ["plan_mixed"]
 
 _BYTES = (
     torch.uint8,
@@ -51,8 +51,8 @@ class _Widened:
 
 
 @lru_cache(maxsize=4096)
-def plan_widened(call: GemmCall) -> CompiledGemm:
-    """The plan of a call of ``widened_gemm``; raises as it does."""
+def plan_mixed(call: GemmCall) -> CompiledGemm:
+    """The plan of a call of ``mixed_gemm``; raises as it does."""
     (a, a_scale, a_format), (b, b_scale, b_format) = call.a, call.b
     assert b_format is not None
     assert b_scale is not None
@@ -84,11 +84,11 @@ def plan_widened(call: GemmCall) -> CompiledGemm:
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, octets)
     check_loadable(a_data=a, b_data=b)
-    decodes = decode_config.suits(m, b_scale) and (
-        a_format is None or decode_config.fills(n, gpu.multiprocessors)
+    decodes = skinny_config.is_legal(m, b_scale) and (
+        a_format is None or skinny_config.fills_gpu(n, gpu.multiprocessors)
     )
     if decodes:
-        config: Any = decode_config.choose_config(m, n, b_format, call.epilogue(n), gpu)
+        config: Any = skinny_config.choose_config(m, n, b_format, call.epilogue(n), gpu)
     else:
         row = BLOCK_K // format.block_size
         config = choose_config(
@@ -101,7 +101,7 @@ def plan_widened(call: GemmCall) -> CompiledGemm:
     run = gpu.load(config)
     if a_format is not None or not decodes:
         values = template((m, -(-k // BLOCK_K) * BLOCK_K), torch.bfloat16, call.device)
-        widen = gpu.load(OrderedConfig(a_format or BF16, ordered=not decodes))
+        widen = gpu.load(PermuteConfig(a_format or BF16, permuted=not decodes))
         run = _Widened(widen, run, values)
     return CompiledGemm(config, run, like, octets, (gpu.multiprocessors,))
 

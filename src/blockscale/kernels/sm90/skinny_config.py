@@ -12,12 +12,13 @@ from ..common.gpu import GPUS, SHARED, Gpu
 from ..common.loadable import rows_to_load
 from ..common.refuse import refuse
 from ..common.runtime import Described
-from .widened_config import BLOCK_K, gain
+from .mixed_config import BLOCK_K, gain
 
-__all__ = ["SCALE_ROW", "Config", "choose_config", "fills", "suits"]
+__all__ = ["MAX_SKINNY_M", "SCALE_ROW", "Config", "choose_config", "fills_gpu", "is_legal"]
 
 SCALE_ROW = 16  # bytes of block scales of a row, which TMA loads at least
 _A_ROWS = (8, 16)  # of a tile
+MAX_SKINNY_M = _A_ROWS[-1]
 _B_ROWS = (32, 64)
 _SHARED = 228 << 10  # of a multiprocessor; a block takes 1 KiB more than it asks for
 
@@ -30,14 +31,14 @@ class Config:
         b_format: its name.
         rows: of A, at most.
         loaded_rows: of them; 0 for all. Fewer where there are no more.
-        b_rows: of B, that a block of threads takes.
+        b_rows: of B, that a CTA takes.
         warps: that take stages along K in turn.
         stages: of each warp, in flight.
-        resident: blocks on a multiprocessor at once, at most; 0 for as many as fit. With room for
+        resident: CTAs on a multiprocessor at once, at most; 0 for as many as fit. With room for
             more, those of the next kernel, which come early, would not be spread evenly.
         accumulate: add to the output.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: how many scalars the sums are multiplied by, two at most.
+        alpha: how many scalars the accumulators are multiplied by, two at most.
     """
 
     b_format: str
@@ -78,6 +79,11 @@ class Config:
         return BLOCK_K // self.format.block_size
 
     @property
+    def mma_tiles(self) -> tuple[int, int]:
+        """Of a CTA's tile: of 16 rows of B, and of 8 rows of A."""
+        return self.b_rows // 16, self.rows // 8
+
+    @property
     def slots(self) -> int:
         """Stages of all warps."""
         return self.warps * self.stages
@@ -101,17 +107,17 @@ class Config:
 
     @property
     def gain(self) -> float:
-        """What the sums lack."""
+        """What the accumulators lack."""
         return gain(self.format)
 
 
-def suits(m: int, scale: Described) -> bool:
+def is_legal(m: int, scale: Described) -> bool:
     """Whether there is a kernel for ``m`` bf16 rows, and TMA can load the block ``scale``."""
-    return m <= _A_ROWS[-1] and not (scale[1][0] % 16 or scale[3] % 16)
+    return m <= MAX_SKINNY_M and not (scale[1][0] % 16 or scale[3] % 16)
 
 
-def fills(n: int, multiprocessors: int) -> bool:
-    """Whether blocks that have all of K, for ``n`` rows of B, are as many as half of the
+def fills_gpu(n: int, multiprocessors: int) -> bool:
+    """Whether CTAs that have all of K, for ``n`` rows of B, are as many as half of the
     multiprocessors, or more: else it pays to split K, unless A would have to be put in order."""
     return 2 * -(-n // _B_ROWS[0]) > multiprocessors
 

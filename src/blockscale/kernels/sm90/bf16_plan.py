@@ -10,14 +10,14 @@ from torch import Tensor
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
 from ..common.runtime import Described
 from ..common.template import template
-from .plain_config import choose_config
+from .bf16_config import choose_config
 from .product_config import why_not
 
-__all__ = ["plan_plain"]
+__all__ = ["plan_bf16"]
 
 
 @lru_cache(maxsize=4096)
-def plan_plain(call: GemmCall) -> CompiledGemm:
+def plan_bf16(call: GemmCall) -> CompiledGemm:
     """The plan of ``alpha * A @ B.mT + bias``: (M, N), added up in fp32, rounded once. The same
     bits in every run. ``run`` takes A (M, K) and B (N, K), transposed where not K but the
     other dimension is contiguous, the output, bias, alpha, and multiprocessors.

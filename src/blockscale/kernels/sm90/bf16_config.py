@@ -11,14 +11,14 @@ from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
 from .product_config import ROW, ProductConfig, Shape, fit, ordered
 
-__all__ = ["BLOCK_K", "PlainConfig", "candidates", "choose_config"]
+__all__ = ["BLOCK_K", "Bf16Config", "candidates", "choose_config"]
 
 BLOCK_K = ROW // 2  # columns of a stage
 MAJORS = ("k", "mn")
 
 
 @dataclass(frozen=True, slots=True)
-class PlainConfig(ProductConfig):
+class Bf16Config(ProductConfig):
     """A kernel of bf16: all that its code depends on.
 
     Attributes:
@@ -33,30 +33,30 @@ class PlainConfig(ProductConfig):
         return ProductConfig.wrong(self) | {
             "a_major": self.a_major not in MAJORS,
             "b_major": self.b_major not in MAJORS
-            or (self.b_major == "mn" and self.batch % BLOCK_K),
+            or (self.b_major == "mn" and self.mma_n % BLOCK_K),
         }
 
 
 def _shape(loop: int, fixed: int, **fields: Any) -> Shape:
-    return Shape(PlainConfig(torch.bfloat16, c_buffers=1, **fields), loop, fixed)
+    return Shape(Bf16Config(torch.bfloat16, epilogue_stages=1, **fields), loop, fixed)
 
 
-_SQUARE = {"tile": (128, 128), "batch": 128, "stages": 5}
-_FEW = {"cluster": (1, 1), "alternate": True, "stages": 7}
+_SQUARE = {"tile": (128, 128), "mma_n": 128, "stages": 5}
+_FEW = {"cluster": (1, 1), "warpgroup_split_k": True, "stages": 7}
 
 # Estimated from FP8's: as many bytes a K block, and tensor cores at half the rate.
 SHAPES = (
     _shape(608, 3729),
     _shape(613, 3836, cluster=(1, 1)),
-    _shape(480, 2571, tile=(128, 192), batch=192),
+    _shape(480, 2571, tile=(128, 192), mma_n=192),
     _shape(344, 1410, **_SQUARE),
     _shape(345, 1934, **_SQUARE, cluster=(1, 1)),
-    _shape(275, 1343, **_FEW, tile=(128, 64), batch=64),
-    _shape(296, 922, **_FEW, tile=(64, 128), batch=128),
-    _shape(204, 543, **_FEW, tile=(64, 64), batch=64),
-    _shape(340, 740, **_FEW, tile=(64, 64), batch=64, split=2),
-    _shape(540, 840, **_FEW, tile=(64, 64), batch=64, split=4),
-    _shape(840, 1040, **_FEW, tile=(64, 64), batch=64, split=8),
+    _shape(275, 1343, **_FEW, tile=(128, 64), mma_n=64),
+    _shape(296, 922, **_FEW, tile=(64, 128), mma_n=128),
+    _shape(204, 543, **_FEW, tile=(64, 64), mma_n=64),
+    _shape(340, 740, **_FEW, tile=(64, 64), mma_n=64, split_k=2),
+    _shape(540, 840, **_FEW, tile=(64, 64), mma_n=64, split_k=4),
+    _shape(840, 1040, **_FEW, tile=(64, 64), mma_n=64, split_k=8),
 )
 
 
@@ -66,7 +66,7 @@ def candidates(
     *,
     majors: tuple[str, str] = ("k", "k"),
     gpu: Gpu = GPUS["sm_90a"],
-) -> list[PlainConfig]:
+) -> list[Bf16Config]:
     """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first.
 
     ``majors``: of A and of B.
@@ -81,6 +81,6 @@ def choose_config(
     *,
     majors: tuple[str, str] = ("k", "k"),
     gpu: Gpu = GPUS["sm_90a"],
-) -> PlainConfig:
+) -> Bf16Config:
     """The kernel for a product of ``shape`` (M, N, K)."""
     return candidates(shape, epilogue, majors=majors, gpu=gpu)[0]

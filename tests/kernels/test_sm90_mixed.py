@@ -15,8 +15,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from factors import alpha_of
 from kernel_code import built
-from sm90_inputs import frame_bytes
-from widened_inputs import (
+from mixed_inputs import (
     BF16,
     FP16,
     FP32,
@@ -30,14 +29,15 @@ from widened_inputs import (
     operand,
     ordered,
 )
+from sm90_inputs import frame_bytes
 
 from blockscale import emulator as em
 from blockscale import quantize
 from blockscale.kernels.common import calls
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
-from blockscale.kernels.sm90.widened_config import B_ROWS, FEW, Config, choose_config, why_not
-from blockscale.kernels.sm90.widened_gemm import widened_gemm
+from blockscale.kernels.sm90.mixed_config import B_ROWS, MAX_MIXED_M, Config, choose_config, why_not
+from blockscale.kernels.sm90.mixed_gemm import mixed_gemm
 from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -172,16 +172,16 @@ def test_few_rows_loaded(m):
     config = choose_config((m, 136, 384), "mxfp8", Epilogue(BF16))
     assert config.loaded_rows == m + 7
     a, b = operands(config, m, 136, 384)
-    got = product(config, a, b, completion="random", multiprocessors=config.split)
+    got = product(config, a, b, completion="random", multiprocessors=config.split_k)
     check(config, a, b, got)
     every = replace(config, loaded_rows=0)
-    assert torch.equal(got, product(every, a, b, multiprocessors=config.split))
+    assert torch.equal(got, product(every, a, b, multiprocessors=config.split_k))
 
 
 def call(a: Operand, a_format: str, b: Operand, b_format: str, **kwargs) -> Tensor:
     with em.cutedsl(em.Device("sm_90a", check="all")):
         left = calls.Operand(*a, None if a_format == "bf16" else a_format)
-        return widened_gemm(left, calls.Operand(*b, b_format), gpu=chip("sm_90a"), **kwargs)
+        return mixed_gemm(left, calls.Operand(*b, b_format), gpu=chip("sm_90a"), **kwargs)
 
 
 def test_quantized():
@@ -233,12 +233,13 @@ def test_bad_input():
     assert "sm_100a" in why_not("mxfp8", "mxfp8", BF16, "sm_100a")
     assert "float64" in why_not("mxfp8", "mxfp8", torch.float64, "sm_90a")
     with pytest.raises(Unsupported, match=r"129 rows.*call exact_gemm"):
-        call(operand("mxfp8", FEW + 1, 128, 1), "mxfp8", b, "mxfp8")
+        call(operand("mxfp8", MAX_MIXED_M + 1, 128, 1), "mxfp8", b, "mxfp8")
 
 
 @pytest.mark.parametrize("wrong", [
-    {"rows": 96}, {"loaded_rows": 128}, {"split": 7}, {"stages": 1}, {"stages": 40}, {"parts": 3},
-    {"parts": 2, "stages": 4, "rows": 128, "split": 2},
+    {"rows": 96}, {"loaded_rows": 128}, {"split_k": 7}, {"stages": 1}, {"stages": 40},
+    {"warpgroup_split_k": 3},
+    {"warpgroup_split_k": 2, "stages": 4, "rows": 128, "split_k": 2},
     {"tma_store": True}, {"rows": 64, "tma_store": True, "out_dtype": FP32},
 ])  # fmt: skip
 def test_no_such_kernel(wrong):
@@ -256,17 +257,17 @@ def test_chosen_fill_the_machine(format, n):
     as many tiles or they can be split."""
     for m in (1, 16, 64):
         config = choose_config((m, n, 8192), format, Epilogue(BF16))
-        assert min(0.84 * 132, n / 32) <= n // B_ROWS * config.split <= 132
+        assert min(0.84 * 132, n / 32) <= n // B_ROWS * config.split_k <= 132
         assert config.stages >= 3
 
 
 def test_chosen_take_all_rows():
     """In one tile; and each block of threads has a part of K."""
-    for m in range(1, FEW + 1):
+    for m in range(1, MAX_MIXED_M + 1):
         for blocks in range(1, 40):
             config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", Epilogue(FP32))
             assert m <= config.rows < max(2 * m, 9)
-            assert config.split * config.parts <= blocks
+            assert config.split_k * config.warpgroup_split_k <= blocks
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
@@ -291,7 +292,7 @@ def test_chosen_take_turns():
         ((32, 8192, 1920), "mxfp8", 1),
         ((128, 8192, 8192), "nvfp4", 1),
     ):
-        assert choose_config((m, n, k), format, Epilogue(BF16)).parts == parts
+        assert choose_config((m, n, k), format, Epilogue(BF16)).warpgroup_split_k == parts
 
 
 def test_chosen_split_k():
@@ -309,7 +310,7 @@ def test_chosen_split_k():
         ((128, 4096), 128, 3),
     ):
         config = choose_config((m, n, 7168), "mxfp8", Epilogue(BF16))
-        assert (config.rows, config.split) == (rows, split)
+        assert (config.rows, config.split_k) == (rows, split)
 
 
 @pytest.mark.parametrize("case", [

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["OrderedConfig"]
+__all__ = ["PermuteConfig"]
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedConfig:
+class PermuteConfig:
     """A kernel: all that its code depends on.
 
     Attributes:
-        a_format: the name of a format for which ``widened_config.why_not`` is empty, or "bf16".
-        ordered: columns in the order of B's lanes; else they stay where they are.
+        a_format: the name of a format for which ``mixed_config.why_not`` is empty, or "bf16".
+        permuted: columns in the order of B's lanes; else they stay where they are.
     """
 
     a_format: str
-    ordered: bool = True
+    permuted: bool = True
     arch: str = "sm_90a"

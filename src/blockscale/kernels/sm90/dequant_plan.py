@@ -15,10 +15,10 @@ from ..common.calls import CompiledGemm, GemmCall, OperandSpec
 from ..common.loadable import loadable
 from ..common.runtime import Described
 from ..quantizers import DequantizeCall, DequantizePlan, plan_dequantize
-from .plain_plan import plan_plain
+from .bf16_plan import plan_bf16
 from .plan import octets
 
-__all__ = ["plan_dequantized"]
+__all__ = ["plan_dequant"]
 
 _ALIGNED = 8  # elements whose lines TMA loads start at multiples of so many
 
@@ -76,7 +76,7 @@ class _Dequantized:
 
 
 @lru_cache(maxsize=4096)
-def plan_dequantized(call: GemmCall) -> CompiledGemm:
+def plan_dequant(call: GemmCall) -> CompiledGemm:
     """The plan of a product of bf16 values, as which quantized operands are written first; raises
     as ``plan_exact`` does."""
     a, b = call.a, call.b
@@ -84,7 +84,7 @@ def plan_dequantized(call: GemmCall) -> CompiledGemm:
     k = a.data[0][1] if a.format is None else get_format(b.format).element.elements(b.data[0][1])
     left, right = (None if each.format is None else _values(each, k, call) for each in (a, b))
     assert right is not None
-    plan = plan_plain(
+    plan = plan_bf16(
         call._replace(
             a=OperandSpec(a.data if left is None else left.described()),
             b=OperandSpec(right.described()),

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Products of a tile's K blocks: B widened in registers, while wgmmas run.
+"""Products of a tile's K blocks: B dequantized in registers, while wgmmas run.
 
 A unit of work is 64 rows of B and half a stage of K: four wgmmas. A thread has 16 neighbours along
 K of two rows, which lie together in memory and share a scale each: two octets. Octets of the next
@@ -16,69 +16,61 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
-from ..common.ring import Ring
-from . import ptx, widened_ptx
-from .widened_config import B_ROWS, Config
-from .widened_rows import Rows
+from ..common.pipeline import Pipeline
+from . import ptx
+from .dequant import Rows, place
+from .mixed_config import B_ROWS, Config
 
 __all__ = ["Mainloop"]
 
 
 class Mainloop:
-    def __init__(self, config: Config):
-        self.config = config
-        self.ring = Ring(config.stages, config.parts)
-        self.rows = Rows(config.format, 1)
-        self.count = config.rows // 2  # of a thread's sums
+    """Adds products of K blocks to a thread's accumulators. Its warpgroup has the tile's rows from
+    ``row`` on; ``a``, ``b``, ``b_scale``: addresses in shared memory."""
 
-    def allocate(self):
-        """Sums of a thread."""
+    def __init__(self, config: Config, pipeline: Pipeline, row, thread, a, b, b_scale):
+        self.config, self.pipeline = config, pipeline
+        self.count = config.rows // 2  # of a thread's accumulators
+        own, part = row + thread // 32 * 16 + thread % 32 // 4, thread % 4
+        self.b = ptx.pin(b + place(own, part, config.row_bytes))
+        self.b_scale = ptx.pin(b_scale + own * config.scale_row + part * (config.scale_row // 4))
+        self.a = cute.arch.make_warp_uniform(ptx.wgmma_descriptor(a))
+        self.rows = Rows(config.format, 1)
         self.next = cute.make_rmem_tensor((16 + self.rows.kept,), Int32)
+
+    def accumulators(self):
         return cute.make_rmem_tensor((self.count,), Float32)
 
-    def start(self, shared, barriers, rows, thread) -> None:
-        """Addresses of a thread of the warpgroup that has the tile's rows from ``rows`` on.
-        ``shared``: tiles of A, tiles and scales of B.
-        """
-        config = self.config
-        ordered, tiles, scales = shared
-        self.full, self.empty = barriers
-        row, column = rows + thread // 32 * 16 + thread % 32 // 4, thread % 4
-        self.tiles = ptx.pin(tiles + self.rows.place(row, column))
-        self.scales = ptx.pin(scales + row * config.scale_row + column * (config.scale_row // 4))
-        self.ordered = cute.arch.make_warp_uniform(ptx.descriptor(ordered))
-        self.rows.start()
-
     @cute.jit
-    def __call__(self, sums, blocks, stage, phase):
-        """Add ``blocks`` K blocks, one at least, to ``sums``: of this ``stage``, and of later ones.
+    def __call__(self, acc, k_blocks, stage, phase):
+        """Add ``k_blocks``, one at least, to ``acc``: of this ``stage``, and of later ones.
         The next stage, and its phase."""
         stage, phase = (cute.arch.make_warp_uniform(each) for each in (stage, phase))
         self.rows.seen.fill(0)
-        self.ring.wait(self.full, stage, phase)
+        self.pipeline.consumer_wait(stage, phase)
         words, scales = self.load(stage, 0), self.read_scales(stage)
         self.keep(self.rows.widen(words, scales, 0, 0), scales)
         used = Int32(0)
-        for i in range(blocks - 1):
+        for i in range(k_blocks - 1):
             last = stage
-            stage, phase = self.body(sums, used, i, False, stage, phase)
+            stage, phase = self.body(acc, used, i, False, stage, phase)
             used = last
         last = stage
-        stage, phase = self.body(sums, used, blocks - 1, True, stage, phase)
-        self.finish(sums)
-        if const_expr(self.config.parts == 1):
+        stage, phase = self.body(acc, used, k_blocks - 1, True, stage, phase)
+        self.finish(acc)
+        if const_expr(self.config.warpgroup_split_k == 1):
             self.free(last)
-        self.rows.poison([sums])
+        self.rows.poison([acc])
         return stage, phase
 
-    def finish(self, sums) -> None:
+    def finish(self, acc) -> None:
         """Until all wgmmas have finished."""
-        values = ptx.finish([sums[i] for i in range(self.count)])
+        values = ptx.wgmma_wait_all([acc[i] for i in range(self.count)])
         for i, value in enumerate(values):
-            sums[i] = value
+            acc[i] = value
 
     @cute.jit
-    def body(self, sums, used, block, last: cutlass.Constexpr, stage, phase):
+    def body(self, acc, used, block, last: cutlass.Constexpr, stage, phase):
         """The ``block``-th K block, whose first unit is widened; or the ``last`` one. Where its own
         last wgmmas are in flight at its end, the stage that they read is ``used`` until the first
         ones of the next K block are.
@@ -86,27 +78,27 @@ class Mainloop:
         fragments = [self.next[i] for i in range(16)]
         scales = [self.next[16 + i] for i in range(self.rows.kept)]
         words = self.load(stage, 1)
-        self.products(sums, stage, 0, fragments)
-        ptx.wait_products(1)  # of the unit before: its registers are free
-        if const_expr(self.config.parts == 1):
+        self.products(acc, stage, 0, fragments)
+        ptx.wgmma_wait_group(1)  # of the unit before: its registers are free
+        if const_expr(self.config.warpgroup_split_k == 1):
             self.free(used, block)
         fragments = self.rows.widen(words, scales, 0, 1)
-        self.products(sums, stage, 1, fragments)
-        if const_expr(self.config.parts > 1):
-            ptx.wait_products(0)
+        self.products(acc, stage, 1, fragments)
+        if const_expr(self.config.warpgroup_split_k > 1):
+            ptx.wgmma_wait_group(0)
             self.free(stage)
-        stage, phase = self.ring.next(stage, phase)
+        stage, phase = self.pipeline.consumer_next(stage, phase)
         if const_expr(not last):
-            self.ring.wait(self.full, stage, phase)
+            self.pipeline.consumer_wait(stage, phase)
             words, scales = self.load(stage, 0), self.read_scales(stage)
-            ptx.wait_products(1)
+            ptx.wgmma_wait_group(1)
             self.keep(self.rows.widen(words, scales, 0, 0), scales)
         return stage, phase
 
     def free(self, stage, wanted=1) -> None:
         """Arrive when a stage has been read, unless ``wanted`` is 0: each thread by itself, which
         takes no longer than one for its warp, and which tools that look for races follow."""
-        widened_ptx.arrive_if(wanted, (self.empty + stage).toint())
+        ptx.mbarrier_arrive_if(wanted, (self.pipeline.empty + stage).toint())
 
     def keep(self, fragments: list, scales: list) -> None:
         """The first unit of the next K block, and its scales."""
@@ -116,7 +108,7 @@ class Mainloop:
     def load(self, stage, half: int) -> list:
         """16 elements of one row, then of the other one, eight rows below."""
         nbytes = self.config.row_bytes
-        address = self.tiles + stage * (B_ROWS * nbytes)
+        address = self.b + stage * (B_ROWS * nbytes)
         if nbytes == 128:
             address, offset = address ^ (16 * half), 0
         else:
@@ -125,19 +117,19 @@ class Mainloop:
         return [
             word
             for row in (0, 8)
-            for word in widened_ptx.load_words(address, row * nbytes + offset, words)
+            for word in ptx.ld_shared(address, row * nbytes + offset, words, Int32)
         ]
 
     def read_scales(self, stage) -> list:
         """For a thread's two rows."""
         config, nbytes = self.config, self.rows.scale_bytes
-        address = self.scales + stage * config.scale_bytes
+        address = self.b_scale + stage * config.scale_bytes
         offsets = 0, 8 * config.scale_row
-        return self.rows.factors(*(widened_ptx.load_small(address, i, nbytes) for i in offsets))
+        return self.rows.factors(*(ptx.ld_shared_bytes(address, i, nbytes) for i in offsets))
 
-    def products(self, sums, stage, half: int, fragments: list) -> None:
+    def products(self, acc, stage, half: int, fragments: list) -> None:
         """Start the wgmmas of a unit."""
-        b = self.ordered + (2 * stage + half) * (self.config.rows * 8)
-        values = widened_ptx.wgmma([sums[i] for i in range(self.count)], fragments, b)
+        b = self.a + (2 * stage + half) * (self.config.rows * 8)
+        values = ptx.wgmma_rs([acc[i] for i in range(self.count)], fragments, b)
         for i, value in enumerate(values):
-            sums[i] = value
+            acc[i] = value

@@ -19,7 +19,7 @@ __all__ = [
     "BF16",
     "BLOCK_K",
     "B_ROWS",
-    "FEW",
+    "MAX_MIXED_M",
     "WARPGROUPS",
     "Config",
     "choose_config",
@@ -29,16 +29,16 @@ __all__ = [
 
 BLOCK_K = 128  # columns of a stage
 BF16 = "bf16"  # where the name of a format is expected: an operand without scales
-FEW = 128  # rows of A with which B is widened where it is multiplied
+MAX_MIXED_M = 128  # rows of A with which B is widened where it is multiplied
 B_ROWS = 128  # of a tile
 WARPGROUPS = 2  # that share these
 _A_ROWS = (8, 16, 32, 64, 128)  # of a tile
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
 _PARTS = (1, 2)
 _STAGES = 3, 12  # at least, at most
-# As measured: two parts pay with so many bytes in flight and K blocks of a block, at least; a K
-# block takes so much longer with FEW rows than with half of them; and to add up a block's sums of
-# less than ROWS rows takes so much of a K block.
+# As measured: warpgroup split-K pays with so many bytes in flight and K blocks of a CTA, at least;
+# a K block takes so much longer with MAX_MIXED_M rows than with half of them; and to add up a CTA's
+# accumulators of less than ROWS rows takes so much of a K block.
 _TWO_PARTS = 120 << 10, 8
 _LONGER = 4 / 3
 _FEW_SUMS = 0.45
@@ -50,18 +50,19 @@ class Config:
     """A kernel: all that its code depends on.
 
     The rows of B are those of a wgmma: it is widened in registers. The rows of A, which are few
-    tiles', are the columns of a wgmma: they are bf16. The sums are those of the output transposed.
+    tiles', are the columns of a wgmma: they are bf16. The accumulators are those of the
+    output transposed.
 
     Attributes:
         b_format: its name.
         rows: of A, in a tile.
-        split: blocks that have a part of K each and bring their sums together.
-        parts: warpgroups of a block that take stages in turn, and bring their sums together, too:
-            K has as many stages for each block at least.
+        split_k: CTAs that have a part of K each and add their accumulators up.
+        warpgroup_split_k: warpgroups of a CTA that take stages in turn, and add their accumulators
+            up, too: K has as many stages for each CTA at least.
         stages: tiles of both operands in flight.
         accumulate: add to the output.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: how many scalars the sums are multiplied by, two at most.
+        alpha: how many scalars the accumulators are multiplied by, two at most.
         tma_store: the output is stored by TMA; else an element at a time.
         async_scales: rows of B's scales lie so that those of a stage can be copied at once.
         loaded_rows: of A; 0 for all of a tile's. Fewer where there are no more, and that pays.
@@ -70,8 +71,8 @@ class Config:
     b_format: str
     out_dtype: torch.dtype
     rows: int
-    split: int = 1
-    parts: int = 1
+    split_k: int = 1
+    warpgroup_split_k: int = 1
     stages: int = _STAGES[0]
     accumulate: bool = False
     bias: torch.dtype | None = None
@@ -84,9 +85,9 @@ class Config:
     def __post_init__(self) -> None:
         wrong = {
             "rows": self.rows not in _A_ROWS,
-            "split": self.split not in CLUSTERS,
-            "parts": self.parts not in _PARTS
-            or self.parts * self.rows > FEW,  # these have half of the registers
+            "split_k": self.split_k not in CLUSTERS,
+            "warpgroup_split_k": self.warpgroup_split_k not in _PARTS
+            or self.warpgroup_split_k * self.rows > MAX_MIXED_M,  # these have half of the registers
             # a warpgroup may keep one until it has the next one
             "stages": self.stages < 2 or self.shared_bytes > SHARED,
             "tma_store": self.tma_store
@@ -116,27 +117,27 @@ class Config:
 
     @property
     def gain(self) -> float:
-        """What the sums lack."""
+        """What the accumulators lack."""
         return gain(self.format)
 
     @property
     def sources(self) -> int:
-        """Of a share's sums: warpgroups of all blocks that split K."""
-        return self.split * self.parts
+        """Of a share's partial accumulators: warpgroups of all CTAs that split K."""
+        return self.split_k * self.warpgroup_split_k
 
     @property
     def own_shares(self) -> int:
-        """Of one block, at most: 64 rows of B each, which blocks that split K add up in turn, each
+        """Of one CTA, at most: 64 rows of B each, which CTAs that split K add up in turn, each
         by a warpgroup that stores it from a box of its own."""
-        return -(-WARPGROUPS // self.split)
+        return -(-WARPGROUPS // self.split_k)
 
     @property
     def share_bytes(self) -> int:
-        """Room for another warpgroup's sums."""
+        """Room for another warpgroup's accumulators."""
         return 4 * ROWS * self.rows
 
-    def exchange_bytes(self, split: int, parts: int) -> int:
-        """For the sums of others, if there were so many blocks, and parts of each."""
+    def reduce_bytes(self, split: int, parts: int) -> int:
+        """For the accumulators of others, if so many CTAs, and warpgroups of each, split K."""
         return (split * parts - 1) * -(-WARPGROUPS // split) * self.share_bytes
 
     @property
@@ -153,12 +154,12 @@ class Config:
     def shared_bytes(self) -> int:
         """At most."""
         output = self.own_shares * ROWS * BOX if self.tma_store else 0
-        exchange = self.exchange_bytes(self.split, self.parts)
+        exchange = self.reduce_bytes(self.split_k, self.warpgroup_split_k)
         return self.stages * self.stage_bytes + output + exchange + 1024
 
 
 def gain(format: Format) -> float:
-    """What sums of products lack whose one operand was widened: a block scale of NVFP4 is widened
+    """What accumulators lack where one operand was dequantized: a block scale of NVFP4 is widened
     to 2^-7 of itself, so that one multiplication by it widens an element."""
     return 2.0**7 if format.scale.name == "UE4M3" else 1.0
 
@@ -178,9 +179,9 @@ def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> 
 
 
 def _split(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> tuple[float, Config]:
-    """The kernel, in which as many blocks of threads split K as is best, if all run at once; and an
-    estimate: K blocks that one of them takes time for. Sums from each of those that split K take
-    time, too: as much as a K block where rows are many."""
+    """The kernel, in which as many CTAs split K as is best, if all run at once; and an estimate: K
+    blocks that one of them takes time for. To add up what each of them has takes time, too: as much
+    as a K block where rows are many."""
     m, n, k = shape
     tiles, blocks = -(-m // config.rows) * -(-n // B_ROWS), -(-k // BLOCK_K)
     room = SHARED - config.shared_bytes
@@ -194,17 +195,17 @@ def _split(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> tuple[float
             each
             for each in CLUSTERS
             if each == 1
-            or (tiles <= gpu.max_active_clusters(each) and config.exchange_bytes(each, 1) <= room)
+            or (tiles <= gpu.max_active_clusters(each) and config.reduce_bytes(each, 1) <= room)
         ),
         key=loops,
     )
-    longer = _LONGER if config.rows == FEW else 1
-    return longer * loops(split), replace(config, split=split)
+    longer = _LONGER if config.rows == MAX_MIXED_M else 1
+    return longer * loops(split), replace(config, split_k=split)
 
 
 def _most_stages(config: Config, parts: int) -> int:
     """That there is room for, if so many warpgroups take them in turn."""
-    sums = [config.exchange_bytes(config.split, each) for each in (config.parts, parts)]
+    sums = [config.reduce_bytes(config.split_k, each) for each in (config.warpgroup_split_k, parts)]
     room = SHARED - config.shared_bytes + sums[0] - sums[1]
     most = min(_STAGES[1], config.stages + room // config.stage_bytes)
     return most - most % parts if most > _MOST_ODD else most
@@ -218,14 +219,14 @@ def choose_config(
     async_scales: bool = True,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
-    """The kernel for a product of ``shape`` (M, N, K); Unsupported where M is more than ``FEW``.
+    """The kernel for a product of ``shape`` (M, N, K); Unsupported for M above ``MAX_MIXED_M``.
 
     ``async_scales``: rows of B's scales start at multiples of a stage's bytes, and all are whole.
     """
     m, _, k = shape
-    if m > FEW:
+    if m > MAX_MIXED_M:
         raise Unsupported(
-            f"a_data: has {m} rows; there are kernels for {FEW} at most: call exact_gemm"
+            f"a_data: has {m} rows; there are kernels for {MAX_MIXED_M} at most: call exact_gemm"
         )
     rows = next(each for each in _A_ROWS if each >= m)
     stored = epilogue.tma_store and rows >= ROWS and epilogue.out_dtype.itemsize == 2
@@ -238,12 +239,12 @@ def choose_config(
         loaded_rows=rows_to_load(m, rows) if rows >= ROWS else 0,
     )
     options = [config]
-    if 4 * m > 3 * FEW:  # else the second tile lacks most rows, which TMA fills with zeros
-        options.append(replace(config, rows=FEW // 2, loaded_rows=0))
+    if 4 * m > 3 * MAX_MIXED_M:  # else the second tile lacks most rows, which TMA fills with zeros
+        options.append(replace(config, rows=MAX_MIXED_M // 2, loaded_rows=0))
     _, config = min((_split(each, shape, gpu) for each in options), key=lambda each: each[0])
     stages = {parts: _most_stages(config, parts) for parts in _PARTS}
     nbytes, blocks = _TWO_PARTS
-    pays = stages[2] * config.stage_bytes >= nbytes and k > BLOCK_K * (blocks * config.split - 1)
+    pays = stages[2] * config.stage_bytes >= nbytes and k > BLOCK_K * (blocks * config.split_k - 1)
     # adding to the output wants registers for addresses
-    parts = 2 if pays and 2 * config.rows <= FEW and not epilogue.accumulate else 1
-    return replace(config, parts=parts, stages=stages[parts])
+    parts = 2 if pays and 2 * config.rows <= MAX_MIXED_M and not epilogue.accumulate else 1
+    return replace(config, warpgroup_split_k=parts, stages=stages[parts])

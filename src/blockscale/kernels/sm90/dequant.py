@@ -11,17 +11,22 @@ whose columns of K may be in any order that both operands share.
 
 Hopper does logic, shifts and additions of integers at half the rate of other instructions, and
 what widens is bound by them: multiplications take their place where they can.
+
+``Rows`` are a thread's rows of B as tensor cores take them: two of them, eight apart. Four lanes
+share these, and have 32 neighbours along K of each in a stage. A unit is 16 of them, two octets of
+each row: what four products of 16 columns of K want in four registers each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import Int32
+from cutlass import Float32, Int32, cute, range_constexpr
 
+from ...formats import Format
 from .ptx import _asm
 
-__all__ = ["WIDENERS", "Widener", "e8m0_factor", "ue4m3_factors"]
+__all__ = ["WIDENERS", "Rows", "Widener", "e8m0_factor", "place", "ue4m3_factors"]
 
 _MARK = 0xBE  # lop3: (a ^ b) | c
 _E8M0 = (  # of a byte b: 2^-127 is subnormal, 255 is NaN
@@ -134,7 +139,7 @@ class Widener:
 
     def poisoned(self, factor, seen):
         """NaN, twice, where ``seen`` says that there was one, else ``factor``: for NaN are then all
-        sums that elements of this row go into."""
+        accumulators that elements of this row go into."""
         if not self.special:
             return factor
         code = (
@@ -168,3 +173,67 @@ def ue4m3_factors(pair) -> list:
         " prmt.b32 $0, x, x, 0x1010; prmt.b32 $1, x, x, 0x3232; }"
     )
     return _asm(code, [Int32] * 2, [pair], ["r"])
+
+
+def place(row, part, row_bytes: int):
+    """Where the ``part`` of a row is that one of its four lanes has, in a swizzled tile. Of 8 bits
+    it has 16 bytes more, at the same address but for the bit of 16."""
+    chunk = (2 * part) ^ (row % 8) if row_bytes == 128 else part ^ (row // 2 % 4)
+    return row * row_bytes + chunk * 16
+
+
+class Rows:
+    """``steps`` times two rows of a thread, on the device."""
+
+    def __init__(self, format: Format, steps: int):
+        self.widener = WIDENERS[format.element.name]
+        self.fine = format.scale.name == "UE4M3"  # a scale for each unit
+        self.kept = 4 if self.fine else 3  # registers for the scales of two rows
+        self.scale_bytes = 2 if self.fine else 1  # of a lane's part of a row
+        self.steps = steps
+        self.one = cute.arch.grid_dim()[1]
+        self.seen = cute.make_rmem_tensor((2 * self.steps,), Int32)
+
+    def factors(self, low, high) -> list:
+        """Of the scales of two rows: a factor for each row and unit; or one for each row, and a
+        word of both scales, and of whether these are left out of the factors."""
+        if self.fine:
+            return [each for pair in (low, high) for each in ue4m3_factors(pair)]
+        scales = high * 256 + low
+        *factors, left_out = self.widener.e8m0_factors(scales, 2)
+        return [*factors, left_out * 0x10000 + scales]
+
+    def widen(self, words: list, factors: list, step: int, unit: int) -> list:
+        """A unit, of whose first row are the first half of ``words``: for each 16 columns of K four
+        registers."""
+        octets = [self._octet(words, factors, step, unit, i) for i in range(4)]
+        pairs = [
+            octets[k // 2 * 2 + row][k % 2 * 2 + side]
+            for k in range(4)
+            for side in (0, 1)
+            for row in (0, 1)
+        ]
+        if self.fine:
+            return pairs
+        return self.widener.rescaled(pairs, factors[2], 2, factors[2] & 0x10000)
+
+    def _octet(self, words: list, factors: list, step: int, unit: int, i: int) -> list:
+        """The ``i``-th octet of a unit, widened; rows take turns."""
+        row, count = i % 2, self.widener.words
+        own = words[(2 * row + i // 2) * count :][:count]
+        self.seen[2 * step + row] = self.widener.marked(self.seen[2 * step + row], own, self.one)
+        factor = factors[2 * row + unit] if self.fine else factors[row]
+        return self.widener.octet(own, factor)
+
+    @cute.jit
+    def poison(self, acc):
+        """Accumulators of rows of B that had a NaN: those of four threads. ``acc``: of each
+        step, four of each eight rows of A."""
+        for i in range_constexpr(2 * self.steps if self.widener.special else 0):
+            seen = self.seen[i]
+            for distance in range_constexpr(1, 3):
+                seen = seen | cute.arch.shuffle_sync_bfly(seen, distance)
+            if seen & 0x80808080 != 0:
+                for group in range_constexpr(cute.size(acc[0]) // 4):
+                    for j in range_constexpr(2):
+                        acc[i // 2][4 * group + 2 * (i % 2) + j] = Float32(float("nan"))

@@ -1,0 +1,89 @@
+# mypy: ignore-errors
+"""Which tiles of a dense product a CTA takes: persistent clusters, every so many-th tile each.
+
+A scheduler is what a kernel asks for its grid, on the host, and for a CTA's tiles, on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+
+from ..common.persistent import cluster_id_and_count
+from ..common.schedule import Raster
+from .product_config import ProductConfig
+
+__all__ = ["DenseScheduler", "DenseTiles", "Tile"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A CTA's part of the output, and of K.
+
+    Attributes:
+        row, column: the first ones, of the output.
+        k_begin, k_end: its K blocks.
+    """
+
+    row: Any
+    column: Any
+    k_begin: Any
+    k_end: Any
+
+    @property
+    def k_blocks(self):
+        return self.k_end - self.k_begin
+
+
+@dataclass(frozen=True)
+class DenseTiles:
+    """The tiles of a CTA: every so many-th of ``count``.
+
+    Attributes:
+        clusters: of tiles, down and across the output.
+        rank: of the CTA among those that share tiles of A or B.
+        k_begin, k_end: of all of its tiles.
+    """
+
+    raster: Raster
+    cluster_size: int
+    clusters: tuple
+    rank: Any
+    k_begin: Any
+    k_end: Any
+
+    @property
+    def count(self):
+        return self.clusters[0] * self.clusters[1]
+
+    def first(self):
+        """The CTA's first one, and how far its others are apart."""
+        return cluster_id_and_count(self.cluster_size)
+
+    def tile(self, index) -> Tile:
+        row, column = self.raster.tile(index, self.clusters, self.rank)
+        return Tile(row, column, self.k_begin, self.k_end)
+
+
+class DenseScheduler:
+    """All tiles of a matrix (M, N), in the order of a :class:`Raster`."""
+
+    def __init__(self, config: ProductConfig):
+        self.config = config
+        self.raster = Raster(config.tile, config.cluster, config.group)
+
+    def grid(self, d, multiprocessors):
+        """On the host: how many CTAs there are."""
+        size, clusters = self.config.cluster_size, self.raster.clusters(*d.shape)
+        return cutlass.min(clusters[0] * clusters[1], multiprocessors // size) * size
+
+    def tiles(self, d, k_blocks, rank, k_part) -> DenseTiles:
+        """On the device: those of a CTA that has the ``k_part``-th part of K."""
+        clusters, split = self.raster.clusters(*d.shape), self.config.split_k
+        begin, end = 0, k_blocks
+        if split > 1:
+            begin, end = k_part * k_blocks // split, (k_part + 1) * k_blocks // split
+        size = self.config.cluster_size
+        return DenseTiles(self.raster, size, clusters, rank, begin, end)

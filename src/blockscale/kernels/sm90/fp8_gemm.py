@@ -1,0 +1,259 @@
+# mypy: ignore-errors
+"""FP8 with fp32 scales per 128 along K: A (M, K) 1 x 128, B (N, K) 128 x 128 or 1 x 128.
+
+What ``kernel`` wants to know: what is loaded, and the mainloop. Scales are loaded beside the tiles;
+128 x 128 ones of B are fetched by a second warp. The products of a K block are a partial
+accumulator, which is scaled in registers as it is added: while a warpgroup adds, the other one
+keeps the tensor cores busy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, tee
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+
+from ..common.copies import Copies
+from ..common.pipeline import Pipeline
+from ..common.promotion import promote_l2
+from ..common.tensor_specs import any_matrix, any_tensor
+from . import ptx
+from .config import BLOCK_K, Config
+from .dense_scheduler import DenseTiles
+from .kernel import Gemm, Operand, accumulators, compile_gemm
+
+__all__ = ["Fp8Gemm", "compile_config"]
+
+_COLUMNS = 8  # of a wgmma's result, of which a thread has two, in two rows
+_AHEAD = 5  # pairs of scales that are read before they are needed: there are registers for so many
+
+
+class Fp8Gemm:
+    """The kernel of a :class:`Config` and the host code that launches it."""
+
+    def __init__(self, config: Config):
+        (rows, columns), stages, (down, across) = config.tile, config.stages, config.cluster
+        a = Copies(cutlass.Uint8, (rows, BLOCK_K), stages, rows=config.loaded_rows, shares=across)
+        b = Copies(cutlass.Uint8, (columns, BLOCK_K), stages, shares=down)
+        a_scale = Copies(Float32, (1, rows), stages, swizzled=False)
+        b_scale = Copies(Float32, (1, columns), stages, swizzled=False)
+        operands = (
+            Operand(a, lambda row, column, k_block: (row, k_block * BLOCK_K)),
+            Operand(b, lambda row, column, k_block: (column, k_block * BLOCK_K)),
+            Operand(a_scale, lambda row, column, k_block: (k_block, row)),
+            Operand(b_scale, lambda row, column, k_block: (k_block, column)),
+        )
+        self.config = config
+        if config.b_block[0] == 1:
+            self.gemm = Gemm(config, operands, Mainloop)
+        else:
+            self.gemm = Gemm(config, operands[:3], Mainloop, ScaleFetcher, config.scale_bytes[1])
+
+    @cute.jit
+    def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
+        """Launch. ``a`` (M, K) and ``b`` (N, K) as bytes; ``a_scale`` (K / 128, M padded to 4);
+        ``b_scale`` (N / 128, K / 128), or as that of A; ``d`` (M, N); ``bias`` (N,) and
+        ``alpha``, or None.
+        """
+        operands = zip(self.gemm.operands, (a, b, a_scale, b_scale), strict=False)
+        loads = [operand.copies.describe(tensor) for operand, tensor in operands]
+        loads[:2] = [(promote_l2(atom), view) for atom, view in loads[:2]]
+        k_blocks = cute.ceil_div(a.shape[1], BLOCK_K)
+        self.gemm.launch(loads, b_scale, (d, bias, alpha), k_blocks, multiprocessors, stream)
+
+
+@dataclass(frozen=True)
+class ScaleFetcher:
+    """Brings 128 x 128 scales of B, ``b_scale``, to the stages, at ``address``: a warp.
+
+    A lane has those of every 32nd K block, read long before a stage is free for them.
+    """
+
+    config: Config
+    pipeline: Pipeline
+    schedule: DenseTiles
+    b_scale: Any
+    address: Any
+
+    @cute.jit
+    def __call__(self):
+        config, source = self.config, self.b_scale
+        lane = cute.arch.lane_idx()
+        start, step = self.schedule.first()
+        stage, phase = Int32(0), Int32(1)
+        values = cute.make_rmem_tensor((config.b_scales,), Float32)
+        for index in range(start, self.schedule.count, step):
+            tile = self.schedule.tile(index)
+            for k_block in range(tile.k_begin, tile.k_end, 32):
+                for i in range_constexpr(config.b_scales):
+                    values[i] = Float32(0)
+                    row = (tile.column + i * config.segment) // 128
+                    if row < source.shape[0] and k_block + lane < tile.k_end:
+                        values[i] = source[row, k_block + lane]
+                for i in range(cutlass.min(tile.k_end - k_block, Int32(32))):
+                    self.pipeline.producer_acquire(stage, phase)
+                    if lane == i:
+                        target = self.address + stage * config.scale_bytes[1]
+                        for j in range_constexpr(config.b_scales):
+                            ptx.st_shared(target + 4 * j, [values[j]])
+                        ptx.mbarrier_arrive(self.pipeline.producer_barrier(stage, phase).toint())
+                    stage, phase = self.pipeline.producer_next(stage, phase)
+
+
+class Mainloop:
+    """Adds products of K blocks to a warpgroup's accumulators, a wgmma's tile after the other.
+
+    Takes the warpgroup's first row in the CTA's tile, and addresses in shared memory.
+    """
+
+    fills_registers = True
+
+    def __init__(self, config: Config, pipeline: Pipeline, row, thread, a, b, a_scale, b_scale):
+        self.config, self.pipeline = config, pipeline
+        warp, self.lane = thread // 32, thread % 32
+        self.a = cute.arch.make_warp_uniform(ptx.wgmma_descriptor(a + row * BLOCK_K))
+        self.b = cute.arch.make_warp_uniform(ptx.wgmma_descriptor(b))
+        self.a_scale = ptx.pin(a_scale + (row + warp * 16 + self.lane // 4) * 4)
+        own = self.lane % 4 * 8 if config.b_block[0] == 1 else 0
+        self.rank = Int32(0)  # of the CTA in its cluster: of the lanes, this one arrives for it
+        if config.multicast_ctas > 1:
+            self.rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        self.b_scale = ptx.pin(b_scale + own)
+        self.partial_acc = accumulators(config)
+
+    @cute.jit
+    def __call__(self, acc, k_blocks, stage, phase):
+        """Add ``k_blocks`` to ``acc``; the next stage and phase."""
+        unroll = self.config.unroll
+        if k_blocks > 0:
+            self.pipeline.consumer_wait(stage, phase)
+        whole = k_blocks // unroll
+        for i in range(whole):
+            more = (i + 1) * unroll < k_blocks
+            stage, phase = self.body(acc, unroll, more, stage, phase)
+        if const_expr(unroll > 1):
+            for i in range(whole * unroll, k_blocks):
+                stage, phase = self.body(acc, 1, i + 1 < k_blocks, stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def body(self, acc, count, more, stage, phase):
+        """``count`` K blocks, the first of which is there. No wgmma is in flight at its ends: else
+        the compiler would wait for each of them.
+        """
+        mma_tiles = self.config.mma_tiles
+        for k_block in range_constexpr(count):
+            here, rows, pairs = stage, None, {}
+            for i in range_constexpr(len(mma_tiles)):
+                row_step, column_step = mma_tiles[i]
+                last = i == len(mma_tiles) - 1
+                self.mma(here, row_step, column_step)
+                if const_expr(i == 0):
+                    rows = self.row_scales(here)
+                columns = self.column_scales(here, row_step, column_step, pairs)
+                if const_expr(last):
+                    stage, phase = self.pipeline.consumer_next(stage, phase)
+                    if const_expr(k_block < count - 1):
+                        self.pipeline.consumer_wait(stage, phase)
+                    else:
+                        if more:
+                            self.pipeline.consumer_wait(stage, phase)
+                ptx.wgmma_wait_group(0)
+                self.promote(acc[i], rows[row_step], columns, here if last else None)
+        return stage, phase
+
+    def mma(self, stage, row_step: int, column_step: int) -> None:
+        """Start the wgmmas of a partial accumulator."""
+        config, partial_acc = self.config, self.partial_acc
+        unit = BLOCK_K // 16  # of a descriptor, for a row
+        a = self.a + stage * (config.tile[0] * unit) + row_step * 64 * unit
+        b = self.b + stage * (config.tile[1] * unit) + column_step * config.mma_n * unit
+        given = [partial_acc[i] for i in range(config.mma_n // 2)]
+        for i, value in enumerate(ptx.wgmma_fp8(given, a, b)):
+            partial_acc[i] = value
+        if not config.warpgroup_split_k:  # few columns end before what is read then is there
+            ptx.bar_warp_sync()
+
+    def row_scales(self, stage) -> list[list[Any]]:
+        """Of A, two for each step down the rows."""
+        address = self.a_scale + stage * self.config.scale_bytes[0]
+        return [
+            [ptx.ld_shared(address, 256 * step + offset)[0] for offset in (0, 32)]
+            for step in range(self.config.row_steps)
+        ]
+
+    def column_scales(self, stage, row_step: int, column_step: int, pairs: dict) -> Iterator[list]:
+        """Of B, for each eight columns of a wgmma: one, or those of a thread's two columns. Some of
+        these are read at once, while the tensor cores work; the others as they are needed. All
+        steps down the rows have those that are read in the first one: ``pairs``, of a stage.
+        """
+        config = self.config
+        address, first = self.b_scale + stage * config.scale_bytes[1], column_step * config.mma_n
+        columns = range(first, first + config.mma_n, _COLUMNS)
+        if config.b_block[0] == 1:
+            if row_step == 0:
+                read = _ahead(ptx.ld_shared(address, 4 * column, 2) for column in columns)
+                pairs[column_step] = tee(read, config.row_steps)
+            return pairs[column_step][row_step]
+        # Read again in each step: with few rows, the first wgmmas would wait for all of it.
+        segments = [column // config.segment for column in columns]
+        found = {
+            i: [ptx.ld_shared_broadcast(address, 4 * i, self.lane, self.rank)]
+            for i in dict.fromkeys(segments)
+        }
+        return iter([found[i] for i in segments])
+
+    def promote(self, acc, rows: list, columns: Iterator[list], release) -> None:
+        """Scale the partial accumulator and add it. ``release``: the stage, if it is not needed
+        after this."""
+        early = self.config.b_block[0] > 1 or self.config.row_steps > 1  # nothing more is read
+        if release is not None and early:
+            self.release(release)
+        scales, scaled = None, None
+        for group, column in enumerate(columns):
+            if scaled is not column:
+                scaled = column
+                scales = [ptx.mul(row, each) for row in rows for each in column]
+            where = range(4 * group, 4 * group + 4)
+            partial_acc = [self.partial_acc[i] for i in where]
+            added = ptx.fma4([acc[i] for i in where], partial_acc, scales)
+            for i, value in zip(where, added, strict=True):
+                acc[i] = value
+        if release is not None and not early:
+            self.release(release)
+
+    def release(self, stage) -> None:
+        barrier = (self.pipeline.empty + stage).toint()
+        ptx.mbarrier_arrive_cluster(barrier, self.lane, self.config.multicast_ctas)
+
+
+def _ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The items, of which some are made before they are asked for; the first ones at once."""
+    made = deque(islice(items, _AHEAD))
+
+    def rest():
+        while made:
+            made.extend(islice(items, 1))
+            yield made.popleft()
+
+    return rest()
+
+
+def compile_config(config: Config):
+    """The host function of a kernel, which takes tensors of any shape."""
+
+    def scales():
+        return any_tensor(Float32, 2, 16, True)
+
+    return compile_gemm(
+        Fp8Gemm(config),
+        any_tensor(cutlass.Uint8, 2, 16, True),
+        scales(),
+        any_tensor(cutlass.Uint8, 2, 16, True),
+        scales() if config.b_block[0] == 1 else any_matrix(Float32, 4),
+    )

@@ -1,0 +1,299 @@
+# mypy: ignore-errors
+"""Few rows of bf16 times MXFP8, MXFP4 and NVFP4, which are dequantized to bf16 in registers.
+
+A CTA has a warp that loads tiles by TMA (``Loader``), three that load block scales
+(``ScaleLoader``), and consumer warpgroups that dequantize B, multiply (``mixed_mainloop``) and
+store (``mixed_epilogue``). CTAs are persistent; a tile is rows of A, all in most cases, and
+some of B. CTAs of a cluster each take a part of K, and so may warpgroups of a CTA, which take
+stages in turn (``mixed_reduce``).
+
+A has been permuted, and dequantized, by a kernel that this one follows: while it runs, B's first
+stages are brought as near as the L2 cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, const_expr, cute, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+
+from ..common import shared
+from ..common.copies import Copies, TmaTiles
+from ..common.numeric import NUMERIC
+from ..common.pdl import pdl_wait
+from ..common.persistent import cluster_sync
+from ..common.pipeline import Pipeline
+from ..common.tensor_specs import any_tensor
+from . import ptx
+from .column_scheduler import ColumnScheduler, ColumnTiles
+from .kernel import compile_gemm
+from .mixed_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
+from .mixed_epilogue import MixedEpilogue
+from .mixed_mainloop import Mainloop
+from .mixed_reduce import MixedReduce
+
+__all__ = ["MixedGemm", "compile_config"]
+
+# of threads that load, and of those that multiply, as many as there are for such warpgroups
+_REGISTERS = {1: (40, 232), 2: (32, 112)}
+_PANELS = 2  # of a stage of A: tiles of 128 bytes a row
+_SCALE_THREADS = 96
+
+
+class MixedGemm:
+    """The kernel of a :class:`Config` and the host code that launches it."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.threads = 128 * (1 + WARPGROUPS * config.warpgroup_split_k)
+        self.scheduler = ColumnScheduler(config)
+        panel, slots = BLOCK_K // _PANELS, config.stages * _PANELS
+        self.a = Copies(cutlass.BFloat16, (config.rows, panel), slots, rows=config.loaded_rows)
+        self.b = Copies(cutlass.Uint8, (B_ROWS, config.row_bytes), config.stages)
+        self.out = Copies(NUMERIC[config.out_dtype], (64, 64), config.own_shares)
+
+    @cute.jit
+    def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
+        """Launch. ``a`` (M, K) bf16, permuted and padded with zeros to whole stages; ``b`` (N, K)
+        as bytes, ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha``, or None.
+        There is no ``a_scale``.
+        """
+        config = self.config
+        loads = [self.a.describe(a), self.b.describe(b)]
+        store = None, None
+        if const_expr(config.tma_store):
+            store = self.out.describe(d, cpasync.CopyBulkTensorTileS2GOp())
+        extent = self.scheduler.extent(a, b)
+        atoms, views = zip(*loads, strict=True)
+        output, k_blocks = (d, bias, alpha), cute.ceil_div(b.shape[1], config.row_bytes)
+        self.kernel(atoms, views, *store, b_scale, output, extent, k_blocks).launch(
+            grid=(self.scheduler.grid(extent, multiprocessors), 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(config.split_k, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, atoms, views, store_atom, store_view, b_scale, output, extent, k_blocks):
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        k_part = Int32(0)
+        if const_expr(config.split_k > 1):
+            k_part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+        # shared memory
+        memory = cutlass.memory.SmemAllocator()
+        copies = self.a, self.b
+        tiles = [each.allocate(memory) for each in copies]
+        a, b = (TmaTiles(*each) for each in zip(copies, atoms, views, tiles, strict=True))
+        boxes = None
+        if const_expr(config.tma_store):
+            boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
+        scales = shared.allocate(memory, config.stages * config.scale_bytes, 128)
+        pipeline = Pipeline.allocate(memory, config.stages, config.warpgroup_split_k)
+        reduce = None
+        if const_expr(config.sources > 1):
+            reduce = MixedReduce.allocate(config, memory)
+
+        # barriers
+        if warp == 0:
+            for atom in [*atoms, *([store_atom] if config.tma_store else [])]:
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for i in range_constexpr(pipeline.full_barriers):
+                    cute.arch.mbarrier_init(pipeline.full + i, 1 + _SCALE_THREADS)
+                for i in range_constexpr(config.stages):
+                    cute.arch.mbarrier_init(pipeline.empty + i, 128 * WARPGROUPS)
+                if const_expr(config.sources > 1):
+                    reduce.init_barriers()
+            cute.arch.mbarrier_init_fence()
+        a.copies.clear(a.tiles, self.threads)
+        cluster_sync(config.split_k)
+
+        # roles
+        schedule = self.scheduler.tiles(extent, k_blocks, k_part)
+        few, many = _REGISTERS[config.warpgroup_split_k]
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(few)
+            if warp == 0:
+                Loader(config, pipeline, schedule, a, b)()
+            else:
+                ScaleLoader(config, pipeline, schedule, b_scale, scales)()
+        else:
+            cute.arch.setmaxregister_increase(many)
+            epilogue = MixedEpilogue(config, boxes, *output)
+            addresses = a.address, b.address, scales
+            Consumer(config, pipeline, schedule, k_part, addresses, epilogue, reduce)()
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Keeps the stages filled with tiles of A and B: the first warp."""
+
+    config: Config
+    pipeline: Pipeline
+    schedule: ColumnTiles
+    a: TmaTiles
+    b: TmaTiles
+
+    @cute.jit
+    def __call__(self):
+        config, row_bytes = self.config, self.config.row_bytes
+        nbytes = _PANELS * self.a.copies.moved + self.b.copies.moved
+        lane = cute.arch.lane_idx()
+        start, step = self.schedule.first()
+        tile = self.schedule.tile(start)
+        with cute.arch.elect_one():
+            end = cutlass.min(tile.k_end, tile.k_begin + config.stages)
+            for k_block in range(tile.k_begin, end):
+                self.b.prefetch((tile.column, k_block * row_bytes))
+        pdl_wait()
+        stage, phase = Int32(0), Int32(1)
+        for index in range(start, self.schedule.count, step):
+            tile = self.schedule.tile(index)
+            for k_block in range(tile.k_begin, tile.k_end):
+                self.pipeline.producer_acquire(stage, phase)
+                barrier = self.pipeline.producer_barrier(stage, phase)
+                if lane == 0:
+                    ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
+                self.b.load(stage, (tile.column, k_block * row_bytes), barrier)
+                for i in range_constexpr(_PANELS):
+                    column = (k_block * _PANELS + i) * (BLOCK_K // _PANELS)
+                    self.a.load(stage * _PANELS + i, (tile.row, column), barrier)
+                stage, phase = self.pipeline.producer_next(stage, phase)
+
+
+@dataclass(frozen=True)
+class ScaleLoader:
+    """Brings block scales of B (N, K / block) to the stages, at ``address``: three warps."""
+
+    config: Config
+    pipeline: Pipeline
+    schedule: ColumnTiles
+    b_scale: Any
+    address: Any
+
+    @cute.jit
+    def __call__(self):
+        thread = cute.arch.thread_idx()[0] - 32
+        start, step = self.schedule.first()
+        stage, phase = Int32(0), Int32(1)
+        tile = self.schedule.tile(start)
+        self.prefetch(tile.column, tile.k_begin, thread)
+        pdl_wait()
+        for index in range(start, self.schedule.count, step):
+            tile = self.schedule.tile(index)
+            for k_block in range(tile.k_begin, tile.k_end):
+                self.pipeline.producer_acquire(stage, phase)
+                target = self.address + stage * self.config.scale_bytes
+                self.load(target, tile.column, k_block, thread)
+                self.arrive(self.pipeline.producer_barrier(stage, phase).toint())
+                stage, phase = self.pipeline.producer_next(stage, phase)
+
+    @cute.jit
+    def load(self, target, first, k_block, thread):
+        """A tile's rows from ``first`` on; zeros outside of ``b_scale``."""
+        nbytes, scale = self.config.scale_row, self.b_scale
+        column = k_block * nbytes
+        for i in range_constexpr(-(-B_ROWS // _SCALE_THREADS)):
+            row = i * _SCALE_THREADS + thread
+            if row < B_ROWS:
+                inside = Int32(first + row < scale.shape[0])
+                own = target + row * nbytes
+                at = (first + row) * inside
+                if const_expr(self.config.async_scales):
+                    source = scale.iterator.toint() + scale.layout((at, column))
+                    ptx.cp_async(own, source, nbytes, inside)
+                else:
+                    for j in range_constexpr(nbytes):
+                        value = Int32(0)
+                        if inside == 1 and column + j < scale.shape[1]:
+                            value = Int32(scale[at, column + j])
+                        ptx.st_shared_byte(own + j, value)
+
+    @cute.jit
+    def prefetch(self, first, k_block, thread):
+        """Bring scales of the same rows, of this K block and some after it, to the L2 cache."""
+        scale = self.b_scale
+        for i in range_constexpr(-(-B_ROWS // _SCALE_THREADS)):
+            row = i * _SCALE_THREADS + thread
+            if row < B_ROWS and first + row < scale.shape[0]:
+                place = scale.layout((first + row, k_block * self.config.scale_row))
+                ptx.prefetch_l2(scale.iterator.toint() + place)
+
+    def arrive(self, barrier) -> None:
+        if self.config.async_scales:
+            ptx.cp_async_mbarrier_arrive(barrier)
+        else:
+            ptx.mbarrier_arrive(barrier)
+
+
+class Consumer:
+    """Multiplies and stores: a warpgroup.
+
+    ``k_part``: of this CTA, where those of a cluster split K; ``addresses``: of A, of B and of its
+    scales; ``reduce``: adds up what warpgroups have that split K, if they do.
+    """
+
+    def __init__(self, config, pipeline, schedule, k_part, addresses, epilogue, reduce):
+        self.config, self.schedule, self.k_part = config, schedule, k_part
+        self.epilogue, self.reduce = epilogue, reduce
+        thread = cute.arch.thread_idx()[0] - 128
+        self.warpgroup = cute.arch.make_warp_uniform(thread // 128)
+        self.thread = ptx.pin(thread % 128)
+        row = self.warpgroup % WARPGROUPS * 64
+        self.mainloop = Mainloop(config, pipeline, row, self.thread, *addresses)
+
+    @cute.jit
+    def __call__(self):
+        config, parts = self.config, self.config.warpgroup_split_k
+        thread, warpgroup = self.thread, self.warpgroup
+        start, step = self.schedule.first()
+        before = warpgroup // WARPGROUPS  # stages that others take first
+        stage, phase = before, Int32(0)
+        reduce_phase = Int32(0)
+        acc = self.mainloop.accumulators()
+        pdl_wait()
+        for index in range(start, self.schedule.count, step):
+            acc.fill(0.0)
+            count = self.schedule.k_end - self.schedule.k_begin
+            if const_expr(parts > 1):
+                k_blocks = count
+                count = (k_blocks - before + parts - 1) // parts
+                before = (before - k_blocks) & (parts - 1)
+            stage, phase = self.mainloop(acc, count, stage, phase)
+            # in the loop, so that what follows is not computed before it, and kept
+            warpgroup = cute.arch.make_warp_uniform(ptx.pin(warpgroup))
+            share, turn = warpgroup % WARPGROUPS, warpgroup // WARPGROUPS
+            here = ptx.pin(thread)
+            tile = self.schedule.tile(index)
+            column = tile.column + share * 64
+            if const_expr(config.sources > 1):
+                if turn == 0 and self.k_part == share % config.split_k:
+                    more = index + step < self.schedule.count
+                    self.reduce.receive(share, acc, here, reduce_phase, more)
+                    self.epilogue(acc, share, here, tile.row, column)
+                else:
+                    self.reduce.send(share, acc, here, reduce_phase, self.k_part, turn)
+            else:
+                self.epilogue(acc, share, here, tile.row, column)
+            reduce_phase = reduce_phase ^ 1
+        if const_expr(config.tma_store):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def compile_config(config: Config):
+    """The host function of a kernel, which takes tensors of any shape."""
+    align = config.scale_row if config.async_scales else 1
+    return compile_gemm(
+        MixedGemm(config),
+        any_tensor(cutlass.BFloat16, 2, 16, True),
+        None,
+        any_tensor(cutlass.Uint8, 2, 16, True),
+        any_tensor(cutlass.Uint8, 2, align, True),
+    )
