@@ -1,4 +1,4 @@
-"""``blockscale bench gemm|linear|host|ladder``: what they measure, told apart from how fast it is."""
+"""``blockscale bench gemm|linear|host|ladder``: what they measure, apart from how fast it is."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     monkeypatch.setattr(backends, "on_gpu", lambda x: True)
 
     def plan_quantize(x: Any, others: Any, device: Any, format: str, *how: Any) -> _Quantizer:
-        axes, layouts, scale_rounding, nonfinite, scaled, groups, producer, k_major, arch = how
+        axes, layouts, scale_rounding, *_, k_major, _arch = how
         if x[1][-1] != 1:
             raise quantizers.Unsupported("x: not contiguous in the last dimension")
         return _Quantizer(counts, x, format, axes, layouts, scale_rounding, k_major)

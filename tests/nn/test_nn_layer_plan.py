@@ -113,21 +113,20 @@ def test_gradients_that_are_asked_for(monkeypatch, counts, name, needs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "arch", "shape"),
+    ("name", "arch", "x", "n"),
     [
-        ("mxfp8", "sm_90a", (136, 64, 136)),
-        ("nvfp4", "sm_90a", (136, 64, 136)),
-        ("fp8_block", "sm_90a", (2, 20, 70)),
-        ("mxfp8", "sm_90a", (40, 96, 48)),  # so few rows that operands are copied for a kernel
-        ("mxfp8", "sm_100a", (2, 20, 96)),
-        ("nvfp4", "sm_100a", (40, 96, 48)),
+        ("mxfp8", "sm_90a", (136, 64), 136),
+        ("nvfp4", "sm_90a", (136, 64), 136),
+        ("fp8_block", "sm_90a", (2, 20, 70), 48),
+        ("mxfp8", "sm_90a", (40, 96), 48),  # so few rows that operands are copied for a kernel
+        ("mxfp8", "sm_100a", (2, 20, 96), 48),
+        ("nvfp4", "sm_100a", (40, 96), 48),
     ],
 )
-def test_the_kernels_are_the_same(monkeypatch, name, arch, shape):
+def test_the_kernels_are_the_same(monkeypatch, name, arch, x, n):
     """Bytes and launches, in the emulator."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
-    x, n = (shape[:2], shape[2]) if shape[2] != 70 and shape[2] != 96 else (shape, 48)
     layer = Layer(RECIPES[name], x, n)
     with emulated_gpu(monkeypatch, arch) as launched:
         expected = without_plans(monkeypatch, layer.step)
@@ -275,9 +274,13 @@ def test_products_in_high_precision_are_not_planned(monkeypatch, counts):
 # --- autograd -------------------------------------------------------------------------------------
 
 
+def moved(x):
+    return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+
 @pytest.mark.parametrize(
     "unpack",
-    [torch.clone, lambda x: x.mT.contiguous().mT if x.dim() == 2 else x, lambda x: moved(x)],
+    [torch.clone, lambda x: x.mT.contiguous().mT if x.dim() == 2 else x, moved],
     ids=["copied", "transposed", "moved"],
 )
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_block"])
@@ -289,10 +292,6 @@ def test_hooks_of_saved_tensors(monkeypatch, counts, name, unpack):
         assert_same(planned(counts, layer.step), expected)
     with torch.autograd.graph.save_on_cpu():
         assert_same(planned(counts, layer.step), expected)
-
-
-def moved(x):
-    return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
 
 
 def test_second_derivatives_are_refused(counts):
@@ -459,7 +458,7 @@ def test_reuse_weights(monkeypatch, counts, name):
     expected = without_plans(monkeypatch, step)
     step()
     with bs.reuse_weights():
-        for i in range(3):
+        for _ in range(3):
             del counts.quantized[:]
             assert_same(planned(counts, step), expected)
             assert (w.shape in counts.quantized) == 0

@@ -2,8 +2,8 @@
 
 A plan is looked up by all that decides what is launched: the recipe, and how the operands lie. It
 is made of the plans of the layer's quantizers and products, for calls that have passed all checks,
-and gives their bytes. There is none where torch looks on, or where kernels do not do all of it: then
-``linear`` makes quantized tensors and multiplies these.
+and gives their bytes. There is none where torch looks on, or where kernels do not do all of it:
+then ``linear`` makes quantized tensors and multiplies these.
 """
 
 from __future__ import annotations
