@@ -320,10 +320,11 @@ class _TransformedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         with torch.no_grad():
-            kept, needs, recipe = _rows(x), ctx.needs_input_grad[:3], ctx.about.recipe
-            if needs[1] and _quantized_products(recipe)["wgrad"]:
-                kept = _quantized_activations(kept, recipe, rows=False, columns=True).columns
-            gradients = _gradients(needs, ctx.about, grad, kept, weight, None)
+            rows, needs, recipe = _rows(x), ctx.needs_input_grad[:3], ctx.about.recipe
+            columns = needs[1] and _quantized_products(recipe)["wgrad"]
+            kept = _quantized_activations(rows, recipe, rows=False, columns=columns).columns
+            x_kept = rows if kept is None else kept
+            gradients = _gradients(needs, ctx.about, grad, x_kept, weight, None)
         return *refuse_double_backward(gradients, grad, x, weight), None, None, None, None
 
     @staticmethod
