@@ -263,6 +263,27 @@ def test_autocast(monkeypatch, counts):
             assert_same(call(), wanted)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_plans_made_in_inference_mode(monkeypatch, counts, name):
+    layer = Layer(RECIPES[name])
+    expected = without_plans(monkeypatch, layer.step)
+    with torch.inference_mode():
+        for _ in range(2):
+            y = call(layer, layer.x, layer.w)
+            assert y.is_inference()
+            assert torch.equal(y, expected[0])
+    with torch.no_grad():
+        y = planned(counts, lambda: call(layer, layer.x, layer.w))
+    assert not y.is_inference()
+    y.add_(1)
+    for _ in range(2):
+        assert_same(layer.step(), expected)
+    with torch.inference_mode():
+        layer.x = layer.x.clone()
+    with torch.no_grad():
+        assert torch.equal(call(layer, layer.x, layer.w), expected[0])
+
+
 def test_products_in_high_precision_are_not_planned(monkeypatch, counts):
     layer = Layer(bs.Recipe(high_precision=("wgrad",)))
     expected = without_plans(monkeypatch, layer.step)
