@@ -114,21 +114,20 @@ def test_gradients_that_are_asked_for(monkeypatch, counts, name, needs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "arch", "shape"),
+    ("name", "arch", "x", "n"),
     [
-        ("mxfp8", "sm_90a", (136, 64, 136)),
-        ("nvfp4", "sm_90a", (136, 64, 136)),
-        ("fp8_block", "sm_90a", (2, 20, 70)),
-        ("mxfp8", "sm_90a", (40, 96, 48)),  # so few rows that operands are copied for a kernel
-        ("mxfp8", "sm_100a", (2, 20, 96)),
-        ("nvfp4", "sm_100a", (40, 96, 48)),
+        ("mxfp8", "sm_90a", (136, 64), 136),
+        ("nvfp4", "sm_90a", (136, 64), 136),
+        ("fp8_block", "sm_90a", (2, 20, 70), 48),
+        ("mxfp8", "sm_90a", (40, 96), 48),  # so few rows that operands are copied for a kernel
+        ("mxfp8", "sm_100a", (2, 20, 96), 48),
+        ("nvfp4", "sm_100a", (40, 96), 48),
     ],
 )
-def test_the_kernels_are_the_same(monkeypatch, name, arch, shape):
+def test_the_kernels_are_the_same(monkeypatch, name, arch, x, n):
     """Bytes and launches, in the emulator."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
-    x, n = (shape[:2], shape[2]) if shape[2] != 70 and shape[2] != 96 else (shape, 48)
     layer = Layer(RECIPES[name], x, n)
     monkeypatch.setattr(layer_plan, "_plans", {})
     with emulated(arch, quantizes=True) as launched:
@@ -266,6 +265,27 @@ def test_autocast(monkeypatch, counts):
             assert_same(call(), wanted)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_plans_made_in_inference_mode(monkeypatch, counts, name):
+    layer = Layer(RECIPES[name])
+    expected = without_plans(monkeypatch, layer.step)
+    with torch.inference_mode():
+        for _ in range(2):
+            y = call(layer, layer.x, layer.w)
+            assert y.is_inference()
+            assert torch.equal(y, expected[0])
+    with torch.no_grad():
+        y = planned(counts, lambda: call(layer, layer.x, layer.w))
+    assert not y.is_inference()
+    y.add_(1)
+    for _ in range(2):
+        assert_same(layer.step(), expected)
+    with torch.inference_mode():
+        layer.x = layer.x.clone()
+    with torch.no_grad():
+        assert torch.equal(call(layer, layer.x, layer.w), expected[0])
+
+
 def test_products_in_high_precision_are_not_planned(monkeypatch, counts):
     layer = Layer(bs.Recipe(high_precision=("wgrad",)))
     expected = without_plans(monkeypatch, layer.step)
@@ -277,13 +297,13 @@ def test_products_in_high_precision_are_not_planned(monkeypatch, counts):
 # --- autograd -------------------------------------------------------------------------------------
 
 
-def _moved(x):
+def moved(x):
     return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
 
 
 @pytest.mark.parametrize(
     "unpack",
-    [torch.clone, lambda x: x.mT.contiguous().mT if x.dim() == 2 else x, _moved],
+    [torch.clone, lambda x: x.mT.contiguous().mT if x.dim() == 2 else x, moved],
     ids=["copied", "transposed", "moved"],
 )
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_block"])

@@ -126,6 +126,8 @@ class LayerPlan:
     ) -> None:
         if recipe.high_precision:
             raise quantizers.Unsupported("high_precision: these products are torch's")
+        if {weight.device, (weight if bias is None else bias).device} != {x.device}:
+            raise quantizers.Unsupported("weight, bias: are not on the device of x")
         n, k = weight.shape
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         self.metadata = Metadata(recipe, x.shape, dtypes)

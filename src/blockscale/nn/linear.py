@@ -134,6 +134,10 @@ def _quantized_activations(x: Tensor, recipe: Recipe, *, rows: bool, columns: bo
     return quantize_forms(x, name, recipe.scale_rounding, rows=rows, columns=columns)
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
 def _fprop(
     x: Tensor,
     weight: Tensor,
@@ -145,7 +149,7 @@ def _fprop(
     """The product; ``x`` as wgrad reads it, made only if ``wgrad`` follows; and the global scale of
     the weight."""
     quantized = _quantized_products(recipe)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = _rows(x)
     forms = _quantized_activations(
         rows, recipe, rows=quantized["fprop"], columns=wgrad and quantized["wgrad"]
     )
@@ -174,7 +178,7 @@ def _gradients(
     dgrad, wgrad, bias_grad = needs
     recipe, x_shape, (x_dtype, w_dtype, bias_dtype) = about
     quantized = _quantized_products(recipe)
-    g = grad.reshape(-1, grad.shape[-1]).contiguous()
+    g = _rows(grad)
     rows, columns = quantize_forms(
         g,
         recipe.format_of("gradients").name,
@@ -316,12 +320,11 @@ class _TransformedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         with torch.no_grad():
-            kept = x.reshape(-1, x.shape[-1]).contiguous()
-            if ctx.needs_input_grad[1] and _quantized_products(ctx.about.recipe)["wgrad"]:
-                kept = _quantized_activations(
-                    kept, ctx.about.recipe, rows=False, columns=True
-                ).columns
-            gradients = _gradients(ctx.needs_input_grad[:3], ctx.about, grad, kept, weight, None)
+            rows, needs, recipe = _rows(x), ctx.needs_input_grad[:3], ctx.about.recipe
+            columns = needs[1] and _quantized_products(recipe)["wgrad"]
+            kept = _quantized_activations(rows, recipe, rows=False, columns=columns).columns
+            x_kept = rows if kept is None else kept
+            gradients = _gradients(needs, ctx.about, grad, x_kept, weight, None)
         return *refuse_double_backward(gradients, grad, x, weight), None, None, None, None
 
     @staticmethod

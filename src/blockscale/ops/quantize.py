@@ -125,11 +125,11 @@ def _by_kernel(
     k_major: bool,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
-    if seed is not None and gpu_of(x.device) is not None:
+    gpu = gpu_of(x.device)
+    if seed is not None and gpu is not None:
         raise quantizers.Unsupported(
             "seed: no kernel rounds stochastically on a GPU; leave it out to round to nearest even"
         )
-    gpu = gpu_of(x.device)
     if gpu is None:
         if offsets is not None and axes == (-2,):
             raise quantizers.Unsupported(
