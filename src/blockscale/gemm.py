@@ -52,6 +52,9 @@ def gemm(
     an 8-bit operand, mxfp4 whose rows do not at one of 32, and both where K is no multiple of 128.
     These kernels have run in the emulator only.
 
+    On a CPU up to 16 rows by a weight that lies along K are one compiled loop, whose bits are the
+    same on every processor; torch multiplies others, of what a compiled loop dequantizes.
+
     Args:
         a: (..., M, K), blocked along axis -1; or a plain bfloat16 matrix, which is not quantized
             (weight-only): its products with the values of ``b`` are summed in fp32.

@@ -1,4 +1,4 @@
-"""Quantizers on a CPU beside torch's copy and torchao's, as a user calls them."""
+"""Quantizers and products on a CPU beside torch's and torchao's, as a user calls them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ..formats import formats
+from ..gemm import gemm
 from ..quantize import quantize
 from .contest import Call, ready
 from .quantize import Absent, Row
 
-__all__ = ["SHAPE", "Operation", "measure", "operations", "peers", "rounds"]
+__all__ = ["SHAPE", "Operation", "measure", "operations", "peers", "products", "rounds"]
 
 SHAPE = 8192, 4096
 COPY = "copy into a new tensor"  # as a quantizer's result is one
@@ -73,6 +74,17 @@ def operations(x: Tensor) -> list[Operation]:
 
 def _ours(case: str, format: str, call: Call) -> Operation:
     return Operation(case, "blockscale", 2 + formats[format].bits_per_element / 8, call)
+
+
+def products(x: Tensor, w: Tensor, format: str) -> dict[str, Call]:
+    """``x`` (M, K), in bfloat16, by a weight (N, K): ours, the reference, and torch."""
+    q = quantize(w, format, pad=True)
+    return {
+        format: lambda: gemm(x, q.mT),
+        f"{format} by {format}": lambda: gemm(quantize(x, format, pad=True), q.mT),
+        "reference": lambda: gemm(x, q.mT, backend="reference"),
+        "torch, bfloat16": lambda: x @ w.mT,
+    }
 
 
 def peers(x: Tensor) -> list[Operation]:

@@ -1,7 +1,8 @@
-"""Quantization on a CPU, compiled by numba: the reference's bytes at memory speed.
+"""Quantization and products of few rows on a CPU, compiled by numba: the reference's bytes at
+memory speed, and its values added up in one order.
 
 numba is imported by the first call. Results do not depend on the number of threads (that of
-``torch.get_num_threads()``), on flush-to-zero or on the processor.
+``torch.get_num_threads()``), on flush-to-zero (sums of products may) or on the processor.
 """
 
 from __future__ import annotations
