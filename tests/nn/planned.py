@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from blockscale.kernels.common.template import template
 from blockscale.kernels.quantizers.outputs import choose_output
 from blockscale.nn import layer_plan
 from blockscale.ops import gemm_kernels
+from blockscale.ops.dequantize import values
 from blockscale.ops.gemm_operands import Products, Side
 from stand_in import gpu
 
@@ -86,9 +86,8 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
             scalars = alpha if isinstance(alpha, tuple) else (None, None)
             left = Side(a, a_scale, scalars[0], call.a.format, "compact", a_shape)
             right = Side(b, b_scale, scalars[1], call.b.format, "compact", b_shape)
-            gemm = sys.modules["blockscale.ops.gemm"]
-            values = gemm._values(left, -1), gemm._values(right, -2)
-            out.copy_(reference.gemm(*values, out_dtype=call.out_dtype, bias=bias))
+            x, w = values(left, -1), values(right, -2)
+            out.copy_(reference.gemm(x, w, out_dtype=call.out_dtype, bias=bias))
 
         like = template((a_shape[0], b_shape[1]), call.out_dtype, call.device)
         return CompiledGemm(None, run, like, lambda *operands: operands)
