@@ -255,9 +255,11 @@ def test_compile(name, dynamic):
 # --- which backend --------------------------------------------------------------------------------
 
 
-def test_a_cpu_has_no_kernel_for_it():
-    with pytest.raises(ValueError, match=r"backend: no kernel can run gemm .* are on cpu"):
-        bs.gemm_quantize(*operands(), backend="kernel")
+def test_kernels_of_a_cpu():
+    """Two: a product, and a quantizer."""
+    a, b = operands()
+    got, want = (bs.gemm_quantize(a, b, backend=each) for each in ("kernel", "auto"))
+    assert torch.equal(got, want)
     assert "gemm_quantize" in backends.OPERATIONS
     assert backends.backend("gemm_quantize", "cpu")[0] in ("reference", "numba + torch")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -23,9 +23,8 @@ from stand_in import gpu, matrix
 def compiled(monkeypatch):
     """What would be compiled."""
     found = []
-    monkeypatch.setattr(
-        sys.modules["blockscale.warm"], "compile_all", lambda configs, _: found.extend(configs)
-    )
+    module = import_module("blockscale.kernels.common.compile_all")
+    monkeypatch.setattr(module, "compile_all", lambda configs, _: found.extend(configs))
     return found
 
 

@@ -12,7 +12,6 @@ import torch
 
 from .gemm_launch import forget_launches
 from .kernels.common import runtime
-from .kernels.common.compile_all import compile_all
 from .kernels.common.gpu import Gpu
 from .kernels.common.runtime import standing_in
 
@@ -29,7 +28,7 @@ def warm(*, processes: int | None = None) -> Iterator[list[Any]]:
     process and others find them.
 
     >>> with bs.warm():
-    ...     loss(model(x)).backward()  # gives numbers without meaning
+    ...     model(x).sum().backward()  # numbers without meaning
 
     Nothing inside may depend on values, and no optimizer may step. It holds in all threads. Where
     there is no GPU, nothing is compiled and all runs as it does without.
@@ -52,7 +51,10 @@ def warm(*, processes: int | None = None) -> Iterator[list[Any]]:
             yield found
     finally:
         forget_launches()
-    compile_all(found, processes)
+    if found:
+        from .kernels.common.compile_all import compile_all
+
+        compile_all(found, processes)
 
 
 def _note(found: list[Any], config: Any) -> Callable[..., None]:

@@ -28,7 +28,7 @@ def warm(
 ) -> None:
     """Compile the kernels of linear layers into the cache on disk, several at once.
 
-    [dim]blockscale warm 6144x4096,4096x4096,28672x4096,4096x14336 --tokens 1,16,4096[/dim]
+    Example: blockscale warm 6144x4096,4096x4096,28672x4096,4096x14336 --tokens 1,16,4096
 
     A model's first step then loads them, where it compiles one after another without. In a
     program, `with blockscale.warm():` around a step does it for whatever the step calls.

@@ -135,7 +135,10 @@ def _multiply(
         why = f"x is {rows.dtype}; kernels multiply bfloat16 by quantized weights"
         fall_back("gemm", rows, "auto", why)
     values = weight.dequantize(torch.float32)
-    return reference.gemm(rows, values.mT, out_dtype=out_dtype, bias=bias)
+    product = reference.gemm(rows, values.mT, out_dtype=out_dtype, bias=bias)
+    # torch 2.11 compiles what an autograd.Function gives as zeros for its backward, unless it is
+    # made by an operation outside of reference.gemm's autocast
+    return product.clone() if torch.compiler.is_compiling() else product
 
 
 def _transposed(weight: ScaledTensor) -> ScaledTensor:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .compile_cache import build
-
 __all__ = ["CLUSTERS", "GPUS", "SHARED", "Gpu", "no_kernels"]
 
 #: Bytes of shared memory that a CTA may have, or several of a multiprocessor together.
@@ -21,6 +19,12 @@ _H200 = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 
 #: CTAs that a cluster may have.
 CLUSTERS = tuple(_H200)
+
+
+def _build(config: Any) -> Callable[..., Any]:
+    from .compile_cache import build  # what it imports takes time, and a CPU needs none of it
+
+    return build(config)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # the same one is the same value: quick to look up
@@ -39,7 +43,7 @@ class Gpu:
 
     arch: str
     multiprocessors: int
-    load: Callable[[Any], Callable[..., Any]] = build
+    load: Callable[[Any], Callable[..., Any]] = _build
 
     def max_active_clusters(self, ctas: int) -> int:
         """Clusters of so many CTAs, each of which fills a multiprocessor, that run at once: of an

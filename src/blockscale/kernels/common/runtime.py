@@ -11,7 +11,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from . import compile_cache
 from .gpu import Gpu
 
 __all__ = ["Described", "Unsupported", "describe", "gpu_of", "missing", "standing_in"]
@@ -77,6 +76,8 @@ def standing_in(find: Callable[[torch.device], Gpu | None]) -> Iterator[None]:
 
 
 def _load(device: torch.device, config: Any) -> Callable[..., Any]:
+    from . import compile_cache
+
     kernel = compile_cache.load(config)
     return kernel if torch.cuda.device_count() == 1 else partial(_run_on, device, kernel)
 
