@@ -15,7 +15,7 @@ UNPINNED := ^\#
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env test train bench lint docs clean
+.PHONY: help env test quick train bench lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ env: .venv/ready ## make .venv; done again when pyproject.toml or constraints.tx
 
 test: .venv/ready ## run the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+quick: .venv/ready ## run the tests that take little time: no kernels in the emulator
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not kernels and not slow" -n auto --maxprocesses 8 --dist worksteal
 
 train: .venv/ready ## train a small GPT in bf16 and in MXFP8, and compare
 	$(BIN)/blockscale train

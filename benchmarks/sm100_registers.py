@@ -27,6 +27,7 @@ from blockscale.emulator.hostcode import settings
 from blockscale.formats import get_format
 from blockscale.kernels.common.builders import build_kernel
 from blockscale.kernels.common.epilogue import Epilogue
+from blockscale.kernels.common.gpu import GPUS, Gpu
 from blockscale.kernels.common.machine_code import usage
 from blockscale.kernels.sm100.config import ARCHES, WHOLE, Config, choose_config
 from blockscale.kernels.sm100.kinds import find_kind
@@ -51,9 +52,9 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "added to bf16": {"accumulate": True},
     "added to fp16": {"accumulate": True, "out_dtype": _FP16},
     "added to fp32": {"accumulate": True, "out_dtype": _FP32},
-    "rows that TMA cannot store": {"aligned": False},
-    "rows that TMA cannot store, fp32": {"aligned": False, "out_dtype": _FP32},
-    "rows that TMA cannot store, added to": {"aligned": False, "accumulate": True},
+    "rows that TMA cannot store": {"tma_store": False},
+    "rows that TMA cannot store, fp32": {"tma_store": False, "out_dtype": _FP32},
+    "rows that TMA cannot store, added to": {"tma_store": False, "accumulate": True},
     "bias in bf16": {"bias": _BF16},
     "bias in fp16": {"bias": _FP16},
     "bias in fp32": {"bias": _FP32},
@@ -61,7 +62,7 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "alpha, bias, added to fp32": {
         **{"alpha": 2, "bias": _BF16, "accumulate": True, "out_dtype": _FP32}
     },
-    "for sm_103a": {"arch": ARCHES[1]},
+    "for sm_103a": {"gpu": GPUS[ARCHES[1]]},
     **{
         f"{'SwiGLU, ' * swiglu}quantized to {format}": {
             **{"out_dtype": torch.uint8, "alpha": 2, "quantizing": Quantizing(format, swiglu)}
@@ -103,10 +104,11 @@ def choose(
     size: tuple[int, int],
     majors: tuple[str, str] = ("k", "k"),
     quantizing: Quantizing | None = None,
+    gpu: Gpu = GPUS[ARCHES[0]],
     **epilogue: Any,
 ) -> Config:
-    added = Epilogue(**epilogue)
-    return choose_config((*size, 4096), pair, added, majors=majors, quantizing=quantizing)
+    how = {"majors": majors, "quantizing": quantizing, "gpu": gpu}
+    return choose_config((*size, 4096), pair, Epilogue(**epilogue), **how)
 
 
 # --- what they take -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,29 @@ from blockscale.ops import backends
 settings.register_profile("blockscale", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("blockscale")
 torch.set_num_threads(1)  # the suite runs a worker on each core
+
+
+#: Of files, by how their paths begin: what all of their tests are.
+_MARKS = {
+    "kernels": (
+        *("kernels/test_gpu_", "kernels/test_sm", "kernels/test_gemm_"),
+        *("cli/test_emulate_", "emulator/test_mutation", "emulator/test_pipelines", "test_warm"),
+    ),
+    "slow": (
+        *("kernels/test_cpu", "test_ops", "test_fused", "test_properties", "training/"),
+        *("nn/test_nn_ranks", "nn/test_nn_quantized_ranks", "nn/test_nn_compile"),
+        *("nn/test_nn_layer_plan", "checkpoint/test_checkpoint_kill"),
+    ),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(root).as_posix()
+        for mark, beginnings in _MARKS.items():
+            if path.startswith(beginnings):
+                item.add_marker(mark)
 
 
 @pytest.fixture(scope="module", params=["reference", "numba"])

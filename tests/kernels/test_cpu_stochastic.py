@@ -179,6 +179,11 @@ def test_seeds_have_a_kernel(name: str) -> None:
         bs.quantize(x, axis=-2, offsets=offsets, seed=1, backend="kernel")
 
 
+def test_what_doctor_says_of_seeds() -> None:
+    for operation in ("quantize", "quantize_both"):
+        assert "seed" not in bs.ops.backend(operation, "cpu")[1]
+
+
 def test_no_elements() -> None:
     for name, shape in itertools.product(NAMES, ((0, 64), (64, 0), (0, 3, 32))):
         options = given_options(formats[name], -1)

@@ -18,10 +18,9 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from blockscale.kernels.common.machine import SHARED
-
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.epilogue import Epilogue
+from blockscale.kernels.common.gpu import SHARED
 from blockscale.kernels.common.machine_code import Usage, disassemble, usage
 from blockscale.kernels.sm100.config import Config, choose_config
 
@@ -184,6 +183,7 @@ def _opcodes(sass: str) -> list[str]:
 SECOND = """
 import sys, torch
 from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.sm100.config import choose_config
 
 def build(config):
