@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from gpu_quantize import ROOT, head, line, rewrite
 
+from blockscale.dtypes import to_torch
 from blockscale.emulator import Device, Report, cutedsl
 from blockscale.emulator.hostcode import settings
 from blockscale.formats import get_format
@@ -151,7 +152,7 @@ def _arguments(config: Config) -> list[Any]:
         tiles = size // format.block_size // 4
         given.append(torch.zeros(size // 128, tiles * 64, dtype=torch.int64))
     if config.quantizing is None:
-        out: Any = torch.zeros(size, size, dtype=config.out_dtype)
+        out: Any = torch.zeros(size, size, dtype=to_torch(config.out_dtype))
     else:
         format = config.quantizing.stored
         columns = size // config.quantizing.parts

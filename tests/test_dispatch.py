@@ -16,9 +16,9 @@ from torch import Tensor
 import blockscale as bs
 from blockscale import reference
 from blockscale.formats import Format, formats, get_format
-from blockscale.kernels import quantizers
 from blockscale.kernels.common import runtime
-from blockscale.kernels.quantizers import Request
+from blockscale.kernels.quantizers import calls as quantizers
+from blockscale.kernels.quantizers.calls import Request
 from blockscale.layouts import Grouped, as_bytes, get_layout
 from blockscale.ops import backends
 from stand_in import chip, gpu

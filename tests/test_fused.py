@@ -13,7 +13,7 @@ import blockscale as bs
 import stand_in
 from blockscale import ops, reference
 from blockscale.formats import formats
-from blockscale.kernels import quantizers as kernels
+from blockscale.kernels.quantizers import calls as kernels
 from blockscale.ops import fused
 
 OPS = torch.ops.blockscale

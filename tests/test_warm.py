@@ -13,6 +13,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 import blockscale as bs
 from blockscale.cli import app
+from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.compile_all import compile_all
 from blockscale.kernels.quantizers.config import Request, choose_config
@@ -97,7 +98,7 @@ def test_without_a_gpu_nothing_changes(compiled):
 def test_processes_fill_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BLOCKSCALE_CACHE_DIR", str(tmp_path))
     asked = [Request("mxfp8", nonfinite=each) for each in ("propagate", "te")]
-    configs = [choose_config((256, 256), [(0, 512)], torch.bfloat16, each) for each in asked]
+    configs = [choose_config((256, 256), [(0, 512)], BFLOAT16, each) for each in asked]
     assert compile_all([*configs, configs[0]]) == 2
     assert all(map(compile_cache.is_cached, configs))
     assert compile_all(configs) == 0

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .checks import check_offsets, choose
+from .checks import choose
 from .formats import get_format
+from .offsets import check_offsets
 from .tensor import ScaledTensor
 
 __all__ = ["check_batch", "check_grouped", "check_product"]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .checks import check_flag, check_offsets, choose
+from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
 from .layouts import Layout, get_layout, layouts
+from .offsets import check_offsets
 from .remember import remembered
 from .tensor import ScaledTensor
 from .watching import is_dtensor

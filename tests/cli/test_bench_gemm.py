@@ -31,6 +31,7 @@ from blockscale.bench.contest import (
 )
 from blockscale.bench.llm_shapes import LLM_SHAPES
 from blockscale.cli.bench import bench
+from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common.gpu import Gpu
 from blockscale.kernels.sm90.config import Config
 from blockscale.kernels.sm90.ladder_steps import STEPS
@@ -301,7 +302,7 @@ def test_shapes_of_language_models():
     assert all(s.k % 128 == 0 and s.n % 8 == 0 for s in LLM_SHAPES)
 
 
-CANDIDATES = [Config(BF16, group=group) for group in (8, 4, 2, 1)]
+CANDIDATES = [Config(BFLOAT16, group=group) for group in (8, 4, 2, 1)]
 
 
 @pytest.fixture
@@ -328,7 +329,7 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize("group", [8, 4, 1])
 def test_choice_beside_the_best(kernels, monkeypatch, group):
-    monkeypatch.setattr(chooser, "_chosen", lambda shape: Config(BF16, group=group))
+    monkeypatch.setattr(chooser, "_chosen", lambda shape: Config(BFLOAT16, group=group))
     shape = replace(LLM_SHAPES[0], m=64, n=256, k=512)
     (found,) = chooser.compare([shape], Clock(), 132)
     if group == 1:

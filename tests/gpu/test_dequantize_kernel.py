@@ -10,8 +10,8 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale import reference
-from blockscale.kernels import quantizers
 from blockscale.kernels.common.gpu import GPUS
+from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.layouts import layouts
 
 only_on(*GPUS)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from blockscale import reference
 from blockscale.formats import formats
-from blockscale.kernels import quantizers
 from blockscale.kernels.common.gpu import Gpu
 from blockscale.kernels.common.runtime import gpu_of
+from blockscale.kernels.quantizers import calls as quantizers
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, COLUMNS, BOTH = (-1,), (-2,), (-1, -2)

@@ -12,7 +12,7 @@ from blockscale import emulator as em
 from blockscale import reference
 from blockscale.emulator.report import Report
 from blockscale.formats import get_format
-from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.layouts import Grouped, as_bytes, get_layout
 from stand_in import chip
 

@@ -11,6 +11,7 @@ from guarded import guarded
 from torch import Tensor
 
 from blockscale import emulator as em
+from blockscale.dtypes import to_torch
 from blockscale.emulator.tensorcore.arithmetic import multiply
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha
@@ -125,7 +126,7 @@ def emulated(
     )
     pairs = zip((a.data, b.data), config.majors, strict=True)
     data = [x if major == "k" else x.T.contiguous() for x, major in pairs]
-    with guarded((len(a.codes), len(b.codes)), config.out_dtype, start) as out:
+    with guarded((len(a.codes), len(b.codes)), to_torch(config.out_dtype), start) as out:
         with em.cutedsl(device):
             compile_cache.build(config)(data[0], scales[0], data[1], scales[1], out, bias, alpha)
         return out.clone()

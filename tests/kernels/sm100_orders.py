@@ -19,6 +19,7 @@ import torch
 from sm100_inputs import BF16, FP16, FP32, Operand, emulated, operand, product, rounded
 from torch import Tensor
 
+from blockscale.dtypes import to_torch
 from blockscale.kernels.sm100.config import Config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 
@@ -94,10 +95,10 @@ class Case:
         alpha = torch.tensor(4 / size) if config.alpha else None
         size = 4.0 if config.alpha else size
         bias = size * torch.randn(n, generator=generator)
-        given = {"alpha": alpha, "bias": bias.to(config.bias) if config.bias else None}
+        given = {"alpha": alpha, "bias": bias.to(to_torch(config.bias)) if config.bias else None}
         if config.quantizing is None:
             start = size * torch.randn(m, n, generator=generator)
-            given["start"] = start.to(config.out_dtype) if config.accumulate else None
+            given["start"] = start.to(to_torch(config.out_dtype)) if config.accumulate else None
         elif config.quantizing.stored.has_global_scale:
             given["global_scale"] = torch.tensor(0.037)
         return given
@@ -105,7 +106,7 @@ class Case:
     @cached_property
     def expected(self) -> tuple[Tensor, ...]:
         if self.config.quantizing is None:
-            return (rounded(self.sums, self.config.out_dtype, **self.epilogue),)
+            return (rounded(self.sums, to_torch(self.config.out_dtype), **self.epilogue),)
         return sm100_quantized.expected(self.config.quantizing, self.sums, **self.epilogue)
 
     def run(self, completion: str, seed: int) -> tuple[Tensor, ...]:

@@ -19,11 +19,12 @@ import blockscale as bs
 import stand_in
 from blockscale import emulator as em
 from blockscale import reference
+from blockscale.dtypes import to_torch
 from blockscale.emulator.hostcode import settings
 from blockscale.emulator.report import Report
 from blockscale.formats import Format, formats
-from blockscale.kernels import quantizers
 from blockscale.kernels.common import compile_cache
+from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers import dequantize_plan
 from blockscale.layouts import as_bytes, get_layout
 from stand_in import chip
@@ -371,7 +372,7 @@ def test_the_op_uses_it(monkeypatch):
             assert_same(got.to(made), want, str(q))
             assert got.dtype == dtype
             assert got.is_contiguous()
-        assert [config.dtype for config in launched] == [FP32, BF16]
+        assert [to_torch(config.dtype) for config in launched] == [FP32, BF16]
         ends = torch.tensor([10, 64], dtype=torch.int32)
         grouped = bs.quantize(x, "mxfp8", -2, offsets=ends, backend="reference")
         with pytest.warns(bs.FallbackWarning, match="dequantize .* groups along the contraction"):

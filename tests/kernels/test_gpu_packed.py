@@ -12,7 +12,7 @@ from gpu_bench import assert_same, check, emulated, expected, nasty
 
 from blockscale import reference
 from blockscale.formats import formats
-from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import calls as quantizers
 from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")

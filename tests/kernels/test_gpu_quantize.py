@@ -11,8 +11,8 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from gpu_bench import check, emulated, nasty
 
 from blockscale.formats import formats
-from blockscale.kernels import quantizers
-from blockscale.kernels.quantizers import Request
+from blockscale.kernels.quantizers import calls as quantizers
+from blockscale.kernels.quantizers.calls import Request
 from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")

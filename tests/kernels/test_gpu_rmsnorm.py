@@ -13,10 +13,11 @@ from gpu_bench import assert_same, nasty, poisoned
 
 from blockscale import emulator as em
 from blockscale import reference
+from blockscale.dtypes import BFLOAT16
 from blockscale.emulator.report import Report
 from blockscale.formats import formats
-from blockscale.kernels import quantizers
 from blockscale.kernels.common.builders import build_kernel
+from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers import norm
 from blockscale.kernels.quantizers.config import Request
 from blockscale.layouts import as_bytes, get_layout
@@ -160,7 +161,12 @@ def test_few_warps_for_many_segments(small_machine, monkeypatch):
     monkeypatch.setattr(norm, "_WARPS", 7)
     x = rows(6, 3600, BF16)
     config = norm.choose_norm(
-        (6, 3600), (0, 7200), BF16, (0, BF16), Request("mxfp8"), chip("sm_90a", 1)
+        (6, 3600),
+        (0, 7200),
+        BFLOAT16,
+        (0, BFLOAT16),
+        Request("mxfp8"),
+        chip("sm_90a", 1),
     )
     assert (config.segments, config.segment_warps) == (8, 3)
     check(x, weights(3600, FP32), "mxfp8", "sm_90a", layout="packed", completion="random")
@@ -220,7 +226,9 @@ def test_sectors(format, layout, arch, small_machine):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sums_are_not_fused(arch):
     """ptxas may fuse a multiplication and an addition unless both say how they are rounded."""
-    config = norm.choose_norm((64, 64), (0, 128), BF16, (0, BF16), Request("nvfp4"), chip(arch))
+    config = norm.choose_norm(
+        (64, 64), (0, 128), BFLOAT16, (0, BFLOAT16), Request("nvfp4"), chip(arch)
+    )
     with em.cutedsl(em.Device(arch)):
         ptx = build_kernel(config).__ptx__
     assert "add.rn.f32" in ptx
@@ -247,7 +255,9 @@ def test_choice(format, dtype, arch):
     for k in (32, 512, 1536, 4096, 7168, 16384, 28672):
         for m in (1, 128, 1000, 16384):
             source = 0, k * dtype.itemsize
-            config = norm.choose_norm((m, k), source, dtype, (0, BF16), Request(format), chip(arch))
+            config = norm.choose_norm(
+                (m, k), source, dtype, (0, BFLOAT16), Request(format), chip(arch)
+            )
             n = config.tile_rows
             row = config.segments * 512 * dtype.itemsize
             assert n in (1, 2, 4, 8, 16, 32)

@@ -20,8 +20,9 @@ from sm100_quantized import expected
 from blockscale import emulator as em
 from blockscale import quantize, reference
 from blockscale.formats import get_format
-from blockscale.kernels import quantizers, sm100
 from blockscale.kernels.common.calls import Operand as Given
+from blockscale.kernels.quantizers import calls as quantizers
+from blockscale.kernels.sm100 import calls as sm100
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 from blockscale.layouts import as_bytes, get_layout
 from blockscale.ops.gemm_operands import global_scales

@@ -24,10 +24,11 @@ from sm100_quantized import emulated, expected, halved_scale
 
 from blockscale import emulator as em
 from blockscale import formats, quantize, swiglu_quantize
-from blockscale.kernels import sm100
+from blockscale.dtypes import UINT8, to_torch
 from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
+from blockscale.kernels.sm100 import calls as sm100
 from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 from stand_in import chip
@@ -42,7 +43,7 @@ PAIR = {"ctas": 2, "cluster": (2, 1)}
 def _config(format: str, quantizing: Quantizing, **fields: Any) -> Config:
     given = {"columns": 256, "c_buffers": 1, "stages": 3, "alpha": 1} | fields
     b_format = given.pop("b_format", format)
-    return Config(format, b_format, torch.uint8, quantizing=quantizing, **given)
+    return Config(format, b_format, UINT8, quantizing=quantizing, **given)
 
 
 @cache
@@ -63,7 +64,7 @@ def _check(config: Config, a: Operand, b: Operand, sums: np.ndarray, **given: An
         given.setdefault("global_scale", torch.tensor(0.037))
     if config.bias is not None:
         bias = 3 * torch.randn(len(b.codes), generator=torch.Generator().manual_seed(5))
-        given["bias"] = bias.to(config.bias)
+        given["bias"] = bias.to(to_torch(config.bias))
     data, scale = emulated(config, a, b, **given, **how)
     want = expected(quantizing, sums, **given)
     assert_same(data, want[0], "data")
@@ -229,9 +230,7 @@ def test_chosen(format, swiglu):
     """Every size has a configuration, whose sums and scales Tensor Memory has room for."""
     quantizing = Quantizing(format, swiglu)
     for shape in ((1, 64, 128), (256, 256, 256), (8192, 8192, 8192)):
-        config = choose_config(
-            shape, (format, format), Epilogue(torch.uint8), quantizing=quantizing
-        )
+        config = choose_config(shape, (format, format), Epilogue(UINT8), quantizing=quantizing)
         last = config.scale_columns[1] + 4 * config.scale_rows[1] * config.kind.scale_tiles
         assert last <= 512
         early = config.early_boxes * config.box_columns

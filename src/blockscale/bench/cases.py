@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, get_format
-from ..kernels import quantizers
+from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout
 
 __all__ = ["GROUPS", "SHAPES", "Case", "Group", "expert_ends", "prepare"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats import get_format
 from ..gemm import gemm
-from ..kernels import quantizers
+from ..kernels.quantizers import calls as quantizers
 from ..ops.operand_layout import operand_layout
 from ..quantize import quantize, quantize_both
 from ..tensor import ScaledTensor

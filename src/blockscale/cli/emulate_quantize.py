@@ -42,8 +42,8 @@ def quantize(
     from .. import reference
     from ..checks import choose
     from ..formats import get_format
-    from ..kernels import quantizers
     from ..kernels.common.gpu import GPUS
+    from ..kernels.quantizers import calls as quantizers
     from ..layouts import as_bytes, get_layout, swizzle_scale
 
     gpu = choose_arch(arch, GPUS)

@@ -16,10 +16,10 @@ from torch import Tensor
 from ..formats import Format
 from ..gemm import gemm, side
 from ..gemm_checks import check_product
-from ..kernels import quantizers
 from ..kernels.common.calls import describe_call
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..kernels.common.template import template
+from ..kernels.quantizers import calls as quantizers
 from ..layouts import as_bytes
 from ..ops import gemm_kernels
 from ..ops.gemm_operands import Side, global_scales

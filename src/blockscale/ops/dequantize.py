@@ -7,8 +7,9 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
-from ..kernels import cpu, quantizers
 from ..kernels.common.runtime import gpu_of
+from ..kernels.cpu import calls as cpu
+from ..kernels.quantizers import calls as quantizers
 from .backends import fall_back, no_cpu_kernels
 from .gemm_operands import Side, scale_matrix
 

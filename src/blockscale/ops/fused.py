@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
-from ..kernels import quantizers
 from ..kernels.common.runtime import gpu_of
+from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
 from .backends import fall_back

@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..kernels import quantizers
 from ..kernels.common import calls
 from ..kernels.common.gpu import Gpu, no_kernels
 from ..kernels.common.runtime import gpu_of, missing
+from ..kernels.quantizers import calls as quantizers
 from . import gemm_sm90, gemm_sm100
 from .gemm_operands import Products, Quantization, Side, detached, global_scales
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import get_format
-from ..kernels import quantizers
+from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
 from .fused import fake_scalar, quantize_values, swiglu_quantize

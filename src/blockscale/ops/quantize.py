@@ -8,8 +8,9 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
-from ..kernels import cpu, quantizers
 from ..kernels.common.runtime import gpu_of
+from ..kernels.cpu import calls as cpu
+from ..kernels.quantizers import calls as quantizers
 from ..layouts import as_bytes, get_layout, swizzle_scale
 from . import fakes
 from .backends import fall_back, require_cpu_kernels

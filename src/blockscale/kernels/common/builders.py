@@ -11,8 +11,8 @@ __all__ = ["BUILDERS", "build_kernel"]
 BUILDERS = {
     "quantizers.config.Config": "quantizers.kernel",
     "quantizers.config.AmaxConfig": "quantizers.amax",
-    "quantizers.norm.NormConfig": "quantizers.rmsnorm_kernel",
-    "quantizers.dequantize_plan.DequantizeConfig": "quantizers.dequantize_kernel",
+    "quantizers.norm_config.NormConfig": "quantizers.rmsnorm_kernel",
+    "quantizers.dequantize_config.DequantizeConfig": "quantizers.dequantize_kernel",
     "sm90.config.Config": "sm90.fp8_gemm",
     "sm90.bf16_config.Bf16Config": "sm90.bf16_gemm",
     "sm90.mixed_config.Config": "sm90.mixed",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from ...formats import Format, get_format
 from ...layouts import get_layout
@@ -16,7 +16,6 @@ from ..common.spec import Spec, specify
 
 __all__ = [
     "BAND",
-    "DTYPES",
     "GROUP_ROWS",
     "PANEL",
     "PRODUCERS",
@@ -28,7 +27,6 @@ __all__ = [
     "why_not",
 ]
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 BAND = 32  # rows that a warp takes at once along columns
 GROUP_ROWS = 128  # an expert's scales start at a multiple of it
@@ -96,7 +94,7 @@ class Config:
     """
 
     arch: str
-    dtype: torch.dtype
+    dtype: np.dtype
     format: str
     scale_rounding: str
     nonfinite: str
@@ -155,13 +153,11 @@ class AmaxConfig(Config):
     """The kernel that finds the largest magnitude only: ``axes`` is empty."""
 
 
-def why_not(request: Request, arch: str, dtype: torch.dtype) -> str:
+def why_not(request: Request, arch: str) -> str:
     """Why there is no kernel for such a call; empty where there is one."""
     format = request.fmt
     if arch not in GPUS:
         return f"architecture {arch}: {no_kernels(arch, GPUS)}"
-    if dtype not in DTYPES:
-        return f"dtype {dtype}: there are kernels for {', '.join(map(str, DTYPES))}"
     if format.element.bits == 6:
         return f"format {format.name}: no kernel packs 6-bit elements"
     for layout in request.layouts:
@@ -175,7 +171,7 @@ def why_not(request: Request, arch: str, dtype: torch.dtype) -> str:
 def choose_config(
     shape: tuple[int, int],
     sources: Sequence[tuple[int, int]],
-    dtype: torch.dtype,
+    dtype: np.dtype,
     request: Request,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:

@@ -27,7 +27,7 @@ from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
 from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
 from .groups import TileRows
-from .norm import SEGMENT, NormConfig
+from .norm_config import SEGMENT, NormConfig
 from .rows import Rows
 from .scales import Packed, staging
 from .tile import ELEMENTS, Part, load_words

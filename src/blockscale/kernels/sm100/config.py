@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+import numpy as np
 
-from ..common.calls import OUT_DTYPES
-from ..common.epilogue import Epilogue
+from ...dtypes import FLOAT32, UINT8
+from ..common.epilogue import OUT_DTYPES, Epilogue
 from ..common.gpu import GPUS, SHARED, Gpu, no_kernels
 from ..common.refuse import refuse
 from .kinds import Kind, find_kind
@@ -54,7 +54,7 @@ class Config:
 
     a_format: str
     b_format: str
-    out_dtype: torch.dtype
+    out_dtype: np.dtype
     majors: tuple[str, str] = ("k", "k")
     accumulate: bool = False
     columns: int = 128
@@ -64,7 +64,7 @@ class Config:
     c_buffers: int = 2
     group: int = 8
     tma_store: bool = True
-    bias: torch.dtype | None = None
+    bias: np.dtype | None = None
     alpha: int = 0
     arch: str = "sm_100a"
     quantizing: Quantizing | None = None
@@ -76,7 +76,7 @@ class Config:
             "majors": any(each not in ("k", "mn") for each in self.majors)
             or (self.majors[0] == "mn" and self.a_format not in WHOLE)
             or (self.majors[1] == "mn" and (self.b_format not in WHOLE or self.b_rows < ROW)),
-            "out_dtype": self.out_dtype not in (OUT_DTYPES if plain else (torch.uint8,)),
+            "out_dtype": self.out_dtype not in (OUT_DTYPES if plain else (UINT8,)),
             "quantizing": self.quantizing is not None
             and (self.quantizing.format not in FORMATS or self.accumulate or not self.tma_store),
             "columns": self.columns not in (128, 256) or self.tile[1] < BOX_COLUMNS,
@@ -155,7 +155,7 @@ class Config:
     @property
     def reduces(self) -> bool:
         """Whether what the output holds is added where it is, by TMA, which does so in its type."""
-        return self.accumulate and self.tma_store and self.out_dtype == torch.float32
+        return self.accumulate and self.tma_store and self.out_dtype == FLOAT32
 
     @property
     def instruction(self) -> int:
@@ -304,7 +304,7 @@ def choose_config(
     )
 
 
-def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> str:
+def why_not(a_format: str, b_format: str, out_dtype: np.dtype, arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""
     if arch not in ARCHES:
         return f"architecture {arch}: {no_kernels(arch, ARCHES)}"

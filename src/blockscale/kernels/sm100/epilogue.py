@@ -5,10 +5,10 @@ one. A warp has 32 rows, a thread one of them."""
 from __future__ import annotations
 
 import cutlass
-import torch
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass import min as least
 
+from ...dtypes import BFLOAT16, FLOAT16
 from ..common.copies import Copies
 from ..common.factor import factor_of
 from ..common.persistent import advance_pipeline
@@ -18,7 +18,7 @@ from .roles import Pipeline
 
 __all__ = ["Epilogue"]
 
-_KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_KINDS = {BFLOAT16: "bf16", FLOAT16: "f16"}
 
 
 class Epilogue:

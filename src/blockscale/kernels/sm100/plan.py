@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from ...dtypes import from_torch
 from ...formats import Format, get_format
 from ...layouts import as_bytes, get_layout
 from ..common.calls import CompiledGemm, GemmCall, check_matrix
@@ -75,7 +76,7 @@ class Operands:
 def plan_gemm(call: GemmCall, ctas: int | None = None) -> CompiledGemm:
     """The plan of a call of ``gemm``; raises as it does."""
     formats = call.a.format, call.b.format
-    gpu = call.supported(partial(why_not, *formats, call.out_dtype))
+    gpu = call.supported(partial(why_not, *formats, from_torch(call.out_dtype)))
     operands = Operands.of(call)
     m, n, k = operands.shape
     call.check_rest((m, n))

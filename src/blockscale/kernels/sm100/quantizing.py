@@ -12,9 +12,9 @@ they are quantized: the bytes are those of ``swiglu_quantize``, or ``quantize``,
 from __future__ import annotations
 
 import cutlass
-import torch
 from cutlass import Int64, Uint32, cute, select_
 
+from ...dtypes import FLOAT32
 from ..common.encode import Encoder
 from ..common.ptx import store_global, store_shared
 from ..common.swiglu import PRODUCE
@@ -25,7 +25,7 @@ from .quantizing_config import BOX_COLUMNS, STEP
 
 __all__ = ["QuantizingEpilogue"]
 
-_FP32 = torch.float32
+_FP32 = FLOAT32
 _AT_ONCE = 8  # values of which SwiGLU is computed; more would take more registers
 
 

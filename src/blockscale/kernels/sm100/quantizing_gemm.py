@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...checks import choose
+from ...dtypes import BFLOAT16, UINT8
 from ...formats import NONFINITE, get_format
 from ...layouts import get_layout
 from ..common.calls import GemmCall, Operand, describe_call
@@ -80,7 +81,7 @@ def _plan(
     call: GemmCall, global_scale: Described | None, quantizing: Quantizing, ctas: int | None
 ) -> _Plan:
     formats, device = (call.a.format, call.b.format), call.device
-    gpu = call.supported(partial(why_not, *formats, torch.bfloat16))
+    gpu = call.supported(partial(why_not, *formats, BFLOAT16))
     _check_names(quantizing)
     operands = Operands.of(call, quantizing.parts)
     m, n, k = operands.shape
@@ -100,7 +101,7 @@ def _plan(
     config = choose_config(
         (m, n, k),
         formats,
-        call.epilogue(n)._replace(out_dtype=torch.uint8),
+        call.epilogue(n)._replace(out_dtype=UINT8),
         majors=operands.majors,
         quantizing=quantizing,
         gpu=gpu,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from ...dtypes import BFLOAT16
 from ..common.refuse import refuse
 from .config import Config
 
@@ -75,7 +74,7 @@ class LadderConfig:
     def stored(self) -> Config:
         """What the epilogue has to know: it sees warpgroups one above the other."""
         return Config(
-            torch.bfloat16,
+            BFLOAT16,
             tile=(64 * self.across, self.columns // self.across),
             cluster=(1, 1),
             warpgroups=self.across,
