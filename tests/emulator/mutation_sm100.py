@@ -146,7 +146,9 @@ class Product:
 KERNELS = {
     "mxfp8": Product(Config("mxfp8", "mxfp8_e5m2", BF16, stages=2, alpha=1), (130, 264, 144)),
     "nvfp4, pairs": Product(
-        Config("nvfp4", "nvfp4", BF16, ctas=2, cluster=(2, 1), stages=2, columns=256, c_buffers=1),
+        Config(
+            "nvfp4", "nvfp4", BF16, ctas=2, cluster=(2, 1), stages=2, mma_n=256, epilogue_stages=1
+        ),
         (264, 264, 288),
     ),
     "mxfp8 x mxfp4, 2x2": Product(
