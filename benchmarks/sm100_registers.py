@@ -30,7 +30,7 @@ from blockscale.kernels.common.builders import build_kernel
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.gpu import GPUS, Gpu
 from blockscale.kernels.common.machine_code import usage
-from blockscale.kernels.sm100.config import ARCHES, WHOLE, Config, choose_config
+from blockscale.kernels.sm100.config import ARCHES, EIGHT_BIT, Config, choose_config
 from blockscale.kernels.sm100.kinds import find_kind
 from blockscale.kernels.sm100.quantizing_config import FORMATS, Quantizing
 
@@ -42,7 +42,7 @@ END = "<!-- sm100_registers: end -->"
 #: (M, N), one for each tile that is chosen.
 SIZES = ((8192, 8192), (1024, 1024), (128, 32768), (128, 8192))
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-PAIRS = [pair for pair in product((*WHOLE, "mxfp4", "nvfp4"), repeat=2) if find_kind(*pair)]
+PAIRS = [pair for pair in product((*EIGHT_BIT, "mxfp4", "nvfp4"), repeat=2) if find_kind(*pair)]
 #: What is multiplied with every output.
 MAIN = (("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"))
 _ROUNDINGS = [each for each in get_format("mxfp8").scale.roundings if each != "rceil"]
@@ -97,7 +97,7 @@ def configurations() -> dict[Config, str]:
 
 def layouts(pair: tuple[str, str]) -> list[tuple[str, str]]:
     """Of A and B, that tensor cores take."""
-    return list(product(*(("k", "mn") if format in WHOLE else ("k",) for format in pair)))
+    return list(product(*(("k", "mn") if format in EIGHT_BIT else ("k",) for format in pair)))
 
 
 def choose(
@@ -155,7 +155,7 @@ def _arguments(config: Config) -> list[Any]:
         out: Any = torch.zeros(size, size, dtype=to_torch(config.out_dtype))
     else:
         format = config.quantizing.stored
-        columns = size // config.quantizing.parts
+        columns = size // config.quantizing.b_halves
         scales = size * columns // format.block_size
         out = (
             torch.zeros(size, columns * format.element.bits // 8, dtype=bytes_of),
@@ -201,7 +201,7 @@ def table(result: dict[str, Any]) -> str:
 
 def _tile(each: dict[str, Any]) -> str:
     config = each["config"]
-    return f"{128 * config['ctas']} x {config['columns']}" + ", a pair" * (config["ctas"] == 2)
+    return f"{128 * config['ctas']} x {config['mma_n']}" + ", a pair" * (config["ctas"] == 2)
 
 
 def _cell(rows: list[dict[str, Any]]) -> str:

@@ -22,6 +22,7 @@ _MARKS = {
     "kernels": (
         *("kernels/test_gpu_", "kernels/test_sm", "kernels/test_gemm_"),
         *("cli/test_emulate_", "emulator/test_mutation", "emulator/test_pipelines", "test_warm"),
+        "examples/",
     ),
     "slow": (
         *("kernels/test_cpu", "test_ops", "test_fused", "test_properties", "training/"),

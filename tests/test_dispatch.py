@@ -56,8 +56,10 @@ class Kernels:
         if reason and "not installed" not in reason:
             raise quantizers.Unsupported(reason)
 
-    def quantize(self, x: Tensor, format: Format, **given: Any) -> list[tuple[Tensor, Tensor]]:
-        grouped = given["offsets"] is not None
+    def quantize(self, x: Tensor, request: Request, **given: Any) -> list[tuple[Tensor, Tensor]]:
+        format, grouped = request.fmt, given["offsets"] is not None
+        assert request.grouped == grouped
+        given |= request._asdict()
         self.refuse(x, format, given["axes"], given["layouts"], grouped=grouped)
         self.calls.append({"x": x, **given})
         keep = ("scale_rounding", "nonfinite", "global_scale")

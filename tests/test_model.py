@@ -208,8 +208,8 @@ def test_bytes_of_formats():
 
 def test_sums_that_fit_twice_hide_the_epilogue():
     config = sm100.choose_config((8192, 8192, 8192), ("mxfp8", "mxfp8"), Epilogue(BFLOAT16))
-    narrow = sm100.fit(replace(config, columns=128))
-    assert narrow.sums == 2
+    narrow = sm100.fit(replace(config, mma_n=128))
+    assert narrow.acc_stages == 2
     assert tcgen05(narrow, (8192,) * 3).exposed == 0
     assert 0 < tcgen05(config, (8192,) * 3).exposed < 1
 

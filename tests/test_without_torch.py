@@ -1,4 +1,4 @@
-"""Formats, formulas, layouts, choosers, kernels and the CPU's loops work where there is no torch."""
+"""What another framework takes works where there is no torch."""
 
 import subprocess
 import sys

@@ -95,10 +95,7 @@ class ScaledTensor(torch.Tensor):
     ) -> ScaledTensor:
         self = _wrap(
             cls,
-            data,
-            scale if scale.dtype is torch.uint8 else as_bytes(scale),
-            global_scale,
-            offsets,
+            (data, scale if scale.dtype is torch.uint8 else as_bytes(scale), global_scale, offsets),
             get_format(format).name,
             get_layout(layout).name,
             check_axis(axis),
@@ -351,10 +348,7 @@ class ScaledTensor(torch.Tensor):
 
 def _wrap(
     cls: type[ScaledTensor],
-    data: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    offsets: Tensor | None,
+    parts: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     format_name: str,
     layout_name: str,
     axis: int,
@@ -362,7 +356,8 @@ def _wrap(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> ScaledTensor:
-    """A ScaledTensor of parts that are known to fit."""
+    """A ScaledTensor of parts that are known to fit: data, scale, global scale and offsets."""
+    data, scale, global_scale, offsets = parts
     strides = strides_like(shape, data)
     self = torch.Tensor._make_wrapper_subclass(  # by position: by name it takes longer
         cls, shape, strides, None, None, dtype, torch.strided, data.device
@@ -381,12 +376,10 @@ def _wrap(
 def transposed(q: ScaledTensor) -> ScaledTensor:
     """``q.mT``; what fits stays fit."""
     *lead, rows, columns = q.shape
+    scale = q.qscale.mT if q.layout_name == "compact" else q.qscale
     return _wrap(
         ScaledTensor,
-        q.qdata.mT,
-        q.qscale.mT if q.layout_name == "compact" else q.qscale,
-        q.global_scale,
-        q.offsets,
+        (q.qdata.mT, scale, q.global_scale, q.offsets),
         q.format_name,
         q.layout_name,
         -3 - q.axis,

@@ -128,8 +128,8 @@ class Case:
 def _shape(config: Config) -> tuple[int, int, int]:
     """Four tiles of single blocks; three of clusters, one beside the other."""
     (rows, columns), across = config.tile, config.cluster[1]
-    n = columns * across * (1 if config.blocks == 1 else 2) + 32
-    n = config.parts_of_columns * n + (not config.tma_store and config.majors[1] == "k")
+    n = columns * across * (1 if config.cluster_size == 1 else 2) + 32
+    n = config.b_halves * n + (not config.tma_store and config.majors[1] == "k")
     tail = 128 if any(config.unpacked) else 32 if config.kind.packed else 16
     return rows + 16, n, 2 * config.kind.block_k + tail
 
@@ -147,11 +147,11 @@ def _cases() -> Iterator[tuple[str, Case]]:
                 a,
                 b,
                 majors=LAYOUTS[layout],
-                columns=int(columns),
+                mma_n=int(columns),
                 ctas=ctas,
                 cluster=(down, across),
                 stages=2,
-                c_buffers=1,
+                epilogue_stages=1,
                 **fields,
             )
             yield (

@@ -68,7 +68,8 @@ def emulated(
     device = em.Device(arch, completion=completion, check="all")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
         gpu = replace(chip(arch, multiprocessors), load=load)
-        out = quantizers.dequantize(data, scale, format, shape=shape, axis=axis, gpu=gpu, **given)
+        stored = quantizers.Stored(format.name, shape, axis, given.pop("layout", "compact"))
+        out = quantizers.dequantize(data, scale, stored, gpu=gpu, **given)
     return out, reports
 
 
@@ -306,31 +307,32 @@ def test_sectors(name, axis, dtype, arch):
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "message"),
+    ("name", "layout", "given", "message"),
     [
-        ("mxfp8", {"gpu": chip("sm_80")}, "sm_90a and|sm_90a, sm_100a"),
-        ("mxfp8", {"gpu": None}, "data is on cpu"),
-        ("mxfp8", {"dtype": torch.float64}, "float64"),
-        ("mxfp6_e2m3", {}, "6-bit"),
-        ("mxfp8", {"layout": "sm90"}, "does not hold scales of mxfp8"),
+        ("mxfp8", "compact", {"gpu": chip("sm_80")}, "sm_90a and|sm_90a, sm_100a"),
+        ("mxfp8", "compact", {"gpu": None}, "data is on cpu"),
+        ("mxfp8", "compact", {"dtype": torch.float64}, "float64"),
+        ("mxfp6_e2m3", "compact", {}, "6-bit"),
+        ("mxfp8", "sm90", {}, "does not hold scales of mxfp8"),
     ],
 )
-def test_no_kernel(name, given, message):
+def test_no_kernel(name, layout, given, message):
     fmt = formats[name]
     data, scale, _ = parts((8, 64), fmt, -1)
+    stored = quantizers.Stored(name, (8, 64), layout=layout)
     with pytest.raises(quantizers.Unsupported, match=message):
-        quantizers.dequantize(data, scale, fmt, shape=(8, 64), **({"gpu": chip("sm_90a")} | given))
+        quantizers.dequantize(data, scale, stored, **({"gpu": chip("sm_90a")} | given))
 
 
 def test_no_kernel_for_such_strides():
     data, scale, factor = parts((32, 64), formats["nvfp4"], -2)
-    given = {"axis": -2, "global_scale": factor, "gpu": chip("sm_90a"), "shape": (32, 64)}
+    stored, given = quantizers.Stored("nvfp4", (32, 64), -2), {"gpu": chip("sm_90a")}
     with pytest.raises(quantizers.Unsupported, match="packed along axis -2"):
-        quantizers.dequantize(data.contiguous(), scale, formats["nvfp4"], **given)
+        quantizers.dequantize(data.contiguous(), scale, stored, global_scale=factor, **given)
     data, scale, _ = parts((8, 64), formats["mxfp8"], -1)
     spread = data.repeat_interleave(2, 1).repeat_interleave(2, 0)[::2, ::2]
     with pytest.raises(quantizers.Unsupported, match="not contiguous in a dimension"):
-        quantizers.dequantize(spread, scale, formats["mxfp8"], shape=(8, 64), gpu=chip("sm_90a"))
+        quantizers.dequantize(spread, scale, quantizers.Stored("mxfp8", (8, 64)), **given)
 
 
 @pytest.mark.parametrize(
@@ -346,11 +348,11 @@ def test_no_kernel_for_such_strides():
     ],
 )
 def test_parts_that_do_not_fit(change, message):
-    fmt = formats["mxfp8"]
-    data, scale, _ = parts((8, 64), fmt, -1)
-    given = {"data": data, "scale": scale, "shape": (8, 64), "gpu": chip("sm_90a")} | change
+    data, scale, _ = parts((8, 64), formats["mxfp8"], -1)
+    given = {"data": data, "scale": scale, "shape": (8, 64), "axis": -1} | change
+    stored = quantizers.Stored("mxfp8", given.pop("shape"), given.pop("axis"))
     with pytest.raises(ValueError, match=message):
-        quantizers.dequantize(format=fmt, **given)
+        quantizers.dequantize(stored=stored, gpu=chip("sm_90a"), **given)
 
 
 # --- the op ---------------------------------------------------------------------------------------

@@ -145,4 +145,4 @@ def test_groups_are_refused(axes):
     offsets = torch.tensor([7, 64], dtype=torch.int32)
     given = {"offsets": offsets, "gpu": chip("sm_90a")}
     with pytest.raises(quantizers.Unsupported, match="k_major: no kernel stores groups"):
-        quantizers.quantize(x, formats["mxfp8"], axes=axes, layouts=layouts, k_major=True, **given)
+        quantizers.quantize(x, quantizers.Request("mxfp8", axes, layouts, k_major=True), **given)

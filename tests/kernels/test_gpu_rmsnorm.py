@@ -71,8 +71,14 @@ def check(
     fmt = formats[format]
     device = em.Device(arch, completion=completion, check="all")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
+        names = {name: value for name, value in kwargs.items() if name != "global_scale"}
         data, scale, rstd = norm.rmsnorm(
-            x, weight, fmt, eps=eps, layout=layout, gpu=chip(arch, **MACHINE), **kwargs
+            x,
+            weight,
+            Request(format, layouts=(layout,), **names),
+            eps=eps,
+            global_scale=kwargs.get("global_scale"),
+            gpu=chip(arch, **MACHINE),
         )
     y, want = reference.rmsnorm(x, weight, eps)
     assert rstd.shape == want.shape
@@ -276,7 +282,7 @@ def test_same_bytes_again():
     found = []
     for _ in range(2):
         with em.cutedsl(em.Device("sm_90a", completion="random")), poisoned():
-            found.append(norm.rmsnorm(x, weight, formats["mxfp8"], eps=EPS, gpu=chip("sm_90a")))
+            found.append(norm.rmsnorm(x, weight, Request("mxfp8"), eps=EPS, gpu=chip("sm_90a")))
     for first, second, what in zip(*found, ("data", "scales", "rstd"), strict=True):
         assert_same(first, second, what)
 
@@ -303,5 +309,6 @@ X, W = torch.zeros(2, 64), torch.zeros(64)
     ],
 )
 def test_refusals(x, weight, format, layout, arch, message):
+    asked = Request(format, layouts=(layout,))
     with pytest.raises(ValueError, match=message):
-        norm.rmsnorm(x, weight, formats[format], eps=EPS, layout=layout, gpu=arch and chip(arch))
+        norm.rmsnorm(x, weight, asked, eps=EPS, gpu=arch and chip(arch))

@@ -32,7 +32,7 @@ from stand_in import chip
 pytestmark = pytest.mark.usefixtures("keep_code")
 
 PAIR = {"ctas": 2, "cluster": (2, 1)}
-WIDE = {"columns": 256, "c_buffers": 1}
+WIDE = {"mma_n": 256, "epilogue_stages": 1}
 
 
 @cache
@@ -81,7 +81,7 @@ CLUSTERS = {
 def test_clusters(name):
     """A cluster takes several tiles, of which some lie beside the output."""
     config = CLUSTERS[name]
-    shape = (136, config.columns + 8, 256)
+    shape = (136, config.mma_n + 8, 256)
     _check(config, shape, completion="random")
     assert set(frame_bytes(built(config).__cubin__)) == {0}
 
@@ -248,6 +248,6 @@ def test_chosen(formats, dtype):
         config = choose_config(shape, formats, Epilogue(dtype))
         last = config.scale_columns[1] + 4 * config.scale_rows[1] * config.kind.scale_tiles
         assert last <= 512
-        assert config.apart >= config.columns - config.early_boxes * config.box_columns
+        assert config.acc_stride >= config.mma_n - config.early_release * config.subtile_n
         with pytest.raises(ValueError, match="stages"):
             replace(config, stages=12)

@@ -41,7 +41,7 @@ PAIR = {"ctas": 2, "cluster": (2, 1)}
 
 
 def _config(format: str, quantizing: Quantizing, **fields: Any) -> Config:
-    given = {"columns": 256, "c_buffers": 1, "stages": 3, "alpha": 1} | fields
+    given = {"mma_n": 256, "epilogue_stages": 1, "stages": 3, "alpha": 1} | fields
     b_format = given.pop("b_format", format)
     return Config(format, b_format, UINT8, quantizing=quantizing, **given)
 
@@ -89,8 +89,8 @@ CASES: dict[str, tuple[Config, tuple[int, int, int]]] = {
         _config("mxfp8_e5m2", Quantizing("mxfp8_e5m2", True), b_format="mxfp8", majors=("k", "mn")),
         (16, 320, 144),
     ),
-    "mxfp8": (_config("mxfp8", MX8, columns=128), (130, 160, 144)),
-    "nvfp4, pair": (_config("nvfp4", NV4, c_buffers=2, bias=BF16, **PAIR), (130, 288, 288)),
+    "mxfp8": (_config("mxfp8", MX8, mma_n=128), (130, 160, 144)),
+    "nvfp4, pair": (_config("nvfp4", NV4, epilogue_stages=2, bias=BF16, **PAIR), (130, 288, 288)),
     "mxfp4, floor, te": (
         _config("mxfp4", Quantizing("mxfp4", False, "floor", "te"), stages=4),
         (130, 288, 160),
@@ -233,6 +233,6 @@ def test_chosen(format, swiglu):
         config = choose_config(shape, (format, format), Epilogue(UINT8), quantizing=quantizing)
         last = config.scale_columns[1] + 4 * config.scale_rows[1] * config.kind.scale_tiles
         assert last <= 512
-        early = config.early_boxes * config.box_columns
-        assert config.apart >= config.columns - early
-        assert formats[format].block_size <= config.box_columns
+        early = config.early_release * config.subtile_n
+        assert config.acc_stride >= config.mma_n - early
+        assert formats[format].block_size <= config.subtile_n

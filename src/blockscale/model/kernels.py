@@ -81,7 +81,7 @@ def tcgen05(config: sm100.Config, shape: Shape) -> Launch:
         block_k=config.kind.block_k,
         shared_bytes=2 * config.stage_bytes,
         operand_bytes=(_stored_bytes(config.a_format), _stored_bytes(config.b_format)),
-        exposed=0.0 if config.sums > 1 else config.early_boxes / config.boxes,
+        exposed=0.0 if config.acc_stages > 1 else config.early_release / config.subtiles,
         **_common(config, shape),
     )
 

@@ -75,8 +75,8 @@ def gemm_quantize(
     if swiglu:
         asked = format, True, False, scale_rounding, nonfinite, layout, layout
         return swiglu_quantize(values, None, *asked, global_scale, None, backend)
-    more = scale_rounding, nonfinite, global_scale, None
-    return quantize_values(values, format, (-1,), (layout,), *more, backend)
+    rounding = quantizers.Request(format, (-1,), (layout,), scale_rounding, nonfinite)
+    return quantize_values(values, rounding, global_scale, None, backend)
 
 
 def _by_one_kernel(

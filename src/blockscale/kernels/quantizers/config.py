@@ -54,7 +54,20 @@ PRODUCERS = {
 
 
 class Request(NamedTuple):
-    """What is asked of a quantizer; ``quantize`` of this package says what the fields mean."""
+    """What is asked of a quantizer.
+
+    Attributes:
+        format: its name.
+        axes: (-1,), (-2,) or (-1, -2): along what there are blocks.
+        layouts: of the scales, one for each of ``axes``.
+        scale_rounding: None for the format's default.
+        nonfinite: "propagate" or "te".
+        producer: what is quantized. "load": x; "swiglu": ``reference.swiglu`` (M, H) of x (M, 2H),
+            which is gate and up; "swiglu_backward": ``reference.swiglu_backward`` (M, 2H) of x and
+            of another input, the gradient (M, H).
+        grouped: the rows belong to experts.
+        k_major: data along columns is stored column by column, as 4-bit data always is.
+    """
 
     format: str
     axes: tuple[int, ...] = (-1,)

@@ -23,6 +23,7 @@ from .dequantize_views import View, as_matrices, is_contiguous, turn
 __all__ = [
     "DequantizeCall",
     "DequantizePlan",
+    "Stored",
     "dequantize",
     "plan_dequantize",
 ]
@@ -58,28 +59,41 @@ class DequantizePlan:
             )
 
 
+class Stored(NamedTuple):
+    """What data and scales stand for.
+
+    Attributes:
+        format: its name.
+        shape: that of the tensor that was quantized.
+        axis: of the contraction.
+        layout: of the scales.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    axis: int = -1
+    layout: str = "compact"
+
+
 def dequantize(
     data: Tensor,
     scale: Tensor,
-    format: Format,
+    stored: Stored,
     *,
-    shape: Sequence[int],
-    axis: int = -1,
-    layout: str = "compact",
     global_scale: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
     gpu: Gpu | None = None,
 ) -> Tensor:
-    """``reference.dequantize`` of a tensor of ``shape``, rounded once to ``dtype``.
+    """``reference.dequantize`` of what is ``stored`` so, rounded once to ``dtype``.
 
     A NaN is 0x7FC0, 0x7E00 or 0x7FC00000, as from the CPU kernel; torch's casts to bfloat16 write
     another one on each processor.
 
     Args:
-        data: ``format.data_shape(shape, axis)``, contiguous in one of its last two dimensions; so
+        data: ``Format.data_shape(shape, axis)``, contiguous in one of its last two dimensions; so
             is the result, in the same one.
-        scale: as ``layout`` stores it; compact ones may have any strides.
+        scale: as the layout stores it; compact ones may have any strides.
         global_scale: one fp32 value; where it is left out, its factor is.
         dtype: bfloat16, float16 or float32.
         out: takes the result; shares no memory with ``data`` and ``scale``.
@@ -95,10 +109,7 @@ def dequantize(
             describe(out),
             data.device,
             gpu or gpu_of(data.device),
-            format.name,
-            tuple(shape),
-            axis,
-            layout,
+            *stored,
             None if global_scale is None else global_scale.numel(),
             dtype,
         )

@@ -36,26 +36,24 @@ class _Plan:
 def rmsnorm(
     x: Tensor,
     weight: Tensor,
-    format: Format,
+    request: Request,
     *,
     eps: float,
-    layout: str = "compact",
-    scale_rounding: str | None = None,
-    nonfinite: str = "propagate",
     global_scale: Tensor | None = None,
     gpu: Gpu | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Data and scales, along rows, of the RMSNorm of ``x`` (..., K), and rstd (...,) in fp32.
 
-    Byte for byte ``reference.quantize`` of ``reference.rmsnorm``, its scales put into ``layout``.
+    Byte for byte ``reference.quantize`` of ``reference.rmsnorm``, its scales put into the layout of
+    ``request``, whose only axis is -1.
     ``weight`` (K,) may have another dtype than ``x``. One-byte scales are returned as uint8.
     ``gpu``: to choose the kernel for where ``x`` is on a CPU, for the emulator.
 
     Raises Unsupported, a ValueError, where ``unsupported_rmsnorm`` gives a reason; ValueError for a
     ``weight`` that does not fit ``x``, and for a missing ``global_scale``.
     """
-    gpu = gpu or gpu_of(x.device)
-    reason = unsupported_rmsnorm(x, format, layout, gpu)
+    gpu, format = gpu or gpu_of(x.device), request.fmt
+    reason = unsupported_rmsnorm(x, format, request.layouts[0], gpu)
     if reason:
         raise Unsupported(reason)
     if format.has_global_scale and global_scale is None:
@@ -69,8 +67,7 @@ def rmsnorm(
     if weight.device != x.device:
         raise ValueError(f"weight: is on {weight.device}; move it to {x.device}, where x is")
     assert gpu is not None  # else it is not supported
-    asked = Request(format.name, (-1,), (layout,), scale_rounding, nonfinite)
-    plan = _plan(describe(x), describe(weight), x.device, gpu, asked)
+    plan = _plan(describe(x), describe(weight), x.device, gpu, request)
     data, scale = torch.empty_like(plan.output.data), torch.empty_like(plan.output.scale)
     rstd = torch.empty_like(plan.rstd)
     matrix = x if plan.view is None else x.as_strided(*plan.view)
@@ -101,6 +98,7 @@ def _unsupported(shape: torch.Size, dtype: torch.dtype, format: str) -> str:
 def _plan(
     x: Described, weight: Described, device: torch.device, gpu: Gpu, request: Request
 ) -> _Plan:
+    assert request.axes == (-1,)
     shape, stride, dtype, address = x
     found = as_matrix(shape, stride)
     assert found is not None  # else it is not supported
