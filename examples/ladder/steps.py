@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
+from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common.gpu import GPUS
 from blockscale.kernels.common.runtime import gpu_of
 from blockscale.kernels.sm90.config import BLOCK_K, Config
@@ -110,7 +110,7 @@ _WIDE = replace(_EARLY, columns=256)
 _PROMOTED = replace(_WIDE, promotion=256)
 _PREFETCHED = replace(_PROMOTED, prefetch=True)
 _ALONE = Config(
-    torch.bfloat16,
+    BFLOAT16,
     tile=(64, 256),
     cluster=(1, 1),
     stages=4,

@@ -63,9 +63,8 @@ def check(
         or (isinstance(seed, int) and not -(2**63) <= seed < 2**63)
     ):
         raise ValueError(f"seed: got {seed!r}; expected a 64-bit int, or None for nearest even")
-    if type(request.pad) is not bool or type(request.k_major) is not bool:
-        check_flag("pad", request.pad)  # here: to a cache True is 1
-        check_flag("k_major", request.k_major)
+    check_flag("pad", request.pad)  # here: to a cache True is 1
+    check_flag("k_major", request.k_major)
     check_tensor(x)
     format = request.format
     if isinstance(format, Format):  # its hash is slow

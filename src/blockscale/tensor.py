@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .checks import check_axis
 from .formats import Format, get_format
-from .layouts import Layout, as_bytes, get_layout, swizzle_scale, unswizzle_scale
+from .layouts import Layout, get_layout, swizzle_scale, unswizzle_scale
+from .memory import as_bytes
 from .stored import stored_parts, strides_like
 from .tensor_refusals import refusal
 from .watching import is_transformed, unwatched

@@ -14,7 +14,7 @@ from blockscale.bench.cases import GROUPS, Case, Group, expert_ends, prepare
 from blockscale.bench.peers import Peer
 from blockscale.cli.bench import bench
 from blockscale.formats import get_format
-from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import calls as quantizers
 
 CASES = list(dict.fromkeys(case for group in GROUPS for case in group.cases))
 

@@ -97,7 +97,7 @@ class Product:
         bias = 100 * torch.randn(n, generator=generator)
         return {
             "alpha": torch.tensor(3e-3) if config.alpha else None,
-            "bias": bias.to(config.bias) if config.bias else None,
+            "bias": bias.to(to_torch(config.bias)) if config.bias else None,
             "start": start.to(to_torch(config.out_dtype)) if config.accumulate else None,
         }
 

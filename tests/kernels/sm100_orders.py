@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import sm100_quantized
 import torch
-from sm100_inputs import BF16, FP16, FP32, Operand, emulated, operand, product, rounded
+from sm100_inputs import Operand, emulated, operand, product, rounded
 from torch import Tensor
 
-from blockscale.dtypes import to_torch
+from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, UINT8, to_torch
 from blockscale.kernels.sm100.config import Config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 
@@ -34,15 +34,15 @@ PAIRS = (*((a, b) for a in _MX for b in _MX), ("nvfp4", "nvfp4"))
 
 #: What becomes of the sums: fields of a configuration.
 EPILOGUES: dict[str, dict[str, Any]] = {
-    "bf16": {"out_dtype": BF16},
-    "fp16": {"out_dtype": FP16},
-    "fp32": {"out_dtype": FP32},
-    "bf16 added": {"out_dtype": BF16, "accumulate": True, "alpha": 1, "bias": BF16},
-    "fp16 added": {"out_dtype": FP16, "accumulate": True, "bias": FP32},
-    "fp32 added": {"out_dtype": FP32, "accumulate": True, "alpha": 1, "bias": FP16},
-    "bf16 one by one": {"out_dtype": BF16, "alpha": 1, "tma_store": False},
-    "fp32 one by one": {"out_dtype": FP32, "accumulate": True, "tma_store": False},
-    "swiglu-mxfp8": {"quantizing": Quantizing("mxfp8", swiglu=True), "bias": BF16},
+    "bf16": {"out_dtype": BFLOAT16},
+    "fp16": {"out_dtype": FLOAT16},
+    "fp32": {"out_dtype": FLOAT32},
+    "bf16 added": {"out_dtype": BFLOAT16, "accumulate": True, "alpha": 1, "bias": BFLOAT16},
+    "fp16 added": {"out_dtype": FLOAT16, "accumulate": True, "bias": FLOAT32},
+    "fp32 added": {"out_dtype": FLOAT32, "accumulate": True, "alpha": 1, "bias": FLOAT16},
+    "bf16 one by one": {"out_dtype": BFLOAT16, "alpha": 1, "tma_store": False},
+    "fp32 one by one": {"out_dtype": FLOAT32, "accumulate": True, "tma_store": False},
+    "swiglu-mxfp8": {"quantizing": Quantizing("mxfp8", swiglu=True), "bias": BFLOAT16},
     "swiglu-nvfp4": {"quantizing": Quantizing("nvfp4", swiglu=True)},
     "mxfp8": {"quantizing": Quantizing("mxfp8")},
     "mxfp8_e5m2": {"quantizing": Quantizing("mxfp8_e5m2")},
@@ -139,7 +139,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
         a, b, layout, single, pair, columns, epilogue = line.split(maxsplit=6)
         for ctas, cluster in ((1, single), (2, pair)):
             down, across = map(int, cluster.split("x"))
-            fields: dict[str, Any] = {"out_dtype": torch.uint8, "alpha": 0}
+            fields: dict[str, Any] = {"out_dtype": UINT8, "alpha": 0}
             fields |= EPILOGUES[epilogue]
             if "quantizing" in fields:
                 fields["alpha"] = 1

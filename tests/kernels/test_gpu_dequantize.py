@@ -25,7 +25,7 @@ from blockscale.emulator.report import Report
 from blockscale.formats import Format, formats
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.quantizers import calls as quantizers
-from blockscale.kernels.quantizers import dequantize_plan
+from blockscale.kernels.quantizers import dequantize_config
 from blockscale.layouts import as_bytes, get_layout
 from stand_in import chip
 
@@ -232,7 +232,7 @@ def test_nothing(shape):
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_pattern(name, dtype, monkeypatch):
     """Each byte of data times each scale, NaN and infinities among them; of fp32, some."""
-    monkeypatch.setattr(dequantize_plan, "_MOST_ROWS", 2)  # sooner compiled
+    monkeypatch.setattr(dequantize_config, "_MOST_ROWS", 2)  # sooner compiled
     fmt, octets = formats[name], torch.arange(256).to(torch.uint8)
     factors = [torch.tensor(v) for v in (0.37, 2.0**-117, 3e38)] if fmt.has_global_scale else [None]
     scales, generator = octets, torch.Generator().manual_seed(0)

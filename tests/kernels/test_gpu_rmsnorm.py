@@ -13,12 +13,12 @@ from gpu_bench import assert_same, nasty, poisoned
 
 from blockscale import emulator as em
 from blockscale import reference
-from blockscale.dtypes import BFLOAT16
+from blockscale.dtypes import BFLOAT16, FLOAT32, from_torch
 from blockscale.emulator.report import Report
 from blockscale.formats import formats
 from blockscale.kernels.common.builders import build_kernel
 from blockscale.kernels.quantizers import calls as quantizers
-from blockscale.kernels.quantizers import norm
+from blockscale.kernels.quantizers import norm, norm_config
 from blockscale.kernels.quantizers.config import Request
 from blockscale.layouts import as_bytes, get_layout
 from stand_in import chip
@@ -166,7 +166,7 @@ def test_few_warps_for_many_segments(small_machine, monkeypatch):
     """A warp takes several segments of a row, and not all warps equally many."""
     monkeypatch.setattr(norm, "_WARPS", 7)
     x = rows(6, 3600, BF16)
-    config = norm.choose_norm(
+    config = norm_config.choose_norm(
         (6, 3600),
         (0, 7200),
         BFLOAT16,
@@ -232,7 +232,7 @@ def test_sectors(format, layout, arch, small_machine):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sums_are_not_fused(arch):
     """ptxas may fuse a multiplication and an addition unless both say how they are rounded."""
-    config = norm.choose_norm(
+    config = norm_config.choose_norm(
         (64, 64), (0, 128), BFLOAT16, (0, BFLOAT16), Request("nvfp4"), chip(arch)
     )
     with em.cutedsl(em.Device(arch)):
@@ -244,7 +244,7 @@ def test_sums_are_not_fused(arch):
 
 def test_largest_rows():
     """Shared memory holds what the chooser says, and one segment more is refused."""
-    most = norm._most_columns(FP32, formats["nvfp4"])
+    most = norm_config.most_columns(FLOAT32, formats["nvfp4"])
     x, weight = rows(1, most, FP32), weights(most, BF16)
     check(x, weight, "nvfp4", "sm_90a", layout="packed", global_scale=torch.tensor(0.1))
     x = torch.zeros(1, most + 1)
@@ -261,8 +261,8 @@ def test_choice(format, dtype, arch):
     for k in (32, 512, 1536, 4096, 7168, 16384, 28672):
         for m in (1, 128, 1000, 16384):
             source = 0, k * dtype.itemsize
-            config = norm.choose_norm(
-                (m, k), source, dtype, (0, BFLOAT16), Request(format), chip(arch)
+            config = norm_config.choose_norm(
+                (m, k), source, from_torch(dtype), (0, BFLOAT16), Request(format), chip(arch)
             )
             n = config.tile_rows
             row = config.segments * 512 * dtype.itemsize

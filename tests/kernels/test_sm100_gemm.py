@@ -241,7 +241,7 @@ def test_refused():
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 def test_chosen(formats, dtype):
     """Every size has a configuration, whose sums and scales Tensor Memory has room for."""
     for shape in ((1, 1, 128), (256, 256, 256), (8192, 8192, 8192)):

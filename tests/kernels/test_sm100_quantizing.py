@@ -19,12 +19,12 @@ import dataclasses
 from gpu_bench import assert_same, poisoned
 from kernel_code import built
 from sm90_inputs import frame_bytes
-from sm100_inputs import BF16, FP32, Operand, operand, product
+from sm100_inputs import FP32, Operand, operand, product
 from sm100_quantized import emulated, expected, halved_scale
 
 from blockscale import emulator as em
 from blockscale import formats, quantize, swiglu_quantize
-from blockscale.dtypes import UINT8, to_torch
+from blockscale.dtypes import BFLOAT16, FLOAT32, UINT8, to_torch
 from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
@@ -75,8 +75,8 @@ def _check(config: Config, a: Operand, b: Operand, sums: np.ndarray, **given: An
 # Sums in two sets or in overlapping ones, of which a cluster has three; B by boxes of 64 rows and
 # more, in panels; M, N, K with tails
 CASES: dict[str, tuple[Config, tuple[int, int, int]]] = {
-    "swiglu-mxfp8": (_config("mxfp8", GATED8, bias=BF16), (130, 320, 144)),
-    "swiglu-nvfp4, pair": (_config("nvfp4", GATED4, bias=FP32, **PAIR), (130, 576, 288)),
+    "swiglu-mxfp8": (_config("mxfp8", GATED8, bias=BFLOAT16), (130, 320, 144)),
+    "swiglu-nvfp4, pair": (_config("nvfp4", GATED4, bias=FLOAT32, **PAIR), (130, 576, 288)),
     "swiglu-mxfp8, pairs 2x2": (
         _config("mxfp8", GATED8, ctas=2, cluster=(2, 2)),
         (136, 320, 160),
@@ -90,7 +90,10 @@ CASES: dict[str, tuple[Config, tuple[int, int, int]]] = {
         (16, 320, 144),
     ),
     "mxfp8": (_config("mxfp8", MX8, mma_n=128), (130, 160, 144)),
-    "nvfp4, pair": (_config("nvfp4", NV4, epilogue_stages=2, bias=BF16, **PAIR), (130, 288, 288)),
+    "nvfp4, pair": (
+        _config("nvfp4", NV4, epilogue_stages=2, bias=BFLOAT16, **PAIR),
+        (130, 288, 288),
+    ),
     "mxfp4, floor, te": (
         _config("mxfp4", Quantizing("mxfp4", False, "floor", "te"), stages=4),
         (130, 288, 160),

@@ -33,7 +33,7 @@ from sm90_inputs import frame_bytes
 
 from blockscale import emulator as em
 from blockscale import quantize
-from blockscale.dtypes import BFLOAT16, FLOAT32, to_torch
+from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, from_torch, to_torch
 from blockscale.kernels.common import calls
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
@@ -80,7 +80,7 @@ def test_formats(case):
     used again and again; blocks that have a part of K each, and add up one of a tile's shares, or
     none."""
     completion, b_format, rows, split, k, dtype, tma_store = case
-    config = Config(b_format, dtype, rows, split, tma_store=tma_store)
+    config = Config(b_format, from_torch(dtype), rows, split, tma_store=tma_store)
     a, b = operands(config, rows - 3, B_ROWS + 8, k)
     check(config, a, b, product(config, a, b, completion=completion, multiprocessors=split))
 
@@ -100,7 +100,7 @@ def test_warpgroups_in_turn(case):
     """Even and odd numbers of a block's K blocks, and of stages; warpgroups whose first stage is
     another one with the next tile."""
     completion, b_format, rows, split, stages, k, dtype, tma_store = case
-    config = Config(b_format, dtype, rows, split, 2, stages, tma_store=tma_store)
+    config = Config(b_format, from_torch(dtype), rows, split, 2, stages, tma_store=tma_store)
     a, b = operands(config, rows - 3, B_ROWS + 8, k)
     check(config, a, b, product(config, a, b, completion=completion, multiprocessors=split))
 
@@ -108,7 +108,7 @@ def test_warpgroups_in_turn(case):
 @pytest.mark.parametrize(("multiprocessors", "dtype"), [(3, FP32), (12, BF16)])
 def test_tiles_down_a(multiprocessors, dtype):
     """More rows of A than a tile has: each block takes all tiles, or one."""
-    config = Config("nvfp4", dtype, 64, 3, tma_store=dtype == BFLOAT16)
+    config = Config("nvfp4", from_torch(dtype), 64, 3, tma_store=dtype == BFLOAT16)
     a, b = operands(config, 64 + 21, B_ROWS + 8, 896)
     check(config, a, b, product(config, a, b, multiprocessors=multiprocessors))
 
@@ -151,8 +151,8 @@ def test_scales_without_sign():
 
 
 EPILOGUES = [
-    {"out_dtype": FP32, "accumulate": True, "bias": BF16, "alpha": 1},
-    {"out_dtype": FP16, "tma_store": True, "bias": FP32, "rows": 64, "alpha": 2},
+    {"out_dtype": FLOAT32, "accumulate": True, "bias": BFLOAT16, "alpha": 1},
+    {"out_dtype": FLOAT16, "tma_store": True, "bias": FLOAT32, "rows": 64, "alpha": 2},
 ]
 
 
@@ -278,7 +278,7 @@ def test_chosen_fit(format):
     sizes = itertools.product((1, 16, 33, 65, 128), columns, (32, 640, 7168))
     for shape, dtype in itertools.product(sizes, (BF16, FP32)):
         for added, aligned, whole in itertools.product((False, True), repeat=3):
-            how = Epilogue(dtype, accumulate=added, tma_store=aligned)
+            how = Epilogue(from_torch(dtype), accumulate=added, tma_store=aligned)
             config = choose_config(shape, format, how, async_scales=whole)
             assert config.shared_bytes <= 227 * 1024
 
@@ -320,10 +320,12 @@ def test_chosen_split_k():
     ((64, 7168, 16384), "nvfp4", BF16), ((64, 8192, 8192), "nvfp4", FP32),
     ((128, 8192, 8192), "mxfp8", BF16), ((128, 8192, 8192), "mxfp4", BF16),
 ])  # fmt: skip
-@pytest.mark.parametrize("more", [{}, {"bias": FP32, "alpha": 2}])
+@pytest.mark.parametrize("more", [{}, {"bias": FLOAT32, "alpha": 2}])
 def test_no_spills(case, more):
     shape, format, dtype = case
-    config = choose_config(shape, format, Epilogue(dtype, **more), async_scales=not more)
+    config = choose_config(
+        shape, format, Epilogue(from_torch(dtype), **more), async_scales=not more
+    )
     with em.cutedsl(em.Device("sm_90a")):
         frames = frame_bytes(built(config).__cubin__)
     assert frames == [0]

@@ -15,7 +15,6 @@ from factors import alpha_of
 from mixed_inputs import (
     BF16,
     COLUMNS,
-    FP16,
     FP32,
     Operand,
     assert_close,
@@ -99,9 +98,9 @@ def test_every_element(name):
 
 
 EPILOGUES = [
-    {"out_dtype": FP32, "accumulate": True, "bias": BF16, "alpha": 1},
-    {"out_dtype": BF16, "accumulate": True},
-    {"out_dtype": FP16, "bias": FP32, "rows": 16, "alpha": 2},
+    {"out_dtype": FLOAT32, "accumulate": True, "bias": BFLOAT16, "alpha": 1},
+    {"out_dtype": BFLOAT16, "accumulate": True},
+    {"out_dtype": FLOAT16, "bias": FLOAT32, "rows": 16, "alpha": 2},
 ]
 
 

@@ -20,7 +20,7 @@ from ..kernels.common.calls import describe_call
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..kernels.common.template import template
 from ..kernels.quantizers import calls as quantizers
-from ..layouts import as_bytes
+from ..memory import as_bytes
 from ..ops import gemm_kernels
 from ..ops.gemm_operands import Side, global_scales
 from ..ops.operand_layout import operand_layout

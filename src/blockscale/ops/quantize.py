@@ -11,7 +11,8 @@ from ..formats import Format, get_format
 from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
-from ..layouts import as_bytes, get_layout, swizzle_scale
+from ..layouts import get_layout, swizzle_scale
+from ..memory import as_bytes
 from . import fakes
 from .backends import fall_back, require_cpu_kernels
 from .operation import operation

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ...dtypes import from_torch
 from ...formats import Format, get_format
-from ...layouts import as_bytes, get_layout
+from ...layouts import get_layout
+from ...memory import as_bytes
 from ..common.gpu import GPUS, Gpu, no_kernels
 from ..common.runtime import FLOATS, Described, Unsupported, describe, gpu_of, missing
 from ..common.template import template

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...dtypes import from_torch
 from ...formats import Format, get_format
-from ...layouts import as_bytes, get_layout
+from ...layouts import get_layout
+from ...memory import as_bytes
 from ..common.calls import CompiledGemm, GemmCall, check_matrix
 from ..common.runtime import Described, Unsupported
 from ..common.template import template

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...dtypes import from_torch
 from ...formats import get_format
-from ...layouts import as_bytes
+from ...memory import as_bytes
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
 from ..common.runtime import Described
 from ..common.template import template
