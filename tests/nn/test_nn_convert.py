@@ -129,6 +129,7 @@ def test_whoever_holds_a_layer_holds_the_converted_one():
     assert type(aside[0]) is Linear
 
 
+@pytest.mark.slow
 def test_compiled_code_sees_a_conversion():
     torch.compiler.reset()
     model = Model()
