@@ -9,7 +9,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["check_axis", "check_flag", "check_offsets", "choose"]
+__all__ = ["DTYPES", "VALUE_DTYPES", "check_axis", "check_flag", "check_offsets", "choose"]
+
+#: Of what is quantized, and of products.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Of what a quantized tensor stands for.
+VALUE_DTYPES = (*DTYPES, torch.float64)
 
 _AXES = {"-1": -1, "-2": -2}
 

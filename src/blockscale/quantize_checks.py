@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .checks import check_flag, check_offsets, choose
+from .checks import DTYPES, check_flag, check_offsets, choose
 from .formats import NONFINITE, Format, get_format
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
@@ -17,8 +17,6 @@ from .watching import is_dtensor
 
 __all__ = ["DTYPES", "Call", "check", "check_call", "check_tensor", "resolve_global_scale"]
 
-#: Of what is quantized.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEEDS = (int, torch.SymInt, type(None))
 
 
