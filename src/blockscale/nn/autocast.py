@@ -44,9 +44,9 @@ class autocast(TorchFunctionMode):
     As there, ``enabled=False`` quantizes nothing, whatever autocast is around it.
 
     >>> with bs.autocast(bs.Recipe("mxfp8")):
-    ...     hidden = model(batch)
+    ...     y = model(batch)
     ...     with bs.autocast(bs.Recipe("mxfp8"), enabled=False):
-    ...         loss = head(hidden)  # in high precision
+    ...         exact = other(batch)  # in high precision
 
     Raises TypeError for a recipe that is none and for an ``enabled`` that is not True or False,
     ValueError for a recipe that quantizes weights only.
