@@ -182,8 +182,4 @@ class ValueStatistics:
 
     def to_json(self) -> dict[str, Any]:
         """JSON."""
-        return {
-            "elements": self.elements,
-            "amax": self.amax,
-            "exponents": self.exponents.to_json(),
-        }
+        return {**vars(self), "exponents": self.exponents.to_json()}

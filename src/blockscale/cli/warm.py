@@ -12,8 +12,6 @@ from .sizes import parse_sizes
 
 __all__ = ["warm"]
 
-_DTYPES = ("bfloat16", "float16", "float32")
-
 
 def warm(
     layers: Annotated[str, typer.Argument(help="Weights (N, K) of linear layers: 4096x4096,...")],
@@ -35,6 +33,7 @@ def warm(
     """
     import torch
 
+    from ..checks import DTYPES, choose
     from ..kernels.common.gpu import GPUS
     from ..kernels.common.runtime import gpu_of, missing, standing_in
     from ..nn import Linear, Recipe
@@ -42,8 +41,7 @@ def warm(
 
     shapes = parse_sizes("layers", layers, "N and K", "4096x4096")
     rows = [m for (m,) in parse_sizes("tokens", tokens, "a number", "4096")]
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}; choose one of {', '.join(_DTYPES)}")
+    kind = choose("dtype", dtype, {str(d).removeprefix("torch."): d for d in DTYPES})
     device = torch.device("cpu" if arch or not torch.cuda.is_available() else "cuda")
     if missing():
         raise ValueError(f"kernels cannot be compiled: {missing()}")
@@ -53,7 +51,7 @@ def warm(
     start = time.perf_counter()
     with standing_in(lambda _: gpu), warming(processes=processes) as found:
         for n, k in shapes:
-            layer = Linear(k, n, device=device, dtype=getattr(torch, dtype), recipe=Recipe(recipe))
+            layer = Linear(k, n, device=device, dtype=kind, recipe=Recipe(recipe))
             for m in rows:
                 x = torch.zeros(m, k, device=device, dtype=layer.weight.dtype, requires_grad=train)
                 with torch.set_grad_enabled(train):

@@ -23,14 +23,7 @@ __all__ = ["autocast"]
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
-
-class _Switch(threading.local):
-    """Whether an inner ``autocast(enabled=False)`` has turned off those around it."""
-
-    off = False
-
-
-_switch = _Switch()
+_switch = threading.local()  # off: an inner autocast(enabled=False) has turned off those around it
 
 
 class autocast(TorchFunctionMode):
@@ -92,7 +85,7 @@ class autocast(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in (F.linear, F.multi_head_attention_forward) or _switch.off:
+        if func not in (F.linear, F.multi_head_attention_forward) or getattr(_switch, "off", False):
             return func(*args, **kwargs)
         if not self.enabled:
             _switch.off = True
