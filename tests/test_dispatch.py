@@ -382,6 +382,7 @@ def test_layouts_of_both():
 # --- compilers, modes and transforms --------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 @pytest.mark.usefixtures("no_warning")
 def test_compiled_code_calls_the_kernel(kernels, name):
@@ -396,6 +397,7 @@ def test_compiled_code_calls_the_kernel(kernels, name):
     assert kernels.scalars == 4 * formats[name].has_global_scale
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["compact", "tcgen05"])
 def test_opcheck(kernels, layout):
     ops, x, ends = torch.ops.blockscale, matrix(128, 96), i32(10, 100)
@@ -458,6 +460,7 @@ def test_no_dispatcher_where_nothing_does(monkeypatch):
 # --- the real kernel, and imports -----------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
 def test_the_kernel_in_the_emulator(on_gpu, no_warning, format):
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -475,6 +478,7 @@ def test_the_kernel_in_the_emulator(on_gpu, no_warning, format):
     assert all(map(same, got, bs.quantize_both(x, format, backend="reference", **given)))
 
 
+@pytest.mark.slow
 def test_cpu_tensors_import_no_gpu_language():
     script = """
 import sys, torch, blockscale as bs

@@ -292,6 +292,7 @@ def errors():
         yield model_error
 
 
+@pytest.mark.slow
 def test_times_are_near_those_of_an_h200(errors):
     """Below a tenth on average, in the half of the shapes that no constant was fitted to, too."""
     parts = {}

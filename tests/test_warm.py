@@ -119,7 +119,7 @@ def test_the_command(compiled):
     [
         (["256"], "layers: got '256'; expected N and K like 4096x4096"),
         (["256x256", "--tokens", "0"], "tokens: got '0'; expected a number"),
-        (["256x256", "--dtype", "int8"], "dtype: got 'int8'; choose one of bfloat16"),
+        (["256x256", "--dtype", "int8"], "dtype: got 'int8'; choose one of 'float32'"),
         (["256x256", "--arch", "sm_80"], "arch: got 'sm_80'"),
         (["256x256", "--recipe", "fp5"], "format: got 'fp5'"),
     ],

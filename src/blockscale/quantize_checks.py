@@ -11,9 +11,9 @@ from . import ops
 from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
 from .layouts import Layout, get_layout, layouts
-from .offsets import check_offsets
 from .remember import remembered
 from .tensor import ScaledTensor
+from .tensor_checks import DTYPES, check_offsets
 from .watching import is_dtensor
 
 __all__ = [
@@ -26,8 +26,6 @@ __all__ = [
     "resolve_global_scale",
 ]
 
-#: Of what is quantized.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEEDS = (int, torch.SymInt, type(None))
 
 

@@ -12,7 +12,8 @@ from .checks import check_axis
 from .formats import Format, get_format
 from .layouts import Layout, get_layout, swizzle_scale, unswizzle_scale
 from .memory import as_bytes
-from .stored import stored_parts, strides_like
+from .stored import check_parts, strides_like
+from .tensor_checks import VALUE_DTYPES
 from .tensor_refusals import refusal
 from .watching import is_transformed, unwatched
 
@@ -104,7 +105,7 @@ class ScaledTensor(torch.Tensor):
             shape,
             dtype,
         )
-        self._check(tuple(shape), scale.dtype)
+        check_parts(self, tuple(shape), scale.dtype)
         return self
 
     @property
@@ -177,31 +178,6 @@ class ScaledTensor(torch.Tensor):
 
     # --- what it is -------------------------------------------------------------------------------
 
-    def _check(self, shape: tuple[int, ...], scale_dtype: torch.dtype) -> None:
-        name, data, scale = self.format_name, self.qdata, self.qscale
-        scalar, offsets = self.global_scale, self.offsets
-        groups = None if offsets is None else offsets.shape[0]
-        want = stored_parts(
-            name, self.layout_name, shape, self.axis, groups, self.k_grouped, scalar is not None
-        )
-        if scalar is not None and (scalar.dtype != torch.float32 or scalar.numel() != 1):
-            raise ValueError("global_scale: expected an fp32 scalar tensor")
-        if data.shape != want.data or data.dtype != want.data_dtype:
-            raise ValueError(
-                f"data: got {tuple(data.shape)} {data.dtype}; {name!r} stores "
-                f"{shape} along axis {self.axis} as {want.data} {want.data_dtype}"
-            )
-        if scale.shape != want.scale or scale_dtype not in want.scale_dtypes:
-            raise ValueError(
-                f"scale: got {tuple(scale.shape)} {scale_dtype}; {name!r} in layout "
-                f"{self.layout_name!r} for {shape} along axis {self.axis} is {want.scale} "
-                f"{want.scale_dtypes[0]}"
-            )
-        device = data.device
-        for part, tensor in (("scale", scale), ("global_scale", scalar), ("offsets", offsets)):
-            if tensor is not None and tensor.device != device:
-                raise ValueError(f"{part}: is on {tensor.device}, data on {device}; move it there")
-
     @property
     def _k_groups(self) -> int:
         return self.offsets.shape[0] if self.k_grouped and self.offsets is not None else 0
@@ -248,7 +224,7 @@ class ScaledTensor(torch.Tensor):
         Raises TypeError where ``dtype`` is not float32, bfloat16, float16 or float64.
         """
         dtype = self.dtype if dtype is None else dtype
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        if dtype not in VALUE_DTYPES:
             raise TypeError(
                 f"dtype: got {dtype}; choose torch.float32, bfloat16, float16 or float64"
             )

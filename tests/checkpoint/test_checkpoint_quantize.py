@@ -28,6 +28,7 @@ def left_over(directory: Path) -> set[str]:
 # --- what comes out -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     ("format", "chunk"),
     [

@@ -206,6 +206,7 @@ def tensor_words(codes: np.ndarray, type: str, packed: bool) -> np.ndarray:
     return np.ascontiguousarray(codes).view(np.uint32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_mma(case: Case) -> None:
     m, n, group, k = case.m, case.n, case.group, K[case.kind]

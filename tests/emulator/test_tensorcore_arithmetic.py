@@ -292,6 +292,7 @@ def bits(d: np.ndarray) -> np.ndarray:
 # ---- tests
 
 
+@pytest.mark.sampled(4)
 @by_kind
 def test_random_tiles_equal_mmasim(kind: Kind) -> None:
     tiles = draw(kind, TILES, seed=1)
@@ -341,6 +342,7 @@ def test_tiny_f16_sums_equal_mmasim(unit: str, addend: float, lowest: int) -> No
     np.testing.assert_array_equal(given[0] > addend, low - 24 >= lowest)
 
 
+@pytest.mark.sampled(47)
 @by_kind
 @pytest.mark.parametrize("exact", [False, True])
 def test_many_instructions_at_once(kind: Kind, exact: bool) -> None:
@@ -453,6 +455,7 @@ def exact_sum(terms: list[float], d_type: str) -> int:
     return 0 if given == ptx_floats.zero(1, d_type) else given
 
 
+@pytest.mark.sampled(30)
 @by_kind
 def test_exact_sums_equal_fractions(kind: Kind) -> None:
     tiles = draw(kind, 2 * len(MATRICES), 3, 3, 2)

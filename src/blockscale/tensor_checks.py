@@ -1,4 +1,4 @@
-"""Offsets of groups of rows, as experts have them."""
+"""Checks of tensors that several calls take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["check_offsets"]
+__all__ = ["DTYPES", "VALUE_DTYPES", "check_offsets"]
+
+#: Of what is quantized, and of products.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Of what a quantized tensor stands for.
+VALUE_DTYPES = (*DTYPES, torch.float64)
 
 
 def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
