@@ -164,7 +164,7 @@ def test_odd_columns(k, dtype, arch, small_machine):
 
 def test_few_warps_for_many_segments(small_machine, monkeypatch):
     """A warp takes several segments of a row, and not all warps equally many."""
-    monkeypatch.setattr(norm, "_WARPS", 7)
+    monkeypatch.setattr(norm_config, "_WARPS", 7)
     x = rows(6, 3600, BF16)
     config = norm_config.choose_norm(
         (6, 3600),
