@@ -181,7 +181,8 @@ def _opcodes(sass: str) -> list[str]:
 # --- the cache on disk ----------------------------------------------------------------------------
 
 SECOND = """
-import sys, torch
+import sys
+from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.sm100.config import choose_config
@@ -190,7 +191,7 @@ def build(config):
     raise AssertionError("compiled again")
 
 compile_cache.build = build
-config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), Epilogue(torch.bfloat16, alpha=1))
+config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), Epilogue(BFLOAT16, alpha=1))
 assert callable(compile_cache.load(config))
 assert "cutlass" not in sys.modules
 """
