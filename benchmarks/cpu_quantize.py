@@ -138,6 +138,8 @@ def table(result: dict[str, Any], names: Sequence[str] = ()) -> str:
         keys = ("median_ms", "median_GB/s", "best_GB/s")
         cells = "".join(f" {r[name][key]:.2f} |" for r in runs.values() for key in keys)
         lines.append(f"| {name} |{cells}")
+    if names:
+        return "\n".join(lines)
     first = ", ".join(f"{name} {seconds} s" for name, seconds in result["first_call_s"].items())
     lines += [
         "",
@@ -165,7 +167,10 @@ def main() -> None:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     result = json.loads(RESULT.read_text())
-    tables = (("cpu_quantize", LAB, table(result)), ("cpu_quantize short", PAGE, table(result, SHORT)))
+    tables = (
+        ("cpu_quantize", LAB, table(result)),
+        ("cpu_quantize short", PAGE, table(result, SHORT)),
+    )
     for name, page, text in tables:
         begin = f"<!-- {name}: made by benchmarks/cpu_quantize.py -->"
         rewrite(page, text, begin, f"<!-- {name}: end -->")

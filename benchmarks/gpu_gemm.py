@@ -38,9 +38,12 @@ def contests(result: dict[str, Any], few: bool = False) -> str:
     ``few``: the groups of few rows, which is decoding, or all others.
     """
     rows = [row for row in (Row(**row) for row in result["rows"]) if (row.group == DECODING) == few]
-    parts = [machine(result)]
+    parts = [] if few else [machine(result)]
     for group in dict.fromkeys(row.group for row in rows):
-        parts += [f"**{group}**", _group([row for row in rows if row.group == group])]
+        parts += [
+            *([] if few else [f"**{group}**"]),
+            _group([row for row in rows if row.group == group]),
+        ]
     absent = dict.fromkeys(
         f"{each['case']} ({each['who']}): {each['why'].splitlines()[0][:160].rstrip('.')}"
         for each in result["absent"]
@@ -56,18 +59,16 @@ def host(result: dict[str, Any]) -> str:
     for call in result["host"]:
         took = call["microseconds"]
         lines.append(line(call["what"], ["" if took is None else f"{took:.1f}"]))
-    return "\n".join([machine(result), "", *lines])
+    return "\n".join(lines)
 
 
 def layer_host(result: dict[str, Any]) -> str:
-    """The same for layers: a row a layer and pass, a column a number of rows."""
-    lines = head([f"{rows}, us" for rows in result["new"]])
-    for call, took in result["calls"].items():
-        name, _, step = call.rpartition(" ")
-        if step in _PASSES and not name.endswith("x2"):
-            runs = (took[rows]["new"] for rows in result["new"])
-            cells = [f"{min(each):.0f} to {max(each):.0f}" for each in runs]
-            lines.append(line(f"{name}, {_PASSES[step]}", cells))
+    """The same for layers: a row a layer, a column a pass and a number of rows."""
+    lines = head([f"{rows}, {each}, us" for each in _PASSES.values() for rows in result["new"]])
+    calls = result["calls"]
+    for name in ("nn.Linear", "fp8_block", "mxfp8", "nvfp4"):
+        runs = (calls[f"{name} {each}"][rows]["new"] for each in _PASSES for rows in result["new"])
+        lines.append(line(name, [f"{min(each):.0f} to {max(each):.0f}" for each in runs]))
     return "\n".join(lines)
 
 

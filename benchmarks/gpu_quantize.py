@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def tables(result: dict[str, Any]) -> str:
-    """What docs/lab/quantize-h200.md shows: a table a group, what the host pays, what could not run."""
+    """What the lab shows: a table a group, what the host pays, what could not run."""
     parts = [machine(result)]
     for group, rows in _groups(result["rows"]):
         parts.append(f"**{group}**")
