@@ -1,8 +1,9 @@
 """Measure products on a CPU: this library beside torch in bfloat16 and the reference.
 
 Every call runs once a round, so that whatever else the machine does hits all alike; ratios are
-medians of those of each round. Writes benchmarks/results/cpu_gemm.json and the table of
-docs/performance.md; ``--table`` only makes the table from the JSON that is there.
+medians of those of each round. Writes benchmarks/results/cpu_gemm.json and the tables of
+docs/performance.md (short) and docs/lab/products-cpu.md; ``--table`` only makes them from the
+JSON that is there.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 
 import torch
 from cpu_quantize import PAGE, ROOT, machine
+from gpu_quantize import rewrite
 
 from blockscale.bench.cpu import products
 
 RESULT = ROOT / "benchmarks" / "results" / "cpu_gemm.json"
-BEGIN, END = "<!-- cpu_gemm: made by benchmarks/cpu_gemm.py -->", "<!-- cpu_gemm: end -->"
+LAB = ROOT / "docs" / "lab" / "products-cpu.md"
 ROWS, N, K = (1, 8, 16, 128), 4096, 4096
+SHORT = 1, 16, 128  # rows that the short table shows
 FORMATS = ("mxfp8", "nvfp4", "fp8_128x128")
 
 
@@ -71,6 +74,35 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def short(result: dict[str, Any]) -> str:
+    """A row a product: one thread and two, beside the reference and torch."""
+    m = result["machine"]
+    threads = sorted({run["threads"] for run in result["runs"]})
+    cells = [
+        f"{count} thread{'s' * (count > 1)}: {what}"
+        for count in threads
+        for what in ("ms (best)", "reference takes", "torch, bfloat16, takes")
+    ]
+    lines = [
+        f"{m['cpu']}, torch {m['torch']}, {m['date']}; M x {K} in bfloat16 by a weight of "
+        f"{N} x {K}, median of {result['rounds']} rounds; how many times as long others take.",
+        "",
+        f"| M | format | {' | '.join(cells)} |",
+        "| ---: | --- |" + " ---: |" * len(cells),
+    ]
+    found = {(run["rows"], run["format"], run["threads"]): run["calls"] for run in result["runs"]}
+    for rows, name in dict.fromkeys((rows, name) for rows, name, _ in found if rows in SHORT):
+        cells = []
+        for count in threads:
+            took = found[rows, name, count]
+            cells += [f"{took[name]['median_ms']:.1f} ({took[name]['best_ms']:.1f})"]
+            cells += [
+                f"{took[each]['times_ours']:.2f}" for each in ("reference", "torch, bfloat16")
+            ]
+        lines.append(f"| {rows} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=25)
@@ -87,10 +119,12 @@ def main() -> None:
                     result["runs"].append(run)
         result["load_after"] = os.getloadavg()[0]
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    text, page = table(json.loads(RESULT.read_text())), PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
-    print(text)
+    result = json.loads(RESULT.read_text())
+    tables = (("cpu_gemm", LAB, table(result)), ("cpu_gemm short", PAGE, short(result)))
+    for name, page, text in tables:
+        begin = f"<!-- {name}: made by benchmarks/cpu_gemm.py -->"
+        rewrite(page, text, begin, f"<!-- {name}: end -->")
+        print(text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Measure quantization on a CPU: this library beside torchao, a copy and the reference.
 
 Every operation runs once a round, so that whatever else the machine does hits all of them alike.
-Writes benchmarks/results/cpu_quantize.json and the table of docs/performance.md; ``--table`` only
-makes the table from the JSON that is there. Needs torchao.
+Writes benchmarks/results/cpu_quantize.json and the tables of docs/performance.md (short) and
+docs/lab/quantize-cpu.md; ``--table`` only makes them from the JSON that is there. Needs torchao.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numba
 import torch
+from gpu_quantize import rewrite
 
 import blockscale as bs
 from blockscale import reference
@@ -31,9 +33,14 @@ from blockscale.formats import formats
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "cpu_quantize.json"
 PAGE = ROOT / "docs" / "performance.md"
-BEGIN, END = (
-    "<!-- cpu_quantize: made by benchmarks/cpu_quantize.py -->",
-    "<!-- cpu_quantize: end -->",
+LAB = ROOT / "docs" / "lab" / "quantize-cpu.md"
+#: What the short table shows.
+SHORT = (
+    "copy into a new tensor",
+    *("blockscale mxfp8, rows", "blockscale mxfp8, columns", "blockscale nvfp4, rows"),
+    *("blockscale fp8_1x128, rows", "blockscale fp8_128x128, rows", "blockscale dequantize mxfp8"),
+    *("torchao mxfp8, rows, torch.compile", "torchao mxfp8, rows, eager"),
+    "torchao nvfp4, rows, torch.compile",
 )
 
 FIRST_CALL = """
@@ -115,7 +122,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any], names: Sequence[str] = ()) -> str:
+    """The operations called ``names``, or all of them."""
     m, runs = result["machine"], result["threads"]
     head = "".join(f" {n} thread{'s' if n != '1' else ''}: ms | GB/s | best GB/s |" for n in runs)
     lines = [
@@ -126,10 +134,12 @@ def table(result: dict[str, Any]) -> str:
         f"| |{head}",
         "| --- |" + " ---: | ---: | ---: |" * len(runs),
     ]
-    for name in next(iter(runs.values())):
+    for name in names or next(iter(runs.values())):
         keys = ("median_ms", "median_GB/s", "best_GB/s")
         cells = "".join(f" {r[name][key]:.2f} |" for r in runs.values() for key in keys)
         lines.append(f"| {name} |{cells}")
+    if names:
+        return "\n".join(lines)
     first = ", ".join(f"{name} {seconds} s" for name, seconds in result["first_call_s"].items())
     lines += [
         "",
@@ -156,12 +166,15 @@ def main() -> None:
             result["threads"][str(threads)] = measure(args.rounds, threads)
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    text = table(json.loads(RESULT.read_text()))
-    page = PAGE.read_text()
-    if BEGIN in page:
-        before, rest = page.split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
-    print(text)
+    result = json.loads(RESULT.read_text())
+    tables = (
+        ("cpu_quantize", LAB, table(result)),
+        ("cpu_quantize short", PAGE, table(result, SHORT)),
+    )
+    for name, page, text in tables:
+        begin = f"<!-- {name}: made by benchmarks/cpu_quantize.py -->"
+        rewrite(page, text, begin, f"<!-- {name}: end -->")
+        print(text)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
 """Show what ``blockscale bench gemm`` and ``bench linear`` measured on an H200.
 
 From these files of benchmarks/results, as far as they are there, it writes the tables of
-docs/performance.md and draws docs/assets/gemm_h200.png and linear_h200.png. Needs no GPU.
+docs/performance.md and docs/lab/chooser.md, and draws docs/assets/gemm_h200.png and
+linear_h200.png. Needs no GPU.
 
     gemm_h200.json       blockscale bench gemm --peers all --json
     chooser_h200.json    blockscale bench gemm --chooser --json
     linear_h200.json     blockscale bench linear --peers all --json
+    layer_host_h200.json what layers keep the host busy with
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from gpu_quantize import ROOT, head, line, machine, rewrite
@@ -22,29 +25,51 @@ from blockscale.bench.pictures import draw
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+LAB = ROOT / "docs" / "lab"
 
+DECODING = "Decoding: bf16 activations, quantized weights"
+_PASSES = {"forward": "forward", "step": "forward and backward"}
 _SMALL = {m for m, _, _ in DECODE}
 
 
-def contests(result: dict[str, Any]) -> str:
-    """A table for each group: ours, and how many times as fast as each of the others."""
-    rows = [Row(**row) for row in result["rows"]]
-    parts = [machine(result)]
+def contests(result: dict[str, Any], few: bool = False) -> str:
+    """A table for each group: ours, and how many times as fast as each of the others.
+
+    ``few``: the groups of few rows, which is decoding, or all others.
+    """
+    rows = [row for row in (Row(**row) for row in result["rows"]) if (row.group == DECODING) == few]
+    parts = [] if few else [machine(result)]
     for group in dict.fromkeys(row.group for row in rows):
-        parts += [f"**{group}**", _group([row for row in rows if row.group == group])]
-    if result["host"]:
-        lines = ["| a call | host, us |", "| --- | ---: |"]
-        for call in result["host"]:
-            took = call["microseconds"]
-            lines.append(line(call["what"], ["" if took is None else f"{took:.1f}"]))
-        parts.append("\n".join(lines))
+        parts += [
+            *([] if few else [f"**{group}**"]),
+            _group([row for row in rows if row.group == group]),
+        ]
     absent = dict.fromkeys(
         f"{each['case']} ({each['who']}): {each['why'].splitlines()[0][:160].rstrip('.')}"
         for each in result["absent"]
     )
-    if absent:
+    if absent and not few:
         parts.append("Could not run: " + "; ".join(absent) + ".")
     return "\n\n".join(parts)
+
+
+def host(result: dict[str, Any]) -> str:
+    """What a call keeps the host busy with."""
+    lines = ["| a call | host, us |", "| --- | ---: |"]
+    for call in result["host"]:
+        took = call["microseconds"]
+        lines.append(line(call["what"], ["" if took is None else f"{took:.1f}"]))
+    return "\n".join(lines)
+
+
+def layer_host(result: dict[str, Any]) -> str:
+    """The same for layers: a row a layer, a column a pass and a number of rows."""
+    lines = head([f"{rows}, {each}, us" for each in _PASSES.values() for rows in result["new"]])
+    calls = result["calls"]
+    for name in ("nn.Linear", "fp8_block", "mxfp8", "nvfp4"):
+        runs = (calls[f"{name} {each}"][rows]["new"] for each in _PASSES for rows in result["new"])
+        lines.append(line(name, [f"{min(each):.0f} to {max(each):.0f}" for each in runs]))
+    return "\n".join(lines)
 
 
 def _group(rows: Sequence[Row]) -> str:
@@ -89,20 +114,28 @@ def chooser(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-_PARTS = {"gemm": contests, "chooser": chooser, "linear": contests}
+#: A table: its name, the file it is made from, its page, and what makes it.
+_PARTS = (
+    ("gemm", "gemm", PAGE, contests),
+    ("decode", "gemm", PAGE, partial(contests, few=True)),
+    ("host", "gemm", PAGE, host),
+    ("linear", "linear", PAGE, contests),
+    ("layer_host", "layer_host", PAGE, layer_host),
+    ("chooser", "chooser", LAB / "chooser.md", chooser),
+)
 
 
 def main() -> None:
-    for name, tell in _PARTS.items():
-        path = RESULTS / f"{name}_h200.json"
+    for name, source, page, tell in _PARTS:
+        path = RESULTS / f"{source}_h200.json"
         if not path.exists():
             print(f"{path}: not there; what the page says of it stays")
             continue
         result = json.loads(path.read_text(encoding="utf-8"))
         text = tell(result)
         begin = f"<!-- gpu_gemm {name}: made by benchmarks/gpu_gemm.py -->"
-        rewrite(PAGE, text, begin, f"<!-- gpu_gemm {name}: end -->")
-        if "rows" in result:
+        rewrite(page, text, begin, f"<!-- gpu_gemm {name}: end -->")
+        if tell is contests:
             rows = [Row(**row) for row in result["rows"]]
             draw(rows).savefig(ROOT / "docs" / "assets" / f"{name}_h200.png", dpi=150)
         print(text)

@@ -3,7 +3,7 @@
 Compiles them for both architectures, counts in SASS, and compares with what can be issued while
 memory moves the bytes of an element: on an H200 as fast as it copied when
 benchmarks/results/quantize_h200.json was measured, on a B200 at its data sheet's 8 TB/s. Writes
-benchmarks/results/quantize_sass.json and the two tables of docs/performance.md; ``--table`` only
+benchmarks/results/quantize_sass.json and two tables of docs/lab; ``--table`` only
 makes the tables from the JSON that is there. Needs CuTe DSL and nvdisasm.
 """
 
@@ -19,10 +19,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gpu_quantize import rewrite
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 RESULT = RESULTS / "quantize_sass.json"
-PAGE = ROOT / "docs" / "performance.md"
+LAB = ROOT / "docs" / "lab"
 SHAPES = ((16384, 16384), (16384, 7168), (32768, 2048))
 _OF_ONE_WARP = 32  # elements that an instruction of a warp works for
 
@@ -174,14 +176,15 @@ def main() -> None:
     if not parser.parse_args().table:
         RESULT.write_text(json.dumps(measure(), indent=1) + "\n")
     result = json.loads(RESULT.read_text())
-    page = PAGE.read_text()
-    for name, text in (("h200", budget_table(result)), ("b200", blackwell_table(result))):
+    tables = (
+        ("h200", LAB / "quantize-h200.md", budget_table(result)),
+        ("b200", LAB / "blackwell.md", blackwell_table(result)),
+    )
+    for name, page, text in tables:
         begin = f"<!-- gpu_instructions {name}: made by benchmarks/gpu_instructions.py -->"
         end = f"<!-- gpu_instructions {name}: end -->"
-        before, rest = page.split(begin)
-        page = f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+        rewrite(page, text, begin, end)
         print(text)
-    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

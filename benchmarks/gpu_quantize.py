@@ -1,7 +1,7 @@
 """Show what ``blockscale bench quantize --peers all --json`` measured on an H200.
 
-From benchmarks/results/quantize_h200.json it writes the tables of docs/performance.md and of
-README.md, and draws docs/assets/quantize_h200.png. Needs no GPU.
+From benchmarks/results/quantize_h200.json it writes the short table of docs/performance.md and
+the tables of docs/lab/quantize-h200.md, and draws docs/assets/quantize_h200.png. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def tables(result: dict[str, Any]) -> str:
-    """What docs/performance.md shows: a table a group, what the host pays, what could not run."""
+    """What the lab shows: a table a group, what the host pays, what could not run."""
     parts = [machine(result)]
     for group, rows in _groups(result["rows"]):
         parts.append(f"**{group}**")
@@ -116,7 +116,7 @@ def _below(rows: Sequence[Row]) -> list[str]:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The short table of the README."""
+    """The short table of docs/performance.md."""
     lines = [
         "| | blockscale, GB/s | of copy | torchao's best, GB/s | of copy |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -265,8 +265,8 @@ def rewrite(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
 
 def main() -> None:
     result = json.loads(RESULT.read_text())
-    rewrite(ROOT / "docs" / "performance.md", tables(result))
-    rewrite(ROOT / "README.md", summary(result))
+    rewrite(ROOT / "docs" / "performance.md", summary(result))
+    rewrite(ROOT / "docs" / "lab" / "quantize-h200.md", tables(result))
     draw(result).savefig(PICTURE, dpi=150)
     print(tables(result))
 

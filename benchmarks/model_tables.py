@@ -1,7 +1,7 @@
 """Show how far the performance model is from an H200, and what it estimates for a B200.
 
 From benchmarks/results/model_h200.json (benchmarks/model_error.py), and from the model itself, it
-writes tables of docs/performance.md. Needs no GPU.
+writes tables of docs/lab/blackwell-model.md and a short one of docs/performance.md. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from blockscale.model.kernels import tcgen05
 from blockscale.model.machine import FITTED
 
 PAGE = ROOT / "docs" / "performance.md"
+LAB = ROOT / "docs" / "lab" / "blackwell-model.md"
 SHAPES = (
     (2048, 2048, 2048),
     (4096, 4096, 4096),
@@ -65,6 +66,16 @@ def b200() -> str:
     return "\n\n".join(parts)
 
 
+def b200_short() -> str:
+    """The estimates alone: a row a shape, a column a format."""
+    lines = head([f"{format}, TFLOP/s" for format in FORMATS["sm_100a"]])
+    for shape in SHAPES:
+        found = (estimate(launch("sm_100a", each, shape), B200) for each in FORMATS["sm_100a"])
+        cells = [f"{each.tflops:.0f}" for each in found]
+        lines.append(line(" x ".join(map(str, shape)), cells))
+    return "\n".join(lines)
+
+
 def _cells(format: str, shape: tuple[int, int, int]) -> list[str]:
     chosen = launch("sm_100a", format, shape)
     found, most = estimate(chosen, B200), _ceiling(chosen)
@@ -95,12 +106,16 @@ def _ceiling(one: Launch) -> float:
 
 def main() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "model_h200.json").read_text())
-    for name, text in (("h200", h200(result)), ("b200", b200())):
+    tables = (
+        ("h200", LAB, h200(result)),
+        ("b200", LAB, b200()),
+        ("b200 short", PAGE, b200_short()),
+    )
+    for name, page, text in tables:
         begin = f"<!-- model {name}: made by benchmarks/model_tables.py -->"
         end = f"<!-- model {name}: end -->"
         print(f"{begin}\n\n{text}\n\n{end}\n")
-        if begin in PAGE.read_text():
-            rewrite(PAGE, text, begin, end)
+        rewrite(page, text, begin, end)
 
 
 if __name__ == "__main__":

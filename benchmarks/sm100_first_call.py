@@ -3,7 +3,7 @@
 Every line is a fresh process with torch and blockscale imported before: one that compiles, with an
 empty cache folder, and one that finds the kernel there. Times are those of the process (user and
 system) and of a clock; the import of CuTe DSL is part of the first. Writes
-benchmarks/results/sm100_first_call.json and a table of docs/performance.md.
+benchmarks/results/sm100_first_call.json and a table of docs/lab/blackwell.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 
 RESULT = ROOT / "benchmarks" / "results" / "sm100_first_call.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "lab" / "blackwell.md"
 BEGIN = "<!-- sm100_first_call: made by benchmarks/sm100_first_call.py -->"
 END = "<!-- sm100_first_call: end -->"
 RUNS = 3

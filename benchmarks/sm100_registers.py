@@ -1,6 +1,6 @@
 """Compile Blackwell's products as they are chosen; note their registers and shared memory.
 
-Writes benchmarks/results/sm100_registers.json and a table of docs/performance.md. ``--part 2/6``
+Writes benchmarks/results/sm100_registers.json and a table of docs/lab/blackwell.md. ``--part 2/6``
 compiles the second of six parts and keeps the rest of the file, ``--table`` only makes the table.
 Needs CuTe DSL, whose ptxas it is, and no GPU.
 
@@ -35,7 +35,7 @@ from blockscale.kernels.sm100.kinds import find_kind
 from blockscale.kernels.sm100.quantizing_config import FORMATS, Quantizing
 
 RESULT = ROOT / "benchmarks" / "results" / "sm100_registers.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "lab" / "blackwell.md"
 BEGIN = "<!-- sm100_registers: made by benchmarks/sm100_registers.py -->"
 END = "<!-- sm100_registers: end -->"
 
