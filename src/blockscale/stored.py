@@ -96,6 +96,7 @@ def check_parts(q: ScaledTensor, shape: tuple[int, ...], scale_dtype: torch.dtyp
             f"{q.layout_name!r} for {shape} along axis {q.axis} is {want.scale} "
             f"{want.scale_dtypes[0]}"
         )
+    device = data.device
     for part, tensor in (("scale", scale), ("global_scale", scalar), ("offsets", offsets)):
-        if tensor is not None and tensor.device != data.device:
-            raise ValueError(f"{part}: is on {tensor.device}, data on {data.device}; move it there")
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{part}: is on {tensor.device}, data on {device}; move it there")
