@@ -14,6 +14,9 @@ EXTRAS := dev,docs
 UNPINNED := ^\#
 endif
 
+# Tests keep their bytecode whatever the shell says: to rewrite their asserts takes each worker ten seconds.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
 .DEFAULT_GOAL := help
 .PHONY: help env test quick train bench lint docs clean
 
@@ -23,10 +26,10 @@ help: ## list the targets
 env: .venv/ready ## make .venv; done again when pyproject.toml or constraints.txt change
 
 test: .venv/ready ## run the test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+	$(PYTEST)
 
 quick: .venv/ready ## run the tests that take little time: no kernels in the emulator
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not kernels and not slow" -n auto --maxprocesses 8 --dist worksteal
+	$(PYTEST) -q -m "not kernels and not slow"
 
 train: .venv/ready ## train a small GPT in bf16 and in MXFP8, and compare
 	$(BIN)/blockscale train

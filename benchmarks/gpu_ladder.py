@@ -1,4 +1,4 @@
-"""Show the ladder's steps, and what ``blockscale bench ladder --json`` measured on an H200.
+"""Show the ladder's steps, and what ``python -m examples.ladder --json`` measured on an H200.
 
 Writes the steps of docs/ladder.md from their definition; and from
 benchmarks/results/ladder_h200.json, if it is there, the table of results and
@@ -8,15 +8,18 @@ docs/assets/ladder_h200.png. Needs no GPU.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from blockscale.bench.contest import Row
-from blockscale.bench.ladder import draw
-from blockscale.kernels.sm90.ladder_steps import STEPS, Step
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+from examples.ladder.bench import draw  # noqa: E402
+from examples.ladder.steps import STEPS, Step  # noqa: E402
+
 RESULT = ROOT / "benchmarks" / "results" / "ladder_h200.json"
 PICTURE = ROOT / "docs" / "assets" / "ladder_h200.png"
 PAGE = ROOT / "docs" / "ladder.md"

@@ -95,7 +95,7 @@ def _clustered(format: str, shape: tuple[int, int, int]) -> Launch:
     """Two pairs of blocks, one below the other, that share tiles of B."""
     names = format.split("_")
     config = choose_config(shape, (names[0], names[-1]), Epilogue())
-    return tcgen05(fit(replace(config, ctas=2, cluster=(4, 1), columns=256, stages=2)), shape)
+    return tcgen05(fit(replace(config, ctas=2, cluster=(4, 1), mma_n=256, stages=2)), shape)
 
 
 def _ceiling(one: Launch) -> float:

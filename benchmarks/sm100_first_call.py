@@ -17,9 +17,9 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-import torch
 from gpu_quantize import ROOT, head, line, rewrite
 
+from blockscale.dtypes import UINT8
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.sm100.config import Config, choose_config
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nvfp4": {"formats": ("nvfp4", "nvfp4"), "epilogue": Epilogue(alpha=2)},
     "nvfp4, SwiGLU, quantized to nvfp4": {
         "formats": ("nvfp4", "nvfp4"),
-        "epilogue": Epilogue(torch.uint8, alpha=2),
+        "epilogue": Epilogue(UINT8, alpha=2),
         "quantizing": Quantizing("nvfp4", swiglu=True),
     },
 }

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from gpu_quantize import ROOT, head, line, rewrite
 
+from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, UINT8, to_torch
 from blockscale.emulator import Device, Report, cutedsl
 from blockscale.emulator.hostcode import settings
 from blockscale.formats import get_format
@@ -29,7 +30,7 @@ from blockscale.kernels.common.builders import build_kernel
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.gpu import GPUS, Gpu
 from blockscale.kernels.common.machine_code import usage
-from blockscale.kernels.sm100.config import ARCHES, WHOLE, Config, choose_config
+from blockscale.kernels.sm100.config import ARCHES, EIGHT_BIT, Config, choose_config
 from blockscale.kernels.sm100.kinds import find_kind
 from blockscale.kernels.sm100.quantizing_config import FORMATS, Quantizing
 
@@ -40,38 +41,37 @@ END = "<!-- sm100_registers: end -->"
 
 #: (M, N), one for each tile that is chosen.
 SIZES = ((8192, 8192), (1024, 1024), (128, 32768), (128, 8192))
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-PAIRS = [pair for pair in product((*WHOLE, "mxfp4", "nvfp4"), repeat=2) if find_kind(*pair)]
+PAIRS = [pair for pair in product((*EIGHT_BIT, "mxfp4", "nvfp4"), repeat=2) if find_kind(*pair)]
 #: What is multiplied with every output.
 MAIN = (("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"))
 _ROUNDINGS = [each for each in get_format("mxfp8").scale.roundings if each != "rceil"]
 #: By name, what is not as choose_config has it by itself.
 OUTPUTS: dict[str, dict[str, Any]] = {
-    "fp16 out": {"out_dtype": _FP16},
-    "fp32 out": {"out_dtype": _FP32},
+    "fp16 out": {"out_dtype": FLOAT16},
+    "fp32 out": {"out_dtype": FLOAT32},
     "added to bf16": {"accumulate": True},
-    "added to fp16": {"accumulate": True, "out_dtype": _FP16},
-    "added to fp32": {"accumulate": True, "out_dtype": _FP32},
+    "added to fp16": {"accumulate": True, "out_dtype": FLOAT16},
+    "added to fp32": {"accumulate": True, "out_dtype": FLOAT32},
     "rows that TMA cannot store": {"tma_store": False},
-    "rows that TMA cannot store, fp32": {"tma_store": False, "out_dtype": _FP32},
+    "rows that TMA cannot store, fp32": {"tma_store": False, "out_dtype": FLOAT32},
     "rows that TMA cannot store, added to": {"tma_store": False, "accumulate": True},
-    "bias in bf16": {"bias": _BF16},
-    "bias in fp16": {"bias": _FP16},
-    "bias in fp32": {"bias": _FP32},
+    "bias in bf16": {"bias": BFLOAT16},
+    "bias in fp16": {"bias": FLOAT16},
+    "bias in fp32": {"bias": FLOAT32},
     "alpha": {"alpha": 2},
     "alpha, bias, added to fp32": {
-        **{"alpha": 2, "bias": _BF16, "accumulate": True, "out_dtype": _FP32}
+        **{"alpha": 2, "bias": BFLOAT16, "accumulate": True, "out_dtype": FLOAT32}
     },
     "for sm_103a": {"gpu": GPUS[ARCHES[1]]},
     **{
         f"{'SwiGLU, ' * swiglu}quantized to {format}": {
-            **{"out_dtype": torch.uint8, "alpha": 2, "quantizing": Quantizing(format, swiglu)}
+            **{"out_dtype": UINT8, "alpha": 2, "quantizing": Quantizing(format, swiglu)}
         }
         for swiglu, format in product((False, True), FORMATS)
     },
     **{
         f"SwiGLU, quantized to {format}, {what}": {
-            **{"out_dtype": torch.uint8, "alpha": 2},
+            **{"out_dtype": UINT8, "alpha": 2},
             "quantizing": Quantizing(format, True, **given),
         }
         for format, what, given in (
@@ -96,7 +96,7 @@ def configurations() -> dict[Config, str]:
 
 def layouts(pair: tuple[str, str]) -> list[tuple[str, str]]:
     """Of A and B, that tensor cores take."""
-    return list(product(*(("k", "mn") if format in WHOLE else ("k",) for format in pair)))
+    return list(product(*(("k", "mn") if format in EIGHT_BIT else ("k",) for format in pair)))
 
 
 def choose(
@@ -151,17 +151,17 @@ def _arguments(config: Config) -> list[Any]:
         tiles = size // format.block_size // 4
         given.append(torch.zeros(size // 128, tiles * 64, dtype=torch.int64))
     if config.quantizing is None:
-        out: Any = torch.zeros(size, size, dtype=config.out_dtype)
+        out: Any = torch.zeros(size, size, dtype=to_torch(config.out_dtype))
     else:
         format = config.quantizing.stored
-        columns = size // config.quantizing.parts
+        columns = size // config.quantizing.b_halves
         scales = size * columns // format.block_size
         out = (
             torch.zeros(size, columns * format.element.bits // 8, dtype=bytes_of),
             torch.zeros(scales, dtype=bytes_of),
             torch.ones(()) if config.quantizing.has_table else None,
         )
-    bias = None if config.bias is None else torch.zeros(size, dtype=config.bias)
+    bias = None if config.bias is None else torch.zeros(size, dtype=to_torch(config.bias))
     return [*given, out, bias, (torch.ones(()),) * 2 if config.alpha else None]
 
 
@@ -169,7 +169,7 @@ def named(config: Config) -> dict[str, str | int | None]:
     """The configuration, as the file has it."""
     values = {each.name: getattr(config, each.name) for each in fields(config)}
     return {
-        name: value if isinstance(value, int | None) else str(value).removeprefix("torch.")
+        name: value if isinstance(value, int | None) else str(value)
         for name, value in values.items()
     }
 
@@ -200,7 +200,7 @@ def table(result: dict[str, Any]) -> str:
 
 def _tile(each: dict[str, Any]) -> str:
     config = each["config"]
-    return f"{128 * config['ctas']} x {config['columns']}" + ", a pair" * (config["ctas"] == 2)
+    return f"{128 * config['ctas']} x {config['mma_n']}" + ", a pair" * (config["ctas"] == 2)
 
 
 def _cell(rows: list[dict[str, Any]]) -> str:

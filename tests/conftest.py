@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ _MARKS = {
     "kernels": (
         *("kernels/test_gpu_", "kernels/test_sm", "kernels/test_gemm_"),
         *("cli/test_emulate_", "emulator/test_mutation", "emulator/test_pipelines", "test_warm"),
+        "examples/",
     ),
     "slow": (
         *("kernels/test_cpu", "test_ops", "test_fused", "test_properties", "training/"),
@@ -33,11 +36,25 @@ _MARKS = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
+    sampled: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("sampled"):
+            sampled[item.path, item.nodeid.partition("[")[0]].append(item)
         path = item.path.relative_to(root).as_posix()
         for mark, beginnings in _MARKS.items():
             if path.startswith(beginnings):
                 item.add_marker(mark)
+    for cases in sampled.values():
+        mark_all_but_a_sample_slow(cases)
+
+
+def mark_all_but_a_sample_slow(cases: list[pytest.Item]) -> None:
+    """Of the cases of one test. By a hash of names: a stride would meet one value of a parameter
+    only, and a case that is added changes no other's mark."""
+    marker = cases[0].get_closest_marker("sampled")
+    assert marker
+    for case in sorted(cases, key=lambda c: zlib.crc32(c.name.encode()))[marker.args[0] :]:
+        case.add_marker("slow")
 
 
 @pytest.fixture(scope="module", params=["reference", "numba"])

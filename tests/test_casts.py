@@ -52,6 +52,7 @@ def magnitudes(x):
 # --- elements -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ELEMENTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_half_pattern(name, dtype):
@@ -67,6 +68,7 @@ def test_boundaries(name):
     check_cast(boundaries(name), name, slow=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_random_fp32(name, seed):
@@ -78,6 +80,7 @@ def test_random_fp32(name, seed):
     check_cast(random_near(spec, MILLION // 8, 50 + seed), name, slow=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_against_fractions(name):
     """The definition with no floats at all: the nearest value, of two the one with an even code."""
@@ -172,6 +175,7 @@ def test_scale_of_every_half_pattern_and_boundary(mode, name):
     check_scale(scale_boundaries(name), name, mode, torchao=True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ELEMENTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_scale_of_random_fp32(mode, name):
@@ -210,6 +214,7 @@ def test_e8m0_decode_and_reciprocal():
 # --- UE4M3 and fp32 scales ------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-30, 2.0**-117, 1.0, 6.0, 2688.0, 3e38])
 def test_ue4m3_of_every_half_pattern_and_random(largest):
     """Against the sentence of docs/numerics.md in hardware fp32 and torch's and NVIDIA's casts."""

@@ -16,9 +16,9 @@ from torch import Tensor
 import blockscale as bs
 from blockscale import reference
 from blockscale.formats import Format, formats, get_format
-from blockscale.kernels import quantizers
 from blockscale.kernels.common import runtime
-from blockscale.kernels.quantizers import Request
+from blockscale.kernels.quantizers import calls as quantizers
+from blockscale.kernels.quantizers.calls import Request
 from blockscale.layouts import Grouped, as_bytes, get_layout
 from blockscale.ops import backends
 from stand_in import chip, gpu
@@ -56,8 +56,10 @@ class Kernels:
         if reason and "not installed" not in reason:
             raise quantizers.Unsupported(reason)
 
-    def quantize(self, x: Tensor, format: Format, **given: Any) -> list[tuple[Tensor, Tensor]]:
-        grouped = given["offsets"] is not None
+    def quantize(self, x: Tensor, request: Request, **given: Any) -> list[tuple[Tensor, Tensor]]:
+        format, grouped = request.fmt, given["offsets"] is not None
+        assert request.grouped == grouped
+        given |= request._asdict()
         self.refuse(x, format, given["axes"], given["layouts"], grouped=grouped)
         self.calls.append({"x": x, **given})
         keep = ("scale_rounding", "nonfinite", "global_scale")
@@ -380,6 +382,7 @@ def test_layouts_of_both():
 # --- compilers, modes and transforms --------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 @pytest.mark.usefixtures("no_warning")
 def test_compiled_code_calls_the_kernel(kernels, name):
@@ -394,6 +397,7 @@ def test_compiled_code_calls_the_kernel(kernels, name):
     assert kernels.scalars == 4 * formats[name].has_global_scale
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["compact", "tcgen05"])
 def test_opcheck(kernels, layout):
     ops, x, ends = torch.ops.blockscale, matrix(128, 96), i32(10, 100)
@@ -456,6 +460,7 @@ def test_no_dispatcher_where_nothing_does(monkeypatch):
 # --- the real kernel, and imports -----------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
 def test_the_kernel_in_the_emulator(on_gpu, no_warning, format):
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -473,6 +478,7 @@ def test_the_kernel_in_the_emulator(on_gpu, no_warning, format):
     assert all(map(same, got, bs.quantize_both(x, format, backend="reference", **given)))
 
 
+@pytest.mark.slow
 def test_cpu_tensors_import_no_gpu_language():
     script = """
 import sys, torch, blockscale as bs

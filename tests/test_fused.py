@@ -13,7 +13,7 @@ import blockscale as bs
 import stand_in
 from blockscale import ops, reference
 from blockscale.formats import formats
-from blockscale.kernels import quantizers as kernels
+from blockscale.kernels.quantizers import calls as kernels
 from blockscale.ops import fused
 
 OPS = torch.ops.blockscale
@@ -236,7 +236,7 @@ def gpu(monkeypatch):
     class Gpu:
         calls, reason = [], ""
 
-        Unsupported = kernels.Unsupported
+        Unsupported, Request = kernels.Unsupported, kernels.Request
 
         def refuse(self):
             if self.reason:
@@ -247,23 +247,22 @@ def gpu(monkeypatch):
             self.calls.append(("global_scale", producer))
             return reference.global_scale(self.make(producer, x, others), fmt)
 
-        def quantize(self, x, fmt, *, axes, layouts, producer, others, **kwargs):
+        def quantize(self, x, request, *, global_scale, offsets, others):
             self.refuse()
-            self.calls.append(("quantize", producer, axes))
-            values, offsets = self.make(producer, x, others), kwargs.pop("offsets")
-            more = kwargs["scale_rounding"], kwargs["nonfinite"]
-            tail = kwargs["global_scale"], offsets
+            self.calls.append(("quantize", request.producer, request.axes))
+            values = self.make(request.producer, x, others)
+            more = request.scale_rounding, request.nonfinite
             return [
-                ops.quantize(values, fmt.name, axis, *more, layout, *tail)
-                for axis, layout in zip(axes, layouts, strict=True)
+                ops.quantize(values, request.format, axis, *more, layout, global_scale, offsets)
+                for axis, layout in zip(request.axes, request.layouts, strict=True)
             ]
 
-        def rmsnorm(self, x, weight, fmt, *, eps, layout, **kwargs):
+        def rmsnorm(self, x, weight, request, *, eps, global_scale):
             self.refuse()
             self.calls.append(("rmsnorm",))
             y, rstd = reference.rmsnorm(x, weight, eps)
-            more = kwargs["scale_rounding"], kwargs["nonfinite"], layout, kwargs["global_scale"]
-            return *ops.quantize(y, fmt.name, -1, *more), rstd
+            more = request.scale_rounding, request.nonfinite, *request.layouts, global_scale
+            return *ops.quantize(y, request.format, -1, *more), rstd
 
         @staticmethod
         def make(producer, x, others):

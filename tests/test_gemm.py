@@ -44,6 +44,7 @@ def assert_product(y, a, b, *, plus=0.0):
     assert ((y.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(("a", "b"), PAIRS)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_product(backend, a, b, dtype):
@@ -57,6 +58,7 @@ def test_product(backend, a, b, dtype):
     assert_product(y, qx.dequantize(torch.float64), qw.dequantize(torch.float64))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", formats)
 def test_three_products_of_a_linear(backend, name):
     """fprop, dgrad and wgrad: blocks always run along the contraction."""
@@ -258,6 +260,7 @@ def slices(offsets):
     return [slice(s, e) for s, e in itertools.pairwise([0, *offsets])]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("product", ["fprop", "dgrad"])
@@ -275,6 +278,7 @@ def test_grouped_rows(backend, offsets, name, product):
     assert not y[offsets[-1] :].any()
 
 
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("name", [n for n, f in formats.items() if f.element.bits == 8][:3])
 def test_grouped_contraction(backend, offsets, name):

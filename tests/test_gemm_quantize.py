@@ -81,6 +81,7 @@ def check(got, want):
 # --- bytes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_results(backend, name, swiglu):
@@ -95,6 +96,7 @@ def test_results(backend, name, swiglu):
             assert got.dtype == BF16
 
 
+@pytest.mark.sampled(33)
 @pytest.mark.parametrize(("left", "right"), [*PAIRS, (None, "mxfp8"), (None, "fp8_128x128")])
 def test_operands(backend, left, right):
     b = bs.quantize(matrix(256, 128, seed=1), right).mT
@@ -208,6 +210,7 @@ def arguments(a, b, name, swiglu, layout, scalar, bias):
     return *left, *right, bias, *how
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "fp8_128x128"])
 def test_opcheck(backend, name):
     a, b = operands()
@@ -235,6 +238,7 @@ def test_tensors_without_values(name):
                 assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(name, dynamic):

@@ -191,6 +191,7 @@ def test_columns_are_rows_of_the_transposed(name):
 # --- compilers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_128x128"])
 def test_compile(name, backend):
@@ -209,6 +210,7 @@ def test_compile(name, backend):
         assert got.stride() == want.stride()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_opcheck(name, backend):

@@ -59,6 +59,7 @@ def assert_bytes_where_the_formula_says(stored, scale, offset_of):
 # --- plain ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(("name", "dtype"), HELD, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_there_and_back(name, dtype, shape):
@@ -73,6 +74,7 @@ def test_there_and_back(name, dtype, shape):
         assert stored.data_ptr() % 16 == 0
 
 
+@pytest.mark.sampled(33)
 @pytest.mark.parametrize(("name", "dtype"), HELD, ids=str)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] * s[1] < 40000], ids=str)
 def test_offset_points_at_the_byte_and_padding_is_zero(name, dtype, shape):
@@ -154,6 +156,7 @@ def ends_of(offsets):
     return offsets, torch.tensor(offsets, dtype=torch.int32)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(("name", "dtype"), HELD, ids=str)
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("blocks", [1, 5])

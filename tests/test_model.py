@@ -11,13 +11,13 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from blockscale import cli
 from blockscale.cli.bench import bench
+from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.sm90 import config as sm90
 from blockscale.kernels.sm90.product_config import ROW
@@ -161,9 +161,7 @@ def test_supergroups_keep_more_in_the_cache(arch, size):
 # --- counts of the kernels ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "config", sm90.candidates((4096, 4096, 4096), Epilogue(torch.bfloat16)), ids=str
-)
+@pytest.mark.parametrize("config", sm90.candidates((4096, 4096, 4096), Epilogue(BFLOAT16)), ids=str)
 def test_shared_memory_counts_each_wgmma(config):
     """A warpgroup's wgmmas read 64 rows of A and a batch of B; every stage is written once."""
     passes = 0
@@ -176,7 +174,7 @@ def test_shared_memory_counts_each_wgmma(config):
 
 
 def test_each_warp_reads_two_scales_a_thread_for_eight_columns():
-    config = replace(sm90.choose_config((4096,) * 3, Epilogue(torch.bfloat16)), stages=2)
+    config = replace(sm90.choose_config((4096,) * 3, Epilogue(BFLOAT16)), stages=2)
     each = replace(config, b_block=(1, 128))
     before, after = (hopper_fp8(one, (4096,) * 3).shared_bytes for one in (config, each))
     warps, (rows, columns) = 4, config.tile
@@ -209,9 +207,9 @@ def test_bytes_of_formats():
 
 
 def test_sums_that_fit_twice_hide_the_epilogue():
-    config = sm100.choose_config((8192, 8192, 8192), ("mxfp8", "mxfp8"), Epilogue(torch.bfloat16))
-    narrow = sm100.fit(replace(config, columns=128))
-    assert narrow.sums == 2
+    config = sm100.choose_config((8192, 8192, 8192), ("mxfp8", "mxfp8"), Epilogue(BFLOAT16))
+    narrow = sm100.fit(replace(config, mma_n=128))
+    assert narrow.acc_stages == 2
     assert tcgen05(narrow, (8192,) * 3).exposed == 0
     assert 0 < tcgen05(config, (8192,) * 3).exposed < 1
 
@@ -294,6 +292,7 @@ def errors():
         yield model_error
 
 
+@pytest.mark.slow
 def test_times_are_near_those_of_an_h200(errors):
     """Below a tenth on average, in the half of the shapes that no constant was fitted to, too."""
     parts = {}

@@ -178,6 +178,7 @@ def test_nvfp4_row(backend):
     assert largest.scale.view(torch.uint8)[0, 0] == 0x7E
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("nonfinite", POLICIES)
 @pytest.mark.parametrize("axis", [-1, -2])

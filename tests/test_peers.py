@@ -21,6 +21,7 @@ def matrix(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("k", [2880, 96, 160])
 @pytest.mark.parametrize("layout", ["compact", "tcgen05", "packed"])
 def test_padding_scales_that_turn_into_nan(backend, k, layout):

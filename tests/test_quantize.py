@@ -69,6 +69,7 @@ def hostile(rows=256, columns=256, seed=0):
 # --- bytes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(45)
 @pytest.mark.parametrize(("name", "mode"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -78,6 +79,7 @@ def test_realistic_values(backend, name, mode, dtype, axis):
     assert_equals_oracle(bs.quantize(x, name, axis, scale_rounding=mode), x, mode)
 
 
+@pytest.mark.sampled(31)
 @pytest.mark.parametrize(("name", "mode"), CASES)
 @pytest.mark.parametrize("nonfinite", ["propagate", "te"])
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -87,6 +89,7 @@ def test_any_bits(backend, name, mode, nonfinite, axis):
     assert_equals_oracle(q, x, mode, nonfinite)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MX)
 def test_every_element_boundary_at_every_scale(backend, name):
     """Each midpoint and its two neighbours, in a block that the first element gives its scale."""
@@ -104,6 +107,7 @@ def test_every_element_boundary_at_every_scale(backend, name):
         np.testing.assert_array_equal(codes, exact.cast(back, spec))
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("shape", [(1, 128), (128, 128), (5, 384), (3, 7, 256), (2, 3, 130, 128)])
 def test_backends_equal_the_reference(backend, name, shape):
@@ -119,6 +123,7 @@ def test_backends_equal_the_reference(backend, name, shape):
             assert q.global_scale.view(torch.int32) == scalar.view(torch.int32)
 
 
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_leading_dimensions_are_matrices_of_their_own(backend, name, axis):
@@ -142,6 +147,7 @@ def test_one_dimension(backend, name):
         assert q.scale.shape == (2,)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_strided_rows_are_read_as_they_are(backend, name, axis):
@@ -154,6 +160,7 @@ def test_strided_rows_are_read_as_they_are(backend, name, axis):
 # --- the values back ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_dequantize_is_the_product_rounded_once(backend, name, axis):
@@ -192,6 +199,7 @@ def test_dequantize_of_nan_scales_and_smallest_values(backend):
 # --- arguments ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("name", formats)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("k", [1, 17, 33, 130])
@@ -207,6 +215,7 @@ def test_pad(backend, name, axis, k):
     assert torch.equal(q.dequantize(), want.dequantize()[: x.shape[0], : x.shape[1]])
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize(("name", "layout"), [
     ("mxfp8", "tcgen05"), ("nvfp4", "tcgen05"), ("mxfp4", "packed"), ("nvfp4", "packed"),
@@ -219,6 +228,7 @@ def test_layout_is_what_to_layout_makes(backend, axis, name, layout):
     assert torch.equal(q, bs.quantize(x, name, axis).to_layout(layout))
 
 
+@pytest.mark.sampled(1)
 def test_quantize_both_is_quantize_twice(backend):
     for name in formats:
         x = realistic((256, 384), 8).to(torch.bfloat16)

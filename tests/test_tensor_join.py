@@ -306,6 +306,7 @@ def test_a_batch_written_in_place_has_the_gradients_of_its_products(accumulate):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_a_compiled_batch():
     torch.compiler.reset()
     a, b = bs.quantize(values(3, 8, 64)), bs.quantize(values(3, 16, 64)).mT

@@ -122,6 +122,7 @@ def test_cases_in_the_wheel(backend, dtype, mode):
     utils.assert_mxfp8_semantics(q.qdata, q.scale, cases)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cases(backend, dtype, case):
@@ -171,6 +172,7 @@ def test_every_scale_boundary(name, mode):
     assert (their_codes[zero] != codes[zero]).any(1).all()  # and so is the second
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -13,6 +13,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 import blockscale as bs
 from blockscale.cli import app
+from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.compile_all import compile_all
 from blockscale.kernels.quantizers.config import Request, choose_config
@@ -97,7 +98,7 @@ def test_without_a_gpu_nothing_changes(compiled):
 def test_processes_fill_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BLOCKSCALE_CACHE_DIR", str(tmp_path))
     asked = [Request("mxfp8", nonfinite=each) for each in ("propagate", "te")]
-    configs = [choose_config((256, 256), [(0, 512)], torch.bfloat16, each) for each in asked]
+    configs = [choose_config((256, 256), [(0, 512)], BFLOAT16, each) for each in asked]
     assert compile_all([*configs, configs[0]]) == 2
     assert all(map(compile_cache.is_cached, configs))
     assert compile_all(configs) == 0
@@ -118,7 +119,7 @@ def test_the_command(compiled):
     [
         (["256"], "layers: got '256'; expected N and K like 4096x4096"),
         (["256x256", "--tokens", "0"], "tokens: got '0'; expected a number"),
-        (["256x256", "--dtype", "int8"], "dtype: got 'int8'; choose one of bfloat16"),
+        (["256x256", "--dtype", "int8"], "dtype: got 'int8'; choose one of 'float32'"),
         (["256x256", "--arch", "sm_80"], "arch: got 'sm_80'"),
         (["256x256", "--recipe", "fp5"], "format: got 'fp5'"),
     ],

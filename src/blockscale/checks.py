@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import TypeVar
 
-import torch
-from torch import Tensor
-
-__all__ = ["check_axis", "check_flag", "check_offsets", "choose"]
+__all__ = ["check_axis", "check_flag", "choose"]
 
 _AXES = {"-1": -1, "-2": -2}
 
@@ -34,21 +30,3 @@ def choose(what: str, given: object, known: Mapping[str, T]) -> T:
 def check_axis(axis: int) -> int:
     """-1 or -2; anything else is a ValueError."""
     return choose("axis (of the contraction, counted from the end)", str(axis), _AXES)
-
-
-def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
-    """Raise unless ``offsets`` are ascending int32 ends of groups, at most ``rows``.
-
-    Their values are looked at only on a CPU: elsewhere that would wait for the device.
-    """
-    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
-        raise TypeError("offsets: expected an int32 tensor of one dimension, the end of each group")
-    if not len(offsets):
-        raise ValueError("offsets: is empty; expected the end of at least one group")
-    if offsets.device != device:
-        raise ValueError(f"offsets: is on {offsets.device}, the data on {device}; move it there")
-    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
-        return
-    ends = [0, *offsets.tolist()]
-    if any(end < start for start, end in pairwise(ends)) or ends[-1] > rows:
-        raise ValueError(f"offsets: got {ends[1:]}; expected ascending ends, at most {rows}")

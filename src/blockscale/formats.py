@@ -15,11 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from .checks import choose
+from .dtypes import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E8M0FNU, FLOAT32, UINT8, to_torch
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "E2M1",
@@ -55,7 +61,12 @@ class Element:
     max_code: int
     nan_code: int | None = None
     inf_code: int | None = None
-    dtype: torch.dtype = torch.uint8  # of the stored data: uint8 where several codes share bytes
+    numpy_dtype: np.dtype = UINT8  # of the stored data: uint8 where several codes share bytes
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """torch's dtype of the stored data."""
+        return to_torch(self.numpy_dtype)
 
     @property
     def bits(self) -> int:
@@ -109,9 +120,9 @@ class Element:
 
 
 # OFP8: E4M3 has no infinity and one NaN (0x7F), so its largest value is 0x7E = 448, not 240.
-E4M3 = Element("E4M3", 4, 3, 7, 0x7E, nan_code=0x7F, dtype=torch.float8_e4m3fn)
+E4M3 = Element("E4M3", 4, 3, 7, 0x7E, nan_code=0x7F, numpy_dtype=FLOAT8_E4M3FN)
 # OFP8: E5M2 follows IEEE 754; 0x7B = 57344, 0x7C is infinity, 0x7D to 0x7F are NaN.
-E5M2 = Element("E5M2", 5, 2, 15, 0x7B, nan_code=0x7F, inf_code=0x7C, dtype=torch.float8_e5m2)
+E5M2 = Element("E5M2", 5, 2, 15, 0x7B, nan_code=0x7F, inf_code=0x7C, numpy_dtype=FLOAT8_E5M2)
 # MX v1.0: FP6 and FP4 have neither infinity nor NaN; all codes are numbers.
 E3M2 = Element("E3M2", 3, 2, 3, 0x1F)  # largest 28
 E2M3 = Element("E2M3", 2, 3, 1, 0x1F)  # largest 7.5
@@ -123,22 +134,27 @@ class Scale:
     """How a block scale is stored, and which roundings of ``amax / element.max`` exist for it."""
 
     name: str
-    dtype: torch.dtype
+    numpy_dtype: np.dtype
     nan_code: int  # as unsigned bits of ``dtype``
     max_code: int  # of a block with an infinity under nonfinite="te"
     roundings: tuple[str, ...]  # the first is the default
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """torch's dtype of the stored scales."""
+        return to_torch(self.numpy_dtype)
+
     @property
     def nbytes(self) -> int:
-        return self.dtype.itemsize
+        return self.numpy_dtype.itemsize
 
 
 # MX v1.0: byte e means 2^(e - 127); 0 is 2^-127 (there is no zero), 255 is NaN.
-E8M0 = Scale("E8M0", torch.float8_e8m0fnu, 0xFF, 0xFE, ("rceil", "floor", "ceil", "even"))
+E8M0 = Scale("E8M0", FLOAT8_E8M0FNU, 0xFF, 0xFE, ("rceil", "floor", "ceil", "even"))
 # E4M3 with the sign always clear; 0 is a scale of zero, 0x7F is NaN.
-UE4M3 = Scale("UE4M3", torch.float8_e4m3fn, 0x7F, 0x7E, ("nearest",))
+UE4M3 = Scale("UE4M3", FLOAT8_E4M3FN, 0x7F, 0x7E, ("nearest",))
 # fp32, or a power of two held in fp32 where one of E8M0's roundings is asked for.
-FP32 = Scale("FP32", torch.float32, 0x7FC00000, 0x7F000000, ("nearest", *E8M0.roundings))
+FP32 = Scale("FP32", FLOAT32, 0x7FC00000, 0x7F000000, ("nearest", *E8M0.roundings))
 
 #: What a NaN or an infinity does to its block: see docs/numerics.md.
 NONFINITE = ("propagate", "te")

@@ -12,7 +12,7 @@ from . import ops
 from .formats import Format
 from .layouts import Layout
 from .quantize import wrap
-from .quantize_checks import DTYPES, Call, check, check_tensor, resolve_global_scale
+from .quantize_checks import DTYPES, Call, Request, check, check_tensor, resolve_global_scale
 from .tensor import ScaledTensor
 from .watching import is_dtensor
 
@@ -63,12 +63,13 @@ def swiglu_quantize(
     """
     half = _check_halves(x)
     values = x.narrow(-1, 0, half)  # not those: a tensor of their shape and dtype
-    names = scale_rounding, layout, nonfinite, pad, offsets, backend, k_major
+    layouts = _each(layout, axes)
+    asked = Request(axes, format, scale_rounding, layouts, nonfinite, pad, k_major, backend)
     try:
-        call = _checked(values, axes, format, *names)
+        call = check(values, asked, offsets)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error} (here x is the product, half as wide)") from None
-    return _swiglu(x, None, values, call, nonfinite, global_scale, offsets, backend, k_major)
+    return _swiglu((x, None), values, call, asked, global_scale, offsets)
 
 
 def swiglu_backward_quantize(
@@ -104,10 +105,11 @@ def swiglu_backward_quantize(
     Raises TypeError or ValueError as :func:`swiglu_quantize`, and where ``grad`` does not fit.
     """
     half = _check_halves(x)
-    names = scale_rounding, layout, nonfinite, pad, offsets, backend, k_major
-    call = _checked(x, axes, format, *names)
+    layouts = _each(layout, axes)
+    asked = Request(axes, format, scale_rounding, layouts, nonfinite, pad, k_major, backend)
+    call = check(x, asked, offsets)
     _check_other("grad", grad, (*x.shape[:-1], half), x, (x.dtype,))
-    return _swiglu(x, grad, x, call, nonfinite, global_scale, offsets, backend, k_major)
+    return _swiglu((x, grad), x, call, asked, global_scale, offsets)
 
 
 def rmsnorm_quantize(
@@ -145,8 +147,9 @@ def rmsnorm_quantize(
 
     Source: Zhang and Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
-    names = scale_rounding, layout, nonfinite, pad, None, backend, False
-    call = _checked(x, (-1,), format, *names)
+    layouts = _each(layout, (-1,))
+    asked = Request((-1,), format, scale_rounding, layouts, nonfinite, pad, backend=backend)
+    call = check(x, asked)
     _check_other("weight", weight, (x.shape[-1],), x, DTYPES)
     number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
     if not number or not _SMALLEST_EPS <= eps <= _LARGEST_EPS:
@@ -169,17 +172,16 @@ def rmsnorm_quantize(
 
 
 def _swiglu(
-    x: Tensor,
-    grad: Tensor | None,
+    inputs: tuple[Tensor, Tensor | None],
     values: Tensor,
     call: Call,
-    nonfinite: str,
+    asked: Request,
     global_scale: Tensor | float | None,
     offsets: Tensor | None,
-    backend: str,
-    k_major: bool,
 ) -> tuple[ScaledTensor, ...]:
-    scalar = _given_scale(global_scale, x, call, backend)
+    """``inputs``: x, and the gradient of its SwiGLU where its backward is quantized."""
+    x, grad = inputs
+    scalar = _given_scale(global_scale, x, call, asked.backend)
     results = ops.swiglu_quantize(
         x.detach() if x.requires_grad else x,
         grad.detach() if grad is not None and grad.requires_grad else grad,
@@ -187,13 +189,13 @@ def _swiglu(
         -1 in call.axes,
         -2 in call.axes,
         call.scale_rounding,
-        nonfinite,
+        asked.nonfinite,
         call.layouts[0].name,
         call.layouts[-1].name,
         scalar,
         offsets,
-        backend,
-        k_major,
+        asked.backend,
+        asked.k_major,
     )
     if len(results) % 2:
         scalar = results[-1]
@@ -212,24 +214,13 @@ def _given_scale(
     return resolve_global_scale(global_scale, x, call.format, backend)
 
 
-def _checked(
-    x: Tensor,
-    axes: tuple[int, ...],
-    format: str | Format,
-    scale_rounding: str | None,
-    layout: str | Layout | tuple[str | Layout, ...],
-    nonfinite: str,
-    pad: bool,
-    offsets: Tensor | None,
-    backend: str,
-    k_major: bool,
-) -> Call:
-    """The checks of ``quantize``, for each of ``axes``."""
+def _each(
+    layout: str | Layout | tuple[str | Layout, ...], axes: tuple[int, ...]
+) -> tuple[str | Layout, ...]:
+    """A layout for each of ``axes``, which are checked."""
     if axes not in _AXES:
         raise ValueError(f"axes: got {axes!r}; choose one of {', '.join(map(str, _AXES))}")
-    stored = layout if isinstance(layout, tuple) else (layout,) * len(axes)
-    names = scale_rounding, stored, nonfinite, pad, offsets, None, backend, k_major
-    return check(x, axes, format, *names)
+    return layout if isinstance(layout, tuple) else (layout,) * len(axes)
 
 
 def _check_halves(x: Tensor) -> int:

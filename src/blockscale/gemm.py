@@ -11,7 +11,7 @@ from . import ops
 from .checks import check_flag
 from .gemm_checks import check_batch, check_grouped, check_product
 from .gemm_launch import find_call, remember
-from .layouts import as_bytes
+from .memory import as_bytes
 from .ops.gemm import check_out
 from .ops.gemm_operands import Side
 from .ops.operation import needs_gradient

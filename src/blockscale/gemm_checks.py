@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .checks import check_offsets, choose
+from .checks import choose
 from .formats import get_format
 from .tensor import ScaledTensor
+from .tensor_checks import DTYPES, check_offsets
 
 __all__ = ["check_batch", "check_grouped", "check_product"]
 
 _QUANTIZED = "a ScaledTensor: call blockscale.quantize"
-_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_product(
@@ -182,5 +182,5 @@ def _check_pair(a: Tensor, b: Tensor) -> None:
 
 
 def _check_out_dtype(dtype: torch.dtype) -> None:
-    if dtype not in _OUT_DTYPES:
+    if dtype not in DTYPES:
         raise TypeError(f"out_dtype: got {dtype}; choose torch.bfloat16, float16 or float32")

@@ -158,12 +158,11 @@ def _operand(q: Any, axis: int) -> _Operand | None:
         and kept.global_scale is scalar
     ):
         return kept
-    if q.offsets is not None or type(data) is not Tensor:
+    if q.axis != axis or q.offsets is not None or type(data) is not Tensor:
         return None
     kind = _kind(
         gpu_of(data.device),
         axis,
-        q.axis,
         q.format_name,
         q.layout_name,
         q.shape,
@@ -186,7 +185,6 @@ def _operand(q: Any, axis: int) -> _Operand | None:
 def _kind(
     gpu: Gpu | None,
     axis: int,
-    blocked: int,
     format: str,
     layout: str,
     shape: torch.Size,
@@ -195,7 +193,7 @@ def _kind(
     device: torch.device,
 ) -> _Kind | None:
     products = products_on(device)
-    if blocked != axis or len(shape) != 2 or isinstance(products, str):
+    if len(shape) != 2 or isinstance(products, str):
         return None
     reading = products.readings.get((format, axis))
     if reading is None or reading.layout != layout:

@@ -1,4 +1,4 @@
-"""A tensor's memory as a numpy array, without torch's bridge.
+"""A tensor's bytes: as a tensor, and as a numpy array without torch's bridge.
 
 ``Tensor.numpy()`` marks the storage as one that can never be resized again, and FSDP resizes those
 of parameters. So compiled loops and files get at memory by its address.
@@ -9,10 +9,16 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-__all__ = ["memory_of"]
+__all__ = ["as_bytes", "memory_of"]
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """One-byte float dtypes as uint8, for which every torch operation exists."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 # Of a size that no array exceeds: to make a type for each size would take longer than a call.

@@ -8,7 +8,7 @@ from . import ops
 from .checks import check_axis
 from .formats import Format
 from .layouts import Layout
-from .quantize_checks import Call, check, resolve_global_scale
+from .quantize_checks import Call, Request, check, resolve_global_scale
 from .tensor import ScaledTensor
 
 __all__ = ["quantize", "quantize_both", "wrap"]
@@ -76,19 +76,8 @@ def quantize(
     Source: OCP MX v1.0 section 6.3 with the scale rounded up (arXiv 2506.08027).
     """
     axis = check_axis(axis)
-    call = check(
-        x,
-        (axis,),
-        format,
-        scale_rounding,
-        (layout,),
-        nonfinite,
-        pad,
-        offsets,
-        seed,
-        backend,
-        k_major,
-    )
+    asked = Request((axis,), format, scale_rounding, (layout,), nonfinite, pad, k_major, backend)
+    call = check(x, asked, offsets, seed)
     scalar = resolve_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
     data, scale = ops.quantize(
@@ -137,9 +126,8 @@ def quantize_both(
     Returns: the tensors along -1 and along -2. Raises TypeError or ValueError as :func:`quantize`.
     """
     pair = layout if isinstance(layout, tuple) else (layout, layout)
-    call = check(
-        x, _BOTH, format, scale_rounding, pair, nonfinite, pad, offsets, seed, backend, k_major
-    )
+    asked = Request(_BOTH, format, scale_rounding, pair, nonfinite, pad, k_major, backend)
+    call = check(x, asked, offsets, seed)
     scalar = resolve_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
     row, row_scale, column, column_scale = ops.quantize_both(

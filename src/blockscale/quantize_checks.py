@@ -8,18 +8,38 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .checks import check_flag, check_offsets, choose
+from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
 from .tensor import ScaledTensor
+from .tensor_checks import DTYPES, check_offsets
 from .watching import is_dtensor
 
-__all__ = ["DTYPES", "Call", "check", "check_call", "check_tensor", "resolve_global_scale"]
+__all__ = [
+    "DTYPES",
+    "Call",
+    "Request",
+    "check",
+    "check_call",
+    "check_tensor",
+    "resolve_global_scale",
+]
 
-#: Of what is quantized.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEEDS = (int, torch.SymInt, type(None))
+
+
+class Request(NamedTuple):
+    """What a caller asks for, by the names of ``quantize``; ``layouts`` has one for each axis."""
+
+    axes: tuple[int, ...]
+    format: str | Format
+    scale_rounding: str | None
+    layouts: tuple[str | Layout, ...]
+    nonfinite: str = "propagate"
+    pad: bool = False
+    k_major: bool = False
+    backend: str = "auto"
 
 
 class Call(NamedTuple):
@@ -32,17 +52,7 @@ class Call(NamedTuple):
 
 
 def check(
-    x: Tensor,
-    axes: tuple[int, ...],
-    format: str | Format,
-    scale_rounding: str | None,
-    stored: tuple[str | Layout, ...],
-    nonfinite: str,
-    pad: bool,
-    offsets: Tensor | None,
-    seed: int | None,
-    backend: str,
-    k_major: bool,
+    x: Tensor, request: Request, offsets: Tensor | None = None, seed: int | None = None
 ) -> Call:
     """All checks but that of the global scale; those of names and shapes are remembered."""
     if seed is not None and (
@@ -51,23 +61,13 @@ def check(
         or (isinstance(seed, int) and not -(2**63) <= seed < 2**63)
     ):
         raise ValueError(f"seed: got {seed!r}; expected a 64-bit int, or None for nearest even")
-    check_flag("pad", pad)  # here: to a cache True is 1
-    check_flag("k_major", k_major)
+    check_flag("pad", request.pad)  # here: to a cache True is 1
+    check_flag("k_major", request.k_major)
     check_tensor(x)
-    grouped = offsets is not None
-    call = check_call(
-        x.shape,
-        x.dtype,
-        axes,
-        format.name if isinstance(format, Format) else format,  # its hash is slow
-        scale_rounding,
-        stored,
-        nonfinite,
-        pad,
-        grouped,
-        backend,
-        k_major,
-    )
+    format = request.format
+    if isinstance(format, Format):  # its hash is slow
+        request = request._replace(format=format.name)
+    call = check_call(x.shape, x.dtype, request, offsets is not None)
     if offsets is not None:
         check_offsets(offsets, x.shape[0], x.device)
     return call
@@ -75,36 +75,22 @@ def check(
 
 @remembered
 def check_call(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    axes: tuple[int, ...],
-    format: str,
-    scale_rounding: str | None,
-    stored: tuple[str | Layout, ...],
-    nonfinite: str,
-    pad: bool,
-    grouped: bool,
-    backend: str,
-    k_major: bool,
+    shape: tuple[int, ...], dtype: torch.dtype, request: Request, grouped: bool = False
 ) -> Call:
-    """Raise unless a tensor of ``shape`` and ``dtype`` can be quantized so."""
-    call = _check_names(axes, format, scale_rounding, stored)
-    choose("nonfinite", nonfinite, dict.fromkeys(NONFINITE))
-    choose("backend", backend, dict.fromkeys(ops.BACKENDS))
+    """Raise unless a tensor of ``shape`` and ``dtype``, ``grouped`` or not, can be quantized so."""
+    call = _check_names(request)
+    choose("nonfinite", request.nonfinite, dict.fromkeys(NONFINITE))
+    choose("backend", request.backend, dict.fromkeys(ops.BACKENDS))
     if dtype not in DTYPES:
         names = ", ".join(str(d) for d in DTYPES)
         raise TypeError(f"x: got {dtype}; expected one of {names}: cast it first")
-    _check_shape(shape, call, pad, grouped, k_major)
+    _check_shape(shape, call, request.pad, grouped, request.k_major)
     return call
 
 
-def _check_names(
-    axes: tuple[int, ...],
-    format: str,
-    scale_rounding: str | None,
-    stored: tuple[str | Layout, ...],
-) -> Call:
-    fmt = get_format(format)
+def _check_names(request: Request) -> Call:
+    fmt, axes, stored = get_format(request.format), request.axes, request.layouts
+    scale_rounding = request.scale_rounding
     if len(stored) != len(axes):
         raise ValueError(f"layout: got {stored!r}; expected one layout, or (rows, columns)")
     where = tuple(get_layout(layout) for layout in stored)

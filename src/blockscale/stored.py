@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from .formats import get_format
 from .layouts import Grouped, get_layout
 from .remember import remembered
 
-__all__ = ["StoredParts", "stored_parts", "strides_like"]
+if TYPE_CHECKING:
+    from .tensor import ScaledTensor
+
+__all__ = ["StoredParts", "check_parts", "stored_parts", "strides_like"]
 
 
 class StoredParts(NamedTuple):
@@ -72,3 +75,27 @@ def strides_like(shape: Sequence[int], data: Tensor) -> list[int] | None:
         strides[dim] = step
         step = step * shape[dim]
     return strides
+
+
+def check_parts(q: ScaledTensor, shape: tuple[int, ...], scale_dtype: torch.dtype) -> None:
+    """ValueError unless the parts of ``q`` fit what it says of itself."""
+    name, data, scale = q.format_name, q.qdata, q.qscale
+    scalar, offsets = q.global_scale, q.offsets
+    groups = None if offsets is None else offsets.shape[0]
+    want = stored_parts(name, q.layout_name, shape, q.axis, groups, q.k_grouped, scalar is not None)
+    if scalar is not None and (scalar.dtype != torch.float32 or scalar.numel() != 1):
+        raise ValueError("global_scale: expected an fp32 scalar tensor")
+    if data.shape != want.data or data.dtype != want.data_dtype:
+        raise ValueError(
+            f"data: got {tuple(data.shape)} {data.dtype}; {name!r} stores "
+            f"{shape} along axis {q.axis} as {want.data} {want.data_dtype}"
+        )
+    if scale.shape != want.scale or scale_dtype not in want.scale_dtypes:
+        raise ValueError(
+            f"scale: got {tuple(scale.shape)} {scale_dtype}; {name!r} in layout "
+            f"{q.layout_name!r} for {shape} along axis {q.axis} is {want.scale} "
+            f"{want.scale_dtypes[0]}"
+        )
+    for part, tensor in (("scale", scale), ("global_scale", scalar), ("offsets", offsets)):
+        if tensor is not None and tensor.device != data.device:
+            raise ValueError(f"{part}: is on {tensor.device}, data on {data.device}; move it there")

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from .checks import check_axis
 from .formats import Format, get_format
-from .layouts import Layout, as_bytes, get_layout, swizzle_scale, unswizzle_scale
-from .stored import stored_parts, strides_like
+from .layouts import Layout, get_layout, swizzle_scale, unswizzle_scale
+from .memory import as_bytes
+from .stored import check_parts, strides_like
+from .tensor_checks import VALUE_DTYPES
 from .tensor_refusals import refusal
 from .watching import is_transformed, unwatched
 
@@ -95,10 +97,7 @@ class ScaledTensor(torch.Tensor):
     ) -> ScaledTensor:
         self = _wrap(
             cls,
-            data,
-            scale if scale.dtype is torch.uint8 else as_bytes(scale),
-            global_scale,
-            offsets,
+            (data, scale if scale.dtype is torch.uint8 else as_bytes(scale), global_scale, offsets),
             get_format(format).name,
             get_layout(layout).name,
             check_axis(axis),
@@ -106,7 +105,7 @@ class ScaledTensor(torch.Tensor):
             shape,
             dtype,
         )
-        self._check(tuple(shape), scale.dtype)
+        check_parts(self, tuple(shape), scale.dtype)
         return self
 
     @property
@@ -179,31 +178,6 @@ class ScaledTensor(torch.Tensor):
 
     # --- what it is -------------------------------------------------------------------------------
 
-    def _check(self, shape: tuple[int, ...], scale_dtype: torch.dtype) -> None:
-        name, data, scale = self.format_name, self.qdata, self.qscale
-        scalar, offsets = self.global_scale, self.offsets
-        groups = None if offsets is None else offsets.shape[0]
-        want = stored_parts(
-            name, self.layout_name, shape, self.axis, groups, self.k_grouped, scalar is not None
-        )
-        if scalar is not None and (scalar.dtype != torch.float32 or scalar.numel() != 1):
-            raise ValueError("global_scale: expected an fp32 scalar tensor")
-        if data.shape != want.data or data.dtype != want.data_dtype:
-            raise ValueError(
-                f"data: got {tuple(data.shape)} {data.dtype}; {name!r} stores "
-                f"{shape} along axis {self.axis} as {want.data} {want.data_dtype}"
-            )
-        if scale.shape != want.scale or scale_dtype not in want.scale_dtypes:
-            raise ValueError(
-                f"scale: got {tuple(scale.shape)} {scale_dtype}; {name!r} in layout "
-                f"{self.layout_name!r} for {shape} along axis {self.axis} is {want.scale} "
-                f"{want.scale_dtypes[0]}"
-            )
-        device = data.device
-        for part, tensor in (("scale", scale), ("global_scale", scalar), ("offsets", offsets)):
-            if tensor is not None and tensor.device != device:
-                raise ValueError(f"{part}: is on {tensor.device}, data on {device}; move it there")
-
     @property
     def _k_groups(self) -> int:
         return self.offsets.shape[0] if self.k_grouped and self.offsets is not None else 0
@@ -250,7 +224,7 @@ class ScaledTensor(torch.Tensor):
         Raises TypeError where ``dtype`` is not float32, bfloat16, float16 or float64.
         """
         dtype = self.dtype if dtype is None else dtype
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        if dtype not in VALUE_DTYPES:
             raise TypeError(
                 f"dtype: got {dtype}; choose torch.float32, bfloat16, float16 or float64"
             )
@@ -351,10 +325,7 @@ class ScaledTensor(torch.Tensor):
 
 def _wrap(
     cls: type[ScaledTensor],
-    data: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    offsets: Tensor | None,
+    parts: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     format_name: str,
     layout_name: str,
     axis: int,
@@ -362,7 +333,8 @@ def _wrap(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> ScaledTensor:
-    """A ScaledTensor of parts that are known to fit."""
+    """A ScaledTensor of parts that are known to fit: data, scale, global scale and offsets."""
+    data, scale, global_scale, offsets = parts
     strides = strides_like(shape, data)
     self = torch.Tensor._make_wrapper_subclass(  # by position: by name it takes longer
         cls, shape, strides, None, None, dtype, torch.strided, data.device
@@ -381,12 +353,10 @@ def _wrap(
 def transposed(q: ScaledTensor) -> ScaledTensor:
     """``q.mT``; what fits stays fit."""
     *lead, rows, columns = q.shape
+    scale = q.qscale.mT if q.layout_name == "compact" else q.qscale
     return _wrap(
         ScaledTensor,
-        q.qdata.mT,
-        q.qscale.mT if q.layout_name == "compact" else q.qscale,
-        q.global_scale,
-        q.offsets,
+        (q.qdata.mT, scale, q.global_scale, q.offsets),
         q.format_name,
         q.layout_name,
         -3 - q.axis,

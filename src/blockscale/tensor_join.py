@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layouts import as_bytes
+from .memory import as_bytes
 from .tensor import RULES, ScaledTensor
 from .tensor_rules import check_dim, check_whole, extent_of, same_scalar, slice_of
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .tensor import RULES, ScaledTensor, transposed
+from .tensor_checks import VALUE_DTYPES
 from .tensor_refusals import of_flat
 
 __all__ = ["check_dim", "check_whole", "extent_of", "same_scalar", "slice_of"]
@@ -52,7 +53,7 @@ def _map_rule(func: Any) -> Callable[..., ScaledTensor]:
 
 def _to_copy(q: ScaledTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> ScaledTensor:
     """Moves the parts; a dtype only changes what ``dequantize()`` returns."""
-    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    if dtype not in (None, *VALUE_DTYPES):
         raise TypeError(
             f"dtype: got {dtype}; a ScaledTensor stands for floating-point values: choose "
             "torch.float32, bfloat16, float16 or float64"

@@ -41,6 +41,7 @@ def test_the_encoder_is_the_model(before: Tensor):
         assert value > similarity[a].max().item() + 0.1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", minilm.FORMATS)
 def test_embeddings_survive(format: str, before: Tensor, tmp_path: Path):
     result = minilm.measure(format, before, tmp_path)

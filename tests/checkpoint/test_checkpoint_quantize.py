@@ -28,6 +28,7 @@ def left_over(directory: Path) -> set[str]:
 # --- what comes out -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     ("format", "chunk"),
     [
@@ -211,7 +212,7 @@ def test_without_statistics(source: Path, tmp_path: Path, blockscale: Cli):
 def test_statistics_do_not_depend_on_threads(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from blockscale.kernels import cpu
+    from blockscale.kernels.cpu import calls as cpu
 
     monkeypatch.setattr(cpu, "_CHUNK", 1 << 12)
     save_file({"w": torch.randn(700, 512)}, tmp_path / "in")

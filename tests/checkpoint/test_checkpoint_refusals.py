@@ -67,6 +67,7 @@ def _refused(ran: Ran, why: str) -> None:
     assert not ran.out
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_sources(case: str, tmp_path: Path, blockscale: Cli):
     path = tmp_path / "in.safetensors"
@@ -213,6 +214,7 @@ def test_too_little_space_is_seen_before_anything_is_written(
     assert not left_over(tmp_path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "write", "fsync", "replace"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_call_that_fails(
@@ -272,6 +274,7 @@ def run_apart(setup: str, *arguments: object) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(source: Path, tmp_path: Path):
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
     ran = run_apart(limit, "quantize", source, tmp_path / "out", "--format", "mxfp8")

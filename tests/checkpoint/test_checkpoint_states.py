@@ -256,6 +256,7 @@ def test_tied_weights_are_loaded_untied(tmp_path: Path):
     assert torch.equal(model.lm_head.weight, model.embed.weight)
 
 
+@pytest.mark.slow
 def test_torch_load_needs_the_import(tmp_path: Path):
     torch.save({"w": bs.quantize(torch.ones(2, 32), "mxfp8")}, tmp_path / "state.pt")
     load = "import torch; print(type(torch.load('state.pt')['w']).__name__)"

@@ -13,6 +13,8 @@ from blockscale.bench import cases, cpu, host, peers, quantize, timing
 from blockscale.bench.cases import GROUPS, Case, Group, expert_ends, prepare
 from blockscale.bench.peers import Peer
 from blockscale.cli.bench import bench
+from blockscale.formats import get_format
+from blockscale.kernels.quantizers import calls as quantizers
 
 CASES = list(dict.fromkeys(case for group in GROUPS for case in group.cases))
 
@@ -23,10 +25,11 @@ class Kernels:
     def __init__(self) -> None:
         self.read, self.results = 0, 0
 
-    def quantize(
-        self, x, format, *, axes, layouts, global_scale, offsets, producer, others, k_major
-    ):
-        assert len(layouts) == len(axes)
+    Request, Stored = quantizers.Request, quantizers.Stored
+
+    def quantize(self, x, request, *, global_scale, offsets, others):
+        format, axes, producer = request.fmt, request.axes, request.producer
+        assert len(request.layouts) == len(axes)
         assert (global_scale is not None) == format.has_global_scale
         assert offsets is None or offsets[-1] == x.shape[0]
         self.read += sum(t.nbytes for t in (x, *others))
@@ -35,7 +38,8 @@ class Kernels:
             assert [t.shape for t in others] == [(x.shape[0], h)]
         self._write(x[:, :h].contiguous() if producer == "swiglu" else x, format, axes)
 
-    def dequantize(self, data, scale, format, *, shape, axis, layout, global_scale, dtype):
+    def dequantize(self, data, scale, stored, *, global_scale, dtype):
+        format, shape, axis = get_format(stored.format), stored.shape, stored.axis
         assert (global_scale is not None) == format.has_global_scale
         assert data.shape == format.data_shape(shape, axis)
         self.read += data.nbytes + scale.nbytes
@@ -45,10 +49,10 @@ class Kernels:
         self.read += sum(t.nbytes for t in (x, *others))
         return torch.ones(())
 
-    def rmsnorm(self, x, weight, format, *, eps, layout, scale_rounding, nonfinite):
+    def rmsnorm(self, x, weight, request, *, eps):
         self.read += x.nbytes + weight.nbytes
         self.results += 4 * x.shape[0]
-        self._write(x, format, (-1,))
+        self._write(x, request.fmt, (-1,))
 
     def _write(self, x, format, axes):
         given = {"global_scale": torch.ones(())} if format.has_global_scale else {}

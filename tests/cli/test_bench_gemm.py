@@ -1,4 +1,4 @@
-"""``blockscale bench gemm|linear|host|ladder``: what they measure, not how fast it is."""
+"""``blockscale bench gemm|linear|host``: what they measure, not how fast it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from typer.testing import CliRunner
 
 import stand_in
 from blockscale import ScaledTensor
-from blockscale.bench import chooser, gemm, host, host_layers, ladder, linear, pictures, timing
+from blockscale.bench import chooser, gemm, host, host_layers, linear, pictures, timing
 from blockscale.bench.contest import (
     BASELINE,
     OURS,
@@ -31,9 +30,9 @@ from blockscale.bench.contest import (
 )
 from blockscale.bench.llm_shapes import LLM_SHAPES
 from blockscale.cli.bench import bench
+from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common.gpu import Gpu
 from blockscale.kernels.sm90.config import Config
-from blockscale.kernels.sm90.ladder_steps import STEPS
 from blockscale.ops import FallbackWarning
 from blockscale.ops.operand_layout import OperandLayout
 
@@ -301,7 +300,7 @@ def test_shapes_of_language_models():
     assert all(s.k % 128 == 0 and s.n % 8 == 0 for s in LLM_SHAPES)
 
 
-CANDIDATES = [Config(BF16, group=group) for group in (8, 4, 2, 1)]
+CANDIDATES = [Config(BFLOAT16, group=group) for group in (8, 4, 2, 1)]
 
 
 @pytest.fixture
@@ -328,7 +327,7 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize("group", [8, 4, 1])
 def test_choice_beside_the_best(kernels, monkeypatch, group):
-    monkeypatch.setattr(chooser, "_chosen", lambda shape: Config(BF16, group=group))
+    monkeypatch.setattr(chooser, "_chosen", lambda shape: Config(BFLOAT16, group=group))
     shape = replace(LLM_SHAPES[0], m=64, n=256, k=512)
     (found,) = chooser.compare([shape], Clock(), 132)
     if group == 1:
@@ -343,37 +342,6 @@ def test_choice_beside_the_best(kernels, monkeypatch, group):
         pytest.approx((2 / group) ** 0.5),
         2 / group,
     )
-
-
-# --- the ladder -----------------------------------------------------------------------------------
-
-
-def test_ladder(products, monkeypatch):
-    monkeypatch.setattr(ladder, "compile_all", list)
-    seen = []
-
-    def launch(step, a, a_scale, b, b_scale, d, multiprocessors):
-        rows, wide = (a_scale, b_scale) if step.by_rows else (a_scale.T, b_scale)
-        scale = wide.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        exact = (a.view(FP8).float() * rows.repeat_interleave(128, 1)) @ (
-            b.view(FP8).float() * scale
-        ).T
-        seen.append((step.name, multiprocessors, exact))
-
-    monkeypatch.setattr(type(STEPS[0]), "launch", launch)
-    (one,) = ladder.contests([256], multiprocessors=132, device="cpu")
-    assert list(one.contestants) == [*(step.name for step in STEPS), *ladder.PEERS]
-    x, w = one.contestants[BASELINE].args
-    want = x.float() @ w.float().T
-    found = list(contest(one, Clock()))
-    assert [row.who for row in found] == list(one.contestants)
-    for _, multiprocessors, exact in seen:
-        assert multiprocessors == 132
-        assert float((exact - want).norm() / want.norm()) < 0.05
-    figure = ladder.draw(found)
-    assert len(figure.axes[0].lines) == 1 + len(ladder.PEERS)
-    assert len(figure.axes[0].lines[0].get_xdata()) == len(STEPS)
-    plt.close("all")
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -393,7 +361,7 @@ def gpu(monkeypatch, products):
         host.HostCall("another", None, "ValueError: no [kernel]"),
     ]
     monkeypatch.setattr(host, "measure_host", lambda *_: calls)
-    for module in (gemm, linear, ladder):
+    for module in (gemm, linear):
         original = module.contests
         monkeypatch.setattr(
             module, "contests", lambda *a, _of=original, **k: _of(*a, **k, device="cpu")
@@ -472,20 +440,6 @@ def test_host_command(gpu, monkeypatch, tmp_path):
     assert all(call["what"] in shown for call in measured)
 
 
-def test_ladder_command(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(ladder, "compile_all", list)
-    monkeypatch.setattr(type(STEPS[0]), "launch", lambda *_: 4.0)
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
-    shown = invoke("ladder", "--sizes", "128,256", "--json", str(out), "--plot", str(plot))
-    assert all(step.idea in shown for step in STEPS)
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["who"] for row in rows if row["m"] == 256] == [
-        *(step.name for step in STEPS),
-        *ladder.PEERS,
-    ]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -494,7 +448,6 @@ def test_ladder_command(gpu, monkeypatch, tmp_path):
         (["gemm", "--format", "fp8"], "format: got 'fp8'"),
         (["linear", "--recipe", "fp8"], "recipe: got 'fp8'"),
         (["linear", "--shapes", "0x1x1"], "shapes: got '0x1x1'"),
-        (["ladder", "--sizes", "2048x2048"], "sizes: got '2048x2048'"),
     ],
 )
 def test_bad_input(arguments, message):
@@ -503,7 +456,7 @@ def test_bad_input(arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["gemm", "linear", "host", "ladder"])
+@pytest.mark.parametrize("command", ["gemm", "linear", "host"])
 def test_needs_a_gpu(command):
     with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
         CliRunner().invoke(bench, [command], catch_exceptions=False)

@@ -9,6 +9,7 @@ import typer
 from rich.markup import render
 from typer.testing import CliRunner
 
+from blockscale.cli import main
 from blockscale.cli.doctor import Facts, advice, gather
 
 
@@ -71,14 +72,23 @@ def test_an_unknown_chip_and_missing_packages():
     assert "pip install 'blockscale[cuda]'" in text
 
 
-def test_this_machine_as_json():
-    run = subprocess.run(
-        [sys.executable, "-c", "from blockscale.cli import main; main()", "doctor", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(run.stdout)
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs ``blockscale`` in this process: its exit code, and what it wrote."""
+
+    def with_arguments(*arguments):
+        monkeypatch.setattr(sys, "argv", ["blockscale", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return with_arguments
+
+
+def test_this_machine_as_json(run):
+    code, output, errors = run("doctor", "--json")
+    assert (code, errors) == (0, "")
+    found = json.loads(output)
     assert found["python"] == gather().python
     fused = {"swiglu_quantize", "swiglu_backward_quantize", "rmsnorm_quantize"}
     assert {row["operation"] for row in found["backends"]} >= {"quantize", "gemm", *fused}
@@ -86,17 +96,11 @@ def test_this_machine_as_json():
 
 
 @pytest.mark.parametrize("arguments", [["nosuch"], ["doctor", "--nosuch"]])
-def test_bad_usage_is_one_line_and_exit_code_2(arguments):
-    run = subprocess.run(
-        [sys.executable, "-c", "from blockscale.cli import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert len(run.stderr.strip().splitlines()) == 1
-    assert "nosuch" in run.stderr
+def test_bad_usage_is_one_line_and_exit_code_2(run, arguments):
+    code, output, errors = run(*arguments)
+    assert (code, output) == (2, "")
+    assert len(errors.strip().splitlines()) == 1
+    assert "nosuch" in errors
 
 
 def test_brackets_are_printed(capsys, monkeypatch):

@@ -265,6 +265,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(("changes", "said"), BAD)
 def test_a_bad_description_is_one_line_and_exit_code_2(
     changes: dict[str, Any], said: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -26,9 +26,10 @@ sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 from mutation import FOLDER, POLICIES, Mutant, Outcome, Reasons, mutants, summary, trial
 from mutation import REASONS as PIPELINE_REASONS
 from mutation_rules import PRODUCT_RULES, RULES, Rule
-from sm100_inputs import BF16, FP32, emulated, operand, product, rounded
+from sm100_inputs import emulated, operand, product, rounded
 
 from blockscale import emulator as em
+from blockscale.dtypes import BFLOAT16, FLOAT32, to_torch
 from blockscale.emulator import device
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.sm100.config import Config
@@ -96,13 +97,13 @@ class Product:
         bias = 100 * torch.randn(n, generator=generator)
         return {
             "alpha": torch.tensor(3e-3) if config.alpha else None,
-            "bias": bias.to(config.bias) if config.bias else None,
-            "start": start.to(config.out_dtype) if config.accumulate else None,
+            "bias": bias.to(to_torch(config.bias)) if config.bias else None,
+            "start": start.to(to_torch(config.out_dtype)) if config.accumulate else None,
         }
 
     @cached_property
     def expected(self) -> Tensor:
-        return rounded(product(*self.operands), self.config.out_dtype, **self.epilogue)
+        return rounded(product(*self.operands), to_torch(self.config.out_dtype), **self.epilogue)
 
     @cached_property
     def built(self) -> Any:
@@ -144,17 +145,26 @@ class Product:
 
 
 KERNELS = {
-    "mxfp8": Product(Config("mxfp8", "mxfp8_e5m2", BF16, stages=2, alpha=1), (130, 264, 144)),
+    "mxfp8": Product(Config("mxfp8", "mxfp8_e5m2", BFLOAT16, stages=2, alpha=1), (130, 264, 144)),
     "nvfp4, pairs": Product(
-        Config("nvfp4", "nvfp4", BF16, ctas=2, cluster=(2, 1), stages=2, columns=256, c_buffers=1),
+        Config(
+            "nvfp4",
+            "nvfp4",
+            BFLOAT16,
+            ctas=2,
+            cluster=(2, 1),
+            stages=2,
+            mma_n=256,
+            epilogue_stages=1,
+        ),
         (264, 264, 288),
     ),
     "mxfp8 x mxfp4, 2x2": Product(
-        Config("mxfp8", "mxfp4", FP32, ("mn", "k"), accumulate=True, cluster=(2, 2), stages=2),
+        Config("mxfp8", "mxfp4", FLOAT32, ("mn", "k"), accumulate=True, cluster=(2, 2), stages=2),
         (272, 264, 256),
     ),
     "mxfp4, added to": Product(
-        Config("mxfp4", "mxfp4", BF16, accumulate=True, bias=BF16, stages=2),
+        Config("mxfp4", "mxfp4", BFLOAT16, accumulate=True, bias=BFLOAT16, stages=2),
         (130, 8, 64),
         PRODUCT_RULES,
     ),

@@ -61,6 +61,7 @@ STORES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("type", "count", "order"), STORES)
 def test_stores_to_the_neighbour(type: str, count: int, order: str) -> None:
     """Every thread of two CTAs stores its element, at the other end."""
@@ -149,6 +150,7 @@ def operands(type: str, shape: tuple[int, ...]) -> np.ndarray:
     return values.view(f"{'i' if type[0] == 's' else 'u'}{int(type[1:]) // 8}")[..., 0]
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("space", ["shared::cluster", ""])
 @pytest.mark.parametrize(("name", "type"), REDUCTIONS)
 def test_reductions(name: str, type: str, space: str) -> None:

@@ -36,6 +36,7 @@ NON_BULK = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize(("level", "size", "more", "kept"), NON_BULK)
 @pytest.mark.parametrize("hints", ["", ".L2::128B", ".L2::cache_hint", ".L2::cache_hint.L2::256B"])
 def test_cp_async(level: str, size: int, more: str, kept: object, hints: str) -> None:

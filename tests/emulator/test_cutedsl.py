@@ -379,6 +379,7 @@ def test_hardware_info() -> None:
 # Failures --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", ["", "--enable-tvm-ffi"])
 @pytest.mark.parametrize("failure", [em.PtxError("of the test"), KeyboardInterrupt()])
 def test_failures_of_a_launch_reach_the_caller(options: str, failure: BaseException) -> None:

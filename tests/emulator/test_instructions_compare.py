@@ -83,6 +83,7 @@ def forms() -> list[Form]:
     return found
 
 
+@pytest.mark.sampled(45)
 @pytest.mark.parametrize("form", forms(), ids=str)
 def test_compare(form: Form) -> None:
     assert bits(form.result) in (16, 32)

@@ -289,6 +289,7 @@ def forms() -> list[Form]:
     return found
 
 
+@pytest.mark.sampled(46)
 @pytest.mark.parametrize("form", forms(), ids=str)
 def test_floating(form: Form) -> None:
     check(form)

@@ -241,6 +241,7 @@ def forms() -> list[Form]:
     return found
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("form", forms(), ids=str)
 def test_integer(form: Form) -> None:
     check(form)

@@ -70,6 +70,7 @@ SHAPES: list[tuple[Sequence[int], Sequence[int]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("space", "query"), [(".shared::cta", "v4"), ("", "axes")])
 @pytest.mark.parametrize(("grid", "cluster"), SHAPES)
 def test_each_cluster_is_processed_once(

@@ -106,6 +106,7 @@ def program(seed: int) -> tuple[str, list[int]]:
     return text(SHARED + "\n".join(lines) + "\nE:"), wanted
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_programs(seed: int) -> None:
     source, wanted = program(seed)

@@ -11,7 +11,7 @@ import pytest
 from wgmma_kernels import DTYPES as FLOATS
 
 from blockscale import emulator as em
-from blockscale.emulator.tensorcore.arithmetic import multiply
+from blockscale.emulator.tensorcore.arithmetic import Instruction, multiply
 from kernels import run, text
 
 M, N = 16, 8
@@ -206,10 +206,9 @@ def test_sums(shape: Shape, exact: bool) -> None:
     """test_tensorcore_arithmetic.py has the sums themselves; here, that these are taken."""
     a, b, c = wild(shape, 2)
     bits_a, bits_b = (x.view(f"u{x.dtype.itemsize}") for x in (a, b))
-    types = {"a_type": shape.a, "b_type": shape.b, "d_type": shape.d}
+    types = Instruction("mma", shape.a, shape.b, shape.d)
     wanted = [
-        multiply("mma", x, y.T, z, **types, exact=exact)
-        for x, y, z in zip(bits_a, bits_b, c, strict=True)
+        multiply(types, x, y.T, z, exact=exact) for x, y, z in zip(bits_a, bits_b, c, strict=True)
     ]
     out, _ = launch(shape, a, b, c, device=em.Device("sm_90a", exact=exact))
     assert (out == in_lanes(np.stack(wanted))).all()
@@ -241,7 +240,7 @@ BF16 = Shape(16, "f32", "bf16", "bf16")
 def products(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Of bf16, an instruction for each warp."""
     each = [
-        multiply("mma", x.view(np.uint16), y.view(np.uint16).T, z, a_type="bf16", b_type="bf16")
+        multiply(Instruction("mma", "bf16", "bf16"), x.view(np.uint16), y.view(np.uint16).T, z)
         for x, y, z in zip(a, b, c, strict=True)
     ]
     return np.stack(each)

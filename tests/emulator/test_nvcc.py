@@ -31,12 +31,14 @@ def ptx(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 DEVICE = em.Device("sm_90a")
 
 
+@pytest.mark.sampled(1)
 def test_reduction(ptx: str) -> None:
     data, out = RNG.standard_normal(5000).astype(np.float32), np.zeros(1, np.float32)
     DEVICE.launch(ptx, "reduce", 3, 256, [data, out, len(data)])
     assert abs(out[0] - data.astype(np.float64).sum()) < 1e-3
 
 
+@pytest.mark.sampled(1)
 def test_tiled_matmul(ptx: str) -> None:
     n = 48
     a, b = (RNG.standard_normal((n, n)).astype(np.float32) for _ in range(2))

@@ -198,6 +198,7 @@ def mutated(source: str, rng: random.Random) -> str:
     return "".join(lines)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(8))
 def test_mutated_text_is_parsed_or_refused(seed: int) -> None:
     """Nothing but PtxError ever leaves the parser, whatever the text."""

@@ -122,6 +122,7 @@ def test_one_does_not_wait_for_the_other() -> None:
     assert wrong(body, 2, 8, 7, resident=2) > len(ORDERS) // 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("resident", [1, 2])
 def test_one_waits_for_the_other(resident: int) -> None:
     """By a flag; also where the one that waits starts first, and spins until there is room."""

@@ -81,6 +81,7 @@ def operand(
     return f"tcgen05.ld.sync.aligned.{shape}.x{num}{'.pack::16b' if packed else ''}.b32 {words}, [{address}]{split};\n"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("shape", "num"), SHAPES)
 def test_loads_and_stores(shape: str, num: int, packed: bool) -> None:
@@ -239,6 +240,7 @@ ALLOCATIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("body", "where", "says"), ALLOCATIONS)
 def test_allocation_errors(body: str, where: str, says: str) -> None:
     for error in refused(body, np.zeros(128, np.uint32)):
@@ -317,6 +319,7 @@ def unpacked(data: np.ndarray, bits: int, shift: int) -> np.ndarray:
     return out
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("shape", COPIES)
 @pytest.mark.parametrize(

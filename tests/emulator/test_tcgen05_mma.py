@@ -7,7 +7,7 @@ operands, bit for bit, and close to the sum in float64.
 # ruff: noqa: E501 (lines of PTX)
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 from asynchronous import refusal
 from tcgen05_kernel import run, source
 
-from blockscale.emulator.tensorcore.arithmetic import multiply
+from blockscale.emulator.tensorcore.arithmetic import Instruction, multiply
 from kernels import line_of
 
 RNG = np.random.default_rng(16)
@@ -206,6 +206,7 @@ def tensor_words(codes: np.ndarray, type: str, packed: bool) -> np.ndarray:
     return np.ascontiguousarray(codes).view(np.uint32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_mma(case: Case) -> None:
     m, n, group, k = case.m, case.n, case.group, K[case.kind]
@@ -248,7 +249,7 @@ def test_mma(case: Case) -> None:
         1 << {4: 3, 6: 5}.get(WIDTH[t], WIDTH[t] - 1) if name in case.negate else 0
         for name, t in (("a", case.a), ("b", case.b))
     ]
-    more = {}
+    more, types = {}, Instruction("tcgen05", case.a, case.b, case.d)
     left, right = values(a, case.a) * negate[0], values(b, case.b) * negate[1]
     idesc = CODES[case.a] << 7 | CODES[case.b] << 10 | (n >> 3) << 17
     idesc |= ("a" in case.negate) << 13 | ("b" in case.negate) << 14
@@ -260,7 +261,8 @@ def test_mma(case: Case) -> None:
         for rank in range(group):
             put_scales(tensor[rank], at_sfa, np.split(sfa, group)[rank], case.ids[0])
             put_scales(tensor[rank], at_sfb, sfb, case.ids[1], 2 if (m, group) == (128, 2) else 1)
-        more = {"sfa": sfa, "sfb": sfb, "scale_type": case.scale, "vector": k // case.blocks}
+        more = {"sfa": sfa, "sfb": sfb}
+        types = replace(types, scale_type=case.scale, vector=k // case.blocks)
         left = left * np.repeat(values(sfa, case.scale), k // case.blocks, 1)
         right = right * np.repeat(values(sfb, case.scale), k // case.blocks, 1)
         idesc |= (
@@ -294,8 +296,7 @@ def test_mma(case: Case) -> None:
     if case.scale_d:
         scaled = c * c.dtype.type(2.0**-case.scale_d)
     sign = [np.asarray(f, x.dtype) for f, x in zip(flip, (a, b), strict=True)]
-    wanted = multiply("tcgen05", a ^ sign[0], b ^ sign[1], scaled, a_type=case.a, b_type=case.b,
-                      d_type=case.d, **more)  # fmt: skip
+    wanted = multiply(types, a ^ sign[0], b ^ sign[1], scaled, **more)
     addend = np.zeros((m, n)) if scaled is None else scaled.astype(np.float64)
     exact, size = left @ right.T + addend, np.abs(left) @ np.abs(right).T + np.abs(addend)
     near = np.abs(wanted - exact) <= size * (2.0**-10 if case.d == "f16" else 2.0**-20)
@@ -327,9 +328,9 @@ def test_products_add_up_in_order() -> None:
     setp.lt.u32 %p5, %r8, 4; @%p5 bra L;"""
     )
     after = run(body, np.zeros((1, 128, 32), np.uint32), data)
-    d = None
+    d, types = None, Instruction("tcgen05", "f16", "f16")
     for i in range(0, 64, 16):
-        d = multiply("tcgen05", a[:, i : i + 16], b[:, i : i + 16], d, a_type="f16", b_type="f16")
+        d = multiply(types, a[:, i : i + 16], b[:, i : i + 16], d)
     assert (after[0] == d.view(np.uint32)).all()
 
 

@@ -55,6 +55,7 @@ def figure(shape: str) -> dict[tuple[int, int], tuple[int, int]]:
     return places
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("warp", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize(("shape", "num"), [(s, n) for s in t.REGISTERS for n in t.REGISTERS[s]])
 def test_load_fragment(shape: str, num: int, warp: int) -> None:
@@ -256,6 +257,7 @@ def test_k_96_is_not_for_sm_100a(kind: str) -> None:
         decode(kind, 2, **{"k 96": 1})
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("ws", [False, True])
 @pytest.mark.parametrize("cta_group", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)

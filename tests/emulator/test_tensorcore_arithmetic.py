@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +21,7 @@ import ptx_floats
 import pytest
 import torch
 
-from blockscale.emulator.tensorcore.arithmetic import multiply
+from blockscale.emulator.tensorcore.arithmetic import Instruction, multiply
 from blockscale.emulator.tensorcore.elements import ELEMENTS, NO_EXPONENT, decode
 
 # mmasim compiles its fma, which only fp64 needs, when it is imported.
@@ -49,14 +49,8 @@ class Kind:
         return f"{self.unit} {self.name}"
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        return {
-            "a_type": self.a,
-            "b_type": self.b,
-            "d_type": self.d,
-            "scale_type": self.scale,
-            "vector": self.vector,
-        }
+    def instruction(self) -> Instruction:
+        return Instruction(self.unit, self.a, self.b, self.d, self.scale, self.vector)
 
 
 def dense() -> list[Kind]:
@@ -298,13 +292,14 @@ def bits(d: np.ndarray) -> np.ndarray:
 # ---- tests
 
 
+@pytest.mark.sampled(4)
 @by_kind
 def test_random_tiles_equal_mmasim(kind: Kind) -> None:
     tiles = draw(kind, TILES, seed=1)
     wanted = bits(oracle(kind, tiles))
     finite = 0
     for i in range(TILES):
-        given = multiply(kind.unit, **tiles[i], **kind.arguments)
+        given = multiply(kind.instruction, **tiles[i])
         finite += np.isfinite(given).sum()
         np.testing.assert_array_equal(bits(given), wanted[i], err_msg=f"{kind}, tile {i}")
     assert finite > 0.3 * wanted.size
@@ -325,7 +320,7 @@ def test_there_are_ten_thousand_tiles() -> None:
 def test_whole_instructions_equal_mmasim(name: str, m: int, n: int) -> None:
     (kind,) = [kind for kind in KINDS if str(kind) == name]
     tiles = draw(kind, 1, 2, m, n, wild=False)
-    given = multiply(kind.unit, **tiles[0], **kind.arguments)
+    given = multiply(kind.instruction, **tiles[0])
     np.testing.assert_array_equal(bits(given), bits(oracle(kind, tiles))[0])
 
 
@@ -342,20 +337,19 @@ def test_tiny_f16_sums_equal_mmasim(unit: str, addend: float, lowest: int) -> No
     none = np.zeros(0)
     c = np.full((1, 1, len(low)), addend, np.float16)
     tiles = Tiles(a.view(np.uint16), b.view(np.uint16), c, none, none)
-    given = multiply(kind.unit, **tiles[0], **kind.arguments)
+    given = multiply(kind.instruction, **tiles[0])
     np.testing.assert_array_equal(bits(given), bits(oracle(kind, tiles))[0])
     np.testing.assert_array_equal(given[0] > addend, low - 24 >= lowest)
 
 
+@pytest.mark.sampled(47)
 @by_kind
 @pytest.mark.parametrize("exact", [False, True])
 def test_many_instructions_at_once(kind: Kind, exact: bool) -> None:
     tiles = draw(kind, 40 if kind.unit == "mma" else 3, 5, wild=False)
-    each = [
-        multiply(kind.unit, **tiles[i], **kind.arguments, exact=exact) for i in range(len(tiles.a))
-    ]
+    each = [multiply(kind.instruction, **tiles[i], exact=exact) for i in range(len(tiles.a))]
     scales = {"sfa": tiles.sfa, "sfb": tiles.sfb} if kind.scale else {}
-    given = multiply(kind.unit, tiles.a, tiles.b, tiles.c, **scales, **kind.arguments, exact=exact)
+    given = multiply(kind.instruction, tiles.a, tiles.b, tiles.c, **scales, exact=exact)
     np.testing.assert_array_equal(bits(given), bits(np.stack(each)))
 
 
@@ -377,9 +371,8 @@ def test_c_is_added_to_sums_of_fp8(terms: dict[int, float], c: float, d: float) 
     for k, value in terms.items():
         a[0, k] = value
     ones = np.full((1, 16), ONE, np.uint8)
-    given = multiply(
-        "mma", a.view(np.uint8), ones, np.full((1, 1), c, np.float32), a_type="e4m3", b_type="e4m3"
-    )
+    types = Instruction("mma", "e4m3", "e4m3")
+    given = multiply(types, a.view(np.uint8), ones, np.full((1, 1), c, np.float32))
     assert given.item() == d
     assert not np.signbit(given)
 
@@ -393,8 +386,8 @@ def test_which_products_of_fp8_are_one_sum(k: int) -> None:
         for at, value in terms.items():
             a[0, at] = value
         one = np.full((1, k), 0x3C, np.uint8)
-        types = {"a_type": "e5m2", "b_type": "e5m2", "d_type": "f16"}
-        return float(multiply("mma", a.view(np.uint8), one, None, **types).item())
+        types = Instruction("mma", "e5m2", "e5m2", "f16")
+        return float(multiply(types, a.view(np.uint8), one, None).item())
 
     first = [at for at in range(k) if at % 4 < 2]
     for at in range(1, k):
@@ -421,7 +414,7 @@ def test_where_sums_are_cut(unit: Any, c: float, d: float) -> None:
     """One product of 1 and c, by hand."""
     a = np.zeros((1, 32), np.uint8)
     a[0, 5] = ONE
-    given = multiply(unit, a, a, np.full((1, 1), c, np.float32), a_type="e4m3", b_type="e4m3")
+    given = multiply(Instruction(unit, "e4m3", "e4m3"), a, a, np.full((1, 1), c, np.float32))
     assert given.item() == d
     assert not np.signbit(given)
 
@@ -462,11 +455,12 @@ def exact_sum(terms: list[float], d_type: str) -> int:
     return 0 if given == ptx_floats.zero(1, d_type) else given
 
 
+@pytest.mark.sampled(30)
 @by_kind
 def test_exact_sums_equal_fractions(kind: Kind) -> None:
     tiles = draw(kind, 2 * len(MATRICES), 3, 3, 2)
     for i in range(len(tiles.a)):
-        given = multiply(kind.unit, **tiles[i], **kind.arguments, exact=True)
+        given = multiply(kind.instruction, **tiles[i], exact=True)
         a, b = values(tiles.a[i], kind.a), values(tiles.b[i], kind.b)
         if kind.scale:
             a = a * np.repeat(values(tiles.sfa[i], kind.scale), kind.vector, axis=1)
@@ -487,7 +481,7 @@ def test_exact_sums_are_rounded_once(tail: float, d: float) -> None:
         order = np.random.default_rng(seed).permutation(16)
         a, b = a[:, order], b[:, order]
         codes = [(x.view(np.uint32) >> 16).astype(np.uint16) for x in (a, b)]
-        given = multiply("tcgen05", *codes, None, a_type="bf16", b_type="bf16", exact=True)
+        given = multiply(Instruction("tcgen05", "bf16", "bf16"), *codes, None, exact=True)
         assert given.item() == d
 
 
@@ -512,11 +506,9 @@ def test_every_code_is_decoded(type: str) -> None:
 def test_no_c_is_zero_and_high_bits_are_ignored() -> None:
     (kind,) = [kind for kind in KINDS if kind.name == "kind::f8f6f4.f16.e2m3.e2m1"]
     tile = draw(kind, 1, 4, wild=False)[0]
-    plain = multiply(kind.unit, **tile | {"c": np.zeros((M, N), np.float16)}, **kind.arguments)
+    plain = multiply(kind.instruction, **tile | {"c": np.zeros((M, N), np.float16)})
     padded = tile | {"a": tile["a"] | 0xC0, "b": tile["b"] | 0xF0, "c": None}
-    np.testing.assert_array_equal(
-        bits(multiply(kind.unit, **padded, **kind.arguments)), bits(plain)
-    )
+    np.testing.assert_array_equal(bits(multiply(kind.instruction, **padded)), bits(plain))
 
 
 @pytest.mark.parametrize(
@@ -546,10 +538,13 @@ def test_what_no_unit_does_is_an_error(change: dict[str, Any], message: str) -> 
         "c": None,
         "a_type": "e4m3",
         "b_type": "e4m3",
+        "d_type": "f32",
         "sfa": np.zeros((4, 1), np.uint8),
         "sfb": np.zeros((2, 1), np.uint8),
         "scale_type": "ue8m0",
         "vector": 32,
     }
+    given = arguments | change
+    types = Instruction(**{field.name: given.pop(field.name) for field in fields(Instruction)})
     with pytest.raises(ValueError, match=message):
-        multiply(**arguments | change)
+        multiply(types, **given)

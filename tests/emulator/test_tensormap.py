@@ -34,6 +34,7 @@ def test_the_driver_was_asked_enough() -> None:
     assert {len((H200["base"] | c)["shape"]) for c in ENCODED} == {1, 2, 3, 4, 5}
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("case", ENCODED, ids=short)
 def test_bytes_are_those_of_the_driver(case: dict[str, Any]) -> None:
     raw = bytes.fromhex(case["hex"]).ljust(128, b"\0")
@@ -51,6 +52,7 @@ def test_the_second_half_is_not_needed(case: dict[str, Any]) -> None:
     assert TensorMap.decode(raw) == TensorMap(**named(case))  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("case", REFUSED, ids=short)
 def test_refuses_what_the_driver_refuses(case: dict[str, Any]) -> None:
     full = H200["base"] | case

@@ -54,6 +54,7 @@ def store(tile: Tile, memory: GlobalMemory, image: np.ndarray, base: int = 0) ->
     tile.store(pieces, memory.store)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("case", H200["copied"], ids=short)
 def test_copies_are_those_of_an_h200(case: dict[str, Any]) -> None:
     shared, size = 4096, 1 << 16

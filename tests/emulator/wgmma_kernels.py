@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from blockscale import emulator as em
-from blockscale.emulator.tensorcore.arithmetic import multiply
+from blockscale.emulator.tensorcore.arithmetic import Instruction, multiply
 from kernels import HEAD
 
 DTYPES: dict[str, Any] = {
@@ -225,10 +225,8 @@ class Problem:
             codes(m.astype(np.float64) * sign, kind)
             for m, sign, kind in ((self.a, s.signs[0], s.a), (self.b, s.signs[1], s.b))
         )
-        return multiply(
-            "wgmma", a, b, self.c if accumulate else None, a_type=s.a, b_type=s.b, d_type=s.d,
-            exact=exact,
-        )  # fmt: skip
+        types = Instruction("wgmma", s.a, s.b, s.d)
+        return multiply(types, a, b, self.c if accumulate else None, exact=exact)
 
     def rounded(self, accumulate: bool = True) -> np.ndarray:
         s = self.shape

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale import reference
-from blockscale.kernels import quantizers
 from blockscale.kernels.common.gpu import GPUS
+from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.layouts import layouts
 
 only_on(*GPUS)
@@ -73,10 +73,7 @@ def test_layouts(name, layout, axis):
         got = quantizers.dequantize(
             there.qdata,
             there.qscale,
-            there.format,
-            shape=tuple(q.shape),
-            axis=axis,
-            layout=layout,
+            quantizers.Stored(name, tuple(q.shape), axis, layout),
             global_scale=there.global_scale,
         )
         assert_right(got, q)
@@ -98,7 +95,8 @@ def test_into_another_tensor():
     q = bs.quantize(nasty(BF16), "mxfp8")
     there, out = q.to(DEVICE), torch.full((258, 384), 7.0, dtype=BF16, device=DEVICE)
     part = out[1:-1]  # a row from what else there is
-    got = quantizers.dequantize(there.qdata, there.qscale, q.format, shape=tuple(q.shape), out=part)
+    stored = quantizers.Stored(q.format_name, tuple(q.shape))
+    got = quantizers.dequantize(there.qdata, there.qscale, stored, out=part)
     assert got is part
     assert_right(part, q)
     assert (out[0] == 7).all()
@@ -159,7 +157,7 @@ def test_more_than_two_to_the_31_elements():
     data = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, device=DEVICE)
     scale = torch.randint(0, 256, (rows, columns // 32), dtype=torch.uint8, device=DEVICE)
     fmt = bs.formats["mxfp8"]
-    whole = quantizers.dequantize(data, scale, fmt, shape=(rows, columns))
+    whole = quantizers.dequantize(data, scale, quantizers.Stored(fmt.name, (rows, columns)))
     for first in (0, 1 << 17, (1 << 18) - 64, 1 << 18, rows - 128):
         part = slice(first, first + 128)
         here = bs.ScaledTensor(

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from blockscale import reference
 from blockscale.formats import formats
-from blockscale.kernels import quantizers
 from blockscale.kernels.common.gpu import Gpu
 from blockscale.kernels.common.runtime import gpu_of
+from blockscale.kernels.quantizers import calls as quantizers
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, COLUMNS, BOTH = (-1,), (-2,), (-1, -2)
@@ -55,17 +55,18 @@ class Case:
         fmt = formats[self.format]
         if fmt.has_global_scale:
             given["global_scale"] = torch.tensor(0.37, device=x.device)
-        others = () if grad is None else (grad,)
+        others, scalar = () if grad is None else (grad,), given.get("global_scale")
+        names = {name: value for name, value in self.given.items() if name != "global_scale"}
+        asked = quantizers.Request(
+            self.format, self.axes, self.layouts, producer=self.producer, **names
+        )
         results = quantizers.quantize(
             x,
-            fmt,
-            axes=self.axes,
-            layouts=self.layouts,
-            producer=self.producer,
+            asked,
+            global_scale=scalar,
             others=others,
             offsets=offsets,
             gpu=gpu,
-            **given,
         )
         return results, given
 
@@ -148,7 +149,9 @@ def norms(shapes: Any) -> Counter:
             if name == "nvfp4":
                 given["global_scale"] = torch.tensor(0.37, device="cuda")
             layout = "sm90" if name == "fp8_1x128" else "tcgen05"
-            got = quantizers.rmsnorm(x, weight, formats[name], eps=1e-5, layout=layout, **given)
+            asked = quantizers.Request(name, (-1,), (layout,), given["scale_rounding"])
+            scalar = given.get("global_scale")
+            got = quantizers.rmsnorm(x, weight, asked, eps=1e-5, global_scale=scalar)
             y, rstd = reference.rmsnorm(x, weight, 1e-5)
             wanted = (*expected(y, name, -1, layout, **given), rstd)
             same = all(

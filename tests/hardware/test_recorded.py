@@ -26,6 +26,7 @@ def digest(launch: Launch) -> int:
     return int(content(launch.emulated), 16)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "module",
     [test_instructions_integer, test_instructions_floating, test_instructions_convert],
@@ -52,6 +53,7 @@ def ptx() -> dict[str, str]:
     return compiled(sorted({case.source for case in cases()}))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_kernels(case: Case, ptx: dict[str, str]) -> None:
     assert digest(of_case(case, ptx[case.source])) == RECORD[case.name]
@@ -98,6 +100,7 @@ def unpacked(d: np.ndarray) -> np.ndarray:
     return out
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "case", [c for c in cases() if "near" in c.name], ids=lambda case: case.name
 )

@@ -12,7 +12,7 @@ from blockscale import emulator as em
 from blockscale import reference
 from blockscale.emulator.report import Report
 from blockscale.formats import get_format
-from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.layouts import Grouped, as_bytes, get_layout
 from stand_in import chip
 
@@ -44,6 +44,10 @@ def produced(x: Tensor, producer: str = "load", others: tuple[Tensor, ...] = ())
     return reference.swiglu_backward(*others, x) if others else reference.swiglu(x)
 
 
+#: Arguments of these helpers that are fields of a Request.
+NAMES = ("scale_rounding", "nonfinite", "producer", "k_major")
+
+
 def emulated(
     x: Tensor,
     format: str,
@@ -61,9 +65,9 @@ def emulated(
     device = em.Device(arch, completion=completion, check="all")
     layouts = layouts or ("compact",) * len(axes)
     with em.cutedsl(device, profile=profile) as reports, poisoned():
-        fmt = get_format(format)
-        gpu = chip(arch, multiprocessors)
-        results = quantizers.quantize(x, fmt, axes=axes, layouts=layouts, gpu=gpu, **kwargs)
+        names = {name: kwargs.pop(name) for name in NAMES if name in kwargs}
+        asked = quantizers.Request(format, axes, layouts, **names)
+        results = quantizers.quantize(x, asked, gpu=chip(arch, multiprocessors), **kwargs)
     return results, reports
 
 

@@ -11,7 +11,8 @@ from guarded import guarded
 from torch import Tensor
 
 from blockscale import emulator as em
-from blockscale.emulator.tensorcore.arithmetic import multiply
+from blockscale.dtypes import to_torch
+from blockscale.emulator.tensorcore.arithmetic import Instruction, multiply
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha
 from blockscale.kernels.sm100.config import Config
@@ -63,22 +64,14 @@ def product(a: Operand, b: Operand) -> np.ndarray:
     """fp32 sums as instruction after instruction along K leaves them."""
     packed = ELEMENTS[a.format] == ELEMENTS[b.format] == "e2m1"
     step, vector = 64 if packed else 32, 16 if a.format == "nvfp4" else 32
+    scaling = "ue4m3" if a.format == "nvfp4" else "ue8m0", vector
+    types = Instruction("tcgen05", ELEMENTS[a.format], ELEMENTS[b.format], "f32", *scaling)
     sums = None
     for first in range(0, a.codes.shape[1], step):
         codes = [_padded(x.codes[:, first : first + step], step) for x in (a, b)]
         at = slice(first // vector, (first + step) // vector)
         scales = [_padded(x.scales[:, at], step // vector) for x in (a, b)]
-        sums = multiply(
-            "tcgen05",
-            *codes,
-            sums,
-            a_type=ELEMENTS[a.format],
-            b_type=ELEMENTS[b.format],
-            sfa=scales[0],
-            sfb=scales[1],
-            scale_type="ue4m3" if a.format == "nvfp4" else "ue8m0",
-            vector=vector,
-        )
+        sums = multiply(types, *codes, sums, sfa=scales[0], sfb=scales[1])
     assert sums is not None
     return sums
 
@@ -125,7 +118,7 @@ def emulated(
     )
     pairs = zip((a.data, b.data), config.majors, strict=True)
     data = [x if major == "k" else x.T.contiguous() for x, major in pairs]
-    with guarded((len(a.codes), len(b.codes)), config.out_dtype, start) as out:
+    with guarded((len(a.codes), len(b.codes)), to_torch(config.out_dtype), start) as out:
         with em.cutedsl(device):
             compile_cache.build(config)(data[0], scales[0], data[1], scales[1], out, bias, alpha)
         return out.clone()

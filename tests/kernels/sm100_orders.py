@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import sm100_quantized
 import torch
-from sm100_inputs import BF16, FP16, FP32, Operand, emulated, operand, product, rounded
+from sm100_inputs import Operand, emulated, operand, product, rounded
 from torch import Tensor
 
+from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, UINT8, to_torch
 from blockscale.kernels.sm100.config import Config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 
@@ -33,15 +34,15 @@ PAIRS = (*((a, b) for a in _MX for b in _MX), ("nvfp4", "nvfp4"))
 
 #: What becomes of the sums: fields of a configuration.
 EPILOGUES: dict[str, dict[str, Any]] = {
-    "bf16": {"out_dtype": BF16},
-    "fp16": {"out_dtype": FP16},
-    "fp32": {"out_dtype": FP32},
-    "bf16 added": {"out_dtype": BF16, "accumulate": True, "alpha": 1, "bias": BF16},
-    "fp16 added": {"out_dtype": FP16, "accumulate": True, "bias": FP32},
-    "fp32 added": {"out_dtype": FP32, "accumulate": True, "alpha": 1, "bias": FP16},
-    "bf16 one by one": {"out_dtype": BF16, "alpha": 1, "tma_store": False},
-    "fp32 one by one": {"out_dtype": FP32, "accumulate": True, "tma_store": False},
-    "swiglu-mxfp8": {"quantizing": Quantizing("mxfp8", swiglu=True), "bias": BF16},
+    "bf16": {"out_dtype": BFLOAT16},
+    "fp16": {"out_dtype": FLOAT16},
+    "fp32": {"out_dtype": FLOAT32},
+    "bf16 added": {"out_dtype": BFLOAT16, "accumulate": True, "alpha": 1, "bias": BFLOAT16},
+    "fp16 added": {"out_dtype": FLOAT16, "accumulate": True, "bias": FLOAT32},
+    "fp32 added": {"out_dtype": FLOAT32, "accumulate": True, "alpha": 1, "bias": FLOAT16},
+    "bf16 one by one": {"out_dtype": BFLOAT16, "alpha": 1, "tma_store": False},
+    "fp32 one by one": {"out_dtype": FLOAT32, "accumulate": True, "tma_store": False},
+    "swiglu-mxfp8": {"quantizing": Quantizing("mxfp8", swiglu=True), "bias": BFLOAT16},
     "swiglu-nvfp4": {"quantizing": Quantizing("nvfp4", swiglu=True)},
     "mxfp8": {"quantizing": Quantizing("mxfp8")},
     "mxfp8_e5m2": {"quantizing": Quantizing("mxfp8_e5m2")},
@@ -94,10 +95,10 @@ class Case:
         alpha = torch.tensor(4 / size) if config.alpha else None
         size = 4.0 if config.alpha else size
         bias = size * torch.randn(n, generator=generator)
-        given = {"alpha": alpha, "bias": bias.to(config.bias) if config.bias else None}
+        given = {"alpha": alpha, "bias": bias.to(to_torch(config.bias)) if config.bias else None}
         if config.quantizing is None:
             start = size * torch.randn(m, n, generator=generator)
-            given["start"] = start.to(config.out_dtype) if config.accumulate else None
+            given["start"] = start.to(to_torch(config.out_dtype)) if config.accumulate else None
         elif config.quantizing.stored.has_global_scale:
             given["global_scale"] = torch.tensor(0.037)
         return given
@@ -105,7 +106,7 @@ class Case:
     @cached_property
     def expected(self) -> tuple[Tensor, ...]:
         if self.config.quantizing is None:
-            return (rounded(self.sums, self.config.out_dtype, **self.epilogue),)
+            return (rounded(self.sums, to_torch(self.config.out_dtype), **self.epilogue),)
         return sm100_quantized.expected(self.config.quantizing, self.sums, **self.epilogue)
 
     def run(self, completion: str, seed: int) -> tuple[Tensor, ...]:
@@ -127,8 +128,8 @@ class Case:
 def _shape(config: Config) -> tuple[int, int, int]:
     """Four tiles of single blocks; three of clusters, one beside the other."""
     (rows, columns), across = config.tile, config.cluster[1]
-    n = columns * across * (1 if config.blocks == 1 else 2) + 32
-    n = config.parts_of_columns * n + (not config.tma_store and config.majors[1] == "k")
+    n = columns * across * (1 if config.cluster_size == 1 else 2) + 32
+    n = config.b_halves * n + (not config.tma_store and config.majors[1] == "k")
     tail = 128 if any(config.unpacked) else 32 if config.kind.packed else 16
     return rows + 16, n, 2 * config.kind.block_k + tail
 
@@ -138,7 +139,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
         a, b, layout, single, pair, columns, epilogue = line.split(maxsplit=6)
         for ctas, cluster in ((1, single), (2, pair)):
             down, across = map(int, cluster.split("x"))
-            fields: dict[str, Any] = {"out_dtype": torch.uint8, "alpha": 0}
+            fields: dict[str, Any] = {"out_dtype": UINT8, "alpha": 0}
             fields |= EPILOGUES[epilogue]
             if "quantizing" in fields:
                 fields["alpha"] = 1
@@ -146,11 +147,11 @@ def _cases() -> Iterator[tuple[str, Case]]:
                 a,
                 b,
                 majors=LAYOUTS[layout],
-                columns=int(columns),
+                mma_n=int(columns),
                 ctas=ctas,
                 cluster=(down, across),
                 stages=2,
-                c_buffers=1,
+                epilogue_stages=1,
                 **fields,
             )
             yield (

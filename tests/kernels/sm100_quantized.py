@@ -45,7 +45,7 @@ def emulated(
     quantizing = config.quantizing
     assert quantizing is not None
     format = quantizing.stored
-    shape = len(a.codes), len(b.codes) // quantizing.parts
+    shape = len(a.codes), len(b.codes) // quantizing.b_halves
     b_scale = halved_scale(b) if quantizing.swiglu else b.scale
     scales = [x.view(torch.int64).view(-1, _along(a)) for x in (a.scale, b_scale)]
     orders: dict[str, Any] = {"completion": completion, "seed": seed, "resident": resident}

@@ -10,6 +10,7 @@ from kernel_code import built
 from torch import Tensor
 
 from blockscale import emulator as em
+from blockscale.dtypes import BFLOAT16, to_torch
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha
 from blockscale.kernels.common.machine_code import usage
@@ -18,7 +19,7 @@ from blockscale.layouts import get_layout
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WGMMA = 3e-4  # relative error of FP8 products, whose sums a Hopper GPU rounds below fp32
-SQUARE = Config(BF16, tile=(128, 128), cluster=(1, 1), epilogue_stages=2)
+SQUARE = Config(BFLOAT16, tile=(128, 128), cluster=(1, 1), epilogue_stages=2)
 
 
 def operands(
@@ -82,7 +83,7 @@ def launched(
     seed: int = 0,
 ) -> Tensor:
     """As ``emulated``: a kernel that takes ``operands``, the output, and the ``rest``."""
-    with guarded(shape, config.out_dtype, start) as out:
+    with guarded(shape, to_torch(config.out_dtype), start) as out:
         with em.cutedsl(em.Device("sm_90a", completion=completion, seed=seed, check="all")):
             compile_cache.build(config)(*operands, out, *rest)
         return out.clone()

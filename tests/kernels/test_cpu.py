@@ -19,7 +19,7 @@ from torch import Tensor
 import blockscale as bs
 from blockscale import measure, reference
 from blockscale.formats import E4M3, E8M0, FP32, NONFINITE, Format, formats
-from blockscale.kernels import cpu
+from blockscale.kernels.cpu import calls as cpu
 from blockscale.memory import memory_of
 from blockscale.rounding import decode
 
@@ -402,7 +402,7 @@ def test_numba_is_imported_by_the_first_call_and_its_code_kept_on_disk(tmp_path:
     code = """
 import sys, torch
 from blockscale.formats import formats
-from blockscale.kernels import cpu
+from blockscale.kernels.cpu import calls as cpu
 from blockscale.memory import memory_of
 assert "numba" not in sys.modules
 assert cpu.global_scale(torch.ones(3), formats["nvfp4"]) == torch.tensor(1.0) / 2688
@@ -426,7 +426,7 @@ if os.environ["EARLIER"]:
     spec.Shape = spec.Geometry
     spec.Geometry.__qualname__ = spec.Geometry.__name__ = "Shape"
 from blockscale.formats import formats
-from blockscale.kernels import cpu
+from blockscale.kernels.cpu import calls as cpu
 print(float(cpu.global_scale(torch.zeros(3), formats["nvfp4"])))
 """
     for earlier in ("yes", ""):
@@ -440,7 +440,7 @@ from numba.core import caching
 def full(self, *args): raise OSError(28, "No space left on device")
 caching.IndexDataCacheFile.save = full
 from blockscale.formats import formats
-from blockscale.kernels import cpu
+from blockscale.kernels.cpu import calls as cpu
 from blockscale.memory import memory_of
 print(float(cpu.global_scale(torch.zeros(3), formats["nvfp4"])))
 """

@@ -14,7 +14,7 @@ from test_cpu import three_threads
 import blockscale as bs
 from blockscale import reference
 from blockscale.formats import Format, formats
-from blockscale.kernels import cpu
+from blockscale.kernels.cpu import calls as cpu
 from blockscale.ops import gemm_cpu
 from blockscale.rounding import float32_bits
 

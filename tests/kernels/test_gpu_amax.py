@@ -15,9 +15,9 @@ from blockscale import emulator as em
 from blockscale import reference
 from blockscale.emulator.report import Report
 from blockscale.formats import formats
-from blockscale.kernels import quantizers
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.quantizers import amax, plan
+from blockscale.kernels.quantizers import calls as quantizers
 from stand_in import chip
 
 COMPLETIONS = ("late", "eager", "random")

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from blockscale.dtypes import from_torch
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.quantizers.config import Config, Request, choose_config
 
@@ -20,7 +21,7 @@ def config(shape: tuple[int, int] = (256, 256), **kwargs) -> Config:
     axes = kwargs.setdefault("axes", (-1,))
     kwargs["layouts"] = (kwargs.pop("layout", "compact"),) * len(axes)
     sources = [(kwargs.pop("address", 0), stride * dtype.itemsize)]
-    return choose_config(shape, sources, dtype, Request("mxfp8", **kwargs))
+    return choose_config(shape, sources, from_torch(dtype), Request("mxfp8", **kwargs))
 
 
 @pytest.fixture

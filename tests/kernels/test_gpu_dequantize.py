@@ -19,12 +19,13 @@ import blockscale as bs
 import stand_in
 from blockscale import emulator as em
 from blockscale import reference
+from blockscale.dtypes import to_torch
 from blockscale.emulator.hostcode import settings
 from blockscale.emulator.report import Report
 from blockscale.formats import Format, formats
-from blockscale.kernels import quantizers
 from blockscale.kernels.common import compile_cache
-from blockscale.kernels.quantizers import dequantize_plan
+from blockscale.kernels.quantizers import calls as quantizers
+from blockscale.kernels.quantizers import dequantize_config
 from blockscale.layouts import as_bytes, get_layout
 from stand_in import chip
 
@@ -67,7 +68,8 @@ def emulated(
     device = em.Device(arch, completion=completion, check="all")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
         gpu = replace(chip(arch, multiprocessors), load=load)
-        out = quantizers.dequantize(data, scale, format, shape=shape, axis=axis, gpu=gpu, **given)
+        stored = quantizers.Stored(format.name, shape, axis, given.pop("layout", "compact"))
+        out = quantizers.dequantize(data, scale, stored, gpu=gpu, **given)
     return out, reports
 
 
@@ -230,7 +232,7 @@ def test_nothing(shape):
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_pattern(name, dtype, monkeypatch):
     """Each byte of data times each scale, NaN and infinities among them; of fp32, some."""
-    monkeypatch.setattr(dequantize_plan, "_MOST_ROWS", 2)  # sooner compiled
+    monkeypatch.setattr(dequantize_config, "_MOST_ROWS", 2)  # sooner compiled
     fmt, octets = formats[name], torch.arange(256).to(torch.uint8)
     factors = [torch.tensor(v) for v in (0.37, 2.0**-117, 3e38)] if fmt.has_global_scale else [None]
     scales, generator = octets, torch.Generator().manual_seed(0)
@@ -305,31 +307,32 @@ def test_sectors(name, axis, dtype, arch):
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "message"),
+    ("name", "layout", "given", "message"),
     [
-        ("mxfp8", {"gpu": chip("sm_80")}, "sm_90a and|sm_90a, sm_100a"),
-        ("mxfp8", {"gpu": None}, "data is on cpu"),
-        ("mxfp8", {"dtype": torch.float64}, "float64"),
-        ("mxfp6_e2m3", {}, "6-bit"),
-        ("mxfp8", {"layout": "sm90"}, "does not hold scales of mxfp8"),
+        ("mxfp8", "compact", {"gpu": chip("sm_80")}, "sm_90a and|sm_90a, sm_100a"),
+        ("mxfp8", "compact", {"gpu": None}, "data is on cpu"),
+        ("mxfp8", "compact", {"dtype": torch.float64}, "float64"),
+        ("mxfp6_e2m3", "compact", {}, "6-bit"),
+        ("mxfp8", "sm90", {}, "does not hold scales of mxfp8"),
     ],
 )
-def test_no_kernel(name, given, message):
+def test_no_kernel(name, layout, given, message):
     fmt = formats[name]
     data, scale, _ = parts((8, 64), fmt, -1)
+    stored = quantizers.Stored(name, (8, 64), layout=layout)
     with pytest.raises(quantizers.Unsupported, match=message):
-        quantizers.dequantize(data, scale, fmt, shape=(8, 64), **({"gpu": chip("sm_90a")} | given))
+        quantizers.dequantize(data, scale, stored, **({"gpu": chip("sm_90a")} | given))
 
 
 def test_no_kernel_for_such_strides():
     data, scale, factor = parts((32, 64), formats["nvfp4"], -2)
-    given = {"axis": -2, "global_scale": factor, "gpu": chip("sm_90a"), "shape": (32, 64)}
+    stored, given = quantizers.Stored("nvfp4", (32, 64), -2), {"gpu": chip("sm_90a")}
     with pytest.raises(quantizers.Unsupported, match="packed along axis -2"):
-        quantizers.dequantize(data.contiguous(), scale, formats["nvfp4"], **given)
+        quantizers.dequantize(data.contiguous(), scale, stored, global_scale=factor, **given)
     data, scale, _ = parts((8, 64), formats["mxfp8"], -1)
     spread = data.repeat_interleave(2, 1).repeat_interleave(2, 0)[::2, ::2]
     with pytest.raises(quantizers.Unsupported, match="not contiguous in a dimension"):
-        quantizers.dequantize(spread, scale, formats["mxfp8"], shape=(8, 64), gpu=chip("sm_90a"))
+        quantizers.dequantize(spread, scale, quantizers.Stored("mxfp8", (8, 64)), **given)
 
 
 @pytest.mark.parametrize(
@@ -345,11 +348,11 @@ def test_no_kernel_for_such_strides():
     ],
 )
 def test_parts_that_do_not_fit(change, message):
-    fmt = formats["mxfp8"]
-    data, scale, _ = parts((8, 64), fmt, -1)
-    given = {"data": data, "scale": scale, "shape": (8, 64), "gpu": chip("sm_90a")} | change
+    data, scale, _ = parts((8, 64), formats["mxfp8"], -1)
+    given = {"data": data, "scale": scale, "shape": (8, 64), "axis": -1} | change
+    stored = quantizers.Stored("mxfp8", given.pop("shape"), given.pop("axis"))
     with pytest.raises(ValueError, match=message):
-        quantizers.dequantize(format=fmt, **given)
+        quantizers.dequantize(stored=stored, gpu=chip("sm_90a"), **given)
 
 
 # --- the op ---------------------------------------------------------------------------------------
@@ -371,7 +374,7 @@ def test_the_op_uses_it(monkeypatch):
             assert_same(got.to(made), want, str(q))
             assert got.dtype == dtype
             assert got.is_contiguous()
-        assert [config.dtype for config in launched] == [FP32, BF16]
+        assert [to_torch(config.dtype) for config in launched] == [FP32, BF16]
         ends = torch.tensor([10, 64], dtype=torch.int32)
         grouped = bs.quantize(x, "mxfp8", -2, offsets=ends, backend="reference")
         with pytest.warns(bs.FallbackWarning, match="dequantize .* groups along the contraction"):

@@ -12,8 +12,9 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from gpu_bench import assert_same, emulated, expected, nasty, produced
 
+from blockscale.dtypes import BFLOAT16
 from blockscale.formats import formats
-from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.config import Request, choose_config
 from stand_in import chip
 
@@ -132,7 +133,7 @@ def test_the_same_kernels():
         layouts = ("compact",) * len(axes)
         asked = Request(format, axes, layouts)
         found = [
-            choose_config((512, 512), [(0, 1024)], BF16, asked._replace(k_major=k))
+            choose_config((512, 512), [(0, 1024)], BFLOAT16, asked._replace(k_major=k))
             for k in (False, True)
         ]
         assert found[0] == found[1]
@@ -144,4 +145,4 @@ def test_groups_are_refused(axes):
     offsets = torch.tensor([7, 64], dtype=torch.int32)
     given = {"offsets": offsets, "gpu": chip("sm_90a")}
     with pytest.raises(quantizers.Unsupported, match="k_major: no kernel stores groups"):
-        quantizers.quantize(x, formats["mxfp8"], axes=axes, layouts=layouts, k_major=True, **given)
+        quantizers.quantize(x, quantizers.Request("mxfp8", axes, layouts, k_major=True), **given)

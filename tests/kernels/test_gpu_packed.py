@@ -12,7 +12,7 @@ from gpu_bench import assert_same, check, emulated, expected, nasty
 
 from blockscale import reference
 from blockscale.formats import formats
-from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import calls as quantizers
 from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -134,11 +134,8 @@ def test_producers(producer, format):
 
 @pytest.mark.parametrize("axes", [COLUMNS, BOTH])
 def test_groups_are_refused(axes):
-    x, fmt = torch.zeros(64, 64), formats["mxfp4"]
-    layouts = ("compact",) * len(axes)
-    assert (
-        quantizers.unsupported(x, quantizers.Request("mxfp4", axes, layouts), chip("sm_90a")) == ""
-    )
+    x, asked = torch.zeros(64, 64), quantizers.Request("mxfp4", axes, ("compact",) * len(axes))
+    assert quantizers.unsupported(x, asked, chip("sm_90a")) == ""
     offsets = torch.tensor([7, 64], dtype=torch.int32)
     with pytest.raises(ValueError, match="groups would cut its bytes"):
-        quantizers.quantize(x, fmt, axes=axes, layouts=layouts, offsets=offsets, gpu=chip("sm_90a"))
+        quantizers.quantize(x, asked, offsets=offsets, gpu=chip("sm_90a"))

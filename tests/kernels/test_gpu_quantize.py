@@ -11,8 +11,8 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from gpu_bench import check, emulated, nasty
 
 from blockscale.formats import formats
-from blockscale.kernels import quantizers
-from blockscale.kernels.quantizers import Request
+from blockscale.kernels.quantizers import calls as quantizers
+from blockscale.kernels.quantizers.calls import Request
 from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -163,9 +163,9 @@ def test_same_bytes_again():
     ],
 )
 def test_refusals(x, format, axes, layout, arch, message):
-    given = {"axes": axes, "layouts": (layout,) * len(axes), "gpu": arch and chip(arch)}
+    asked = Request(format, axes, (layout,) * len(axes))
     with pytest.raises(ValueError, match=message):
-        quantizers.quantize(x, formats[format], **given)
+        quantizers.quantize(x, asked, gpu=arch and chip(arch))
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,18 @@ def test_refusals(x, format, axes, layout, arch, message):
 )
 def test_refusals_of_groups(format, axes, layout, message):
     ends, layouts = torch.tensor([3, 64], dtype=torch.int32), (layout,) * len(axes)
-    x, fmt = torch.zeros(64, 64), formats[format]
-    asked = Request(format, axes, layouts, grouped=True)
+    x, asked = torch.zeros(64, 64), Request(format, axes, layouts, grouped=True)
     assert message in quantizers.unsupported(x, asked, chip("sm_90a"))
     with pytest.raises(ValueError, match=message):
-        quantizers.quantize(x, fmt, axes=axes, layouts=layouts, offsets=ends, gpu=chip("sm_90a"))
+        quantizers.quantize(x, asked, offsets=ends, gpu=chip("sm_90a"))
+
+
+def test_offsets_make_groups():
+    """Whatever the request says of them: else rows of all experts would share blocks."""
+    ends, x = torch.tensor([3, 64], dtype=torch.int32), torch.zeros(64, 64)
+    asked = Request("mxfp4", (-2,), ("compact",))
+    with pytest.raises(ValueError, match="cut its bytes or blocks"):
+        quantizers.quantize(x, asked, offsets=ends, gpu=chip("sm_90a"))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -13,11 +13,12 @@ from gpu_bench import assert_same, nasty, poisoned
 
 from blockscale import emulator as em
 from blockscale import reference
+from blockscale.dtypes import BFLOAT16, FLOAT32, from_torch
 from blockscale.emulator.report import Report
 from blockscale.formats import formats
-from blockscale.kernels import quantizers
 from blockscale.kernels.common.builders import build_kernel
-from blockscale.kernels.quantizers import norm
+from blockscale.kernels.quantizers import calls as quantizers
+from blockscale.kernels.quantizers import norm, norm_config
 from blockscale.kernels.quantizers.config import Request
 from blockscale.layouts import as_bytes, get_layout
 from stand_in import chip
@@ -70,8 +71,14 @@ def check(
     fmt = formats[format]
     device = em.Device(arch, completion=completion, check="all")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
+        names = {name: value for name, value in kwargs.items() if name != "global_scale"}
         data, scale, rstd = norm.rmsnorm(
-            x, weight, fmt, eps=eps, layout=layout, gpu=chip(arch, **MACHINE), **kwargs
+            x,
+            weight,
+            Request(format, layouts=(layout,), **names),
+            eps=eps,
+            global_scale=kwargs.get("global_scale"),
+            gpu=chip(arch, **MACHINE),
         )
     y, want = reference.rmsnorm(x, weight, eps)
     assert rstd.shape == want.shape
@@ -157,10 +164,15 @@ def test_odd_columns(k, dtype, arch, small_machine):
 
 def test_few_warps_for_many_segments(small_machine, monkeypatch):
     """A warp takes several segments of a row, and not all warps equally many."""
-    monkeypatch.setattr(norm, "_WARPS", 7)
+    monkeypatch.setattr(norm_config, "_WARPS", 7)
     x = rows(6, 3600, BF16)
-    config = norm.choose_norm(
-        (6, 3600), (0, 7200), BF16, (0, BF16), Request("mxfp8"), chip("sm_90a", 1)
+    config = norm_config.choose_norm(
+        (6, 3600),
+        (0, 7200),
+        BFLOAT16,
+        (0, BFLOAT16),
+        Request("mxfp8"),
+        chip("sm_90a", 1),
     )
     assert (config.segments, config.segment_warps) == (8, 3)
     check(x, weights(3600, FP32), "mxfp8", "sm_90a", layout="packed", completion="random")
@@ -220,7 +232,9 @@ def test_sectors(format, layout, arch, small_machine):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sums_are_not_fused(arch):
     """ptxas may fuse a multiplication and an addition unless both say how they are rounded."""
-    config = norm.choose_norm((64, 64), (0, 128), BF16, (0, BF16), Request("nvfp4"), chip(arch))
+    config = norm_config.choose_norm(
+        (64, 64), (0, 128), BFLOAT16, (0, BFLOAT16), Request("nvfp4"), chip(arch)
+    )
     with em.cutedsl(em.Device(arch)):
         ptx = build_kernel(config).__ptx__
     assert "add.rn.f32" in ptx
@@ -230,7 +244,7 @@ def test_sums_are_not_fused(arch):
 
 def test_largest_rows():
     """Shared memory holds what the chooser says, and one segment more is refused."""
-    most = norm._most_columns(FP32, formats["nvfp4"])
+    most = norm_config.most_columns(FLOAT32, formats["nvfp4"])
     x, weight = rows(1, most, FP32), weights(most, BF16)
     check(x, weight, "nvfp4", "sm_90a", layout="packed", global_scale=torch.tensor(0.1))
     x = torch.zeros(1, most + 1)
@@ -247,7 +261,9 @@ def test_choice(format, dtype, arch):
     for k in (32, 512, 1536, 4096, 7168, 16384, 28672):
         for m in (1, 128, 1000, 16384):
             source = 0, k * dtype.itemsize
-            config = norm.choose_norm((m, k), source, dtype, (0, BF16), Request(format), chip(arch))
+            config = norm_config.choose_norm(
+                (m, k), source, from_torch(dtype), (0, BFLOAT16), Request(format), chip(arch)
+            )
             n = config.tile_rows
             row = config.segments * 512 * dtype.itemsize
             assert n in (1, 2, 4, 8, 16, 32)
@@ -266,7 +282,7 @@ def test_same_bytes_again():
     found = []
     for _ in range(2):
         with em.cutedsl(em.Device("sm_90a", completion="random")), poisoned():
-            found.append(norm.rmsnorm(x, weight, formats["mxfp8"], eps=EPS, gpu=chip("sm_90a")))
+            found.append(norm.rmsnorm(x, weight, Request("mxfp8"), eps=EPS, gpu=chip("sm_90a")))
     for first, second, what in zip(*found, ("data", "scales", "rstd"), strict=True):
         assert_same(first, second, what)
 
@@ -293,5 +309,6 @@ X, W = torch.zeros(2, 64), torch.zeros(64)
     ],
 )
 def test_refusals(x, weight, format, layout, arch, message):
+    asked = Request(format, layouts=(layout,))
     with pytest.raises(ValueError, match=message):
-        norm.rmsnorm(x, weight, formats[format], eps=EPS, layout=layout, gpu=arch and chip(arch))
+        norm.rmsnorm(x, weight, asked, eps=EPS, gpu=arch and chip(arch))

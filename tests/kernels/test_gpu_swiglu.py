@@ -13,8 +13,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from gpu_bench import check, nasty
 
-from blockscale.formats import formats
-from blockscale.kernels import quantizers
+from blockscale.kernels.quantizers import calls as quantizers
 from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -176,10 +175,9 @@ X, GRAD = torch.zeros(4, 256), torch.zeros(4, 128)
     ],
 )
 def test_refusals(x, others, message):
+    asked = quantizers.Request("mxfp8", producer=BACKWARD)
     with pytest.raises(ValueError, match=message):
-        quantizers.quantize(
-            x, formats["mxfp8"], producer=BACKWARD, others=others, gpu=chip("sm_90a")
-        )
+        quantizers.quantize(x, asked, others=others, gpu=chip("sm_90a"))
 
 
 def test_unsupported():

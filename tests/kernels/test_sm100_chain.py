@@ -20,8 +20,9 @@ from sm100_quantized import expected
 from blockscale import emulator as em
 from blockscale import quantize, reference
 from blockscale.formats import get_format
-from blockscale.kernels import quantizers, sm100
 from blockscale.kernels.common.calls import Operand as Given
+from blockscale.kernels.quantizers import calls as quantizers
+from blockscale.kernels.sm100 import calls as sm100
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 from blockscale.layouts import as_bytes, get_layout
 from blockscale.ops.gemm_operands import global_scales
@@ -56,13 +57,13 @@ def _by_kernels(layer: Layer, format: str, ctas: int, hidden_scale: Tensor | Non
     """Data and scales of the hidden layer, and the output. The halves of the first weight have one
     global scale."""
     fmt = get_format(format)
-    given: dict[str, Any] = {"layouts": ("tcgen05",), "gpu": chip(ARCH)}
+    asked = quantizers.Request(format, layouts=("tcgen05",))
 
     def scalar(x: Tensor) -> Tensor | None:
         return quantizers.global_scale(x, fmt, gpu=chip(ARCH)) if fmt.has_global_scale else None
 
     def quantized(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        ((data, tiles),) = quantizers.quantize(x, fmt, global_scale=scale, **given)
+        ((data, tiles),) = quantizers.quantize(x, asked, global_scale=scale, gpu=chip(ARCH))
         return as_bytes(data), tiles
 
     first = torch.cat((layer.gate, layer.up))

@@ -13,11 +13,11 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.gpu import SHARED
@@ -181,7 +181,8 @@ def _opcodes(sass: str) -> list[str]:
 # --- the cache on disk ----------------------------------------------------------------------------
 
 SECOND = """
-import sys, torch
+import sys
+from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.sm100.config import choose_config
@@ -190,7 +191,7 @@ def build(config):
     raise AssertionError("compiled again")
 
 compile_cache.build = build
-config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), Epilogue(torch.bfloat16, alpha=1))
+config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), Epilogue(BFLOAT16, alpha=1))
 assert callable(compile_cache.load(config))
 assert "cutlass" not in sys.modules
 """
@@ -199,7 +200,7 @@ assert "cutlass" not in sys.modules
 def test_a_second_process_does_not_compile(tmp_path, monkeypatch):
     """Nor does it import CuTe DSL, which takes a second."""
     monkeypatch.setenv("BLOCKSCALE_CACHE_DIR", str(tmp_path))
-    config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), Epilogue(torch.bfloat16, alpha=1))
+    config = choose_config((128, 8192, 4096), ("nvfp4", "nvfp4"), Epilogue(BFLOAT16, alpha=1))
     compile_cache.load.cache_clear()
     compile_cache.load(config)
     compile_cache.load.cache_clear()

@@ -17,21 +17,22 @@ from typing import Any
 from factors import alpha_of
 from kernel_code import built
 from sm90_inputs import frame_bytes
-from sm100_inputs import BF16, FP16, FP32, Operand, emulated, operand, product, rounded
+from sm100_inputs import BF16, FP32, Operand, emulated, operand, product, rounded
 
 from blockscale import emulator as em
 from blockscale import quantize
-from blockscale.kernels import sm100
+from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
 from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
+from blockscale.kernels.sm100 import calls as sm100
 from blockscale.kernels.sm100.config import Config, choose_config
 from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
 PAIR = {"ctas": 2, "cluster": (2, 1)}
-WIDE = {"columns": 256, "c_buffers": 1}
+WIDE = {"mma_n": 256, "epilogue_stages": 1}
 
 
 @cache
@@ -44,7 +45,7 @@ def _case(a_format: str, b_format: str, shape: tuple[int, int, int]):
 
 def _check(config: Config, shape: tuple[int, int, int], **how) -> None:
     a, b, sums = _case(config.a_format, config.b_format, shape)
-    assert torch.equal(emulated(config, a, b, **how), rounded(sums, config.out_dtype))
+    assert torch.equal(emulated(config, a, b, **how), rounded(sums, to_torch(config.out_dtype)))
 
 
 FORMATS = {
@@ -60,19 +61,19 @@ FORMATS = {
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 def test_formats(formats):
     """Tails in all dimensions, K blocks more than stages, one tile and several for a block."""
-    config = Config(*formats, BF16, stages=3)
+    config = Config(*formats, BFLOAT16, stages=3)
     _check(config, FORMATS[formats])
     _check(config, (8, 16, 128), completion="eager")
     assert set(frame_bytes(built(config).__cubin__)) == {0}
 
 
 CLUSTERS = {
-    "256 columns, overlapping sums": Config("mxfp8", "mxfp8", BF16, stages=4, **WIDE),
-    "2x1": Config("mxfp8", "mxfp8", BF16, cluster=(2, 1)),
-    "2x2": Config("nvfp4", "nvfp4", BF16, cluster=(2, 2)),
-    "pair": Config("nvfp4", "nvfp4", BF16, stages=3, **PAIR, **WIDE),
-    "pairs 2x2": Config("mxfp8", "mxfp8", BF16, ctas=2, cluster=(2, 2)),
-    "pairs 4x1": Config("mxfp8", "mxfp4", BF16, ctas=2, cluster=(4, 1)),
+    "256 columns, overlapping sums": Config("mxfp8", "mxfp8", BFLOAT16, stages=4, **WIDE),
+    "2x1": Config("mxfp8", "mxfp8", BFLOAT16, cluster=(2, 1)),
+    "2x2": Config("nvfp4", "nvfp4", BFLOAT16, cluster=(2, 2)),
+    "pair": Config("nvfp4", "nvfp4", BFLOAT16, stages=3, **PAIR, **WIDE),
+    "pairs 2x2": Config("mxfp8", "mxfp8", BFLOAT16, ctas=2, cluster=(2, 2)),
+    "pairs 4x1": Config("mxfp8", "mxfp4", BFLOAT16, ctas=2, cluster=(4, 1)),
 }
 
 
@@ -80,17 +81,21 @@ CLUSTERS = {
 def test_clusters(name):
     """A cluster takes several tiles, of which some lie beside the output."""
     config = CLUSTERS[name]
-    shape = (136, config.columns + 8, 256)
+    shape = (136, config.mma_n + 8, 256)
     _check(config, shape, completion="random")
     assert set(frame_bytes(built(config).__cubin__)) == {0}
 
 
 MAJORS = {
-    "TN": (Config("mxfp8", "mxfp8_e5m2", BF16, ("mn", "k")), (144, 136, 272)),
-    "NN": (Config("mxfp4", "mxfp8", BF16, ("k", "mn")), (136, 144, 256)),
+    "TN": (Config("mxfp8", "mxfp8_e5m2", BFLOAT16, ("mn", "k")), (144, 136, 272)),
+    "NN": (Config("mxfp4", "mxfp8", BFLOAT16, ("k", "mn")), (136, 144, 256)),
     "TT, pairs 2x2": (
         Config(
-            "mxfp8", "mxfp8", BF16, ("mn", "mn"), **PAIR | WIDE | {"cluster": (2, 2), "stages": 3}
+            "mxfp8",
+            "mxfp8",
+            BFLOAT16,
+            ("mn", "mn"),
+            **PAIR | WIDE | {"cluster": (2, 2), "stages": 3},
         ),
         (144, 272, 200),
     ),
@@ -108,16 +113,18 @@ def test_majors(name):
 @pytest.mark.parametrize("seed", range(2))
 def test_orders(seed):
     """Of what completes when."""
-    config = Config("nvfp4", "nvfp4", BF16, stages=3, **PAIR, **WIDE)
+    config = Config("nvfp4", "nvfp4", BFLOAT16, stages=3, **PAIR, **WIDE)
     how = {"completion": "random", "seed": seed}
     _check(config, (136, 264, 288), **how)
 
 
 EPILOGUES = {
-    "bf16 added": Config("mxfp8", "mxfp8", BF16, accumulate=True, bias=BF16, alpha=1),
-    "fp32 added": Config("mxfp8", "mxfp8", FP32, accumulate=True, bias=FP32, alpha=1),
-    "fp16": Config("mxfp8", "mxfp8", FP16, bias=FP16, alpha=2),
-    "fp32 one by one": Config("mxfp8", "mxfp8", FP32, accumulate=True, bias=FP16, tma_store=False),
+    "bf16 added": Config("mxfp8", "mxfp8", BFLOAT16, accumulate=True, bias=BFLOAT16, alpha=1),
+    "fp32 added": Config("mxfp8", "mxfp8", FLOAT32, accumulate=True, bias=FLOAT32, alpha=1),
+    "fp16": Config("mxfp8", "mxfp8", FLOAT16, bias=FLOAT16, alpha=2),
+    "fp32 one by one": Config(
+        "mxfp8", "mxfp8", FLOAT32, accumulate=True, bias=FLOAT16, tma_store=False
+    ),
 }
 
 
@@ -130,12 +137,14 @@ def test_epilogues(name):
     generator = torch.Generator().manual_seed(5)
     alpha = alpha_of(config.alpha, 3e-3)
     assert config.bias is not None
-    bias = (100 * torch.randn(n, generator=generator)).to(config.bias)
+    bias = (100 * torch.randn(n, generator=generator)).to(to_torch(config.bias))
     start = None
     if config.accumulate:
-        start = (100 * torch.randn(m, n, generator=generator)).to(config.out_dtype)
+        start = (100 * torch.randn(m, n, generator=generator)).to(to_torch(config.out_dtype))
     got = emulated(config, a, b, start, bias=bias, alpha=alpha)
-    want = rounded(sums, config.out_dtype, alpha_of(min(config.alpha, 1), 3e-3), bias, start)
+    want = rounded(
+        sums, to_torch(config.out_dtype), alpha_of(min(config.alpha, 1), 3e-3), bias, start
+    )
     assert bool(torch.isfinite(want.float()).any())
     assert torch.equal(got, want)
 
@@ -232,13 +241,13 @@ def test_refused():
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 def test_chosen(formats, dtype):
     """Every size has a configuration, whose sums and scales Tensor Memory has room for."""
     for shape in ((1, 1, 128), (256, 256, 256), (8192, 8192, 8192)):
         config = choose_config(shape, formats, Epilogue(dtype))
         last = config.scale_columns[1] + 4 * config.scale_rows[1] * config.kind.scale_tiles
         assert last <= 512
-        assert config.apart >= config.columns - config.early_boxes * config.box_columns
+        assert config.acc_stride >= config.mma_n - config.early_release * config.subtile_n
         with pytest.raises(ValueError, match="stages"):
             replace(config, stages=12)

@@ -43,15 +43,15 @@ def test_cases_are_complete() -> None:
     assert found == set(product(EPILOGUES, ctas))
     clusters = {(2, 1), (2, 2), (4, 1)}
     assert {(c.cluster, c.ctas) for c in configs} == {((1, 1), 1), *product(clusters, ctas)}
-    assert {c.sums for c in configs} == {1, 2}, "overlapping sums, and others"
+    assert {c.acc_stages for c in configs} == {1, 2}, "overlapping accumulators, and others"
     assert {(completion, seed) for _, completion, seed in SPREAD} == set(ORDERS)
 
 
 def test_shapes_come_to_everything() -> None:
     for case in CASES.values():
         (m, n, k), config = case.shape, case.config
-        rows, columns = config.tile[0] * config.cluster[0], config.columns * config.cluster[1]
-        assert -(-m // rows) * -(-n // columns) >= (4 if config.blocks == 1 else 3)
+        rows, columns = config.tile[0] * config.cluster[0], config.mma_n * config.cluster[1]
+        assert -(-m // rows) * -(-n // columns) >= (4 if config.cluster_size == 1 else 3)
         assert k > config.stages * config.kind.block_k
         assert m % 128
         assert n % columns

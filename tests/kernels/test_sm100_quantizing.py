@@ -19,15 +19,16 @@ import dataclasses
 from gpu_bench import assert_same, poisoned
 from kernel_code import built
 from sm90_inputs import frame_bytes
-from sm100_inputs import BF16, FP32, Operand, operand, product
+from sm100_inputs import FP32, Operand, operand, product
 from sm100_quantized import emulated, expected, halved_scale
 
 from blockscale import emulator as em
 from blockscale import formats, quantize, swiglu_quantize
-from blockscale.kernels import sm100
+from blockscale.dtypes import BFLOAT16, FLOAT32, UINT8, to_torch
 from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
+from blockscale.kernels.sm100 import calls as sm100
 from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing
 from stand_in import chip
@@ -40,9 +41,9 @@ PAIR = {"ctas": 2, "cluster": (2, 1)}
 
 
 def _config(format: str, quantizing: Quantizing, **fields: Any) -> Config:
-    given = {"columns": 256, "c_buffers": 1, "stages": 3, "alpha": 1} | fields
+    given = {"mma_n": 256, "epilogue_stages": 1, "stages": 3, "alpha": 1} | fields
     b_format = given.pop("b_format", format)
-    return Config(format, b_format, torch.uint8, quantizing=quantizing, **given)
+    return Config(format, b_format, UINT8, quantizing=quantizing, **given)
 
 
 @cache
@@ -63,7 +64,7 @@ def _check(config: Config, a: Operand, b: Operand, sums: np.ndarray, **given: An
         given.setdefault("global_scale", torch.tensor(0.037))
     if config.bias is not None:
         bias = 3 * torch.randn(len(b.codes), generator=torch.Generator().manual_seed(5))
-        given["bias"] = bias.to(config.bias)
+        given["bias"] = bias.to(to_torch(config.bias))
     data, scale = emulated(config, a, b, **given, **how)
     want = expected(quantizing, sums, **given)
     assert_same(data, want[0], "data")
@@ -74,8 +75,8 @@ def _check(config: Config, a: Operand, b: Operand, sums: np.ndarray, **given: An
 # Sums in two sets or in overlapping ones, of which a cluster has three; B by boxes of 64 rows and
 # more, in panels; M, N, K with tails
 CASES: dict[str, tuple[Config, tuple[int, int, int]]] = {
-    "swiglu-mxfp8": (_config("mxfp8", GATED8, bias=BF16), (130, 320, 144)),
-    "swiglu-nvfp4, pair": (_config("nvfp4", GATED4, bias=FP32, **PAIR), (130, 576, 288)),
+    "swiglu-mxfp8": (_config("mxfp8", GATED8, bias=BFLOAT16), (130, 320, 144)),
+    "swiglu-nvfp4, pair": (_config("nvfp4", GATED4, bias=FLOAT32, **PAIR), (130, 576, 288)),
     "swiglu-mxfp8, pairs 2x2": (
         _config("mxfp8", GATED8, ctas=2, cluster=(2, 2)),
         (136, 320, 160),
@@ -88,8 +89,11 @@ CASES: dict[str, tuple[Config, tuple[int, int, int]]] = {
         _config("mxfp8_e5m2", Quantizing("mxfp8_e5m2", True), b_format="mxfp8", majors=("k", "mn")),
         (16, 320, 144),
     ),
-    "mxfp8": (_config("mxfp8", MX8, columns=128), (130, 160, 144)),
-    "nvfp4, pair": (_config("nvfp4", NV4, c_buffers=2, bias=BF16, **PAIR), (130, 288, 288)),
+    "mxfp8": (_config("mxfp8", MX8, mma_n=128), (130, 160, 144)),
+    "nvfp4, pair": (
+        _config("nvfp4", NV4, epilogue_stages=2, bias=BFLOAT16, **PAIR),
+        (130, 288, 288),
+    ),
     "mxfp4, floor, te": (
         _config("mxfp4", Quantizing("mxfp4", False, "floor", "te"), stages=4),
         (130, 288, 160),
@@ -229,11 +233,9 @@ def test_chosen(format, swiglu):
     """Every size has a configuration, whose sums and scales Tensor Memory has room for."""
     quantizing = Quantizing(format, swiglu)
     for shape in ((1, 64, 128), (256, 256, 256), (8192, 8192, 8192)):
-        config = choose_config(
-            shape, (format, format), Epilogue(torch.uint8), quantizing=quantizing
-        )
+        config = choose_config(shape, (format, format), Epilogue(UINT8), quantizing=quantizing)
         last = config.scale_columns[1] + 4 * config.scale_rows[1] * config.kind.scale_tiles
         assert last <= 512
-        early = config.early_boxes * config.box_columns
-        assert config.apart >= config.columns - early
-        assert formats[format].block_size <= config.box_columns
+        early = config.early_release * config.subtile_n
+        assert config.acc_stride >= config.mma_n - early
+        assert formats[format].block_size <= config.subtile_n

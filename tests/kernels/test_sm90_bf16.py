@@ -14,9 +14,10 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 from factors import alpha_of
-from sm90_inputs import BF16, FP16, FP32, assert_no_spills, launched
+from sm90_inputs import BF16, FP32, assert_no_spills, launched
 
 from blockscale import emulator as em
+from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha, Operand, describe_call
 from blockscale.kernels.common.epilogue import Epilogue
@@ -28,7 +29,7 @@ from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
-SQUARE = Bf16Config(BF16, tile=(128, 128), cluster=(1, 1), mma_n=128)
+SQUARE = Bf16Config(BFLOAT16, tile=(128, 128), cluster=(1, 1), mma_n=128)
 MAJORS = tuple(product(("k", "mn"), repeat=2))
 
 
@@ -78,17 +79,23 @@ def assert_close(
 
 # Ways to cut the work that give the same bits: all add K step after K step.
 VARIANTS = {
-    "wide": Bf16Config(BF16),
-    "wide, no cluster, B by columns": Bf16Config(BF16, cluster=(1, 1), b_major="mn"),
-    "wide, both by columns": Bf16Config(BF16, a_major="mn", b_major="mn", skew=300),
+    "wide": Bf16Config(BFLOAT16),
+    "wide, no cluster, B by columns": Bf16Config(BFLOAT16, cluster=(1, 1), b_major="mn"),
+    "wide, both by columns": Bf16Config(BFLOAT16, a_major="mn", b_major="mn", skew=300),
     "tall, A by columns": Bf16Config(
-        BF16, tile=(256, 128), cluster=(1, 2), mma_n=128, epilogue_stages=1, a_major="mn"
+        BFLOAT16, tile=(256, 128), cluster=(1, 2), mma_n=128, epilogue_stages=1, a_major="mn"
     ),
     "two batches, both by columns": Bf16Config(
-        BF16, tile=(128, 256), cluster=(2, 1), mma_n=128, a_major="mn", b_major="mn"
+        BFLOAT16, tile=(128, 256), cluster=(2, 1), mma_n=128, a_major="mn", b_major="mn"
     ),
     "three warpgroups": Bf16Config(
-        BF16, tile=(192, 128), cluster=(1, 2), stages=5, warpgroups=3, mma_n=128, epilogue_stages=1
+        BFLOAT16,
+        tile=(192, 128),
+        cluster=(1, 2),
+        stages=5,
+        warpgroups=3,
+        mma_n=128,
+        epilogue_stages=1,
     ),
 }
 
@@ -116,9 +123,9 @@ def test_variants(name):
 
 _TURNS = {"cluster": (1, 1), "warpgroup_split_k": True, "epilogue_stages": 1}
 ALTERNATE = {
-    "64 rows": Bf16Config(BF16, tile=(64, 128), mma_n=128, **{**_TURNS, "cluster": (1, 2)}),
+    "64 rows": Bf16Config(BFLOAT16, tile=(64, 128), mma_n=128, **{**_TURNS, "cluster": (1, 2)}),
     "64 columns, added, both by columns": Bf16Config(
-        FP32,
+        FLOAT32,
         tile=(128, 64),
         stages=6,
         mma_n=64,
@@ -127,7 +134,9 @@ ALTERNATE = {
         b_major="mn",
         **_TURNS,
     ),
-    "one by one": Bf16Config(BF16, tile=(64, 64), stages=7, mma_n=64, tma_store=False, **_TURNS),
+    "one by one": Bf16Config(
+        BFLOAT16, tile=(64, 64), stages=7, mma_n=64, tma_store=False, **_TURNS
+    ),
 }
 
 
@@ -143,12 +152,12 @@ def test_alternate(name, shape):
 
 ALL = {"accumulate": True, "alpha": 1}
 EPILOGUES = {
-    "fp32": Bf16Config(FP32, cluster=(1, 2)),
-    "fp32, all": Bf16Config(FP32, bias=FP16, a_major="mn", **ALL),
-    "fp16, all": replace(SQUARE, out_dtype=FP16, bias=FP32, accumulate=True, alpha=2),
-    "bf16, all": Bf16Config(BF16, bias=BF16, b_major="mn", **ALL),
-    "one by one, bf16, all": replace(SQUARE, tma_store=False, bias=BF16, **ALL),
-    "one by one, fp32": replace(SQUARE, tma_store=False, out_dtype=FP32, b_major="mn"),
+    "fp32": Bf16Config(FLOAT32, cluster=(1, 2)),
+    "fp32, all": Bf16Config(FLOAT32, bias=FLOAT16, a_major="mn", **ALL),
+    "fp16, all": replace(SQUARE, out_dtype=FLOAT16, bias=FLOAT32, accumulate=True, alpha=2),
+    "bf16, all": Bf16Config(BFLOAT16, bias=BFLOAT16, b_major="mn", **ALL),
+    "one by one, bf16, all": replace(SQUARE, tma_store=False, bias=BFLOAT16, **ALL),
+    "one by one, fp32": replace(SQUARE, tma_store=False, out_dtype=FLOAT32, b_major="mn"),
 }
 
 
@@ -158,8 +167,8 @@ def test_epilogues(name):
     config = EPILOGUES[name]
     m, n, k = 140, (141 if "one by one" in name else 208), 72
     given = operands(m, n, k)
-    bias = torch.randn(n).mul(20).to(config.bias) if config.bias else None
-    start = torch.randn(m, n).mul(20).to(config.out_dtype) if config.accumulate else None
+    bias = torch.randn(n).mul(20).to(to_torch(config.bias)) if config.bias else None
+    start = torch.randn(m, n).mul(20).to(to_torch(config.out_dtype)) if config.accumulate else None
     alpha = alpha_of(config.alpha, -1.7)
     got = emulated(config, given, start, bias=bias, alpha=alpha, completion="eager")
     added = [each for each in (bias, start) if each is not None]
@@ -186,7 +195,7 @@ def test_not_numbers():
 def test_cuts(majors):
     """Whatever may be chosen is a kernel; without spills where it is fast."""
     for shape in SHAPES:
-        fit(shape.config, out_dtype=FP32, a_major=majors[0], b_major=majors[1])
+        fit(shape.config, out_dtype=FLOAT32, a_major=majors[0], b_major=majors[1])
     with em.cutedsl(em.Device("sm_90a")):
         for index in range(MAJORS.index(majors), len(SHAPES), len(MAJORS)):  # each of them once
             config = fit(SHAPES[index].config, a_major=majors[0], b_major=majors[1])
@@ -198,17 +207,20 @@ def test_cuts(majors):
 def test_shapes(shape):
     given = operands(*shape)
     got = emulated(
-        choose_config(shape, Epilogue(BF16)), given, completion="random", multiprocessors=132
+        choose_config(shape, Epilogue(BFLOAT16)),
+        given,
+        completion="random",
+        multiprocessors=132,
     )
     assert_close(got, given)
 
 
 def test_choice():
     """Large products take the largest tiles, small ones many."""
-    assert choose_config((8192, 8192, 8192), Epilogue(BF16)).tile == (128, 256)
-    assert choose_config((256, 512, 4096), Epilogue(BF16)).warpgroup_split_k
+    assert choose_config((8192, 8192, 8192), Epilogue(BFLOAT16)).tile == (128, 256)
+    assert choose_config((256, 512, 4096), Epilogue(BFLOAT16)).warpgroup_split_k
     for shape in ((8192, 8192, 8192), (300, 520, 1024), (1, 1, 8)):
-        assert choose_config(shape, Epilogue(FP32)) == candidates(shape, Epilogue(FP32))[0]
+        assert choose_config(shape, Epilogue(FLOAT32)) == candidates(shape, Epilogue(FLOAT32))[0]
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -305,4 +317,4 @@ def test_bad_input():
         call(a, b, arch="sm_100a")
     for fields in ({"a_major": "m"}, {"b_major": "mn", "mma_n": 32}, {"stages": 9}):
         with pytest.raises(ValueError, match=next(iter(fields))):
-            Bf16Config(BF16, **fields)
+            Bf16Config(BFLOAT16, **fields)

@@ -14,7 +14,6 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from factors import alpha_of
 from sm90_inputs import (
     BF16,
-    FP16,
     FP32,
     SQUARE,
     assert_close,
@@ -25,8 +24,9 @@ from sm90_inputs import (
 )
 
 from blockscale import emulator as em
-from blockscale.kernels import sm90
+from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
 from blockscale.kernels.common.calls import Operand
+from blockscale.kernels.sm90 import calls as sm90
 from blockscale.kernels.sm90.config import Config
 from stand_in import chip
 
@@ -35,25 +35,31 @@ pytestmark = pytest.mark.usefixtures("keep_code")
 ALL = {"accumulate": True, "alpha": 1}
 
 CASES = {
-    "bf16": replace(SQUARE, bias=BF16, **ALL),
+    "bf16": replace(SQUARE, bias=BFLOAT16, **ALL),
     "bf16, added": replace(SQUARE, accumulate=True),
     "bf16, two scalars": replace(SQUARE, alpha=2),
-    "fp16, fp32 bias": replace(SQUARE, out_dtype=FP16, bias=FP32, **ALL),
-    "fp32, fp16 bias": replace(SQUARE, out_dtype=FP32, bias=FP16, **ALL),
-    "one by one, bf16": replace(SQUARE, tma_store=False, bias=BF16, **ALL),
-    "one by one, fp32": replace(SQUARE, tma_store=False, out_dtype=FP32, bias=FP32, alpha=1),
-    "wide": Config(BF16, bias=BF16, **ALL),
+    "fp16, fp32 bias": replace(SQUARE, out_dtype=FLOAT16, bias=FLOAT32, **ALL),
+    "fp32, fp16 bias": replace(SQUARE, out_dtype=FLOAT32, bias=FLOAT16, **ALL),
+    "one by one, bf16": replace(SQUARE, tma_store=False, bias=BFLOAT16, **ALL),
+    "one by one, fp32": replace(SQUARE, tma_store=False, out_dtype=FLOAT32, bias=FLOAT32, alpha=1),
+    "wide": Config(BFLOAT16, bias=BFLOAT16, **ALL),
     "192 columns": Config(
-        BF16, tile=(128, 192), stages=4, mma_n=96, epilogue_stages=3, bias=BF16, **ALL
+        BFLOAT16,
+        tile=(128, 192),
+        stages=4,
+        mma_n=96,
+        epilogue_stages=3,
+        bias=BFLOAT16,
+        **ALL,
     ),
     "a warpgroup has every other K block": Config(
-        BF16,
+        BFLOAT16,
         tile=(64, 128),
         cluster=(1, 2),
         warpgroup_split_k=True,
         stages=5,
         epilogue_stages=2,
-        bias=BF16,
+        bias=BFLOAT16,
         **ALL,
     ),
 }
@@ -70,16 +76,16 @@ def test_one_rounding(name):
     m, n, k = 72, (141 if "one by one" in name else 208), 272
     given = operands(m, n, k, spread=0.1)
     given = (given[0], given[1] * 1e-5, *given[2:])  # sums as large as what is added to them
-    bias = None if config.bias is None else normal(n, dtype=config.bias)
+    bias = None if config.bias is None else normal(n, dtype=to_torch(config.bias))
     alpha = alpha_of(config.alpha, -1.7)
-    start = normal(m, n, dtype=config.out_dtype) if config.accumulate else None
+    start = normal(m, n, dtype=to_torch(config.out_dtype)) if config.accumulate else None
     want = product(*given, config.b_block) * (-1.7 if config.alpha else 1)
     size = want.norm()
     for added in (bias, start):
         want = want if added is None else want + added.double()
     assert size > 0.3 * want.norm()
     got = emulated(config, given, start, bias=bias, alpha=alpha, completion="random")
-    assert_close(got, want, config.out_dtype)
+    assert_close(got, want, to_torch(config.out_dtype))
     assert_no_spills(config)
 
 
@@ -95,7 +101,7 @@ def test_added_before_rounding():
         start = torch.full((8, 8), 256.0, dtype=BF16)
         assert bool((emulated(replace(config, accumulate=True), given, start) == 258).all())
         bias = torch.full((8,), 256.0)
-        assert bool((emulated(replace(config, bias=FP32), given, bias=bias) == 258).all())
+        assert bool((emulated(replace(config, bias=FLOAT32), given, bias=bias) == 258).all())
 
 
 # --- calls ----------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from kernel_code import built
 from sm90_inputs import (
     BF16,
-    FP16,
     FP32,
     SQUARE,
     assert_close,
@@ -28,13 +27,14 @@ from sm90_inputs import (
 
 from blockscale import emulator as em
 from blockscale import quantize
-from blockscale.kernels import sm90
+from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Operand
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.machine_code import disassemble
 from blockscale.kernels.common.rounds import rounds
 from blockscale.kernels.common.runtime import Unsupported
+from blockscale.kernels.sm90 import calls as sm90
 from blockscale.kernels.sm90.config import SHAPES, Config, choose_config
 from blockscale.kernels.sm90.product_config import Shape, fit
 from stand_in import chip
@@ -43,13 +43,13 @@ pytestmark = pytest.mark.usefixtures("keep_code")
 
 # Ways to cut the work that give the same bits: all add K block after K block.
 VARIANTS = {
-    "wide": Config(BF16),
-    "wide, skewed, no cluster": Config(BF16, cluster=(1, 1), skew=300, unroll=1),
-    "tall": Config(BF16, tile=(256, 128), cluster=(1, 2), stages=4, epilogue_stages=1),
+    "wide": Config(BFLOAT16),
+    "wide, skewed, no cluster": Config(BFLOAT16, cluster=(1, 1), skew=300, unroll=1),
+    "tall": Config(BFLOAT16, tile=(256, 128), cluster=(1, 2), stages=4, epilogue_stages=1),
     "three warpgroups": Config(
-        BF16, tile=(192, 128), cluster=(1, 2), stages=4, warpgroups=3, epilogue_stages=2
+        BFLOAT16, tile=(192, 128), cluster=(1, 2), stages=4, warpgroups=3, epilogue_stages=2
     ),
-    "192 columns": Config(BF16, tile=(128, 192), stages=4, mma_n=192, epilogue_stages=3),
+    "192 columns": Config(BFLOAT16, tile=(128, 192), stages=4, mma_n=192, epilogue_stages=3),
     "square": SQUARE,
 }
 
@@ -68,18 +68,24 @@ def test_variants(name):
     for shape, completion in (((136, 264, 336), "late"), ((72, 136, 9 * 128), "random")):
         given = operands(*shape)
         got = emulated(config, given, completion=completion)
-        assert_close(got, product(*given, config.b_block), config.out_dtype)
+        assert_close(got, product(*given, config.b_block), to_torch(config.out_dtype))
         assert torch.equal(got, _square(shape))
     assert_no_spills(config)
 
 
 _TURNS = {"cluster": (1, 1), "warpgroup_split_k": True, "epilogue_stages": 1}
 ALTERNATE = {
-    "64 rows": Config(BF16, tile=(64, 128), stages=5, **{**_TURNS, "cluster": (1, 2)}),
+    "64 rows": Config(BFLOAT16, tile=(64, 128), stages=5, **{**_TURNS, "cluster": (1, 2)}),
     "64 columns, added": Config(
-        FP32, tile=(128, 64), stages=6, mma_n=64, b_block=(1, 128), accumulate=True, **_TURNS
+        FLOAT32,
+        tile=(128, 64),
+        stages=6,
+        mma_n=64,
+        b_block=(1, 128),
+        accumulate=True,
+        **_TURNS,
     ),
-    "one by one": Config(BF16, tile=(64, 64), stages=7, mma_n=64, tma_store=False, **_TURNS),
+    "one by one": Config(BFLOAT16, tile=(64, 64), stages=7, mma_n=64, tma_store=False, **_TURNS),
 }
 
 
@@ -94,14 +100,14 @@ def test_alternate(name, shape):
         start = torch.randn(shape[:2])
         want = want + start.double()
     got = emulated(config, given, start, completion="random", multiprocessors=4)
-    assert_close(got, want, config.out_dtype)
+    assert_close(got, want, to_torch(config.out_dtype))
 
 
 @pytest.mark.parametrize("stages", [3, 4])
 def test_rounds_of_a_stage(stages):
     """A warpgroup that sees every other round of a stage waits for the right one: with an odd
     number of stages, where a load is late, it took a round for the one before the last (seed 6)."""
-    config = Config(BF16, tile=(64, 64), stages=stages, mma_n=64, **_TURNS)
+    config = Config(BFLOAT16, tile=(64, 64), stages=stages, mma_n=64, **_TURNS)
     given = operands(64, 64, 24 * 128)
     want = product(*given, config.b_block)
     for seed in (4, 5, 6, 7):
@@ -115,7 +121,13 @@ def test_few_rows_loaded(rows):
     loaded; stages that are used again."""
     b_block = (1, 128) if rows == 4 else (128, 128)
     config = Config(
-        BF16, tile=(64, 64), stages=3, mma_n=64, loaded_rows=rows, b_block=b_block, **_TURNS
+        BFLOAT16,
+        tile=(64, 64),
+        stages=3,
+        mma_n=64,
+        loaded_rows=rows,
+        b_block=b_block,
+        **_TURNS,
     )
     for m in {rows, max(rows - 5, 1)}:
         given = operands(m, 136, 9 * 128 + 16, b_block)
@@ -127,25 +139,33 @@ def test_few_rows_loaded(rows):
 _SPLIT = {**_TURNS, "mma_n": 64, "stages": 3}
 SPLIT = {  # configuration, shape, multiprocessors, completion
     "a tile for each of two clusters, and two more": (
-        Config(BF16, tile=(64, 64), split_k=2, **_SPLIT),
+        Config(BFLOAT16, tile=(64, 64), split_k=2, **_SPLIT),
         (72, 72, 656),
         4,
         "late",
     ),
     "a part without K blocks, pairs added to": (
-        Config(FP32, tile=(64, 128), split_k=4, b_block=(1, 128), accumulate=True, **_SPLIT),
+        Config(FLOAT32, tile=(64, 128), split_k=4, b_block=(1, 128), accumulate=True, **_SPLIT),
         (4, 132, 384),
         4,
         "random",
     ),
     "one by one, a tile after another": (
-        Config(FP16, tile=(128, 64), split_k=8, tma_store=False, bias=BF16, alpha=1, **_SPLIT),
+        Config(
+            FLOAT16,
+            tile=(128, 64),
+            split_k=8,
+            tma_store=False,
+            bias=BFLOAT16,
+            alpha=1,
+            **_SPLIT,
+        ),
         (12, 75, 1168),
         8,
         "eager",
     ),
     "few rows loaded, stages used again": (
-        Config(BF16, tile=(64, 64), split_k=4, loaded_rows=8, **_SPLIT),
+        Config(BFLOAT16, tile=(64, 64), split_k=4, loaded_rows=8, **_SPLIT),
         (5, 136, 26 * 128),
         8,
         "random",
@@ -163,7 +183,7 @@ def test_split(name):
     want, start = product(*given, config.b_block), None
     more = {}
     if config.alpha:
-        more = {"alpha": torch.tensor(0.7), "bias": torch.randn(shape[1]).to(config.bias)}
+        more = {"alpha": torch.tensor(0.7), "bias": torch.randn(shape[1]).to(to_torch(config.bias))}
         want = want * more["alpha"].double() + more["bias"].double()
     if config.accumulate:
         start = torch.randn(shape[:2])
@@ -171,13 +191,13 @@ def test_split(name):
     got = emulated(
         config, given, start, completion=completion, multiprocessors=multiprocessors, **more
     )
-    assert_close(got, want, config.out_dtype)
+    assert_close(got, want, to_torch(config.out_dtype))
     assert_no_spills(config)
 
 
 def test_split_has_the_same_bits():
     """Whichever block is first, and however they are stored."""
-    config = Config(FP32, tile=(64, 64), split_k=4, **_SPLIT)
+    config = Config(FLOAT32, tile=(64, 64), split_k=4, **_SPLIT)
     given = operands(5, 72, 1152)
     late, random, eager = (
         emulated(each, given, completion=completion, multiprocessors=4)
@@ -202,14 +222,14 @@ def test_split_has_the_same_bits():
     ],
 )
 def test_no_such_split(name, wrong):
-    config = Config(BF16, **{**_SPLIT, "mma_n": 16}, tile=(128, 64), split_k=2)
+    config = Config(BFLOAT16, **{**_SPLIT, "mma_n": 16}, tile=(128, 64), split_k=2)
     with pytest.raises(ValueError, match=f"^{name}: "):
         replace(config, **wrong)
 
 
 def test_time_of_split():
     """30 clusters of four blocks run at once, and each block has a fourth of K."""
-    config = Config(BF16, tile=(64, 64), split_k=4, **_SPLIT)
+    config = Config(BFLOAT16, tile=(64, 64), split_k=4, **_SPLIT)
     shape = Shape(config, loop=100, fixed=10)
     assert shape.nanoseconds((8, 30 * 64, 9 * 128), 128, chip("sm_90a")) == 310
     assert shape.nanoseconds((8, 31 * 64, 8 * 128), 128, chip("sm_90a")) == 420
@@ -223,18 +243,18 @@ def test_choice_for_few_rows():
     where tiles are small; and TMA fills no more than it has time for."""
     for m in range(1, 300):
         for n, k in ((7168, 16384), (2112, 7168), (576, 7168), (24576, 1536)):
-            config = choose_config((m, n, k), Epilogue(BF16))
+            config = choose_config((m, n, k), Epilogue(BFLOAT16))
             rows, tiles = config.tile[0], -(-m // config.tile[0])
             assert not config.loaded_rows or m <= config.loaded_rows < min(m + 8, rows)
             if config.warpgroup_split_k:
                 assert tiles % config.cluster[0] == 0
                 assert config.loaded_rows or tiles > 1 or m > rows - 8
-    assert choose_config((1, 7168, 16384), Epilogue(BF16)).loaded_rows == 1
-    assert choose_config((72, 7168, 16384), Epilogue(BF16)).tile == (
+    assert choose_config((1, 7168, 16384), Epilogue(BFLOAT16)).loaded_rows == 1
+    assert choose_config((72, 7168, 16384), Epilogue(BFLOAT16)).tile == (
         128,
         64,
     )  # 64 rows, and 56 of zeros
-    assert choose_config((72, 576, 7168), Epilogue(BF16)).tile == (
+    assert choose_config((72, 576, 7168), Epilogue(BFLOAT16)).tile == (
         64,
         64,
     )  # for which there is time here
@@ -254,13 +274,13 @@ def test_choice_for_few_rows():
 )
 def test_choice_for_few_tiles(m, n, split):
     """K is split among as many blocks as run at once."""
-    config = choose_config((m, n, 7168), Epilogue(BF16))
+    config = choose_config((m, n, 7168), Epilogue(BFLOAT16))
     assert (config.tile, config.split_k) == ((64, 64), split)
 
 
 @pytest.mark.parametrize("wrong", [{"loaded_rows": 64}, {"loaded_rows": -8}])
 def test_no_such_rows(wrong):
-    config = Config(BF16, tile=(64, 64), stages=3, mma_n=64, **_TURNS)
+    config = Config(BFLOAT16, tile=(64, 64), stages=3, mma_n=64, **_TURNS)
     with pytest.raises(ValueError, match="loaded_rows"):
         replace(config, **wrong)
     with pytest.raises(ValueError, match="loaded_rows"):
@@ -268,12 +288,12 @@ def test_no_such_rows(wrong):
 
 
 EPILOGUES = {
-    "fp32": Config(FP32, epilogue_stages=2),
-    "fp32 added": Config(FP32, epilogue_stages=2, accumulate=True),
-    "fp32 added, 1x128": replace(SQUARE, out_dtype=FP32, accumulate=True, b_block=(1, 128)),
-    "bf16, 1x128": Config(BF16, b_block=(1, 128)),
+    "fp32": Config(FLOAT32, epilogue_stages=2),
+    "fp32 added": Config(FLOAT32, epilogue_stages=2, accumulate=True),
+    "fp32 added, 1x128": replace(SQUARE, out_dtype=FLOAT32, accumulate=True, b_block=(1, 128)),
+    "bf16, 1x128": Config(BFLOAT16, b_block=(1, 128)),
     "bf16, 1x128, 192 columns": replace(VARIANTS["192 columns"], b_block=(1, 128)),
-    "fp16": replace(SQUARE, out_dtype=FP16),
+    "fp16": replace(SQUARE, out_dtype=FLOAT16),
     "bf16, tall": VARIANTS["tall"],
 }
 
@@ -287,14 +307,16 @@ def test_epilogues(name):
     if config.accumulate:
         start = torch.randn(m, n)
         want = want + start.double()
-    assert_close(emulated(config, given, start, completion="eager"), want, config.out_dtype)
+    assert_close(
+        emulated(config, given, start, completion="eager"), want, to_torch(config.out_dtype)
+    )
     assert_no_spills(config)
 
 
 @pytest.mark.parametrize("b_block", [(128, 128), (1, 128)])
 def test_groups_of_wgmmas(b_block):
     """Between the four wgmmas of a K block, nothing is loaded, nor is there what waits for it."""
-    code = disassemble(built(Config(BF16, b_block=b_block)).__cubin__)
+    code = disassemble(built(Config(BFLOAT16, b_block=b_block)).__cubin__)
     opcodes = re.findall(r"/\*[0-9a-f]+\*/ +(?:@!?U?P\d+ +)?([\w.]+)", code)
     products = [i for i, each in enumerate(opcodes) if each.startswith("QGMMA")]
     assert len(products) % 4 == 0
@@ -305,7 +327,7 @@ def test_groups_of_wgmmas(b_block):
 
 # A thread has 128 rows: it reads the scales of its columns once for both halves.
 KEPT = Config(
-    FP32,
+    FLOAT32,
     accumulate=True,
     tile=(256, 128),
     cluster=(1, 2),
@@ -316,8 +338,10 @@ KEPT = Config(
 )
 KEEPING = {
     "fp32, added": KEPT,
-    "bf16, bias, alpha": replace(KEPT, out_dtype=BF16, accumulate=False, bias=BF16, alpha=1),
-    "bf16, added, no cluster": replace(KEPT, out_dtype=BF16, cluster=(1, 1), stages=3),
+    "bf16, bias, alpha": replace(
+        KEPT, out_dtype=BFLOAT16, accumulate=False, bias=BFLOAT16, alpha=1
+    ),
+    "bf16, added, no cluster": replace(KEPT, out_dtype=BFLOAT16, cluster=(1, 1), stages=3),
     "fp32, one by one": replace(KEPT, tma_store=False),
     "96 columns, unrolled": replace(KEPT, tile=(256, 96), mma_n=96, cluster=(2, 1), unroll=4),
 }
@@ -329,9 +353,12 @@ def test_scales_kept(name):
     blocks, and K blocks that fill the loop's body and more; and all of them fit in registers."""
     config = KEEPING[name]
     m, n, k = 264, 136, 128 * (config.unroll + 1) + 16
-    given, start = operands(m, n, k, config.b_block), torch.randn(m, n).to(config.out_dtype)
+    given, start = (
+        operands(m, n, k, config.b_block),
+        torch.randn(m, n).to(to_torch(config.out_dtype)),
+    )
     more = {
-        "bias": torch.randn(n).to(config.bias) if config.bias else None,
+        "bias": torch.randn(n).to(to_torch(config.bias)) if config.bias else None,
         "alpha": torch.tensor(0.7) if config.alpha else None,
     }
     simple = replace(config, tile=(128, 128), mma_n=128, cluster=(1, 1))
@@ -341,7 +368,9 @@ def test_scales_kept(name):
     )
     assert torch.equal(got, want)
     if config.accumulate:
-        assert_close(want, product(*given, config.b_block) + start.double(), config.out_dtype)
+        assert_close(
+            want, product(*given, config.b_block) + start.double(), to_torch(config.out_dtype)
+        )
     assert_no_spills(config)
     bodies = 1 if config.unroll == 1 else config.unroll + 1  # of a K block, in the code
     reads = built(config).__ptx__.count("ld.shared.v2.f32")
@@ -352,7 +381,7 @@ def test_scales_kept(name):
 @pytest.mark.parametrize("shape", [(1, 1, 16), (3, 141, 160), (130, 7, 1040)])
 def test_odd_rows(shape, accumulate):
     """Rows that TMA cannot store."""
-    config = Config(FP32, tma_store=False, accumulate=accumulate)
+    config = Config(FLOAT32, tma_store=False, accumulate=accumulate)
     given = operands(*shape)
     start = torch.randn(shape[:2])
     want = product(*given, config.b_block) + start.double() * accumulate
@@ -361,7 +390,7 @@ def test_odd_rows(shape, accumulate):
 
 @pytest.mark.parametrize("shape", [(1, 576, 128), (128, 128, 16), (64, 136, 2064), (257, 8, 128)])
 def test_shapes(shape):
-    config = choose_config(shape, Epilogue(BF16))
+    config = choose_config(shape, Epilogue(BFLOAT16))
     given = operands(*shape)
     got = emulated(config, given, completion="random", multiprocessors=132)
     assert_close(got, product(*given, config.b_block), BF16)
@@ -372,7 +401,7 @@ def test_shapes(shape):
 )
 def test_one_for_each_row(each):
     """Of what is chosen among where B has 1 x 128 scales, nothing is spilled."""
-    config = fit(each.config, out_dtype=FP32, b_block=(1, 128), accumulate=True)
+    config = fit(each.config, out_dtype=FLOAT32, b_block=(1, 128), accumulate=True)
     given, start = operands(136, 72, 400, config.b_block), torch.randn(136, 72)
     want = product(*given, config.b_block) + start.double()
     multiprocessors = max(2, config.cluster_size)
@@ -393,7 +422,7 @@ def test_scales_of_any_size(b_block):
     _, a_scale, _, b_scale = operands(m, n, k, b_block)
     for scale in (a_scale, b_scale):
         scale[:] = torch.exp2(torch.randint(-60, 61, scale.shape, generator=generator).float())
-    config = replace(SQUARE, out_dtype=FP32, b_block=b_block)
+    config = replace(SQUARE, out_dtype=FLOAT32, b_block=b_block)
     got = emulated(config, (a, a_scale, b, b_scale))
     # each term is a power of two, their sum is rounded once
     assert torch.equal(got, product(a, a_scale, b, b_scale, b_block).float())
@@ -510,7 +539,7 @@ def test_bad_input():
 
 
 def test_cached_by_its_code(monkeypatch):
-    config = choose_config((128, 128, 128), Epilogue(BF16))
+    config = choose_config((128, 128, 128), Epilogue(BFLOAT16))
     before = compile_cache._key(config)
     assert compile_cache._key(replace(config, stages=4)) != before
     monkeypatch.setattr(compile_cache, "_sources", lambda module: module.encode())

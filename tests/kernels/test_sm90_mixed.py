@@ -33,6 +33,7 @@ from sm90_inputs import frame_bytes
 
 from blockscale import emulator as em
 from blockscale import quantize
+from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, from_torch, to_torch
 from blockscale.kernels.common import calls
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import Unsupported
@@ -42,7 +43,7 @@ from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
-SMALL = Config("mxfp8", BF16, rows=32)
+SMALL = Config("mxfp8", BFLOAT16, rows=32)
 
 
 def operands(config: Config, m: int, n: int, k: int) -> tuple[Tensor, Operand]:
@@ -79,7 +80,7 @@ def test_formats(case):
     used again and again; blocks that have a part of K each, and add up one of a tile's shares, or
     none."""
     completion, b_format, rows, split, k, dtype, tma_store = case
-    config = Config(b_format, dtype, rows, split, tma_store=tma_store)
+    config = Config(b_format, from_torch(dtype), rows, split, tma_store=tma_store)
     a, b = operands(config, rows - 3, B_ROWS + 8, k)
     check(config, a, b, product(config, a, b, completion=completion, multiprocessors=split))
 
@@ -99,7 +100,7 @@ def test_warpgroups_in_turn(case):
     """Even and odd numbers of a block's K blocks, and of stages; warpgroups whose first stage is
     another one with the next tile."""
     completion, b_format, rows, split, stages, k, dtype, tma_store = case
-    config = Config(b_format, dtype, rows, split, 2, stages, tma_store=tma_store)
+    config = Config(b_format, from_torch(dtype), rows, split, 2, stages, tma_store=tma_store)
     a, b = operands(config, rows - 3, B_ROWS + 8, k)
     check(config, a, b, product(config, a, b, completion=completion, multiprocessors=split))
 
@@ -107,14 +108,14 @@ def test_warpgroups_in_turn(case):
 @pytest.mark.parametrize(("multiprocessors", "dtype"), [(3, FP32), (12, BF16)])
 def test_tiles_down_a(multiprocessors, dtype):
     """More rows of A than a tile has: each block takes all tiles, or one."""
-    config = Config("nvfp4", dtype, 64, 3, tma_store=dtype == BF16)
+    config = Config("nvfp4", from_torch(dtype), 64, 3, tma_store=dtype == BFLOAT16)
     a, b = operands(config, 64 + 21, B_ROWS + 8, 896)
     check(config, a, b, product(config, a, b, multiprocessors=multiprocessors))
 
 
 def test_same_bits():
     """Whichever of the blocks that split K is first, or of their warpgroups."""
-    config = Config("mxfp8_e5m2", FP32, 32, 2, 2, 4)
+    config = Config("mxfp8_e5m2", FLOAT32, 32, 2, 2, 4)
     a, b = operands(config, 5, 72, 512)
     first, other = (
         product(config, a, b, completion=each, multiprocessors=2) for each in ("eager", "random")
@@ -124,7 +125,7 @@ def test_same_bits():
 
 def test_tails_of_k():
     """Stages that are not whole; scales whose rows lie at any address."""
-    config = Config("nvfp4", FP32, 16, async_scales=False)
+    config = Config("nvfp4", FLOAT32, 16, async_scales=False)
     a, b = operands(config, 11, 24, 160)
     check(config, a, b, product(config, a, b))
 
@@ -136,12 +137,12 @@ def test_tails_of_k():
 def test_every_element(name):
     """Exact; infinite where fp32 cannot hold it, and in steps of bf16's least number."""
     a, b = dequantized(name, *ones(name)), every_code(name)
-    assert_exact(product(Config(name, FP32, 8), a.to(BF16), b), name, a, b)
+    assert_exact(product(Config(name, FLOAT32, 8), a.to(BF16), b), name, a, b)
 
 
 def test_scales_without_sign():
     """Of UE4M3 the highest bit means nothing."""
-    config = Config("nvfp4", FP32, 8)
+    config = Config("nvfp4", FLOAT32, 8)
     a, (data, scale) = operands(config, 5, 24, 256)
     assert torch.equal(product(config, a, (data, scale | 0x80)), product(config, a, (data, scale)))
 
@@ -150,8 +151,8 @@ def test_scales_without_sign():
 
 
 EPILOGUES = [
-    {"out_dtype": FP32, "accumulate": True, "bias": BF16, "alpha": 1},
-    {"out_dtype": FP16, "tma_store": True, "bias": FP32, "rows": 64, "alpha": 2},
+    {"out_dtype": FLOAT32, "accumulate": True, "bias": BFLOAT16, "alpha": 1},
+    {"out_dtype": FLOAT16, "tma_store": True, "bias": FLOAT32, "rows": 64, "alpha": 2},
 ]
 
 
@@ -159,7 +160,7 @@ EPILOGUES = [
 def test_epilogue(fields):
     config = replace(SMALL, b_format="nvfp4", **fields)
     a, b = operands(config, 27, 72, 128)
-    bias = torch.randn(72).to(config.bias)
+    bias = torch.randn(72).to(to_torch(config.bias))
     start = torch.randn(27, 72) if config.accumulate else None
     got = product(config, a, b, start=start, bias=bias, alpha=alpha_of(config.alpha, 0.75))
     added = bias.double() + (0 if start is None else start.double())
@@ -169,7 +170,7 @@ def test_epilogue(fields):
 @pytest.mark.parametrize("m", [33, 65])
 def test_few_rows_loaded(m):
     """The others of a tile are zeros, and not stored."""
-    config = choose_config((m, 136, 384), "mxfp8", Epilogue(BF16))
+    config = choose_config((m, 136, 384), "mxfp8", Epilogue(BFLOAT16))
     assert config.loaded_rows == m + 7
     a, b = operands(config, m, 136, 384)
     got = product(config, a, b, completion="random", multiprocessors=config.split_k)
@@ -230,7 +231,7 @@ def test_bad_input():
         call(a, "mxfp6_e2m3", b, "mxfp8")
     with pytest.raises(Unsupported, match="cannot be multiplied"):
         call(a, "mxfp8", b, "nvfp4")
-    assert "sm_100a" in why_not("mxfp8", "mxfp8", BF16, "sm_100a")
+    assert "sm_100a" in why_not("mxfp8", "mxfp8", BFLOAT16, "sm_100a")
     assert "float64" in why_not("mxfp8", "mxfp8", torch.float64, "sm_90a")
     with pytest.raises(Unsupported, match=r"129 rows.*call exact_gemm"):
         call(operand("mxfp8", MAX_MIXED_M + 1, 128, 1), "mxfp8", b, "mxfp8")
@@ -256,7 +257,7 @@ def test_chosen_fill_the_machine(format, n):
     """One turn, by nearly as many blocks of threads as there are multiprocessors, where there are
     as many tiles or they can be split."""
     for m in (1, 16, 64):
-        config = choose_config((m, n, 8192), format, Epilogue(BF16))
+        config = choose_config((m, n, 8192), format, Epilogue(BFLOAT16))
         assert min(0.84 * 132, n / 32) <= n // B_ROWS * config.split_k <= 132
         assert config.stages >= 3
 
@@ -265,7 +266,7 @@ def test_chosen_take_all_rows():
     """In one tile; and each block of threads has a part of K."""
     for m in range(1, MAX_MIXED_M + 1):
         for blocks in range(1, 40):
-            config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", Epilogue(FP32))
+            config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", Epilogue(FLOAT32))
             assert m <= config.rows < max(2 * m, 9)
             assert config.split_k * config.warpgroup_split_k <= blocks
 
@@ -277,7 +278,7 @@ def test_chosen_fit(format):
     sizes = itertools.product((1, 16, 33, 65, 128), columns, (32, 640, 7168))
     for shape, dtype in itertools.product(sizes, (BF16, FP32)):
         for added, aligned, whole in itertools.product((False, True), repeat=3):
-            how = Epilogue(dtype, accumulate=added, tma_store=aligned)
+            how = Epilogue(from_torch(dtype), accumulate=added, tma_store=aligned)
             config = choose_config(shape, format, how, async_scales=whole)
             assert config.shared_bytes <= 227 * 1024
 
@@ -292,7 +293,7 @@ def test_chosen_take_turns():
         ((32, 8192, 1920), "mxfp8", 1),
         ((128, 8192, 8192), "nvfp4", 1),
     ):
-        assert choose_config((m, n, k), format, Epilogue(BF16)).warpgroup_split_k == parts
+        assert choose_config((m, n, k), format, Epilogue(BFLOAT16)).warpgroup_split_k == parts
 
 
 def test_chosen_split_k():
@@ -309,7 +310,7 @@ def test_chosen_split_k():
         ((97, 2112), 64, 3),
         ((128, 4096), 128, 3),
     ):
-        config = choose_config((m, n, 7168), "mxfp8", Epilogue(BF16))
+        config = choose_config((m, n, 7168), "mxfp8", Epilogue(BFLOAT16))
         assert (config.rows, config.split_k) == (rows, split)
 
 
@@ -319,10 +320,12 @@ def test_chosen_split_k():
     ((64, 7168, 16384), "nvfp4", BF16), ((64, 8192, 8192), "nvfp4", FP32),
     ((128, 8192, 8192), "mxfp8", BF16), ((128, 8192, 8192), "mxfp4", BF16),
 ])  # fmt: skip
-@pytest.mark.parametrize("more", [{}, {"bias": FP32, "alpha": 2}])
+@pytest.mark.parametrize("more", [{}, {"bias": FLOAT32, "alpha": 2}])
 def test_no_spills(case, more):
     shape, format, dtype = case
-    config = choose_config(shape, format, Epilogue(dtype, **more), async_scales=not more)
+    config = choose_config(
+        shape, format, Epilogue(from_torch(dtype), **more), async_scales=not more
+    )
     with em.cutedsl(em.Device("sm_90a")):
         frames = frame_bytes(built(config).__cubin__)
     assert frames == [0]

@@ -15,7 +15,6 @@ from factors import alpha_of
 from mixed_inputs import (
     BF16,
     COLUMNS,
-    FP16,
     FP32,
     Operand,
     assert_close,
@@ -28,6 +27,7 @@ from mixed_inputs import (
 )
 
 from blockscale import emulator as em
+from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
 from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.common.calls import describe_call
 from blockscale.kernels.common.epilogue import Epilogue
@@ -47,16 +47,24 @@ def weight(name: str, rows: int, k: int) -> Operand:
 
 
 CASES = [  # completion; kernel; M, N, K
-    ("eager", Config("mxfp8", FP32, rows=8, warps=2), (5, 40, 1024)),
-    ("random", Config("mxfp8", BF16, rows=16, warps=4), (16, 64, 512)),
-    ("late", Config("mxfp8_e5m2", FP32, rows=16, warps=2, stages=3, resident=1), (11, 33, 1440)),
-    ("random", Config("mxfp4", FP32, rows=16, warps=2), (9, 72, 1152)),
-    ("late", Config("nvfp4", FP32, rows=8, loaded_rows=1, warps=4), (1, 96, 1056)),
-    ("random", Config("mxfp8", BF16, rows=8, loaded_rows=4, warps=2), (3, 40, 1440)),
-    ("eager", Config("nvfp4", FP16, rows=16, warps=8), (13, 8, 256)),
-    ("late", Config("mxfp4", BF16, rows=8, warps=4, stages=1), (8, 32, 1024)),
-    ("random", Config("nvfp4", BF16, rows=16, b_rows=64, warps=2), (14, 144, 1056)),
-    ("late", Config("mxfp8", FP32, rows=8, b_rows=64, warps=2, resident=1), (7, 72, 1024)),
+    ("eager", Config("mxfp8", FLOAT32, rows=8, warps=2), (5, 40, 1024)),
+    ("random", Config("mxfp8", BFLOAT16, rows=16, warps=4), (16, 64, 512)),
+    (
+        "late",
+        Config("mxfp8_e5m2", FLOAT32, rows=16, warps=2, stages=3, resident=1),
+        (11, 33, 1440),
+    ),
+    ("random", Config("mxfp4", FLOAT32, rows=16, warps=2), (9, 72, 1152)),
+    ("late", Config("nvfp4", FLOAT32, rows=8, loaded_rows=1, warps=4), (1, 96, 1056)),
+    ("random", Config("mxfp8", BFLOAT16, rows=8, loaded_rows=4, warps=2), (3, 40, 1440)),
+    ("eager", Config("nvfp4", FLOAT16, rows=16, warps=8), (13, 8, 256)),
+    ("late", Config("mxfp4", BFLOAT16, rows=8, warps=4, stages=1), (8, 32, 1024)),
+    ("random", Config("nvfp4", BFLOAT16, rows=16, b_rows=64, warps=2), (14, 144, 1056)),
+    (
+        "late",
+        Config("mxfp8", FLOAT32, rows=8, b_rows=64, warps=2, resident=1),
+        (7, 72, 1024),
+    ),
 ]
 
 
@@ -72,7 +80,7 @@ def test_products(case):
 
 def test_same_bits():
     """Whichever of the warps is first."""
-    config = Config("nvfp4", FP32, warps=4)
+    config = Config("nvfp4", FLOAT32, warps=4)
     a, b = operand("bf16", 3, 1536, 1), weight("nvfp4", 32, 1536)
     first, other = (emulated(config, a, b, completion=each) for each in ("eager", "random"))
     assert torch.equal(first, other)
@@ -85,24 +93,24 @@ def test_every_element(name):
     b, a = spaced(*every_code(name)), torch.zeros(len(COLUMNS), 128)
     for i, column in enumerate(COLUMNS):
         a[i, column] = 1
-    got = emulated(Config(name, FP32, warps=2), (a.to(BF16), None), b)
+    got = emulated(Config(name, FLOAT32, warps=2), (a.to(BF16), None), b)
     assert_exact(got, name, a.double(), b)
 
 
 EPILOGUES = [
-    {"out_dtype": FP32, "accumulate": True, "bias": BF16, "alpha": 1},
-    {"out_dtype": BF16, "accumulate": True},
-    {"out_dtype": FP16, "bias": FP32, "rows": 16, "alpha": 2},
+    {"out_dtype": FLOAT32, "accumulate": True, "bias": BFLOAT16, "alpha": 1},
+    {"out_dtype": BFLOAT16, "accumulate": True},
+    {"out_dtype": FLOAT16, "bias": FLOAT32, "rows": 16, "alpha": 2},
 ]
 
 
 @pytest.mark.parametrize("fields", EPILOGUES)
 def test_epilogue(fields):
-    config = replace(Config("nvfp4", FP32, warps=2), **fields)
+    config = replace(Config("nvfp4", FLOAT32, warps=2), **fields)
     m = config.rows - 2
     a, b = operand("bf16", m, 256, 1), weight("nvfp4", 40, 256)
-    bias = torch.randn(40).to(config.bias) if config.bias else None
-    start = torch.randn(m, 40).to(config.out_dtype) if config.accumulate else None
+    bias = torch.randn(40).to(to_torch(config.bias)) if config.bias else None
+    start = torch.randn(m, 40).to(to_torch(config.out_dtype)) if config.accumulate else None
     alpha = alpha_of(config.alpha, 0.75)
     got = emulated(config, a, b, start=start, bias=bias, alpha=alpha)
     added = sum(each.double() for each in (bias, start) if each is not None)
@@ -139,11 +147,11 @@ def test_choice():
     first, unless so few blocks would have all of K."""
     for m, rows in ((1, 8), (8, 8), (9, 16), (16, 16)):
         config = chosen(m, 8192, 1024)
-        assert config == choose_config(m, 8192, "mxfp8", Epilogue(BF16))
+        assert config == choose_config(m, 8192, "mxfp8", Epilogue(BFLOAT16))
         assert config.rows == rows
         assert config.loaded_rows == (m if m < 8 else 0)
         assert chosen(m, 4096, 1024, a_format="mxfp8") == choose_config(
-            m, 4096, "mxfp8", Epilogue(BF16)
+            m, 4096, "mxfp8", Epilogue(BFLOAT16)
         )
     for config in (
         chosen(17, 8192, 1024),
@@ -165,7 +173,7 @@ def test_rows_of_b():
         (16, "nvfp4", 4096, 32),
         (16, "nvfp4", 8512, 32),
     ):
-        assert choose_config(m, n, format, Epilogue(BF16)).b_rows == rows
+        assert choose_config(m, n, format, Epilogue(BFLOAT16)).b_rows == rows
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -174,7 +182,7 @@ def test_rows_of_b():
 def test_chosen_fit(m, n, format):
     """Tiles that a multiprocessor takes at once fit its shared memory, two at least where there are
     more than one for each; and where they are few, no others do."""
-    config = choose_config(m, n, format, Epilogue(BF16))
+    config = choose_config(m, n, format, Epilogue(BFLOAT16))
     each = -(-n // (config.b_rows * 132))
     assert config.shared_bytes * min(2, each) <= 227 * 1024
     assert each > 3 or (each + 1) * config.shared_bytes >= 228 * 1024
@@ -186,4 +194,4 @@ def test_chosen_fit(m, n, format):
 )
 def test_no_such_kernel(wrong):
     with pytest.raises(ValueError, match=r": got .*; no kernel is made so"):
-        replace(Config("mxfp8", BF16), **wrong)
+        replace(Config("mxfp8", BFLOAT16), **wrong)

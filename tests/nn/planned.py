@@ -11,9 +11,9 @@ import torch
 
 from blockscale import ops, reference
 from blockscale.formats import get_format
-from blockscale.kernels import quantizers
 from blockscale.kernels.common.calls import CompiledGemm, Operand
 from blockscale.kernels.common.template import template
+from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.outputs import choose_output
 from blockscale.nn import layer_plan
 from blockscale.ops import gemm_kernels

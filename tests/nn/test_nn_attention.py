@@ -192,6 +192,7 @@ def test_copies():
             assert torch.equal(twin(X), y)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_compiled(apply, train, where):
@@ -232,6 +233,7 @@ def test_threads():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("change", [bs.convert, bs.quantize_])
 def test_compiled_code_sees_what_changes(change):
     """It was traced on the fast path."""

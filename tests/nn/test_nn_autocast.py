@@ -77,3 +77,63 @@ def test_converted_layers_are_computed_again_as_they_were(use_reentrant):
         return checkpoint(bs.convert(model, RECIPE), x, use_reentrant=use_reentrant)
 
     assert all(map(torch.equal, gradients(loss), gradients(quantized)))
+
+
+def projected(layer, x):
+    return layer(x) if isinstance(layer, torch.nn.Linear) else layer(x, x, x)[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("made", [torch.nn.Linear, torch.nn.MultiheadAttention])
+def test_disabled_it_turns_off_those_around_it(made, compiled):
+    """As torch.autocast: the innermost decides, and it holds no longer than its block."""
+
+    def nested(layer, x):
+        with bs.autocast(RECIPE):
+            with bs.autocast(RECIPE, enabled=False):
+                inside = projected(layer, x)
+                with bs.autocast(RECIPE):
+                    innermost = projected(layer, x)
+            return inside, innermost, projected(layer, x)
+
+    torch.manual_seed(0)
+    layer, x = made(64, 64 if made is torch.nn.Linear else 4).eval(), torch.randn(2, 8, 64)
+    run = torch.compile(nested, backend="eager", fullgraph=True) if compiled else nested
+    with torch.no_grad():
+        plain = projected(layer, x)
+        with bs.autocast(RECIPE):
+            quantized = projected(layer, x)
+        with bs.autocast(RECIPE, enabled=False):
+            assert torch.equal(projected(layer, x), plain)
+            assert torch.equal(run(layer, x)[1], quantized)
+        inside, innermost, after = run(layer, x)
+    assert not torch.equal(plain, quantized)
+    assert torch.equal(inside, plain)
+    assert torch.equal(innermost, quantized)
+    assert torch.equal(after, quantized)
+
+
+def test_disabled_it_takes_errors_and_recomputations():
+    layer, x = torch.nn.Linear(64, 64), torch.randn(2, 64)
+    with bs.autocast(RECIPE):
+        quantized = layer(x)
+        with bs.autocast(RECIPE, enabled=False):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                layer(torch.randn(2, 32))
+            checkpoint(layer, x, use_reentrant=False).sum().backward()
+        assert torch.equal(layer(x), quantized)
+    assert torch.equal(layer.weight.grad, x.sum(0).expand(64, 64))
+
+
+def test_disabled_it_leaves_fused_attention_on():
+    with bs.autocast(RECIPE, enabled=False):
+        assert torch.backends.mha.get_fastpath_enabled()
+        with bs.autocast(RECIPE):
+            assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("enabled", [None, 0, "no"])
+def test_enabled_is_true_or_false(enabled):
+    with pytest.raises(TypeError, match=r"enabled: got .*; expected True or False"):
+        bs.autocast(RECIPE, enabled=enabled)

@@ -129,6 +129,7 @@ def test_whoever_holds_a_layer_holds_the_converted_one():
     assert type(aside[0]) is Linear
 
 
+@pytest.mark.slow
 def test_compiled_code_sees_a_conversion():
     torch.compiler.reset()
     model = Model()
@@ -214,6 +215,19 @@ def test_copies(how):
     assert twin.head.recipe == model.head.recipe
     assert torch.equal(twin(X), y)
     assert twin.head.weight is not model.head.weight
+
+
+class Subclass(torch.nn.Linear):
+    """Converted, it is a class made on the fly."""
+
+
+def test_models_pickled_before_a_module_was_split_load():
+    layer = bs.convert(Subclass(32, 32), bs.Recipe())
+    content = pickle.dumps(layer, protocol=0)
+    older = content.replace(b"blockscale.nn.class_change\n", b"blockscale.nn.kinds\n")
+    assert older != content
+    assert type(pickle.loads(older)) is type(layer)
+    assert pickle.loads(b"cblockscale.nn.kinds\nConv1D\n.") is bs.nn.kinds.Conv1D
 
 
 # --- autocast -------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def quantized(x, recipe, role, axis):
     return bs.quantize(x, name, axis, scale_rounding=recipe.scale_rounding, pad=True)
 
 
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(("m", "k", "n"), [(64, 96, 160), (33, 64, 48), (1, 32, 32), (130, 70, 5)])
 def test_products(backend, name, m, k, n):

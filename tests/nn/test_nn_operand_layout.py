@@ -160,6 +160,7 @@ def test_gradients_of_micro_batches_add_up(arch):
     assert torch.equal(layer.weight.grad, alone[0][1] + alone[1][1])
 
 
+@pytest.mark.sampled(1)
 def test_compiled(arch):
     torch.compiler.reset()
     layer = Linear(64, 32, recipe=RECIPES["fp8_block"])

@@ -346,6 +346,7 @@ def test_a_class_made_of_a_parametrized_one():
     assert type(layer) is cls
 
 
+@pytest.mark.slow
 def test_compiled():
     torch.compiler.reset()
     model = made()

@@ -317,6 +317,7 @@ def test_a_change_of_dtype_touches_no_stored_byte(dtype):
     assert torch.equal(m[0].weight.global_scale, scalar)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), *WEIGHT_ONLY.values()], ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(recipe, dynamic):

@@ -29,6 +29,7 @@ def x(rows=4, dtype=torch.float32):
     return torch.randn(rows, 70, generator=torch.Generator().manual_seed(rows)).to(dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", [*QUANTIZED, *WEIGHT_ONLY], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_from_a_file(recipe, dtype):
@@ -43,6 +44,7 @@ def test_from_a_file(recipe, dtype):
         assert torch.equal(loaded(x(rows, dtype)), m(x(rows, dtype)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", WEIGHT_ONLY, ids=str)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,6 +54,7 @@ def test_weight_only_in_this_process(recipe, strict, dtype):
     assert torch.equal(exported(x(dtype=dtype)), m(x(dtype=dtype)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", QUANTIZED, ids=str)
 @pytest.mark.parametrize("strict", [False, True])
 def test_quantized_activations_say_what_to_do(recipe, strict):

@@ -396,6 +396,7 @@ def test_a_weight_made_in_inference_mode(reused):
         assert torch.equal(layer(X), 2 * first)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("within", [False, True])
 def test_compiled_code_quantizes_in_every_pass(layer, within):
     torch.compiler.reset()

@@ -67,6 +67,7 @@ def test_jacrev(layer):
     assert jacrev(layer)(x).shape == (2, 32, 2, 64)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("trained", [False, True])
 def test_export(layer, strict, trained):

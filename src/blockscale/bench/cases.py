@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, get_format
-from ..kernels import quantizers
+from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout
 
 __all__ = ["GROUPS", "SHAPES", "Case", "Group", "expert_ends", "prepare"]
@@ -190,15 +190,8 @@ def prepare(case: Case, rows: int, columns: int, device: str = "cuda") -> Callab
 
     if case.producer == "rmsnorm":
         x, weight = randn(rows, columns), randn(columns)
-        return lambda: quantizers.rmsnorm(
-            x,
-            weight,
-            fmt,
-            eps=1e-6,
-            layout=case.layout,
-            scale_rounding=fmt.default_scale_rounding,
-            nonfinite="propagate",
-        )
+        norm = quantizers.Request(fmt.name, layouts=(case.layout,))
+        return lambda: quantizers.rmsnorm(x, weight, norm, eps=1e-6)
     others = (randn(rows, columns // 2),) if case.producer == "swiglu_backward" else ()
     x = randn(rows, 2 * columns if case.producer == "swiglu" else columns)
     scale = torch.ones((), device=device) if fmt.has_global_scale else None
@@ -206,21 +199,20 @@ def prepare(case: Case, rows: int, columns: int, device: str = "cuda") -> Callab
     if case.experts:
         offsets = torch.tensor(expert_ends(rows, case.experts), dtype=torch.int32, device=device)
 
+    asked = quantizers.Request(
+        fmt.name,
+        case.axes,
+        (case.layout,) * len(case.axes),
+        producer=case.producer,
+        grouped=offsets is not None,
+        k_major=case.k_major,
+    )
+
     def call() -> object:
         found = scale
         if case.amax:
             found = quantizers.global_scale(x, fmt, producer=case.producer, others=others)
-        return quantizers.quantize(
-            x,
-            fmt,
-            axes=case.axes,
-            layouts=(case.layout,) * len(case.axes),
-            global_scale=found,
-            offsets=offsets,
-            producer=case.producer,
-            others=others,
-            k_major=case.k_major,
-        )
+        return quantizers.quantize(x, asked, global_scale=found, offsets=offsets, others=others)
 
     return call
 
@@ -244,10 +236,7 @@ def _prepare_back(
     return lambda: quantizers.dequantize(
         data.mT if turned else data,
         scale,
-        fmt,
-        shape=shape,
-        axis=axis,
-        layout=case.layout,
+        quantizers.Stored(fmt.name, shape, axis, case.layout),
         global_scale=factor,
         dtype=case.dtype,
     )

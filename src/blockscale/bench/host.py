@@ -9,9 +9,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from ..formats import get_format
 from ..gemm import gemm
-from ..kernels import quantizers
+from ..kernels.quantizers import calls as quantizers
 from ..ops.operand_layout import operand_layout
 from ..quantize import quantize, quantize_both
 from ..tensor import ScaledTensor
@@ -39,12 +38,12 @@ def quantize_calls(rows: int = 128, columns: int = 7168) -> Calls:
     """MXFP8 calls with tcgen05 scales of a small bf16 matrix, which the device finishes before the
     host does; beside torch's own smallest call."""
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    mxfp8, both = get_format("mxfp8"), (-1, -2)
+    along, both = (
+        quantizers.Request("mxfp8", axes, ("tcgen05",) * len(axes)) for axes in ((-1,), (-1, -2))
+    )
     return {
-        "gpu.quantize, rows": lambda: quantizers.quantize(x, mxfp8, layouts=("tcgen05",)),
-        "gpu.quantize, both": lambda: quantizers.quantize(
-            x, mxfp8, axes=both, layouts=("tcgen05",) * 2
-        ),
+        "gpu.quantize, rows": lambda: quantizers.quantize(x, along),
+        "gpu.quantize, both": lambda: quantizers.quantize(x, both),
         "bs.quantize, rows": lambda: quantize(x, layout="tcgen05"),
         "bs.quantize_both": lambda: quantize_both(x, layout="tcgen05"),
         "torch: x.clone()": x.clone,

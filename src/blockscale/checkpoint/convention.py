@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ..formats import Format, formats
 from ..tensor import ScaledTensor
+from ..tensor_checks import VALUE_DTYPES
 from .header import TORCH_DTYPES, Header, parse_json, show
 
 __all__ = [
@@ -66,10 +67,7 @@ SUFFIXES = {"data": "", "scale": "_scale", "global_scale": "_scale_2", "offsets"
 INPUT_SCALE = 1.0
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_ORIGINALS = {
-    str(d).removeprefix("torch."): d
-    for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-}
+_ORIGINALS = {str(d).removeprefix("torch."): d for d in VALUE_DTYPES}
 
 
 def input_scale_name(name: str) -> str:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .header import parse_json
 from .reader import Reader
-from .writer import manifest_path
 
-__all__ = ["VERSION", "read_manifest", "stale_tensors"]
+__all__ = ["VERSION", "manifest_path", "read_manifest", "stale_tensors", "write_manifest"]
 
 VERSION = 1
+
+
+def manifest_path(path: Path) -> Path:
+    """Where the manifest of a file lies: ``OUT.manifest.json``."""
+    return path.with_name(path.name + ".manifest.json")
+
+
+def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole, or not at all: it is on the disk before it has its name."""
+    made = manifest_path(path)
+    temporary = made.with_name(made.name + ".partial")
+    with open(temporary, "wb") as file:
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, made)
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:

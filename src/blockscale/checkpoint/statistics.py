@@ -23,6 +23,7 @@ __all__ = ["ErrorStatistics", "Exponents", "ValueStatistics", "error_bin_edges"]
 # (all that is smaller, but not 0, is in the first bin) to 2^1. Their number is read off the bits of
 # the fp32 ratio: no logarithm whose last digit depends on the machine.
 _FIRST_EXPONENT, _BINS = -16, 34
+_LARGEST = ("max_abs", "max_rel")  # of all chunks; the other numbers are sums
 # Elements that are surveyed together: they stay in the cache. numpy, because torch's threads wait
 # for each other at every one of these small steps.
 _PIECE = 1 << 16
@@ -78,16 +79,10 @@ class Exponents:
 
 @dataclass
 class ErrorStatistics:
-    """The difference between a tensor and its dequantized values.
+    """The difference between a tensor and its dequantized values, in sums that grow.
 
-    Attributes:
-        elements: how many were compared.
-        signal, noise: sums of squares of the tensor and of the difference.
-        max_abs, max_rel: largest ``|difference|`` and ``|difference| / |x|`` (x not 0).
+    Attributes are those of :class:`blockscale.measure.ErrorSums` but for its bins, and these:
         exact: elements without any difference.
-        zeros: elements that are quantized to 0; ``flushed`` of them were not 0 before.
-        saturated: elements above the largest that their block can hold, ``element.max * scale``.
-        nonfinite: elements that are, or became, NaN or infinite; they are in no other number.
         error_bins: how often each relative error occurs, see :func:`error_bin_edges`; exact ones
             and those of x = 0 are left out.
         scales: exponents of block scale times global scale.
@@ -127,16 +122,10 @@ class ErrorStatistics:
 
     def merge(self, other: ErrorStatistics) -> None:
         """Add another tensor's sums."""
-        self.elements += other.elements
-        self.signal += other.signal
-        self.noise += other.noise
-        self.max_abs = max(self.max_abs, other.max_abs)
-        self.max_rel = max(self.max_rel, other.max_rel)
-        self.exact += other.exact
-        self.zeros += other.zeros
-        self.flushed += other.flushed
-        self.saturated += other.saturated
-        self.nonfinite += other.nonfinite
+        for name, value in vars(other).items():
+            if isinstance(value, int | float):
+                mine = getattr(self, name)
+                setattr(self, name, max(mine, value) if name in _LARGEST else mine + value)
         self.error_bins = [a + b for a, b in zip(self.error_bins, other.error_bins, strict=True)]
         self.scales.merge(other.scales)
 
@@ -193,8 +182,4 @@ class ValueStatistics:
 
     def to_json(self) -> dict[str, Any]:
         """JSON."""
-        return {
-            "elements": self.elements,
-            "amax": self.amax,
-            "exponents": self.exponents.to_json(),
-        }
+        return {**vars(self), "exponents": self.exponents.to_json()}

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..memory import memory_of
 from .header import Header, Stored
+from .manifest import write_manifest
 from .reader import Reader
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
     "check_target",
     "format_bytes",
     "locked",
-    "manifest_path",
     "replacing",
     "tensor_bytes",
 ]
@@ -49,11 +49,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def beside(target: Path, suffix: str) -> Path:
     """``OUT`` -> ``OUT.journal`` and so on."""
     return target.with_name(target.name + suffix)
-
-
-def manifest_path(target: Path) -> Path:
-    """Where the manifest of a file lies: ``OUT.manifest.json``."""
-    return beside(target, ".manifest.json")
 
 
 def format_bytes(count: float) -> str:
@@ -297,12 +292,7 @@ class Output:
         """Give the file its name, the manifest before it: where ``OUT`` is, all is done."""
         with self._explained():
             os.fsync(self._file)
-            temporary = beside(self._target, ".manifest.json.partial")
-            with open(temporary, "wb") as file:
-                file.write(json.dumps(manifest, indent=1).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, manifest_path(self._target))
+            write_manifest(self._target, manifest)
             os.replace(self._partial, self._target)
             _sync_directory(self._target.parent)
             self._journal.unlink()

@@ -33,7 +33,7 @@ Plot = Annotated[Path | None, typer.Option(help="PNG to draw.")]
 def _all(context: typer.Context) -> None:
     """Measure speed; without a command, all there is to measure: on a CPU the quantizers."""
     if context.invoked_subcommand is None:
-        for command in (quantize, gemm, linear, host, ladder) if _device("auto") else (quantize,):
+        for command in (quantize, gemm, linear, host) if _device("auto") else (quantize,):
             command()
 
 
@@ -206,38 +206,8 @@ def host(json: Json = None) -> None:
     output.show_host(found)
 
 
-@bench.command()
-def ladder(
-    sizes: Annotated[str, typer.Option(help="Of M = N = K.")] = "2048,4096",
-    json: Json = None,
-    plot: Plot = None,
-) -> None:
-    """Measure the steps from a first FP8 kernel to the shipped one, each with one idea more.
-
-    Beside them torch's bf16 product, cuBLASLt and DeepGEMM. What cannot run is listed with the
-    reason.
-    """
-    chosen = [size for (size,) in parse_sizes("sizes", sizes, "sizes", "4096")]
-    timer = _need_gpu("gemm")
-    from ..bench.ladder import GROUP, PEERS, STEPS, contests, draw
-
-    every = contests(chosen, multiprocessors=_multiprocessors())
-    rows, absent = _measure(every, timer, json, quiet=True)
-    found = {(row.who, row.m): f"{row.tflops:.0f}" for row in rows}
-    ideas = {step.name: step.idea for step in STEPS} | dict.fromkeys(PEERS, "")
-    cells = [
-        (name, *(found.get((name, size), "-") for size in chosen), idea)
-        for name, idea in ideas.items()
-    ]
-    columns = ("step", *(f"TFLOP/s, {size}^3" for size in chosen), "idea")
-    output.print_table(GROUP, columns, cells, 1)
-    output.print_lines(f"{a.who}, {a.shape}, cannot run: {a.why}" for a in absent)
-    if plot is not None:
-        draw(rows).savefig(plot, dpi=150)
-
-
 def _measure(
-    contests: Iterable[Contest], timer: Timer, json: Path | None, quiet: bool = False
+    contests: Iterable[Contest], timer: Timer, json: Path | None
 ) -> tuple[list[Row], list[Absent]]:
     """All of them, a table for each group; JSON after each contest."""
     from ..bench.contest import Absent, Row, contest
@@ -251,8 +221,7 @@ def _measure(
             rows += [each for each in found if isinstance(each, Row)]
             absent += [each for each in found if isinstance(each, Absent)]
             output.write(json, rows=rows, absent=absent, host=())
-        if not quiet:
-            output.show_contests(group, mine)
+        output.show_contests(group, mine)
     return rows, absent
 
 

@@ -82,8 +82,8 @@ class Quantized:
     ) -> Any:
         import torch
 
-        from ..kernels import sm100
         from ..kernels.common.calls import Operand
+        from ..kernels.sm100 import calls as sm100
         from ..kernels.sm100.quantizing_config import Quantizing
         from ..layouts import get_layout
         from ..tensor import ScaledTensor

@@ -31,8 +31,8 @@ class Kernel:
 
 
 def _fp8_block(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
-    from ..kernels import sm90
     from ..kernels.common.calls import Operand
+    from ..kernels.sm90 import calls as sm90
 
     left = Operand(a.qdata, a.scale, a.format_name)
     return sm90.gemm(left, Operand(b.qdata.mT, b.scale.mT, b.format_name), gpu=gpu)
@@ -51,8 +51,8 @@ def _widened(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Te
 
 
 def _tcgen05(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
-    from ..kernels import sm100
     from ..kernels.common.calls import Operand
+    from ..kernels.sm100 import calls as sm100
 
     return sm100.gemm(
         Operand(a.qdata, a.qscale, a.format_name),

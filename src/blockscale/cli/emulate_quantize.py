@@ -42,8 +42,8 @@ def quantize(
     from .. import reference
     from ..checks import choose
     from ..formats import get_format
-    from ..kernels import quantizers
     from ..kernels.common.gpu import GPUS
+    from ..kernels.quantizers import calls as quantizers
     from ..layouts import as_bytes, get_layout, swizzle_scale
 
     gpu = choose_arch(arch, GPUS)
@@ -57,11 +57,13 @@ def quantize(
     if fmt.has_global_scale:
         given["global_scale"] = reference.global_scale(x, fmt)
     layouts = (where.name,) * len(axes)
-    reason = quantizers.unsupported(x, quantizers.Request(fmt.name, axes, layouts), gpu)
+    asked = quantizers.Request(fmt.name, axes, layouts, rounding, nonfinite)
+    reason = quantizers.unsupported(x, asked, gpu)
     if reason:
         raise ValueError(reason)
     with emulated(arch, completion, seed) as reports:
-        results = quantizers.quantize(x, fmt, axes=axes, layouts=layouts, gpu=gpu, **given)
+        scalar = given.get("global_scale")
+        results = quantizers.quantize(x, asked, global_scale=scalar, gpu=gpu)
     outputs = []
     for along, (data, scale) in zip(axes, results, strict=True):
         wanted, compact = reference.quantize(x, fmt, axis=along, **given)

@@ -12,8 +12,6 @@ from .sizes import parse_sizes
 
 __all__ = ["warm"]
 
-_DTYPES = ("bfloat16", "float16", "float32")
-
 
 def warm(
     layers: Annotated[str, typer.Argument(help="Weights (N, K) of linear layers: 4096x4096,...")],
@@ -35,15 +33,16 @@ def warm(
     """
     import torch
 
+    from ..checks import choose
     from ..kernels.common.gpu import GPUS
     from ..kernels.common.runtime import gpu_of, missing, standing_in
     from ..nn import Linear, Recipe
+    from ..tensor_checks import DTYPES
     from ..warm import warm as warming
 
     shapes = parse_sizes("layers", layers, "N and K", "4096x4096")
     rows = [m for (m,) in parse_sizes("tokens", tokens, "a number", "4096")]
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}; choose one of {', '.join(_DTYPES)}")
+    kind = choose("dtype", dtype, {str(d).removeprefix("torch."): d for d in DTYPES})
     device = torch.device("cpu" if arch or not torch.cuda.is_available() else "cuda")
     if missing():
         raise ValueError(f"kernels cannot be compiled: {missing()}")
@@ -53,7 +52,7 @@ def warm(
     start = time.perf_counter()
     with standing_in(lambda _: gpu), warming(processes=processes) as found:
         for n, k in shapes:
-            layer = Linear(k, n, device=device, dtype=getattr(torch, dtype), recipe=Recipe(recipe))
+            layer = Linear(k, n, device=device, dtype=kind, recipe=Recipe(recipe))
             for m in rows:
                 x = torch.zeros(m, k, device=device, dtype=layer.weight.dtype, requires_grad=train)
                 with torch.set_grad_enabled(train):

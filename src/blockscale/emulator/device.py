@@ -126,10 +126,10 @@ class Device:
         module = _parse(ptx)
         _check_target(module, self.target)
         function = _entry(module, name)
+        dims = _dimensions(function, grid, block, cluster)
         launch = _prepare(
-            module, function, grid, block, cluster, shared, args, buffers, self._settings,
-            programmatic,
-        )  # fmt: skip
+            module, function, dims, shared, args, buffers, self._settings, programmatic
+        )
         program = Program(module, launch)
         code = program.code(name)
         clusters = math.prod(-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True))
@@ -220,16 +220,13 @@ def _dimensions(
 def _prepare(
     module: Module,
     function: Function,
-    grid: int | Sequence[int],
-    block: int | Sequence[int],
-    cluster: int | Sequence[int] | None,
+    dims: tuple[Dim, Dim, Dim],
     shared: int,
     args: Sequence[Any],
     buffers: Sequence[tuple[str, Any]],
     settings: Settings,
     programmatic: bool,
 ) -> Launch:
-    dims = _dimensions(function, grid, block, cluster)
     memory = GlobalMemory()
     for label, array in buffers:
         add_memory(array, f"buffers: {label}", memory)

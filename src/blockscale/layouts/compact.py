@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
+from ..arrays import Array
 from .base import Layout, check_scale
 
 __all__ = ["Compact"]
@@ -19,25 +17,12 @@ class Compact(Layout):
 
     name: ClassVar[str] = "compact"
     itemsize: ClassVar[tuple[int, ...]] = (1, 4)
+    sentence: ClassVar[str] = "row-major, one scale a block, no padding"
 
-    def swizzle(self, scale: Tensor) -> Tensor:
+    def swizzle(self, scale: Array) -> Array:
         check_scale(self, scale)
-        return scale.contiguous()
+        return scale.contiguous() if hasattr(scale, "contiguous") else scale
 
-    def unswizzle(self, stored: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def unswizzle(self, stored: Array, shape: tuple[int, int], dtype: Any) -> Array:
         self._check_stored(stored, shape, dtype)
         return stored
-
-    def stored_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        return tuple(shape)
-
-    def nbytes(self, shape: tuple[int, int], itemsize: int | None = None) -> int:
-        return shape[0] * shape[1] * (itemsize or 1)
-
-    def offset(
-        self, row: int, block: int, shape: tuple[int, int], itemsize: int | None = None
-    ) -> int:
-        return (row * shape[1] + block) * (itemsize or 1)
-
-    def describe(self) -> str:
-        return "row-major, one scale a block, no padding"

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from ..arrays import Array, namespace, zero_padded
 from .base import Layout, as_bytes, ceil_to, check_scale
 from .tcgen05 import TILE_ROWS
 
@@ -37,40 +36,41 @@ class Grouped:
         """Rows of the buffer: the most that so many groups can need, a multiple of 128."""
         return (rows + groups * (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS
 
-    def row_index(self, rows: int, offsets: Tensor) -> Tensor:
+    def row_index(self, rows: int, offsets: Array) -> Array:
         """Where each of the ``rows`` is stored (int64, on the device of ``offsets``, no sync).
 
         Rows past the last offset get the index ``padded_rows`` (outside of the buffer).
         """
-        ends = offsets.to(torch.int64)
-        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-        tiles = (ends - starts + TILE_ROWS - 1) // TILE_ROWS
-        first = (torch.cumsum(tiles, 0) - tiles) * TILE_ROWS
-        row = torch.arange(rows, device=offsets.device)
-        group = torch.searchsorted(ends, row, right=True)
-        inside = group < len(ends)
-        group = group.clamp(max=len(ends) - 1)
-        outside = self.padded_rows(rows, len(ends))
-        return torch.where(inside, first[group] + row - starts[group], outside)
+        xp, ends = namespace(offsets), _as_int64(offsets)
+        starts, first = _starts(ends)
+        row = xp.arange(rows, device=offsets.device)
+        group = xp.searchsorted(ends, row, side="right")
+        outside = self.padded_rows(rows, ends.shape[0])
+        within = xp.clip(group, max=ends.shape[0] - 1)
+        stored = xp.take(first - starts, within, axis=0) + row
+        return xp.where(group < ends.shape[0], stored, outside)
 
-    def swizzle(self, scale: Tensor, offsets: Tensor) -> Tensor:
+    def _source_row(self, rows: int, offsets: Array) -> Array:
+        """The inverse: the row that each of the ``padded_rows`` holds; ``rows`` of padding."""
+        xp, ends = namespace(offsets), _as_int64(offsets)
+        starts, first = _starts(ends)
+        stored = xp.arange(self.padded_rows(rows, ends.shape[0]), device=offsets.device)
+        group = xp.searchsorted(first, stored, side="right") - 1
+        row = xp.take(starts - first, group, axis=0) + stored
+        return xp.where(row < xp.take(ends, group, axis=0), row, rows)
+
+    def swizzle(self, scale: Array, offsets: Array) -> Array:
         """(rows, blocks) -> the base layout of ``padded_rows`` rows, padding zero."""
         check_scale(self.base, scale)
-        rows, blocks = scale.shape
-        height = self.padded_rows(rows, len(offsets))
-        spread = as_bytes(scale).new_zeros(height + 1, blocks)
-        spread[self.row_index(rows, offsets)] = as_bytes(scale)
-        return self.base.swizzle(spread[:height].view(scale.dtype))
+        spread = _taken(as_bytes(scale), self._source_row(scale.shape[0], offsets))
+        return self.base.swizzle(spread.view(scale.dtype))
 
-    def unswizzle(
-        self, stored: Tensor, shape: tuple[int, int], dtype: torch.dtype, offsets: Tensor
-    ) -> Tensor:
+    def unswizzle(self, stored: Array, shape: tuple[int, int], dtype: Any, offsets: Array) -> Array:
         """The (rows, blocks) matrix back; rows that belong to no group are zero."""
         rows, blocks = shape
-        height = self.padded_rows(rows, len(offsets))
+        height = self.padded_rows(rows, offsets.shape[0])
         spread = as_bytes(self.base.unswizzle(stored, (height, blocks), dtype))
-        spread = torch.cat((spread, spread.new_zeros(1, blocks)))
-        return spread[self.row_index(rows, offsets)].view(dtype)
+        return _taken(spread, self.row_index(rows, offsets)).view(dtype)
 
     def stored_shape(self, shape: tuple[int, int], groups: int) -> tuple[int, ...]:
         return self.base.stored_shape((self.padded_rows(shape[0], groups), shape[1]))
@@ -97,3 +97,22 @@ class Grouped:
 
     def describe(self) -> str:
         return f"every group starts on a 128-row tile; {self.base.describe()}"
+
+
+def _as_int64(offsets: Array) -> Array:
+    xp = namespace(offsets)
+    return xp.astype(offsets, xp.int64)
+
+
+def _starts(ends: Array) -> tuple[Array, Array]:
+    """The first row of each group, and where it is stored."""
+    xp = namespace(ends)
+    starts = xp.concat([xp.zeros_like(ends[:1]), ends[:-1]])
+    rows = (ends - starts + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    return starts, xp.cumulative_sum(rows) - rows
+
+
+def _taken(x: Array, rows: Array) -> Array:
+    """These rows of a matrix; the index after the last one gives zeros."""
+    xp = namespace(x)
+    return xp.take(zero_padded(x, x.shape[0] + 1, x.shape[1]), rows, axis=0)

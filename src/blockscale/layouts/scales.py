@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from ..arrays import Array
 from .base import Layout
 from .grouped import Grouped
 
 __all__ = ["swizzle_scale", "unswizzle_scale"]
 
 
-def swizzle_scale(scale: Tensor, axis: int, layout: Layout, offsets: Tensor | None) -> Tensor:
+def swizzle_scale(scale: Array, axis: int, layout: Layout, offsets: Array | None) -> Array:
     """Compact scales of a tensor blocked along ``axis``, as ``layout`` stores them.
 
     ``offsets``: the end of each group of rows, where each starts on a tile of its own.
@@ -26,13 +25,13 @@ def swizzle_scale(scale: Tensor, axis: int, layout: Layout, offsets: Tensor | No
 
 
 def unswizzle_scale(
-    stored: Tensor,
+    stored: Array,
     axis: int,
     layout: Layout,
     shape: Sequence[int],
-    dtype: torch.dtype,
-    offsets: Tensor | None,
-) -> Tensor:
+    dtype: Any,
+    offsets: Array | None,
+) -> Array:
     """The inverse of :func:`swizzle_scale`: compact scales of ``shape``, as ``dtype``."""
     if layout.name == "compact":
         return stored

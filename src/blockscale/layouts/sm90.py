@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from .base import Layout, as_bytes, ceil_to, check_scale
+from ..dtypes import INT32
+from .base import Layout
 
 __all__ = ["Packed", "Sm90"]
 
@@ -25,29 +25,11 @@ class Sm90(Layout):
 
     name: ClassVar[str] = "sm90"
     itemsize: ClassVar[tuple[int, ...]] = (4,)
-
-    def swizzle(self, scale: Tensor) -> Tensor:
-        check_scale(self, scale)
-        padded = torch.nn.functional.pad(scale, (0, 0, 0, -scale.shape[0] % _ALIGN))
-        return padded.mT.clone(memory_format=torch.contiguous_format)
-
-    def unswizzle(self, stored: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        self._check_stored(stored, shape, dtype)
-        return stored[:, : shape[0]].mT.clone(memory_format=torch.contiguous_format)
-
-    def stored_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        return (shape[1], ceil_to(shape[0], _ALIGN))
-
-    def nbytes(self, shape: tuple[int, int], itemsize: int | None = None) -> int:
-        return 4 * shape[1] * ceil_to(shape[0], _ALIGN)
-
-    def offset(
-        self, row: int, block: int, shape: tuple[int, int], itemsize: int | None = None
-    ) -> int:
-        return 4 * (block * ceil_to(shape[0], _ALIGN) + row)
-
-    def describe(self) -> str:
-        return "fp32, MN-major (one row of the buffer a K block), rows padded to 16 bytes"
+    pad: ClassVar[tuple[int, int]] = (_ALIGN, 1)
+    swapped: ClassVar[tuple[int, int]] = (0, 1)
+    sentence: ClassVar[str] = "fp32, MN-major (one row of the buffer a K block), " + (
+        "rows padded to 16 bytes"
+    )
 
 
 @dataclass(frozen=True)
@@ -56,32 +38,10 @@ class Packed(Layout):
 
     name: ClassVar[str] = "packed"
     itemsize: ClassVar[tuple[int, ...]] = (1,)
-
-    def swizzle(self, scale: Tensor) -> Tensor:
-        check_scale(self, scale)
-        rows, blocks = scale.shape
-        padded = torch.nn.functional.pad(as_bytes(scale), (0, -blocks % 4, 0, -rows % _ALIGN))
-        words = padded.flatten().view(torch.int32).reshape(padded.shape[0], padded.shape[1] // 4)
-        return words.mT.clone(memory_format=torch.contiguous_format)
-
-    def unswizzle(self, stored: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        self._check_stored(stored, shape, dtype)
-        octets = stored.mT.flatten().view(torch.uint8).reshape(stored.shape[1], 4 * stored.shape[0])
-        return octets[: shape[0], : shape[1]].contiguous().view(dtype)
-
-    def stored_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        return (-(-shape[1] // 4), ceil_to(shape[0], _ALIGN))
-
-    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.int32
-
-    def nbytes(self, shape: tuple[int, int], itemsize: int | None = None) -> int:
-        return ceil_to(shape[1], 4) * ceil_to(shape[0], _ALIGN)
-
-    def offset(
-        self, row: int, block: int, shape: tuple[int, int], itemsize: int | None = None
-    ) -> int:
-        return 4 * (block // 4 * ceil_to(shape[0], _ALIGN) + row) + block % 4
-
-    def describe(self) -> str:
-        return "four one-byte scales an int32 word, MN-major, rows padded to 16 bytes"
+    pad: ClassVar[tuple[int, int]] = (_ALIGN, 4)
+    blocks: ClassVar[tuple[int, ...]] = (4,)
+    swapped: ClassVar[tuple[int, int]] = (0, 1)
+    word: ClassVar[np.dtype | None] = INT32
+    sentence: ClassVar[str] = (
+        "four one-byte scales an int32 word, MN-major, rows padded to 16 bytes"
+    )

@@ -7,9 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from ..checks import choose
+from ..dtypes import FLOAT32
 from ..formats import get_format
 from ..kernels.common.epilogue import Epilogue
 from ..kernels.sm90 import bf16_config
@@ -82,7 +81,7 @@ def tcgen05(config: sm100.Config, shape: Shape) -> Launch:
         block_k=config.kind.block_k,
         shared_bytes=2 * config.stage_bytes,
         operand_bytes=(_stored_bytes(config.a_format), _stored_bytes(config.b_format)),
-        exposed=0.0 if config.sums > 1 else config.early_boxes / config.boxes,
+        exposed=0.0 if config.acc_stages > 1 else config.early_release / config.subtiles,
         **_common(config, shape),
     )
 
@@ -102,7 +101,7 @@ def _fp8_block(shape: Shape, ctas: int | None) -> Launch:
 
 def _fp8_1x128(shape: Shape, ctas: int | None) -> Launch:
     """Added to fp32, as for the gradient of a weight."""
-    added = Epilogue(torch.float32, accumulate=True)
+    added = Epilogue(FLOAT32, accumulate=True)
     return hopper_fp8(sm90.choose_config(shape, added, b_block=(1, 128)), shape)
 
 

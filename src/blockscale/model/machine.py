@@ -56,7 +56,7 @@ FITTED = ("clock", "loaded_clock", "l2_rate", "store_rate", "launch", "blend")
 
 #: NVIDIA's data sheet of the H200 SXM (1979 TFLOP/s of dense FP8, which is 8192 a cycle and
 #: multiprocessor at 1.83 GHz; 4.8 TB/s). Copies reach 4.26 TB/s.
-#: Latencies are those that docs/ladder.md and the chooser of the widening kernels work with.
+#: Latencies are those that docs/ladder.md and the chooser of the mixed kernels work with.
 H200 = Machine(
     name="H200",
     multiprocessors=GPUS["sm_90a"].multiprocessors,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -14,12 +15,15 @@ from torch import Tensor
 from torch.backends import mha
 from torch.overrides import TorchFunctionMode
 
+from ..checks import check_flag
 from .linear import linear
 from .recipe import Recipe, check_training_recipe
 
 __all__ = ["autocast"]
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
+
+_switch = threading.local()  # off: an inner autocast(enabled=False) has turned off those around it
 
 
 class autocast(TorchFunctionMode):
@@ -30,11 +34,15 @@ class autocast(TorchFunctionMode):
     weights as they are, are off as long. It knows no names, so that the output head, routers and
     adapters are quantized too, which :func:`convert` leaves alone. Layers made by :func:`convert`
     keep their own recipe. It composes with torch.autocast, which decides the dtype of the output.
+    As there, ``enabled=False`` quantizes nothing, whatever autocast is around it.
 
     >>> with bs.autocast(bs.Recipe("mxfp8")):
-    ...     loss = model(batch)
+    ...     y = model(batch)
+    ...     with bs.autocast(bs.Recipe("mxfp8"), enabled=False):
+    ...         exact = other(batch)  # in high precision
 
-    Raises TypeError for a recipe that is none, ValueError for one that quantizes weights only.
+    Raises TypeError for a recipe that is none and for an ``enabled`` that is not True or False,
+    ValueError for a recipe that quantizes weights only.
     A product in torch.utils.checkpoint raises RuntimeError where autocast was entered outside: the
     backward computes the product again, and outside of it. Convert the model, or enter it inside:
 
@@ -44,10 +52,12 @@ class autocast(TorchFunctionMode):
     >>> y = checkpoint(model, batch, use_reentrant=False, context_fn=contexts)
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, enabled: bool = True) -> None:
         check_training_recipe(recipe)
+        check_flag("enabled", enabled)
         super().__init__()
         self.recipe = recipe
+        self.enabled = enabled
         self._turned_off: list[bool] = []
         self._entered_in: list[int | None] = []  # so many checkpoint frames; compiled: not known
 
@@ -56,8 +66,9 @@ class autocast(TorchFunctionMode):
         self._entered_in.append(_checkpoint_frames() if known else None)
         # Eager code sees the mode and leaves them; code that is compiled does not. Through the
         # variable, as torch.compile does not trace the function that sets it.
-        self._turned_off.append(mha._is_fastpath_enabled)
-        mha._is_fastpath_enabled = False
+        self._turned_off.append(self.enabled and mha._is_fastpath_enabled)
+        if self.enabled:
+            mha._is_fastpath_enabled = False
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -74,14 +85,19 @@ class autocast(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (F.linear, F.multi_head_attention_forward):
-            self._check_recomputed()  # of attention here: below, self is entered anew
+        if func not in (F.linear, F.multi_head_attention_forward) or getattr(_switch, "off", False):
+            return func(*args, **kwargs)
+        if not self.enabled:
+            _switch.off = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                _switch.off = False
+        self._check_recomputed()
         if func is F.linear:
             return linear(*_linear_arguments(*args, **kwargs), recipe=self.recipe)
-        if func is F.multi_head_attention_forward:
-            with self:  # torch has switched it off for what func calls
-                return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        with self:  # torch has switched it off for what func calls
+            return _attention(*args, **kwargs)
 
     def _check_recomputed(self) -> None:
         entered_in = self._entered_in[-1]

@@ -6,7 +6,8 @@ import torch
 
 from ..tensor import ScaledTensor
 from .attention import set_fast_paths
-from .kinds import CONVERTED, QUANTIZED, Kind, become, original, restore
+from .class_change import become, original, restore
+from .kinds import CONVERTED, QUANTIZED, Kind
 from .recipe import Recipe, check_training_recipe
 from .report import ConversionReport, Entry, publish
 from .survey import (

@@ -1,52 +1,19 @@
-"""The layers that can be converted, and what each becomes.
-
-A layer changes its class in place: whoever holds it, by whatever name, holds the new one, with the
-same parameters, buffers and hooks. A subclass that brings no ``forward`` of its own becomes a
-subclass of both. Parametrizations stay on top of either.
-"""
+"""The layers that can be converted, and what each becomes."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .attention import MultiheadAttention
-from .linear import Linear, linear
-from .parametrized import change_class, class_of, parameters_of, sources_of
+from .class_change import _new  # noqa: F401 - where files of whole models that are older look
+from .conv1d import Conv1D
+from .linear import Linear
+from .parametrized import parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
-from .recipe import Recipe
 
-__all__ = [
-    "CONVERTED",
-    "QUANTIZED",
-    "Conv1D",
-    "Kind",
-    "become",
-    "kind_of",
-    "original",
-    "restore",
-    "unknown",
-]
-
-
-class Conv1D(torch.nn.Module):
-    """A linear layer whose weight is (in, out), as transformers' Conv1D; made by :func:`convert`.
-
-    Its weight is transposed in every forward pass.
-    """
-
-    recipe: Recipe
-    weight: Tensor
-    bias: Tensor | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.mT.contiguous(), self.bias, recipe=self.recipe)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self.recipe}".removeprefix(", ")
+__all__ = ["CONVERTED", "QUANTIZED", "Kind", "kind_of", "unknown"]
 
 
 class Kind(NamedTuple):
@@ -128,50 +95,3 @@ def _is_conv1d(module: torch.nn.Module, definer: type) -> bool:
         and any(w.dim() == 2 and w.shape[1] == size for w in weights)
         and any(tuple(b.shape) == (size,) for b in biases)
     )
-
-
-def become(module: torch.nn.Module, cls: Any) -> None:
-    """Make a module a ``cls`` that is still what it was before any conversion."""
-    change_class(module, _both(cls, original(module)))
-
-
-def restore(module: torch.nn.Module) -> None:
-    """Make a module what it was before any conversion."""
-    change_class(module, original(module))
-
-
-_PLAIN: dict[type, type] = {
-    Linear: torch.nn.Linear,
-    QuantizedLinear: torch.nn.Linear,
-    MultiheadAttention: torch.nn.MultiheadAttention,
-}
-
-
-def original(module: torch.nn.Module) -> type:
-    """The class of a layer before it was converted, under its parametrizations."""
-    cls = class_of(module)
-    return cls.__dict__.get("_original") or _PLAIN.get(cls, cls)
-
-
-@cache
-def _both(cls: Any, plain: Any) -> Any:
-    if _PLAIN.get(cls) is plain:
-        return cls
-
-    def reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
-        new, (_, *arguments), *state = super(made, module).__reduce_ex__(protocol)
-        if type(module) is not made:  # made a subclass by somebody else
-            return new, (type(module), *arguments), *state
-        return _new, (cls, plain, *arguments), *state
-
-    # its name, so that what looks for that finds it; pickle would find the plain class by it
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    made: Any = type(
-        plain.__name__, (cls, plain), {**names, "_original": plain, "__reduce_ex__": reduce}
-    )
-    return made
-
-
-def _new(cls: type, plain: type, *arguments: Any) -> Any:
-    both = _both(cls, plain)
-    return both.__new__(both, *arguments)

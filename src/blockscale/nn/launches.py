@@ -16,17 +16,17 @@ from torch import Tensor
 from ..formats import Format
 from ..gemm import gemm, side
 from ..gemm_checks import check_product
-from ..kernels import quantizers
 from ..kernels.common.calls import describe_call
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..kernels.common.template import template
-from ..layouts import as_bytes
+from ..kernels.quantizers import calls as quantizers
+from ..memory import as_bytes
 from ..ops import gemm_kernels
 from ..ops.gemm_operands import Side, global_scales
 from ..ops.operand_layout import operand_layout
 from ..ops.quantize import written_layouts
 from ..quantize import wrap
-from ..quantize_checks import check_call
+from ..quantize_checks import Request, check_call
 from ..tensor import ScaledTensor
 
 __all__ = ["Parts", "ProductLaunch", "QuantizeLaunch", "Source"]
@@ -64,10 +64,8 @@ class QuantizeLaunch:
         axes = (-1,) * rows + (-2,) * columns
         layout, k_major = operand_layout(format.name, device)
         layouts = (layout,) * len(axes)
-        self._call = check_call(
-            *(tuple(shape), dtype, axes, format.name, scale_rounding, layouts),
-            *("propagate", True, False, "auto", k_major),
-        )
+        asked = Request(axes, format.name, scale_rounding, layouts, pad=True, k_major=k_major)
+        self._call = check_call(tuple(shape), dtype, asked)
         if written_layouts(format, layouts) != layouts:
             raise quantizers.Unsupported(f"layout: kernels write no {layout} of {format.name}")
         self._k_major, self._device = k_major, device

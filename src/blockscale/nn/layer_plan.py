@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..kernels import quantizers
 from ..kernels.common.runtime import Described, describe, gpu_of
+from ..kernels.quantizers import calls as quantizers
 from ..tensor import ScaledTensor
 from ..watching import is_plain, unwatched
 from .launches import Parts, ProductLaunch, QuantizeLaunch, Source

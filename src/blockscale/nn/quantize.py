@@ -11,8 +11,9 @@ from torch import Tensor
 from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from .attention import set_fast_paths
+from .class_change import become
 from .forms import quantize_forms
-from .kinds import CONVERTED, QUANTIZED, Kind, become
+from .kinds import CONVERTED, QUANTIZED, Kind
 from .quantized import QuantizedConv1D, check_held, own_global_scale
 from .recipe import Recipe, check_recipe
 from .report import ConversionReport, publish

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ..kernels import quantizers
 from ..kernels.common.runtime import gpu_of
-from ..kernels.cpu import MAX_SKINNY_M
+from ..kernels.cpu.calls import MAX_SKINNY_M
+from ..kernels.quantizers import calls as quantizers
 from .gemm_kernels import products_on
 
 __all__ = [

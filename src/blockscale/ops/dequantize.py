@@ -7,8 +7,9 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
-from ..kernels import cpu, quantizers
 from ..kernels.common.runtime import gpu_of
+from ..kernels.cpu import calls as cpu
+from ..kernels.quantizers import calls as quantizers
 from .backends import fall_back, no_cpu_kernels
 from .gemm_operands import Side, scale_matrix
 
@@ -89,7 +90,6 @@ def _by_kernel(
     if offsets is not None:
         raise quantizers.Unsupported("offsets: no kernel dequantizes groups along the contraction")
     made = torch.float32 if dtype == torch.float64 else dtype  # exact
-    out = quantizers.dequantize(
-        data, scale, fmt, shape=shape, axis=axis, global_scale=global_scale, dtype=made
-    )
+    stored = quantizers.Stored(fmt.name, tuple(shape), axis)
+    out = quantizers.dequantize(data, scale, stored, global_scale=global_scale, dtype=made)
     return out.to(dtype).contiguous()

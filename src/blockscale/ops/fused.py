@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
-from ..kernels import quantizers
 from ..kernels.common.runtime import gpu_of
+from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
 from .backends import fall_back
@@ -71,33 +71,30 @@ def swiglu_quantize(
     """``reference.swiglu`` of ``x``, with ``grad`` ``reference.swiglu_backward``, quantized along
     ``rows`` (axis -1), ``columns`` (axis -2) or both, from one read.
     """
-    fmt = get_format(format)
     axes, layouts = _asked(rows, columns, row_layout, column_layout)
-    more = scale_rounding, nonfinite, global_scale, offsets
+    producer, grouped = "swiglu" if grad is None else "swiglu_backward", offsets is not None
+    asked = quantizers.Request(
+        format, axes, layouts, scale_rounding, nonfinite, producer, grouped, k_major
+    )
     if gpu_of(x.device) is not None and backend != "reference":
         try:
-            return _swiglu_by_kernel(x, grad, fmt, axes, layouts, *more, k_major)
+            return _swiglu_by_kernel(x, grad, asked, global_scale, offsets)
         except quantizers.Unsupported as why:
-            producer = "swiglu" if grad is None else "swiglu_backward"
             fall_back(f"{producer}_quantize", x, backend, str(why))
     values = reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x)
-    return quantize_values(values, format, axes, layouts, *more, backend, k_major)
+    return quantize_values(values, asked, global_scale, offsets, backend)
 
 
 def _swiglu_by_kernel(
     x: Tensor,
     grad: Tensor | None,
-    fmt: Format,
-    axes: tuple[int, ...],
-    layouts: tuple[str, ...],
-    scale_rounding: str,
-    nonfinite: str,
+    asked: quantizers.Request,
     global_scale: Tensor | None,
     offsets: Tensor | None,
-    k_major: bool,
 ) -> list[Tensor]:
     """What the kernel makes of ``x``; Unsupported where there is none."""
-    producer, others = ("swiglu", ()) if grad is None else ("swiglu_backward", (grad,))
+    fmt, axes, layouts, producer = asked.fmt, asked.axes, asked.layouts, asked.producer
+    others = () if grad is None else (grad,)
     written = written_layouts(fmt, layouts)
     found = []
     if fmt.has_global_scale and global_scale is None:
@@ -105,16 +102,10 @@ def _swiglu_by_kernel(
         found = [global_scale]
     pairs = quantizers.quantize(
         x,
-        fmt,
-        axes=axes,
-        layouts=written,
-        scale_rounding=scale_rounding,
-        nonfinite=nonfinite,
+        asked if written is layouts else asked._replace(layouts=written),
         global_scale=global_scale,
         offsets=offsets,
-        producer=producer,
         others=others,
-        k_major=k_major,
     )
     results: list[Tensor] = []
     for (data, scale), axis, layout in zip(pairs, axes, layouts, strict=True):
@@ -153,15 +144,14 @@ def rmsnorm_quantize(
     backend: str = "auto",
 ) -> list[Tensor]:
     """``reference.rmsnorm`` of ``x``, quantized along rows, and its rstd."""
-    fmt = get_format(format)
-    more = scale_rounding, nonfinite, global_scale
+    asked = quantizers.Request(format, (-1,), (layout,), scale_rounding, nonfinite)
     if gpu_of(x.device) is not None and backend != "reference":
         try:
-            return _rmsnorm_by_kernel(x, weight, eps, fmt, layout, *more)
+            return _rmsnorm_by_kernel(x, weight, eps, asked, global_scale)
         except quantizers.Unsupported as why:
             fall_back("rmsnorm_quantize", x, backend, str(why))
     values, rstd = reference.rmsnorm(x, weight, eps)
-    data, scale, *found = quantize_values(values, format, (-1,), (layout,), *more, None, backend)
+    data, scale, *found = quantize_values(values, asked, global_scale, None, backend)
     return [data, scale, rstd, *found]
 
 
@@ -169,28 +159,19 @@ def _rmsnorm_by_kernel(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    fmt: Format,
-    layout: str,
-    scale_rounding: str,
-    nonfinite: str,
+    asked: quantizers.Request,
     global_scale: Tensor | None,
 ) -> list[Tensor]:
     """What the kernel makes of ``x``; Unsupported where there is none."""
+    fmt, layouts = asked.fmt, asked.layouts
     if fmt.has_global_scale and global_scale is None:
         raise quantizers.Unsupported(_UNKNOWN_SCALE)
-    (written,) = written_layouts(fmt, (layout,))
-    data, scale, rstd = quantizers.rmsnorm(
-        x,
-        weight,
-        fmt,
-        eps=eps,
-        layout=written,
-        scale_rounding=scale_rounding,
-        nonfinite=nonfinite,
-        global_scale=global_scale,
-    )
-    if written != layout:
-        scale = swizzle_scale(scale, -1, get_layout(layout), None)
+    written = written_layouts(fmt, layouts)
+    if written is not layouts:
+        asked = asked._replace(layouts=written)
+    data, scale, rstd = quantizers.rmsnorm(x, weight, asked, eps=eps, global_scale=global_scale)
+    if written is not layouts:
+        scale = swizzle_scale(scale, -1, get_layout(layouts[0]), None)
     return [data, scale, rstd]
 
 
@@ -199,29 +180,27 @@ def _rmsnorm_by_kernel(
 
 def quantize_values(
     values: Tensor,
-    format: str,
-    axes: tuple[int, ...],
-    layouts: tuple[str, ...],
-    scale_rounding: str,
-    nonfinite: str,
+    asked: quantizers.Request,
     scalar: Tensor | None,
     offsets: Tensor | None,
     backend: str,
-    k_major: bool = False,
 ) -> list[Tensor]:
-    """``values`` quantized along ``axes``, and their global scale where none was given."""
+    """``values`` quantized as is asked for, whatever made them, and their global scale where none
+    was given."""
+    format, axes, layouts = asked.format, asked.axes, asked.layouts
     found = []
-    if get_format(format).has_global_scale and scalar is None:
+    if asked.fmt.has_global_scale and scalar is None:
         scalar = global_scale(values, format, backend)
         found = [scalar]
-    further = scalar, offsets, None, backend, k_major
+    assert asked.scale_rounding is not None  # ops are given its name
+    rounding, further = (asked.scale_rounding, asked.nonfinite), (backend, asked.k_major)
     pair: tuple[Tensor, ...]
     if len(axes) == 2:
-        pair = quantize_both(
-            values, format, scale_rounding, nonfinite, layouts[0], layouts[1], *further
-        )
+        both = layouts[0], layouts[1]
+        pair = quantize_both(values, format, *rounding, *both, scalar, offsets, None, *further)
     else:
-        pair = quantize(values, format, axes[0], scale_rounding, nonfinite, layouts[0], *further)
+        one = layouts[0]
+        pair = quantize(values, format, axes[0], *rounding, one, scalar, offsets, None, *further)
     return [*pair, *found]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..kernels import quantizers
+from ..kernels.quantizers import calls as quantizers
 from . import gemm_cpu, gemm_kernels
 from .backends import fall_back, on_cpu
 from .dequantize import values

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..kernels import cpu
+from ..kernels.cpu import calls as cpu
 from .backends import require_cpu_kernels
 from .dequantize import values
 from .gemm_operands import Side, scale_matrix

@@ -8,16 +8,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..kernels import quantizers
 from ..kernels.common import calls
 from ..kernels.common.gpu import Gpu, no_kernels
 from ..kernels.common.runtime import gpu_of, missing
+from ..kernels.quantizers import calls as quantizers
+from ..tensor_checks import DTYPES
 from . import gemm_sm90, gemm_sm100
 from .gemm_operands import Products, Quantization, Side, detached, global_scales
 
 __all__ = ["PRODUCTS", "multiply", "multiply_quantized", "products_of", "products_on"]
-
-_BIASES = (torch.bfloat16, torch.float16, torch.float32)  # that kernels read
 
 #: Of architectures.
 PRODUCTS: Mapping[str, Products] = {
@@ -99,7 +98,7 @@ def _taken(a: Side, b: Side, bias: Tensor | None) -> tuple[Side, Side, Tensor | 
         for side in (a, b)
     )
     bias = detached(bias)
-    if bias is not None and (bias.dtype not in _BIASES or bias.stride() != (1,)):
+    if bias is not None and (bias.dtype not in DTYPES or bias.stride() != (1,)):
         bias = bias.float().contiguous()
     return a, b, bias
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import get_format
-from ..kernels import quantizers
+from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
 from .fused import fake_scalar, quantize_values, swiglu_quantize
@@ -75,8 +75,8 @@ def gemm_quantize(
     if swiglu:
         asked = format, True, False, scale_rounding, nonfinite, layout, layout
         return swiglu_quantize(values, None, *asked, global_scale, None, backend)
-    more = scale_rounding, nonfinite, global_scale, None
-    return quantize_values(values, format, (-1,), (layout,), *more, backend)
+    rounding = quantizers.Request(format, (-1,), (layout,), scale_rounding, nonfinite)
+    return quantize_values(values, rounding, global_scale, None, backend)
 
 
 def _by_one_kernel(

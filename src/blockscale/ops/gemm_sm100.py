@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, formats
-from ..kernels import quantizers, sm100
 from ..kernels.common.calls import Operand
 from ..kernels.common.loadable import loadable
+from ..kernels.quantizers import calls as quantizers
+from ..kernels.sm100 import calls as sm100
 from ..kernels.sm100.kinds import find_kind
 from ..kernels.sm100.plan import plan_gemm
 from ..kernels.sm100.quantizing_config import FORMATS, Quantizing

@@ -7,9 +7,9 @@ from itertools import product
 from torch import Tensor
 
 from ..formats import formats
-from ..kernels import quantizers
 from ..kernels.common.calls import CompiledGemm, GemmCall, Operand
 from ..kernels.common.loadable import loadable
+from ..kernels.quantizers import calls as quantizers
 from ..kernels.sm90 import exact_gemm
 from ..kernels.sm90.plan import plan_gemm
 from ..layouts import get_layout

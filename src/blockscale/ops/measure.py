@@ -7,7 +7,7 @@ from torch import Tensor
 from .. import reference
 from ..error_sums import ErrorSums
 from ..formats import Format
-from ..kernels import cpu
+from ..kernels.cpu import calls as cpu
 from .backends import no_cpu_kernels
 
 __all__ = ["amax", "error_sums"]

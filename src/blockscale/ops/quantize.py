@@ -8,9 +8,11 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
-from ..kernels import cpu, quantizers
 from ..kernels.common.runtime import gpu_of
-from ..layouts import as_bytes, get_layout, swizzle_scale
+from ..kernels.cpu import calls as cpu
+from ..kernels.quantizers import calls as quantizers
+from ..layouts import get_layout, swizzle_scale
+from ..memory import as_bytes
 from . import fakes
 from .backends import fall_back, require_cpu_kernels
 from .operation import operation
@@ -39,18 +41,20 @@ def quantize(
     With ``offsets``, axis -2 has blocks that start anew in each group, axis -1 scales that
     ``layouts.Grouped`` places.
     """
-    fmt = get_format(format)
     if axis == -1 and layout == "compact":
         offsets = None  # groups of rows move no compact scale
     if backend != "reference":
-        more = scale_rounding, nonfinite, global_scale, offsets, seed, k_major
+        grouped = offsets is not None
+        asked = quantizers.Request(
+            format, (axis,), (layout,), scale_rounding, nonfinite, "load", grouped, k_major
+        )
         try:
-            return _by_kernel(x, fmt, (axis,), (layout,), *more)[0]
+            return _by_kernel(x, asked, global_scale, offsets, seed)[0]
         except quantizers.Unsupported as why:
             fall_back("quantize", x, backend, str(why))
     data, scale = reference.quantize(
         x,
-        fmt,
+        get_format(format),
         axis=axis,
         scale_rounding=scale_rounding,
         nonfinite=nonfinite,
@@ -79,9 +83,12 @@ def quantize_both(
     """``quantize`` along -1, then along -2, from one read of ``x`` where a kernel can do that."""
     layouts = row_layout, column_layout
     if backend != "reference" and gpu_of(x.device) is not None:
-        more = scale_rounding, nonfinite, global_scale, offsets, seed, k_major
+        grouped = offsets is not None
+        asked = quantizers.Request(
+            format, (-1, -2), layouts, scale_rounding, nonfinite, "load", grouped, k_major
+        )
         try:
-            row, column = _by_kernel(x, get_format(format), (-1, -2), layouts, *more)
+            row, column = _by_kernel(x, asked, global_scale, offsets, seed)
         except quantizers.Unsupported:
             pass  # what one axis needs, the other may not
         else:
@@ -114,18 +121,13 @@ def global_scale(x: Tensor, format: str, backend: str = "auto") -> Tensor:
 
 def _by_kernel(
     x: Tensor,
-    fmt: Format,
-    axes: tuple[int, ...],
-    layouts: tuple[str, ...],
-    scale_rounding: str,
-    nonfinite: str,
+    asked: quantizers.Request,
     global_scale: Tensor | None,
     offsets: Tensor | None,
     seed: int | None,
-    k_major: bool,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
-    gpu = gpu_of(x.device)
+    gpu, fmt, axes, layouts = gpu_of(x.device), asked.fmt, asked.axes, asked.layouts
     if seed is not None and gpu is not None:
         raise quantizers.Unsupported(
             "seed: no kernel rounds stochastically on a GPU; leave it out to round to nearest even"
@@ -136,31 +138,23 @@ def _by_kernel(
                 "offsets with axis=-2: no CPU kernel starts blocks anew in each group"
             )
         require_cpu_kernels()
+        assert asked.scale_rounding is not None  # the op has its name
         data, scale = cpu.quantize(
             x,
             fmt,
             axis=axes[0],
-            scale_rounding=scale_rounding,
-            nonfinite=nonfinite,
+            scale_rounding=asked.scale_rounding,
+            nonfinite=asked.nonfinite,
             global_scale=global_scale,
             seed=seed,
         )
-        if fmt.turned(axes[0], k_major) and data.stride(-2) != 1:
+        if fmt.turned(axes[0], asked.k_major) and data.stride(-2) != 1:
             data = data.mT.contiguous().mT
         return [(data, swizzle_scale(as_bytes(scale), axes[0], get_layout(layouts[0]), offsets))]
     written = written_layouts(fmt, layouts)
-    results = quantizers.quantize(
-        x,
-        fmt,
-        axes=axes,
-        layouts=written,
-        scale_rounding=scale_rounding,
-        nonfinite=nonfinite,
-        global_scale=global_scale,
-        offsets=offsets,
-        k_major=k_major,
-        gpu=gpu,
-    )
+    if written is not layouts:
+        asked = asked._replace(layouts=written)
+    results = quantizers.quantize(x, asked, global_scale=global_scale, offsets=offsets, gpu=gpu)
     if written is layouts:
         return results
     return [

@@ -44,7 +44,7 @@ def quantize(
     along the contraction. Shapes: ``format.data_shape`` and ``format.scale_shape``. Strides:
     contiguous, or ``mT`` of a contiguous tensor where ``format.turned``.
     """
-    noise = None if seed is None else random_bits(seed, x.shape, x.device)
+    noise = None if seed is None else random_bits(seed, x)
     if axis == -2:  # from here on the contraction is the last axis
         x, noise = x.mT, noise.mT if noise is not None else None
     bounds = [0, x.shape[-1]] if offsets is None else [0, *offsets.tolist()]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..measure import error_sums
 from ..nn import Linear, Recipe
 from ..quantize import quantize
-from ..tensor import ScaledTensor
 
-__all__ = ["ROLES", "Statistics", "limits"]
+__all__ = ["ROLES", "Statistics"]
 
 ROLES = ("activations", "weights", "gradients")
 
@@ -69,20 +69,19 @@ class Statistics:
 
     def _add(self, role: str, x: Tensor, recipe: Recipe) -> None:
         x = x.detach().reshape(-1, x.shape[-1]).contiguous()
+        if not x.any():
+            return  # what a zero gradient loses says nothing
         sums, format = self._sums[role], recipe.format_of(role)
         for used, axis, product in _USES:
             if used != role or product in recipe.high_precision:
                 continue
-            q = quantize(x, format, axis, scale_rounding=recipe.scale_rounding, pad=True)
-            exact = x.float()
-            signal = exact.square().sum(dtype=torch.float64).item()
-            if signal == 0:
-                continue  # what a zero gradient loses says nothing
-            noise = (q.dequantize(torch.float32) - exact).square().sum(dtype=torch.float64).item()
+            rows = x if axis == -1 else x.mT.contiguous()
+            q = quantize(rows, format, scale_rounding=recipe.scale_rounding, pad=True)
+            found = error_sums(rows, q)
             sums.tensors += 1
             sums.elements += x.numel()
-            sums.saturated += int((exact.abs() > limits(q)).sum())
-            sums.noise_to_signal += noise / signal
+            sums.saturated += found.saturated
+            sums.noise_to_signal += math.nan if found.nonfinite else found.noise / found.signal
 
     def summary(self) -> dict[str, dict[str, float]]:
         """By role: elements seen, saturated elements per million, SQNR in dB; no role if unseen."""
@@ -95,16 +94,6 @@ class Statistics:
             for role, sums in self._sums.items()
             if sums.tensors
         }
-
-
-def limits(q: ScaledTensor) -> Tensor:
-    """The largest magnitude that each element could have been given: ``element.max * scale``."""
-    rows, columns = q.format.block if q.axis == -1 else q.format.block[::-1]
-    scale = q.to_layout("compact").scale.float() * q.format.element.max
-    if q.global_scale is not None:
-        scale = scale * q.global_scale
-    spread = scale.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
-    return spread[..., : q.shape[-2], : q.shape[-1]]
 
 
 def _decibel(noise_to_signal: float) -> float:

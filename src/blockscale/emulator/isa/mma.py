@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..machine import Fragment, Step
-from ..tensorcore.arithmetic import multiply, multiply_integers
+from ..tensorcore.arithmetic import Instruction, multiply, multiply_integers
 from ..tensorcore.fragments import warp_matrix, warp_registers
 from .matrix import whole_warps
 from .registry import TYPES, Form, Getter, instruction
@@ -66,10 +66,8 @@ def mma(form: Form) -> Step:
         if d_type == "s32":
             d = multiply_integers(a, b, c, saturate=saturate)
         else:
-            d = multiply(
-                "mma", a, b, c.view(TYPES[d_type]), a_type=a_type, b_type=b_type, d_type=d_type,
-                exact=launch.settings.exact,
-            )  # fmt: skip
+            types = Instruction("mma", a_type, b_type, d_type)
+            d = multiply(types, a, b, c.view(TYPES[d_type]), exact=launch.settings.exact)
         words = warp_registers(d.view(np.uint32), _beside(d_type))
         for i, setter in enumerate(put):
             setter(w, words[..., i].reshape(-1))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from ..machine import CTA, Fragment, Step
 from ..matrix_operands import Operand, container_bits, from_shared, negated
 from ..program import Address, Immediate, Vector
 from ..tensor_memory import tensor_memory
-from ..tensorcore.arithmetic import multiply
+from ..tensorcore.arithmetic import Instruction, multiply
 from ..tensorcore.descriptors import (
     InstructionDescriptor,
     SharedDescriptor,
@@ -93,19 +92,13 @@ class Multiplication:
             c = words.astype(np.uint16).view(np.float16) if half else words.view(np.float32)
             if self.scale_d:
                 c = np.ldexp(c, -self.scale_d)
-        more: dict[str, Any] = {}
-        if self.scales is not None:
-            blocks = int(self.vector[0])
-            more = {
-                "sfa": self._scales(work, cta, 0, len(a)),
-                "sfb": self._scales(work, cta, 1, len(b)),
-                "scale_type": shape.scale_type,
-                "vector": shape.k // blocks,
-            }
-        d = multiply(
-            "tcgen05", a, b, c, a_type=shape.a_type, b_type=shape.b_type, d_type=shape.d_type,
-            exact=self.exact, **more,
-        )  # fmt: skip
+        types = Instruction("tcgen05", shape.a_type, shape.b_type, shape.d_type)
+        sfa = sfb = None
+        if self.scales is not None and shape.scale_type is not None:
+            vector = shape.k // int(self.vector[0])
+            types = replace(types, scale_type=shape.scale_type, vector=vector)
+            sfa, sfb = (self._scales(work, cta, i, len(each)) for i, each in enumerate((a, b)))
+        d = multiply(types, a, b, c, sfa=sfa, sfb=sfb, exact=self.exact)
         words = d.view(np.uint16).astype(np.uint32) if half else d.view(np.uint32)
         if self.disabled is not None:
             keep = ~self.disabled[rank][lanes]

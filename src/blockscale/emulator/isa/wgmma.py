@@ -19,7 +19,7 @@ from ..machine import CTA, Fragment, Frame, Split, Step, Wait
 from ..matrix_operands import Operand, container_bits, from_shared, negated
 from ..program import Immediate, PtxError, Register, Vector, type_bytes
 from ..registers import Multiplying
-from ..tensorcore.arithmetic import multiply
+from ..tensorcore.arithmetic import Instruction, multiply
 from ..tensorcore.descriptors import SharedDescriptor, wgmma_descriptor
 from ..tensorcore.fragments import accumulator_fragment, operand_fragment
 from .copies import wait_for
@@ -201,10 +201,8 @@ class Multiplication:
         if self.accumulate:
             c = np.empty((_M, self.b.rows), dtype)
             c[fragment] = _words(frame, self.d, threads).view(dtype)
-        d = multiply(
-            "wgmma", a, b, c, a_type=self.a.type, b_type=self.b.type, d_type=self.d_type,
-            exact=cta.launch.settings.exact,
-        )  # fmt: skip
+        types = Instruction("wgmma", self.a.type, self.b.type, self.d_type)
+        d = multiply(types, a, b, c, exact=cta.launch.settings.exact)
         words = np.ascontiguousarray(d[fragment]).view(np.uint32)
         for i, slot in enumerate(self.d):
             frame.registers[slot].view(np.uint32)[threads] = words[:, i]

@@ -31,11 +31,29 @@ import numpy as np
 from ..ieee import two_sum_error, two_sum_to_odd
 from .elements import NO_EXPONENT, decode
 
-__all__ = ["Unit", "multiply", "multiply_integers"]
+__all__ = ["Instruction", "Unit", "multiply", "multiply_integers"]
 
 Unit = Literal["wgmma", "tcgen05", "mma"]
 
 _BLOCK = 1 << 16  # products at a time: they stay in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What one instruction multiplies.
+
+    Attributes:
+        unit: the tensor cores that do it.
+        a_type, b_type, d_type: of elements of A, of B, of C and D.
+        scale_type, vector: of the scales of A and B, and how many elements share one; if any.
+    """
+
+    unit: Unit
+    a_type: str
+    b_type: str
+    d_type: str = "f32"
+    scale_type: str = ""
+    vector: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +126,13 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
 
 
 def multiply(
-    unit: Unit,
+    instruction: Instruction,
     a: np.ndarray,
     b: np.ndarray,
     c: np.ndarray | None,
     *,
-    a_type: str,
-    b_type: str,
-    d_type: str = "f32",
     sfa: np.ndarray | None = None,
     sfb: np.ndarray | None = None,
-    scale_type: str = "",
-    vector: int = 0,
     exact: bool = False,
 ) -> np.ndarray:
     """D (M, N) = A B^T + C of one instruction, in ``d_type``, bit for bit as the unit gives it.
@@ -135,7 +148,9 @@ def multiply(
 
     ValueError: the unit has no instruction on these types, or shapes do not fit.
     """
-    kind = _kind(unit, a_type, b_type, d_type, a.shape[-1], scale_type, vector)
+    kind = _kind(instruction, a.shape[-1])
+    a_type, b_type, d_type = instruction.a_type, instruction.b_type, instruction.d_type
+    scale_type, vector = instruction.scale_type, instruction.vector
     *batch, m, _ = a.shape
     n = b.shape[-2]
     for name, array, shape in (
@@ -179,9 +194,9 @@ def multiply_integers(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, saturate: 
     return total.astype(np.int32)
 
 
-def _kind(
-    unit: str, a_type: str, b_type: str, d_type: str, k: int, scale_type: str, vector: int
-) -> Kind:
+def _kind(instruction: Instruction, k: int) -> Kind:
+    unit, scale_type, vector = instruction.unit, instruction.scale_type, instruction.vector
+    a_type, b_type, d_type = instruction.a_type, instruction.b_type, instruction.d_type
     if unit not in _KINDS:
         raise ValueError(f"unit is {unit!r}, not one of {', '.join(_KINDS)}")
     for kind in _KINDS[unit]:
@@ -205,7 +220,7 @@ def _widened(
             half.reshape(*half.shape[:-1], -1, 4)[..., pair].reshape(*half.shape[:-1], -1)
             for half in (left, right)
         )
-        sums = multiply("mma", one, other, sums, a_type="f16", b_type="f16", d_type=d_type)
+        sums = multiply(Instruction("mma", "f16", "f16", d_type), one, other, sums)
     assert sums is not None
     return sums if c is None else sums + c
 

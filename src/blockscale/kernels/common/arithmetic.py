@@ -3,33 +3,34 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 from cutlass import Float32, Uint32
 
+from ...dtypes import BFLOAT16, FLOAT16, FLOAT32
 from . import ptx
 
 __all__ = ["add", "element", "fma", "multiply", "narrow", "widen"]
 
 
-def widen(words: list, dtype: torch.dtype) -> list:
+def widen(words: list, dtype: np.dtype) -> list:
     """fp32 values of the elements in words; exact."""
     return [element(word, i, dtype) for word in words for i in range(4 // dtype.itemsize)]
 
 
-def element(word, i: int, dtype: torch.dtype):
+def element(word, i: int, dtype: np.dtype):
     """fp32 value of element ``i`` of a word; exact."""
-    if dtype == torch.float16:
+    if dtype == FLOAT16:
         return ptx.half_to_float(word, bool(i))
-    if dtype == torch.bfloat16:
+    if dtype == BFLOAT16:
         word = word & Uint32(0xFFFF0000) if i else word << 16
     return word.bitcast(Float32)
 
 
-def narrow(values: list, dtype: torch.dtype) -> list:
+def narrow(values: list, dtype: np.dtype) -> list:
     """Words of fp32 values rounded to ``dtype``, to nearest even."""
-    if dtype == torch.float32:
+    if dtype == FLOAT32:
         return [value.bitcast(Uint32) for value in values]
-    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    kind = "bf16" if dtype == BFLOAT16 else "f16"
     return [ptx.round_pair(*values[i : i + 2], kind) for i in range(0, len(values), 2)]
 
 

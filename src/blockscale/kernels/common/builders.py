@@ -3,29 +3,65 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["BUILDERS", "build_kernel"]
+__all__ = ["BUILDERS", "build_kernel", "made_of", "register_builder"]
 
 #: A configuration's type, and the module whose ``compile_config`` takes it.
 BUILDERS = {
     "quantizers.config.Config": "quantizers.kernel",
     "quantizers.config.AmaxConfig": "quantizers.amax",
-    "quantizers.norm.NormConfig": "quantizers.rmsnorm_kernel",
-    "quantizers.dequantize_plan.DequantizeConfig": "quantizers.dequantize_kernel",
+    "quantizers.norm_config.NormConfig": "quantizers.rmsnorm_kernel",
+    "quantizers.dequantize_config.DequantizeConfig": "quantizers.dequantize_kernel",
     "sm90.config.Config": "sm90.fp8_gemm",
     "sm90.bf16_config.Bf16Config": "sm90.bf16_gemm",
     "sm90.mixed_config.Config": "sm90.mixed",
     "sm90.skinny_config.Config": "sm90.skinny",
     "sm90.permute_config.PermuteConfig": "sm90.permute_activations",
-    "sm90.ladder_config.LadderConfig": "sm90.ladder",
     "sm100.config.Config": "sm100.kernel",
 }
 _KERNELS = __name__.rpartition(".common.")[0]
 
 
+class _Builder(NamedTuple):
+    module: str
+    made_of: tuple[str, ...]
+
+
+_registered: dict[type, _Builder] = {}
+
+
+def register_builder(kind: type, module: str, *, made_of: tuple[str, ...] = ()) -> None:
+    """Let configurations of another package have kernels, which are then cached like all others.
+
+    Call it in the module that defines the type: a process that gets a configuration from another
+    one imports that module alone.
+
+    Args:
+        kind: the configuration's type: hashable, with a ``repr`` that tells all of it.
+        module: the module whose ``compile_config`` takes the configuration; imported when needed.
+        made_of: modules in whose folders there is code that the kernel is made of, beside the
+            configuration's own folder: a change there is a new kernel, too.
+
+    Example:
+        >>> register_builder(LadderConfig, "examples.ladder.kernel",
+        ...                  made_of=("blockscale.kernels.sm90",))
+    """
+    _registered[kind] = _Builder(module, made_of)
+
+
+def made_of(kind: type) -> tuple[str, ...]:
+    """Modules in whose folders there is code that the kernels of a type of configuration are made
+    of: the type's own one first."""
+    return (kind.__module__, *(_registered[kind].made_of if kind in _registered else ()))
+
+
 def build_kernel(config: Any) -> Any:
     """The host function of a configuration's kernel; takes about a second and the CuTe DSL."""
     kind = type(config)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix(f"{_KERNELS}.")
-    return import_module(f"{_KERNELS}.{BUILDERS[name]}").compile_config(config)
+    if kind in _registered:
+        module = _registered[kind].module
+    else:
+        name = f"{kind.__module__}.{kind.__qualname__}".removeprefix(f"{_KERNELS}.")
+        module = f"{_KERNELS}.{BUILDERS[name]}"
+    return import_module(module).compile_config(config)

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...dtypes import from_torch
 from .epilogue import Epilogue
-from .gpu import Gpu
-from .runtime import Described, Unsupported, describe, gpu_of, missing
+from .gpu import Gpu, Unsupported
+from .runtime import FLOATS, Described, describe, gpu_of, missing
 
 __all__ = [
-    "OUT_DTYPES",
     "Alpha",
     "CompiledGemm",
     "GemmCall",
@@ -25,8 +25,6 @@ __all__ = [
     "describe_call",
     "multiply",
 ]
-
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: What sums are multiplied by: () fp32; or two of these, whose product it is.
 Alpha = Tensor | tuple[Tensor, Tensor] | None
@@ -85,10 +83,8 @@ class GemmCall(NamedTuple):
 
     def epilogue(self, n: int) -> Epilogue:
         """What is done with an accumulator of ``n`` columns."""
-        bias = None if self.bias is None else self.bias[2]
-        return Epilogue(
-            self.out_dtype, self.accumulate, bias, len(self.alpha), self._aligned_rows(n)
-        )
+        out, bias = from_torch(self.out_dtype), self.bias and from_torch(self.bias[2])
+        return Epilogue(out, self.accumulate, bias, len(self.alpha), self._aligned_rows(n))
 
     def _aligned_rows(self, n: int) -> bool:
         """Whether TMA can store the output: it writes whole groups of 16 bytes of a row."""
@@ -98,7 +94,7 @@ class GemmCall(NamedTuple):
 
     def check_rest(self, shape: tuple[int, int]) -> None:
         """Raise unless the arguments beside the operands fit a product of ``shape``."""
-        _check_vector("bias", self.bias, shape[1:], OUT_DTYPES)
+        _check_vector("bias", self.bias, shape[1:], FLOATS)
         for scalar in self.alpha:
             _check_vector("alpha", scalar, (), (torch.float32,))
         if self.accumulate and self.out is None:

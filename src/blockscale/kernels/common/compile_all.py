@@ -31,7 +31,7 @@ def compile_all(configs: Iterable[Any], processes: int | None = None) -> int:
     workers = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(most)]
     for i, worker in enumerate(workers):
         assert worker.stdin is not None
-        worker.stdin.write(pickle.dumps((sys.path, wanted[i::most])))
+        worker.stdin.write(pickle.dumps(sys.path) + pickle.dumps(wanted[i::most]))
         worker.stdin.close()
     for worker in workers:
         worker.wait()
@@ -39,9 +39,8 @@ def compile_all(configs: Iterable[Any], processes: int | None = None) -> int:
 
 
 def _main() -> None:
-    paths, configs = pickle.load(sys.stdin.buffer)
-    sys.path[:] = paths
-    _compile(configs)
+    sys.path[:] = pickle.load(sys.stdin.buffer)  # first: the configurations' types are found by it
+    _compile(pickle.load(sys.stdin.buffer))
 
 
 def _compile(configs: Iterable[Any]) -> None:

@@ -6,7 +6,8 @@ its name is never loaded. Writers hold a lock, so that of many processes only on
 rename a finished file into place. Loading a library needs no CuTe DSL, whose import takes seconds.
 Where there is no linker, an entry is an object file, which needs it.
 
-A configuration is any hashable value with a ``repr`` that tells all of it, and ``compile()``.
+A configuration is any hashable value with a ``repr`` that tells all of it, whose type ``builders``
+knows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -27,7 +27,7 @@ from typing import Any
 import platformdirs
 from filelock import FileLock
 
-from .builders import build_kernel
+from .builders import build_kernel, made_of
 
 __all__ = ["build", "cache_folder", "is_cached", "last_built", "load"]
 
@@ -78,10 +78,10 @@ def is_cached(config: Any) -> bool:
 
 @lru_cache
 def _sources(module: str) -> bytes:
-    """Code that a kernel may be made of: the folder of its configuration's class, this one, and the
-    numbers that formats stand for."""
+    """Code that a kernel may be made of: the folder of a module, this one, and the numbers that
+    formats stand for."""
     here, package = Path(__file__).parent, Path(__file__).parents[2]
-    folders = {Path(str(sys.modules[module].__file__)).parent, here}
+    folders = {Path(str(import_module(module).__file__)).parent, here}
     paths = [path for folder in sorted(folders) for path in sorted(folder.glob("*.py"))]
     paths += [package / name for name in ("formats.py", "rounding.py")]
     return b"".join(path.read_bytes() for path in paths)
@@ -90,7 +90,7 @@ def _sources(module: str) -> bytes:
 def _key(config: Any) -> str:
     """Hash of all that a kernel depends on."""
     what = type(config).__name__, config, version("nvidia-cutlass-dsl")
-    sources = _sources(type(config).__module__)
+    sources = b"".join(_sources(module) for module in made_of(type(config)))
     return hashlib.sha256(sources + repr(what).encode()).hexdigest()[:32]
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-import torch
+import numpy as np
 from cutlass import Float32, Uint32, cute
 
+from ...dtypes import BFLOAT16, FLOAT16
 from ...formats import get_format
 from ...rounding import FP32_INF, FP32_MAX, FP32_NAN
 from . import ptx
@@ -22,7 +23,7 @@ from .spec import NEAREST_FP32, NEAREST_UE4M3, POWER_OF_TWO, Spec
 __all__ = ["Encoder"]
 
 _MIN_NORMAL = 0x00800000
-_HALF_INF = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+_HALF_INF = {BFLOAT16: 0x7F80, FLOAT16: 0x7C00}
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Encoder:
 
     spec: Spec
     element: str
-    dtype: torch.dtype
+    dtype: np.dtype
     blackwell: bool
 
     @classmethod

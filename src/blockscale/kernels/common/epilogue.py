@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
-__all__ = ["Epilogue"]
+from ...dtypes import BFLOAT16, FLOAT16, FLOAT32
+
+__all__ = ["OUT_DTYPES", "Epilogue"]
+
+OUT_DTYPES = (BFLOAT16, FLOAT16, FLOAT32)
 
 
 class Epilogue(NamedTuple):
@@ -21,8 +25,8 @@ class Epilogue(NamedTuple):
             bytes: TMA can store it.
     """
 
-    out_dtype: torch.dtype = torch.bfloat16
+    out_dtype: np.dtype = BFLOAT16
     accumulate: bool = False
-    bias: torch.dtype | None = None
+    bias: np.dtype | None = None
     alpha: int = 0
     tma_store: bool = True

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["CLUSTERS", "GPUS", "SHARED", "Gpu", "no_kernels"]
+__all__ = ["CLUSTERS", "GPUS", "SHARED", "Gpu", "Unsupported", "no_kernels"]
+
+
+class Unsupported(ValueError):
+    """There is no kernel for a call, and why."""
+
 
 #: Bytes of shared memory that a CTA may have, or several of a multiprocessor together.
 SHARED = 227 << 10

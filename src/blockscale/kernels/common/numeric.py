@@ -1,15 +1,16 @@
 # mypy: ignore-errors
-"""The DSL's types of torch's dtypes."""
+"""The DSL's types of dtypes."""
 
 from __future__ import annotations
 
 import cutlass
-import torch
+
+from ...dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 __all__ = ["NUMERIC"]
 
 NUMERIC = {
-    torch.bfloat16: cutlass.BFloat16,
-    torch.float16: cutlass.Float16,
-    torch.float32: cutlass.Float32,
+    BFLOAT16: cutlass.BFloat16,
+    FLOAT16: cutlass.Float16,
+    FLOAT32: cutlass.Float32,
 }

@@ -11,16 +11,15 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .gpu import Gpu
+from .gpu import Gpu, Unsupported
 
-__all__ = ["Described", "Unsupported", "describe", "gpu_of", "missing", "standing_in"]
+__all__ = ["FLOATS", "Described", "Unsupported", "describe", "gpu_of", "missing", "standing_in"]
+
+#: What kernels read and write, beside quantized data.
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 #: Shape, strides, dtype, and the address modulo 32.
 Described = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
-
-
-class Unsupported(ValueError):
-    """There is no kernel for a call, and why."""
 
 
 @overload

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from cutlass import Float32, Uint32
 
 from . import ptx
@@ -79,7 +79,7 @@ def _constant(bits: int, like: list) -> list:
 def _of_words(function):
     """``function`` of lists of fp32 values, for words of elements of a dtype."""
 
-    def produce(sources: list, dtype: torch.dtype, blackwell: bool) -> list:
+    def produce(sources: list, dtype: np.dtype, blackwell: bool) -> list:
         made = function(blackwell, *(widen(words, dtype) for words in sources))
         return [narrow(part, dtype) for part in made]
 

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import cutlass
-import torch
+import numpy as np
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from ...dtypes import FLOAT8_E4M3FN, FLOAT8_E5M2, UINT8
 from ...formats import Format
 from .numeric import NUMERIC
 
 __all__ = ["any_matrix", "any_outputs", "any_source", "any_tensor", "compile_for"]
 
 _ELEMENTS = {
-    torch.float8_e4m3fn: cutlass.Float8E4M3FN,
-    torch.float8_e5m2: cutlass.Float8E5M2,
-    torch.uint8: cutlass.Uint8,
+    FLOAT8_E4M3FN: cutlass.Float8E4M3FN,
+    FLOAT8_E5M2: cutlass.Float8E5M2,
+    UINT8: cutlass.Uint8,
 }
 _SCALES = {1: cutlass.Uint8, 4: cutlass.Float32}
 _MATRICES = ("compact", "sm90", "packed")  # layouts whose scales are stored with two dimensions
@@ -36,7 +37,7 @@ def any_matrix(dtype, align: int):
     return make_fake_tensor(dtype, sizes, strides, assumed_align=align)
 
 
-def any_source(dtype: torch.dtype, aligned: bool):
+def any_source(dtype: np.dtype, aligned: bool):
     """A matrix of values; ``aligned``: each of its rows starts at a multiple of 16 bytes."""
     return any_tensor(NUMERIC[dtype], 2, 16 if aligned else dtype.itemsize, aligned)
 
@@ -45,7 +46,7 @@ def any_outputs(format: Format, layout: str) -> list:
     """Data, and scales in ``layout``."""
     scale = cutlass.Int32 if layout == "packed" else _SCALES[format.scale.nbytes]
     return [
-        any_tensor(_ELEMENTS[format.element.dtype], 2, 16),
+        any_tensor(_ELEMENTS[format.element.numpy_dtype], 2, 16),
         any_tensor(scale, 1 + (layout in _MATRICES), 16),
     ]
 

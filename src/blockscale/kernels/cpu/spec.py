@@ -6,8 +6,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ...formats import FP32, Element, Format, Scale
 from ...rounding import decode, scale_bits
@@ -51,27 +49,43 @@ def supported(format: Format) -> bool:
 @lru_cache
 def values(element: Element) -> np.ndarray:
     """fp32 bits (int32) of each code of an element."""
-    codes = torch.arange(1 << element.bits, dtype=torch.uint8)
-    return decode(codes, element).view(torch.int32).numpy()
+    found: np.ndarray = decode(np.arange(1 << element.bits), element).view(np.int32)
+    return found
 
 
 @lru_cache
 def scale_values(scale: Scale) -> np.ndarray:
     """fp32 bits (int32) of each code of a one-byte scale; empty for fp32 scales."""
-    codes = torch.arange(0 if scale is FP32 else 256)
-    return scale_bits(codes, scale).to(torch.int32).numpy()
+    found: np.ndarray = scale_bits(np.arange(0 if scale is FP32 else 256), scale).astype(np.int32)
+    return found
 
 
-def geometry(x: Tensor, format: Format, axis: int, in_rows: bool = False) -> Geometry:
-    """How the loops walk over ``x`` (leads, M, K), blocked along ``axis``; K is contiguous.
+class Strided(NamedTuple):
+    """Shape and strides, in elements, of a tensor of three dimensions; the last is contiguous."""
+
+    shape: tuple[int, int, int]
+    lead_stride: int
+    row_stride: int
+
+    @property
+    def contiguous(self) -> bool:
+        leads, rows, columns = self.shape
+        return 0 in self.shape or (
+            (rows == 1 or self.row_stride == columns)
+            and (leads == 1 or self.lead_stride == rows * columns)
+        )
+
+
+def geometry(x: Strided, format: Format, axis: int, in_rows: bool = False) -> Geometry:
+    """How the loops walk over ``x`` (leads, M, K), blocked along ``axis``.
 
     ``in_rows``: no tile is of two rows.
     """
     leads, rows, columns = x.shape
     height, size = format.block if axis == -1 else format.block[::-1]
     packed = format.element.bits < 8
-    if not in_rows and height == 1 and columns % size == 0 and x.is_contiguous():
-        leads, rows, columns = 1, 1, x.numel()  # blocks need not know of rows
+    if not in_rows and height == 1 and columns % size == 0 and x.contiguous:
+        leads, rows, columns = 1, 1, leads * rows * columns  # blocks need not know of rows
     data_rows, data_columns = rows, columns
     if axis == -1:
         data_columns = -(-columns // size) * size
@@ -84,8 +98,8 @@ def geometry(x: Tensor, format: Format, axis: int, in_rows: bool = False) -> Geo
         leads=leads,
         rows=rows,
         columns=columns,
-        lead_stride=x.stride(0),
-        row_stride=x.stride(1),
+        lead_stride=x.lead_stride,
+        row_stride=x.row_stride,
         data_rows=data_rows,
         data_columns=data_columns,
         block_rows=height,

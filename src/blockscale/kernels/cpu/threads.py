@@ -13,8 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-import torch
-
 T = TypeVar("T")
 
 _pool: ThreadPoolExecutor | None = None
@@ -48,13 +46,13 @@ def _submit(work: Callable[[], None], copies: int) -> list[Future[None]]:
         return futures
 
 
-def run(work: Callable[[int, int], T], items: int, chunk: int) -> list[T]:
+def run(work: Callable[[int, int], T], items: int, chunk: int, threads: int) -> list[T]:
     """Call ``work(first, last)`` on ranges that cover ``range(items)``; the results, in any order.
 
-    ``work`` must release the GIL to gain by it. Uses ``torch.get_num_threads()`` threads at most,
+    ``work`` must release the GIL to gain by it. Uses so many ``threads`` at most,
     this one among them, each for ``chunk`` items or more: with fewer, this one works alone.
     """
-    threads = min(torch.get_num_threads(), items // chunk)
+    threads = min(threads, items // chunk)
     if threads < 2:
         return [work(0, items)] if items else []
     size = max(chunk, -(-items // (8 * threads)))  # several each: one that is held up does fewer

@@ -10,6 +10,9 @@ column by column: then it takes the place of what it was made of, and is copied 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr, select_
 
@@ -21,7 +24,21 @@ from .rows import Rows
 from .scales import Staging
 from .tile import ELEMENTS, STRIP_LANES, lane_order, load_words
 
-__all__ = ["Columns"]
+__all__ = ["Columns", "Target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a part of a tile goes: for each, a scale's address in shared memory, and data in global
+    memory.
+
+    Attributes:
+        blocks: what :class:`Columns` quantizes.
+        rows: the same values along rows, if they are asked for too.
+    """
+
+    blocks: Any
+    rows: Any
 
 
 class Columns:
@@ -50,10 +67,10 @@ class Columns:
         return memory.allocate_array(cutlass.Uint32, count, byte_alignment=16).toint()
 
     @cute.jit
-    def __call__(self, tiles, memory, parts, outputs, row_outputs, maxima, rows, width, made):
-        """Quantize the parts of a tile. ``memory`` is where ``tiles`` are, ``outputs`` a scale's
-        address in shared memory and data in global memory for each part, ``rows`` which rows of
-        the tensor they are, ``width`` how many columns it has. ``made``: parts are in memory.
+    def __call__(self, tiles, memory, parts, targets, maxima, rows, width, made):
+        """Quantize the parts of a tile. ``memory`` is where ``tiles`` are, ``targets`` where each
+        part goes, ``rows`` which rows of the tensor they are, ``width`` how many columns it has.
+        ``made``: parts are in memory.
         """
         config, encoder = self.config, self.encoder
         itemsize = config.dtype.itemsize
@@ -79,7 +96,7 @@ class Columns:
                     if const_expr(self.also is not None):
                         where = row + j, column
                         self.also.strip(
-                            parts[k], found[k], where, row_outputs[k], rows, None, None, order
+                            parts[k], found[k], where, targets[k].rows, rows, None, None, order
                         )
                     words = [encoder.state(word) for word in found[k]]
                     if const_expr(j > 0):
@@ -87,12 +104,14 @@ class Columns:
                     states[k] = words
             for k in range_constexpr(len(parts)):
                 where = (row, column), group, band, first
-                self.finish(parts[k], states[k], where, outputs[k], maxima, rows, width, order)
+                self.finish(
+                    parts[k], states[k], where, targets[k].blocks, maxima, rows, width, order
+                )
         if const_expr(self.pieces is not None):
             if const_expr(not self.tall):  # else all have met already
                 cute.arch.sync_threads()
             for k in range_constexpr(len(parts)):
-                self.pieces.copy(parts[k], outputs[k][1], rows)
+                self.pieces.copy(parts[k], targets[k].blocks[1], rows)
 
     @cute.jit
     def finish(self, part, states, where, output, maxima, rows, width, order):

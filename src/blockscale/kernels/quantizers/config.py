@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from ...formats import Format, get_format
 from ...layouts import get_layout
@@ -16,7 +16,6 @@ from ..common.spec import Spec, specify
 
 __all__ = [
     "BAND",
-    "DTYPES",
     "GROUP_ROWS",
     "PANEL",
     "PRODUCERS",
@@ -28,7 +27,6 @@ __all__ = [
     "why_not",
 ]
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 BAND = 32  # rows that a warp takes at once along columns
 GROUP_ROWS = 128  # an expert's scales start at a multiple of it
@@ -56,7 +54,20 @@ PRODUCERS = {
 
 
 class Request(NamedTuple):
-    """What is asked of a quantizer; ``quantize`` of this package says what the fields mean."""
+    """What is asked of a quantizer.
+
+    Attributes:
+        format: its name.
+        axes: (-1,), (-2,) or (-1, -2): along what there are blocks.
+        layouts: of the scales, one for each of ``axes``.
+        scale_rounding: None for the format's default.
+        nonfinite: "propagate" or "te".
+        producer: what is quantized. "load": x; "swiglu": ``reference.swiglu`` (M, H) of x (M, 2H),
+            which is gate and up; "swiglu_backward": ``reference.swiglu_backward`` (M, 2H) of x and
+            of another input, the gradient (M, H).
+        grouped: the rows belong to experts.
+        k_major: data along columns is stored column by column, as 4-bit data always is.
+    """
 
     format: str
     axes: tuple[int, ...] = (-1,)
@@ -96,7 +107,7 @@ class Config:
     """
 
     arch: str
-    dtype: torch.dtype
+    dtype: np.dtype
     format: str
     scale_rounding: str
     nonfinite: str
@@ -155,13 +166,11 @@ class AmaxConfig(Config):
     """The kernel that finds the largest magnitude only: ``axes`` is empty."""
 
 
-def why_not(request: Request, arch: str, dtype: torch.dtype) -> str:
+def why_not(request: Request, arch: str) -> str:
     """Why there is no kernel for such a call; empty where there is one."""
     format = request.fmt
     if arch not in GPUS:
         return f"architecture {arch}: {no_kernels(arch, GPUS)}"
-    if dtype not in DTYPES:
-        return f"dtype {dtype}: there are kernels for {', '.join(map(str, DTYPES))}"
     if format.element.bits == 6:
         return f"format {format.name}: no kernel packs 6-bit elements"
     for layout in request.layouts:
@@ -175,7 +184,7 @@ def why_not(request: Request, arch: str, dtype: torch.dtype) -> str:
 def choose_config(
     shape: tuple[int, int],
     sources: Sequence[tuple[int, int]],
-    dtype: torch.dtype,
+    dtype: np.dtype,
     request: Request,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:

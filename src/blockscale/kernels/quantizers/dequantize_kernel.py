@@ -23,7 +23,7 @@ from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
 from ..common.tensor_specs import any_tensor, compile_for
 from . import dequantize_ptx
-from .dequantize_plan import THREADS, DequantizeConfig
+from .dequantize_config import THREADS, DequantizeConfig
 
 __all__ = ["Dequantizer", "compile_config"]
 

@@ -1,4 +1,4 @@
-"""Values of quantized tensors on a GPU: what to compile for a call, and the call."""
+"""Values of quantized tensors on a GPU: what a call needs, found once, and the call."""
 
 from __future__ import annotations
 
@@ -11,72 +11,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...dtypes import from_torch
 from ...formats import Format, get_format
-from ...layouts import as_bytes, get_layout
+from ...layouts import get_layout
+from ...memory import as_bytes
 from ..common.gpu import GPUS, Gpu, no_kernels
-from ..common.runtime import Described, Unsupported, describe, gpu_of, missing
+from ..common.runtime import FLOATS, Described, Unsupported, describe, gpu_of, missing
 from ..common.template import template
-from .config import DTYPES
+from .dequantize_config import STORE, DequantizeRequest, choose_dequantize
 from .dequantize_views import View, as_matrices, is_contiguous, turn
 
 __all__ = [
-    "THREADS",
     "DequantizeCall",
-    "DequantizeConfig",
     "DequantizePlan",
+    "Stored",
     "dequantize",
     "plan_dequantize",
 ]
 
-THREADS = 256  # of a block
-_STORE = 16  # bytes of a thread's output in a row
-_MOST_ROWS = 8
-_RESIDENT = 1024  # threads of a multiprocessor whose loads keep it busy
 _MOST_MATRICES = 65535  # of a grid
 _MOST = 1 << 31  # what 32 bits count
-
-
-@dataclass(frozen=True, slots=True)
-class DequantizeConfig:
-    """A kernel: all that its code depends on.
-
-    Attributes:
-        dtype: of the output.
-        layout: of the scales.
-        axis: of the contraction in the tensor whose compact scales are given.
-        down: blocks lie down the columns of what is read; else along its rows.
-        batched: there are several matrices.
-        rows: of a thread; at most those of a block where blocks lie down columns.
-        load, store, scale_load: bytes of an access to data, output and scales.
-    """
-
-    arch: str
-    format: str
-    dtype: torch.dtype
-    layout: str
-    axis: int
-    down: bool
-    batched: bool
-    has_global_scale: bool
-    rows: int
-    load: int
-    store: int
-    scale_load: int
-
-    @property
-    def columns(self) -> int:
-        """Of a thread."""
-        return _STORE // self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Of the elements in a row of a thread."""
-        return self.columns * get_format(self.format).element.bits // 8
-
-    @property
-    def outer(self) -> int:
-        """Neighbours across the contraction whose scales a thread needs."""
-        return self.columns if self.down else self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +60,41 @@ class DequantizePlan:
             )
 
 
+class Stored(NamedTuple):
+    """What data and scales stand for.
+
+    Attributes:
+        format: its name.
+        shape: that of the tensor that was quantized.
+        axis: of the contraction.
+        layout: of the scales.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    axis: int = -1
+    layout: str = "compact"
+
+
 def dequantize(
     data: Tensor,
     scale: Tensor,
-    format: Format,
+    stored: Stored,
     *,
-    shape: Sequence[int],
-    axis: int = -1,
-    layout: str = "compact",
     global_scale: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
     gpu: Gpu | None = None,
 ) -> Tensor:
-    """``reference.dequantize`` of a tensor of ``shape``, rounded once to ``dtype``.
+    """``reference.dequantize`` of what is ``stored`` so, rounded once to ``dtype``.
 
     A NaN is 0x7FC0, 0x7E00 or 0x7FC00000, as from the CPU kernel; torch's casts to bfloat16 write
     another one on each processor.
 
     Args:
-        data: ``format.data_shape(shape, axis)``, contiguous in one of its last two dimensions; so
+        data: ``Format.data_shape(shape, axis)``, contiguous in one of its last two dimensions; so
             is the result, in the same one.
-        scale: as ``layout`` stores it; compact ones may have any strides.
+        scale: as the layout stores it; compact ones may have any strides.
         global_scale: one fp32 value; where it is left out, its factor is.
         dtype: bfloat16, float16 or float32.
         out: takes the result; shares no memory with ``data`` and ``scale``.
@@ -143,10 +110,7 @@ def dequantize(
             describe(out),
             data.device,
             gpu or gpu_of(data.device),
-            format.name,
-            tuple(shape),
-            axis,
-            layout,
+            *stored,
             None if global_scale is None else global_scale.numel(),
             dtype,
         )
@@ -210,7 +174,16 @@ def plan_dequantize(call: DequantizeCall) -> DequantizePlan:
         )
     read, found, written = views
     _check_sizes(shape, views)
-    config = _choose(call, gpu, views, down)
+    request = DequantizeRequest(
+        call.format,
+        from_torch(call.dtype),
+        call.layout,
+        call.axis,
+        down,
+        call.global_scales is not None,
+    )
+    addresses = data[3], scale[3], 0 if out is None else out[3]
+    config = choose_dequantize(request, views, addresses, gpu)
     return DequantizePlan(
         run=gpu.load(config),
         data=None if read == data[:2] else read,
@@ -232,8 +205,8 @@ def _check(call: DequantizeCall) -> Gpu:
         raise Unsupported(f"data is on {call.device}: the kernels run on CUDA devices")
     if gpu.arch not in GPUS:
         raise Unsupported(f"architecture {gpu.arch}: {no_kernels(gpu.arch, GPUS)}")
-    if call.dtype not in DTYPES:
-        raise Unsupported(f"dtype {call.dtype}: there are kernels for {_listed(DTYPES)}")
+    if call.dtype not in FLOATS:
+        raise Unsupported(f"dtype {call.dtype}: there are kernels for {_listed(FLOATS)}")
     if format.element.bits == 6:
         raise Unsupported(f"format {name}: no kernel unpacks 6-bit elements")
     if itemsize not in where.itemsize:
@@ -282,61 +255,9 @@ def _check_sizes(shape: tuple[int, ...], views: Sequence[View]) -> None:
         raise Unsupported(f"shape {shape}: more than {_MOST_MATRICES} matrices")
     lengths = [n for view in views for n in view[0]]
     strides = [4 * n for view in views for n in view[1][-2:]]
-    if max(*lengths, *strides, math.prod(views[2][0][-2:]) // _STORE) >= _MOST:
+    if max(*lengths, *strides, math.prod(views[2][0][-2:]) // STORE) >= _MOST:
         raise Unsupported(f"shape {shape}: the kernel counts a matrix's columns and blocks to 2^31")
 
 
 def _listed(names: Sequence[Any]) -> str:
     return ", ".join(map(str, names))
-
-
-# --- the kernel -----------------------------------------------------------------------------------
-
-
-def _choose(
-    call: DequantizeCall, gpu: Gpu, views: tuple[View, View, View], down: bool
-) -> DequantizeConfig:
-    """The kernel for matrices that lie so; of addresses, what counts is 16 bytes."""
-    format, dtype, layout, axis = call.fmt, call.dtype, call.layout, call.axis
-    data, scale, (out, _) = views
-    columns = _STORE // dtype.itemsize
-    threads = math.prod(out[:-1]) * -(-out[-1] // columns)
-    rows = _MOST_ROWS
-    while rows > 1 and threads < rows * _RESIDENT * gpu.multiprocessors:
-        rows //= 2
-    nbytes = columns * format.element.bits // 8
-    return DequantizeConfig(
-        arch=gpu.arch,
-        format=format.name,
-        dtype=dtype,
-        layout=layout,
-        axis=axis,
-        down=down,
-        batched=len(out) > 2,
-        has_global_scale=call.global_scales is not None,
-        rows=rows,
-        load=math.gcd(nbytes, data[0][-1], *_steps(data, -1), call.data[3]),
-        store=math.gcd(_STORE, out[-1] * dtype.itemsize, 0 if call.out is None else call.out[3]),
-        scale_load=_scale_load(
-            scale, call.scale[3], format, layout, axis, columns if down else rows
-        ),
-    )
-
-
-def _scale_load(
-    scale: View, address: int, format: Format, layout: str, axis: int, count: int
-) -> int:
-    """The widest load of neighbours across the contraction, of which a thread needs ``count``."""
-    size, shape, stride = format.scale.nbytes, *scale
-    outer = {"compact": -2 if axis == -1 else -1, "sm90": -1}.get(layout)
-    if outer is None or format.block[0] > 1 or (stride[outer] != 1 and shape[outer] > 1):
-        return size
-    lengths = count, shape[outer], *_steps(scale, outer)
-    return math.gcd(_STORE, address, *(n * size for n in lengths))
-
-
-def _steps(view: View, but: int) -> list[int]:
-    """Strides of all dimensions but one that have several items."""
-    shape, stride = map(list, view)
-    del shape[but], stride[but]
-    return [step for n, step in zip(shape, stride, strict=True) if n > 1]

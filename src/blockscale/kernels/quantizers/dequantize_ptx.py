@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import cutlass
-import torch
+import numpy as np
 from cutlass import Float32, Uint32, select_
 from cutlass.cute.arch import inline_ptx
 
+from ...dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..common.arithmetic import narrow
 
 __all__ = ["e8m0_value", "load", "values", "words"]
@@ -15,7 +16,7 @@ __all__ = ["e8m0_value", "load", "values", "words"]
 _TYPES = {1: "u8", 2: "u16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
 _PAIRS = {"E4M3": "e4m3x2", "E5M2": "e5m2x2"}
 #: The NaN of the reference, twice in a word of halves. A GPU writes the largest pattern, 0x7FFF...
-_NANS = {torch.bfloat16: 0x7FC07FC0, torch.float16: 0x7E007E00, torch.float32: 0x7FC00000}
+_NANS = {BFLOAT16: 0x7FC07FC0, FLOAT16: 0x7E007E00, FLOAT32: 0x7FC00000}
 
 
 def load(address, nbytes: int, *, once: bool = False) -> list:
@@ -75,9 +76,9 @@ def e8m0_value(byte):
     return Uint32(select_(byte == Uint32(255), Uint32(0x7FC00000), bits)).bitcast(Float32)
 
 
-def words(found: list, dtype: torch.dtype) -> list:
+def words(found: list, dtype: np.dtype) -> list:
     """fp32 values rounded to ``dtype``, to nearest even, every NaN that of the reference."""
-    kind = "s32" if dtype == torch.float32 else "s16x2"
+    kind = "s32" if dtype == FLOAT32 else "s16x2"
     nan = f"0x{_NANS[dtype]:08x}"
     code = f"{{ .reg .b32 n; mov.b32 n, {nan}; min.{kind} {{$w0}}, {{$r0}}, n; }}"
     return [

@@ -17,7 +17,7 @@ from ..common.encode import Encoder
 from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
 from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
-from .columns import Columns
+from .columns import Columns, Target
 from .config import PRODUCERS, Config
 from .groups import TileRows, find_rows, scale_rows, tile_count
 from .packed import PackedColumns
@@ -150,8 +150,9 @@ class Quantizer:
             self.rows(self.tiles, tiles, parts, outputs[-1], rows, encode_scale, table, made)
         width = sources[0].shape[1] * len(parts)
         for axis, along in self.columns.items():
-            row_outputs = outputs.get(-1)
-            along(self.tiles, tiles, parts, outputs[axis], row_outputs, maxima, rows, width, made)
+            row_outputs = outputs.get(-1, [None] * len(parts))
+            targets = [Target(*pair) for pair in zip(outputs[axis], row_outputs, strict=True)]
+            along(self.tiles, tiles, parts, targets, maxima, rows, width, made)
             made = True
         if const_expr(self.packed is not None):
             for part, output in zip(parts, outputs[-2], strict=True):

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dtypes import from_torch
 from ..common.gpu import Gpu
-from ..common.runtime import Described, Unsupported, gpu_of, missing
+from ..common.runtime import FLOATS, Described, Unsupported, gpu_of, missing
 from .config import PANEL, PRODUCERS, Config, Request, choose_config, why_not
 from .outputs import Output, choose_output
 
@@ -100,7 +101,9 @@ def _unsupported(
             return "layout of axis -2: scales of groups along columns are compact"
         if request.k_major:
             return "k_major: no kernel stores groups along the contraction column by column"
-    return why_not(request, gpu.arch, dtype)
+    if dtype not in FLOATS:
+        return f"dtype {dtype}: there are kernels for {', '.join(map(str, FLOATS))}"
+    return why_not(request, gpu.arch)
 
 
 def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, int] | None:
@@ -189,7 +192,7 @@ def _choose(inputs: tuple[Described, ...], request: Request, gpu: Gpu) -> tuple[
         (inputs[i][3] + offset * dtype.itemsize, apart[0] * dtype.itemsize)
         for i, (_, apart, offset) in found
     ]
-    config = choose_config(found[0][1][0], sources, dtype, request, gpu)
+    config = choose_config(found[0][1][0], sources, from_torch(dtype), request, gpu)
     whole = all(
         (view[0], view[1]) == (tuple(tensor[0]), tensor[1])
         for (_, view), tensor in zip(found, inputs, strict=False)

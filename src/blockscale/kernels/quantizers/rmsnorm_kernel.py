@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr, select_
@@ -27,7 +28,7 @@ from ..common.pdl import pdl_wait
 from ..common.shared import allocate, clear
 from ..common.tensor_specs import any_outputs, any_source, any_tensor, compile_for
 from .groups import TileRows
-from .norm import SEGMENT, NormConfig
+from .norm_config import SEGMENT, NormConfig
 from .rows import Rows
 from .scales import Packed, staging
 from .tile import ELEMENTS, Part, load_words
@@ -45,6 +46,27 @@ class _Interleaved(Packed):
         tiles = (shape[1] + 3) >> 2
         offset = (Int64(start[0] // _TILE) * tiles + line) * (_TILE * 4) + start[0] % _TILE * 4
         return offset, Int32(select_(line < tiles, Int32(self.line_bytes), Int32(0)))
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Addresses in shared memory.
+
+    Attributes:
+        tile: the rows.
+        scales: block scales of all rows, before they are copied out.
+        sums: of squares, for each segment and row.
+        inverses: ``rstd`` of each row.
+        barrier: the mbarrier of the load.
+        table: reciprocals of block scales, where there is a global one.
+    """
+
+    tile: Any
+    scales: Any
+    sums: Any
+    inverses: Any
+    barrier: Any
+    table: Any
 
 
 class RmsNorm:
@@ -102,8 +124,8 @@ class RmsNorm:
         if const_expr(encoder.has_table):
             table = allocate(memory, 128 * 4)
         if self.row(first) < x.shape[0]:
-            shared = tile, staged, sums, inverses, barrier, table
-            self.normalize(x, weight, data, rstd, eps, global_scale, first, *shared)
+            shared = _Shared(tile, staged, sums, inverses, barrier, table)
+            self.normalize(x, weight, data, rstd, eps, global_scale, first, shared)
         else:  # rows of padding
             clear(staged, self.place.nbytes, config.threads)
         cute.arch.sync_threads()
@@ -111,24 +133,11 @@ class RmsNorm:
         self.place.copy(staged, scale, (first, 0), shape, config.threads)
 
     @cute.jit
-    def normalize(
-        self,
-        x,
-        weight,
-        data,
-        rstd,
-        eps,
-        global_scale,
-        first,
-        tile,
-        staged,
-        sums,
-        inverses,
-        barrier,
-        table,
-    ):
-        """Normalize and quantize the rows from slot ``first`` on; their scales go to ``staged``."""
+    def normalize(self, x, weight, data, rstd, eps, global_scale, first, shared: _Shared):
+        """Normalize and quantize the rows from slot ``first`` on; their scales stay in shared
+        memory."""
         config, encoder = self.config, self.encoder
+        tile, sums, inverses, barrier = shared.tile, shared.sums, shared.inverses, shared.barrier
         thread = cute.arch.thread_idx()[0]
         if const_expr(config.bulk):
             self.start_load(x, tile, barrier, first)
@@ -136,7 +145,7 @@ class RmsNorm:
             self.load(x, tile, first)
         encode_scale = None
         if const_expr(encoder.has_table):
-            encode_scale = encoder.prepare(global_scale, table, config.threads)
+            encode_scale = encoder.prepare(global_scale, shared.table, config.threads)
         warp = thread // 32
         across, down = warp % config.segment_warps, warp // config.segment_warps
         words = self.weights(weight, across)
@@ -160,8 +169,8 @@ class RmsNorm:
             if const_expr(i + 1 < passes):  # while this one is at work
                 words = self.weights(weight, segment + config.segment_warps)
             if segment < config.segments:
-                args = tile, staged, inverses, data, factors, segment, down, first, x.shape[0]
-                self.quantize(*args, encode_scale, table)
+                place = segment, down, first
+                self.quantize(shared, data, factors, place, x.shape[0], encode_scale)
 
     def row(self, slot):
         """The row that is number ``slot`` in the order of blocks of threads.
@@ -281,24 +290,23 @@ class RmsNorm:
     # --- quantization -----------------------------------------------------------------------------
 
     @cute.jit
-    def quantize(
-        self, tile, staged, inverses, data, factors, segment, down, first, rows, encode_scale, table
-    ):
-        """Normalize and quantize a segment of each of a warp's rows."""
-        config = self.config
+    def quantize(self, shared: _Shared, data, factors, place, rows, encode_scale):
+        """Normalize and quantize a segment of each of a warp's rows. ``place``: the segment, the
+        warp's place down the tile, and the tile's first slot."""
+        config, (segment, down, first) = self.config, place
         column = segment * SEGMENT + cute.arch.lane_idx() * ELEMENTS
         count = config.tile_rows // config.row_warps
         for i in range(count):
             slot = down * count + i
-            inverse = [ptx.load_float(inverses + slot * 4)] * ELEMENTS
-            values = widen(self.elements(tile, slot, segment), config.dtype)
+            inverse = [ptx.load_float(shared.inverses + slot * 4)] * ELEMENTS
+            values = widen(self.elements(shared.tile, slot, segment), config.dtype)
             values = multiply(values, inverse, self.blackwell)
             words = narrow(multiply(values, factors, self.blackwell), config.dtype)
             if const_expr(config.columns % SEGMENT):
                 words = self.inside(words, column)
             which = TileRows(self.row(first + slot) - slot, rows, rows, None, None)
-            part, where, output = Part(tile, 0, None), (slot, column), (staged, data)
-            self.rows.strip(part, words, where, output, which, encode_scale, table)
+            part, where, output = Part(shared.tile, 0, None), (slot, column), (shared.scales, data)
+            self.rows.strip(part, words, where, output, which, encode_scale, shared.table)
 
     def inside(self, words: list, column) -> list:
         """Zeros for what lies past the last column of 16 elements from ``column`` on."""

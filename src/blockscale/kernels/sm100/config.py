@@ -5,29 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+import numpy as np
 
-from ..common.calls import OUT_DTYPES
-from ..common.epilogue import Epilogue
+from ...dtypes import FLOAT32, UINT8
+from ..common.epilogue import OUT_DTYPES, Epilogue
 from ..common.gpu import GPUS, SHARED, Gpu, no_kernels
 from ..common.refuse import refuse
 from .kinds import Kind, find_kind
-from .quantizing_config import BOX_COLUMNS, FORMATS, STEP, Quantizing
+from .quantizing_config import FORMATS, STORE_COLUMNS, SUBTILE_N, Quantizing
 
-__all__ = ["ARCHES", "WHOLE", "Config", "choose_config", "why_not"]
+__all__ = ["ARCHES", "EIGHT_BIT", "Config", "choose_config", "why_not"]
 
 ARCHES = ("sm_100a", "sm_103a")
-WHOLE = ("mxfp8", "mxfp8_e5m2")  # formats whose elements are bytes
-ROWS = 128  # of a block's tile: one for each lane of Tensor Memory
-ROW = 128  # bytes of a row of a tile in shared memory
-BOX = 128  # bytes of a row of the output that one instruction stores
-WARPS = 4  # that store, each 32 rows
-COLUMNS = 512  # of Tensor Memory
-SCALE_COLUMNS = 4  # of Tensor Memory, for a tile of scales
-TILE_BYTES = 512  # of such a tile
-TURNS = 3  # tiles that are asked for ahead
-ANSWER = 16  # bytes, of where the next tile is
-TABLE = 512  # bytes, of a word for each UE4M3 code
+EIGHT_BIT = ("mxfp8", "mxfp8_e5m2")  # formats whose elements are bytes
+TILE_M = 128  # rows of a CTA's tile: one for each lane of Tensor Memory
+ROW_BYTES = 128  # bytes of a row of A or B in shared memory
+STORE_ROW_BYTES = 128  # bytes of a row of the output that one TMA store writes
+EPILOGUE_WARPS = 4  # warps that run the epilogue, on 32 rows each
+TMEM_COLUMNS = 512  # columns of Tensor Memory
+SCALE_COLUMNS = 4  # columns of Tensor Memory that a tile of scales takes
+SCALE_TILE_BYTES = 512  # bytes of a tile of scales
+CLC_STAGES = 3  # tiles that the scheduler asks for ahead
+CLC_RESPONSE_BYTES = 16  # bytes of a response of cluster launch control
+TABLE_BYTES = 512  # bytes of the table of reciprocals, a word for each UE4M3 code
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,35 +36,35 @@ class Config:
 
     Attributes:
         a_format, b_format: names of formats.
-        majors: which dimension of A (M, K) and of B (N, K) lies together in memory: "k", or "mn",
+        majors: which dimension of A (M, K) and of B (N, K) is contiguous in memory: "k", or "mn",
             which the tensor cores take of elements of 8 bits.
         accumulate: add to the output.
-        columns: of the output's tile that a block of threads takes at once; it has 128 rows.
-        ctas: blocks whose tensor cores work together: each of two, one below the other, loads half
-            of the columns for both.
-        cluster: blocks that share tiles of B (along M) and of A (along N).
+        mma_n: columns of an MMA's accumulator, which has 128 rows in each CTA.
+        ctas: CTAs of an MMA, 1 or 2 (``cta_group``). Each CTA of a pair has 128 of its rows and
+            loads half of its columns for both.
+        cluster: CTAs that share tiles of B (along M) and of A (along N).
         stages: K blocks in flight.
-        c_buffers: boxes of 32 rows x 128 bytes in which a warp puts its output together.
+        epilogue_stages: buffers of 32 rows x 128 bytes through which a warp stores its output.
         group: clusters along M that are taken before the next ones along N.
-        tma_store: the output is stored by TMA; else an element at a time.
-        bias: the type of a vector that is added to each row, if there is one.
-        alpha: how many scalars the sums are multiplied by, two at most.
-        quantizing: what the output is instead of numbers of ``out_dtype``, which is uint8 then.
+        tma_store: TMA stores the output; else threads store one element at a time.
+        bias: the dtype of a vector that is added to each row, if there is one.
+        alpha: how many scalars the accumulator is multiplied by, two at most.
+        quantizing: how the output is quantized, if it is; ``out_dtype`` is uint8 then.
     """
 
     a_format: str
     b_format: str
-    out_dtype: torch.dtype
+    out_dtype: np.dtype
     majors: tuple[str, str] = ("k", "k")
     accumulate: bool = False
-    columns: int = 128
+    mma_n: int = 128
     ctas: int = 1
     cluster: tuple[int, int] = (1, 1)
     stages: int = 5
-    c_buffers: int = 2
+    epilogue_stages: int = 2
     group: int = 8
     tma_store: bool = True
-    bias: torch.dtype | None = None
+    bias: np.dtype | None = None
     alpha: int = 0
     arch: str = "sm_100a"
     quantizing: Quantizing | None = None
@@ -74,185 +74,198 @@ class Config:
         wrong = {
             "a_format": find_kind(self.a_format, self.b_format) is None,
             "majors": any(each not in ("k", "mn") for each in self.majors)
-            or (self.majors[0] == "mn" and self.a_format not in WHOLE)
-            or (self.majors[1] == "mn" and (self.b_format not in WHOLE or self.b_rows < ROW)),
-            "out_dtype": self.out_dtype not in (OUT_DTYPES if plain else (torch.uint8,)),
+            or (self.majors[0] == "mn" and self.a_format not in EIGHT_BIT)
+            or (
+                self.majors[1] == "mn"
+                and (self.b_format not in EIGHT_BIT or self.b_rows < ROW_BYTES)
+            ),
+            "out_dtype": self.out_dtype not in (OUT_DTYPES if plain else (UINT8,)),
             "quantizing": self.quantizing is not None
             and (self.quantizing.format not in FORMATS or self.accumulate or not self.tma_store),
-            "columns": self.columns not in (128, 256) or self.tile[1] < BOX_COLUMNS,
+            "mma_n": self.mma_n not in (128, 256) or self.tile[1] < STORE_COLUMNS,
             "ctas": self.ctas not in (1, 2),
             "cluster": self.cluster not in ((1, 1), (2, 1), (2, 2), (4, 1))
             or self.cluster[0] % self.ctas,
             "stages": self.stages < 2 or self.shared_bytes > SHARED,
-            "c_buffers": self.stores % self.c_buffers,
+            "epilogue_stages": self.store_tiles % self.epilogue_stages,
             "arch": self.arch not in ARCHES,
         }
         refuse(self, wrong)
 
     @property
     def kind(self) -> Kind:
+        """The kind of tcgen05.mma that multiplies the two formats."""
         kind = find_kind(self.a_format, self.b_format)
         assert kind is not None
         return kind
 
     @property
     def unpacked(self) -> tuple[bool, bool]:
-        """Whether TMA spreads 4-bit elements of A, of B, a byte each."""
+        """Whether TMA unpacks the 4-bit elements of A, of B to a byte each."""
         formats = self.a_format, self.b_format
         return tuple(not self.kind.packed and each == "mxfp4" for each in formats)  # type: ignore[return-value]
 
     @property
     def alignments(self) -> tuple[int, int]:
-        """Bytes that rows of A, of B start at multiples of."""
+        """The alignment of rows of A, of B in global memory, in bytes."""
         return tuple(32 if each else 16 for each in self.unpacked)  # type: ignore[return-value]
 
     @property
-    def parts_of_columns(self) -> int:
-        """Of the tile's columns, each half of it from another half of B with SwiGLU."""
-        return 1 if self.quantizing is None else self.quantizing.parts
+    def b_halves(self) -> int:
+        """The number of places in B that a tile comes from: 2 with SwiGLU (gate and up), else 1."""
+        return 1 if self.quantizing is None else self.quantizing.b_halves
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of the output that a block makes."""
-        return ROWS, self.columns // self.parts_of_columns
+        """The rows and columns of the output that a CTA computes at once."""
+        return TILE_M, self.mma_n // self.b_halves
 
     @property
     def threads(self) -> int:
-        """Of warps that store, and one each that multiplies, loads, and asks for tiles."""
-        return 32 * (WARPS + 3)
+        """The threads of a CTA: the epilogue's warps, and one warp each for the MMA, for TMA loads
+        and for the scheduler."""
+        return 32 * (EPILOGUE_WARPS + 3)
 
     @property
-    def blocks(self) -> int:
-        """Of threads, in a cluster."""
+    def cluster_size(self) -> int:
+        """The number of CTAs in a cluster."""
         return self.cluster[0] * self.cluster[1]
 
     @property
     def b_rows(self) -> int:
-        """Rows of B that are in a block's shared memory."""
-        return self.columns // self.ctas
+        """The rows of B in a stage of a CTA's shared memory."""
+        return self.mma_n // self.ctas
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """Blocks that load a tile of A, of B together."""
+    def multicast_ctas(self) -> tuple[int, int]:
+        """The number of CTAs that load a tile of A, of B together."""
         return self.cluster[1], self.cluster[0] // self.ctas
 
     @property
     def box_rows(self) -> tuple[int, int]:
-        """Rows of A, of B that one instruction loads, where K is contiguous."""
-        part = self.b_rows // self.parts[1]
-        return ROWS // self.parts[0], min(part, self.columns // self.parts_of_columns)
+        """The rows of a TMA box of A, of B, where K is contiguous."""
+        part = self.b_rows // self.multicast_ctas[1]
+        return TILE_M // self.multicast_ctas[0], min(part, self.tile[1])
 
     @property
-    def writers(self) -> int:
-        """Tensor cores that read what a block loads: those of its own row, and of its column."""
-        return sum(self.parts) - 1
+    def empty_arrivals(self) -> int:
+        """The arrivals that free a stage: of all MMAs that read what a CTA loads, in its row and in
+        its column of the cluster."""
+        return sum(self.multicast_ctas) - 1
 
     @property
-    def readers(self) -> int:
-        """That take an answer, in a cluster: those who store and load, and those who multiply."""
-        return self.blocks * (WARPS + 1) + self.blocks // self.ctas
+    def clc_arrivals(self) -> int:
+        """The arrivals that free a response of the scheduler: of a cluster's epilogue warps,
+        loaders and MMA warps."""
+        return self.cluster_size * (EPILOGUE_WARPS + 1) + self.cluster_size // self.ctas
 
     @property
     def reduces(self) -> bool:
-        """Whether what the output holds is added where it is, by TMA, which does so in its type."""
-        return self.accumulate and self.tma_store and self.out_dtype == torch.float32
+        """Whether TMA adds to the output where it is, which it does in the output's dtype."""
+        return self.accumulate and self.tma_store and self.out_dtype == FLOAT32
 
     @property
-    def instruction(self) -> int:
-        """Descriptor of the instructions, but for where a row's scales start."""
+    def instruction_descriptor(self) -> int:
+        """The descriptor of the MMAs, without the bytes at which a row's scales start."""
         codes = self.kind.codes
         return (
             codes[self.a_format] << 7
             | codes[self.b_format] << 10
             | (self.majors[0] == "mn") << 15
             | (self.majors[1] == "mn") << 16
-            | self.columns // 8 << 17
+            | self.mma_n // 8 << 17
             | self.kind.scale << 23
-            | self.ctas * ROWS // 128 << 27
+            | self.ctas * TILE_M // 128 << 27
         )
 
     # --- Tensor Memory ---
 
     @property
     def scale_rows(self) -> tuple[int, int]:
-        """Tiles of scales down A and down B."""
-        return 1, self.columns // ROWS
+        """The tiles of scales down A, down B."""
+        return 1, self.mma_n // TILE_M
 
     @property
-    def apart(self) -> int:
-        """Columns from the first sums to the second ones. They overlap where there is no room: the
-        warps that store take those columns first."""
+    def acc_stride(self) -> int:
+        """The columns from the first accumulator to the second one. Where there is no room for both
+        they overlap: the epilogue reads the shared columns first."""
         tiles = sum(self.scale_rows) * self.kind.scale_tiles
-        room = (COLUMNS - SCALE_COLUMNS * tiles - self.columns) // 32 * 32
-        return min(self.columns, room)
+        room = (TMEM_COLUMNS - SCALE_COLUMNS * tiles - self.mma_n) // 32 * 32
+        return min(self.mma_n, room)
 
     @property
-    def sums(self) -> int:
-        """Sets of sums that are free of each other."""
-        return 2 if self.apart == self.columns else 1
+    def acc_stages(self) -> int:
+        """The number of accumulators that do not overlap."""
+        return 2 if self.acc_stride == self.mma_n else 1
 
     @property
-    def early_boxes(self) -> int:
-        """After so many boxes the next tile's sums may be begun."""
-        overlap = self.columns - self.apart
-        return -(-overlap // self.box_columns) if overlap else self.boxes
+    def early_release(self) -> int:
+        """The number of subtiles that the epilogue reads before the next tile's MMAs may start."""
+        overlap = self.mma_n - self.acc_stride
+        return -(-overlap // self.subtile_n) if overlap else self.subtiles
 
     @property
     def scale_columns(self) -> tuple[int, int]:
-        """Where scales of A and of B start."""
-        first = self.apart + self.columns
+        """The first column of the scales of A, of B."""
+        first = self.acc_stride + self.mma_n
         return first, first + SCALE_COLUMNS * self.kind.scale_tiles
 
     # --- shared memory ---
 
     @property
-    def box_columns(self) -> int:
-        """That a warp takes from Tensor Memory at once, of each part of the columns."""
-        return BOX // self.out_dtype.itemsize if self.quantizing is None else STEP
+    def subtile_n(self) -> int:
+        """The columns of the output that a warp reads from Tensor Memory at once."""
+        if self.quantizing is not None:
+            return SUBTILE_N
+        return STORE_ROW_BYTES // self.out_dtype.itemsize
 
     @property
-    def boxes(self) -> int:
-        """Of a warp's output."""
-        return self.tile[1] // self.box_columns
+    def subtiles(self) -> int:
+        """The number of subtiles across a tile."""
+        return self.tile[1] // self.subtile_n
 
     @property
-    def stores(self) -> int:
-        """By which a warp stores a tile."""
-        return self.boxes if self.quantizing is None else self.tile[1] // BOX_COLUMNS
+    def store_tiles(self) -> int:
+        """The number of TMA stores by which a warp stores a tile."""
+        return self.subtiles if self.quantizing is None else self.tile[1] // STORE_COLUMNS
 
     @property
-    def store_bytes(self) -> int:
-        """Of a row in such a store."""
-        return BOX if self.quantizing is None else self.quantizing.box_bytes
+    def store_row_bytes(self) -> int:
+        """The bytes of a row in such a store."""
+        return STORE_ROW_BYTES if self.quantizing is None else self.quantizing.store_row_bytes
 
     @property
     def output_bytes(self) -> int:
-        return self.c_buffers * ROWS * self.store_bytes if self.tma_store else 0
+        """The bytes of all epilogue stages."""
+        return self.epilogue_stages * TILE_M * self.store_row_bytes if self.tma_store else 0
 
     @property
     def table_bytes(self) -> int:
-        """Of reciprocals of scales, one for each code."""
-        return TABLE if self.quantizing is not None and self.quantizing.has_table else 0
+        """The bytes of the table of reciprocals of block scales, if the encoder needs it."""
+        return TABLE_BYTES if self.quantizing is not None and self.quantizing.has_table else 0
 
     @property
     def scale_words(self) -> int:
-        """Of 8 bytes, of scales of 128 rows in a stage."""
-        return self.kind.scale_tiles * TILE_BYTES // 8
+        """The words of 8 bytes that hold a K block's scales of 128 rows."""
+        return self.kind.scale_tiles * SCALE_TILE_BYTES // 8
 
     @property
     def stage_bytes(self) -> int:
+        """The bytes of a stage: tiles of A and B, and their scales."""
         scales = sum(self.scale_rows) * self.scale_words * 8
-        return (ROWS + self.b_rows) * ROW + scales
+        return (TILE_M + self.b_rows) * ROW_BYTES + scales
 
     @property
     def loaded_bytes(self) -> int:
-        """That TMA counts for a stage: of 4-bit elements those that it reads."""
-        rows = zip((ROWS, self.b_rows), self.unpacked, strict=True)
-        return self.stage_bytes - sum(count * ROW // 2 for count, spread in rows if spread)
+        """The bytes that TMA counts for a stage: it counts 4-bit elements before it unpacks
+        them."""
+        rows = zip((TILE_M, self.b_rows), self.unpacked, strict=True)
+        return self.stage_bytes - sum(count * ROW_BYTES // 2 for count, each in rows if each)
 
     @property
     def shared_bytes(self) -> int:
-        """With two barriers a stage, some more, and answers."""
+        """The shared memory that a CTA needs: stages with two mbarriers each, epilogue stages, the
+        table, and 1024 bytes for the scheduler's responses and other mbarriers."""
         each = self.stage_bytes + 16
         return self.stages * each + self.output_bytes + self.table_bytes + 1024
 
@@ -276,19 +289,20 @@ def choose_config(
 ) -> Config:
     """The kernel for a product of ``shape`` (M, N, K); with ``ctas`` as they are given.
 
-    Pairs of blocks with tiles of 256 x 256 where these keep all multiprocessors busy, since each
-    then loads the least for its sums; smaller ones below that. Not measured: there was no such GPU.
+    It takes pairs of CTAs with tiles of 256 x 256 where these keep all multiprocessors busy, since
+    each then loads the fewest bytes for its accumulators; smaller ones below that. Not measured:
+    there was no such GPU.
     """
     m, n, _ = shape
-    fields: dict[str, Any] = {"columns": 256, "c_buffers": 1}
+    fields: dict[str, Any] = {"mma_n": 256, "epilogue_stages": 1}
     small = -(-m // 256) * -(-n // 256) * 2 < gpu.multiprocessors
     if small and not (quantizing is not None and quantizing.swiglu):
-        fields["columns"] = 128
-    narrow = fields["columns"] < 256 and majors[1] == "mn"  # a half of B is no whole panel
+        fields["mma_n"] = 128
+    narrow = fields["mma_n"] < 256 and majors[1] == "mn"  # half of B is narrower than a row
     if ctas is None:
         ctas = 1 if m <= 128 or narrow else 2
     elif narrow and ctas == 2:
-        fields["columns"] = 256
+        fields["mma_n"] = 256
     return fit(
         Config(
             *formats,
@@ -304,7 +318,7 @@ def choose_config(
     )
 
 
-def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> str:
+def why_not(a_format: str, b_format: str, out_dtype: np.dtype, arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""
     if arch not in ARCHES:
         return f"architecture {arch}: {no_kernels(arch, ARCHES)}"

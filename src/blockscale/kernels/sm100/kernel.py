@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""Block-scaled A (M, K) times B (N, K) on Blackwell's tensor cores, sums in Tensor Memory.
+"""Block-scaled A (M, K) times B (N, K) on Blackwell's tensor cores, accumulated in Tensor Memory.
 
-A block of threads has four warps that store, one whose first thread starts the instructions, and
-one whose first thread loads: A, B, and their scales as the tiles that the tensor cores read, which
-go from shared to Tensor Memory and never into a register. There are two sets of sums, so that a
-tile is stored while the next one is multiplied. A thread of one more warp asks for tiles: clusters
-stay until none is left.
+A CTA has four epilogue warps, an MMA warp, whose first thread issues the MMAs, and a load warp,
+whose first thread loads A, B and their scales by TMA. Scales are stored as the tiles that the
+tensor cores read: they go from shared to Tensor Memory and never into a register. There are two
+accumulators, so that a tile is stored while the next one is multiplied. A thread of one more warp
+is the scheduler; clusters are persistent, they stay until no tile is left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from ..common.copies import Copies
+from ..common.copies import Copies, TmaTiles
 from ..common.factor import any_added
 from ..common.numeric import NUMERIC
 from ..common.persistent import cluster_sync
@@ -22,19 +22,19 @@ from ..common.promotion import promote_l2
 from ..common.schedule import Raster
 from ..common.tensor_specs import any_source, any_tensor, compile_for
 from . import ptx
-from .config import ANSWER, COLUMNS, ROW, TURNS, WARPS, Config
+from .clc_scheduler import ClcPipeline, ClcScheduler
+from .config import CLC_RESPONSE_BYTES, CLC_STAGES, EPILOGUE_WARPS, ROW_BYTES, TMEM_COLUMNS, Config
 from .epilogue import Epilogue
 from .quantizing import QuantizingEpilogue
-from .quantizing_config import BOX_COLUMNS
-from .roles import Loader, Multiplier, Pipeline, Place
-from .turns import Scheduler, Turns
+from .quantizing_config import STORE_COLUMNS
+from .roles import CtaCoord, Loader, Mma, Pipeline
 
 __all__ = ["Gemm", "compile_config"]
 
 
-class _Spread(Copies):
-    """Tiles of 4-bit elements, two a byte in global memory, which TMA gives a byte each: of each 16
-    the first eight bytes have sixteen."""
+class _Unpacked(Copies):
+    """Tiles of 4-bit elements, two a byte in global memory, which TMA unpacks to a byte each: the
+    first eight of each 16 bytes hold sixteen elements."""
 
     def describe(self, tensor, op):
         rows, columns = self.box
@@ -53,38 +53,40 @@ class Gemm:
         self.raster = Raster(config.tile, config.cluster, config.group)
 
     def setup(self):
-        """What needs a compiler that runs."""
+        """Describe the tiles, which needs a compiler that runs."""
         config = self.config
-        tiles, stages = config.scale_words, config.stages
-        parts = 1, config.parts_of_columns
+        words, stages = config.scale_words, config.stages
+        halves = 1, config.b_halves
         self.copies = [
             *(self.operand(i) for i in range(2)),
             *(
-                Copies(cutlass.Int64, (rows // part, tiles), stages * part, swizzled=False)
-                for rows, part in zip(config.scale_rows, parts, strict=True)
+                Copies(cutlass.Int64, (rows // half, words), stages * half, swizzled=False)
+                for rows, half in zip(config.scale_rows, halves, strict=True)
             ),
         ]
         kind = NUMERIC.get(config.out_dtype, cutlass.Uint8)
-        box = 32, config.store_bytes * 8 // kind.width
-        self.out = Copies(kind, box, WARPS * config.c_buffers)
+        box = 32, config.store_row_bytes * 8 // kind.width
+        self.out = Copies(kind, box, EPILOGUE_WARPS * config.epilogue_stages)
 
     def operand(self, i: int) -> Copies:
-        """Tiles of A, of B: rows of it, or panels with a row for each element along K."""
+        """The tiles of A or of B: rows of it, or panels with a row for each element along K."""
         config = self.config
-        kind = _Spread if config.unpacked[i] else Copies
-        rows, shares = (config.tile[0], config.b_rows)[i], config.parts[i]
+        kind = _Unpacked if config.unpacked[i] else Copies
+        rows, shares = (config.tile[0], config.b_rows)[i], config.multicast_ctas[i]
         height = shares * config.box_rows[i]
         count = rows // height
         if config.majors[i] == "mn":
-            height, count = config.kind.block_k, rows // ROW
-        return kind(cutlass.Uint8, (height, ROW), config.stages * count, shares=shares)
+            height, count = config.kind.block_k, rows // ROW_BYTES
+        return kind(cutlass.Uint8, (height, ROW_BYTES), config.stages * count, shares=shares)
 
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, stream):
-        """Launch. ``a`` (M, K) and ``b`` (N, K): bytes as stored, transposed where K is not
-        contiguous; ``a_scale``, ``b_scale``: tiles down and along K, each 64 words of 8 bytes;
-        ``d`` (M, N), or data, scales and a global scale or None; ``bias`` (N,) and ``alpha``, or
-        None.
+        """Launch the kernel.
+
+        ``a`` (M, K) and ``b`` (N, K) are bytes as stored, transposed where K is not contiguous;
+        ``a_scale`` and ``b_scale`` have tiles down and along K, of 64 words of 8 bytes each; ``d``
+        is (M, N), or data, scales and a global scale or None; ``bias`` is (N,) or None, as
+        ``alpha`` may be.
         """
         self.setup()
         config = self.config
@@ -93,23 +95,23 @@ class Gemm:
         atoms = [each.describe(tensor, op)[0] for each, tensor in pairs]
         atoms[:2] = [promote_l2(atom) for atom in atoms[:2]]
         clusters = self.raster.clusters(*self.extent(d))
-        blocks = cute.ceil_div(a_scale.shape[1], config.scale_words)
-        self.kernel(atoms, *self.describe_store(d), (d, bias, alpha), Int32(blocks)).launch(
-            grid=(clusters[0] * clusters[1] * config.blocks, 1, 1),
+        k_blocks = cute.ceil_div(a_scale.shape[1], config.scale_words)
+        self.kernel(atoms, *self.describe_store(d), (d, bias, alpha), Int32(k_blocks)).launch(
+            grid=(clusters[0] * clusters[1] * config.cluster_size, 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.blocks, 1, 1),
+            cluster=(config.cluster_size, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
 
     def extent(self, d) -> tuple:
-        """Rows and columns of the output."""
+        """The rows and columns of the output."""
         if self.config.quantizing is None:
             return d.shape
-        return d[0].shape[0], d[0].shape[1] * (BOX_COLUMNS // self.config.store_bytes)
+        return d[0].shape[0], d[0].shape[1] * (STORE_COLUMNS // self.config.store_row_bytes)
 
     def describe_store(self, d) -> tuple:
-        """Atom and tensor of coordinates, if there are any."""
+        """The atom and the tensor of coordinates of TMA stores, if there are any."""
         if not self.config.tma_store:
             return None, None
         if self.config.quantizing is not None:
@@ -120,86 +122,98 @@ class Gemm:
         return self.out.describe(d, op)
 
     @cute.kernel
-    def kernel(self, atoms, store_atom, store_view, output, blocks):
+    def kernel(self, atoms, store_atom, store_view, output, k_blocks):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = Int32(0)
-        if const_expr(config.blocks > 1):
+        if const_expr(config.cluster_size > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        place = Place(config, rank)
+        cta = CtaCoord(config, rank)
 
         memory = cutlass.memory.SmemAllocator()
         tiles = [each.allocate(memory) for each in self.copies[:2]]
         out = self.out.allocate(memory) if config.tma_store else None
         tiles += [each.allocate(memory) for each in self.copies[2:]]
         shared = [each.iterator.toint() for each in tiles]
-        answers = memory.allocate_array(cutlass.Int64, TURNS * ANSWER // 8, byte_alignment=ANSWER)
-        count = 2 * config.stages + 2 + config.sums + 2 * TURNS
+        responses = memory.allocate_array(
+            cutlass.Int64, CLC_STAGES * CLC_RESPONSE_BYTES // 8, byte_alignment=CLC_RESPONSE_BYTES
+        )
+        count = 2 * config.stages + 2 + config.acc_stages + 2 * CLC_STAGES
         barriers = memory.allocate_array(cutlass.Int64, count)
-        where = memory.allocate_array(cutlass.Int32, 1)
+        tmem = memory.allocate_array(cutlass.Int32, 1)
         table = None
         if const_expr(config.table_bytes):
             table = memory.allocate_array(cutlass.Uint32, config.table_bytes // 4).toint()
         full, empty = barriers.toint(), (barriers + config.stages).toint()
-        ready = (barriers + 2 * config.stages).toint()
-        freed = ready + 16
-        answered = freed + config.sums * 8
-        turns = Turns(config, answers.toint(), answered, answered + TURNS * 8)
+        acc_full = (barriers + 2 * config.stages).toint()
+        acc_empty = acc_full + 16
+        clc_full = acc_empty + config.acc_stages * 8
+        clc = ClcPipeline(config, responses.toint(), clc_full, clc_full + CLC_STAGES * 8)
 
-        if warp == WARPS:
+        if warp == EPILOGUE_WARPS:
             with cute.arch.elect_one():
-                counts = [1] * config.stages + [config.writers] * config.stages + [1, 1]
-                counts += [WARPS * config.ctas] * config.sums
-                counts += [1] * TURNS + [config.readers] * TURNS
+                counts = [1] * config.stages + [config.empty_arrivals] * config.stages + [1, 1]
+                counts += [EPILOGUE_WARPS * config.ctas] * config.acc_stages
+                counts += [1] * CLC_STAGES + [config.clc_arrivals] * CLC_STAGES
                 for i in range_constexpr(count):
                     cute.arch.mbarrier_init(barriers + i, counts[i])
             cute.arch.mbarrier_init_fence()
-            ptx.allocate(where.toint(), COLUMNS, config.ctas)
-        if warp == WARPS + 1:
+            ptx.tcgen05_alloc(tmem.toint(), TMEM_COLUMNS, config.ctas)
+        if warp == EPILOGUE_WARPS + 1:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
-        ptx.sums_read()
-        if const_expr(config.blocks > 1):
-            cluster_sync(config.blocks)
+        ptx.fence_before_thread_sync()
+        if const_expr(config.cluster_size > 1):
+            cluster_sync(config.cluster_size)
         cute.arch.sync_threads()
-        ptx.sums_known()
-        start = where.load()
+        ptx.fence_after_thread_sync()
+        tmem = tmem.load()
 
         extent = self.extent(output[0])
-        tiles = self.raster.clusters(*extent)
-        barriers = full, empty, ready, freed
         pipeline = Pipeline(
-            config, self.raster, place, turns, tiles, extent, blocks, shared, *barriers, start
+            config,
+            self.raster,
+            cta,
+            clc,
+            clusters=self.raster.clusters(*extent),
+            extent=extent,
+            k_blocks=k_blocks,
+            shared=shared,
+            full=full,
+            empty=empty,
+            acc_full=acc_full,
+            acc_empty=acc_empty,
+            tmem=tmem,
         )
-        epilogue = pipeline, self.out, out, store_atom, store_view, output
-        if warp < WARPS:
+        epilogue = pipeline, TmaTiles(self.out, store_atom, store_view, out), output
+        if warp < EPILOGUE_WARPS:
             if const_expr(config.quantizing is None):
                 Epilogue(*epilogue)()
             else:
                 QuantizingEpilogue(*epilogue, table)()
-        if warp == WARPS:
+        if warp == EPILOGUE_WARPS:
             with cute.arch.elect_one():  # outside, so that ptxas sees that there is one thread
                 if rank % config.ctas == 0:
-                    Multiplier(pipeline)()
-        if warp == WARPS + 1:
+                    Mma(pipeline)()
+        if warp == EPILOGUE_WARPS + 1:
             with cute.arch.elect_one():
-                Loader(pipeline, [ptx.map_address(atom) for atom in atoms])()
-        if warp == WARPS + 2 and rank == 0:
+                Loader(pipeline, [ptx.tensor_map_address(atom) for atom in atoms])()
+        if warp == EPILOGUE_WARPS + 2 and rank == 0:
             with cute.arch.elect_one():
-                Scheduler(turns)()
-        ptx.sums_read()
-        if const_expr(config.blocks > 1):  # nobody leaves before all have done with its memory
+                ClcScheduler(clc)()
+        ptx.fence_before_thread_sync()
+        if const_expr(config.cluster_size > 1):  # no CTA exits while another one reads its memory
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        if warp == WARPS:
-            ptx.sums_known()
-            ptx.free(start, COLUMNS, config.ctas)
+        if warp == EPILOGUE_WARPS:
+            ptx.fence_after_thread_sync()
+            ptx.tcgen05_dealloc(tmem, TMEM_COLUMNS, config.ctas)
 
 
 def _output(config: Config):
-    """Of any shape."""
+    """The spec of outputs of any shape."""
     if config.quantizing is None:
         return any_source(config.out_dtype, config.tma_store)
     scale = any_tensor(Float32, 0, 4) if config.table_bytes else None

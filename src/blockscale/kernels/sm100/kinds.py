@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 __all__ = ["KINDS", "Kind", "find_kind"]
 
-STEPS = 4  # instructions of a K block: 128 bytes of a row in shared memory, 32 each
-TILE_SCALES = 4  # of a row, in a tile of layout "tcgen05"
+K_STEPS = 4  # MMAs of a K block: 128 bytes of a row in shared memory, 32 each
+TILE_SCALES = 4  # scales of a row in a tile of layout "tcgen05"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Kind:
     """A kind of tcgen05.mma with block scaling.
 
     Attributes:
-        name: as PTX has it, with its scales.
-        k: elements of a row that an instruction multiplies.
-        block: elements that share a scale.
-        packed: two elements a byte in shared memory; else one, narrow ones too.
-        scale: bit of the scales' type in the instruction descriptor.
-        codes: of elements in the instruction descriptor, by format.
+        name: PTX's name of the kind and of its scales.
+        k: the elements of a row that an MMA multiplies.
+        block: the elements that share a scale.
+        packed: shared memory has two elements a byte; else one, of 4 bits too.
+        scale: the bit of the scales' type in the instruction descriptor.
+        codes: the codes of element formats in the instruction descriptor.
     """
 
     name: str
@@ -38,16 +38,16 @@ class Kind:
 
     @property
     def block_k(self) -> int:
-        """Elements of a row that are loaded at once."""
-        return STEPS * self.k
+        """The elements of a row in a K block."""
+        return K_STEPS * self.k
 
     @property
     def scale_tiles(self) -> int:
-        """Tiles of scales along K that go with them."""
+        """The tiles of scales along K of a K block."""
         return self.block_k // (self.block * TILE_SCALES)
 
     def scale_place(self, step: int) -> tuple[int, int]:
-        """Of an instruction's scales: tile along K, and first byte of a row in it."""
+        """Where an MMA's scales are: the tile along K, and the first byte of a row in it."""
         return divmod(step * (self.k // self.block), TILE_SCALES)
 
 
@@ -73,6 +73,6 @@ KINDS = (
 
 
 def find_kind(a_format: str, b_format: str) -> Kind | None:
-    """What multiplies two formats, if anything does."""
+    """The kind that multiplies two formats, if there is one."""
     found = (kind for kind in KINDS if a_format in kind.codes and b_format in kind.codes)
     return next(found, None)

@@ -8,17 +8,19 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from ...dtypes import from_torch
 from ...formats import Format, get_format
-from ...layouts import as_bytes, get_layout
+from ...layouts import get_layout
+from ...memory import as_bytes
 from ..common.calls import CompiledGemm, GemmCall, check_matrix
 from ..common.runtime import Described, Unsupported
 from ..common.template import template
-from .config import WHOLE, Config, choose_config, why_not
+from .config import EIGHT_BIT, Config, choose_config, why_not
 
 __all__ = ["Operands", "plan_gemm", "views"]
 
 _NAMES = ("a_data", "b_data")
-_SPREAD = 128  # elements of 4 bits that TMA spreads at once
+_UNPACKED = 128  # elements of 4 bits that TMA unpacks at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,8 @@ class Operands:
     """A and B, found to belong together.
 
     Attributes:
-        stored: shapes as they lie in memory.
-        majors: which dimension lies together, of each.
+        stored: how each lies in memory.
+        majors: which dimension of each is contiguous: "k" or "mn".
         shape: M, N, K.
     """
 
@@ -37,7 +39,8 @@ class Operands:
 
     @classmethod
     def of(cls, call: GemmCall, halves: int = 1) -> Operands:
-        """Raises as ``gemm`` does; ``halves``: of B, each with its own tiles of scales."""
+        """Check those of a call; raises as ``gemm`` does. B has ``halves``, each with its own tiles
+        of scales."""
         (a, a_scale, a_format), (b, b_scale, b_format) = call.a, call.b
         assert a_format is not None
         assert b_format is not None
@@ -66,16 +69,16 @@ class Operands:
         return cls((stored[0], stored[1]), majors, (m, n, k))
 
     def check_loadable(self, config: Config) -> None:
-        """Unsupported where TMA cannot load one."""
-        for name, data, spread in zip(_NAMES, self.stored, config.unpacked, strict=True):
-            _check_loadable(name, data, self.shape[2] if spread else 0)
+        """Raise Unsupported where TMA cannot load one."""
+        for name, data, unpacked in zip(_NAMES, self.stored, config.unpacked, strict=True):
+            _check_loadable(name, data, self.shape[2] if unpacked else 0)
 
 
 @lru_cache(maxsize=4096)
 def plan_gemm(call: GemmCall, ctas: int | None = None) -> CompiledGemm:
     """The plan of a call of ``gemm``; raises as it does."""
     formats = call.a.format, call.b.format
-    gpu = call.supported(partial(why_not, *formats, call.out_dtype))
+    gpu = call.supported(partial(why_not, *formats, from_torch(call.out_dtype)))
     operands = Operands.of(call)
     m, n, k = operands.shape
     call.check_rest((m, n))
@@ -114,14 +117,14 @@ def views(
 
 
 def _dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Its bytes, or itself."""
+    """The dtypes that data may have: this one, or its bytes."""
     return (torch.uint8,) if dtype == torch.uint8 else (dtype, torch.uint8)
 
 
 def _major(x: Described, format: str) -> str:
-    """Which dimension lies together, of those that the tensor cores take."""
+    """Which dimension is contiguous, of those that the tensor cores take."""
     shape, stride = x[:2]
-    other = len(shape) == 2 and stride[1] != 1 and stride[0] == 1 and format in WHOLE
+    other = len(shape) == 2 and stride[1] != 1 and stride[0] == 1 and format in EIGHT_BIT
     return "mn" if other else "k"
 
 
@@ -154,12 +157,13 @@ def _check_scale(
 
 
 def _check_loadable(name: str, x: Described, k: int) -> None:
-    """Unsupported where TMA cannot load data. ``k``: of 4-bit elements that it spreads, or 0."""
+    """Raise Unsupported where TMA cannot load data. ``k`` is that of 4-bit elements which TMA
+    unpacks, or 0."""
     apart = 32 if k else 16
     if x[3] % apart or x[1][0] % apart:
         raise Unsupported(f"{name}: TMA wants rows that start at a multiple of {apart} bytes")
-    if k % _SPREAD:
+    if k % _UNPACKED:
         raise Unsupported(
             f"{name}: K = {k}; beside 8-bit elements TMA loads 4-bit ones where K is a multiple "
-            f"of {_SPREAD}: pad K with zeros"
+            f"of {_UNPACKED}: pad K with zeros"
         )

@@ -2,7 +2,7 @@
 """Single PTX instructions of Blackwell as functions on CuTe DSL values; all are volatile.
 
 Addresses are integers: 64 bits in global, 32 in shared memory. Those of Tensor Memory have the lane
-in the upper half and the column in the lower one. ``ctas``: blocks that work together, 1 or 2.
+in the upper half and the column in the lower one. ``ctas`` is 1, or 2 for a pair (``cta_group``).
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu, llvm
 
 __all__ = [
-    "EVEN",
-    "allocate",
-    "arrive",
-    "arrive_first",
-    "ask",
-    "commit",
-    "copy_scales",
-    "expect",
-    "free",
-    "load_box",
-    "load_sums",
-    "load_words",
-    "map_address",
-    "matrix",
-    "multiply",
-    "multiply_float",
-    "read_answer",
-    "round_pair",
-    "store_words",
-    "sum_float",
-    "sums_known",
-    "sums_read",
-    "wait",
-    "wait_for_stage",
+    "EVEN_CTA",
+    "add",
+    "clc_query",
+    "clc_try_cancel",
+    "cvt_rn_x2",
+    "fence_after_thread_sync",
+    "fence_before_thread_sync",
+    "ld_global_v4",
+    "mbarrier_arrive",
+    "mbarrier_arrive_expect_tx",
+    "mbarrier_arrive_first_cta",
+    "mbarrier_wait",
+    "mbarrier_wait_cta",
+    "mul",
+    "smem_descriptor",
+    "st_shared_v4",
+    "tcgen05_alloc",
+    "tcgen05_commit",
+    "tcgen05_cp_scales",
+    "tcgen05_dealloc",
+    "tcgen05_ld",
+    "tcgen05_mma",
+    "tensor_map_address",
+    "tma_load",
     "widen",
 ]
 
-EVEN = 0xFEFFFFFF  # clears the last bit of the block in an address of its shared memory
+EVEN_CTA = 0xFEFFFFFF  # clears the last bit of the CTA's rank in an address of shared memory
 _LETTERS = {Float32: "f", Int32: "r", Int64: "l"}
 # High words of descriptors of matrices in shared memory, whose bit 14 is set on Blackwell:
 _OPERAND = 2 << 29 | 1 << 14 | 1024 >> 4  # swizzle of 128 bytes, eight rows are 1024 bytes
@@ -70,17 +70,18 @@ def _words(code: str, *args) -> None:
 # --- loads ----------------------------------------------------------------------------------------
 
 
-def map_address(atom):
-    """Of the tensor map that an atom has."""
+def tensor_map_address(atom):
+    """The address of an atom's tensor map."""
     kind = ir.Type.parse("!cute.ptr<i64, generic, align<64>>")
     return cute_nvgpu.get_tma_desc_addr(
         kind, cute_nvgpu.atom_make_exec_tma(atom._trait.value)
     ).toint()
 
 
-def load_box(to, map, position, barrier, mask, ctas: int) -> None:
-    """Load a box by TMA; ``position``: row and column of its first element. ``mask``: the blocks
-    that get it at this place, or None. Of two that work together, the even one's barrier is told.
+def tma_load(to, map, position, barrier, mask, ctas: int) -> None:
+    """Load a box by TMA, whose first element is at ``position``: row and column. It goes to the
+    same address in all CTAs of ``mask``, or None for this one. In a pair it arrives at the even
+    CTA's mbarrier.
     """
     row, column = position
     code = "cp.async.bulk.tensor.2d"
@@ -99,20 +100,20 @@ def load_box(to, map, position, barrier, mask, ctas: int) -> None:
 # --- barriers -------------------------------------------------------------------------------------
 
 
-def expect(barrier, nbytes: int) -> None:
-    """Arrive, by the thread that calls, and wait for so many bytes more."""
+def mbarrier_arrive_expect_tx(barrier, nbytes: int) -> None:
+    """Arrive, and let the phase wait for so many bytes more."""
     _words(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};", barrier)
 
 
-def wait_for_stage(barrier, phase) -> None:
-    """Until a phase is over, of what only TMA and the tensor cores touch: they read no cache that
-    would have to forget what other blocks have changed, as with ``wait``."""
-    wait(barrier, phase, 1)
+def mbarrier_wait_cta(barrier, phase) -> None:
+    """Wait until a phase is over, with the scope of a CTA. That is enough for stages, which only
+    TMA and the tensor cores read and write: no thread reads what another CTA has written."""
+    mbarrier_wait(barrier, phase, 1)
 
 
-def wait(barrier, phase, blocks: int) -> None:
-    """Until a phase is over, with arrivals of other blocks where there are ``blocks``."""
-    scope = ".acquire.cluster" if blocks > 1 else ""
+def mbarrier_wait(barrier, phase, ctas: int) -> None:
+    """Wait until a phase is over, at which threads of ``ctas`` CTAs arrive."""
+    scope = ".acquire.cluster" if ctas > 1 else ""
     _words(
         "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity"
         f"{scope}.shared::cta.b64 p, [$0], $1; @!p bra AGAIN; }}",
@@ -121,8 +122,8 @@ def wait(barrier, phase, blocks: int) -> None:
     )
 
 
-def arrive(barrier, rank, ctas: int) -> None:
-    """Of one thread, at the barrier of this block, or of the even one of two."""
+def mbarrier_arrive(barrier, rank, ctas: int) -> None:
+    """Arrive, by one thread, at this CTA's mbarrier, or at that of the pair's even CTA."""
     if ctas == 1:
         _words("mbarrier.arrive.shared::cta.b64 _, [$0];", barrier)
         return
@@ -134,9 +135,9 @@ def arrive(barrier, rank, ctas: int) -> None:
     )
 
 
-def commit(barrier, mask, ctas: int) -> None:
-    """Arrive when all that the thread has begun in Tensor Memory is done. ``mask``: of blocks whose
-    barriers at this place are told; None: this one's."""
+def tcgen05_commit(barrier, mask, ctas: int) -> None:
+    """Arrive when all MMAs and copies that the thread has issued are done: at the mbarriers of all
+    CTAs of ``mask``, or None for this one's."""
     code = f"tcgen05.commit.cta_group::{ctas}.mbarrier::arrive::one.shared::cluster"
     if mask is None:
         _words(code + ".b64 [$0];", barrier)
@@ -145,18 +146,18 @@ def commit(barrier, mask, ctas: int) -> None:
     _words(f"{{ .reg .b16 m; {code} }}", barrier, mask)
 
 
-def arrive_first(barrier, blocks: int) -> None:
-    """Of one thread, at the barrier of the cluster's first block."""
-    arrive(barrier, Int32(0), blocks)
+def mbarrier_arrive_first_cta(barrier, cluster_size: int) -> None:
+    """Arrive, by one thread, at the mbarrier of the cluster's first CTA."""
+    mbarrier_arrive(barrier, Int32(0), cluster_size)
 
 
-# --- tiles of clusters that wait for their launch -------------------------------------------------
+# --- cluster launch control -----------------------------------------------------------------------
 
 
-def ask(to, barrier, blocks: int) -> None:
-    """For a cluster to be cancelled: 16 bytes that say which, in each of ``blocks``, and told to
-    their barriers."""
-    every = ".multicast::cluster::all" if blocks > 1 else ""
+def clc_try_cancel(to, barrier, cluster_size: int) -> None:
+    """Ask for the launch of a cluster to be cancelled. The response, 16 bytes, goes to ``to`` in
+    each CTA of this cluster, and arrives at their mbarriers."""
+    every = ".multicast::cluster::all" if cluster_size > 1 else ""
     _words(
         "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes"
         f"{every}.b128 [$0], [$1];",
@@ -165,13 +166,13 @@ def ask(to, barrier, blocks: int) -> None:
     )
 
 
-def read_answer(address, blocks: int):
-    """Which of the clusters, of ``blocks``; -1 for none. Another answer may be asked for after."""
+def clc_query(address, cluster_size: int):
+    """The index of the cluster that was cancelled, or -1; the response may then be overwritten."""
     code = (
         "{ .reg .b128 q; .reg .pred p; .reg .b32 x; ld.shared.b128 q, [$1];"
         " clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 p, q; mov.b32 x, -1;"
         " @p clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 x, q;"
-        f" @p div.u32 x, x, {blocks}; mov.b32 $0, x; fence.proxy.async.shared::cta; }}"
+        f" @p div.u32 x, x, {cluster_size}; mov.b32 $0, x; fence.proxy.async.shared::cta; }}"
     )
     return _asm(code, [Int32], [address], [Int32])[0]
 
@@ -179,8 +180,8 @@ def read_answer(address, blocks: int):
 # --- Tensor Memory --------------------------------------------------------------------------------
 
 
-def allocate(where, columns: int, ctas: int) -> None:
-    """By a warp: the address of ``columns`` into shared memory."""
+def tcgen05_alloc(where, columns: int, ctas: int) -> None:
+    """Allocate ``columns``, by a warp, whose address is written to shared memory."""
     group = f"cta_group::{ctas}.sync.aligned"
     _words(
         f"tcgen05.alloc.{group}.shared::cta.b32 [$0], {columns};"
@@ -189,18 +190,18 @@ def allocate(where, columns: int, ctas: int) -> None:
     )
 
 
-def free(address, columns: int, ctas: int) -> None:
+def tcgen05_dealloc(address, columns: int, ctas: int) -> None:
     _words(f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 $0, {columns};", address)
 
 
-def matrix(address, apart: int = 16):
-    """Low word of the descriptor of a matrix in shared memory: rows of 128 bytes, and more of them
-    ``apart`` bytes further where rows are longer."""
-    return (Int32(address) >> 4) & 0x3FFF | apart >> 4 << 16
+def smem_descriptor(address, leading_bytes: int = 16):
+    """The low word of the descriptor of a matrix in shared memory: rows of 128 bytes, and the next
+    panel of them ``leading_bytes`` further where rows are longer."""
+    return (Int32(address) >> 4) & 0x3FFF | leading_bytes >> 4 << 16
 
 
-def copy_scales(to, source, ctas: int) -> None:
-    """128 x 4 scales from shared memory, once for each 32 lanes. ``source``: of ``matrix``."""
+def tcgen05_cp_scales(to, source, ctas: int) -> None:
+    """Copy 128 x 4 scales from shared memory, to each 32 lanes. ``source`` is a descriptor."""
     _words(
         f"{{ .reg .b64 s; mov.b64 s, {{$1, {_SCALES}}};"
         f" tcgen05.cp.cta_group::{ctas}.32x128b.warpx4 [$0], s; }}",
@@ -209,75 +210,77 @@ def copy_scales(to, source, ctas: int) -> None:
     )
 
 
-def multiply(sums, a, b, shape: int, a_scale, b_scale, add, kind: str, ctas: int) -> None:
-    """Start to add to ``sums``, or to overwrite them unless ``add``. ``a``, ``b``: of ``matrix``;
-    ``shape``: an instruction descriptor; scales: in Tensor Memory."""
+def tcgen05_mma(
+    acc, a, b, scales: list, accumulate, instruction: int, kind: str, ctas: int
+) -> None:
+    """Issue an MMA, which adds to ``acc``, or overwrites it unless ``accumulate``. ``a`` and ``b``
+    are descriptors, ``scales`` addresses of both scales in Tensor Memory, ``instruction`` a
+    descriptor."""
     _words(
         "{ .reg .pred p; .reg .b64 a, b; .reg .b32 i; setp.ne.b32 p, $5, 0;"
-        f" mov.b64 a, {{$1, {_OPERAND}}}; mov.b64 b, {{$2, {_OPERAND}}}; mov.b32 i, {shape};"
+        f" mov.b64 a, {{$1, {_OPERAND}}}; mov.b64 b, {{$2, {_OPERAND}}}; mov.b32 i, {instruction};"
         f" tcgen05.mma.cta_group::{ctas}.kind::{kind} [$0], a, b, i, [$3], [$4], p; }}",
-        sums,
+        acc,
         a,
         b,
-        a_scale,
-        b_scale,
-        add,
+        *scales,
+        accumulate,
     )
 
 
-def load_sums(address, columns: int, parts: int = 1, apart: int = 0) -> list:
-    """fp32 of a lane for each thread, 32 columns by an instruction; all are there. Of several
-    ``parts`` so many columns each, ``apart`` from its start to the next one's."""
+def tcgen05_ld(address, columns: int, parts: int = 1, stride: int = 0) -> list:
+    """Load fp32 of a thread's lane, and wait for them: ``columns`` of each of the ``parts``, which
+    begin ``stride`` columns after each other."""
     code, count = "", columns * parts
     for first in range(0, count, 32):
         names = ", ".join(f"${i}" for i in range(first, first + 32))
-        where = first // columns * apart + first % columns
+        where = first // columns * stride + first % columns
         code += f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{names}}}, [${count} + {where}]; "
     code += "tcgen05.wait::ld.sync.aligned;"
     return _asm(code, [Float32] * count, [address], [Int32])
 
 
-def sums_read() -> None:
-    """What the thread has loaded was read before what others do once they know."""
+def fence_before_thread_sync() -> None:
+    """Order what the thread did in Tensor Memory before what others do after they synchronize."""
     _words("tcgen05.fence::before_thread_sync;")
 
 
-def sums_known() -> None:
-    """What others have done before this thread knew of it."""
+def fence_after_thread_sync() -> None:
+    """Order what others did in Tensor Memory, before they synchronized, before what follows."""
     _words("tcgen05.fence::after_thread_sync;")
 
 
 # --- values ---------------------------------------------------------------------------------------
 
 
-def multiply_float(a, b):
+def mul(a, b):
     return _asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b], [Float32] * 2)[0]
 
 
-def sum_float(a, b):
+def add(a, b):
     return _asm("add.rn.f32 $0, $1, $2;", [Float32], [a, b], [Float32] * 2)[0]
 
 
-def round_pair(low, high, kind: str):
-    """A word of two fp32 values rounded to "bf16" or "f16"."""
+def cvt_rn_x2(low, high, kind: str):
+    """Two fp32 values rounded to "bf16" or "f16", in a word."""
     return _asm(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", [Int32], [low, high], [Float32] * 2)[0]
 
 
 def widen(word, kind: str) -> list:
-    """fp32 values of a word of two."""
+    """The fp32 values of a word of two."""
     code = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.KIND $0, l; cvt.f32.KIND $1, h; }"
     return _asm(code.replace("KIND", kind), [Float32] * 2, [word], [Int32])
 
 
-def store_words(address, words: list) -> None:
-    """16 bytes to shared memory; ``words``: four, or fp32 values."""
+def st_shared_v4(address, words: list) -> None:
+    """Store 16 bytes to shared memory: four ``words``, or fp32 values."""
     kind = type(words[0])
     code = f"st.shared.v4.{'f32' if kind is Float32 else 'b32'} [$0], {{$1, $2, $3, $4}};"
     _asm(code, [], [address, *words], [Int32] + [kind] * 4)
 
 
-def load_words(address, wanted) -> list:
-    """16 bytes of global memory; zeros, and nothing read, unless ``wanted``."""
+def ld_global_v4(address, wanted) -> list:
+    """Load 16 bytes of global memory; zeros, and nothing is read, unless ``wanted``."""
     code = "{ .reg .pred p; setp.ne.b32 p, $5, 0; " + " ".join(
         f"mov.b32 ${i}, 0;" for i in range(4)
     )

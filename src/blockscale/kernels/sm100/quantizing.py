@@ -1,41 +1,46 @@
 # mypy: ignore-errors
-"""Sums from Tensor Memory to what the next product reads: elements, and tiles of their scales.
+"""Accumulators from Tensor Memory to the operand of the next product: elements, and tiles of their
+block scales.
 
-A thread has a row, and takes 32 columns of it at a time, which are whole blocks: nothing is asked
-of others. With SwiGLU half of a tile's columns are gates, the other half as many of up, so that
-both meet in a thread. The loader brings rows of B from two places for it, which costs nothing (of
-two blocks that work together one loads gates, the other up); rows of a weight need not be
-interleaved, and the same weight serves a product that is not fused. Values are not rounded before
-they are quantized: the bytes are those of ``swiglu_quantize``, or ``quantize``, of an fp32 product.
+A thread has a row, and takes 32 columns of it at a time, which are whole blocks: it needs nothing
+from other threads. With SwiGLU half of a tile's columns are gates, the other half as many of up, so
+that a thread has both. The loader brings rows of B from two places for it, which costs nothing (one
+CTA of a pair loads gates, the other one up); rows of a weight need not be interleaved, and the same
+weight serves a product that is not fused. Values are not rounded before they are quantized: the
+bytes are those of ``swiglu_quantize``, or ``quantize``, of an fp32 product.
 """
 
 from __future__ import annotations
 
 import cutlass
-import torch
 from cutlass import Int64, Uint32, cute, select_
 
+from ...dtypes import FLOAT32
 from ..common.encode import Encoder
 from ..common.ptx import store_global, store_shared
 from ..common.swiglu import PRODUCE
 from . import ptx
-from .config import WARPS
+from .config import EPILOGUE_WARPS
 from .epilogue import Epilogue
-from .quantizing_config import BOX_COLUMNS, STEP
+from .quantizing_config import STORE_COLUMNS, SUBTILE_N
 
 __all__ = ["QuantizingEpilogue"]
 
-_FP32 = torch.float32
-_AT_ONCE = 8  # values of which SwiGLU is computed; more would take more registers
+_FP32 = FLOAT32
+_SWIGLU_COLUMNS = 8  # columns of which SwiGLU is computed at once; more take more registers
 
 
 class QuantizingEpilogue(Epilogue):
-    """``output``: data (M, bytes), scales and a global scale or None, in place of ``d``.
-    ``table``: address in shared memory of reciprocals of scales, where there is a global one."""
+    """Quantizes all tiles, and stores them.
 
-    def __init__(self, pipeline, copies, out, atom, view, output, table):
+    ``output`` has data (M, bytes), block scales and a global scale or None in place of ``d``.
+    ``table`` is the address in shared memory of reciprocals of block scales, where there is a
+    global scale.
+    """
+
+    def __init__(self, pipeline, store_tiles, output, table):
         (data, self.scales, self.global_scale), *rest = output
-        super().__init__(pipeline, copies, out, atom, view, (data, *rest))
+        super().__init__(pipeline, store_tiles, (data, *rest))
         self.quantizing, self.table = self.config.quantizing, table
         element = self.quantizing.stored.element.name.lower()
         self.encoder = Encoder(self.quantizing.spec, element, _FP32, True)
@@ -43,30 +48,31 @@ class QuantizingEpilogue(Epilogue):
 
     def begin(self) -> None:
         if self.encoder.has_table:
-            threads = 32 * WARPS
+            threads = 32 * EPILOGUE_WARPS
             self.encode_scale = self.encoder.prepare(self.global_scale, self.table, threads)
             cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
     @cute.jit
-    def take(self, sums, which, free, warp, row, column):
-        """Quantize a tile, 32 columns after the other, and store what is complete with them.
+    def store_acc(self, acc, which, free, warp, row, column):
+        """Quantize an accumulator, 32 columns after the other, and store what is complete.
 
-        Four blocks' scales are the bytes of a row in a tile of scales.
+        A row of a tile of scales has those of four blocks, a byte each.
         """
-        config, width = self.config, self.quantizing.box_bytes
-        steps, tile_steps = BOX_COLUMNS // STEP, 4 // self.quantizing.step_scales
+        config, width = self.config, self.quantizing.store_row_bytes
+        steps, tile_steps = STORE_COLUMNS // SUBTILE_N, 4 // self.quantizing.subtile_scales
         word = Uint32(0)
-        for i in cutlass.range(config.boxes, unroll=1):
-            box = self.order(i, which)
-            first, step = column + box * STEP, box % steps
-            found = ptx.load_sums(sums + box * STEP, STEP, config.parts_of_columns, config.tile[1])
-            if i + 1 == config.early_boxes:
+        for i in cutlass.range(config.subtiles, unroll=1):
+            subtile = self.order(i, which)
+            first, step = column + subtile * SUBTILE_N, subtile % steps
+            address = acc + subtile * SUBTILE_N
+            found = ptx.tcgen05_ld(address, SUBTILE_N, config.b_halves, config.tile[1])
+            if i + 1 == config.early_release:
                 self.release(free)
             if i % steps == 0:
-                self.wait_for_slot()
-            slot = self.slot(i // steps, warp)
+                self.acquire()
+            stage = self.stage(i // steps, warp)
             codes, scales = self.quantize(self.values(found, first))
-            self.put(codes, self.line(slot), step)
+            self.put(codes, self.line(stage), step)
             scales = select_(first < self.pipeline.extent[1], scales, Uint32(0))
             word = select_(i % tile_steps == 0, Uint32(0), word)
             shift = step % tile_steps * (32 // tile_steps)
@@ -74,27 +80,27 @@ class QuantizingEpilogue(Epilogue):
             if i % tile_steps == tile_steps - 1:
                 self.store_scales(word, warp, row, first)
             if i % steps == steps - 1:
-                self.store_slot(slot, row, first // BOX_COLUMNS * width)
+                self.store_stage(stage, row, first // STORE_COLUMNS * width)
 
-    def values(self, sums: list, column) -> list:
-        """fp32 bits of what is quantized, from ``column`` of the output on."""
-        (_, bias, alpha), parts = self.output, []
-        for part in range(self.quantizing.parts):
-            where = column + part * self.pipeline.extent[1] if part else column
-            some = self.scale(sums[part * STEP :][:STEP], bias, alpha, where)
-            parts.append([value.bitcast(Uint32) for value in some])
+    def values(self, acc: list, column) -> list:
+        """The fp32 bits of what is quantized, from ``column`` of the output on."""
+        (_, bias, alpha), halves = self.output, []
+        for half in range(self.quantizing.b_halves):
+            where = column + half * self.pipeline.extent[1] if half else column
+            some = self.scale(acc[half * SUBTILE_N :][:SUBTILE_N], bias, alpha, where)
+            halves.append([value.bitcast(Uint32) for value in some])
         if not self.quantizing.swiglu:
-            return parts[0]
+            return halves[0]
         made = []
-        for j in range(0, STEP, _AT_ONCE):
-            some = [part[j : j + _AT_ONCE] for part in parts]
+        for j in range(0, SUBTILE_N, _SWIGLU_COLUMNS):
+            some = [half[j : j + _SWIGLU_COLUMNS] for half in halves]
             made += PRODUCE["swiglu"](some, _FP32, True)[0]
         return made
 
     def quantize(self, values: list) -> tuple:
-        """Elements, and the scales of their blocks in a word."""
+        """The elements, and the scales of their blocks in a word."""
         size, codes, scales = self.quantizing.stored.block[1], [], Uint32(0)
-        for block in range(self.quantizing.step_scales):
+        for block in range(self.quantizing.subtile_scales):
             held = values[block * size : (block + 1) * size]
             amax = self.encoder.amax(self.encoder.states(held))
             code, reciprocal = self.encoder.scale(amax, self.encode_scale, self.table)
@@ -104,18 +110,19 @@ class QuantizingEpilogue(Epilogue):
 
     def put(self, codes: list, line, step) -> None:
         """Put a thread's elements into its line of shared memory, swizzled."""
-        lane, width, chunks = cute.arch.lane_idx(), self.quantizing.box_bytes, len(codes) // 4
-        turn = lane * width // 128 % (width // 16)
+        lane, width, chunks = cute.arch.lane_idx(), self.quantizing.store_row_bytes, len(codes) // 4
+        swizzle = lane * width // 128 % (width // 16)
         for chunk in range(chunks):
-            place = (step * chunks + chunk) ^ turn
+            place = (step * chunks + chunk) ^ swizzle
             store_shared(line + place * 16, codes[4 * chunk : 4 * chunk + 4], 16)
 
     @cute.jit
     def store_scales(self, word, warp, row, column):
-        """Four scales of a thread's row; a tile's rows below the output's last one have zeros."""
+        """Store four scales of a thread's row: zeros in a tile's rows below the output's last
+        one."""
         rows, columns = self.pipeline.extent
         word = select_(row + cute.arch.lane_idx() < rows, word, Uint32(0))
-        width = 4 * self.quantizing.stored.block[1]  # columns of a tile
+        width = 4 * self.quantizing.stored.block[1]  # columns of the output in a tile of scales
         tile = row // 128 * cute.ceil_div(columns, width) + column // width
         if row - warp * 32 < rows and column // width * width < columns:
             start = self.scales.iterator.toint() + Int64(tile) * 512

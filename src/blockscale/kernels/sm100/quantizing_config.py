@@ -1,4 +1,4 @@
-"""What becomes of sums that the next product reads: elements, and a scale for each block."""
+"""How an accumulator is quantized for the next product: elements, and a scale for each block."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from ...formats import Format, get_format
 from ..common.spec import Spec, specify
 
-__all__ = ["BOX_COLUMNS", "FORMATS", "STEP", "Quantizing"]
+__all__ = ["FORMATS", "STORE_COLUMNS", "SUBTILE_N", "Quantizing"]
 
-FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")  # that these kernels multiply
+FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")  # the formats that these kernels multiply
 
-STEP = 32  # columns that a thread quantizes at once
-BOX_COLUMNS = 128  # of elements that are stored at once
+SUBTILE_N = 32  # columns of a subtile, which a thread quantizes at once
+STORE_COLUMNS = 128  # columns of elements that one TMA store writes
 
 
 @dataclass(frozen=True, slots=True)
 class Quantizing:
-    """Names of ``quantize``.
+    """What ``quantize`` is asked for, by its names.
 
     Attributes:
         format: one of FORMATS.
@@ -40,21 +40,22 @@ class Quantizing:
         return specify(self.stored, rounding, self.nonfinite)
 
     @property
-    def parts(self) -> int:
-        """Columns of the sums that make one of the output."""
+    def b_halves(self) -> int:
+        """The columns of the product that make one of the output: gate and up with SwiGLU."""
         return 2 if self.swiglu else 1
 
     @property
     def has_table(self) -> bool:
-        """Whether scales are relative to a global one, and their reciprocals in shared memory."""
+        """Whether block scales are relative to a global one: their reciprocals are then in a table
+        in shared memory."""
         return self.stored.has_global_scale
 
     @property
-    def step_scales(self) -> int:
-        """Of a row, in a step."""
-        return STEP // self.stored.block[1]
+    def subtile_scales(self) -> int:
+        """The block scales of a row of a subtile."""
+        return SUBTILE_N // self.stored.block[1]
 
     @property
-    def box_bytes(self) -> int:
-        """Of a row of elements that is stored at once."""
-        return BOX_COLUMNS * self.stored.element.bits // 8
+    def store_row_bytes(self) -> int:
+        """The bytes of a row of elements that one TMA store writes."""
+        return STORE_COLUMNS * self.stored.element.bits // 8

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...checks import choose
+from ...dtypes import BFLOAT16, UINT8
 from ...formats import NONFINITE, get_format
 from ...layouts import get_layout
 from ..common.calls import GemmCall, Operand, describe_call
@@ -18,7 +19,7 @@ from ..common.runtime import Described, Unsupported, describe
 from ..common.template import template
 from .config import choose_config, why_not
 from .plan import Operands, views
-from .quantizing_config import FORMATS, STEP, Quantizing
+from .quantizing_config import FORMATS, SUBTILE_N, Quantizing
 
 __all__ = ["gemm_quantize"]
 
@@ -66,8 +67,8 @@ def gemm_quantize(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """``run`` takes operands as ``views`` makes them, and outputs like ``data`` and ``scale``; None
-    where there is nothing to write."""
+    """The plan of a call. ``run`` takes operands as ``views`` makes them, and outputs like ``data``
+    and ``scale``; it is None where there is nothing to write."""
 
     run: Callable[..., Any] | None
     views: Callable[..., list[Tensor]]
@@ -80,9 +81,9 @@ def _plan(
     call: GemmCall, global_scale: Described | None, quantizing: Quantizing, ctas: int | None
 ) -> _Plan:
     formats, device = (call.a.format, call.b.format), call.device
-    gpu = call.supported(partial(why_not, *formats, torch.bfloat16))
+    gpu = call.supported(partial(why_not, *formats, BFLOAT16))
     _check_names(quantizing)
-    operands = Operands.of(call, quantizing.parts)
+    operands = Operands.of(call, quantizing.b_halves)
     m, n, k = operands.shape
     call.check_rest((m, n))
     columns = _columns(quantizing, n)
@@ -100,14 +101,14 @@ def _plan(
     config = choose_config(
         (m, n, k),
         formats,
-        call.epilogue(n)._replace(out_dtype=torch.uint8),
+        call.epilogue(n)._replace(out_dtype=UINT8),
         majors=operands.majors,
         quantizing=quantizing,
         gpu=gpu,
         ctas=ctas,
     )
     operands.check_loadable(config)
-    parts = quantizing.parts
+    parts = quantizing.b_halves
     rows = -(-m // 128), -(-n // parts // 128) * parts
     take = partial(views, majors=operands.majors, scale_rows=rows)
     return _Plan(gpu.load(config), take, *outputs)
@@ -122,12 +123,12 @@ def _check_names(quantizing: Quantizing) -> None:
 
 
 def _columns(quantizing: Quantizing, n: int) -> int:
-    """Of the result, from ``n`` rows of B."""
-    columns = n // quantizing.parts
-    if columns % STEP:
+    """The columns of the result, from ``n`` rows of B."""
+    columns = n // quantizing.b_halves
+    if columns % SUBTILE_N:
         raise Unsupported(
             f"b_data: has {n} rows, so {columns} columns are quantized; TMA and blocks want a "
-            f"multiple of {STEP}: pad with rows of zeros" + ", each half" * quantizing.swiglu
+            f"multiple of {SUBTILE_N}: pad with rows of zeros" + ", each half" * quantizing.swiglu
         )
     return columns
 

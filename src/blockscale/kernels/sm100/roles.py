@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""What single threads of two warps do: load tiles, and start the instructions that multiply them.
+"""The two roles of single threads: TMA loads of tiles, and the MMAs that multiply them.
 
-Both go through the K blocks of the same tiles. Of two blocks that work together each loads its own
-rows, half of B, and scales of all columns; the even one multiplies for both.
+Both go through the K blocks of the same tiles. Each CTA of a pair loads its own rows of A, half of
+B, and the scales of all columns; the even one issues the MMAs for both.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from cutlass import Int32, cute
 from ..common.persistent import advance_pipeline
 from ..common.schedule import Raster
 from . import ptx
-from .config import ROW, SCALE_COLUMNS, TILE_BYTES, Config
-from .kinds import STEPS
-from .turns import Turns
+from .clc_scheduler import ClcPipeline
+from .config import ROW_BYTES, SCALE_COLUMNS, SCALE_TILE_BYTES, Config
+from .kinds import K_STEPS
 
-UNIT = 16  # bytes, of a descriptor's address
+UNIT = 16  # bytes that one step of a descriptor's address is worth
 
-__all__ = ["Loader", "Multiplier", "Pipeline", "Place"]
+__all__ = ["CtaCoord", "Loader", "Mma", "Pipeline"]
 
 
-class Place:
-    """Where a block is in its cluster, and which others it shares with.
+class CtaCoord:
+    """Where a CTA is in its cluster, and with which other CTAs it shares tiles.
 
     Attributes:
-        rank, down, across: of the block; the tile is so many further.
-        pair_rank: of the block that multiplies for this one.
+        rank: the CTA's rank in the cluster.
+        down, across: the CTA's row and column in the cluster.
     """
 
     def __init__(self, config: Config, rank):
@@ -37,7 +37,7 @@ class Place:
         self.down, self.across = rank % config.cluster[0], rank // config.cluster[0]
 
     def row_mask(self, pair: bool):
-        """Blocks with the same rows of A; ``pair``: or those of the other one."""
+        """The CTAs in the same row of the cluster; with ``pair`` also those in its pair's row."""
         down, across = self.config.cluster
         ranks = sum(1 << down * i for i in range(across))
         if pair and self.config.ctas == 2:
@@ -45,68 +45,71 @@ class Place:
         return Int32(ranks) << self.down
 
     def column_mask(self, every: int):
-        """Blocks with the same columns, every so many-th of them."""
+        """Every ``every``-th of the CTAs in the same column of the cluster, this one included."""
         down = self.config.cluster[0]
         ranks = sum(1 << i for i in range(0, down, every))
         return Int32(ranks) << (self.across * down + self.down % every)
 
-    def shares(self) -> list:
-        """Of A and of B: into how many parts a tile is cut, this block's, and who gets it."""
-        ctas, parts = self.config.ctas, self.config.parts
-        rows = self.row_mask(False) if parts[0] > 1 else None
-        columns = self.column_mask(ctas) if parts[1] > 1 else None
-        return [(parts[0], self.across, rows), (parts[1], self.down // ctas, columns)]
+    def multicast(self) -> list:
+        """For A and for B: how many CTAs load a tile together, which part of it this CTA loads, and
+        the mask of the CTAs that receive it."""
+        ctas, shares = self.config.ctas, self.config.multicast_ctas
+        rows = self.row_mask(False) if shares[0] > 1 else None
+        columns = self.column_mask(ctas) if shares[1] > 1 else None
+        return [(shares[0], self.across, rows), (shares[1], self.down // ctas, columns)]
 
-    def loaders(self):
-        """Blocks that load something for this one, or for that beside it."""
-        if self.config.blocks == 1:
+    def loader_mask(self):
+        """The CTAs that load something for this one or for the other one of its pair."""
+        if self.config.cluster_size == 1:
             return None
         return self.row_mask(True) | self.column_mask(1)
 
-    def pair(self):
-        """Both blocks that work together."""
+    def pair_mask(self):
+        """Both CTAs of a pair."""
         return None if self.config.ctas == 1 else Int32(3) << (self.rank & ~1)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the roles of a block share.
+    """What the roles of a CTA share.
 
     Attributes:
-        turns: which tiles the cluster takes.
-        tiles: clusters of tiles down and across the output.
-        extent: rows and columns of the output.
-        blocks: along K.
-        shared: addresses of A, of B and of their scales, all stages.
-        full, empty: addresses of barriers, of the stages.
-        ready, freed: of the sums, for those who store and for the one who multiplies.
-        memory: address of Tensor Memory.
+        cta: where the CTA is in its cluster.
+        clc: gives the tiles that the cluster takes.
+        clusters: the number of clusters of tiles down and across the output.
+        extent: the rows and columns of the output.
+        k_blocks: the number of K blocks.
+        shared: the addresses of A, of B and of their scales in shared memory, all stages.
+        full, empty: the addresses of the stages' mbarriers.
+        acc_full, acc_empty: the addresses of the accumulators' mbarriers.
+        tmem: the address of Tensor Memory.
     """
 
     config: Config
     raster: Raster
-    place: Place
-    turns: Turns
-    tiles: Any
+    cta: CtaCoord
+    clc: ClcPipeline
+    clusters: Any
     extent: tuple
-    blocks: Any
+    k_blocks: Any
     shared: list
     full: Any
     empty: Any
-    ready: Any
-    freed: Any
-    memory: Any
+    acc_full: Any
+    acc_empty: Any
+    tmem: Any
 
     def tile(self, index):
-        """First row and column of this block's part."""
-        return self.raster.tile(index, self.tiles, self.place.rank)
+        """The first row and column of the CTA's tile in a cluster's."""
+        return self.raster.tile(index, self.clusters, self.cta.rank)
 
     def next_stage(self, stage, phase):
+        """The stage and phase after these."""
         return advance_pipeline(stage, phase, self.config.stages)
 
 
 class Loader:
-    """Keeps the stages filled. ``maps``: addresses of tensor maps of A, B and their scales."""
+    """Keeps the stages filled. ``maps``: the addresses of tensor maps of A, B and their scales."""
 
     def __init__(self, pipeline: Pipeline, maps: list):
         self.pipeline, self.maps = pipeline, maps
@@ -115,134 +118,140 @@ class Loader:
     def __call__(self):
         config = self.pipeline.config
         stage, phase = Int32(0), Int32(1)
-        index, turn, turn_phase = self.pipeline.turns.first()
+        index, clc_stage, clc_phase = self.pipeline.clc.first()
         while index >= 0:
-            self.pipeline.turns.expect(turn)
+            self.pipeline.clc.expect(clc_stage)
             row, column = self.pipeline.tile(index)
-            for block in range(self.pipeline.blocks):
-                ptx.wait_for_stage(self.pipeline.empty + stage * 8, phase)
+            for k_block in range(self.pipeline.k_blocks):
+                ptx.mbarrier_wait_cta(self.pipeline.empty + stage * 8, phase)
                 barrier = self.pipeline.full + stage * 8
-                if self.pipeline.place.rank % config.ctas == 0:
-                    ptx.expect(barrier, config.ctas * config.loaded_bytes)
-                self.fill(stage, barrier, (row, column), block)
+                if self.pipeline.cta.rank % config.ctas == 0:
+                    ptx.mbarrier_arrive_expect_tx(barrier, config.ctas * config.loaded_bytes)
+                self.fill(stage, barrier, (row, column), k_block)
                 stage, phase = self.pipeline.next_stage(stage, phase)
-            index, turn, turn_phase = self.pipeline.turns.next(turn, turn_phase)
-        for _ in range(config.stages):  # stay until nobody reads or signals any more
-            ptx.wait_for_stage(self.pipeline.empty + stage * 8, phase)
+            index, clc_stage, clc_phase = self.pipeline.clc.next(clc_stage, clc_phase)
+        for _ in range(config.stages):  # stay until no other CTA reads or signals any more
+            ptx.mbarrier_wait_cta(self.pipeline.empty + stage * 8, phase)
             stage, phase = self.pipeline.next_stage(stage, phase)
 
-    def fill(self, stage, barrier, starts, block) -> None:
-        """Load a K block of the tile that starts at a row of A, and at a row of B."""
-        config, place = self.pipeline.config, self.pipeline.place
+    def fill(self, stage, barrier, starts, k_block) -> None:
+        """Load a K block of the tile whose first row of A and first row of B are ``starts``."""
+        config, cta = self.pipeline.config, self.pipeline.cta
         kind, ctas, shared = config.kind, config.ctas, self.pipeline.shared
         if ctas > 1:
-            barrier = barrier & ptx.EVEN
-        first = 0, place.down % ctas * config.b_rows
-        for i, (parts, part, mask) in enumerate(place.shares()):
+            barrier = barrier & ptx.EVEN_CTA
+        first = 0, cta.down % ctas * config.b_rows
+        for i, (shares, share, mask) in enumerate(cta.multicast()):
             rows = (config.tile[0], config.b_rows)[i]
-            base = shared[i] + stage * (rows * ROW)
+            base = shared[i] + stage * (rows * ROW_BYTES)
             if config.majors[i] == "mn":  # panels, with a row for each element along K
-                down = part * (kind.block_k // parts)
+                down = share * (kind.block_k // shares)
                 boxes = [
-                    (panel * kind.block_k + down, block * kind.block_k + down, panel * ROW)
-                    for panel in range(rows // ROW)
+                    (
+                        panel * kind.block_k + down,
+                        k_block * kind.block_k + down,
+                        panel * ROW_BYTES,
+                    )
+                    for panel in range(rows // ROW_BYTES)
                 ]
                 boxes = [
                     (line, (down, self.row(i, starts[i], first[i] + within)))
                     for line, down, within in boxes
                 ]
             else:
-                across = block * (kind.block_k if config.unpacked[i] else ROW)
-                count = rows // parts
-                lines = [part * count + line for line in range(0, count, config.box_rows[i])]
+                across = k_block * (kind.block_k if config.unpacked[i] else ROW_BYTES)
+                count = rows // shares
+                lines = [share * count + line for line in range(0, count, config.box_rows[i])]
                 boxes = [
                     (line, (self.row(i, starts[i], first[i] + line), across)) for line in lines
                 ]
             for line, position in boxes:
-                ptx.load_box(base + line * ROW, self.maps[i], position, barrier, mask, ctas)
-            self.fill_scales(i, stage, barrier, starts[i], block)
+                ptx.tma_load(base + line * ROW_BYTES, self.maps[i], position, barrier, mask, ctas)
+            self.fill_scales(i, stage, barrier, starts[i], k_block)
 
-    def fill_scales(self, i: int, stage, barrier, start, block) -> None:
-        """Load a K block's scales of A, of B: those of all columns."""
+    def fill_scales(self, i: int, stage, barrier, start, k_block) -> None:
+        """Load a K block's scales of A or of B; those of B for all columns of the pair's tile."""
         config, words = self.pipeline.config, self.pipeline.config.scale_words
-        boxes = (1, config.parts_of_columns)[i]
+        boxes = (1, config.b_halves)[i]
         rows = config.scale_rows[i] // boxes
         for box in range(boxes):
             to = self.pipeline.shared[2 + i] + (stage * boxes + box) * (rows * words * 8)
             row = start // 128
             if box > 0:
                 row = row + (self.pipeline.extent[1] + 127) // 128
-            position = row, block * words
-            ptx.load_box(to, self.maps[2 + i], position, barrier, None, config.ctas)
+            position = row, k_block * words
+            ptx.tma_load(to, self.maps[2 + i], position, barrier, None, config.ctas)
 
     def row(self, i: int, start, within):
-        """Row of A, of B, that is the ``within``-th of the tile from ``start`` on. With SwiGLU the
-        second half of B's rows are those of up."""
+        """The row of A or of B that is the ``within``-th of the tile that begins at ``start``. With
+        SwiGLU the second half of the tile's rows of B are those of up."""
         config = self.pipeline.config
-        if i == 0 or config.parts_of_columns == 1:
+        if i == 0 or config.b_halves == 1:
             return start + within
         half = config.tile[1]
         return start + within % half + within // half * self.pipeline.extent[1]
 
 
-class Multiplier:
-    """Starts all products."""
+class Mma:
+    """Issues all MMAs."""
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
         config = pipeline.config
-        aparts = [config.kind.block_k * ROW if each == "mn" else 16 for each in config.majors]
-        pairs = zip(pipeline.shared, [*aparts, 16, 16], strict=True)
-        self.matrices = [ptx.matrix(*pair) for pair in pairs]
+        panels = [config.kind.block_k * ROW_BYTES if each == "mn" else 16 for each in config.majors]
+        pairs = zip(pipeline.shared, [*panels, 16, 16], strict=True)
+        self.descriptors = [ptx.smem_descriptor(*pair) for pair in pairs]
 
     @cute.jit
     def __call__(self):
         config = self.pipeline.config
         stage, phase = Int32(0), Int32(0)
-        free, free_phase, which = Int32(0), Int32(1), Int32(0)
-        index, turn, turn_phase = self.pipeline.turns.first()
+        free, free_phase, acc = Int32(0), Int32(1), Int32(0)
+        index, clc_stage, clc_phase = self.pipeline.clc.first()
         while index >= 0:
-            ptx.wait(self.pipeline.freed + free * 8, free_phase, config.ctas)
-            ptx.sums_known()
-            for block in range(self.pipeline.blocks):
-                ptx.wait_for_stage(self.pipeline.full + stage * 8, phase)
-                ptx.sums_known()
-                self.add(stage, which * config.apart, block)
-                loaders = self.pipeline.place.loaders()
-                ptx.commit(self.pipeline.empty + stage * 8, loaders, config.ctas)
+            ptx.mbarrier_wait(self.pipeline.acc_empty + free * 8, free_phase, config.ctas)
+            ptx.fence_after_thread_sync()
+            for k_block in range(self.pipeline.k_blocks):
+                ptx.mbarrier_wait_cta(self.pipeline.full + stage * 8, phase)
+                ptx.fence_after_thread_sync()
+                self.multiply(stage, acc * config.acc_stride, k_block)
+                loaders = self.pipeline.cta.loader_mask()
+                ptx.tcgen05_commit(self.pipeline.empty + stage * 8, loaders, config.ctas)
                 stage, phase = self.pipeline.next_stage(stage, phase)
-            pair = self.pipeline.place.pair()
-            ptx.commit(self.pipeline.ready + which * 8, pair, config.ctas)
-            which = which ^ 1
-            free, free_phase = advance_pipeline(free, free_phase, config.sums)
-            index, turn, turn_phase = self.pipeline.turns.next(turn, turn_phase)
+            pair = self.pipeline.cta.pair_mask()
+            ptx.tcgen05_commit(self.pipeline.acc_full + acc * 8, pair, config.ctas)
+            acc = acc ^ 1
+            free, free_phase = advance_pipeline(free, free_phase, config.acc_stages)
+            index, clc_stage, clc_phase = self.pipeline.clc.next(clc_stage, clc_phase)
 
-    def add(self, stage, first_column, block) -> None:
-        """Start the instructions of a K block."""
-        config, memory = self.pipeline.config, self.pipeline.memory
+    def multiply(self, stage, acc_column, k_block) -> None:
+        """Issue the MMAs of a K block, into the accumulator that begins at ``acc_column``."""
+        config, tmem = self.pipeline.config, self.pipeline.tmem
         kind, ctas = config.kind, config.ctas
-        columns = [memory + each for each in config.scale_columns]
-        sizes = [rows * kind.scale_tiles * TILE_BYTES for rows in config.scale_rows]
-        sizes = [config.tile[0] * ROW, config.b_rows * ROW, *sizes]
+        columns = [tmem + each for each in config.scale_columns]
+        sizes = [rows * kind.scale_tiles * SCALE_TILE_BYTES for rows in config.scale_rows]
+        sizes = [config.tile[0] * ROW_BYTES, config.b_rows * ROW_BYTES, *sizes]
         starts = [
-            matrix + stage * (size // UNIT)
-            for matrix, size in zip(self.matrices, sizes, strict=True)
+            descriptor + stage * (size // UNIT)
+            for descriptor, size in zip(self.descriptors, sizes, strict=True)
         ]
         for i, rows in enumerate(config.scale_rows):
             for tile in range(rows * kind.scale_tiles):
                 down, along = divmod(tile, kind.scale_tiles)
-                # those that one instruction reads lie together
+                # the tiles that one MMA reads are neighbours
                 to = columns[i] + (along * rows + down) * SCALE_COLUMNS
-                ptx.copy_scales(to, starts[2 + i] + tile * (TILE_BYTES // UNIT), ctas)
-        strides = [kind.k * ROW if each == "mn" else ROW // STEPS for each in config.majors]
-        for step in range(STEPS):
+                ptx.tcgen05_cp_scales(to, starts[2 + i] + tile * (SCALE_TILE_BYTES // UNIT), ctas)
+        strides = [
+            kind.k * ROW_BYTES if each == "mn" else ROW_BYTES // K_STEPS for each in config.majors
+        ]
+        for step in range(K_STEPS):
             along, byte = kind.scale_place(step)
-            shape = config.instruction | byte << 4 | byte << 29
+            descriptor = config.instruction_descriptor | byte << 4 | byte << 29
             scales = [
                 column + along * rows * SCALE_COLUMNS
                 for column, rows in zip(columns, config.scale_rows, strict=True)
             ]
-            add = Int32(block > 0) if step == 0 else Int32(1)
+            accumulate = Int32(k_block > 0) if step == 0 else Int32(1)
             a, b = (starts[i] + step * (strides[i] // UNIT) for i in range(2))
-            sums = memory + first_column
-            ptx.multiply(sums, a, b, shape, *scales, add, kind.name, ctas)
+            acc = tmem + acc_column
+            ptx.tcgen05_mma(acc, a, b, scales, accumulate, descriptor, kind.name, ctas)

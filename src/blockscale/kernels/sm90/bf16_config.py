@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from ...dtypes import BFLOAT16
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
 from .product_config import ROW, ProductConfig, Shape, fit, ordered
@@ -38,7 +37,7 @@ class Bf16Config(ProductConfig):
 
 
 def _shape(loop: int, fixed: int, **fields: Any) -> Shape:
-    return Shape(Bf16Config(torch.bfloat16, epilogue_stages=1, **fields), loop, fixed)
+    return Shape(Bf16Config(BFLOAT16, epilogue_stages=1, **fields), loop, fixed)
 
 
 _SQUARE = {"tile": (128, 128), "mma_n": 128, "stages": 5}

@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from ...dtypes import from_torch
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
 from ..common.runtime import Described
 from ..common.template import template
@@ -32,7 +33,7 @@ def plan_bf16(call: GemmCall) -> CompiledGemm:
         check_matrix(name, data, (torch.bfloat16,))
     if a[0][1] != b[0][1]:
         raise ValueError(f"a, b: got {tuple(a[0])} and {tuple(b[0])}; expected (M, K) and (N, K)")
-    gpu = call.supported(partial(why_not, call.out_dtype))
+    gpu = call.supported(partial(why_not, from_torch(call.out_dtype)))
     (m, k), n = a[0], b[0][0]
     call.check_rest((m, n))
     like = template((m, n), call.out_dtype, call.device)

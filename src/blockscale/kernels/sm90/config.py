@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
+from ...dtypes import BFLOAT16
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
 from ..common.loadable import rows_to_load
@@ -62,7 +63,7 @@ class Config(ProductConfig):
         return sum(self.tile) * BLOCK_K + sum(self.scale_bytes)
 
 
-def why_not(k: int, out_dtype: torch.dtype, b_format: str | None, arch: str) -> str:
+def why_not(k: int, out_dtype: np.dtype, b_format: str | None, arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""
     reason = product_config.why_not(out_dtype, arch)
     if reason:
@@ -75,7 +76,7 @@ def why_not(k: int, out_dtype: torch.dtype, b_format: str | None, arch: str) -> 
 
 
 def _shape(loop: int, fixed: int, once: int = 0, **fields: Any) -> Shape:
-    return Shape(Config(torch.bfloat16, epilogue_stages=1, **fields), loop, fixed, once)
+    return Shape(Config(BFLOAT16, epilogue_stages=1, **fields), loop, fixed, once)
 
 
 _WIDE = {"tile": (128, 256), "stages": 4}

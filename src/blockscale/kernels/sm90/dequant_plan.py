@@ -14,7 +14,7 @@ from ...formats import get_format
 from ..common.calls import CompiledGemm, GemmCall, OperandSpec
 from ..common.loadable import loadable
 from ..common.runtime import Described
-from ..quantizers import DequantizeCall, DequantizePlan, plan_dequantize
+from ..quantizers.calls import DequantizeCall, DequantizePlan, plan_dequantize
 from .bf16_plan import plan_bf16
 from .plan import octets
 

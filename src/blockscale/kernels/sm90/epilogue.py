@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-import torch
 from cutlass import Float32, const_expr, cute, range_constexpr
 
+from ...dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..common.copies import TmaTiles
 from ..common.factor import factor_of
 from . import ptx
@@ -18,7 +18,7 @@ from .product_config import ProductConfig
 
 __all__ = ["Epilogue"]
 
-_KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_KINDS = {BFLOAT16: "bf16", FLOAT16: "f16", FLOAT32: "f32"}
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
 
 from ...formats import Format, formats, get_format
 from ..common.epilogue import Epilogue
-from ..common.gpu import CLUSTERS, GPUS, SHARED, Gpu
+from ..common.gpu import CLUSTERS, GPUS, SHARED, Gpu, Unsupported
 from ..common.loadable import rows_to_load
 from ..common.refuse import refuse
-from ..common.runtime import Unsupported
 from . import product_config
 from .product_config import BOX, ROWS
 
@@ -69,13 +68,13 @@ class Config:
     """
 
     b_format: str
-    out_dtype: torch.dtype
+    out_dtype: np.dtype
     rows: int
     split_k: int = 1
     warpgroup_split_k: int = 1
     stages: int = _STAGES[0]
     accumulate: bool = False
-    bias: torch.dtype | None = None
+    bias: np.dtype | None = None
     alpha: int = 0
     tma_store: bool = False
     async_scales: bool = True
@@ -164,7 +163,7 @@ def gain(format: Format) -> float:
     return 2.0**7 if format.scale.name == "UE4M3" else 1.0
 
 
-def why_not(a_format: str, b_format: str, out_dtype: torch.dtype, arch: str) -> str:
+def why_not(a_format: str, b_format: str, out_dtype: np.dtype, arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""
     reason = product_config.why_not(out_dtype, arch)
     if reason:

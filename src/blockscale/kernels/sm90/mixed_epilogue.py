@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-import torch
 from cutlass import Float32, const_expr, cute, range_constexpr
 
+from ...dtypes import BFLOAT16, FLOAT16
 from ..common.copies import TmaTiles
 from ..common.factor import factor_of
 from . import ptx
@@ -22,7 +22,7 @@ from .mixed_config import Config
 
 __all__ = ["MixedEpilogue"]
 
-_KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_KINDS = {BFLOAT16: "bf16", FLOAT16: "f16"}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dtypes import from_torch
 from ...formats import Format, get_format
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
 from ..common.runtime import Described
@@ -56,7 +57,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     (a, a_scale, a_format), (b, b_scale, b_format) = call.a, call.b
     assert b_format is not None
     assert b_scale is not None
-    gpu = call.supported(partial(why_not, a_format or BF16, b_format, call.out_dtype))
+    gpu = call.supported(partial(why_not, a_format or BF16, b_format, from_torch(call.out_dtype)))
     for name, data in (("a_data", a), ("b_data", b)):
         if len(data[0]) == 2 and data[1][1] != 1 and data[0][1] > 1:
             raise ValueError(

@@ -7,8 +7,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from ...dtypes import from_torch
 from ...formats import get_format
-from ...layouts import as_bytes
+from ...memory import as_bytes
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
 from ..common.runtime import Described
 from ..common.template import template
@@ -35,7 +36,7 @@ def plan_gemm(call: GemmCall) -> CompiledGemm:
         raise ValueError(
             f"a_data, b_data: got {(m, k)} and {tuple(b.data[0])}; expected (M, K) and (N, K)"
         )
-    gpu = call.supported(partial(why_not, k, call.out_dtype, b.format))
+    gpu = call.supported(partial(why_not, k, from_torch(call.out_dtype), b.format))
     block, blocks = get_format(b.format).block, -(-k // BLOCK_K)
     _check_rows("a_scale", a.scale, (blocks, -(-m // 4) * 4))
     if block[0] == 1:

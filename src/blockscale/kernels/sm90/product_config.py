@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+import numpy as np
 
-from ..common.calls import OUT_DTYPES
+from ...dtypes import FLOAT32
+from ..common.epilogue import OUT_DTYPES
 from ..common.gpu import CLUSTERS, SHARED, Gpu
 from ..common.refuse import refuse
 from ..common.rounds import rounds
@@ -54,7 +55,7 @@ class ProductConfig:
         alpha: how many scalars the accumulators are multiplied by, two at most.
     """
 
-    out_dtype: torch.dtype
+    out_dtype: np.dtype
     accumulate: bool = False
     tile: tuple[int, int] = (128, 256)
     cluster: tuple[int, int] = (2, 1)
@@ -67,7 +68,7 @@ class ProductConfig:
     skew: int = 0
     group: int = 8
     tma_store: bool = True
-    bias: torch.dtype | None = None
+    bias: np.dtype | None = None
     alpha: int = 0
     arch: str = "sm_90a"
 
@@ -149,7 +150,7 @@ class ProductConfig:
     @property
     def reduces(self) -> bool:
         """Whether what the output holds is added where it is, by TMA, which does so in its type."""
-        return self.accumulate and self.stores_tiles and self.out_dtype == torch.float32
+        return self.accumulate and self.stores_tiles and self.out_dtype == FLOAT32
 
     @property
     def stores_tiles(self) -> bool:
@@ -258,7 +259,7 @@ def fit(config: ProductConfig, **fields: Any) -> Any:
     return replace(least, epilogue_stages=next(fitting, 1))
 
 
-def why_not(out_dtype: torch.dtype, arch: str) -> str:
+def why_not(out_dtype: np.dtype, arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""
     if arch != "sm_90a":
         return f"architecture {arch}: these kernels are for sm_90a"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from ...formats import Format, get_format
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, SHARED, Gpu
 from ..common.loadable import rows_to_load
 from ..common.refuse import refuse
-from ..common.runtime import Described
 from .mixed_config import BLOCK_K, gain
+
+if TYPE_CHECKING:
+    from ..common.runtime import Described
 
 __all__ = ["MAX_SKINNY_M", "SCALE_ROW", "Config", "choose_config", "fills_gpu", "is_legal"]
 
@@ -42,7 +45,7 @@ class Config:
     """
 
     b_format: str
-    out_dtype: torch.dtype
+    out_dtype: np.dtype
     rows: int = 8
     loaded_rows: int = 0
     b_rows: int = _B_ROWS[0]
@@ -50,7 +53,7 @@ class Config:
     stages: int = 2
     resident: int = 0
     accumulate: bool = False
-    bias: torch.dtype | None = None
+    bias: np.dtype | None = None
     alpha: int = 0
     arch: str = "sm_90a"
 

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from blockscale.dtypes import BFLOAT16
+from blockscale.kernels.common.builders import register_builder
+from blockscale.kernels.common.refuse import refuse
+from blockscale.kernels.sm90.config import Config
 
-from ..common.refuse import refuse
-from .config import Config
+__all__ = ["MMA_N", "LadderConfig"]
 
-__all__ = ["BATCH", "LadderConfig"]
-
-BATCH = 128  # columns of a wgmma, and of a scale of B
+MMA_N = 128  # columns of a wgmma, and of a scale of B
 _STAGED = ((), ("b",), ("a", "b"))
 _PROMOTIONS = (128, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class LadderConfig:
-    """A short kernel: a block of threads has one tile of 64 rows, which all of its warps load,
-    multiply, scale and store; bf16 out.
+    """A short kernel: a CTA has one tile of 64 rows, which all of its warps load, multiply, scale
+    and store; bf16 out.
 
     Attributes:
-        columns: of a tile.
+        columns: the columns of a tile.
         across: warpgroups side by side, each with its part of the columns.
         ahead: K blocks that are on their way while one is scaled and added; with none, a K block
             is asked for when it is needed.
         promotion: bytes that the L2 cache fetches at once for loads of B (of A: 128).
-        prefetch: scales of A are read before their wgmmas start, else when sums are scaled.
+        prefetch: scales of A are read before their wgmmas start, else when the partial accumulator
+            is scaled.
         transposed: scales of A are (K / 128, M padded to 4), layout "sm90"; else (M, K / 128).
         staged: operands whose scales TMA brings to shared memory; others are read where they lie.
     """
@@ -44,7 +45,7 @@ class LadderConfig:
     def __post_init__(self) -> None:
         wrong = {
             "columns": self.columns not in (128, 256),
-            "across": self.across not in (1, 2) or self.columns % (BATCH * self.across),
+            "across": self.across not in (1, 2) or self.columns % (MMA_N * self.across),
             "ahead": self.ahead not in (0, 1, 2),
             "promotion": self.promotion not in _PROMOTIONS,
             "prefetch": self.prefetch and "a" in self.staged,  # they are in no hurry
@@ -53,7 +54,7 @@ class LadderConfig:
         refuse(self, wrong)
 
     @property
-    def slots(self) -> int:
+    def stages(self) -> int:
         """Tiles of A and B in shared memory."""
         return max(self.ahead, 1)
 
@@ -62,23 +63,26 @@ class LadderConfig:
         return 128 * self.across
 
     @property
-    def batches(self) -> int:
-        """wgmmas that a warpgroup needs to go along its columns."""
-        return self.columns // (BATCH * self.across)
+    def mmas(self) -> int:
+        """The wgmmas that a warpgroup needs to go along its columns."""
+        return self.columns // (MMA_N * self.across)
 
     @property
     def b_scales(self) -> int:
-        """Of a tile and K block."""
-        return self.columns // BATCH
+        """The scales of B of a tile, in a K block."""
+        return self.columns // MMA_N
 
     @property
     def stored(self) -> Config:
-        """What the epilogue has to know: it sees warpgroups one above the other."""
+        """What the epilogue of kernels/sm90 has to know: it sees warpgroups one above the other."""
         return Config(
-            torch.bfloat16,
+            BFLOAT16,
             tile=(64 * self.across, self.columns // self.across),
             cluster=(1, 1),
             warpgroups=self.across,
-            mma_n=BATCH,
+            mma_n=MMA_N,
             epilogue_stages=1,
         )
+
+
+register_builder(LadderConfig, f"{__package__}.kernel", made_of=(Config.__module__,))

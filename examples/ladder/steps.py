@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from ..common.gpu import GPUS
-from ..common.runtime import gpu_of
-from .config import BLOCK_K, Config
-from .ladder_config import LadderConfig
+from blockscale.dtypes import BFLOAT16
+from blockscale.kernels.common.gpu import GPUS
+from blockscale.kernels.common.runtime import gpu_of
+from blockscale.kernels.sm90.config import BLOCK_K, Config
+
+from .config import LadderConfig
 
 __all__ = ["STEPS", "Step"]
 
-_ALL = 1 << 20  # multiprocessors: enough that each cluster of tiles has blocks of its own
+_ALL = 1 << 20  # multiprocessors: enough that each cluster of tiles has CTAs of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Step:
         predicted: TFLOP/s at 2048^3 and 4096^3 on an H200, from arithmetic, before it was measured.
         prediction: why.
         config: the kernel.
-        persistent: blocks of threads stay until all tiles are done; else each has one. Of
-            configurations of kernels/sm90; those of the ladder's own kernels never stay.
+        persistent: CTAs stay until all tiles are done; else each has one. The ladder's own kernels
+            never stay, those of kernels/sm90 may.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Step:
             b: (N, K), the bytes of E4M3.
             b_scale: fp32 (ceil(N / 128), ceil(K / 128)).
             d: (M, N) bfloat16; N a multiple of 8.
-            multiprocessors: of the device, for kernels that stay.
+            multiprocessors: those of the device, for persistent kernels.
 
         Raises ValueError where shapes do not belong together.
         """
@@ -109,7 +110,7 @@ _WIDE = replace(_EARLY, columns=256)
 _PROMOTED = replace(_WIDE, promotion=256)
 _PREFETCHED = replace(_PROMOTED, prefetch=True)
 _ALONE = Config(
-    torch.bfloat16,
+    BFLOAT16,
     tile=(64, 256),
     cluster=(1, 1),
     stages=4,

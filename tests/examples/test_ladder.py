@@ -17,8 +17,8 @@ from sm90_inputs import BF16, SQUARE, assert_close, emulated, frame_bytes, opera
 from blockscale import emulator as em
 from blockscale.emulator.isa import tensor_copy
 from blockscale.emulator.tensormap import TensorMap
-from blockscale.kernels.sm90.ladder_config import LadderConfig
-from blockscale.kernels.sm90.ladder_steps import STEPS, Step
+from examples.ladder.config import LadderConfig
+from examples.ladder.steps import STEPS, Step
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 

@@ -1,21 +1,28 @@
-"""The steps from a first FP8 kernel to the shipped one, beside what others reach."""
+"""Measures the steps from a first FP8 kernel to the shipped one, beside what others reach."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..kernels.common.compile_all import compile_all
-from ..kernels.sm90.ladder_steps import STEPS, Step
-from ..quantize import quantize
-from . import peers_gemm
-from .contest import BASELINE, Call, Contest, Row, Where
+from blockscale.bench import peers_gemm
+from blockscale.bench.contest import BASELINE, Absent, Call, Contest, Row, Where, contest
+from blockscale.bench.timing import Timer
+from blockscale.cli import bench_output as output
+from blockscale.cli.sizes import parse_sizes
+from blockscale.kernels.common.compile_all import compile_all
+from blockscale.quantize import quantize
 
-__all__ = ["GROUP", "PEERS", "STEPS", "contests", "draw"]
+from .steps import STEPS, Step
+
+__all__ = ["GROUP", "PEERS", "STEPS", "contests", "draw", "main"]
 
 GROUP = "Ladder"
 PEERS = {
@@ -73,3 +80,42 @@ def draw(rows: Sequence[Row], steps: Sequence[Step] = STEPS) -> Figure:
     axes.set_xlabel("TFLOP/s")
     figure.legend(loc="outside upper center", ncols=max(len(sizes), 1), fontsize=8)
     return figure
+
+
+def main(
+    sizes: Annotated[str, typer.Option(help="Of M = N = K.")] = "2048,4096",
+    json: Annotated[Path | None, typer.Option(help="JSON to write.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG to draw.")] = None,
+) -> None:
+    """Measure the steps from a first FP8 kernel to the shipped one, each with one idea more.
+
+    Beside them torch's bf16 product, cuBLASLt and DeepGEMM. What cannot run is listed with the
+    reason. Needs a Hopper GPU.
+    """
+    chosen = [size for (size,) in parse_sizes("sizes", sizes, "sizes", "4096")]
+    if not torch.cuda.is_available():
+        raise ValueError("ladder: needs an NVIDIA GPU; tests/examples runs its kernels without one")
+    timer, rows, absent = Timer(), list[Row](), list[Absent]()
+    count = torch.cuda.get_device_properties().multi_processor_count
+    for one in contests(chosen, multiprocessors=count):
+        for found in contest(one, timer):
+            if isinstance(found, Row):
+                rows.append(found)
+            else:
+                absent.append(found)
+        output.write(json, rows=rows, absent=absent, host=())
+    _show(chosen, rows, absent)
+    if plot is not None:
+        draw(rows).savefig(plot, dpi=150)
+
+
+def _show(sizes: Sequence[int], rows: Sequence[Row], absent: Sequence[Absent]) -> None:
+    found = {(row.who, row.m): f"{row.tflops:.0f}" for row in rows}
+    ideas = {step.name: step.idea for step in STEPS} | dict.fromkeys(PEERS, "")
+    cells = [
+        (name, *(found.get((name, size), "-") for size in sizes), idea)
+        for name, idea in ideas.items()
+    ]
+    columns = ("step", *(f"TFLOP/s, {size}^3" for size in sizes), "idea")
+    output.print_table(GROUP, columns, cells, 1)
+    output.print_lines(f"{each.who}, {each.shape}, cannot run: {each.why}" for each in absent)

@@ -1,0 +1,1 @@
+"""Examples, which the package does not need. Run them from the repository's root."""

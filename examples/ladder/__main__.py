@@ -1,0 +1,7 @@
+"""``python -m examples.ladder``."""
+
+import typer
+
+from .bench import main
+
+typer.run(main)

@@ -1,0 +1,93 @@
+"""Quantization of torch's tensors: from a call to a plan to a launch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...formats import Format
+from ..common.gpu import Gpu
+from ..common.runtime import Unsupported, describe, gpu_of
+from .config import Request
+from .dequantize_plan import (
+    DequantizeCall,
+    DequantizePlan,
+    Stored,
+    dequantize,
+    plan_dequantize,
+)
+from .norm import rmsnorm, unsupported_rmsnorm
+from .plan import QuantizePlan, plan_amax, plan_quantize, unsupported
+
+__all__ = [
+    "DequantizeCall",
+    "DequantizePlan",
+    "QuantizePlan",
+    "Request",
+    "Stored",
+    "Unsupported",
+    "dequantize",
+    "global_scale",
+    "plan_amax",
+    "plan_dequantize",
+    "plan_quantize",
+    "quantize",
+    "rmsnorm",
+    "unsupported",
+    "unsupported_rmsnorm",
+]
+
+
+def quantize(
+    x: Tensor,
+    request: Request,
+    *,
+    global_scale: Tensor | None = None,
+    offsets: Tensor | None = None,
+    others: tuple[Tensor, ...] = (),
+    gpu: Gpu | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Data and scales of ``x`` (..., M, K) for each of the axes of ``request``, from one read of
+    ``x``; byte for byte those of ``reference.quantize`` with its scales put into the layouts.
+
+    Args:
+        x: contiguous in its last dimension; its rows may lie apart.
+        request: format, axes, layouts and rounding.
+        global_scale: () fp32, for formats that have one.
+        offsets: int32 (groups,), the end of each expert's rows: scales along rows lie as
+            ``layouts.Grouped`` says (except compact ones), blocks along columns start anew in each
+            group.
+        others: what the producer of ``request`` takes beside ``x``.
+        gpu: to choose the kernel for where ``x`` is on a CPU, for the emulator.
+
+    One-byte scales are returned as uint8. Raises Unsupported, a ValueError, where ``unsupported``
+    gives a reason, and ValueError for a missing ``global_scale``.
+    """
+    groups = None if offsets is None else offsets.shape[0]
+    if request.grouped is not (groups is not None):
+        request = request._replace(grouped=groups is not None)
+    plan = plan_quantize(
+        tuple(map(describe, (x, *others))),
+        x.device,
+        gpu or gpu_of(x.device),
+        request,
+        global_scale is not None,
+        groups,
+    )
+    written = plan.quantize((x, *others), global_scale, offsets)
+    # shaped while the kernel runs
+    return [output.shaped(*written[output.first : output.first + 2]) for output in plan.outputs]
+
+
+def global_scale(
+    x: Tensor,
+    format: Format,
+    *,
+    producer: str = "load",
+    others: tuple[Tensor, ...] = (),
+    gpu: Gpu | None = None,
+) -> Tensor:
+    """``reference.global_scale`` of ``x``, or of what ``producer`` makes of it: an fp32 scalar."""
+    asked = Request(format.name, producer=producer)
+    inputs = tuple(map(describe, (x, *others)))
+    plan = plan_amax(inputs, x.device, gpu or gpu_of(x.device), asked)
+    return plan.global_scale((x, *others))

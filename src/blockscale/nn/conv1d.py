@@ -1,0 +1,28 @@
+"""The linear layer of transformers' GPT-2, whose weight lies (in, out)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .linear import linear
+from .recipe import Recipe
+
+__all__ = ["Conv1D"]
+
+
+class Conv1D(torch.nn.Module):
+    """A linear layer whose weight is (in, out), as transformers' Conv1D; made by :func:`convert`.
+
+    Its weight is transposed in every forward pass.
+    """
+
+    recipe: Recipe
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.mT.contiguous(), self.bias, recipe=self.recipe)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe}".removeprefix(", ")

@@ -1,0 +1,33 @@
+"""Checks of tensors that several calls take."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "VALUE_DTYPES", "check_offsets"]
+
+#: Of what is quantized, and of products.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Of what a quantized tensor stands for.
+VALUE_DTYPES = (*DTYPES, torch.float64)
+
+
+def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
+    """Raise unless ``offsets`` are ascending int32 ends of groups, at most ``rows``.
+
+    Their values are looked at only on a CPU: elsewhere that would wait for the device.
+    """
+    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
+        raise TypeError("offsets: expected an int32 tensor of one dimension, the end of each group")
+    if not len(offsets):
+        raise ValueError("offsets: is empty; expected the end of at least one group")
+    if offsets.device != device:
+        raise ValueError(f"offsets: is on {offsets.device}, the data on {device}; move it there")
+    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
+        return
+    ends = [0, *offsets.tolist()]
+    if any(end < start for start, end in pairwise(ends)) or ends[-1] > rows:
+        raise ValueError(f"offsets: got {ends[1:]}; expected ascending ends, at most {rows}")
