@@ -42,7 +42,7 @@ def named(pages: list[Path], *languages: str) -> list[object]:
 
 @pytest.mark.parametrize("page", named(PAGES, "python", "py"))
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_python(page, tmp_path, monkeypatch):
+def test_python(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for fence in fences(page, "python", "py"):
@@ -50,6 +50,10 @@ def test_python(page, tmp_path, monkeypatch):
         code = compile("\n" * line + fence["code"], str(page), "exec")
         if not fence["sketch"]:
             exec(code, names)
+    if page.parent.name == "howto":  # what it says is printed is printed
+        printed = "".join(capsys.readouterr().out.split())
+        for fence in fences(page, "text"):
+            assert "".join(fence["code"].split()) in printed
 
 
 #: What a person imports and calls.
