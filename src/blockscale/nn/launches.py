@@ -151,8 +151,13 @@ class Source(NamedTuple):
         return form.mT if self.turned else form
 
 
-#: What a kernel is given of a part: dtype, shape and strides.
-_View = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+class _View(NamedTuple):
+    """What a kernel is given of a part; ``copied``: row by row, where it lies otherwise."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    copied: bool = False
 
 
 class ProductLaunch:
@@ -202,10 +207,11 @@ class ProductLaunch:
 
 
 def _seen(part: Tensor, view: _View) -> Tensor:
-    dtype, shape, stride = view
+    dtype, shape, stride, copied = view
     if dtype is not part.dtype:
         part = part.view(dtype)
-    return part.as_strided(shape, stride)
+    seen = part.as_strided(shape, stride)
+    return seen.contiguous() if copied else seen
 
 
 def _find_kernel(
@@ -232,13 +238,24 @@ def _find_kernel(
     if compiled.run is None:
         return None
     given = compiled.views(*laid[0][:2], *laid[1][:2])
+    scales = [each.scale for each in parts]
     own = [part for each in parts for part in (each.data, each.scale)]
     views = []
     for x, part in zip(given, own, strict=True):
-        if x is None or _memory(x) != _memory(part):
+        if x is not None and _memory(x) == _memory(part):
+            views.append(_view(x, part))
+        elif x is not None and any(part is each for each in scales) and _is_turned(x, part):
+            views.append(_View(part.dtype, part.mT.shape, part.mT.stride(), copied=True))
+        else:
             return None
-        views.append(_view(x, part))
     return compiled.run, compiled.rest, views
+
+
+def _is_turned(x: Tensor, scale: Tensor) -> bool:
+    """Whether a copy of one-byte scales can only be their transpose, row by row: no layout that
+    kernels write of these has another order of the same shape."""
+    whole = scale.ndim == 2 and scale.dtype == x.dtype == torch.uint8 and scale.is_contiguous()
+    return whole and x.is_contiguous() and x.shape == scale.mT.shape
 
 
 def _memory(x: Tensor) -> tuple[Any, ...]:
@@ -247,5 +264,5 @@ def _memory(x: Tensor) -> tuple[Any, ...]:
 
 def _view(x: Tensor, part: Tensor) -> _View | None:
     """How ``x`` is made of a part in the same memory; None where it is the part."""
-    how = x.dtype, x.shape, x.stride()
-    return None if how == (part.dtype, part.shape, part.stride()) else how
+    how = _View(x.dtype, x.shape, x.stride())
+    return None if how == (part.dtype, part.shape, part.stride(), False) else how
