@@ -237,10 +237,10 @@ def _most_warps(format: Format, axes: tuple[int, ...], warps: int) -> int:
 def _occupancy(request: Request, arch: str) -> tuple[bool, int]:
     """Whether 128 x 128 elements take eight warps or four, and blocks on a multiprocessor at once.
 
-    What was fastest on an H200, see docs/lab/quantize-h200.md: loads of over three blocks get in the
-    way of stores; more warps or blocks hide what else takes time: instructions (producers, four
-    bits), barriers (tall blocks), finding an expert, lanes that share a row's blocks. Four warps
-    take the fewest instructions.
+    What was fastest on an H200, see docs/lab/quantize-h200.md: loads of more blocks than three get
+    in the way of stores; more warps or blocks hide what else takes time: instructions (producers,
+    four bits), barriers (tall blocks), finding an expert, lanes that share a row's blocks. Four
+    warps take the fewest instructions.
     """
     format, axes, grouped = request.fmt, request.axes, request.grouped
     both, four_bits = len(axes) == 2, format.element.bits < 8
