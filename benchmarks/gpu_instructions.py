@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from gpu_quantize import rewrite
 
@@ -64,6 +63,9 @@ def cases() -> list[Any]:
 
 def examine(case: Any, arch: str) -> dict[str, Any]:
     """Compile ``case`` and look at its code."""
+    from blockscale.dtypes import from_torch
+    from blockscale.emulator import Device, cutedsl
+    from blockscale.emulator.hostcode import settings
     from blockscale.kernels.common.builders import build_kernel
     from blockscale.kernels.common.gpu import GPUS
     from blockscale.kernels.common.machine_code import disassemble, usage
@@ -74,11 +76,12 @@ def examine(case: Any, arch: str) -> dict[str, Any]:
     config = choose_config(
         (rows, columns // producer.parts),
         [(0, columns * case.dtype.itemsize)] * producer.sources,
-        case.dtype,
+        from_torch(case.dtype),
         Request(case.format, case.axes, (case.layout,) * len(case.axes), producer=case.producer),
         GPUS[arch],
     )
-    cubin = build_kernel(config).__cubin__
+    with cutedsl(Device(arch)), patch.object(settings(), "keep_cubin", True):
+        cubin = build_kernel(config).__cubin__
     sass, found = disassemble(cubin), usage(cubin)
     code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", sass, re.M)
     # what follows the last EXIT are rare ways of a division, and padding
@@ -98,9 +101,7 @@ def examine(case: Any, arch: str) -> dict[str, Any]:
 
 
 def measure() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(CUTE_DSL_KEEP="cubin", CUTE_DSL_DUMP_DIR=folder)  # else no __cubin__
-        found = [examine(case, arch) for case in cases() for arch in CHIPS]
+    found = [examine(case, arch) for case in cases() for arch in CHIPS]
     return {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"), "kernels": found}
 
 

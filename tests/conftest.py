@@ -23,6 +23,7 @@ torch.set_num_threads(1)  # the suite runs a worker on each core
 _MARKS = {
     "kernels": (
         *("kernels/test_gpu_", "kernels/test_sm", "kernels/test_gemm_"),
+        "kernels/test_quantizer_code",
         *("cli/test_emulate_", "emulator/test_mutation", "emulator/test_pipelines", "test_warm"),
         "examples/",
     ),
