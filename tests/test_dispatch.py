@@ -449,7 +449,7 @@ def test_no_dispatcher_where_nothing_does(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("dispatched")
 
-    monkeypatch.setattr(torch._library.custom_ops.CustomOpDef, "__call__", refuse)
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", refuse)
     parameter = torch.nn.Parameter(matrix())
     bs.quantize(parameter, "nvfp4")
     bs.quantize_both(matrix(), "nvfp4", offsets=None)

@@ -12,11 +12,16 @@ from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
 from .backends import fall_back, no_cpu_kernels
 from .gemm_operands import Side, scale_matrix
+from .operation import operation
 
 __all__ = ["dequantize", "values"]
 
 
-@torch.library.custom_op("blockscale::dequantize", mutates_args=())
+def _fake(data: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return data.new_empty(shape, dtype=dtype)
+
+
+@operation(_fake)
 def dequantize(
     data: Tensor,
     scale: Tensor,
@@ -43,20 +48,6 @@ def dequantize(
         data, scale, fmt, shape=size, axis=axis, global_scale=global_scale, offsets=offsets
     )
     return out.to(dtype).contiguous()
-
-
-@dequantize.register_fake
-def _(
-    data: Tensor,
-    scale: Tensor,
-    format: str,
-    shape: list[int],
-    axis: int,
-    global_scale: Tensor | None,
-    offsets: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return data.new_empty(shape, dtype=dtype)
 
 
 def values(side: Side, axis: int) -> Tensor:

@@ -17,6 +17,10 @@ __all__ = ["needs_gradient", "operation"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Not torch.library.custom_op: each call of one by compiled code takes 80 us more on the host
+# (docs/lab/launches.md).
+_LIBRARY = torch.library.Library("blockscale", "FRAGMENT")
+
 _PLAIN = frozenset(
     {
         *(Tensor, torch.nn.Parameter, torch.Size, torch.dtype),
@@ -40,10 +44,16 @@ def operation(
     """
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
-        op = torch.library.custom_op(f"blockscale::{run.__name__}", run, mutates_args=mutates)
-        op.register_fake(_named(fake, signature(run)))
+        name = f"blockscale::{run.__name__}"
+        schema = torch.library.infer_schema(run, mutates_args=mutates)
+        _LIBRARY.define(run.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(run.__name__, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, _named(fake, signature(run)), lib=_LIBRARY)
         if gradient is not None:
-            op.register_autograd(gradient[0], setup_context=gradient[1])
+            torch.library.register_autograd(
+                name, gradient[0], setup_context=gradient[1], lib=_LIBRARY
+            )
+        op = getattr(torch.ops.blockscale, run.__name__).default
 
         @wraps(run)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
