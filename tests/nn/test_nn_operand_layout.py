@@ -5,8 +5,6 @@ The layout is that of Hopper or Blackwell, the device a CPU: what is asserted ne
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ import blockscale as bs
 from blockscale import ops
 from blockscale.kernels.common.gpu import GPUS
 from blockscale.kernels.sm100.config import Config
-from blockscale.nn import Linear, forms, linear
+from blockscale.nn import Linear, forms, linear, passes
 from blockscale.ops import operand_layout
 from stand_in import gpu
 
@@ -57,7 +55,7 @@ def seen(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(sys.modules[linear.__module__], "gemm", multiply)
+    monkeypatch.setattr(passes, "gemm", multiply)
     for function in (bs.quantize, bs.quantize_both):
         monkeypatch.setattr(forms, function.__name__, count(function))
     return products, reads

@@ -25,8 +25,8 @@ def quantize_forms(
     format: str,
     scale_rounding: str | None,
     *,
-    rows: bool,
-    columns: bool,
+    rows: bool = False,
+    columns: bool = False,
     global_scale: Tensor | None = None,
 ) -> Forms:
     """The forms of ``x`` (M, K) that are asked for, both from one read.

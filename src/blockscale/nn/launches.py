@@ -117,10 +117,12 @@ class QuantizeLaunch:
         i = self._call.axes.index(axis)
         return wrap(self._like, self._call, i, data, scale, parts.global_scale, None)
 
-    def parts_of(self, q: ScaledTensor, axis: int) -> Parts:
-        """The parts of a tensor that :func:`quantize_forms` made."""
-        data = as_bytes(q.qdata.mT if self._outputs[axis].turned else q.qdata)
-        return self.restored(Parts(data, q.qscale, q.global_scale), axis)
+    def parts_of(
+        self, qdata: Tensor, qscale: Tensor, global_scale: Tensor | None, axis: int
+    ) -> Parts:
+        """The parts of a tensor that :func:`quantize_forms` made: its attributes."""
+        data = as_bytes(qdata.mT if self._outputs[axis].turned else qdata)
+        return self.restored(Parts(data, qscale, global_scale), axis)
 
     def restored(self, parts: Parts, axis: int) -> Parts:
         """Parts that somebody else kept (hooks of saved tensors do), where kernels read them."""

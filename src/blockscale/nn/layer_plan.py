@@ -8,8 +8,8 @@ then ``linear`` makes quantized tensors and multiplies these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,24 @@ from .output_dtype import output_dtype
 from .recipe import Recipe
 from .reuse import is_reusing, quantized_weight
 
-__all__ = ["Gradients", "Kept", "LayerPlan", "Metadata", "find_plan", "make_plan", "plan_key"]
+__all__ = [
+    "BackwardPlan",
+    "FpropPlan",
+    "Gradients",
+    "Kept",
+    "Layer",
+    "LayerPlan",
+    "Metadata",
+    "find_plan",
+    "make_plan",
+    "plan_key",
+    "planned",
+]
 
 _LIMIT = 4096  # plans that are remembered
-_plans: dict[Any, LayerPlan | None] = {}  # None: there is none
+_plans: dict[Any, Any] = {}  # None: there is none
+
+P = TypeVar("P")
 
 
 class Metadata(NamedTuple):
@@ -96,16 +110,48 @@ def make_plan(
     """
     if key is None:
         return None
+    return planned(key, lambda: LayerPlan(x, weight, bias, recipe, out_dtype, columns=columns))
+
+
+def planned(key: Any, make: Callable[[], P]) -> P | None:
+    """What ``make`` makes, once for each key; None where kernels do not do all of it."""
     if key in _plans:
         return _plans.get(key)  # another thread may clear them
     try:
-        plan = LayerPlan(x, weight, bias, recipe, out_dtype, columns=columns)
+        plan = make()
     except (TypeError, ValueError):  # of what has to be rewritten first, or has no kernel
         plan = None
     if len(_plans) >= _LIMIT:
         _plans.clear()
     _plans[key] = plan
     return plan
+
+
+class Layer(NamedTuple):
+    """What the plans of a layer's passes are made for.
+
+    ``reuses``: whether a weight that ``reuse_weights`` keeps quantized is taken.
+    """
+
+    metadata: Metadata
+    weight: Described
+    out_dtype: torch.dtype
+    device: torch.device
+    reuses: bool = True
+
+    def quantizer(
+        self, x: Described, role: str, *, rows: bool = False, columns: bool = False
+    ) -> QuantizeLaunch:
+        """Of an operand, as the recipe says. Raises Unsupported where no kernel does it."""
+        recipe = self.metadata.recipe
+        how = recipe.format_of(role), recipe.scale_rounding
+        return QuantizeLaunch(x, self.device, *how, rows=rows, columns=columns)
+
+    def x_quantizer(self, address: int = 0, *, rows: bool, columns: bool) -> QuantizeLaunch:
+        """Of ``x``, a matrix at ``address``."""
+        shape, k = self.metadata.x_shape, self.weight[0][1]
+        matrix = _rows((shape.numel() // k, k), self.metadata.dtypes[0], address)
+        return self.quantizer(matrix, "activations", rows=rows, columns=columns)
 
 
 class LayerPlan:
@@ -128,37 +174,19 @@ class LayerPlan:
             raise quantizers.Unsupported("high_precision: these products are torch's")
         if {weight.device, (weight if bias is None else bias).device} != {x.device}:
             raise quantizers.Unsupported("weight, bias: are not on the device of x")
-        n, k = weight.shape
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         self.metadata = Metadata(recipe, x.shape, dtypes)
-        self.device, self.out_dtype = x.device, out_dtype
-        self.weight = describe(weight)
-        self.out_shape = (*x.shape[:-1], n)
-        rows = _rows((x.numel() // k, k), x.dtype, x.data_ptr())
-        self.x = self.quantizer(rows, "activations", rows=True, columns=columns)
-        self._weight = _Weight(self, -1)
-        self._fprop = ProductLaunch(
-            Source(self.x, -1),
-            Source(self._weight.launch, -1, turned=True),
-            *(None if bias is None else bias.detach(), out_dtype, self.out_shape, self.device),
-        )
+        self._layer = Layer(self.metadata, describe(weight), out_dtype, x.device)
+        self._x = self._layer.x_quantizer(x.data_ptr(), rows=True, columns=columns)
+        self._fprop = FpropPlan(self._layer, self._x, bias)
         self._backward: dict[tuple[bool, bool], BackwardPlan | None] = {}
-
-    def quantizer(
-        self, x: Described, role: str, *, rows: bool = False, columns: bool = False
-    ) -> QuantizeLaunch:
-        """Of an operand, as the recipe says."""
-        recipe = self.metadata.recipe
-        how = recipe.format_of(role), recipe.scale_rounding
-        return QuantizeLaunch(x, self.device, *how, rows=rows, columns=columns)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
         """The product, and what is kept for the backward."""
-        rows, columns = self.x(_matrix(x))
+        rows, columns = self._x(_matrix(x))
         assert rows is not None
-        w = self._weight(weight, None)
-        y = self._fprop(rows, w, None if bias is None else bias.detach())
-        return y, (columns, w.global_scale)
+        y, global_scale = self._fprop(rows, weight, bias)
+        return y, (columns, global_scale)
 
     def backward(
         self, needs: Sequence[bool], grad: Tensor, kept: Kept, weight: Tensor | None
@@ -168,7 +196,9 @@ class LayerPlan:
         if not (unwatched() and is_plain(grad)):
             return None
         if weight is not None and not (
-            is_plain(weight) and weight.shape == self.weight[0] and weight.device == self.device
+            is_plain(weight)
+            and weight.shape == self._layer.weight[0]
+            and weight.device == self._layer.device
         ):
             return None
         dgrad, wgrad, bias_grad = needs
@@ -179,35 +209,59 @@ class LayerPlan:
 
     def _plan_backward(self, dgrad: bool, wgrad: bool) -> BackwardPlan | None:
         try:
-            return BackwardPlan(self, dgrad, wgrad)
+            return BackwardPlan(self._layer, self._x, dgrad, wgrad)
         except (TypeError, ValueError):  # of what has to be rewritten first, or has no kernel
             return None
 
     def kept_tensor(self, kept: Kept) -> ScaledTensor | None:
         """What is kept of x, as a tensor."""
         columns = kept[0]
-        return None if columns is None else self.x.form(self.x.restored(columns, -2), -2)
+        return None if columns is None else self._x.form(self._x.restored(columns, -2), -2)
 
 
-class BackwardPlan:
-    """The backward of a layer: ``dgrad`` and ``wgrad``, where they are asked for.
+class FpropPlan:
+    """The product of a layer: ``x`` is what quantized its rows.
 
     Raises as :class:`LayerPlan`.
     """
 
-    def __init__(self, plan: LayerPlan, dgrad: bool, wgrad: bool) -> None:
-        self._x, (x_dtype, w_dtype, self._bias_dtype) = plan.x, plan.metadata.dtypes
-        x_shape, device = plan.metadata.x_shape, plan.device
+    def __init__(self, layer: Layer, x: QuantizeLaunch, bias: Tensor | None) -> None:
+        shape = *layer.metadata.x_shape[:-1], layer.weight[0][0]
+        self._weight = _Weight(layer, -1)
+        self._multiply = ProductLaunch(
+            Source(x, -1),
+            Source(self._weight.launch, -1, turned=True),
+            *(None if bias is None else bias.detach(), layer.out_dtype, shape, layer.device),
+        )
+
+    def __call__(
+        self, rows: Parts, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The product, and the weight's global scale."""
+        w = self._weight(weight, None)
+        return self._multiply(rows, w, None if bias is None else bias.detach()), w.global_scale
+
+
+class BackwardPlan:
+    """The backward of a layer: ``dgrad`` and ``wgrad``, where they are asked for; ``x`` is what
+    quantized its columns.
+
+    Raises as :class:`LayerPlan`.
+    """
+
+    def __init__(self, layer: Layer, x: QuantizeLaunch, dgrad: bool, wgrad: bool) -> None:
+        self._x, (x_dtype, w_dtype, self._bias_dtype) = x, layer.metadata.dtypes
+        x_shape, device = layer.metadata.x_shape, layer.device
         self._quantize: QuantizeLaunch | None = None
         self._dgrad: ProductLaunch | None = None
         self._wgrad: ProductLaunch | None = None
         if not (dgrad or wgrad):
             return
-        n, k = plan.weight[0]
-        rows = _rows((x_shape.numel() // k, n), plan.out_dtype, 0)
-        g = self._quantize = plan.quantizer(rows, "gradients", rows=dgrad, columns=wgrad)
+        n, k = layer.weight[0]
+        rows = _rows((x_shape.numel() // k, n), layer.out_dtype, 0)
+        g = self._quantize = layer.quantizer(rows, "gradients", rows=dgrad, columns=wgrad)
         if dgrad:
-            self._weight = _Weight(plan, -2)
+            self._weight = _Weight(layer, -2)
             operands = Source(g, -1), Source(self._weight.launch, -2)
             self._dgrad = ProductLaunch(*operands, None, x_dtype, x_shape, device)
         if wgrad:
@@ -240,15 +294,15 @@ class BackwardPlan:
 class _Weight:
     """Quantizes the weight of a layer along an axis, or finds it quantized."""
 
-    def __init__(self, plan: LayerPlan, axis: int) -> None:
-        recipe = plan.metadata.recipe
+    def __init__(self, layer: Layer, axis: int) -> None:
+        recipe = layer.metadata.recipe
         self._how = recipe.format_of("weights").name, recipe.scale_rounding
-        self._axis = axis
+        self._axis, self._reuses = axis, layer.reuses
         rows, columns = axis == -1, axis == -2
-        self.launch = plan.quantizer(plan.weight, "weights", rows=rows, columns=columns)
+        self.launch = layer.quantizer(layer.weight, "weights", rows=rows, columns=columns)
 
     def __call__(self, weight: Tensor, global_scale: Tensor | None) -> Parts:
-        if not is_reusing():
+        if not (self._reuses and is_reusing()):
             rows, columns = self.launch(weight.detach(), global_scale)
             parts = rows or columns
             assert parts is not None
@@ -261,7 +315,7 @@ class _Weight:
         )
         form = forms.rows if self._axis == -1 else forms.columns
         assert form is not None
-        return self.launch.parts_of(form, self._axis)
+        return self.launch.parts_of(form.qdata, form.qscale, form.global_scale, self._axis)
 
 
 def _matrix(x: Tensor) -> Tensor:

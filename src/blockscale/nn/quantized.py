@@ -16,7 +16,9 @@ from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_transformed
 from .forms import quantize_forms
-from .linear import check_operands, output_dtype, unflatten_rows
+from .linear import check_operands
+from .output_dtype import output_dtype
+from .passes import unflatten_rows
 from .recipe import Recipe, check_recipe
 
 __all__ = ["QuantizedConv1D", "QuantizedLinear", "quantized_linear"]

@@ -1,0 +1,221 @@
+"""A quantized linear layer as autograd knows it: by tensors, by a plan, for compilers, and for
+torch.func."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import passes
+from .double_backward import refuse_double_backward
+from .launches import Parts
+from .layer_ops import linear_backward, linear_fprop, names_of
+from .layer_plan import LayerPlan, Metadata
+from .recipe import Recipe
+
+__all__ = ["CompiledLinear", "PlannedLinear", "QuantizedLinear", "TransformedLinear"]
+
+
+def _save_metadata(
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe
+) -> None:
+    dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    ctx.about = Metadata(recipe, x.shape, dtypes)
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """Keeps x quantized by columns. ``dgrad`` and ``wgrad``: whether these products will follow."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        dgrad: bool,
+        wgrad: bool,
+    ) -> Tensor:
+        y, x_kept, scalar = passes.fprop(x, weight, bias, recipe, out_dtype, wgrad)
+        # the weight itself: whoever gathers it anew for the backward frees it until then
+        ctx.save_for_backward(
+            x_kept if wgrad else None,
+            weight if dgrad else None,
+            scalar if dgrad else None,
+        )
+        _save_metadata(ctx, x, weight, bias, recipe)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = passes.gradients(
+                ctx.needs_input_grad[:3], ctx.about, grad, *ctx.saved_tensors
+            )
+        return *refuse_double_backward(gradients), None, None, None, None
+
+
+class PlannedLinear(torch.autograd.Function):
+    """The same by a plan: what is quantized is kept as its parts, and no tensor is made of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: LayerPlan,
+        dgrad: bool,
+    ) -> Tensor:
+        y, (columns, scalar) = plan.forward(x, weight, bias)
+        ctx.save_for_backward(
+            *(weight if dgrad else None, scalar if dgrad else None),
+            *((None, None, None) if columns is None else columns),
+        )
+        ctx.plan = plan
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan, needs = ctx.plan, ctx.needs_input_grad[:3]
+        weight, scalar, data, scale, x_scalar = ctx.saved_tensors
+        kept = None if data is None else Parts(data, scale, x_scalar), scalar
+        if weight is not None and weight.stride(-1) != 1:  # hooks of saved tensors may give it so
+            weight = weight.contiguous()
+        gradients = None
+        if not torch.is_grad_enabled():  # else they are refused
+            gradients = plan.backward(needs, grad, kept, weight)
+        if gradients is None:
+            with torch.no_grad():
+                x = plan.kept_tensor(kept)
+                gradients = passes.gradients(needs, plan.metadata, grad, x, weight, scalar)
+            gradients = refuse_double_backward(gradients)
+        return *gradients, None, None
+
+
+class CompiledLinear(torch.autograd.Function):
+    """The same by the fewest ops, for compilers. No product is in high precision."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        dgrad: bool,
+        wgrad: bool,
+    ) -> Tensor:
+        matrix = passes.matrix_of(x)
+        rows, columns = passes.quantized_activations(matrix, recipe, rows=True, columns=wgrad)
+        assert rows is not None
+        y, *scalar = linear_fprop(
+            rows.qdata,
+            rows.qscale,
+            rows.global_scale,
+            list(matrix.shape),
+            x.dtype,
+            weight,
+            bias,
+            *names_of(recipe),
+            out_dtype,
+            wgrad,
+        )
+        ctx.save_for_backward(
+            weight if dgrad else None,
+            scalar[0] if dgrad and scalar else None,
+            None if columns is None else columns.qdata,
+            None if columns is None else columns.qscale,
+            None if columns is None else columns.global_scale,
+        )
+        _save_metadata(ctx, x, weight, bias, recipe)
+        return passes.unflatten_rows(y, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
+        recipe, x_shape, (x_dtype, w_dtype, bias_dtype) = ctx.about
+        weight, scalar, data, scale, x_scalar = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        g = passes.matrix_of(grad)
+        if dgrad or wgrad:
+            made = linear_backward(
+                g,
+                data,
+                scale,
+                x_scalar,
+                [g.shape[0], x_shape[-1]],
+                x_dtype,
+                weight,
+                scalar,
+                w_dtype,
+                *names_of(recipe),
+                dgrad,
+                wgrad,
+            )
+            if dgrad:
+                grad_x = made[0].reshape(x_shape)
+            if wgrad:
+                grad_weight = made[-1]
+        if bias_grad:
+            grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+class TransformedLinear(torch.autograd.Function):
+    """The same for torch.func, which keeps plain tensors only: x is quantized by columns later."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        dgrad: bool,
+        wgrad: bool,
+    ) -> Tensor:
+        return passes.fprop(x, weight, bias, recipe, out_dtype, False)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, recipe, *_ = inputs
+        ctx.save_for_backward(x, weight)
+        _save_metadata(ctx, x, weight, bias, recipe)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with torch.no_grad():
+            rows, needs, recipe = passes.matrix_of(x), ctx.needs_input_grad[:3], ctx.about.recipe
+            columns = needs[1] and passes.quantized_products(recipe)["wgrad"]
+            kept = passes.quantized_activations(rows, recipe, rows=False, columns=columns).columns
+            x_kept = rows if kept is None else kept
+            gradients = passes.gradients(needs, ctx.about, grad, x_kept, weight, None)
+        return *refuse_double_backward(gradients, grad, x, weight), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """Samples are rows of one product where they share the weight, else products of their own.
+
+        Either way each row has the bits of its own call, but for NVFP4 where samples share the
+        weight: its global scale is then that of all of them.
+        """
+        x_dim, *others = in_dims
+        if x_dim is not None and not any(dim is not None for dim in others):
+            x, *rest = inputs
+            return TransformedLinear.apply(x.movedim(x_dim, 0), *rest), 0
+        alone = [
+            TransformedLinear.apply(
+                *(
+                    v if dim is None else v.select(dim, i)
+                    for v, dim in zip(inputs, in_dims, strict=True)
+                )
+            )
+            for i in range(info.batch_size)
+        ]
+        return torch.stack(alone), 0

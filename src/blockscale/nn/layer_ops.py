@@ -1,0 +1,187 @@
+"""A layer's passes as the ops that compilers see: one for each.
+
+What quantizes the activations is an op of its own, so that a compiler calls it once for layers that
+read the same. Weights and gradients are quantized inside: each op that compiled code calls takes
+the host longer than a launch. What ``reuse_weights`` keeps is not taken.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..formats import get_format
+from ..kernels.common.runtime import Described, describe, gpu_of
+from ..ops.operand_layout import operand_layout
+from ..ops.operation import operation
+from ..tensor import ScaledTensor
+from . import passes
+from .forms import quantize_forms
+from .launches import QuantizeLaunch
+from .layer_plan import BackwardPlan, FpropPlan, Layer, Metadata, planned
+from .recipe import Recipe
+
+__all__ = ["linear_backward", "linear_fprop", "names_of"]
+
+Names = tuple[str, str, str, str | None]
+
+
+def names_of(recipe: Recipe) -> Names:
+    """A recipe as the ops take it: formats of activations, weights, gradients; scale_rounding."""
+    of = recipe.format_of
+    return of("activations").name, of("weights").name, of("gradients").name, recipe.scale_rounding
+
+
+@lru_cache
+def _recipe(*names: str | None) -> Recipe:
+    activations, weights, gradients, scale_rounding = names
+    assert activations is not None
+    return Recipe(activations, None, weights, gradients, scale_rounding)
+
+
+# --- fprop ----------------------------------------------------------------------------------------
+
+
+def _fake_fprop(
+    x_data: Tensor, x_shape: list[int], weight: Tensor, weights: str, out_dtype: torch.dtype
+) -> list[Tensor]:
+    y = x_data.new_empty([x_shape[0], weight.shape[0]], dtype=out_dtype)
+    if not get_format(weights).has_global_scale:
+        return [y]
+    return [y, x_data.new_empty((), dtype=torch.float32)]
+
+
+@operation(_fake_fprop)
+def linear_fprop(
+    x_data: Tensor,
+    x_scale: Tensor,
+    x_global: Tensor | None,
+    x_shape: list[int],
+    x_dtype: torch.dtype,
+    weight: Tensor,
+    bias: Tensor | None,
+    activations: str,
+    weights: str,
+    gradients: str,
+    scale_rounding: str | None,
+    out_dtype: torch.dtype,
+    wgrad: bool,
+) -> list[Tensor]:
+    """``x @ weight.T + bias``, and the weight's global scale where its format has one.
+
+    ``x`` (M, K) is quantized along -1, and with ``wgrad`` was along -2 by the same kernel.
+    """
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    recipe = _recipe(activations, weights, gradients, scale_rounding)
+    metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, weight.dtype, None))
+    layer = Layer(metadata, describe(weight), out_dtype, weight.device, reuses=False)
+    found = None
+    if _on_gpu(layer, x_data, bias):
+        key = "fprop", layer, wgrad, describe(bias)
+        found = planned(key, lambda: _plan_fprop(layer, wgrad, bias))
+    if found is not None:
+        x, plan = found
+        y, scalar = plan(x.parts_of(x_data, x_scale, x_global, -1), weight, bias)
+    else:
+        form = _tensor(layer, x_data, x_scale, x_global, -1)
+        y, scalar = passes.multiply(form, weight, bias, recipe, out_dtype, quantize_forms)
+    return [y] if scalar is None else [y, scalar]
+
+
+def _plan_fprop(layer: Layer, wgrad: bool, bias: Tensor | None) -> tuple[QuantizeLaunch, FpropPlan]:
+    x = layer.x_quantizer(rows=True, columns=wgrad)
+    return x, FpropPlan(layer, x, bias)
+
+
+# --- dgrad and wgrad ------------------------------------------------------------------------------
+
+
+def _fake_backward(
+    grad: Tensor, x_shape: list[int], x_dtype: torch.dtype, w_dtype: torch.dtype,
+    dgrad: bool, wgrad: bool,
+) -> list[Tensor]:  # fmt: skip
+    rows, k = x_shape
+    of_x = [grad.new_empty([rows, k], dtype=x_dtype)] * dgrad
+    return of_x + [grad.new_empty([grad.shape[1], k], dtype=w_dtype)] * wgrad
+
+
+@operation(_fake_backward)
+def linear_backward(
+    grad: Tensor,
+    x_data: Tensor | None,
+    x_scale: Tensor | None,
+    x_global: Tensor | None,
+    x_shape: list[int],
+    x_dtype: torch.dtype,
+    weight: Tensor | None,
+    w_global: Tensor | None,
+    w_dtype: torch.dtype,
+    activations: str,
+    weights: str,
+    gradients: str,
+    scale_rounding: str | None,
+    dgrad: bool,
+    wgrad: bool,
+) -> list[Tensor]:
+    """The gradients of x (M, K) and of weight (N, K), those that are asked for.
+
+    ``grad`` is (M, N). dgrad reads ``weight`` and takes the global scale that fprop found; wgrad
+    reads ``x``, quantized along -2.
+    """
+    n, k, device = grad.shape[1], x_shape[1], grad.device
+    seen: Described = torch.Size((n, k)), (k, 1), w_dtype, 0
+    if weight is not None:
+        weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+        seen = describe(weight)
+    recipe = _recipe(activations, weights, gradients, scale_rounding)
+    metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, w_dtype, None))
+    layer, needs = Layer(metadata, seen, grad.dtype, device, reuses=False), (dgrad, wgrad, False)
+    found = None
+    if _on_gpu(layer, x_data, weight):
+        key = "backward", layer, dgrad, wgrad
+        found = planned(key, lambda: _plan_backward(layer, dgrad, wgrad))
+    if found is not None:
+        x, plan = found
+        columns = None
+        if x_data is not None and x_scale is not None:
+            columns = x.parts_of(x_data, x_scale, x_global, -2)
+        made = plan(grad, (columns, w_global), weight, False)
+    else:
+        form = None
+        if x_data is not None and x_scale is not None:
+            form = _tensor(layer, x_data, x_scale, x_global, -2)
+        made = passes.gradients(needs, metadata, grad, form, weight, w_global, quantize_forms)
+    return [x for x in made if x is not None]
+
+
+def _plan_backward(layer: Layer, dgrad: bool, wgrad: bool) -> tuple[QuantizeLaunch, BackwardPlan]:
+    x = layer.x_quantizer(rows=True, columns=wgrad)
+    return x, BackwardPlan(layer, x, dgrad, wgrad)
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+def _on_gpu(layer: Layer, *others: Tensor | None) -> bool:
+    """Whether there may be a plan: all operands are on one GPU that has kernels."""
+    same = all(x is None or x.device == layer.device for x in others)
+    return same and gpu_of(layer.device) is not None
+
+
+def _tensor(
+    layer: Layer, data: Tensor, scale: Tensor, global_scale: Tensor | None, axis: int
+) -> ScaledTensor:
+    """What the parts of ``x`` are of."""
+    format = layer.metadata.recipe.format_of("activations")
+    return ScaledTensor(
+        data,
+        scale,
+        format=format,
+        shape=layer.metadata.x_shape,
+        axis=axis,
+        dtype=layer.metadata.dtypes[0],
+        layout=operand_layout(format.name, layer.device).layout,
+        global_scale=global_scale,
+    )

@@ -1,0 +1,151 @@
+"""Both passes of a linear layer, by quantized tensors: what no plan launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..gemm import gemm
+from ..tensor import ScaledTensor
+from .forms import Forms, quantize_forms
+from .layer_plan import Gradients, Metadata
+from .recipe import PRODUCTS, Recipe
+from .reuse import quantized_weight
+
+__all__ = [
+    "fprop",
+    "gradients",
+    "matrix_of",
+    "multiply",
+    "quantized_activations",
+    "quantized_products",
+    "unflatten_rows",
+]
+
+#: ``quantize_forms``, or ``quantized_weight``, which takes what ``reuse_weights`` keeps.
+QuantizeWeight = Callable[..., Forms]
+
+
+def quantized_products(recipe: Recipe) -> dict[str, bool]:
+    """Whether each product is quantized."""
+    return {product: product not in recipe.high_precision for product in PRODUCTS}
+
+
+def quantized_activations(x: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> Forms:
+    name = recipe.format_of("activations").name
+    return quantize_forms(x, name, recipe.scale_rounding, rows=rows, columns=columns)
+
+
+def matrix_of(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def fprop(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    wgrad: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The product; ``x`` as wgrad reads it, made only if ``wgrad`` follows; and the global scale of
+    the weight."""
+    quantized = quantized_products(recipe)
+    rows = matrix_of(x)
+    forms = quantized_activations(
+        rows, recipe, rows=quantized["fprop"], columns=wgrad and quantized["wgrad"]
+    )
+    scalar = None
+    if forms.rows is not None:
+        y, scalar = multiply(forms.rows, weight, bias, recipe, out_dtype)
+    else:
+        y = rows.to(out_dtype) @ weight.to(out_dtype).mT
+        y = y if bias is None else y + bias.to(out_dtype)
+    y = unflatten_rows(y, x)
+    return y, rows if forms.columns is None else forms.columns, scalar
+
+
+def multiply(
+    x: ScaledTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    quantize_weight: QuantizeWeight = quantized_weight,
+) -> tuple[Tensor, Tensor | None]:
+    """The product of quantized rows, and the global scale of the weight."""
+    how = recipe.format_of("weights").name, recipe.scale_rounding
+    w = quantize_weight(weight, *how, rows=True).rows
+    assert w is not None
+    return gemm(x, w.mT, out_dtype, bias=bias), w.global_scale
+
+
+def unflatten_rows(y: Tensor, x: Tensor) -> Tensor:
+    """Rows of a product with the leading dimensions of ``x``, not as a view: one that an
+    autograd.Function makes refuses in-place operations, and hooks of FSDP."""
+    if x.dim() == 2:
+        return y
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+
+def gradients(
+    needs: Sequence[bool],
+    about: Metadata,
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    global_scale: Tensor | None,
+    quantize_weight: QuantizeWeight = quantized_weight,
+) -> Gradients:
+    """Of x, weight and bias. ``x`` and the weight's ``global_scale`` are those of ``fprop``."""
+    dgrad, wgrad, bias_grad = needs
+    recipe, x_shape, (x_dtype, w_dtype, bias_dtype) = about
+    quantized = quantized_products(recipe)
+    g = matrix_of(grad)
+    rows, columns = quantize_forms(
+        g,
+        recipe.format_of("gradients").name,
+        recipe.scale_rounding,
+        rows=dgrad and quantized["dgrad"],
+        columns=wgrad and quantized["wgrad"],
+    )
+    grad_x = grad_weight = grad_bias = None
+    if dgrad:
+        assert weight is not None
+        grad_x = _dgrad(
+            g if rows is None else rows, weight, global_scale, recipe, x_dtype, quantize_weight
+        )
+        grad_x = grad_x.reshape(x_shape)
+    del rows  # the peak of memory is in the product to come
+    if wgrad:
+        assert x is not None
+        grad_weight = _wgrad(g if columns is None else columns, x, w_dtype)
+    if bias_grad:
+        grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
+    return grad_x, grad_weight, grad_bias
+
+
+def _dgrad(
+    g: Tensor,
+    weight: Tensor,
+    global_scale: Tensor | None,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    quantize_weight: QuantizeWeight,
+) -> Tensor:
+    """``g`` is quantized by rows, or plain."""
+    if not isinstance(g, ScaledTensor):
+        return (g @ weight.to(g.dtype)).to(dtype)
+    how = recipe.format_of("weights").name, recipe.scale_rounding
+    w = quantize_weight(weight, *how, columns=True, global_scale=global_scale).columns
+    assert w is not None
+    return gemm(g, w, dtype)
+
+
+def _wgrad(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Both are quantized by columns, or plain."""
+    if isinstance(g, ScaledTensor) and isinstance(x, ScaledTensor):
+        return gemm(g.mT, x, dtype)
+    return (g.mT @ x.to(g.dtype)).to(dtype)
