@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["has_tangent", "is_dtensor", "is_plain", "is_transformed", "unwatched"]
+__all__ = ["has_tangent", "has_transform", "is_dtensor", "is_plain", "is_transformed", "unwatched"]
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -29,6 +29,11 @@ def unwatched() -> bool:
 def is_transformed() -> bool:
     """Whether a transform of torch.func is at work."""
     return not torch.compiler.is_compiling() and _transform() is not None
+
+
+def has_transform() -> bool:
+    """The same, in code that a compiler traces too."""
+    return _transform() is not None
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:

@@ -23,7 +23,7 @@ from .launches import QuantizeLaunch
 from .layer_plan import BackwardPlan, FpropPlan, Layer, Metadata, planned
 from .recipe import Recipe
 
-__all__ = ["linear_backward", "linear_fprop", "names_of"]
+__all__ = ["linear_backward", "linear_fprop", "names_of", "recipe_of"]
 
 Names = tuple[str, str, str, str | None]
 
@@ -35,7 +35,8 @@ def names_of(recipe: Recipe) -> Names:
 
 
 @lru_cache
-def _recipe(*names: str | None) -> Recipe:
+def recipe_of(*names: str | None) -> Recipe:
+    """The recipe of these names."""
     activations, weights, gradients, scale_rounding = names
     assert activations is not None
     return Recipe(activations, None, weights, gradients, scale_rounding)
@@ -74,7 +75,7 @@ def linear_fprop(
     ``x`` (M, K) is quantized along -1, and with ``wgrad`` was along -2 by the same kernel.
     """
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
-    recipe = _recipe(activations, weights, gradients, scale_rounding)
+    recipe = recipe_of(activations, weights, gradients, scale_rounding)
     metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, weight.dtype, None))
     layer = Layer(metadata, describe(weight), out_dtype, weight.device, reuses=False)
     found = None
@@ -135,7 +136,7 @@ def linear_backward(
     if weight is not None:
         weight = weight if weight.stride(-1) == 1 else weight.contiguous()
         seen = describe(weight)
-    recipe = _recipe(activations, weights, gradients, scale_rounding)
+    recipe = recipe_of(activations, weights, gradients, scale_rounding)
     metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, w_dtype, None))
     layer, needs = Layer(metadata, seen, grad.dtype, device, reuses=False), (dgrad, wgrad, False)
     found = None

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..quantize_checks import DTYPES
 from ..watching import has_tangent, is_dtensor, is_transformed
-from .functions import CompiledLinear, PlannedLinear, QuantizedLinear, TransformedLinear
+from .compiled import compiled_linear
+from .functions import PlannedLinear, QuantizedLinear, TransformedLinear
 from .layer_plan import LayerPlan, find_plan, make_plan, plan_key
 from .output_dtype import output_dtype
 from .recipe import Recipe
@@ -57,9 +58,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     if not (dgrad or wgrad or "fprop" in recipe.high_precision):
         hint_at_reuse(weight)
     if torch.compiler.is_compiling() and not recipe.high_precision:
-        function: Any = CompiledLinear
-    else:
-        function = TransformedLinear if is_transformed() else QuantizedLinear
+        return compiled_linear(x, weight, bias, recipe, out_dtype)
+    function = TransformedLinear if is_transformed() else QuantizedLinear
     return function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..watching import unwatched
 
-__all__ = ["needs_gradient", "operation"]
+__all__ = ["composite", "needs_gradient", "operation"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,6 +64,18 @@ def operation(
         return call
 
     return register
+
+
+def composite(run: Callable[P, R]) -> Callable[P, R]:
+    """Register a function of ops as ``blockscale::<its name>``: a compiler records it as one, and
+    traces what it is made of, its gradient with it, afterwards."""
+    _LIBRARY.define(
+        run.__name__ + torch.library.infer_schema(run, mutates_args=()),
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    _LIBRARY.impl(run.__name__, run, "CompositeImplicitAutograd")
+    op: Callable[P, R] = getattr(torch.ops.blockscale, run.__name__).default
+    return op
 
 
 def _named(fake: Callable[..., R], whole: Signature) -> Callable[..., R]:

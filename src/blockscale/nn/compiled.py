@@ -1,0 +1,74 @@
+"""A layer as compilers record it: one op.
+
+What it is made of is traced when they differentiate, and is kept by their caches on disk, which
+know nothing of this package's version. So the op is given a fingerprint of all that decides what is
+traced. An autograd.Function in what they record would keep them from caching it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.common.runtime import gpu_of
+from ..ops.operand_layout import operand_layout
+from ..ops.operation import composite
+from ..watching import has_transform
+from .functions import CompiledLinear, TransformedLinear
+from .layer_ops import names_of, recipe_of
+from .recipe import Recipe
+
+__all__ = ["compiled_linear"]
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def compiled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
+) -> Tensor:
+    """``linear`` of checked operands; no product is in high precision."""
+    names = names_of(recipe)
+    return linear(x, weight, bias, *names, out_dtype, _fingerprint(x.device, *names[:3]))
+
+
+@composite
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activations: str,
+    weights: str,
+    gradients: str,
+    scale_rounding: str | None,
+    out_dtype: torch.dtype,
+    fingerprint: str,
+) -> Tensor:
+    """``x @ weight.T + bias``; ``fingerprint``: of what this call was recorded for."""
+    trains = torch.is_grad_enabled()
+    dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
+    function: Any = TransformedLinear if has_transform() else CompiledLinear
+    recipe = recipe_of(activations, weights, gradients, scale_rounding)
+    return function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
+
+
+def _fingerprint(device: torch.device, *formats: str) -> str:
+    layouts = [operand_layout(format, device) for format in formats]
+    known = _sources(), torch.__version__, gpu_of(device), layouts
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+
+
+# As torch.compiler.assume_constant_result does, which imports torch._dynamo: that takes a second.
+_fingerprint._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _sources() -> str:
+    """A hash of the code that may be traced."""
+    folders = _PACKAGE, *(_PACKAGE / name for name in ("layouts", "nn", "ops"))
+    files = (path for folder in folders for path in sorted(folder.glob("*.py")))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
