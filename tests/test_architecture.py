@@ -19,6 +19,7 @@ PUBLIC = ("", "reference", "emulator")
 #: Decorators of functions whose parameters another program reads.
 DECORATORS = {
     "operation": "torch.library: the schema of an op is flat",
+    "composite": "the same",
     "command": "typer: an option of a command is a parameter",
 }
 

@@ -147,7 +147,7 @@ def test_layout_that_cannot_hold_the_scales():
 
 
 @pytest.mark.parametrize("wrong", [
-    0.0, -1.0, float("nan"), float("inf"), 1e-50, torch.tensor([1.0, 2.0]),
+    0.0, -1.0, float("nan"), float("inf"), 1e-50, 1e39, 10**400, torch.tensor([1.0, 2.0]),
     torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), torch.tensor(-1.0),
     torch.tensor(1.0, device="meta"), "large",
 ], ids=str)  # fmt: skip

@@ -294,3 +294,15 @@ def test_bits_of_every_dtype(dtype):
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(TypeError, match=r"expected torch\.float32, torch\.bfloat16"):
         rounding.encode(torch.zeros(4).to(dtype), E4M3)
+
+
+def test_no_rows_and_no_arrays():
+    """Shapes of none are packed, too; what is no array is named."""
+    for element in (E2M1, E2M3, E4M3):
+        packed = rounding.pack(torch.zeros(0, 4, dtype=torch.uint8), element)
+        assert packed.shape == (0, element.stored(4))
+        assert rounding.unpack(packed, element).shape == (0, 4)
+    with pytest.raises(TypeError, match=r"got a list; expected a torch.Tensor, a numpy"):
+        rounding.encode([1.0], E2M1)
+    with pytest.raises(TypeError, match="x: got float64; expected float32, bfloat16 or float16"):
+        rounding.encode(np.ones(3), E2M1)

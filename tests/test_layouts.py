@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -267,3 +268,22 @@ def test_stored_scales_of_the_wrong_size_or_dtype(name, dtype):
         layout.unswizzle(stored.to(torch.float64), (130, 5), dtype)
     with pytest.raises(ValueError, match="scale: got"):
         layout.unswizzle(stored.flatten()[:-1], (130, 5), dtype)
+
+
+# --- numpy's arrays -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", bs.layouts)
+def test_numpy_by_columns(name):
+    """What is stored lies row by row, wherever the scales came from."""
+    layout = bs.layouts[name]
+    dtype = np.uint8 if 1 in layout.itemsize else np.float32
+    scale = np.arange(130 * 5).reshape(130, 5).astype(dtype)
+    stored = layout.swizzle(np.asfortranarray(scale))
+    assert stored.flags.c_contiguous
+    assert stored.tobytes("A") == layout.swizzle(scale).tobytes("A")
+
+
+def test_another_byte_order_is_refused():
+    with pytest.raises(TypeError, match="scale: got >f4, of another byte order; pass"):
+        bs.layouts["sm90"].swizzle(np.ones((2, 3), ">f4"))

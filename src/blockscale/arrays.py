@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Array", "bits_as", "fresh", "namespace", "zero_padded"]
+__all__ = ["Array", "bits_as", "fresh", "namespace", "row_major", "zero_padded"]
 
 #: A torch.Tensor, a numpy.ndarray or a jax.Array.
 Array = Any
@@ -22,6 +22,10 @@ def namespace(x: Array) -> Any:
     """
     if hasattr(x, "__array_namespace__"):  # numpy's and JAX's arrays
         return x.__array_namespace__()
+    if not hasattr(x, "dtype"):
+        raise TypeError(
+            f"got a {type(x).__name__}; expected a torch.Tensor, a numpy.ndarray or a jax.Array"
+        )
     import array_api_compat.torch
 
     return array_api_compat.torch
@@ -30,6 +34,13 @@ def namespace(x: Array) -> Any:
 def bits_as(x: Array, dtype: np.dtype) -> Array:
     """The same bits as items of another dtype of as many bytes, or of fewer."""
     return x.view(getattr(namespace(x), dtype.name, dtype))
+
+
+def row_major(x: Array) -> Array:
+    """The same items, in memory row by row: itself where they lie so."""
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x)
+    return x.contiguous() if hasattr(x, "contiguous") else x  # JAX's have no other order
 
 
 def fresh(x: Array) -> Array:

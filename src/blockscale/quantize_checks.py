@@ -26,6 +26,8 @@ __all__ = [
     "resolve_global_scale",
 ]
 
+_LARGEST = torch.finfo(torch.float32).max
+_OUTSIDE = "global_scale: got {}; expected a positive finite number of fp32"
 _SEEDS = (int, torch.SymInt, type(None))
 
 
@@ -206,6 +208,8 @@ def resolve_global_scale(
     if not isinstance(global_scale, Tensor):
         if not isinstance(global_scale, (int, float)) or isinstance(global_scale, bool):
             raise TypeError(f"global_scale: got {global_scale!r}; expected an fp32 scalar")
+        if not 0 < global_scale <= _LARGEST:
+            raise ValueError(_OUTSIDE.format(global_scale))
         # no copy from the host: that would wait for the device, and no graph could hold it
         global_scale = torch.full((), global_scale, dtype=torch.float32, device=x.device)
     if is_dtensor(global_scale):
@@ -224,7 +228,7 @@ def resolve_global_scale(
     if not torch.compiler.is_compiling() and global_scale.device.type == "cpu":
         value = global_scale.item()
         if not 0 < value < float("inf"):
-            raise ValueError(f"global_scale: got {value}; expected a positive finite number")
+            raise ValueError(_OUTSIDE.format(value))
     if global_scale.requires_grad:
         global_scale = global_scale.detach()
     return global_scale.reshape(()) if global_scale.dim() else global_scale

@@ -70,7 +70,7 @@ def float32_bits(x: Array) -> Array:
         subnormal = round_significand(mantissa, xp.full_like(mantissa, -24), 23, 127)
         bits = xp.where(exponent == 0, subnormal, xp.where(exponent == 31, special, normal))
         return bits | ((half & 0x8000) << 16)
-    raise TypeError(f"x: got {x.dtype}; expected torch.float32, torch.bfloat16 or torch.float16")
+    raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
 
 
 def from_float32_bits(bits: Array) -> Array:
@@ -230,7 +230,8 @@ def pack(codes: Array, element: Element) -> Array:
     groups = _int64(codes).reshape((*outer, codes.shape[-1] // group, group))
     words = sum(groups[..., i] << (i * element.bits) for i in range(group))
     octets = [(words >> (8 * i)) & 0xFF for i in range(element.bytes_per_group)]
-    return xp.astype(xp.stack(octets, axis=-1), xp.uint8).reshape((*outer, -1))
+    stored = element.stored(codes.shape[-1])
+    return xp.astype(xp.stack(octets, axis=-1), xp.uint8).reshape((*outer, stored))
 
 
 def unpack(data: Array, element: Element) -> Array:
@@ -242,7 +243,8 @@ def unpack(data: Array, element: Element) -> Array:
     words = sum(octets[..., i] << (8 * i) for i in range(nbytes))
     places = range(0, element.codes_per_group * element.bits, element.bits)
     codes = [(words >> place) & ((1 << element.bits) - 1) for place in places]
-    return xp.astype(xp.stack(codes, axis=-1), xp.uint8).reshape((*outer, -1))
+    n = data.shape[-1] // nbytes * element.codes_per_group
+    return xp.astype(xp.stack(codes, axis=-1), xp.uint8).reshape((*outer, n))
 
 
 # --- scales ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -445,6 +446,24 @@ from blockscale.memory import memory_of
 print(float(cpu.global_scale(torch.zeros(3), formats["nvfp4"])))
 """
     assert python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["1.0"]
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("rest", [b"", b"\x80\x04\x95", b"garbage"], ids=len)
+def test_a_damaged_cache_is_written_anew(tmp_path: Path, suffix: str, rest: bytes) -> None:
+    code = """
+import torch
+from blockscale.formats import formats
+from blockscale.kernels.cpu import calls as cpu
+print(float(cpu.global_scale(torch.zeros(3), formats["nvfp4"])))
+from blockscale.kernels.cpu import compiled
+print(compiled.amax_tiles.__closure__[0].cell_contents.stats.cache_hits.total())
+"""
+    python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    for path in tmp_path.rglob(f"*.{suffix}"):
+        path.write_bytes(rest)
+    assert python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["1.0", "0"]
+    assert python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["1.0", "1"]
 
 
 def test_wrong_dtype() -> None:

@@ -42,8 +42,8 @@ def test_func_grad(layer):
 
 
 def test_vmap_over_inputs_and_over_weights(layer):
-    if layer.recipe.format != "nvfp4":  # whose global scale is that of all samples
-        assert torch.equal(vmap(layer)(X), layer(X))
+    x = X * torch.tensor([1.0, 1e-7, 100.0]).reshape(3, 1, 1)  # of global scales that differ
+    assert torch.equal(vmap(layer)(x), torch.stack([layer(each) for each in x]))
     weights = torch.randn(3, 32, 64)
     found = vmap(lambda x, w: linear(x, w, recipe=layer.recipe))(X, weights)
     for x, w, y in zip(X, weights, found, strict=True):
@@ -51,12 +51,11 @@ def test_vmap_over_inputs_and_over_weights(layer):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_gradients_of_each_sample():
-    torch.manual_seed(0)
-    layer = Linear(64, 32)
+def test_gradients_of_each_sample(layer):
     parameters = dict(layer.named_parameters())
-    found = vmap(grad(lambda p, x: loss(layer, p, x)), (None, 0))(parameters, X)
-    for i, x in enumerate(X):
+    samples = X * torch.tensor([1.0, 1e-7, 100.0]).reshape(3, 1, 1)
+    found = vmap(grad(lambda p, x: loss(layer, p, x)), (None, 0))(parameters, samples)
+    for i, x in enumerate(samples):
         want = gradients(layer, x)
         assert all(torch.equal(g[i], want[name]) for name, g in found.items())
 
@@ -76,13 +75,22 @@ def test_export(layer, strict, trained):
     assert torch.equal(exported.module()(X[1]), layer(X[1]))
 
 
-def test_export_of_any_batch(layer):
-    shapes = ({0: torch.export.Dim("batch", min=2, max=4096)},)
-    with torch.no_grad():
-        exported = torch.export.export(layer, (X[0],), dynamic_shapes=shapes)
-        for rows in (2, 33, 500):
+@pytest.mark.parametrize("trained", [False, True])
+def test_export_of_any_batch(layer, trained):
+    """And what is exported with gradients has them."""
+    with torch.set_grad_enabled(trained):
+        shapes = ({0: torch.export.Dim("batch")},)
+        exported = torch.export.export(layer, (X[0],), dynamic_shapes=shapes).module()
+        for rows in (1, 2, 33, 500):
             x = torch.randn(rows, 64)
-            assert torch.equal(exported.module()(x), layer(x))
+            assert torch.equal(exported(x), layer(x))
+    if trained:
+        want = gradients(layer, x)
+        given = x.clone().requires_grad_()
+        exported(given).square().sum().backward()
+        assert torch.equal(given.grad, want["x"])
+        for name, parameter in exported.named_parameters():
+            assert torch.equal(parameter.grad, want[name])
 
 
 def test_export_sees_a_new_weight(layer):

@@ -129,11 +129,15 @@ def _digits(n: int, factors: tuple[int, ...]) -> list[int]:
 
 
 def check_scale(layout: Layout, scale: Array) -> None:
-    """Raise ValueError unless ``scale`` is a matrix of a size that ``layout`` can hold."""
+    """Raise unless ``scale`` is a matrix of items that ``layout`` can hold."""
     if scale.ndim != 2:
         raise ValueError(
             f"scale: got {scale.ndim} dimensions; layout {layout.name!r} takes a matrix (rows, "
             "blocks): flatten leading dimensions into the rows first"
+        )
+    if not getattr(scale.dtype, "isnative", True):
+        raise TypeError(
+            f"scale: got {scale.dtype}, of another byte order; pass scale.astype('=f4')"
         )
     if scale.dtype.itemsize not in layout.itemsize:
         kinds = {1: "one-byte scales (E8M0, UE4M3)", 4: "fp32 scales"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..arrays import Array
+from ..arrays import Array, row_major
 from .base import Layout, check_scale
 
 __all__ = ["Compact"]
@@ -21,7 +21,7 @@ class Compact(Layout):
 
     def swizzle(self, scale: Array) -> Array:
         check_scale(self, scale)
-        return scale.contiguous() if hasattr(scale, "contiguous") else scale
+        return row_major(scale)
 
     def unswizzle(self, stored: Array, shape: tuple[int, int], dtype: Any) -> Array:
         self._check_stored(stored, shape, dtype)

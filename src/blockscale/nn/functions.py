@@ -200,14 +200,13 @@ class TransformedLinear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        """Samples are rows of one product where they share the weight, else products of their own.
-
-        Either way each row has the bits of its own call, but for NVFP4 where samples share the
-        weight: its global scale is then that of all of them.
+        """Samples are rows of one product where they share the weight, else products of their own:
+        so are those whose format has a global scale. Each has the bits of its own call.
         """
         x_dim, *others = in_dims
-        if x_dim is not None and not any(dim is not None for dim in others):
-            x, *rest = inputs
+        x, *rest = inputs
+        shared = x_dim is not None and not any(dim is not None for dim in others)
+        if shared and not rest[2].format_of("activations").has_global_scale:
             return TransformedLinear.apply(x.movedim(x_dim, 0), *rest), 0
         alone = [
             TransformedLinear.apply(

@@ -30,6 +30,9 @@ def _cached(function):
             return kernel(*args)
         except OSError:  # a full disk: the function is compiled by now, only not saved
             return kernel(*args)
+        except Exception:  # a damaged file raises anything when it is unpickled
+            kernel._cache.flush()
+            return kernel(*args)
 
     return call
 
