@@ -448,8 +448,9 @@ print(float(cpu.global_scale(torch.zeros(3), formats["nvfp4"])))
     assert python(code, NUMBA_CACHE_DIR=str(tmp_path)).split() == ["1.0"]
 
 
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
-@pytest.mark.parametrize("rest", [b"", b"\x80\x04\x95", b"garbage"], ids=len)
+@pytest.mark.parametrize(
+    ("suffix", "rest"), [("nbi", b""), ("nbc", b"\x80\x04\x95"), ("nbc", b"garbage")]
+)
 def test_a_damaged_cache_is_written_anew(tmp_path: Path, suffix: str, rest: bytes) -> None:
     code = """
 import torch
