@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +15,8 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 import blockscale as bs
-from blockscale import ops
+from blockscale import gemm_launch, ops
+from blockscale.ops import gemm_kernels
 from stand_in import gpu
 
 BF16 = torch.bfloat16
@@ -274,3 +276,25 @@ def test_scales_that_lie_alike_and_mean_something_else(calls, pair, name, layout
         bs.gemm(a, b)
         assert torch.equal(calls.launched[-1][1], by_rows)
     assert calls.checked == 2
+
+
+@pytest.mark.parametrize("pair", PAIRS[3:4], ids=str)
+def test_what_has_to_be_copied_is_found_once(calls, pair, monkeypatch):
+    """Operands that no kernel takes as they are: a call like one before is not prepared twice."""
+    products = gemm_kernels.products_on(torch.device("cpu"))
+    laid = []
+
+    def lay(a, b):
+        laid.append(1)
+        return products.lay(a, b)
+
+    found = replace(products, lay=lay)
+    for module in (gemm_kernels, gemm_launch):
+        monkeypatch.setattr(module, "products_on", lambda device: found)
+    x = torch.randn(pair.rows, K + 16, generator=torch.Generator().manual_seed(0)).to(BF16)
+    a = bs.quantize(x, pair.left, backend="reference")  # rows of 136 bytes
+    b = bs.quantize(x[:16], pair.right, backend="reference").mT
+    for calls_before in (2, 1, 1):
+        laid.clear()
+        bs.gemm(a, b)
+        assert len(laid) == calls_before

@@ -32,7 +32,8 @@ _DTYPES = (torch.dtype, type(None))
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 Launch = Callable[..., Tensor]
-_launches: dict[Any, Launch] = {}
+_launches: dict[Any, Launch | None] = {}  # None: no kernel by itself takes such calls
+_UNKNOWN: Any = object()
 _numbers = count()
 
 #: A call that a kernel may run: what launches it, if that is known by now, operands, and a key that
@@ -87,7 +88,10 @@ def find_call(
         if bias_place is None:
             return None
     key = left.number, right.number, out_dtype, not accumulate, out_place, bias_place
-    return _launches.get(key), left, right, key
+    launch = _launches.get(key, _UNKNOWN)
+    if launch is None:
+        return None
+    return None if launch is _UNKNOWN else launch, left, right, key
 
 
 def remember(
@@ -101,13 +105,23 @@ def remember(
 ) -> None:
     """Find the kernel for calls to come, after one that has passed all checks."""
     _, left, right, key = call
+    compiled = _compile(a, b, out, bias, dtype, accumulate)
+    if len(_launches) >= _LIMIT:
+        _launches.clear()
+    _launches[key] = None if compiled is None else _launch(compiled, left, right, out, bias)
+
+
+def _compile(
+    a: Side, b: Side, out: Tensor | None, bias: Tensor | None, dtype: torch.dtype, accumulate: bool
+) -> CompiledGemm | None:
+    """What takes operands where they are; None where there is no kernel that does."""
     products = products_on(b.data.device)
     if isinstance(products, str) or (a.format, b.format) not in products.pairs:
-        return
+        return None
     try:
         laid = products.lay(a, b)
         if _copied(laid[0], a) or _copied(laid[1], b):
-            return
+            return None
         compiled = products.plan(
             describe_call(
                 *laid,
@@ -119,12 +133,8 @@ def remember(
             )
         )
     except (TypeError, ValueError):  # of what has to be rewritten first
-        return
-    if compiled.run is None:
-        return
-    if len(_launches) >= _LIMIT:
-        _launches.clear()
-    _launches[key] = _launch(compiled, left, right, out, bias)
+        return None
+    return None if compiled.run is None else compiled
 
 
 def forget_launches() -> None:
