@@ -33,6 +33,10 @@ class ColumnTiles:
         """The CTA's first one, and how far its others are apart."""
         return cluster_id_and_count(self.config.split_k)
 
+    def k_blocks(self, index):
+        """Those of ``tile(index)``, without its division."""
+        return self.k_end - self.k_begin
+
     def tile(self, index) -> Tile:
         """A division: not for each K block."""
         row, column = index % self.down * self.config.rows, index // self.down * B_ROWS

@@ -53,6 +53,7 @@ class Gemm:
         mainloop: its class, as ``fp8_gemm.Mainloop``.
         fetcher: the class of what the second warp does, as ``fp8_gemm.ScaleFetcher``, if it does
             anything; ``fetched_bytes``: room for that in a stage.
+        scheduler: its class, which tells what tiles a CTA takes.
     """
 
     config: ProductConfig
@@ -60,6 +61,7 @@ class Gemm:
     mainloop: type
     fetcher: type | None = None
     fetched_bytes: int = 0
+    scheduler: type = DenseScheduler
 
     @property
     def out(self) -> Copies:
@@ -67,10 +69,6 @@ class Gemm:
         config = self.config
         slots = config.epilogue_stages * config.row_warpgroups
         return Copies(NUMERIC[config.out_dtype], (64, config.box_columns), slots)
-
-    @property
-    def scheduler(self) -> DenseScheduler:
-        return DenseScheduler(self.config)
 
     def launch(self, loads, fetched, output, k_blocks, multiprocessors, stream) -> None:
         """Launch. ``loads``: atom and view of each operand. ``fetched``: what the fetcher reads.
@@ -85,7 +83,7 @@ class Gemm:
             store = self.out.describe(d, op)
         atoms, views = zip(*loads, strict=True)
         self.kernel(atoms, views, *store, fetched, output, k_blocks).launch(
-            grid=(self.scheduler.grid(d, multiprocessors), 1, 1),
+            grid=(self.scheduler(config).grid(d, multiprocessors), 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster_size, 1, 1),
             min_blocks_per_mp=1,
@@ -144,7 +142,7 @@ class Gemm:
         pdl_wait()
 
         # roles
-        schedule = self.scheduler.tiles(output[0], k_blocks, rank, k_part)
+        schedule = self.scheduler(config).tiles(output[0], k_blocks, rank, k_part)
         low, high = config.registers
         if warp < 4:
             cute.arch.setmaxregister_decrease(low)

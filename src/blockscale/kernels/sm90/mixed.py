@@ -261,7 +261,7 @@ class Consumer:
         pdl_wait()
         for index in range(start, self.schedule.count, step):
             acc.fill(0.0)
-            count = self.schedule.k_end - self.schedule.k_begin
+            count = self.schedule.k_blocks(index)
             if const_expr(parts > 1):
                 k_blocks = count
                 count = (k_blocks - before + parts - 1) // parts
