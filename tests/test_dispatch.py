@@ -17,6 +17,7 @@ import blockscale as bs
 from blockscale import reference
 from blockscale.formats import Format, formats, get_format
 from blockscale.kernels.common import runtime
+from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.calls import Request
 from blockscale.layouts import Grouped, as_bytes, get_layout
@@ -54,7 +55,7 @@ class Kernels:
             reason = "one axis at a time"
         reason = self.reason or reason
         if reason and "not installed" not in reason:
-            raise quantizers.Unsupported(reason)
+            raise Unsupported(reason)
 
     def quantize(self, x: Tensor, request: Request, **given: Any) -> list[tuple[Tensor, Tensor]]:
         format, grouped = request.fmt, given["offsets"] is not None
@@ -274,7 +275,7 @@ def test_what_only_the_reference_can(kernels, function, given, reason):
 def test_one_axis_by_the_kernel_and_one_by_the_reference(kernels, monkeypatch):
     def refuse(x: Tensor, format: Format, axes: Any, *_: Any, **__: Any) -> None:
         if -2 in axes:
-            raise quantizers.Unsupported("columns")
+            raise Unsupported("columns")
 
     monkeypatch.setattr(kernels, "refuse", refuse)
     (row, column), said = fallback(bs.quantize_both, matrix())

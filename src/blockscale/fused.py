@@ -12,7 +12,14 @@ from . import ops
 from .formats import Format
 from .layouts import Layout
 from .quantize import wrap
-from .quantize_checks import DTYPES, Call, Request, check, check_tensor, resolve_global_scale
+from .quantize_checks import (
+    DTYPES,
+    Arguments,
+    Call,
+    check,
+    check_tensor,
+    resolve_global_scale,
+)
 from .tensor import ScaledTensor
 from .watching import is_dtensor
 
@@ -64,7 +71,7 @@ def swiglu_quantize(
     half = _check_halves(x)
     values = x.narrow(-1, 0, half)  # not those: a tensor of their shape and dtype
     layouts = _each(layout, axes)
-    asked = Request(axes, format, scale_rounding, layouts, nonfinite, pad, k_major, backend)
+    asked = Arguments(axes, format, scale_rounding, layouts, nonfinite, pad, k_major, backend)
     try:
         call = check(values, asked, offsets)
     except (TypeError, ValueError) as error:
@@ -106,7 +113,7 @@ def swiglu_backward_quantize(
     """
     half = _check_halves(x)
     layouts = _each(layout, axes)
-    asked = Request(axes, format, scale_rounding, layouts, nonfinite, pad, k_major, backend)
+    asked = Arguments(axes, format, scale_rounding, layouts, nonfinite, pad, k_major, backend)
     call = check(x, asked, offsets)
     _check_other("grad", grad, (*x.shape[:-1], half), x, (x.dtype,))
     return _swiglu((x, grad), x, call, asked, global_scale, offsets)
@@ -148,7 +155,7 @@ def rmsnorm_quantize(
     Source: Zhang and Sennrich, "Root mean square layer normalization", arXiv 1910.07467.
     """
     layouts = _each(layout, (-1,))
-    asked = Request((-1,), format, scale_rounding, layouts, nonfinite, pad, backend=backend)
+    asked = Arguments((-1,), format, scale_rounding, layouts, nonfinite, pad, backend=backend)
     call = check(x, asked)
     _check_other("weight", weight, (x.shape[-1],), x, DTYPES)
     number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
@@ -175,7 +182,7 @@ def _swiglu(
     inputs: tuple[Tensor, Tensor | None],
     values: Tensor,
     call: Call,
-    asked: Request,
+    asked: Arguments,
     global_scale: Tensor | float | None,
     offsets: Tensor | None,
 ) -> tuple[ScaledTensor, ...]:

@@ -11,7 +11,7 @@ from .formats import Format, get_format
 from .gemm import side
 from .gemm_checks import check_product
 from .layouts import Layout
-from .quantize_checks import Request, check_call, resolve_global_scale
+from .quantize_checks import Arguments, check_call, resolve_global_scale
 from .tensor import ScaledTensor
 
 __all__ = ["gemm_quantize"]
@@ -73,7 +73,7 @@ def gemm_quantize(
         raise ValueError(
             f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; there is nothing to quantize"
         )
-    asked = Request((-1,), name, scale_rounding, (layout,), nonfinite, backend=backend)
+    asked = Arguments((-1,), name, scale_rounding, (layout,), nonfinite, backend=backend)
     call = check_call(shape, torch.float32, asked)
     scalar = None
     if global_scale is not None:

@@ -8,7 +8,7 @@ from . import ops
 from .checks import check_axis
 from .formats import Format
 from .layouts import Layout
-from .quantize_checks import Call, Request, check, resolve_global_scale
+from .quantize_checks import Arguments, Call, check, resolve_global_scale
 from .tensor import ScaledTensor
 
 __all__ = ["quantize", "quantize_both", "wrap"]
@@ -76,7 +76,7 @@ def quantize(
     Source: OCP MX v1.0 section 6.3 with the scale rounded up (arXiv 2506.08027).
     """
     axis = check_axis(axis)
-    asked = Request((axis,), format, scale_rounding, (layout,), nonfinite, pad, k_major, backend)
+    asked = Arguments((axis,), format, scale_rounding, (layout,), nonfinite, pad, k_major, backend)
     call = check(x, asked, offsets, seed)
     scalar = resolve_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
@@ -126,7 +126,7 @@ def quantize_both(
     Returns: the tensors along -1 and along -2. Raises TypeError or ValueError as :func:`quantize`.
     """
     pair = layout if isinstance(layout, tuple) else (layout, layout)
-    asked = Request(_BOTH, format, scale_rounding, pair, nonfinite, pad, k_major, backend)
+    asked = Arguments(_BOTH, format, scale_rounding, pair, nonfinite, pad, k_major, backend)
     call = check(x, asked, offsets, seed)
     scalar = resolve_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x

@@ -18,8 +18,8 @@ from .watching import is_dtensor
 
 __all__ = [
     "DTYPES",
+    "Arguments",
     "Call",
-    "Request",
     "check",
     "check_call",
     "check_tensor",
@@ -31,7 +31,7 @@ _OUTSIDE = "global_scale: got {}; expected a positive finite number of fp32"
 _SEEDS = (int, torch.SymInt, type(None))
 
 
-class Request(NamedTuple):
+class Arguments(NamedTuple):
     """What a caller asks for, by the names of ``quantize``; ``layouts`` has one for each axis."""
 
     axes: tuple[int, ...]
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
 
 def check(
-    x: Tensor, request: Request, offsets: Tensor | None = None, seed: int | None = None
+    x: Tensor, request: Arguments, offsets: Tensor | None = None, seed: int | None = None
 ) -> Call:
     """All checks but that of the global scale; those of names and shapes are remembered."""
     if seed is not None and (
@@ -77,7 +77,7 @@ def check(
 
 @remembered
 def check_call(
-    shape: tuple[int, ...], dtype: torch.dtype, request: Request, grouped: bool = False
+    shape: tuple[int, ...], dtype: torch.dtype, request: Arguments, grouped: bool = False
 ) -> Call:
     """Raise unless a tensor of ``shape`` and ``dtype``, ``grouped`` or not, can be quantized so."""
     call = _check_names(request)
@@ -90,7 +90,7 @@ def check_call(
     return call
 
 
-def _check_names(request: Request) -> Call:
+def _check_names(request: Arguments) -> Call:
     fmt, axes, stored = get_format(request.format), request.axes, request.layouts
     scale_rounding = request.scale_rounding
     if len(stored) != len(axes):

@@ -24,6 +24,7 @@ from blockscale.emulator.hostcode import settings
 from blockscale.emulator.report import Report
 from blockscale.formats import Format, formats
 from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers import dequantize_config
 from blockscale.layouts import as_bytes, get_layout
@@ -320,18 +321,18 @@ def test_no_kernel(name, layout, given, message):
     fmt = formats[name]
     data, scale, _ = parts((8, 64), fmt, -1)
     stored = quantizers.Stored(name, (8, 64), layout=layout)
-    with pytest.raises(quantizers.Unsupported, match=message):
+    with pytest.raises(Unsupported, match=message):
         quantizers.dequantize(data, scale, stored, **({"gpu": chip("sm_90a")} | given))
 
 
 def test_no_kernel_for_such_strides():
     data, scale, factor = parts((32, 64), formats["nvfp4"], -2)
     stored, given = quantizers.Stored("nvfp4", (32, 64), -2), {"gpu": chip("sm_90a")}
-    with pytest.raises(quantizers.Unsupported, match="packed along axis -2"):
+    with pytest.raises(Unsupported, match="packed along axis -2"):
         quantizers.dequantize(data.contiguous(), scale, stored, global_scale=factor, **given)
     data, scale, _ = parts((8, 64), formats["mxfp8"], -1)
     spread = data.repeat_interleave(2, 1).repeat_interleave(2, 0)[::2, ::2]
-    with pytest.raises(quantizers.Unsupported, match="not contiguous in a dimension"):
+    with pytest.raises(Unsupported, match="not contiguous in a dimension"):
         quantizers.dequantize(spread, scale, quantizers.Stored("mxfp8", (8, 64)), **given)
 
 

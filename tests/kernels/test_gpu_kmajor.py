@@ -14,6 +14,7 @@ from gpu_bench import assert_same, emulated, expected, nasty, produced
 
 from blockscale.dtypes import BFLOAT16
 from blockscale.formats import formats
+from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.config import Request, choose_config
 from stand_in import chip
@@ -144,5 +145,5 @@ def test_groups_are_refused(axes):
     x, layouts = torch.zeros(64, 64), ("compact",) * len(axes)
     offsets = torch.tensor([7, 64], dtype=torch.int32)
     given = {"offsets": offsets, "gpu": chip("sm_90a")}
-    with pytest.raises(quantizers.Unsupported, match="k_major: no kernel stores groups"):
+    with pytest.raises(Unsupported, match="k_major: no kernel stores groups"):
         quantizers.quantize(x, quantizers.Request("mxfp8", axes, layouts, k_major=True), **given)

@@ -24,7 +24,7 @@ from blockscale import quantize
 from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
 from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.common.epilogue import Epilogue
-from blockscale.kernels.common.runtime import Unsupported
+from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.sm100 import calls as sm100
 from blockscale.kernels.sm100.config import Config, choose_config
 from stand_in import chip

@@ -27,7 +27,7 @@ from blockscale import formats, quantize, swiglu_quantize
 from blockscale.dtypes import BFLOAT16, FLOAT32, UINT8, to_torch
 from blockscale.kernels.common.calls import Operand as Given
 from blockscale.kernels.common.epilogue import Epilogue
-from blockscale.kernels.common.runtime import Unsupported
+from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.sm100 import calls as sm100
 from blockscale.kernels.sm100.config import Config, choose_config
 from blockscale.kernels.sm100.quantizing_config import Quantizing

@@ -21,8 +21,8 @@ from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Alpha, Operand, describe_call
 from blockscale.kernels.common.epilogue import Epilogue
-from blockscale.kernels.common.runtime import Unsupported
-from blockscale.kernels.sm90.bf16_config import SHAPES, Bf16Config, candidates, choose_config
+from blockscale.kernels.common.gpu import Unsupported
+from blockscale.kernels.sm90.bf16_config import CANDIDATES, Bf16Config, candidates, choose_config
 from blockscale.kernels.sm90.bf16_plan import plan_bf16
 from blockscale.kernels.sm90.product_config import fit
 from stand_in import chip
@@ -194,11 +194,11 @@ def test_not_numbers():
 @pytest.mark.parametrize("majors", MAJORS)
 def test_cuts(majors):
     """Whatever may be chosen is a kernel; without spills where it is fast."""
-    for shape in SHAPES:
+    for shape in CANDIDATES:
         fit(shape.config, out_dtype=FLOAT32, a_major=majors[0], b_major=majors[1])
     with em.cutedsl(em.Device("sm_90a")):
-        for index in range(MAJORS.index(majors), len(SHAPES), len(MAJORS)):  # each of them once
-            config = fit(SHAPES[index].config, a_major=majors[0], b_major=majors[1])
+        for index in range(MAJORS.index(majors), len(CANDIDATES), len(MAJORS)):  # each of them once
+            config = fit(CANDIDATES[index].config, a_major=majors[0], b_major=majors[1])
             compile_cache.build(config)
             assert_no_spills(config)
 

@@ -31,12 +31,12 @@ from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.calls import Operand
 from blockscale.kernels.common.epilogue import Epilogue
+from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.common.machine_code import disassemble
 from blockscale.kernels.common.rounds import rounds
-from blockscale.kernels.common.runtime import Unsupported
 from blockscale.kernels.sm90 import calls as sm90
-from blockscale.kernels.sm90.config import SHAPES, Config, choose_config
-from blockscale.kernels.sm90.product_config import Shape, fit
+from blockscale.kernels.sm90.config import CANDIDATES, Config, choose_config
+from blockscale.kernels.sm90.product_config import Candidate, fit
 from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -230,7 +230,7 @@ def test_no_such_split(name, wrong):
 def test_time_of_split():
     """30 clusters of four blocks run at once, and each block has a fourth of K."""
     config = Config(BFLOAT16, tile=(64, 64), split_k=4, **_SPLIT)
-    shape = Shape(config, loop=100, fixed=10)
+    shape = Candidate(config, k_block_ns=100, tile_ns=10)
     assert shape.nanoseconds((8, 30 * 64, 9 * 128), 128, chip("sm_90a")) == 310
     assert shape.nanoseconds((8, 31 * 64, 8 * 128), 128, chip("sm_90a")) == 420
     fewer = chip("sm_90a", 114)  # multiprocessors, of an H100 on PCIe
@@ -397,7 +397,7 @@ def test_shapes(shape):
 
 
 @pytest.mark.parametrize(
-    "each", SHAPES[1, 128], ids=lambda each: f"{each.config.tile}, {each.config.split_k}"
+    "each", CANDIDATES[1, 128], ids=lambda each: f"{each.config.tile}, {each.config.split_k}"
 )
 def test_one_for_each_row(each):
     """Of what is chosen among where B has 1 x 128 scales, nothing is spilled."""

@@ -36,7 +36,7 @@ from blockscale import quantize
 from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, from_torch, to_torch
 from blockscale.kernels.common import calls
 from blockscale.kernels.common.epilogue import Epilogue
-from blockscale.kernels.common.runtime import Unsupported
+from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.sm90.mixed_config import B_ROWS, MAX_MIXED_M, Config, choose_config, why_not
 from blockscale.kernels.sm90.mixed_gemm import mixed_gemm
 from stand_in import chip
@@ -263,7 +263,7 @@ def test_chosen_fill_the_machine(format, n):
 
 
 def test_chosen_take_all_rows():
-    """In one tile; and each block of threads has a part of K."""
+    """In one tile; and each CTA has a part of K."""
     for m in range(1, MAX_MIXED_M + 1):
         for blocks in range(1, 40):
             config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", Epilogue(FLOAT32))

@@ -12,6 +12,7 @@ import torch
 from blockscale import ops, reference
 from blockscale.formats import get_format
 from blockscale.kernels.common.calls import CompiledGemm, Operand
+from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.common.template import template
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.outputs import choose_output
@@ -100,7 +101,7 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
         inputs: Any, device: Any, gpu: Any, asked: quantizers.Request, *_: Any
     ) -> _Quantizer:
         if inputs[0][1][-1] != 1:
-            raise quantizers.Unsupported("x: not contiguous in the last dimension")
+            raise Unsupported("x: not contiguous in the last dimension")
         how = asked.axes, asked.layouts, asked.scale_rounding, asked.k_major
         return _Quantizer(counts, inputs[0], asked.format, *how)
 

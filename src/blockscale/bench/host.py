@@ -42,8 +42,8 @@ def quantize_calls(rows: int = 128, columns: int = 7168) -> Calls:
         quantizers.Request("mxfp8", axes, ("tcgen05",) * len(axes)) for axes in ((-1,), (-1, -2))
     )
     return {
-        "gpu.quantize, rows": lambda: quantizers.quantize(x, along),
-        "gpu.quantize, both": lambda: quantizers.quantize(x, both),
+        "quantizers.calls.quantize, rows": lambda: quantizers.quantize(x, along),
+        "quantizers.calls.quantize, both": lambda: quantizers.quantize(x, both),
         "bs.quantize, rows": lambda: quantize(x, layout="tcgen05"),
         "bs.quantize_both": lambda: quantize_both(x, layout="tcgen05"),
         "torch: x.clone()": x.clone,

@@ -145,7 +145,7 @@ def _check(
         return
     if not kernel.pairs:
         raise ValueError(
-            f"ctas: got {ctas} for {arch}; tensor cores work for one block of threads each there, "
+            f"ctas: got {ctas} for {arch}; tensor cores work for one CTA each there, "
             "and for pairs of blocks from sm_100a on: leave ctas out"
         )
     if ctas not in (1, 2):

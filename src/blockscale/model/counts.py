@@ -10,12 +10,12 @@ __all__ = ["Launch"]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A product of A (M, K) and B (N, K) by blocks of threads that stay, a multiprocessor each.
+    """A product of A (M, K) and B (N, K) by CTAs that stay, a multiprocessor each.
 
     Attributes:
         unit: what the tensor cores multiply: a key of ``Machine.flops``.
         shape: M, N and K.
-        tile: rows and columns of the output that a block of threads takes at once.
+        tile: rows and columns of the output that a CTA takes at once.
         cluster: blocks down and across, which load what they share once.
         group: clusters down that are taken before the next ones across.
         stages: K blocks in flight, of ``block_k`` elements each.
@@ -69,7 +69,7 @@ class Launch:
 
     @property
     def k_blocks(self) -> int:
-        """Of a block of threads."""
+        """Of a CTA."""
         return -(-self.shape[2] // (self.block_k * self.split))
 
     @property

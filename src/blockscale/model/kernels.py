@@ -140,7 +140,7 @@ def launch(
         arch: "sm_90a" or "sm_100a".
         format: a key of ``FORMATS[arch]``.
         group: clusters down that are taken before the next ones across; 1 is no supergroups.
-        ctas: blocks of threads whose tensor cores work together, 1 or 2; sm_100a alone.
+        ctas: CTAs whose tensor cores work together, 1 or 2; sm_100a alone.
     """
     choose("arch", arch, FORMATS)
     choose("format", format, FORMATS[arch])

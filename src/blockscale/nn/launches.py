@@ -17,6 +17,7 @@ from ..formats import Format
 from ..gemm import gemm, side
 from ..gemm_checks import check_product
 from ..kernels.common.calls import describe_call
+from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..kernels.common.template import template
 from ..kernels.quantizers import calls as quantizers
@@ -26,7 +27,7 @@ from ..ops.gemm_operands import Side, global_scales
 from ..ops.operand_layout import operand_layout
 from ..ops.quantize import written_layouts
 from ..quantize import wrap
-from ..quantize_checks import Request, check_call
+from ..quantize_checks import Arguments, check_call
 from ..tensor import ScaledTensor
 
 __all__ = ["Parts", "ProductLaunch", "QuantizeLaunch", "Source"]
@@ -64,10 +65,10 @@ class QuantizeLaunch:
         axes = (-1,) * rows + (-2,) * columns
         layout, k_major = operand_layout(format.name, device)
         layouts = (layout,) * len(axes)
-        asked = Request(axes, format.name, scale_rounding, layouts, pad=True, k_major=k_major)
+        asked = Arguments(axes, format.name, scale_rounding, layouts, pad=True, k_major=k_major)
         self._call = check_call(tuple(shape), dtype, asked)
         if written_layouts(format, layouts) != layouts:
-            raise quantizers.Unsupported(f"layout: kernels write no {layout} of {format.name}")
+            raise Unsupported(f"layout: kernels write no {layout} of {format.name}")
         self._k_major, self._device = k_major, device
         self._like = torch.empty(tuple(shape), dtype=dtype, device=_META)
         self._find = lru_cache(_SIGHTS)(self._plan)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import Described, describe, gpu_of
-from ..kernels.quantizers import calls as quantizers
 from ..tensor import ScaledTensor
 from ..watching import is_plain, unwatched
 from .launches import Parts, ProductLaunch, QuantizeLaunch, Source
@@ -171,9 +171,9 @@ class LayerPlan:
         columns: bool,
     ) -> None:
         if recipe.high_precision:
-            raise quantizers.Unsupported("high_precision: these products are torch's")
+            raise Unsupported("high_precision: these products are torch's")
         if {weight.device, (weight if bias is None else bias).device} != {x.device}:
-            raise quantizers.Unsupported("weight, bias: are not on the device of x")
+            raise Unsupported("weight, bias: are not on the device of x")
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         self.metadata = Metadata(recipe, x.shape, dtypes)
         self._layer = Layer(self.metadata, describe(weight), out_dtype, x.device)
@@ -231,7 +231,10 @@ class FpropPlan:
         self._multiply = ProductLaunch(
             Source(x, -1),
             Source(self._weight.launch, -1, turned=True),
-            *(None if bias is None else bias.detach(), layer.out_dtype, shape, layer.device),
+            None if bias is None else bias.detach(),
+            layer.out_dtype,
+            shape,
+            layer.device,
         )
 
     def __call__(
@@ -308,7 +311,8 @@ class _Weight:
             assert parts is not None
             return parts
         forms = quantized_weight(
-            *(weight, *self._how),
+            weight,
+            *self._how,
             rows=self._axis == -1,
             columns=self._axis == -2,
             global_scale=global_scale,

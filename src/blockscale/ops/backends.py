@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu.calls import MAX_SKINNY_M
 from ..kernels.quantizers import calls as quantizers
@@ -83,7 +84,7 @@ def require_cpu_kernels() -> None:
     """Unsupported where they cannot be used."""
     reason = no_cpu_kernels()
     if reason:
-        raise quantizers.Unsupported(reason)
+        raise Unsupported(reason)
 
 
 def backend(operation: str, device: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
+from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
@@ -42,7 +43,7 @@ def dequantize(
     if gpu_of(data.device) is not None:
         try:
             return _by_kernel(data, scale, fmt, shape, axis, global_scale, offsets, dtype)
-        except quantizers.Unsupported as why:
+        except Unsupported as why:
             fall_back("dequantize", data, "auto", str(why))
     out = reference.dequantize(
         data, scale, fmt, shape=size, axis=axis, global_scale=global_scale, offsets=offsets
@@ -79,7 +80,7 @@ def _by_kernel(
 ) -> Tensor:
     """What the GPU kernel makes of it; Unsupported where there is none."""
     if offsets is not None:
-        raise quantizers.Unsupported("offsets: no kernel dequantizes groups along the contraction")
+        raise Unsupported("offsets: no kernel dequantizes groups along the contraction")
     made = torch.float32 if dtype == torch.float64 else dtype  # exact
     stored = quantizers.Stored(fmt.name, tuple(shape), axis)
     out = quantizers.dequantize(data, scale, stored, global_scale=global_scale, dtype=made)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
+from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
@@ -79,7 +80,7 @@ def swiglu_quantize(
     if gpu_of(x.device) is not None and backend != "reference":
         try:
             return _swiglu_by_kernel(x, grad, asked, global_scale, offsets)
-        except quantizers.Unsupported as why:
+        except Unsupported as why:
             fall_back(f"{producer}_quantize", x, backend, str(why))
     values = reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x)
     return quantize_values(values, asked, global_scale, offsets, backend)
@@ -148,7 +149,7 @@ def rmsnorm_quantize(
     if gpu_of(x.device) is not None and backend != "reference":
         try:
             return _rmsnorm_by_kernel(x, weight, eps, asked, global_scale)
-        except quantizers.Unsupported as why:
+        except Unsupported as why:
             fall_back("rmsnorm_quantize", x, backend, str(why))
     values, rstd = reference.rmsnorm(x, weight, eps)
     data, scale, *found = quantize_values(values, asked, global_scale, None, backend)
@@ -165,7 +166,7 @@ def _rmsnorm_by_kernel(
     """What the kernel makes of ``x``; Unsupported where there is none."""
     fmt, layouts = asked.fmt, asked.layouts
     if fmt.has_global_scale and global_scale is None:
-        raise quantizers.Unsupported(_UNKNOWN_SCALE)
+        raise Unsupported(_UNKNOWN_SCALE)
     written = written_layouts(fmt, layouts)
     if written is not layouts:
         asked = asked._replace(layouts=written)

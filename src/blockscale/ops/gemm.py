@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..kernels.quantizers import calls as quantizers
+from ..kernels.common.gpu import Unsupported
 from . import gemm_cpu, gemm_kernels
 from .backends import fall_back, on_cpu
 from .dequantize import values
@@ -124,7 +124,7 @@ def _product(
         multiply = gemm_cpu.multiply if on_cpu(a.data) else gemm_kernels.multiply
         try:
             return multiply(a, b, bias, out, accumulate, out_dtype)
-        except quantizers.Unsupported as why:
+        except Unsupported as why:
             fall_back("gemm", a.data, backend, str(why))
     c = out if accumulate else None
     product = reference.gemm(values(a, -1), values(b, -2), out_dtype=out_dtype, bias=bias, c=c)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.common import calls
-from ..kernels.common.gpu import Gpu, no_kernels
+from ..kernels.common.gpu import Gpu, Unsupported, no_kernels
 from ..kernels.common.runtime import gpu_of, missing
-from ..kernels.quantizers import calls as quantizers
 from ..tensor_checks import DTYPES
 from .gemm_operands import Products, Quantization, Side, detached, global_scales
 
@@ -75,7 +74,7 @@ def multiply_quantized(
     is none."""
     found = _products_of(a, b)
     if found.quantize is None:
-        raise quantizers.Unsupported(f"no kernel quantizes its product on {found.gpu}")
+        raise Unsupported(f"no kernel quantizes its product on {found.gpu}")
     return found.quantize(*_taken(a, b, bias), how._replace(global_scale=_scalar(how.global_scale)))
 
 
@@ -83,9 +82,9 @@ def _products_of(a: Side, b: Side) -> Products:
     """What multiplies these; Unsupported if nothing does."""
     found = products_on(a.data.device)
     if isinstance(found, str):
-        raise quantizers.Unsupported(found)
+        raise Unsupported(found)
     if (a.format, b.format) not in found.pairs:
-        raise quantizers.Unsupported(
+        raise Unsupported(
             f"no kernel multiplies {a.format or 'bf16'} by {b.format} on {found.gpu}; there are "
             f"kernels for {found.formats}"
         )

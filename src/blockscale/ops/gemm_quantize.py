@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import get_format
+from ..kernels.common.gpu import Unsupported
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
@@ -69,7 +70,7 @@ def gemm_quantize(
         how = Quantization(format, swiglu, scale_rounding, nonfinite, global_scale)
         try:
             return _by_one_kernel(Side(*a), Side(*b), bias, how, layout)
-        except quantizers.Unsupported:
+        except Unsupported:
             pass  # what one kernel cannot, two may; these say what they cannot
     values = gemm(*a, *b, bias, None, torch.float32, backend)
     if swiglu:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..formats import Format, formats
 from ..kernels.common.calls import Operand
+from ..kernels.common.gpu import Unsupported
 from ..kernels.common.loadable import loadable
-from ..kernels.quantizers import calls as quantizers
 from ..kernels.sm100 import calls as sm100
 from ..kernels.sm100.kinds import find_kind
 from ..kernels.sm100.plan import plan_gemm
@@ -35,9 +35,9 @@ _ITEM = torch.int64  # as which kernels take scales
 
 def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tuple[Tensor, Tensor]:
     if how.format not in FORMATS:
-        raise quantizers.Unsupported(f"format: no product is quantized to {how.format}")
+        raise Unsupported(f"format: no product is quantized to {how.format}")
     if formats[how.format].has_global_scale and how.global_scale is None:
-        raise quantizers.Unsupported("global_scale: depends on all of the product; pass one")
+        raise Unsupported("global_scale: depends on all of the product; pass one")
     left, right = _lay(a, b, halved=how.swiglu)
     return sm100.gemm_quantize(
         left,
@@ -69,7 +69,7 @@ def _matrix(name: str, data: Tensor, format: Format, whole: int, spread: bool) -
     """Data (rows, K) as TMA loads it, with K padded to a multiple of ``whole`` elements."""
     element = format.element
     if element.bits < 8 and data.stride(1) != 1 and data.shape[1] > 1:
-        raise quantizers.Unsupported(
+        raise Unsupported(
             f"{name}: its contraction is not contiguous, and tensor cores take elements of 4 bits "
             "only so: quantize stores them so along either axis, with k_major=True or without; "
             "quantize anew, or call contiguous() on the data (rows, K / 2)"

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..formats import formats
 from ..kernels.common.calls import CompiledGemm, GemmCall, Operand
+from ..kernels.common.gpu import Unsupported
 from ..kernels.common.loadable import loadable
-from ..kernels.quantizers import calls as quantizers
 from ..kernels.sm90 import exact_gemm
 from ..kernels.sm90.plan import plan_gemm
 from ..layouts import get_layout
@@ -37,7 +37,7 @@ def _lay_fp8(a: Side, b: Side) -> tuple[Operand, Operand]:
 def _along_k(name: str, data: Tensor) -> Tensor:
     """A matrix whose contraction is contiguous; Unsupported otherwise."""
     if data.stride(1) != 1 and data.shape[1] > 1:
-        raise quantizers.Unsupported(
+        raise Unsupported(
             f"{name}: its contraction is not contiguous, as FP8 tensor cores need it: quantize "
             "columns (axis=-2) with k_major=True"
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import Format, get_format
+from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
@@ -50,7 +51,7 @@ def quantize(
         )
         try:
             return _by_kernel(x, asked, global_scale, offsets, seed)[0]
-        except quantizers.Unsupported as why:
+        except Unsupported as why:
             fall_back("quantize", x, backend, str(why))
     data, scale = reference.quantize(
         x,
@@ -89,7 +90,7 @@ def quantize_both(
         )
         try:
             row, column = _by_kernel(x, asked, global_scale, offsets, seed)
-        except quantizers.Unsupported:
+        except Unsupported:
             pass  # what one axis needs, the other may not
         else:
             return *row, *column
@@ -111,7 +112,7 @@ def global_scale(x: Tensor, format: str, backend: str = "auto") -> Tensor:
                 return quantizers.global_scale(x, fmt)
             require_cpu_kernels()
             return cpu.global_scale(x, fmt)
-        except quantizers.Unsupported as why:
+        except Unsupported as why:
             fall_back("global_scale", x, backend, str(why))
     return reference.global_scale(x, fmt)
 
@@ -129,12 +130,12 @@ def _by_kernel(
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
     gpu, fmt, axes, layouts = gpu_of(x.device), asked.fmt, asked.axes, asked.layouts
     if seed is not None and gpu is not None:
-        raise quantizers.Unsupported(
+        raise Unsupported(
             "seed: no kernel rounds stochastically on a GPU; leave it out to round to nearest even"
         )
     if gpu is None:
         if offsets is not None and axes == (-2,):
-            raise quantizers.Unsupported(
+            raise Unsupported(
                 "offsets with axis=-2: no CPU kernel starts blocks anew in each group"
             )
         require_cpu_kernels()

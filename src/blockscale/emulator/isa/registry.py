@@ -177,9 +177,6 @@ class Form:
         except IndexError:
             raise self.error(f"has {len(self.ins.operands)} operands, too few") from None
 
-    def is_address(self, index: int) -> bool:
-        return isinstance(self.ins.operands[index], Address)
-
     def is_predicate(self, index: int) -> bool:
         op = self.ins.operands[index]
         op = op.register if isinstance(op, Not) else op

@@ -26,7 +26,7 @@ __all__ = [
     "multiply",
 ]
 
-#: What sums are multiplied by: () fp32; or two of these, whose product it is.
+#: What accumulators are multiplied by: an fp32 scalar; or two, whose product it is.
 Alpha = Tensor | tuple[Tensor, Tensor] | None
 
 

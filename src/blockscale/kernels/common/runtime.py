@@ -11,9 +11,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .gpu import Gpu, Unsupported
+from .gpu import Gpu
 
-__all__ = ["FLOATS", "Described", "Unsupported", "describe", "gpu_of", "missing", "standing_in"]
+__all__ = ["FLOATS", "Described", "describe", "gpu_of", "missing", "standing_in"]
 
 #: What kernels read and write, beside quantized data.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

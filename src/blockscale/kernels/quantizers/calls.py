@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...formats import Format
 from ..common.gpu import Gpu
-from ..common.runtime import Unsupported, describe, gpu_of
+from ..common.runtime import describe, gpu_of
 from .config import Request
 from .dequantize_plan import (
     DequantizeCall,
@@ -24,7 +24,6 @@ __all__ = [
     "QuantizePlan",
     "Request",
     "Stored",
-    "Unsupported",
     "dequantize",
     "global_scale",
     "plan_amax",

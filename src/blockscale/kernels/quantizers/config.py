@@ -30,7 +30,7 @@ __all__ = [
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 BAND = 32  # rows that a warp takes at once along columns
 GROUP_ROWS = 128  # an expert's scales start at a multiple of it
-_TILE = 128 * 128  # elements that a block of threads takes
+_TILE = 128 * 128  # elements that a CTA takes
 _FEW_ROWS = 16
 _SECTOR = 32
 _SMALL = 6 << 10  # room for scales, barrier, table, and what the system takes of each block
@@ -97,7 +97,7 @@ class Config:
         layouts: of the scales, for each of ``axes``.
         grouped: rows belong to experts, whose ends lie in a tensor on the device.
         turned: data along columns lies column by column.
-        tile_rows, tile_columns: of the input, a block of threads each.
+        tile_rows, tile_columns: of the input, a CTA each.
         loaded_rows: of them that are there at all.
         warps: of a block.
         resident: blocks on a multiprocessor at once, at most; 0 for as many as fit.

@@ -15,8 +15,8 @@ from ...dtypes import from_torch
 from ...formats import Format, get_format
 from ...layouts import get_layout
 from ...memory import as_bytes
-from ..common.gpu import GPUS, Gpu, no_kernels
-from ..common.runtime import FLOATS, Described, Unsupported, describe, gpu_of, missing
+from ..common.gpu import GPUS, Gpu, Unsupported, no_kernels
+from ..common.runtime import FLOATS, Described, describe, gpu_of, missing
 from ..common.template import template
 from .dequantize_config import STORE, DequantizeRequest, choose_dequantize
 from .dequantize_views import View, as_matrices, is_contiguous, turn

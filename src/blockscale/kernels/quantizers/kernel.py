@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The quantizer: one read of a tile, its blocks along rows, along columns, or both.
 
-A block of threads loads a tile (``tile``) and quantizes it along rows (``rows``), columns
+A CTA loads a tile (``tile``) and quantizes it along rows (``rows``), columns
 (``columns``) or both. Scales go through shared memory (``scales``): whoever has one puts it down,
 and after a barrier all threads copy them out.
 """

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...dtypes import from_torch
 from ...formats import Format, get_format
-from ..common.gpu import Gpu
-from ..common.runtime import FLOATS, Described, Unsupported, describe, gpu_of
+from ..common.gpu import Gpu, Unsupported
+from ..common.runtime import FLOATS, Described, describe, gpu_of
 from ..common.template import template
 from .config import Request
 from .norm_config import choose_norm, most_columns

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...formats import Format, get_format
+from ...layouts import get_layout
 from ..common.gpu import GPUS, SHARED, Gpu
 from ..common.spec import Spec, specify
 from .config import Request
@@ -19,7 +20,6 @@ _RESIDENT = 3  # blocks on a multiprocessor at once: one waits for loads while o
 _WARPS = 32  # of them all, so that a thread has 64 registers
 _FEW_WARPS = 8  # of a block, at least, where it has work for them
 _MAX_ROWS = 32
-_ROW_MULTIPLE = {"compact": 1, "sm90": 4, "packed": 4, "tcgen05": 128}  # rows of scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class NormConfig:
 
     Attributes:
         columns: of the input.
-        tile_rows: rows of a block of threads, a power of two.
+        tile_rows: rows of a CTA, a power of two.
         segment_warps: warps side by side along a row, each taking every so many-th segment.
         row_warps: warps that share the rows of a tile.
         bulk: a row is loaded by one bulk copy; else by plain loads, an element at a time.
@@ -69,7 +69,7 @@ class NormConfig:
     @property
     def row_multiple(self) -> int:
         """The layout has scales of a multiple of so many rows."""
-        return _ROW_MULTIPLE[self.layout]
+        return get_layout(self.layout).pad[0]
 
 
 def choose_norm(

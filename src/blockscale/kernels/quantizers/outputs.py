@@ -46,7 +46,7 @@ def choose_output(
     k_major: bool = False,
 ) -> Output:
     """What becomes of a tensor of ``shape``; ``groups``: whose rows are so many experts';
-    ``k_major``: see ``gpu.quantize``.
+    ``k_major``: as :func:`blockscale.quantize` takes it.
     """
     k_groups = groups if groups is not None and axis == -2 else 0
     data = format.data_shape(shape, axis, k_groups)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...dtypes import from_torch
-from ..common.gpu import Gpu
-from ..common.runtime import FLOATS, Described, Unsupported, gpu_of, missing
+from ..common.gpu import Gpu, Unsupported
+from ..common.runtime import FLOATS, Described, gpu_of, missing
 from .config import PANEL, PRODUCERS, Config, Request, choose_config, why_not
 from .outputs import Output, choose_output
 

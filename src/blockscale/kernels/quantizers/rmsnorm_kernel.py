@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """RMSNorm of rows and their quantization, from one read.
 
-A block of threads holds whole rows in shared memory, each loaded by one bulk copy, all waited on
+A CTA holds whole rows in shared memory, each loaded by one bulk copy, all waited on
 once. A warp takes a "segment", 512 columns of a row, 16 elements a lane, first for the sum of
 squares, and, when the block's rows are summed up, to normalize, round and quantize it.
 
@@ -173,7 +173,7 @@ class RmsNorm:
                 self.quantize(shared, data, factors, place, x.shape[0], encode_scale)
 
     def row(self, slot):
-        """The row that is number ``slot`` in the order of blocks of threads.
+        """The row that is number ``slot`` in the order of CTAs.
 
         In tcgen05 tiles rows 32 apart lie together: with such an order a block's scales do, too.
         """

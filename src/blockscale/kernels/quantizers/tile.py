@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """A tile of each source in shared memory, and the tiles that a producer makes of them.
 
-A block of threads loads its tiles by one wait on TMA, as panels of 128 columns. A tile hangs over
+A CTA loads its tiles by one wait on TMA, as panels of 128 columns. A tile hangs over
 the edges of its matrix: it reads zeros there, whose scales and elements are the padding.
 """
 

@@ -13,7 +13,8 @@ from ...formats import Format, get_format
 from ...layouts import get_layout
 from ...memory import as_bytes
 from ..common.calls import CompiledGemm, GemmCall, check_matrix
-from ..common.runtime import Described, Unsupported
+from ..common.gpu import Unsupported
+from ..common.runtime import Described
 from ..common.template import template
 from .config import EIGHT_BIT, Config, choose_config, why_not
 

@@ -15,7 +15,8 @@ from ...dtypes import BFLOAT16, UINT8
 from ...formats import NONFINITE, get_format
 from ...layouts import get_layout
 from ..common.calls import GemmCall, Operand, describe_call
-from ..common.runtime import Described, Unsupported, describe
+from ..common.gpu import Unsupported
+from ..common.runtime import Described, describe
 from ..common.template import template
 from .config import choose_config, why_not
 from .plan import Operands, views

@@ -8,7 +8,7 @@ from typing import Any
 from ...dtypes import BFLOAT16
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
-from .product_config import ROW, ProductConfig, Shape, fit, ordered
+from .product_config import ROW, Candidate, ProductConfig, by_estimate, fit
 
 __all__ = ["BLOCK_K", "Bf16Config", "candidates", "choose_config"]
 
@@ -36,26 +36,26 @@ class Bf16Config(ProductConfig):
         }
 
 
-def _shape(loop: int, fixed: int, **fields: Any) -> Shape:
-    return Shape(Bf16Config(BFLOAT16, epilogue_stages=1, **fields), loop, fixed)
+def _candidate(k_block_ns: int, tile_ns: int, **fields: Any) -> Candidate:
+    return Candidate(Bf16Config(BFLOAT16, epilogue_stages=1, **fields), k_block_ns, tile_ns)
 
 
 _SQUARE = {"tile": (128, 128), "mma_n": 128, "stages": 5}
 _FEW = {"cluster": (1, 1), "warpgroup_split_k": True, "stages": 7}
 
 # Estimated from FP8's: as many bytes a K block, and tensor cores at half the rate.
-SHAPES = (
-    _shape(608, 3729),
-    _shape(613, 3836, cluster=(1, 1)),
-    _shape(480, 2571, tile=(128, 192), mma_n=192),
-    _shape(344, 1410, **_SQUARE),
-    _shape(345, 1934, **_SQUARE, cluster=(1, 1)),
-    _shape(275, 1343, **_FEW, tile=(128, 64), mma_n=64),
-    _shape(296, 922, **_FEW, tile=(64, 128), mma_n=128),
-    _shape(204, 543, **_FEW, tile=(64, 64), mma_n=64),
-    _shape(340, 740, **_FEW, tile=(64, 64), mma_n=64, split_k=2),
-    _shape(540, 840, **_FEW, tile=(64, 64), mma_n=64, split_k=4),
-    _shape(840, 1040, **_FEW, tile=(64, 64), mma_n=64, split_k=8),
+CANDIDATES = (
+    _candidate(608, 3729),
+    _candidate(613, 3836, cluster=(1, 1)),
+    _candidate(480, 2571, tile=(128, 192), mma_n=192),
+    _candidate(344, 1410, **_SQUARE),
+    _candidate(345, 1934, **_SQUARE, cluster=(1, 1)),
+    _candidate(275, 1343, **_FEW, tile=(128, 64), mma_n=64),
+    _candidate(296, 922, **_FEW, tile=(64, 128), mma_n=128),
+    _candidate(204, 543, **_FEW, tile=(64, 64), mma_n=64),
+    _candidate(340, 740, **_FEW, tile=(64, 64), mma_n=64, split_k=2),
+    _candidate(540, 840, **_FEW, tile=(64, 64), mma_n=64, split_k=4),
+    _candidate(840, 1040, **_FEW, tile=(64, 64), mma_n=64, split_k=8),
 )
 
 
@@ -71,7 +71,7 @@ def candidates(
     ``majors``: of A and of B.
     """
     fields = {"a_major": majors[0], "b_major": majors[1], **epilogue._asdict()}
-    return [fit(each.config, **fields) for each in ordered(SHAPES, shape, BLOCK_K, gpu)]
+    return [fit(each.config, **fields) for each in by_estimate(CANDIDATES, shape, BLOCK_K, gpu)]
 
 
 def choose_config(

@@ -13,7 +13,7 @@ from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
 from ..common.loadable import rows_to_load
 from . import product_config
-from .product_config import ProductConfig, Shape, fit, ordered
+from .product_config import Candidate, ProductConfig, by_estimate, fit
 
 __all__ = ["BLOCK_K", "Config", "candidates", "choose_config", "why_not"]
 
@@ -75,8 +75,10 @@ def why_not(k: int, out_dtype: np.dtype, b_format: str | None, arch: str) -> str
     return ""
 
 
-def _shape(loop: int, fixed: int, once: int = 0, **fields: Any) -> Shape:
-    return Shape(Config(BFLOAT16, epilogue_stages=1, **fields), loop, fixed, once)
+def _candidate(k_block_ns: int, tile_ns: int, cluster_sync_ns: int = 0, **fields: Any) -> Candidate:
+    return Candidate(
+        Config(BFLOAT16, epilogue_stages=1, **fields), k_block_ns, tile_ns, cluster_sync_ns
+    )
 
 
 _WIDE = {"tile": (128, 256), "stages": 4}
@@ -85,34 +87,34 @@ _SQUARE = {"tile": (128, 128), "stages": 5}
 _FEW = {"cluster": (1, 1), "warpgroup_split_k": True, "stages": 7}
 _SMALL = {"tile": (64, 64), "mma_n": 64, "warpgroup_split_k": True, "stages": 9}
 
-SHAPES = {  # for scales of B
+CANDIDATES = {  # for scales of B
     # Fitted to the times of all of them at 40 shapes of LLMs and 70 of few tiles on an H200.
     (128, 128): (
-        _shape(780, 1560, 250, **_WIDE),
-        _shape(861, 629, **_WIDE, cluster=(1, 1)),
-        _shape(607, 527, 250, **_THREE),
-        _shape(477, 214, 250, **_SQUARE),
-        _shape(469, 656, **_SQUARE, cluster=(1, 1)),
-        _shape(251, 1915, **_FEW, tile=(128, 64), mma_n=64),
-        _shape(319, 1888, **_FEW, tile=(64, 128)),
-        _shape(168, 2333, **_SMALL, cluster=(1, 1)),
-        _shape(140, 2936, 250, **_SMALL),
-        _shape(280, 3083, **_SMALL, cluster=(1, 1), split_k=2),
-        _shape(439, 2767, **_SMALL, cluster=(1, 1), split_k=4),
-        _shape(669, 3568, **_SMALL, cluster=(1, 1), split_k=8),
+        _candidate(780, 1560, 250, **_WIDE),
+        _candidate(861, 629, **_WIDE, cluster=(1, 1)),
+        _candidate(607, 527, 250, **_THREE),
+        _candidate(477, 214, 250, **_SQUARE),
+        _candidate(469, 656, **_SQUARE, cluster=(1, 1)),
+        _candidate(251, 1915, **_FEW, tile=(128, 64), mma_n=64),
+        _candidate(319, 1888, **_FEW, tile=(64, 128)),
+        _candidate(168, 2333, **_SMALL, cluster=(1, 1)),
+        _candidate(140, 2936, 250, **_SMALL),
+        _candidate(280, 3083, **_SMALL, cluster=(1, 1), split_k=2),
+        _candidate(439, 2767, **_SMALL, cluster=(1, 1), split_k=4),
+        _candidate(669, 3568, **_SMALL, cluster=(1, 1), split_k=8),
     ),
     # Fitted at 17 shapes, to bf16 and added to fp32, but for 4 us of a launch; where K is split, in
     # the proportions above. Unrolled more, the first two would not fit the registers.
     (1, 128): (
-        _shape(911, 4750, tile=(256, 128), cluster=(1, 2), stages=4, unroll=1),
-        _shape(711, 3627, **_THREE, unroll=2),
-        _shape(510, 2345, **_SQUARE, cluster=(1, 1)),
-        _shape(324, 1000, **_FEW, tile=(128, 64), mma_n=64),
-        _shape(336, 1000, **_FEW, tile=(64, 128)),
-        _shape(207, 1000, **_SMALL, cluster=(1, 1)),
-        _shape(345, 1100, **_SMALL, cluster=(1, 1), split_k=2),
-        _shape(548, 1150, **_SMALL, cluster=(1, 1), split_k=4),
-        _shape(853, 1300, **_SMALL, cluster=(1, 1), split_k=8),
+        _candidate(911, 4750, tile=(256, 128), cluster=(1, 2), stages=4, unroll=1),
+        _candidate(711, 3627, **_THREE, unroll=2),
+        _candidate(510, 2345, **_SQUARE, cluster=(1, 1)),
+        _candidate(324, 1000, **_FEW, tile=(128, 64), mma_n=64),
+        _candidate(336, 1000, **_FEW, tile=(64, 128)),
+        _candidate(207, 1000, **_SMALL, cluster=(1, 1)),
+        _candidate(345, 1100, **_SMALL, cluster=(1, 1), split_k=2),
+        _candidate(548, 1150, **_SMALL, cluster=(1, 1), split_k=4),
+        _candidate(853, 1300, **_SMALL, cluster=(1, 1), split_k=8),
     ),
 }
 
@@ -127,15 +129,16 @@ def candidates(
     """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first."""
     fields = {"b_block": b_block, **epilogue._asdict()}
     return [
-        _fitted(each, shape[0], **fields) for each in ordered(SHAPES[b_block], shape, BLOCK_K, gpu)
+        _fitted(each, shape[0], **fields)
+        for each in by_estimate(CANDIDATES[b_block], shape, BLOCK_K, gpu)
     ]
 
 
-def _fitted(shape: Shape, m: int, **fields: Any) -> Config:
-    """The kernel of a shape for ``m`` rows."""
-    if shape.loads_few(m):
-        fields["loaded_rows"] = rows_to_load(m, shape.config.tile[0])
-    config: Config = fit(shape.config, **fields)
+def _fitted(candidate: Candidate, m: int, **fields: Any) -> Config:
+    """The kernel of a candidate for ``m`` rows."""
+    if candidate.loads_few(m):
+        fields["loaded_rows"] = rows_to_load(m, candidate.config.tile[0])
+    config: Config = fit(candidate.config, **fields)
     return config
 
 

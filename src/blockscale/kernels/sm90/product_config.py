@@ -18,10 +18,10 @@ __all__ = [
     "BOX",
     "ROW",
     "ROWS",
+    "Candidate",
     "ProductConfig",
-    "Shape",
+    "by_estimate",
     "fit",
-    "ordered",
     "why_not",
 ]
 
@@ -97,17 +97,17 @@ class ProductConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that loads, and of one that multiplies."""
+        """How many a thread that loads has, and one that multiplies."""
         return {1: (56, 240), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
 
     @property
     def multicast_ctas(self) -> int:
-        """Of threads, in a cluster, that share tiles of A or B."""
+        """How many CTAs load tiles of A or of B for each other."""
         return self.cluster[0] * self.cluster[1]
 
     @property
     def cluster_size(self) -> int:
-        """Blocks of threads that share these, or split K."""
+        """How many CTAs a cluster has: those, or those that split K."""
         return self.multicast_ctas * self.split_k
 
     @property
@@ -118,7 +118,7 @@ class ProductConfig:
 
     @property
     def own_columns(self) -> int:
-        """Of a tile, that a block finishes."""
+        """How many columns of a tile a CTA stores."""
         return self.tile[1] // self.split_k
 
     @property
@@ -187,20 +187,20 @@ class ProductConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A way to cut a product into tiles, and what it costs, in nanoseconds.
+class Candidate:
+    """A way to cut a product into tiles, and what it costs.
 
     Attributes:
-        config: with one buffer for its output.
-        loop: of a K block.
-        fixed: of a tile, beside its K blocks.
-        once: until CTAs of a cluster have met.
+        config: with one epilogue stage.
+        k_block_ns: nanoseconds of a K block.
+        tile_ns: of a tile, beside its K blocks.
+        cluster_sync_ns: until the CTAs of a cluster have met.
     """
 
     config: ProductConfig
-    loop: int
-    fixed: int
-    once: int = 0
+    k_block_ns: int
+    tile_ns: int
+    cluster_sync_ns: int = 0
 
     def loads_few(self, m: int) -> bool:
         """Whether there are kernels that load no more than ``m`` rows of A."""
@@ -210,9 +210,9 @@ class Shape:
             and m < self.config.tile[0]
         )
 
-    def filling(self, m: int, n: int) -> float:
-        """Of a K block, for what tiles lack below the last row of A: TMA fills it with zeros, the
-        slower, the more tiles do so at once (measured in FP8). Larger tiles have time for it."""
+    def oob_fill_ns(self, m: int, n: int) -> float:
+        """More for a K block of tiles that reach below the last row of A. TMA fills these rows with
+        zeros, the slower, the more tiles do so at once (measured in FP8). Larger tiles hide it."""
         rows, columns = self.config.tile
         if not self.config.warpgroup_split_k or self.loads_few(m):
             return 0
@@ -225,8 +225,8 @@ class Shape:
         return -(-m // (rows * down)) * -(-n // (columns * across))
 
     def is_legal(self, m: int, n: int, gpu: Gpu) -> bool:
-        """Whether no block of a cluster is without rows, or it has time for that; and whether all
-        clusters run at once where CTAs split K."""
+        """Whether every CTA of a cluster has rows (of large tiles: whether one has); and whether
+        all clusters run at once where CTAs split K."""
         config = self.config
         if config.split_k > 1:
             return self.clusters(m, n) <= gpu.max_active_clusters(config.split_k)
@@ -237,16 +237,18 @@ class Shape:
         """An estimate for a product of ``shape`` (M, N, K), in K blocks of ``block_k``."""
         m, n, k = shape
         turns = -(-self.clusters(m, n) // gpu.max_active_clusters(self.config.cluster_size))
-        loops = -(-k // (block_k * self.config.split_k)) * (self.loop + self.filling(m, n))
-        return turns * (loops + self.fixed) + self.once
+        loops = -(-k // (block_k * self.config.split_k)) * (
+            self.k_block_ns + self.oob_fill_ns(m, n)
+        )
+        return turns * (loops + self.tile_ns) + self.cluster_sync_ns
 
 
-def ordered(
-    shapes: Iterable[Shape], shape: tuple[int, int, int], block_k: int, gpu: Gpu
-) -> list[Shape]:
-    """The one of least estimated time first."""
-    suiting = (each for each in shapes if each.is_legal(*shape[:2], gpu))
-    return sorted(suiting, key=lambda s: s.nanoseconds(shape, block_k, gpu))
+def by_estimate(
+    candidates: Iterable[Candidate], shape: tuple[int, int, int], block_k: int, gpu: Gpu
+) -> list[Candidate]:
+    """Those that are legal, the one of least estimated time first."""
+    suiting = (each for each in candidates if each.is_legal(*shape[:2], gpu))
+    return sorted(suiting, key=lambda each: each.nanoseconds(shape, block_k, gpu))
 
 
 def fit(config: ProductConfig, **fields: Any) -> Any:

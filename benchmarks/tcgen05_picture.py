@@ -1,13 +1,15 @@
-"""Pictures, as functions that return matplotlib Figures."""
+"""Draw docs/assets/tcgen05.png: one tile of scales, and its bytes in memory."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from .layouts import TILE_BLOCKS, TILE_BYTES, TILE_ROWS, Tcgen05
+from blockscale.layouts import TILE_BLOCKS, TILE_BYTES, TILE_ROWS, Tcgen05
 
-__all__ = ["tcgen05_tile"]
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "assets" / "tcgen05.png"
 
 # Okabe-Ito: told apart by colour-blind readers
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
@@ -66,3 +68,7 @@ def tcgen05_tile() -> Figure:
 def _rgb(colour: str) -> tuple[float, float, float]:
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return red, green, blue
+
+
+if __name__ == "__main__":
+    tcgen05_tile().savefig(PICTURE, dpi=110)
