@@ -78,6 +78,19 @@ def test_layers(compiled, ran):
     assert set(ran) == set(found) == set(compiled)
 
 
+def test_compiled_layers(compiled, ran):
+    """Whose plans are looked up, too."""
+    torch.compiler.reset()
+    layer = bs.nn.Linear(256, 128, recipe=bs.Recipe("fp8_block"), dtype=torch.bfloat16)
+    run = torch.compile(layer, backend="aot_eager")
+    x = matrix(64, 256).requires_grad_()
+    with bs.warm() as found:
+        run(x).backward(matrix(64, 128, seed=1))
+    assert ran == []
+    run(x).backward(matrix(64, 128, seed=1))
+    assert set(ran) == set(found) == set(compiled)
+
+
 def test_errors_leave_all_as_it_was(compiled, ran):
     x, w = matrix(64, 256), matrix(128, 256, seed=1)
     with pytest.raises(TypeError, match="ScaledTensor"), bs.warm():

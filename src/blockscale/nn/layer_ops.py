@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..formats import get_format
+from ..kernels.common.gpu import Gpu
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..ops.operand_layout import operand_layout
 from ..ops.operation import operation
@@ -79,8 +80,9 @@ def linear_fprop(
     metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, weight.dtype, None))
     layer = Layer(metadata, describe(weight), out_dtype, weight.device, reuses=False)
     found = None
-    if _on_gpu(layer, x_data, bias):
-        key = "fprop", layer, wgrad, describe(bias)
+    gpu = _common_gpu(layer, x_data, bias)
+    if gpu is not None:
+        key = "fprop", gpu, layer, wgrad, describe(bias)
         found = planned(key, lambda: _plan_fprop(layer, wgrad, bias))
     if found is not None:
         x, plan = found
@@ -140,8 +142,9 @@ def linear_backward(
     metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, w_dtype, None))
     layer, needs = Layer(metadata, seen, grad.dtype, device, reuses=False), (dgrad, wgrad, False)
     found = None
-    if _on_gpu(layer, x_data, weight):
-        key = "backward", layer, dgrad, wgrad
+    gpu = _common_gpu(layer, x_data, weight)
+    if gpu is not None:
+        key = "backward", gpu, layer, dgrad, wgrad
         found = planned(key, lambda: _plan_backward(layer, dgrad, wgrad))
     if found is not None:
         x, plan = found
@@ -165,10 +168,11 @@ def _plan_backward(layer: Layer, dgrad: bool, wgrad: bool) -> tuple[QuantizeLaun
 # --- both -----------------------------------------------------------------------------------------
 
 
-def _on_gpu(layer: Layer, *others: Tensor | None) -> bool:
-    """Whether there may be a plan: all operands are on one GPU that has kernels."""
+def _common_gpu(layer: Layer, *others: Tensor | None) -> Gpu | None:
+    """The GPU that all operands are on, which may have a plan; it stands in the plan's key, as
+    :func:`blockscale.warm` puts one in its place whose kernels do nothing."""
     same = all(x is None or x.device == layer.device for x in others)
-    return same and gpu_of(layer.device) is not None
+    return gpu_of(layer.device) if same else None
 
 
 def _tensor(
