@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 
@@ -205,3 +208,33 @@ def test_products_in_high_precision_are_torch_s():
     recipe = bs.Recipe("mxfp8", high_precision=("wgrad",))
     run, given = partial(bs.nn.linear, recipe=recipe), operands()
     assert_same(step(compiled(run), *given), step(run, *given))
+
+
+_FINGERPRINT = """
+import torch
+import blockscale
+from blockscale.kernels.common import compile_cache
+from blockscale.nn.compiled import _fingerprint
+from stand_in import gpu
+
+print(_fingerprint(torch.device("cpu"), "mxfp8", "mxfp8", "nvfp4"))
+for arch in ("sm_90a", "sm_100a"):
+    with gpu(arch, lambda config: None):
+        print(_fingerprint(torch.device("cpu"), "mxfp8", "mxfp8", "nvfp4"))
+"""
+
+
+def test_fingerprints_tell_machines_apart_and_no_processes():
+    """Else caches of compiled graphs would serve the wrong code, or none."""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", _FINGERPRINT],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 3

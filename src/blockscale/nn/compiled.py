@@ -58,7 +58,8 @@ def linear(
 
 def _fingerprint(device: torch.device, *formats: str) -> str:
     layouts = [operand_layout(format, device) for format in formats]
-    known = _sources(), torch.__version__, gpu_of(device), layouts
+    gpu = gpu_of(device)
+    known = _sources(), gpu and gpu.arch, layouts
     return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
 
