@@ -146,6 +146,30 @@ def test_kernels_in_the_emulator(arch, name):
         assert Counter(launched) == eager
 
 
+@pytest.mark.slow
+def test_a_graph_recorded_elsewhere():
+    """Its scales lie as on a CPU; Blackwell's kernels read as many bytes, in another order."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+    recipe = RECIPES["mxfp8"]
+    x, w, _, g = operands(128, 128, 128)
+    rows, columns = layer_ops.passes.quantized_activations(x, recipe, rows=True, columns=True)
+    names, rest = layer_ops.names_of(recipe), ("compact", [128, 128], BF16)
+
+    def passes():
+        (y,) = torch.ops.blockscale.linear_fprop(
+            rows.qdata, rows.qscale, None, *rest, w, None, *names, BF16, True
+        )
+        grads = torch.ops.blockscale.linear_backward(
+            g, columns.qdata, columns.qscale, None, *rest, w, None, BF16, *names, True, True
+        )
+        return y, *grads
+
+    expected = passes()
+    with emulated("sm_100a", quantizes=True):
+        assert_same(passes(), expected)
+
+
 # --- what a compiler sees -------------------------------------------------------------------------
 
 
@@ -189,13 +213,24 @@ def test_the_ops_are_what_torch_expects(name):
     rows, columns = layer_ops.passes.quantized_activations(x, recipe, rows=True, columns=True)
     names = layer_ops.names_of(recipe)
     fprop = torch.ops.blockscale.linear_fprop.default
-    given = rows.qdata, rows.qscale, rows.global_scale, list(x.shape), BF16, w, b, *names, BF16
+    given = (
+        rows.qdata,
+        rows.qscale,
+        rows.global_scale,
+        "compact",
+        list(x.shape),
+        BF16,
+        w,
+        b,
+        *names,
+        BF16,
+    )
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if rows.qdata.dtype == torch.uint8:
         checks.append("test_schema")  # which multiplies inputs; torch has no product of FP8
     torch.library.opcheck(fprop, (*given, True), test_utils=checks)
     scalar = [*fprop(*given, True), None][1]
-    parts = columns.qdata, columns.qscale, columns.global_scale, list(x.shape), BF16
+    parts = columns.qdata, columns.qscale, columns.global_scale, "compact", list(x.shape), BF16
     for needs in ((True, True), (True, False), (False, True)):
         torch.library.opcheck(
             torch.ops.blockscale.linear_backward.default,

@@ -117,6 +117,7 @@ class CompiledLinear(torch.autograd.Function):
             rows.qdata,
             rows.qscale,
             rows.global_scale,
+            rows.layout_name,
             list(matrix.shape),
             x.dtype,
             weight,
@@ -132,6 +133,7 @@ class CompiledLinear(torch.autograd.Function):
             None if columns is None else columns.qscale,
             None if columns is None else columns.global_scale,
         )
+        ctx.x_layout = rows.layout_name
         _save_metadata(ctx, x, weight, bias, recipe)
         return passes.unflatten_rows(y, x)
 
@@ -148,6 +150,7 @@ class CompiledLinear(torch.autograd.Function):
                 data,
                 scale,
                 x_scalar,
+                ctx.x_layout,
                 [g.shape[0], x_shape[-1]],
                 x_dtype,
                 weight,

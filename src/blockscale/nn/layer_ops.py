@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..formats import get_format
-from ..kernels.common.gpu import Gpu
+from ..formats import Format, get_format
+from ..kernels.common.gpu import Gpu, Unsupported
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..ops.operand_layout import operand_layout
 from ..ops.operation import operation
@@ -60,6 +60,7 @@ def linear_fprop(
     x_data: Tensor,
     x_scale: Tensor,
     x_global: Tensor | None,
+    x_layout: str,
     x_shape: list[int],
     x_dtype: torch.dtype,
     weight: Tensor,
@@ -73,7 +74,8 @@ def linear_fprop(
 ) -> list[Tensor]:
     """``x @ weight.T + bias``, and the weight's global scale where its format has one.
 
-    ``x`` (M, K) is quantized along -1, and with ``wgrad`` was along -2 by the same kernel.
+    ``x`` (M, K) is quantized along -1, and with ``wgrad`` was along -2 by the same kernel. Its
+    scales lie as the graph was recorded for, which may have been on another device.
     """
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     recipe = recipe_of(activations, weights, gradients, scale_rounding)
@@ -82,19 +84,21 @@ def linear_fprop(
     found = None
     gpu = _common_gpu(layer, x_data, bias)
     if gpu is not None:
-        key = "fprop", gpu, layer, wgrad, describe(bias)
-        found = planned(key, lambda: _plan_fprop(layer, wgrad, bias))
+        key = "fprop", gpu, layer, x_layout, wgrad, describe(bias)
+        found = planned(key, lambda: _plan_fprop(layer, x_layout, wgrad, bias))
     if found is not None:
         x, plan = found
         y, scalar = plan(x.parts_of(x_data, x_scale, x_global, -1), weight, bias)
     else:
-        form = _tensor(layer, x_data, x_scale, x_global, -1)
+        form = _tensor(layer, x_layout, (x_data, x_scale, x_global), -1)
         y, scalar = passes.multiply(form, weight, bias, recipe, out_dtype, quantize_forms)
     return [y] if scalar is None else [y, scalar]
 
 
-def _plan_fprop(layer: Layer, wgrad: bool, bias: Tensor | None) -> tuple[QuantizeLaunch, FpropPlan]:
-    x = layer.x_quantizer(rows=True, columns=wgrad)
+def _plan_fprop(
+    layer: Layer, x_layout: str, wgrad: bool, bias: Tensor | None
+) -> tuple[QuantizeLaunch, FpropPlan]:
+    x = _x_quantizer(layer, x_layout, wgrad)
     return x, FpropPlan(layer, x, bias)
 
 
@@ -116,6 +120,7 @@ def linear_backward(
     x_data: Tensor | None,
     x_scale: Tensor | None,
     x_global: Tensor | None,
+    x_layout: str,
     x_shape: list[int],
     x_dtype: torch.dtype,
     weight: Tensor | None,
@@ -144,8 +149,8 @@ def linear_backward(
     found = None
     gpu = _common_gpu(layer, x_data, weight)
     if gpu is not None:
-        key = "backward", gpu, layer, dgrad, wgrad
-        found = planned(key, lambda: _plan_backward(layer, dgrad, wgrad))
+        key = "backward", gpu, layer, x_layout, dgrad, wgrad
+        found = planned(key, lambda: _plan_backward(layer, x_layout, dgrad, wgrad))
     if found is not None:
         x, plan = found
         columns = None
@@ -155,13 +160,15 @@ def linear_backward(
     else:
         form = None
         if x_data is not None and x_scale is not None:
-            form = _tensor(layer, x_data, x_scale, x_global, -2)
+            form = _tensor(layer, x_layout, (x_data, x_scale, x_global), -2)
         made = passes.gradients(needs, metadata, grad, form, weight, w_global, quantize_forms)
     return [x for x in made if x is not None]
 
 
-def _plan_backward(layer: Layer, dgrad: bool, wgrad: bool) -> tuple[QuantizeLaunch, BackwardPlan]:
-    x = layer.x_quantizer(rows=True, columns=wgrad)
+def _plan_backward(
+    layer: Layer, x_layout: str, dgrad: bool, wgrad: bool
+) -> tuple[QuantizeLaunch, BackwardPlan]:
+    x = _x_quantizer(layer, x_layout, wgrad)
     return x, BackwardPlan(layer, x, dgrad, wgrad)
 
 
@@ -175,18 +182,32 @@ def _common_gpu(layer: Layer, *others: Tensor | None) -> Gpu | None:
     return gpu_of(layer.device) if same else None
 
 
+def _x_quantizer(layer: Layer, x_layout: str, columns: bool) -> QuantizeLaunch:
+    """What quantized ``x`` where a graph was recorded on a device like this one."""
+    layout = operand_layout(_x_format(layer).name, layer.device).layout
+    if x_layout != layout:
+        raise Unsupported(
+            f"x_layout: products read {layout}, the graph was recorded for {x_layout}"
+        )
+    return layer.x_quantizer(rows=True, columns=columns)
+
+
+def _x_format(layer: Layer) -> Format:
+    return layer.metadata.recipe.format_of("activations")
+
+
 def _tensor(
-    layer: Layer, data: Tensor, scale: Tensor, global_scale: Tensor | None, axis: int
+    layer: Layer, x_layout: str, parts: tuple[Tensor, Tensor, Tensor | None], axis: int
 ) -> ScaledTensor:
     """What the parts of ``x`` are of."""
-    format = layer.metadata.recipe.format_of("activations")
+    data, scale, global_scale = parts
     return ScaledTensor(
         data,
         scale,
-        format=format,
+        format=_x_format(layer),
         shape=layer.metadata.x_shape,
         axis=axis,
         dtype=layer.metadata.dtypes[0],
-        layout=operand_layout(format.name, layer.device).layout,
+        layout=x_layout,
         global_scale=global_scale,
     )
