@@ -13,6 +13,7 @@ import blockscale as bs
 import stand_in
 from blockscale import ops, reference
 from blockscale.formats import formats
+from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.quantizers import calls as kernels
 from blockscale.ops import fused
 
@@ -236,11 +237,11 @@ def gpu(monkeypatch):
     class Gpu:
         calls, reason = [], ""
 
-        Unsupported, Request = kernels.Unsupported, kernels.Request
+        Request = kernels.Request
 
         def refuse(self):
             if self.reason:
-                raise self.Unsupported(self.reason)
+                raise Unsupported(self.reason)
 
         def global_scale(self, x, fmt, *, producer, others):
             self.refuse()

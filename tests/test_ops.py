@@ -152,7 +152,8 @@ def test_every_op_is_checked_here():
     here = ["dequantize", "gemm", "gemm_out", "global_scale", "grouped_gemm", "quantize"]
     here += ["quantize_both"]
     in_test_fused = ["rmsnorm_quantize", "swiglu_quantize"]
-    elsewhere = [*in_test_fused, "gemm_quantize"]
+    in_test_nn_layer_ops = ["linear", "linear_fprop", "linear_backward"]
+    elsewhere = [*in_test_fused, *in_test_nn_layer_ops, "gemm_quantize"]
     assert sorted(names) == sorted(f"blockscale::{name}" for name in here + elsewhere)
 
 

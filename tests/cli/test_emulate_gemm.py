@@ -140,7 +140,7 @@ def test_faults_are_told(kernel):
         (("--format", "mxfp9"), "format: got 'mxfp9'"),
         (("--transpose", "XN"), "transpose: got 'XN'"),
         (("--transpose", "TT"), "k_major=True"),
-        (("--ctas", "2"), "ctas: got 2 for sm_90a; tensor cores work for one block"),
+        (("--ctas", "2"), "ctas: got 2 for sm_90a; tensor cores work for one CTA each"),
         (("--arch", "sm_100a", "--ctas", "4"), "ctas: got 4; choose 1 or 2"),
         (("--arch", "sm_100a", "--format", "nvfp4", "--transpose", "NN"), "k_major=True"),
         (("--arch", "sm_100a", "--format", "fp8_block"), "format: got 'fp8_block'"),

@@ -239,6 +239,13 @@ def test_the_ops_are_what_torch_expects(name):
         )
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_the_whole_layer_is_an_op_that_torch_takes_apart(needs_grad):
+    given = [x.requires_grad_(needs_grad) for x in operands()[:3]]
+    names = layer_ops.names_of(RECIPES["nvfp4"])
+    torch.library.opcheck(torch.ops.blockscale.linear.default, (*given, *names, BF16, ""))
+
+
 def test_products_in_high_precision_are_torch_s():
     recipe = bs.Recipe("mxfp8", high_precision=("wgrad",))
     run, given = partial(bs.nn.linear, recipe=recipe), operands()
