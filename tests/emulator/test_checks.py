@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import re
+
 import numpy as np
 import pytest
 from asynchronous import ORDERS, outcome, refusal

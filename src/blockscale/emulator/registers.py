@@ -55,7 +55,7 @@ class Loading(Flight):
             self.frame.flights[slot].remove(self)
         if cluster.order is not None and self.work.actor is not None:
             cluster.order.acquire(
-                np.unique(w.agents()[self.threads[w.threads]]), self.work.actor.message()
+                w.agents()[self.threads[w.threads]], self.work.actor.message()
             )
 
 

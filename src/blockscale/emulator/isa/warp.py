@@ -259,5 +259,17 @@ def activemask(form: Form) -> Step:
 
 @instruction("bar.warp.sync", control=True)
 def warp_sync(form: Form) -> Step:
-    """9.7.13."""
-    return gathered(form, 0, lambda w: None)
+    """9.7.13.3: orders the accesses of the lanes of its mask; no other .sync instruction does."""
+    mask = form.get(0, "b32")
+
+    def run(w: Fragment) -> None:
+        order = w.cta.cluster.order
+        if order is None or order.lanes == 1:
+            return
+        agents = w.agents()
+        groups = (w.threads // 32 << 32) | np.broadcast_to(mask(w), w.n).astype(np.int64)
+        for group in np.unique(groups):
+            lanes = agents[groups == group]
+            order.acquire(lanes, order.release(lanes))
+
+    return gathered(form, 0, run)
