@@ -61,6 +61,7 @@ class Actor:
 
     column: int
     known: Knowledge
+    issuer: int  # an agent
     pipe: _Pipe | None = None
     generic: bool = False  # works in the generic proxy, like ordinary accesses
     strong: bool = False  # its accesses are atomic: no race with other strong ones
@@ -90,9 +91,7 @@ class Order:
         programmatic: whether the kernel before has a column, too.
     """
 
-    def __init__(
-        self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False
-    ) -> None:
+    def __init__(self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False) -> None:
         self.warps, self.lanes = warps, lanes
         agents = ctas * warps * lanes
         pipes = ctas * (-(-warps // 4) + warps)
@@ -261,7 +260,7 @@ class Order:
             self._reclaim()
         column = self._free.pop()
         self.is_generic[column] = generic
-        return Actor(column, self.release(issuers), None, generic, strong)
+        return Actor(column, self.release(issuers), int(issuers[0]), None, generic, strong)
 
     def _reclaim(self) -> None:
         """Columns of copies that nobody needs any more; new ones if these are few.
@@ -291,7 +290,7 @@ class Order:
                 raise ValueError(f"no column for the pipe {name!r}")
         known = self.release(issuers)
         pipe.known = known if pipe.known is None else joined(pipe.known, known)
-        return Actor(pipe.column, pipe.known, pipe)
+        return Actor(pipe.column, pipe.known, int(issuers[0]), pipe)
 
     def view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
         """What a work has seen, and what of that through its own proxy."""
@@ -309,7 +308,7 @@ class Order:
 
     def of_one_warp(self, agent: int, column: int, event: int) -> bool:
         """Whether the event of ``column`` is by a lane of the agent's warp, or known to one."""
-        if self.lanes == 1 or agent >= self.agents:
+        if self.lanes == 1:
             return False
         first = agent // self.lanes * self.lanes
         together = self.seen_by(np.arange(first, first + self.lanes))

@@ -53,7 +53,7 @@ class Readers:
         """Those of all readers."""
         used = self.event > 0
         crowded = used & (self.column == _CROWD)
-        crowds = [self._crowds[i][0] for i in np.unique(self.event[crowded]).tolist()]
+        crowds = [self._crowds[number - 1][0] for number in np.unique(self.event[crowded]).tolist()]
         return np.concatenate([np.unique(self.column[used & ~crowded]), *crowds])
 
     # --- reading ---
@@ -112,9 +112,7 @@ class Readers:
                 made[key] = self._crowd(key[0], readers, event, self.order.seen_by(readers))
             self.column[flat[start]], self.event[flat[start]] = made[key]
 
-    def _crowd(
-        self, old: int, who: np.ndarray, event: int, known: np.ndarray
-    ) -> tuple[int, int]:
+    def _crowd(self, old: int, who: np.ndarray, event: int, known: np.ndarray) -> tuple[int, int]:
         """Column and event of a cell that ``who``, who have seen ``known``, read, and others
         before: event << 16 | column."""
         columns, events = self._members(old >> 16, old & 0xFFFF)

@@ -83,9 +83,7 @@ class Shadow:
             if lost.any():
                 self._after_write(cells, at, lost, "writes", site)
 
-    def _unordered(
-        self, cells: np.ndarray, at: Any, view: View, strong: bool
-    ) -> np.ndarray | None:
+    def _unordered(self, cells: np.ndarray, at: Any, view: View, strong: bool) -> np.ndarray | None:
         """Which cells somebody else wrote, unseen; None: none of them."""
         writer, written = self.writer[cells], self.written[cells]
         late = written > seen_events(view, writer)
@@ -114,7 +112,7 @@ class Shadow:
         cells = cells.reshape(-1)
         if self.races:
             seen = self._ordered(cells, actor, "writes", site)
-            self._after_reads(cells, actor.column, (seen[None], None), site)
+            self._after_reads(cells, actor.column, (seen[None], None), site, actor)
         event = self.order.event(site, actor.strong)
         actor.did(event)
         self.writer[cells], self.written[cells] = actor.column, event
@@ -125,26 +123,29 @@ class Shadow:
         late = self._unordered(cells, actor.column, (through_proxy[None], None), actor.strong)
         if late is not None:
             fenced = self._unordered(cells, actor.column, (seen[None], None), actor.strong) is None
-            self._after_write(cells, actor.column, late, verb, site, fence_only=fenced)
+            self._after_write(cells, actor, late, verb, site, fence_only=fenced)
         return seen
 
     # --- both ---
 
-    def _after_reads(self, cells: np.ndarray, at: Any, view: View, site: Site) -> None:
+    def _after_reads(
+        self, cells: np.ndarray, at: Any, view: View, site: Site, actor: Actor | None = None
+    ) -> None:
         """Check a write against the reads before, which are over then."""
         found = self.readers.unseen(cells, at, view)
         if found is not None:
             cell, writer, column, event = found
-            self._race(cell, writer, "writes", site, "read", column, event)
+            who = writer if actor is None else actor
+            self._race(cell, who, "writes", site, "read", column, event)
         self.readers.clear(cells)
 
     def _after_write(
         self, cells: np.ndarray, at: Any, late: np.ndarray, verb: str, site: Site,
         fence_only: bool = False,
     ) -> None:  # fmt: skip
-        """Complain of an access to the cells that are ``late``."""
+        """Complain of an access, by agents or an actor, to the cells that are ``late``."""
         cell = int(cells[late][0])
-        who = int(np.broadcast_to(at, cells.shape)[late][0])
+        who = at if isinstance(at, Actor) else int(np.broadcast_to(at, cells.shape)[late][0])
         column, event = int(self.writer[cell]), int(self.written[cell])
         self._race(cell, who, verb, site, "write", column, event, fence_only)
 
@@ -169,8 +170,8 @@ class Shadow:
         return f"{cell * self.size:#x}"
 
     def _race(
-        self, cell: int, who: int, verb: str, site: Site, other: str, column: int, event: int,
-        fence_only: bool = False,
+        self, cell: int, who: int | Actor, verb: str, site: Site, other: str, column: int,
+        event: int, fence_only: bool = False,
     ) -> None:  # fmt: skip
         """``who`` accesses at ``site``; the other access is that event, of ``column``."""
         order = self.order
@@ -181,8 +182,9 @@ class Shadow:
                 f"after the ordinary write by {order.named(earlier, column)}",
                 site.line,
             )
-        here, there = order.named(site, who), order.named(earlier, column)
-        if order.of_one_warp(who, column, event):
+        agent, own = (who.issuer, who.column) if isinstance(who, Actor) else (who, who)
+        here, there = order.named(site, own), order.named(earlier, column)
+        if order.of_one_warp(agent, column, event):
             raise LaneRace(
                 f"data race between lanes of a warp: {here} {verb} {place}; nothing orders it "
                 f"after the {other} by {there}: bar.warp.sync must come between",
