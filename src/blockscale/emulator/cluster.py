@@ -67,9 +67,11 @@ class Cluster:
         """Somebody's wait is over."""
         self._failures = 0
 
-    def begin(self, w: Fragment, generic: bool = False, strong: bool = False) -> Actor | None:
+    def begin(
+        self, w: Fragment, generic: bool = False, strong: bool = False, told: Hashable = None
+    ) -> Actor | None:
         """The place in the order of things of a copy that ``w`` issues; see Order.begin."""
-        return self.order.begin(w.agents(), generic, strong) if self.order else None
+        return self.order.begin(w.agents(), generic, strong, told) if self.order else None
 
     def follow(self, w: Fragment, pipe: Hashable) -> Actor | None:
         """The same for work in a pipe."""

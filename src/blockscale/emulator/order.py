@@ -28,6 +28,7 @@ __all__ = ["FENCED", "MOST_COLUMNS", "SEEN", "Actor", "Knowledge", "Order", "joi
 
 SEEN, FENCED = 0, 1
 MOST_COLUMNS = 0xFFFF
+_NEVER = 0xFFFFFFFF
 _COPIES = 64  # columns of copies at the start: there are as many as it takes
 _TABLES = 4096  # kept before those that nobody has are dropped
 _VIEWS = 64
@@ -65,12 +66,19 @@ class Actor:
     pipe: _Pipe | None = None
     generic: bool = False  # works in the generic proxy, like ordinary accesses
     strong: bool = False  # its accesses are atomic: no race with other strong ones
+    shares: bool = False  # the column with other work, which is not ordered with this
     event: int = 0  # its last access
+    first: int = 0  # and its first
 
     def did(self, event: int) -> None:
-        self.event = event
+        self.event, self.first = event, self.first or event
         if self.pipe is not None:
             self.pipe.event = event
+
+    @property
+    def since(self) -> int:
+        """From which event on those of its column are its own, or ordered by their pipe."""
+        return (self.first or _NEVER) if self.shares else 0
 
     def message(self) -> Knowledge:
         """What those who wait for this work learn, once it is done."""
@@ -104,6 +112,7 @@ class Order:
         self._free = list(range(self.columns - 1, self._first_copy - 1, -1))
         self._next_pipe = agents
         self._pipes: dict[Hashable, _Pipe] = {}
+        self._told: dict[Hashable, int] = {}  # columns of copies that tell mbarriers
         self.now = 1  # the last event; the kernel before is event 1
         self._sites: list[Site] = []
         self._numbers: dict[tuple[Site, bool], int] = {}
@@ -254,13 +263,26 @@ class Order:
 
     # --- asynchronous work ---
 
-    def begin(self, issuers: np.ndarray, generic: bool = False, strong: bool = False) -> Actor:
-        """A copy, not ordered with any other."""
-        if not self._free:
-            self._reclaim()
-        column = self._free.pop()
-        self.is_generic[column] = generic
-        return Actor(column, self.release(issuers), int(issuers[0]), None, generic, strong)
+    def begin(
+        self, issuers: np.ndarray, generic: bool = False, strong: bool = False,
+        told: Hashable = None,
+    ) -> Actor:  # fmt: skip
+        """A copy, not ordered with any other.
+
+        ``told``: the mbarriers by which alone others learn of it. Copies that tell the same ones
+        have one column: who has waited for a phase knows those of it and of earlier ones, and
+        events of later ones are later.
+        """
+        column = None if told is None else self._told.get((told, generic))
+        if column is None:
+            if not self._free:
+                self._reclaim()
+            column = self._free.pop()
+            self.is_generic[column] = generic
+            if told is not None:
+                self._told[told, generic] = column
+        known, shares = self.release(issuers), told is not None
+        return Actor(column, known, int(issuers[0]), None, generic, strong, shares)
 
     def _reclaim(self) -> None:
         """Columns of copies that nobody needs any more; new ones if these are few.
@@ -269,6 +291,7 @@ class Order:
         some place: without that nothing can be compared with it, and it can be forgotten.
         """
         needed = {column for user in self.users for column in user()}
+        needed.update(self._told.values())
         copies = range(self.columns - 1, self._first_copy - 1, -1)
         self._free = [column for column in copies if column not in needed]
         if len(self._free) < len(copies) // 2:

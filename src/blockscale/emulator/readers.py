@@ -142,15 +142,19 @@ class Readers:
 
     # --- writing ---
 
-    def unseen(self, cells: np.ndarray, at: Any, view: View) -> tuple[int, int, int, int] | None:
-        """A cell, who writes it, and the column and event of a read that the writer has not
-        seen."""
+    def unseen(
+        self, cells: np.ndarray, at: Any, view: View, since: int = 0
+    ) -> tuple[int, int, int, int] | None:
+        """A cell, who writes it, and the column and event of a read that the writer has not seen.
+        Reads by ``at`` are its own from the event ``since`` on."""
         events = self.event[cells]
         if not events.any():
             return None
         columns = self.column[cells]
         crowded = (events > 0) & (columns == _CROWD)
-        late = (events > seen_events(view, columns)) & (columns != at) & ~crowded
+        late = (events > seen_events(view, columns)) & ~crowded
+        if late.any():
+            late &= (columns != at) | (events < since)
         if late.any():
             who = np.broadcast_to(at, cells.shape)[late][0]
             return int(cells[late][0]), int(who), int(columns[late][0]), int(events[late][0])
@@ -165,7 +169,7 @@ class Readers:
         for i in np.unique(keys, axis=1, return_index=True)[1].tolist():
             crowd, reads = self._crowds[int(numbers[i]) - 1]
             seen = view[0][int(keys[2, i])]
-            late = (reads > seen[crowd]) & (crowd != writers[i])
+            late = (reads > seen[crowd]) & ((crowd != writers[i]) | (reads < since))
             if late.any():
                 return int(flat[i]), int(writers[i]), int(crowd[late][0]), int(reads[late][0])
         return None

@@ -83,13 +83,16 @@ class Shadow:
             if lost.any():
                 self._after_write(cells, at, lost, "writes", site)
 
-    def _unordered(self, cells: np.ndarray, at: Any, view: View, strong: bool) -> np.ndarray | None:
-        """Which cells somebody else wrote, unseen; None: none of them."""
+    def _unordered(
+        self, cells: np.ndarray, at: Any, view: View, strong: bool, since: int = 0
+    ) -> np.ndarray | None:
+        """Which cells somebody else wrote, unseen; None: none of them. Writes of ``at`` are its own
+        from the event ``since`` on."""
         writer, written = self.writer[cells], self.written[cells]
         late = written > seen_events(view, writer)
         if not late.any():
             return None
-        late &= writer != at
+        late &= (writer != at) | (written < since)
         if strong and late.any():
             late &= ~self.order.are_strong(written)
         return late if late.any() else None
@@ -120,9 +123,10 @@ class Shadow:
     def _ordered(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> np.ndarray:
         """Check an access against the writes before; what the work has seen."""
         seen, through_proxy = self.order.view_of(actor)
-        late = self._unordered(cells, actor.column, (through_proxy[None], None), actor.strong)
+        at, strong, since = actor.column, actor.strong, actor.since
+        late = self._unordered(cells, at, (through_proxy[None], None), strong, since)
         if late is not None:
-            fenced = self._unordered(cells, actor.column, (seen[None], None), actor.strong) is None
+            fenced = self._unordered(cells, at, (seen[None], None), strong, since) is None
             self._after_write(cells, actor, late, verb, site, fence_only=fenced)
         return seen
 
@@ -132,7 +136,7 @@ class Shadow:
         self, cells: np.ndarray, at: Any, view: View, site: Site, actor: Actor | None = None
     ) -> None:
         """Check a write against the reads before, which are over then."""
-        found = self.readers.unseen(cells, at, view)
+        found = self.readers.unseen(cells, at, view, 0 if actor is None else actor.since)
         if found is not None:
             cell, writer, column, event = found
             who = writer if actor is None else actor
