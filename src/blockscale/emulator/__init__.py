@@ -1,6 +1,6 @@
 """Run compiled Hopper and Blackwell kernels on a CPU: PTX text and buffers in, memory out."""
 
-from .checks import DataRace, EarlyAccess, Uninitialized
+from .checks import DataRace, EarlyAccess, LaneRace, Uninitialized
 from .cutedsl import cutedsl
 from .device import Device
 from .machine import Deadlock
@@ -14,6 +14,7 @@ __all__ = [
     "Deadlock",
     "Device",
     "EarlyAccess",
+    "LaneRace",
     "MemoryFault",
     "PtxError",
     "Report",
