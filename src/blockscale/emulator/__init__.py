@@ -1,6 +1,7 @@
 """Run compiled Hopper and Blackwell kernels on a CPU: PTX text and buffers in, memory out."""
 
-from .checks import DataRace, EarlyAccess, Uninitialized
+from .alarms import Alarm
+from .checks import DataRace, EarlyAccess, ExitRace, MissingFence, Uninitialized
 from .cutedsl import cutedsl
 from .device import Device
 from .machine import Deadlock
@@ -10,11 +11,14 @@ from .report import Report
 from .tensormap import TensorMap
 
 __all__ = [
+    "Alarm",
     "DataRace",
     "Deadlock",
     "Device",
     "EarlyAccess",
+    "ExitRace",
     "MemoryFault",
+    "MissingFence",
     "PtxError",
     "Report",
     "TensorMap",

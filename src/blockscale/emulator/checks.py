@@ -7,20 +7,37 @@ since. An access is a race if one of those is not known to happen before it; bot
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .order import FENCED, SEEN, Actor, Knowledge, Order
 from .program import PtxError
 
-__all__ = ["CHECKS", "DataRace", "EarlyAccess", "Shadow", "Site", "Uninitialized"]
+if TYPE_CHECKING:
+    from .alarms import Alarms
 
-CHECKS = ("race", "uninitialized", "registers")
+__all__ = [
+    "DataRace",
+    "EarlyAccess",
+    "ExitRace",
+    "MissingFence",
+    "Shadow",
+    "Site",
+    "Uninitialized",
+]
 
 
 class DataRace(PtxError):
     """Two accesses to one place, one of them a write, that nothing orders."""
+
+
+class MissingFence(DataRace):
+    """The asynchronous proxy accesses what an ordinary write did, without a proxy fence between."""
+
+
+class ExitRace(DataRace):
+    """A CTA exits, and nothing orders that after an access to its memory."""
 
 
 class EarlyAccess(DataRace):
@@ -51,15 +68,15 @@ class Shadow:
         name: of the memory, for messages, with ``{}`` for the place.
         cells: their number.
         order: the clocks.
-        checks: "race", "uninitialized" or both.
+        alarms: of the launch; they know which checks are wanted.
         size: bytes of a cell, for messages.
     """
 
-    def __init__(
-        self, name: str, cells: int, order: Order, checks: frozenset[str], size: int = 1
-    ) -> None:
+    def __init__(self, name: str, cells: int, order: Order, alarms: Alarms, size: int = 1) -> None:
         self.name, self.order, self.size = name, order, size
-        self.races, self.blanks = "race" in checks, "uninitialized" in checks
+        self.alarms = alarms
+        self.races = bool({"race", "fence"} & alarms.checks)
+        self.blanks = "uninitialized" in alarms.checks
         self.writer = np.zeros(cells, np.uint16)
         self.written = np.zeros(cells, np.uint32)  # time of the write, 0: never
         self.write_site = np.zeros(cells, np.uint32)
@@ -189,7 +206,8 @@ class Shadow:
             blank = self.written[cells] == 0
             if blank.any():
                 place = self.name.format(self.place(int(cells[blank].flat[0])))
-                raise Uninitialized(f"{site} reads {place}, which nobody has written", site.line)
+                message = f"{site} reads {place}, which nobody has written"
+                self.alarms.tell("uninitialized", message, site)
 
     def place(self, cell: int) -> str:
         return f"{cell * self.size:#x}"
@@ -198,14 +216,20 @@ class Shadow:
         cell = int(np.asarray(cell).flat[0])
         sites = self.write_site if other == "write" else self.read_site
         place = self.name.format(self.place(cell))
+        before = self.sites[sites[cell]]
         if fence_only:
-            raise DataRace(
-                f"missing fence.proxy.async: {site} {verb} {place} through the asynchronous proxy "
-                f"after the ordinary write by {self.sites[sites[cell]]}",
-                site.line,
+            kind, message = (
+                "fence",
+                (
+                    f"missing fence.proxy.async: {site} {verb} {place} through the asynchronous proxy "
+                    f"after the ordinary write by {before}"
+                ),
             )
-        raise DataRace(
-            f"data race: {site} {verb} {place}; nothing orders it after the {other} by "
-            f"{self.sites[sites[cell]]}",
-            site.line,
-        )
+        else:
+            kind, message = (
+                "race",
+                (
+                    f"data race: {site} {verb} {place}; nothing orders it after the {other} by {before}"
+                ),
+            )
+        self.alarms.tell(kind, message, site, before)
