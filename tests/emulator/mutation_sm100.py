@@ -107,7 +107,7 @@ class Product:
 
     @cached_property
     def built(self) -> Any:
-        with em.cutedsl(em.Device(self.config.arch)):
+        with em.cutedsl(em.Device(self.config.arch, check="all,exit_stores")):
             return compile_cache.build(self.config)
 
     @cached_property

@@ -1,7 +1,7 @@
 """What the checks find: raised at once, or kept and counted, unless it is suppressed.
 
-Every check goes through :meth:`Alarms.tell`. What cannot go on (a deadlock, PTX that is malformed or
-not supported) is no alarm: it is raised.
+Every check goes through :meth:`Alarms.tell`. What cannot go on (a deadlock, PTX that is malformed
+or not supported) is no alarm: it is raised.
 """
 
 from __future__ import annotations

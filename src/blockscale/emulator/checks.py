@@ -217,19 +217,11 @@ class Shadow:
         sites = self.write_site if other == "write" else self.read_site
         place = self.name.format(self.place(cell))
         before = self.sites[sites[cell]]
-        if fence_only:
-            kind, message = (
-                "fence",
-                (
-                    f"missing fence.proxy.async: {site} {verb} {place} through the asynchronous proxy "
-                    f"after the ordinary write by {before}"
-                ),
-            )
-        else:
-            kind, message = (
-                "race",
-                (
-                    f"data race: {site} {verb} {place}; nothing orders it after the {other} by {before}"
-                ),
-            )
+        kind = "fence" if fence_only else "race"
+        message = (
+            f"missing fence.proxy.async: {site} {verb} {place} through the asynchronous proxy "
+            f"after the ordinary write by {before}"
+            if fence_only
+            else f"data race: {site} {verb} {place}; nothing orders it after the {other} by {before}"
+        )
         self.alarms.tell(kind, message, site, before)

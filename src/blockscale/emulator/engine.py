@@ -43,8 +43,8 @@ class Work:
     """
 
     __slots__ = (
-        "actor", "after", "done", "exit", "issuer", "line", "needs", "pipe", "rest", "run", "threads",
-        "tick", "used", "what",
+        "actor", "after", "done", "exit", "issuer", "line", "needs", "pipe", "rest", "run",
+        "threads", "tick", "used", "what",
     )  # fmt: skip
 
     def __init__(

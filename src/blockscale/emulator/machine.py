@@ -329,8 +329,8 @@ class CTA:
         """Asynchronous work may still be in flight when the CTA, which it needs, is gone."""
         self.launch.alarms.tell(
             work.exit,
-            f"{work.location()} is still in flight, and needs the shared memory of CTA "
-            f"{self.index}, which has exited, as far as its warps know",
+            f"{work.location()} may still be in flight, and needs the memory of CTA {self.index}, "
+            "which exits without having waited for it",
             work.site(),
         )
 

@@ -23,7 +23,6 @@ from .program import (
     Not,
     Operand,
     Pair,
-    PtxError,
     Register,
     Vector,
 )

@@ -1,8 +1,8 @@
 """Alarms that are known, each with the reason why it may stand, from a file or lines of text.
 
 A line is ``kind [key=pattern ...]  # reason``. The keys are ``kernel`` and ``opcode`` (globs),
-``line`` (a number, of the PTX) and ``source`` (a glob of file:line, or the end of one); all that are
-there must fit, one of the two accesses of a race. Empty lines and those that begin with # say nothing.
+``line`` (a number, of the PTX) and ``source`` (a glob of file:line, or the end of one). All that
+are there must fit, one of the two accesses of a race. Lines that begin with # are comments.
 """
 
 from __future__ import annotations
