@@ -219,9 +219,11 @@ class Shadow:
         before = self.sites[sites[cell]]
         kind = "fence" if fence_only else "race"
         message = (
-            f"missing fence.proxy.async: {site} {verb} {place} through the asynchronous proxy "
-            f"after the ordinary write by {before}"
-            if fence_only
-            else f"data race: {site} {verb} {place}; nothing orders it after the {other} by {before}"
+            f"data race: {site} {verb} {place}; nothing orders it after the {other} by {before}"
         )
+        if fence_only:
+            message = (
+                f"missing fence.proxy.async: {site} {verb} {place} through the asynchronous proxy "
+                f"after the ordinary write by {before}"
+            )
         self.alarms.tell(kind, message, site, before)
