@@ -138,8 +138,16 @@ class Device:
             [entry for entry in self._suppressions if entry.is_for(name)],
         )
         launch = _prepare(
-            module, function, dims, shared, args, buffers, self._settings, alarms, programmatic
+            module,
+            function,
+            dims,
+            shared,
+            args,
+            buffers,
+            self._settings,
+            programmatic and "pdl" in self._checks,
         )
+        launch.alarms = alarms
         program = Program(module, launch)
         code = program.code(name)
         clusters = math.prod(-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True))
@@ -235,7 +243,6 @@ def _prepare(
     args: Sequence[Any],
     buffers: Sequence[tuple[str, Any]],
     settings: Settings,
-    alarms: Alarms,
     programmatic: bool,
 ) -> Launch:
     memory = GlobalMemory()
@@ -273,8 +280,7 @@ def _prepare(
         module_variables=variables,
         settings=settings,
         cell=_cell(module),
-        programmatic=programmatic and "pdl" in alarms.checks,
-        alarms=alarms,
+        programmatic=programmatic,
         constants=(parameters, *(b for b in variables.values() if not b.writable)),
     )
 
