@@ -78,7 +78,10 @@ def run(
         bool, typer.Option("--collect", help="Go on after alarms; the report has them.")
     ] = False,
     suppress: Annotated[
-        Path | None, typer.Option(help="Text: kind [key=pattern ...]  # reason, a line each.")
+        Path | None,
+        typer.Option(
+            help="Text: kind key=pattern ...  # reason, a line each; keys may be left out."
+        ),
     ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Exact sums instead of those of the tensor cores.")
