@@ -73,6 +73,6 @@ def emulated(arch: str, *, quantizes: bool = False) -> Iterator[list[Any]]:
 
     with (
         gpu(arch, counted, quantizes=quantizes),
-        em.cutedsl(em.Device(arch, check="all")),
+        em.cutedsl(em.Device(arch, check="all,exit_stores")),
     ):
         yield launched

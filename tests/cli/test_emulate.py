@@ -363,3 +363,20 @@ L:  mbarrier.try_wait.parity.shared.b64 %p, [%r3], 0;
     )
     assert emulate("s.ptx", "--args", "k.json", "--data", "s.npz") == 0
     assert "yes" in capsys.readouterr().out
+
+
+def test_alarms_are_collected_or_suppressed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thread too many reads past the end of x."""
+    case = json.loads(Path("k.json").read_text())
+    case["args"][3]["scalar"] = 97
+    Path("k.json").write_text(json.dumps(case))
+    order = ("k.ptx", "--args", "k.json", "--data", "k.npz")
+    assert emulate(*order, "--collect", "--json") == 1
+    alarms = json.loads(capsys.readouterr().out)["report"]["alarms"]
+    assert {alarm["kind"] for alarm in alarms} == {"bounds"}
+    Path("known.txt").write_text("bounds kernel=scale opcode=*.global.f32 # one too many\n")
+    assert emulate(*order, "--suppress", "known.txt") == 0
+    assert "bounds kernel=scale opcode=*.global.f32" in capsys.readouterr().out
+    assert emulate(*order, "--check", "race,rice") == 2

@@ -107,7 +107,7 @@ class Product:
 
     @cached_property
     def built(self) -> Any:
-        with em.cutedsl(em.Device(self.config.arch)):
+        with em.cutedsl(em.Device(self.config.arch, check="all,exit_stores")):
             return compile_cache.build(self.config)
 
     @cached_property
@@ -133,7 +133,7 @@ class Product:
         """Of the text, those that run."""
         found: set[int] = set()
 
-        def finish(watch: Any, codes: Any) -> em.Report:
+        def finish(watch: Any, codes: Any, alarms: Any) -> em.Report:
             for code in codes:
                 pairs = zip(code.function.instructions, code.counts, strict=False)
                 found.update(ins.line for ins, count in pairs if count)

@@ -35,7 +35,7 @@ def check(
     others: tuple[Tensor, ...] = (),
 ) -> list[Report]:
     """Assert that the scale is the reference's, and that there is no race."""
-    device = em.Device(arch, completion=completion, check="all")
+    device = em.Device(arch, completion=completion, check="all,exit_stores")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
         got = quantizers.global_scale(x, NVFP4, producer=producer, others=others, gpu=chip(arch, 0))
     want = reference.global_scale(produced(x, producer, others), NVFP4)

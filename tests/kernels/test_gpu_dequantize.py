@@ -66,7 +66,7 @@ def emulated(
             configs.append(config)
         return compile_cache.build(config)
 
-    device = em.Device(arch, completion=completion, check="all")
+    device = em.Device(arch, completion=completion, check="all,exit_stores")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
         gpu = replace(chip(arch, multiprocessors), load=load)
         stored = quantizers.Stored(format.name, shape, axis, given.pop("layout", "compact"))

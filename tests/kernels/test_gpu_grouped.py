@@ -209,7 +209,7 @@ def _find_all(offsets, rows: Int32, size: cutlass.Constexpr, out, stream):
 def find():
     """Block size -> a function (offsets, rows, out (tiles, 9)) that fills ``out``."""
     found = {}
-    with em.cutedsl(em.Device("sm_90a")):
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
         for size in (32, 128):
             given = any_tensor(Int32, 1, 4), Int32(0), size, any_tensor(Int32, 2, 4)
             stream = make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -244,7 +244,7 @@ def test_tiles_of_groups(find, groups, size):
     rows, offsets = groups
     tiles = (rows + (len(offsets) + 1) * 127) // 128
     out = torch.full((tiles, 9), -(1 << 30), dtype=torch.int32)
-    with em.cutedsl(em.Device("sm_90a")):
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
         find[size](ends(*offsets), rows, out)
     found = [dict(zip(FIELDS, line, strict=False)) for line in out.tolist()]
     wanted, written = [], []  # first row, row after the last, that of rows with scales, block

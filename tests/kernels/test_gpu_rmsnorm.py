@@ -69,7 +69,7 @@ def check(
 ) -> Report:
     """Assert that the kernel's bytes are the reference's."""
     fmt = formats[format]
-    device = em.Device(arch, completion=completion, check="all")
+    device = em.Device(arch, completion=completion, check="all,exit_stores")
     with em.cutedsl(device, profile=profile) as reports, poisoned():
         names = {name: value for name, value in kwargs.items() if name != "global_scale"}
         data, scale, rstd = norm.rmsnorm(
@@ -235,7 +235,7 @@ def test_sums_are_not_fused(arch):
     config = norm_config.choose_norm(
         (64, 64), (0, 128), BFLOAT16, (0, BFLOAT16), Request("nvfp4"), chip(arch)
     )
-    with em.cutedsl(em.Device(arch)):
+    with em.cutedsl(em.Device(arch, check="all,exit_stores")):
         ptx = build_kernel(config).__ptx__
     assert "add.rn.f32" in ptx
     assert "add.f32" not in ptx
@@ -281,7 +281,10 @@ def test_same_bytes_again():
     x, weight = rows(16, 512, BF16), weights(512, BF16)
     found = []
     for _ in range(2):
-        with em.cutedsl(em.Device("sm_90a", completion="random")), poisoned():
+        with (
+            em.cutedsl(em.Device("sm_90a", completion="random", check="all,exit_stores")),
+            poisoned(),
+        ):
             found.append(norm.rmsnorm(x, weight, Request("mxfp8"), eps=EPS, gpu=chip("sm_90a")))
     for first, second, what in zip(*found, ("data", "scales", "rstd"), strict=True):
         assert_same(first, second, what)

@@ -130,7 +130,7 @@ def test_chain(format, ctas, m, h):
     layer = Layer.random(m, n=72, k=160, h=h)
     hidden_scale, want = _by_reference(layer, format)
     completion = "late" if ctas == 1 else "random"
-    with em.cutedsl(em.Device(ARCH, completion=completion, check="all")), poisoned():
+    with em.cutedsl(em.Device(ARCH, completion=completion, check="all,exit_stores")), poisoned():
         got = _by_kernels(layer, format, ctas, hidden_scale)
     for each, right, what in zip(got, want, ("hidden data", "hidden scales", "y"), strict=True):
         assert_same(each, right, what)

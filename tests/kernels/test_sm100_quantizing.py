@@ -167,7 +167,7 @@ def test_call_is_the_two_steps():
     alpha, scale = (a.global_scale, b.global_scale), torch.tensor(2e-3)
     operands = Given(a.data, a.scale, "nvfp4"), Given(b.data, b.scale, "nvfp4")
     given: dict[str, Any] = {"alpha": alpha, "gpu": chip("sm_100a")}
-    with em.cutedsl(em.Device("sm_100a", check="all")), poisoned():
+    with em.cutedsl(em.Device("sm_100a", check="all,exit_stores")), poisoned():
         data, scales = sm100.gemm_quantize(
             *operands, Quantizing("nvfp4", swiglu=True), global_scale=scale, **given
         )

@@ -196,7 +196,7 @@ def test_cuts(majors):
     """Whatever may be chosen is a kernel; without spills where it is fast."""
     for shape in CANDIDATES:
         fit(shape.config, out_dtype=FLOAT32, a_major=majors[0], b_major=majors[1])
-    with em.cutedsl(em.Device("sm_90a")):
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
         for index in range(MAJORS.index(majors), len(CANDIDATES), len(MAJORS)):  # each of them once
             config = fit(CANDIDATES[index].config, a_major=majors[0], b_major=majors[1])
             compile_cache.build(config)
@@ -241,7 +241,7 @@ def call(
     described = describe_call(
         Operand(a), Operand(b), accumulate=accumulate, gpu=chip(arch), **given
     )
-    with em.cutedsl(em.Device("sm_90a", check="all")):
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
         plan = plan_bf16(described)
         if plan.config is not None:
             a = a if plan.config.a_major == "k" else a.T

@@ -180,7 +180,7 @@ def test_few_rows_loaded(m):
 
 
 def call(a: Operand, a_format: str, b: Operand, b_format: str, **kwargs) -> Tensor:
-    with em.cutedsl(em.Device("sm_90a", check="all")):
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
         left = calls.Operand(*a, None if a_format == "bf16" else a_format)
         return mixed_gemm(left, calls.Operand(*b, b_format), gpu=chip("sm_90a"), **kwargs)
 
@@ -326,6 +326,6 @@ def test_no_spills(case, more):
     config = choose_config(
         shape, format, Epilogue(from_torch(dtype), **more), async_scales=not more
     )
-    with em.cutedsl(em.Device("sm_90a")):
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
         frames = frame_bytes(built(config).__cubin__)
     assert frames == [0]

@@ -32,7 +32,7 @@ def emulated(name: str, a: Tensor, scale: Tensor | None, k: int, completion: str
     """Bits that the kernel leaves in poisoned memory."""
     config = PermuteConfig(name)
     with guarded((len(a), -(-k // 128) * 128), BF16, None) as out:
-        with em.cutedsl(em.Device("sm_90a", completion=completion, check="all")):
+        with em.cutedsl(em.Device("sm_90a", completion=completion, check="all,exit_stores")):
             compile_cache.build(config)(a, scale, out)
         got = out.clone()
     assert_no_spills(config)
@@ -101,7 +101,7 @@ def test_compact():
     for m in (1, 6):
         a = torch.randn(m, 256).to(BF16)
         out = torch.full((m, 256), float("nan"), dtype=BF16)
-        with em.cutedsl(em.Device("sm_90a", check="all")):
+        with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
             compile_cache.build(PermuteConfig("bf16"))(a, None, out)
         assert torch.equal(out.view(torch.int16), ordered(a.view(torch.int16)))
 
@@ -112,7 +112,7 @@ def test_not_ordered(name):
     format = get_format(name)
     q = bs.quantize(torch.randn(5, 640), format)
     out = torch.full((5, 640), float("nan"), dtype=BF16)
-    with em.cutedsl(em.Device("sm_90a", check="all")):
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
         compile_cache.build(PermuteConfig(name, permuted=False))(
             q.qdata.view(BYTE), q.scale.view(BYTE), out
         )
@@ -161,7 +161,7 @@ def test_nan_scales():
 @pytest.mark.parametrize("name", ["bf16", "nvfp4"])
 def test_follows_then_precedes(name):
     """The next kernel comes early, but not before the one before this one is over."""
-    with em.cutedsl(em.Device("sm_90a")):
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
         code = built(PermuteConfig(name)).__ptx__
     wait, launch = (code.index(f"griddepcontrol.{each}") for each in ("wait", "launch_dependents"))
     assert wait < launch < code.index("ld.global")

@@ -72,8 +72,17 @@ def run(
     ] = "eager",
     seed: Annotated[int, typer.Option(help="Of the random order.")] = 0,
     check: Annotated[
-        str, typer.Option(help="all, none, or some of race,uninitialized,registers.")
+        str, typer.Option(help="all, none, or kinds like race,fence; all,exit_stores adds one.")
     ] = "all",
+    collect: Annotated[
+        bool, typer.Option("--collect", help="Go on after alarms; the report has them.")
+    ] = False,
+    suppress: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text: kind key=pattern ...  # reason, a line each; keys may be left out."
+        ),
+    ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Exact sums instead of those of the tensor cores.")
     ] = False,
@@ -104,7 +113,13 @@ def run(
     try:
         case = read_case(parse(text), description, arrays)
         device = Device(
-            case.target, completion=completion, seed=seed, check=check.split(","), exact=exact
+            case.target,
+            completion=completion,
+            seed=seed,
+            check=check,
+            on_error="collect" if collect else "raise",
+            suppress=() if suppress is None else suppress,
+            exact=exact,
         )
         report = device.launch(
             text,
@@ -134,7 +149,7 @@ def run(
     else:
         show(outputs)
         typer.echo(report.table())
-    if any(output.equal is False for output in outputs):
+    if report.alarms or any(output.equal is False for output in outputs):
         raise typer.Exit(1)
 
 

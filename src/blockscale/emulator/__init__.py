@@ -1,6 +1,7 @@
 """Run compiled Hopper and Blackwell kernels on a CPU: PTX text and buffers in, memory out."""
 
-from .checks import DataRace, EarlyAccess, LaneRace, Uninitialized
+from .alarms import Alarm
+from .checks import DataRace, EarlyAccess, ExitRace, LaneRace, MissingFence, Uninitialized
 from .cutedsl import cutedsl
 from .device import Device
 from .machine import Deadlock
@@ -10,12 +11,15 @@ from .report import Report
 from .tensormap import TensorMap
 
 __all__ = [
+    "Alarm",
     "DataRace",
     "Deadlock",
     "Device",
     "EarlyAccess",
+    "ExitRace",
     "LaneRace",
     "MemoryFault",
+    "MissingFence",
     "PtxError",
     "Report",
     "TensorMap",

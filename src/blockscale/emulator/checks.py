@@ -6,9 +6,15 @@ from dataclasses import dataclass
 
 from .program import PtxError
 
-__all__ = ["CHECKS", "DataRace", "EarlyAccess", "LaneRace", "Site", "Uninitialized"]
-
-CHECKS = ("race", "lanes", "uninitialized", "registers")
+__all__ = [
+    "DataRace",
+    "EarlyAccess",
+    "ExitRace",
+    "LaneRace",
+    "MissingFence",
+    "Site",
+    "Uninitialized",
+]
 
 
 class DataRace(PtxError):
@@ -17,6 +23,14 @@ class DataRace(PtxError):
 
 class LaneRace(DataRace):
     """Two lanes of a warp access one place, or one relies on what only the other knows."""
+
+
+class MissingFence(DataRace):
+    """The asynchronous proxy accesses what an ordinary write did, without a proxy fence between."""
+
+
+class ExitRace(DataRace):
+    """A CTA exits, and nothing orders that after an access to its memory."""
 
 
 class EarlyAccess(DataRace):

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from .alarms import CLOCKED
+from .checks import Site
 from .engine import Engine
 from .machine import (
     CTA,
@@ -47,16 +49,16 @@ class Cluster:
         settings = launch.settings
         self.engine = Engine(settings.completion, (settings.seed, *index), launch.watch)
         self.order: Order | None = None
-        if settings.checks & {"race", "uninitialized"}:
-            lanes = 32 if "lanes" in settings.checks else 1
+        if launch.alarms.checks & CLOCKED:
+            lanes = 32 if "lanes" in launch.alarms.checks else 1
             self.order = Order(len(self.ctas), self.ctas[0].warps, lanes, launch.programmatic)
-            self.order.users.append(self._in_flight)
             cells = SYSTEM_SHARED + launch.shared_bytes
             for cta in self.ctas:
                 cta.shadow = Shadow(
                     f"byte {{}} of the shared memory of CTA {cta.index}",
-                    -(-cells // launch.cell), self.order, settings.checks, launch.cell,
+                    -(-cells // launch.cell), self.order, launch.alarms, launch.cell,
                 )  # fmt: skip
+            self.order.users += [self._in_flight, *(cta.users.columns for cta in self.ctas)]
         self._failures = 0  # rounds of waits that gave up since anything moved
 
     def _in_flight(self) -> list[int]:
@@ -77,16 +79,26 @@ class Cluster:
         """The same for work in a pipe."""
         return self.order.follow(w.agents(), pipe) if self.order else None
 
+    def gone(self, cta: CTA, address: int, site: Site) -> None:
+        """A thread reaches shared memory: that of a CTA which has exited is not there."""
+        if not cta.alive:
+            message = f"shared address {address:#x} is of CTA {cta.index}, which has exited"
+            self.launch.alarms.tell("dsmem_exit", message, site)
+
+    def holds(self, address: int, size: int) -> bool:
+        """Whether there are ``size`` bytes of shared memory at a shared::cluster address."""
+        try:
+            self.shared(address, size)
+        except MemoryFault:
+            return False
+        return True
+
     def shared(self, address: int, size: int) -> tuple[CTA, int]:
         """The CTA and offset of a shared::cluster address; MemoryFault if it is none."""
         rank, offset = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
         if rank >= len(self.ctas):
             raise MemoryFault(f"shared address {address:#x} names CTA {rank} of {len(self.ctas)}")
         cta = self.ctas[rank]
-        if not cta.alive and "race" in self.launch.settings.checks:
-            raise MemoryFault(
-                f"shared address {address:#x} is of CTA {cta.index}, which has exited"
-            )
         if offset < SYSTEM_SHARED or offset + size > len(cta.shared):
             raise MemoryFault(
                 f"shared address {address:#x} (+{size}) is out of bounds: CTA {cta.index} has "

@@ -14,6 +14,7 @@ from .traffic import Batch, settled, transfer_sectors
 from .watch import Watch
 
 if TYPE_CHECKING:
+    from .alarms import Alarms
     from .code import Code
     from .engine import Work
     from .machine import CTA, Fragment, Launch, Wait
@@ -55,18 +56,19 @@ def collect(launch: Launch, *, trace: bool = False) -> Collector:
     return Collector(launch.memory, trace)
 
 
-def finish(watch: Watch | None, codes: Iterable[Code]) -> Report:
+def finish(watch: Watch | None, codes: Iterable[Code], alarms: Alarms) -> Report:
     """The report of a launch that is over.
 
     Args:
         watch: of ``collect``; None where nothing but instructions was counted.
         codes: of the launch's program.
+        alarms: those of the launch.
     """
     instructions: dict[str, int] = {}
     for code in codes:
         for ins, count in zip(code.function.instructions, code.counts, strict=False):
             instructions[ins.opcode] = instructions.get(ins.opcode, 0) + count
-    counted = Report(instructions)
+    counted = Report(instructions, alarms=alarms.kept(), suppressed=alarms.left_out())
     return Report.merge([counted, watch.report()] if isinstance(watch, Collector) else [counted])
 
 

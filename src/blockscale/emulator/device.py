@@ -9,12 +9,13 @@ import os
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .alarms import ON_ERROR, Alarms, wanted
 from .arguments import add_memory, lay_out
-from .checks import CHECKS
 from .code import Program
 from .collect import collect, finish
 from .engine import COMPLETIONS
@@ -24,6 +25,7 @@ from .memory import SYSTEM_SHARED, Buffer, GlobalMemory
 from .parse import parse
 from .program import Address, Function, Module, PtxError, Symbol
 from .report import Report
+from .suppressions import read_suppressions
 from .workers import run_forked
 
 __all__ = ["Device"]
@@ -45,11 +47,15 @@ class Device:
         completion: when asynchronous work completes: "eager", "late" (when nothing else can move)
             or "random".
         seed: of the random order.
-        check: what to look after besides bounds and alignment: "all", "none", or some of "race"
-            (accesses to shared and Tensor Memory that nothing orders, and of programmatic launches
-            to global memory), "lanes" (threads of a warp are told apart in this), "uninitialized"
-            (reads of shared and Tensor Memory that nobody wrote before) and "registers" (used
-            while asynchronous work has them).
+        check: what to look after: "none", "all" (that is on by default) and kinds to add to it, or
+            only some kinds; several with commas between or in a sequence. The kinds are
+            "race", "lanes" (threads of a warp are told apart in that), "fence", "uninitialized",
+            "registers", "exit", "dsmem_exit", "tmem_lanes", "pdl", "bounds", which is always on,
+            and "exit_stores", which "all" does not have.
+        on_error: "raise", or "collect": the launch goes on, and its report has the alarms. Memory
+            out of bounds then reads as NaN, and what is stored there is dropped.
+        suppress: alarms that may stand, a file or its lines: ``kind [key=pattern ...]  # reason``
+            with the keys kernel, line, source and opcode. They are neither raised nor kept.
         exact: sum products of the tensor cores exactly and round once, instead of as they do.
         workers: processes that the clusters of a grid are spread over.
         resident: clusters of a grid that start at once and take turns, in each process; None: 2,
@@ -63,6 +69,8 @@ class Device:
         completion: str = "eager",
         seed: int = 0,
         check: str | Sequence[str] = "all",
+        on_error: str = "raise",
+        suppress: str | Path | Sequence[str] = (),
         exact: bool = False,
         workers: int = 1,
         resident: int | None = None,
@@ -73,19 +81,16 @@ class Device:
             raise ValueError(
                 f"completion: got {completion!r}; choose one of {', '.join(COMPLETIONS)}"
             )
-        named = (check,) if isinstance(check, str) else tuple(check)
-        wanted = {"all": CHECKS, "none": ()}.get(named[0] if len(named) == 1 else "", named)
-        if unknown := sorted(set(wanted) - set(CHECKS)):
-            raise ValueError(
-                f"check: got {', '.join(map(repr, unknown))}; choose all, none, or some of "
-                f"{', '.join(CHECKS)}"
-            )
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error: got {on_error!r}; choose one of {', '.join(ON_ERROR)}")
         if workers < 1 or (workers > 1 and not hasattr(os, "fork")):
             raise ValueError(f"workers: got {workers}; at least 1, and 1 where there is no fork")
         if resident is not None and resident < 1:
             raise ValueError(f"resident: got {resident}; at least 1, or None")
         self.target, self.workers = target, workers
-        self._settings = Settings(target, completion, seed, frozenset(wanted), exact, resident)
+        self._settings = Settings(target, completion, seed, exact, resident)
+        self._checks, self._collecting = wanted(check), on_error == "collect"
+        self._suppressions = read_suppressions(suppress)
 
     def launch(
         self,
@@ -118,7 +123,7 @@ class Device:
             trace: and what each warp and engine did when, for ``Report.trace``.
             programmatic: the kernel may start while the one before it still runs (programmatic
                 dependent launch, ``use_pdl`` of CuTe DSL). Memory is as that one leaves it all the
-                same; with the check "race", EarlyAccess says what in global memory is touched
+                same; with the check "pdl", EarlyAccess says what in global memory is touched
                 without being ordered after a griddepcontrol.wait.
 
         Raises PtxError (a ValueError) for what is not PTX, not supported or not allowed, and
@@ -128,9 +133,22 @@ class Device:
         _check_target(module, self.target)
         function = _entry(module, name)
         dims = _dimensions(function, grid, block, cluster)
-        launch = _prepare(
-            module, function, dims, shared, args, buffers, self._settings, programmatic
+        alarms = Alarms(
+            self._checks,
+            self._collecting,
+            [entry for entry in self._suppressions if entry.is_for(name)],
         )
+        launch = _prepare(
+            module,
+            function,
+            dims,
+            shared,
+            args,
+            buffers,
+            self._settings,
+            programmatic and "pdl" in self._checks,
+        )
+        launch.alarms = alarms
         program = Program(module, launch)
         code = program.code(name)
         clusters = math.prod(-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True))
@@ -140,7 +158,7 @@ class Device:
             if profile or trace:
                 launch.watch = collect(launch, trace=trace)
             run_grid(launch, code, number, workers)
-            return finish(launch.watch, program.codes())
+            return finish(launch.watch, program.codes(), alarms)
 
         with np.errstate(all="ignore"):  # wrap-around, infinities and NaN are the hardware's too
             if workers == 1:
@@ -263,7 +281,7 @@ def _prepare(
         module_variables=variables,
         settings=settings,
         cell=_cell(module),
-        programmatic=programmatic and "race" in settings.checks,
+        programmatic=programmatic,
         constants=(parameters, *(b for b in variables.values() if not b.writable)),
     )
 

@@ -39,11 +39,12 @@ class Work:
         after: what must be done before it.
         needs: CTAs whose shared memory must live until it is done.
         actor: its place in the order of things; None where nothing is checked.
+        exit: the check that those CTAs know it to be complete when they exit.
     """
 
     __slots__ = (
-        "actor", "after", "done", "issuer", "line", "needs", "pipe", "rest", "run", "threads",
-        "tick", "used", "what",
+        "actor", "after", "done", "exit", "issuer", "line", "needs", "pipe", "rest", "run",
+        "threads", "tick", "used", "what",
     )  # fmt: skip
 
     def __init__(
@@ -55,13 +56,17 @@ class Work:
         after: tuple[Work, ...] = (),
         needs: tuple[CTA, ...] = (),
         actor: Actor | None = None,
+        exit: str = "exit",
     ) -> None:
         instruction = issuer.frame.function.instructions[issuer.pc]
         self.what, self.line = instruction.opcode, instruction.line
         self.issuer = (issuer.cta, issuer.frame.code, issuer.pc)
         self.threads, self.used = issuer.threads, issuer.used
         self.run, self.pipe, self.after, self.needs = run, pipe, after, needs
-        self.actor = actor
+        self.actor, self.exit = actor, exit
+        if actor is not None:
+            for cta in needs:
+                cta.users.add(self)
         self.done = False
         self.tick = 0  # when it was issued
         self.rest: Work | None = None  # what it leaves to be done, once it has read its source
@@ -84,12 +89,8 @@ class Work:
 
     def complete(self) -> None:
         for cta in self.needs:
-            if not cta.alive and "race" in cta.launch.settings.checks:
-                raise PtxError(
-                    f"{self.location()} is still in flight, and needs the shared memory of CTA "
-                    f"{cta.index}, which has exited",
-                    self.line,
-                )
+            if not cta.alive and self.actor is None:  # for the others CTA.leave knows
+                cta.outlived(self)
         try:
             self.run(self)
         except PtxError as error:

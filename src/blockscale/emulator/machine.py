@@ -21,14 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checks import DataRace, Site
+from .alarms import Alarms
+from .checks import Site
 from .memory import RANK_SHIFT, SYSTEM_SHARED, Buffer, GlobalMemory
 from .program import Function, PtxError, Register, type_bytes
 from .shadow import Shadow
+from .users import Users
 from .watch import Watch
 
 if TYPE_CHECKING:
     from .cluster import Cluster
+    from .engine import Work
 
 __all__ = [
     "CTA",
@@ -274,6 +277,7 @@ class CTA:
         self.shadow: Shadow | None = None
         #: Threads of other CTAs that reached the shared memory: when last, and where.
         self.visits: dict[int, tuple[int, Site]] = {}
+        self.users = Users(self)
         self.laps = 0  # times that every fragment had used up its quantum
         frame = self.frame(code, 0)
         self.fragments = [Fragment(self, np.arange(self.size), frame, 0, ())]
@@ -305,24 +309,36 @@ class CTA:
 
     def visit(self, agents: np.ndarray, site: Site) -> None:
         """Threads of another CTA reach this one's shared memory."""
-        if self.shadow is not None and self.shadow.races:
-            event = self.shadow.order.event(site)
+        if self.cluster.order is not None and "dsmem_exit" in self.launch.alarms.checks:
+            event = self.cluster.order.event(site)
             self.visits.update(dict.fromkeys(agents.tolist(), (event, site)))
 
     def leave(self) -> None:
         """Its last thread has exited, and its shared memory is gone: whatever other CTAs did there
         must be known to have happened before."""
-        if not self.visits:
+        order = self.cluster.order
+        if order is None:
             return
-        assert self.cluster.order is not None
-        known = self.cluster.order.seen_by(self.agents(np.arange(self.size)))
+        known = order.seen_by(self.agents(np.arange(self.size)))
         for agent, (event, site) in self.visits.items():
             if event > known[agent]:
-                raise DataRace(
+                self.launch.alarms.tell(
+                    "dsmem_exit",
                     f"CTA {self.index} exits, and nothing orders that after an access to its "
                     f"shared memory: {site}",
-                    site.line,
+                    site,
                 )
+        for work in self.users.unknown(known):
+            self.outlived(work)
+
+    def outlived(self, work: Work) -> None:
+        """Asynchronous work may still be in flight when the CTA, which it needs, is gone."""
+        self.launch.alarms.tell(
+            work.exit,
+            f"{work.location()} may still be in flight, and needs the memory of CTA {self.index}, "
+            "which exits without having waited for it",
+            work.site(),
+        )
 
     def pick(self) -> Fragment | None:
         """The next fragment to run, merged with its equals: the deepest call, then the smallest pc.
@@ -358,7 +374,6 @@ class Settings:
     target: str = "sm_90a"
     completion: str = "eager"
     seed: int = 0
-    checks: frozenset[str] = frozenset()
     exact: bool = False  # sums of the tensor cores
     resident: int | None = None  # clusters that start at once
 
@@ -382,6 +397,7 @@ class Launch:
     programmatic: bool  # it may start before the kernel before is over, and races are looked for
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # clusters not yet started
     watch: Watch | None = None
+    alarms: Alarms = field(default_factory=Alarms)
     #: Memory at global addresses that no kernel writes.
     constants: tuple[Buffer, ...] = ()
     #: Around atomic operations on global memory.

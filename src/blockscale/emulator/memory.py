@@ -131,6 +131,16 @@ class GlobalMemory:
             pieces.append((buffer, threads))
         return pieces
 
+    def holds(self, addresses: np.ndarray, size: int, to_write: bool = False) -> np.ndarray:
+        """At which of the addresses (n,) there are ``size`` bytes, that may be written."""
+        held = np.zeros(len(addresses), bool)
+        for i, address in enumerate(addresses.tolist()):
+            try:
+                held[i] = self.find(address, size).writable or not to_write
+            except MemoryFault:
+                continue
+        return held
+
     def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
         out = np.empty((len(addresses), size), np.uint8)
         for buffer, threads in self._each(addresses, size):

@@ -16,6 +16,7 @@ from .predecessor import follows
 from .shadow import Shadow
 
 if TYPE_CHECKING:
+    from .cluster import Cluster
     from .machine import CTA, Fragment, Launch
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _MAP = 128  # bytes of a tensor map
+_POISON = 0xFF  # what is read where there is no memory, if that may go on: NaN
 
 
 def cells(offsets: np.ndarray, size: int, cell: int) -> np.ndarray:
@@ -47,7 +49,7 @@ def cells(offsets: np.ndarray, size: int, cell: int) -> np.ndarray:
 
 def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
     """(n, size) bytes that a fragment or a work reads at addresses of shared::cluster."""
-    out = np.empty((len(where), size), np.uint8)
+    out = np.full((len(where), size), _POISON, np.uint8)
     for cta, chosen, offsets in _owners(by, where, size):
         _observe(by, "read", cta, chosen, offsets, size, strong)
         out[chosen] = gather(cta.shared, offsets, size)
@@ -69,8 +71,26 @@ def write_shared(by: Any, where: np.ndarray, values: np.ndarray, strong: bool = 
 
 
 def _owners(by: Any, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.ndarray]]:
-    """CTAs whose memory it is, which of the pieces lie there, and their offsets."""
+    """CTAs whose memory it is, which of the pieces lie there, and their offsets.
+
+    Pieces out of bounds are left out, if that may go on.
+    """
     cluster = (by.issuer[0] if isinstance(by, Work) else by.cta).cluster
+    try:
+        found = _parted(cluster, where, size)
+    except MemoryFault as fault:
+        cluster.launch.alarms.tell("bounds", fault, by.site())
+        there = np.nonzero([cluster.holds(address, size) for address in where.tolist()])[0]
+        parts = _parted(cluster, where[there], size) if len(there) else []
+        found = [(cta, there[chosen], offsets) for cta, chosen, offsets in parts]
+    if not isinstance(by, Work):
+        for cta, chosen, _ in found:
+            if not cta.alive:
+                cluster.gone(cta, int(where[chosen][0]), by.site())
+    return found
+
+
+def _parted(cluster: Cluster, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.ndarray]]:
     low, high = int(where.min()), int(where.max())
     cta, _ = cluster.shared(low, size)
     if low >> 24 == high >> 24:
@@ -123,10 +143,20 @@ def _tell(
 
 
 def read_global(by: Any, launch: Launch, where: np.ndarray, size: int) -> np.ndarray:
+    """(n, size) bytes that a fragment or a work reads at global addresses."""
+    try:
+        values = launch.memory.load(where, size)
+    except MemoryFault as fault:
+        launch.alarms.tell("bounds", fault, by.site())
+        values = np.full((len(where), size), _POISON, np.uint8)
+        held = launch.memory.holds(where, size)
+        if held.any():
+            values[held] = launch.memory.load(where[held], size)
+        return values
     if launch.programmatic:
         follows(by, launch, "reads", where)
     _tell(by, "global", "read", where, size, None, slice(None), launch)
-    return launch.memory.load(where, size)
+    return values
 
 
 def read_map(w: Fragment, where: np.ndarray) -> bytes:
@@ -137,10 +167,18 @@ def read_map(w: Fragment, where: np.ndarray) -> bytes:
 
 
 def write_global(by: Any, launch: Launch, where: np.ndarray, values: np.ndarray) -> None:
+    size = values.shape[1]
+    try:
+        launch.memory.store(where, values)
+    except MemoryFault as fault:
+        launch.alarms.tell("bounds", fault, by.site())
+        held = launch.memory.holds(where, size, to_write=True)
+        if held.any():
+            launch.memory.store(where[held], values[held])
+        return
     if launch.programmatic:
         follows(by, launch, "writes", where)
-    _tell(by, "global", "write", where, values.shape[1], None, slice(None), launch)
-    launch.memory.store(where, values)
+    _tell(by, "global", "write", where, size, None, slice(None), launch)
 
 
 # --- a thread's own -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checks import EarlyAccess, Site
+from .checks import Site
 from .engine import Work
 from .order import SEEN
 
@@ -82,8 +82,10 @@ def _refuse(
         if any(buffer.base <= address < buffer.end for buffer in launch.constants):
             continue
         buffer = launch.memory.find(address)
-        raise EarlyAccess(
+        launch.alarms.tell(
+            "pdl",
             f"data race: {replace(site, who=f'thread {thread} of {site.who}')} {verb} byte "
             f"{address - buffer.base:#x} of {buffer.name}; {why}",
-            site.line,
+            site,
         )
+        return

@@ -23,7 +23,6 @@ from .program import (
     Not,
     Operand,
     Pair,
-    PtxError,
     Register,
     Vector,
 )
@@ -79,11 +78,13 @@ class Multiplying(Flight):
         ins = w.frame.function.instructions[w.pc]
         if ins.parts[0] == "mov":
             self._finish(w)
-        elif "registers" in w.cta.launch.settings.checks:
-            raise PtxError(
+        else:
+            w.cta.launch.alarms.tell(
+                "registers",
                 f"{ins.opcode} {'writes' if writes else 'reads'} "
                 f"register {register}, which the {self.work.what} in line {self.work.line} still "
-                "uses: wgmma.commit_group and wgmma.wait_group must come between"
+                "uses: wgmma.commit_group and wgmma.wait_group must come between",
+                w.site(),
             )
 
     def _finish(self, w: Fragment) -> None:

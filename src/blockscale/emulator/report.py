@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from . import isa
+from .alarms import Alarm, Suppressed, merged
 from .trace import Slice, write
 
 __all__ = ["Banks", "Place", "Products", "Report", "Sectors", "Stall", "family"]
@@ -117,6 +118,8 @@ class Report:
             asynchronously", "write asynchronously") -> bytes, of all threads.
         sectors, banks, products, stalls: see there.
         slices: what a trace draws.
+        alarms: what the checks found, where the device collects that; always there.
+        suppressed: entries of the device's suppressions for this kernel; always there.
     """
 
     instructions: dict[str, int]
@@ -128,6 +131,8 @@ class Report:
     products: tuple[Products, ...] = ()
     stalls: tuple[Stall, ...] = ()
     slices: tuple[Slice, ...] = ()
+    alarms: tuple[Alarm, ...] = ()
+    suppressed: tuple[Suppressed, ...] = ()
 
     @property
     def total(self) -> int:
@@ -176,6 +181,8 @@ class Report:
             _added((row for report in every for row in report.products), "count", "flops"),
             _added_stalls(row for report in every for row in report.stalls),
             tuple(row for report in every for row in report.slices),
+            merged(alarm for report in every for alarm in report.alarms),
+            _added((row for report in every for row in report.suppressed), "count"),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -184,6 +191,8 @@ class Report:
             "total": self.total,
             "instructions": self.instructions,
             "families": self.families(),
+            "alarms": [asdict(alarm) for alarm in self.alarms],
+            "suppressed": [asdict(entry) for entry in self.suppressed],
         }
         if not self.profiled:
             return found
@@ -237,7 +246,7 @@ def family(opcode: str) -> str:
 # --- sums -----------------------------------------------------------------------------------------
 
 
-_Row = TypeVar("_Row", Sectors, Banks, Products)
+_Row = TypeVar("_Row", Sectors, Banks, Products, Suppressed)
 _SECTORS = ("requests", "asked", "sectors", "fewest")
 _BANKS = ("requests", "wavefronts", "conflicts")
 
@@ -294,7 +303,33 @@ def _table(title: str, head: Sequence[str], rows: Sequence[_Cells], most: int) -
     return "\n".join([title, *("  " + line for line in (*text, *left))])
 
 
+def _alarms(report: Report, most: int) -> Iterator[str]:
+    """What the checks found, by line of the source."""
+    places: dict[str, list[Alarm]] = {}
+    for alarm in report.alarms:
+        places.setdefault(alarm.place, []).append(alarm)
+    rows: list[_Cells] = []
+    for place, found in places.items():
+        who = list(dict.fromkeys(name for alarm in found for name in alarm.who))
+        more = f" and {len(who) - 1} more" if len(who) > 1 else ""
+        kinds = ", ".join(dict.fromkeys(alarm.kind for alarm in found))
+        count = sum(alarm.count for alarm in found)
+        rows.append((place, kinds, count, who[0] + more, found[0].message))
+    every = sum(alarm.count for alarm in report.alarms)
+    yield _table(f"alarms: {every:,}", ("at", "kinds", "count", "by", "the first"), rows, most)
+    yield _table(
+        "suppressed alarms",
+        ("entry", "count", "because"),
+        [
+            (s.entry + ("" if s.count else " (unused)"), s.count, s.reason)
+            for s in report.suppressed
+        ],
+        99,
+    )
+
+
 def _parts(report: Report, most: int) -> Iterator[str]:
+    yield from _alarms(report, most)
     counts = list(report.families().items())
     of_warps = f", {report.warp_instructions:,} of warps" if report.profiled else ""
     yield _table(

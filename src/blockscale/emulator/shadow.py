@@ -6,15 +6,21 @@ a race if one of those is not known to happen before it; both sides are named.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checks import DataRace, LaneRace, Site, Uninitialized
+from .checks import Site
 from .order import Actor, Order
 from .readers import Readers, View, seen_events
 
+if TYPE_CHECKING:
+    from .alarms import Alarms
+
 __all__ = ["Shadow"]
+
+
+_RACES = ("race", "lanes", "fence")
 
 
 class Shadow:
@@ -24,15 +30,14 @@ class Shadow:
         name: of the memory, for messages, with ``{}`` for the place.
         cells: their number.
         order: the clock of the cluster.
-        checks: "race", "uninitialized" or both.
+        alarms: of the launch; they know which checks are wanted.
         size: bytes of a cell, for messages.
     """
 
-    def __init__(
-        self, name: str, cells: int, order: Order, checks: frozenset[str], size: int = 1
-    ) -> None:
-        self.name, self.order, self.size = name, order, size
-        self.races, self.blanks = "race" in checks, "uninitialized" in checks
+    def __init__(self, name: str, cells: int, order: Order, alarms: Alarms, size: int = 1) -> None:
+        self.name, self.order, self.size, self.alarms = name, order, size, alarms
+        self.races = not alarms.checks.isdisjoint(_RACES)
+        self.blanks = "uninitialized" in alarms.checks
         self.writer = np.zeros(cells, np.uint16)  # the column of who wrote last
         self.written = np.zeros(cells, np.uint32)  # the event of the write, 0: never
         self.readers = Readers(cells if self.races else 0, order)
@@ -103,12 +108,11 @@ class Shadow:
         """Cells, of any shape, are read."""
         cells = cells.reshape(-1)
         self._blank(cells, site)
-        if self.races:
-            seen = self._ordered(cells, actor, "reads", site)
-            event = self.order.event(site, actor.strong)
-            actor.did(event)
-            if not actor.strong:
-                self.readers.read(cells, actor.column, event, (seen[None], None))
+        seen = self._ordered(cells, actor, "reads", site) if self.races else None
+        event = self.order.event(site, actor.strong)
+        actor.did(event)
+        if seen is not None and not actor.strong:
+            self.readers.read(cells, actor.column, event, (seen[None], None))
 
     def write_by(self, cells: np.ndarray, actor: Actor, site: Site) -> None:
         """Cells, of any shape, are written."""
@@ -168,7 +172,8 @@ class Shadow:
             blank = self.written[cells] == 0
             if blank.any():
                 place = self.name.format(self.place(int(cells[blank].flat[0])))
-                raise Uninitialized(f"{site} reads {place}, which nobody has written", site.line)
+                message = f"{site} reads {place}, which nobody has written"
+                self.alarms.tell("uninitialized", message, site)
 
     def place(self, cell: int) -> str:
         return f"{cell * self.size:#x}"
@@ -180,21 +185,23 @@ class Shadow:
         """``who`` accesses at ``site``; the other access is that event, of ``column``."""
         order = self.order
         place, earlier = self.name.format(self.place(cell)), order.site(event)
-        if fence_only:
-            raise DataRace(
-                f"missing fence.proxy.async: {site} {verb} {place} through the asynchronous proxy "
-                f"after the ordinary write by {order.named(earlier, column)}",
-                site.line,
-            )
         agent, own = (who.issuer, who.column) if isinstance(who, Actor) else (who, who)
         here, there = order.named(site, own), order.named(earlier, column)
-        if order.of_one_warp(agent, column, event):
-            raise LaneRace(
-                f"data race between lanes of a warp: {here} {verb} {place}; nothing orders it "
-                f"after the {other} by {there}: bar.warp.sync must come between",
-                site.line,
+        if fence_only:
+            kind = "fence"
+            message = (
+                f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy "
+                f"after the ordinary write by {there}"
             )
-        raise DataRace(
-            f"data race: {here} {verb} {place}; nothing orders it after the {other} by {there}",
-            site.line,
-        )
+        elif order.of_one_warp(agent, column, event):
+            kind = "lanes"
+            message = (
+                f"data race between lanes of a warp: {here} {verb} {place}; nothing orders it "
+                f"after the {other} by {there}: bar.warp.sync must come between"
+            )
+        else:
+            kind = "race"
+            message = (
+                f"data race: {here} {verb} {place}; nothing orders it after the {other} by {there}"
+            )
+        self.alarms.tell(kind, message, site, earlier)

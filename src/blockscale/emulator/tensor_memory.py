@@ -30,8 +30,7 @@ class TensorMemory:
         cluster = cta.cluster
         if cluster.order is not None:
             name = f"{{}} of the Tensor Memory of CTA {cta.index}"
-            checks = cta.launch.settings.checks
-            self.shadow = _Shadow(name, LANES // _RUN * COLUMNS, cluster.order, checks)
+            self.shadow = _Shadow(name, LANES // _RUN * COLUMNS, cluster.order, cta.launch.alarms)
         cluster.at_end.append(self._check_end)
 
     def _check_end(self) -> None:

@@ -126,7 +126,7 @@ def send(w: Fragment, read: Callable[[Work], Callable[[Work], None]]) -> None:
         writes[0](work)
 
     actor = cluster.begin(w)
-    work = Work(w, fetch, needs=(w.cta,), actor=actor)
+    work = Work(w, fetch, needs=(w.cta,), actor=actor, exit="exit_stores")
     rest = Work(w, store, actor=actor)
     groups(w.cta, "bulk").add(w.threads, work)
     cluster.engine.submit(work)

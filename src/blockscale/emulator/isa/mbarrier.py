@@ -128,6 +128,7 @@ def _order(form: Form, *orders: str) -> str | None:
 
 def visible(w: Fragment, barrier: MBarrier, users: Any = slice(None)) -> None:
     """The initialization must happen before every use; ``users``: which threads use it."""
+    w.cta.cluster.gone(barrier.cta, barrier.cta.shared_base | barrier.offset, w.site())
     shadow, order = barrier.cta.shadow, w.cta.cluster.order
     if shadow is None or order is None or not shadow.races:
         return

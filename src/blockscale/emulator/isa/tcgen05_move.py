@@ -71,10 +71,15 @@ def _shape(form: Form, address_at: int, values_at: int, pack: str) -> Any:
         lanes, columns = places(shape, int(num[1:]), warp, offset)
         further = lane - 32 * warp
         if further not in ((0,) if shape == "32x32b" else (0, 16)):
-            raise form.error(
-                f"lane {lane} of the address is not of warp {warp} of its group, which reaches "
-                f"lanes {32 * warp} to {32 * warp + 31}"
+            w.cta.launch.alarms.tell(
+                "tmem_lanes",
+                form.error(
+                    f"lane {lane} of the address is not of warp {warp} of its group, which reaches "
+                    f"lanes {32 * warp} to {32 * warp + 31}"
+                ),
+                w.site(),
             )
+            further = lane % 32  # the hardware has these bits from the warp
         return lanes + further, columns + column
 
     registers = load_places(shape, int(num[1:]), 0)[0].shape[1]

@@ -249,8 +249,11 @@ def mma_async(form: Form) -> Step:
             bool(_uniform(form, "scale-d", scale_d(w))),
         )  # fmt: skip
         cta, cluster, frame, mine = w.cta, w.cta.cluster, w.frame, _warpgroup(w)
-        if "registers" in cta.launch.settings.checks:
-            _check(w, form, mine, registers, d, f"{shape} {d_type}")
+        if "registers" in cta.launch.alarms.checks:
+            try:
+                _check(w, form, mine, registers, d, f"{shape} {d_type}")
+            except PtxError as error:
+                cta.launch.alarms.tell("registers", error, w.site())
         threads = slice(int(w.threads[0]), int(w.threads[-1]) + 1)
         pipe = ("wgmma", cta.rank, int(w.threads[0]) // _GROUP)
         actor = cluster.follow(w, pipe)
