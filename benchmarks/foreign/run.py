@@ -2,9 +2,9 @@
 
     python benchmarks/foreign/run.py FOLDER [NAME ...] --json FILE
 
-FOLDER holds their PTX as their own builds make it, ``<project>/<kernel>.ptx``; the files beside this
-one say in words how each is made, build its arguments and know the right answer. None of their code
-is in this repository. NAMEs are of kernels or projects; results of others in FILE stay.
+FOLDER holds their PTX as their own builds make it, ``<project>/<kernel>.ptx``; the files beside
+this one say in words how each is made, build its arguments and know the right answer. None of their
+code is in this repository. NAMEs are of kernels or projects; results of others in FILE stay.
 
 Where a check raises an alarm, the same launch runs once more with the checks off: the result says
 whether the numbers are right all the same.
