@@ -9,11 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from blockscale import emulator as em
 
-__all__ = ["Foreign", "Launch"]
+__all__ = ["Foreign", "Launch", "allocated"]
 
 Launch = Callable[..., em.Report]  # Device.launch without its first two arguments
+
+
+def allocated(array: np.ndarray) -> np.ndarray:
+    """A copy that starts at a multiple of 256 bytes, as cudaMalloc's memory does."""
+    room = np.empty(array.nbytes + 256, np.uint8)
+    start = -room.ctypes.data % 256
+    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 @dataclass(frozen=True)
