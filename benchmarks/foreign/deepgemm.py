@@ -1,8 +1,9 @@
 """DeepGEMM's GEMMs for sm_100: FP8 x FP8, FP8 x FP4, BF16 and TF32, one and two CTAs, grouped.
 
-Their JIT writes a few lines that name one instance of a template and compiles them; the fields of
-``Gemm`` are the arguments that its heuristics would fill in for two SMs (``set_num_sms(2)``), so
-that each CTA or pair of CTAs goes through several tiles and its ring of stages comes round.
+Their JIT writes a few lines that name one instance of a template and compiles them. The fields of
+``Gemm`` are one of the candidates that its heuristics list for two SMs (``set_num_sms(2)``), with
+stages and shared memory by its formulas. For a problem this small its chooser may prefer another
+candidate; with these each CTA or pair goes through several tiles, and its ring comes round.
 
 Operands are small integers and scales powers of two: sums are exact in any order, and the output
 must be the rounded sum, bit for bit.
