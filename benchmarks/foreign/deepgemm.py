@@ -24,8 +24,8 @@ from .kernel import Foreign, Launch, allocated
 VERSION = "54e22612409371d6364144b69086735beb54e98b"
 FLAGS = (
     "the flags of NVCCCompiler in csrc/jit/compiler.hpp with architecture sm_100f, the headers of "
-    "deep_gemm/include and those of CUTLASS at 7107b05535f8977f5ecb9d01ee203205b1fd9bc4, nvcc "
-    "13.0.88 -ptx"
+    "deep_gemm/include and of the submodule CUTLASS, f3fde58372d33e9a5650ba7b80fc48b3b49d40c8, "
+    "nvcc 13.0.88 -ptx"
 )
 BFLOAT16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
