@@ -80,7 +80,7 @@ def enqueue(w: Fragment, run: Callable[[Work], None], needs: tuple[CTA, ...]) ->
 @instruction("tcgen05.alloc", control=True)
 def alloc(form: Form) -> Step:
     """Columns of Tensor Memory, their address into shared memory; waits until they are free."""
-    form.needs("sm_100a", "sm_103a")
+    form.needs("sm_100f")
     group = cta_group(form)
     aligned(form)
     space = form.one("shared::cta")
@@ -119,7 +119,7 @@ def alloc(form: Form) -> Step:
 
 @instruction("tcgen05.dealloc", control=True)
 def dealloc(form: Form) -> Step:
-    form.needs("sm_100a", "sm_103a")
+    form.needs("sm_100f")
     cta_group(form)
     aligned(form)
     form.type("b32")
@@ -135,7 +135,7 @@ def dealloc(form: Form) -> Step:
 
 @instruction("tcgen05.relinquish_alloc_permit", control=True)
 def relinquish(form: Form) -> Step:
-    form.needs("sm_100a", "sm_103a")
+    form.needs("sm_100f")
     cta_group(form)
     aligned(form)
 
@@ -149,7 +149,7 @@ def relinquish(form: Form) -> Step:
 def fence(form: Form) -> Step:
     """::before_thread_sync, ::after_thread_sync. What they order is ordered here by the waits and
     barriers around them: compilers leave them out too, and hardware runs that."""
-    form.needs("sm_100a", "sm_103a")
+    form.needs("sm_100f")
     return lambda w: None
 
 
@@ -160,7 +160,7 @@ for _name in ("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_
 @instruction("tcgen05.wait::ld", "tcgen05.wait::st", control=True)
 def wait(form: Form) -> Step:
     """Until the warp's loads from, or stores to, Tensor Memory are done."""
-    form.needs("sm_100a", "sm_103a")
+    form.needs("sm_100f")
     aligned(form)
     kind = "tcgen05." + form.parts[1][-2:]
 
@@ -178,7 +178,7 @@ def wait(form: Form) -> Step:
 @instruction("tcgen05.commit")
 def commit(form: Form) -> Step:
     """Arrive at an mbarrier once all earlier tcgen05 work of the thread is done."""
-    form.needs("sm_100a", "sm_103a")
+    form.needs("sm_100f")
     group = cta_group(form)
     if not form.has("mbarrier::arrive::one"):
         raise form.error("expected .mbarrier::arrive::one")

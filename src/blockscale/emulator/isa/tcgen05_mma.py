@@ -158,7 +158,7 @@ def _major(transposed: bool) -> str:
 def mma(form: Form) -> Step:
     """[d], a-desc or [a], b-desc, idesc, then [scale-a], [scale-b], enable-d; or, without scales,
     lanes not to write, enable-d, scale of d. Sparse (.sp) and .ws forms are not supported."""
-    form.needs("sm_100a", "sm_103a")
+    form.needs("sm_100f")
     group = cta_group(form)
     kind = form.one(*(f"kind::{name}" for name in _KINDS))
     if kind is None or kind == "kind::i8":
@@ -172,6 +172,8 @@ def mma(form: Form) -> Step:
         given = form.one("block16", "block32", *(f"scale_vec::{n}X" for n in (1, 2, 4))) or ""
         if given not in _VECTORS[kind]:
             raise form.error(f"kind::{kind} takes one of .{', .'.join(_VECTORS[kind])}")
+        if given.startswith("scale_vec"):  # the family has .block16 and .block32 alone
+            form.needs("sm_100a", "sm_103a")
         vector = _VECTORS[kind][given]
     form.one(*_COLLECTORS)
     operands = form.ins.operands

@@ -44,7 +44,7 @@ _MULTICASTS = ("warpx2::02_13", "warpx2::01_23", "warpx4")
 
 def _shape(form: Form, address_at: int, values_at: int, pack: str) -> Any:
     """Common to ld and st: (function of warp and address -> lanes and columns, registers)."""
-    form.needs("sm_100a", "sm_103a")
+    form.needs("sm_100f")
     aligned(form)
     shape, num = form.one(*_SHAPES), form.one(*_NUMS)
     if shape is None or num is None:
@@ -146,7 +146,7 @@ def store(form: Form) -> Step:
 @instruction("tcgen05.cp")
 def copy(form: Form) -> Step:
     """From the shared memory of each CTA to its own Tensor Memory."""
-    form.needs("sm_100a", "sm_103a")
+    form.needs("sm_100f")
     group = cta_group(form)
     shape, multicast = form.one(*_COPIES), form.one(*_MULTICASTS)
     if shape is None:

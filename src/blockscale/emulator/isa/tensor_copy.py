@@ -80,7 +80,7 @@ def _rows(form: Form, rank: int, modes: tuple[str, ...]) -> bool:
     """Whether the mode is that of four rows."""
     rows = (form.one(*modes) or "tile") == modes[1]
     if rows:
-        form.needs("sm_100a", "sm_103a")
+        form.needs("sm_100f")
         if rank != 2:
             raise form.error(f".{modes[1]} is for .2d only")
     return rows
@@ -93,7 +93,7 @@ def _load(form: Form, rank: int, target: str) -> Step:
     multicast = target == "shared::cluster" and form.has("multicast::cluster")
     group = form.one("cta_group::1", "cta_group::2")
     if group:
-        form.needs("sm_100a", "sm_103a")
+        form.needs("sm_100f")
     to, source, bar = form.address(0), _tensor(form, 1), form.address(2)
     at = 3
     ctas = form.get(at, "u16") if multicast else None

@@ -1,0 +1,97 @@
+"""Run kernels of other projects, unmodified, under every completion policy with all checks.
+
+    python benchmarks/foreign/run.py FOLDER [NAME ...] --json FILE
+
+FOLDER holds their PTX as their own builds make it, ``<project>/<kernel>.ptx``; the files beside
+this one say in words how each is made, build its arguments and know the right answer. None of their
+code is in this repository. NAMEs are of kernels or projects; results of others in FILE stay.
+
+Where a check raises an alarm, the same launch runs once more with the checks off: the result says
+whether the numbers are right all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)  # not this folder: it has a triton.py
+from foreign.kernel import Foreign  # noqa: E402
+
+from blockscale import emulator as em  # noqa: E402
+
+
+def kernels() -> list[Foreign]:
+    """Those of every file here that lists some."""
+    names = sorted(file.stem for file in HERE.glob("*.py") if file.stem != "run")
+    modules = [importlib.import_module(f"foreign.{name}") for name in names]
+    return [kernel for module in modules for kernel in getattr(module, "KERNELS", ())]
+
+
+def outcome(kernel: Foreign, ptx: str, completion: str, seed: int, check: str) -> dict[str, Any]:
+    """Of one launch: right, wrong, or what the emulator said."""
+    device = em.Device(kernel.target, completion=completion, seed=seed, check=check)
+    start = time.perf_counter()
+    try:
+        said = "right" if kernel.launch(device, ptx) else "wrong"
+    except em.PtxError as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"said": said, "seconds": round(time.perf_counter() - start, 2)}
+
+
+def prove(kernel: Foreign, folder: Path, seeds: int) -> dict[str, Any]:
+    """A kernel under eager, late and ``seeds`` random orders."""
+    ptx = kernel.ptx(folder)
+    orders = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(seeds))]
+    runs = {}
+    for completion, seed in orders:
+        found = outcome(kernel, ptx, completion, seed, "all")
+        if found["said"] not in ("right", "wrong"):
+            found["without checks"] = outcome(kernel, ptx, completion, seed, "none")["said"]
+        runs[f"{completion} {seed}"] = found
+        print(f"{kernel.name:32} {completion} {seed}: {json.dumps(found)}", flush=True)
+    return {
+        "project": kernel.project,
+        "version": kernel.version,
+        "target": kernel.target,
+        "made": kernel.made,
+        "sha256 of the PTX": hashlib.sha256(ptx.encode()).hexdigest(),
+        "right": sum(run["said"] == "right" for run in runs.values()),
+        "runs": runs,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--json", type=Path, help="without it nothing is written")
+    parser.add_argument("--seeds", type=int, default=5, help="of the random policy")
+    given = parser.parse_args()
+    chosen = [k for k in kernels() if not given.names or {k.name, k.project} & set(given.names)]
+    if unknown := set(given.names) - {n for k in kernels() for n in (k.name, k.project)}:
+        parser.error(f"NAME: no kernel or project {', '.join(sorted(unknown))}")
+    old: dict[str, Any] = {}
+    if given.json and given.json.exists():
+        old = json.loads(given.json.read_text())["kernels"]
+    for kernel in chosen:
+        old[kernel.name] = prove(kernel, given.folder, given.seeds)
+        if given.json:
+            result = {
+                "what": "kernels of other projects, unmodified, in the emulator with all checks",
+                "date": datetime.date.today().isoformat(),
+                "kernels": dict(sorted(old.items())),
+            }
+            given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
