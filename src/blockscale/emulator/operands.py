@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .constants import ConstantParser
 from .program import (
     Address,
     Function,
@@ -20,45 +21,66 @@ from .program import (
     Symbol,
     Vector,
 )
-from .tokens import Cursor, Token
+from .tokens import Source, Token
 
 __all__ = ["OperandParser", "Scope"]
+
+_FIELDS = {name: i for fields in ("xyzw", "rgba") for i, name in enumerate(fields)}
 
 
 @dataclass(slots=True)
 class Scope:
-    registers: dict[str, Register] = field(default_factory=dict)
-    ranges: dict[str, tuple[str, int]] = field(default_factory=dict)
+    registers: dict[str, Register | Vector] = field(default_factory=dict)
+    #: Stem of names with a number -> type, how many there are, items of each (1: no vector).
+    ranges: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
     uses: list[tuple[Label, Token]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)  # of variables: as written -> unique
 
 
-class OperandParser(Cursor):
+class OperandParser(ConstantParser):
     """Reads operands; who derives from it opens and closes the scopes."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, source: Source, tokens: Sequence[Token]) -> None:
+        super().__init__(source, tokens)
         self.function: Function | None = None
         self.scopes: list[Scope] = []
+        self.symbols: set[str] = set()  # that operands name
 
-    def new_register(self, name: str, type_name: str) -> Register:
+    def new_register(self, name: str, type_name: str, items: int = 1) -> Register | Vector:
         assert self.function is not None
+        if items > 1:
+            parts = (self.new_register(f"{name}.{item}", type_name) for item in "xyzw"[:items])
+            return Vector(tuple(parts))
         register = Register(name, type_name, len(self.function.registers))
         self.function.registers.append(register)
         return register
 
-    def find_register(self, name: str) -> Register | None:
+    def find_register(self, name: str) -> Register | Vector | None:
+        """A register, a vector of them, or one item of a vector."""
+        found = self._declared(name)
+        if found is None and "." in name:
+            stem, _, item = name.rpartition(".")
+            vector, at = self._declared(stem), _FIELDS.get(item, 4)
+            if isinstance(vector, Vector) and at < len(vector.items):
+                found = vector.items[at]  # type: ignore[assignment]
+        return found
+
+    def _declared(self, name: str) -> Register | Vector | None:
         for scope in reversed(self.scopes):
             if name in scope.registers:
                 return scope.registers[name]
             stem, digits = re.fullmatch(r"(.*?)(\d{0,9})", name, re.DOTALL).groups()  # type: ignore[union-attr]
             if digits and stem in scope.ranges:
-                type_name, count = scope.ranges[stem]
+                type_name, count, items = scope.ranges[stem]
                 if int(digits) < count:
-                    scope.registers[name] = self.new_register(name, type_name)
+                    scope.registers[name] = self.new_register(name, type_name, items)
                     return scope.registers[name]
         return None
+
+    def find_predicate(self) -> Register | None:
+        found = self.find_register(self.name())
+        return found if isinstance(found, Register) and found.type == "pred" else None
 
     def use_label(self) -> Label:
         token = self.token
@@ -74,19 +96,21 @@ class OperandParser(Cursor):
 
     def simple_operand(self, opcode: str) -> Operand:
         token = self.token
-        if self.accept("{"):
-            return Vector(self.operands_until("}", opcode))
-        if self.accept("("):
-            return Group(self.operands_until(")", opcode))
-        if self.accept("["):
-            return self.address(opcode)
-        if self.accept("!"):
-            register = self.find_register(self.name())
-            if register is None or register.type != "pred":
-                raise self.fail("expected a predicate after '!'", token)
-            return Not(register)
         if token.kind == "name":
             return self.named(opcode)
+        if self.accept("{"):
+            return Vector(self.operands_until("}", opcode))
+        if self.accept("["):
+            return self.address(opcode)
+        if token.text == "(" and opcode.startswith("call"):
+            self.take()
+            return Group(self.operands_until(")", opcode))
+        if token.text == "!" and self.tokens[self.at + 1].kind == "name":
+            self.take()
+            register = self.find_predicate()
+            if register is None:
+                raise self.fail("expected a predicate after '!'", token)
+            return Not(register)
         return self.constant()
 
     def operands_until(self, end: str, opcode: str) -> tuple[Operand, ...]:
@@ -109,7 +133,8 @@ class OperandParser(Cursor):
         if token.text.startswith("%"):
             return Special(token.text)
         if token.text == "WARP_SZ":
-            return Immediate(32)
+            self.at -= 1
+            return self.constant()
         if opcode.split(".")[0] in ("bra", "brx"):
             self.at -= 1
             if opcode.startswith("brx") and token.text in self.function.tables:  # type: ignore[union-attr]
@@ -118,12 +143,9 @@ class OperandParser(Cursor):
         names = (
             scope.names[token.text] for scope in reversed(self.scopes) if token.text in scope.names
         )
-        return Symbol(next(names, token.text), self.plus())
-
-    def plus(self) -> int:
-        if self.accept("+"):
-            return self.integer()
-        return self.integer() if self.token.text == "-" else 0
+        name = next(names, token.text)
+        self.symbols.add(name)
+        return Symbol(name, self.plus())
 
     def address(self, opcode: str) -> Address:
         token = self.token
@@ -141,24 +163,3 @@ class OperandParser(Cursor):
         if not isinstance(base, Register | Symbol | Immediate):
             raise self.fail("expected a register, a symbol or a number as address", token)
         return Address(base, offset, tuple(more))
-
-    def constant(self) -> Immediate:
-        token = self.token
-        if token.kind == "integer" or token.text in ("-", "~"):
-            inverted, negative = self.accept("~"), self.accept("-")
-            if self.token.kind == "integer":
-                value = self.integer()
-                value = -value if negative else value
-                return Immediate(~value if inverted else value)
-            if negative and self.token.kind == "decimal":
-                return self.double(-float(self.take().text))
-        if token.kind == "hexfloat":
-            digits = self.take().text
-            return Immediate(int(digits[2:], 16), 32 if digits[1] in "fF" else 64)
-        if token.kind == "decimal":
-            return self.double(float(self.take().text))
-        raise self.fail(f"expected an operand, found {token.text!r}")
-
-    @staticmethod
-    def double(value: float) -> Immediate:
-        return Immediate(int.from_bytes(struct.pack("<d", value), "little"), 64)

@@ -1,0 +1,181 @@
+"""Constant expressions: PTX ISA 4.6. Integers have 64 bits, signed unless U or their size says no;
+operators are those of C with its precedence."""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable, Mapping
+
+from .program import Immediate
+from .tokens import Cursor, Token
+
+__all__ = ["ConstantParser"]
+
+_AFTER = frozenset(",;])}")  # what follows an expression of one number
+
+#: Binary operators, those that bind least first.
+_LEVELS = (
+    ("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<=", ">=", "<", ">"), ("<<", ">>"),
+    ("+", "-"), ("*", "/", "%"),
+)  # fmt: skip
+_PAIRS = frozenset(op for level in _LEVELS for op in level if len(op) == 2)
+_SUM = 8
+
+
+class _Unsigned(int):
+    """A constant of type .u64."""
+
+
+Value = int | float
+
+
+def _quotient(a: Value, b: Value) -> Value:
+    if isinstance(a, float) or isinstance(b, float):
+        return a / b
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)  # towards zero
+
+
+def _remainder(a: Value, b: Value) -> Value:
+    return a - b * _quotient(a, b)
+
+
+_OPERATORS: Mapping[str, Callable[..., Value]] = {
+    "||": lambda a, b: int(bool(a) or bool(b)), "&&": lambda a, b: int(bool(a) and bool(b)),
+    "|": operator.or_, "^": operator.xor, "&": operator.and_,
+    "==": operator.eq, "!=": operator.ne,
+    "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
+    "<<": lambda a, b: a << (b & 63), ">>": lambda a, b: a >> (b & 63),
+    "+": operator.add, "-": operator.sub, "*": operator.mul,
+    "/": _quotient, "%": _remainder,
+}  # fmt: skip
+
+
+def _fit(value: int, unsigned: bool) -> int:
+    value &= (1 << 64) - 1
+    if unsigned:
+        return _Unsigned(value)
+    return value - (value >> 63 << 64)
+
+
+class ConstantParser(Cursor):
+    """Reads constant expressions."""
+
+    def constant(self) -> Immediate:
+        """An expression, or a float in hexadecimal."""
+        token = self.token
+        if token.kind == "integer" and self.tokens[self.at + 1].text in _AFTER:
+            return Immediate(self.integer())
+        if token.kind == "hexfloat":
+            digits = self.take().text
+            return Immediate(int(digits[2:], 16), 32 if digits[1] in "fF" else 64)
+        return self._immediate(self._choice())
+
+    def plus(self) -> int:
+        """What is added to a symbol or a register: "+ 4", "- 8", or nothing."""
+        if self.token.text not in ("+", "-"):
+            return 0
+        token = self.token
+        value = self._binary(_SUM, 0)
+        if isinstance(value, float):
+            raise self.fail("an offset is an integer", token)
+        return int(value)
+
+    def length(self) -> int:
+        """Of an array, or a number of registers: ptxas takes no expression there."""
+        token, value = self.token, self.integer()
+        if not 0 <= value < 1 << 40:
+            raise self.fail(f"a length of {value}", token)
+        return value
+
+    @staticmethod
+    def _immediate(value: Value) -> Immediate:
+        if isinstance(value, float):
+            return Immediate(int.from_bytes(struct.pack("<d", value), "little"), 64)
+        return Immediate(int(value))
+
+    def _choice(self) -> Value:
+        value = self._binary(0)
+        if not self.accept("?"):
+            return value
+        self.nest()
+        yes = self._choice()
+        self.expect(":")
+        no = self._choice()
+        self.depth -= 1
+        return yes if value else no
+
+    def _operator(self, level: int) -> str | None:
+        """The operator of a level that comes next."""
+        token, after = self.token, self.tokens[min(self.at + 1, len(self.tokens) - 1)]
+        text = token.text + after.text if after.position == token.position + 1 else ""
+        if text not in _PAIRS:
+            text = token.text
+        if text not in _LEVELS[level] or token.kind == "string":
+            return None
+        self.at += len(text)
+        return text
+
+    def _binary(self, level: int, left: Value | None = None) -> Value:
+        """Operators of a level and of those that bind more, after ``left`` where it is given."""
+        if level == len(_LEVELS):
+            return self._unary()
+        if left is None:
+            left = self._binary(level + 1)
+        while True:
+            token, name = self.token, self._operator(level)
+            if name is None:
+                return left
+            left = self._computed(token, name, left, self._binary(level + 1))
+
+    def _computed(self, token: Token, name: str, left: Value, right: Value) -> Value:
+        try:
+            value = _OPERATORS[name](left, right)
+        except ZeroDivisionError:
+            raise self.fail("a constant divided by 0", token) from None
+        except (OverflowError, TypeError):
+            raise self.fail(f"{name!r} takes integers", token) from None
+        if isinstance(value, float):
+            return value
+        kept = (left,) if name in ("<<", ">>") else (left, right)
+        return _fit(int(value), any(isinstance(side, _Unsigned) for side in kept))
+
+    def _unary(self) -> Value:
+        token = self.token
+        if token.text not in ("-", "+", "~", "!"):
+            return self._primary()
+        self.nest()
+        sign = self.take().text
+        value = self._unary()
+        self.depth -= 1
+        if sign == "!":
+            return int(not value)
+        if sign == "+":
+            return value
+        if sign == "-":
+            return -value if isinstance(value, float) else _fit(-value, type(value) is _Unsigned)
+        if isinstance(value, float):
+            raise self.fail("'~' takes integers", token)
+        return _fit(~value, type(value) is _Unsigned)
+
+    def _primary(self) -> Value:
+        token = self.token
+        if token.kind == "integer":
+            value = self.integer()
+            return _Unsigned(value) if token.text[-1] in "uU" or value >> 63 else value
+        if token.kind == "decimal":
+            return float(self.take().text)
+        if self.accept("WARP_SZ"):
+            return 32
+        if not self.accept("("):
+            raise self.fail(f"expected an operand, found {token.text!r}")
+        self.nest()
+        if self.token.text in (".s64", ".u64"):
+            unsigned = self.take().text == ".u64"
+            self.expect(")")
+            value = _fit(int(self._unary()), unsigned)
+        else:
+            value = self._choice()  # type: ignore[assignment]
+            self.expect(")")
+        self.depth -= 1
+        return value
