@@ -16,7 +16,7 @@ from .program import PtxError
 
 __all__ = ["CHECKS", "DataRace", "EarlyAccess", "Shadow", "Site", "Uninitialized"]
 
-CHECKS = ("race", "uninitialized", "registers")
+CHECKS = ("race", "uninitialized", "registers", "tmem_lanes")
 
 
 class DataRace(PtxError):

@@ -69,6 +69,8 @@ def _shape(form: Form, address_at: int, values_at: int, pack: str) -> Any:
         lane, column = split_address(uniform(form, address(w), "the address"))
         offset = 0 if half is None else uniform(form, half(w), "the offset of the second half")
         lanes, columns = places(shape, int(num[1:]), warp, offset)
+        if lane < 32 and "tmem_lanes" not in w.cta.launch.settings.checks:
+            lane += 32 * warp  # the hardware ignores the bits that say which warp
         further = lane - 32 * warp
         if further not in ((0,) if shape == "32x32b" else (0, 16)):
             raise form.error(
