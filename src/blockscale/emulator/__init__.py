@@ -3,6 +3,7 @@
 from .checks import DataRace, EarlyAccess, Uninitialized
 from .cutedsl import cutedsl
 from .device import Device
+from .isa.system_calls import KernelStopped
 from .machine import Deadlock
 from .memory import MemoryFault
 from .program import PtxError
@@ -14,6 +15,7 @@ __all__ = [
     "Deadlock",
     "Device",
     "EarlyAccess",
+    "KernelStopped",
     "MemoryFault",
     "PtxError",
     "Report",
