@@ -28,6 +28,8 @@ def value(body: str, **more: str) -> int:
     return int(out[5])
 
 
+#: Of two .param in one declaration ptxas takes the declaration alone: it crashes where no call
+#: follows.
 RUNS = [
     (".reg.b64 x; mov.b64 x, 7; cvt.u32.u64 %r1, x;", 7),
     (".reg .align 4 .b32 x; mov.b32 x, 7; mov.b32 %r1, x;", 7),
@@ -50,16 +52,16 @@ def test_declarations_in_a_kernel(body: str, expected: int) -> None:
 
 CONSTANTS = [
     ("(1+2)*3", 9), ("1+2*3", 7), ("7-2-1", 4), ("1 << 4", 16), ("-8 >> 1", -4), ("-7/2", -3),
-    ("-7 % 4", -3), ("~1", -2), ("!5", 0), ("+3", 3), ("5 == 5", 1), ("1 < 2 && 3 != 3", 0),
+    ("-7 % 4", 1), ("7 % -4", 7), ("-7 / 2U", 0xFFFFFFFC), ("-1 < 0U", 0), ("~1", -2), ("!5", 0), ("+3", 3), ("5 == 5", 1), ("1 < 2 && 3 != 3", 0),
     ("1 ? 2 : 3", 2), ("0 ? 2 : 1 ? 4 : 5", 4), ("6 & 3 | 8 ^ 1", 11), ("WARP_SZ*2", 64),
-    ("(.s64)5", 5), ("0xFFFFFFFFFFFFFFFF / 0x100000000", 0xFFFFFFFF), ("0X1fu", 31), ("0B11", 3),
+    ("(.s64)5", 5), ("0xFFFFFFFFFFFFFFFF / 0x100000000", 0xFFFFFFFF), ("0X1fU", 31), ("0B11", 3),
     ("(.u64)-1 > 0", 1), ("-1 > 0", 0), ("1.5 < 2.5", 1),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("constant", "expected"), CONSTANTS)
 def test_constant_expressions(constant: str, expected: int) -> None:
-    """PTX ISA 4.6; in operands, addresses and initial values."""
+    """PTX ISA 4.6, with the values that ptxas puts into its initial values; in operands, too."""
     assert value(f"mov.b32 %r1, {constant};") == expected & 0xFFFFFFFF
     before = f".global .b32 g[2] = {{0, {constant}}};"
     assert value("ld.global.b32 %r1, [g+2*2];", before=before) == expected & 0xFFFFFFFF
@@ -242,7 +244,9 @@ def test_vprintf(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failed_assertion_stops_the_kernel() -> None:
-    before = RUNTIME + string("what", "n < 3") + string("file", "a.cu") + string("where", "void k()")
+    before = (
+        RUNTIME + string("what", "n < 3") + string("file", "a.cu") + string("where", "void k()")
+    )
     body = "setp.lt.u32 %p1, %t, 3; @%p1 bra fine;" + "".join(
         f"mov.u64 %rd{i}, {name}; cvta.global.u64 %rd{i}, %rd{i};"
         for i, name in enumerate(("what", "file", "where"))
@@ -260,7 +264,9 @@ def test_a_failed_assertion_stops_the_kernel() -> None:
 @pytest.mark.parametrize("name", ["trap", "brkpt"])
 def test_stops(name: str) -> None:
     body = f"setp.eq.u32 %p1, %t, 4;\n@%p1 {name};"
-    with pytest.raises(em.KernelStopped, match=re.escape(f"{name}, first thread (4, 0, 0) of CTA (0, 0, 0)")) as caught:
+    with pytest.raises(
+        em.KernelStopped, match=re.escape(f"{name}, first thread (4, 0, 0) of CTA (0, 0, 0)")
+    ) as caught:
         run(body, np.zeros(32, np.uint32))  # fmt: skip
     assert caught.value.line == line_of(text(body), f"@%p1 {name}")
     run(body, np.zeros(32, np.uint32), block=4)

@@ -21,6 +21,7 @@ _LEVELS = (
 )  # fmt: skip
 _PAIRS = frozenset(op for level in _LEVELS for op in level if len(op) == 2)
 _SUM = 8
+_TRUTHS = frozenset(op for level in (0, 1, 5, 6) for op in _LEVELS[level])  # signed, 0 or 1
 
 
 class _Unsigned(int):
@@ -36,10 +37,6 @@ def _quotient(a: Value, b: Value) -> Value:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)  # towards zero
 
 
-def _remainder(a: Value, b: Value) -> Value:
-    return a - b * _quotient(a, b)
-
-
 _OPERATORS: Mapping[str, Callable[..., Value]] = {
     "||": lambda a, b: int(bool(a) or bool(b)), "&&": lambda a, b: int(bool(a) and bool(b)),
     "|": operator.or_, "^": operator.xor, "&": operator.and_,
@@ -47,7 +44,7 @@ _OPERATORS: Mapping[str, Callable[..., Value]] = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
     "<<": lambda a, b: a << (b & 63), ">>": lambda a, b: a >> (b & 63),
     "+": operator.add, "-": operator.sub, "*": operator.mul,
-    "/": _quotient, "%": _remainder,
+    "/": _quotient, "%": operator.mod,
 }  # fmt: skip
 
 
@@ -129,6 +126,13 @@ class ConstantParser(Cursor):
             left = self._computed(token, name, left, self._binary(level + 1))
 
     def _computed(self, token: Token, name: str, left: Value, right: Value) -> Value:
+        if isinstance(left, float) != isinstance(right, float):
+            raise self.fail(f"{name!r} takes two integers or two floats", token)
+        unsigned = type(left) is _Unsigned
+        if isinstance(left, int) and isinstance(right, int) and name not in ("<<", ">>"):
+            # ptxas takes remainders of unsigned integers only.
+            unsigned |= type(right) is _Unsigned or name == "%"
+            left, right = _fit(left, unsigned), _fit(right, unsigned)
         try:
             value = _OPERATORS[name](left, right)
         except ZeroDivisionError:
@@ -137,8 +141,7 @@ class ConstantParser(Cursor):
             raise self.fail(f"{name!r} takes integers", token) from None
         if isinstance(value, float):
             return value
-        kept = (left,) if name in ("<<", ">>") else (left, right)
-        return _fit(int(value), any(isinstance(side, _Unsigned) for side in kept))
+        return _fit(int(value), unsigned and name not in _TRUTHS)
 
     def _unary(self) -> Value:
         token = self.token
@@ -162,7 +165,7 @@ class ConstantParser(Cursor):
         token = self.token
         if token.kind == "integer":
             value = self.integer()
-            return _Unsigned(value) if token.text[-1] in "uU" or value >> 63 else value
+            return _Unsigned(value) if token.text[-1] == "U" or value >> 63 else value
         if token.kind == "decimal":
             return float(self.take().text)
         if self.accept("WARP_SZ"):
@@ -173,7 +176,10 @@ class ConstantParser(Cursor):
         if self.token.text in (".s64", ".u64"):
             unsigned = self.take().text == ".u64"
             self.expect(")")
-            value = _fit(int(self._unary()), unsigned)
+            given = self._unary()
+            if isinstance(given, float):
+                raise self.fail("a cast takes an integer", token)
+            value = _fit(given, unsigned)
         else:
             value = self._choice()  # type: ignore[assignment]
             self.expect(")")

@@ -98,7 +98,8 @@ class DeclarationParser(OperandParser):
 
     def filled(self, variable: Variable) -> Variable:
         """The variable with the value that comes next."""
-        data, links = bytearray(), []
+        data = bytearray()
+        links: list[Link] = []
         self._value(variable.type, data, links)
         size = type_bytes(variable.type)
         count = max(variable.count, len(data) // size)

@@ -22,7 +22,7 @@ _TOKEN = re.compile(
     |(?P<name>[A-Za-z_$%][\w$%]*(?:(?:::|\.)[\w$%]+)*|\.[A-Za-z_$%][\w$%]*(?:::[\w$%]+)*)
     |(?P<hexfloat>0[fF][0-9a-fA-F]{8}\b|0[dD][0-9a-fA-F]{16}\b)
     |(?P<decimal>\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\.\d+(?:[eE][+-]?\d+)?)
-    |(?P<integer>0[xX][0-9a-fA-F]+[uU]?|0[bB][01]+[uU]?|0[0-7]+[uU]?|\d+[uU]?)
+    |(?P<integer>0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|0[0-7]+U?|\d+U?)
     |(?P<string>"[^"\n]*")
     |(?P<end>\Z)
     |(?P<bad>.))""",
@@ -151,7 +151,7 @@ class Cursor:
         negative = self.accept("-")
         if self.token.kind != "integer":
             raise self.fail(f"expected an integer, found {self.token.text!r}")
-        digits = self.take().text.rstrip("uU")
+        digits = self.take().text.rstrip("U")
         octal = len(digits) > 1 and digits.isdigit() and digits[0] == "0"
         try:
             value = int(digits, 8 if octal else 0)
