@@ -61,16 +61,16 @@ class ConstantParser(Cursor):
     def constant(self) -> Immediate:
         """An expression, or a float in hexadecimal."""
         token = self.token
-        if token.kind == "integer" and self.tokens[self.at + 1].text in _AFTER:
+        if token.kind == "integer" and self.texts[self.at + 1] in _AFTER:
             return Immediate(self.integer())
         if token.kind == "hexfloat":
-            digits = self.take().text
+            digits = self.take()
             return Immediate(int(digits[2:], 16), 32 if digits[1] in "fF" else 64)
         return self._immediate(self._choice())
 
     def plus(self) -> int:
         """What is added to a symbol or a register: "+ 4", "- 8", or nothing."""
-        if self.token.text not in ("+", "-"):
+        if self.text not in ("+", "-"):
             return 0
         token = self.token
         value = self._binary(_SUM, 0)
@@ -104,11 +104,12 @@ class ConstantParser(Cursor):
 
     def _operator(self, level: int) -> str | None:
         """The operator of a level that comes next."""
-        token, after = self.token, self.tokens[min(self.at + 1, len(self.tokens) - 1)]
-        text = token.text + after.text if after.position == token.position + 1 else ""
-        if text not in _PAIRS:
-            text = token.text
-        if text not in _LEVELS[level] or token.kind == "string":
+        if self.kind == "end":
+            return None
+        text, at = self.text, self.at
+        if self.positions[at + 1] == self.positions[at] + 1 and text + self.texts[at + 1] in _PAIRS:
+            text += self.texts[at + 1]
+        if text not in _LEVELS[level]:
             return None
         self.at += len(text)
         return text
@@ -148,7 +149,7 @@ class ConstantParser(Cursor):
         if token.text not in ("-", "+", "~", "!"):
             return self._primary()
         self.nest()
-        sign = self.take().text
+        sign = self.take()
         value = self._unary()
         self.depth -= 1
         if sign == "!":
@@ -167,14 +168,14 @@ class ConstantParser(Cursor):
             value = self.integer()
             return _Unsigned(value) if token.text[-1] == "U" or value >> 63 else value
         if token.kind == "decimal":
-            return float(self.take().text)
+            return float(self.take())
         if self.accept("WARP_SZ"):
             return 32
         if not self.accept("("):
             raise self.fail(f"expected an operand, found {token.text!r}")
         self.nest()
-        if self.token.text in (".s64", ".u64"):
-            unsigned = self.take().text == ".u64"
+        if self.text in (".s64", ".u64"):
+            unsigned = self.take() == ".u64"
             self.expect(")")
             given = self._unary()
             if isinstance(given, float):

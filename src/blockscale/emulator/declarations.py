@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 
 import numpy as np
 
 from .operands import OperandParser, Scope
 from .program import Link, Parameter, PtxError, Variable, type_bytes
-from .tokens import Source, Token
+from .tokens import Source, Token, Tokens
 
 __all__ = ["STATE_SPACES", "DeclarationParser"]
 
@@ -24,7 +23,7 @@ class DeclarationParser(OperandParser):
         taken: names of variables, unique in the module; grows.
     """
 
-    def __init__(self, source: Source, tokens: Sequence[Token], taken: set[str]) -> None:
+    def __init__(self, source: Source, tokens: Tokens, taken: set[str]) -> None:
         super().__init__(source, tokens)
         self.taken = taken
         #: Module variables whose initializers, one token each, are not read yet.
@@ -54,8 +53,8 @@ class DeclarationParser(OperandParser):
     def _kind(self) -> tuple[str, int, int]:
         """Type, items of a vector, and alignment (0: not said), in any order."""
         type_name, vector, align = "", 1, 0
-        while self.token.text.startswith(".") and self.token.kind == "name":
-            text = self.take().text
+        while self.text.startswith(".") and self.kind == "name":
+            text = self.take()
             if text == ".align":
                 align = self.integer()
             elif text in _VECTORS:
@@ -64,13 +63,14 @@ class DeclarationParser(OperandParser):
                 self.skip_past("(")
                 depth = 1
                 while depth:
-                    depth += {"(": 1, ")": -1}.get(self.take().text, 0)
+                    depth += {"(": 1, ")": -1}.get(self.take(), 0)
             else:
                 type_name = text[1:]
         return type_name, vector, align
 
     def variables(self, extern: bool = False) -> list[Variable]:
-        first = self.take()
+        first = self.token
+        self.take()
         type_name, vector, align = self._kind()
         found = []
         while True:
@@ -78,14 +78,15 @@ class DeclarationParser(OperandParser):
             name = self.unique(self.name(), token)
             count, size = vector, self.size_of(type_name, first)
             while self.accept("["):
-                count *= 0 if self.token.text == "]" else self.length()
+                count *= 0 if self.text == "]" else self.length()
                 self.expect("]")
             variable = Variable(
                 name, first.text[1:], type_name, align or size * vector, count, extern
             )
             if self.accept("="):
-                if self.token.kind == "block":
-                    self.unread[name] = self.take()
+                if self.kind == "block":
+                    self.unread[name] = self.token
+                    self.take()
                 else:
                     variable = self.filled(variable)
             found.append(variable)
@@ -114,7 +115,7 @@ class DeclarationParser(OperandParser):
             self.nest()
             while not self.accept("}"):
                 self._value(type_name, data, links)
-                if self.token.text != "}":
+                if self.text != "}":
                     self.expect(",")
             self.depth -= 1
         elif self._names_symbol():
@@ -139,16 +140,16 @@ class DeclarationParser(OperandParser):
     def _names_symbol(self) -> bool:
         token = self.token
         if token.kind == "integer":
-            return self.tokens[self.at + 1].text == "("
+            return self.texts[self.at + 1] == "("
         return token.kind == "name" and token.text != "WARP_SZ"
 
     def _link(self, at: int, size: int) -> Link:
         """name + 4, generic(name) + 4, 0xff00(name): the address, or some of its bytes."""
-        mask = self.integer() if self.token.kind == "integer" else (1 << 8 * size) - 1
+        mask = self.integer() if self.kind == "integer" else (1 << 8 * size) - 1
         if mask <= 0:
             raise self.fail(f"a mask of {mask}")
-        name = "" if self.token.text == "(" else self.name()
-        token, offset = self.tokens[self.at - 1], 0
+        token, offset = self.token, 0
+        name = "" if self.text == "(" else self.name()
         if name in ("", "generic"):  # generic addresses of global memory are its own
             self.expect("(")
             token = self.token
@@ -164,8 +165,8 @@ class DeclarationParser(OperandParser):
         """What one .param declares, itself taken already: names with commas between."""
         align, type_name, pointee = 0, "", False
         first = self.token
-        while self.token.text.startswith(".") and self.token.kind == "name":
-            text = self.take().text
+        while self.text.startswith(".") and self.kind == "name":
+            text = self.take()
             if text == ".align":  # after .ptr it is that of what the pointer points to
                 align = (align, self.integer())[not pointee]
             elif text not in (".ptr", *STATE_SPACES):
@@ -176,10 +177,10 @@ class DeclarationParser(OperandParser):
             token, count = self.token, 1
             name = self.unique(self.name(), token)
             while self.accept("["):
-                count *= 0 if self.token.text == "]" else self.length()
+                count *= 0 if self.text == "]" else self.length()
                 self.expect("]")
             found.append(Parameter(name, type_name, align or size, count))
-            more = self.token.text == "," and self.tokens[self.at + 1].text != ".param"
+            more = self.text == "," and self.texts[self.at + 1] != ".param"
             if not more:
                 return found
             self.take()

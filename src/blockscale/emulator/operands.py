@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .constants import ConstantParser
@@ -21,7 +20,7 @@ from .program import (
     Symbol,
     Vector,
 )
-from .tokens import Source, Token
+from .tokens import Source, Token, Tokens
 
 __all__ = ["OperandParser", "Scope"]
 
@@ -41,7 +40,7 @@ class Scope:
 class OperandParser(ConstantParser):
     """Reads operands; who derives from it opens and closes the scopes."""
 
-    def __init__(self, source: Source, tokens: Sequence[Token]) -> None:
+    def __init__(self, source: Source, tokens: Tokens) -> None:
         super().__init__(source, tokens)
         self.function: Function | None = None
         self.scopes: list[Scope] = []
@@ -95,17 +94,17 @@ class OperandParser(ConstantParser):
         return first
 
     def simple_operand(self, opcode: str) -> Operand:
-        token = self.token
-        if token.kind == "name":
+        if self.kind == "name":
             return self.named(opcode)
         if self.accept("{"):
             return Vector(self.operands_until("}", opcode))
         if self.accept("["):
             return self.address(opcode)
-        if token.text == "(" and opcode.startswith("call"):
+        if self.text == "(" and opcode.startswith("call"):
             self.take()
             return Group(self.operands_until(")", opcode))
-        if token.text == "!" and self.tokens[self.at + 1].kind == "name":
+        if self.text == "!" and self.kinds[self.at + 1] == "name":
+            token = self.token
             self.take()
             register = self.find_predicate()
             if register is None:
@@ -118,32 +117,30 @@ class OperandParser(ConstantParser):
         self.nest()
         while not self.accept(end):
             items.append(self.operand(opcode))
-            if self.token.text != end:
+            if self.text != end:
                 self.expect(",")
         self.depth -= 1
         return tuple(items)
 
     def named(self, opcode: str) -> Operand:
-        token = self.take()
-        if token.text == "_":
+        text = self.take()
+        if text == "_":
             return None
-        register = self.find_register(token.text)
+        register = self.find_register(text)
         if register is not None:
             return register
-        if token.text.startswith("%"):
-            return Special(token.text)
-        if token.text == "WARP_SZ":
+        if text.startswith("%"):
+            return Special(text)
+        if text == "WARP_SZ":
             self.at -= 1
             return self.constant()
         if opcode.split(".")[0] in ("bra", "brx"):
             self.at -= 1
-            if opcode.startswith("brx") and token.text in self.function.tables:  # type: ignore[union-attr]
-                return Symbol(self.take().text)
+            if opcode.startswith("brx") and text in self.function.tables:  # type: ignore[union-attr]
+                return Symbol(self.take())
             return self.use_label()
-        names = (
-            scope.names[token.text] for scope in reversed(self.scopes) if token.text in scope.names
-        )
-        name = next(names, token.text)
+        names = (scope.names[text] for scope in reversed(self.scopes) if text in scope.names)
+        name = next(names, text)
         self.symbols.add(name)
         return Symbol(name, self.plus())
 

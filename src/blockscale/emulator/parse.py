@@ -42,7 +42,7 @@ class _ModuleParser(DeclarationParser):
     # --- outline ---
 
     def outline(self) -> None:
-        while self.token.kind != "end":
+        while self.kind != "end":
             self.top_level()
         if not self.module.version:
             raise PtxError("not PTX: no .version directive", 1, 1)
@@ -50,7 +50,7 @@ class _ModuleParser(DeclarationParser):
     def top_level(self) -> None:
         token = self.token
         if token.kind == "file":
-            found = re.match(r"\.file\s+(\d+)\s+\"([^\"]*)\"", self.take().text)
+            found = re.match(r"\.file\s+(\d+)\s+\"([^\"]*)\"", self.take())
             if found is None:
                 raise self.fail('expected .file number "path"', token)
             self.module.files[int(found.group(1))] = found.group(2)
@@ -58,7 +58,7 @@ class _ModuleParser(DeclarationParser):
         elif token.kind == "loc":
             self.take()
         elif self.accept(".version"):
-            self.module.version = self.take().text
+            self.module.version = self.take()
         elif self.accept(".target"):
             names = [self.name()]
             while self.accept(","):
@@ -88,36 +88,37 @@ class _ModuleParser(DeclarationParser):
 
     def declaration(self) -> None:
         extern = False
-        while self.token.text in _LINKAGE:
-            extern |= self.take().text == ".extern"
-        if self.token.text in (".entry", ".func"):
-            self.header(self.take().text == ".entry")
-        elif self.token.text in STATE_SPACES:
+        while self.text in _LINKAGE:
+            extern |= self.take() == ".extern"
+        if self.text in (".entry", ".func"):
+            self.header(self.take() == ".entry")
+        elif self.text in STATE_SPACES:
             for variable in self.variables(extern):
                 self.variables_of[variable.name] = variable
         else:
-            raise self.fail(f"unexpected {self.token.text!r} in a declaration")
+            raise self.fail(f"unexpected {self.text!r} in a declaration")
 
     def header(self, is_entry: bool) -> None:
         scope = Scope()
         self.scopes = [scope]
-        results = self.parameter_list() if self.token.text == "(" else ()
+        results = self.parameter_list() if self.text == "(" else ()
         token = self.token
         name = self.name()
-        parameters = self.parameter_list() if self.token.text == "(" else ()
+        parameters = self.parameter_list() if self.text == "(" else ()
         self.scopes = []
         function = Function(name, is_entry, parameters, results)
-        while self.token.text not in ("{", ";"):
+        while self.text not in ("{", ";"):
             directive = self.name()
             if directive == ".pragma":
                 self.skip_past(";")
                 continue
             values = []
-            while self.token.kind == "integer":
+            while self.kind == "integer":
                 values.append(self.integer())
                 self.accept(",")
             function.directives[directive[1:]] = tuple(values)
-        body = self.take()
+        body = self.token
+        self.take()
         if body.kind == "block":  # else a prototype
             if name in self.bodies:
                 raise self.fail(f"function {name!r} is defined twice", token)
@@ -163,8 +164,7 @@ class _ModuleParser(DeclarationParser):
     def read_variable(self, name: str) -> None:
         variable, block = self.variables_of[name], self.unread.get(name)
         if block is not None:
-            tokens = self.source.tokens(block.position, block.end)
-            tokens.append(Token("end", "", block.end))
+            tokens = self.source.inside(block)
             variable = DeclarationParser(self.source, tokens, self.taken).filled(variable)
         self.symbols = {link.symbol for link in variable.links}
         self.module.variables[name] = variable

@@ -28,8 +28,7 @@ class BodyParser(DeclarationParser):
     def __init__(
         self, source: Source, body: Token, function: Function, scope: Scope, taken: set[str]
     ) -> None:
-        tokens = [*source.tokens(body.position, body.end), Token("end", "", body.end)]
-        super().__init__(source, tokens, taken)
+        super().__init__(source, source.inside(body), taken)
         self.body, self.scopes = function, [scope]
         self.function = function
         self.loc: tuple[int, int] | None = None
@@ -39,7 +38,7 @@ class BodyParser(DeclarationParser):
         self.nest()
         self.scopes.append(Scope())
         while not self.accept("}"):
-            if self.token.kind == "end":
+            if self.kind == "end":
                 raise self.fail("a block is not closed")
             self.statement()
         self.depth -= 1
@@ -53,16 +52,16 @@ class BodyParser(DeclarationParser):
                 raise self.fail(f"label {label.name!r} is not defined", token)
 
     def statement(self) -> None:
-        token = self.token
-        if token.text == "{":
+        kind, text = self.kind, self.text
+        if text == "{":
             self.block()
-        elif token.kind == "loc":
-            numbers = _LOC.match(self.take().text)
+        elif kind == "loc":
+            numbers = _LOC.match(self.take())
             if numbers:
                 self.loc = int(numbers.group(1)), int(numbers.group(2))
-        elif token.kind == "name" and token.text[0] == ".":
+        elif kind == "name" and text[0] == ".":
             self.directive()
-        elif token.kind == "name" and self.tokens[self.at + 1].text == ":":
+        elif kind == "name" and self.texts[self.at + 1] == ":":
             self.label()
         else:
             self.instruction()
@@ -70,7 +69,7 @@ class BodyParser(DeclarationParser):
     def directive(self) -> None:
         if self.accept(".reg"):
             self.registers()
-        elif self.token.text in STATE_SPACES:
+        elif self.text in STATE_SPACES:
             for variable in self.variables():
                 self.body.variables[variable.name] = variable
         elif self.accept(".param"):
@@ -80,10 +79,11 @@ class BodyParser(DeclarationParser):
         elif self.accept(".pragma"):
             self.skip_past(";")
         else:
-            raise self.fail(f"unexpected {self.token.text!r} in a function")
+            raise self.fail(f"unexpected {self.text!r} in a function")
 
     def label(self) -> None:
-        token = self.take()
+        token = self.token
+        self.take()
         self.expect(":")
         if self.accept(".branchtargets"):
             labels = []
@@ -107,17 +107,17 @@ class BodyParser(DeclarationParser):
             predicate = self.find_predicate()
             if predicate is None:
                 raise self.fail(f"{token.text!r} is no predicate register", token)
-        if self.token.kind != "name":
-            raise self.fail(f"expected an instruction, found {self.token.text!r}")
-        opcode = self.take().text
-        while self.token.text.startswith(".") and self.token.kind == "name":
-            opcode += self.take().text  # "mov .b64" is "mov.b64"
+        if self.kind != "name":
+            raise self.fail(f"expected an instruction, found {self.text!r}")
+        opcode = self.take()
+        while self.text.startswith(".") and self.kind == "name":
+            opcode += self.take()  # "mov .b64" is "mov.b64"
         operands: list[Operand] = []
         while not self.accept(";"):
-            if self.token.kind == "end":
+            if self.kind == "end":
                 raise self.fail("an instruction is not closed by ';'", first)
             operands.append(self.operand(opcode))
-            if self.token.text != ";":
+            if self.text != ";":
                 self.expect(",")
         line, _ = self.source.where(first.position)
         self.body.instructions.append(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from .program import PtxError
 
-__all__ = ["Cursor", "Source", "Token"]
+__all__ = ["Cursor", "Source", "Token", "Tokens"]
 
 # White space and what follows it are one match. A name that starts with a dot ends at the next
 # one, so that ".shared.align" is two tokens, as in ptxas; an opcode is one.
@@ -39,7 +38,23 @@ class Token(NamedTuple):
     kind: str
     text: str
     position: int
-    end: int = 0  # of a block, which is one token where its inside is not read yet
+
+
+class Tokens(NamedTuple):
+    """Side by side: objects of their own cost three times as much, most of it in the collector."""
+
+    kinds: list[str]
+    texts: list[str]
+    positions: list[int]
+
+    def extend(self, more: Tokens) -> None:
+        for mine, others in zip(self, more, strict=True):
+            mine.extend(others)
+
+    def end(self, position: int) -> Tokens:
+        """With an end token."""
+        self.extend(Tokens(["end"], [""], [position]))
+        return self
 
 
 class Source:
@@ -47,6 +62,7 @@ class Source:
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self._ends: dict[int, int] = {}  # of outermost blocks, by their starts
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -57,31 +73,38 @@ class Source:
         line = bisect_right(self._starts, position)
         return line, position - self._starts[line - 1] + 1
 
-    def tokens(self, start: int, end: int) -> list[Token]:
-        """The tokens of a part, without an end token."""
-        found: list[Token] = []
-        add, kinds = found.append, _KINDS
+    def tokens(self, start: int, end: int) -> Tokens:
+        """The tokens of a part."""
+        groups: list[int] = []
+        texts: list[str] = []
+        positions: list[int] = []
         for match in _TOKEN.finditer(self.text, start, end):
             group = match.lastindex or 0
-            add(Token(kinds[group], match[group], match.start(group)))
+            groups.append(group)
+            texts.append(match[group])
+            positions.append(match.start(group))
             if group >= _LAST:
                 break
-        last = found.pop()  # the end, or a character that starts no token
-        if last.kind == "bad":
-            raise PtxError(f"unexpected character {last.text!r}", *self.where(last.position))
-        return found
+        kind, text, position = _KINDS[groups.pop()], texts.pop(), positions.pop()
+        if kind == "bad":  # a character that starts no token
+            raise PtxError(f"unexpected character {text!r}", *self.where(position))
+        return Tokens([_KINDS[group] for group in groups], texts, positions)
 
-    def outline(self) -> list[Token]:
-        """The tokens of the whole text, outermost blocks in one token each, and an end token."""
-        found: list[Token] = []
+    def outline(self) -> Tokens:
+        """The tokens of the whole text, each outermost block as one, and an end token."""
+        found = Tokens([], [], [])
         at = 0
         for start, end in self._blocks():
-            found += self.tokens(at, start)
-            found.append(Token("block", "{", start, end))
-            at = end
-        found += self.tokens(at, len(self.text))
-        found.append(Token("end", "", len(self.text)))
-        return found
+            found.extend(self.tokens(at, start))
+            found.extend(Tokens(["block"], ["{"], [start]))
+            self._ends[start] = at = end
+        found.extend(self.tokens(at, len(self.text)))
+        return found.end(len(self.text))
+
+    def inside(self, block: Token) -> Tokens:
+        """The tokens of a block of the outline, with its braces and an end token."""
+        end = self._ends[block.position]
+        return self.tokens(block.position, end).end(end)
 
     def _blocks(self) -> list[tuple[int, int]]:
         """Start and end of the outermost pairs of braces; every brace must have its other."""
@@ -115,54 +138,61 @@ class Source:
 class Cursor:
     """Reads tokens one by one; every complaint names line and column."""
 
-    def __init__(self, source: Source, tokens: Sequence[Token]) -> None:
-        self.source, self.tokens = source, tokens
+    def __init__(self, source: Source, tokens: Tokens) -> None:
+        self.source = source
+        self.kinds, self.texts, self.positions = tokens
         self.at = 0
         self.depth = 0
 
     @property
+    def kind(self) -> str:
+        return self.kinds[self.at]
+
+    @property
+    def text(self) -> str:
+        return self.texts[self.at]
+
+    @property
     def token(self) -> Token:
-        return self.tokens[self.at]
+        return Token(self.kinds[self.at], self.texts[self.at], self.positions[self.at])
 
     def fail(self, message: str, token: Token | None = None) -> PtxError:
         return PtxError(message, *self.source.where((token or self.token).position))
 
-    def take(self) -> Token:
-        token = self.tokens[self.at]
-        if token.kind == "end":
+    def take(self) -> str:
+        if self.kinds[self.at] == "end":
             raise self.fail("the text ends too early")
         self.at += 1
-        return token
+        return self.texts[self.at - 1]
 
     def accept(self, text: str) -> bool:
-        token = self.tokens[self.at]
-        if token.text == text and token.kind != "string":
+        if self.texts[self.at] == text:  # strings keep their quotes
             self.at += 1
             return True
         return False
 
-    def expect(self, text: str) -> Token:
-        if self.token.text != text:
-            found = self.token.text or "the end of the text"
+    def expect(self, text: str) -> None:
+        if not self.accept(text):
+            found = self.text or "the end of the text"
             raise self.fail(f"expected {text!r}, found {found!r}")
-        return self.take()
 
     def integer(self) -> int:
         negative = self.accept("-")
-        if self.token.kind != "integer":
-            raise self.fail(f"expected an integer, found {self.token.text!r}")
-        digits = self.take().text.rstrip("U")
+        token = self.token
+        if self.kind != "integer":
+            raise self.fail(f"expected an integer, found {self.text!r}")
+        digits = self.take().rstrip("U")
         octal = len(digits) > 1 and digits.isdigit() and digits[0] == "0"
         try:
             value = int(digits, 8 if octal else 0)
         except ValueError:
-            raise self.fail(f"{digits!r} is not an integer", self.tokens[self.at - 1]) from None
+            raise self.fail(f"{digits!r} is not an integer", token) from None
         return -value if negative else value
 
     def name(self) -> str:
-        if self.token.kind != "name":
-            raise self.fail(f"expected a name, found {self.token.text!r}")
-        return self.take().text
+        if self.kind != "name":
+            raise self.fail(f"expected a name, found {self.text!r}")
+        return self.take()
 
     def skip_past(self, end: str) -> None:
         while not self.accept(end):
