@@ -289,7 +289,7 @@ def test_reduce_into_shared(operation: str, type: str) -> None:
     size = new.nbytes
     body = f"""mov.u32 %r5, %cluster_ctarank; setp.eq.u32 %p2, %r5, 1; and.pred %p4, %p1, %p2;
     @%p1 mbarrier.init.shared.b64 [bar], 1; @%p1 mbarrier.init.shared.b64 [bar+8], 1;
-    fence.mbarrier_init.release.cluster;
+    fence.mbarrier_init.release.cluster; bar.warp.sync -1;
     @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar], {size};
     @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar+8], {size};
     mad.wide.u32 %rd3, %r5, {size}, %rd1;

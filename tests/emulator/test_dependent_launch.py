@@ -162,9 +162,9 @@ def test_variables_of_the_module_are_global_memory() -> None:
 #: Ways from the wait of one warp to a store of another, and what they lack.
 SYNCED = [
     (f"@%p2 {WAIT} <>", "bar.sync 0;", "bar.warp.sync -1;"),
-    (f"@%p1 {WAIT} @%p1 <> V: mbarrier.test_wait.parity.shared.b64 %p3, [bar], 0; @!%p3 bra V;",
+    (f"@%p1 {WAIT} bar.warp.sync -1; @%p1 <> V: mbarrier.test_wait.parity.shared.b64 %p3, [bar], 0; @!%p3 bra V;",
      "mbarrier.arrive.shared.b64 _, [bar];", "mbarrier.arrive.relaxed.cta.shared::cta.b64 _, [bar];"),
-    (f"@%p1 {WAIT} <>", "barrier.cluster.arrive; barrier.cluster.wait;",
+    (f"@%p1 {WAIT} bar.warp.sync -1; <>", "barrier.cluster.arrive; barrier.cluster.wait;",
      "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"),
 ]  # fmt: skip
 

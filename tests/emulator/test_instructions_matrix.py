@@ -212,7 +212,8 @@ def test_lanes_that_come_by_different_ways() -> None:
         st.shared.v4.b32 [%r3], {%t, %t, %t, %t}; setp.lt.u32 %p1, %t, 5; @%p1 bra low;
         add.u32 %r4, %r3, 0; bra.uni meet;
         low: xor.b32 %r2, %r2, 16; add.u32 %r4, %r1, %r2;
-        meet: ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [%r4];
+        meet: bar.warp.sync -1;
+        ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [%r4];
         st.global.u32 [%at], %r5;""",
         out,
     )  # fmt: skip

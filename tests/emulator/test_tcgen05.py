@@ -383,7 +383,10 @@ def test_copy_without_a_proxy_fence() -> None:
             f"missing fence.proxy.async: tcgen05.cp.cta_group::1.32x128b.warpx4 of CTA (0, 0, 0), line {b}"
             in str(error)
         )
-        assert f"after the ordinary write by st.shared.u32 of CTA (0, 0, 0), line {a}" in str(error)
+        assert (
+            f"after the ordinary write by st.shared.u32 of thread 0 of CTA (0, 0, 0), line {a}"
+            in str(error)
+        )
 
 
 def test_loads_wait_for_the_commit() -> None:

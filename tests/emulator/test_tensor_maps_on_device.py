@@ -207,8 +207,8 @@ def test_every_lane_its_own_map() -> None:
 
 def test_stores_through_a_changed_map() -> None:
     body = f"""mov.u32 %r9, 2; {changes([field("global_dim", 1, "%r9")], "shared")}
-    st.shared.v4.b32 [%r1], {{1, 2, 3, 4}}; @!%p1 bra E;
-    st.shared.v4.b32 [s+16], {{5, 6, 7, 8}}; st.shared.v4.b32 [s+32], {{9, 10, 11, 12}};
+    @!%p1 bra E;
+    st.shared.v4.b32 [%r1], {{1, 2, 3, 4}}; st.shared.v4.b32 [s+16], {{5, 6, 7, 8}}; st.shared.v4.b32 [s+32], {{9, 10, 11, 12}};
     fence.proxy.async.shared::cta;
     cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd4, {{4, 0}}], [s];
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;

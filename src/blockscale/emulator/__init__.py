@@ -1,6 +1,6 @@
 """Run compiled Hopper and Blackwell kernels on a CPU: PTX text and buffers in, memory out."""
 
-from .checks import DataRace, EarlyAccess, Uninitialized
+from .checks import DataRace, EarlyAccess, LaneRace, Uninitialized
 from .cutedsl import cutedsl
 from .device import Device
 from .isa.system_calls import KernelStopped
@@ -16,6 +16,7 @@ __all__ = [
     "Device",
     "EarlyAccess",
     "KernelStopped",
+    "LaneRace",
     "MemoryFault",
     "PtxError",
     "Report",

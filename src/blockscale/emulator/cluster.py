@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from .checks import Shadow
 from .engine import Engine
 from .machine import (
     CTA,
@@ -25,6 +24,7 @@ from .machine import (
 from .memory import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
 from .order import Actor, Order
 from .program import PtxError
+from .shadow import Shadow
 
 __all__ = ["Cluster"]
 
@@ -48,7 +48,9 @@ class Cluster:
         self.engine = Engine(settings.completion, (settings.seed, *index), launch.watch)
         self.order: Order | None = None
         if settings.checks & {"race", "uninitialized"}:
-            self.order = Order(len(self.ctas), self.ctas[0].warps, launch.programmatic)
+            lanes = 32 if "lanes" in settings.checks else 1
+            self.order = Order(len(self.ctas), self.ctas[0].warps, lanes, launch.programmatic)
+            self.order.users.append(self._in_flight)
             cells = SYSTEM_SHARED + launch.shared_bytes
             for cta in self.ctas:
                 cta.shadow = Shadow(
@@ -57,17 +59,23 @@ class Cluster:
                 )  # fmt: skip
         self._failures = 0  # rounds of waits that gave up since anything moved
 
+    def _in_flight(self) -> list[int]:
+        """Columns of the work in flight."""
+        return [work.actor.column for work in self.engine.flying if work.actor is not None]
+
     def resumed(self) -> None:
         """Somebody's wait is over."""
         self._failures = 0
 
-    def begin(self, w: Fragment, generic: bool = False, strong: bool = False) -> Actor | None:
+    def begin(
+        self, w: Fragment, generic: bool = False, strong: bool = False, told: Hashable = None
+    ) -> Actor | None:
         """The place in the order of things of a copy that ``w`` issues; see Order.begin."""
-        return self.order.begin(w.warp_agents(), generic, strong) if self.order else None
+        return self.order.begin(w.agents(), generic, strong, told) if self.order else None
 
     def follow(self, w: Fragment, pipe: Hashable) -> Actor | None:
         """The same for work in a pipe."""
-        return self.order.follow(w.warp_agents(), pipe) if self.order else None
+        return self.order.follow(w.agents(), pipe) if self.order else None
 
     def shared(self, address: int, size: int) -> tuple[CTA, int]:
         """The CTA and offset of a shared::cluster address; MemoryFault if it is none."""

@@ -44,10 +44,11 @@ class Device:
         seed: of the random order.
         check: what to look after besides bounds and alignment: "all", "none", or some of "race"
             (accesses to shared and Tensor Memory that nothing orders, and of programmatic launches
-            to global memory), "uninitialized" (reads of shared and Tensor Memory that nobody wrote
-            before), "registers" (used while asynchronous work has them) and "tmem_lanes" (the
-            address of a tcgen05.ld or .st names the lanes of its warp, as PTX ISA 9.7.16.8 asks:
-            without it lanes 0 to 31 stand for those of any warp, as on the hardware).
+            to global memory), "lanes" (threads of a warp are told apart in this), "uninitialized"
+            (reads of shared and Tensor Memory that nobody wrote before), "registers" (used while
+            asynchronous work has them) and "tmem_lanes" (the address of a tcgen05.ld or .st names
+            the lanes of its warp, as PTX ISA 9.7.16.8 asks: without it lanes 0 to 31 stand for
+            those of any warp, as on the hardware).
         exact: sum products of the tensor cores exactly and round once, instead of as they do.
         workers: processes that the clusters of a grid are spread over.
         resident: clusters of a grid that start at once and take turns, in each process; None: 2,

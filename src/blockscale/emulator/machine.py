@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checks import DataRace, Shadow, Site
+from .checks import DataRace, Site
 from .memory import RANK_SHIFT, SYSTEM_SHARED, Buffer, GlobalMemory
-from .order import SEEN
 from .program import Function, PtxError, Register, type_bytes
+from .shadow import Shadow
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -181,7 +181,8 @@ class Fragment:
     """Threads of a CTA that are at the same instruction of the same frames."""
 
     __slots__ = (
-        "R", "cta", "frame", "gives_up", "n", "pc", "sel", "stack", "threads", "used", "wait",
+        "R", "_agents", "_agents_of", "cta", "frame", "gives_up", "n", "pc", "sel", "stack",
+        "threads", "used", "wait",
     )  # fmt: skip
 
     def __init__(self, cta: CTA, threads: np.ndarray, frame: Frame, pc: int, stack: Stack) -> None:
@@ -189,6 +190,7 @@ class Fragment:
         self.wait: Wait | None = None
         self.gives_up = False  # on what it waited for: mbarrier.try_wait
         self.used = 0  # instructions of its quantum
+        self._agents_of = self._agents = threads[:0]
         self.enter(frame, pc, stack)
         self.select(threads)
 
@@ -230,11 +232,10 @@ class Fragment:
         return self.frame.code.site(self.pc, self.cta)
 
     def agents(self) -> np.ndarray:
-        """The agent that each thread belongs to, in the cluster's order of things."""
-        return self.cta.rank * self.cta.warps + self.threads // 32
-
-    def warp_agents(self) -> np.ndarray:
-        return np.unique(self.agents())
+        """The agent that each thread is in the cluster's order of things."""
+        if self._agents_of is not self.threads:
+            self._agents_of, self._agents = self.threads, self.cta.agents(self.threads)
+        return self._agents
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -271,7 +272,7 @@ class CTA:
         self.groups: dict[str, Any] = {}  # of asynchronous copies, per kind
         self.tensor: Any = None  # Tensor Memory, when it is first used
         self.shadow: Shadow | None = None
-        #: Warps of other CTAs that reached the shared memory: when last, and where.
+        #: Threads of other CTAs that reached the shared memory: when last, and where.
         self.visits: dict[int, tuple[int, Site]] = {}
         self.laps = 0  # times that every fragment had used up its quantum
         frame = self.frame(code, 0)
@@ -297,10 +298,16 @@ class CTA:
     def alive(self) -> bool:
         return bool(self.fragments)
 
-    def visit(self, agent: int, time: int, site: Site) -> None:
-        """A warp of another CTA reaches this one's shared memory."""
+    def agents(self, threads: np.ndarray) -> np.ndarray:
+        """The agents that threads are in the cluster's order of things."""
+        lanes = 1 if self.cluster.order is None else self.cluster.order.lanes
+        return self.rank * self.warps * lanes + (threads if lanes == 32 else threads // 32)
+
+    def visit(self, agents: np.ndarray, site: Site) -> None:
+        """Threads of another CTA reach this one's shared memory."""
         if self.shadow is not None and self.shadow.races:
-            self.visits[agent] = time, site
+            event = self.shadow.order.event(site)
+            self.visits.update(dict.fromkeys(agents.tolist(), (event, site)))
 
     def leave(self) -> None:
         """Its last thread has exited, and its shared memory is gone: whatever other CTAs did there
@@ -308,10 +315,9 @@ class CTA:
         if not self.visits:
             return
         assert self.cluster.order is not None
-        first = self.rank * self.warps
-        known = self.cluster.order.known[first : first + self.warps, SEEN].max(axis=0)
-        for agent, (time, site) in self.visits.items():
-            if time > known[agent]:
+        known = self.cluster.order.seen_by(self.agents(np.arange(self.size)))
+        for agent, (event, site) in self.visits.items():
+            if event > known[agent]:
                 raise DataRace(
                     f"CTA {self.index} exits, and nothing orders that after an access to its "
                     f"shared memory: {site}",

@@ -1,101 +1,245 @@
-"""Who happens before whom: vector clocks over the warps of a cluster and its asynchronous work.
+"""Who happens before whom: vector clocks over the threads of a cluster and its asynchronous work.
 
-An agent is a warp, or a slot of asynchronous work: one slot for each tensor-core pipe, whose work
-is in order, and a ring of slots for copies, which are not. Each agent has three rows of knowledge:
+There is one clock for the whole cluster: it counts accesses, and each access is an *event* with a
+number. Whoever accesses has a *column*: each agent one, which is a thread (or a warp, where its
+lanes are not told apart), each tensor-core pipe one, for its work is in order, and each copy one as
+long as it matters, for copies are not. Knowledge is a table of two rows over the
+columns: the last event of each that happens before whatever its owner does next.
 
-- ``SEEN``: accesses that happen before whatever it does next;
+- ``SEEN``: events that happen before;
 - ``FENCED``: those that the asynchronous proxy may rely on, too, because a proxy fence lies between
-  (PTX ISA 8.6.1, proxy-preserved base causality order);
-- ``STRONG``: what it had seen at its last fence, which is all that a relaxed arrival passes on.
+  (PTX ISA 8.6.1, proxy-preserved base causality order).
 
-Time of an agent advances with each release, so that what it does afterwards is not covered.
+Agents that learned the same share one table; tables are never changed, so a message is one, too.
+What an agent did itself is known to it without being there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["FENCED", "SEEN", "STRONG", "Actor", "Knowledge", "Order"]
+from .checks import Site
 
-SEEN, FENCED, STRONG = 0, 1, 2
-_COPIES = 32  # slots of the ring for bulk copies: reuse can only hide a race, never invent one
-_PLAIN = 16  # slots of the ring for cp.async, which works in the generic proxy
+__all__ = ["FENCED", "MOST_COLUMNS", "SEEN", "Actor", "Knowledge", "Order", "joined"]
 
-Knowledge = np.ndarray  # (3, agents) uint32, rows as above
+SEEN, FENCED = 0, 1
+MOST_COLUMNS = 0xFFFF
+_NEVER = 0xFFFFFFFF
+_COPIES = 64  # columns of copies at the start: there are as many as it takes
+_TABLES = 4096  # kept before those that nobody has are dropped
+_VIEWS = 64
+
+Knowledge = np.ndarray  # (2, columns) uint32, rows as above; columns that are not there are 0
+
+
+def joined(first: Knowledge, second: Knowledge) -> Knowledge:
+    """What both say."""
+    if first.shape[1] < second.shape[1]:
+        first, second = second, first
+    both = first.copy()
+    part = both[:, : second.shape[1]]
+    np.maximum(part, second, out=part)
+    return both
+
+
+class _Pipe:
+    """Work that is done in the order of its issue."""
+
+    __slots__ = ("column", "event", "known")
+
+    def __init__(self, column: int) -> None:
+        self.column, self.event = column, 0
+        self.known: Knowledge | None = None
 
 
 @dataclass(slots=True)
 class Actor:
-    """A piece of asynchronous work: its slot and time there, and what was known at its issue."""
+    """A piece of asynchronous work: its column, and what was known at its issue."""
 
-    slot: int
-    time: int
+    column: int
     known: Knowledge
+    issuer: int  # an agent
+    pipe: _Pipe | None = None
     generic: bool = False  # works in the generic proxy, like ordinary accesses
     strong: bool = False  # its accesses are atomic: no race with other strong ones
+    shares: bool = False  # the column with other work, which is not ordered with this
+    event: int = 0  # its last access
+    first: int = 0  # and its first
+
+    def did(self, event: int) -> None:
+        self.event, self.first = event, self.first or event
+        if self.pipe is not None:
+            self.pipe.event = event
+
+    @property
+    def since(self) -> int:
+        """From which event on those of its column are its own, or ordered by their pipe."""
+        return (self.first or _NEVER) if self.shares else 0
 
     def message(self) -> Knowledge:
-        """What those who wait for this work learn."""
+        """What those who wait for this work learn, once it is done."""
+        if not self.event and self.pipe is not None:  # it accessed nothing: what came before it
+            self.event = self.pipe.event
         known = self.known.copy()
-        known[:, self.slot] = np.maximum(known[:, self.slot], self.time)
+        known[:, self.column] = self.event
         return known
 
 
 class Order:
-    """The clocks of a cluster.
+    """The clock of a cluster, and what everybody knows.
 
     Args:
         ctas: CTAs of the cluster.
         warps: warps of each.
-        programmatic: whether the kernel before is an agent, too: the last one.
+        lanes: lanes of a warp that are told apart: 32, or 1, which makes a warp one agent.
+        programmatic: whether the kernel before has a column, too.
     """
 
-    def __init__(self, ctas: int, warps: int, programmatic: bool = False) -> None:
-        self.warps = warps
-        first = ctas * warps  # the slots come after the warps
-        groups = -(-warps // 4)
-        self._pipes: dict[Hashable, int] = {}
-        self._next_pipe, self._copies = first, first + ctas * (groups + warps)
-        self._plain = self._copies + _COPIES
-        self.agents = self._plain + _PLAIN + programmatic
-        self.predecessor = self.agents - 1 if programmatic else None
-        self.known = np.zeros((self.agents, 3, self.agents), np.uint32)
-        self.time = np.ones(self.agents, np.uint32)
-        own = np.arange(self.agents)
-        self.known[own, SEEN, own] = 1
+    def __init__(self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False) -> None:
+        self.warps, self.lanes = warps, lanes
+        agents = ctas * warps * lanes
+        pipes = ctas * (-(-warps // 4) + warps)
+        self.agents = agents
+        self.predecessor = agents + pipes if programmatic else None
+        self._first_copy = agents + pipes + programmatic
+        self.columns = self._first_copy + _COPIES
         #: Writers whose accesses the asynchronous proxy sees only after a proxy fence.
-        self.is_generic = (own < first) | (own >= self._plain)
-        self._turns = {False: 0, True: 0}
+        self.is_generic = np.arange(self.columns) < agents
+        self._free = list(range(self.columns - 1, self._first_copy - 1, -1))
+        self._next_pipe = agents
+        self._pipes: dict[Hashable, _Pipe] = {}
+        self._told: dict[Hashable, int] = {}  # columns of copies that tell mbarriers
+        self.now = 1  # the last event; the kernel before is event 1
+        self._sites: list[Site] = []
+        self._numbers: dict[tuple[Site, bool], int] = {}
+        self._site_of = array("I", [0, 0])  # of each event
+        self._strong = np.zeros(256, bool)  # by number of the site
+        # What each agent knows: a table, and its own last event before a fence of each kind.
+        self._tables: list[Knowledge] = [np.zeros((2, self.columns), np.uint32)]
+        self._places = {id(self._tables[0]): 0}
+        self._table_of = np.zeros(agents, np.int32)
+        self._table_at_fence = np.zeros(agents, np.int32)
+        self._own_fenced = np.zeros(agents, np.uint32)
+        self._own_at_fence = np.zeros(agents, np.uint32)
+        self._version = 0
+        self._views: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
+        self._viewed = 0
         self.flags: dict[Hashable, Knowledge] = {}
+        #: Each says which columns it still needs; see ``_reclaim``.
+        self.users: list[Callable[[], Iterable[int]]] = []
 
-    def agents_of(self, rank: int, threads: np.ndarray) -> np.ndarray:
-        return rank * self.warps + threads // 32
+    # --- events ---
 
-    # --- ordinary synchronization ---
+    def event(self, site: Site, strong: bool = False) -> int:
+        """A new event: an access made at ``site``."""
+        number = self._numbers.get((site, strong))
+        if number is None:
+            number = self._numbers[site, strong] = len(self._sites)
+            self._sites.append(site)
+            if number == len(self._strong):
+                self._strong = np.concatenate([self._strong, np.zeros(number, bool)])
+            self._strong[number] = strong
+        self._site_of.append(number)
+        self.now += 1
+        return self.now
 
-    def _advance(self, agents: np.ndarray) -> None:
-        self.time[agents] += 1
-        self.known[agents, SEEN, agents] = self.time[agents]
+    def site(self, event: int) -> Site:
+        return self._sites[self._site_of[event]]
+
+    def are_strong(self, events: np.ndarray) -> np.ndarray:
+        """Whether these events, of any shape, are strong accesses."""
+        sites = np.frombuffer(self._site_of, np.uint32)[events]
+        return np.asarray(self._strong[sites])
+
+    # --- what agents know ---
+
+    def _fit(self, known: Knowledge) -> Knowledge:
+        """With a column for everybody there is now."""
+        lacking = self.columns - known.shape[1]
+        return np.pad(known, ((0, 0), (0, lacking))) if lacking else known
+
+    def join(self, messages: Iterable[Knowledge]) -> Knowledge:
+        joined = np.zeros((2, self.columns), np.uint32)
+        for message in messages:
+            part = joined[:, : message.shape[1]]
+            np.maximum(part, message, out=part)
+        return joined
+
+    def _place(self, table: Knowledge) -> int:
+        """The number of a table."""
+        place = self._places.get(id(table))
+        if place is None:
+            if len(self._tables) >= _TABLES:
+                self._forget()
+            place = self._places[id(table)] = len(self._tables)
+            self._tables.append(table)
+        return place
+
+    def _forget(self) -> None:
+        """Drop the tables that nobody has."""
+        both = np.concatenate([self._table_of, self._table_at_fence])
+        used, at = np.unique(both, return_inverse=True)
+        self._tables = [self._tables[i] for i in used.tolist()]
+        self._places = {id(table): i for i, table in enumerate(self._tables)}
+        self._table_of, self._table_at_fence = at.astype(np.int32).reshape(2, -1)
+
+    def _distinct(self, tables: np.ndarray) -> list[int]:
+        first = tables[0]
+        return [int(first)] if (tables == first).all() else np.unique(tables).tolist()
+
+    def view(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """What agents have seen: (tables, columns), and whose is which, None if there is one."""
+        if self._viewed != self._version:
+            self._views.clear()
+            self._viewed = self._version
+        found = self._views.get(id(agents))
+        if found is not None:
+            return found[1], found[2]
+        tables = self._table_of[agents]
+        used = self._distinct(tables)
+        seen = np.stack([self._fit(self._tables[i])[SEEN] for i in used])
+        which = None if len(used) == 1 else np.searchsorted(used, tables)
+        if len(self._views) >= _VIEWS:
+            self._views.clear()
+        self._views[id(agents)] = agents, seen, which
+        return seen, which
 
     def release(self, agents: np.ndarray, relaxed: bool = False) -> Knowledge:
         """What these agents pass on to who acquires it; relaxed: only what a fence precedes."""
-        message = self.known[agents].max(axis=0)
-        if relaxed:
-            message[SEEN] = message[STRONG]
-        self._advance(agents)
+        tables = self._table_at_fence if relaxed else self._table_of
+        message = self.join(self._tables[i] for i in self._distinct(tables[agents]))
+        seen, fenced = message
+        seen[agents] = self._own_at_fence[agents] if relaxed else self.now
+        fenced[agents] = self._own_fenced[agents]
         return message
 
     def acquire(self, agents: np.ndarray, message: Knowledge) -> None:
-        known = self.known
-        known[agents, :STRONG] = np.maximum(known[agents, :STRONG], message[:STRONG])
+        tables = self._table_of[agents]
+        message = self._fit(message)
+        for old in self._distinct(tables):
+            known = self._fit(self._tables[old])
+            new = message if (known <= message).all() else np.maximum(known, message)
+            self._table_of[agents[tables == old]] = self._place(new)
+        self._version += 1
 
-    def fence(self, agents: np.ndarray, row: int) -> None:
-        """A fence: ``row`` (FENCED or STRONG) now holds all that was seen."""
-        self.known[agents, row] = np.maximum(self.known[agents, row], self.known[agents, SEEN])
-        self._advance(agents)
+    def fence_proxy(self, agents: np.ndarray) -> None:
+        """What was seen, the asynchronous proxy may rely on."""
+        tables = self._table_of[agents]
+        for old in self._distinct(tables):
+            known = self._tables[old].copy()
+            np.maximum(known[FENCED], known[SEEN], out=known[FENCED])
+            self._table_of[agents[tables == old]] = self._place(known)
+        self._own_fenced[agents] = self.now
+        self._version += 1
+
+    def fence(self, agents: np.ndarray) -> None:
+        """What was seen is all that a relaxed arrival passes on."""
+        self._table_at_fence[agents] = self._table_of[agents]
+        self._own_at_fence[agents] = self.now
 
     def through(self, place: Hashable, agents: np.ndarray, releases: bool) -> None:
         """A strong access to a flag in memory: acquires what was released there before."""
@@ -104,40 +248,91 @@ class Order:
             self.acquire(agents, seen)
         if releases:
             message = self.release(agents)
-            self.flags[place] = message if seen is None else np.maximum(seen, message)
+            self.flags[place] = message if seen is None else joined(seen, message)
+
+    def wait_for_predecessor(self, agents: np.ndarray) -> None:
+        """These agents know that the kernel before is over, with all that it did."""
+        if self.predecessor is not None:
+            message = np.zeros((2, self.columns), np.uint32)
+            message[:, self.predecessor] = 1
+            self.acquire(agents, message)
+
+    def seen_by(self, agents: np.ndarray) -> np.ndarray:
+        """The last event of each column that one of these agents at least has seen."""
+        return np.asarray(self.release(agents)[SEEN])
 
     # --- asynchronous work ---
 
-    def _issue(self, issuers: np.ndarray) -> Knowledge:
-        """What the issuers know; what they do afterwards is not before the work."""
-        known: Knowledge = self.known[issuers].max(axis=0)
-        self._advance(issuers)
-        return known
+    def begin(
+        self, issuers: np.ndarray, generic: bool = False, strong: bool = False,
+        told: Hashable = None,
+    ) -> Actor:  # fmt: skip
+        """A copy, not ordered with any other.
 
-    def begin(self, issuers: np.ndarray, generic: bool = False, strong: bool = False) -> Actor:
-        """A copy, not ordered with any other."""
-        base, size = (self._plain, _PLAIN) if generic else (self._copies, _COPIES)
-        slot = base + self._turns[generic] % size
-        self._turns[generic] += 1
-        self.time[slot] += 1
-        return Actor(slot, int(self.time[slot]), self._issue(issuers), generic, strong)
+        ``told``: the mbarriers by which alone others learn of it. Copies that tell the same ones
+        have one column: who has waited for a phase knows those of it and of earlier ones, and
+        events of later ones are later.
+        """
+        column = None if told is None else self._told.get((told, generic))
+        if column is None:
+            if not self._free:
+                self._reclaim()
+            column = self._free.pop()
+            self.is_generic[column] = generic
+            if told is not None:
+                self._told[told, generic] = column
+        known, shares = self.release(issuers), told is not None
+        return Actor(column, known, int(issuers[0]), None, generic, strong, shares)
 
-    def follow(self, issuers: np.ndarray, pipe: Hashable) -> Actor:
+    def _reclaim(self) -> None:
+        """Columns of copies that nobody needs any more; new ones if these are few.
+
+        A copy is needed while it is in flight, and as long as one of its accesses is the last to
+        some place: without that nothing can be compared with it, and it can be forgotten.
+        """
+        needed = {column for user in self.users for column in user()}
+        needed.update(self._told.values())
+        copies = range(self.columns - 1, self._first_copy - 1, -1)
+        self._free = [column for column in copies if column not in needed]
+        if len(self._free) < len(copies) // 2:
+            more = len(copies)
+            if self.columns + more >= MOST_COLUMNS:
+                raise MemoryError(f"more than {self.columns} accessors that nobody has waited for")
+            self._free += range(self.columns + more - 1, self.columns - 1, -1)
+            self.columns += more
+            self.is_generic = np.concatenate([self.is_generic, np.zeros(more, bool)])
+            self._version += 1
+
+    def follow(self, issuers: np.ndarray, name: Hashable) -> Actor:
         """Work in a pipe: it knows of all earlier work there."""
-        slot = self._pipes.get(pipe)
-        if slot is None:
-            slot = self._pipes[pipe] = self._next_pipe
+        pipe = self._pipes.get(name)
+        if pipe is None:
+            pipe = self._pipes[name] = _Pipe(self._next_pipe)
             self._next_pipe += 1
-            if slot >= self._copies:
-                raise ValueError(f"no slot for the pipe {pipe!r}")
-        self.time[slot] += 1
-        known = self.known[slot]
-        np.maximum(known, self._issue(issuers), out=known)
-        known[:, slot] = self.time[slot]
-        return Actor(slot, int(self.time[slot]), known.copy())
+            if self._next_pipe > self._first_copy:
+                raise ValueError(f"no column for the pipe {name!r}")
+        known = self.release(issuers)
+        pipe.known = known if pipe.known is None else joined(pipe.known, known)
+        return Actor(pipe.column, pipe.known, int(issuers[0]), pipe)
 
-    def join(self, messages: Iterable[Knowledge]) -> Knowledge:
-        joined = np.zeros((3, self.agents), np.uint32)
-        for message in messages:
-            np.maximum(joined, message, out=joined)
-        return joined
+    def view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
+        """What a work has seen, and what of that through its own proxy."""
+        seen, fenced = self._fit(actor.known)
+        return seen, seen if actor.generic else np.where(self.is_generic, fenced, seen)
+
+    # --- messages ---
+
+    def named(self, site: Site, column: int) -> str:
+        """A site with the thread, where the column is of one."""
+        if self.lanes == 1 or column >= self.agents:
+            return str(site)
+        thread = column % (self.warps * self.lanes)
+        return str(replace(site, who=f"thread {thread} of {site.who}"))
+
+    def of_one_warp(self, agent: int, column: int, event: int) -> bool:
+        """Whether the event of ``column`` is by a lane of the agent's warp, or known to one."""
+        if self.lanes == 1:
+            return False
+        first = agent // self.lanes * self.lanes
+        together = self.seen_by(np.arange(first, first + self.lanes))
+        return bool(event <= together[column])

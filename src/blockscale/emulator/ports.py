@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checks import Shadow
 from .engine import Work
 from .memory import MemoryFault, gather, scatter
 from .predecessor import follows
+from .shadow import Shadow
 
 if TYPE_CHECKING:
     from .machine import CTA, Fragment, Launch
@@ -103,8 +103,7 @@ def _observe(
             else:
                 shadow.write(touched, agents, site, strong, same)
             if cta is not by.cta:
-                for agent in np.unique(by.agents()[chosen]).tolist():
-                    cta.visit(agent, int(shadow.order.time[agent]), by.site())
+                cta.visit(agents, site)
     _tell(by, "shared", kind, offsets, size, cta, chosen, cta.launch)
 
 

@@ -26,7 +26,7 @@ def waited(w: Fragment) -> None:
     """The warps of a fragment know that the kernel before is over, with all that it did."""
     order = w.cta.cluster.order
     if order is not None and order.predecessor is not None:
-        order.known[w.warp_agents(), SEEN, order.predecessor] = 1
+        order.wait_for_predecessor(w.agents())
 
 
 def follows(by: Any, launch: Launch, verb: str, where: np.ndarray) -> None:
@@ -48,7 +48,10 @@ def follows(by: Any, launch: Launch, verb: str, where: np.ndarray) -> None:
         assert by.actor is not None
         known = np.broadcast_to(by.actor.known[SEEN, order.predecessor], len(where))
     else:
-        known = order.known[by.agents(), SEEN, order.predecessor]
+        tables, which = order.view(by.agents())
+        known = np.broadcast_to(
+            tables[0 if which is None else which, order.predecessor], len(where)
+        )
     early = known == 0
     if early.any():
         threads = np.broadcast_to(by.threads[:1], len(where)) if works else by.threads

@@ -54,9 +54,7 @@ class Loading(Flight):
         for slot in self.slots:
             self.frame.flights[slot].remove(self)
         if cluster.order is not None and self.work.actor is not None:
-            cluster.order.acquire(
-                np.unique(w.agents()[self.threads[w.threads]]), self.work.actor.message()
-            )
+            cluster.order.acquire(w.agents()[self.threads[w.threads]], self.work.actor.message())
 
 
 class Multiplying(Flight):

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .checks import Shadow
 from .engine import Work
 from .machine import CTA, Fragment
 from .memory import MemoryFault
 from .program import PtxError
+from .shadow import Shadow
 
 __all__ = ["COLUMNS", "TensorMemory", "tensor_memory"]
 

@@ -48,8 +48,9 @@ class Tokens(NamedTuple):
     positions: list[int]
 
     def extend(self, more: Tokens) -> None:
-        for mine, others in zip(self, more, strict=True):
-            mine.extend(others)
+        self.kinds.extend(more.kinds)
+        self.texts.extend(more.texts)
+        self.positions.extend(more.positions)
 
     def end(self, position: int) -> Tokens:
         """With an end token."""

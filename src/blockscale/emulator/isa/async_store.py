@@ -111,7 +111,8 @@ def _into_shared(form: Form) -> Step:
             write_shared(work, where, kept(new, lambda: read_shared(work, where, size)))
             barrier.complete(size, work.message())
 
-        actor = cluster.begin(w, generic=True, strong=reduces)
+        told = ((barrier.cta.rank, barrier.offset),)
+        actor = cluster.begin(w, generic=True, strong=reduces, told=told)
         cluster.engine.submit(Work(w, write, needs=(barrier.cta,), actor=actor))
 
     return one_by_one(run)

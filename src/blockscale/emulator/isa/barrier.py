@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..machine import CTA, Fragment, Split, Step, Wait
-from ..order import Knowledge
+from ..order import Knowledge, joined
 from .registry import Form, instruction
 
 _NONE, _HALF, _ARRIVING = -1, -2, -3
@@ -16,7 +16,7 @@ _NONE, _HALF, _ARRIVING = -1, -2, -3
 def pass_on(phases: dict[int, Knowledge], phase: int, known: Knowledge) -> None:
     """Add what an arrival releases to what the end of its phase will tell."""
     before = phases.get(phase)
-    phases[phase] = known if before is None else np.maximum(before, known)
+    phases[phase] = known if before is None else joined(before, known)
 
 
 class Barrier:
@@ -56,7 +56,7 @@ class Barrier:
         self.expected = expected or self.expected
         order = self.cta.cluster.order
         if order is not None:
-            known = order.release(np.array([self.cta.rank * self.cta.warps + warp]))
+            known = order.release(self.cta.agents(32 * warp + np.nonzero(here)[0]))
             pass_on(self.passed_on, self.phase, known)
         if self.counted[warp]:
             self.repeats += 1
@@ -158,7 +158,7 @@ def bar(form: Form) -> Step:
             put(w, {"popc": yes, "and": yes == every, "or": yes > 0}[operation or ""])
         order = w.cta.cluster.order
         if order is not None:
-            order.acquire(w.warp_agents(), barrier.passed_on[int(barrier.ticket[w.threads[0]])])
+            order.acquire(w.agents(), barrier.passed_on[int(barrier.ticket[w.threads[0]])])
         barrier.ticket[w.threads] = _NONE
         return None
 
@@ -202,7 +202,7 @@ def cluster(form: Form) -> Step:
             raise form.error("a thread arrives twice without a wait between")
         order = w.cta.cluster.order
         if order is not None:
-            known = order.release(w.warp_agents(), relaxed)
+            known = order.release(w.agents(), relaxed)
             pass_on(barrier.passed_on, barrier.phase, known)
         ticket[w.threads] = barrier.phase
         barrier.settle()
@@ -216,7 +216,7 @@ def cluster(form: Form) -> Step:
         if over.all():
             order = w.cta.cluster.order
             if order is not None:
-                order.acquire(w.warp_agents(), barrier.passed_on[int(ticket[threads[0]])])
+                order.acquire(w.agents(), barrier.passed_on[int(ticket[threads[0]])])
             ticket[threads] = _NONE
             return None
         if over.any():

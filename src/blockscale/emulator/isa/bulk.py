@@ -101,7 +101,8 @@ def deliver(
         for _, _, barrier in lands:
             barrier.complete(size, known)
 
-    actor = cluster.begin(w)
+    told = tuple((barrier.cta.rank, barrier.offset) for _, _, barrier in lands)
+    actor = cluster.begin(w, told=told)
     ctas = {cta.rank: cta for cta in (*needs, *(cta for cta, _, _ in lands))}
     cluster.engine.submit(Work(w, copy, needs=tuple(ctas.values()), actor=actor))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import ieee
 from ..machine import Diverge, Exit, Fragment, Split, Step, Switch
-from ..order import FENCED, STRONG
+from ..order import Order
 from ..program import Group, Label, Symbol, Vector
 from .registry import TYPES, Form, instruction
 from .system_calls import system_call
@@ -278,12 +278,12 @@ def fence(form: Form) -> Step:
         form.get(1, "u32")
     if "proxy" in names and not names & {"async", "async::generic"}:
         return lambda w: None
-    row = FENCED if "proxy" in names else STRONG
+    order_by = Order.fence_proxy if "proxy" in names else Order.fence
 
     def run(w: Fragment) -> None:
         order = w.cta.cluster.order
         if order is not None:
-            order.fence(w.warp_agents(), row)
+            order_by(order, w.agents())
 
     return run
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from ..engine import Work
 from ..machine import CTA, Fragment, Step, Wait
-from ..order import Knowledge
 from ..ports import read_global, write_shared
 from ..program import Immediate
 from .access import checked
@@ -63,19 +62,17 @@ def groups(cta: CTA, kind: str) -> Groups:
 
 
 def learn(w: Fragment, works: list[Work]) -> None:
-    """Each warp that waited for its own of these knows what they did."""
-    order, waiting = w.cta.cluster.order, set(w.warp_agents().tolist())
+    """Each thread that waited for its own of these knows what they did."""
+    order = w.cta.cluster.order
     if order is None:
         return
-    told: dict[int, Knowledge] = {}
+    whose: dict[bytes, list[Work]] = {}
     for work in works:
         if work.actor is not None:
-            message = work.actor.message()
-            own = order.agents_of(w.cta.rank, work.threads).tolist()
-            for agent in waiting.intersection(own):
-                told[agent] = np.maximum(told[agent], message) if agent in told else message
-    for agent, message in told.items():
-        order.acquire(np.array([agent]), message)
+            whose.setdefault(work.threads.tobytes(), []).append(work)
+    for own in whose.values():
+        waiting = np.intersect1d(w.threads, own[0].threads)
+        order.acquire(w.cta.agents(waiting), order.join(o.actor.message() for o in own if o.actor))
 
 
 def wait_for(w: Fragment, works: list[Work], reads: bool, what: str) -> Wait | None:
@@ -205,12 +202,10 @@ def arrive(form: Form) -> Step:
             if not counted:
                 barrier.pending += 1
             earlier = tuple(mine.all(w.threads[i : i + 1]))
-            known = None
-            if cluster.order is not None:
-                known = cluster.order.join(o.actor.message() for o in earlier if o.actor)
 
-            def signal(work: Work, barrier: Any = barrier, known: Any = known) -> None:
-                barrier.learn(known)
+            def signal(work: Work, barrier: Any = barrier, earlier: Any = earlier) -> None:
+                for other in earlier:
+                    barrier.learn(other.message())
                 barrier.arrive()
 
             cluster.engine.submit(Work(w, signal, after=earlier, needs=(w.cta,)))

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import SHARED_WINDOW, MemoryFault
-from ..order import SEEN, Knowledge
+from ..order import Knowledge, joined
 from ..program import PtxError
 from .registry import Form, instruction
 
@@ -47,7 +47,7 @@ class MBarrier:
     def learn(self, known: Knowledge | None) -> None:
         if known is not None:
             before = self.gathering
-            self.gathering = known if before is None else np.maximum(before, known)
+            self.gathering = known if before is None else joined(before, known)
 
     def arrive(self, count: int = 1) -> int:
         """Count arrivals; returns the state before."""
@@ -142,10 +142,10 @@ def visible(w: Fragment, barrier: MBarrier, users: Any = slice(None)) -> None:
     shadow, order = barrier.cta.shadow, w.cta.cluster.order
     if shadow is None or order is None or not shadow.races:
         return
-    cell = np.array([barrier.offset // shadow.size])
-    for agent in np.unique(w.agents()[users]):
-        if not shadow.seen(cell, order.known[agent]):
-            shadow.read(cell[None], np.array([agent]), w.site(), strong=False)
+    cell, agents = np.array([barrier.offset // shadow.size]), w.agents()[users]
+    unaware = agents[~shadow.seen(cell, agents)]
+    if len(unaware):
+        shadow.read(cell[None], unaware[:1], w.site(), strong=False)
 
 
 @instruction("mbarrier.init")
@@ -235,20 +235,16 @@ def arrive(form: Form) -> Step:
     def run(w: Fragment) -> None:
         counts = np.broadcast_to(1 if count is None else count(w), w.n)
         tokens = np.zeros(w.n, np.uint64)
-        order = w.cta.cluster.order
-        released: dict[int, Knowledge] = {}
-        if order is not None:
-            released = {int(a): order.release(np.array([a]), relaxed) for a in w.warp_agents()}
-        agents, places = w.agents(), where(w)
+        order, agents, places = w.cta.cluster.order, w.agents(), where(w)
         for address in np.unique(places):
-            visible(w, find(w.cta, int(address)), places == address)
+            barrier, here = find(w.cta, int(address)), places == address
+            visible(w, barrier, here)
+            if barrier.cta is not w.cta and not relaxed:
+                barrier.cta.visit(agents[here], w.site())
         for i, address in enumerate(places):
             barrier, n = find(w.cta, int(address)), int(counts[i])
-            if released:
-                agent = int(agents[i])
-                barrier.learn(released[agent])
-                if barrier.cta is not w.cta and not relaxed:
-                    barrier.cta.visit(agent, int(released[agent][SEEN, agent]), w.site())
+            if order is not None:
+                barrier.learn(order.release(agents[i : i + 1], relaxed))
             if expects:
                 barrier.expect(n)
             if drops:
@@ -326,7 +322,7 @@ def wait(form: Form) -> Step:
             for i, (barrier, _) in enumerate(pairs):
                 chosen = over & (whose == i)
                 if barrier.passed_on is not None and chosen.any():
-                    order.acquire(np.unique(agents[chosen]), barrier.passed_on)
+                    order.acquire(agents[chosen], barrier.passed_on)
         put(w, over)
         return None
 

@@ -44,7 +44,7 @@ def _strong(step: Step, releases: bool) -> Step:
     def run(w: Fragment) -> Any:
         order = w.cta.cluster.order
         if order is not None:
-            order.through("flags", w.warp_agents(), releases)
+            order.through("flags", w.agents(), releases)
         return step(w)
 
     return run

@@ -17,7 +17,7 @@ from .bulk import one_by_one
 from .copies import groups, wait_for, warps
 from .mbarrier import addresses, find, visible
 from .registry import Form, instruction
-from .warp import gathered
+from .warp import gathered, meet
 
 __all__ = ["aligned", "cta_group", "enqueue", "for_warps", "pair", "split_address", "uniform"]
 
@@ -111,6 +111,7 @@ def alloc(form: Form) -> Step:
         memory.allocate(columns, start)
         value = np.array([[start]], np.uint32).view(np.uint8)
         write_shared(w.alone(0), where(w)[:1], value)
+        meet(w)  # each lane executes it, and so comes after what it writes
         return None
 
     return gathered(form, None, run)

@@ -259,5 +259,19 @@ def activemask(form: Form) -> Step:
 
 @instruction("bar.warp.sync", control=True)
 def warp_sync(form: Form) -> Step:
-    """9.7.13."""
-    return gathered(form, 0, lambda w: None)
+    """9.7.13.3: orders the accesses of the lanes of its mask; no other .sync instruction does."""
+    mask = form.get(0, "b32")
+    return gathered(form, 0, lambda w: meet(w, np.broadcast_to(mask(w), w.n)))
+
+
+def meet(w: Fragment, masks: np.ndarray | None = None) -> None:
+    """The lanes of each mask, or warp, know what all of them know, and have done."""
+    order = w.cta.cluster.order
+    if order is None or order.lanes == 1:
+        return
+    groups, agents = w.threads // 32, w.agents()
+    if masks is not None:
+        groups = groups << 32 | masks.astype(np.int64)
+    for group in np.unique(groups):
+        lanes = agents[groups == group]
+        order.acquire(lanes, order.release(lanes))

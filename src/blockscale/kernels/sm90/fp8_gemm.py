@@ -228,6 +228,8 @@ class Mainloop:
             self.release(release)
 
     def release(self, stage) -> None:
+        """Called by whole warps: one lane arrives for what all of them have read."""
+        cute.arch.sync_warp()
         barrier = (self.pipeline.empty + stage).toint()
         ptx.mbarrier_arrive_cluster(barrier, self.lane, self.config.multicast_ctas)
 

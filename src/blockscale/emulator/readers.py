@@ -1,0 +1,175 @@
+"""Who read each cell of a memory since its last write.
+
+Most cells have one reader: its column and event stand there. Where several read that nothing
+orders, the cell names a *crowd* instead. A reader that a later one has seen is forgotten: whoever
+knows of the later knows of the earlier.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .order import MOST_COLUMNS
+
+if TYPE_CHECKING:
+    from .order import Order
+
+__all__ = ["Readers", "View", "seen_events"]
+
+_CROWD = MOST_COLUMNS  # stands for a column: the event is then the number of a crowd
+_MOST = 1 << 14  # crowds that are kept before those that no cell names are dropped
+
+#: What accessors have seen: tables (any, columns), and whose is which; None: one for all.
+View = tuple[np.ndarray, np.ndarray | None]
+#: Columns and the events of their reads.
+Crowd = tuple[np.ndarray, np.ndarray]
+
+
+def seen_events(view: View, columns: np.ndarray) -> np.ndarray:
+    """The last event that each accessor has seen of columns (accessors, k), or (k,) of one."""
+    tables, which = view
+    if which is None:
+        return tables[0].take(columns, mode="clip")
+    at = np.minimum(columns, tables.shape[1] - 1)
+    return np.asarray(tables[which[:, None], at])
+
+
+class Readers:
+    """The readers of ``cells`` cells."""
+
+    def __init__(self, cells: int, order: Order) -> None:
+        self.order = order
+        self.column = np.zeros(cells, np.uint16)
+        self.event = np.zeros(cells, np.uint32)  # 0: nobody
+        self._crowds: list[Crowd] = []
+        self._limit = _MOST
+
+    def clear(self, cells: Any) -> None:
+        self.event[cells] = 0
+
+    def columns(self) -> np.ndarray:
+        """Those of all readers."""
+        used = self.event > 0
+        crowded = used & (self.column == _CROWD)
+        crowds = [self._crowds[number - 1][0] for number in np.unique(self.event[crowded]).tolist()]
+        return np.concatenate([np.unique(self.column[used & ~crowded]), *crowds])
+
+    # --- reading ---
+
+    def read(self, cells: np.ndarray, at: Any, event: int, view: View) -> None:
+        """Cells (n, k) are read by threads, ``at`` (n, 1), or cells (k,) by one column."""
+        if len(self._crowds) >= self._limit:
+            self._forget()
+        before = self.event[cells]
+        column = others = None
+        if before.any():
+            column = self.column[cells]
+            others = (before > 0) & (column != at)
+            if others.any():
+                others &= (column == _CROWD) | (before > seen_events(view, column))
+            if not others.any():
+                others = None
+        self.column[cells] = at
+        if cells.ndim == 2:
+            lost = self.column[cells] != at
+            if lost.any():  # several threads of this instruction read one cell
+                mark = np.zeros(len(self.column), bool)
+                mark[cells[lost]] = True
+                others = mark[cells] if others is None else others | mark[cells]
+        self.event[cells] = event
+        if others is not None:
+            if column is None:
+                column = np.zeros(before.shape, np.uint16)
+            self._meet(cells, others, at, event, before, column, view)
+
+    def _meet(
+        self, cells: np.ndarray, chosen: np.ndarray, at: Any, event: int, before: np.ndarray,
+        column: np.ndarray, view: View,
+    ) -> None:  # fmt: skip
+        """The chosen cells have several readers, earlier ones or of this instruction."""
+        if cells.ndim == 2:  # a cell has all its readers: those that no other mark names, too
+            mark = np.zeros(len(self.column), bool)
+            mark[cells[chosen]] = True
+            chosen = mark[cells]
+        who = np.broadcast_to(at, cells.shape)[chosen].astype(np.int64)
+        flat, old = cells[chosen], before[chosen].astype(np.int64) << 16 | column[chosen]
+        if (who == who[0]).all():
+            pairs, which = np.unique(old, return_inverse=True)
+            known = view[0][0] if cells.ndim == 1 else self.order.seen_by(who[:1])
+            found = [self._crowd(int(pair), who[:1], event, known) for pair in pairs]
+            self.column[flat], self.event[flat] = np.array(found)[which.reshape(-1)].T
+            return
+        order = np.argsort(flat, kind="stable")
+        flat, who, old = flat[order], who[order], old[order]
+        starts = np.nonzero(np.r_[True, flat[1:] != flat[:-1]])[0]
+        made: dict[tuple[int, bytes], tuple[int, int]] = {}
+        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(flat)], strict=True):
+            key = int(old[start]), who[start:end].tobytes()
+            if key not in made:
+                readers = np.unique(who[start:end])
+                made[key] = self._crowd(key[0], readers, event, self.order.seen_by(readers))
+            self.column[flat[start]], self.event[flat[start]] = made[key]
+
+    def _crowd(self, old: int, who: np.ndarray, event: int, known: np.ndarray) -> tuple[int, int]:
+        """Column and event of a cell that ``who``, who have seen ``known``, read, and others
+        before: event << 16 | column."""
+        columns, events = self._members(old >> 16, old & 0xFFFF)
+        if len(columns):
+            left = (events > known[columns]) & ~np.isin(columns, who)
+            columns, events = columns[left], events[left]
+        columns = np.concatenate([columns, who])
+        if len(columns) == 1:
+            return int(columns[0]), event
+        self._crowds.append((columns, np.r_[events, np.full(len(who), event)].astype(np.uint32)))
+        return _CROWD, len(self._crowds)
+
+    def _members(self, event: int, column: int) -> Crowd:
+        if not event:
+            return np.zeros(0, np.int64), np.zeros(0, np.uint32)
+        if column == _CROWD:
+            return self._crowds[event - 1]
+        return np.array([column]), np.array([event], np.uint32)
+
+    def _forget(self) -> None:
+        """Drop the crowds that no cell names."""
+        crowded = np.nonzero((self.event > 0) & (self.column == _CROWD))[0]
+        used, at = np.unique(self.event[crowded], return_inverse=True)
+        self._crowds = [self._crowds[number - 1] for number in used.tolist()]
+        self.event[crowded] = at.reshape(-1) + 1
+        self._limit = max(_MOST, 2 * len(used))
+
+    # --- writing ---
+
+    def unseen(
+        self, cells: np.ndarray, at: Any, view: View, since: int = 0
+    ) -> tuple[int, int, int, int] | None:
+        """A cell, who writes it, and the column and event of a read that the writer has not seen.
+        Reads by ``at`` are its own from the event ``since`` on."""
+        events = self.event[cells]
+        if not events.any():
+            return None
+        columns = self.column[cells]
+        crowded = (events > 0) & (columns == _CROWD)
+        late = (events > seen_events(view, columns)) & ~crowded
+        if late.any():
+            late &= (columns != at) | (events < since)
+        if late.any():
+            who = np.broadcast_to(at, cells.shape)[late][0]
+            return int(cells[late][0]), int(who), int(columns[late][0]), int(events[late][0])
+        if not crowded.any():
+            return None
+        writers = np.broadcast_to(at, cells.shape)[crowded].astype(np.int64)
+        rows = np.zeros(cells.shape, np.int64)
+        if view[1] is not None:
+            rows += view[1][:, None]
+        numbers, flat = events[crowded], cells[crowded]
+        keys = np.stack([numbers, writers, rows[crowded]])
+        for i in np.unique(keys, axis=1, return_index=True)[1].tolist():
+            crowd, reads = self._crowds[int(numbers[i]) - 1]
+            seen = view[0][int(keys[2, i])]
+            late = (reads > seen[crowd]) & ((crowd != writers[i]) | (reads < since))
+            if late.any():
+                return int(flat[i]), int(writers[i]), int(crowd[late][0]), int(reads[late][0])
+        return None

@@ -1,0 +1,200 @@
+"""What was done to each cell of a memory last, and whether the next access is ordered after it.
+
+For each cell (a byte or a word) the shadow keeps its last write and its readers since. An access is
+a race if one of those is not known to happen before it; both sides are named.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .checks import DataRace, LaneRace, Site, Uninitialized
+from .order import Actor, Order
+from .readers import Readers, View, seen_events
+
+__all__ = ["Shadow"]
+
+
+class Shadow:
+    """What was done to ``cells`` cells of one memory.
+
+    Args:
+        name: of the memory, for messages, with ``{}`` for the place.
+        cells: their number.
+        order: the clock of the cluster.
+        checks: "race", "uninitialized" or both.
+        size: bytes of a cell, for messages.
+    """
+
+    def __init__(
+        self, name: str, cells: int, order: Order, checks: frozenset[str], size: int = 1
+    ) -> None:
+        self.name, self.order, self.size = name, order, size
+        self.races, self.blanks = "race" in checks, "uninitialized" in checks
+        self.writer = np.zeros(cells, np.uint16)  # the column of who wrote last
+        self.written = np.zeros(cells, np.uint32)  # the event of the write, 0: never
+        self.readers = Readers(cells if self.races else 0, order)
+        order.users.append(self._columns)
+
+    def _columns(self) -> list[int]:
+        """Columns that a cell names."""
+        writers = np.unique(self.writer[self.written > 0])
+        return [*writers.tolist(), *self.readers.columns().tolist()]
+
+    # --- by threads ---
+
+    def read(self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool) -> None:
+        """Cells (n, k) are read by agents (n,); two strong accesses are no race."""
+        self._blank(cells, site)
+        if not self.races:
+            return
+        at, view = agents[:, None], self.order.view(agents)
+        late = self._unordered(cells, at, view, strong)
+        if late is not None:
+            self._after_write(cells, at, late, "reads", site)
+        if not strong:
+            self.readers.read(cells, at, self.order.event(site), view)
+
+    def write(
+        self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool,
+        same: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Cells (n, k) are written by agents (n,).
+
+        ``same`` (2, n, k): the cell held the value that is written; it holds it afterwards, all
+        threads having written. That is no race.
+        """
+        at = agents[:, None]
+        if self.races:
+            view = self.order.view(agents)
+            late = self._unordered(cells, at, view, strong)
+            if late is not None and same is not None:
+                late &= ~same[0]
+            if late is not None and late.any():
+                self._after_write(cells, at, late, "writes", site)
+            self._after_reads(cells, at, view, site)
+        self.writer[cells], self.written[cells] = at, self.order.event(site, strong)
+        if self.races and not strong:
+            lost = self.writer[cells] != at
+            if same is not None:
+                lost &= ~same[1]
+            if lost.any():
+                self._after_write(cells, at, lost, "writes", site)
+
+    def _unordered(
+        self, cells: np.ndarray, at: Any, view: View, strong: bool, since: int = 0
+    ) -> np.ndarray | None:
+        """Which cells somebody else wrote, unseen; None: none of them. Writes of ``at`` are its own
+        from the event ``since`` on."""
+        writer, written = self.writer[cells], self.written[cells]
+        late = written > seen_events(view, writer)
+        if not late.any():
+            return None
+        late &= (writer != at) | (written < since)
+        if strong and late.any():
+            late &= ~self.order.are_strong(written)
+        return late if late.any() else None
+
+    # --- by asynchronous work ---
+
+    def read_by(self, cells: np.ndarray, actor: Actor, site: Site) -> None:
+        """Cells, of any shape, are read."""
+        cells = cells.reshape(-1)
+        self._blank(cells, site)
+        if self.races:
+            seen = self._ordered(cells, actor, "reads", site)
+            event = self.order.event(site, actor.strong)
+            actor.did(event)
+            if not actor.strong:
+                self.readers.read(cells, actor.column, event, (seen[None], None))
+
+    def write_by(self, cells: np.ndarray, actor: Actor, site: Site) -> None:
+        """Cells, of any shape, are written."""
+        cells = cells.reshape(-1)
+        if self.races:
+            seen = self._ordered(cells, actor, "writes", site)
+            self._after_reads(cells, actor.column, (seen[None], None), site, actor)
+        event = self.order.event(site, actor.strong)
+        actor.did(event)
+        self.writer[cells], self.written[cells] = actor.column, event
+
+    def _ordered(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> np.ndarray:
+        """Check an access against the writes before; what the work has seen."""
+        seen, through_proxy = self.order.view_of(actor)
+        at, strong, since = actor.column, actor.strong, actor.since
+        late = self._unordered(cells, at, (through_proxy[None], None), strong, since)
+        if late is not None:
+            fenced = self._unordered(cells, at, (seen[None], None), strong, since) is None
+            self._after_write(cells, actor, late, verb, site, fence_only=fenced)
+        return seen
+
+    # --- both ---
+
+    def _after_reads(
+        self, cells: np.ndarray, at: Any, view: View, site: Site, actor: Actor | None = None
+    ) -> None:
+        """Check a write against the reads before, which are over then."""
+        found = self.readers.unseen(cells, at, view, 0 if actor is None else actor.since)
+        if found is not None:
+            cell, writer, column, event = found
+            who = writer if actor is None else actor
+            self._race(cell, who, "writes", site, "read", column, event)
+        self.readers.clear(cells)
+
+    def _after_write(
+        self, cells: np.ndarray, at: Any, late: np.ndarray, verb: str, site: Site,
+        fence_only: bool = False,
+    ) -> None:  # fmt: skip
+        """Complain of an access, by agents or an actor, to the cells that are ``late``."""
+        cell = int(cells[late][0])
+        who = at if isinstance(at, Actor) else int(np.broadcast_to(at, cells.shape)[late][0])
+        column, event = int(self.writer[cell]), int(self.written[cell])
+        self._race(cell, who, verb, site, "write", column, event, fence_only)
+
+    def seen(self, cells: np.ndarray, agents: np.ndarray) -> np.ndarray:
+        """Which of the agents (n,) have seen the last writes to the cells (k,), all made."""
+        written = self.written[cells]
+        writer = np.broadcast_to(self.writer[cells], (len(agents), len(cells)))
+        ordered = written <= seen_events(self.order.view(agents), writer)
+        ordered |= writer == agents[:, None]
+        return np.asarray((ordered & (written > 0)).all(axis=1))
+
+    # --- messages ---
+
+    def _blank(self, cells: np.ndarray, site: Site) -> None:
+        if self.blanks:
+            blank = self.written[cells] == 0
+            if blank.any():
+                place = self.name.format(self.place(int(cells[blank].flat[0])))
+                raise Uninitialized(f"{site} reads {place}, which nobody has written", site.line)
+
+    def place(self, cell: int) -> str:
+        return f"{cell * self.size:#x}"
+
+    def _race(
+        self, cell: int, who: int | Actor, verb: str, site: Site, other: str, column: int,
+        event: int, fence_only: bool = False,
+    ) -> None:  # fmt: skip
+        """``who`` accesses at ``site``; the other access is that event, of ``column``."""
+        order = self.order
+        place, earlier = self.name.format(self.place(cell)), order.site(event)
+        if fence_only:
+            raise DataRace(
+                f"missing fence.proxy.async: {site} {verb} {place} through the asynchronous proxy "
+                f"after the ordinary write by {order.named(earlier, column)}",
+                site.line,
+            )
+        agent, own = (who.issuer, who.column) if isinstance(who, Actor) else (who, who)
+        here, there = order.named(site, own), order.named(earlier, column)
+        if order.of_one_warp(agent, column, event):
+            raise LaneRace(
+                f"data race between lanes of a warp: {here} {verb} {place}; nothing orders it "
+                f"after the {other} by {there}: bar.warp.sync must come between",
+                site.line,
+            )
+        raise DataRace(
+            f"data race: {here} {verb} {place}; nothing orders it after the {other} by {there}",
+            site.line,
+        )
