@@ -151,7 +151,7 @@ MALFORMED = [
     (".version 8.0\n.global .u32 x", "expected ';'", 2, 15),
     (".version 8.0\n.global .u99 x;", "unknown type .u99", 2, 1),
     (".version 8.0\n.global .u32 x[-1];", "a length of -1", 2, 16),
-    (".version 8.0\n.global .u32 x = y;", "expected an operand, found 'y'", 2, 18),
+    (".version 8.0\n.global .u32 x = y;", "there is no variable 'y'", 2, 18),
     (".version 8.0\n.func f(.param .b8 a) { }\n.func f() { ret; }", "'f' is defined twice", 3, 7),
     (".version 8.0\n.entry k() {", "a block is not closed", 2, 13),
     (".version 8.0\n.entry k() { ret }", "expected ','|expected an operand", 2, 18),
@@ -166,8 +166,8 @@ MALFORMED = [
     (".version 8.0\n.entry k() { add.u32 1 2; }", "expected ','", 2, 24),
     (".version 8.0\n.entry k() { add.u32 1, 09; }", "'09' is not an integer", 2, 25),
     (".version 8.0\n.entry k() { 5; }", "expected an instruction, found '5'", 2, 14),
-    (".version 8.0\n.entry k() {" + "{" * 200, "more than 100 levels", 2, 113),
-    (".version 8.0\n.section .x {", "the text ends too early", 2, 14),
+    (".version 8.0\n.entry k() {" + "{" * 200, "more than 100 levels", 2, 112),
+    (".version 8.0\n.section .x {", "a block is not closed", 2, 14),
     (".version 8.0\n.pragma", "the text ends too early", 2, 8),
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from .alarms import Alarm
 from .checks import DataRace, EarlyAccess, ExitRace, LaneRace, MissingFence, Uninitialized
 from .cutedsl import cutedsl
 from .device import Device
+from .isa.system_calls import KernelStopped
 from .machine import Deadlock
 from .memory import MemoryFault
 from .program import PtxError
@@ -17,6 +18,7 @@ __all__ = [
     "Device",
     "EarlyAccess",
     "ExitRace",
+    "KernelStopped",
     "LaneRace",
     "MemoryFault",
     "MissingFence",

@@ -1,4 +1,5 @@
-"""The arguments of a launch: buffers, tensor maps and numbers, as the kernel sees them."""
+"""The arguments of a launch: buffers, tensor maps and numbers, as the kernel sees them; and the
+variables of its module."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from .memory import Buffer, GlobalMemory
-from .program import Function, Parameter
+from .program import Function, Module, Parameter, PtxError
 from .tensormap import TensorMap
 
-__all__ = ["add_memory", "lay_out"]
+__all__ = ["add_memory", "lay_out", "place_variables"]
 
 
 def lay_out(
@@ -115,3 +116,31 @@ def _tensor_bytes(tensor: Any, name: str) -> np.ndarray:
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: is not contiguous; make it so first")
     return tensor.detach().flatten().view(torch.uint8).numpy()
+
+
+def place_variables(module: Module, memory: GlobalMemory) -> dict[str, Buffer]:
+    """Memory for the .global and .const variables of a module, with their initial values."""
+    places: dict[str, Buffer] = {}
+    for variable in module.variables.values():
+        if variable.space in ("global", "const"):
+            data = np.zeros(max(variable.nbytes, 1) + variable.align, np.uint8)
+            lead = -data.ctypes.data % variable.align
+            data = data[lead : lead + max(variable.nbytes, 1)]
+            if variable.data:
+                data[: len(variable.data)] = np.frombuffer(variable.data, np.uint8)
+            places[variable.name] = memory.add(
+                Buffer(variable.name, data.ctypes.data, data, variable.space == "global")
+            )
+    for name, place in places.items():
+        for link in module.variables[name].links:
+            if link.symbol not in places:
+                raise PtxError(
+                    f"the initial value of {name} is the address of {link.symbol}, which is in "
+                    "neither global nor constant memory"
+                )
+            lowest = (link.mask & -link.mask).bit_length() - 1
+            value = ((places[link.symbol].base + link.addend) & link.mask) >> lowest
+            value &= (1 << 8 * link.size) - 1
+            where = slice(link.at, link.at + link.size)
+            place.data[where] = np.frombuffer(value.to_bytes(link.size, "little"), np.uint8)
+    return places

@@ -8,21 +8,20 @@ import operator
 import os
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .alarms import ON_ERROR, Alarms, wanted
-from .arguments import add_memory, lay_out
+from .arguments import add_memory, lay_out, place_variables
 from .code import Program
 from .collect import collect, finish
 from .engine import COMPLETIONS
 from .grid import run_grid
 from .machine import Launch, Settings
-from .memory import SYSTEM_SHARED, Buffer, GlobalMemory
-from .parse import parse
+from .memory import SYSTEM_SHARED, GlobalMemory
+from .parse import parse_once
 from .program import Address, Function, Module, PtxError, Symbol
 from .report import Report
 from .suppressions import read_suppressions
@@ -35,8 +34,6 @@ _MOST_SHARED = 227 * 1024
 _NARROW = {"b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16"}
 
 Dim = tuple[int, int, int]
-
-_parse = lru_cache(maxsize=64)(parse)
 
 
 class Device:
@@ -129,9 +126,9 @@ class Device:
         Raises PtxError (a ValueError) for what is not PTX, not supported or not allowed, and
         Deadlock where nothing can move.
         """
-        module = _parse(ptx)
+        module = parse_once(ptx, name)
         _check_target(module, self.target)
-        function = _entry(module, name)
+        function = module.functions[name]
         dims = _dimensions(function, grid, block, cluster)
         alarms = Alarms(
             self._checks,
@@ -188,15 +185,6 @@ def _check_target(module: Module, target: str) -> None:
     )
 
 
-def _entry(module: Module, name: str) -> Function:
-    entries = [f.name for f in module.functions.values() if f.is_entry]
-    if name not in entries:
-        raise PtxError(
-            f"entry: {name!r} is not in the module, which has {', '.join(entries) or 'none'}"
-        )
-    return module.functions[name]
-
-
 def _three(value: int | Sequence[int], what: str) -> tuple[int, int, int]:
     given = tuple(value) if isinstance(value, Sequence) else (value,)
     if not 1 <= len(given) <= 3 or any(operator.index(n) < 1 for n in given):
@@ -250,17 +238,7 @@ def _prepare(
     for label, array in buffers:
         add_memory(array, f"buffers: {label}", memory)
     parameters, offsets = lay_out(function, args, memory)
-    variables = {}
-    for variable in module.variables.values():
-        if variable.space in ("global", "const"):
-            data = np.zeros(max(variable.nbytes, 1) + variable.align, np.uint8)
-            lead = -data.ctypes.data % variable.align
-            data = data[lead : lead + max(variable.nbytes, 1)]
-            if variable.data:
-                data[: len(variable.data)] = np.frombuffer(variable.data, np.uint8)
-            variables[variable.name] = memory.add(
-                Buffer(variable.name, data.ctypes.data, data, variable.space == "global")
-            )
+    variables = place_variables(module, memory)
     static, size = _shared(module, function)
     dynamic = -(-size // 1024) * 1024 if shared else size
     if shared < 0 or dynamic + shared > _MOST_SHARED:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import struct
 from dataclasses import dataclass, field
 
+from .constants import ConstantParser
 from .program import (
     Address,
     Function,
@@ -20,45 +20,66 @@ from .program import (
     Symbol,
     Vector,
 )
-from .tokens import Cursor, Token
+from .tokens import Source, Token, Tokens
 
 __all__ = ["OperandParser", "Scope"]
+
+_FIELDS = {name: i for fields in ("xyzw", "rgba") for i, name in enumerate(fields)}
 
 
 @dataclass(slots=True)
 class Scope:
-    registers: dict[str, Register] = field(default_factory=dict)
-    ranges: dict[str, tuple[str, int]] = field(default_factory=dict)
+    registers: dict[str, Register | Vector] = field(default_factory=dict)
+    #: Stem of names with a number -> type, how many there are, items of each (1: no vector).
+    ranges: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
     uses: list[tuple[Label, Token]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)  # of variables: as written -> unique
 
 
-class OperandParser(Cursor):
+class OperandParser(ConstantParser):
     """Reads operands; who derives from it opens and closes the scopes."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, source: Source, tokens: Tokens) -> None:
+        super().__init__(source, tokens)
         self.function: Function | None = None
         self.scopes: list[Scope] = []
+        self.symbols: set[str] = set()  # that operands name
 
-    def new_register(self, name: str, type_name: str) -> Register:
+    def new_register(self, name: str, type_name: str, items: int = 1) -> Register | Vector:
         assert self.function is not None
+        if items > 1:
+            parts = (self.new_register(f"{name}.{item}", type_name) for item in "xyzw"[:items])
+            return Vector(tuple(parts))
         register = Register(name, type_name, len(self.function.registers))
         self.function.registers.append(register)
         return register
 
-    def find_register(self, name: str) -> Register | None:
+    def find_register(self, name: str) -> Register | Vector | None:
+        """A register, a vector of them, or one item of a vector."""
+        found = self._declared(name)
+        if found is None and "." in name:
+            stem, _, item = name.rpartition(".")
+            vector, at = self._declared(stem), _FIELDS.get(item, 4)
+            if isinstance(vector, Vector) and at < len(vector.items):
+                found = vector.items[at]  # type: ignore[assignment]
+        return found
+
+    def _declared(self, name: str) -> Register | Vector | None:
         for scope in reversed(self.scopes):
             if name in scope.registers:
                 return scope.registers[name]
             stem, digits = re.fullmatch(r"(.*?)(\d{0,9})", name, re.DOTALL).groups()  # type: ignore[union-attr]
             if digits and stem in scope.ranges:
-                type_name, count = scope.ranges[stem]
+                type_name, count, items = scope.ranges[stem]
                 if int(digits) < count:
-                    scope.registers[name] = self.new_register(name, type_name)
+                    scope.registers[name] = self.new_register(name, type_name, items)
                     return scope.registers[name]
         return None
+
+    def find_predicate(self) -> Register | None:
+        found = self.find_register(self.name())
+        return found if isinstance(found, Register) and found.type == "pred" else None
 
     def use_label(self) -> Label:
         token = self.token
@@ -73,20 +94,22 @@ class OperandParser(Cursor):
         return first
 
     def simple_operand(self, opcode: str) -> Operand:
-        token = self.token
+        if self.kind == "name":
+            return self.named(opcode)
         if self.accept("{"):
             return Vector(self.operands_until("}", opcode))
-        if self.accept("("):
-            return Group(self.operands_until(")", opcode))
         if self.accept("["):
             return self.address(opcode)
-        if self.accept("!"):
-            register = self.find_register(self.name())
-            if register is None or register.type != "pred":
+        if self.text == "(" and opcode.startswith("call"):
+            self.take()
+            return Group(self.operands_until(")", opcode))
+        if self.text == "!" and self.kinds[self.at + 1] == "name":
+            token = self.token
+            self.take()
+            register = self.find_predicate()
+            if register is None:
                 raise self.fail("expected a predicate after '!'", token)
             return Not(register)
-        if token.kind == "name":
-            return self.named(opcode)
         return self.constant()
 
     def operands_until(self, end: str, opcode: str) -> tuple[Operand, ...]:
@@ -94,36 +117,32 @@ class OperandParser(Cursor):
         self.nest()
         while not self.accept(end):
             items.append(self.operand(opcode))
-            if self.token.text != end:
+            if self.text != end:
                 self.expect(",")
         self.depth -= 1
         return tuple(items)
 
     def named(self, opcode: str) -> Operand:
-        token = self.take()
-        if token.text == "_":
+        text = self.take()
+        if text == "_":
             return None
-        register = self.find_register(token.text)
+        register = self.find_register(text)
         if register is not None:
             return register
-        if token.text.startswith("%"):
-            return Special(token.text)
-        if token.text == "WARP_SZ":
-            return Immediate(32)
+        if text.startswith("%"):
+            return Special(text)
+        if text == "WARP_SZ":
+            self.at -= 1
+            return self.constant()
         if opcode.split(".")[0] in ("bra", "brx"):
             self.at -= 1
-            if opcode.startswith("brx") and token.text in self.function.tables:  # type: ignore[union-attr]
-                return Symbol(self.take().text)
+            if opcode.startswith("brx") and text in self.function.tables:  # type: ignore[union-attr]
+                return Symbol(self.take())
             return self.use_label()
-        names = (
-            scope.names[token.text] for scope in reversed(self.scopes) if token.text in scope.names
-        )
-        return Symbol(next(names, token.text), self.plus())
-
-    def plus(self) -> int:
-        if self.accept("+"):
-            return self.integer()
-        return self.integer() if self.token.text == "-" else 0
+        names = (scope.names[text] for scope in reversed(self.scopes) if text in scope.names)
+        name = next(names, text)
+        self.symbols.add(name)
+        return Symbol(name, self.plus())
 
     def address(self, opcode: str) -> Address:
         token = self.token
@@ -141,24 +160,3 @@ class OperandParser(Cursor):
         if not isinstance(base, Register | Symbol | Immediate):
             raise self.fail("expected a register, a symbol or a number as address", token)
         return Address(base, offset, tuple(more))
-
-    def constant(self) -> Immediate:
-        token = self.token
-        if token.kind == "integer" or token.text in ("-", "~"):
-            inverted, negative = self.accept("~"), self.accept("-")
-            if self.token.kind == "integer":
-                value = self.integer()
-                value = -value if negative else value
-                return Immediate(~value if inverted else value)
-            if negative and self.token.kind == "decimal":
-                return self.double(-float(self.take().text))
-        if token.kind == "hexfloat":
-            digits = self.take().text
-            return Immediate(int(digits[2:], 16), 32 if digits[1] in "fF" else 64)
-        if token.kind == "decimal":
-            return self.double(float(self.take().text))
-        raise self.fail(f"expected an operand, found {token.text!r}")
-
-    @staticmethod
-    def double(value: float) -> Immediate:
-        return Immediate(int.from_bytes(struct.pack("<d", value), "little"), 64)

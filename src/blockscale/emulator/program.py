@@ -11,6 +11,7 @@ __all__ = [
     "Immediate",
     "Instruction",
     "Label",
+    "Link",
     "Module",
     "Not",
     "Operand",
@@ -133,6 +134,18 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """Bytes of a variable's initial value that hold an address: (symbol + addend) & mask, moved
+    down to its lowest bit."""
+
+    at: int
+    size: int
+    symbol: str
+    addend: int
+    mask: int
+
+
+@dataclass(frozen=True, slots=True)
 class Variable:
     name: str
     space: str  # shared, global, local, const
@@ -141,6 +154,7 @@ class Variable:
     count: int  # of elements; 0 for an extern array of unknown size
     extern: bool = False
     data: bytes | None = None
+    links: tuple[Link, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +194,6 @@ class Module:
     functions: dict[str, Function]
     variables: dict[str, Variable]
     files: dict[int, str]
-    text: tuple[str, ...]  # source lines, for messages
 
 
 _BYTES = {

@@ -4,114 +4,200 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from .program import PtxError
 
-__all__ = ["Cursor", "Token"]
+__all__ = ["Cursor", "Source", "Token", "Tokens"]
 
+# White space and what follows it are one match. A name that starts with a dot ends at the next
+# one, so that ".shared.align" is two tokens, as in ptxas; an opcode is one.
 _TOKEN = re.compile(
-    r"""(?P<skip>\s+|//[^\n]*|/\*.*?\*/)
-    |(?P<loc>\.loc\b[^\n]*)|(?P<file>\.file\b[^\n]*)
-    |(?P<string>"[^"\n]*")
+    r"""\s*(?:(?://[^\n]*|/\*.*?\*/)\s*)*
+    (?:(?P<mark>[{}()\[\],;:@!|<>=+\-*~&^?/])
+    |(?P<loc>\.loc\b[^\n{};]*)
+    |(?P<file>\.file\b[^\n{};"]*(?:"[^"\n]*")?[^\n{};"]*)
+    |(?P<name>[A-Za-z_$%][\w$%]*(?:(?:::|\.)[\w$%]+)*|\.[A-Za-z_$%][\w$%]*(?:::[\w$%]+)*)
     |(?P<hexfloat>0[fF][0-9a-fA-F]{8}\b|0[dD][0-9a-fA-F]{16}\b)
-    |(?P<decimal>\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)
+    |(?P<decimal>\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\.\d+(?:[eE][+-]?\d+)?)
     |(?P<integer>0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|0[0-7]+U?|\d+U?)
-    |(?P<name>[A-Za-z_$%.][\w$%]*(?:(?:::|\.)[\w$%]+)*)
-    |(?P<mark>[{}()\[\],;:@!|<>=+\-*~&^?/])""",
+    |(?P<string>"[^"\n]*")
+    |(?P<end>\Z)
+    |(?P<bad>.))""",
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
+_KINDS = ("", *_TOKEN.groupindex)
+_LAST = _KINDS.index("end")
+_BRACE = re.compile(r"""[{}]|//[^\n]*|/\*.*?\*/|"[^"\n]*\"""", re.DOTALL)
 
 _DEPTH = 100  # of nested blocks and operands; more is no program
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     kind: str
     text: str
     position: int
 
 
-def tokens(text: str) -> Iterator[Token]:
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            line = text.count("\n", 0, position) + 1
-            column = position - text.rfind("\n", 0, position)
-            raise PtxError(f"unexpected character {text[position]!r}", line, column)
-        if match.lastgroup != "skip":
-            yield Token(match.lastgroup or "", match.group(), position)
-        position = match.end()
-    yield Token("end", "", position)
+class Tokens(NamedTuple):
+    """Side by side: objects of their own cost three times as much, most of it in the collector."""
+
+    kinds: list[str]
+    texts: list[str]
+    positions: list[int]
+
+    def extend(self, more: Tokens) -> None:
+        self.kinds.extend(more.kinds)
+        self.texts.extend(more.texts)
+        self.positions.extend(more.positions)
+
+    def end(self, position: int) -> Tokens:
+        """With an end token."""
+        self.extend(Tokens(["end"], [""], [position]))
+        return self
+
+
+class Source:
+    """A text: its tokens, and where in it they are."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._ends: dict[int, int] = {}  # of outermost blocks, by their starts
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *(m.end() for m in re.finditer("\n", self.text))]
+
+    def where(self, position: int) -> tuple[int, int]:
+        """Line and column, counted from one."""
+        line = bisect_right(self._starts, position)
+        return line, position - self._starts[line - 1] + 1
+
+    def tokens(self, start: int, end: int) -> Tokens:
+        """The tokens of a part."""
+        groups: list[int] = []
+        texts: list[str] = []
+        positions: list[int] = []
+        for match in _TOKEN.finditer(self.text, start, end):
+            group = match.lastindex or 0
+            groups.append(group)
+            texts.append(match[group])
+            positions.append(match.start(group))
+            if group >= _LAST:
+                break
+        kind, text, position = _KINDS[groups.pop()], texts.pop(), positions.pop()
+        if kind == "bad":  # a character that starts no token
+            raise PtxError(f"unexpected character {text!r}", *self.where(position))
+        return Tokens([_KINDS[group] for group in groups], texts, positions)
+
+    def outline(self) -> Tokens:
+        """The tokens of the whole text, each outermost block as one, and an end token."""
+        found = Tokens([], [], [])
+        at = 0
+        for start, end in self._blocks():
+            found.extend(self.tokens(at, start))
+            found.extend(Tokens(["block"], ["{"], [start]))
+            self._ends[start] = at = end
+        found.extend(self.tokens(at, len(self.text)))
+        return found.end(len(self.text))
+
+    def inside(self, block: Token) -> Tokens:
+        """The tokens of a block of the outline, with its braces and an end token."""
+        end = self._ends[block.position]
+        return self.tokens(block.position, end).end(end)
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        """Start and end of the outermost pairs of braces; every brace must have its other."""
+        found: list[tuple[int, int]] = []
+        depth = start = 0
+        for match in _BRACE.finditer(self.text):
+            mark = match[0]
+            if mark == "{":
+                if not depth:
+                    start = match.start()
+                depth += 1
+                if depth > _DEPTH:
+                    raise PtxError(
+                        f"more than {_DEPTH} levels of braces", *self.where(match.start())
+                    )
+            elif mark == "}":
+                depth -= 1
+                if depth < 0:
+                    raise PtxError("'}' closes no block", *self.where(match.start()))
+                if not depth:
+                    found.append((start, match.end()))
+        if depth:
+            line, _ = self.where(start)
+            raise PtxError(
+                f"a block is not closed; the outermost one starts in line {line}",
+                *self.where(len(self.text)),
+            )
+        return found
 
 
 class Cursor:
     """Reads tokens one by one; every complaint names line and column."""
 
-    def __init__(self, text: str) -> None:
-        self.tokens = list(tokens(text))
+    def __init__(self, source: Source, tokens: Tokens) -> None:
+        self.source = source
+        self.kinds, self.texts, self.positions = tokens
         self.at = 0
         self.depth = 0
-        self.starts = [0, *(m.end() for m in re.finditer("\n", text))]
+
+    @property
+    def kind(self) -> str:
+        return self.kinds[self.at]
+
+    @property
+    def text(self) -> str:
+        return self.texts[self.at]
 
     @property
     def token(self) -> Token:
-        return self.tokens[self.at]
-
-    def where(self, token: Token) -> tuple[int, int]:
-        line = bisect_right(self.starts, token.position)
-        return line, token.position - self.starts[line - 1] + 1
+        return Token(self.kinds[self.at], self.texts[self.at], self.positions[self.at])
 
     def fail(self, message: str, token: Token | None = None) -> PtxError:
-        return PtxError(message, *self.where(token or self.token))
+        return PtxError(message, *self.source.where((token or self.token).position))
 
-    def take(self) -> Token:
-        token = self.token
-        if token.kind == "end":
+    def take(self) -> str:
+        if self.kinds[self.at] == "end":
             raise self.fail("the text ends too early")
         self.at += 1
-        return token
+        return self.texts[self.at - 1]
 
     def accept(self, text: str) -> bool:
-        if self.token.text == text and self.token.kind != "string":
+        if self.texts[self.at] == text:  # strings keep their quotes
             self.at += 1
             return True
         return False
 
-    def expect(self, text: str) -> Token:
-        if self.token.text != text:
-            found = self.token.text or "the end of the text"
+    def expect(self, text: str) -> None:
+        if not self.accept(text):
+            found = self.text or "the end of the text"
             raise self.fail(f"expected {text!r}, found {found!r}")
-        return self.take()
 
     def integer(self) -> int:
         negative = self.accept("-")
-        if self.token.kind != "integer":
-            raise self.fail(f"expected an integer, found {self.token.text!r}")
-        digits = self.take().text.rstrip("U")
+        token = self.token
+        if self.kind != "integer":
+            raise self.fail(f"expected an integer, found {self.text!r}")
+        digits = self.take().rstrip("U")
         octal = len(digits) > 1 and digits.isdigit() and digits[0] == "0"
         try:
             value = int(digits, 8 if octal else 0)
         except ValueError:
-            raise self.fail(f"{digits!r} is not an integer", self.tokens[self.at - 1]) from None
+            raise self.fail(f"{digits!r} is not an integer", token) from None
         return -value if negative else value
 
     def name(self) -> str:
-        if self.token.kind != "name":
-            raise self.fail(f"expected a name, found {self.token.text!r}")
-        return self.take().text
+        if self.kind != "name":
+            raise self.fail(f"expected a name, found {self.text!r}")
+        return self.take()
 
     def skip_past(self, end: str) -> None:
         while not self.accept(end):
             self.take()
-
-    def length(self) -> int:
-        token, value = self.token, self.integer()
-        if not 0 <= value < 1 << 40:
-            raise self.fail(f"a length of {value}", token)
-        return value
 
     def nest(self) -> None:
         self.depth += 1

@@ -96,7 +96,7 @@ def _address(form: Form, index: int, space: str | None) -> Callable[[Fragment], 
     ):
         offset = np.uint64(op.offset)
         return lambda w: np.full(w.n, offset)
-    return form.address(index)
+    return form.address(index, space)
 
 
 @instruction("st")

@@ -197,8 +197,9 @@ def bulk(form: Form) -> Step:
     if masked:
         form.needs("sm_100")
     at = 3
-    to, start, size_of = form.address(0), form.address(1), form.get(2, "u32")
-    bar = form.address(at) if told else None
+    to, start = form.address(0, target), form.address(1, source)
+    size_of = form.get(2, "u32")
+    bar = form.address(at, "shared::cta") if told else None
     at += told
     ctas = form.get(at, "u16") if multicast else None
     at += multicast

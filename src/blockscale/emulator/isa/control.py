@@ -11,13 +11,18 @@ from ..machine import Diverge, Exit, Fragment, Split, Step, Switch
 from ..order import Order
 from ..program import Group, Label, Symbol, Vector
 from .registry import TYPES, Form, instruction
+from .system_calls import system_call
 
 
 @instruction("mov")
 def mov(form: Form) -> Step:
-    """9.7.9: copies, addresses of variables, special registers; vectors packed and unpacked."""
+    """9.7.9: copies, addresses of variables, special registers; vectors packed and unpacked, or
+    copied item by item (.v2, .v4)."""
+    count = int((form.one("v2", "v4") or "v1")[1:])
     type = form.type()
     source, target = form.operand(1), form.operand(0)
+    if count > 1:
+        return _copy_items(form, type, count)
     if isinstance(source, Vector):
         return _pack(form, type, source)
     if isinstance(target, Vector):
@@ -43,6 +48,21 @@ def _addresses(form: Form) -> dict[str, int]:
 
 def _part_type(type: str, parts: int) -> str:
     return f"b{8 * np.dtype(TYPES[type]).itemsize // parts}"
+
+
+def _copy_items(form: Form, type: str, count: int) -> Step:
+    sources, targets = form.items(1), form.items(0)
+    if not len(sources) == len(targets) == count:
+        raise form.error(f"copies {count} items, from {len(sources)} to {len(targets)}")
+    gets = [form.get(item, type) for item in sources]
+    puts = [form.set(item, type) for item in targets]
+
+    def run(w: Fragment) -> None:
+        values = [np.array(get(w)) for get in gets]
+        for put, value in zip(puts, values, strict=True):
+            put(w, value)
+
+    return run
 
 
 def _pack(form: Form, type: str, source: Vector) -> Step:
@@ -158,16 +178,6 @@ def exit_(form: Form) -> Step:
     return lambda w: Exit()
 
 
-@instruction("trap", control=True)
-def trap(form: Form) -> Step:
-    """9.7.19."""
-
-    def run(w: Fragment) -> None:
-        raise form.error("the kernel executed trap")
-
-    return run
-
-
 def leave(w: Fragment) -> Any:
     """Back to the caller, with the results; from the kernel itself, exit."""
     if not w.stack:
@@ -200,6 +210,10 @@ def call(form: Form) -> Step:
     machine = form.machine
     if isinstance(target, Symbol) and not operands:
         name = target.name
+        if name not in machine.program.module.functions:
+            step = system_call(form, name, arguments, results)
+            if step is not None:
+                return step
         return lambda w: _enter(form, w, machine.code(name), arguments, results)
     if len(operands) != 1 or not isinstance(operands[0], Symbol):
         raise form.error("expected a function, or a register and a prototype")

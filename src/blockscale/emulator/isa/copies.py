@@ -113,7 +113,7 @@ def cp_async(form: Form) -> Step:
     if form.has("L2::cache_hint"):
         operands -= 1
         form.get(operands, "b64")
-    target, source, size_of = form.address(0), form.address(1), form.get(2, "u32")
+    target, source, size_of = form.address(0, "shared"), form.address(1), form.get(2, "u32")
     ignores = operands > 3 and form.is_predicate(3)
     given = form.get(3, "pred" if ignores else "u32") if operands > 3 else None
 

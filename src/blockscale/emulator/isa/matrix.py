@@ -88,7 +88,7 @@ def _rows(
     form: Form, operand: int, space: str | None, lanes: int
 ) -> Callable[[Fragment], tuple[Fragment, np.ndarray]]:
     """The threads whose addresses count and these, checked."""
-    address = form.address(operand)
+    address = form.address(operand, space)
 
     def run(w: Fragment) -> tuple[Fragment, np.ndarray]:
         where, part = address(w), w

@@ -99,17 +99,28 @@ def find(cta: CTA, address: int) -> MBarrier:
     return barrier
 
 
-def addresses(form: Form, index: int, space: str | None) -> Callable[[Fragment], np.ndarray]:
-    """Per-thread addresses of shared::cluster."""
-    get = form.address(index)
+def addresses(
+    form: Form, index: int, space: str | None, *, bare: bool = False
+) -> Callable[[Fragment], np.ndarray]:
+    """Per-thread addresses of shared::cluster.
+
+    Args:
+        bare: a generic address may be one of shared::cluster itself, without the window. By the
+            ISA it must fall in the window of shared::cluster (9.7.16.11); the hardware uses the
+            low 32 bits, and Triton's tl.dot passes no more to tcgen05.commit.
+    """
+    get = form.address(index, space)
     if space is not None:
         return get
 
     def generic(w: Fragment) -> np.ndarray:
         where = get(w)
-        if (where >> np.uint64(56) != np.uint64(SHARED_WINDOW >> 56)).any():
+        within = where >> np.uint64(56) == np.uint64(SHARED_WINDOW >> 56)
+        if bare:
+            within |= where >> np.uint64(32) == 0
+        if not within.all():
             raise MemoryFault(f"{form.ins.opcode}: the address is not in shared memory")
-        return where - np.uint64(SHARED_WINDOW)
+        return where & ~np.uint64(SHARED_WINDOW)
 
     return generic
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..machine import Fragment, Step, storage
+from ..memory import SHARED_WINDOW, MemoryFault
 from ..program import (
     Address,
     Immediate,
@@ -31,6 +32,7 @@ from .steps import predicated, synchronized
 __all__ = [
     "BITS",
     "INTEGERS",
+    "SHARED_SPACES",
     "SIGNED",
     "TYPES",
     "UNSIGNED",
@@ -68,6 +70,10 @@ SIGNED = ("s16", "s32", "s64")
 UNSIGNED = ("u16", "u32", "u64")
 INTEGERS = (*UNSIGNED, *SIGNED)
 BITS = ("b16", "b32", "b64")
+
+#: State spaces whose addresses have 32 bits.
+SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
+_LOW = np.uint64(0xFFFFFFFF)
 
 _builders: dict[tuple[str, ...], tuple[Builder, bool]] = {}
 
@@ -268,8 +274,13 @@ class Form:
         self.machine.held.update(slots)
         return tuple(slots)
 
-    def address(self, operand: int | Operand, type: str = "u64") -> Getter:
-        """Base + offset of [..], per thread, as uint64."""
+    def address(self, operand: int | Operand, space: str | None = None) -> Getter:
+        """Base + offset of [..], per thread, as uint64.
+
+        Args:
+            space: shared, shared::cta or shared::cluster: the address has 32 bits. The hardware
+                uses the low ones of a wide register, also where cvta made it generic.
+        """
         op = self.operand(operand) if isinstance(operand, int) else operand
         if not isinstance(op, Address):
             raise self.error(f"expected an address, found {op!r}")
@@ -279,8 +290,25 @@ class Form:
         wide = "u64" if not isinstance(base, Register) or storage(base).itemsize == 8 else "u32"
         get = self.get(base, wide)
         if wide == "u64" and isinstance(base, Register):
+            if space in SHARED_SPACES:
+                return lambda w: self._narrow(get(w) + offset)
             return lambda w: get(w) + offset
+        if space in SHARED_SPACES:
+            return lambda w: (_threads(get(w), w).astype(np.uint64) + offset) & _LOW
         return lambda w: _threads(get(w), w).astype(np.uint64) + offset
+
+    def _narrow(self, address: np.ndarray) -> np.ndarray:
+        """The low 32 bits of shared and of generic addresses. Others, which the hardware cuts as
+        well, are those of something else."""
+        high = address >> np.uint64(32)
+        wrong = (high != 0) & (high != np.uint64(SHARED_WINDOW >> 32)) & (high != _LOW)
+        if wrong.any():
+            raise MemoryFault(
+                f"{self.ins.opcode}: {int(address[wrong.argmax()]):#x} is no address in shared "
+                "memory, neither its own nor a generic one",
+                self.ins.line,
+            )
+        return address & _LOW
 
 
 def _has(own: str, wanted: str) -> bool:

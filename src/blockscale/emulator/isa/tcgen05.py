@@ -185,7 +185,7 @@ def commit(form: Form) -> Step:
     space = form.one("shared::cluster")
     multicast = form.has("multicast::cluster")
     form.type("b64")
-    where = addresses(form, 0, space)
+    where = addresses(form, 0, space, bare=True)
     mask = form.get(1, "u16") if multicast else None
 
     def run(w: Fragment) -> None:

@@ -69,8 +69,13 @@ def _shape(form: Form, address_at: int, values_at: int, pack: str) -> Any:
         lane, column = split_address(uniform(form, address(w), "the address"))
         offset = 0 if half is None else uniform(form, half(w), "the offset of the second half")
         lanes, columns = places(shape, int(num[1:]), warp, offset)
-        further = lane - 32 * warp
-        if further not in ((0,) if shape == "32x32b" else (0, 16)):
+        within = lane % 32
+        if within not in ((0,) if shape == "32x32b" else (0, 16)):
+            raise form.error(
+                f"lane {lane} of the address: .{shape} begins at lane 0 "
+                f"{'' if shape == '32x32b' else 'or 16 '}of the 32 of a warp"
+            )
+        if lane - within != 32 * warp:  # the hardware ignores the bits that say which warp
             w.cta.launch.alarms.tell(
                 "tmem_lanes",
                 form.error(
@@ -79,8 +84,7 @@ def _shape(form: Form, address_at: int, values_at: int, pack: str) -> Any:
                 ),
                 w.site(),
             )
-            further = lane % 32  # the hardware has these bits from the warp
-        return lanes + further, columns + column
+        return lanes + within, columns + column
 
     registers = load_places(shape, int(num[1:]), 0)[0].shape[1]
     if len(items) != registers:

@@ -94,7 +94,7 @@ def _load(form: Form, rank: int, target: str) -> Step:
     group = form.one("cta_group::1", "cta_group::2")
     if group:
         form.needs("sm_100f")
-    to, source, bar = form.address(0), _tensor(form, 1), form.address(2)
+    to, source, bar = form.address(0, target), _tensor(form, 1), form.address(2, target)
     at = 3
     ctas = form.get(at, "u16") if multicast else None
     at += multicast
@@ -120,7 +120,7 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
     rows = _rows(form, rank, _STORES)
     if not form.has("bulk_group"):
         raise form.error("expected .bulk_group")
-    target, source = _tensor(form, 0), form.address(1)
+    target, source = _tensor(form, 0), form.address(1, "shared::cta")
     if form.has("L2::cache_hint"):
         form.get(2, "b64")
 

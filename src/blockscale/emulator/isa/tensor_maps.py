@@ -54,7 +54,7 @@ def replace_field(form: Form) -> Step:
     if field in _MODES:
         _constant(form, at, _codes(form, field))
     allowed = _FIELDS.get(field)
-    address, value = form.address(0), form.get(at, type)
+    address, value = form.address(0, space), form.get(at, type)
     read, write = form.machine.reader(form, space, 0), form.machine.writer(form, space, 0)
 
     def run(w: Fragment) -> None:
@@ -112,7 +112,7 @@ def copy_fenced(form: Form) -> Step:
             raise form.error(f"expected .{name}")
     if form.one("cta", "cluster", "gpu", "sys") is None:
         raise form.error("expected .cta, .cluster, .gpu or .sys")
-    to, start = form.address(0), form.address(1)
+    to, start = form.address(0), form.address(1, "shared::cta")
     _constant(form, 2, range(_BYTES, _BYTES + 1))
 
     def run(w: Fragment) -> None:
