@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,15 @@ class Foreign:
             raise FileNotFoundError(f"{path} is not there; to make it: {self.made}")
         return path.read_text()
 
-    def launch(self, device: em.Device, ptx: str) -> bool:
-        """Run it: whether the output is right. Raises what the emulator raises."""
-        return self.run(partial(device.launch, ptx, self._entry(ptx)))
+    def launch(self, device: em.Device, ptx: str) -> tuple[bool, list[em.Report]]:
+        """Run it: whether the output is right, and a report of each launch."""
+        reports: list[em.Report] = []
+
+        def launch(*args: Any, **named: Any) -> em.Report:
+            reports.append(device.launch(ptx, self._entry(ptx), *args, **named))
+            return reports[-1]
+
+        return self.run(launch), reports
 
     def _entry(self, ptx: str) -> str:
         names: list[Any] = re.findall(r"^\s*(?:\.visible |\.weak )*\.entry\s+(\S+?)\(", ptx, re.M)
