@@ -12,7 +12,6 @@ from .checks import Site
 from .engine import Engine
 from .machine import (
     CTA,
-    QUANTUM,
     Diverge,
     Event,
     Exit,
@@ -30,6 +29,9 @@ from .shadow import Shadow
 
 __all__ = ["Cluster"]
 
+_QUANTUM = 64  # instructions that a fragment may run while others could
+_QUANTA = (16, 64, 1024)  # of which a seed draws one: warps of hardware overtake others by far
+_PATIENCE = 1024  # instructions of whoever may be spinning, before a copy in flight completes
 _FAILURES = 32  # rounds of failing waits in which nothing else happens: then it is a deadlock
 
 
@@ -48,6 +50,10 @@ class Cluster:
         self.at_end: list[Callable[[], None]] = []
         settings = launch.settings
         self.engine = Engine(settings.completion, (settings.seed, *index), launch.watch)
+        random = settings.completion == "random"
+        draw = np.random.default_rng((settings.seed, 1)).integers(len(_QUANTA))
+        self.quantum = _QUANTA[int(draw)] if random else _QUANTUM
+        self.patience = _PATIENCE // self.quantum  # in laps
         self.order: Order | None = None
         if launch.alarms.checks & CLOCKED:
             lanes = 32 if "lanes" in launch.alarms.checks else 1
@@ -59,6 +65,8 @@ class Cluster:
                     -(-cells // launch.cell), self.order, launch.alarms, launch.cell,
                 )  # fmt: skip
             self.order.users += [self._in_flight, *(cta.users.columns for cta in self.ctas)]
+        self.moves = 0  # waits that ended, and exits
+        self._forced = 0  # laps when a copy was last made to complete
         self._failures = 0  # rounds of waits that gave up since anything moved
 
     def _in_flight(self) -> list[int]:
@@ -67,6 +75,7 @@ class Cluster:
 
     def resumed(self) -> None:
         """Somebody's wait is over."""
+        self.moves += 1
         self._failures = 0
 
     def begin(
@@ -111,9 +120,13 @@ class Cluster:
         """Of the CTA that had most."""
         return max(cta.laps for cta in self.ctas)
 
+    @property
+    def to_patience(self) -> int:
+        """Laps until a copy in flight is made to complete."""
+        return self._forced + self.patience - sum(cta.laps for cta in self.ctas)
+
     def run(self, rounds: int) -> State:
         """Run until every thread has exited, nothing can move, or all CTAs had some turns."""
-        seen = sum(cta.laps for cta in self.ctas)
         for _ in range(rounds):
             moved = False
             for cta in self.ctas:
@@ -121,10 +134,11 @@ class Cluster:
                 if fragment is not None:
                     moved = True
                     _run(cta, fragment)
-            if moved and sum(cta.laps for cta in self.ctas) == seen:
+            laps = sum(cta.laps for cta in self.ctas)
+            if moved and laps - self._forced < self.patience:
                 self.engine.turn()
                 continue
-            seen = sum(cta.laps for cta in self.ctas)  # whoever spins may be waiting for a copy
+            self._forced = laps  # whoever spins may be waiting for a copy
             if self.engine.force():
                 self._failures = 0
             elif not moved and not self._give_up():
@@ -165,7 +179,7 @@ def _run(cta: CTA, fragment: Fragment) -> None:
     before, engine = fragment.used, cta.cluster.engine
     engine.base = engine.tick - before
     try:
-        for used in range(fragment.used + 1, QUANTUM + 1):
+        for used in range(fragment.used + 1, cta.cluster.quantum + 1):
             fragment.pc, fragment.used = pc, used
             result = steps[pc](fragment)
             if result is None:
@@ -205,6 +219,7 @@ def _handle(cta: CTA, fragment: Fragment, event: Event) -> None:
             engine.watch.waits(fragment, engine.tick, event)
     elif isinstance(event, Exit):
         cta.exited[fragment.threads] = True
+        cta.cluster.moves += 1
         cta.fragments.remove(fragment)
         if cta.cluster.barrier is not None:
             cta.cluster.barrier.settle()

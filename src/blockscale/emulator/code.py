@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -67,7 +66,6 @@ class Code:
                 for step, ins in zip(self.steps, function.instructions, strict=True)
             ]
         self.steps.append(leave)  # who runs past the end returns
-        self.ticks = itertools.count()
         self._sites: dict[tuple[int, tuple[int, int, int]], Site] = {}
 
     # --- symbols ---
@@ -218,7 +216,12 @@ class Code:
             value = dtype.type(constant[base])
             return lambda w: value
         if base in ("clock", "clock_hi", "clock64", "globaltimer", "globaltimer_lo"):
-            return lambda w: dtype.type(next(self.ticks))  # each reading is later than the last
+
+            def now(w: Fragment) -> Any:
+                launch.ticks += 1  # each reading is later than the last
+                return dtype.type(launch.ticks)
+
+            return now
         of_cta: dict[str, Callable[[CTA], int]] = {
             "ctaid": lambda cta: cta.index[at],
             "clusterid": lambda cta: cta.cluster.index[at],

@@ -25,7 +25,7 @@ from .parse import parse_once
 from .program import Address, Function, Module, PtxError, Symbol
 from .report import Report
 from .suppressions import read_suppressions
-from .workers import run_forked
+from .workers import Peers, run_forked
 
 __all__ = ["Device"]
 
@@ -155,12 +155,14 @@ class Device:
             if profile or trace:
                 launch.watch = collect(launch, trace=trace)
             run_grid(launch, code, number, workers)
+            if launch.peers is not None:
+                launch.peers.over(number)
             return finish(launch.watch, program.codes(), alarms)
 
         with np.errstate(all="ignore"):  # wrap-around, infinities and NaN are the hardware's too
             if workers == 1:
                 return run(0)
-            launch.lock = multiprocessing.get_context("fork").Lock()
+            launch.lock, launch.peers = multiprocessing.get_context("fork").Lock(), Peers(workers)
             return Report.merge(run_forked(launch.memory, workers, run))
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from .cluster import Cluster
+from .livelock import Circles
 from .machine import Deadlock, Launch, Settings, State
 
 __all__ = ["run_grid"]
 
 _TOGETHER = 2  # clusters that run at once, unless the device says otherwise
 _MOST_ROUNDS = 16  # of a turn under the policy random; otherwise it has one
-_LAPS = 16  # of a cluster before it makes room: it may be spinning
+_PATIENCE = 16  # times that of a cluster, before it makes room: it may be spinning
 _UNDER_WAY = 128  # clusters that have started and are not over, at most
 
 
@@ -53,6 +54,7 @@ def run_grid(launch: Launch, code: Any, first: int, step: int) -> None:
     turns = _Turns(launch.settings, first)
     running: list[tuple[Cluster, int]] = []  # with the laps after which they make room
     apart: deque[Cluster] = deque()  # they have made room
+    circles = Circles(launch, first)
 
     def start() -> Cluster | None:
         if launch.waiting and len(running) + len(apart) < _UNDER_WAY:
@@ -61,7 +63,7 @@ def run_grid(launch: Launch, code: Any, first: int, step: int) -> None:
 
     while True:
         while len(running) < turns.together and (cluster := start()):
-            running.append((cluster, cluster.laps + _LAPS))
+            running.append((cluster, cluster.laps + _PATIENCE * cluster.patience))
         if not running:
             return
         at, rounds = turns.next(len(running))
@@ -73,3 +75,9 @@ def run_grid(launch: Launch, code: Any, first: int, step: int) -> None:
             del running[at]
             if state is State.RUNNING:
                 apart.append(cluster)
+        started = [*(cluster for cluster, _ in running), *apart]
+        if state is State.RUNNING and circles.closed(cluster, started):
+            reports = "\n  ".join(each.report() for each in started)
+            raise Deadlock(
+                f"deadlock: threads spin, and nobody changes what they read\n  {reports}"
+            )

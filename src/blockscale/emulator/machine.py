@@ -3,8 +3,8 @@
 The unit of execution is a *fragment*: threads of one CTA that stand at the same instruction,
 executed together as numpy vectors. A divergent branch splits a fragment; fragments that meet merge.
 In a CTA the fragment with the smallest program counter runs first, which brings diverged threads
-together again after a loop or an if; whoever must wait is passed over, and whoever spins is
-interrupted after a quantum, so nobody starves.
+together again after a loop or an if; whoever must wait is passed over, and whoever has run a
+quantum of instructions stands back until all others have had theirs.
 
 An instruction is compiled once into a *step*, a function of the fragment. It returns None (go on),
 an int (jump), or an :class:`Event`.
@@ -32,10 +32,10 @@ from .watch import Watch
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .engine import Work
+    from .workers import Peers
 
 __all__ = [
     "CTA",
-    "QUANTUM",
     "Deadlock",
     "Diverge",
     "Event",
@@ -54,7 +54,6 @@ __all__ = [
     "storage",
 ]
 
-QUANTUM = 1024  # instructions that a fragment may run while others could
 
 Step = Callable[["Fragment"], Any]
 
@@ -270,6 +269,8 @@ class CTA:
         self.frames: dict[tuple[str, int], Frame] = {}
         self.local = np.full((self.size, 0), 0xFF, np.uint8)
         self.exited = np.zeros(self.size, bool)
+        #: The phase of an mbarrier that a suspended thread waits for.
+        self.awaited = np.full(self.size, None, object)
         self.barriers: dict[int, Any] = {}
         self.mbarriers: dict[int, Any] = {}
         self.groups: dict[str, Any] = {}  # of asynchronous copies, per kind
@@ -348,7 +349,8 @@ class CTA:
         can = [f for f in self.fragments if f.wait is None or f.wait.ready()]
         if not can:
             return None
-        fresh = [f for f in can if f.used < QUANTUM]
+        quantum = self.cluster.quantum
+        fresh = [f for f in can if f.used < quantum]
         if not fresh:
             self.laps += 1
             for fragment in can:
@@ -396,6 +398,8 @@ class Launch:
     cell: int  # bytes of shared memory that the checks tell apart
     programmatic: bool  # it may start before the kernel before is over, and races are looked for
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # clusters not yet started
+    peers: Peers | None = None  # the other processes that run some of its clusters
+    ticks: int = 0  # readings of clocks
     watch: Watch | None = None
     alarms: Alarms = field(default_factory=Alarms)
     #: Memory at global addresses that no kernel writes.

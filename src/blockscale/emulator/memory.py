@@ -83,6 +83,8 @@ class GlobalMemory:
     """Buffers at their own addresses; anything between them is out of bounds."""
 
     def __init__(self) -> None:
+        #: How often a store changed something, while somebody wants to know.
+        self.changes: int | None = None
         self._bases: list[int] = []
         self._buffers: list[Buffer] = []
 
@@ -153,4 +155,7 @@ class GlobalMemory:
             if not buffer.writable:
                 raise MemoryFault(f"store to {buffer.name}, which is read-only")
             offsets = (addresses[threads] - np.uint64(buffer.base)).astype(np.int64)
+            if self.changes is not None:
+                old = gather(buffer.data, offsets, values.shape[1])
+                self.changes += bool((old != values[threads]).any())
             scatter(buffer.data, offsets, values[threads])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -19,7 +20,34 @@ import numpy as np
 from .memory import Buffer, GlobalMemory
 from .program import PtxError
 
-__all__ = ["run_forked"]
+__all__ = ["Peers", "run_forked"]
+
+_MOVES, _OVER = -1, -2
+
+
+class Peers:
+    """What the processes of a launch tell each other: who still moves, and who waits for whom.
+
+    A process that goes round in circles may be waiting for what another will write. None of them
+    can go on once all that are not over do so with the same memory before them.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._said = multiprocessing.get_context("fork").RawArray("q", [_MOVES] * count)
+
+    def moves(self, process: int) -> None:
+        self._said[process] = _MOVES
+
+    def over(self, process: int) -> None:
+        self._said[process] = _OVER
+
+    def agree(self, process: int, digest: int) -> bool:
+        """Whether all wait, this one with what ``digest`` is of in memory."""
+        self._said[process] = digest
+        if all(said in (_OVER, digest) for said in self._said):
+            return True
+        time.sleep(0.001)  # the others do the work now
+        return False
 
 
 @contextmanager

@@ -19,6 +19,17 @@ _MOST = (1 << 20) - 1  # of counts and of bytes
 _COUNT_BITS = 20  # a state token is the phase above the pending count
 
 
+class Phase:
+    """A phase of a barrier, to which those who wait for its end hold on."""
+
+    __slots__ = ("barrier", "known", "number", "over")
+
+    def __init__(self, barrier: MBarrier, number: int) -> None:
+        self.barrier, self.number = barrier, number
+        self.over = number < 0  # the phase before the first
+        self.known: Knowledge | None = None  # what its arrivals released
+
+
 class MBarrier:
     """One barrier object in shared memory.
 
@@ -29,9 +40,14 @@ class MBarrier:
         self.cta, self.offset = cta, offset
         self.count = self.pending = count
         self.bytes = 0
-        self.phase = 0  # phases that have ended
-        self.gathering: Knowledge | None = None
-        self.passed_on: Knowledge | None = None
+        self.last, self.current = Phase(self, -1), Phase(self, 0)
+        #: The first thread of a fragment -> the phase that it has seen end last.
+        self.seen: dict[int, int] = {}
+
+    @property
+    def phase(self) -> int:
+        """Phases that have ended."""
+        return self.current.number
 
     def __str__(self) -> str:
         return f"mbarrier {self.offset:#x} of CTA {self.cta.index}"
@@ -44,10 +60,20 @@ class MBarrier:
             text += f", {-self.bytes} bytes came unannounced"
         return text
 
+    def missed(self, thread: int, line: int) -> str:
+        """Whether the phase that a thread waits for is not the one after those it has seen."""
+        expected = self.seen.get(thread, -1) + 1
+        expected += (self.phase - expected) % 2
+        if expected == self.phase:
+            return ""
+        return (
+            f"; waited for phase {expected} from line {line}; the barrier is in phase {self.phase}"
+        )
+
     def learn(self, known: Knowledge | None) -> None:
         if known is not None:
-            before = self.gathering
-            self.gathering = known if before is None else joined(before, known)
+            before = self.current.known
+            self.current.known = known if before is None else joined(before, known)
 
     def arrive(self, count: int = 1) -> int:
         """Count arrivals; returns the state before."""
@@ -83,9 +109,9 @@ class MBarrier:
                 f"phase {self.phase} expects"
             )
         if self.bytes == 0:
-            self.phase += 1
+            self.current.over = True
+            self.last, self.current = self.current, Phase(self, self.phase + 1)
             self.pending = self.count
-            self.passed_on, self.gathering = self.gathering, None
 
 
 def find(cta: CTA, address: int) -> MBarrier:
@@ -269,8 +295,9 @@ def pending_count(form: Form) -> Step:
 
 @instruction("mbarrier.test_wait", "mbarrier.try_wait", control=True)
 def wait(form: Form) -> Step:
-    """True once the phase has ended. try_wait suspends its threads, and may in the end say false:
-    here, when nothing else can move."""
+    """True once the phase has ended. try_wait suspends its threads until the phase ends that they
+    began to wait for, whatever phases end after it; it may in the end say false: here, when nothing
+    else can move."""
     suspends = form.parts[1] == "try_wait"
     parity = form.has("parity")
     relaxed = _order(form, "acquire", "relaxed") == "relaxed"
@@ -281,54 +308,72 @@ def wait(form: Form) -> Step:
     if suspends and len(form.ins.operands) > 3:
         form.get(3, "u32")  # a hint how long
 
-    def waited(w: Fragment) -> tuple[list[tuple[MBarrier, int]], np.ndarray]:
-        """Barriers and tokens, each pair once, and which of them is whose."""
+    def named(barrier: MBarrier, what: int) -> Phase:
+        """The phase that an operand means: this one or the one before."""
+        if parity and what > 1:
+            raise form.error(f"phase parity {what}; allowed are 0 and 1")
+        number = what if parity else what >> _COUNT_BITS
+        if not parity and barrier.phase - number not in (0, 1):
+            raise form.error(
+                f"the state is of phase {number} of {barrier}, which is in phase "
+                f"{barrier.phase}: only that and the one before can be waited for"
+            )
+        return barrier.last if (barrier.phase - number) & 1 else barrier.current
+
+    def waited(w: Fragment) -> tuple[list[Phase], np.ndarray]:
+        """The phases that are waited for, each once, and which of them is whose."""
         places, tokens = where(w), np.broadcast_to(token(w), w.n)
+        held = w.cta.awaited[w.sel]
         pairs = np.stack([places, tokens.astype(np.uint64)], 1)
         whose = np.zeros(w.n, np.int64)
         if (pairs == pairs[0]).all():
             pairs = pairs[:1]
         else:
             pairs, whose = np.unique(pairs, axis=0, return_inverse=True)
-        found = [(find(w.cta, int(place)), int(what)) for place, what in pairs]
-        for i, (barrier, what) in enumerate(found):
-            visible(w, barrier, whose.reshape(-1) == i)
+            whose = whose.reshape(-1)
+        phases: list[Phase] = []
+        for i, (place, what) in enumerate(pairs):
+            barrier, users = find(w.cta, int(place)), whose == i
+            visible(w, barrier, users)
             if barrier.cta is not w.cta:
                 raise form.error("waits for an mbarrier of another CTA")
-            if parity and what > 1:
-                raise form.error(f"phase parity {what}; allowed are 0 and 1")
-            if not parity and barrier.phase - (what >> _COUNT_BITS) not in (0, 1):
-                raise form.error(
-                    f"the state is of phase {what >> _COUNT_BITS} of {barrier}, which is in phase "
-                    f"{barrier.phase}: only that and the one before can be waited for"
-                )
-        return found, whose.reshape(-1)
-
-    def ended(pair: tuple[MBarrier, int]) -> bool:
-        barrier, what = pair
-        return barrier.phase & 1 != what if parity else barrier.phase != what >> _COUNT_BITS
+            phases.append(named(barrier, int(what)))
+        suspended = np.nonzero(held != None)[0]  # noqa: E711 (each of an array)
+        for phase in dict.fromkeys(held[suspended]):
+            if phase not in phases:
+                phases.append(phase)
+            whose[suspended[held[suspended] == phase]] = phases.index(phase)
+        return phases, whose
 
     def run(w: Fragment) -> Any:
-        pairs, whose = waited(w)
-        over = np.array([ended(pair) for pair in pairs])[whose]
-        if suspends and not w.gives_up:
-            if not over.any():
-                return Wait(lambda: any(map(ended, pairs)), lambda: why(pairs), may_fail=True)
-            if not over.all():
+        phases, whose = waited(w)
+        over = np.array([phase.over for phase in phases])[whose]
+        awaited, threads = w.cta.awaited, w.threads
+        if suspends and not w.gives_up and not over.all():
+            awaited[threads] = np.array(phases, object)[whose]
+            if over.any():
                 return Split(over)
+            return Wait(
+                lambda: any(phase.over for phase in phases),
+                lambda: why(phases, int(threads[0])),
+                may_fail=True,
+            )
         w.gives_up = False
+        awaited[threads] = None
         order = w.cta.cluster.order
-        if order is not None and not relaxed:
-            agents = w.agents()
-            for i, (barrier, _) in enumerate(pairs):
-                chosen = over & (whose == i)
-                if barrier.passed_on is not None and chosen.any():
-                    order.acquire(agents[chosen], barrier.passed_on)
+        for i, phase in enumerate(phases):
+            chosen = over & (whose == i)
+            if phase.over and chosen.any():
+                phase.barrier.seen[int(threads[0])] = phase.number
+                if order is not None and not relaxed and phase.known is not None:
+                    order.acquire(w.agents()[chosen], phase.known)
         put(w, over)
         return None
 
-    def why(pairs: list[tuple[MBarrier, int]]) -> str:
-        barrier, what = next(pair for pair in pairs if not ended(pair))
-        return (f"the phase of parity {what} of " if parity else "") + barrier.describe()
+    def why(phases: list[Phase], thread: int) -> str:
+        phase = next(phase for phase in phases if not phase.over)
+        barrier = phase.barrier
+        text = f"the phase of parity {phase.number & 1} of " if parity else ""
+        return text + barrier.describe() + barrier.missed(thread, form.ins.line)
 
     return run
