@@ -135,15 +135,14 @@ class Multiplication:
         halves = 2 if which and (shape.m, self.group) == (128, 2) else 1
         id = (shape.sfa_id, shape.sfb_id)[which]
         lanes, columns, byte = scale_places(self.vector, rows, id, halves)
-        words = memory_words(work, cta, lanes + lane, columns + column)
-        for further in list(scale_copies(halves))[1:]:
-            other = memory_words(work, cta, lanes + lane + further, columns + column)
-            same = other >> (8 * byte).astype(np.uint32) & np.uint32(0xFF)
-            if (same != words >> (8 * byte).astype(np.uint32) & np.uint32(0xFF)).any():
-                raise ValueError(
-                    f"the copies of scale_{'ab'[which]} in the four parts of 32 lanes differ"
-                )
-        return (words >> (8 * byte).astype(np.uint32)).astype(np.uint8)
+        further = np.array(scale_copies(halves)).reshape(-1, *[1] * lanes.ndim)
+        words = memory_words(work, cta, lanes + lane + further, columns + column)
+        codes = (words >> (8 * byte).astype(np.uint32)).astype(np.uint8)
+        if (codes != codes[0]).any():
+            raise ValueError(
+                f"the copies of scale_{'ab'[which]} in the four parts of 32 lanes differ"
+            )
+        return codes[0]
 
 
 def memory_words(work: Work, cta: CTA, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
