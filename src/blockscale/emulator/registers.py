@@ -42,10 +42,11 @@ class Loading(Flight):
         super().__init__(w)
         self.frame, self.slots, self.work = w.frame, slots, work
         for slot in slots:
-            for earlier in list(w.frame.flights.get(slot, ())):
+            flights = w.frame.flights.setdefault(slot, [])
+            for earlier in tuple(flights):
                 if (earlier.threads & self.threads).any():
                     earlier.touched(w, "", True)
-            w.frame.flights.setdefault(slot, []).append(self)
+            flights.append(self)
 
     def touched(self, w: Fragment, register: str, writes: bool) -> None:
         cluster = w.cta.cluster
@@ -130,7 +131,7 @@ def guarded(step: Step, ins: Instruction, held: frozenset[int]) -> Step:
             threads = threads[w.R[predicate.slot][w.sel] ^ negated]
         frame = w.frame
         for slot, name, writes in used:
-            for flight in list(frame.flights.get(slot, ())):
+            for flight in tuple(frame.flights.get(slot, ())):
                 if flight.threads[threads].any():
                     flight.touched(w, name, writes)
             if writes and marks:

@@ -331,7 +331,7 @@ def first(value: Any) -> int:
 
 def _threads(value: Any, w: Fragment) -> np.ndarray:
     """A scalar spread over the threads of the fragment."""
-    return np.broadcast_to(value, w.n)
+    return value if np.ndim(value) else np.full(w.n, value)
 
 
 def _immediate(op: Immediate, dtype: np.dtype) -> Any:
