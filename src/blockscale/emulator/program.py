@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 __all__ = [
     "Address",
@@ -130,7 +131,12 @@ class Instruction:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return tuple(self.opcode.split("."))
+        return _parts(self.opcode)
+
+
+@cache
+def _parts(opcode: str) -> tuple[str, ...]:
+    return tuple(opcode.split("."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class Loading(Flight):
         for slot in slots:
             flights = w.frame.flights.setdefault(slot, [])
             for earlier in tuple(flights):
-                if (earlier.threads & self.threads).any():
+                if np.count_nonzero(earlier.threads & self.threads):
                     earlier.touched(w, "", True)
             flights.append(self)
 
@@ -132,7 +132,7 @@ def guarded(step: Step, ins: Instruction, held: frozenset[int]) -> Step:
         frame = w.frame
         for slot, name, writes in used:
             for flight in tuple(frame.flights.get(slot, ())):
-                if flight.threads[threads].any():
+                if np.count_nonzero(flight.threads[threads]):
                     flight.touched(w, name, writes)
             if writes and marks:
                 mark(w, slot)[threads] = True

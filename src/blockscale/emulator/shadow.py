@@ -77,7 +77,7 @@ class Shadow:
             late = self._unordered(cells, at, view, strong)
             if late is not None and same is not None:
                 late &= ~same[0]
-            if late is not None and late.any():
+            if late is not None and np.count_nonzero(late):
                 self._after_write(cells, at, late, "writes", site)
             self._after_reads(cells, at, view, site)
         self.writer[cells], self.written[cells] = at, self.order.event(site, strong)
@@ -85,7 +85,7 @@ class Shadow:
             lost = self.writer[cells] != at
             if same is not None:
                 lost &= ~same[1]
-            if lost.any():
+            if np.count_nonzero(lost):
                 self._after_write(cells, at, lost, "writes", site)
 
     def _unordered(
@@ -95,12 +95,12 @@ class Shadow:
         from the event ``since`` on."""
         writer, written = self.writer[cells], self.written[cells]
         late = written > seen_events(view, writer)
-        if not late.any():
+        if not np.count_nonzero(late):
             return None
         late &= (writer != at) | (written < since)
-        if strong and late.any():
+        if strong:
             late &= ~self.order.are_strong(written)
-        return late if late.any() else None
+        return late if np.count_nonzero(late) else None
 
     # --- by asynchronous work ---
 
