@@ -159,10 +159,10 @@ class Shadow:
 
     def seen(self, cells: np.ndarray, agents: np.ndarray) -> np.ndarray:
         """Which of the agents (n,) have seen the last writes to the cells (k,), all made."""
-        written = self.written[cells]
-        writer = np.broadcast_to(self.writer[cells], (len(agents), len(cells)))
-        ordered = written <= seen_events(self.order.view(agents), writer)
-        ordered |= writer == agents[:, None]
+        written, writer = self.written[cells], self.writer[cells]
+        tables, which = self.order.view(agents)
+        ordered = written <= tables.take(writer, axis=1, mode="clip")
+        ordered = (ordered if which is None else ordered[which]) | (writer == agents[:, None])
         return np.asarray((ordered & (written > 0)).all(axis=1))
 
     # --- messages ---

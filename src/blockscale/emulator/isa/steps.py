@@ -65,7 +65,7 @@ def predicated(step: Step, ins: Instruction, control: bool) -> Step:
         mask = w.R[slot][w.sel]
         if negated:
             mask = ~mask
-        held = np.count_nonzero(mask)
+        held = int(np.count_nonzero(mask))
         if held == w.n:
             return step(w)
         if not held:

@@ -267,17 +267,16 @@ def _may_be_cut(
     highest = left.exponents.max(axis=0)[..., None] + right.exponents.max(axis=0)[..., None, :]
     last = np.maximum(highest, least) - fraction
     lowest = _lowest_bit(left.values)[..., None] + _lowest_bit(right.values)[..., None, :]
-    scaled = np.ldexp(addend, -last)
+    scaled = addend * (1023 - last << 52).view(np.float64)
     return np.asarray((lowest < last) | (scaled != np.trunc(scaled)))
 
 
 def _lowest_bit(values: np.ndarray) -> np.ndarray:
     """The exponent of the lowest bit set in any of values (K, ..., rows): of NaN and infinity far
     below, of zeros alone far above all others."""
-    bits = values.view(np.int64)
-    significand = bits & ((1 << 52) - 1) | 1 << 52
-    lowest = np.frexp((significand & -significand).astype(np.float64))[1]
-    exponents = (bits >> 52 & 0x7FF) - (1075 + 1) + lowest
+    significand = values.view(np.int64) & ((1 << 52) - 1) | 1 << 52
+    lowest = _field((significand & -significand).astype(np.float64)) - 1023
+    exponents = _field(values) - 1075 + lowest
     exponents = np.where(values == 0, -NO_EXPONENT, exponents)
     return np.asarray(np.where(np.isfinite(values), exponents, 4 * NO_EXPONENT).min(axis=0))
 
@@ -328,11 +327,10 @@ def _terms(
     if group == 1 and np.count_nonzero(wanted) * _SPARSE < wanted.size:
         places = np.nonzero(wanted)
         for start in range(0, len(places[0]), _BLOCK // k):
-            *batch, row, column = (index[start : start + _BLOCK // k] for index in places)
-            at, other = (slice(None), *batch, row), (slice(None), *batch, column)
-            exponents = left.exponents[at] + right.exponents[other]
-            terms = left.values[at] * right.values[other]
-            yield terms, exponents.max(axis=0), (*batch, row, column)
+            place = tuple(index[start : start + _BLOCK // k] for index in places)
+            of_a, of_b = (slice(None), *place[:-1]), (slice(None), *place[:-2], place[-1])
+            exponents = left.exponents[of_a] + right.exponents[of_b]
+            yield left.values[of_a] * right.values[of_b], exponents.max(axis=0), place
         return
     for part in _parts(wanted.shape, k):
         if wanted[part].any():
@@ -357,9 +355,14 @@ def _outer(
     return one @ other, np.where(products > 0, exponents, NO_EXPONENT).max(axis=0)
 
 
+def _field(values: np.ndarray) -> np.ndarray:
+    """The exponent fields of float64."""
+    return values.view(np.int64) >> 52 & 0x7FF
+
+
 def _exponents(values: np.ndarray, smallest: int) -> np.ndarray:
     """The exponents of C; zero has none."""
-    exponents = np.maximum(np.frexp(values)[1] - 1, smallest)
+    exponents = np.maximum(_field(values) - 1023, smallest)
     return np.where(values == 0, NO_EXPONENT, exponents)
 
 
