@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 __all__ = [
     "Address",
@@ -191,6 +192,8 @@ class Function:
     variables: dict[str, Variable] = field(default_factory=dict)
     tables: dict[str, tuple[Label, ...]] = field(default_factory=dict)  # .branchtargets
     locals: dict[str, Parameter] = field(default_factory=dict)  # .param inside the body
+    #: By place of the instruction: how it is run, where that is the same in every launch.
+    steps: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -328,7 +328,8 @@ def _terms(
         places = np.nonzero(wanted)
         for start in range(0, len(places[0]), _BLOCK // k):
             place = tuple(index[start : start + _BLOCK // k] for index in places)
-            of_a, of_b = (slice(None), *place[:-1]), (slice(None), *place[:-2], place[-1])
+            of_a: Any = (slice(None), *place[:-1])
+            of_b: Any = (slice(None), *place[:-2], place[-1])
             exponents = left.exponents[of_a] + right.exponents[of_b]
             yield left.values[of_a] * right.values[of_b], exponents.max(axis=0), place
         return
