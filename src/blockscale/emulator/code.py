@@ -56,9 +56,7 @@ class Code:
         self.launch = program.launch
         self.counts = [0] * (len(function.instructions) + 1)
         self.held: set[int] = set()  # slots of registers that asynchronous instructions use
-        self.steps: list[Any] = [
-            isa.build(ins, self.resolve, self) for ins in function.instructions
-        ]
+        self.steps = [self._step(i) for i in range(len(function.instructions))]
         if self.held:
             held = frozenset(self.held)
             self.steps = [
@@ -67,6 +65,16 @@ class Code:
             ]
         self.steps.append(leave)  # who runs past the end returns
         self._sites: dict[tuple[int, tuple[int, int, int]], Site] = {}
+
+    def _step(self, pc: int) -> Any:
+        """Made anew if it depends on the launch."""
+        kept = self.function.steps
+        if pc in kept:
+            return kept[pc]
+        step, bound = isa.build(self.function.instructions[pc], self.resolve, self)
+        if not bound:
+            kept[pc] = step
+        return step
 
     # --- symbols ---
 

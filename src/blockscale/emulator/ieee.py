@@ -46,9 +46,10 @@ def directed(value: np.ndarray, bits: np.ndarray, back: np.ndarray, rounding: st
 
 
 def to_float32(value: np.ndarray, rounding: str) -> np.ndarray:
-    """fp64 (exact or rounded to odd) -> fp32 in a rounding mode."""
-    near = np.asarray(value).astype(np.float32)
-    if rounding == "rn":
+    """fp64 (exact or rounded to odd) -> fp32 in a rounding mode; fp32 stays as it is."""
+    value = np.asarray(value)
+    near = value.astype(np.float32, copy=False)
+    if rounding == "rn" or near is value:
         return near
     bits = directed(value, near.view(np.int32), near.astype(np.float64), rounding)
     return bits.astype(np.int32).view(np.float32)
@@ -67,8 +68,8 @@ def to_half(value: np.ndarray, type: str, rounding: str = "rn") -> np.ndarray:
 def _nearest_half(value: np.ndarray, type: str) -> np.ndarray:
     """fp32 -> bits of f16 or bf16, to nearest even, NaN 0x7fff."""
     if type.startswith("bf16"):
-        wide = np.asarray(value, np.float32).view(np.uint32).astype(np.uint64)
-        bits = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
+        word = np.asarray(value, np.float32).view(np.uint32)
+        bits = (word + 0x7FFF + (word >> 16 & 1)) >> 16  # NaN may wrap
     else:
         with np.errstate(all="ignore"):
             bits = np.asarray(value).astype(np.float16).view(np.uint16)

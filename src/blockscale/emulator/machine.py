@@ -12,8 +12,8 @@ an int (jump), or an :class:`Event`.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -147,10 +147,7 @@ class Frame:
         self.code = code
         self.function: Function = code.function
         self.threads, self.depth = threads, depth
-        self.registers = [
-            np.full(threads, 0, storage(r)) if r.type == "pred" else _poisoned(threads, r)
-            for r in self.function.registers
-        ]
+        self.registers = _poisoned(threads, self.function.registers)
         self.variables: dict[str, np.ndarray] = {}  # .param of calls, (threads, bytes)
         self.local_offsets: dict[str, int] = {}
         self.flights: dict[int, list[Flight]] = {}  # slot -> who uses the register in flight
@@ -170,13 +167,17 @@ class Frame:
 Stack = tuple[tuple[Frame, int, tuple[tuple[str, str], ...]], ...]
 
 
-def _poisoned(threads: int, register: Register) -> np.ndarray:
-    """0xfff5a5a5 and alike: a NaN as a float of any size, and no address."""
-    kept = storage(register)
-    out = np.empty((threads, kept.itemsize), np.uint8)
-    out.fill(0xA5)
-    out[:, -2:] = (0xF5, 0xFF)[-kept.itemsize :]
-    return out.view(kept)[:, 0]
+_POISON = 14 * b"\xa5" + b"\xf5\xff"
+
+
+def _poisoned(threads: int, registers: Sequence[Register]) -> list[np.ndarray]:
+    """0xfff5a5a5 and alike: a NaN as a float of any size, and no address. Predicates are false."""
+    kept = [storage(register) for register in registers]
+    rows = {}
+    for dtype, count in Counter(kept).items():
+        poison = bytes(1) if dtype == np.bool_ else _POISON[-dtype.itemsize :]
+        rows[dtype] = iter(np.full((count, threads), np.frombuffer(poison, dtype)[0]))
+    return [next(rows[dtype]) for dtype in kept]
 
 
 class Fragment:

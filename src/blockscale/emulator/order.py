@@ -201,8 +201,10 @@ class Order:
             return found[1], found[2]
         tables = self._table_of[agents]
         used = self._distinct(tables)
-        seen = np.stack([self._fit(self._tables[i])[SEEN] for i in used])
-        which = None if len(used) == 1 else np.searchsorted(used, tables)
+        seen, which = self._fit(self._tables[used[0]])[:1], None
+        if len(used) > 1:
+            seen = np.stack([self._fit(self._tables[i])[SEEN] for i in used])
+            which = np.searchsorted(used, tables)
         if len(self._views) >= _VIEWS:
             self._views.clear()
         self._views[id(agents)] = agents, seen, which

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 __all__ = [
     "Address",
@@ -130,7 +132,12 @@ class Instruction:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return tuple(self.opcode.split("."))
+        return _parts(self.opcode)
+
+
+@cache
+def _parts(opcode: str) -> tuple[str, ...]:
+    return tuple(opcode.split("."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +192,8 @@ class Function:
     variables: dict[str, Variable] = field(default_factory=dict)
     tables: dict[str, tuple[Label, ...]] = field(default_factory=dict)  # .branchtargets
     locals: dict[str, Parameter] = field(default_factory=dict)  # .param inside the body
+    #: By place of the instruction: how it is run, where that is the same in every launch.
+    steps: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -64,17 +64,17 @@ class Readers:
             self._forget()
         before = self.event[cells]
         column = others = None
-        if before.any():
+        if np.count_nonzero(before):
             column = self.column[cells]
             others = (before > 0) & (column != at)
-            if others.any():
+            if np.count_nonzero(others):
                 others &= (column == _CROWD) | (before > seen_events(view, column))
-            if not others.any():
+            if not np.count_nonzero(others):
                 others = None
         self.column[cells] = at
         if cells.ndim == 2:
             lost = self.column[cells] != at
-            if lost.any():  # several threads of this instruction read one cell
+            if np.count_nonzero(lost):  # several threads of this instruction read one cell
                 mark = np.zeros(len(self.column), bool)
                 mark[cells[lost]] = True
                 others = mark[cells] if others is None else others | mark[cells]
@@ -148,12 +148,12 @@ class Readers:
         """A cell, who writes it, and the column and event of a read that the writer has not seen.
         Reads by ``at`` are its own from the event ``since`` on."""
         events = self.event[cells]
-        if not events.any():
+        if not np.count_nonzero(events):
             return None
         columns = self.column[cells]
         crowded = (events > 0) & (columns == _CROWD)
         late = (events > seen_events(view, columns)) & ~crowded
-        if late.any():
+        if np.count_nonzero(late):
             late &= (columns != at) | (events < since)
         if late.any():
             who = np.broadcast_to(at, cells.shape)[late][0]

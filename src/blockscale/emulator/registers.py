@@ -42,10 +42,11 @@ class Loading(Flight):
         super().__init__(w)
         self.frame, self.slots, self.work = w.frame, slots, work
         for slot in slots:
-            for earlier in list(w.frame.flights.get(slot, ())):
-                if (earlier.threads & self.threads).any():
+            flights = w.frame.flights.setdefault(slot, [])
+            for earlier in tuple(flights):
+                if np.count_nonzero(earlier.threads & self.threads):
                     earlier.touched(w, "", True)
-            w.frame.flights.setdefault(slot, []).append(self)
+            flights.append(self)
 
     def touched(self, w: Fragment, register: str, writes: bool) -> None:
         cluster = w.cta.cluster
@@ -130,8 +131,8 @@ def guarded(step: Step, ins: Instruction, held: frozenset[int]) -> Step:
             threads = threads[w.R[predicate.slot][w.sel] ^ negated]
         frame = w.frame
         for slot, name, writes in used:
-            for flight in list(frame.flights.get(slot, ())):
-                if flight.threads[threads].any():
+            for flight in tuple(frame.flights.get(slot, ())):
+                if np.count_nonzero(flight.threads[threads]):
                     flight.touched(w, name, writes)
             if writes and marks:
                 mark(w, slot)[threads] = True

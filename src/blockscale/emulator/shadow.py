@@ -77,7 +77,7 @@ class Shadow:
             late = self._unordered(cells, at, view, strong)
             if late is not None and same is not None:
                 late &= ~same[0]
-            if late is not None and late.any():
+            if late is not None and np.count_nonzero(late):
                 self._after_write(cells, at, late, "writes", site)
             self._after_reads(cells, at, view, site)
         self.writer[cells], self.written[cells] = at, self.order.event(site, strong)
@@ -85,7 +85,7 @@ class Shadow:
             lost = self.writer[cells] != at
             if same is not None:
                 lost &= ~same[1]
-            if lost.any():
+            if np.count_nonzero(lost):
                 self._after_write(cells, at, lost, "writes", site)
 
     def _unordered(
@@ -95,12 +95,12 @@ class Shadow:
         from the event ``since`` on."""
         writer, written = self.writer[cells], self.written[cells]
         late = written > seen_events(view, writer)
-        if not late.any():
+        if not np.count_nonzero(late):
             return None
         late &= (writer != at) | (written < since)
-        if strong and late.any():
+        if strong:
             late &= ~self.order.are_strong(written)
-        return late if late.any() else None
+        return late if np.count_nonzero(late) else None
 
     # --- by asynchronous work ---
 
@@ -159,10 +159,10 @@ class Shadow:
 
     def seen(self, cells: np.ndarray, agents: np.ndarray) -> np.ndarray:
         """Which of the agents (n,) have seen the last writes to the cells (k,), all made."""
-        written = self.written[cells]
-        writer = np.broadcast_to(self.writer[cells], (len(agents), len(cells)))
-        ordered = written <= seen_events(self.order.view(agents), writer)
-        ordered |= writer == agents[:, None]
+        written, writer = self.written[cells], self.writer[cells]
+        tables, which = self.order.view(agents)
+        ordered = written <= tables.take(writer, axis=1, mode="clip")
+        ordered = (ordered if which is None else ordered[which]) | (writer == agents[:, None])
         return np.asarray((ordered & (written > 0)).all(axis=1))
 
     # --- messages ---

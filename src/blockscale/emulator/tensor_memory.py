@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from .memory import MemoryFault
 from .program import PtxError
 from .shadow import Shadow
 
-__all__ = ["COLUMNS", "TensorMemory", "tensor_memory"]
+__all__ = ["COLUMNS", "Region", "TensorMemory", "reached", "tensor_memory"]
 
 LANES, COLUMNS = 128, 512
 _RUN = 16  # lanes that the checks do not tell apart: no instruction reaches fewer, but .4x256b
@@ -69,36 +71,59 @@ class TensorMemory:
 
     # --- access ---
 
-    def _checked(self, kind: str, work: Work, lanes: np.ndarray, columns: np.ndarray) -> None:
-        if int(lanes.max()) >= LANES or int(columns.max()) >= COLUMNS:
+    def _checked(self, kind: str, work: Work, region: Region) -> None:
+        lane, column = region.last
+        if lane >= LANES or column >= COLUMNS:
             raise MemoryFault(
-                f"lane {int(lanes.max())}, column {int(columns.max())} of Tensor Memory is out of "
+                f"lane {lane}, column {column} of Tensor Memory is out of "
                 f"bounds: it has {LANES} lanes of {COLUMNS} columns"
             )
-        if (self.owner[columns] < 0).any():
+        if self.owner[region.columns].min() < 0:
+            columns = region.words % COLUMNS
             column = int(columns[self.owner[columns] < 0].flat[0])
             raise MemoryFault(f"column {column} of Tensor Memory is not allocated")
         launch = self.cta.launch
         if self.shadow is not None:
             assert work.actor is not None
-            touched = np.zeros((LANES // _RUN, COLUMNS), bool)
-            touched[lanes // _RUN, columns] = True
-            cells = np.nonzero(touched.ravel())[0]
             check = self.shadow.read_by if kind == "read" else self.shadow.write_by
-            check(cells, work.actor, work.site())
+            check(region.cells, work.actor, work.site())
         if launch.watch is not None:
-            where = np.broadcast_to(lanes * COLUMNS + columns, np.broadcast(lanes, columns).shape)
-            launch.watch.transfer(work, "tensor", kind, where.reshape(-1) * 4, 4, self.cta)
+            launch.watch.transfer(work, "tensor", kind, region.words.reshape(-1) * 4, 4, self.cta)
 
-    def read(self, work: Work, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Words at broadcast lanes and columns."""
-        self._checked("read", work, lanes, columns)
-        found: np.ndarray = self.words[lanes, columns]
+    def read(self, work: Work, region: Region) -> np.ndarray:
+        self._checked("read", work, region)
+        found: np.ndarray = self.words.take(region.words)
         return found
 
-    def write(self, work: Work, lanes: np.ndarray, columns: np.ndarray, values: Any) -> None:
-        self._checked("write", work, lanes, columns)
-        self.words[lanes, columns] = values
+    def write(self, work: Work, region: Region, values: Any) -> None:
+        self._checked("write", work, region)
+        self.words.reshape(-1)[region.words] = values
+
+
+class Region:
+    """Words of Tensor Memory that an instruction reaches, at broadcast lanes and columns."""
+
+    def __init__(self, lanes: np.ndarray, columns: np.ndarray) -> None:
+        self.last = int(lanes.max(initial=0)), int(columns.max(initial=0))
+        self.words = lanes * COLUMNS + columns
+        self.columns = np.unique(columns)
+        #: What the checks tell apart of it.
+        self.cells = np.unique(lanes // _RUN * COLUMNS + columns)
+
+
+@lru_cache(maxsize=128)
+def reached(
+    places: Callable[..., tuple[np.ndarray, ...]], arguments: tuple[Any, ...],
+    lane: int, column: int, copies: tuple[int, ...] | None = None,
+) -> Region:  # fmt: skip
+    """The region of a layout, ``places(*arguments)``, from ``lane`` and ``column`` on.
+
+    ``copies``: how many lanes further each copy of it is; they come first in the region's shape.
+    """
+    lanes, columns, *_ = places(*arguments)
+    if copies is not None:
+        lanes = lanes + np.array(copies).reshape(-1, *[1] * lanes.ndim)
+    return Region(lane + lanes, column + columns)
 
 
 class _Shadow(Shadow):

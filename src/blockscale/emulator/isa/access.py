@@ -53,10 +53,10 @@ def _bits(type: str) -> str:
 
 
 def checked(w: Fragment, form: Form, address: np.ndarray, size: int) -> np.ndarray:
-    bad = address % np.uint64(size) != 0
-    if bad.any():
+    bad = address & np.uint64(size - 1)  # sizes are powers of two
+    if np.count_nonzero(bad):
         raise MemoryFault(
-            f"address {int(address[bad.argmax()]):#x} of {form.ins.opcode} "
+            f"address {int(address[(bad != 0).argmax()]):#x} of {form.ins.opcode} "
             f"is not a multiple of {size}"
         )
     return address

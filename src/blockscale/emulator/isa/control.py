@@ -141,9 +141,10 @@ def bra(form: Form) -> Step:
 
     def run(w: Fragment) -> Any:
         taken = w.R[slot][w.sel] ^ negated
-        if taken.all():
+        count = np.count_nonzero(taken)
+        if count == w.n:
             return target
-        if not taken.any():
+        if not count:
             return None
         return Diverge(((target, taken), (w.pc + 1, ~taken)))
 

@@ -27,16 +27,19 @@ def narrow(value: np.ndarray, name: str, relu: bool = False) -> np.ndarray:
     """fp32 -> codes of a narrow float: to nearest even, saturating."""
     mantissa, bias, largest, nan, bits = NARROW[name]
     value = np.asarray(value, np.float32)
-    magnitude = np.abs(value).astype(np.float64)
-    with np.errstate(all="ignore"):
-        exponent = np.where(magnitude == 0, -1000, np.frexp(magnitude)[1])
-        quantum = np.maximum(exponent - 1, 1 - bias) - mantissa
-        steps = np.rint(np.ldexp(np.where(np.isfinite(magnitude), magnitude, 0), -quantum))
-        code = steps + ((quantum + mantissa + bias - 1).astype(np.float64) * (1 << mantissa))
-    code = np.where(np.isinf(magnitude), largest, np.minimum(code, largest)).astype(np.int64)
-    sign = np.signbit(value).astype(np.int64) << (bits - 1)
-    code = np.where(relu & np.signbit(value), 0, code | sign)
-    code = np.where(np.isnan(value), largest if nan is None else nan, code)
+    word = value.view(np.uint32)
+    magnitude = word & 0x7FFFFFFF
+    drop = 23 - mantissa
+    normal = magnitude + ((1 << drop - 1) - 1) + (magnitude >> drop & 1) >> drop
+    normal -= np.minimum(normal, 127 - bias << mantissa)
+    # Adding 2**n leaves of a subnormal number what the format has, rounded to nearest even.
+    shift = np.float32(2.0 ** (24 - bias - mantissa))
+    subnormal = (np.abs(value) + shift).view(np.uint32) - shift.view(np.uint32)
+    code = np.where(magnitude < 128 - bias << 23, subnormal, normal)
+    code = np.minimum(code, largest)
+    sign = word >> 31
+    code = np.where(sign, 0 if relu else code | 1 << bits - 1, code)
+    code = np.where(magnitude > 0x7F800000, largest if nan is None else nan, code)
     return code.astype(np.uint8)
 
 
@@ -235,7 +238,7 @@ def _from_integer(a: np.ndarray) -> np.ndarray:
 
 
 def _half(value: np.ndarray, to: str, rounding: str, satfinite: bool) -> np.ndarray:
-    """fp64 -> bits of f16 or bf16."""
+    """fp32 or fp64 -> bits of f16 or bf16."""
     if satfinite:
         limit = 65504.0 if to == "f16" else float(np.uint32(0x7F7F0000).view(np.float32))
         value = np.where(np.isnan(value), value, np.clip(value, -limit, limit))
@@ -280,10 +283,7 @@ def _pair(form: Form, half: str, relu: bool, satfinite: bool, rounding: str) -> 
     both, put = _two(form, "f32"), form.set(0, "b32")
 
     def run(w: Fragment) -> None:
-        low, high = (
-            _half(ieee.clamp(v.astype(np.float64), False, relu), half, rounding, satfinite)
-            for v in both(w)
-        )
+        low, high = (_half(ieee.clamp(v, False, relu), half, rounding, satfinite) for v in both(w))
         put(w, low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16))
 
     return run

@@ -6,6 +6,7 @@ PTX ISA 9.7.9.25.3 (non-bulk) and 9.7.9.25.4 (commit_group and wait_group of bul
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,9 @@ class Groups:
         found: dict[int, Work] = {}
         for thread in threads.tolist():
             mine = self.closed.get(thread, ())
-            for group in list(mine)[: max(len(mine) - keep, 0)]:
-                found.update((id(work), work) for work in group)
+            for group in islice(mine, max(len(mine) - keep, 0)):
+                for work in group:
+                    found[id(work)] = work
         return list(found.values())
 
     def drop(self, threads: np.ndarray, keep: int) -> None:

@@ -104,10 +104,26 @@ class Form:
     def __init__(self, ins: Instruction, resolve: Callable[[str], int], machine: Any) -> None:
         self.ins = ins
         self.parts = ins.parts
-        self.machine = machine
-        self.resolve = resolve  # address of a symbol in its own state space
+        self.bound = False  # whether the step depends on the launch
+        self._machine, self._resolve = machine, resolve
         self.left: list[str] = []
         self.used = 0  # operands looked at: the rest would be ignored, which is an error
+
+    # --- what the launch decides ---
+
+    @property
+    def machine(self) -> Any:
+        self.bound = True
+        return self._machine
+
+    def resolve(self, name: str) -> int:
+        """The address of a symbol in its own state space."""
+        self.bound = True
+        return self._resolve(name)
+
+    def release(self) -> None:
+        """Let go of the launch: the step is kept for others."""
+        del self._machine, self._resolve
 
     # --- modifiers ---
 
@@ -167,7 +183,7 @@ class Form:
         "sm_100": that or anything later; "sm_100f": its family, if the module names it with a
         letter; "sm_100a": that one alone.
         """
-        given = self.machine.program.module.target
+        given = self._machine.program.module.target
         if not any(_has(own, wanted) for own in given for wanted in targets):
             raise self.error(f"needs {' or '.join(targets)}, .target is {', '.join(given)}")
 
@@ -331,7 +347,7 @@ def first(value: Any) -> int:
 
 def _threads(value: Any, w: Fragment) -> np.ndarray:
     """A scalar spread over the threads of the fragment."""
-    return np.broadcast_to(value, w.n)
+    return value if np.ndim(value) else np.full(w.n, value)
 
 
 def _immediate(op: Immediate, dtype: np.dtype) -> Any:
@@ -348,8 +364,9 @@ def _immediate(op: Immediate, dtype: np.dtype) -> Any:
     return np.array(op.value & mask, f"u{dtype.itemsize}").view(dtype)[()]
 
 
-def build(ins: Instruction, resolve: Callable[[str], int], machine: Any) -> Step:
-    """The step of an instruction, predicate included. PtxError for what is not supported."""
+def build(ins: Instruction, resolve: Callable[[str], int], machine: Any) -> tuple[Step, bool]:
+    """The step of an instruction, predicate included, and whether it is for this launch alone.
+    PtxError for what is not supported."""
     parts = ins.parts
     for length in range(len(parts), 0, -1):
         if parts[:length] in _builders:
@@ -357,7 +374,11 @@ def build(ins: Instruction, resolve: Callable[[str], int], machine: Any) -> Step
             form = Form(ins, resolve, machine)
             form.start(parts[:length])
             step = synchronized(_built(builder, form), parts)
-            return step if parts[0] == "bra" else predicated(step, ins, control)
+            if not form.bound:
+                form.release()
+            if parts[0] != "bra":
+                step = predicated(step, ins, control)
+            return step, form.bound
     raise PtxError(f"unsupported instruction {ins.opcode}", ins.line)
 
 

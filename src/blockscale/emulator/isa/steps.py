@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ..machine import Fragment, Split, Step
 from ..program import Instruction
 
@@ -63,15 +65,16 @@ def predicated(step: Step, ins: Instruction, control: bool) -> Step:
         mask = w.R[slot][w.sel]
         if negated:
             mask = ~mask
-        if mask.all():
+        held = int(np.count_nonzero(mask))
+        if held == w.n:
             return step(w)
-        if not mask.any():
+        if not held:
             return None
         if control:
             return Split(mask, skip=True)
         threads, sel, n = w.threads, w.sel, w.n
         w.threads = threads[mask]
-        w.sel, w.n = w.threads, len(w.threads)
+        w.sel, w.n = w.threads, held
         try:
             return step(w)
         finally:

@@ -10,7 +10,7 @@ from ..engine import Work
 from ..machine import CTA, Fragment, Step
 from ..matrix_operands import Operand, container_bits, from_shared, negated
 from ..program import Address, Immediate, Vector
-from ..tensor_memory import tensor_memory
+from ..tensor_memory import COLUMNS, Region, reached, tensor_memory
 from ..tensorcore.arithmetic import Instruction, multiply
 from ..tensorcore.descriptors import (
     InstructionDescriptor,
@@ -83,12 +83,11 @@ class Multiplication:
     def _multiply(self, work: Work, cta: CTA, rank: int, a: np.ndarray, b: np.ndarray) -> None:
         shape, memory = self.shape, tensor_memory(cta)
         lane, column = split_address(self.d)
-        lanes, columns = accumulator_places(shape.m, shape.n, self.group, rank)
-        lanes, columns = lanes + lane, columns + column
+        region = reached(accumulator_places, (shape.m, shape.n, self.group, rank), lane, column)
         half = shape.d_type == "f16"
         c = None
         if self.accumulate:
-            words = memory.read(work, lanes, columns)
+            words = memory.read(work, region)
             c = words.astype(np.uint16).view(np.float16) if half else words.view(np.float32)
             if self.scale_d:
                 c = np.ldexp(c, -self.scale_d)
@@ -101,10 +100,11 @@ class Multiplication:
         d = multiply(types, a, b, c, sfa=sfa, sfb=sfb, exact=self.exact)
         words = d.view(np.uint16).astype(np.uint32) if half else d.view(np.uint32)
         if self.disabled is not None:
+            lanes, columns = np.divmod(region.words, COLUMNS)
             keep = ~self.disabled[rank][lanes]
-            lanes, columns, words = lanes[keep], columns[keep], words[keep]
+            region, words = Region(lanes[keep], columns[keep]), words[keep]
         if len(words):
-            memory.write(work, lanes, columns, words)
+            memory.write(work, region, words)
         watch = cta.launch.watch
         if watch is not None:
             watch.multiplied(work.what, 1, 2 * len(a) * len(b) * shape.k)
@@ -114,13 +114,13 @@ class Multiplication:
         bits = 4 if operand.packed else container_bits(operand.type)
         lane, column = split_address(self.a)
         shape = self.shape
-        lanes, columns, low = operand_places(shape.m, operand.k, bits, self.group)
-        copies = operand_copies(shape.m, self.group)
-        words = memory_words(work, cta, lanes + lane, columns + column)
-        for further in list(copies)[1:]:
-            other = memory_words(work, cta, lanes + lane + further, columns + column)
-            if (other != words).any():
-                raise ValueError("the copies of A in Tensor Memory differ, which is not supported")
+        arguments = shape.m, operand.k, bits, self.group
+        copies = tuple(operand_copies(shape.m, self.group))
+        region = reached(operand_places, arguments, lane, column, copies)
+        words = tensor_memory(cta).read(work, region)
+        if (words != words[0]).any():
+            raise ValueError("the copies of A in Tensor Memory differ, which is not supported")
+        words, low = words[0], operand_places(*arguments)[2]
         codes = words >> low.astype(np.uint32) & np.uint32((1 << bits) - 1)
         codes = codes.astype(f"u{max(bits // 8, 1)}")
         if operand.type == "e2m1" and not operand.packed:
@@ -134,20 +134,15 @@ class Multiplication:
         lane, column = split_address(self.scales[which] & _SCALE_ADDRESS)
         halves = 2 if which and (shape.m, self.group) == (128, 2) else 1
         id = (shape.sfa_id, shape.sfb_id)[which]
-        lanes, columns, byte = scale_places(self.vector, rows, id, halves)
-        words = memory_words(work, cta, lanes + lane, columns + column)
-        for further in list(scale_copies(halves))[1:]:
-            other = memory_words(work, cta, lanes + lane + further, columns + column)
-            same = other >> (8 * byte).astype(np.uint32) & np.uint32(0xFF)
-            if (same != words >> (8 * byte).astype(np.uint32) & np.uint32(0xFF)).any():
-                raise ValueError(
-                    f"the copies of scale_{'ab'[which]} in the four parts of 32 lanes differ"
-                )
-        return (words >> (8 * byte).astype(np.uint32)).astype(np.uint8)
-
-
-def memory_words(work: Work, cta: CTA, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    return tensor_memory(cta).read(work, lanes, columns)
+        arguments = self.vector, rows, id, halves
+        region = reached(scale_places, arguments, lane, column, tuple(scale_copies(halves)))
+        words, byte = tensor_memory(cta).read(work, region), scale_places(*arguments)[2]
+        codes = (words >> (8 * byte).astype(np.uint32)).astype(np.uint8)
+        if (codes != codes[0]).any():
+            raise ValueError(
+                f"the copies of scale_{'ab'[which]} in the four parts of 32 lanes differ"
+            )
+        return codes[0]
 
 
 def _major(transposed: bool) -> str:

@@ -11,7 +11,7 @@ from ..machine import Fragment, Step
 from ..ports import read_shared
 from ..program import Immediate, Vector
 from ..registers import Loading
-from ..tensor_memory import tensor_memory
+from ..tensor_memory import Region, reached, tensor_memory
 from ..tensorcore.descriptors import tcgen05_descriptor
 from ..tensorcore.operands import operand_bytes
 from ..tensorcore.tmem import (
@@ -42,8 +42,18 @@ _COPIES = tuple(COPY_SHAPES)
 _MULTICASTS = ("warpx2::02_13", "warpx2::01_23", "warpx4")
 
 
+def _halves(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+    lanes, columns = packed_places(*arguments)
+    return lanes[..., None], columns
+
+
+def _copied(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+    lanes, columns = copy_places(*arguments)
+    return lanes[..., None], columns
+
+
 def _shape(form: Form, address_at: int, values_at: int, pack: str) -> Any:
-    """Common to ld and st: (function of warp and address -> lanes and columns, registers)."""
+    """Common to ld and st: (function of warp and address -> region, registers)."""
     form.needs("sm_100f")
     aligned(form)
     shape, num = form.one(*_SHAPES), form.one(*_NUMS)
@@ -62,13 +72,12 @@ def _shape(form: Form, address_at: int, values_at: int, pack: str) -> Any:
     if not isinstance(form.operand(values_at), Vector):
         raise form.error("expected registers in braces")
     items = form.items(values_at)
-    places = packed_places if packed else load_places
+    places = _halves if packed else load_places
 
-    def find(w: Fragment) -> tuple[np.ndarray, np.ndarray]:
+    def find(w: Fragment) -> Region:
         warp = int(w.threads[0]) // 32 % 4
         lane, column = split_address(uniform(form, address(w), "the address"))
         offset = 0 if half is None else uniform(form, half(w), "the offset of the second half")
-        lanes, columns = places(shape, int(num[1:]), warp, offset)
         within = lane % 32
         if within not in ((0,) if shape == "32x32b" else (0, 16)):
             raise form.error(
@@ -84,7 +93,7 @@ def _shape(form: Form, address_at: int, values_at: int, pack: str) -> Any:
                 ),
                 w.site(),
             )
-        return lanes + within, columns + column
+        return reached(places, (shape, int(num[1:]), warp, offset), within, column)
 
     registers = load_places(shape, int(num[1:]), 0)[0].shape[1]
     if len(items) != registers:
@@ -99,15 +108,15 @@ def load(form: Form) -> Step:
     slots = form.asynchronous(items)
 
     def run(w: Fragment) -> None:
-        lanes, columns = find(w)
+        region = find(w)
         memory, frame, threads = tensor_memory(w.cta), w.frame, w.threads
 
         def read(work: Work) -> None:
             if packed:
-                halves = memory.read(work, lanes[..., None], columns) & np.uint32(0xFFFF)
+                halves = memory.read(work, region) & np.uint32(0xFFFF)
                 words = halves[..., 0] | halves[..., 1] << np.uint32(16)
             else:
-                words = memory.read(work, lanes, columns)
+                words = memory.read(work, region)
             for i, slot in enumerate(slots):
                 frame.registers[slot].view(np.uint32)[threads] = words[:, i]
 
@@ -127,16 +136,16 @@ def store(form: Form) -> Step:
     gets = [form.get(item, "b32") for item in items]
 
     def run(w: Fragment) -> None:
-        lanes, columns = find(w)
+        region = find(w)
         memory = tensor_memory(w.cta)
         words = np.stack([np.broadcast_to(get(w), w.n) for get in gets], 1)
 
         def write(work: Work) -> None:
             if packed:
                 halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], -1)
-                memory.write(work, lanes[..., None], columns, halves)
+                memory.write(work, region, halves)
             else:
-                memory.write(work, lanes, columns, words)
+                memory.write(work, region, words)
 
         cluster = w.cta.cluster
         actor = cluster.begin(w)
@@ -158,7 +167,7 @@ def copy(form: Form) -> Step:
     target, source = form.has("b8x16"), form.one("b6x16_p32", "b4x16_p64")
     if target != (source is not None):
         raise form.error("expected .b8x16 and .b6x16_p32 or .b4x16_p64 together")
-    lanes, columns = copy_places(shape, multicast)
+    copy_places(shape, multicast)  # refuses what does not go together
     rows, row_bytes = COPY_SHAPES[shape]
     address, descriptor = form.address(0), form.get(1, "b64")
 
@@ -175,8 +184,8 @@ def copy(form: Form) -> Step:
                 if source is not None:
                     data = decompress(data, source)
                 words = np.ascontiguousarray(data).view(np.uint32)
-                memory = tensor_memory(cta)
-                memory.write(work, lane + lanes[..., None], column + columns, words[None])
+                region = reached(_copied, (shape, multicast), lane, column)
+                tensor_memory(cta).write(work, region, words[None])
 
         enqueue(w, move, ctas)
 
@@ -199,11 +208,12 @@ def shift(form: Form) -> Step:
         ctas = pair(w.cta, group)
         columns = column + np.arange(SHIFT_WORDS)
         lanes = (np.arange(lane, 128, 32)[:, None] + np.array(SHIFT_LANES)).reshape(-1, 1)
+        above, below = Region(lanes + 1, columns), Region(lanes, columns)
 
         def move(work: Work) -> None:
             for cta in ctas:
                 memory = tensor_memory(cta)
-                memory.write(work, lanes, columns, memory.read(work, lanes + 1, columns))
+                memory.write(work, below, memory.read(work, above))
 
         enqueue(w, move, ctas)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,6 +36,7 @@ __all__ = ["Instruction", "Unit", "multiply", "multiply_integers"]
 Unit = Literal["wgmma", "tcgen05", "mma"]
 
 _BLOCK = 1 << 16  # products at a time: they stay in the cache
+_SPARSE = 8  # fewer elements than one of so many are looked up one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,20 +229,56 @@ def _widened(
 def _sums(
     model: Model, left: _Operand, right: _Operand, c: np.ndarray | None, d_type: str, exact: bool
 ) -> np.ndarray:
-    """D but for the signs of zeros and the bits of NaNs."""
+    """D but for the signs of zeros and the bits of NaNs.
+
+    Where no term has bits that are cut, the order of the sum is of no matter: a product of matrices
+    gives it. Elsewhere it is made of the terms.
+    """
     result = _RESULTS[d_type]
-    d = np.empty((*left.values.shape[1:], right.values.shape[-1]), result.dtype)
-    for part in _parts(d.shape, len(left.values)):
-        terms, top = _terms(left, part, right, model.group)
-        addend = np.zeros(terms.shape[1:]) if c is None else c[part].astype(np.float64)
+    floor = model.floor if d_type == "f32" else _FLOOR_F16
+    shape = (*left.values.shape[1:], right.values.shape[-1])
+    addend = np.zeros(shape) if c is None else c.astype(np.float64)
+    least = np.maximum(_exponents(addend, result.smallest), floor)
+    cut = _may_be_cut(left, right, addend, least, model.fraction)
+    total = _rows_first(left.values) @ np.moveaxis(right.values, 0, -2)
+    total += addend
+    for terms, top, place in _terms(left, right, cut, model.group):
         if exact:
-            d[part] = _exact_sum(terms, addend).astype(result.dtype)
-            continue
-        floor = model.floor if d_type == "f32" else _FLOOR_F16
-        top = np.maximum(np.maximum(top, floor), _exponents(addend, result.smallest))
-        total = _aligned_sum(terms, addend, top, model.fraction)
-        d[part] = total if d_type == "f16" else _toward_zero(total, model.result)
-    return d
+            total[place] = _exact_sum(terms, addend[place])
+        else:
+            top = np.maximum(top, least[place])
+            total[place] = _aligned_sum(terms, addend[place], top, model.fraction)
+    return (
+        total.astype(result.dtype)
+        if exact or d_type == "f16"
+        else _toward_zero(total, model.result)
+    )
+
+
+def _rows_first(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(np.moveaxis(values, 0, -1))
+
+
+def _may_be_cut(
+    left: _Operand, right: _Operand, addend: np.ndarray, least: np.ndarray, fraction: int
+) -> np.ndarray:
+    """Elements of D with a term that may have bits more than ``fraction`` below the largest
+    exponent: bounds by row and column are enough to say that there are none."""
+    highest = left.exponents.max(axis=0)[..., None] + right.exponents.max(axis=0)[..., None, :]
+    last = np.maximum(highest, least) - fraction
+    lowest = _lowest_bit(left.values)[..., None] + _lowest_bit(right.values)[..., None, :]
+    scaled = addend * (1023 - last << 52).view(np.float64)
+    return np.asarray((lowest < last) | (scaled != np.trunc(scaled)))
+
+
+def _lowest_bit(values: np.ndarray) -> np.ndarray:
+    """The exponent of the lowest bit set in any of values (K, ..., rows): of NaN and infinity far
+    below, of zeros alone far above all others."""
+    significand = values.view(np.int64) & ((1 << 52) - 1) | 1 << 52
+    lowest = _field((significand & -significand).astype(np.float64)) - 1023
+    exponents = _field(values) - 1075 + lowest
+    exponents = np.where(values == 0, -NO_EXPONENT, exponents)
+    return np.asarray(np.where(np.isfinite(values), exponents, 4 * NO_EXPONENT).min(axis=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +319,26 @@ def _parts(shape: tuple[int, ...], k: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _terms(
+    left: _Operand, right: _Operand, wanted: np.ndarray, group: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
+    """Terms (K / group, n) of the wanted elements of D at least, the largest exponent (n,) among
+    those not zero, and the place (n,) in D; n is one dimension, or those of a part of D."""
+    k = len(left.values)
+    if group == 1 and np.count_nonzero(wanted) * _SPARSE < wanted.size:
+        places = np.nonzero(wanted)
+        for start in range(0, len(places[0]), _BLOCK // k):
+            place = tuple(index[start : start + _BLOCK // k] for index in places)
+            of_a: Any = (slice(None), *place[:-1])
+            of_b: Any = (slice(None), *place[:-2], place[-1])
+            exponents = left.exponents[of_a] + right.exponents[of_b]
+            yield left.values[of_a] * right.values[of_b], exponents.max(axis=0), place
+        return
+    for part in _parts(wanted.shape, k):
+        if wanted[part].any():
+            yield *_outer(left, part, right, group), part
+
+
+def _outer(
     left: _Operand, part: tuple[slice, ...], right: _Operand, group: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Terms (K / group, ..., m, N) and the largest exponent (..., m, N) among those not zero."""
@@ -299,9 +356,14 @@ def _terms(
     return one @ other, np.where(products > 0, exponents, NO_EXPONENT).max(axis=0)
 
 
+def _field(values: np.ndarray) -> np.ndarray:
+    """The exponent fields of float64."""
+    return values.view(np.int64) >> 52 & 0x7FF
+
+
 def _exponents(values: np.ndarray, smallest: int) -> np.ndarray:
     """The exponents of C; zero has none."""
-    exponents = np.maximum(np.frexp(values)[1] - 1, smallest)
+    exponents = np.maximum(_field(values) - 1023, smallest)
     return np.where(values == 0, NO_EXPONENT, exponents)
 
 
