@@ -23,7 +23,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 def devices(target: str, orders: Sequence[tuple[str, int]] = ORDERS) -> Iterator[em.Device]:
     for completion, seed in orders:
-        yield em.Device(target, completion=completion, seed=seed)
+        yield em.Device(target, completion=completion, seed=seed, check="all,exit_stores")
 
 
 def outcome(

@@ -221,7 +221,11 @@ REASONS: Reasons = {
         "the checks tell warps apart, not threads: the lanes of a warp run together",
     ),
     ("", "delete mbarrier.try_wait"): _LAST,
-    ("", "parity flipped"): _LAST,
+    ("", "parity flipped"): (
+        "missed",
+        "of waits after the last tile: only a loader that falls far behind waits for ever, as "
+        "it does with turns of 256 instructions; those of the policy eager are fair",
+    ),
     ("", "waits at the next mbarrier"): _LAST,
     ("", "mbarrier.init count add 1"): _RING,
     ("", "mbarrier.init count sub 1"): _RING,

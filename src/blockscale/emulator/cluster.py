@@ -29,8 +29,9 @@ from .shadow import Shadow
 
 __all__ = ["Cluster"]
 
-_QUANTUM = 64  # instructions that a fragment may run while others could
-_QUANTA = (16, 64, 1024)  # of which a seed draws one: warps of hardware overtake others by far
+#: Instructions that a fragment may run while others could: turns are fair, or some warps overtake
+#: others by far, as the seed says.
+_QUANTA = {"eager": (64,), "late": (1024,), "random": (16, 64, 1024)}
 _PATIENCE = 1024  # instructions of whoever may be spinning, before a copy in flight completes
 _FAILURES = 32  # rounds of failing waits in which nothing else happens: then it is a deadlock
 
@@ -50,9 +51,9 @@ class Cluster:
         self.at_end: list[Callable[[], None]] = []
         settings = launch.settings
         self.engine = Engine(settings.completion, (settings.seed, *index), launch.watch)
-        random = settings.completion == "random"
-        draw = np.random.default_rng((settings.seed, 1)).integers(len(_QUANTA))
-        self.quantum = _QUANTA[int(draw)] if random else _QUANTUM
+        quanta = _QUANTA[settings.completion]
+        draw = np.random.default_rng((settings.seed, 1)).integers(len(quanta))
+        self.quantum = quanta[int(draw)]
         self.patience = _PATIENCE // self.quantum  # in laps
         self.order: Order | None = None
         if launch.alarms.checks & CLOCKED:

@@ -60,7 +60,9 @@ class Pipeline:
         case = self.case
         for output in case.outputs:
             output.view(np.uint8).fill(0xA5)
-        em.Device(self.target, completion=completion, seed=seed).launch(
+        em.Device(
+            self.target, completion=completion, seed=seed, check="all,exit_stores"
+        ).launch(
             self.ptx if ptx is None else ptx, self.entry, self.grid, self.block, case.args,
             shared=self.shared,
         )  # fmt: skip
