@@ -10,7 +10,9 @@ from .engine import Work
 from .machine import CTA, Fragment
 from .memory import MemoryFault
 from .program import PtxError
+from .ports import blank
 from .shadow import Shadow
+from .undefined import Blanks, Undefined, View
 
 __all__ = ["COLUMNS", "TensorMemory", "tensor_memory"]
 
@@ -84,6 +86,11 @@ class TensorMemory:
             touched = np.zeros((LANES // _RUN, COLUMNS), bool)
             touched[lanes // _RUN, columns] = True
             cells = np.nonzero(touched.ravel())[0]
+            blanks = self.shadow.blanks
+            if kind == "read" and blanks is not None:
+                words = lanes * COLUMNS + columns
+                if blanks.has(cells, lambda: words):
+                    blank(work, lambda: blanks.masks(words, work.site()))
             check = self.shadow.read_by if kind == "read" else self.shadow.write_by
             check(cells, work.actor, work.site())
         if launch.watch is not None:
@@ -92,16 +99,39 @@ class TensorMemory:
 
     def read(self, work: Work, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Words at broadcast lanes and columns."""
+        if work.view is View.MASKS:
+            return self._masks(work, lanes, columns)
         self._checked("read", work, lanes, columns)
         found: np.ndarray = self.words[lanes, columns]
         return found
 
-    def write(self, work: Work, lanes: np.ndarray, columns: np.ndarray, values: Any) -> None:
+    def _masks(self, work: Work, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        assert self.shadow is not None
+        assert self.shadow.blanks is not None
+        found = self.shadow.blanks.masks(lanes * COLUMNS + columns, work.site())
+        if found.bits.any():
+            work.origin = found.origin
+        return found.bits
+
+    def write(
+        self, work: Work, lanes: np.ndarray, columns: np.ndarray, values: Any,
+        found: Undefined | None = None,
+    ) -> None:  # fmt: skip
+        """``found``: what of the values is undefined."""
         self._checked("write", work, lanes, columns)
         self.words[lanes, columns] = values
+        if self.shadow is not None and self.shadow.blanks is not None:
+            self.shadow.blanks.write(lambda: lanes * COLUMNS + columns, found)
 
 
 class _Shadow(Shadow):
+    def _blanks(self, cells: int) -> Blanks:
+        """With a mask for each word."""
+        return Blanks(self, cells * _RUN, np.uint32)
+
+    def cells_of(self, items: np.ndarray) -> np.ndarray:
+        return items // COLUMNS // _RUN * COLUMNS + items % COLUMNS
+
     def place(self, cell: int) -> str:
         lane, column = divmod(cell, COLUMNS)
         return f"lanes {lane * _RUN} to {lane * _RUN + _RUN - 1}, column {column}"

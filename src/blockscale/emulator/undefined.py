@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .shadow import Shadow
 
 __all__ = [
-    "Blank", "Blanks", "Origin", "Undefined", "View", "cover", "fetched", "fill", "mark", "masks",
-    "used",
+    "Blank", "Blanks", "Origin", "Undefined", "View", "cover", "fetched", "fill", "gathered", "mark",
+    "masks", "used",
 ]  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def fetched(work: Work, read: Callable[[], np.ndarray]) -> tuple[np.ndarray, Und
 def masks(frame: Frame) -> int:
     """How far the masks of the registers of a frame are behind these; made when first needed."""
     registers, behind = frame.registers, len(frame.function.registers)
-    if len(registers) == behind < 1 << 30 and behind:
+    if len(registers) == behind:
         registers += [np.zeros(len(r), r.dtype) for r in registers]
         frame.code.be_careful()
     return behind
@@ -196,7 +196,7 @@ def fill(
     mark(frame, slots, None if found is None else found.origin)
 
 
-def gather(frame: Frame, slots: Iterable[int | None], threads: Any) -> Undefined | None:
+def gathered(frame: Frame, slots: Iterable[int | None], threads: Any) -> Undefined | None:
     """Masks (threads, registers) of registers of 32 bits; slot None: of something else."""
     slots = list(slots)
     if not frame.undefined or frame.undefined.keys().isdisjoint(slots):

@@ -9,9 +9,10 @@ import numpy as np
 from ..engine import Work
 from ..machine import Fragment, Step
 from ..ports import read_shared
-from ..program import Immediate, Vector
+from ..program import Immediate, Register, Vector
 from ..registers import Loading
 from ..tensor_memory import tensor_memory
+from ..undefined import fetched, fill, gathered
 from ..tensorcore.descriptors import tcgen05_descriptor
 from ..tensorcore.operands import operand_bytes
 from ..tensorcore.tmem import (
@@ -102,14 +103,14 @@ def load(form: Form) -> Step:
         lanes, columns = find(w)
         memory, frame, threads = tensor_memory(w.cta), w.frame, w.threads
 
+        def words(work: Work) -> np.ndarray:
+            if not packed:
+                return memory.read(work, lanes, columns)
+            halves = memory.read(work, lanes[..., None], columns) & np.uint32(0xFFFF)
+            return np.asarray(halves[..., 0] | halves[..., 1] << np.uint32(16))
+
         def read(work: Work) -> None:
-            if packed:
-                halves = memory.read(work, lanes[..., None], columns) & np.uint32(0xFFFF)
-                words = halves[..., 0] | halves[..., 1] << np.uint32(16)
-            else:
-                words = memory.read(work, lanes, columns)
-            for i, slot in enumerate(slots):
-                frame.registers[slot].view(np.uint32)[threads] = words[:, i]
+            fill(frame, slots, threads, *fetched(work, lambda: words(work)))
 
         cluster = w.cta.cluster
         actor = cluster.begin(w)
@@ -121,22 +122,28 @@ def load(form: Form) -> Step:
     return for_warps(form, run)
 
 
+def _halves(words: np.ndarray) -> np.ndarray:
+    return np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], -1)
+
+
 @instruction("tcgen05.st", control=True)
 def store(form: Form) -> Step:
     find, items, packed = _shape(form, 0, 1, "unpack::16b")
     gets = [form.get(item, "b32") for item in items]
+    slots = [item.slot if isinstance(item, Register) else None for item in items]
 
     def run(w: Fragment) -> None:
         lanes, columns = find(w)
         memory = tensor_memory(w.cta)
         words = np.stack([np.broadcast_to(get(w), w.n) for get in gets], 1)
+        found = gathered(w.frame, slots, w.sel)
 
         def write(work: Work) -> None:
             if packed:
-                halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], -1)
-                memory.write(work, lanes[..., None], columns, halves)
+                halved = found and found.through(_halves)
+                memory.write(work, lanes[..., None], columns, _halves(words), halved)
             else:
-                memory.write(work, lanes, columns, words)
+                memory.write(work, lanes, columns, words, found)
 
         cluster = w.cta.cluster
         actor = cluster.begin(w)
@@ -168,15 +175,21 @@ def copy(form: Form) -> Step:
         chunks = operand_bytes(matrix, rows, row_bytes, "k")[:, ::16]
         ctas = pair(w.cta, group)
 
+        def words(data: np.ndarray) -> np.ndarray:
+            data = data.reshape(rows, row_bytes)
+            if source is not None:
+                data = decompress(data, source)
+            return np.ascontiguousarray(data).view(np.uint32)[None]
+
         def move(work: Work) -> None:
             for cta in ctas:
                 where = chunks.ravel().astype(np.uint64) + np.uint64(cta.shared_base)
-                data = read_shared(work, where, 16).reshape(rows, row_bytes)
-                if source is not None:
-                    data = decompress(data, source)
-                words = np.ascontiguousarray(data).view(np.uint32)
+                data, found = fetched(work, lambda where=where: read_shared(work, where, 16))
                 memory = tensor_memory(cta)
-                memory.write(work, lane + lanes[..., None], column + columns, words[None])
+                memory.write(
+                    work, lane + lanes[..., None], column + columns, words(data),
+                    found and found.through(words),
+                )  # fmt: skip
 
         enqueue(w, move, ctas)
 
@@ -203,7 +216,8 @@ def shift(form: Form) -> Step:
         def move(work: Work) -> None:
             for cta in ctas:
                 memory = tensor_memory(cta)
-                memory.write(work, lanes, columns, memory.read(work, lanes + 1, columns))
+                moved = fetched(work, lambda m=memory: m.read(work, lanes + 1, columns))
+                memory.write(work, lanes, columns, *moved)
 
         enqueue(w, move, ctas)
 
