@@ -117,9 +117,9 @@ class _Rule:
             threads = every[frame.registers[slot][w.sel] ^ ins.negated]
             unsure = every[frame.registers[behind + slot][w.sel]]
             if len(unsure) and (self.acts or self.stores):
-                how = "branches as a predicate says" if ins.parts[0] == "bra" else "is guarded by one"
+                how = "branches as {} says" if ins.parts[0] == "bra" else "is guarded by {}"
                 self._used(w, how, slot)
-        for slots, how in ((self.addresses, "uses an address"), (self.control, "uses an operand")):
+        for slots, how in ((self.addresses, "uses {} as an address"), (self.control, "uses {}")):
             for slot in slots:
                 if (self.acts or slots is self.addresses) and self._has(w, slot, threads).any():
                     self._used(w, how, slot)
@@ -149,7 +149,8 @@ class _Rule:
                     result = self.step(w)
                 finally:
                     frame.knowing = False
-                self._cover(unsure)(frame, self.results)
+                for slot in self.results:
+                    _cover(frame, slot, unsure)
                 mark(frame, self.results, frame.origin)
                 return result
             self._commit(w, threads, unsure, frame.undefined.get(self._guard()))
@@ -159,7 +160,7 @@ class _Rule:
                 return self.step(w)
             result = self.step(w)
             for slot in self.results:
-                cover_some(frame, slot, np.concatenate([whole, unsure]))
+                _cover(frame, slot, np.concatenate([whole, unsure]))
             mark(frame, self.results, from_ or frame.undefined.get(self._guard()))
             return result
         table = self._table()
@@ -204,8 +205,7 @@ class _Rule:
         return next((w.frame.undefined[s] for s in slots if s in w.frame.undefined), None)
 
     def _used(self, w: Fragment, how: str, slot: int) -> None:
-        name = w.frame.function.registers[slot].name
-        used(w.cta.launch.alarms, w.site(), f"{how}, {name}", w.frame.undefined[slot])
+        used(w.cta.launch.alarms, w.site(), how, w.frame.undefined[slot])
 
     def _move(self, w: Fragment, slots: list[int]) -> None:
         """Masks of what was stored."""
@@ -214,14 +214,11 @@ class _Rule:
             w.frame.origin = origin
             self.twin(w)
 
-    def _cover(self, threads: np.ndarray) -> Callable[[Any, list[int]], None]:
-        return lambda frame, slots: [cover_some(frame, slot, threads) for slot in slots] and None
-
     def _commit(self, w: Fragment, threads: np.ndarray, whole: np.ndarray, origin: Any) -> None:
         """The results of these threads are defined, but for those that are undefined as a whole."""
         for slot in self.results:
             cover(w.frame, slot, threads, False)
-            cover_some(w.frame, slot, whole)
+            _cover(w.frame, slot, whole)
         mark(w.frame, self.results, origin)
 
     def _table(self) -> tuple[int, list[Operand]] | None:
@@ -265,7 +262,7 @@ class _Rule:
         return threads, (lows ^ highs).astype(dtype)
 
 
-def cover_some(frame: Any, slot: int, threads: np.ndarray) -> None:
+def _cover(frame: Any, slot: int, threads: np.ndarray) -> None:
     if len(threads):
         cover(frame, slot, threads, True)
 
@@ -339,7 +336,7 @@ class _Masks:
             assert origin is not None
             if passed:
                 if bits.any():
-                    used(w.cta.launch.alarms, w.site(), "passes a value to a function", origin)
+                    used(w.cta.launch.alarms, w.site(), "passes {} to a function", origin)
                 return
             for part, at, chosen, kind in self._code.spaces(w, space, where):
                 found = Undefined(bits[chosen], origin)

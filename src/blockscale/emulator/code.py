@@ -60,8 +60,7 @@ class Code:
         self.held: set[int] = set()  # slots of registers that asynchronous instructions use
         plain = [isa.build(ins, self.resolve, self) for ins in function.instructions]
         self._careful = [
-            careful(step, ins, self)
-            for step, ins in zip(plain, function.instructions, strict=True)
+            careful(step, ins, self) for step, ins in zip(plain, function.instructions, strict=True)
         ]
         self.steps: list[Any] = [
             with_care if reads(ins) else step

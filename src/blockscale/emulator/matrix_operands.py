@@ -93,8 +93,8 @@ def undefined_products(a: Codes, b: Codes, types: tuple[str, str]) -> np.ndarray
     """
     out = np.zeros((len(a[0]), len(b[0])), bool)
     for (_, found), (partner, hidden), type, other, to in (
-        (a, b, *types, out),
-        (b, a, *reversed(types), out.T),
+        (a, b, types[0], types[1], out),
+        (b, a, types[1], types[0], out.T),
     ):
         if found is None:
             continue
@@ -102,7 +102,9 @@ def undefined_products(a: Codes, b: Codes, types: tuple[str, str]) -> np.ndarray
         if type not in _FINITE:
             to |= bad.any(axis=1)[:, None]
             continue
-        alive = partner & partner.dtype.type(~(1 << _SIGNS[other]) & (1 << 8 * partner.itemsize) - 1)
+        alive = partner & partner.dtype.type(
+            ~(1 << _SIGNS[other]) & (1 << 8 * partner.itemsize) - 1
+        )
         live = alive != 0 if hidden is None else (alive != 0) | (hidden.bits != 0)
         to |= bad.astype(np.float32) @ live.T.astype(np.float32) > 0
     return out

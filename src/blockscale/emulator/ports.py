@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _MAP = 128  # bytes of a tensor map
-STORED = "it is stored to global memory"
+STORED = "stores {} to global memory"
 _POISON = 0xFF  # what is read where there is no memory, if that may go on: NaN
 
 
@@ -86,7 +86,8 @@ def write_shared(
             kept = np.stack([kept, gather(cta.shared, offsets, size) == new])
             same = np.all(kept.reshape(2, len(new), -1, min(size, cta.shadow.size)), axis=-1)
         _observe(by, "write", cta, chosen, offsets, size, strong, same)
-        mark_shared(cta, offsets, size, found and found.through(lambda bits, at=chosen: bits[at]))
+        part = None if found is None else Undefined(found.bits[chosen], found.origin)
+        mark_shared(cta, offsets, size, part)
 
 
 def mark_shared(cta: CTA, offsets: np.ndarray, size: int, found: Undefined | None) -> None:
@@ -131,7 +132,7 @@ def blank(by: Any, find: Callable[[], Undefined]) -> None:
             raise Blank
     if uses:
         used(by.issuer[0].launch.alarms if isinstance(by, Work) else by.cta.launch.alarms,
-             by.site(), "uses that", find().origin)  # fmt: skip
+             by.site(), "uses {}", find().origin)  # fmt: skip
 
 
 def _owners(by: Any, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.ndarray]]:

@@ -9,8 +9,8 @@ import numpy as np
 from .engine import Work
 from .machine import CTA, Fragment
 from .memory import MemoryFault
-from .program import PtxError
 from .ports import blank
+from .program import PtxError
 from .shadow import Shadow
 from .undefined import Blanks, Undefined, View
 

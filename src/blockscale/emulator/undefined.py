@@ -1,10 +1,10 @@
 """Undefined bits: memory that nobody wrote, and whatever is made of it, until something uses it.
 
-To read such memory is no fault: padding and lanes that are thrown away are read by everyone. What is
-read is undefined, and so is what is computed from it; registers and memories have masks whose bits
-say so. A fault is to *use* it: as an address, to decide a branch, as an operand of what acts, or to
-store it to global memory, where somebody will read it. Masks are made when the first undefined bit
-is met: until then the only cost is to look whether memory was written.
+To read such memory is no fault: padding and lanes that are thrown away are read by everyone. What
+is read is undefined, and so is what is computed from it; registers and memories have masks whose
+bits say so. A fault is to *use* it: as an address, to decide a branch, as an operand of what acts,
+or to store it to global memory, where somebody will read it. Masks are made when the first
+undefined bit is met: until then the only cost is to look whether memory was written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .shadow import Shadow
 
 __all__ = [
-    "Blank", "Blanks", "Origin", "Undefined", "View", "cover", "fetched", "fill", "gathered", "mark",
-    "masks", "used",
+    "Blank", "Blanks", "Origin", "Undefined", "View", "cover", "fetched", "fill", "gathered",
+    "mark", "masks", "used",
 ]  # fmt: skip
 
 
@@ -64,16 +64,13 @@ class Undefined:
 
 
 def used(alarms: Alarms, site: Site, how: str, origin: Origin) -> None:
-    """An undefined value is used."""
+    """An undefined value is used; ``how`` is a verb with {} for the value."""
     if site == origin.site:
-        alarms.tell("uninitialized", f"{origin.message}, and {how}", site)
+        message = f"{origin.message}, and {how.format('that')}"
+        alarms.tell("uninitialized", message, site)
     else:
-        alarms.tell(
-            "uninitialized",
-            f"{site} {how}, which is undefined: {origin.message}",
-            site,
-            origin.site,
-        )
+        message = f"{site} {how.format('an undefined value')}: {origin.message}"
+        alarms.tell("uninitialized", message, site, origin.site)
 
 
 # --- memory ---------------------------------------------------------------------------------------

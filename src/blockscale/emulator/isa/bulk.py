@@ -232,7 +232,7 @@ def bulk(form: Form) -> Step:
                 where = pieces(address, size)
                 old = values if operation is None else read_shared(work, where, _PIECE)
                 if operation is not None and found is not None:
-                    used(launch.alarms, work.site(), "it is reduced", found.origin)
+                    used(launch.alarms, work.site(), "reduces {}", found.origin)
                 write_shared(work, where, combine_bytes(old, values), found=found)
 
             def into_global(work: Work) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -106,7 +107,7 @@ class Multiplication:
             vector = shape.k // int(self.vector[0])
             types = replace(types, scale_type=shape.scale_type, vector=vector)
             (sfa, unsure_a), (sfb, unsure_b) = (
-                fetched(work, lambda i=i, n=len(codes): self._scales(work, cta, i, n))
+                fetched(work, partial(self._scales, work, cta, i, len(codes)))
                 for i, (codes, _) in enumerate((a, b))
             )
         d = multiply(types, a[0], b[0], c, sfa=sfa, sfb=sfb, exact=self.exact)
@@ -122,8 +123,9 @@ class Multiplication:
             if unsure_b is not None:
                 bad |= unsure_b.bits.any(axis=1)
             if before is not None:
-                bad |= before.bits != 0
-            bad = bad if self.disabled is None else bad[keep]
+                bad |= before.bits.astype(bool)
+            if self.disabled is not None:
+                bad = bad[keep]
             found = Undefined(bad * np.uint32(0xFFFFFFFF), found.origin)
         if len(words):
             memory.write(work, lanes, columns, words, found)
@@ -165,7 +167,10 @@ class Multiplication:
         for further in list(scale_copies(halves))[1:]:
             other = memory_words(work, cta, lanes + lane + further, columns + column)
             same = other >> (8 * byte).astype(np.uint32) & np.uint32(0xFF)
-            if work.view is not View.MASKS and (same != words >> (8 * byte).astype(np.uint32) & np.uint32(0xFF)).any():
+            if (
+                work.view is not View.MASKS
+                and (same != words >> (8 * byte).astype(np.uint32) & np.uint32(0xFF)).any()
+            ):
                 raise ValueError(
                     f"the copies of scale_{'ab'[which]} in the four parts of 32 lanes differ"
                 )

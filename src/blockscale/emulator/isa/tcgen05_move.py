@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from ..ports import read_shared
 from ..program import Immediate, Register, Vector
 from ..registers import Loading
 from ..tensor_memory import tensor_memory
-from ..undefined import fetched, fill, gathered
 from ..tensorcore.descriptors import tcgen05_descriptor
 from ..tensorcore.operands import operand_bytes
 from ..tensorcore.tmem import (
@@ -24,6 +24,7 @@ from ..tensorcore.tmem import (
     load_places,
     packed_places,
 )
+from ..undefined import fetched, fill, gathered
 from .bulk import one_by_one
 from .copies import groups
 from .registry import Form, instruction
@@ -184,7 +185,7 @@ def copy(form: Form) -> Step:
         def move(work: Work) -> None:
             for cta in ctas:
                 where = chunks.ravel().astype(np.uint64) + np.uint64(cta.shared_base)
-                data, found = fetched(work, lambda where=where: read_shared(work, where, 16))
+                data, found = fetched(work, partial(read_shared, work, where, 16))
                 memory = tensor_memory(cta)
                 memory.write(
                     work, lane + lanes[..., None], column + columns, words(data),
@@ -216,7 +217,7 @@ def shift(form: Form) -> Step:
         def move(work: Work) -> None:
             for cta in ctas:
                 memory = tensor_memory(cta)
-                moved = fetched(work, lambda m=memory: m.read(work, lanes + 1, columns))
+                moved = fetched(work, partial(memory.read, work, lanes + 1, columns))
                 memory.write(work, lanes, columns, *moved)
 
         enqueue(w, move, ctas)
