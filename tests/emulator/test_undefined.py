@@ -3,6 +3,8 @@
 # ruff: noqa: E501 (lines of PTX)
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
@@ -20,27 +22,28 @@ STORE = "\nst.global.u32 [%at], %r5;"
 
 #: What hides that a word is undefined, and what comes out of it.
 HIDDEN = [
-    ("nobody uses it", "mov.u32 %r5, 7;", "7 + 0 * t"),
-    ("threads that do not store", "mov.u32 %r5, %r4; @!%p1 mov.u32 %r5, 3;", "np.where(t < 16, 3, t)"),
-    ("selp", "selp.u32 %r5, %r4, 3, %p1;", "np.where(t < 16, 3, t)"),
-    ("bits that are cut off", "and.b32 %r5, %r4, 0;", "0 * t"),
-    ("bits that are set", "or.b32 %r5, %r4, 0xffffffff;", "0xffffffff + 0 * t"),
-    ("the same bits twice", "lop3.b32 %r5, %r4, %r4, 1, 0x3c; and.b32 %r5, %r5, 0;", "0 * t"),
-    ("half of a word", "mov.b64 %rd1, {%r4, %t}; mov.b64 {%r6, %r5}, %rd1;", "t"),
-    ("bytes", "prmt.b32 %r5, %r4, %t, 0x7654;", "t"),
-    ("shifted out", "mov.b64 %rd1, {%r4, %t}; shr.u64 %rd1, %rd1, 32; cvt.u32.u64 %r5, %rd1;", "t"),
-    ("another lane", "shfl.sync.idx.b32 %r5, %r4, 20, 31, -1;", "20 + 0 * t"),
-    ("memory written again", "st.shared.u32 [%r21], %r4; st.shared.u32 [%r21], 5; ld.shared.u32 %r5, [%r21];", "5 + 0 * t"),
-    ("a register written again", "add.u32 %r5, %r4, 1; mov.u32 %r5, 2; add.u32 %r5, %r5, %r5;", "4 + 0 * t"),
-    ("a branch around", "mov.u32 %r5, 1; @!%p1 bra E; add.u32 %r5, %r4, 1; E:", "np.where(t < 16, 1, t + 1)"),
+    ("nobody uses it", "mov.u32 %r5, 7;", lambda t: 7 + 0 * t),
+    ("threads that do not store", "mov.u32 %r5, %r4; @!%p1 mov.u32 %r5, 3;", lambda t: np.where(t < 16, 3, t)),
+    ("selp", "selp.u32 %r5, %r4, 3, %p1;", lambda t: np.where(t < 16, 3, t)),
+    ("bits that are cut off", "and.b32 %r5, %r4, 0;", lambda t: 0 * t),
+    ("bits that are set", "or.b32 %r5, %r4, 0xffffffff;", lambda t: 0xffffffff + 0 * t),
+    ("the same bits twice", "lop3.b32 %r5, %r4, %r4, 1, 0x3c; and.b32 %r5, %r5, 0;", lambda t: 0 * t),
+    ("half of a word", "mov.b64 %rd1, {%r4, %t}; mov.b64 {%r6, %r5}, %rd1;", lambda t: t),
+    ("bytes", "prmt.b32 %r5, %r4, %t, 0x7654;", lambda t: t),
+    ("shifted out", "mov.b64 %rd1, {%r4, %t}; shr.u64 %rd1, %rd1, 32; cvt.u32.u64 %r5, %rd1;", lambda t: t),
+    ("another lane", "shfl.sync.idx.b32 %r5, %r4, 20, 31, -1;", lambda t: 20 + 0 * t),
+    ("memory written again", "st.shared.u32 [%r21], %r4; st.shared.u32 [%r21], 5; ld.shared.u32 %r5, [%r21];", lambda t: 5 + 0 * t),
+    ("a register written again", "add.u32 %r5, %r4, 1; mov.u32 %r5, 2; add.u32 %r5, %r5, %r5;", lambda t: 4 + 0 * t),
+    ("a branch around", "mov.u32 %r5, 1; @!%p1 bra E; add.u32 %r5, %r4, 1; E:", lambda t: np.where(t < 16, 1, t + 1)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "wanted"), [h[1:] for h in HIDDEN], ids=[h[0] for h in HIDDEN])
-def test_what_is_not_used_is_no_fault(body: str, wanted: str) -> None:
+def test_what_is_not_used_is_no_fault(
+    body: str, wanted: Callable[[np.ndarray], np.ndarray]
+) -> None:
     out = outcome(text(SHARED + body + STORE), [np.zeros(32, np.uint32)])[0]
-    t = np.arange(32, dtype=np.int64)
-    assert (out == eval(wanted)).all()
+    assert (out == wanted(np.arange(32, dtype=np.int64))).all()
 
 
 #: How it gets to memory that somebody reads, or decides something: the last line is at fault.
@@ -93,3 +96,21 @@ def test_a_bulk_copy_carries_it_to_another_place() -> None:
     assert (out[16:] == np.arange(16, 32)).all()
     for error in refusal(text(SHARED + body + STORE), [np.zeros(32, np.uint32)], em.Uninitialized):
         assert "cp.async.bulk.shared::cluster" in str(error)
+
+
+#: A: rows 0 to 7 are written, rows 8 to 15 are beyond M; B is all written.
+MMA = """.shared .align 128 .b8 s[1024];
+    mov.u32 %r1, s; shl.b32 %r2, %t, 2; add.u32 %r3, %r1, %r2; mov.u32 %r5, 0x3f803f80; mov.f32 %f1, 0f00000000;
+    st.shared.u32 [%r3], %r5; bar.sync 0;
+    ld.shared.u32 %r6, [%r3]; ld.shared.u32 %r7, [%r3+512];
+"""
+
+
+def test_rows_of_a_product_are_as_defined_as_their_factors() -> None:
+    product = """mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%f2, %f3, %f4, %f5}, {%r6, %r7}, {%r5}, {%f1, %f1, %f1, %f1};"""
+    body = MMA + product
+    out = outcome(text(body + "st.global.f32 [%at], %f3;"), [np.zeros(32, np.float32)])[0]
+    assert (out == 8).all()
+    wrong = text(body + "\nst.global.f32 [%at], %f4;")
+    for error in refusal(wrong, [np.zeros(32, np.float32)], em.Uninitialized):
+        assert "reads byte 0x600 of the shared memory" in str(error)

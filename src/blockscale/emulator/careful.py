@@ -2,7 +2,7 @@
 
 An instruction that moves bits is built a second time, for masks: its data comes from the masks of
 registers or of memory and goes to masks. Bitwise functions are exact in each bit. All else that
-computes gives a value that is undefined as a whole where an operand is; what acts uses its operands.
+computes gives values that are undefined as a whole where an operand is; what acts uses operands.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _MOVED = {
 }  # fmt: skip
 _LOADS, _STORES = ("ld", "ldu", "ldmatrix"), ("st", "stmatrix")
 _BITWISE = {"and": 0xC0, "or": 0xFC, "xor": 0x3C, "not": 0x0F}  # as tables of lop3
-_ACROSS = ("vote", "match", "redux", "mma")  # a warp gives its lanes one result
+_ACROSS = ("vote", "match", "redux")  # a warp gives its lanes one result
 #: What does more than give a value; operands that it only carries, which are Vectors, it may.
 _ACTS = (
     "atom", "red", "bar", "barrier", "mbarrier", "bra", "brx", "call", "cp", "tcgen05", "wgmma",
     "tensormap", "elect", "setmaxnreg", "clusterlaunchcontrol", "discard", "griddepcontrol", "exit",
-    "ret", "trap",
+    "ret", "trap", "mma",
 )  # fmt: skip
-_CARRY = (("tcgen05", "ld"), ("tcgen05", "st"), ("wgmma", "mma_async"))
+_CARRY = (("tcgen05", "ld"), ("tcgen05", "st"), ("wgmma", "mma_async"), ("mma", "sync"))
 _PLAIN_SPACES = {"global", "const", "param", "param::entry", "param::func"}
 _INTEGERS = frozenset(f"{kind}{bits}" for kind in "us" for bits in (8, 16, 32, 64))
 
@@ -94,7 +94,7 @@ class _Rule:
         self.results = _slots(operands[0]) if gives else []
         moved = None if self.acts else _moved(ins)
         sources = operands[1 if gives else 0 :]
-        carried = [o for o in sources if ins.parts[:2] in _CARRY and isinstance(o, Vector)]
+        carried = [o for o in sources if _carried(ins, o)]
         self.addresses = [s for o in sources if isinstance(o, Address) for s in _slots(o)]
         others = [o for o in sources if not isinstance(o, Address) and o not in carried]
         data = [operands[i] for i in moved or () if i < len(operands)]
@@ -265,6 +265,11 @@ class _Rule:
 def _cover(frame: Any, slot: int, threads: np.ndarray) -> None:
     if len(threads):
         cover(frame, slot, threads, True)
+
+
+def _carried(ins: Instruction, op: Operand) -> bool:
+    """Whether the instruction itself looks after what is undefined of an operand."""
+    return ins.parts[:2] in _CARRY and (isinstance(op, Vector) or ins.parts[0] == "mma")
 
 
 def _asks(ins: Instruction) -> bool:

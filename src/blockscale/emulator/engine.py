@@ -44,8 +44,8 @@ class Work:
     """
 
     __slots__ = (
-        "actor", "after", "done", "exit", "issuer", "line", "needs", "origin", "pipe", "rest", "run",
-        "threads", "tick", "used", "view", "what",
+        "actor", "after", "done", "exit", "issuer", "line", "needs", "origin", "pipe", "rest",
+        "run", "threads", "tick", "used", "view", "what",
     )  # fmt: skip
 
     def __init__(

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .shadow import Shadow
 
 __all__ = [
-    "Blank", "Blanks", "Origin", "Undefined", "View", "cover", "fetched", "fill", "gathered",
-    "mark", "masks", "used",
+    "Blank", "Blanks", "Origin", "Undefined", "View", "cover", "fetched", "fill", "fill_masks",
+    "gathered", "mark", "masks", "used",
 ]  # fmt: skip
 
 
@@ -184,6 +184,12 @@ def fill(
     """Asynchronous work writes (threads, registers) words, of which bits may be undefined."""
     for i, slot in enumerate(slots):
         frame.registers[slot].view(np.uint32)[threads] = words[:, i]
+    fill_masks(frame, slots, threads, found)
+
+
+def fill_masks(frame: Frame, slots: Iterable[int], threads: Any, found: Undefined | None) -> None:
+    """What is undefined of registers of 32 bits that were written in these threads."""
+    slots = tuple(slots)
     if found is None and frame.undefined.keys().isdisjoint(slots):
         return
     behind = masks(frame)
