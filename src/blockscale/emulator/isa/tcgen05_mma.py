@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -114,20 +113,21 @@ class Multiplication:
         d = multiply(types, a[0], b[0], c, sfa=sfa, sfb=sfb, exact=self.exact)
         words = d.view(np.uint16).astype(np.uint32) if half else d.view(np.uint32)
         if self.disabled is not None:
-            keep: np.ndarray = ~self.disabled[rank][lanes]
+            keep = ~self.disabled[rank][lanes]
             lanes, columns, words = lanes[keep], columns[keep], words[keep]
-        found = next(filter(None, (before, a[1], b[1], unsure_a, unsure_b)), None)
-        if found is not None:
-            bad: Any = undefined_products(a, b, (shape.a_type, shape.b_type))
+        unsure = next(filter(None, (before, a[1], b[1], unsure_a, unsure_b)), None)
+        found = None
+        if unsure is not None:
+            bad = undefined_products(a, b, (shape.a_type, shape.b_type))
             if unsure_a is not None:
-                bad |= unsure_a.bits.any(axis=1)[:, None]
+                bad[unsure_a.bits.any(axis=1)] = True
             if unsure_b is not None:
-                bad |= unsure_b.bits.any(axis=1)
+                bad[:, unsure_b.bits.any(axis=1)] = True
             if before is not None:
-                bad |= before.bits.astype(bool)
+                bad[before.bits != 0] = True
             if self.disabled is not None:
-                bad = np.asarray(bad)[keep]
-            found = Undefined(bad * np.uint32(0xFFFFFFFF), found.origin)
+                bad = bad[keep]
+            found = Undefined(bad * np.uint32(0xFFFFFFFF), unsure.origin)
         if len(words):
             memory.write(work, lanes, columns, words, found)
         watch = cta.launch.watch
