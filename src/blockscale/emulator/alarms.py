@@ -57,6 +57,7 @@ KINDS = {
         Kind("fence", MissingFence, "a fence.proxy.async is missing"),
         Kind("uninitialized", Uninitialized, "shared or Tensor Memory that nobody wrote is read"),
         Kind("registers", PtxError, "registers are used while a wgmma has them"),
+        Kind("tcgen05_order", PtxError, "registers of tcgen05.ld are used without its wait", False),
         Kind("exit", ExitRace, "a CTA exits that does not know asynchronous work to be complete"),
         Kind("exit_stores", ExitRace, "the same of bulk stores, which read its memory", False),
         Kind("dsmem_exit", ExitRace, "the shared memory of a CTA that may have exited is accessed"),

@@ -12,6 +12,7 @@ from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import write_shared
 from ..program import PtxError
+from ..registers import loads_waited_for
 from ..tensor_memory import COLUMNS, tensor_memory
 from .bulk import one_by_one
 from .copies import groups, wait_for, warps
@@ -170,6 +171,8 @@ def wait(form: Form) -> Step:
         if waiting is None:
             mine.commit(w.threads)
             mine.drop(w.threads, 0)
+            if kind == "tcgen05.ld":
+                loads_waited_for(w)
         return waiting
 
     return gathered(form, None, run)
