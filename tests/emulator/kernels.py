@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from blockscale import emulator as em
 
 HEAD = ".version 9.0\n.target {target}\n.address_size 64\n"
@@ -31,6 +33,15 @@ def run(body: str, out: Any, *args: Any, block: Any = 32, grid: Any = 1, **more:
     keys = {k: more.pop(k) for k in ("parameters", "before", "target") if k in more}
     device = em.Device(keys.get("target", "sm_90a"))
     return device.launch(text(body, **keys), "k", grid, block, [out, *args], **more)
+
+
+def fault(body: str, out: Any, error: type[em.PtxError], message: str) -> em.PtxError:
+    """What a kernel of one line raises; it must name that line."""
+    body = "nanosleep.u32 1;\n" + body
+    with pytest.raises(error, match=message) as caught:
+        run(body, out)
+    assert caught.value.line == line_of(text(body), "nanosleep") + 1
+    return caught.value
 
 
 def line_of(source: str, part: str) -> int:

@@ -216,10 +216,7 @@ REASONS: Reasons = {
         "gemm_mxfp8", "delete fence.mbarrier_init"
     ],
     ("", "delete fence.proxy.async"): _FENCE,
-    ("", "delete bar.warp.sync"): (
-        "missed",
-        "the checks tell warps apart, not threads: the lanes of a warp run together",
-    ),
+    ("", "delete bar.warp.sync"): PIPELINE_REASONS["gemm_nvfp4", "delete bar.warp.sync"],
     ("", "delete mbarrier.try_wait"): _LAST,
     ("", "parity flipped"): (
         "missed",

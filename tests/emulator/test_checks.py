@@ -443,7 +443,9 @@ def test_exit_with_a_copy_in_flight(issue: str, wait: str) -> None:
     source = text(SHARED + body + issue + "// A\nE:")
     store = "bulk_group" in issue
     if store:  # no sentence of the ISA forbids it: only if asked for
-        em.Device("sm_90a").launch(source, "k", 1, 32, [aligned(out)])
+        for completion, seed in ORDERS:
+            device = em.Device("sm_90a", completion=completion, seed=seed)
+            device.launch(source, "k", 1, 32, [aligned(out)])
     check = ("all", "exit_stores") if store else "all"
     for completion, seed in ORDERS:
         with pytest.raises(

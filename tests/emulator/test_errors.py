@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blockscale import emulator as em
-from kernels import HEAD, line_of, run, text
+from kernels import HEAD, fault, line_of, run, text
 
 OUT = np.zeros(64, np.uint32)
 
@@ -83,11 +83,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("body", "message"), FAULTS)
 def test_faults_name_the_line(body: str, message: str) -> None:
-    body = "nanosleep.u32 1;\n" + body
-    with pytest.raises(em.PtxError, match=message) as caught:
-        run(body, OUT)
-    assert caught.value.line == line_of(text(body), "nanosleep") + 1
-    assert f"(line {caught.value.line})" in str(caught.value)
+    error = fault(body, OUT, em.PtxError, message)
+    assert f"(line {error.line})" in str(error)
 
 
 def test_source_lines() -> None:

@@ -16,7 +16,7 @@ from test_tcgen05 import alloc, free, kernel, launch
 
 from blockscale import emulator as em
 from blockscale.emulator.parse import parse, parse_once
-from kernels import HEAD, line_of, run, text
+from kernels import HEAD, fault, line_of, run, text
 
 # --- declarations ---------------------------------------------------------------------------------
 
@@ -175,10 +175,7 @@ FAULTS = [
 @pytest.mark.parametrize(("body", "message"), FAULTS)
 def test_what_is_elsewhere_is_refused(body: str, message: str) -> None:
     """ptxas cannot see these."""
-    body = "nanosleep.u32 1;\n" + body
-    with pytest.raises(em.MemoryFault, match=message) as caught:
-        run(body, np.zeros(32, np.uint32))
-    assert caught.value.line == line_of(text(body), "nanosleep") + 1
+    fault(body, np.zeros(32, np.uint32), em.MemoryFault, message)
 
 
 def test_tensor_memory_is_allocated_by_a_generic_address() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockscale import emulator as em
-from kernels import run
+from kernels import run, text
 
 
 def words(count: int) -> np.ndarray:
@@ -399,3 +399,20 @@ def test_instructions_are_counted_once() -> None:
     assert {k: counts[k] for k in wanted} == wanted
     assert (counts["vote.sync.any.pred"], counts["ret"]) == (22, 22)
     assert report.total == sum(counts.values())
+
+
+def test_what_is_kept_of_a_kernel_is_right_for_other_launches() -> None:
+    """One text; other arguments, numbers of threads and CTAs, and sizes of shared memory."""
+    source = text(
+        """.reg .b64 %far; ld.param.u32 %r1, [add]; ld.param.u64 %far, [from];
+        mov.u32 %r2, %nctaid.x; mov.u32 %r3, %ntid.x; mov.u32 %r4, %dynamic_smem_size;
+        ld.global.u32 %r5, [%far];
+        mad.lo.u32 %r6, %r2, 1000, %r1; mad.lo.u32 %r6, %r3, 100000, %r6; add.u32 %r6, %r6, %r4;
+        add.u32 %r6, %r6, %r5; st.global.u32 [%at], %r6;""",
+        ".param .u32 add, .param .u64 from",
+    )
+    for grid, block, shared, add, far in ((1, 32, 0, 5, 1), (3, 64, 16, 7, 2), (1, 32, 32, 5, 3)):
+        out = words(64)
+        args = [out, add, np.full(1, far, np.uint32)]
+        em.Device().launch(source, "k", grid, block, args, shared=shared)
+        assert (out[:block] == add + 1000 * grid + 100000 * block + shared + far).all()

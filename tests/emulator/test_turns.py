@@ -40,6 +40,17 @@ def test_a_wait_sticks_to_its_phase(completion: str, seed: int) -> None:
     assert run(body, completion, seed)[32:].all()
 
 
+@pytest.mark.parametrize(("completion", "seed"), ORDERS)
+def test_a_wait_for_a_state_sticks_to_its_phase(completion: str, seed: int) -> None:
+    """Two phases on, the state is too old to begin with; who waits for it already may go on."""
+    setup = SETUP.replace("[bar], 1", "[bar], 2")
+    wait = """mbarrier.arrive.shared.b64 %rd1, [bar];
+    W: mbarrier.try_wait.shared.b64 %p3, [bar], %rd1; @!%p3 bra W; st.global.u32 [%at], 1; END:"""
+    body = f"""{setup}{work("A", 600)} {ARRIVE} mbarrier.arrive.shared.b64 _, [bar], 2; bra END;
+    WAITS: setp.ne.u32 %p1, %t, 32; @%p1 bra END; {wait}"""
+    assert run(body, completion, seed)[32] == 1
+
+
 def test_a_warp_behind_has_its_turn() -> None:
     """One goes through two phases, further than the other needs to come to its wait."""
     body = f"{SETUP}{work('A', 100)} {ARRIVE} {work('B', 100)} {ARRIVE} bra END;\nWAITS: {WAIT}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,12 @@ _PATIENCE = 1024  # instructions of whoever may be spinning, before a copy in fl
 _FAILURES = 32  # rounds of failing waits in which nothing else happens: then it is a deadlock
 
 
+@cache
+def _quantum(completion: str, seed: int) -> int:
+    quanta = _QUANTA[completion]
+    return quanta[int(np.random.default_rng((seed, 1)).integers(len(quanta)))]
+
+
 class Cluster:
     """CTAs that run together; the asynchronous work they have in flight lives here."""
 
@@ -51,9 +58,7 @@ class Cluster:
         self.at_end: list[Callable[[], None]] = []
         settings = launch.settings
         self.engine = Engine(settings.completion, (settings.seed, *index), launch.watch)
-        quanta = _QUANTA[settings.completion]
-        draw = np.random.default_rng((settings.seed, 1)).integers(len(quanta))
-        self.quantum = quanta[int(draw)]
+        self.quantum = _quantum(settings.completion, settings.seed)
         self.patience = _PATIENCE // self.quantum  # in laps
         self.order: Order | None = None
         if launch.alarms.checks & CLOCKED:
@@ -66,7 +71,6 @@ class Cluster:
                     -(-cells // launch.cell), self.order, launch.alarms, launch.cell,
                 )  # fmt: skip
             self.order.users += [self._in_flight, *(cta.users.columns for cta in self.ctas)]
-        self.moves = 0  # waits that ended, and exits
         self._forced = 0  # laps when a copy was last made to complete
         self._failures = 0  # rounds of waits that gave up since anything moved
 
@@ -76,7 +80,7 @@ class Cluster:
 
     def resumed(self) -> None:
         """Somebody's wait is over."""
-        self.moves += 1
+        self.engine.moved = self.engine.tick
         self._failures = 0
 
     def begin(
@@ -118,12 +122,12 @@ class Cluster:
 
     @property
     def laps(self) -> int:
-        """Of the CTA that had most."""
+        """Laps of the CTA that had most."""
         return max(cta.laps for cta in self.ctas)
 
     @property
     def to_patience(self) -> int:
-        """Laps until a copy in flight is made to complete."""
+        """Laps until a copy in flight is made to complete: whoever spins may be waiting for it."""
         return self._forced + self.patience - sum(cta.laps for cta in self.ctas)
 
     def run(self, rounds: int) -> State:
@@ -135,11 +139,10 @@ class Cluster:
                 if fragment is not None:
                     moved = True
                     _run(cta, fragment)
-            laps = sum(cta.laps for cta in self.ctas)
-            if moved and laps - self._forced < self.patience:
+            if moved and self.to_patience > 0:
                 self.engine.turn()
                 continue
-            self._forced = laps  # whoever spins may be waiting for a copy
+            self._forced += self.patience - self.to_patience
             if self.engine.force():
                 self._failures = 0
             elif not moved and not self._give_up():
@@ -220,7 +223,7 @@ def _handle(cta: CTA, fragment: Fragment, event: Event) -> None:
             engine.watch.waits(fragment, engine.tick, event)
     elif isinstance(event, Exit):
         cta.exited[fragment.threads] = True
-        cta.cluster.moves += 1
+        cta.cluster.engine.moved = cta.cluster.engine.tick
         cta.fragments.remove(fragment)
         if cta.cluster.barrier is not None:
             cta.cluster.barrier.settle()

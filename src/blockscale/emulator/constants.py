@@ -69,7 +69,7 @@ class ConstantParser(Cursor):
         return self._immediate(self._choice())
 
     def plus(self) -> int:
-        """What is added to a symbol or a register: "+ 4", "- 8", or nothing."""
+        """Reads what is added to a symbol or a register: "+ 4", "- 8", or nothing."""
         if self.text not in ("+", "-"):
             return 0
         token = self.token
@@ -79,7 +79,7 @@ class ConstantParser(Cursor):
         return int(value)
 
     def length(self) -> int:
-        """Of an array, or a number of registers: ptxas takes no expression there."""
+        """Reads a length, or a number of registers: ptxas takes no expression there."""
         token, value = self.token, self.integer()
         if not 0 <= value < 1 << 40:
             raise self.fail(f"a length of {value}", token)

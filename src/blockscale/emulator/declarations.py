@@ -162,7 +162,7 @@ class DeclarationParser(OperandParser):
     # --- functions ---
 
     def parameters(self) -> list[Parameter]:
-        """What one .param declares, itself taken already: names with commas between."""
+        """Reads what one .param, taken already, declares: names with commas between."""
         align, type_name, pointee = 0, "", False
         first = self.token
         while self.text.startswith(".") and self.kind == "name":

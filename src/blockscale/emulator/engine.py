@@ -115,8 +115,8 @@ class Engine:
         self.completion, self.watch = completion, watch
         self.random = np.random.default_rng(seed) if completion == "random" else None
         self.flying: list[Work] = []
-        self.completions = 0
         self.tick = 0  # instructions that the cluster had run when the last turn ended
+        self.moved = 0  # that, when work last completed, a wait ended or threads exited
         self.base = 0  # and those before the fragment that is running now began its quantum
 
     def submit(self, work: Work) -> None:
@@ -161,7 +161,7 @@ class Engine:
 
     def _complete(self, work: Work) -> None:
         self.flying.remove(work)
-        self.completions += 1
+        self.moved = self.tick
         work.complete()
         if self.watch is not None:
             self.watch.completed(work, max(self.tick, work.tick))

@@ -75,8 +75,8 @@ def run_grid(launch: Launch, code: Any, first: int, step: int) -> None:
             del running[at]
             if state is State.RUNNING:
                 apart.append(cluster)
-        started = [*(cluster for cluster, _ in running), *apart]
-        if state is State.RUNNING and circles.closed(cluster, started):
+        if circles.closed(cluster, len(running) + len(apart)):
+            started = [*(each for each, _ in running), *apart]
             reports = "\n  ".join(each.report() for each in started)
             raise Deadlock(
                 f"deadlock: threads spin, and nobody changes what they read\n  {reports}"

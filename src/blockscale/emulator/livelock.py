@@ -9,7 +9,7 @@ instructions have run while no wait ended, no thread exited and no copy complete
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from .cluster import Cluster
@@ -48,37 +48,33 @@ class Circles:
 
     def __init__(self, launch: Launch, process: int) -> None:
         self._launch, self._process = launch, process
-        self._progress: Any = None
-        self._since = 0  # instructions that had run when there was progress
         self._outside: Any = None  # what clusters depend on besides their own state
-        self._circles: dict[int, _Circle] = {}
-        self._closed: set[int] = set()
+        self._circles: dict[Cluster, _Circle] = {}
+        self._closed: set[Cluster] = set()
 
-    def closed(self, cluster: Cluster, clusters: Sequence[Cluster]) -> bool:
+    def closed(self, cluster: Cluster, started: int) -> bool:
         """Whether none of the clusters that have started will ever do anything else.
 
         Args:
             cluster: whose turn it was.
+            started: how many have, and are not over.
         """
-        moves = sum(each.moves + each.engine.completions for each in clusters)
-        ran = sum(each.engine.tick for each in clusters)
-        progress = moves, len(clusters), len(self._launch.waiting)
-        if progress != self._progress or any(each.engine.flying for each in clusters):
-            self._progress, self._since = progress, ran
-            self._launch.memory.changes = None
-        if ran < self._since + _QUIET:
+        engine, memory = cluster.engine, self._launch.memory
+        if engine.flying or engine.tick - engine.moved < _QUIET:
+            self._circles.pop(cluster, None)
+            self._closed.discard(cluster)
             return False
-        if self._launch.memory.changes is None:
-            self._launch.memory.changes, self._outside = 0, None
-        outside = self._launch.memory.changes, self._launch.ticks, self._elsewhere()
+        memory.changes = memory.changes or 0
+        outside = memory.changes, self._launch.ticks, self._elsewhere()
         if outside != self._outside:
             self._outside = outside
             self._circles.clear()
             self._closed.clear()
-        circle = self._circles.setdefault(id(cluster), _Circle())
-        if id(cluster) not in self._closed and circle.closed(cluster):
-            self._closed.add(id(cluster))
-        peers, over = self._launch.peers, len(self._closed) == len(clusters)
+        if cluster not in self._closed and self._circles.setdefault(cluster, _Circle()).closed(
+            cluster
+        ):
+            self._closed.add(cluster)
+        peers, over = self._launch.peers, len(self._closed) == started
         if peers is None:
             return over
         if over:

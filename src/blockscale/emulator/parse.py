@@ -7,9 +7,9 @@ that the entry reaches: modules of templates hold many kernels, and a launch wan
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .declarations import STATE_SPACES, DeclarationParser
 from .operands import Scope
@@ -196,17 +196,5 @@ def parse(text: str, entry: str | None = None) -> Module:
     return parser.module
 
 
-_MOST = 64
-_kept: dict[tuple[bytes, str], Module] = {}
-
-
-def parse_once(text: str, entry: str) -> Module:
-    """``parse`` of one entry, kept for the next launch by a hash of the text."""
-    key = hashlib.sha256(text.encode()).digest(), entry
-    if key in _kept:
-        _kept[key] = _kept.pop(key)  # the last to go
-    else:
-        _kept[key] = parse(text, entry)
-        while len(_kept) > _MOST:
-            del _kept[next(iter(_kept))]
-    return _kept[key]
+#: ``parse`` of an entry, kept for the next launch.
+parse_once = lru_cache(maxsize=64)(parse)

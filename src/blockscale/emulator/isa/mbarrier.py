@@ -320,10 +320,11 @@ def wait(form: Form) -> Step:
             )
         return barrier.last if (barrier.phase - number) & 1 else barrier.current
 
-    def waited(w: Fragment) -> tuple[list[Phase], np.ndarray]:
-        """The phases that are waited for, each once, and which of them is whose."""
+    def waited(w: Fragment) -> np.ndarray:
+        """The phase that each thread waits for: who was suspended, for the one it began with."""
         places, tokens = where(w), np.broadcast_to(token(w), w.n)
-        held = w.cta.awaited[w.sel]
+        phases: np.ndarray = w.cta.awaited[w.threads]
+        begins = phases == None  # noqa: E711 (each of an array)
         pairs = np.stack([places, tokens.astype(np.uint64)], 1)
         whose = np.zeros(w.n, np.int64)
         if (pairs == pairs[0]).all():
@@ -331,42 +332,39 @@ def wait(form: Form) -> Step:
         else:
             pairs, whose = np.unique(pairs, axis=0, return_inverse=True)
             whose = whose.reshape(-1)
-        phases: list[Phase] = []
         for i, (place, what) in enumerate(pairs):
             barrier, users = find(w.cta, int(place)), whose == i
             visible(w, barrier, users)
             if barrier.cta is not w.cta:
                 raise form.error("waits for an mbarrier of another CTA")
-            phases.append(named(barrier, int(what)))
-        suspended = np.nonzero(held != None)[0]  # noqa: E711 (each of an array)
-        for phase in dict.fromkeys(held[suspended]):
-            if phase not in phases:
-                phases.append(phase)
-            whose[suspended[held[suspended] == phase]] = phases.index(phase)
-        return phases, whose
+            users &= begins
+            if users.any():
+                phases[users] = named(barrier, int(what))
+        return phases
 
     def run(w: Fragment) -> Any:
-        phases, whose = waited(w)
-        over = np.array([phase.over for phase in phases])[whose]
-        awaited, threads = w.cta.awaited, w.threads
+        phases, threads = waited(w), w.threads
+        each = list(dict.fromkeys(phases))
+        ended = [(phase, phases == phase) for phase in each if phase.over]
+        over = np.zeros(w.n, bool)
+        for _, here in ended:
+            over |= here
         if suspends and not w.gives_up and not over.all():
-            awaited[threads] = np.array(phases, object)[whose]
-            if over.any():
+            w.cta.awaited[threads] = phases
+            if ended:
                 return Split(over)
             return Wait(
-                lambda: any(phase.over for phase in phases),
-                lambda: why(phases, int(threads[0])),
+                lambda: any(phase.over for phase in each),
+                lambda: why(each, int(threads[0])),
                 may_fail=True,
             )
         w.gives_up = False
-        awaited[threads] = None
+        w.cta.awaited[threads] = None
         order = w.cta.cluster.order
-        for i, phase in enumerate(phases):
-            chosen = over & (whose == i)
-            if phase.over and chosen.any():
-                phase.barrier.seen[int(threads[0])] = phase.number
-                if order is not None and not relaxed and phase.known is not None:
-                    order.acquire(w.agents()[chosen], phase.known)
+        for phase, here in ended:
+            phase.barrier.seen[int(threads[0])] = phase.number
+            if order is not None and not relaxed and phase.known is not None:
+                order.acquire(w.agents()[here], phase.known)
         put(w, over)
         return None
 
