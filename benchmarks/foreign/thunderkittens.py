@@ -160,7 +160,7 @@ def run(gemm: Gemm, launch: Launch) -> bool:
     persistent = gemm.kind in ("mxfp8", "nvfp4")
     launch(
         4 if persistent else m // 128 * n // gemm.columns, 256, [structure],
-        cluster=2, shared=gemm.shared, buffers=buffers, programmatic=True,
+        cluster=2, shared=gemm.shared, buffers=[("", x) for x in buffers], programmatic=True,
     )  # fmt: skip
     wanted = (left @ right.T * total).astype(np.float32).astype(BFLOAT16)
     return bool((d == wanted).all())
