@@ -60,6 +60,14 @@ def plain(array: np.ndarray, fixed: Sequence[int | None], rows: int) -> bytes:
     return layout(array, fixed, map)
 
 
+def plain_tile(array: np.ndarray, width: int = 128) -> bytes:
+    """A matrix in tiles of 128 rows and ``width`` columns without a swizzle."""
+    element = "u8" if array.itemsize == 1 else "bf16"
+    shape = (1, 1, *array.shape)
+    map = em.TensorMap.of(array.reshape(shape), (width, 128, 1, 1), element=element)
+    return layout(array, (1, 1, None, None), map)
+
+
 def swizzled(scales: np.ndarray, columns: int) -> np.ndarray:
     """Scales of (rows, k), ``columns`` of them a tile, as tcgen05.cp wants them.
 
@@ -76,13 +84,13 @@ class Gemm:
 
     Attributes:
         kind: "mxfp8", "nvfp4", "bf16" or "fp8".
-        file: of theirs, under kernels/gemm.
         config: arguments of the template ``config``.
         columns: of D that a pair of CTAs computes at a time; 256 rows go with them.
         bytes: of K in a tile of A or B.
         stored: columns of D in a TMA store.
         shared: dynamic shared memory, by their formula.
         k: of the problem.
+        consumers: warpgroups that store, each for 256 rows of a pair of CTAs.
     """
 
     kind: str
@@ -92,6 +100,7 @@ class Gemm:
     stored: int
     shared: int
     k: int
+    consumers: int = 1
 
     @property
     def made(self) -> str:
@@ -133,7 +142,7 @@ def scale_layout(kind: str, words: np.ndarray) -> bytes:
 
 def run(gemm: Gemm, launch: Launch) -> bool:
     rng = np.random.default_rng(0)
-    m, n, k = 512, 2 * gemm.columns, gemm.k
+    m, n, k = 512 * gemm.consumers, 2 * gemm.columns, gemm.k
     a, left = operand(rng, gemm.kind, m, k)
     b, right = operand(rng, gemm.kind, n, k)
     d = allocated(np.zeros((m, n), BFLOAT16))
@@ -157,36 +166,116 @@ def run(gemm: Gemm, launch: Launch) -> bool:
             buffers.append(number)
             total *= factor
     structure = b"".join([*maps[0], *maps[1], tile(d, 128, gemm.stored)])
-    persistent = gemm.kind in ("mxfp8", "nvfp4")
+    grid = 4 if gemm.kind in ("mxfp8", "nvfp4") else 8  # the others take over tiles
     launch(
-        4 if persistent else m // 128 * n // gemm.columns, 256, [structure],
+        grid, 128 + 128 * gemm.consumers, [structure],
         cluster=2, shared=gemm.shared, buffers=[("", x) for x in buffers], programmatic=True,
     )  # fmt: skip
     wanted = (left @ right.T * total).astype(np.float32).astype(BFLOAT16)
     return bool((d == wanted).all())
 
 
-def shared(columns: int, depth: int, row: int, stored: int, scales: int) -> int:
-    """Bytes: inputs and scales of every stage, two outputs, and room to align."""
-    inputs = (128 + columns // 2) * row * depth
-    return inputs + scales * depth + 2 * 128 * stored * 2 + (2048 if scales else 1024)
+def mxfp8_quantize(launch: Launch) -> bool:
+    """Blocks of 32 along rows; the scale is the largest magnitude / 448, rounded up."""
+    rows, k = 256, 256
+    rng = np.random.default_rng(0)
+    x = allocated(
+        (rng.normal(size=(rows, k)) * 2.0 ** rng.integers(-9, 9, (rows, 1))).astype(BFLOAT16)
+    )
+    codes = allocated(np.zeros((rows, k), np.uint8))
+    words = allocated(np.zeros((rows // 128, k // 128, 32, 16), np.uint8))
+    structure = plain_tile(x) + plain_tile(codes) + plain(words, (None, None, 1, 1), 32)
+    launch(
+        (k // 128, rows // 128), 64, [structure],
+        shared=128 * 128 * 2 + 1024, buffers=[("x", x), ("codes", codes), ("words", words)],
+    )  # fmt: skip
+    blocks = x.astype(np.float32).reshape(rows, k // 32, 32)
+    mantissa, power = np.frexp(abs(blocks).max(-1) * np.float32(0.002232142857))
+    power -= mantissa == 0.5
+    wanted = np.ldexp(blocks, -power[..., None]).clip(-448, 448).astype(E4M3).reshape(rows, k)
+    scale = swizzled((power + 127).astype(np.uint8), 4).reshape(words.shape)
+    return bool((codes == wanted.view(np.uint8)).all() and (words == scale).all())
+
+
+def nvfp4_quantize(square: bool, launch: Launch) -> bool:
+    """Blocks of 16 along rows, or of 16 x 16 (``square``), and a scale of the whole matrix."""
+    rows, k, whole = 256, 256, np.float32(2.0**-4)
+    rng = np.random.default_rng(0)
+    x = allocated(rng.normal(size=(rows, k)).astype(BFLOAT16))
+    codes = allocated(np.zeros((rows, k // 2), np.uint8))
+    words = allocated(np.zeros((rows // 128, k // 64, 256), np.float16))
+    number = allocated(np.array([whole]))
+    structure = plain_tile(x) + plain_tile(codes, 64) + plain(words, (1, None, None, 1), 1)
+    launch(
+        (k // 128, rows // 128), 128, [structure + layout(number, (1, 1, 1, 1), None)],
+        shared=128 * 128 * 2 + 1024,
+        buffers=[("x", x), ("codes", codes), ("words", words), ("number", number)],
+    )  # fmt: skip
+    blocks = x.astype(np.float32).reshape(rows, k // 16, 16)
+    largest = abs(blocks).max(-1)
+    if square:
+        largest = np.repeat(largest.reshape(rows // 16, 16, -1).max(1), 16, axis=0)
+    scale = (largest / np.float32(6) / whole).astype(E4M3)
+    factor = np.float32(1) / (scale.astype(np.float32) * whole)
+    values = (blocks * factor[..., None]).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn)
+    nibbles = values.reshape(rows, k).view(np.uint8) & 15
+    wanted = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+    bytes_wanted = swizzled(scale.view(np.uint8), 4).reshape(rows // 128, k // 64, 512)
+    return bool((codes == wanted).all() and (words.view(np.uint8) == bytes_wanted).all())
+
+
+def shared(columns: int, depth: int, row: int, stored: int, scales: int, consumers: int = 1) -> int:
+    """Bytes: inputs and scales of every stage, two outputs a consumer, and room to align."""
+    inputs = (128 * consumers + columns // 2) * row * depth
+    outputs = 2 * 128 * stored * 2 * consumers
+    return inputs + scales * depth + outputs + (2048 if scales else 1024)
 
 
 GEMMS = {
     "tk_mxfp8_gemm": Gemm(
         "mxfp8", "128, 5, 4, 12, 2, true", 128, 128, 32, shared(128, 5, 128, 32, 1024), 768
     ),
+    "tk_mxfp8_gemm_256": Gemm(
+        "mxfp8", "256, 5, 8, 8, 2, false", 256, 128, 32, shared(256, 5, 128, 32, 1536), 768
+    ),
     "tk_nvfp4_gemm": Gemm(
         "nvfp4", "128, 5, 4, 12, 2, true", 128, 128, 32, shared(128, 5, 128, 32, 4096), 1536
     ),
+    "tk_nvfp4_gemm_256": Gemm(
+        "nvfp4", "256, 5, 8, 4, 2, false", 256, 128, 32, shared(256, 5, 128, 32, 6144), 1536
+    ),
     "tk_bf16_gemm": Gemm(
         "bf16", "256, 64, 128, 4, true, 5, 2", 64, 256, 32, shared(64, 5, 256, 32, 0), 768
+    ),
+    "tk_bf16_gemm_two": Gemm(
+        "bf16", "256, 256, 64, 4, false, 4, 8", 256, 128, 32, shared(256, 4, 128, 32, 0, 2), 320, 2
     ),
     "tk_fp8_gemm": Gemm(
         "fp8", "256, 64, 256, 4, true, 5, 2", 64, 256, 32, shared(64, 5, 256, 32, 0), 1536
     ),
 }
+QUANTIZERS = {
+    "tk_mxfp8_quantize": ("mxfp8", "mxfp8_quantize6config", mxfp8_quantize),
+    "tk_nvfp4_quantize": ("nvfp4", "quantize_kernelILb0E", partial(nvfp4_quantize, False)),
+    "tk_nvfp4_quantize_2d": ("nvfp4", "quantize_kernelILb1E", partial(nvfp4_quantize, True)),
+}
+BOUND = (
+    "CONFIG := pytorch with -DTORCH_COMPILE, as the Makefile beside it has in comments; headers of "
+    "torch 2.13, and for the host's code alone empty headers with the types of cuSPARSE, cuBLAS "
+    "and cuSOLVER, which torch's declare functions of"
+)
 KERNELS = [
-    Foreign(name, "ThunderKittens", VERSION, "sm_100a", gemm.entry, gemm.made, partial(run, gemm))
-    for name, gemm in GEMMS.items()
-]
+    *(
+        Foreign(
+            name, "ThunderKittens", VERSION, "sm_100a", gemm.entry, gemm.made, partial(run, gemm)
+        )
+        for name, gemm in GEMMS.items()
+    ),
+    *(
+        Foreign(
+            name, "ThunderKittens", VERSION, "sm_100a", entry,
+            f"kernels/gemm/{kind}_b200/{kind}_b200_gemm.cu as it is; {FLAGS}, {BOUND}", function,
+        )
+        for name, (kind, entry, function) in QUANTIZERS.items()
+    ),
+]  # fmt: skip
