@@ -70,6 +70,8 @@ def prove(kernel: Foreign, folder: Path, seeds: int) -> dict[str, Any]:
     runs = {}
     for completion, seed in orders:
         found = outcome(kernel, ptx, completion, seed)
+        if "alarms" in found:  # sources lie in the folder, wherever that is
+            found["alarms"] = [a.replace(f"{folder.resolve()}/", "") for a in found["alarms"]]
         runs[f"{completion} {seed}"] = found
         print(f"{kernel.name:32} {completion} {seed}: {json.dumps(found)}", flush=True)
     return {
