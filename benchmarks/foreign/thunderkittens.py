@@ -28,7 +28,10 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def layout(array: np.ndarray, fixed: Sequence[int | None], map: em.TensorMap | None) -> bytes:
-    """Their ``gl``: a pointer, of four sizes those that are not ``fixed``, the tensor map."""
+    """Their ``gl``: a pointer, of four sizes those that are not ``fixed``, the tensor map.
+
+    A fixed size takes one byte, and the next part of a structure starts at a multiple of 128.
+    """
     raw = array.ctypes.data.to_bytes(8, "little")
     sizes = (1,) * (4 - array.ndim) + array.shape
     for size, known in zip(sizes, fixed, strict=True):
@@ -60,22 +63,14 @@ def plain(array: np.ndarray, fixed: Sequence[int | None], rows: int) -> bytes:
     return layout(array, fixed, map)
 
 
-def plain_tile(array: np.ndarray, width: int = 128) -> bytes:
-    """A matrix in tiles of 128 rows and ``width`` columns without a swizzle."""
-    element = "u8" if array.itemsize == 1 else "bf16"
-    shape = (1, 1, *array.shape)
-    map = em.TensorMap.of(array.reshape(shape), (width, 128, 1, 1), element=element)
-    return layout(array, (1, 1, None, None), map)
+def swizzled(scales: np.ndarray) -> np.ndarray:
+    """Scales of (rows, k), of one byte, as tcgen05.cp wants them.
 
-
-def swizzled(scales: np.ndarray, columns: int) -> np.ndarray:
-    """Scales of (rows, k), ``columns`` of them a tile, as tcgen05.cp wants them.
-
-    Returns: (rows / 128, k / columns, 512 * columns / 4) bytes, rows of 32 times four.
+    Returns: (rows / 128, k / 4, 512), bytes of 32 rows times 4 rows times 4 of k.
     """
     rows, k = scales.shape
-    parts = scales.reshape(rows // 128, 4, 32, k // columns, columns // 4, 4)
-    return parts.transpose(0, 3, 4, 2, 1, 5).reshape(rows // 128, k // columns, -1)
+    parts = scales.reshape(rows // 128, 4, 32, k // 4, 4)
+    return parts.transpose(0, 3, 2, 1, 4).reshape(rows // 128, k // 4, 512)
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,7 @@ def scales(rng: np.random.Generator, kind: str, rows: int, k: int) -> tuple[np.n
     powers = 2.0 ** rng.integers(-1, 2, (rows, k // (32 if kind == "mxfp8" else 16)))
     factors = np.repeat(powers, k // powers.shape[1], axis=1)
     dtype = ml_dtypes.float8_e8m0fnu if kind == "mxfp8" else E4M3
-    return allocated(swizzled(powers.astype(dtype).view(np.uint8), 4)), factors
+    return allocated(swizzled(powers.astype(dtype).view(np.uint8))), factors
 
 
 def scale_layout(kind: str, words: np.ndarray) -> bytes:
@@ -140,88 +135,41 @@ def scale_layout(kind: str, words: np.ndarray) -> bytes:
     return plain(words.view(np.float16), (1, None, None, 1), 4)
 
 
+def side(
+    rng: np.random.Generator, gemm: Gemm, rows: int, tiles: int, whole: float
+) -> tuple[bytes, np.ndarray, list[np.ndarray]]:
+    """A factor in tiles of ``tiles`` rows: its part of the structure, its values, its arrays.
+
+    The scale of a whole matrix, which only NVFP4 has, is ``whole``.
+    """
+    array, values = operand(rng, gemm.kind, rows, gemm.k)
+    part, arrays = tile(array, tiles, gemm.bytes // array.itemsize), [array]
+    if gemm.kind in ("mxfp8", "nvfp4"):
+        words, factors = scales(rng, gemm.kind, rows, gemm.k)
+        part += scale_layout(gemm.kind, words)
+        values = values * factors
+        arrays.append(words)
+    if gemm.kind == "nvfp4":
+        number = allocated(np.array([whole], np.float32))
+        part += layout(number, (1, 1, 1, 1), None)
+        values = values * whole
+        arrays.append(number)
+    return part, values, arrays
+
+
 def run(gemm: Gemm, launch: Launch) -> bool:
     rng = np.random.default_rng(0)
-    m, n, k = 512 * gemm.consumers, 2 * gemm.columns, gemm.k
-    a, left = operand(rng, gemm.kind, m, k)
-    b, right = operand(rng, gemm.kind, n, k)
+    m, n = 512 * gemm.consumers, 2 * gemm.columns
+    a, left, arrays = side(rng, gemm, m, 128, 0.5)
+    b, right, more = side(rng, gemm, n, gemm.columns // 2, 4.0)
     d = allocated(np.zeros((m, n), BFLOAT16))
-    width = gemm.bytes // a.itemsize
-    maps = [[tile(a, 128, width)], [tile(b, gemm.columns // 2, width)]]
-    buffers = [a, b, d]
-    if gemm.kind in ("mxfp8", "nvfp4"):
-        for part, rows in zip(maps, (m, n), strict=True):
-            words, factors = scales(rng, gemm.kind, rows, k)
-            part.append(scale_layout(gemm.kind, words))
-            buffers.append(words)
-            if rows == m and part is maps[0]:
-                left = left * factors
-            else:
-                right = right * factors
-    total = 1.0
-    if gemm.kind == "nvfp4":
-        for part, factor in zip(maps, (0.5, 4.0), strict=True):
-            number = allocated(np.array([factor], np.float32))
-            part.append(layout(number, (1, 1, 1, 1), None))
-            buffers.append(number)
-            total *= factor
-    structure = b"".join([*maps[0], *maps[1], tile(d, 128, gemm.stored)])
     grid = 4 if gemm.kind in ("mxfp8", "nvfp4") else 8  # the others take over tiles
     launch(
-        grid, 128 + 128 * gemm.consumers, [structure],
-        cluster=2, shared=gemm.shared, buffers=[("", x) for x in buffers], programmatic=True,
+        grid, 128 + 128 * gemm.consumers, [a + b + tile(d, 128, gemm.stored)],
+        cluster=2, shared=gemm.shared, programmatic=True,
+        buffers=[*(("A", x) for x in arrays), *(("B", x) for x in more), ("D", d)],
     )  # fmt: skip
-    wanted = (left @ right.T * total).astype(np.float32).astype(BFLOAT16)
-    return bool((d == wanted).all())
-
-
-def mxfp8_quantize(launch: Launch) -> bool:
-    """Blocks of 32 along rows; the scale is the largest magnitude / 448, rounded up."""
-    rows, k = 256, 256
-    rng = np.random.default_rng(0)
-    x = allocated(
-        (rng.normal(size=(rows, k)) * 2.0 ** rng.integers(-9, 9, (rows, 1))).astype(BFLOAT16)
-    )
-    codes = allocated(np.zeros((rows, k), np.uint8))
-    words = allocated(np.zeros((rows // 128, k // 128, 32, 16), np.uint8))
-    structure = plain_tile(x) + plain_tile(codes) + plain(words, (None, None, 1, 1), 32)
-    launch(
-        (k // 128, rows // 128), 64, [structure],
-        shared=128 * 128 * 2 + 1024, buffers=[("x", x), ("codes", codes), ("words", words)],
-    )  # fmt: skip
-    blocks = x.astype(np.float32).reshape(rows, k // 32, 32)
-    mantissa, power = np.frexp(abs(blocks).max(-1) * np.float32(0.002232142857))
-    power -= mantissa == 0.5
-    wanted = np.ldexp(blocks, -power[..., None]).clip(-448, 448).astype(E4M3).reshape(rows, k)
-    scale = swizzled((power + 127).astype(np.uint8), 4).reshape(words.shape)
-    return bool((codes == wanted.view(np.uint8)).all() and (words == scale).all())
-
-
-def nvfp4_quantize(square: bool, launch: Launch) -> bool:
-    """Blocks of 16 along rows, or of 16 x 16 (``square``), and a scale of the whole matrix."""
-    rows, k, whole = 256, 256, np.float32(2.0**-4)
-    rng = np.random.default_rng(0)
-    x = allocated(rng.normal(size=(rows, k)).astype(BFLOAT16))
-    codes = allocated(np.zeros((rows, k // 2), np.uint8))
-    words = allocated(np.zeros((rows // 128, k // 64, 256), np.float16))
-    number = allocated(np.array([whole]))
-    structure = plain_tile(x) + plain_tile(codes, 64) + plain(words, (1, None, None, 1), 1)
-    launch(
-        (k // 128, rows // 128), 128, [structure + layout(number, (1, 1, 1, 1), None)],
-        shared=128 * 128 * 2 + 1024,
-        buffers=[("x", x), ("codes", codes), ("words", words), ("number", number)],
-    )  # fmt: skip
-    blocks = x.astype(np.float32).reshape(rows, k // 16, 16)
-    largest = abs(blocks).max(-1)
-    if square:
-        largest = np.repeat(largest.reshape(rows // 16, 16, -1).max(1), 16, axis=0)
-    scale = (largest / np.float32(6) / whole).astype(E4M3)
-    factor = np.float32(1) / (scale.astype(np.float32) * whole)
-    values = (blocks * factor[..., None]).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn)
-    nibbles = values.reshape(rows, k).view(np.uint8) & 15
-    wanted = nibbles[:, ::2] | nibbles[:, 1::2] << 4
-    bytes_wanted = swizzled(scale.view(np.uint8), 4).reshape(rows // 128, k // 64, 512)
-    return bool((codes == wanted).all() and (words.view(np.uint8) == bytes_wanted).all())
+    return bool((d == (left @ right.T).astype(np.float32).astype(BFLOAT16)).all())
 
 
 def shared(columns: int, depth: int, row: int, stored: int, scales: int, consumers: int = 1) -> int:
@@ -254,28 +202,7 @@ GEMMS = {
         "fp8", "256, 64, 256, 4, true, 5, 2", 64, 256, 32, shared(64, 5, 256, 32, 0), 1536
     ),
 }
-QUANTIZERS = {
-    "tk_mxfp8_quantize": ("mxfp8", "mxfp8_quantize6config", mxfp8_quantize),
-    "tk_nvfp4_quantize": ("nvfp4", "quantize_kernelILb0E", partial(nvfp4_quantize, False)),
-    "tk_nvfp4_quantize_2d": ("nvfp4", "quantize_kernelILb1E", partial(nvfp4_quantize, True)),
-}
-BOUND = (
-    "CONFIG := pytorch with -DTORCH_COMPILE, as the Makefile beside it has in comments; headers of "
-    "torch 2.13, and for the host's code alone empty headers with the types of cuSPARSE, cuBLAS "
-    "and cuSOLVER, which torch's declare functions of"
-)
 KERNELS = [
-    *(
-        Foreign(
-            name, "ThunderKittens", VERSION, "sm_100a", gemm.entry, gemm.made, partial(run, gemm)
-        )
-        for name, gemm in GEMMS.items()
-    ),
-    *(
-        Foreign(
-            name, "ThunderKittens", VERSION, "sm_100a", entry,
-            f"kernels/gemm/{kind}_b200/{kind}_b200_gemm.cu as it is; {FLAGS}, {BOUND}", function,
-        )
-        for name, (kind, entry, function) in QUANTIZERS.items()
-    ),
-]  # fmt: skip
+    Foreign(name, "ThunderKittens", VERSION, "sm_100a", gemm.entry, gemm.made, partial(run, gemm))
+    for name, gemm in GEMMS.items()
+]
