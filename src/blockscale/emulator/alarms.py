@@ -55,7 +55,7 @@ KINDS = {
         Kind("race", DataRace, "accesses to shared or Tensor Memory that nothing orders"),
         Kind("lanes", LaneRace, "the same of lanes of one warp, which it then tells apart"),
         Kind("fence", MissingFence, "a fence.proxy.async is missing"),
-        Kind("uninitialized", Uninitialized, "shared or Tensor Memory that nobody wrote is read"),
+        Kind("uninitialized", Uninitialized, "shared or Tensor Memory is used that nobody wrote"),
         Kind("registers", PtxError, "registers are used while a wgmma has them"),
         Kind("exit", ExitRace, "a CTA exits that does not know asynchronous work to be complete"),
         Kind("exit_stores", ExitRace, "the same of bulk stores, which read its memory", False),
