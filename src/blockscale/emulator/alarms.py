@@ -55,6 +55,7 @@ KINDS = {
         Kind("race", DataRace, "accesses to shared or Tensor Memory that nothing orders"),
         Kind("lanes", LaneRace, "the same of lanes of one warp, which it then tells apart"),
         Kind("fence", MissingFence, "a fence.proxy.async is missing"),
+        Kind("mbarrier_proxy", MissingFence, "the same of an mbarrier that copies tell", False),
         Kind("uninitialized", Uninitialized, "shared or Tensor Memory that nobody wrote is read"),
         Kind("registers", PtxError, "registers are used while a wgmma has them"),
         Kind("exit", ExitRace, "a CTA exits that does not know asynchronous work to be complete"),
@@ -67,7 +68,17 @@ KINDS = {
 }
 #: Kinds that need to know what happens before what.
 CLOCKED = frozenset(
-    {"race", "lanes", "fence", "uninitialized", "exit", "exit_stores", "dsmem_exit", "pdl"}
+    {
+        "race",
+        "lanes",
+        "fence",
+        "mbarrier_proxy",
+        "uninitialized",
+        "exit",
+        "exit_stores",
+        "dsmem_exit",
+        "pdl",
+    }
 )
 
 

@@ -3,12 +3,14 @@
 There is one clock for the whole cluster: it counts accesses, and each access is an *event* with a
 number. Whoever accesses has a *column*: each agent one, which is a thread (or a warp, where its
 lanes are not told apart), each tensor-core pipe one, for its work is in order, and each copy one as
-long as it matters, for copies are not. Knowledge is a table of two rows over the
+long as it matters, for copies are not. Knowledge is a table of a few rows over the
 columns: the last event of each that happens before whatever its owner does next.
 
 - ``SEEN``: events that happen before;
 - ``FENCED``: those that the asynchronous proxy may rely on, too, because a proxy fence lies between
-  (PTX ISA 8.6.1, proxy-preserved base causality order).
+  (PTX ISA 8.6.1, proxy-preserved base causality order);
+- ``INITS``: those up to which mbarriers were initialized before a fence.mbarrier_init, which a
+  relaxed arrival passes on, too (9.7.13.4).
 
 Agents that learned the same share one table; tables are never changed, so a message is one, too.
 What an agent did itself is known to it without being there.
@@ -24,16 +26,17 @@ import numpy as np
 
 from .checks import Site
 
-__all__ = ["FENCED", "MOST_COLUMNS", "SEEN", "Actor", "Knowledge", "Order", "joined"]
+__all__ = ["FENCED", "INITS", "MOST_COLUMNS", "SEEN", "Actor", "Knowledge", "Order", "joined"]
 
-SEEN, FENCED = 0, 1
+SEEN, FENCED, INITS = 0, 1, 2
+_ROWS = 3
 MOST_COLUMNS = 0xFFFF
 _NEVER = 0xFFFFFFFF
 _COPIES = 64  # columns of copies at the start: there are as many as it takes
 _TABLES = 4096  # kept before those that nobody has are dropped
 _VIEWS = 64
 
-Knowledge = np.ndarray  # (2, columns) uint32, rows as above; columns that are not there are 0
+Knowledge = np.ndarray  # (rows, columns) uint32, rows as above; columns that are not there are 0
 
 
 def joined(first: Knowledge, second: Knowledge) -> Knowledge:
@@ -119,11 +122,12 @@ class Order:
         self._site_of = array("I", [0, 0])  # of each event
         self._strong = np.zeros(256, bool)  # by number of the site
         # What each agent knows: a table, and its own last event before a fence of each kind.
-        self._tables: list[Knowledge] = [np.zeros((2, self.columns), np.uint32)]
+        self._tables: list[Knowledge] = [np.zeros((_ROWS, self.columns), np.uint32)]
         self._places = {id(self._tables[0]): 0}
         self._table_of = np.zeros(agents, np.int32)
         self._table_at_fence = np.zeros(agents, np.int32)
         self._own_fenced = np.zeros(agents, np.uint32)
+        self._own_inits = np.zeros(agents, np.uint32)
         self._own_at_fence = np.zeros(agents, np.uint32)
         self._version = 0
         self._views: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
@@ -163,7 +167,7 @@ class Order:
         return np.pad(known, ((0, 0), (0, lacking))) if lacking else known
 
     def join(self, messages: Iterable[Knowledge]) -> Knowledge:
-        joined = np.zeros((2, self.columns), np.uint32)
+        joined = np.zeros((_ROWS, self.columns), np.uint32)
         for message in messages:
             part = joined[:, : message.shape[1]]
             np.maximum(part, message, out=part)
@@ -214,9 +218,9 @@ class Order:
         """What these agents pass on to who acquires it; relaxed: only what a fence precedes."""
         tables = self._table_at_fence if relaxed else self._table_of
         message = self.join(self._tables[i] for i in self._distinct(tables[agents]))
-        seen, fenced = message
-        seen[agents] = self._own_at_fence[agents] if relaxed else self.now
-        fenced[agents] = self._own_fenced[agents]
+        message[SEEN, agents] = self._own_at_fence[agents] if relaxed else self.now
+        message[FENCED, agents] = self._own_fenced[agents]
+        message[INITS, agents] = self._own_inits[agents]
         return message
 
     def acquire(self, agents: np.ndarray, message: Knowledge) -> None:
@@ -243,6 +247,19 @@ class Order:
         self._table_at_fence[agents] = self._table_of[agents]
         self._own_at_fence[agents] = self.now
 
+    def fence_inits(self, agents: np.ndarray) -> None:
+        """Any arrival passes on the mbarriers that these agents have initialized."""
+        self._own_inits[agents] = self.now
+
+    def initialized(
+        self, agents: np.ndarray, column: int, event: int, by_proxy: bool
+    ) -> np.ndarray:  # fmt: skip
+        """Which agents know by a fence that ``column`` initialized an mbarrier at the event; with
+        ``by_proxy``, by one that is for the asynchronous proxy, too."""
+        rows = [FENCED, INITS] if by_proxy else [INITS]
+        known = [self.release(agents[i : i + 1])[rows, column].max() for i in range(len(agents))]
+        return np.array(known, np.uint32) >= event
+
     def through(self, place: Hashable, agents: np.ndarray, releases: bool) -> None:
         """A strong access to a flag in memory: acquires what was released there before."""
         seen = self.flags.get(place)
@@ -255,7 +272,7 @@ class Order:
     def wait_for_predecessor(self, agents: np.ndarray) -> None:
         """These agents know that the kernel before is over, with all that it did."""
         if self.predecessor is not None:
-            message = np.zeros((2, self.columns), np.uint32)
+            message = np.zeros((_ROWS, self.columns), np.uint32)
             message[:, self.predecessor] = 1
             self.acquire(agents, message)
 
@@ -319,7 +336,8 @@ class Order:
 
     def view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
         """What a work has seen, and what of that through its own proxy."""
-        seen, fenced = self._fit(actor.known)
+        known = self._fit(actor.known)
+        seen, fenced = known[SEEN], known[FENCED]
         return seen, seen if actor.generic else np.where(self.is_generic, fenced, seen)
 
     # --- messages ---

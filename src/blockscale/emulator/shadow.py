@@ -204,4 +204,6 @@ class Shadow:
             message = (
                 f"data race: {here} {verb} {place}; nothing orders it after the {other} by {there}"
             )
+            if earlier.opcode.startswith("mbarrier.init"):
+                message += ": before a relaxed arrival, fence.mbarrier_init must come between"
         self.alarms.tell(kind, message, site, earlier)

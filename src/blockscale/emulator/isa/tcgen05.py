@@ -200,7 +200,7 @@ def commit(form: Form) -> Step:
             told = [r << RANK_SHIFT | offset for r in range(len(ctas)) if chosen >> r & 1]
         barriers = [find(w.cta, one) for one in told]
         for barrier in barriers:
-            visible(w, barrier)
+            visible(w, barrier, by_proxy=True)
 
         def signal(work: Work) -> None:
             for barrier in barriers:
