@@ -58,6 +58,9 @@ KINDS = {
         Kind("mbarrier_proxy", MissingFence, "the same of an mbarrier that copies tell", False),
         Kind("uninitialized", Uninitialized, "shared or Tensor Memory that nobody wrote is read"),
         Kind("registers", PtxError, "registers are used while a wgmma has them"),
+        Kind(
+            "tcgen05_order", MissingFence, "a tcgen05.fence or tcgen05.wait::ld is missing", False
+        ),
         Kind("exit", ExitRace, "a CTA exits that does not know asynchronous work to be complete"),
         Kind("exit_stores", ExitRace, "the same of bulk stores, which read its memory", False),
         Kind("dsmem_exit", ExitRace, "the shared memory of a CTA that may have exited is accessed"),
@@ -73,6 +76,7 @@ CLOCKED = frozenset(
         "lanes",
         "fence",
         "mbarrier_proxy",
+        "tcgen05_order",
         "uninitialized",
         "exit",
         "exit_stores",

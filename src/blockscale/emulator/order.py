@@ -10,7 +10,12 @@ columns: the last event of each that happens before whatever its owner does next
 - ``FENCED``: those that the asynchronous proxy may rely on, too, because a proxy fence lies between
   (PTX ISA 8.6.1, proxy-preserved base causality order);
 - ``INITS``: those up to which mbarriers were initialized before a fence.mbarrier_init, which a
-  relaxed arrival passes on, too (9.7.13.4).
+  relaxed arrival passes on, too (9.7.13.4);
+- ``PASSED``: those that a release tells to tcgen05 instructions elsewhere: all that do without
+  tcgen05.fence::before_thread_sync, and those that had one, or a tcgen05.commit, after them;
+- ``TENSOR``: those that the owner's next tcgen05 instruction may rely on: what it waited for
+  itself, and what was passed to it before a tcgen05.fence::after_thread_sync (9.7.16.6.4).
+  No message has this row. The last two are there only if they are asked for.
 
 Agents that learned the same share one table; tables are never changed, so a message is one, too.
 What an agent did itself is known to it without being there.
@@ -26,10 +31,20 @@ import numpy as np
 
 from .checks import Site
 
-__all__ = ["FENCED", "INITS", "MOST_COLUMNS", "SEEN", "Actor", "Knowledge", "Order", "joined"]
+__all__ = [
+    "FENCED",
+    "INITS",
+    "MOST_COLUMNS",
+    "PASSED",
+    "SEEN",
+    "TENSOR",
+    "Actor",
+    "Knowledge",
+    "Order",
+    "joined",
+]
 
-SEEN, FENCED, INITS = 0, 1, 2
-_ROWS = 3
+SEEN, FENCED, INITS, PASSED, TENSOR = range(5)
 MOST_COLUMNS = 0xFFFF
 _NEVER = 0xFFFFFFFF
 _COPIES = 64  # columns of copies at the start: there are as many as it takes
@@ -67,6 +82,7 @@ class Actor:
     known: Knowledge
     issuer: int  # an agent
     pipe: _Pipe | None = None
+    tensor: bool = False  # a tcgen05 instruction, where those are ordered by their fences
     generic: bool = False  # works in the generic proxy, like ordinary accesses
     strong: bool = False  # its accesses are atomic: no race with other strong ones
     shares: bool = False  # the column with other work, which is not ordered with this
@@ -88,7 +104,15 @@ class Actor:
         if not self.event and self.pipe is not None:  # it accessed nothing: what came before it
             self.event = self.pipe.event
         known = self.known.copy()
+        before = self.known[PASSED:, self.column].copy()
         known[:, self.column] = self.event
+        if not self.tensor:
+            known[TENSOR:] = 0
+        elif self.pipe is None:  # tcgen05.wait, which is no fence
+            known[PASSED, self.column] = before[0]
+        else:  # tcgen05.commit, which is one, too
+            np.maximum(known[PASSED], known[TENSOR], out=known[PASSED])
+            known[TENSOR] = 0
         return known
 
 
@@ -100,10 +124,15 @@ class Order:
         warps: warps of each.
         lanes: lanes of a warp that are told apart: 32, or 1, which makes a warp one agent.
         programmatic: whether the kernel before has a column, too.
+        tensor: whether there are the rows of tcgen05.fence.
     """
 
-    def __init__(self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False) -> None:
-        self.warps, self.lanes = warps, lanes
+    def __init__(
+        self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False,
+        tensor: bool = False,
+    ) -> None:  # fmt: skip
+        self.warps, self.lanes, self.tensor = warps, lanes, tensor
+        self._rows = 1 + (TENSOR if tensor else INITS)
         agents = ctas * warps * lanes
         pipes = ctas * (-(-warps // 4) + warps)
         self.agents = agents
@@ -122,7 +151,7 @@ class Order:
         self._site_of = array("I", [0, 0])  # of each event
         self._strong = np.zeros(256, bool)  # by number of the site
         # What each agent knows: a table, and its own last event before a fence of each kind.
-        self._tables: list[Knowledge] = [np.zeros((_ROWS, self.columns), np.uint32)]
+        self._tables: list[Knowledge] = [np.zeros((self._rows, self.columns), np.uint32)]
         self._places = {id(self._tables[0]): 0}
         self._table_of = np.zeros(agents, np.int32)
         self._table_at_fence = np.zeros(agents, np.int32)
@@ -167,7 +196,7 @@ class Order:
         return np.pad(known, ((0, 0), (0, lacking))) if lacking else known
 
     def join(self, messages: Iterable[Knowledge]) -> Knowledge:
-        joined = np.zeros((_ROWS, self.columns), np.uint32)
+        joined = np.zeros((self._rows, self.columns), np.uint32)
         for message in messages:
             part = joined[:, : message.shape[1]]
             np.maximum(part, message, out=part)
@@ -221,6 +250,9 @@ class Order:
         message[SEEN, agents] = self._own_at_fence[agents] if relaxed else self.now
         message[FENCED, agents] = self._own_fenced[agents]
         message[INITS, agents] = self._own_inits[agents]
+        if self.tensor:
+            message[PASSED, agents] = message[SEEN, agents]
+            message[TENSOR] = 0
         return message
 
     def acquire(self, agents: np.ndarray, message: Knowledge) -> None:
@@ -234,18 +266,27 @@ class Order:
 
     def fence_proxy(self, agents: np.ndarray) -> None:
         """What was seen, the asynchronous proxy may rely on."""
-        tables = self._table_of[agents]
-        for old in self._distinct(tables):
-            known = self._tables[old].copy()
-            np.maximum(known[FENCED], known[SEEN], out=known[FENCED])
-            self._table_of[agents[tables == old]] = self._place(known)
+        self._copy_row(agents, SEEN, FENCED)
         self._own_fenced[agents] = self.now
-        self._version += 1
 
     def fence(self, agents: np.ndarray) -> None:
         """What was seen is all that a relaxed arrival passes on."""
         self._table_at_fence[agents] = self._table_of[agents]
         self._own_at_fence[agents] = self.now
+
+    def fence_tensor(self, agents: np.ndarray, before: bool) -> None:
+        """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
+        if self.tensor:
+            source, into = (TENSOR, PASSED) if before else (PASSED, TENSOR)
+            self._copy_row(agents, source, into)
+
+    def _copy_row(self, agents: np.ndarray, source: int, into: int) -> None:
+        tables = self._table_of[agents]
+        for old in self._distinct(tables):
+            known = self._tables[old].copy()
+            np.maximum(known[into], known[source], out=known[into])
+            self._table_of[agents[tables == old]] = self._place(known)
+        self._version += 1
 
     def fence_inits(self, agents: np.ndarray) -> None:
         """Any arrival passes on the mbarriers that these agents have initialized."""
@@ -272,7 +313,7 @@ class Order:
     def wait_for_predecessor(self, agents: np.ndarray) -> None:
         """These agents know that the kernel before is over, with all that it did."""
         if self.predecessor is not None:
-            message = np.zeros((_ROWS, self.columns), np.uint32)
+            message = np.zeros((self._rows, self.columns), np.uint32)
             message[:, self.predecessor] = 1
             self.acquire(agents, message)
 
@@ -282,9 +323,18 @@ class Order:
 
     # --- asynchronous work ---
 
+    def _at_issue(self, issuers: np.ndarray, tensor: bool) -> Knowledge:
+        """What is known to work that these agents issue."""
+        known = self.release(issuers)
+        if tensor:
+            tables = (self._tables[i] for i in self._distinct(self._table_of[issuers]))
+            known[TENSOR] = self.join(tables)[TENSOR]
+            known[TENSOR, issuers] = self.now
+        return known
+
     def begin(
         self, issuers: np.ndarray, generic: bool = False, strong: bool = False,
-        told: Hashable = None,
+        told: Hashable = None, tensor: bool = False,
     ) -> Actor:  # fmt: skip
         """A copy, not ordered with any other.
 
@@ -300,8 +350,9 @@ class Order:
             self.is_generic[column] = generic
             if told is not None:
                 self._told[told, generic] = column
-        known, shares = self.release(issuers), told is not None
-        return Actor(column, known, int(issuers[0]), None, generic, strong, shares)
+        tensor &= self.tensor
+        known, shares = self._at_issue(issuers, tensor), told is not None
+        return Actor(column, known, int(issuers[0]), None, tensor, generic, strong, shares)
 
     def _reclaim(self) -> None:
         """Columns of copies that nobody needs any more; new ones if these are few.
@@ -322,7 +373,7 @@ class Order:
             self.is_generic = np.concatenate([self.is_generic, np.zeros(more, bool)])
             self._version += 1
 
-    def follow(self, issuers: np.ndarray, name: Hashable) -> Actor:
+    def follow(self, issuers: np.ndarray, name: Hashable, tensor: bool = False) -> Actor:
         """Work in a pipe: it knows of all earlier work there."""
         pipe = self._pipes.get(name)
         if pipe is None:
@@ -330,15 +381,24 @@ class Order:
             self._next_pipe += 1
             if self._next_pipe > self._first_copy:
                 raise ValueError(f"no column for the pipe {name!r}")
-        known = self.release(issuers)
+        tensor &= self.tensor
+        known = self._at_issue(issuers, tensor)
         pipe.known = known if pipe.known is None else joined(pipe.known, known)
-        return Actor(pipe.column, pipe.known, int(issuers[0]), pipe)
+        return Actor(pipe.column, pipe.known, int(issuers[0]), pipe, tensor)
 
     def view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
         """What a work has seen, and what of that through its own proxy."""
         known = self._fit(actor.known)
         seen, fenced = known[SEEN], known[FENCED]
         return seen, seen if actor.generic else np.where(self.is_generic, fenced, seen)
+
+    def tensor_view(self, actor: Actor) -> np.ndarray | None:
+        """What a tcgen05 instruction may rely on; None where that is all it has seen."""
+        return self._fit(actor.known)[TENSOR] if actor.tensor else None
+
+    def was_passed(self, actor: Actor, column: int, event: int) -> bool:
+        """Whether a tcgen05.fence::after_thread_sync is all that a tcgen05 instruction lacks."""
+        return event <= int(self._fit(actor.known)[PASSED, column])
 
     # --- messages ---
 
