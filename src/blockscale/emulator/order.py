@@ -386,6 +386,14 @@ class Order:
         pipe.known = known if pipe.known is None else joined(pipe.known, known)
         return Actor(pipe.column, pipe.known, int(issuers[0]), pipe, tensor)
 
+    def freeing(self, agents: np.ndarray) -> Actor:
+        """A tcgen05.dealloc: it is synchronous, and needs no tcgen05.fence::after_thread_sync."""
+        known = self._at_issue(agents, self.tensor)
+        if self.tensor:
+            np.maximum(known[TENSOR], known[PASSED], out=known[TENSOR])
+        agent = int(agents[0])
+        return Actor(agent, known, agent, None, self.tensor, generic=True)
+
     def view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
         """What a work has seen, and what of that through its own proxy."""
         known = self._fit(actor.known)
