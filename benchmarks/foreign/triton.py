@@ -117,8 +117,7 @@ def run(dot: Dot, launch: Launch) -> bool:
     rng = np.random.default_rng(0)
     most = 4 if dot.dtype is F16 else 1  # no sum leaves the range of C
     a, b = (
-        allocated(rng.integers(-most, most + 1, (rows, dot.k)).astype(dot.dtype))
-        for rows in (M, N)
+        allocated(rng.integers(-most, most + 1, (rows, dot.k)).astype(dot.dtype)) for rows in (M, N)
     )
     c = allocated(np.zeros((M, N), dot.dtype))
     grid = CTAS if dot.persistent else M // BLOCK * (N // BLOCK)
@@ -152,8 +151,6 @@ DOTS = [
     Dot("matmul_kernel_descriptor_persistent", E4M3, 100, 114788, True),
 ]
 KERNELS = [
-    Foreign(
-        dot.name, "triton", VERSION, f"sm_{dot.sm}a", dot.function, dot.made, partial(run, dot)
-    )
+    Foreign(dot.name, "triton", VERSION, f"sm_{dot.sm}a", dot.function, dot.made, partial(run, dot))
     for dot in DOTS
 ]
