@@ -201,8 +201,12 @@ def commit(form: Form) -> Step:
         barriers = [find(w.cta, one) for one in told]
         for barrier in barriers:
             visible(w, barrier)
+        order = w.cta.cluster.order
 
         def signal(work: Work) -> None:
+            if work.actor is not None:  # who waits for an earlier commit does not know of this one
+                assert order is not None
+                work.actor.did(order.event(work.site()))
             for barrier in barriers:
                 barrier.learn(work.message())
                 barrier.arrive()
