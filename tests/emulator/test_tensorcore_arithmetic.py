@@ -342,6 +342,19 @@ def test_tiny_f16_sums_equal_mmasim(unit: str, addend: float, lowest: int) -> No
     np.testing.assert_array_equal(given[0] > addend, low - 24 >= lowest)
 
 
+@pytest.mark.parametrize("unit", ["wgmma", "tcgen05"])
+def test_sums_just_below_the_normal_numbers_are_cut(unit: str) -> None:
+    """2^-126 - 2^-150 would be rounded to the smallest normal number."""
+    (kind,) = [k for k in KINDS if k.unit == unit and k.a == k.b == "bf16"]
+    a, b = np.zeros((1, 1, 16), np.float32), np.zeros((1, 1, 16), np.float32)
+    a[..., :2], b[..., :2] = (2.0**-63, 2.0**-75), (2.0**-63, -(2.0**-75))
+    codes = [(x.view(np.uint32) >> 16).astype(np.uint16) for x in (a, b)]
+    tiles = Tiles(*codes, np.zeros((1, 1, 1), np.float32), np.zeros(0), np.zeros(0))
+    given = multiply(kind.instruction, **tiles[0])
+    np.testing.assert_array_equal(bits(given), bits(oracle(kind, tiles))[0])
+    assert given.item() == 2.0**-126 - 2.0**-149
+
+
 @pytest.mark.sampled(47)
 @by_kind
 @pytest.mark.parametrize("exact", [False, True])

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..ieee import two_sum_error, two_sum_to_odd
-from .elements import NO_EXPONENT, decode
+from .elements import NO_EXPONENT, decode, lowest_bits
 
 __all__ = ["Instruction", "Unit", "multiply", "multiply_integers"]
 
@@ -236,18 +236,19 @@ def _sums(
     """
     result = _RESULTS[d_type]
     floor = model.floor if d_type == "f32" else _FLOOR_F16
-    shape = (*left.values.shape[1:], right.values.shape[-1])
-    addend = np.zeros(shape) if c is None else c.astype(np.float64)
-    least = np.maximum(_exponents(addend, result.smallest), floor)
-    cut = _may_be_cut(left, right, addend, least, model.fraction)
-    total = _rows_first(left.values) @ np.moveaxis(right.values, 0, -2)
-    total += addend
+    if c is None:
+        c = np.zeros((*left.values.shape[:-1], right.values.shape[-2]), result.dtype)
+    least = np.maximum(_exponents(c, result.smallest), np.int16(floor))
+    cut = _may_be_cut(left, right, c, least, model.fraction)
+    total = left.values @ right.values.swapaxes(-1, -2)
+    total += c
     for terms, top, place in _terms(left, right, cut, model.group):
+        addend = c[place].astype(np.float64)
         if exact:
-            total[place] = _exact_sum(terms, addend[place])
+            total[place] = _exact_sum(terms, addend)
         else:
             top = np.maximum(top, least[place])
-            total[place] = _aligned_sum(terms, addend[place], top, model.fraction)
+            total[place] = _aligned_sum(terms, addend, top, model.fraction)
     return (
         total.astype(result.dtype)
         if exact or d_type == "f16"
@@ -255,36 +256,23 @@ def _sums(
     )
 
 
-def _rows_first(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(np.moveaxis(values, 0, -1))
-
-
 def _may_be_cut(
-    left: _Operand, right: _Operand, addend: np.ndarray, least: np.ndarray, fraction: int
+    left: _Operand, right: _Operand, c: np.ndarray, least: np.ndarray, fraction: int
 ) -> np.ndarray:
     """Elements of D with a term that may have bits more than ``fraction`` below the largest
     exponent: bounds by row and column are enough to say that there are none."""
-    highest = left.exponents.max(axis=0)[..., None] + right.exponents.max(axis=0)[..., None, :]
-    last = np.maximum(highest, least) - fraction
-    lowest = _lowest_bit(left.values)[..., None] + _lowest_bit(right.values)[..., None, :]
-    scaled = addend * (1023 - last << 52).view(np.float64)
+    highest = left.exponents.max(axis=-1)[..., None] + right.exponents.max(axis=-1)[..., None, :]
+    last = np.maximum(highest, least) - np.int16(fraction)
+    lowest = left.lowest[..., None] + right.lowest[..., None, :]
+    scaled = c * (1023 - last.astype(np.int64) << 52).view(np.float64)
     return np.asarray((lowest < last) | (scaled != np.trunc(scaled)))
-
-
-def _lowest_bit(values: np.ndarray) -> np.ndarray:
-    """The exponent of the lowest bit set in any of values (K, ..., rows): of NaN and infinity far
-    below, of zeros alone far above all others."""
-    significand = values.view(np.int64) & ((1 << 52) - 1) | 1 << 52
-    lowest = _field((significand & -significand).astype(np.float64)) - 1023
-    exponents = _field(values) - 1075 + lowest
-    exponents = np.where(values == 0, -NO_EXPONENT, exponents)
-    return np.asarray(np.where(np.isfinite(values), exponents, 4 * NO_EXPONENT).min(axis=0))
 
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    values: np.ndarray  # (K, ..., rows) float64, scaled
-    exponents: np.ndarray  # (K / group, ..., rows) int16: what the terms are aligned by
+    values: np.ndarray  # (..., rows, K) float64, scaled
+    exponents: np.ndarray  # (..., rows, K / group) int16: what the terms are aligned by
+    lowest: np.ndarray  # (..., rows) int16: of the lowest bit of any value
 
 
 def _operand(
@@ -295,17 +283,20 @@ def _operand(
     vector: int,
     group: int,
 ) -> _Operand:
-    values, exponents = decode(np.ascontiguousarray(_k_first(codes)), type)
+    values, exponents = decode(codes, type)
+    lowest = lowest_bits(codes, type)
     if scales is None:
-        return _Operand(values, exponents)
-    scale, scale_exponents = decode(_k_first(scales), scale_type)
-    values = values * np.repeat(scale, vector, axis=0)
-    scale_exponents = np.repeat(scale_exponents, vector // group, axis=0)
-    return _Operand(values, exponents + scale_exponents if group == 1 else scale_exponents)
-
-
-def _k_first(codes: np.ndarray) -> np.ndarray:
-    return codes.transpose(-1, *range(codes.ndim - 1))
+        return _Operand(values, exponents, lowest.min(axis=-1))
+    scale, scale_exponents = decode(scales, scale_type)
+    blocks = (*scales.shape, vector)  # (..., rows, K / vector, vector)
+    values = (values.reshape(blocks) * scale[..., None]).reshape(values.shape)
+    lowest = lowest.reshape(blocks).min(axis=-1) + lowest_bits(scales, scale_type)
+    if group == 1:
+        exponents = exponents.reshape(blocks) + scale_exponents[..., None]
+        exponents = exponents.reshape(values.shape)
+    else:
+        exponents = np.repeat(scale_exponents, vector // group, axis=-1)
+    return _Operand(values, exponents, lowest.min(axis=-1))
 
 
 def _parts(shape: tuple[int, ...], k: int) -> Iterator[tuple[slice, ...]]:
@@ -323,28 +314,38 @@ def _terms(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
     """Terms (K / group, n) of the wanted elements of D at least, the largest exponent (n,) among
     those not zero, and the place (n,) in D; n is one dimension, or those of a part of D."""
-    k = len(left.values)
+    k = left.values.shape[-1]
     if group == 1 and np.count_nonzero(wanted) * _SPARSE < wanted.size:
-        places = np.nonzero(wanted)
+        places = np.unravel_index(np.flatnonzero(wanted), wanted.shape)
         for start in range(0, len(places[0]), _BLOCK // k):
             place = tuple(index[start : start + _BLOCK // k] for index in places)
-            of_a: Any = (slice(None), *place[:-1])
-            of_b: Any = (slice(None), *place[:-2], place[-1])
+            of_a, of_b = place[:-1], (*place[:-2], place[-1])
             exponents = left.exponents[of_a] + right.exponents[of_b]
-            yield left.values[of_a] * right.values[of_b], exponents.max(axis=0), place
+            yield (left.values[of_a] * right.values[of_b]).T, exponents.max(axis=-1), place
         return
+    if not wanted.any():
+        return
+    one, other = (
+        (_k_first(operand.values), _k_first(operand.exponents)) for operand in (left, right)
+    )
     for part in _parts(wanted.shape, k):
         if wanted[part].any():
-            yield *_outer(left, part, right, group), part
+            yield *_outer(one, part, other, group), part
+
+
+def _k_first(table: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(np.moveaxis(table, -1, 0))
 
 
 def _outer(
-    left: _Operand, part: tuple[slice, ...], right: _Operand, group: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Terms (K / group, ..., m, N) and the largest exponent (..., m, N) among those not zero."""
+    left: tuple[np.ndarray, np.ndarray], part: tuple[slice, ...],
+    right: tuple[np.ndarray, np.ndarray], group: int,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Terms (K / group, ..., m, N) and the largest exponent (..., m, N) among those not zero, of
+    values and exponents, K first."""
     of_a, of_b = (slice(None), *part), (slice(None), *part[:-1])
-    values, others = left.values[of_a], right.values[of_b]
-    exponents = left.exponents[of_a][..., None] + right.exponents[of_b][..., None, :]
+    values, others = left[0][of_a], right[0][of_b]
+    exponents = left[1][of_a][..., None] + right[1][of_b][..., None, :]
     if group == 1:
         return values[..., None] * others[..., None, :], exponents.max(axis=0)
     one, other = (  # (K / group, ..., group, rows)
@@ -356,21 +357,21 @@ def _outer(
     return one @ other, np.where(products > 0, exponents, NO_EXPONENT).max(axis=0)
 
 
-def _field(values: np.ndarray) -> np.ndarray:
-    """The exponent fields of float64."""
-    return values.view(np.int64) >> 52 & 0x7FF
-
-
-def _exponents(values: np.ndarray, smallest: int) -> np.ndarray:
-    """The exponents of C; zero has none."""
-    exponents = np.maximum(_field(values) - 1023, smallest)
-    return np.where(values == 0, NO_EXPONENT, exponents)
+def _exponents(c: np.ndarray, smallest: int) -> np.ndarray:
+    """The exponents (int16) of C; zero has none."""
+    bits = c.astype(np.float32, copy=False).view(np.int32)
+    exponents = (bits >> 23 & 0xFF).astype(np.int16)
+    exponents -= 127
+    np.maximum(exponents, np.int16(smallest), out=exponents)
+    exponents[c == 0] = NO_EXPONENT
+    return exponents
 
 
 def _aligned_sum(
     terms: np.ndarray, addend: np.ndarray, top: np.ndarray, fraction: int
 ) -> np.ndarray:
     """Sum of what the terms have above ``fraction`` bits below ``top``; overwrites the terms."""
+    top = top.astype(np.int32)
     scale = np.ldexp(1.0, fraction - top)
     terms *= scale
     np.trunc(terms, out=terms)
@@ -380,11 +381,12 @@ def _aligned_sum(
 def _toward_zero(values: np.ndarray, fraction: int) -> np.ndarray:
     """float64 cut to so many fraction bits of fp32."""
     kept = (values.view(np.int64) & -(1 << (52 - fraction))).view(np.float64)
-    subnormal = np.abs(values) < 2.0**-126
-    if subnormal.any():
+    found = kept.astype(np.float32)
+    if np.count_nonzero(found.view(np.int32) & 0x7F000000) < found.size:  # some may be subnormal
         step = 2.0 ** (-126 - fraction)
-        kept = np.where(subnormal, np.trunc(values / step) * step, kept)
-    return kept.astype(np.float32)
+        kept = np.where(np.abs(values) < 2.0**-126, np.trunc(values / step) * step, kept)
+        found = kept.astype(np.float32)
+    return found
 
 
 def _exact_sum(terms: np.ndarray, addend: np.ndarray) -> np.ndarray:
