@@ -69,6 +69,7 @@ class Actor:
     shares: bool = False  # the column with other work, which is not ordered with this
     event: int = 0  # its last access
     first: int = 0  # and its first
+    view: tuple[np.ndarray, np.ndarray] | None = None  # see Order.view_of
 
     def did(self, event: int) -> None:
         self.event, self.first = event, self.first or event
@@ -319,8 +320,12 @@ class Order:
 
     def view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
         """What a work has seen, and what of that through its own proxy."""
-        seen, fenced = self._fit(actor.known)
-        return seen, seen if actor.generic else np.where(self.is_generic, fenced, seen)
+        view = actor.view
+        if view is None or len(view[0]) < self.columns:
+            seen, fenced = self._fit(actor.known)
+            through = seen if actor.generic else np.where(self.is_generic, fenced, seen)
+            view = actor.view = seen, through
+        return view
 
     # --- messages ---
 

@@ -49,10 +49,15 @@ def cells(offsets: np.ndarray, size: int, cell: int) -> np.ndarray:
 
 def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
     """(n, size) bytes that a fragment or a work reads at addresses of shared::cluster."""
-    out = np.full((len(where), size), _POISON, np.uint8)
-    for cta, chosen, offsets in _owners(by, where, size):
+    owners = _owners(by, where, size)
+    for cta, chosen, offsets in owners:
         _observe(by, "read", cta, chosen, offsets, size, strong)
-        out[chosen] = gather(cta.shared, offsets, size)
+    found = [gather(cta.shared, offsets, size) for cta, _, offsets in owners]
+    if len(found) == 1 and len(found[0]) == len(where):
+        return found[0]
+    out = np.full((len(where), size), _POISON, np.uint8)
+    for (_, chosen, _), values in zip(owners, found, strict=True):
+        out[chosen] = values
     return out
 
 

@@ -62,10 +62,10 @@ class Readers:
         """Cells (n, k) are read by threads, ``at`` (n, 1), or cells (k,) by one column."""
         if len(self._crowds) >= self._limit:
             self._forget()
-        before = self.event[cells]
+        before = self.event.take(cells)
         column = others = None
         if np.count_nonzero(before):
-            column = self.column[cells]
+            column = self.column.take(cells)
             others = (before > 0) & (column != at)
             if np.count_nonzero(others):
                 others &= (column == _CROWD) | (before > seen_events(view, column))
@@ -73,7 +73,7 @@ class Readers:
                 others = None
         self.column[cells] = at
         if cells.ndim == 2:
-            lost = self.column[cells] != at
+            lost = self.column.take(cells) != at
             if np.count_nonzero(lost):  # several threads of this instruction read one cell
                 mark = np.zeros(len(self.column), bool)
                 mark[cells[lost]] = True
@@ -147,10 +147,10 @@ class Readers:
     ) -> tuple[int, int, int, int] | None:
         """A cell, who writes it, and the column and event of a read that the writer has not seen.
         Reads by ``at`` are its own from the event ``since`` on."""
-        events = self.event[cells]
+        events = self.event.take(cells)
         if not np.count_nonzero(events):
             return None
-        columns = self.column[cells]
+        columns = self.column.take(cells)
         crowded = (events > 0) & (columns == _CROWD)
         late = (events > seen_events(view, columns)) & ~crowded
         if np.count_nonzero(late):

@@ -82,7 +82,7 @@ class Shadow:
             self._after_reads(cells, at, view, site)
         self.writer[cells], self.written[cells] = at, self.order.event(site, strong)
         if self.races and not strong:
-            lost = self.writer[cells] != at
+            lost = self.writer.take(cells) != at
             if same is not None:
                 lost &= ~same[1]
             if np.count_nonzero(lost):
@@ -93,7 +93,7 @@ class Shadow:
     ) -> np.ndarray | None:
         """Which cells somebody else wrote, unseen; None: none of them. Writes of ``at`` are its own
         from the event ``since`` on."""
-        writer, written = self.writer[cells], self.written[cells]
+        writer, written = self.writer.take(cells), self.written.take(cells)
         late = written > seen_events(view, writer)
         if not np.count_nonzero(late):
             return None
@@ -169,8 +169,9 @@ class Shadow:
 
     def _blank(self, cells: np.ndarray, site: Site) -> None:
         if self.blanks:
-            blank = self.written[cells] == 0
-            if blank.any():
+            written = self.written.take(cells)
+            if np.count_nonzero(written) < written.size:
+                blank = written == 0
                 place = self.name.format(self.place(int(cells[blank].flat[0])))
                 message = f"{site} reads {place}, which nobody has written"
                 self.alarms.tell("uninitialized", message, site)
