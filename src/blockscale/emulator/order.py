@@ -190,7 +190,9 @@ class Order:
 
     def _distinct(self, tables: np.ndarray) -> list[int]:
         first = tables[0]
-        return [int(first)] if (tables == first).all() else np.unique(tables).tolist()
+        if len(tables) == 1 or not np.count_nonzero(tables != first):
+            return [int(first)]
+        return np.unique(tables).tolist()
 
     def view(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """What agents have seen: (tables, columns), and whose is which, None if there is one."""

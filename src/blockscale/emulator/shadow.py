@@ -157,13 +157,14 @@ class Shadow:
         column, event = int(self.writer[cell]), int(self.written[cell])
         self._race(cell, who, verb, site, "write", column, event, fence_only)
 
-    def seen(self, cells: np.ndarray, agents: np.ndarray) -> np.ndarray:
-        """Which of the agents (n,) have seen the last writes to the cells (k,), all made."""
-        written, writer = self.written[cells], self.writer[cells]
+    def seen(self, cell: int, agents: np.ndarray) -> np.ndarray:
+        """Which of the agents (n,) have seen the last write to a cell, one that was made."""
+        written, writer = int(self.written[cell]), int(self.writer[cell])
+        if not written:
+            return np.zeros(len(agents), bool)
         tables, which = self.order.view(agents)
-        ordered = written <= tables.take(writer, axis=1, mode="clip")
-        ordered = (ordered if which is None else ordered[which]) | (writer == agents[:, None])
-        return np.asarray((ordered & (written > 0)).all(axis=1))
+        ordered = tables[:, min(writer, tables.shape[1] - 1)] >= written
+        return np.asarray((ordered if which is None else ordered[which]) | (agents == writer))
 
     # --- messages ---
 

@@ -262,15 +262,15 @@ def _two(form: Form, source: str) -> Callable[[Fragment], tuple[np.ndarray, np.n
     if source == "f32":
         upper, lower = form.get(1, "f32"), form.get(2, "f32")
         return lambda w: (
-            np.array(np.broadcast_to(lower(w), w.n)),
-            np.array(np.broadcast_to(upper(w), w.n)),
+            np.full(w.n, lower(w)),
+            np.full(w.n, upper(w)),
         )
     if source not in ("f16x2", "bf16x2"):
         raise form.error(f"source .{source} is not supported")
     get = form.get(1, "b32")
 
     def both(w: Fragment) -> tuple[np.ndarray, np.ndarray]:
-        parts = ieee.split(np.array(np.broadcast_to(get(w), w.n)), source)
+        parts = ieee.split(np.full(w.n, get(w)), source)
         return parts[:, 0], parts[:, 1]
 
     return both
@@ -326,7 +326,7 @@ def _from_narrow(form: Form, element: str, to: str, relu: bool) -> Step:
     get, put = form.get(1, "b8" if bits == 4 else "b16"), form.set(0, "b32")
 
     def run(w: Fragment) -> None:
-        both = np.array(np.broadcast_to(get(w), w.n)).astype(np.uint16)
+        both = np.full(w.n, get(w)).astype(np.uint16)
         codes = np.stack([both & np.uint16((1 << bits) - 1), both >> np.uint16(bits)], 1)
         value = _widen_e8m0(codes) if scale else widen(codes, element)
         put(w, ieee.join(ieee.clamp(value, False, relu), to))
@@ -346,7 +346,7 @@ def _tf32(form: Form, rounding: str, relu: bool, satfinite: bool) -> Step:
     get, put = form.get(1, "f32"), form.set(0, "b32")
 
     def run(w: Fragment) -> None:
-        value = ieee.clamp(np.array(np.broadcast_to(get(w), w.n), np.float32), False, relu)
+        value = ieee.clamp(np.full(w.n, get(w), np.float32), False, relu)
         bits = value.view(np.uint32).astype(np.uint64)
         special = bits >> np.uint64(23) & np.uint64(255) == 255
         if rounding == "rna":

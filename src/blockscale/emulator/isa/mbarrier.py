@@ -169,10 +169,10 @@ def visible(w: Fragment, barrier: MBarrier, users: Any = slice(None)) -> None:
     shadow, order = barrier.cta.shadow, w.cta.cluster.order
     if shadow is None or order is None or not shadow.races:
         return
-    cell, agents = np.array([barrier.offset // shadow.size]), w.agents()[users]
-    unaware = agents[~shadow.seen(cell, agents)]
-    if len(unaware):
-        shadow.read(cell[None], unaware[:1], w.site(), strong=False)
+    cell, agents = barrier.offset // shadow.size, w.agents()[users]
+    seen = shadow.seen(cell, agents)
+    if np.count_nonzero(seen) < len(seen):
+        shadow.read(np.array([[cell]]), agents[~seen][:1], w.site(), strong=False)
 
 
 @instruction("mbarrier.init")
