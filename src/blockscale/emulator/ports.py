@@ -65,12 +65,13 @@ def write_shared(by: Any, where: np.ndarray, values: np.ndarray, strong: bool = 
     size = values.shape[1]
     for cta, chosen, offsets in _owners(by, where, size):
         new = values[chosen]
-        kept = gather(cta.shared, offsets, size) == new
-        scatter(cta.shared, offsets, new)
         same: np.ndarray | None = None
-        if cta.shadow is not None and not isinstance(by, Work):
-            # Several warps may write one value, as `if (found) flag = 1` does.
-            kept = np.stack([kept, gather(cta.shared, offsets, size) == new])
+        if cta.shadow is None or isinstance(by, Work):
+            scatter(cta.shared, offsets, new)
+        else:  # several warps may write one value, as `if (found) flag = 1` does
+            before = gather(cta.shared, offsets, size) == new
+            scatter(cta.shared, offsets, new)
+            kept = np.stack([before, gather(cta.shared, offsets, size) == new])
             same = np.all(kept.reshape(2, len(new), -1, min(size, cta.shadow.size)), axis=-1)
         _observe(by, "write", cta, chosen, offsets, size, strong, same)
 

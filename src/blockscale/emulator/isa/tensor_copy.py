@@ -51,9 +51,9 @@ def _box(form: Form, place: Place, rank: int, rows: bool, store: bool) -> Tile:
     return _tile(*place, rows, store)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _tile(raw: bytes, coordinates: tuple[int, ...], rows: bool, store: bool) -> Tile:
-    """Kept, as the lanes of a warp often say the same."""
+    """Kept, as the lanes of a warp often say the same, and other CTAs later."""
     tensor = _decode(raw)
     return (tensor.tile4 if rows else tensor.tile)(coordinates, store=store)
 
