@@ -92,12 +92,17 @@ class TensorMemory:
 
     def read(self, work: Work, region: Region) -> np.ndarray:
         self._checked("read", work, region)
+        if region.box is not None:
+            return self.words[region.box].copy()
         found: np.ndarray = self.words.take(region.words)
         return found
 
     def write(self, work: Work, region: Region, values: Any) -> None:
         self._checked("write", work, region)
-        self.words.reshape(-1)[region.words] = values
+        if region.box is not None:
+            self.words[region.box] = values
+        else:
+            self.words.reshape(-1)[region.words] = values
 
 
 class Region:
@@ -109,6 +114,17 @@ class Region:
         self.columns = np.unique(columns)
         #: What the checks tell apart of it.
         self.cells = np.unique(lanes // _RUN * COLUMNS + columns)
+        self.box = self._box()
+
+    def _box(self) -> tuple[slice, slice] | None:
+        """The lanes and columns, if it is a rectangle of them in order."""
+        if self.words.ndim != 2 or not self.words.size:
+            return None
+        height, width = self.words.shape
+        lane, column = divmod(int(self.words[0, 0]), COLUMNS)
+        box = slice(lane, lane + height), slice(column, column + width)
+        words = np.arange(LANES * COLUMNS).reshape(LANES, COLUMNS)
+        return box if np.array_equal(words[box], self.words) else None
 
 
 @lru_cache(maxsize=128)
