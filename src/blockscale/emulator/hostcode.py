@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from .device import Device
-from .parse import parse
+from .parse import parse_once
 from .program import PtxError
 from .report import Report
 
@@ -83,7 +83,6 @@ class HostCode:
 
     def __init__(self, compiled: Any) -> None:
         self.ptx = _ptx(compiled)
-        self.module = parse(self.ptx)
         self.kernels: list[str] = []  # a kernel's handle is its place here, counted from one
         self._name = compiled.function_name
         self._loaded = not compiled.has_gpu_module
@@ -233,7 +232,7 @@ def _launch(call: _Call, config: int, kernel: int, parameters: int) -> None:
         elif attribute.id not in _HINTS:
             raise PtxError(f"launch attribute {attribute.id}: not supported")
     name = call.host.kernels[kernel - 1]
-    wanted = call.host.module.functions[name].parameters
+    wanted = parse_once(call.host.ptx, name).functions[name].parameters
     places = (ctypes.c_void_p * len(wanted)).from_address(parameters) if wanted else ()
     report = call.device.launch(
         call.host.ptx,
