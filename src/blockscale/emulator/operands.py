@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 from .constants import ConstantParser
@@ -66,10 +65,11 @@ class OperandParser(ConstantParser):
         return found
 
     def _declared(self, name: str) -> Register | Vector | None:
+        stem = name[: max(len(name.rstrip("0123456789")), len(name) - 9)]
+        digits = name[len(stem) :]
         for scope in reversed(self.scopes):
             if name in scope.registers:
                 return scope.registers[name]
-            stem, digits = re.fullmatch(r"(.*?)(\d{0,9})", name, re.DOTALL).groups()  # type: ignore[union-attr]
             if digits and stem in scope.ranges:
                 type_name, count, items = scope.ranges[stem]
                 if int(digits) < count:
