@@ -109,23 +109,14 @@ _LOADED = (
     "what the arrival gives back was read by tcgen05.ld alone, one piece of work of the warp, "
     "which a lane that uses its part has waited for"
 )
-_INIT = (
-    "program order or the barrier of the CTA orders the initialization before every use; whether "
-    "the asynchronous proxy needs a fence on top is not checked"
-)
 #: Why a mutant survives: (kernel or "", rule) -> (kind, reason). "equivalent": the mutant is as
 #: right as the kernel; "not modelled": the emulator does not tell them apart, on purpose; "missed".
 Reasons = dict[tuple[str, str], tuple[str, str]]
 REASONS: Reasons = {
     ("", "delete tcgen05.fence"): (
-        "not modelled",
-        "the waits and barriers around it order the same accesses; compilers leave these fences "
-        "out of kernels that run on hardware, so their lack is no error here",
-    ),
-    ("", "delete tcgen05.wait::ld"): (
-        "not modelled",
-        "who uses a register that is being loaded waits for the load, as on hardware; the kernel "
-        "uses all of them before it says that it has read",
+        "equivalent",
+        "another fence of the thread orders the same: tcgen05.alloc and .dealloc are synchronous, "
+        "and every role has one after it waits or before it arrives",
     ),
     ("gemm_wgmma", "wgmma always accumulates"): (
         "equivalent", "the second and later steps of a tile always accumulate",
@@ -133,8 +124,6 @@ REASONS: Reasons = {
     ("gemm_wgmma", "mapa of another rank"): (
         "equivalent", "lanes 0 and 1 arrive at CTAs 1 and 0 instead of 0 and 1",
     ),
-    ("gemm_mxfp8", "delete fence.mbarrier_init"): ("not modelled", _INIT),
-    ("quantize", "delete fence.proxy.async"): ("not modelled", _INIT),
     ("gemm_mxfp8", "mbarrier.init count sub 1"): (
         "missed",
         f"128 threads arrive and 127 are waited for: {_LOADED}",

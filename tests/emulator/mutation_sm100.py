@@ -211,10 +211,6 @@ _WHETHER = (
 #: As in ``mutation``.
 REASONS: Reasons = {
     ("", "delete tcgen05.fence"): PIPELINE_REASONS["", "delete tcgen05.fence"],
-    ("", "delete tcgen05.wait::ld"): PIPELINE_REASONS["", "delete tcgen05.wait::ld"],
-    ("", "delete fence.mbarrier_init"): PIPELINE_REASONS[
-        "gemm_mxfp8", "delete fence.mbarrier_init"
-    ],
     ("", "delete fence.proxy.async"): _FENCE,
     ("", "delete bar.warp.sync"): PIPELINE_REASONS["gemm_nvfp4", "delete bar.warp.sync"],
     ("", "delete mbarrier.try_wait"): _LAST,

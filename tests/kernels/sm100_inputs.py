@@ -114,7 +114,11 @@ def emulated(
     between them may change."""
     scales = [x.scale.view(torch.int64).view(-(-len(x.codes) // 128), -1) for x in (a, b)]
     device = em.Device(
-        config.arch, completion=completion, check="all,exit_stores", seed=seed, resident=resident
+        config.arch,
+        completion=completion,
+        seed=seed,
+        resident=resident,
+        check="all,exit_stores,tcgen05_order,mbarrier_proxy",
     )
     pairs = zip((a.data, b.data), config.majors, strict=True)
     data = [x if major == "k" else x.T.contiguous() for x, major in pairs]

@@ -55,8 +55,12 @@ KINDS = {
         Kind("race", DataRace, "accesses to shared or Tensor Memory that nothing orders"),
         Kind("lanes", LaneRace, "the same of lanes of one warp, which it then tells apart"),
         Kind("fence", MissingFence, "a fence.proxy.async is missing"),
+        Kind("mbarrier_proxy", MissingFence, "the same of an mbarrier that copies tell", False),
         Kind("uninitialized", Uninitialized, "shared or Tensor Memory that nobody wrote is read"),
         Kind("registers", PtxError, "registers are used while a wgmma has them"),
+        Kind(
+            "tcgen05_order", MissingFence, "a tcgen05.fence or tcgen05.wait::ld is missing", False
+        ),
         Kind("exit", ExitRace, "a CTA exits that does not know asynchronous work to be complete"),
         Kind("exit_stores", ExitRace, "the same of bulk stores, which read its memory", False),
         Kind("dsmem_exit", ExitRace, "the shared memory of a CTA that may have exited is accessed"),
@@ -67,7 +71,18 @@ KINDS = {
 }
 #: Kinds that need to know what happens before what.
 CLOCKED = frozenset(
-    {"race", "lanes", "fence", "uninitialized", "exit", "exit_stores", "dsmem_exit", "pdl"}
+    {
+        "race",
+        "lanes",
+        "fence",
+        "mbarrier_proxy",
+        "tcgen05_order",
+        "uninitialized",
+        "exit",
+        "exit_stores",
+        "dsmem_exit",
+        "pdl",
+    }
 )
 
 

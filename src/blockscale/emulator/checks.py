@@ -26,7 +26,7 @@ class LaneRace(DataRace):
 
 
 class MissingFence(DataRace):
-    """The asynchronous proxy accesses what an ordinary write did, without a proxy fence between."""
+    """Accesses that are ordered, but for a fence between that the ISA asks for, too."""
 
 
 class ExitRace(DataRace):

@@ -63,7 +63,10 @@ class Cluster:
         self.order: Order | None = None
         if launch.alarms.checks & CLOCKED:
             lanes = 32 if "lanes" in launch.alarms.checks else 1
-            self.order = Order(len(self.ctas), self.ctas[0].warps, lanes, launch.programmatic)
+            self.order = Order(
+                len(self.ctas), self.ctas[0].warps, lanes, launch.programmatic,
+                "tcgen05_order" in launch.alarms.checks,
+            )  # fmt: skip
             cells = SYSTEM_SHARED + launch.shared_bytes
             for cta in self.ctas:
                 cta.shadow = Shadow(
@@ -84,14 +87,17 @@ class Cluster:
         self._failures = 0
 
     def begin(
-        self, w: Fragment, generic: bool = False, strong: bool = False, told: Hashable = None
-    ) -> Actor | None:
+        self, w: Fragment, generic: bool = False, strong: bool = False, told: Hashable = None,
+        tensor: bool = False,
+    ) -> Actor | None:  # fmt: skip
         """The place in the order of things of a copy that ``w`` issues; see Order.begin."""
-        return self.order.begin(w.agents(), generic, strong, told) if self.order else None
+        if self.order is None:
+            return None
+        return self.order.begin(w.agents(), generic, strong, told, tensor)
 
-    def follow(self, w: Fragment, pipe: Hashable) -> Actor | None:
+    def follow(self, w: Fragment, pipe: Hashable, tensor: bool = False) -> Actor | None:
         """The same for work in a pipe."""
-        return self.order.follow(w.agents(), pipe) if self.order else None
+        return self.order.follow(w.agents(), pipe, tensor) if self.order else None
 
     def gone(self, cta: CTA, address: int, site: Site) -> None:
         """A thread reaches shared memory: that of a CTA which has exited is not there."""

@@ -3,12 +3,19 @@
 There is one clock for the whole cluster: it counts accesses, and each access is an *event* with a
 number. Whoever accesses has a *column*: each agent one, which is a thread (or a warp, where its
 lanes are not told apart), each tensor-core pipe one, for its work is in order, and each copy one as
-long as it matters, for copies are not. Knowledge is a table of two rows over the
+long as it matters, for copies are not. Knowledge is a table of a few rows over the
 columns: the last event of each that happens before whatever its owner does next.
 
 - ``SEEN``: events that happen before;
 - ``FENCED``: those that the asynchronous proxy may rely on, too, because a proxy fence lies between
-  (PTX ISA 8.6.1, proxy-preserved base causality order).
+  (PTX ISA 8.6.1, proxy-preserved base causality order);
+- ``INITS``: those up to which mbarriers were initialized before a fence.mbarrier_init, which a
+  relaxed arrival passes on, too (9.7.13.4);
+- ``PASSED``: those that a release tells to tcgen05 instructions elsewhere: all that do without
+  tcgen05.fence::before_thread_sync, and those that had one, or a tcgen05.commit, after them;
+- ``TENSOR``: those that the owner's next tcgen05 instruction may rely on: what it waited for
+  itself, and what was passed to it before a tcgen05.fence::after_thread_sync (9.7.16.6.4).
+  No message has this row. The last two are there only if they are asked for.
 
 Agents that learned the same share one table; tables are never changed, so a message is one, too.
 What an agent did itself is known to it without being there.
@@ -24,16 +31,27 @@ import numpy as np
 
 from .checks import Site
 
-__all__ = ["FENCED", "MOST_COLUMNS", "SEEN", "Actor", "Knowledge", "Order", "joined"]
+__all__ = [
+    "FENCED",
+    "INITS",
+    "MOST_COLUMNS",
+    "PASSED",
+    "SEEN",
+    "TENSOR",
+    "Actor",
+    "Knowledge",
+    "Order",
+    "joined",
+]
 
-SEEN, FENCED = 0, 1
+SEEN, FENCED, INITS, PASSED, TENSOR = range(5)
 MOST_COLUMNS = 0xFFFF
 _NEVER = 0xFFFFFFFF
 _COPIES = 64  # columns of copies at the start: there are as many as it takes
 _TABLES = 4096  # kept before those that nobody has are dropped
 _VIEWS = 64
 
-Knowledge = np.ndarray  # (2, columns) uint32, rows as above; columns that are not there are 0
+Knowledge = np.ndarray  # (rows, columns) uint32, rows as above; columns that are not there are 0
 
 
 def joined(first: Knowledge, second: Knowledge) -> Knowledge:
@@ -64,6 +82,7 @@ class Actor:
     known: Knowledge
     issuer: int  # an agent
     pipe: _Pipe | None = None
+    tensor: bool = False  # a tcgen05 instruction, where those are ordered by their fences
     generic: bool = False  # works in the generic proxy, like ordinary accesses
     strong: bool = False  # its accesses are atomic: no race with other strong ones
     shares: bool = False  # the column with other work, which is not ordered with this
@@ -86,7 +105,15 @@ class Actor:
         if not self.event and self.pipe is not None:  # it accessed nothing: what came before it
             self.event = self.pipe.event
         known = self.known.copy()
+        before = self.known[PASSED:, self.column].copy()
         known[:, self.column] = self.event
+        if not self.tensor:
+            known[TENSOR:] = 0
+        elif self.pipe is None:  # tcgen05.wait, which is no fence
+            known[PASSED, self.column] = before[0]
+        else:  # tcgen05.commit, which is one, too
+            np.maximum(known[PASSED], known[TENSOR], out=known[PASSED])
+            known[TENSOR] = 0
         return known
 
 
@@ -98,10 +125,15 @@ class Order:
         warps: warps of each.
         lanes: lanes of a warp that are told apart: 32, or 1, which makes a warp one agent.
         programmatic: whether the kernel before has a column, too.
+        tensor: whether there are the rows of tcgen05.fence.
     """
 
-    def __init__(self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False) -> None:
-        self.warps, self.lanes = warps, lanes
+    def __init__(
+        self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False,
+        tensor: bool = False,
+    ) -> None:  # fmt: skip
+        self.warps, self.lanes, self.tensor = warps, lanes, tensor
+        self._rows = 1 + (TENSOR if tensor else INITS)
         agents = ctas * warps * lanes
         pipes = ctas * (-(-warps // 4) + warps)
         self.agents = agents
@@ -120,11 +152,12 @@ class Order:
         self._site_of = array("I", [0, 0])  # of each event
         self._strong = np.zeros(256, bool)  # by number of the site
         # What each agent knows: a table, and its own last event before a fence of each kind.
-        self._tables: list[Knowledge] = [np.zeros((2, self.columns), np.uint32)]
+        self._tables: list[Knowledge] = [np.zeros((self._rows, self.columns), np.uint32)]
         self._places = {id(self._tables[0]): 0}
         self._table_of = np.zeros(agents, np.int32)
         self._table_at_fence = np.zeros(agents, np.int32)
         self._own_fenced = np.zeros(agents, np.uint32)
+        self._own_inits = np.zeros(agents, np.uint32)
         self._own_at_fence = np.zeros(agents, np.uint32)
         self._version = 0
         self._views: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
@@ -164,7 +197,7 @@ class Order:
         return np.pad(known, ((0, 0), (0, lacking))) if lacking else known
 
     def join(self, messages: Iterable[Knowledge]) -> Knowledge:
-        joined = np.zeros((2, self.columns), np.uint32)
+        joined = np.zeros((self._rows, self.columns), np.uint32)
         for message in messages:
             part = joined[:, : message.shape[1]]
             np.maximum(part, message, out=part)
@@ -217,9 +250,12 @@ class Order:
         """What these agents pass on to who acquires it; relaxed: only what a fence precedes."""
         tables = self._table_at_fence if relaxed else self._table_of
         message = self.join(self._tables[i] for i in self._distinct(tables[agents]))
-        seen, fenced = message
-        seen[agents] = self._own_at_fence[agents] if relaxed else self.now
-        fenced[agents] = self._own_fenced[agents]
+        message[SEEN, agents] = self._own_at_fence[agents] if relaxed else self.now
+        message[FENCED, agents] = self._own_fenced[agents]
+        message[INITS, agents] = self._own_inits[agents]
+        if self.tensor:
+            message[PASSED, agents] = message[SEEN, agents]
+            message[TENSOR] = 0
         return message
 
     def acquire(self, agents: np.ndarray, message: Knowledge) -> None:
@@ -233,18 +269,40 @@ class Order:
 
     def fence_proxy(self, agents: np.ndarray) -> None:
         """What was seen, the asynchronous proxy may rely on."""
-        tables = self._table_of[agents]
-        for old in self._distinct(tables):
-            known = self._tables[old].copy()
-            np.maximum(known[FENCED], known[SEEN], out=known[FENCED])
-            self._table_of[agents[tables == old]] = self._place(known)
+        self._copy_row(agents, SEEN, FENCED)
         self._own_fenced[agents] = self.now
-        self._version += 1
 
     def fence(self, agents: np.ndarray) -> None:
         """What was seen is all that a relaxed arrival passes on."""
         self._table_at_fence[agents] = self._table_of[agents]
         self._own_at_fence[agents] = self.now
+
+    def fence_tensor(self, agents: np.ndarray, before: bool) -> None:
+        """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
+        if self.tensor:
+            source, into = (TENSOR, PASSED) if before else (PASSED, TENSOR)
+            self._copy_row(agents, source, into)
+
+    def _copy_row(self, agents: np.ndarray, source: int, into: int) -> None:
+        tables = self._table_of[agents]
+        for old in self._distinct(tables):
+            known = self._tables[old].copy()
+            np.maximum(known[into], known[source], out=known[into])
+            self._table_of[agents[tables == old]] = self._place(known)
+        self._version += 1
+
+    def fence_inits(self, agents: np.ndarray) -> None:
+        """Any arrival passes on the mbarriers that these agents have initialized."""
+        self._own_inits[agents] = self.now
+
+    def initialized(
+        self, agents: np.ndarray, column: int, event: int, by_proxy: bool
+    ) -> np.ndarray:  # fmt: skip
+        """Which agents know by a fence that ``column`` initialized an mbarrier at the event; with
+        ``by_proxy``, by one that is for the asynchronous proxy, too."""
+        rows = [FENCED, INITS] if by_proxy else [INITS]
+        known = [self.release(agents[i : i + 1])[rows, column].max() for i in range(len(agents))]
+        return np.array(known, np.uint32) >= event
 
     def through(self, place: Hashable, agents: np.ndarray, releases: bool) -> None:
         """A strong access to a flag in memory: acquires what was released there before."""
@@ -258,7 +316,7 @@ class Order:
     def wait_for_predecessor(self, agents: np.ndarray) -> None:
         """These agents know that the kernel before is over, with all that it did."""
         if self.predecessor is not None:
-            message = np.zeros((2, self.columns), np.uint32)
+            message = np.zeros((self._rows, self.columns), np.uint32)
             message[:, self.predecessor] = 1
             self.acquire(agents, message)
 
@@ -268,9 +326,18 @@ class Order:
 
     # --- asynchronous work ---
 
+    def _at_issue(self, issuers: np.ndarray, tensor: bool) -> Knowledge:
+        """What is known to work that these agents issue."""
+        known = self.release(issuers)
+        if tensor:
+            tables = (self._tables[i] for i in self._distinct(self._table_of[issuers]))
+            known[TENSOR] = self.join(tables)[TENSOR]
+            known[TENSOR, issuers] = self.now
+        return known
+
     def begin(
         self, issuers: np.ndarray, generic: bool = False, strong: bool = False,
-        told: Hashable = None,
+        told: Hashable = None, tensor: bool = False,
     ) -> Actor:  # fmt: skip
         """A copy, not ordered with any other.
 
@@ -286,8 +353,9 @@ class Order:
             self.is_generic[column] = generic
             if told is not None:
                 self._told[told, generic] = column
-        known, shares = self.release(issuers), told is not None
-        return Actor(column, known, int(issuers[0]), None, generic, strong, shares)
+        tensor &= self.tensor
+        known, shares = self._at_issue(issuers, tensor), told is not None
+        return Actor(column, known, int(issuers[0]), None, tensor, generic, strong, shares)
 
     def _reclaim(self) -> None:
         """Columns of copies that nobody needs any more; new ones if these are few.
@@ -308,7 +376,7 @@ class Order:
             self.is_generic = np.concatenate([self.is_generic, np.zeros(more, bool)])
             self._version += 1
 
-    def follow(self, issuers: np.ndarray, name: Hashable) -> Actor:
+    def follow(self, issuers: np.ndarray, name: Hashable, tensor: bool = False) -> Actor:
         """Work in a pipe: it knows of all earlier work there."""
         pipe = self._pipes.get(name)
         if pipe is None:
@@ -316,18 +384,36 @@ class Order:
             self._next_pipe += 1
             if self._next_pipe > self._first_copy:
                 raise ValueError(f"no column for the pipe {name!r}")
-        known = self.release(issuers)
+        tensor &= self.tensor
+        known = self._at_issue(issuers, tensor)
         pipe.known = known if pipe.known is None else joined(pipe.known, known)
-        return Actor(pipe.column, pipe.known, int(issuers[0]), pipe)
+        return Actor(pipe.column, pipe.known, int(issuers[0]), pipe, tensor)
+
+    def freeing(self, agents: np.ndarray) -> Actor:
+        """A tcgen05.dealloc: it is synchronous, and needs no tcgen05.fence::after_thread_sync."""
+        known = self._at_issue(agents, self.tensor)
+        if self.tensor:
+            np.maximum(known[TENSOR], known[PASSED], out=known[TENSOR])
+        agent = int(agents[0])
+        return Actor(agent, known, agent, None, self.tensor, generic=True)
 
     def view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
         """What a work has seen, and what of that through its own proxy."""
         view = actor.view
         if view is None or len(view[0]) < self.columns:
-            seen, fenced = self._fit(actor.known)
+            known = self._fit(actor.known)
+            seen, fenced = known[SEEN], known[FENCED]
             through = seen if actor.generic else np.where(self.is_generic, fenced, seen)
             view = actor.view = seen, through
         return view
+
+    def tensor_view(self, actor: Actor) -> np.ndarray | None:
+        """What a tcgen05 instruction may rely on; None where that is all it has seen."""
+        return self._fit(actor.known)[TENSOR] if actor.tensor else None
+
+    def was_passed(self, actor: Actor, column: int, event: int) -> bool:
+        """Whether a tcgen05.fence::after_thread_sync is all that a tcgen05 instruction lacks."""
+        return event <= int(self._fit(actor.known)[PASSED, column])
 
     # --- messages ---
 

@@ -10,6 +10,7 @@ fence, and completes the wgmma that it meets. ptxas removes it or waits, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,20 +28,21 @@ from .program import (
     Vector,
 )
 
-__all__ = ["Loading", "Multiplying", "guarded", "mark"]
+__all__ = ["Loading", "Multiplying", "guarded", "loads_waited_for", "mark"]
 
 _NO_RESULT = ("st", "red", "bar", "bra", "brx", "mbarrier", "cp", "prefetch", "stmatrix", "wgmma")
 
 
 class Loading(Flight):
     """Registers that a tcgen05.ld of one warp writes, until one of them is used: that warp knows
-    then that the load is done."""
+    then that the load is done. By the ISA it must have waited (9.7.16.8)."""
 
-    __slots__ = ("frame", "slots", "work")
+    __slots__ = ("frame", "site", "slots", "waited", "work")
 
     def __init__(self, w: Fragment, slots: Sequence[int], work: Work) -> None:
         super().__init__(w)
         self.frame, self.slots, self.work = w.frame, slots, work
+        self.site, self.waited = w.site(), False
         for slot in slots:
             flights = w.frame.flights.setdefault(slot, [])
             for earlier in tuple(flights):
@@ -50,11 +52,25 @@ class Loading(Flight):
 
     def touched(self, w: Fragment, register: str, writes: bool) -> None:
         cluster = w.cta.cluster
+        if register and not self.waited:
+            message = (
+                f"{w.site()} {'writes' if writes else 'reads'} {register}, which {self.site} "
+                "fills: tcgen05.wait::ld must come between"
+            )
+            cluster.launch.alarms.tell("tcgen05_order", message, w.site(), self.site)
         cluster.engine.finish(self.work)
         for slot in self.slots:
             self.frame.flights[slot].remove(self)
         if cluster.order is not None and self.work.actor is not None:
             cluster.order.acquire(w.agents()[self.threads[w.threads]], self.work.actor.message())
+
+
+def loads_waited_for(w: Fragment) -> None:
+    """tcgen05.wait::ld: what the warp has loaded may be used, in its callers, too."""
+    for frame in (w.frame, *(entry[0] for entry in w.stack)):
+        for flight in chain.from_iterable(frame.flights.values()):
+            if isinstance(flight, Loading) and flight.threads[w.threads].any():
+                flight.waited = True
 
 
 class Multiplying(Flight):

@@ -131,7 +131,13 @@ class Shadow:
         late = self._unordered(cells, at, (through_proxy[None], None), strong, since)
         if late is not None:
             fenced = self._unordered(cells, at, (seen[None], None), strong, since) is None
-            self._after_write(cells, actor, late, verb, site, fence_only=fenced)
+            self._after_write(cells, actor, late, verb, site, lacks="fence" if fenced else "race")
+            return seen
+        tensor = self.order.tensor_view(actor)
+        if tensor is not None:
+            late = self._unordered(cells, at, (tensor[None], None), strong, since)
+            if late is not None:
+                self._after_write(cells, actor, late, verb, site, lacks="tcgen05_order")
         return seen
 
     # --- both ---
@@ -141,21 +147,26 @@ class Shadow:
     ) -> None:
         """Check a write against the reads before, which are over then."""
         found = self.readers.unseen(cells, at, view, 0 if actor is None else actor.since)
+        lacks = "race"
+        if found is None and actor is not None:
+            tensor = self.order.tensor_view(actor)
+            if tensor is not None:
+                found, lacks = self.readers.unseen(cells, at, (tensor[None], None)), "tcgen05_order"
         if found is not None:
             cell, writer, column, event = found
             who = writer if actor is None else actor
-            self._race(cell, who, "writes", site, "read", column, event)
+            self._race(cell, who, "writes", site, "read", column, event, lacks)
         self.readers.clear(cells)
 
     def _after_write(
         self, cells: np.ndarray, at: Any, late: np.ndarray, verb: str, site: Site,
-        fence_only: bool = False,
+        lacks: str = "race",
     ) -> None:  # fmt: skip
         """Complain of an access, by agents or an actor, to the cells that are ``late``."""
         cell = int(cells[late][0])
         who = at if isinstance(at, Actor) else int(np.broadcast_to(at, cells.shape)[late][0])
         column, event = int(self.writer[cell]), int(self.written[cell])
-        self._race(cell, who, verb, site, "write", column, event, fence_only)
+        self._race(cell, who, verb, site, "write", column, event, lacks)
 
     def seen(self, cell: int, agents: np.ndarray) -> np.ndarray:
         """Which of the agents (n,) have seen the last write to a cell, one that was made."""
@@ -182,15 +193,24 @@ class Shadow:
 
     def _race(
         self, cell: int, who: int | Actor, verb: str, site: Site, other: str, column: int,
-        event: int, fence_only: bool = False,
+        event: int, lacks: str = "race",
     ) -> None:  # fmt: skip
-        """``who`` accesses at ``site``; the other access is that event, of ``column``."""
+        """``who`` accesses at ``site``; the other access is that event, of ``column``.
+        ``lacks``: the kind that is found; it is lanes where nothing orders those of a warp."""
         order = self.order
         place, earlier = self.name.format(self.place(cell)), order.site(event)
         agent, own = (who.issuer, who.column) if isinstance(who, Actor) else (who, who)
         here, there = order.named(site, own), order.named(earlier, column)
-        if fence_only:
-            kind = "fence"
+        kind = lacks
+        if lacks == "tcgen05_order":
+            assert isinstance(who, Actor)
+            which = "after" if order.was_passed(who, column, event) else "before"
+            message = (
+                f"missing tcgen05.fence::{which}_thread_sync: {here} {verb} {place} after the "
+                f"{other} by {there}: ::before_thread_sync goes before the release, "
+                "::after_thread_sync after the acquire"
+            )
+        elif lacks == "fence":
             message = (
                 f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy "
                 f"after the ordinary write by {there}"
@@ -202,8 +222,9 @@ class Shadow:
                 f"after the {other} by {there}: bar.warp.sync must come between"
             )
         else:
-            kind = "race"
             message = (
                 f"data race: {here} {verb} {place}; nothing orders it after the {other} by {there}"
             )
+            if earlier.opcode.startswith("mbarrier.init"):
+                message += ": before a relaxed arrival, fence.mbarrier_init must come between"
         self.alarms.tell(kind, message, site, earlier)

@@ -66,7 +66,7 @@ class TensorMemory:
         self.owner[mine] = -1
         if self.shadow is not None:  # whoever gets them next must write them first
             cells = (np.arange(LANES // _RUN)[:, None] * COLUMNS + mine).ravel()
-            self.shadow.write(cells[None], w.agents()[:1], w.site(), strong=False)
+            self.shadow.write_by(cells, self.shadow.order.freeing(w.agents()[:1]), w.site())
             self.shadow.written[cells] = 0
 
     # --- access ---

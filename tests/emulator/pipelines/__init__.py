@@ -61,7 +61,8 @@ class Pipeline:
         for output in case.outputs:
             output.view(np.uint8).fill(0xA5)
         em.Device(
-            self.target, completion=completion, seed=seed, check="all,exit_stores"
+            self.target, completion=completion, seed=seed,
+            check="all,exit_stores,tcgen05_order,mbarrier_proxy",
         ).launch(
             self.ptx if ptx is None else ptx, self.entry, self.grid, self.block, case.args,
             shared=self.shared,

@@ -50,6 +50,7 @@ __device__ void multiply(Shared& s, u32 tmem, u32 tiles, u32 depths) {
       u32 at = turn % STAGES;
       Stage& stage = s.stage[at];
       wait(offset_of(&s.full[at]), turn / STAGES & 1);
+      after_sync();
       copy_scales<1>(tmem + SFA, scale_tile(offset_of(stage.sfa)));
       copy_scales<1>(tmem + SFB, scale_tile(offset_of(stage.sfb)));
 #pragma unroll 1

@@ -72,6 +72,7 @@ __device__ void multiply(Shared& s, u32 tmem, u32 tiles, u32 depths) {
       u32 at = turn % STAGES;
       Stage& stage = s.stage[at];
       wait_cluster(offset_of(&s.full[at]), turn / STAGES & 1);
+      after_sync();
 #pragma unroll 1
       for (u32 step = 0; step < STEPS; ++step) {
         copy_scales<2>(tmem + SFA + 4 * step, scale_tile(offset_of(stage.sfa) + SCALES * step));

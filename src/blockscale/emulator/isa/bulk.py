@@ -91,7 +91,7 @@ def deliver(
     """
     cluster = w.cta.cluster
     for _, _, barrier in lands:
-        visible(w, barrier)
+        visible(w, barrier, by_proxy=True)
 
     def copy(work: Work) -> None:
         write = read(work)

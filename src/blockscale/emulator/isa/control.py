@@ -270,7 +270,8 @@ _FENCES = (
 @instruction("fence", "membar")
 def fence(form: Form) -> Step:
     """9.7.13. Memory is sequentially consistent here; what a fence does is to order accesses for
-    the checks: for the asynchronous proxy, or for relaxed arrivals after it."""
+    the checks: for the asynchronous proxy, or for relaxed arrivals after it (.mbarrier_init: of
+    what mbarrier.init wrote)."""
     names = set(form.left)
     while form.has(*_FENCES):
         pass
@@ -280,6 +281,8 @@ def fence(form: Form) -> Step:
     if "proxy" in names and not names & {"async", "async::generic"}:
         return lambda w: None
     order_by = Order.fence_proxy if "proxy" in names else Order.fence
+    if "mbarrier_init" in names:  # of the thread's own mbarrier.init alone
+        order_by = Order.fence_inits
 
     def run(w: Fragment) -> None:
         order = w.cta.cluster.order

@@ -163,16 +163,36 @@ def _order(form: Form, *orders: str) -> str | None:
     return order
 
 
-def visible(w: Fragment, barrier: MBarrier, users: Any = slice(None)) -> None:
-    """The initialization must happen before every use; ``users``: which threads use it."""
+def visible(
+    w: Fragment, barrier: MBarrier, users: Any = slice(None), by_proxy: bool = False
+) -> None:  # fmt: skip
+    """The initialization must happen before every use.
+
+    Args:
+        users: which threads use it.
+        by_proxy: the asynchronous proxy does it for them.
+    """
     w.cta.cluster.gone(barrier.cta, barrier.cta.shared_base | barrier.offset, w.site())
     shadow, order = barrier.cta.shadow, w.cta.cluster.order
     if shadow is None or order is None or not shadow.races:
         return
     cell, agents = barrier.offset // shadow.size, w.agents()[users]
-    seen = shadow.seen(cell, agents)
-    if np.count_nonzero(seen) < len(seen):
-        shadow.read(np.array([[cell]]), agents[~seen][:1], w.site(), strong=False)
+    unaware = agents[~shadow.seen(cell, agents)]
+    writer, written = int(shadow.writer[cell]), int(shadow.written[cell])
+    if len(unaware):
+        unaware = unaware[~order.initialized(unaware, writer, written, False)]
+    if len(unaware):
+        shadow.read(np.array([[cell]]), unaware[:1], w.site(), strong=False)
+    alarms = w.cta.launch.alarms
+    if not by_proxy or "mbarrier_proxy" not in alarms.checks:
+        return
+    if not order.initialized(agents[:1], writer, written, True).all():
+        earlier = order.site(written)
+        message = (
+            f"{w.site()} makes the asynchronous proxy use {barrier}, initialized by {earlier}: "
+            "fence.mbarrier_init or fence.proxy.async must come between"
+        )
+        alarms.tell("mbarrier_proxy", message, w.site(), earlier)
 
 
 @instruction("mbarrier.init")

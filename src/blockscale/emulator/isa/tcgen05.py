@@ -12,6 +12,7 @@ from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import write_shared
 from ..program import PtxError
+from ..registers import loads_waited_for
 from ..tensor_memory import COLUMNS, tensor_memory
 from .bulk import one_by_one
 from .copies import groups, wait_for, warps
@@ -73,7 +74,7 @@ def enqueue(w: Fragment, run: Callable[[Work], None], needs: tuple[CTA, ...]) ->
     """Submit work to the pipe of the issuing thread's warp, which keeps its order."""
     cluster = w.cta.cluster
     pipe = ("tcgen05", w.cta.rank, int(w.threads[0]) // 32)
-    actor = cluster.follow(w, pipe)
+    actor = cluster.follow(w, pipe, tensor=True)
     cluster.engine.submit(Work(w, run, pipe=pipe, needs=needs, actor=actor))
 
 
@@ -147,10 +148,16 @@ def relinquish(form: Form) -> Step:
 
 @instruction("tcgen05.fence")
 def fence(form: Form) -> Step:
-    """::before_thread_sync, ::after_thread_sync. What they order is ordered here by the waits and
-    barriers around them: compilers leave them out too, and hardware runs that."""
+    """::before_thread_sync, ::after_thread_sync: 9.7.16.6.4. Only the check tcgen05_order asks for
+    them: compilers leave them out too, and hardware runs that."""
     form.needs("sm_100f")
-    return lambda w: None
+    before = form.parts[1].endswith("before_thread_sync")
+
+    def run(w: Fragment) -> None:
+        if w.cta.cluster.order is not None:
+            w.cta.cluster.order.fence_tensor(w.agents(), before)
+
+    return run
 
 
 for _name in ("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"):
@@ -170,6 +177,8 @@ def wait(form: Form) -> Step:
         if waiting is None:
             mine.commit(w.threads)
             mine.drop(w.threads, 0)
+            if kind == "tcgen05.ld":
+                loads_waited_for(w)
         return waiting
 
     return gathered(form, None, run)
@@ -200,7 +209,7 @@ def commit(form: Form) -> Step:
             told = [r << RANK_SHIFT | offset for r in range(len(ctas)) if chosen >> r & 1]
         barriers = [find(w.cta, one) for one in told]
         for barrier in barriers:
-            visible(w, barrier)
+            visible(w, barrier, by_proxy=True)
 
         def signal(work: Work) -> None:
             for barrier in barriers:

@@ -121,7 +121,7 @@ def load(form: Form) -> Step:
                 frame.registers[slot].view(np.uint32)[threads] = words[:, i]
 
         cluster = w.cta.cluster
-        actor = cluster.begin(w)
+        actor = cluster.begin(w, tensor=True)
         work = Work(w, read, needs=(w.cta,), actor=actor)
         Loading(w, slots, work)
         groups(w.cta, "tcgen05.ld").add(threads[:1], work)
@@ -148,7 +148,7 @@ def store(form: Form) -> Step:
                 memory.write(work, region, words)
 
         cluster = w.cta.cluster
-        actor = cluster.begin(w)
+        actor = cluster.begin(w, tensor=True)
         work = Work(w, write, needs=(w.cta,), actor=actor)
         groups(w.cta, "tcgen05.st").add(w.threads[:1], work)
         cluster.engine.submit(work)

@@ -1,0 +1,153 @@
+"""Fences that nothing but the ISA asks for: without each, an alarm; with it, none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from blockscale import emulator as em
+from blockscale.emulator.checks import DataRace, MissingFence
+from kernels import text
+
+ORDERS = (("eager", 0), ("late", 0), ("random", 0), ("random", 1))
+
+
+def alarms(body: str, check: str, target: str = "sm_90a", ctas: int = 1) -> list[em.PtxError]:
+    """One for each order; those that run through have none."""
+    found = []
+    for completion, seed in ORDERS:
+        device = em.Device(target, completion=completion, seed=seed, check=check)
+        out = np.zeros(1 << 12, np.uint32)
+        try:
+            device.launch(text(body, target=target), "k", ctas, 128, [out], cluster=ctas)
+        except em.PtxError as error:
+            found.append(error)
+    return found
+
+
+# --- fence.mbarrier_init --------------------------------------------------------------------------
+
+REMOTE = """.shared .align 8 .b64 bar; .shared .b32 word;
+    setp.eq.u32 %p1, %t, 0; mov.u32 %r1, %cluster_ctarank; xor.b32 %r1, %r1, 1;
+    @%p1 mbarrier.init.shared.b64 [bar], 1; @%p1 st.shared.u32 [word], 1;
+    {fence}
+    barrier.cluster.arrive{relaxed}; barrier.cluster.wait;
+    mov.u32 %r2, bar; mapa.shared::cluster.u32 %r2, %r2, %r1;
+    @%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r2];
+    {more}
+    A: mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p2, [bar], 0; @!%p2 bra A;"""
+INITS = "@%p1 fence.mbarrier_init.release.cluster;"
+
+
+@pytest.mark.parametrize(
+    ("fence", "relaxed", "more", "wrong"),
+    [
+        (INITS, ".relaxed", "", False),
+        ("", ".release", "", False),
+        ("@%p1 fence.acq_rel.cluster;", ".relaxed", "", False),
+        ("", ".relaxed", "", True),
+        # It is for mbarriers alone, and for those of the thread that executes it.
+        (INITS, ".relaxed", "ld.shared.u32 %r3, [word];", True),
+        ("@!%p1 fence.mbarrier_init.release.cluster;", ".relaxed", "", True),
+    ],
+)
+def test_a_relaxed_arrival_passes_on_what_is_fenced(
+    fence: str, relaxed: str, more: str, wrong: bool
+) -> None:
+    body = REMOTE.format(fence=fence, relaxed=relaxed, more=more)
+    found = alarms(body, "all,exit_stores", ctas=2)
+    assert len(found) == len(ORDERS) * wrong
+    assert all(isinstance(error, DataRace) for error in found)
+    if wrong and not more:
+        assert all("fence.mbarrier_init must come between" in str(error) for error in found)
+
+
+COPY = """.shared .align 8 .b64 bar; .shared .align 16 .b8 s[512];
+    setp.eq.u32 %p1, %t, 0;
+    @%p1 mbarrier.init.shared.b64 [bar], 1;
+    {fence}
+    @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [bar], 512;
+    @%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [s], [%out], 512, [bar];
+    bar.sync 0;
+    A: mbarrier.try_wait.parity.shared.b64 %p2, [bar], 0; @!%p2 bra A;"""
+
+
+@pytest.mark.parametrize(
+    ("fence", "wrong"), [(INITS, False), ("fence.proxy.async.shared::cta;", False), ("", True)]
+)
+def test_copies_tell_mbarriers_that_their_proxy_knows(fence: str, wrong: bool) -> None:
+    assert not alarms(COPY.format(fence=fence), "all")
+    found = alarms(COPY.format(fence=fence), "all,mbarrier_proxy")
+    assert len(found) == len(ORDERS) * wrong
+    assert all(isinstance(error, MissingFence) for error in found)
+
+
+# --- tcgen05.wait and tcgen05.fence ---------------------------------------------------------------
+
+#: Two warps: the first stores to its lanes; the other one's thread copies over them, and commits;
+#: the first loads what came. It frees, or the second does.
+TENSOR = """.shared .align 8 .b64 bar[2]; .shared .align 1024 .b8 s[4096]; .shared .b32 place;
+    .reg .b64 %d; .reg .b32 %a;
+    setp.lt.u32 %p2, %t, 32; setp.eq.u32 %p1, %t, 32; setp.ge.u32 %p3, %t, 64;
+    @%p1 mbarrier.init.shared.b64 [bar], 1; @%p1 fence.mbarrier_init.release.cluster;
+    mad.lo.u32 %r1, %t, 32, 0;
+    mov.u32 %r2, s; add.u32 %r1, %r1, %r2;
+    st.shared.v4.u32 [%r1], {1, 2, 3, 4}; st.shared.v4.u32 [%r1+16], {1, 2, 3, 4};
+    fence.proxy.async.shared::cta;
+    @%p2 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [place], 32;
+    bar.sync 0;
+    ld.shared.u32 %a, [place];
+    @%p3 bra E;
+    @!%p2 bra B;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%a], {%t};
+    tcgen05.wait::st.sync.aligned; // WAIT
+    tcgen05.fence::before_thread_sync; // BEFORE
+    B: bar.sync 1, 64;
+    @!%p1 bra C;
+    tcgen05.fence::after_thread_sync; // AFTER
+    shr.u32 %r3, %r2, 4; cvt.u64.u32 %d, %r3; or.b64 %d, %d, 0x401000080000;
+    tcgen05.cp.cta_group::1.128x128b [%a], %d;
+    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [bar];
+    C: @!%p2 bra D;
+    W: mbarrier.try_wait.parity.shared.b64 %p4, [bar], 0; @!%p4 bra W;
+    tcgen05.fence::after_thread_sync; // COMMITTED
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%a];
+    tcgen05.wait::ld.sync.aligned; // LOADED
+    add.u32 %r5, %r5, 1;
+    tcgen05.fence::before_thread_sync; // DONE
+    D: bar.sync 1, 64;
+    @%p2 bra E;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %a, 32;
+    E:"""
+DELETED = {
+    "WAIT": "tcgen05.st",
+    "BEFORE": "missing tcgen05.fence::before_thread_sync: tcgen05.cp",
+    "AFTER": "missing tcgen05.fence::after_thread_sync: tcgen05.cp",
+    "COMMITTED": "missing tcgen05.fence::after_thread_sync: tcgen05.ld",
+    "LOADED": "tcgen05.wait::ld must come between",
+    "DONE": "missing tcgen05.fence::before_thread_sync: tcgen05.dealloc",
+}
+
+
+def without(mark: str) -> str:
+    lines = TENSOR.splitlines()
+    left = [line for line in lines if f"// {mark}" not in line]
+    assert len(left) == len(lines) - (mark != "")
+    return "\n".join(left)
+
+
+def test_a_kernel_with_all_fences_passes() -> None:
+    assert not alarms(TENSOR, "all,exit_stores,tcgen05_order,mbarrier_proxy", "sm_100a")
+
+
+@pytest.mark.parametrize("mark", DELETED)
+def test_each_tcgen05_fence_and_wait_is_needed(mark: str) -> None:
+    found = alarms(without(mark), "all,tcgen05_order", "sm_100a")
+    assert len(found) == len(ORDERS)
+    assert all(DELETED[mark] in str(error) for error in found), found
+    assert all(isinstance(error, DataRace) for error in found)
+
+
+@pytest.mark.parametrize("mark", ["BEFORE", "AFTER", "COMMITTED", "LOADED", "DONE"])
+def test_without_the_check_hardware_orders(mark: str) -> None:
+    assert not alarms(without(mark), "all", "sm_100a")
