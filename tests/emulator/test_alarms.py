@@ -23,6 +23,7 @@ RACE = """
     setp.ge.u32 %p2, %t, 32;
     @%p2 ld.shared.u32 %r4, [%r3-128]; // READ
     @%p2 ld.shared.u32 %r5, [%r3+512]; // BLANK
+    @%p2 st.global.u32 [%at], %r5; // USE
 """
 RACY = text(RACE, before=SHARED)
 
@@ -72,7 +73,11 @@ def test_a_launch_goes_on_after_alarms(workers: int) -> None:
         line_of(RACY, "// READ"),
         line_of(RACY, "// WRITE"),
     )
-    assert (blank.kind, blank.line, blank.other) == ("uninitialized", line_of(RACY, "// BLANK"), 0)
+    assert (blank.kind, blank.line, blank.other) == (
+        "uninitialized",
+        line_of(RACY, "// USE"),
+        line_of(RACY, "// BLANK"),
+    )
     assert race.count == 4
     assert sorted(race.who) == [f"CTA ({x}, 0, 0)" for x in range(4)]
     assert "nothing orders it after the write by st.shared.u32" in race.message

@@ -56,7 +56,7 @@ KINDS = {
         Kind("lanes", LaneRace, "the same of lanes of one warp, which it then tells apart"),
         Kind("fence", MissingFence, "a fence.proxy.async is missing"),
         Kind("mbarrier_proxy", MissingFence, "the same of an mbarrier that copies tell", False),
-        Kind("uninitialized", Uninitialized, "shared or Tensor Memory that nobody wrote is read"),
+        Kind("uninitialized", Uninitialized, "shared or Tensor Memory is used that nobody wrote"),
         Kind("registers", PtxError, "registers are used while a wgmma has them"),
         Kind(
             "tcgen05_order", MissingFence, "a tcgen05.fence or tcgen05.wait::ld is missing", False

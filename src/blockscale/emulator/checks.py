@@ -38,7 +38,7 @@ class EarlyAccess(DataRace):
 
 
 class Uninitialized(PtxError):
-    """A read of shared or Tensor Memory that nobody has written."""
+    """A use of what shared or Tensor Memory holds where nobody has written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import isa
+from .careful import careful, reads
 from .checks import Site
 from .isa.control import leave
 from .isa.steps import is_strong
@@ -56,13 +57,23 @@ class Code:
         self.launch = program.launch
         self.counts = [0] * (len(function.instructions) + 1)
         self.held: set[int] = set()  # slots of registers that asynchronous instructions use
-        self.steps = [self._step(i) for i in range(len(function.instructions))]
+        plain = [self._step(i) for i in range(len(function.instructions))]
+        self._careful = [
+            careful(step, ins, self) for step, ins in zip(plain, function.instructions, strict=True)
+        ]
+        self.steps: list[Any] = [
+            with_care if reads(ins) else step
+            for step, with_care, ins in zip(
+                plain, self._careful, function.instructions, strict=True
+            )
+        ]
         if self.held:
             held = frozenset(self.held)
-            self.steps = [
-                step if ins.parts[0] == "wgmma" else guarded(step, ins, held)
-                for step, ins in zip(self.steps, function.instructions, strict=True)
-            ]
+            for i, ins in enumerate(function.instructions):
+                if ins.parts[0] != "wgmma":  # what lands may be undefined
+                    kept = guarded(self._careful[i], ins, held)
+                    if kept is not self._careful[i]:
+                        self.steps[i] = self._careful[i] = kept
         self.steps.append(leave)  # who runs past the end returns
         self._sites: dict[tuple[int, tuple[int, int, int]], Site] = {}
 
@@ -75,6 +86,14 @@ class Code:
         if not bound:
             kept[pc] = step
         return step
+
+    def be_careful(self) -> None:
+        """A register has undefined bits: from the next instruction on, masks are looked after."""
+        self.steps[: len(self._careful)] = self._careful
+
+    def reads(self, pc: int) -> bool:
+        """Whether masks are kept of what the instruction there loads."""
+        return reads(self.function.instructions[pc])
 
     # --- symbols ---
 
@@ -198,6 +217,23 @@ class Code:
                 write_local(part, at, values[chosen])
             else:
                 write_global(part, self.launch, at, values[chosen])
+
+    def names_frame(self, form: Any, operand: int) -> bool:
+        """Whether an address is that of a .param variable of a call."""
+        name = _symbol(form, operand)
+        return name is not None and self.is_frame(name)
+
+    @staticmethod
+    def spaces(
+        w: Fragment, space: str | None, where: np.ndarray
+    ) -> list[tuple[Any, np.ndarray, Any, int]]:
+        """(threads, addresses within the window, which of all, window), for each state space."""
+        if space is not None:
+            return [(w, where, slice(None), Code.window(space))]
+        return [
+            (_Part(w, chosen), where[chosen] - np.uint64(window), chosen, window)
+            for chosen, window in _windows(where)
+        ]
 
     # --- special registers ---
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .program import PtxError
+from .undefined import Origin, View
 
 if TYPE_CHECKING:
     from .checks import Site
@@ -43,8 +44,8 @@ class Work:
     """
 
     __slots__ = (
-        "actor", "after", "done", "exit", "issuer", "line", "needs", "pipe", "rest", "run",
-        "threads", "tick", "used", "what",
+        "actor", "after", "done", "exit", "issuer", "line", "needs", "origin", "pipe", "rest",
+        "run", "threads", "tick", "used", "view", "what",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +68,8 @@ class Work:
         if actor is not None:
             for cta in needs:
                 cta.users.add(self)
+        self.view = View.USED  # of undefined bits that it reads, and where they are from
+        self.origin: Origin | None = None
         self.done = False
         self.tick = 0  # when it was issued
         self.rest: Work | None = None  # what it leaves to be done, once it has read its source

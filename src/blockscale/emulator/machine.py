@@ -26,6 +26,7 @@ from .checks import Site
 from .memory import RANK_SHIFT, SYSTEM_SHARED, Buffer, GlobalMemory
 from .program import Function, PtxError, Register, type_bytes
 from .shadow import Shadow
+from .undefined import Origin
 from .users import Users
 from .watch import Watch
 
@@ -139,8 +140,8 @@ class Frame:
     """One function's registers and .param variables, for all threads of a CTA at one call depth."""
 
     __slots__ = (
-        "code", "depth", "flights", "function", "local_offsets", "registers", "threads",
-        "variables", "written",
+        "code", "depth", "flights", "function", "knowing", "local_offsets", "origin", "registers",
+        "threads", "undefined", "variables", "written",
     )  # fmt: skip
 
     def __init__(self, code: Any, threads: int, depth: int) -> None:
@@ -150,6 +151,9 @@ class Frame:
         self.registers = _poisoned(threads, self.function.registers)
         self.variables: dict[str, np.ndarray] = {}  # .param of calls, (threads, bytes)
         self.local_offsets: dict[str, int] = {}
+        self.undefined: dict[int, Origin] = {}  # slots of registers with undefined bits
+        self.origin: Origin | None = None  # of the undefined bits that are being moved
+        self.knowing = False  # that what it reads now has undefined bits
         self.flights: dict[int, list[Flight]] = {}  # slot -> who uses the register in flight
         self.written: dict[int, np.ndarray] = {}  # slot of a tensor-core operand -> by threads
 
@@ -269,6 +273,7 @@ class CTA:
         self.shared = np.full(SYSTEM_SHARED + launch.shared_bytes, 0xFF, np.uint8)
         self.frames: dict[tuple[str, int], Frame] = {}
         self.local = np.full((self.size, 0), 0xFF, np.uint8)
+        self.local_blanks: tuple[np.ndarray, Origin] | None = None  # masks of what was stored there
         self.exited = np.zeros(self.size, bool)
         #: The phase of an mbarrier that a suspended thread waits for.
         self.awaited = np.full(self.size, None, object)

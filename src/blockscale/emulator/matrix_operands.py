@@ -12,8 +12,11 @@ from .machine import CTA
 from .ports import read_shared
 from .tensorcore.descriptors import SharedDescriptor
 from .tensorcore.operands import frozen, operand_bytes, unpack_nibbles, unpack_slots
+from .undefined import Undefined, fetched
 
-__all__ = ["Operand", "container_bits", "from_shared", "negated"]
+__all__ = ["Codes", "Operand", "container_bits", "from_shared", "negated", "undefined_products"]
+
+Codes = tuple[np.ndarray, Undefined | None]  # and what of them is undefined
 
 #: Bits of what holds an element in shared memory, if not a byte.
 _CONTAINERS = {"f16": 16, "bf16": 16, "tf32": 32}
@@ -51,8 +54,13 @@ def _chunks(
     return frozen(starts << 4), frozen(place.reshape(every.shape) * 16 + (every & 15))
 
 
-def from_shared(work: Work, cta: CTA, matrix: SharedDescriptor, operand: Operand) -> np.ndarray:
+def from_shared(work: Work, cta: CTA, matrix: SharedDescriptor, operand: Operand) -> Codes:
     """(rows, K) codes, negated if asked."""
+    codes, found = fetched(work, lambda: _read(work, cta, matrix, operand))
+    return negated(codes, operand), found
+
+
+def _read(work: Work, cta: CTA, matrix: SharedDescriptor, operand: Operand) -> np.ndarray:
     bits = container_bits(operand.type)
     row_bytes = operand.k * bits // (16 if operand.packed else 8)
     starts, place = _chunks(matrix, operand.rows, row_bytes, operand.major, bits)
@@ -65,7 +73,7 @@ def from_shared(work: Work, cta: CTA, matrix: SharedDescriptor, operand: Operand
         codes = unpack_nibbles(codes)
     elif operand.type in _PAYLOADS:
         codes = unpack_slots(codes, 4 if operand.type == "e2m1" else 6)
-    return negated(codes, operand)
+    return codes
 
 
 def negated(codes: np.ndarray, operand: Operand) -> np.ndarray:
@@ -73,3 +81,30 @@ def negated(codes: np.ndarray, operand: Operand) -> np.ndarray:
     if not operand.negated:
         return codes
     return codes ^ codes.dtype.type(1 << _SIGNS[operand.type])
+
+
+_FINITE = ("e2m1", "e2m3", "e3m2")  # types that have neither infinities nor NaN
+
+
+def undefined_products(a: Codes, b: Codes, types: tuple[str, str]) -> np.ndarray:
+    """(rows of A, rows of B): sums of products of which a factor is undefined.
+
+    A factor of zero hides the other one only if that is certain to be finite: 0 times NaN is NaN.
+    """
+    out = np.zeros((len(a[0]), len(b[0])), bool)
+    for (_, found), (partner, hidden), type, other, to in (
+        (a, b, types[0], types[1], out),
+        (b, a, types[1], types[0], out.T),
+    ):
+        if found is None:
+            continue
+        bad = found.bits != 0
+        if type not in _FINITE:
+            to |= bad.any(axis=1)[:, None]
+            continue
+        alive = partner & partner.dtype.type(
+            ~(1 << _SIGNS[other]) & (1 << 8 * partner.itemsize) - 1
+        )
+        live = alive != 0 if hidden is None else (alive != 0) | (hidden.bits != 0)
+        to |= bad.astype(np.float32) @ live.T.astype(np.float32) > 0
+    return out

@@ -6,6 +6,7 @@ equal size). Addresses of shared memory are those of shared::cluster.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +15,20 @@ from .engine import Work
 from .memory import MemoryFault, gather, scatter
 from .predecessor import follows
 from .shadow import Shadow
+from .undefined import Blank, Origin, Undefined, View, used
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .machine import CTA, Fragment, Launch
 
 __all__ = [
+    "STORED",
+    "blank",
     "cells",
+    "mask_local",
+    "mask_shared",
+    "masks_of_local",
+    "masks_of_shared",
     "read_global",
     "read_local",
     "read_map",
@@ -33,6 +41,7 @@ __all__ = [
 ]
 
 _MAP = 128  # bytes of a tensor map
+STORED = "stores {} to global memory"
 _POISON = 0xFF  # what is read where there is no memory, if that may go on: NaN
 
 
@@ -49,6 +58,11 @@ def cells(offsets: np.ndarray, size: int, cell: int) -> np.ndarray:
 
 def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
     """(n, size) bytes that a fragment or a work reads at addresses of shared::cluster."""
+    if isinstance(by, Work) and by.view is View.MASKS:
+        found = masks_of_shared(by, where, size)
+        if found.bits.any():
+            by.origin = found.origin
+        return found.bits
     owners = _owners(by, where, size)
     for cta, chosen, offsets in owners:
         _observe(by, "read", cta, chosen, offsets, size, strong)
@@ -61,7 +75,11 @@ def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> 
     return out
 
 
-def write_shared(by: Any, where: np.ndarray, values: np.ndarray, strong: bool = False) -> None:
+def write_shared(
+    by: Any, where: np.ndarray, values: np.ndarray, strong: bool = False,
+    found: Undefined | None = None,
+) -> None:  # fmt: skip
+    """``found``: what of the values, (n, size) bytes, is undefined."""
     size = values.shape[1]
     for cta, chosen, offsets in _owners(by, where, size):
         new = values[chosen]
@@ -74,6 +92,53 @@ def write_shared(by: Any, where: np.ndarray, values: np.ndarray, strong: bool = 
             kept = np.stack([before, gather(cta.shared, offsets, size) == new])
             same = np.all(kept.reshape(2, len(new), -1, min(size, cta.shadow.size)), axis=-1)
         _observe(by, "write", cta, chosen, offsets, size, strong, same)
+        part = None if found is None else Undefined(found.bits[chosen], found.origin)
+        mark_shared(cta, offsets, size, part)
+
+
+def mark_shared(cta: CTA, offsets: np.ndarray, size: int, found: Undefined | None) -> None:
+    """What of the bytes that were written there is undefined."""
+    if cta.shadow is not None and cta.shadow.blanks is not None:
+        cta.shadow.blanks.write(lambda: _bytes(offsets, size), found)
+
+
+def mask_shared(by: Any, where: np.ndarray, found: Undefined) -> None:
+    """Of bytes that were written already."""
+    size = found.bits.shape[1]
+    for cta, chosen, offsets in _owners(by, where, size):
+        mark_shared(cta, offsets, size, Undefined(found.bits[chosen], found.origin))
+
+
+def masks_of_shared(by: Any, where: np.ndarray, size: int) -> Undefined:
+    """Masks (n, size) of the bytes there, some of which may be undefined."""
+    out, origin = np.zeros((len(where), size), np.uint8), Origin(by.site(), "")
+    for cta, chosen, offsets in _owners(by, where, size):
+        assert cta.shadow is not None
+        assert cta.shadow.blanks is not None
+        found = cta.shadow.blanks.masks(_bytes(offsets, size), by.site())
+        out[chosen] = found.bits
+        if found.bits.any():
+            origin = found.origin
+    return Undefined(out, origin)
+
+
+def _bytes(offsets: np.ndarray, size: int) -> np.ndarray:
+    return offsets[:, None] + np.arange(size)
+
+
+def blank(by: Any, find: Callable[[], Undefined]) -> None:
+    """A fragment or work reads undefined bits: Blank where masks are kept of them, else a use."""
+    if isinstance(by, Work):
+        if by.view is View.TRIED:
+            raise Blank
+        uses = by.view is View.USED
+    else:
+        uses = not by.frame.knowing
+        if uses and by.frame.code.reads(by.pc):
+            raise Blank
+    if uses:
+        used(by.issuer[0].launch.alarms if isinstance(by, Work) else by.cta.launch.alarms,
+             by.site(), "uses {}", find().origin)  # fmt: skip
 
 
 def _owners(by: Any, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.ndarray]]:
@@ -118,6 +183,13 @@ def _observe(
     shadow: Shadow | None = cta.shadow
     if shadow is not None:
         touched = cells(offsets, size, shadow.size)
+        blanks = shadow.blanks
+        if (
+            kind == "read"
+            and blanks is not None
+            and blanks.has(touched, lambda: _bytes(offsets, size))
+        ):
+            blank(by, lambda: blanks.masks(_bytes(offsets, size), by.site()))
         if isinstance(by, Work):
             assert by.actor is not None
             check = shadow.read_by if kind == "read" else shadow.write_by
@@ -172,8 +244,13 @@ def read_map(w: Fragment, where: np.ndarray) -> bytes:
     return w.cta.launch.memory.load(where, _MAP)[0].tobytes()
 
 
-def write_global(by: Any, launch: Launch, where: np.ndarray, values: np.ndarray) -> None:
+def write_global(
+    by: Any, launch: Launch, where: np.ndarray, values: np.ndarray, found: Undefined | None = None
+) -> None:
+    """``found``: what of the values is undefined; somebody will read it."""
     size = values.shape[1]
+    if found is not None and found.bits.any():
+        used(launch.alarms, by.site(), STORED, found.origin)
     try:
         launch.memory.store(where, values)
     except MemoryFault as fault:
@@ -212,9 +289,38 @@ def write_own(variable: np.ndarray, w: Any, where: np.ndarray, values: np.ndarra
 
 def read_local(w: Any, where: np.ndarray, size: int) -> np.ndarray:
     _tell(w, "local", "read", where, size, None, slice(None), w.cta.launch)
+    if w.cta.local_blanks is not None and not w.frame.knowing:
+        found = masks_of_local(w, where, size)
+        if found.bits.any():
+            blank(w, lambda: found)
     return read_own(w.cta.local, w, where, size)
 
 
 def write_local(w: Any, where: np.ndarray, values: np.ndarray) -> None:
     _tell(w, "local", "write", where, values.shape[1], None, slice(None), w.cta.launch)
     write_own(w.cta.local, w, where, values)
+    if w.cta.local_blanks is not None:
+        mask_local(w, where, Undefined(np.zeros_like(values), w.cta.local_blanks[1]))
+
+
+def _local_masks(cta: CTA, origin: Origin | None) -> np.ndarray:
+    """As large as local memory is by now."""
+    kept = cta.local_blanks
+    bits = np.zeros_like(cta.local)
+    if kept is not None:
+        if kept[0].shape == bits.shape and (origin is None or origin == kept[1]):
+            return kept[0]
+        bits[:, : kept[0].shape[1]] = kept[0]
+    assert origin is not None or kept is not None
+    cta.local_blanks = bits, origin or kept[1]  # type: ignore[index]
+    return bits
+
+
+def masks_of_local(w: Any, where: np.ndarray, size: int) -> Undefined:
+    bits = read_own(_local_masks(w.cta, None), w, where, size)
+    return Undefined(bits, w.cta.local_blanks[1])
+
+
+def mask_local(w: Any, where: np.ndarray, found: Undefined) -> None:
+    """What of the bytes that were stored there is undefined; one origin is kept for all."""
+    write_own(_local_masks(w.cta, found.origin), w, where, found.bits)

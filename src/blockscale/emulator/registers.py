@@ -28,7 +28,7 @@ from .program import (
     Vector,
 )
 
-__all__ = ["Loading", "Multiplying", "guarded", "loads_waited_for", "mark"]
+__all__ = ["Loading", "Multiplying", "guarded", "loads_waited_for", "mark", "registers_of"]
 
 _NO_RESULT = ("st", "red", "bar", "bra", "brx", "mbarrier", "cp", "prefetch", "stmatrix", "wgmma")
 
@@ -113,17 +113,18 @@ class Multiplying(Flight):
             engine.finish(work)
 
 
-def _registers(op: Operand) -> list[Register]:
+def registers_of(op: Operand) -> list[Register]:
+    """The registers in an operand."""
     if isinstance(op, Register):
         return [op]
     if isinstance(op, Not):
         return [op.register]
     if isinstance(op, Address):
-        return [r for part in (op.base, *op.more) for r in _registers(part)]
+        return [r for part in (op.base, *op.more) for r in registers_of(part)]
     if isinstance(op, Vector | Group):
-        return [r for part in op.items for r in _registers(part)]
+        return [r for part in op.items for r in registers_of(part)]
     if isinstance(op, Pair):
-        return _registers(op.first) + _registers(op.second)
+        return registers_of(op.first) + registers_of(op.second)
     return []
 
 
@@ -132,8 +133,8 @@ def guarded(step: Step, ins: Instruction, held: frozenset[int]) -> Step:
     operands = list(ins.operands)
     has_result = operands and not isinstance(operands[0], Address)
     has_result = has_result and ins.parts[0] not in _NO_RESULT
-    results = _registers(operands[0]) if has_result else []
-    sources = [r for op in operands[1 if has_result else 0 :] for r in _registers(op)]
+    results = registers_of(operands[0]) if has_result else []
+    sources = [r for op in operands[1 if has_result else 0 :] for r in registers_of(op)]
     used = [(r.slot, r.name, False) for r in sources if r.slot in held]
     used += [(r.slot, r.name, True) for r in results if r.slot in held]
     if not used:

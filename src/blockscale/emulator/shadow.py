@@ -13,6 +13,7 @@ import numpy as np
 from .checks import Site
 from .order import Actor, Order
 from .readers import Readers, View, seen_events
+from .undefined import Blanks
 
 if TYPE_CHECKING:
     from .alarms import Alarms
@@ -37,11 +38,21 @@ class Shadow:
     def __init__(self, name: str, cells: int, order: Order, alarms: Alarms, size: int = 1) -> None:
         self.name, self.order, self.size, self.alarms = name, order, size, alarms
         self.races = not alarms.checks.isdisjoint(_RACES)
-        self.blanks = "uninitialized" in alarms.checks
+        self.blanks: Blanks | None = None  # where undefined bits are looked for
+        if "uninitialized" in alarms.checks:
+            self.blanks = self._blanks(cells)
         self.writer = np.zeros(cells, np.uint16)  # the column of who wrote last
         self.written = np.zeros(cells, np.uint32)  # the event of the write, 0: never
         self.readers = Readers(cells if self.races else 0, order)
         order.users.append(self._columns)
+
+    def _blanks(self, cells: int) -> Blanks:
+        """With a mask for each byte."""
+        return Blanks(self, cells * self.size, np.uint8)
+
+    def cells_of(self, items: np.ndarray) -> np.ndarray:
+        """The cells that hold these bytes."""
+        return items // self.size
 
     def _columns(self) -> list[int]:
         """Columns that a cell names."""
@@ -52,7 +63,6 @@ class Shadow:
 
     def read(self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool) -> None:
         """Cells (n, k) are read by agents (n,); two strong accesses are no race."""
-        self._blank(cells, site)
         if not self.races:
             return
         at, view = agents[:, None], self.order.view(agents)
@@ -107,7 +117,6 @@ class Shadow:
     def read_by(self, cells: np.ndarray, actor: Actor, site: Site) -> None:
         """Cells, of any shape, are read."""
         cells = cells.reshape(-1)
-        self._blank(cells, site)
         seen = self._ordered(cells, actor, "reads", site) if self.races else None
         event = self.order.event(site, actor.strong)
         actor.did(event)
@@ -178,15 +187,6 @@ class Shadow:
         return np.asarray((ordered if which is None else ordered[which]) | (agents == writer))
 
     # --- messages ---
-
-    def _blank(self, cells: np.ndarray, site: Site) -> None:
-        if self.blanks:
-            written = self.written.take(cells)
-            if np.count_nonzero(written) < written.size:
-                blank = written == 0
-                place = self.name.format(self.place(int(cells[blank].flat[0])))
-                message = f"{site} reads {place}, which nobody has written"
-                self.alarms.tell("uninitialized", message, site)
 
     def place(self, cell: int) -> str:
         return f"{cell * self.size:#x}"

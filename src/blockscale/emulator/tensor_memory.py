@@ -11,8 +11,10 @@ import numpy as np
 from .engine import Work
 from .machine import CTA, Fragment
 from .memory import MemoryFault
+from .ports import blank
 from .program import PtxError
 from .shadow import Shadow
+from .undefined import Blanks, Undefined, View
 
 __all__ = ["COLUMNS", "Region", "TensorMemory", "reached", "tensor_memory"]
 
@@ -85,24 +87,43 @@ class TensorMemory:
         launch = self.cta.launch
         if self.shadow is not None:
             assert work.actor is not None
+            blanks = self.shadow.blanks
+            if kind == "read" and blanks is not None:
+                if blanks.has(region.cells, lambda: region.words):
+                    blank(work, lambda: blanks.masks(region.words, work.site()))
             check = self.shadow.read_by if kind == "read" else self.shadow.write_by
             check(region.cells, work.actor, work.site())
         if launch.watch is not None:
             launch.watch.transfer(work, "tensor", kind, region.words.reshape(-1) * 4, 4, self.cta)
 
     def read(self, work: Work, region: Region) -> np.ndarray:
+        if work.view is View.MASKS:
+            return self._masks(work, region)
         self._checked("read", work, region)
         if region.box is not None:
             return self.words[region.box].copy()
         found: np.ndarray = self.words.take(region.words)
         return found
 
-    def write(self, work: Work, region: Region, values: Any) -> None:
+    def _masks(self, work: Work, region: Region) -> np.ndarray:
+        assert self.shadow is not None
+        assert self.shadow.blanks is not None
+        found = self.shadow.blanks.masks(region.words, work.site())
+        if found.bits.any():
+            work.origin = found.origin
+        return found.bits
+
+    def write(
+        self, work: Work, region: Region, values: Any, found: Undefined | None = None
+    ) -> None:
+        """``found``: what of the values is undefined."""
         self._checked("write", work, region)
         if region.box is not None:
             self.words[region.box] = values
         else:
             self.words.reshape(-1)[region.words] = values
+        if self.shadow is not None and self.shadow.blanks is not None:
+            self.shadow.blanks.write(lambda: region.words, found)
 
 
 class Region:
@@ -143,6 +164,13 @@ def reached(
 
 
 class _Shadow(Shadow):
+    def _blanks(self, cells: int) -> Blanks:
+        """With a mask for each word."""
+        return Blanks(self, cells * _RUN, np.uint32)
+
+    def cells_of(self, items: np.ndarray) -> np.ndarray:
+        return items // COLUMNS // _RUN * COLUMNS + items % COLUMNS
+
     def place(self, cell: int) -> str:
         lane, column = divmod(cell, COLUMNS)
         return f"lanes {lane * _RUN} to {lane * _RUN + _RUN - 1}, column {column}"

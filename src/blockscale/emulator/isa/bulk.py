@@ -11,6 +11,7 @@ from ..engine import Work
 from ..machine import CTA, Fragment, Step
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import read_global, read_shared, write_global, write_shared
+from ..undefined import fetched, used
 from .access import combiner
 from .copies import groups
 from .mbarrier import MBarrier, find, visible
@@ -221,14 +222,18 @@ def bulk(form: Form) -> Step:
 
         def read(work: Work) -> Any:
             if source == "global":
-                values = read_global(work, launch, pieces(begin, size), _PIECE)
+                values, found = read_global(work, launch, pieces(begin, size), _PIECE), None
             else:
-                values = read_shared(work, pieces(begin, size), _PIECE)
+                values, found = fetched(
+                    work, lambda: read_shared(work, pieces(begin, size), _PIECE)
+                )
 
             def into_shared(work: Work, address: int) -> None:
                 where = pieces(address, size)
                 old = values if operation is None else read_shared(work, where, _PIECE)
-                write_shared(work, where, combine_bytes(old, values))
+                if operation is not None and found is not None:
+                    used(launch.alarms, work.site(), "reduces {}", found.origin)
+                write_shared(work, where, combine_bytes(old, values), found=found)
 
             def into_global(work: Work) -> None:
                 where = pieces(last, size)
@@ -237,7 +242,8 @@ def bulk(form: Form) -> Step:
                     if operation is not None or not keep.all():
                         old = launch.memory.load(where, _PIECE)
                         new = np.where(keep, combine_bytes(old, values), old)
-                    write_global(work, launch, where, new)
+                    kept = found and found.through(lambda bits: bits * keep)
+                    write_global(work, launch, where, new, kept)
 
             return into_global if target == "global" else into_shared
 

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..machine import Fragment, Step
+from ..matrix_operands import undefined_products
+from ..program import Register
 from ..tensorcore.arithmetic import Instruction, multiply, multiply_integers
 from ..tensorcore.fragments import warp_matrix, warp_registers
+from ..undefined import Undefined, fill_masks
+from ..undefined import gathered as masks_of
 from .matrix import whole_warps
 from .registry import TYPES, Form, Getter, instruction
 from .warp import gathered
@@ -57,6 +61,33 @@ def mma(form: Form) -> Step:
     put = [form.set(item, "b32") for item in items[0]]
     gets = [[form.get(item, "b32") for item in each] for each in items[1:]]
 
+    slots = [[r.slot for r in each if isinstance(r, Register)] for each in items]
+
+    def unsure(w: Fragment, warps: int, a: np.ndarray, b: np.ndarray) -> Undefined | None:
+        """What of D is undefined, (threads, registers)."""
+        found = [masks_of(w.frame, each, w.sel) for each in slots[1:]]
+        first = next(filter(None, found), None)
+        if first is None:
+            return None
+        of_a, of_b, of_c = (
+            None if each is None
+            else warp_matrix(each.bits.reshape(warps, 32, -1), rows, _beside(t)).view(_DTYPES[t])
+            for each, (rows, _, t) in zip(found, matrices[1:], strict=True)
+        )  # fmt: skip
+        out = np.zeros((warps, _M, _N), bool)
+        for i in range(warps):
+            out[i] = undefined_products(
+                (a[i], None if of_a is None else Undefined(of_a[i], first.origin)),
+                (b[i], None if of_b is None else Undefined(of_b[i], first.origin)),
+                (a_type, b_type),
+            )
+        bits = np.zeros(out.shape, f"u{_DTYPES[d_type].itemsize}")
+        bits[out] = ~bits.dtype.type(0)
+        if of_c is not None:
+            bits[of_c.view(bits.dtype) != 0] = ~bits.dtype.type(0)
+        words = warp_registers(bits.view(np.uint32), _beside(d_type))
+        return Undefined(words.reshape(w.n, -1), first.origin)
+
     def run(w: Fragment) -> None:
         warps, launch = whole_warps(w, form), w.cta.launch
         a, b, c = (
@@ -69,6 +100,8 @@ def mma(form: Form) -> Step:
             types = Instruction("mma", a_type, b_type, d_type)
             d = multiply(types, a, b, c.view(TYPES[d_type]), exact=launch.settings.exact)
         words = warp_registers(d.view(np.uint32), _beside(d_type))
+        if w.frame.undefined:
+            fill_masks(w.frame, slots[0], w.sel, unsure(w, warps, a, b))
         for i, setter in enumerate(put):
             setter(w, words[..., i].reshape(-1))
         if launch.watch is not None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from ..engine import Work
 from ..machine import CTA, Fragment, Step
-from ..matrix_operands import Operand, container_bits, from_shared, negated
+from ..matrix_operands import (
+    Codes,
+    Operand,
+    container_bits,
+    from_shared,
+    negated,
+    undefined_products,
+)
 from ..program import Address, Immediate, Vector
 from ..tensor_memory import COLUMNS, Region, reached, tensor_memory
 from ..tensorcore.arithmetic import Instruction, multiply
@@ -25,6 +33,7 @@ from ..tensorcore.tmem import (
     scale_copies,
     scale_places,
 )
+from ..undefined import Undefined, View, fetched
 from .bulk import one_by_one
 from .registry import Form, first, instruction
 from .tcgen05 import cta_group, enqueue, pair, split_address
@@ -72,7 +81,7 @@ class Multiplication:
             shape.n // group, shape.k, shape.b_type, _major(shape.transpose_b), packed,
             shape.negate_b,
         )  # fmt: skip
-        b = np.concatenate([from_shared(work, cta, self.b, columns) for cta in ctas])
+        b = _together([from_shared(work, cta, self.b, columns) for cta in ctas])
         for rank, cta in enumerate(ctas):
             if isinstance(self.a, int):
                 a = self._from_tensor(work, cta, rows)
@@ -80,36 +89,56 @@ class Multiplication:
                 a = from_shared(work, cta, self.a, rows)
             self._multiply(work, cta, rank, a, b)
 
-    def _multiply(self, work: Work, cta: CTA, rank: int, a: np.ndarray, b: np.ndarray) -> None:
+    def _multiply(self, work: Work, cta: CTA, rank: int, a: Codes, b: Codes) -> None:
         shape, memory = self.shape, tensor_memory(cta)
         lane, column = split_address(self.d)
         region = reached(accumulator_places, (shape.m, shape.n, self.group, rank), lane, column)
         half = shape.d_type == "f16"
-        c = None
+        c = before = None
         if self.accumulate:
-            words = memory.read(work, region)
+            words, before = fetched(work, partial(memory.read, work, region))
             c = words.astype(np.uint16).view(np.float16) if half else words.view(np.float32)
             if self.scale_d:
                 c = np.ldexp(c, -self.scale_d)
         types = Instruction("tcgen05", shape.a_type, shape.b_type, shape.d_type)
-        sfa = sfb = None
+        sfa = sfb = unsure_a = unsure_b = None
         if self.scales is not None and shape.scale_type is not None:
             vector = shape.k // int(self.vector[0])
             types = replace(types, scale_type=shape.scale_type, vector=vector)
-            sfa, sfb = (self._scales(work, cta, i, len(each)) for i, each in enumerate((a, b)))
-        d = multiply(types, a, b, c, sfa=sfa, sfb=sfb, exact=self.exact)
+            (sfa, unsure_a), (sfb, unsure_b) = (
+                fetched(work, partial(self._scales, work, cta, i, len(codes)))
+                for i, (codes, _) in enumerate((a, b))
+            )
+        d = multiply(types, a[0], b[0], c, sfa=sfa, sfb=sfb, exact=self.exact)
         words = d.view(np.uint16).astype(np.uint32) if half else d.view(np.uint32)
         if self.disabled is not None:
             lanes, columns = np.divmod(region.words, COLUMNS)
             keep = ~self.disabled[rank][lanes]
             region, words = Region(lanes[keep], columns[keep]), words[keep]
+        unsure = next(filter(None, (before, a[1], b[1], unsure_a, unsure_b)), None)
+        found = None
+        if unsure is not None:
+            bad = undefined_products(a, b, (shape.a_type, shape.b_type))
+            if unsure_a is not None:
+                bad[unsure_a.bits.any(axis=1)] = True
+            if unsure_b is not None:
+                bad[:, unsure_b.bits.any(axis=1)] = True
+            if before is not None:
+                bad[before.bits != 0] = True
+            if self.disabled is not None:
+                bad = bad[keep]
+            found = Undefined(bad * np.uint32(0xFFFFFFFF), unsure.origin)
         if len(words):
-            memory.write(work, region, words)
+            memory.write(work, region, words, found)
         watch = cta.launch.watch
         if watch is not None:
-            watch.multiplied(work.what, 1, 2 * len(a) * len(b) * shape.k)
+            watch.multiplied(work.what, 1, 2 * len(a[0]) * len(b[0]) * shape.k)
 
-    def _from_tensor(self, work: Work, cta: CTA, operand: Operand) -> np.ndarray:
+    def _from_tensor(self, work: Work, cta: CTA, operand: Operand) -> Codes:
+        codes, found = fetched(work, lambda: self._codes(work, cta, operand))
+        return negated(codes, operand), found
+
+    def _codes(self, work: Work, cta: CTA, operand: Operand) -> np.ndarray:
         assert isinstance(self.a, int)
         bits = 4 if operand.packed else container_bits(operand.type)
         lane, column = split_address(self.a)
@@ -118,14 +147,14 @@ class Multiplication:
         copies = tuple(operand_copies(shape.m, self.group))
         region = reached(operand_places, arguments, lane, column, copies)
         words = tensor_memory(cta).read(work, region)
-        if (words != words[0]).any():
+        if work.view is not View.MASKS and (words != words[0]).any():
             raise ValueError("the copies of A in Tensor Memory differ, which is not supported")
         words, low = words[0], operand_places(*arguments)[2]
         codes = words >> low.astype(np.uint32) & np.uint32((1 << bits) - 1)
         codes = codes.astype(f"u{max(bits // 8, 1)}")
         if operand.type == "e2m1" and not operand.packed:
             codes = codes >> np.uint8(2) & np.uint8(15)
-        return negated(codes, operand)
+        return codes
 
     def _scales(self, work: Work, cta: CTA, which: int, rows: int) -> np.ndarray:
         """(rows, blocks) codes; each 32 lanes hold a copy, and one is read."""
@@ -138,11 +167,21 @@ class Multiplication:
         region = reached(scale_places, arguments, lane, column, tuple(scale_copies(halves)))
         words, byte = tensor_memory(cta).read(work, region), scale_places(*arguments)[2]
         codes = (words >> (8 * byte).astype(np.uint32)).astype(np.uint8)
-        if (codes != codes[0]).any():
+        if work.view is not View.MASKS and (codes != codes[0]).any():
             raise ValueError(
                 f"the copies of scale_{'ab'[which]} in the four parts of 32 lanes differ"
             )
         return codes[0]
+
+
+def _together(parts: list[Codes]) -> Codes:
+    """The rows of all CTAs."""
+    codes = np.concatenate([codes for codes, _ in parts])
+    known = [found for _, found in parts if found is not None]
+    if not known:
+        return codes, None
+    bits = [np.zeros_like(each) if found is None else found.bits for each, found in parts]
+    return codes, Undefined(np.concatenate(bits), known[0].origin)
 
 
 def _major(transposed: bool) -> str:

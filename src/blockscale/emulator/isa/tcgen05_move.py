@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from ..engine import Work
 from ..machine import Fragment, Step
 from ..ports import read_shared
-from ..program import Immediate, Vector
+from ..program import Immediate, Register, Vector
 from ..registers import Loading
 from ..tensor_memory import Region, reached, tensor_memory
 from ..tensorcore.descriptors import tcgen05_descriptor
@@ -23,6 +24,7 @@ from ..tensorcore.tmem import (
     load_places,
     packed_places,
 )
+from ..undefined import fetched, fill, gathered
 from .bulk import one_by_one
 from .copies import groups
 from .registry import Form, instruction
@@ -111,14 +113,14 @@ def load(form: Form) -> Step:
         region = find(w)
         memory, frame, threads = tensor_memory(w.cta), w.frame, w.threads
 
+        def words(work: Work) -> np.ndarray:
+            if not packed:
+                return memory.read(work, region)
+            halves = memory.read(work, region) & np.uint32(0xFFFF)
+            return np.asarray(halves[..., 0] | halves[..., 1] << np.uint32(16))
+
         def read(work: Work) -> None:
-            if packed:
-                halves = memory.read(work, region) & np.uint32(0xFFFF)
-                words = halves[..., 0] | halves[..., 1] << np.uint32(16)
-            else:
-                words = memory.read(work, region)
-            for i, slot in enumerate(slots):
-                frame.registers[slot].view(np.uint32)[threads] = words[:, i]
+            fill(frame, slots, threads, *fetched(work, lambda: words(work)))
 
         cluster = w.cta.cluster
         actor = cluster.begin(w, tensor=True)
@@ -130,22 +132,28 @@ def load(form: Form) -> Step:
     return for_warps(form, run)
 
 
+def _halved(words: np.ndarray) -> np.ndarray:
+    return np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], -1)
+
+
 @instruction("tcgen05.st", control=True)
 def store(form: Form) -> Step:
     find, items, packed = _shape(form, 0, 1, "unpack::16b")
     gets = [form.get(item, "b32") for item in items]
+    slots = [item.slot if isinstance(item, Register) else None for item in items]
 
     def run(w: Fragment) -> None:
         region = find(w)
         memory = tensor_memory(w.cta)
         words = np.stack([np.broadcast_to(get(w), w.n) for get in gets], 1)
+        found = gathered(w.frame, slots, w.sel)
 
         def write(work: Work) -> None:
             if packed:
-                halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], -1)
-                memory.write(work, region, halves)
+                halved = found and found.through(_halved)
+                memory.write(work, region, _halved(words), halved)
             else:
-                memory.write(work, region, words)
+                memory.write(work, region, words, found)
 
         cluster = w.cta.cluster
         actor = cluster.begin(w, tensor=True)
@@ -177,15 +185,19 @@ def copy(form: Form) -> Step:
         chunks = operand_bytes(matrix, rows, row_bytes, "k")[:, ::16]
         ctas = pair(w.cta, group)
 
+        def words(data: np.ndarray) -> np.ndarray:
+            data = data.reshape(rows, row_bytes)
+            if source is not None:
+                data = decompress(data, source)
+            return np.ascontiguousarray(data).view(np.uint32)[None]
+
         def move(work: Work) -> None:
             for cta in ctas:
                 where = chunks.ravel().astype(np.uint64) + np.uint64(cta.shared_base)
-                data = read_shared(work, where, 16).reshape(rows, row_bytes)
-                if source is not None:
-                    data = decompress(data, source)
-                words = np.ascontiguousarray(data).view(np.uint32)
+                data, found = fetched(work, partial(read_shared, work, where, 16))
                 region = reached(_copied, (shape, multicast), lane, column)
-                tensor_memory(cta).write(work, region, words[None])
+                found = found and found.through(words)
+                tensor_memory(cta).write(work, region, words(data), found)
 
         enqueue(w, move, ctas)
 
@@ -213,7 +225,7 @@ def shift(form: Form) -> Step:
         def move(work: Work) -> None:
             for cta in ctas:
                 memory = tensor_memory(cta)
-                memory.write(work, below, memory.read(work, above))
+                memory.write(work, below, *fetched(work, partial(memory.read, work, above)))
 
         enqueue(w, move, ctas)
 

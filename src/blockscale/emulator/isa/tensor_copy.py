@@ -11,10 +11,11 @@ import numpy as np
 from ..engine import Work
 from ..machine import Fragment, Step
 from ..memory import MemoryFault
-from ..ports import read_global, read_map, read_shared, write_global, write_shared
+from ..ports import STORED, read_global, read_map, read_shared, write_global, write_shared
 from ..program import Address, Vector
 from ..tensormap import TensorMap
 from ..tensormap_tile import Tile
+from ..undefined import fetched, used
 from .bulk import REDUCTIONS, deliver, landings, one_by_one, reduced, send
 from .registry import Form, first, instruction
 
@@ -136,7 +137,11 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
         combine = reduced(operation, element)
 
         def fetch(work: Work) -> Callable[[Work], None]:
-            values = read_shared(work, where, box.taken)
+            values, found = fetched(work, lambda: read_shared(work, where, box.taken))
+
+            def look(places: np.ndarray, bits: np.ndarray) -> None:
+                if found is not None and bits.any():
+                    used(launch.alarms, work.site(), STORED, found.origin)
 
             def put(places: np.ndarray, values: np.ndarray, work: Work) -> None:
                 with launch.lock:
@@ -144,7 +149,12 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
                         values = combine(launch.memory.load(places, values.shape[1]), values)
                     write_global(work, launch, places, values)
 
-            return lambda work: box.store(values, lambda at, new: put(at, new, work))
+            def store(work: Work) -> None:
+                if found is not None:
+                    box.store(found.bits, look)
+                box.store(values, lambda at, new: put(at, new, work))
+
+            return store
 
         send(w, fetch)
 

@@ -16,12 +16,13 @@ import numpy as np
 
 from ..engine import Work
 from ..machine import CTA, Fragment, Frame, Split, Step, Wait
-from ..matrix_operands import Operand, container_bits, from_shared, negated
+from ..matrix_operands import Operand, container_bits, from_shared, negated, undefined_products
 from ..program import Immediate, PtxError, Register, Vector, type_bytes
 from ..registers import Multiplying
 from ..tensorcore.arithmetic import Instruction, multiply
 from ..tensorcore.descriptors import SharedDescriptor, wgmma_descriptor
 from ..tensorcore.fragments import accumulator_fragment, operand_fragment
+from ..undefined import Undefined, fill, gathered
 from .copies import wait_for
 from .registry import Form, instruction
 
@@ -189,23 +190,35 @@ class Multiplication:
         if isinstance(self.a_from, tuple):
             bits = container_bits(self.a.type)
             words = _words(frame, self.a_from, threads)
-            a = np.empty((_M, self.a.k), f"u{bits // 8}")
-            a[operand_fragment(bits)] = words.view(a.dtype)
-            a = negated(a, self.a)
+            codes = np.empty((_M, self.a.k), f"u{bits // 8}")
+            codes[operand_fragment(bits)] = words.view(codes.dtype)
+            found = gathered(frame, self.a_from, threads)
+            if found is not None:
+                unsure = np.zeros_like(codes)
+                unsure[operand_fragment(bits)] = found.bits.view(codes.dtype)
+                found = Undefined(unsure, found.origin)
+            a = negated(codes, self.a), found
         else:
             a = from_shared(work, cta, self.a_from, self.a)
         b = from_shared(work, cta, self.b_from, self.b)
         dtype = np.dtype(f"f{4 if self.d_type == 'f32' else 2}")
         fragment = accumulator_fragment(self.b.rows)
-        c = None
+        c = before = None
         if self.accumulate:
+            before = gathered(frame, self.d, threads)
             c = np.empty((_M, self.b.rows), dtype)
             c[fragment] = _words(frame, self.d, threads).view(dtype)
         types = Instruction("wgmma", self.a.type, self.b.type, self.d_type)
-        d = multiply(types, a, b, c, exact=cta.launch.settings.exact)
+        d = multiply(types, a[0], b[0], c, exact=cta.launch.settings.exact)
         words = np.ascontiguousarray(d[fragment]).view(np.uint32)
-        for i, slot in enumerate(self.d):
-            frame.registers[slot].view(np.uint32)[threads] = words[:, i]
+        unsure_d = next(filter(None, (a[1], b[1], before)), None)
+        if unsure_d is not None:
+            bad = undefined_products(a, b, (self.a.type, self.b.type))
+            ones = np.where(bad, np.array(-1, f"i{dtype.itemsize}"), 0).astype(f"i{dtype.itemsize}")
+            bits_d = np.ascontiguousarray(ones[fragment]).view(np.uint32)
+            bits_d = bits_d if before is None else bits_d | before.bits
+            unsure_d = Undefined(bits_d, unsure_d.origin)
+        fill(frame, self.d, threads, words, unsure_d)
         if cta.launch.watch is not None:
             cta.launch.watch.multiplied(work.what, 1, 2 * _M * self.b.rows * self.a.k)
 
