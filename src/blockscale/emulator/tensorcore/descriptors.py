@@ -7,7 +7,7 @@ set, or a value that no table allows, is a ValueError that names the field.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NoReturn
 
@@ -114,12 +114,19 @@ _TCGEN05_SWIZZLES = {0: "none", 1: "128B_atom_32B", 2: "128B", 4: "64B", 6: "32B
 def wgmma_descriptor(bits: int) -> SharedDescriptor:
     """The descriptor of an operand of wgmma.mma_async, PTX ISA 9.7.15.5.1.2.2."""
     b = _Bits(bits, 64, "wgmma matrix descriptor")
-    return _shared(b, b.pick(62, 2, "swizzling mode", _WGMMA_SWIZZLES), False)
+    found = _shared(b, b.pick(62, 2, "swizzling mode", _WGMMA_SWIZZLES), False)
+    if found.base_offset and found.swizzle == "none":
+        _refuse("matrix base offset", found.base_offset, "0 without swizzling")
+    return found
 
 
 @lru_cache(maxsize=1024)
 def tcgen05_descriptor(bits: int) -> SharedDescriptor:
-    """The descriptor of an operand of tcgen05.mma or tcgen05.cp, PTX ISA 9.7.16.4.1."""
+    """The descriptor of an operand of tcgen05.mma or tcgen05.cp, PTX ISA 9.7.16.4.1.
+
+    Without swizzling the base offset is 0 whatever its bits say: it places a pattern that is not
+    there. Triton sets it for tcgen05.cp, and its kernels are right on hardware.
+    """
     b = _Bits(bits, 64, "tcgen05 shared memory descriptor")
     if (version := b.take(46, 3)) != 1:
         _refuse("fixed constant (bits 46 to 48)", bin(version), "0b001")
@@ -129,14 +136,12 @@ def tcgen05_descriptor(bits: int) -> SharedDescriptor:
     if absolute and (swizzle != "128B" or found.base_offset):
         given = f"absolute with swizzle {swizzle}, base offset {found.base_offset}"
         _refuse("leading dimension stride mode", given, "absolute with swizzle 128B, base offset 0")
-    return found
+    return found if swizzle != "none" else replace(found, base_offset=0)
 
 
 def _shared(b: _Bits, swizzle: str, absolute: bool) -> SharedDescriptor:
     start, leading, stride = (b.take(at, 14) << 4 for at in (0, 16, 32))
     base_offset = b.take(49, 3)
-    if base_offset and swizzle == "none":
-        _refuse("matrix base offset", base_offset, "0 without swizzling")
     b.end()
     return SharedDescriptor(start, leading, stride, base_offset, swizzle, absolute)
 
