@@ -209,12 +209,8 @@ def commit(form: Form) -> Step:
             told = [r << RANK_SHIFT | offset for r in range(len(ctas)) if chosen >> r & 1]
         barriers = [find(w.cta, one) for one in told]
         for barrier in barriers:
-<<<<<<< ours
             visible(w, barrier, by_proxy=True)
-=======
-            visible(w, barrier)
         order = w.cta.cluster.order
->>>>>>> theirs
 
         def signal(work: Work) -> None:
             if work.actor is not None:  # who waits for an earlier commit does not know of this one
