@@ -12,8 +12,10 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -212,6 +214,9 @@ _WHETHER = (
 REASONS: Reasons = {
     ("", "delete tcgen05.fence"): PIPELINE_REASONS["", "delete tcgen05.fence"],
     ("", "delete fence.proxy.async"): _FENCE,
+    ("", "source of tcgen05.cp: base offset"): PIPELINE_REASONS[
+        "", "source of tcgen05.cp: base offset"
+    ],
     ("", "delete bar.warp.sync"): PIPELINE_REASONS["gemm_nvfp4", "delete bar.warp.sync"],
     ("", "delete mbarrier.try_wait"): _LAST,
     ("", "parity flipped"): (
@@ -245,5 +250,7 @@ def write(outcomes: list[Outcome]) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    write([attempt(mutant) for mutant in every()])
+    with ProcessPoolExecutor(
+        mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        write(list(pool.map(attempt, every(), chunksize=8)))

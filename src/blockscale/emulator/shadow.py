@@ -161,6 +161,10 @@ class Shadow:
             tensor = self.order.tensor_view(actor)
             if tensor is not None:
                 found, lacks = self.readers.unseen(cells, at, (tensor[None], None)), "tcgen05_order"
+            if found is None and "proxy_reads" in self.alarms.checks:
+                through_proxy = self.order.view_of(actor)[1]
+                found = self.readers.unseen(cells, at, (through_proxy[None], None), actor.since)
+                lacks = "proxy_reads"
         if found is not None:
             cell, writer, column, event = found
             who = writer if actor is None else actor
@@ -210,10 +214,10 @@ class Shadow:
                 f"{other} by {there}: ::before_thread_sync goes before the release, "
                 "::after_thread_sync after the acquire"
             )
-        elif lacks == "fence":
+        elif lacks in ("fence", "proxy_reads"):
             message = (
                 f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy "
-                f"after the ordinary write by {there}"
+                f"after the ordinary {other} by {there}"
             )
         elif order.of_one_warp(agent, column, event):
             kind = "lanes"
