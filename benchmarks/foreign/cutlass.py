@@ -1,0 +1,42 @@
+"""CUTLASS's examples 72a, 72b and 72c: block-scaled GEMMs for sm_100, with their own main().
+
+Its main() fills the operands, builds tensor maps and arguments, launches the kernel and compares with a
+reference on the host; what it prints at the end is taken for the answer. Scales are random, not only
+powers of two, and sums are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from .kernel import Launch
+from .program import Program, run_program
+
+VERSION = "dcf215af68a2d08d305076c152a06f201728cd53"  # v4.7.0
+FLAGS = (
+    "nvcc 13.0.88 -std=c++17 -O2 -shared -Xcompiler -fPIC -cudart none --no-compress -lineinfo "
+    "--expt-relaxed-constexpr -gencode arch=compute_100a,code=compute_100a, with the folders "
+    "include, tools/util/include and examples/common"
+)
+FOLDER = "examples/72_blackwell_narrow_precision_gemm"
+
+
+def run(name: str, arguments: tuple[str, ...], launch: Launch) -> bool:
+    code, said = run_program(launch.folder / f"{name}.so", arguments, launch)
+    passed = code == 0 and "Disposition: Passed" in said
+    if not passed:
+        print(f"{name} left with {code} and said:\n{said}", file=sys.stderr)
+    return passed
+
+
+def example(name: str, *arguments: str) -> Program:
+    """The kernel of ``name``.cu, for a problem that its options describe."""
+    made = f"{FOLDER}/{name}.cu as a shared library: {FLAGS}; run with {' '.join(arguments)}"
+    whole = partial(run, name, (*arguments, "--iterations=0"))
+    return Program(name, "CUTLASS", VERSION, "sm_100a", "device_kernel", made, whole)
+
+
+KERNELS = [
+    example("72a_blackwell_nvfp4_bf16_gemm", "--m=512", "--n=256", "--k=512"),
+]
