@@ -26,13 +26,17 @@ __all__ = ["Runtime"]
 _ALIGNMENT = 256  # of what cudaMalloc returns
 _VERSION = 13000
 
-# Members of enumerations of cuTensorMapEncodeTiled (cuda.h), in order.
-_ELEMENTS = "u8 u16 u32 s32 u64 s64 f16 f32 f64 bf16 f32_ftz tf32 tf32_ftz".split()
-_ELEMENTS += "b4x16_align8 b4x16_align16 b6x16_align16".split()
-_INTERLEAVES = "none 16B 32B".split()
-_SWIZZLES = "none 32B 64B 128B 128B_atom_32B 128B_atom_32B_flip_8B 128B_atom_64B".split()
-_PROMOTIONS = "none 64B 128B 256B".split()
-_FILLS = "zeros nan".split()
+# Members of the enumerations of cuTensorMapEncodeTiled (cuda.h), in order.
+_ELEMENTS = (
+    "u8 u16 u32 s32 u64 s64 f16 f32 f64 bf16 f32_ftz tf32 tf32_ftz "
+    "b4x16_align8 b4x16_align16 b6x16_align16"
+)
+_CHOICES = {
+    "interleave": "none 16B 32B",
+    "swizzle": "none 32B 64B 128B 128B_atom_32B 128B_atom_32B_flip_8B 128B_atom_64B",
+    "l2_promotion": "none 64B 128B 256B",
+    "oob_fill": "zeros nan",
+}
 
 
 class _Properties(ctypes.Structure):
@@ -257,18 +261,16 @@ def _entry_point(
 def _encode_tiled(
     runtime: Runtime, out: int, element: int, rank: int, address: int, *rest: int
 ) -> None:  # fmt: skip
-    shape, strides, box, steps, interleave, swizzle, promotion, fill = rest
+    shape, strides, box, steps, *chosen = rest
+    choices = zip(_CHOICES.items(), chosen, strict=True)
     found = em.TensorMap(
         address,
-        _ELEMENTS[element],
+        _ELEMENTS.split()[element],
         _numbers(shape, rank, ctypes.c_uint64),
         _numbers(strides, rank - 1, ctypes.c_uint64),
         _numbers(box, rank, ctypes.c_uint32),
         _numbers(steps, rank, ctypes.c_uint32),
-        swizzle=_SWIZZLES[swizzle],
-        interleave=_INTERLEAVES[interleave],
-        oob_fill=_FILLS[fill],
-        l2_promotion=_PROMOTIONS[promotion],
+        **{name: members.split()[number] for (name, members), number in choices},
     )
     ctypes.memmove(out, found.encode(), 128)
 

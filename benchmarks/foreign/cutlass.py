@@ -1,8 +1,10 @@
 """CUTLASS's examples 72a, 72b and 72c: block-scaled GEMMs for sm_100, with their own main().
 
-Its main() fills the operands, builds tensor maps and arguments, launches the kernel and compares with a
-reference on the host; what it prints at the end is taken for the answer. Scales are random, not only
-powers of two, and sums are compared bit for bit.
+main() fills the operands, builds tensor maps and arguments, launches the kernel and compares what
+it wrote with a reference on the host, bit for bit; what it prints of that is the answer.
+
+The problems are of three and six tiles with edges that are none of a tile's, and clusters of the
+grid are more than may start at once, so that some go on to a tile that they cancelled.
 """
 
 from __future__ import annotations
@@ -38,5 +40,7 @@ def example(name: str, *arguments: str) -> Program:
 
 
 KERNELS = [
-    example("72a_blackwell_nvfp4_bf16_gemm", "--m=512", "--n=256", "--k=512"),
+    example("72a_blackwell_nvfp4_bf16_gemm", "--m=712", "--n=296", "--k=1056", "--beta=0.5"),
+    example("72b_blackwell_nvfp4_nvfp4_gemm", "--m=384", "--n=256", "--k=1056", "--beta=0.5"),
+    example("72c_blackwell_mixed_mxfp8_bf16_gemm", "--m=712", "--n=296", "--k=896", "--beta=0.5"),
 ]

@@ -14,6 +14,7 @@ from blockscale import emulator as em
 
 __all__ = ["Foreign", "Launch", "allocated"]
 
+
 def allocated(array: np.ndarray) -> np.ndarray:
     """A copy that starts at a multiple of 256 bytes, as cudaMalloc's memory does."""
     room = np.empty(array.nbytes + 256, np.uint8)
@@ -89,9 +90,7 @@ class Foreign:
             raise FileNotFoundError(f"{path} is not there; to make it: {self.made}")
         return path.read_text()
 
-    def launch(
-        self, device: em.Device, ptx: str, folder: Path
-    ) -> tuple[bool, list[em.Report]]:
+    def launch(self, device: em.Device, ptx: str, folder: Path) -> tuple[bool, list[em.Report]]:
         """Run it: whether the output is right, and a report of each launch."""
         launch = Launch(device, ptx, self.entry, folder / self.project)
         return self.run(launch), launch.reports

@@ -1,4 +1,4 @@
-"""Programs that nvcc compiled, run with their own main() against the emulated runtime of ``cudart``.
+"""Programs that nvcc compiled, with their own main() against the emulated runtime of ``cudart``.
 
 A program is a shared library, made with ``nvcc -shared -cudart none --no-compress`` for a virtual
 architecture: it holds its PTX as text, and leaves the functions of the CUDA runtime to others. Here

@@ -37,9 +37,7 @@ def kernels() -> list[Foreign]:
     return [kernel for module in modules for kernel in getattr(module, "KERNELS", ())]
 
 
-def outcome(
-    kernel: Foreign, ptx: str, folder: Path, completion: str, seed: int
-) -> dict[str, Any]:
+def outcome(kernel: Foreign, ptx: str, folder: Path, completion: str, seed: int) -> dict[str, Any]:
     """Of one run: right, wrong, or what the emulator refused; and its alarms."""
     known = HERE / f"{kernel.project}.suppress"
     device = em.Device(
