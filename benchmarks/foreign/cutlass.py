@@ -21,7 +21,6 @@ FLAGS = (
     "--expt-relaxed-constexpr -gencode arch=compute_100a,code=compute_100a, with the folders "
     "include, tools/util/include and examples/common"
 )
-FOLDER = "examples/72_blackwell_narrow_precision_gemm"
 
 
 def run(name: str, arguments: tuple[str, ...], launch: Launch) -> bool:
@@ -32,15 +31,18 @@ def run(name: str, arguments: tuple[str, ...], launch: Launch) -> bool:
     return passed
 
 
-def example(name: str, *arguments: str) -> Program:
+def example(folder: str, name: str, problem: str) -> Program:
     """The kernel of ``name``.cu, for a problem that its options describe."""
-    made = f"{FOLDER}/{name}.cu as a shared library: {FLAGS}; run with {' '.join(arguments)}"
-    whole = partial(run, name, (*arguments, "--iterations=0"))
+    options = (*problem.split(), "--iterations=0")
+    made = f"examples/{folder}/{name}.cu as a shared library: {FLAGS}; run with {' '.join(options)}"
+    whole = partial(run, name, options)
     return Program(name, "CUTLASS", VERSION, "sm_100a", "device_kernel", made, whole)
 
 
+SCALED = "72_blackwell_narrow_precision_gemm"
 KERNELS = [
-    example("72a_blackwell_nvfp4_bf16_gemm", "--m=712", "--n=296", "--k=1056", "--beta=0.5"),
-    example("72b_blackwell_nvfp4_nvfp4_gemm", "--m=384", "--n=256", "--k=1056", "--beta=0.5"),
-    example("72c_blackwell_mixed_mxfp8_bf16_gemm", "--m=712", "--n=296", "--k=896", "--beta=0.5"),
+    example(SCALED, "72a_blackwell_nvfp4_bf16_gemm", "--m=712 --n=296 --k=1056 --beta=0.5"),
+    example(SCALED, "72b_blackwell_nvfp4_nvfp4_gemm", "--m=384 --n=256 --k=1056 --beta=0.5"),
+    example(SCALED, "72c_blackwell_mixed_mxfp8_bf16_gemm", "--m=712 --n=296 --k=896 --beta=0.5"),
+    example("70_blackwell_gemm", "70_blackwell_fp8_gemm", "--m=712 --n=208 --k=224 --beta=0.5"),
 ]

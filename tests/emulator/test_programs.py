@@ -15,7 +15,8 @@ from blockscale import emulator as em
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SOURCE = Path(__file__).with_name("program.cu")
-MADE = "-shared -Xcompiler -fPIC -cudart none -gencode arch=compute_90a,code=compute_90a".split()
+OPTIONS = "-std=c++17 -shared -Xcompiler -fPIC -cudart none -gencode"
+VIRTUAL = "arch=compute_90a,code=compute_90a"
 
 pytestmark = pytest.mark.skipif(
     not all(map(shutil.which, ("nvcc", "gcc", "nm"))), reason="nvcc, gcc and nm are not on PATH"
@@ -38,7 +39,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compiled(out: Path, *options: str) -> Path:
-    command = ["nvcc", "-std=c++17", *MADE, *options, str(SOURCE), "-o", str(out)]
+    command = ["nvcc", *OPTIONS.split(), VIRTUAL, *options, str(SOURCE), "-o", str(out)]
     subprocess.run(command, check=True, capture_output=True)
     return out
 
