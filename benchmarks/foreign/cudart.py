@@ -217,6 +217,11 @@ def _set(runtime: Runtime, address: int, value: int, size: int, stream: int = 0)
     ctypes.memset(address, value, size)
 
 
+def _set_words(runtime: Runtime, address: int, value: int, count: int, stream: int) -> None:
+    runtime.check(address, 4 * count)
+    (ctypes.c_int32 * count).from_address(address)[:] = [value] * count
+
+
 # What the device is -------------------------------------------------------------------------------
 
 
@@ -307,4 +312,7 @@ _RUNTIME: _Table = {
     "cudaGetErrorString": (_error_text, "i"),
     "cudaGetDriverEntryPointByVersion": (_entry_point, "ppilp"),
 }
-_DRIVER: _Table = {"cuTensorMapEncodeTiled": (_encode_tiled, "piippppp" + "iiii")}
+_DRIVER: _Table = {
+    "cuMemsetD32Async": (_set_words, "pilp"),
+    "cuTensorMapEncodeTiled": (_encode_tiled, "piippppp" + "iiii"),
+}
