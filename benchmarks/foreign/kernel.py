@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from blockscale import emulator as em
 
 __all__ = ["Foreign", "Launch", "allocated"]
 
-Launch = Callable[..., em.Report]  # Device.launch without its first two arguments
-
 
 def allocated(array: np.ndarray) -> np.ndarray:
     """A copy that starts at a multiple of 256 bytes, as cudaMalloc's memory does."""
@@ -24,6 +22,40 @@ def allocated(array: np.ndarray) -> np.ndarray:
     copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
+
+
+@dataclass
+class Launch:
+    """Launches of one module; called with what ``Device.launch`` takes after the name of the entry.
+
+    Attributes:
+        device: where they go.
+        ptx: the module.
+        entry: part of the name of the entry that no other entry has.
+        folder: of what the project's own build made.
+        reports: one of each launch so far.
+    """
+
+    device: em.Device
+    ptx: str
+    entry: str
+    folder: Path
+    reports: list[em.Report] = field(default_factory=list)
+
+    def __call__(self, *args: Any, **named: Any) -> em.Report:
+        self.reports.append(self.device.launch(self.ptx, self._name(), *args, **named))
+        return self.reports[-1]
+
+    def _name(self) -> str:
+        listed = r"^\s*(?:\.visible |\.weak )*\.entry\s+(\S+?)\("
+        names: list[Any] = re.findall(listed, self.ptx, re.M)
+        found = [name for name in names if self.entry in name]
+        if len(found) != 1:
+            raise ValueError(
+                f"entry: {self.entry!r} is in {len(found)} of the names {', '.join(names)}; "
+                "give a part that one of them has"
+            )
+        return str(found[0])
 
 
 @dataclass(frozen=True)
@@ -39,9 +71,8 @@ class Foreign:
             names are long.
         made: how the PTX is made, in words: which file of theirs, which arguments of the
             template, which flags.
-        run: builds arguments and tensor maps, calls its argument once or more with what
-            ``Device.launch`` takes after the name of the entry, and compares with a reference
-            that numpy or torch compute independently.
+        run: builds arguments and tensor maps, calls its argument once or more, and compares with
+            a reference that numpy or torch compute independently.
     """
 
     name: str
@@ -59,22 +90,7 @@ class Foreign:
             raise FileNotFoundError(f"{path} is not there; to make it: {self.made}")
         return path.read_text()
 
-    def launch(self, device: em.Device, ptx: str) -> tuple[bool, list[em.Report]]:
+    def launch(self, device: em.Device, ptx: str, folder: Path) -> tuple[bool, list[em.Report]]:
         """Run it: whether the output is right, and a report of each launch."""
-        reports: list[em.Report] = []
-
-        def launch(*args: Any, **named: Any) -> em.Report:
-            reports.append(device.launch(ptx, self._entry(ptx), *args, **named))
-            return reports[-1]
-
-        return self.run(launch), reports
-
-    def _entry(self, ptx: str) -> str:
-        names: list[Any] = re.findall(r"^\s*(?:\.visible |\.weak )*\.entry\s+(\S+?)\(", ptx, re.M)
-        found = [name for name in names if self.entry in name]
-        if len(found) != 1:
-            raise ValueError(
-                f"entry: {self.entry!r} is in {len(found)} of the names {', '.join(names)}; "
-                "give a part that one of them has"
-            )
-        return str(found[0])
+        launch = Launch(device, ptx, self.entry, folder / self.project)
+        return self.run(launch), launch.reports

@@ -37,7 +37,7 @@ def kernels() -> list[Foreign]:
     return [kernel for module in modules for kernel in getattr(module, "KERNELS", ())]
 
 
-def outcome(kernel: Foreign, ptx: str, completion: str, seed: int) -> dict[str, Any]:
+def outcome(kernel: Foreign, ptx: str, folder: Path, completion: str, seed: int) -> dict[str, Any]:
     """Of one run: right, wrong, or what the emulator refused; and its alarms."""
     known = HERE / f"{kernel.project}.suppress"
     device = em.Device(
@@ -50,7 +50,7 @@ def outcome(kernel: Foreign, ptx: str, completion: str, seed: int) -> dict[str, 
     start = time.perf_counter()
     found: dict[str, Any] = {}
     try:
-        right, reports = kernel.launch(device, ptx)
+        right, reports = kernel.launch(device, ptx, folder)
     except em.PtxError as error:
         found["said"] = f"{type(error).__name__}: {error}"
     else:
@@ -69,7 +69,7 @@ def prove(kernel: Foreign, folder: Path, seeds: int) -> dict[str, Any]:
     orders = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(seeds))]
     runs = {}
     for completion, seed in orders:
-        found = outcome(kernel, ptx, completion, seed)
+        found = outcome(kernel, ptx, folder, completion, seed)
         if "alarms" in found:  # sources lie in the folder, wherever that is
             found["alarms"] = [a.replace(f"{folder.resolve()}/", "") for a in found["alarms"]]
         runs[f"{completion} {seed}"] = found

@@ -21,8 +21,9 @@ from unittest.mock import patch
 import numpy as np
 
 from .device import Device
-from .hostcode import HostCode, device_attributes, landing, settings
+from .hostcode import HostCode, landing, settings
 from .report import Report
+from .runtime import device_attributes
 
 __all__ = ["cutedsl"]
 

@@ -21,46 +21,11 @@ from typing import Any
 import numpy as np
 
 from .device import Device
-from .parse import parse_once
 from .program import PtxError
 from .report import Report
+from .runtime import c_function, device_attribute, read_launch, read_parameters
 
-__all__ = ["HostCode", "device_attributes", "landing", "settings"]
-
-_FAILED = 719  # cudaErrorLaunchFailure: makes host code return; what went wrong is raised after
-
-# What cudaDeviceGetAttribute answers: number of the attribute (CUDA runtime API, enum
-# cudaDeviceAttr) and value; first of all devices, then of an H200, a B200 and a B300.
-_ATTRIBUTES = {
-    1: 1024,  # threads in a block
-    8: 48 * 1024,  # shared memory of a block that does not ask for more
-    10: 32,  # threads in a warp
-    12: 65536,  # registers of a block
-    39: 2048,  # threads on an SM
-    81: 228 * 1024,  # shared memory of an SM
-    82: 65536,  # registers of an SM
-    95: 1,  # cooperative launches
-    97: 227 * 1024,  # shared memory of a block that asks
-    106: 32,  # blocks on an SM
-    111: 1024,  # shared memory of a block that belongs to the system
-}
-# 16: SMs; 38: bytes of L2 cache; 75, 76: compute capability
-_TARGETS = {
-    "sm_90a": {16: 132, 38: 50 << 20, 75: 9, 76: 0},
-    "sm_100a": {16: 148, 38: 126 << 20, 75: 10, 76: 0},
-    "sm_103a": {16: 148, 38: 126 << 20, 75: 10, 76: 3},
-}
-
-# Launch attributes (enum cudaLaunchAttributeID): the cluster, leave to overlap the launch before,
-# and those that change no result here, hints and priorities.
-_CLUSTER = 4
-_PROGRAMMATIC = 6
-_HINTS = {0, 1, 2, 3, 5, 8, 9, 10, 11}
-
-
-def device_attributes(target: str) -> Mapping[int, int]:
-    """Numbers of CUDA device attributes to their values."""
-    return _ATTRIBUTES | _TARGETS[target]
+__all__ = ["HostCode", "landing", "settings"]
 
 
 def settings() -> Any:
@@ -202,49 +167,15 @@ def landing(
             raise call.failure from None
 
 
-class _Config(ctypes.Structure):
-    """cudaLaunchConfig_t"""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("shared", ctypes.c_size_t),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("count", ctypes.c_uint32),
-    ]
-
-
-class _Attribute(ctypes.Structure):
-    """cudaLaunchAttribute"""
-
-    _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
-
-
 def _launch(call: _Call, config: int, kernel: int, parameters: int) -> None:
-    c = _Config.from_address(config)
-    cluster, programmatic = None, False
-    for attribute in (_Attribute * c.count).from_address(c.attributes) if c.count else ():
-        if attribute.id == _CLUSTER:
-            cluster = tuple(attribute.value[:3])
-        elif attribute.id == _PROGRAMMATIC:
-            programmatic = attribute.value[0] != 0
-        elif attribute.id not in _HINTS:
-            raise PtxError(f"launch attribute {attribute.id}: not supported")
-    name = call.host.kernels[kernel - 1]
-    wanted = parse_once(call.host.ptx, name).functions[name].parameters
-    places = (ctypes.c_void_p * len(wanted)).from_address(parameters) if wanted else ()
+    ptx, name = call.host.ptx, call.host.kernels[kernel - 1]
     report = call.device.launch(
-        call.host.ptx,
+        ptx,
         name,
-        tuple(c.grid),
-        tuple(c.block),
-        [ctypes.string_at(at, p.nbytes) for at, p in zip(places, wanted, strict=True)],
-        cluster=cluster,
-        shared=c.shared,
+        args=read_parameters(ptx, name, parameters),
         buffers=call.buffers,
         profile=call.profile,
-        programmatic=programmatic,
+        **read_launch(config),
     )
     call.reports.append(report)
 
@@ -255,10 +186,7 @@ def _get_kernel(call: _Call, out: int, library: int, name: int) -> None:
 
 
 def _device_attribute(call: _Call, out: int, attribute: int, ordinal: int) -> None:
-    known = device_attributes(call.device.target)
-    if attribute not in known:
-        raise PtxError(f"device attribute {attribute}: the emulated devices have no value for it")
-    ctypes.c_int32.from_address(out).value = known[attribute]
+    ctypes.c_int32.from_address(out).value = device_attribute(call.device.target, attribute)
 
 
 def _kernel_attribute(call: _Call, out: int, attribute: int, kernel: int, ordinal: int) -> None:
@@ -285,7 +213,7 @@ def _nothing(call: _Call, *_: int) -> None:
     """Limits that Device.launch checks itself; streams, which have nothing left to do."""
 
 
-_RUNTIME: dict[str, tuple[Callable[..., None], str]] = {  # arguments: p a pointer, i an int
+_RUNTIME: dict[str, tuple[Callable[..., None], str]] = {  # kinds of c_function
     "_cudaLaunchKernelEx": (_launch, "ppp"),
     "_cudaLibraryLoadData": (_nothing, "ppppippi"),
     "_cudaLibraryGetKernel": (_get_kernel, "ppp"),
@@ -300,7 +228,6 @@ _RUNTIME: dict[str, tuple[Callable[..., None], str]] = {  # arguments: p a point
     "_cudaStreamSynchronize": (_nothing, "p"),
     "cuda_dialect_init_library_once": (_load_once, "pppp"),
 }
-_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int32}
 
 
 @lru_cache(maxsize=1)
@@ -313,18 +240,7 @@ def _functions() -> Mapping[str, Any]:
 
 
 def _exported(function: Callable[..., None], kinds: str) -> Any:
-    """A C function. No exception can pass through host code: it waits in the call."""
-
-    def body(*args: int | None) -> int:
-        call = _calls.get()
-        try:
-            function(call, *(arg or 0 for arg in args))
-        except BaseException as error:
-            call.failure = call.failure or error
-            return _FAILED
-        return 0
-
-    return ctypes.CFUNCTYPE(ctypes.c_int32, *(_KINDS[kind] for kind in kinds))(body)
+    return c_function(function, kinds, _calls.get)
 
 
 def _missing(name: str) -> Any:
