@@ -39,7 +39,7 @@ def kernels() -> list[Foreign]:
 
 def outcome(kernel: Foreign, ptx: str, folder: Path, completion: str, seed: int) -> dict[str, Any]:
     """Of one run: right, wrong, or what the emulator refused; and its alarms."""
-    known = HERE / f"{kernel.project}.suppress"
+    known = HERE / f"{kernel.project.lower()}.suppress"
     device = em.Device(
         kernel.target,
         completion=completion,

@@ -28,54 +28,17 @@ sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 from mutation import FOLDER, POLICIES, Mutant, Outcome, Reasons, mutants, summary, trial
 from mutation import REASONS as PIPELINE_REASONS
 from mutation_rules import PRODUCT_RULES, RULES, Rule
+from mutation_spelling import lines_that_run, respelled
 from sm100_inputs import emulated, operand, product, rounded
 
 from blockscale import emulator as em
 from blockscale.dtypes import BFLOAT16, FLOAT32, to_torch
-from blockscale.emulator import device
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.sm100.config import Config
 
 RESULTS = FOLDER / "emulator_mutants_sm100.json"
 ORDERS = POLICIES[:3]  # late, eager, random: a run takes a second or more
 _SECONDS = 90
-
-#: Of inline assembly: declarations -> names that registers get there.
-_NAMES = {
-    ".reg .b64 a, b; .reg .b32 i;": {"a": "%rd9001", "b": "%rd9002", "i": "%r9003"},
-    ".reg .b64 s;": {"s": "%rd9001"},
-    ".reg .b16 m;": {"m": "%rs9001"},
-    ".reg .b32 a;": {"a": "there"},
-}
-#: Numbers that become registers.
-_NUMBERS = (
-    r"(mbarrier\.arrive\.expect_tx\S+ _, \[%r\d+\], )(\d+)(;)",
-    r"(mbarrier\.try_wait\S+ p, \[%r\d+\], )(\d+)(;)",
-    r"(tcgen05\.alloc\S+ \[%r\d+\], )(\d+)(;)",
-    r"(mapa\S+ there, %r\d+, )(\d+)(;)",
-    r"(cp\.async\.bulk\.tensor\S+ (?:\[%r\d+\], )?\[%rd\d+, \{)(\d+)(, [^;]*;)",
-    r"(cp\.async\.bulk\.tensor\S+ (?:\[%r\d+\], )?\[%rd\d+, \{%r\d+, )(\d+)(\}[^;]*;)",
-)
-_SUM = r"((?:mbarrier|cp)\.[^;\n]*?)\[(%r\d+)\+(-?\d+)\]([^;]*;)"
-
-
-def respelled(ptx: str) -> str:
-    """The same program in the words of ``mutation_rules``."""
-    lines = re.sub(r"[ \t]+", " ", ptx).split("\n")
-    for i, line in enumerate(lines):
-        for declared, names in _NAMES.items():
-            if declared in line:
-                for old, new in names.items():
-                    line = re.sub(rf"(?<![\w.%]){old}(?![\w.])", new, line)
-        lines[i] = line
-    text = "\n".join(lines)
-    for pattern in _NUMBERS:
-        text = re.sub(
-            pattern,
-            r"{ .reg .b32 %r9008; mov.b32 %r9008, \g<2>; \g<1>%r9008\g<3> }",
-            text,
-        )
-    return re.sub(_SUM, r"{ .reg .b32 %r9009; add.s32 %r9009, \2, \3; \1[%r9009]\4 }", text)
 
 
 @dataclass(frozen=True)
@@ -133,17 +96,7 @@ class Product:
     @cached_property
     def lines(self) -> frozenset[int]:
         """Of the text, those that run."""
-        found: set[int] = set()
-
-        def finish(watch: Any, codes: Any, alarms: Any) -> em.Report:
-            for code in codes:
-                pairs = zip(code.function.instructions, code.counts, strict=False)
-                found.update(ins.line for ins, count in pairs if count)
-            return em.Report({})
-
-        with patch.object(device, "finish", finish):
-            assert self.run("late")
-        return frozenset(found)
+        return lines_that_run(lambda: self.run("late"))
 
 
 KERNELS = {

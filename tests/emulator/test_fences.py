@@ -151,3 +151,60 @@ def test_each_tcgen05_fence_and_wait_is_needed(mark: str) -> None:
 @pytest.mark.parametrize("mark", ["BEFORE", "AFTER", "COMMITTED", "LOADED", "DONE"])
 def test_without_the_check_hardware_orders(mark: str) -> None:
     assert not alarms(without(mark), "all", "sm_100a")
+
+
+# --- Tensor Memory is ordered by execution --------------------------------------------------------
+
+#: Warp 1 stores to Tensor Memory and to ``word``; warp 0 frees after {end}, and reads ``word``.
+FREED = """.shared .b32 place; .shared .b32 word; .reg .b32 %a;
+    setp.lt.u32 %p1, %t, 32; setp.eq.u32 %p2, %t, 32; setp.ge.u32 %p3, %t, 64;
+    @%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [place], 32;
+    bar.sync 0;
+    ld.shared.u32 %a, [place];
+    @%p1 bra FREE;
+    @%p3 bra OTHERS;
+    add.u32 %r1, %a, 0x200000;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r1], {{%t}};
+    tcgen05.wait::st.sync.aligned;
+    @%p2 st.shared.u32 [word], 1;
+    tcgen05.fence::before_thread_sync; // BEFORE
+OTHERS:
+    {others}
+    bra END;
+FREE:
+    barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;
+    tcgen05.fence::after_thread_sync;
+    {reads}
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %a, 32;
+END:"""
+RELAXED = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"
+ORDERING = {"exit": "ret;", "relaxed arrive": RELAXED}
+READ = "ld.shared.u32 %r2, [word]; st.global.u32 [%out], %r2;"
+
+
+@pytest.mark.parametrize("others", ORDERING.values(), ids=ORDERING)
+def test_tensor_memory_is_ordered_by_execution(others: str) -> None:
+    assert not alarms(FREED.format(others=others, reads=""), "all,tcgen05_order", "sm_100a")
+
+
+@pytest.mark.parametrize("others", ORDERING.values(), ids=ORDERING)
+def test_shared_memory_is_not(others: str) -> None:
+    found = alarms(FREED.format(others=others, reads=READ), "all", "sm_100a")
+    assert len(found) == len(ORDERS)
+    assert all("st.shared.u32 of thread 32" in str(error) for error in found)
+
+
+def test_execution_is_needed() -> None:
+    never = FREED.replace("barrier.cluster", "// barrier.cluster")
+    found = alarms(never.format(others="ret;", reads=""), "all", "sm_100a")
+    assert len(found) == len(ORDERS)  # a race, or columns that are gone
+
+
+@pytest.mark.parametrize("others", ORDERING.values(), ids=ORDERING)
+def test_execution_composes_with_fences_alone(others: str) -> None:
+    lines = FREED.splitlines()
+    bare = "\n".join(line for line in lines if "BEFORE" not in line)
+    found = alarms(bare.format(others=others, reads=""), "all,tcgen05_order", "sm_100a")
+    assert len(found) == len(ORDERS)
+    assert all("missing tcgen05.fence::before_thread_sync" in str(error) for error in found)

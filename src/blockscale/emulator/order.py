@@ -11,6 +11,10 @@ columns: the last event of each that happens before whatever its owner does next
   (PTX ISA 8.6.1, proxy-preserved base causality order);
 - ``INITS``: those up to which mbarriers were initialized before a fence.mbarrier_init, which a
   relaxed arrival passes on, too (9.7.13.4);
+- ``RUN``: events that are over, whatever is said of memory: a relaxed arrival passes them on, and
+  so does the exit of a thread that others wait for. Tensor Memory is ordered by execution, for
+  "tcgen05.fence composes with execution ordering instructions" (9.7.16.6.3), the ISA's example
+  being a relaxed store and load;
 - ``PASSED``: those that a release tells to tcgen05 instructions elsewhere: all that do without
   tcgen05.fence::before_thread_sync, and those that had one, or a tcgen05.commit, after them;
 - ``TENSOR``: those that the owner's next tcgen05 instruction may rely on: what it waited for
@@ -36,15 +40,17 @@ __all__ = [
     "INITS",
     "MOST_COLUMNS",
     "PASSED",
+    "RUN",
     "SEEN",
     "TENSOR",
     "Actor",
     "Knowledge",
     "Order",
+    "executed",
     "joined",
 ]
 
-SEEN, FENCED, INITS, PASSED, TENSOR = range(5)
+SEEN, FENCED, INITS, RUN, PASSED, TENSOR = range(6)
 MOST_COLUMNS = 0xFFFF
 _NEVER = 0xFFFFFFFF
 _COPIES = 64  # columns of copies at the start: there are as many as it takes
@@ -62,6 +68,13 @@ def joined(first: Knowledge, second: Knowledge) -> Knowledge:
     part = both[:, : second.shape[1]]
     np.maximum(part, second, out=part)
     return both
+
+
+def executed(message: Knowledge) -> Knowledge:
+    """What of it needs no order of memory."""
+    left = message.copy()
+    left[:RUN] = 0
+    return left
 
 
 class _Pipe:
@@ -133,7 +146,7 @@ class Order:
         tensor: bool = False,
     ) -> None:  # fmt: skip
         self.warps, self.lanes, self.tensor = warps, lanes, tensor
-        self._rows = 1 + (TENSOR if tensor else INITS)
+        self._rows = 1 + (TENSOR if tensor else RUN)
         agents = ctas * warps * lanes
         pipes = ctas * (-(-warps // 4) + warps)
         self.agents = agents
@@ -247,16 +260,18 @@ class Order:
         return seen, which
 
     def release(self, agents: np.ndarray, relaxed: bool = False) -> Knowledge:
-        """What these agents pass on to who acquires it; relaxed: only what a fence precedes."""
+        """What these agents pass on to who acquires it; relaxed: of memory only what a fence
+        precedes."""
         tables = self._table_at_fence if relaxed else self._table_of
         message = self.join(self._tables[i] for i in self._distinct(tables[agents]))
         message[SEEN, agents] = self._own_at_fence[agents] if relaxed else self.now
         message[FENCED, agents] = self._own_fenced[agents]
         message[INITS, agents] = self._own_inits[agents]
+        message[RUN, agents] = self.now
         if self.tensor:
             message[PASSED, agents] = message[SEEN, agents]
             message[TENSOR] = 0
-        return message
+        return joined(message, executed(self.release(agents))) if relaxed else message
 
     def acquire(self, agents: np.ndarray, message: Knowledge) -> None:
         tables = self._table_of[agents]
@@ -396,6 +411,10 @@ class Order:
             np.maximum(known[TENSOR], known[PASSED], out=known[TENSOR])
         agent = int(agents[0])
         return Actor(agent, known, agent, None, self.tensor, generic=True)
+
+    def run_before(self, actor: Actor) -> np.ndarray:
+        """What is over when a work begins, whatever it may see of memory."""
+        return np.asarray(self._fit(actor.known)[RUN])
 
     def view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
         """What a work has seen, and what of that through its own proxy."""

@@ -135,7 +135,7 @@ class Shadow:
 
     def _ordered(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> np.ndarray:
         """Check an access against the writes before; what the work has seen."""
-        seen, through_proxy = self.order.view_of(actor)
+        seen, through_proxy = self._view_of(actor)
         at, strong, since = actor.column, actor.strong, actor.since
         late = self._unordered(cells, at, (through_proxy[None], None), strong, since)
         if late is not None:
@@ -148,6 +148,10 @@ class Shadow:
             if late is not None:
                 self._after_write(cells, actor, late, verb, site, lacks="tcgen05_order")
         return seen
+
+    def _view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
+        """What a work has seen, and what of that through its own proxy."""
+        return self.order.view_of(actor)
 
     # --- both ---
 

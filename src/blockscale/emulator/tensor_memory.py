@@ -11,6 +11,7 @@ import numpy as np
 from .engine import Work
 from .machine import CTA, Fragment
 from .memory import MemoryFault
+from .order import Actor
 from .ports import blank
 from .program import PtxError
 from .shadow import Shadow
@@ -88,9 +89,10 @@ class TensorMemory:
         if self.shadow is not None:
             assert work.actor is not None
             blanks = self.shadow.blanks
-            if kind == "read" and blanks is not None:
-                if blanks.has(region.cells, lambda: region.words):
-                    blank(work, lambda: blanks.masks(region.words, work.site()))
+            if kind == "read" and blanks is not None and blanks.has(
+                region.cells, lambda: region.words
+            ):  # fmt: skip
+                blank(work, lambda: blanks.masks(region.words, work.site()))
             check = self.shadow.read_by if kind == "read" else self.shadow.write_by
             check(region.cells, work.actor, work.site())
         if launch.watch is not None:
@@ -167,6 +169,12 @@ class _Shadow(Shadow):
     def _blanks(self, cells: int) -> Blanks:
         """With a mask for each word."""
         return Blanks(self, cells * _RUN, np.uint32)
+
+    def _view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
+        """tcgen05 instructions alone reach it, and for them it is enough what ran before; whether
+        the fences are there is tcgen05_order's to say (9.7.16.6.3)."""
+        run = self.order.run_before(actor)
+        return run, run
 
     def cells_of(self, items: np.ndarray) -> np.ndarray:
         return items // COLUMNS // _RUN * COLUMNS + items % COLUMNS

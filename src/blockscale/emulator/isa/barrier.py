@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..machine import CTA, Fragment, Split, Step, Wait
-from ..order import Knowledge, joined
+from ..order import Knowledge, executed, joined
 from .registry import Form, instruction
 
 _NONE, _HALF, _ARRIVING = -1, -2, -3
@@ -166,7 +166,8 @@ def bar(form: Form) -> Step:
 
 
 class ClusterBarrier:
-    """The one barrier of a cluster; threads that have exited count as arrived."""
+    """The one barrier of a cluster. Threads that have exited are not waited for: that they are
+    over is known to those who wait, but not what they did to memory, which arrivals tell."""
 
     def __init__(self, ctas: list[CTA]) -> None:
         self.ctas = ctas
@@ -177,6 +178,11 @@ class ClusterBarrier:
     def settle(self) -> None:
         pairs = list(zip(self.ctas, self.ticket, strict=True))
         if all(((ticket == self.phase) | cta.exited).all() for cta, ticket in pairs):
+            for cta, ticket in pairs:
+                gone = np.nonzero(cta.exited & (ticket != self.phase))[0]
+                if len(gone) and cta.cluster.order is not None:
+                    known = cta.cluster.order.release(cta.agents(gone))
+                    pass_on(self.passed_on, self.phase, executed(known))
             self.phase += 1
 
 

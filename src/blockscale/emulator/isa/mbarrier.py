@@ -9,7 +9,7 @@ import numpy as np
 
 from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import SHARED_WINDOW, MemoryFault
-from ..order import Knowledge, joined
+from ..order import Knowledge, executed, joined
 from ..program import PtxError
 from .registry import Form, instruction
 
@@ -383,8 +383,9 @@ def wait(form: Form) -> Step:
         order = w.cta.cluster.order
         for phase, here in ended:
             phase.barrier.seen[int(threads[0])] = phase.number
-            if order is not None and not relaxed and phase.known is not None:
-                order.acquire(w.agents()[here], phase.known)
+            if order is not None and phase.known is not None:
+                known = executed(phase.known) if relaxed else phase.known
+                order.acquire(w.agents()[here], known)
         put(w, over)
         return None
 
