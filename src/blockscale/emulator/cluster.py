@@ -11,20 +11,21 @@ import numpy as np
 from .alarms import CLOCKED
 from .checks import Site
 from .engine import Engine
+from .knowledge import Actor
+from .launch import Launch
 from .machine import (
     CTA,
     Diverge,
     Event,
     Exit,
     Fragment,
-    Launch,
     Split,
     State,
     Switch,
     Wait,
 )
 from .memory import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
-from .order import Actor, Order
+from .order import Order
 from .program import PtxError
 from .shadow import Shadow
 

@@ -13,7 +13,8 @@ from .careful import careful, reads
 from .checks import Site
 from .isa.control import leave
 from .isa.steps import is_strong
-from .machine import CTA, Fragment, Launch
+from .launch import Launch
+from .machine import CTA, Fragment
 from .memory import LOCAL_WINDOW, SHARED_WINDOW
 from .ports import (
     read_global,

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .alarms import Alarms
     from .code import Code
     from .engine import Work
-    from .machine import CTA, Fragment, Launch, Wait
+    from .launch import Launch
+    from .machine import CTA, Fragment, Wait
     from .memory import GlobalMemory
 
 __all__ = ["Collector", "collect", "finish"]

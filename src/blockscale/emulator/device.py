@@ -19,7 +19,7 @@ from .code import Program
 from .collect import collect, finish
 from .engine import COMPLETIONS
 from .grid import run_grid
-from .machine import Launch, Settings
+from .launch import Launch, Settings
 from .memory import SYSTEM_SHARED, GlobalMemory
 from .parse import parse_once
 from .program import Address, Function, Module, PtxError, Symbol

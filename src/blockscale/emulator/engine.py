@@ -21,8 +21,8 @@ from .undefined import Origin, View
 
 if TYPE_CHECKING:
     from .checks import Site
+    from .knowledge import Actor, Knowledge
     from .machine import CTA, Fragment
-    from .order import Actor, Knowledge
     from .watch import Watch
 
 __all__ = ["COMPLETIONS", "Engine", "Work"]

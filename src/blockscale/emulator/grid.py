@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from .cluster import Cluster
+from .launch import Launch, Settings
 from .livelock import Circles
-from .machine import Deadlock, Launch, Settings, State
+from .machine import Deadlock, State
 
 __all__ = ["run_grid"]
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .cluster import Cluster
-from .machine import CTA, Fragment, Launch
+from .launch import Launch
+from .machine import CTA, Fragment
 
 __all__ = ["Circles"]
 

@@ -12,28 +12,25 @@ an int (jump), or an :class:`Event`.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .alarms import Alarms
 from .checks import Site
-from .memory import RANK_SHIFT, SYSTEM_SHARED, Buffer, GlobalMemory
+from .memory import RANK_SHIFT, SYSTEM_SHARED
 from .program import Function, PtxError, Register, type_bytes
 from .shadow import Shadow
 from .undefined import Origin
 from .users import Users
-from .watch import Watch
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .engine import Work
-    from .workers import Peers
+    from .launch import Launch
 
 __all__ = [
     "CTA",
@@ -44,8 +41,6 @@ __all__ = [
     "Flight",
     "Fragment",
     "Frame",
-    "Launch",
-    "Settings",
     "Split",
     "Stack",
     "State",
@@ -373,42 +368,3 @@ class CTA:
             self.fragments = [f for f in self.fragments if f not in twins]
         best.wait = None
         return best
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How a device behaves where hardware leaves it open, and what it looks after."""
-
-    target: str = "sm_90a"
-    completion: str = "eager"
-    seed: int = 0
-    exact: bool = False  # sums of the tensor cores
-    resident: int | None = None  # clusters that start at once
-
-
-@dataclass(slots=True)
-class Launch:
-    """What a kernel was launched with."""
-
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    shared_bytes: int  # static and dynamic
-    dynamic_shared: int
-    static_shared: dict[str, int]  # name -> offset in shared memory
-    memory: GlobalMemory
-    parameters: Buffer
-    parameter_offsets: dict[str, int]
-    module_variables: dict[str, Buffer]
-    settings: Settings
-    cell: int  # bytes of shared memory that the checks tell apart
-    programmatic: bool  # it may start before the kernel before is over, and races are looked for
-    waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # clusters not yet started
-    peers: Peers | None = None  # the other processes that run some of its clusters
-    ticks: int = 0  # readings of clocks
-    watch: Watch | None = None
-    alarms: Alarms = field(default_factory=Alarms)
-    #: Memory at global addresses that no kernel writes.
-    constants: tuple[Buffer, ...] = ()
-    #: Around atomic operations on global memory.
-    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)

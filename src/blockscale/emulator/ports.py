@@ -19,7 +19,8 @@ from .undefined import Blank, Origin, Undefined, View, used
 
 if TYPE_CHECKING:
     from .cluster import Cluster
-    from .machine import CTA, Fragment, Launch
+    from .launch import Launch
+    from .machine import CTA, Fragment
 
 __all__ = [
     "STORED",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .checks import Site
-from .order import Actor, Order
+from .knowledge import Actor
+from .order import Order
 from .readers import Readers, View, seen_events
 from .undefined import Blanks
 

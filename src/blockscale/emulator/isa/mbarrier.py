@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..knowledge import Knowledge, joined
 from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import SHARED_WINDOW, MemoryFault
-from ..order import Knowledge, joined
 from ..program import PtxError
 from .registry import Form, instruction
 
