@@ -208,7 +208,7 @@ class Collector(Watch):
         if w in standing:
             self._goes_on(w.cta, standing.pop(w), tick)
         place = self._place(w.frame.code, w.pc)
-        standing[w] = _Standing(w.threads, place, f"CTA {w.cta.index}: {wait.why()}")
+        standing[w] = _Standing(w.threads, place, f"{w.cta}: {wait.why()}")
 
     def _goes_on(self, cta: CTA, wait: _Standing, tick: int) -> None:
         start = tick if wait.start is None else wait.start

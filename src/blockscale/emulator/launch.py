@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .alarms import Alarms
+from .clock import Clock
 from .memory import Buffer, GlobalMemory
 
 if TYPE_CHECKING:
@@ -45,12 +47,18 @@ class Launch:
     settings: Settings
     cell: int  # bytes of shared memory that the checks tell apart
     programmatic: bool  # it may start before the kernel before is over, and races are looked for
+    clock: Clock
+    rank: int | None  # among launches that run together
+    device: int  # the number of its device among theirs
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # clusters not yet started
     peers: Peers | None = None  # the other processes that run some of its clusters
-    ticks: int = 0  # readings of clocks
     watch: Watch | None = None
     alarms: Alarms = field(default_factory=Alarms)
     #: Memory at global addresses that no kernel writes.
     constants: tuple[Buffer, ...] = ()
     #: Around atomic operations on global memory.
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+    @property
+    def clusters(self) -> int:
+        return math.prod(-(-g // c) for g, c in zip(self.grid, self.cluster, strict=True))

@@ -90,11 +90,13 @@ class Wait(Event):
     """Do this instruction again when ``ready`` says so; ``why`` is for the deadlock report.
 
     With ``may_fail`` it may also be done again without that: Fragment.gives_up then holds.
+    ``until``: the time at which it is ready, ns.
     """
 
     ready: Callable[[], bool]
     why: Callable[[], str]
     may_fail: bool = False
+    until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class State(Enum):
 
     DONE = "every thread has exited"
     STUCK = "nothing can move"
+    IDLE = "nothing can move before time passes"
     RUNNING = "there is more to run"
 
 
@@ -226,7 +229,7 @@ class Fragment:
         lanes = ""
         if len(full) != self.n:
             lanes = f" lane {_ranges(sorted({int(t) % 32 for t in self.threads}))}"
-        where = f"CTA {self.cta.index}, warp {_ranges(warps)}{lanes}"
+        where = f"{self.cta}, warp {_ranges(warps)}{lanes}"
         return f"{where}, {self.frame.code.location(self.pc)}"
 
     def site(self) -> Site:
@@ -272,6 +275,7 @@ class CTA:
         self.exited = np.zeros(self.size, bool)
         #: The phase of an mbarrier that a suspended thread waits for.
         self.awaited = np.full(self.size, None, object)
+        self.wake = np.zeros(self.size, np.int64)  # when threads that sleep wake up, ns; 0: awake
         self.barriers: dict[int, Any] = {}
         self.mbarriers: dict[int, Any] = {}
         self.groups: dict[str, Any] = {}  # of asynchronous copies, per kind
@@ -300,6 +304,10 @@ class CTA:
         self.local = np.concatenate([self.local, more], axis=1)
         return start
 
+    def __str__(self) -> str:
+        rank = self.launch.rank
+        return f"CTA {self.index}" + ("" if rank is None else f" of rank {rank}")
+
     @property
     def alive(self) -> bool:
         return bool(self.fragments)
@@ -326,7 +334,7 @@ class CTA:
             if event > known[agent]:
                 self.launch.alarms.tell(
                     "dsmem_exit",
-                    f"CTA {self.index} exits, and nothing orders that after an access to its "
+                    f"{self} exits, and nothing orders that after an access to its "
                     f"shared memory: {site}",
                     site,
                 )
@@ -337,7 +345,7 @@ class CTA:
         """Asynchronous work may still be in flight when the CTA, which it needs, is gone."""
         self.launch.alarms.tell(
             work.exit,
-            f"{work.location()} may still be in flight, and needs the memory of CTA {self.index}, "
+            f"{work.location()} may still be in flight, and needs the memory of {self}, "
             "which exits without having waited for it",
             work.site(),
         )
@@ -358,7 +366,7 @@ class CTA:
                 fragment.used = 0
             fresh = can
         best = max(fresh, key=lambda f: (len(f.stack), -f.pc))
-        if best.wait is not None:
+        if best.wait is not None and best.wait.until is None:
             self.cluster.resumed()
         twins = [f for f in can if f is not best and f.same_place(best)]
         if twins:

@@ -33,7 +33,7 @@ class TensorMemory:
         self.shadow: Shadow | None = None
         cluster = cta.cluster
         if cluster.order is not None:
-            name = f"{{}} of the Tensor Memory of CTA {cta.index}"
+            name = f"{{}} of the Tensor Memory of {cta}"
             self.shadow = _Shadow(name, LANES // _RUN * COLUMNS, cluster.order, cta.launch.alarms)
         cluster.at_end.append(self._check_end)
 
@@ -41,7 +41,7 @@ class TensorMemory:
         left = np.unique(self.owner[self.owner >= 0])
         if len(left):
             raise PtxError(
-                f"leak: CTA {self.cta.index} exits with {int((self.owner >= 0).sum())} columns of "
+                f"leak: {self.cta} exits with {int((self.owner >= 0).sum())} columns of "
                 f"Tensor Memory allocated, from column {int(left[0])}: tcgen05.dealloc is missing"
             )
 
