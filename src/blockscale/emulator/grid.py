@@ -3,7 +3,8 @@
 As many as are resident start together and take turns; the next one starts when one of them is over,
 or takes so long that it may be spinning on what others will write. Which of them runs, and how far,
 is the hardware's choice: under the policies eager and late they take equal turns, under random the
-seed draws how many there are, who is next and for how long. So it is with launches that run together.
+seed draws how many there are, who is next and for how long. So it is with launches
+that run together.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class Circles:
         self._outside: Any = None  # what clusters depend on besides their own state and the clock
         self._circles: dict[Cluster, _Circle] = {}
         self._closed: dict[Cluster, bool] = {}  # and whether they go by the clock
+        self._moved: dict[Cluster, int] = {}  # when something else happened in each
         self._seen_at = 0  # when they were looked at
         self._leap = _FIRST_LEAP
 
@@ -72,10 +73,16 @@ class Circles:
             started: how many have, and are not over.
             more: whether others will start.
         """
+        if state is State.DONE:
+            self._moved.pop(cluster, None)
+            self._forget(cluster)
+            return False
         idle = state is State.IDLE
+        if self._moved.get(cluster) != cluster.engine.moved:
+            self._moved[cluster] = cluster.engine.moved
+            self._leap = _FIRST_LEAP
         if not idle and (cluster.engine.flying or not cluster.engine.quiet):
             self._forget(cluster)
-            self._leap = _FIRST_LEAP
             return False
         memory = self._memory
         memory.changes = memory.changes or 0
@@ -90,7 +97,8 @@ class Circles:
         elif cluster not in self._closed:
             circle = self._circles.setdefault(cluster, _Circle())
             if circle.closed(cluster):
-                self._closed[cluster] = cluster.looked >= circle.began
+                since = cluster.engine.moved if cluster.may_fail else circle.began
+                self._closed[cluster] = cluster.looked >= since
         over, wakes = len(self._closed) == started, self._wakes()
         leaps = not more and self._may_leap()
         if self.peers is not None:
