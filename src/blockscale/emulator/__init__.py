@@ -1,6 +1,7 @@
 """Run compiled Hopper and Blackwell kernels on a CPU: PTX text and buffers in, memory out."""
 
 from .alarms import Alarm
+from .calls import Call, launch_together
 from .checks import DataRace, EarlyAccess, ExitRace, LaneRace, MissingFence, Uninitialized
 from .cutedsl import cutedsl
 from .device import Device
@@ -13,6 +14,7 @@ from .tensormap import TensorMap
 
 __all__ = [
     "Alarm",
+    "Call",
     "DataRace",
     "Deadlock",
     "Device",
@@ -27,4 +29,5 @@ __all__ = [
     "TensorMap",
     "Uninitialized",
     "cutedsl",
+    "launch_together",
 ]

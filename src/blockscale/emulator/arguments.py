@@ -17,24 +17,27 @@ __all__ = ["add_memory", "lay_out", "place_variables"]
 
 
 def lay_out(
-    function: Function, args: Sequence[Any], memory: GlobalMemory
+    function: Function, args: Sequence[Any], memory: GlobalMemory, whose: str = ""
 ) -> tuple[Buffer, dict[str, int]]:
-    """Lay out the kernel's parameters; buffers among them become global memory."""
+    """Lay out the kernel's parameters; buffers among them become global memory.
+
+    ``whose``: what to add to their names.
+    """
     wanted = function.parameters
     if len(args) != len(wanted):
-        raise ValueError(f"args: got {len(args)}, {function.name} takes {len(wanted)}")
+        raise ValueError(f"args{whose}: got {len(args)}, {function.name} takes {len(wanted)}")
     offsets: dict[str, int] = {}
     alive: list[Any] = []  # an address stays an array's own while the array lives
     data = bytearray()
     for i, (arg, parameter) in enumerate(zip(args, wanted, strict=True)):
         data += b"\0" * (-len(data) % parameter.align)
         offsets[parameter.name] = len(data)
-        data += _bytes(arg, parameter, f"args[{i}]", memory, alive)
+        data += _bytes(arg, parameter, f"args[{i}]{whose}", memory, alive)
     block = np.zeros(len(data) + 64, np.uint8)
     lead = -block.ctypes.data % 64
     block = block[lead : lead + len(data)]
     block[:] = np.frombuffer(bytes(data), np.uint8)
-    buffer = Buffer("the parameters", block.ctypes.data, block, writable=False)
+    buffer = Buffer(f"the parameters{whose}", block.ctypes.data, block, writable=False)
     return memory.add(buffer) if len(data) else buffer, offsets
 
 

@@ -11,20 +11,21 @@ import numpy as np
 from .alarms import CLOCKED
 from .checks import Site
 from .engine import Engine
+from .knowledge import Actor
+from .launch import Launch
 from .machine import (
     CTA,
     Diverge,
     Event,
     Exit,
     Fragment,
-    Launch,
     Split,
     State,
     Switch,
     Wait,
 )
 from .memory import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
-from .order import Actor, Order
+from .order import Order
 from .program import PtxError
 from .shadow import Shadow
 
@@ -70,12 +71,14 @@ class Cluster:
             cells = SYSTEM_SHARED + launch.shared_bytes
             for cta in self.ctas:
                 cta.shadow = Shadow(
-                    f"byte {{}} of the shared memory of CTA {cta.index}",
+                    f"byte {{}} of the shared memory of {cta}",
                     -(-cells // launch.cell), self.order, launch.alarms, launch.cell,
                 )  # fmt: skip
             self.order.users += [self._in_flight, *(cta.users.columns for cta in self.ctas)]
         self._forced = 0  # laps when a copy was last made to complete
         self._failures = 0  # rounds of waits that gave up since anything moved
+        self._idled = 0  # turns in which nothing could move
+        self.looked = -1  # the engine's tick when a thread last read the clock
 
     def _in_flight(self) -> list[int]:
         """Columns of the work in flight."""
@@ -102,7 +105,7 @@ class Cluster:
     def gone(self, cta: CTA, address: int, site: Site) -> None:
         """A thread reaches shared memory: that of a CTA which has exited is not there."""
         if not cta.alive:
-            message = f"shared address {address:#x} is of CTA {cta.index}, which has exited"
+            message = f"shared address {address:#x} is of {cta}, which has exited"
             self.launch.alarms.tell("dsmem_exit", message, site)
 
     def holds(self, address: int, size: int) -> bool:
@@ -121,15 +124,15 @@ class Cluster:
         cta = self.ctas[rank]
         if offset < SYSTEM_SHARED or offset + size > len(cta.shared):
             raise MemoryFault(
-                f"shared address {address:#x} (+{size}) is out of bounds: CTA {cta.index} has "
+                f"shared address {address:#x} (+{size}) is out of bounds: {cta} has "
                 f"{len(cta.shared) - SYSTEM_SHARED} bytes from {SYSTEM_SHARED:#x}"
             )
         return cta, offset
 
     @property
     def laps(self) -> int:
-        """Laps of the CTA that had most."""
-        return max(cta.laps for cta in self.ctas)
+        """Laps of the CTA that had most, and turns in which none could move."""
+        return max(cta.laps for cta in self.ctas) + self._idled
 
     @property
     def to_patience(self) -> int:
@@ -151,13 +154,38 @@ class Cluster:
             self._forced += self.patience - self.to_patience
             if self.engine.force():
                 self._failures = 0
-            elif not moved and not self._give_up():
+            elif not moved and (self.wake is not None or not self._give_up()):
                 if any(cta.alive for cta in self.ctas):
-                    return State.STUCK
+                    return self._stands()
                 for check in self.at_end:
                     check()
                 return State.DONE
         return State.RUNNING
+
+    def _waits(self) -> list[Wait]:
+        return [f.wait for cta in self.ctas for f in cta.fragments if f.wait is not None]
+
+    @property
+    def wake(self) -> int | None:
+        """When the first of its threads that sleep wakes up, ns."""
+        return min((wait.until for wait in self._waits() if wait.until is not None), default=None)
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether somebody waits who may be told that it was in vain."""
+        return any(wait.may_fail for wait in self._waits())
+
+    def _stands(self) -> State:
+        """Nothing can move: not before time has passed, if somebody sleeps or goes by the clock."""
+        if self.wake is None and self.looked < self.engine.moved:
+            return State.STUCK
+        self._idled += 1
+        return State.IDLE
+
+    def time_passed(self) -> None:
+        """Much of it: nobody is suspended for so long."""
+        self._failures = 0
+        self._give_up()
 
     def _give_up(self) -> bool:
         """Let those waits fail that may; not for ever while nothing else happens."""
@@ -186,7 +214,7 @@ def _run(cta: CTA, fragment: Fragment) -> None:
             meet = other.pc
     code = fragment.frame.code
     steps, counts, pc, n = code.steps, code.counts, fragment.pc, fragment.n
-    before, engine = fragment.used, cta.cluster.engine
+    before, engine, clock = fragment.used, cta.cluster.engine, cta.launch.clock
     engine.base = engine.tick - before
     try:
         for used in range(fragment.used + 1, cta.cluster.quantum + 1):
@@ -216,6 +244,8 @@ def _run(cta: CTA, fragment: Fragment) -> None:
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise _located(PtxError(f"emulator: {error!r}"), code, pc, fragment) from error
     finally:
+        if not engine.quiet:
+            clock.now += fragment.used - before
         engine.tick += fragment.used - before
         if engine.watch is not None:
             engine.watch.ran(fragment, engine.tick, fragment.used - before)

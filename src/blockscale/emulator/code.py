@@ -13,7 +13,8 @@ from .careful import careful, reads
 from .checks import Site
 from .isa.control import leave
 from .isa.steps import is_strong
-from .machine import CTA, Fragment, Launch
+from .launch import Launch
+from .machine import CTA, Fragment
 from .memory import LOCAL_WINDOW, SHARED_WINDOW
 from .ports import (
     read_global,
@@ -29,6 +30,18 @@ from .program import Address, Function, Module, PtxError, Symbol
 from .registers import guarded
 
 __all__ = ["Code", "Program"]
+
+
+_HALF = (1 << 32) - 1
+#: Registers that say the time, which is that of one clock, and which bits: a shift and a mask.
+_CLOCKS = {
+    "clock": (0, _HALF),
+    "clock_hi": (32, _HALF),
+    "clock64": (0, (1 << 64) - 1),
+    "globaltimer": (0, (1 << 64) - 1),
+    "globaltimer_lo": (0, _HALF),
+    "globaltimer_hi": (32, _HALF),
+}
 
 
 class Program:
@@ -146,7 +159,7 @@ class Code:
         key = (pc, cta.index)
         if key not in self._sites:
             ins = self.function.instructions[pc]
-            self._sites[key] = Site(ins.opcode, ins.line, f"CTA {cta.index}", self._source(pc))
+            self._sites[key] = Site(ins.opcode, ins.line, f"{cta}", self._source(pc))
         return self._sites[key]
 
     # --- memory ---
@@ -259,13 +272,9 @@ class Code:
         if base in constant:
             value = dtype.type(constant[base])
             return lambda w: value
-        if base in ("clock", "clock_hi", "clock64", "globaltimer", "globaltimer_lo"):
-
-            def now(w: Fragment) -> Any:
-                launch.ticks += 1  # each reading is later than the last
-                return dtype.type(launch.ticks)
-
-            return now
+        if base in _CLOCKS:
+            shift, mask = _CLOCKS[base]
+            return lambda w: dtype.type(launch.clock.read(w) >> shift & mask)
         of_cta: dict[str, Callable[[CTA], int]] = {
             "ctaid": lambda cta: cta.index[at],
             "clusterid": lambda cta: cta.cluster.index[at],

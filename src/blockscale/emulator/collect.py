@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .alarms import Alarms
     from .code import Code
     from .engine import Work
-    from .machine import CTA, Fragment, Launch, Wait
+    from .launch import Launch
+    from .machine import CTA, Fragment, Wait
     from .memory import GlobalMemory
 
 __all__ = ["Collector", "collect", "finish"]
@@ -207,7 +208,7 @@ class Collector(Watch):
         if w in standing:
             self._goes_on(w.cta, standing.pop(w), tick)
         place = self._place(w.frame.code, w.pc)
-        standing[w] = _Standing(w.threads, place, f"CTA {w.cta.index}: {wait.why()}")
+        standing[w] = _Standing(w.threads, place, f"{w.cta}: {wait.why()}")
 
     def _goes_on(self, cta: CTA, wait: _Standing, tick: int) -> None:
         start = tick if wait.start is None else wait.start

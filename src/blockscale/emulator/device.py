@@ -1,39 +1,22 @@
-"""The device: takes a launch apart, runs its clusters, reports."""
+"""The device, as users see it."""
 
 from __future__ import annotations
 
-import math
-import multiprocessing
-import operator
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from .alarms import ON_ERROR, Alarms, wanted
-from .arguments import add_memory, lay_out, place_variables
-from .code import Program
-from .collect import collect, finish
+from .alarms import ON_ERROR, wanted
+from .calls import Call, launch_together
 from .engine import COMPLETIONS
-from .grid import run_grid
-from .machine import Launch, Settings
-from .memory import SYSTEM_SHARED, GlobalMemory
-from .parse import parse_once
-from .program import Address, Function, Module, PtxError, Symbol
+from .launch import Settings
 from .report import Report
 from .suppressions import read_suppressions
-from .workers import Peers, run_forked
 
 __all__ = ["Device"]
 
 TARGETS = ("sm_90a", "sm_100a", "sm_103a")
-_MOST_SHARED = 227 * 1024
-_NARROW = {"b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16"}
-
-Dim = tuple[int, int, int]
 
 
 class Device:
@@ -85,9 +68,9 @@ class Device:
         if resident is not None and resident < 1:
             raise ValueError(f"resident: got {resident}; at least 1, or None")
         self.target, self.workers = target, workers
-        self._settings = Settings(target, completion, seed, exact, resident)
-        self._checks, self._collecting = wanted(check), on_error == "collect"
-        self._suppressions = read_suppressions(suppress)
+        self.settings = Settings(target, completion, seed, exact, resident)
+        self.checks, self.collecting = wanted(check), on_error == "collect"
+        self.suppressions = read_suppressions(suppress)
 
     def launch(
         self,
@@ -126,183 +109,8 @@ class Device:
         Raises PtxError (a ValueError) for what is not PTX, not supported or not allowed, and
         Deadlock where nothing can move.
         """
-        module = parse_once(ptx, name)
-        _check_target(module, self.target)
-        function = module.functions[name]
-        dims = _dimensions(function, grid, block, cluster)
-        alarms = Alarms(
-            self._checks,
-            self._collecting,
-            [entry for entry in self._suppressions if entry.is_for(name)],
-        )
-        launch = _prepare(
-            module,
-            function,
-            dims,
-            shared,
-            args,
-            buffers,
-            self._settings,
-            programmatic and "pdl" in self._checks,
-        )
-        launch.alarms = alarms
-        program = Program(module, launch)
-        code = program.code(name)
-        clusters = math.prod(-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True))
-        workers = min(self.workers, clusters)
-
-        def run(number: int) -> Report:
-            if profile or trace:
-                launch.watch = collect(launch, trace=trace)
-            run_grid(launch, code, number, workers)
-            if launch.peers is not None:
-                launch.peers.over(number)
-            return finish(launch.watch, program.codes(), alarms)
-
-        with np.errstate(all="ignore"):  # wrap-around, infinities and NaN are the hardware's too
-            if workers == 1:
-                return run(0)
-            launch.lock, launch.peers = multiprocessing.get_context("fork").Lock(), Peers(workers)
-            return Report.merge(run_forked(launch.memory, workers, run))
-
-
-def _check_target(module: Module, target: str) -> None:
-    """sm_90 runs on all that came later, sm_90a and sm_90f only where their letter is met."""
-    pattern = r"sm_(\d+)([af]?)"
-    wanted = [re.fullmatch(pattern, name) for name in module.target]
-    here = re.fullmatch(pattern, target)
-    for match in filter(None, wanted):
-        number, letter = int(match[1]), match[2]
-        assert here is not None
-        have = int(here[1])
-        fits = {
-            "": number <= have,
-            "a": number == have,
-            "f": number // 10 == have // 10 and number <= have,
-        }
-        if fits[letter]:
-            return
-    raise PtxError(
-        f"target: the PTX is for {', '.join(module.target) or 'none'}, the device is {target}"
-    )
-
-
-def _three(value: int | Sequence[int], what: str) -> tuple[int, int, int]:
-    given = tuple(value) if isinstance(value, Sequence) else (value,)
-    if not 1 <= len(given) <= 3 or any(operator.index(n) < 1 for n in given):
-        raise ValueError(f"{what}: got {value!r}; expected one to three positive numbers")
-    x, y, z = (*map(operator.index, given), 1, 1)[:3]
-    return x, y, z
-
-
-def _dimensions(
-    function: Function,
-    grid: int | Sequence[int],
-    block: int | Sequence[int],
-    cluster: int | Sequence[int] | None,
-) -> tuple[Dim, Dim, Dim]:
-    """Grid, block and cluster, checked against the limits and what the kernel demands."""
-    required = {
-        key: (*function.directives[key], 1, 1)[:3]
-        for key in ("reqntid", "maxntid", "reqnctapercluster")
-        if function.directives.get(key)
-    }
-    if cluster is None:
-        cluster = required.get("reqnctapercluster", 1)
-    dims = _three(grid, "grid"), _three(block, "block"), _three(cluster, "cluster")
-    for key, name, got in (
-        ("reqntid", "block", dims[1]),
-        ("reqnctapercluster", "cluster", dims[2]),
-    ):
-        if required.get(key, got) != got:
-            raise ValueError(f"{name}: got {got}; the kernel requires {required[key]}")
-    if any(g % c for g, c in zip(dims[0], dims[2], strict=True)):
-        raise ValueError(f"cluster: {dims[2]} does not divide the grid {dims[0]}")
-    if math.prod(dims[2]) > 16:
-        raise ValueError(f"cluster: {math.prod(dims[2])} CTAs; at most 16")
-    threads, limit = math.prod(dims[1]), min(1024, math.prod(required.get("maxntid", (1024,))))
-    if threads > limit:
-        raise ValueError(f"block: {threads} threads; at most {limit}")
-    return dims
-
-
-def _prepare(
-    module: Module,
-    function: Function,
-    dims: tuple[Dim, Dim, Dim],
-    shared: int,
-    args: Sequence[Any],
-    buffers: Sequence[tuple[str, Any]],
-    settings: Settings,
-    programmatic: bool,
-) -> Launch:
-    memory = GlobalMemory()
-    for label, array in buffers:
-        add_memory(array, f"buffers: {label}", memory)
-    parameters, offsets = lay_out(function, args, memory)
-    variables = place_variables(module, memory)
-    static, size = _shared(module, function)
-    dynamic = -(-size // 1024) * 1024 if shared else size
-    if shared < 0 or dynamic + shared > _MOST_SHARED:
-        raise ValueError(
-            f"shared: {size} bytes static and {shared} dynamic; at most {_MOST_SHARED} in all"
-        )
-    for variable in module.variables.values():
-        if variable.space == "shared" and variable.extern:
-            static[variable.name] = SYSTEM_SHARED + dynamic
-    return Launch(
-        *dims,
-        shared_bytes=dynamic + shared,
-        dynamic_shared=shared,
-        static_shared=static,
-        memory=memory,
-        parameters=parameters,
-        parameter_offsets=offsets,
-        module_variables=variables,
-        settings=settings,
-        cell=_cell(module),
-        programmatic=programmatic,
-        constants=(parameters, *(b for b in variables.values() if not b.writable)),
-    )
-
-
-def _cell(module: Module) -> int:
-    """Bytes of shared memory that the checks tell apart: a word, if no instruction reaches less."""
-    for function in module.functions.values():
-        for ins in function.instructions:
-            parts = ins.parts
-            elsewhere = {"global", "param", "local", "const"} & set(parts)
-            if parts[0] in ("ld", "st", "atom", "red") and _NARROW & set(parts) and not elsewhere:
-                return 1
-    return 4
-
-
-def _shared(module: Module, function: Function) -> tuple[dict[str, int], int]:
-    """Offsets in shared memory of the static variables that the kernel uses, and their size."""
-    used, functions = _reach(module, function)
-    everywhere = [v for f in functions for v in f.variables.values()]
-    everywhere += [v for v in module.variables.values() if v.name in used]
-    places: dict[str, int] = {}
-    size = 0
-    for variable in everywhere:
-        if variable.space == "shared" and not variable.extern:
-            size = -(-size // variable.align) * variable.align
-            places[variable.name] = SYSTEM_SHARED + size
-            size += variable.nbytes
-    return places, size
-
-
-def _reach(module: Module, function: Function) -> tuple[set[str], list[Function]]:
-    """Symbols that a kernel and the functions it calls name, and these functions."""
-    used: set[str] = set()
-    functions, at = [function], 0
-    while at < len(functions):
-        for ins in functions[at].instructions:
-            for op in ins.operands:
-                op = op.base if isinstance(op, Address) else op
-                if isinstance(op, Symbol) and op.name not in used:
-                    used.add(op.name)
-                    if op.name in module.functions:
-                        functions.append(module.functions[op.name])
-        at += 1
-    return used, functions
+        call = Call(
+            self, ptx, name, grid, block, args, cluster=cluster, shared=shared, buffers=buffers,
+            profile=profile, trace=trace, programmatic=programmatic,
+        )  # fmt: skip
+        return launch_together([call])[0]

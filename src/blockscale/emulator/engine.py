@@ -21,13 +21,14 @@ from .undefined import Origin, View
 
 if TYPE_CHECKING:
     from .checks import Site
+    from .knowledge import Actor, Knowledge
     from .machine import CTA, Fragment
-    from .order import Actor, Knowledge
     from .watch import Watch
 
 __all__ = ["COMPLETIONS", "Engine", "Work"]
 
 COMPLETIONS = ("eager", "late", "random")
+_QUIET = 1 << 15  # instructions
 
 
 class Work:
@@ -84,7 +85,7 @@ class Work:
 
     def location(self) -> str:
         cta, code, pc = self.issuer
-        return f"CTA {cta.index}, {code.location(pc)}"
+        return f"{cta}, {code.location(pc)}"
 
     def site(self) -> Site:
         cta, code, pc = self.issuer
@@ -121,6 +122,11 @@ class Engine:
         self.tick = 0  # instructions that the cluster had run when the last turn ended
         self.moved = 0  # that, when work last completed, a wait ended or threads exited
         self.base = 0  # and those before the fragment that is running now began its quantum
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing but instructions for long."""
+        return self.tick - self.moved >= _QUIET
 
     def submit(self, work: Work) -> None:
         self.flying.append(work)

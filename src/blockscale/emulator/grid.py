@@ -1,33 +1,37 @@
-"""Which clusters of a grid run at once, and whose turn it is.
+"""Which clusters of a grid run at once, and whose turn it is; among several launches, too.
 
 As many as are resident start together and take turns; the next one starts when one of them is over,
 or takes so long that it may be spinning on what others will write. Which of them runs, and how far,
 is the hardware's choice: under the policies eager and late they take equal turns, under random the
-seed draws how many there are, who is next and for how long.
+seed draws how many there are, who is next and for how long. So it is with launches
+that run together.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .cluster import Cluster
+from .launch import Launch, Settings
 from .livelock import Circles
-from .machine import Deadlock, Launch, Settings, State
+from .machine import Deadlock, State
 
-__all__ = ["run_grid"]
+__all__ = ["run_grids"]
 
 _TOGETHER = 2  # clusters that run at once, unless the device says otherwise
 _MOST_ROUNDS = 16  # of a turn under the policy random; otherwise it has one
 _PATIENCE = 16  # times that of a cluster, before it makes room: it may be spinning
+_RANKS = 1 << 20  # in the place of a process: whose turn it is among launches
 _UNDER_WAY = 128  # clusters that have started and are not over, at most
 
 
 class _Turns:
-    """How many clusters run at once, which is next, and for how many rounds."""
+    """How many clusters run at once; which of them, or of launches, is next, and how long."""
 
     def __init__(self, settings: Settings, number: int) -> None:
         self._random = None
@@ -46,38 +50,83 @@ class _Turns:
         return self._last, 1
 
 
-def run_grid(launch: Launch, code: Any, first: int, step: int) -> None:
-    """Run every ``step``-th cluster, from ``first`` on."""
-    counts = [-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True)]
-    for z, y, x in itertools.islice(np.ndindex(*reversed(counts)), first, None, step):
-        launch.waiting.append((x, y, z))
-    turns = _Turns(launch.settings, first)
-    running: list[tuple[Cluster, int]] = []  # with the laps after which they make room
-    apart: deque[Cluster] = deque()  # they have made room
-    circles = Circles(launch, first)
+class _Grid:
+    """The clusters of a launch: every ``step``-th, from ``first`` on."""
 
-    def start() -> Cluster | None:
-        if launch.waiting and len(running) + len(apart) < _UNDER_WAY:
-            return Cluster(launch, code, launch.waiting.popleft())
-        return apart.popleft() if apart else None
+    def __init__(self, code: Any, first: int, step: int) -> None:
+        self.launch: Launch = code.launch
+        self._code = code
+        launch = self.launch
+        counts = [-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True)]
+        for z, y, x in itertools.islice(np.ndindex(*reversed(counts)), first, None, step):
+            launch.waiting.append((x, y, z))
+        self._turns = _Turns(launch.settings, first)
+        self._running: list[tuple[Cluster, int]] = []  # with the laps after which they make room
+        self._apart: deque[Cluster] = deque()  # they have made room
 
-    while True:
-        while len(running) < turns.together and (cluster := start()):
-            running.append((cluster, cluster.laps + _PATIENCE * cluster.patience))
-        if not running:
-            return
-        at, rounds = turns.next(len(running))
-        cluster, limit = running[at]
+    @property
+    def started(self) -> list[Cluster]:
+        """Those that are not over."""
+        return [*(each for each, _ in self._running), *self._apart]
+
+    @property
+    def may_start(self) -> bool:
+        """Whether there will be more."""
+        under_way = len(self._running) + len(self._apart)
+        return bool(self.launch.waiting) and under_way < _UNDER_WAY
+
+    def fill(self) -> bool:
+        """Let as many run as may; whether there are any."""
+        while len(self._running) < self._turns.together:
+            if self.may_start:
+                cluster = Cluster(self.launch, self._code, self.launch.waiting.popleft())
+            elif self._apart:
+                cluster = self._apart.popleft()
+            else:
+                break
+            self._running.append((cluster, cluster.laps + _PATIENCE * cluster.patience))
+        return bool(self._running)
+
+    def turn(self) -> tuple[Cluster, State]:
+        """The turn of one of them."""
+        at, rounds = self._turns.next(len(self._running))
+        cluster, limit = self._running[at]
         state = cluster.run(rounds)
-        if state is State.STUCK:
-            raise Deadlock(f"deadlock: nothing can move\n  {cluster.report()}")
         if state is State.DONE or cluster.laps >= limit:
-            del running[at]
-            if state is State.RUNNING:
-                apart.append(cluster)
-        if circles.closed(cluster, len(running) + len(apart)):
-            started = [*(each for each, _ in running), *apart]
-            reports = "\n  ".join(each.report() for each in started)
-            raise Deadlock(
-                f"deadlock: threads spin, and nobody changes what they read\n  {reports}"
-            )
+            del self._running[at]
+            if state is not State.DONE:
+                self._apart.append(cluster)
+        return cluster, state
+
+
+def run_grids(codes: Sequence[Any], first: int, step: int) -> None:
+    """Run the kernels of launches together.
+
+    Args:
+        codes: of their entries.
+        first, step: which clusters: every ``step``-th, from ``first`` on.
+
+    Raises Deadlock where nothing can move.
+    """
+    grids = [_Grid(code, first, step) for code in codes]
+    launches = [grid.launch for grid in grids]
+    at_random = (each.settings for each in launches if each.settings.completion == "random")
+    turns = _Turns(next(at_random, launches[0].settings), _RANKS)
+    circles = Circles(launches[0], first)
+    while going := [grid for grid in grids if grid.fill()]:
+        at, rounds = turns.next(len(going)) if len(going) > 1 else (0, 1)
+        for _ in range(rounds):
+            cluster, state = going[at].turn()
+            if state is State.STUCK:
+                raise Deadlock(f"deadlock: nothing can move\n  {cluster.report()}")
+            started = [each for grid in grids for each in grid.started]
+            more = any(grid.may_start for grid in grids)
+            if circles.closed(cluster, state, len(started), more):
+                reports = "\n  ".join(each.report() for each in started)
+                raise Deadlock(
+                    f"deadlock: threads spin, and nobody changes what they read\n  {reports}"
+                )
+            if not going[at].fill():
+                break
+    if circles.peers is not None:
+        circles.peers.over(first)

@@ -3,7 +3,12 @@
 Whoever spins moves, so no turn is the last. But what a cluster does depends on its own state, on
 global memory and on the clock alone: once it is as it was some turns before, and nobody has changed
 the others meanwhile, it will be so again and again. Nothing is looked at before many
-instructions have run while no wait ended, no thread exited and no copy completed.
+instructions have run while no wait ended, no thread exited and no copy completed; from then on time
+does not pass with what it does, either (see ``clock``).
+
+Where all go round in circles, or sleep, somebody may go by the clock: then time leaps, to where the
+first one wakes up, or ever further while nothing else happens, and what was suspended on an
+mbarrier gives up. That takes no more than seconds, whatever the time-out of a kernel is.
 """
 
 from __future__ import annotations
@@ -13,11 +18,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from .cluster import Cluster
-from .machine import CTA, Fragment, Launch
+from .launch import Launch
+from .machine import CTA, Fragment, State
 
 __all__ = ["Circles"]
 
-_QUIET = 1 << 15  # instructions without progress, before states are looked at
+_FIRST_LEAP = 1 << 10  # ns; each is twice the one before
+_LAST_LEAP = 1 << 42  # more than an hour: nobody waits for that
 
 
 class _Circle:
@@ -27,6 +34,7 @@ class _Circle:
     def __init__(self) -> None:
         self._before: list[Any] = []
         self._age, self._replaced = 0, 1
+        self.began = 0  # the engine's tick at that state
 
     def closed(self, cluster: Cluster) -> bool:
         state = _state(cluster)
@@ -34,59 +42,113 @@ class _Circle:
             return True
         self._age += 1
         if self._age >= self._replaced:
-            self._before = list(_state(cluster))
+            self._before, self.began = list(_state(cluster)), cluster.engine.tick
             self._age, self._replaced = 0, 2 * self._replaced
         return False
 
 
 class Circles:
-    """Looks at a launch after every turn of a cluster.
+    """Looks at what runs together after every turn of a cluster.
 
     Args:
+        launch: one of those; they have the same memory and clock.
         process: the number of this one, where several run clusters of the launch.
     """
 
     def __init__(self, launch: Launch, process: int) -> None:
-        self._launch, self._process = launch, process
-        self._outside: Any = None  # what clusters depend on besides their own state
+        self._memory, self._clock, self.peers = launch.memory, launch.clock, launch.peers
+        self._process = process
+        self._outside: Any = None  # what clusters depend on besides their own state and the clock
         self._circles: dict[Cluster, _Circle] = {}
-        self._closed: set[Cluster] = set()
+        self._closed: dict[Cluster, bool] = {}  # and whether they go by the clock
+        self._moved: dict[Cluster, int] = {}  # when something else happened in each
+        self._seen_at = 0  # when they were looked at
+        self._leap = _FIRST_LEAP
 
-    def closed(self, cluster: Cluster, started: int) -> bool:
+    def closed(self, cluster: Cluster, state: State, started: int, more: bool) -> bool:
         """Whether none of the clusters that have started will ever do anything else.
 
         Args:
-            cluster: whose turn it was.
+            cluster: whose turn it was, and how it stands.
             started: how many have, and are not over.
+            more: whether others will start.
         """
-        engine, memory = cluster.engine, self._launch.memory
-        if engine.flying or engine.tick - engine.moved < _QUIET:
-            self._circles.pop(cluster, None)
-            self._closed.discard(cluster)
+        if state is State.DONE:
+            self._moved.pop(cluster, None)
+            self._forget(cluster)
             return False
+        idle = state is State.IDLE
+        if self._moved.get(cluster) != cluster.engine.moved:
+            self._moved[cluster] = cluster.engine.moved
+            self._leap = _FIRST_LEAP
+        if not idle and (cluster.engine.flying or not cluster.engine.quiet):
+            self._forget(cluster)
+            return False
+        memory = self._memory
         memory.changes = memory.changes or 0
-        outside = memory.changes, self._launch.ticks, self._elsewhere()
+        outside = memory.changes, self._elsewhere()
         if outside != self._outside:
-            self._outside = outside
+            self._outside, self._leap = outside, _FIRST_LEAP
             self._circles.clear()
             self._closed.clear()
-        if cluster not in self._closed and self._circles.setdefault(cluster, _Circle()).closed(
-            cluster
-        ):
-            self._closed.add(cluster)
-        peers, over = self._launch.peers, len(self._closed) == started
-        if peers is None:
-            return over
-        if over:
-            return peers.agree(self._process, outside[-1])
-        peers.moves(self._process)
+        self._pass_time()
+        if idle:
+            self._closed[cluster] = cluster.wake is None  # waits that fail, and a look at the clock
+        elif cluster not in self._closed:
+            circle = self._circles.setdefault(cluster, _Circle())
+            if circle.closed(cluster):
+                since = cluster.engine.moved if cluster.may_fail else circle.began
+                self._closed[cluster] = cluster.looked >= since
+        over, wakes = len(self._closed) == started, self._wakes()
+        leaps = not more and self._may_leap()
+        if self.peers is not None:
+            if not over:
+                self.peers.moves(self._process)
+                return False
+            over = self.peers.agree(self._process, outside[-1], leaps or bool(wakes))
+        if not over:
+            return False
+        if not leaps:
+            if wakes:
+                self._clock.now = min(wakes)
+                self._pass_time()
+            return not wakes and not more
+        self._clock.now = min([self._clock.now + self._leap, *wakes])
+        self._leap *= 2
+        for each in [each for each in self._closed if each.may_fail]:
+            each.time_passed()
+            self._forget(each)
+        self._pass_time()
         return False
+
+    def _wakes(self) -> list[int]:
+        """When somebody who sleeps wakes up, ns."""
+        return [wake for each in self._closed if (wake := each.wake) is not None]
+
+    def _may_leap(self) -> bool:
+        """Whether somebody goes by the clock; or will, after a wait in vain."""
+        tries = self._leap == _FIRST_LEAP and any(each.may_fail for each in self._closed)
+        return self._leap <= _LAST_LEAP and (tries or any(self._closed.values()))
+
+    def _pass_time(self) -> None:
+        """Forget who goes by the clock, or has slept enough."""
+        now = self._clock.now
+        if now != self._seen_at:
+            self._seen_at = now
+            for each, by_clock in list(self._closed.items()):
+                wake = each.wake
+                if by_clock or (wake is not None and wake <= now):
+                    self._forget(each)
+
+    def _forget(self, cluster: Cluster) -> None:
+        self._circles.pop(cluster, None)
+        self._closed.pop(cluster, None)
 
     def _elsewhere(self) -> int:
         """A digest of the memory that other processes write as well."""
         digest = 0
-        if self._launch.peers is not None:
-            for buffer in self._launch.memory:
+        if self.peers is not None:
+            for buffer in self._memory:
                 if buffer.writable:
                     digest = zlib.crc32(buffer.data.data, digest)
         return digest
@@ -104,7 +166,8 @@ def _state(cluster: Cluster) -> Iterator[Any]:
 def _place(fragment: Fragment) -> tuple[Any, ...]:
     calls = tuple((id(frame), pc) for frame, pc, _ in fragment.stack)
     threads = fragment.threads.tobytes()
-    return fragment.pc, id(fragment.frame), calls, threads, fragment.used, fragment.wait is None
+    wait = fragment.wait
+    return fragment.pc, id(fragment.frame), calls, threads, fragment.used, wait and wait.until
 
 
 def _registers(cta: CTA) -> tuple[list[bytes], bytes]:

@@ -12,28 +12,25 @@ an int (jump), or an :class:`Event`.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .alarms import Alarms
 from .checks import Site
-from .memory import RANK_SHIFT, SYSTEM_SHARED, Buffer, GlobalMemory
+from .memory import RANK_SHIFT, SYSTEM_SHARED
 from .program import Function, PtxError, Register, type_bytes
 from .shadow import Shadow
 from .undefined import Origin
 from .users import Users
-from .watch import Watch
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .engine import Work
-    from .workers import Peers
+    from .launch import Launch
 
 __all__ = [
     "CTA",
@@ -44,8 +41,6 @@ __all__ = [
     "Flight",
     "Fragment",
     "Frame",
-    "Launch",
-    "Settings",
     "Split",
     "Stack",
     "State",
@@ -95,11 +90,13 @@ class Wait(Event):
     """Do this instruction again when ``ready`` says so; ``why`` is for the deadlock report.
 
     With ``may_fail`` it may also be done again without that: Fragment.gives_up then holds.
+    ``until``: the time at which it is ready, ns.
     """
 
     ready: Callable[[], bool]
     why: Callable[[], str]
     may_fail: bool = False
+    until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +112,7 @@ class State(Enum):
 
     DONE = "every thread has exited"
     STUCK = "nothing can move"
+    IDLE = "nothing can move before time passes"
     RUNNING = "there is more to run"
 
 
@@ -231,7 +229,7 @@ class Fragment:
         lanes = ""
         if len(full) != self.n:
             lanes = f" lane {_ranges(sorted({int(t) % 32 for t in self.threads}))}"
-        where = f"CTA {self.cta.index}, warp {_ranges(warps)}{lanes}"
+        where = f"{self.cta}, warp {_ranges(warps)}{lanes}"
         return f"{where}, {self.frame.code.location(self.pc)}"
 
     def site(self) -> Site:
@@ -277,6 +275,7 @@ class CTA:
         self.exited = np.zeros(self.size, bool)
         #: The phase of an mbarrier that a suspended thread waits for.
         self.awaited = np.full(self.size, None, object)
+        self.wake = np.zeros(self.size, np.int64)  # when threads that sleep wake up, ns; 0: awake
         self.barriers: dict[int, Any] = {}
         self.mbarriers: dict[int, Any] = {}
         self.groups: dict[str, Any] = {}  # of asynchronous copies, per kind
@@ -305,6 +304,10 @@ class CTA:
         self.local = np.concatenate([self.local, more], axis=1)
         return start
 
+    def __str__(self) -> str:
+        rank = self.launch.rank
+        return f"CTA {self.index}" + ("" if rank is None else f" of rank {rank}")
+
     @property
     def alive(self) -> bool:
         return bool(self.fragments)
@@ -331,7 +334,7 @@ class CTA:
             if event > known[agent]:
                 self.launch.alarms.tell(
                     "dsmem_exit",
-                    f"CTA {self.index} exits, and nothing orders that after an access to its "
+                    f"{self} exits, and nothing orders that after an access to its "
                     f"shared memory: {site}",
                     site,
                 )
@@ -342,7 +345,7 @@ class CTA:
         """Asynchronous work may still be in flight when the CTA, which it needs, is gone."""
         self.launch.alarms.tell(
             work.exit,
-            f"{work.location()} may still be in flight, and needs the memory of CTA {self.index}, "
+            f"{work.location()} may still be in flight, and needs the memory of {self}, "
             "which exits without having waited for it",
             work.site(),
         )
@@ -363,7 +366,7 @@ class CTA:
                 fragment.used = 0
             fresh = can
         best = max(fresh, key=lambda f: (len(f.stack), -f.pc))
-        if best.wait is not None:
+        if best.wait is not None and best.wait.until is None:
             self.cluster.resumed()
         twins = [f for f in can if f is not best and f.same_place(best)]
         if twins:
@@ -373,42 +376,3 @@ class CTA:
             self.fragments = [f for f in self.fragments if f not in twins]
         best.wait = None
         return best
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How a device behaves where hardware leaves it open, and what it looks after."""
-
-    target: str = "sm_90a"
-    completion: str = "eager"
-    seed: int = 0
-    exact: bool = False  # sums of the tensor cores
-    resident: int | None = None  # clusters that start at once
-
-
-@dataclass(slots=True)
-class Launch:
-    """What a kernel was launched with."""
-
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    shared_bytes: int  # static and dynamic
-    dynamic_shared: int
-    static_shared: dict[str, int]  # name -> offset in shared memory
-    memory: GlobalMemory
-    parameters: Buffer
-    parameter_offsets: dict[str, int]
-    module_variables: dict[str, Buffer]
-    settings: Settings
-    cell: int  # bytes of shared memory that the checks tell apart
-    programmatic: bool  # it may start before the kernel before is over, and races are looked for
-    waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # clusters not yet started
-    peers: Peers | None = None  # the other processes that run some of its clusters
-    ticks: int = 0  # readings of clocks
-    watch: Watch | None = None
-    alarms: Alarms = field(default_factory=Alarms)
-    #: Memory at global addresses that no kernel writes.
-    constants: tuple[Buffer, ...] = ()
-    #: Around atomic operations on global memory.
-    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)

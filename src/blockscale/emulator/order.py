@@ -3,131 +3,39 @@
 There is one clock for the whole cluster: it counts accesses, and each access is an *event* with a
 number. Whoever accesses has a *column*: each agent one, which is a thread (or a warp, where its
 lanes are not told apart), each tensor-core pipe one, for its work is in order, and each copy one as
-long as it matters, for copies are not. Knowledge is a table of a few rows over the
-columns: the last event of each that happens before whatever its owner does next.
-
-- ``SEEN``: events that happen before;
-- ``FENCED``: those that the asynchronous proxy may rely on, too, because a proxy fence lies between
-  (PTX ISA 8.6.1, proxy-preserved base causality order);
-- ``INITS``: those up to which mbarriers were initialized before a fence.mbarrier_init, which a
-  relaxed arrival passes on, too (9.7.13.4);
-- ``RUN``: events that are over, whatever is said of memory: a relaxed arrival passes them on, and
-  so does the exit of a thread that others wait for. Tensor Memory is ordered by execution, for
-  "tcgen05.fence composes with execution ordering instructions" (9.7.16.6.3), the ISA's example
-  being a relaxed store and load;
-- ``PASSED``: those that a release tells to tcgen05 instructions elsewhere: all that do without
-  tcgen05.fence::before_thread_sync, and those that had one, or a tcgen05.commit, after them;
-- ``TENSOR``: those that the owner's next tcgen05 instruction may rely on: what it waited for
-  itself, and what was passed to it before a tcgen05.fence::after_thread_sync (9.7.16.6.4).
-  No message has this row. The last two are there only if they are asked for.
-
-Agents that learned the same share one table; tables are never changed, so a message is one, too.
-What an agent did itself is known to it without being there.
+long as it matters, for copies are not. What they know is tables over the columns: see
+``knowledge``. Agents that learned the same share one.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from .checks import Site
+from .knowledge import (
+    FENCED,
+    INITS,
+    PASSED,
+    RUN,
+    SEEN,
+    TENSOR,
+    Actor,
+    Knowledge,
+    Pipe,
+    executed,
+    joined,
+)
 
-__all__ = [
-    "FENCED",
-    "INITS",
-    "MOST_COLUMNS",
-    "PASSED",
-    "RUN",
-    "SEEN",
-    "TENSOR",
-    "Actor",
-    "Knowledge",
-    "Order",
-    "executed",
-    "joined",
-]
+__all__ = ["MOST_COLUMNS", "Order"]
 
-SEEN, FENCED, INITS, RUN, PASSED, TENSOR = range(6)
 MOST_COLUMNS = 0xFFFF
-_NEVER = 0xFFFFFFFF
 _COPIES = 64  # columns of copies at the start: there are as many as it takes
 _TABLES = 4096  # kept before those that nobody has are dropped
 _VIEWS = 64
-
-Knowledge = np.ndarray  # (rows, columns) uint32, rows as above; columns that are not there are 0
-
-
-def joined(first: Knowledge, second: Knowledge) -> Knowledge:
-    """What both say."""
-    if first.shape[1] < second.shape[1]:
-        first, second = second, first
-    both = first.copy()
-    part = both[:, : second.shape[1]]
-    np.maximum(part, second, out=part)
-    return both
-
-
-def executed(message: Knowledge) -> Knowledge:
-    """What of it needs no order of memory."""
-    left = message.copy()
-    left[:RUN] = 0
-    return left
-
-
-class _Pipe:
-    """Work that is done in the order of its issue."""
-
-    __slots__ = ("column", "event", "known")
-
-    def __init__(self, column: int) -> None:
-        self.column, self.event = column, 0
-        self.known: Knowledge | None = None
-
-
-@dataclass(slots=True)
-class Actor:
-    """A piece of asynchronous work: its column, and what was known at its issue."""
-
-    column: int
-    known: Knowledge
-    issuer: int  # an agent
-    pipe: _Pipe | None = None
-    tensor: bool = False  # a tcgen05 instruction, where those are ordered by their fences
-    generic: bool = False  # works in the generic proxy, like ordinary accesses
-    strong: bool = False  # its accesses are atomic: no race with other strong ones
-    shares: bool = False  # the column with other work, which is not ordered with this
-    event: int = 0  # its last access
-    first: int = 0  # and its first
-    view: tuple[np.ndarray, np.ndarray] | None = None  # see Order.view_of
-
-    def did(self, event: int) -> None:
-        self.event, self.first = event, self.first or event
-        if self.pipe is not None:
-            self.pipe.event = event
-
-    @property
-    def since(self) -> int:
-        """From which event on those of its column are its own, or ordered by their pipe."""
-        return (self.first or _NEVER) if self.shares else 0
-
-    def message(self) -> Knowledge:
-        """What those who wait for this work learn, once it is done."""
-        if not self.event and self.pipe is not None:  # it accessed nothing: what came before it
-            self.event = self.pipe.event
-        known = self.known.copy()
-        before = self.known[PASSED:, self.column].copy()
-        known[:, self.column] = self.event
-        if not self.tensor:
-            known[TENSOR:] = 0
-        elif self.pipe is None:  # tcgen05.wait, which is no fence
-            known[PASSED, self.column] = before[0]
-        else:  # tcgen05.commit, which is one, too
-            np.maximum(known[PASSED], known[TENSOR], out=known[PASSED])
-            known[TENSOR] = 0
-        return known
 
 
 class Order:
@@ -157,7 +65,7 @@ class Order:
         self.is_generic = np.arange(self.columns) < agents
         self._free = list(range(self.columns - 1, self._first_copy - 1, -1))
         self._next_pipe = agents
-        self._pipes: dict[Hashable, _Pipe] = {}
+        self._pipes: dict[Hashable, Pipe] = {}
         self._told: dict[Hashable, int] = {}  # columns of copies that tell mbarriers
         self.now = 1  # the last event; the kernel before is event 1
         self._sites: list[Site] = []
@@ -395,7 +303,7 @@ class Order:
         """Work in a pipe: it knows of all earlier work there."""
         pipe = self._pipes.get(name)
         if pipe is None:
-            pipe = self._pipes[name] = _Pipe(self._next_pipe)
+            pipe = self._pipes[name] = Pipe(self._next_pipe)
             self._next_pipe += 1
             if self._next_pipe > self._first_copy:
                 raise ValueError(f"no column for the pipe {name!r}")

@@ -19,7 +19,8 @@ from .undefined import Blank, Origin, Undefined, View, used
 
 if TYPE_CHECKING:
     from .cluster import Cluster
-    from .machine import CTA, Fragment, Launch
+    from .launch import Launch
+    from .machine import CTA, Fragment
 
 __all__ = [
     "STORED",
@@ -59,10 +60,10 @@ def cells(offsets: np.ndarray, size: int, cell: int) -> np.ndarray:
 def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
     """(n, size) bytes that a fragment or a work reads at addresses of shared::cluster."""
     if isinstance(by, Work) and by.view is View.MASKS:
-        found = masks_of_shared(by, where, size)
-        if found.bits.any():
-            by.origin = found.origin
-        return found.bits
+        undefined = masks_of_shared(by, where, size)
+        if undefined.bits.any():
+            by.origin = undefined.origin
+        return undefined.bits
     owners = _owners(by, where, size)
     for cta, chosen, offsets in owners:
         _observe(by, "read", cta, chosen, offsets, size, strong)

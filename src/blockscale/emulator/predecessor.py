@@ -14,10 +14,11 @@ import numpy as np
 
 from .checks import Site
 from .engine import Work
-from .order import SEEN
+from .knowledge import SEEN
 
 if TYPE_CHECKING:
-    from .machine import CTA, Fragment, Launch
+    from .launch import Launch
+    from .machine import CTA, Fragment
 
 __all__ = ["follows", "unchanged", "waited"]
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .checks import Site
-from .order import Actor, Order
+from .knowledge import Actor
+from .order import Order
 from .readers import Readers, View, seen_events
 from .undefined import Blanks
 
@@ -166,7 +167,7 @@ class Shadow:
             if tensor is not None:
                 found, lacks = self.readers.unseen(cells, at, (tensor[None], None)), "tcgen05_order"
             if found is None and "proxy_reads" in self.alarms.checks:
-                through_proxy = self.order.view_of(actor)[1]
+                through_proxy = self._view_of(actor)[1]
                 found = self.readers.unseen(cells, at, (through_proxy[None], None), actor.since)
                 lacks = "proxy_reads"
         if found is not None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .engine import Work
+from .knowledge import Actor
 from .machine import CTA, Fragment
 from .memory import MemoryFault
-from .order import Actor
 from .ports import blank
 from .program import PtxError
 from .shadow import Shadow
@@ -34,7 +34,7 @@ class TensorMemory:
         self.shadow: Shadow | None = None
         cluster = cta.cluster
         if cluster.order is not None:
-            name = f"{{}} of the Tensor Memory of CTA {cta.index}"
+            name = f"{{}} of the Tensor Memory of {cta}"
             self.shadow = _Shadow(name, LANES // _RUN * COLUMNS, cluster.order, cta.launch.alarms)
         cluster.at_end.append(self._check_end)
 
@@ -42,7 +42,7 @@ class TensorMemory:
         left = np.unique(self.owner[self.owner >= 0])
         if len(left):
             raise PtxError(
-                f"leak: CTA {self.cta.index} exits with {int((self.owner >= 0).sum())} columns of "
+                f"leak: {self.cta} exits with {int((self.owner >= 0).sum())} columns of "
                 f"Tensor Memory allocated, from column {int(left[0])}: tcgen05.dealloc is missing"
             )
 

@@ -41,10 +41,12 @@ class Peers:
     def over(self, process: int) -> None:
         self._said[process] = _OVER
 
-    def agree(self, process: int, digest: int) -> bool:
-        """Whether all wait, this one with what ``digest`` is of in memory."""
-        self._said[process] = digest
-        if all(said in (_OVER, digest) for said in self._said):
+    def agree(self, process: int, digest: int, leaps: bool) -> bool:
+        """Whether all wait, this one with what ``digest`` is of in memory; and it is this one that
+        ``leaps`` in time, if any."""
+        self._said[process] = 2 * digest + leaps
+        others = [said for said in self._said if said != _OVER]
+        if all(said // 2 == digest for said in others) and leaps == any(s % 2 for s in others):
             return True
         time.sleep(0.001)  # the others do the work now
         return False

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..knowledge import Knowledge, executed, joined
 from ..machine import CTA, Fragment, Split, Step, Wait
-from ..order import Knowledge, executed, joined
 from .registry import Form, instruction
 
 _NONE, _HALF, _ARRIVING = -1, -2, -3

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import ieee
-from ..machine import Diverge, Exit, Fragment, Split, Step, Switch
+from ..machine import Diverge, Exit, Fragment, Split, Step, Switch, Wait
 from ..order import Order
 from ..program import Group, Label, Symbol, Vector
 from .registry import TYPES, Form, instruction
@@ -292,9 +292,40 @@ def fence(form: Form) -> Step:
     return run
 
 
-@instruction("pmevent", "nanosleep")
+@instruction("pmevent")
 def nothing(form: Form) -> Step:
     """9.7.19: no effect on values."""
-    form.has("mask", "u32")
+    form.has("mask")
     form.all_used()
     return lambda w: None
+
+
+_LONGEST = 1_000_000  # ns that nanosleep takes
+
+
+@instruction("nanosleep", control=True)
+def nanosleep(form: Form) -> Step:
+    """9.7.13: suspends each thread for the time that it says. That may be none, by the ISA, as it
+    is for threads that sleep again and again while nothing happens: see Clock."""
+    duration = form.get(0, form.type("u32"))
+
+    def run(w: Fragment) -> Any:
+        cta, clock = w.cta, w.cta.launch.clock
+        wake = cta.wake[w.threads]
+        awake = wake == 0
+        if awake.any():
+            length = np.minimum(np.broadcast_to(duration(w), w.n), _LONGEST)
+            if cta.cluster.engine.quiet:
+                length = np.zeros_like(length)
+            wake = np.where(awake, clock.at(w) + length.astype(np.int64), wake)
+        over = wake <= clock.at(w)
+        if over.all():
+            cta.wake[w.threads] = 0
+            return None
+        cta.wake[w.threads] = wake
+        if over.any():
+            return Split(over)
+        until = int(wake.min())
+        return Wait(lambda: clock.now >= until, lambda: "the end of its sleep", until=until)
+
+    return run

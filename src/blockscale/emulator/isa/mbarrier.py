@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..knowledge import Knowledge, executed, joined
 from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import SHARED_WINDOW, MemoryFault
-from ..order import Knowledge, executed, joined
 from ..program import PtxError
 from .registry import Form, instruction
 
@@ -50,7 +50,7 @@ class MBarrier:
         return self.current.number
 
     def __str__(self) -> str:
-        return f"mbarrier {self.offset:#x} of CTA {self.cta.index}"
+        return f"mbarrier {self.offset:#x} of {self.cta}"
 
     def describe(self) -> str:
         text = f"{self}, phase {self.phase}: {self.pending} of {self.count} arrivals pending"
@@ -121,7 +121,7 @@ def find(cta: CTA, address: int) -> MBarrier:
         raise MemoryFault(f"mbarrier address {address:#x} is not a multiple of 8")
     barrier = owner.mbarriers.get(offset)
     if barrier is None:
-        raise PtxError(f"no mbarrier was initialized at {address:#x} of CTA {owner.index}")
+        raise PtxError(f"no mbarrier was initialized at {address:#x} of {owner}")
     return barrier
 
 

@@ -33,7 +33,7 @@ class KernelStopped(PtxError):
 
 def _place(w: Fragment, thread: int) -> str:
     x, y, z = (int(axis[thread]) for axis in w.cta.tid)
-    return f"thread ({x}, {y}, {z}) of CTA {w.cta.index}"
+    return f"thread ({x}, {y}, {z}) of {w.cta}"
 
 
 @instruction("trap", "brkpt", control=True)

@@ -37,7 +37,7 @@ def pair(cta: CTA, group: int) -> tuple[CTA, ...]:
         return (cta,)
     ctas, first = cta.cluster.ctas, cta.rank & ~1
     if first + 1 >= len(ctas):
-        raise PtxError(f".cta_group::2 in a cluster of {len(ctas)}: CTA {cta.index} has no peer")
+        raise PtxError(f".cta_group::2 in a cluster of {len(ctas)}: {cta} has no peer")
     return ctas[first], ctas[first + 1]
 
 
