@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from blockscale import emulator as em
-from blockscale.emulator import device
+from blockscale.emulator import calls
 
 __all__ = ["lines_that_run", "respelled"]
 
@@ -54,7 +54,7 @@ def respelled(ptx: str) -> str:
 def lines_that_run(run: Callable[[], bool]) -> frozenset[int]:
     """Of the text that ``run`` launches, which must give the right result."""
     found: set[int] = set()
-    finish = device.finish
+    finish = calls.finish
 
     def counted(watch: Any, codes: Any, alarms: Any) -> em.Report:
         for code in codes:
@@ -62,6 +62,6 @@ def lines_that_run(run: Callable[[], bool]) -> frozenset[int]:
             found.update(ins.line for ins, count in pairs if count)
         return finish(watch, codes, alarms)
 
-    with patch.object(device, "finish", counted):
+    with patch.object(calls, "finish", counted):
         assert run()
     return frozenset(found)

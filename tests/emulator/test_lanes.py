@@ -10,7 +10,8 @@ import pytest
 from asynchronous import outcome, refusal
 
 from blockscale import emulator as em
-from blockscale.emulator.checks import DataRace, LaneRace
+from blockscale.emulator import order
+from blockscale.emulator.checks import DataRace, LaneRace, Site
 from kernels import line_of, text
 
 HEAD = """.shared .align 128 .b8 s[2048]; .shared .align 8 .b64 bar[2];
@@ -126,3 +127,21 @@ def test_no_copy_is_forgotten(copies: int) -> None:
     for error in refusal(wrong, [np.zeros(64, np.uint32)], DataRace, block=64):
         assert f"line {line_of(wrong, '// B')} writes byte" in str(error)
         assert f"line {line_of(wrong, '// A')}" in str(error)
+
+
+def test_tables_that_nobody_has_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are numbered anew when many were dropped, never while agents are given new ones."""
+    random = np.random.default_rng(3)
+    steps = [(random.choice(12, 5, replace=False), int(random.integers(12))) for _ in range(200)]
+
+    def known(tables: int) -> list[np.ndarray]:
+        monkeypatch.setattr(order, "_TABLES", tables)
+        it = order.Order(ctas=1, warps=12, lanes=1)
+        for i, (agents, other) in enumerate(steps):
+            it.event(Site("st.shared", i, "CTA 0"))
+            it.acquire(agents, it.release(np.array([other])))
+            it.fence_proxy(agents[::2])
+        return [it.release(np.array([agent])) for agent in range(12)]
+
+    for few, many in zip(known(3), known(4096), strict=True):
+        assert (few == many).all()

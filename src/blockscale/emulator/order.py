@@ -75,6 +75,7 @@ class Order:
         # What each agent knows: a table, and its own last event before a fence of each kind.
         self._tables: list[Knowledge] = [np.zeros((self._rows, self.columns), np.uint32)]
         self._places = {id(self._tables[0]): 0}
+        self._limit = _TABLES
         self._table_of = np.zeros(agents, np.int32)
         self._table_at_fence = np.zeros(agents, np.int32)
         self._own_fenced = np.zeros(agents, np.uint32)
@@ -128,8 +129,6 @@ class Order:
         """The number of a table."""
         place = self._places.get(id(table))
         if place is None:
-            if len(self._tables) >= _TABLES:
-                self._forget()
             place = self._places[id(table)] = len(self._tables)
             self._tables.append(table)
         return place
@@ -141,6 +140,7 @@ class Order:
         self._tables = [self._tables[i] for i in used.tolist()]
         self._places = {id(table): i for i, table in enumerate(self._tables)}
         self._table_of, self._table_at_fence = at.astype(np.int32).reshape(2, -1)
+        self._limit = max(_TABLES, 2 * len(used))
 
     def _distinct(self, tables: np.ndarray) -> list[int]:
         first = tables[0]
@@ -182,12 +182,21 @@ class Order:
         return joined(message, executed(self.release(agents))) if relaxed else message
 
     def acquire(self, agents: np.ndarray, message: Knowledge) -> None:
-        tables = self._table_of[agents]
         message = self._fit(message)
+
+        def learn(known: Knowledge) -> Knowledge:
+            known = self._fit(known)
+            return message if (known <= message).all() else np.maximum(known, message)
+
+        self._replace(agents, learn)
+
+    def _replace(self, agents: np.ndarray, change: Callable[[Knowledge], Knowledge]) -> None:
+        """Give these agents other tables for theirs."""
+        if len(self._tables) >= self._limit:
+            self._forget()  # which numbers them anew
+        tables = self._table_of[agents]
         for old in self._distinct(tables):
-            known = self._fit(self._tables[old])
-            new = message if (known <= message).all() else np.maximum(known, message)
-            self._table_of[agents[tables == old]] = self._place(new)
+            self._table_of[agents[tables == old]] = self._place(change(self._tables[old]))
         self._version += 1
 
     def fence_proxy(self, agents: np.ndarray) -> None:
@@ -207,12 +216,12 @@ class Order:
             self._copy_row(agents, source, into)
 
     def _copy_row(self, agents: np.ndarray, source: int, into: int) -> None:
-        tables = self._table_of[agents]
-        for old in self._distinct(tables):
-            known = self._tables[old].copy()
-            np.maximum(known[into], known[source], out=known[into])
-            self._table_of[agents[tables == old]] = self._place(known)
-        self._version += 1
+        def copy(known: Knowledge) -> Knowledge:
+            new = known.copy()
+            np.maximum(new[into], new[source], out=new[into])
+            return new
+
+        self._replace(agents, copy)
 
     def fence_inits(self, agents: np.ndarray) -> None:
         """Any arrival passes on the mbarriers that these agents have initialized."""
