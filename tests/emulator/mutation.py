@@ -118,6 +118,11 @@ REASONS: Reasons = {
         "another fence of the thread orders the same: tcgen05.alloc and .dealloc are synchronous, "
         "and every role has one after it waits or before it arrives",
     ),
+    ("", "arrive relaxed"): (
+        "equivalent",
+        "the arrival gives back Tensor Memory, for which execution order and tcgen05.fence suffice: "
+        "the ISA's own example of 9.7.16.6.4 is relaxed",
+    ),
     ("", "source of tcgen05.cp: base offset"): (
         "equivalent",
         "a base offset moves the pattern of a swizzle, and scales lie without one: Triton sets it",

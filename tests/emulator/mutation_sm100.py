@@ -163,6 +163,7 @@ _WHETHER = (
 REASONS: Reasons = {
     ("", "delete tcgen05.fence"): PIPELINE_REASONS["", "delete tcgen05.fence"],
     ("", "delete fence.proxy.async"): _FENCE,
+    ("", "arrive relaxed"): PIPELINE_REASONS["", "arrive relaxed"],
     ("", "source of tcgen05.cp: base offset"): PIPELINE_REASONS[
         "", "source of tcgen05.cp: base offset"
     ],
