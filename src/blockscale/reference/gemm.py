@@ -22,9 +22,11 @@ def gemm(
     """``a @ b + bias + c`` in ``compute_dtype`` (fp32 or fp64), rounded once to ``out_dtype``.
 
     ``a`` (M, K) and ``b`` (K, N) are dequantized operands, ``bias`` (N,), ``c`` (M, N).
+    Both are multiplied K-major: a BLAS may add in another order where strides differ.
     """
+    left, right = a.to(compute_dtype).contiguous(), b.to(compute_dtype).mT.contiguous().mT
     with torch.autocast(a.device.type, enabled=False):  # it would round the operands
-        out = a.to(compute_dtype) @ b.to(compute_dtype)
+        out = left @ right
     return epilogue(out, out_dtype, bias, c)
 
 
