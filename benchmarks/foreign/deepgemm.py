@@ -30,6 +30,7 @@ FLAGS = (
 BFLOAT16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 N, TILE, BARRIERS = 256, 128, 812  # bytes of barriers and of the pointer to Tensor Memory
+M = TILE * 6  # each accumulator of two is used three times
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Gemm:
         k: of the product.
         stages: of the ring.
         ctas: 1 or 2.
-        groups: 1, or the number of matrices B that groups of 128 rows of A each have; grouped
+        groups: 1, or the number of matrices B that groups of rows of A each have; grouped
             kernels swap A and B, and share A between two CTAs rather than B.
     """
 
@@ -109,24 +110,24 @@ def tensor_map(array: np.ndarray, rows: int, kind: str) -> em.TensorMap:
 
 def run(gemm: Gemm, launch: Launch) -> bool:
     rng = np.random.default_rng(0)
-    m = TILE * 2
-    a, left = operand(rng, gemm.a, m, gemm.k)
+    a, left = operand(rng, gemm.a, M, gemm.k)
     b, right = operand(rng, gemm.b, N * gemm.groups, gemm.k)
-    d = allocated(np.zeros((m, N), BFLOAT16))
+    d = allocated(np.zeros((M, N), BFLOAT16))
     maps = [
         tensor_map(a, gemm.loaded[0], gemm.a),
         tensor_map(b, gemm.loaded[1], gemm.b),
     ]
     if gemm.a != "bf16":
-        a_scales, a_factors = scales(rng, m, gemm.k)
+        a_scales, a_factors = scales(rng, M, gemm.k)
         words, b_factors = zip(*(scales(rng, N, gemm.k) for _ in range(gemm.groups)), strict=True)
         b_scales = allocated(np.concatenate(words))
         left, right = left * a_factors, right * np.concatenate(b_factors)
         maps += [em.TensorMap.of(x, (TILE, 1), l2_promotion="256B") for x in (a_scales, b_scales)]
     maps.append(tensor_map(d, 16 if gemm.groups > 1 else TILE, "bf16"))
-    layout = np.repeat(np.arange(2, dtype=np.int32), TILE) if gemm.groups > 1 else 0
+    rows = np.arange(M, dtype=np.int32)
+    layout = rows // (M // gemm.groups) if gemm.groups > 1 else 0
     launch(
-        2, 256, [layout, m, N, gemm.k, *maps],
+        2, 256, [layout, M, N, gemm.k, *maps],
         cluster=gemm.ctas, shared=gemm.shared,
     )  # fmt: skip
     right = right.reshape(gemm.groups, N, gemm.k)

@@ -55,7 +55,9 @@ def mutants(
         text = subject.ptx
         for rule in rules:
             for match in re.finditer(rule.pattern, text):
-                changed = text[: match.start()] + match.expand(rule.into) + text[match.end() :]
+                into = match.expand(rule.into)  # other lines stay where they are
+                into += "\n" * (match[0].count("\n") - into.count("\n"))
+                changed = text[: match.start()] + into + text[match.end() :]
                 line = text.count("\n", 0, match.start()) + 1
                 was = re.sub(r"\{%f\d+, [^}]*\}", "{...}", " ".join(match[0].split()))[:160]
                 yield Mutant(kernel, rule.name, line, was, changed)
