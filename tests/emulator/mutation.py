@@ -122,8 +122,8 @@ REASONS: Reasons = {
     ),
     ("", "arrive relaxed"): (
         "equivalent",
-        "the arrival gives back Tensor Memory, for which execution order and tcgen05.fence suffice: "
-        "the ISA's own example of 9.7.16.6.4 is relaxed",
+        "the arrival gives back Tensor Memory, for which execution order and tcgen05.fence "
+        "suffice: the ISA's own example of 9.7.16.6.4 is relaxed",
     ),
     ("", "source of tcgen05.cp: base offset"): (
         "equivalent",
