@@ -105,7 +105,7 @@ def main() -> None:
         old[kernel.name] = prove(kernel, given.folder, given.seeds)
         if given.json:
             result = {
-                "what": "kernels of other projects, unmodified, with the default checks but those named",
+                "what": "kernels of other projects, unmodified, with all default checks but some",
                 "date": datetime.date.today().isoformat(),
                 "kernels": dict(sorted(old.items())),
             }

@@ -146,8 +146,10 @@ REASONS: Reasons = {
 
 
 def reason(reasons: Reasons, outcome: Outcome) -> tuple[str, str]:
-    found = reasons.get((outcome.kernel, outcome.rule)) or reasons.get(("", outcome.rule))
-    return found or ("", "")
+    """That of the one place, of the rule in the kernel, or of the rule."""
+    kernel, rule = outcome.kernel, outcome.rule
+    keys = ((kernel, f"{rule} at {outcome.line}"), (kernel, rule), ("", rule))
+    return next((reasons[key] for key in keys if key in reasons), ("", ""))
 
 
 def summary(
