@@ -81,6 +81,43 @@ def test_copies_tell_mbarriers_that_their_proxy_knows(fence: str, wrong: bool) -
     assert all(isinstance(error, MissingFence) for error in found)
 
 
+#: An mbarrier, then 16 bytes that are copied over it.
+OVER = (
+    COPY
+    + """
+    bar.sync 0;
+    @%p1 mbarrier.inval.shared.b64 [bar];
+    {between}
+    setp.eq.u32 %p1, %t, 64;
+    @%p1 mbarrier.init.shared.b64 [other], 1; @%p1 fence.mbarrier_init.release.cluster;
+    @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [other], 16;
+    @%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [bar], [%out], 16, [other];
+    bar.sync 0;
+    B: mbarrier.try_wait.parity.shared.b64 %p2, [other], 0; @!%p2 bra B;"""
+)
+
+
+@pytest.mark.parametrize(
+    ("between", "check", "wrong"),
+    [
+        ("bar.sync 0;", "all", False),
+        ("fence.proxy.async.shared::cta; bar.sync 0;", "all,mbarrier_proxy", False),
+        ("bar.sync 0;", "all,mbarrier_proxy", MissingFence),
+        ("", "all", DataRace),
+    ],
+)
+def test_a_copy_over_an_mbarrier_comes_after_its_end(
+    between: str, check: str, wrong: type[DataRace]
+) -> None:
+    """Whether mbarrier.inval writes is not said; that it comes before another use, is."""
+    shared = ".shared .align 16 .b64 bar[2]; .shared .align 8 .b64 other;"
+    body = OVER.replace(".shared .align 8 .b64 bar;", shared).format(fence=INITS, between=between)
+    found = alarms(body, check)
+    assert len(found) == len(ORDERS) * bool(wrong)
+    assert all(isinstance(error, wrong or ()) for error in found), found
+    assert all("mbarrier.inval" in str(error) for error in found), found
+
+
 # --- tcgen05.wait and tcgen05.fence ---------------------------------------------------------------
 
 #: Two warps: the first stores to its lanes; the other one's thread copies over them, and commits;

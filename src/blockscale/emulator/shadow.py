@@ -220,6 +220,8 @@ class Shadow:
                 "::after_thread_sync after the acquire"
             )
         elif lacks in ("fence", "proxy_reads"):
+            if earlier.opcode.startswith("mbarrier.inval"):
+                kind = "mbarrier_proxy"  # the ISA does not say that it writes
             message = (
                 f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy "
                 f"after the ordinary {other} by {there}"

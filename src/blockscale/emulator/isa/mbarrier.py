@@ -217,12 +217,13 @@ def init(form: Form) -> Step:
     return run
 
 
-def _mark(w: Fragment, i: int, cta: CTA, offset: int) -> None:
-    """Its 8 bytes are written; what they hold is opaque."""
+def _mark(w: Fragment, i: int, cta: CTA, offset: int, again: bool = False) -> None:
+    """Its 8 bytes are written; what they hold is opaque. ``again``: the mbarrier was there."""
     cta.shared[offset : offset + 8] = 0xB8
     if cta.shadow is not None:
-        cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)
-        cta.shadow.write(cells[None], w.agents()[i : i + 1], w.site(), strong=True)
+        cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)[None]
+        same = np.ones((2, *cells.shape), bool) if again else None
+        cta.shadow.write(cells, w.agents()[i : i + 1], w.site(), strong=not again, same=same)
 
 
 @instruction("mbarrier.inval")
@@ -232,9 +233,11 @@ def inval(form: Form) -> Step:
     where = addresses(form, 0, space)
 
     def run(w: Fragment) -> None:
-        for address in where(w):
+        for i, address in enumerate(where(w)):
             barrier = find(w.cta, int(address))
+            visible(w, barrier, [i])
             del barrier.cta.mbarriers[barrier.offset]
+            _mark(w, i, barrier.cta, barrier.offset, again=True)
 
     return run
 
