@@ -366,6 +366,26 @@ def test_special_values(opcode: str, operand: int, result: int) -> None:
     check(Form(opcode, "f32", ("f32",), lambda a: result, pools=((operand,),)))
 
 
+@pytest.mark.parametrize("name", ["rcp", "rsqrt"])
+def test_upper_words_of_fp64(name: str) -> None:
+    """9.7.3.14 and 9.7.3.17: the tables, and the nearest of 20 bits; low words are ignored and 0."""
+    infinite, odd = (0x7FF00000, 0xFFF00000), name == "rsqrt"
+    quiet = 0x7FFFFFFF
+    expected = {
+        0x00000000: infinite[0], 0x80000000: infinite[1],  # zeros
+        0x00000001: infinite[0], 0x80000001: infinite[1],  # subnormal numbers
+        infinite[0]: 0, infinite[1]: quiet if odd else 0x80000000,
+        0x7FF80000: quiet, 0xFFF80001: quiet,
+        0x3FF00000: 0x3FF00000, 0x40100000: 0x3FE00000 if odd else 0x3FD00000,
+        0xBFF00000: quiet if odd else 0xBFF00000,
+        0x40080000: 0x3FE279A7 if odd else 0x3FD55555,  # of 3
+        0x7FE00000: 0x1FF6A09E if odd else 0,  # of 2 ** 1023; 2 ** -1023 is subnormal
+    }  # fmt: skip
+    pool = [word << 32 | low for word in expected for low in (0, 0xFFFFFFFF)]
+    model = lambda a: expected[a >> 32] << 32  # noqa: E731
+    check(Form(f"{name}.approx.ftz.f64", "f64", ("f64",), model, pools=(pool,)))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
