@@ -368,7 +368,7 @@ def test_special_values(opcode: str, operand: int, result: int) -> None:
 
 @pytest.mark.parametrize("name", ["rcp", "rsqrt"])
 def test_upper_words_of_fp64(name: str) -> None:
-    """9.7.3.14 and 9.7.3.17: the tables, and the nearest of 20 bits; low words are ignored and 0."""
+    """9.7.3.14, 9.7.3.17: the tables, and the nearest of 20 bits; low words are ignored and 0."""
     infinite, odd = (0x7FF00000, 0xFFF00000), name == "rsqrt"
     quiet = 0x7FFFFFFF
     expected = {
