@@ -13,7 +13,7 @@ from .memory import Buffer, GlobalMemory
 from .program import Function, Module, Parameter, PtxError
 from .tensormap import TensorMap
 
-__all__ = ["add_memory", "lay_out", "place_variables"]
+__all__ = ["add_memory", "lay_out", "place_variables", "place_workspace"]
 
 
 def lay_out(
@@ -147,3 +147,12 @@ def place_variables(module: Module, memory: GlobalMemory) -> dict[str, Buffer]:
             where = slice(link.at, link.at + link.size)
             place.data[where] = np.frombuffer(value.to_bytes(link.size, "little"), np.uint8)
     return places
+
+
+def place_workspace(ptx: str, memory: GlobalMemory) -> Buffer | None:
+    """Memory behind %envreg1 and %envreg2, if the module has them: there cooperative groups keep
+    the barrier of the grid."""
+    if "%envreg" not in ptx:
+        return None
+    data = np.zeros(1, np.uint64).view(np.uint8)
+    return memory.add(Buffer("the grid's workspace", data.ctypes.data, data))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .alarms import Alarms
-from .arguments import add_memory, lay_out, place_variables
+from .arguments import add_memory, lay_out, place_variables, place_workspace
 from .clock import Clock
 from .code import Program
 from .collect import collect, finish
@@ -192,6 +192,7 @@ def _prepare(
         parameters=parameters,
         parameter_offsets=offsets,
         module_variables=variables,
+        workspace=place_workspace(call.ptx, memory),
         settings=owner.settings,
         cell=_cell(module),
         programmatic=call.programmatic and "pdl" in owner.checks,
