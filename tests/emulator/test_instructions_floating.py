@@ -17,6 +17,7 @@ import pytest
 from ptx_forms import Form, check
 
 from blockscale import emulator as em
+from blockscale.emulator.ieee import exact_fp64, fma64
 from kernels import run
 
 Model = Callable[..., int]
@@ -323,6 +324,33 @@ def test_fma_is_rounded_once(name: str, rounding: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(ptx_forms, "tuples", lambda form: triples)
     model = functools.partial(pf.fma, name=name, rounding=rounding)
     check(Form(f"fma.{rounding}.{name}", name, (name,) * 3, model))
+
+
+def test_fma_of_fp64_equals_that_of_fractions() -> None:
+    """Cancellation, ties that a tiny addend decides, the ends of the range, and any bits."""
+    rng, n = np.random.default_rng(0), 1500
+    exactly = np.vectorize(exact_fp64("fma", "rn"), [float])
+
+    def some(bits: int, reach: int) -> np.ndarray:
+        """Significands of so many bits, odd, at exponents up to ``reach``."""
+        odd = rng.integers(0, 1 << bits, n) | 1
+        return np.ldexp(odd.astype(float) * rng.choice([-1, 1], n), rng.integers(-reach, reach, n))
+
+    a, b = rng.standard_normal((2, n))
+    ends = np.array([0.0, -0.0, 1, -1, np.inf, -np.inf, np.nan, 5e-324, 1.7e308])
+    cases = [
+        (a, b, rng.standard_normal(n)), (a, b, -a * b), (a, b, np.nextafter(-a * b, 1)),
+        (a, b, a * b * np.ldexp(rng.choice([-1, 1], n), rng.integers(-120, 120, n))),
+        (some(27, 1), some(27, 1), some(1, 300)), (some(53, 60), some(2, 60), some(53, 60)),
+        (some(53, 500), some(53, 500), some(53, 900)),
+        rng.integers(0, 1 << 64, (3, n), np.uint64).view(np.float64),
+        np.array(np.meshgrid(ends, ends, ends)).reshape(3, -1),
+    ]  # fmt: skip
+    with np.errstate(all="ignore"):
+        for case in cases:
+            got, wanted = fma64(*case), exactly(*case)
+            same = got.view(np.uint64) == wanted.view(np.uint64)
+            assert (same | np.isnan(got) & np.isnan(wanted)).all()
 
 
 def test_approximations_are_close() -> None:

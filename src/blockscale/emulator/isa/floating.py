@@ -1,7 +1,7 @@
 """Floating-point arithmetic: PTX ISA 9.7.3 to 9.7.5.
 
 fp32 and the 16-bit types are computed in fp64, where their products are exact and sums are rounded
-to odd (see ieee). fp64 itself goes to numpy, or to exact fractions where numpy has nothing.
+to odd (see ieee). fp64 itself goes to numpy, or with directed rounding to exact fractions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..ieee import (
     clamp,
     exact_fp64,
     flush,
+    fma64,
     higher,
     join,
     lower,
@@ -50,7 +51,9 @@ def _exact(name: str, rounding: str, values: tuple[Any, ...]) -> np.ndarray:
     return total
 
 
-_NEAREST: Mapping[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_NEAREST: Mapping[str, Any] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": fma64,
+}  # fmt: skip
 
 
 def _nearest_fma(a: Any, b: Any, c: Any) -> np.ndarray:
@@ -77,7 +80,7 @@ def arithmetic(form: Form, name: str, sources: int) -> Step:
     if type == "f64":
         if ftz or sat or relu or oob:
             raise form.error("has no modifiers with .f64 but the rounding")
-        if rounding != "rn" or name == "fma":
+        if rounding != "rn":
             return integer.simple(
                 form, type, np.vectorize(exact_fp64(name, rounding), [float]), sources
             )
