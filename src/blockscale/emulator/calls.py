@@ -6,14 +6,14 @@ import math
 import multiprocessing
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .alarms import Alarms
-from .arguments import add_memory, lay_out, place_variables
+from .arguments import add_memory, lay_out, place_variables, place_workspace
 from .clock import Clock
 from .code import Program
 from .collect import collect, finish
@@ -49,7 +49,8 @@ class Call:
     _: KW_ONLY
     cluster: int | Sequence[int] | None = None
     shared: int = 0
-    buffers: Sequence[tuple[str, Any]] = ()
+    buffers: Mapping[str, Any] | Sequence[tuple[str, Any]] = ()
+    variables: Mapping[str, Any] | None = None
     profile: bool = False
     trace: bool = False
     programmatic: bool = False
@@ -162,16 +163,27 @@ def _dimensions(
     return dims
 
 
+def _named(buffers: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    pairs = list(buffers.items() if isinstance(buffers, Mapping) else buffers)
+    for i, pair in enumerate(pairs):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(
+                f"buffers[{i}]: got {type(pair).__name__}; expected a name and an array, as in "
+                'buffers={"weights": array}'
+            )
+    return pairs
+
+
 def _prepare(
     call: Call, module: Module, memory: GlobalMemory, clock: Clock, rank: int | None, device: int
 ) -> Launch:
     function = module.functions[call.name]
     dims = _dimensions(function, call.grid, call.block, call.cluster)
     whose = "" if rank is None else f" of rank {rank}"
-    for label, array in call.buffers:
+    for label, array in _named(call.buffers):
         add_memory(array, f"buffers: {label}{whose}", memory)
     parameters, offsets = lay_out(function, call.args, memory, whose)
-    variables = place_variables(module, memory)
+    variables = place_variables(module, memory, call.variables or {})
     static, size = _shared(module, function)
     shared = call.shared
     dynamic = -(-size // 1024) * 1024 if shared else size
@@ -192,6 +204,7 @@ def _prepare(
         parameters=parameters,
         parameter_offsets=offsets,
         module_variables=variables,
+        workspace=place_workspace(call.ptx, memory),
         settings=owner.settings,
         cell=_cell(module),
         programmatic=call.programmatic and "pdl" in owner.checks,

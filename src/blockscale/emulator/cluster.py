@@ -123,9 +123,10 @@ class Cluster:
             raise MemoryFault(f"shared address {address:#x} names CTA {rank} of {len(self.ctas)}")
         cta = self.ctas[rank]
         if offset < SYSTEM_SHARED or offset + size > len(cta.shared):
+            none = "" if self.launch.dynamic_shared else ", none of them dynamic (shared=)"
             raise MemoryFault(
                 f"shared address {address:#x} (+{size}) is out of bounds: {cta} has "
-                f"{len(cta.shared) - SYSTEM_SHARED} bytes from {SYSTEM_SHARED:#x}"
+                f"{len(cta.shared) - SYSTEM_SHARED} bytes from {SYSTEM_SHARED:#x}{none}"
             )
         return cta, offset
 

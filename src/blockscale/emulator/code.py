@@ -269,6 +269,9 @@ class Code:
             "dynamic_smem_size": launch.dynamic_shared,
             "total_smem_size": launch.shared_bytes,
         }
+        if launch.workspace is not None:
+            place = launch.workspace.base
+            constant |= {"envreg1": place >> 32, "envreg2": place & _HALF}
         if base in constant:
             value = dtype.type(constant[base])
             return lambda w: value

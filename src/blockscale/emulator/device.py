@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ class Device:
         *,
         cluster: int | Sequence[int] | None = None,
         shared: int = 0,
-        buffers: Sequence[tuple[str, Any]] = (),
+        buffers: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         profile: bool = False,
         trace: bool = False,
         programmatic: bool = False,
@@ -96,7 +97,9 @@ class Device:
                 bytes.
             shared: dynamic shared memory, bytes.
             buffers: more memory that the kernel may reach, by addresses that it finds elsewhere:
-                (name, array or tensor).
+                arrays or tensors by name, or pairs of both.
+            variables: arrays or tensors for module variables (``__constant__``, ``__device__``) by
+                name; the kernel writes them in place. Others begin with their initial values.
             profile: report memory traffic, bank conflicts, products and waits, too.
             trace: and what each warp and engine did when, for ``Report.trace``.
             programmatic: the kernel may start while the one before it still runs (programmatic
@@ -109,6 +112,6 @@ class Device:
         """
         call = Call(
             self, ptx, name, grid, block, args, cluster=cluster, shared=shared, buffers=buffers,
-            profile=profile, trace=trace, programmatic=programmatic,
+            variables=variables, profile=profile, trace=trace, programmatic=programmatic,
         )  # fmt: skip
         return launch_together([call])[0]

@@ -44,6 +44,7 @@ class Launch:
     parameters: Buffer
     parameter_offsets: dict[str, int]
     module_variables: dict[str, Buffer]
+    workspace: Buffer | None  # what the driver gives a cooperative launch, if the module asks
     settings: Settings
     cell: int  # bytes of shared memory that the checks tell apart
     programmatic: bool  # it may start before the kernel before is over, and that is checked

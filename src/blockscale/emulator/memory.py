@@ -79,6 +79,9 @@ def _union(a: Buffer, b: Buffer) -> Buffer:
     return Buffer(name, base, data, a.writable and b.writable, (a, b))
 
 
+_NULL = 4096  # bytes from 0 that a null pointer may reach, and beside a buffer a wrong index
+
+
 class GlobalMemory:
     """Buffers at their own addresses; anything between them is out of bounds."""
 
@@ -117,6 +120,10 @@ class GlobalMemory:
             f"{b.name} is {b.base:#x} to {b.end:#x}" for b in self._buffers[max(at, 0) : at + 2]
         ]
         nearest = "; ".join(near) or "there are no buffers"
+        if address < _NULL:
+            nearest = "a null pointer"
+        elif not any(b.base - _NULL < address < b.end + _NULL for b in self._buffers):
+            nearest += "; memory behind a pointer that is no argument is named in buffers="
         return f"global address {address:#x} (+{size}) is out of bounds: {nearest}"
 
     def _each(self, addresses: np.ndarray, size: int) -> list[tuple[Buffer, np.ndarray | slice]]:

@@ -17,7 +17,7 @@ from .program import Function, Module, Parameter, PtxError, Variable
 from .statements import BodyParser
 from .tokens import Source, Token
 
-__all__ = ["parse", "parse_once"]
+__all__ = ["outline", "parse", "parse_once"]
 
 _LINKAGE = (".visible", ".extern", ".weak", ".common")
 
@@ -193,6 +193,14 @@ def parse(text: str, entry: str | None = None) -> Module:
             f"entry: {entry!r} is not in the module, which has "
             f"{', '.join(parser.entries()) or 'none'}"
         )
+    return parser.module
+
+
+def outline(text: str) -> Module:
+    """The target and the functions of a module, with their bodies unread."""
+    parser = _ModuleParser(Source(text))
+    parser.outline()
+    parser.module.functions.update({n: unread.function for n, unread in parser.bodies.items()})
     return parser.module
 
 

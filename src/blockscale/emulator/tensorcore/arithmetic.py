@@ -181,10 +181,12 @@ def multiply(
     return d
 
 
-def multiply_integers(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, saturate: bool) -> np.ndarray:
-    """D (..., M, N) = A B^T + C of one mma.sync on integers, in int32.
+def multiply_integers(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray | np.int32, *, saturate: bool
+) -> np.ndarray:
+    """D (..., M, N) = A B^T + C of one mma.sync or wgmma on integers, in int32.
 
-    a (..., M, K), b (..., N, K): int8 or uint8. c (..., M, N): int32.
+    a (..., M, K), b (..., N, K): int8 or uint8. c (..., M, N): int32, or 0.
     saturate: D is clamped to int32; otherwise it wraps.
     """
     exact = a.astype(np.float64) @ np.swapaxes(b, -1, -2).astype(np.float64)
