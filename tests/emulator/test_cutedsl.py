@@ -295,6 +295,18 @@ def test_compiled_outside(options: str, target: str, tmp_path: Any) -> None:
     assert torch.equal(c, a + b)
 
 
+def test_compiled_in_a_block_and_called_outside() -> None:
+    pytest.importorskip("tvm_ffi")
+    a, b, c = tensors()
+    with cutedsl(em.Device()):
+        compiled = cute.compile(add, *dynamic(a, b, c), STREAM, options="--enable-tvm-ffi")
+    with pytest.raises(RuntimeError, match="was compiled for the emulator"):
+        compiled(a, b, c, 0)
+    with cutedsl(em.Device()):
+        compiled(a, b, c, 0)
+    assert torch.equal(c, a + b)
+
+
 # What a launch is given ------------------------------------------------------------------------
 
 

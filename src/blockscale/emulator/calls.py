@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,13 +80,14 @@ def launch_together(calls: Sequence[Call]) -> list[Report]:
     memory, clock = GlobalMemory(), Clock()
     devices = list(dict.fromkeys(call.device for call in calls))
     programs = []
-    for rank, call in enumerate(calls):
-        module = parse_once(call.ptx, call.name)
-        _check_target(module, call.device.target)
-        of = rank if len(calls) > 1 else None
-        launch = _prepare(call, module, memory, clock, of, devices.index(call.device))
-        programs.append(Program(module, launch))
-    codes = [program.code(call.name) for program, call in zip(programs, calls, strict=True)]
+    with _uncollected():
+        for rank, call in enumerate(calls):
+            module = parse_once(call.ptx, call.name)
+            _check_target(module, call.device.target)
+            of = rank if len(calls) > 1 else None
+            launch = _prepare(call, module, memory, clock, of, devices.index(call.device))
+            programs.append(Program(module, launch))
+        codes = [program.code(call.name) for program, call in zip(programs, calls, strict=True)]
     workers = min(calls[0].device.workers, programs[0].launch.clusters)
 
     def run(number: int) -> list[Report]:
@@ -101,6 +104,19 @@ def launch_together(calls: Sequence[Call]) -> list[Report]:
         launch.lock, launch.peers = multiprocessing.get_context("fork").Lock(), Peers(workers)
         found = run_forked(memory, workers, run)
         return [Report.merge([report for (report,) in found])]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: thousands of steps are made, none is garbage, and each full
+    collection among them walks over all that the process has."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _check_target(module: Module, target: str) -> None:

@@ -42,8 +42,9 @@ def cutedsl(
 
     Inside, ``cute.compile`` compiles for the device's target and keeps the PTX, and a CPU tensor
     given to ``from_dlpack`` counts as one of the GPU, so that the code is the one a GPU would get.
-    A function compiled elsewhere works too if it was compiled with ``--keep-ptx``. Streams are
-    ignored: a launch is over when it returns. ``HardwareInfo()`` describes the device.
+    A function compiled elsewhere works too if it was compiled with ``--keep-ptx``; one compiled
+    here can be called in such a block only, or exported. Streams are ignored: a launch is over when
+    it returns. ``HardwareInfo()`` describes the device.
 
     Kernels may touch the tensors among a call's arguments, also those in tuples, lists and
     dataclasses. A pointer made by ``make_ptr`` does not say how long its memory is, and a function
@@ -66,12 +67,15 @@ def cutedsl(
     arguments = import_module("cutlass.base_dsl.jit_executor").ExecutionArgs
     tensor = import_module("cutlass.cute.runtime")._Tensor
     hardware = import_module("cutlass.utils.hardware_info").HardwareInfo
+    dsl = import_module("cutlass.cutlass_dsl.cutlass").CutlassBaseDSL
     options = import_module("cutlass.base_dsl.compiler").CompileOptions
     session = _Session(device, buffers, profile)
     with TemporaryDirectory() as folder, ExitStack() as stack:
         kept = {"_arch": device.target, "keep_ptx": True, "dump_dir": folder, "no_cache": True}
         replaced: list[tuple[Any, Methods]] = [
             (settings(), kept),
+            # As for a GPU that is not here: HostCode compiles the host code, once is enough.
+            (dsl, {"_runtime_can_run_compiled": lambda *_: False}),
             (options, _compile_options(options, stack)),
             (compiled, session.compiled(compiled)),
             (arguments, session.arguments(arguments)),
@@ -82,6 +86,8 @@ def cutedsl(
             provider = import_module("cutlass.cutlass_dsl.tvm_ffi_provider")
             for name in ("TVMFFIJitCompiledFunction", "TVMFFIJitCompiledFunctionWithKwargs"):
                 replaced.append((getattr(provider, name), session.foreign()))
+            base = provider.TVMFFIJitCompiledFunctionBase
+            replaced.append((base, {"_create_tvm_ffi_function": _placeholder}))
         for target, methods in replaced:
             stack.enter_context(patch.multiple(target, **methods))
         yield session.reports
@@ -172,6 +178,19 @@ def _host(compiled: Any) -> HostCode:
     if host is None:
         host = compiled._emulated_host = HostCode(compiled)
     return host
+
+
+def _placeholder(compiled: Any) -> Any:
+    """The TVM-FFI function of one that is compiled in the block; outside of one, it is called."""
+    name = compiled.function_name
+
+    def call(*_: Any) -> None:
+        raise RuntimeError(
+            f"{name}: was compiled for the emulator; call it in `with cutedsl(device)`, or compile "
+            "it outside"
+        )
+
+    return import_module("tvm_ffi").convert(call)
 
 
 def _hardware_info(target: str) -> Methods:

@@ -11,7 +11,10 @@ Work of one pipe completes in the order of its issue; everything else in any ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Hashable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +32,7 @@ __all__ = ["COMPLETIONS", "Engine", "Work"]
 
 COMPLETIONS = ("eager", "late", "random")
 _QUIET = 1 << 15  # instructions
+_NUMBER = attrgetter("number")
 
 
 class Work:
@@ -45,8 +49,8 @@ class Work:
     """
 
     __slots__ = (
-        "actor", "after", "done", "exit", "issuer", "line", "needs", "origin", "pipe", "rest",
-        "run", "threads", "tick", "used", "view", "what",
+        "actor", "after", "done", "exit", "issuer", "line", "needs", "number", "origin", "pipe",
+        "rest", "run", "threads", "tick", "used", "view", "what",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +77,7 @@ class Work:
         self.origin: Origin | None = None
         self.done = False
         self.tick = 0  # when it was issued
+        self.number = 0  # in the order of issue
         self.rest: Work | None = None  # what it leaves to be done, once it has read its source
 
     @property
@@ -118,7 +123,11 @@ class Engine:
     def __init__(self, completion: str, seed: Any, watch: Watch | None) -> None:
         self.completion, self.watch = completion, watch
         self.random = np.random.default_rng(seed) if completion == "random" else None
-        self.flying: list[Work] = []
+        self.flying: list[Work] = []  # in the order of their issue, as _ready
+        self._issued = 0
+        self._pipes: dict[Hashable, deque[Work]] = {}
+        self._ready: list[Work] = []
+        self._held: list[Work] = []  # until others are done
         self.tick = 0  # instructions that the cluster had run when the last turn ended
         self.moved = 0  # that, when work last completed, a wait ended or threads exited
         self.base = 0  # and those before the fragment that is running now began its quantum
@@ -129,7 +138,16 @@ class Engine:
         return self.tick - self.moved >= _QUIET
 
     def submit(self, work: Work) -> None:
+        work.number = self._issued
+        self._issued += 1
         self.flying.append(work)
+        if work.pipe is None:
+            self._comes_first(work)
+        else:
+            queue = self._pipes.setdefault(work.pipe, deque())
+            queue.append(work)
+            if len(queue) == 1:
+                self._comes_first(work)
         work.tick = self.base + work.used
         if self.watch is not None:
             self.watch.issued(work, work.tick)
@@ -145,23 +163,36 @@ class Engine:
         """Complete one piece of work; False if there is none."""
         if not self.flying:
             return False
-        if self.random is None:
-            self._complete(next(self._ready()))
-        else:
-            ready = list(self._ready())
-            self._complete(ready[int(self.random.integers(len(ready)))])
+        ready = self._may_complete()
+        at = 0 if self.random is None else int(self.random.integers(len(ready)))
+        self._complete(ready[at])
         return True
 
-    def _ready(self) -> Iterator[Work]:
-        """What may complete now, in the order of its issue."""
-        pipes = set()
-        for work in self.flying:
-            if work.pipe is not None:
-                if work.pipe in pipes:
-                    continue
-                pipes.add(work.pipe)
-            if not work.after or all(other.done for other in work.after):
-                yield work
+    def _comes_first(self, work: Work) -> None:
+        """Nothing is before it in its pipe."""
+        if work.after:
+            self._held.append(work)
+        else:
+            insort(self._ready, work, key=_NUMBER)
+
+    def _may_complete(self) -> list[Work]:
+        free = [work for work in self._held if all(other.done for other in work.after)]
+        for work in free:
+            self._held.remove(work)
+            insort(self._ready, work, key=_NUMBER)
+        return self._ready
+
+    def _leaves(self, work: Work) -> None:
+        """It is in flight no more, and whoever is behind it in its pipe comes first."""
+        _drop(self.flying, work)
+        if not _drop(self._ready, work) and work in self._held:
+            self._held.remove(work)
+        if work.pipe is not None:
+            queue = self._pipes[work.pipe]
+            was_first = queue[0] is work
+            queue.remove(work)
+            if was_first and queue:
+                self._comes_first(queue[0])
 
     def finish(self, work: Work) -> None:
         """Complete this one now: somebody needs it."""
@@ -169,8 +200,17 @@ class Engine:
             self._complete(work)
 
     def _complete(self, work: Work) -> None:
-        self.flying.remove(work)
+        self._leaves(work)
         self.moved = self.tick
         work.complete()
         if self.watch is not None:
             self.watch.completed(work, max(self.tick, work.tick))
+
+
+def _drop(works: list[Work], work: Work) -> bool:
+    """Take a work out of a list in the order of issue; whether it was there."""
+    at = bisect_left(works, work.number, key=_NUMBER)
+    if at == len(works) or works[at] is not work:
+        return False
+    del works[at]
+    return True

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,10 +59,12 @@ _STORAGE = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 def storage(register: Register) -> np.dtype:
     """dtype in which a register is kept: bool for predicates, else unsigned bits."""
-    if register.type == "pred":
-        return np.dtype(bool)
-    size = type_bytes(register.type)
-    return np.dtype(_STORAGE[size])
+    return _kept(register.type)
+
+
+@cache
+def _kept(type: str) -> np.dtype:
+    return np.dtype(bool if type == "pred" else _STORAGE[type_bytes(type)])
 
 
 class Event:

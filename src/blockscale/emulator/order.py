@@ -125,6 +125,16 @@ class Order:
             np.maximum(part, message, out=part)
         return joined
 
+    def _together(self, tables: np.ndarray) -> Knowledge:
+        """What all who have these tables know, an array of its own."""
+        first, *others = self._distinct(tables)
+        known = np.zeros((self._rows, self.columns), np.uint32)
+        known[:, : self._tables[first].shape[1]] = self._tables[first]
+        for other in others:
+            part = known[:, : self._tables[other].shape[1]]
+            np.maximum(part, self._tables[other], out=part)
+        return known
+
     def _place(self, table: Knowledge) -> int:
         """The number of a table."""
         place = self._places.get(id(table))
@@ -143,9 +153,9 @@ class Order:
         self._limit = max(_TABLES, 2 * len(used))
 
     def _distinct(self, tables: np.ndarray) -> list[int]:
-        first = tables[0]
+        first = int(tables[0])
         if len(tables) == 1 or not np.count_nonzero(tables != first):
-            return [int(first)]
+            return [first]
         return np.unique(tables).tolist()
 
     def view(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -171,7 +181,7 @@ class Order:
         """What these agents pass on to who acquires it; relaxed: of memory only what a fence
         precedes."""
         tables = self._table_at_fence if relaxed else self._table_of
-        message = self.join(self._tables[i] for i in self._distinct(tables[agents]))
+        message = self._together(tables[agents])
         message[SEEN, agents] = self._own_at_fence[agents] if relaxed else self.now
         message[FENCED, agents] = self._own_fenced[agents]
         message[INITS, agents] = self._own_inits[agents]
@@ -232,9 +242,17 @@ class Order:
     ) -> np.ndarray:  # fmt: skip
         """Which agents know by a fence that ``column`` initialized an mbarrier at the event; with
         ``by_proxy``, by one that is for the asynchronous proxy, too."""
-        rows = [FENCED, INITS] if by_proxy else [INITS]
-        known = [self.release(agents[i : i + 1])[rows, column].max() for i in range(len(agents))]
-        return np.array(known, np.uint32) >= event
+        tables = self._table_of[agents]
+        own = {FENCED: self._own_fenced, INITS: self._own_inits}
+        knows = np.zeros(len(agents), bool)
+        for row in (FENCED, INITS) if by_proxy else (INITS,):
+            for i in self._distinct(tables):
+                table = self._tables[i]
+                if column < table.shape[1] and table[row, column] >= event:
+                    knows |= (tables == i) & (agents != column)
+            if column < self.agents:
+                knows |= (agents == column) & (own[row][agents] >= event)
+        return knows
 
     def through(self, place: Hashable, agents: np.ndarray, releases: bool) -> None:
         """A strong access to a flag in memory: acquires what was released there before."""
@@ -262,8 +280,7 @@ class Order:
         """What is known to work that these agents issue."""
         known = self.release(issuers)
         if tensor:
-            tables = (self._tables[i] for i in self._distinct(self._table_of[issuers]))
-            known[TENSOR] = self.join(tables)[TENSOR]
+            known[TENSOR] = self._together(self._table_of[issuers])[TENSOR]
             known[TENSOR, issuers] = self.now
         return known
 

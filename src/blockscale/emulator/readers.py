@@ -89,18 +89,20 @@ class Readers:
         column: np.ndarray, view: View,
     ) -> None:  # fmt: skip
         """The chosen cells have several readers, earlier ones or of this instruction."""
-        if cells.ndim == 2:  # a cell has all its readers: those that no other mark names, too
-            mark = np.zeros(len(self.column), bool)
-            mark[cells[chosen]] = True
-            chosen = mark[cells]
-        who = np.broadcast_to(at, cells.shape)[chosen].astype(np.int64)
-        flat, old = cells[chosen], before[chosen].astype(np.int64) << 16 | column[chosen]
-        if (who == who[0]).all():
-            pairs, which = np.unique(old, return_inverse=True)
-            known = view[0][0] if cells.ndim == 1 else self.order.seen_by(who[:1])
-            found = [self._crowd(int(pair), who[:1], event, known) for pair in pairs]
-            self.column[flat], self.event[flat] = np.array(found)[which.reshape(-1)].T
+        if cells.ndim == 1:
+            self._joins(cells[chosen], at, event, before[chosen], column[chosen], view[0][0])
             return
+        # A cell has all its readers: those that no other mark names, too.
+        mark = np.zeros(len(self.column), bool)
+        mark[cells[chosen]] = True
+        chosen = mark[cells]
+        who = np.broadcast_to(at, cells.shape)[chosen].astype(np.int64)
+        if (who == who[0]).all():
+            one = int(who[0])
+            known = self.order.seen_by(who[:1])
+            self._joins(cells[chosen], one, event, before[chosen], column[chosen], known)
+            return
+        flat, old = cells[chosen], before[chosen].astype(np.int64) << 16 | column[chosen]
         order = np.argsort(flat, kind="stable")
         flat, who, old = flat[order], who[order], old[order]
         starts = np.nonzero(np.r_[True, flat[1:] != flat[:-1]])[0]
@@ -112,17 +114,34 @@ class Readers:
                 made[key] = self._crowd(key[0], readers, event, self.order.seen_by(readers))
             self.column[flat[start]], self.event[flat[start]] = made[key]
 
+    def _joins(
+        self, cells: np.ndarray, one: int, event: int, before: np.ndarray, column: np.ndarray,
+        known: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Cells (n,) have one reader more, who has seen ``known``."""
+        who = np.array([one])
+        old = before.astype(np.int64) << 16 | column
+        first = int(old[0])
+        if (old == first).all():  # as after a copy by another thread
+            self.column[cells], self.event[cells] = self._crowd(first, who, event, known)
+            return
+        pairs, which = np.unique(old, return_inverse=True)
+        found = [self._crowd(int(pair), who, event, known) for pair in pairs]
+        self.column[cells], self.event[cells] = np.array(found)[which.reshape(-1)].T
+
     def _crowd(self, old: int, who: np.ndarray, event: int, known: np.ndarray) -> tuple[int, int]:
         """Column and event of a cell that ``who``, who have seen ``known``, read, and others
         before: event << 16 | column."""
         columns, events = self._members(old >> 16, old & 0xFFFF)
         if len(columns):
-            left = (events > known[columns]) & ~np.isin(columns, who)
+            left = events > known[columns]
+            left &= columns != who[0] if len(who) == 1 else ~np.isin(columns, who)
             columns, events = columns[left], events[left]
         columns = np.concatenate([columns, who])
         if len(columns) == 1:
             return int(columns[0]), event
-        self._crowds.append((columns, np.r_[events, np.full(len(who), event)].astype(np.uint32)))
+        events = np.concatenate([events, np.full(len(who), event, np.uint32)])
+        self._crowds.append((columns, events))
         return _CROWD, len(self._crowds)
 
     def _members(self, event: int, column: int) -> Crowd:

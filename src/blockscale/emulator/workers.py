@@ -6,6 +6,7 @@ see, and back at the end; atomic operations take turns under one lock.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import multiprocessing
 import pickle
@@ -111,6 +112,7 @@ def _received(pipe: Any) -> Any:
 
 
 def _work(pipe: Connection, run: Callable[[int], Any], number: int) -> None:
+    gc.freeze()  # a collection of what the parent has would copy its pages
     try:
         answer = False, run(number)
     except BaseException as error:

@@ -105,10 +105,11 @@ def setp(form: Form) -> Step:
     ftz, type = form.has("ftz"), form.type()
     test, combine = _comparison(form, type, ftz)
     target = form.operand(0)
-    pair = isinstance(target, Pair)
-    if pair and type in _HALVES:
+    if isinstance(target, Pair) and type in _HALVES:
         raise form.error(f".{type} takes one predicate")
     first = form.set(target.first if isinstance(target, Pair) else target, "pred")
+    if not isinstance(target, Pair) and type not in _PACKED:
+        return lambda w: first(w, combine(w, test(w)))
     second = form.set(target.second if isinstance(target, Pair) else None, "pred")
 
     def run(w: Fragment) -> None:
