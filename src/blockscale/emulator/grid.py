@@ -27,7 +27,7 @@ _TOGETHER = 2  # clusters that run at once, unless the device says otherwise
 _MOST_ROUNDS = 16  # of a turn under the policy random; otherwise it has one
 _PATIENCE = 16  # times that of a cluster, before it makes room: it may be spinning
 _RANKS = 1 << 20  # in the place of a process: whose turn it is among launches
-_UNDER_WAY = 128  # clusters that have started and are not over, at most
+_UNDER_WAY = 160  # clusters that have started and are not over, at most: one a multiprocessor
 
 
 class _Turns:
