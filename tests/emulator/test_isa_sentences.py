@@ -206,6 +206,78 @@ def test_a_barrier_whose_other_lanes_exit_expects_as_many_threads() -> None:
         assert "32 of 64 threads are there" in str(error)
 
 
+LANES = np.arange(32)
+TWO_PLACES = """setp.lt.u32 %p1, %t, 16; mov.u32 %r7, %t; mov.u32 %r8, %t;
+    @%p1 bra A; <one> bra E; A: <other> E: st.global.u32 [%at], %r5;"""
+COLLECTIVES = {
+    "mov.u32 %r5, 3; bar.warp.sync -1;": 0 * LANES + 3,
+    "shfl.sync.bfly.b32 %r5, @, 16, 31, -1;": LANES ^ 16,
+    "setp.eq.u32 %p2, @, 20; vote.sync.ballot.b32 %r5, %p2, -1;": 0 * LANES + (1 << 20),
+    "and.b32 @, @, 1; match.any.sync.b32 %r5, @, -1;": 0x55555555 << (LANES & 1),
+    "redux.sync.add.u32 %r5, @, -1;": 0 * LANES + 496,
+    "elect.sync %r6|%p2, -1; selp.u32 %r5, 1, 0, %p2;": LANES == 0,
+}
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_lanes_meet_at_two_places(op: str) -> None:
+    """9.7.9.6: a thread waits "until all non-exited threads corresponding to membermask have
+    executed shfl.sync with the same qualifiers and same membermask value"; that they must execute
+    the same instruction is said of sm_6x and below only. So 9.7.13.2 and others."""
+    body = TWO_PLACES.replace("<one>", op.replace("@", "%r7")).replace(
+        "<other>", op.replace("@", "%r8")
+    )
+    assert (outcome(text(body), [words(32)])[0] == COLLECTIVES[op]).all()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("shfl.sync.up.b32 %r5, %t, 1, 0, -1;", "shfl.sync.bfly.b32 %r5, %t, 16, 31, -1;"),
+        ("bar.warp.sync 0xfffffffe;", "bar.warp.sync -1;"),
+    ],
+)
+def test_other_qualifiers_or_masks_do_not_meet(one: str, other: str) -> None:
+    body = TWO_PLACES.replace("<one>", one).replace("<other>", other)
+    refusal(text(body), [words(32)], Deadlock)
+
+
+def test_lanes_meet_again_and_again() -> None:
+    """Lanes below 16 go round and meet the others, who are behind, at other places."""
+    body = """setp.lt.u32 %p1, %t, 16; mov.u32 %r5, %t; mov.u32 %r6, 0;
+    L: @%p1 bra A; shfl.sync.bfly.b32 %r5, %r5, 16, 31, -1; add.u32 %r5, %r5, 1; bra N;
+    A: shfl.sync.bfly.b32 %r5, %r5, 16, 31, -1; add.u32 %r5, %r5, 1;
+    N: add.u32 %r6, %r6, 1; setp.lt.u32 %p2, %r6, 11; @%p2 bra L; @!%p1 bra Q;
+    shfl.sync.bfly.b32 %r5, %r5, 16, 31, -1;
+    Q: shfl.sync.bfly.b32 %r5, %r5, 16, 31, -1; @%p1 bra E;
+    shfl.sync.bfly.b32 %r5, %r5, 16, 31, -1; E: st.global.u32 [%at], %r5;"""
+    assert (outcome(text(body), [words(32)])[0] == (LANES ^ 16) + 11).all()
+
+
+@pytest.mark.parametrize("sync", ["bar.warp.sync -1;", "shfl.sync.bfly.b32 %r5, %t, 16, 31, -1;"])
+def test_memory_where_lanes_meet_at_two_places(sync: str) -> None:
+    body = TWO_PLACES.replace("<one>", sync).replace("<other>", sync)
+    body = body.replace("E:", "E: xor.b32 %r3, %r2, 64; ld.shared.u32 %r5, [%r3];")
+    kernel = text(HEAD + "st.shared.u32 [%r2], %t;" + body)
+    if sync.startswith("bar"):
+        assert (outcome(kernel, [words(32)])[0] == LANES ^ 16).all()
+    else:
+        refusal(kernel, [words(32)], LaneRace)
+
+
+@pytest.mark.parametrize("who", ["@%p1", "@!%p1"])
+def test_what_is_undefined_where_lanes_meet_at_two_places(who: str) -> None:
+    """Lanes from 16 on give what nobody has written to those below, and take what is defined."""
+    shuffle = "shfl.sync.bfly.b32 %r5, %r6, 16, 31, -1;"
+    body = TWO_PLACES.replace("<one>", shuffle).replace("<other>", "mov.u32 %r6, 1;" + shuffle)
+    body = body.replace("E: ", f"E: {who} ")
+    kernel = text(HEAD + "ld.shared.u32 %r6, [%r2];" + body)
+    if who == "@%p1":
+        refusal(kernel, [words(32)], Uninitialized)
+    else:
+        assert (outcome(kernel, [words(32)])[0] == (LANES >= 16)).all()
+
+
 @pytest.mark.parametrize("strong", ["volatile", "relaxed.cta"])
 def test_a_strong_read_races_with_a_weak_write(strong: str) -> None:
     """8.8.1: conflicting operations that are not both strong, and that nothing orders, are a data

@@ -307,6 +307,8 @@ def _twin(ins: Instruction, moved: tuple[int, ...], gives: bool, code: Code) -> 
 class _Masks:
     """The machine of instructions built for masks: its memories are those of masks."""
 
+    of_masks = True
+
     def __init__(self, code: Code) -> None:
         self._code = code
 
