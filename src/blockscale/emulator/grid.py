@@ -123,9 +123,10 @@ def run_grids(codes: Sequence[Any], first: int, step: int) -> None:
             more = any(grid.may_start for grid in grids)
             if circles.closed(cluster, state, len(started), more):
                 reports = "\n  ".join(each.report() for each in started)
-                raise Deadlock(
-                    f"deadlock: threads spin, and nobody changes what they read\n  {reports}"
-                )
+                why = "threads spin, and nobody changes what they read"
+                if all(each.waits for each in started):
+                    why = "nothing can move"
+                raise Deadlock(f"deadlock: {why}\n  {reports}")
             if not going[at].fill():
                 break
     if circles.peers is not None:

@@ -182,7 +182,7 @@ class Shadow:
         if found is not None:
             cell, writer, column, event = found
             who = writer if actor is None else actor
-            self._race(cell, who, "writes", site, "read", column, event, lacks)
+            self.race(cell, who, "writes", site, "read", column, event, lacks)
         self.readers.clear(cells)
 
     def _after_write(
@@ -193,7 +193,7 @@ class Shadow:
         cell = int(cells[late][0])
         who = at if isinstance(at, Actor) else int(np.broadcast_to(at, cells.shape)[late][0])
         column, event = int(self.writer[cell]), int(self.written[cell])
-        self._race(cell, who, verb, site, "write", column, event, lacks)
+        self.race(cell, who, verb, site, "write", column, event, lacks)
 
     def seen(self, cell: int, agents: np.ndarray) -> np.ndarray:
         """Which of the agents (n,) have seen the last write to a cell, one that was made."""
@@ -209,7 +209,7 @@ class Shadow:
     def place(self, cell: int) -> str:
         return f"{cell * self.size:#x}"
 
-    def _race(
+    def race(
         self, cell: int, who: int | Actor, verb: str, site: Site, other: str, column: int,
         event: int, lacks: str = "race",
     ) -> None:  # fmt: skip

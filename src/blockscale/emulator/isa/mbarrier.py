@@ -44,6 +44,7 @@ class MBarrier:
         self.last, self.current = Phase(self, -1), Phase(self, 0)
         #: The first thread of a fragment -> the phase that it has seen end last.
         self.seen: dict[int, int] = {}
+        self.uses: dict[int, int] = {}  # agent -> the event of its last use
 
     @property
     def intact(self) -> bool:
@@ -194,6 +195,7 @@ def visible(
         unaware = unaware[~order.initialized(unaware, writer, written, False)]
     if len(unaware):
         shadow.read(np.array([[cell]]), unaware[:1], w.site(), strong=False)
+    barrier.uses.update(dict.fromkeys(agents.tolist(), order.event(w.site())))
     alarms = w.cta.launch.alarms
     if not by_proxy or "mbarrier_proxy" not in alarms.checks:
         return
@@ -231,12 +233,12 @@ def init(form: Form) -> Step:
     return run
 
 
-def _mark(w: Fragment, i: int, cta: CTA, offset: int) -> None:
+def _mark(w: Fragment, i: int, cta: CTA, offset: int, strong: bool = True) -> None:
     """Its 8 bytes are written."""
     cta.shared[offset : offset + 8] = np.frombuffer(_OPAQUE, np.uint8)
     if cta.shadow is not None:
         cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)
-        cta.shadow.write(cells[None], w.agents()[i : i + 1], w.site(), strong=True)
+        cta.shadow.write(cells[None], w.agents()[i : i + 1], w.site(), strong)
 
 
 @instruction("mbarrier.inval")
@@ -246,9 +248,16 @@ def inval(form: Form) -> Step:
     where = addresses(form, 0, space)
 
     def run(w: Fragment) -> None:
-        for address in where(w):
+        for i, address in enumerate(where(w)):
             barrier = find(w.cta, int(address))
-            del barrier.cta.mbarriers[barrier.offset]
+            cta, shadow, agent = barrier.cta, barrier.cta.shadow, w.agents()[i : i + 1]
+            if shadow is not None and shadow.races:
+                cell, seen = barrier.offset // shadow.size, shadow.order.seen_by(agent)
+                for user, event in barrier.uses.items():
+                    if event > seen[user]:
+                        shadow.race(cell, int(agent[0]), "ends", w.site(), "use", user, event)
+                _mark(w, i, cta, barrier.offset, strong=False)
+            del cta.mbarriers[barrier.offset]
 
     return run
 
