@@ -156,14 +156,14 @@ def _dimensions(
             raise ValueError(f"{name}: got {got}; the kernel requires {required[key]}")
     if any(g % c for g, c in zip(dims[0], dims[2], strict=True)):
         raise ValueError(f"cluster: {dims[2]} does not divide the grid {dims[0]}")
-    for name, got, most in (("grid", dims[0], _MOST_CTAS), ("block", dims[1], _MOST_THREADS)):
-        if any(n > limit for n, limit in zip(got, most, strict=True)):
-            raise ValueError(f"{name}: got {got}; at most {most}")
     if math.prod(dims[2]) > 16:
         raise ValueError(f"cluster: {math.prod(dims[2])} CTAs; at most 16")
     threads, limit = math.prod(dims[1]), min(1024, math.prod(required.get("maxntid", (1024,))))
     if threads > limit:
         raise ValueError(f"block: {threads} threads; at most {limit}")
+    for name, got, most in (("grid", dims[0], _MOST_CTAS), ("block", dims[1], _MOST_THREADS)):
+        if any(n > limit for n, limit in zip(got, most, strict=True)):
+            raise ValueError(f"{name}: got {got}; at most {most}")
     return dims
 
 
