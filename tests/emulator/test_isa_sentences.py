@@ -89,6 +89,31 @@ def test_a_proxy_fence_is_for_its_state_space(space: str) -> None:
         assert (outcome(kernel, [words(32)])[0] == np.arange(32)).all()
 
 
+STORE = """cp.async.bulk.global.shared::cta.bulk_group [%out], [s], 256;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; E:"""
+
+
+@pytest.mark.parametrize("thread", [0, 1, 40])
+def test_a_proxy_fence_lies_anywhere_on_the_path(thread: int) -> None:
+    """8.9.5: "there is a proxy fence along the base causality path": that of any thread between,
+    for what the issuer of the copy wrote itself, too."""
+    fence = f"bar.sync 0; setp.eq.u32 %p3, %t, {thread}; @%p3 fence.proxy.async; bar.sync 0;"
+    body = HEAD + "st.shared.u32 [%r2], %t; <> @!%p1 bra E;" + STORE
+    assert (outcome(text(body.replace("<>", fence)), [words()], block=64)[0] == range(64)).all()
+    too_early = text(body.replace("<>", fence.replace("bar.sync 0;", "", 1)))
+    refusal(too_early, [words()], MissingFence, block=64)
+
+
+def test_a_copy_and_its_own_thread_are_no_lanes() -> None:
+    """No bar.warp.sync orders what a thread does after a copy that it does not wait for."""
+    body = """mad.lo.u32 %r8, %t, 16, %r1; st.shared.v4.u32 [%r8], {%t, %t, %t, %t};
+    fence.proxy.async; bar.warp.sync -1; @!%p1 bra E;
+    cp.async.bulk.global.shared::cta.bulk_group [%out], [s], 16; st.shared.u32 [s], 3;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; E:"""
+    for error in refusal(text(HEAD + body), [words()], DataRace):
+        assert "bar.warp.sync" not in str(error)
+
+
 # --- copies ---------------------------------------------------------------------------------------
 
 MULTICAST = """mov.u32 %r10, %cluster_ctarank; setp.eq.u32 %p5, %r10, 0; and.pred %p6, %p1, %p5;

@@ -176,7 +176,8 @@ class Order:
         tables = self._table_at_fence if relaxed else self._table_of
         message = self.join(self._tables[i] for i in self._distinct(tables[agents]))
         message[SEEN, agents] = self._own_at_fence[agents] if relaxed else self.now
-        message[FENCED, agents] = self._own_fenced[agents]
+        fenced = np.maximum(message[FENCED, agents], self._own_fenced[agents])  # by others, too
+        message[FENCED, agents] = fenced
         message[INITS, agents] = self._own_inits[agents]
         message[RUN, agents] = self.now
         if self.tensor:

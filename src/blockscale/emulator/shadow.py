@@ -233,7 +233,7 @@ class Shadow:
                 f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy "
                 f"after the ordinary {other} by {there}"
             )
-        elif order.of_one_warp(agent, column, event):
+        elif column != agent and order.of_one_warp(agent, column, event):
             kind = "lanes"
             message = (
                 f"data race between lanes of a warp: {here} {verb} {place}; nothing orders it "
