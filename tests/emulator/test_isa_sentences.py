@@ -245,6 +245,21 @@ def test_a_barrier_whose_other_lanes_exit_expects_as_many_threads() -> None:
         assert "32 of 64 threads are there" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("mask", "block", "lane"), [(0xFFFF, 32, 20), (-1, 20, 25), (0xFFFF0000, 32, 3)]
+)
+def test_a_shuffle_takes_from_lanes_that_are_there(mask: int, block: int, lane: int) -> None:
+    """9.7.9.6: "results are undefined if a thread sources a register from an inactive thread or a
+    thread that is not in membermask"; that one takes it is no fault, but that it uses it."""
+    body = """mov.u32 %r7, <mask>; shr.u32 %r7, %r7, %t; and.b32 %r7, %r7, 1;
+    setp.eq.u32 %p1, %r7, 0; @%p1 ret; mov.u32 %r5, %t;
+    shfl.sync.idx.b32 %r5, %t, <lane>, 31, <mask>; <> st.global.u32 [%at], %r5;"""
+    body = body.replace("<mask>", str(mask & 0xFFFFFFFF)).replace("<lane>", str(lane))
+    outcome(text(body.replace("<>", "mov.u32 %r5, 1;")), [words(32)], block=block)
+    for error in refusal(text(body.replace("<>", "")), [words(32)], Uninitialized, block=block):
+        assert "from a lane that is not there, or not in its mask" in str(error)
+
+
 LANES = np.arange(32)
 TWO_PLACES = """setp.lt.u32 %p1, %t, 16; mov.u32 %r7, %t; mov.u32 %r8, %t;
     @%p1 bra A; <one> bra E; A: <other> E: st.global.u32 [%at], %r5;"""

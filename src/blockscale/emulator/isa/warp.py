@@ -14,7 +14,8 @@ import numpy as np
 
 from .. import ieee
 from ..machine import Fragment, Step
-from ..program import Pair
+from ..program import Pair, Register
+from ..undefined import Origin, Undefined, fill_masks
 from .meeting import elsewhere, gathered, present, rows, spread
 from .registry import BITS, TYPES, Form, instruction
 
@@ -31,6 +32,7 @@ def shfl(form: Form) -> Step:
     put = form.set(first, "b32")
     put_p = form.set(target.second, "pred") if isinstance(target, Pair) else None
     a, b, c = form.get(1, "b32"), form.get(2, "b32"), form.get(3, "b32")
+    mask, slot = form.get(4, "b32"), first.slot if isinstance(first, Register) else None
 
     def run(w: Fragment) -> None:
         table, row, lane = spread(w, a(w), form)
@@ -55,8 +57,21 @@ def shfl(form: Form) -> Step:
         put(w, table[row, source])
         if put_p is not None:
             put_p(w, good)
+        masks = np.broadcast_to(mask(w), w.n)
+        given = present(w)[row, source] & (masks >> source.astype(np.uint32) & np.uint32(1) == 1)
+        if slot is not None and not form.of_masks and not given.all():
+            _take_nothing(w, slot, ~given)
 
     return gathered(form, 4, run, a)
+
+
+def _take_nothing(w: Fragment, slot: int, lanes: np.ndarray) -> None:
+    """The result is undefined where the source is inactive or not in the mask."""
+    if "uninitialized" in w.cta.launch.alarms.checks:
+        message = f"{w.site()} takes it from a lane that is not there, or not in its mask"
+        bits = np.full((np.count_nonzero(lanes), 1), 0xFFFF_FFFF, np.uint32)
+        found = Undefined(bits, Origin(w.site(), message))
+        fill_masks(w.frame, (slot,), w.threads[lanes], found)
 
 
 @instruction("vote.sync", control=True)
