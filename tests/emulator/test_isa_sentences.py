@@ -260,6 +260,33 @@ def test_a_shuffle_takes_from_lanes_that_are_there(mask: int, block: int, lane: 
         assert "from a lane that is not there, or not in its mask" in str(error)
 
 
+@pytest.mark.parametrize(
+    "op",
+    [
+        "vote.sync.ballot.b32 %r9, %p4, %r7;",
+        "redux.sync.add.u32 %r9, %r8, %r7;",
+        "match.any.sync.b32 %r9, %r8, %r7;",
+    ],
+)
+@pytest.mark.parametrize("who", ["@%p3", "@!%p3"])
+def test_lanes_of_another_mask_give_nothing(op: str, who: str) -> None:
+    """9.7.13.9: of "all non-exited threads in membermask". Those from 16 on have what is undefined."""
+    body = f"""setp.lt.u32 %p3, %t, 16; ld.shared.u32 %r8, [%r2]; @%p3 mov.u32 %r8, 9;
+    setp.gt.u32 %p4, %r8, 5; selp.b32 %r7, 0xffff, 0xffff0000, %p3; {op}
+    {who} st.global.u32 [%at], %r9;"""
+    if who == "@%p3":
+        outcome(text(HEAD + body), [words(32)])
+    else:
+        refusal(text(HEAD + body), [words(32)], Uninitialized)
+
+
+@pytest.mark.xfail(reason="the carry has no mask", strict=True)
+def test_the_carry_of_what_is_undefined() -> None:
+    body = """ld.shared.u32 %r8, [%r2]; add.cc.u32 %r7, %r8, 1; addc.u32 %r9, 0, 0;
+    st.global.u32 [%at], %r9;"""
+    refusal(text(HEAD + body), [words(32)], Uninitialized)
+
+
 LANES = np.arange(32)
 TWO_PLACES = """setp.lt.u32 %p1, %t, 16; mov.u32 %r7, %t; mov.u32 %r8, %t;
     @%p1 bra A; <one> bra E; A: <other> E: st.global.u32 [%at], %r5;"""
