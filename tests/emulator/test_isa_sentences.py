@@ -361,7 +361,7 @@ def test_what_is_undefined_where_lanes_meet_at_two_places(who: str) -> None:
 
 @pytest.mark.parametrize("strong", ["volatile", "relaxed.cta"])
 def test_a_strong_read_races_with_a_weak_write(strong: str) -> None:
-    """8.8.1: conflicting operations that are not both strong, and that nothing orders, are a data
+    """8.7.1: conflicting operations that are not both strong, and that nothing orders, are a data
     race, whichever comes first."""
     body = f"""@%p1 st.shared.u32 [s], 1; bar.sync 0; @!%p2 bra W; ld.{strong}.shared.u32 %r4, [s]; <>
     bra E; W: <> nanosleep.u32 100000; setp.eq.u32 %p3, %t, 32; @%p3 st.shared.u32 [s], 9; E:"""
@@ -377,7 +377,7 @@ def test_strong_accesses_do_not_race() -> None:
 
 @pytest.mark.xfail(reason="of several who wrote one value the last one counts", strict=True)
 def test_who_wrote_the_same_value_still_wrote() -> None:
-    """8.8.1: the write of 6 is ordered after that of 5 by warp 1, not after that by warp 0."""
+    """8.7.1: the write of 6 is ordered after that of 5 by warp 1, not after that by warp 0."""
     kernel = text(
         HEAD
         + """shr.u32 %r5, %t, 5; and.b32 %r6, %t, 31; setp.eq.u32 %p3, %r6, 0; mov.u32 %r4, 5;

@@ -209,7 +209,7 @@ class Order:
         self._own_fenced[agents] = self.now
 
     def hear(self, agents: np.ndarray, message: Knowledge) -> None:
-        """A relaxed wait: its end is known, and only a fence acquires the rest (8.9.4)."""
+        """A relaxed wait: its end is known, and only a fence acquires the rest (8.8)."""
         self.acquire(agents, executed(message))
         both: dict[int, Knowledge] = {id(None): message}
         for agent in agents.tolist():
