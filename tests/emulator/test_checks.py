@@ -469,7 +469,11 @@ ALIGNED = [
     ("cp.async.ca.shared.global [s{}], [%out], 4;", 4, "address 0x"),
     ("cp.async.ca.shared.global [s{}], [%out], 8;", 8, "address 0x"),
     ("cp.async.cg.shared.global [s], [%out{}], 16;", 16, "address 0x"),
-    ("mbarrier.init.shared.b64 [bar{}], 1;", 8, "mbarrier address 0x"),
+    (
+        "mbarrier.inval.shared.b64 [bar]; mbarrier.init.shared.b64 [bar{}], 1;",
+        8,
+        "mbarrier address",
+    ),
     ("mbarrier.arrive.shared.b64 %rd1, [bar{}];", 8, "mbarrier address 0x"),
     ("mbarrier.test_wait.parity.shared.b64 %p9, [bar{}], 1;", 8, "mbarrier address 0x"),
 ]

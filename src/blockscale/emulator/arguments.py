@@ -60,6 +60,12 @@ def _bytes(
         flat = add_memory(arg, name, memory)
         alive.append(flat)
         return int(flat.ctypes.data).to_bytes(8, "little")
+    if (
+        isinstance(arg, np.number | np.bool_)
+        and kind[0] != "b"
+        and (arg.dtype.kind == "f") != (kind[0] == "f")
+    ):
+        arg = arg.item()  # its value counts: its bits mean something else there
     if isinstance(arg, bytes | bytearray | np.generic):
         raw = arg.tobytes() if isinstance(arg, np.generic) else bytes(arg)
         if len(raw) != size:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Call", "launch_together"]
 
 _MOST_SHARED = 227 * 1024
+_MOST_CTAS = ((1 << 31) - 1, 65535, 65535)  # of a grid
+_MOST_THREADS = (1024, 1024, 64)  # of a block
 _NARROW = {"b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16"}
 
 Dim = tuple[int, int, int]
@@ -176,6 +178,9 @@ def _dimensions(
     threads, limit = math.prod(dims[1]), min(1024, math.prod(required.get("maxntid", (1024,))))
     if threads > limit:
         raise ValueError(f"block: {threads} threads; at most {limit}")
+    for name, got, most in (("grid", dims[0], _MOST_CTAS), ("block", dims[1], _MOST_THREADS)):
+        if any(n > limit for n, limit in zip(got, most, strict=True)):
+            raise ValueError(f"{name}: got {got}; at most {most}")
     return dims
 
 

@@ -168,7 +168,8 @@ class _Rule:
         if table is not None:
             found = [self._bitwise(w, threads, *table)]
         elif self.ins.parts[0] in _ACROSS and len(whole):
-            whole = threads[np.isin(threads // 32, whole // 32)]
+            groups = self._groups(w, threads)
+            whole = threads[np.isin(groups, groups[np.isin(threads, whole)])]
         result = self.step(w)
         if isinstance(result, Event):
             return result
@@ -186,6 +187,14 @@ class _Rule:
 
     def _sources(self) -> list[int]:
         return [*self.data, *self.control]
+
+    def _groups(self, w: Fragment, threads: np.ndarray) -> np.ndarray:
+        """The same for threads of one warp and mask, which is the last operand."""
+        mask = self.ins.operands[-1]
+        lanes: Any = 0
+        if isinstance(mask, Register):
+            lanes = w.frame.registers[mask.slot][threads]
+        return np.asarray(threads // 32 << 32 | lanes)
 
     def _guard(self) -> int:
         return -1 if self.ins.predicate is None else self.ins.predicate.slot
@@ -302,6 +311,8 @@ def _twin(ins: Instruction, moved: tuple[int, ...], gives: bool, code: Code) -> 
 
 class _Masks:
     """The machine of instructions built for masks: its memories are those of masks."""
+
+    of_masks = True
 
     def __init__(self, code: Code) -> None:
         self._code = code

@@ -176,9 +176,16 @@ class Cluster:
         """Whether somebody waits who may be told that it was in vain."""
         return any(wait.may_fail for wait in self._waits())
 
+    @property
+    def waits(self) -> bool:
+        """Whether each of its threads waits for something, and not for time to pass."""
+        fragments = [f for cta in self.ctas for f in cta.fragments]
+        return all(f.wait is not None and f.wait.until is None for f in fragments)
+
     def _stands(self) -> State:
-        """Nothing can move: not before time has passed, if somebody sleeps or goes by the clock."""
-        if self.wake is None and self.looked < self.engine.moved:
+        """Nothing can move: not before time has passed, if somebody sleeps, goes by the clock or
+        may be told that the wait was in vain, and looks at what others do then."""
+        if self.wake is None and self.looked < self.engine.moved and not self.may_fail:
             return State.STUCK
         self._idled += 1
         return State.IDLE

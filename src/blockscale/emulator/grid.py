@@ -165,9 +165,10 @@ def run_grids(codes: Sequence[Any], first: int, step: int) -> None:
                 lines = [each.report() for each in started]
                 lines += [grid.held_up() for grid in grids if grid.launch.waiting]
                 reports = "\n  ".join(lines)
-                raise Deadlock(
-                    f"deadlock: threads spin, and nobody changes what they read\n  {reports}"
-                )
+                why = "threads spin, and nobody changes what they read"
+                if all(each.waits for each in started):
+                    why = "nothing can move"
+                raise Deadlock(f"deadlock: {why}\n  {reports}")
             if not going[at].fill():
                 break
     if circles.peers is not None:

@@ -61,6 +61,7 @@ class Circles:
         self._outside: Any = None  # what clusters depend on besides their own state and the clock
         self._circles: dict[Cluster, _Circle] = {}
         self._closed: dict[Cluster, bool] = {}  # and whether they go by the clock
+        self._waited: dict[Cluster, list[Any]] = {}  # states in which all threads waited
         self._moved: dict[Cluster, int] = {}  # when something else happened in each
         self._seen_at = 0  # when they were looked at
         self._leap = _FIRST_LEAP
@@ -75,6 +76,7 @@ class Circles:
         """
         if state is State.DONE:
             self._moved.pop(cluster, None)
+            self._waited.pop(cluster, None)
             self._forget(cluster)
             return False
         idle = state is State.IDLE
@@ -105,7 +107,7 @@ class Circles:
             self._closed.clear()
         self._pass_time()
         if idle:
-            self._closed[cluster] = cluster.wake is None  # waits that fail, and a look at the clock
+            self._closed[cluster] = cluster.wake is None and self._by_clock(cluster)
         elif cluster not in self._closed:
             circle = self._circles.setdefault(cluster, _Circle())
             if circle.closed(cluster):
@@ -126,6 +128,14 @@ class Circles:
             self._forget(each)
         self._pass_time()
         return False
+
+    def _by_clock(self, cluster: Cluster) -> bool:
+        """Whether one of which all threads wait goes by the clock; or counts waits in vain."""
+        if cluster.looked >= cluster.engine.moved:
+            return True
+        state, before = list(_state(cluster)), self._waited.get(cluster)
+        self._waited[cluster] = state
+        return before is not None and before != state
 
     def _wakes(self) -> list[int]:
         """When somebody who sleeps wakes up, ns."""

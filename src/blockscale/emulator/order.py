@@ -29,6 +29,7 @@ from .knowledge import (
     executed,
     joined,
 )
+from .program import PtxError
 
 __all__ = ["MOST_COLUMNS", "Order"]
 
@@ -81,6 +82,8 @@ class Order:
         self._own_fenced = np.zeros(agents, np.uint32)
         self._own_inits = np.zeros(agents, np.uint32)
         self._own_at_fence = np.zeros(agents, np.uint32)
+        #: What relaxed waits heard of, which an acquire fence makes known.
+        self._heard = np.full(agents, None, object)
         self._version = 0
         self._views: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
         self._viewed = 0
@@ -183,7 +186,8 @@ class Order:
         tables = self._table_at_fence if relaxed else self._table_of
         message = self._together(tables[agents])
         message[SEEN, agents] = self._own_at_fence[agents] if relaxed else self.now
-        message[FENCED, agents] = self._own_fenced[agents]
+        fenced = np.maximum(message[FENCED, agents], self._own_fenced[agents])  # by others, too
+        message[FENCED, agents] = fenced
         message[INITS, agents] = self._own_inits[agents]
         message[RUN, agents] = self.now
         if self.tensor:
@@ -214,7 +218,25 @@ class Order:
         self._copy_row(agents, SEEN, FENCED)
         self._own_fenced[agents] = self.now
 
-    def fence(self, agents: np.ndarray) -> None:
+    def hear(self, agents: np.ndarray, message: Knowledge) -> None:
+        """A relaxed wait: its end is known, and only a fence acquires the rest (8.8)."""
+        self.acquire(agents, executed(message))
+        both: dict[int, Knowledge] = {id(None): message}
+        for agent in agents.tolist():
+            before = self._heard[agent]
+            if id(before) not in both:
+                both[id(before)] = joined(before, message)
+            self._heard[agent] = both[id(before)]
+
+    def fence_acquire(self, agents: np.ndarray) -> None:
+        """What relaxed waits before it heard of is known."""
+        heard = self._heard[agents]
+        for message in {id(each): each for each in heard if each is not None}.values():
+            whose = agents[[each is message for each in heard]]
+            self.acquire(whose, message)
+            self._heard[whose] = None
+
+    def fence_release(self, agents: np.ndarray) -> None:
         """What was seen is all that a relaxed arrival passes on."""
         self._table_at_fence[agents] = self._table_of[agents]
         self._own_at_fence[agents] = self.now
@@ -319,7 +341,7 @@ class Order:
         if len(self._free) < len(copies) // 2:
             more = len(copies)
             if self.columns + more >= MOST_COLUMNS:
-                raise MemoryError(f"more than {self.columns} accessors that nobody has waited for")
+                raise PtxError(f"more than {self.columns} accessors that nobody has waited for")
             self._free += range(self.columns + more - 1, self.columns - 1, -1)
             self.columns += more
             self.is_generic = np.concatenate([self.is_generic, np.zeros(more, bool)])

@@ -45,6 +45,7 @@ class Shadow:
         self.writer = np.zeros(cells, np.uint16)  # the column of who wrote last
         self.written = np.zeros(cells, np.uint32)  # the event of the write, 0: never
         self.readers = Readers(cells if self.races else 0, order)
+        self._polls: Readers | None = None  # strong reads, which only weak writes race with
         order.users.append(self._columns)
 
     def _blanks(self, cells: int) -> Blanks:
@@ -58,7 +59,8 @@ class Shadow:
     def _columns(self) -> list[int]:
         """Columns that a cell names."""
         writers = np.unique(self.writer[self.written > 0])
-        return [*writers.tolist(), *self.readers.columns().tolist()]
+        polls = [] if self._polls is None else self._polls.columns().tolist()
+        return [*writers.tolist(), *self.readers.columns().tolist(), *polls]
 
     # --- by threads ---
 
@@ -70,8 +72,10 @@ class Shadow:
         late = self._unordered(cells, at, view, strong)
         if late is not None:
             self._after_write(cells, at, late, "reads", site)
-        if not strong:
-            self.readers.read(cells, at, self.order.event(site), view)
+        readers = self.readers
+        if strong:
+            readers = self._polls = self._polls or Readers(len(self.writer), self.order)
+        readers.read(cells, at, self.order.event(site, strong), view)
 
     def write(
         self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool,
@@ -90,7 +94,7 @@ class Shadow:
                 late &= ~same[0]
             if late is not None and np.count_nonzero(late):
                 self._after_write(cells, at, late, "writes", site)
-            self._after_reads(cells, at, view, site)
+            self._after_reads(cells, at, view, site, strong)
         self.writer[cells], self.written[cells] = at, self.order.event(site, strong)
         if self.races and not strong:
             lost = self.writer.take(cells) != at
@@ -129,7 +133,8 @@ class Shadow:
         cells = cells.reshape(-1)
         if self.races:
             seen = self._ordered(cells, actor, "writes", site)
-            self._after_reads(cells, actor.column, (seen[None], None), site, actor)
+            view = seen[None], None
+            self._after_reads(cells, actor.column, view, site, actor.strong, actor)
         event = self.order.event(site, actor.strong)
         actor.did(event)
         self.writer[cells], self.written[cells] = actor.column, event
@@ -157,11 +162,15 @@ class Shadow:
     # --- both ---
 
     def _after_reads(
-        self, cells: np.ndarray, at: Any, view: View, site: Site, actor: Actor | None = None
-    ) -> None:
+        self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        actor: Actor | None = None,
+    ) -> None:  # fmt: skip
         """Check a write against the reads before, which are over then."""
-        found = self.readers.unseen(cells, at, view, 0 if actor is None else actor.since)
-        lacks = "race"
+        since, lacks = 0 if actor is None else actor.since, "race"
+        found = self.readers.unseen(cells, at, view, since)
+        if self._polls is not None and not strong:
+            found = found or self._polls.unseen(cells, at, view, since)
+            self._polls.clear(cells)
         if found is None and actor is not None:
             tensor = self.order.tensor_view(actor)
             if tensor is not None:
@@ -173,7 +182,7 @@ class Shadow:
         if found is not None:
             cell, writer, column, event = found
             who = writer if actor is None else actor
-            self._race(cell, who, "writes", site, "read", column, event, lacks)
+            self.race(cell, who, "writes", site, "read", column, event, lacks)
         self.readers.clear(cells)
 
     def _after_write(
@@ -184,7 +193,7 @@ class Shadow:
         cell = int(cells[late][0])
         who = at if isinstance(at, Actor) else int(np.broadcast_to(at, cells.shape)[late][0])
         column, event = int(self.writer[cell]), int(self.written[cell])
-        self._race(cell, who, verb, site, "write", column, event, lacks)
+        self.race(cell, who, verb, site, "write", column, event, lacks)
 
     def seen(self, cell: int, agents: np.ndarray) -> np.ndarray:
         """Which of the agents (n,) have seen the last write to a cell, one that was made."""
@@ -200,7 +209,7 @@ class Shadow:
     def place(self, cell: int) -> str:
         return f"{cell * self.size:#x}"
 
-    def _race(
+    def race(
         self, cell: int, who: int | Actor, verb: str, site: Site, other: str, column: int,
         event: int, lacks: str = "race",
     ) -> None:  # fmt: skip
@@ -226,7 +235,7 @@ class Shadow:
                 f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy "
                 f"after the ordinary {other} by {there}"
             )
-        elif order.of_one_warp(agent, column, event):
+        elif column != agent and order.of_one_warp(agent, column, event):
             kind = "lanes"
             message = (
                 f"data race between lanes of a warp: {here} {verb} {place}; nothing orders it "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,18 +95,19 @@ def deliver(
     for _, _, barrier in lands:
         visible(w, barrier, by_proxy=True)
 
-    def copy(work: Work) -> None:
-        write = read(work)
-        for _, address, _ in lands:
-            write(work, address)
-        known = work.message()
-        for _, _, barrier in lands:
-            barrier.complete(size, known)
+    writes: list[Callable[[Work, int], None]] = []  # what is read once lands in all places
 
-    told = tuple((barrier.cta.rank, barrier.offset) for _, _, barrier in lands)
-    actor = cluster.begin(w, told=told)
-    ctas = {cta.rank: cta for cta in (*needs, *(cta for cta, _, _ in lands))}
-    cluster.engine.submit(Work(w, copy, needs=tuple(ctas.values()), actor=actor))
+    def copy(work: Work, address: int, barrier: MBarrier) -> None:
+        if not writes:
+            writes.append(read(work))
+        writes[0](work, address)
+        barrier.complete(size, work.message())
+
+    for cta, address, barrier in lands:  # each mbarrier tells of the bytes of its own CTA
+        actor = cluster.begin(w, told=(barrier.cta.rank, barrier.offset))
+        run = partial(copy, address=address, barrier=barrier)
+        ctas = tuple(dict.fromkeys((*needs, cta)))
+        cluster.engine.submit(Work(w, run, needs=ctas, actor=actor))
 
 
 def send(w: Fragment, read: Callable[[Work], Callable[[Work], None]]) -> None:

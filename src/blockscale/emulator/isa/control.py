@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -267,27 +268,38 @@ _FENCES = (
 )  # fmt: skip
 
 
+def _effects(names: set[str]) -> tuple[Callable[[Order, np.ndarray], None], ...]:
+    """What a fence with these modifiers does for the checks, which look at shared memory."""
+    if "proxy" in names:
+        elsewhere = not names & {"async", "async::generic"} or "global" in names
+        return () if elsewhere else (Order.fence_proxy,)
+    if "mbarrier_init" in names:  # of the thread's own mbarrier.init alone
+        return (Order.fence_inits,)
+    if "acquire" in names:
+        return (Order.fence_acquire,)
+    if "release" in names:
+        return (Order.fence_release,)
+    return (Order.fence_acquire, Order.fence_release)
+
+
 @instruction("fence", "membar")
 def fence(form: Form) -> Step:
-    """9.7.13. Memory is sequentially consistent here; what a fence does is to order accesses for
-    the checks: for the asynchronous proxy, or for relaxed arrivals after it (.mbarrier_init: of
-    what mbarrier.init wrote)."""
+    """9.7.13.4. Memory is sequentially consistent here; what a fence does is to order accesses for
+    the checks: for the asynchronous proxy, for relaxed arrivals after it (.mbarrier_init: of what
+    mbarrier.init wrote), and for relaxed waits before it."""
     names = set(form.left)
     while form.has(*_FENCES):
         pass
     if "tensormap::generic" in names and "acquire" in names:
         form.address(0)
         form.get(1, "u32")
-    if "proxy" in names and not names & {"async", "async::generic"}:
-        return lambda w: None
-    order_by = Order.fence_proxy if "proxy" in names else Order.fence
-    if "mbarrier_init" in names:  # of the thread's own mbarrier.init alone
-        order_by = Order.fence_inits
+    effects = _effects(names)
 
     def run(w: Fragment) -> None:
         order = w.cta.cluster.order
         if order is not None:
-            order_by(order, w.agents())
+            for effect in effects:
+                effect(order, w.agents())
 
     return run
 

@@ -16,8 +16,8 @@ from ..tensorcore.fragments import warp_matrix, warp_registers
 from ..undefined import Undefined, fill_masks
 from ..undefined import gathered as masks_of
 from .matrix import whole_warps
+from .meeting import gathered
 from .registry import TYPES, Form, Getter, instruction
-from .warp import gathered
 from .wgmma import words_of
 
 _M, _N = 16, 8

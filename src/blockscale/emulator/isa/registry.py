@@ -107,6 +107,7 @@ class Form:
         self.parts = ins.parts
         self.bound = False  # whether the step depends on the launch
         self._machine, self._resolve = machine, resolve
+        self.of_masks = getattr(machine, "of_masks", False)  # built for masks: see careful
         self.left: list[str] = []
         self.used = 0  # operands looked at: the rest would be ignored, which is an error
         self.results: list[int] = []  # slots of the registers that it writes

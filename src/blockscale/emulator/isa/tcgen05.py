@@ -17,8 +17,9 @@ from ..tensor_memory import COLUMNS, tensor_memory
 from .bulk import one_by_one
 from .copies import groups, wait_for, warps
 from .mbarrier import addresses, find, visible
+from .meeting import gathered
 from .registry import Form, instruction
-from .warp import gathered, meet
+from .warp import meet
 
 __all__ = ["aligned", "cta_group", "enqueue", "for_warps", "pair", "split_address", "uniform"]
 
