@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from .launch import Launch
 from .memory import SYSTEM_SHARED, GlobalMemory
 from .parse import parse_once
 from .program import Address, Function, Module, PtxError, Symbol
+from .races import Races
 from .report import Report
 from .workers import Peers, run_forked
 
@@ -83,6 +84,10 @@ def launch_together(calls: Sequence[Call]) -> list[Report]:
         of = rank if len(calls) > 1 else None
         launch = _prepare(call, module, memory, clock, of, devices.index(call.device))
         programs.append(Program(module, launch))
+    if any("global" in call.device.checks for call in calls):
+        races = Races(memory, _cell([program.module for program in programs], "global"))
+        for program in programs:
+            program.launch.races = races
     codes = [program.code(call.name) for program, call in zip(programs, calls, strict=True)]
     workers = min(calls[0].device.workers, programs[0].launch.clusters)
 
@@ -193,7 +198,7 @@ def _prepare(
         parameter_offsets=offsets,
         module_variables=variables,
         settings=owner.settings,
-        cell=_cell(module),
+        cell=_cell([module], "shared"),
         programmatic=call.programmatic and "pdl" in owner.checks,
         clock=clock,
         rank=rank,
@@ -207,13 +212,15 @@ def _prepare(
     )
 
 
-def _cell(module: Module) -> int:
-    """Bytes of shared memory that the checks tell apart: a word, if no instruction reaches less."""
-    for function in module.functions.values():
+def _cell(modules: Iterable[Module], space: str) -> int:
+    """Bytes of shared or global memory that the checks tell apart: a word, if no instruction
+    reaches less."""
+    spaces = {"global", "shared", "param", "local", "const"} - {space}
+    for function in (each for module in modules for each in module.functions.values()):
         for ins in function.instructions:
-            parts = ins.parts
-            elsewhere = {"global", "param", "local", "const"} & set(parts)
-            if parts[0] in ("ld", "st", "atom", "red") and _NARROW & set(parts) and not elsewhere:
+            parts = {part.partition("::")[0] for part in ins.parts}
+            narrow = not _NARROW.isdisjoint(parts) and spaces.isdisjoint(parts)
+            if narrow and ins.parts[0] in ("ld", "st", "atom", "red"):
                 return 1
     return 4
 

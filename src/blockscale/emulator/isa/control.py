@@ -10,6 +10,7 @@ from .. import ieee
 from ..machine import Diverge, Exit, Fragment, Split, Step, Switch, Wait
 from ..order import Order
 from ..program import Group, Label, Symbol, Vector
+from ..scopes import SYS, reach
 from .registry import TYPES, Form, instruction
 from .system_calls import system_call
 
@@ -283,11 +284,16 @@ def fence(form: Form) -> Step:
     order_by = Order.fence_proxy if "proxy" in names else Order.fence
     if "mbarrier_init" in names:  # of the thread's own mbarrier.init alone
         order_by = Order.fence_inits
+    of_memory, wide = order_by is Order.fence, reach(names, SYS)
+    releases, acquires = "acquire" not in names, "release" not in names
+    total = form.parts[0] == "membar" or "sc" in names
 
     def run(w: Fragment) -> None:
-        order = w.cta.cluster.order
-        if order is not None:
-            order_by(order, w.agents())
+        cluster = w.cta.cluster
+        if of_memory and cluster.member is not None:
+            cluster.member.fence(w, wide, releases, acquires, total)
+        elif cluster.order is not None:
+            order_by(cluster.order, w.agents())
 
     return run
 
