@@ -28,6 +28,7 @@ from .memory import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
 from .order import Order
 from .program import PtxError
 from .races import Member
+from .scopes import SYS
 from .shadow import Shadow
 
 __all__ = ["Cluster"]
@@ -68,7 +69,7 @@ class Cluster:
             lanes = 32 if "lanes" in launch.alarms.checks else 1
             self.order = Order(
                 len(self.ctas), self.ctas[0].warps, lanes, launch.programmatic,
-                "tcgen05_order" in launch.alarms.checks, 1 if launch.races is None else 3,
+                "tcgen05_order" in launch.alarms.checks, 1 if launch.races is None else SYS,
             )  # fmt: skip
             if launch.races is not None:
                 self.member = launch.races.enter(self)

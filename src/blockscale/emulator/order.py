@@ -261,22 +261,19 @@ class Order:
 
     # --- what passes through global memory ---
 
-    def passed(self, agent: int, scope: int | None = None) -> Knowledge | None:
-        """The rows SEEN and FENCED that an agent passes on, as of its last fence of a scope if one
-        is given; None without such a fence."""
+    def passed(self, agent: int, scope: int | None = None) -> Knowledge:
+        """The rows SEEN and FENCED that an agent passes on; with a scope, as of its last fence."""
         own, number = self.now, self._table_of[agent]
         if scope is not None:
             own = int(self._own_at_fence[scope, agent])
             number = self._table_at_fence[scope, agent]
-            if not own:
-                return None
         rows = self._fit(self._tables[number])[: FENCED + 1].copy()
         rows[SEEN, agent] = own
         rows[FENCED, agent] = min(own, self._own_fenced[agent])
         return rows
 
     def fenced_at(self, agent: int, scope: int) -> int:
-        """The event of an agent's last fence of a scope."""
+        """The event of an agent's last fence of a scope, 0: none."""
         return int(self._own_at_fence[scope, agent])
 
     def passed_by(self, actor: Actor) -> Knowledge:

@@ -198,6 +198,8 @@ def _observe(
             check(touched, by.actor, by.site())
         else:
             agents, site = by.agents()[chosen], by.site()
+            if strong and by.cta.cluster.member is not None:
+                shadow.order.through("flags", agents, kind == "write")
             if kind == "read":
                 shadow.read(touched, agents, site, strong)
             else:

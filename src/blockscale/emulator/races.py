@@ -8,7 +8,7 @@ it. A scope must include the other thread, else the pattern orders nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,21 +22,23 @@ from .messages import Learned, Message, together
 from .order import named
 from .past_reads import PastReads
 from .readers import View, seen_events
-from .scopes import GPU, SYS, Strength, needed
+from .scopes import CLUSTER, CTA, GPU, SYS, Strength, needed
 
 if TYPE_CHECKING:
+    from . import machine
     from .cluster import Cluster
     from .knowledge import Actor
-    from .machine import CTA, Fragment
     from .memory import Buffer, GlobalMemory
 
 __all__ = ["Member", "Races"]
 
 _NAMES = {1: ".cta", 2: ".cluster", 3: ".gpu", 4: ".sys"}
-#: The scopes that pass knowledge between clusters, and their places among those of fences.
-_WIDE = {GPU: 1, SYS: 2}
+_CTAS = 16  # of a cluster, at most
 
-#: What was released to a scope from a device.
+#: The numbers of a CTA, its cluster and its device.
+Place = tuple[int, int, int]
+#: What was released, by scope and the number of the CTA, cluster or device that did it. A CTA has
+#: all that it released itself, and a cluster, too; a device what was released to its scope or SYS.
 Released = dict[tuple[int, int], Message]
 
 
@@ -46,22 +48,40 @@ class _Version:
 
     access: int  # that wrote it
     released: Released
-    taken: dict[tuple[int, int], Message] = field(default_factory=dict)
+    taken: dict[tuple[int, Place], Message] = field(default_factory=dict)
 
-    def to(self, reach: int, device: int) -> Message:
-        """What an acquire of a scope learns on a device."""
-        key = reach, device
-        if key not in self.taken:
-            self.taken[key] = _included(self.released, reach, device)
-        return self.taken[key]
+    def to(self, reach: int, place: Place) -> Message:
+        """What an acquire of a scope learns in a CTA."""
+        if (reach, place) not in self.taken:
+            self.taken[reach, place] = _included(self.released, reach, place)
+        return self.taken[reach, place]
 
 
-def _included(released: Released, reach: int, device: int) -> Message:
-    return together(
-        message
-        for (scope, origin), message in released.items()
-        if min(scope, reach) >= (GPU if origin == device else SYS)
-    )
+def _included(released: Released, reach: int, place: Place) -> Message:
+    """What of it is released to that place, and by whom the scope of an acquire includes."""
+    found = []
+    for (scope, origin), message in released.items():
+        if scope >= GPU:
+            included = min(scope, reach) >= (GPU if origin == place[2] else SYS)
+        else:
+            included = scope <= reach and origin == place[scope - CTA]
+        if included:
+            found.append(message)
+    return together(found)
+
+
+def _add(released: Released, more: Released) -> None:
+    for key, message in more.items():
+        before = released.get(key)
+        released[key] = message if before is None else together((before, message))
+
+
+def _released(message: Message, reach: int, place: Place) -> Released:
+    """A message released to a scope, from a CTA."""
+    found = {(scope, place[scope - CTA]): message for scope in (CTA, CLUSTER) if scope <= reach}
+    if reach >= GPU:
+        found[reach, place[2]] = message
+    return found
 
 
 class Member:
@@ -76,24 +96,22 @@ class Member:
         self.pending: dict[tuple[int, bytes], tuple[np.ndarray, _Version]] = {}
         self._fences: dict[tuple[int, int], tuple[int, Message]] = {}
 
+    def place(self, cta: machine.CTA) -> Place:
+        return self.number * _CTAS + cta.rank, self.number, self.device
+
     # --- what passes on ---
 
     def message(self, rows: np.ndarray) -> Message:
         """What someone passes on who has these rows of knowledge."""
         return {**self.learned.known(rows), self.number: rows}
 
-    def at_fence(self, agent: int, scope: int) -> Message | None:
-        """What an agent passes on as of its last fence of a scope."""
-        at = self.order.fenced_at(agent, _WIDE[scope])
+    def at_fence(self, agent: int, scope: int, at: int) -> Message:
+        """What an agent passes on as of its last fence of a scope, at that event."""
         kept = self._fences.get((agent, scope))
-        if kept is not None and kept[0] == at:
-            return kept[1]
-        rows = self.order.passed(agent, _WIDE[scope])
-        if rows is None:
-            return None
-        message = self.message(rows)
-        self._fences[agent, scope] = at, message
-        return message
+        if kept is None or kept[0] != at:
+            message = self.message(self.order.passed(agent, scope - CTA))
+            kept = self._fences[agent, scope] = at, message
+        return kept[1]
 
     def acquire(self, agents: np.ndarray, message: Message, site: Site) -> None:
         """Agents learn what a message says, at a new event."""
@@ -106,24 +124,25 @@ class Member:
             self.order.learn(lacking, own)
         self.learned.add(lacking, event, message)
 
-    def fence(self, w: Fragment, reach: int, releases: bool, acquires: bool, sc: bool) -> None:
+    def fence(
+        self, w: machine.Fragment, reach: int, releases: bool, acquires: bool, sc: bool
+    ) -> None:
         """A fence of memory: acquires what relaxed accesses before it read, and releases to those
         after it."""
-        agents = w.agents()
+        agents, place = w.agents(), self.place(w.cta)
         if acquires:
             for key, (readers, version) in list(self.pending.items()):
                 here = np.isin(readers, agents)
                 if here.any():
-                    self.acquire(readers[here], version.to(reach, self.device), w.site())
+                    self.acquire(readers[here], version.to(reach, place), w.site())
                     if here.all() and reach == SYS:
                         del self.pending[key]
-        if sc and reach >= GPU:
+        if sc:
             fences = self.races.fences
-            self.acquire(agents, _included(fences, reach, self.device), w.site())
-            place = reach, self.device
+            self.acquire(agents, _included(fences, reach, place), w.site())
             passed = self.message(self.order.release(agents)[: FENCED + 1])
-            fences[place] = together((fences[place], passed)) if place in fences else passed
-        self.order.fence(agents, 1 + sum(reach >= scope for scope in _WIDE) * releases)
+            _add(fences, _released(passed, reach, place))
+        self.order.fence(agents, reach if releases else CTA)
 
 
 class _Accessor:
@@ -137,11 +156,12 @@ class _Accessor:
     """
 
     def __init__(self, by: Any, how: Strength | None) -> None:
-        cta: CTA = by.issuer[0] if isinstance(by, Work) else by.cta
+        cta: machine.CTA = by.issuer[0] if isinstance(by, Work) else by.cta
         member = cta.cluster.member
         assert member is not None
         self.member, self.cta, self.site = member, cta, by.site()
         self.races, order = member.races, member.order
+        self.place = member.place(cta)
         self.reach = how.reach if how else 0
         self.actor = by.actor if isinstance(by, Work) else None
         self.proxy = self.actor is not None and not self.actor.generic
@@ -356,7 +376,7 @@ class Races:
                 continue
             agents = by.at[here, 0]
             if how.acquires:
-                by.member.acquire(agents, version.to(how.reach, by.member.device), by.site)
+                by.member.acquire(agents, version.to(how.reach, by.place), by.site)
             else:
                 by.member.pending[address, agents.tobytes()] = agents, version
 
@@ -369,35 +389,39 @@ class Races:
         self, by: _Accessor, where: np.ndarray, before: np.ndarray, made: np.ndarray, how: Strength
     ) -> None:
         """Strong writes of places: what is released with what they hold now."""
-        member = by.member
         for i, address in enumerate(where.tolist()):
-            version = self._versions.get(address)
+            version, old = self._versions.get(address), before[i : i + 1]
             released: Released = {}
-            if version is not None and version.access == int(before[i]):
-                old = before[i : i + 1]
+            if version is not None and version.access == int(old[0]):
                 own = self.accesses.who[old[0]] == self.accesses.who[made[i]]
                 if own or (how.updates and self._strong(by, old)):
-                    released = version.released
-            new: Released = {}
-            if by.actor is not None:
-                if how.releases:
-                    new[how.reach, member.device] = member.message(member.order.passed_by(by.actor))
-            elif how.releases:
-                rows = member.order.passed(int(by.at[i, 0]))
-                assert rows is not None
-                new[how.reach, member.device] = member.message(rows)
+                    here = self.accesses.who[old[0]] // COLUMNS == by.member.number
+                    released = {
+                        key: message
+                        for key, message in version.released.items()
+                        if here or key[0] >= GPU  # else no acquire could include both writers
+                    }
+            for scope, message in self._passes(by, i, how):
+                _add(released, _released(message, scope, by.place))
+            if released:
+                self._versions[address] = _Version(int(made[i]), released)
             else:
-                for scope in _WIDE:
-                    if scope <= how.reach:
-                        message = member.at_fence(int(by.at[i, 0]), scope)
-                        if message is not None:
-                            new[scope, member.device] = message
-            if not new and not released:
                 self._versions.pop(address, None)
-                continue
-            for key, message in released.items():
-                new[key] = together((message, new[key])) if key in new else message
-            self._versions[address] = _Version(int(made[i]), new)
+
+    def _passes(self, by: _Accessor, i: int, how: Strength) -> Iterator[tuple[int, Message]]:
+        """What thread ``i`` of a strong write passes on, and to which scopes."""
+        member, order = by.member, by.member.order
+        if how.releases:
+            actor = by.actor
+            rows = order.passed(int(by.at[i, 0])) if actor is None else order.passed_by(actor)
+            yield how.reach, member.message(rows)
+        elif by.actor is None:
+            agent, last = int(by.at[i, 0]), 0
+            for scope in range(how.reach, CTA - 1, -1):
+                at = order.fenced_at(agent, scope - CTA)
+                if at > last:
+                    last = at
+                    yield scope, member.at_fence(agent, scope, at)
 
     # --- messages ---
 
