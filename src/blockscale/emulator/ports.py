@@ -261,9 +261,9 @@ def write_global(
     size = values.shape[1]
     if found is not None and found.bits.any():
         used(launch.alarms, by.site(), STORED, found.origin)
-    before = None
     try:
-        if launch.races is not None and not isinstance(by, Work):
+        before: Any = None
+        if launch.races is not None:
             before = launch.memory.load(where, size) == values
         launch.memory.store(where, values)
     except MemoryFault as fault:
@@ -275,9 +275,7 @@ def write_global(
     if launch.programmatic:
         follows(by, launch, "writes", where)
     if launch.races is not None:
-        same = before
-        if before is not None:
-            same = np.stack([before, launch.memory.load(where, size) == values])
+        same = np.stack([before, launch.memory.load(where, size) == values])
         launch.races.write(by, where, size, how, same)
     _tell(by, "global", "write", where, size, None, slice(None), launch)
 

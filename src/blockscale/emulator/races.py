@@ -216,10 +216,16 @@ class _Accessor:
     def unseen(self, accesses: np.ndarray) -> np.ndarray:
         """Which of them, of any shape with its threads first, nothing orders before it."""
         made = self.races.accesses
-        who = made.who.take(accesses)
-        late = made.event.take(accesses) > self._known(who, self.view, SEEN)
+        known = self._known(made.who.take(accesses), self.view, SEEN)
+        return np.asarray(made.event.take(accesses) > known)
+
+    def races_with(self, accesses: np.ndarray) -> np.ndarray:
+        """Which of them, that are not morally strong with it either."""
+        late = self.unseen(accesses)
         if self.reach and np.count_nonzero(late):
-            late &= ~self._mutual(who, made.how.take(accesses) & STRENGTH)
+            made = self.races.accesses
+            reach = made.how.take(accesses) & STRENGTH
+            late &= ~self._mutual(made.who.take(accesses), reach)
         return late
 
     def unfenced(self, accesses: np.ndarray) -> np.ndarray:
@@ -329,19 +335,17 @@ class Races:
 
     def write(
         self, by: Any, where: np.ndarray, size: int, how: Strength | None,
-        same: np.ndarray | None = None,
+        same: np.ndarray,
     ) -> None:  # fmt: skip
         """(n,) pieces were written. ``same`` (2, n, size): the byte held the value before, and it
         holds it now that all threads have written."""
         who = _Accessor(by, how)
         for buffer, chosen, cells in self._parts(who, where, size):
             part = who.part(chosen)
-            kept: Any = None
-            if same is not None:
-                kept = same[:, chosen].reshape(2, len(cells), cells.shape[1], -1).all(axis=-1)
+            kept = np.all(same[:, chosen].reshape(2, *cells.shape, -1), axis=-1)
             last = self._written.take(cells)
             if np.count_nonzero(last):
-                self._after_write(buffer, cells, part, "writes", last, kept)
+                self._after_write(buffer, cells, part, "writes", last, kept[0])
             for reads in self._reads.before(cells):
                 if self._after_read(buffer, cells, part, reads):
                     break
@@ -350,8 +354,7 @@ class Races:
             self._written[cells] = made
             if how is None and who.actor is None:
                 lost = self._written.take(cells) != made
-                if kept is not None:
-                    lost &= ~kept[1]
+                lost &= ~kept[1]
                 if np.count_nonzero(lost):
                     self._tell(buffer, cells, part, lost, "writes", "write", self._written[cells])
             elif how is not None:
@@ -429,9 +432,9 @@ class Races:
         self, buffer: Buffer, cells: np.ndarray, by: _Accessor, verb: str, last: np.ndarray,
         kept: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        late = by.unseen(last)
+        late = by.races_with(last)
         if kept is not None:
-            late &= ~kept[0]
+            late &= ~kept
         if np.count_nonzero(late):
             self._tell(buffer, cells, by, late, verb, "write", last)
             return
@@ -442,7 +445,7 @@ class Races:
     def _after_read(
         self, buffer: Buffer, cells: np.ndarray, by: _Accessor, reads: np.ndarray
     ) -> bool:  # fmt: skip
-        late = by.unseen(reads)
+        late = by.races_with(reads)
         if not np.count_nonzero(late):
             return False
         self._tell(buffer, cells, by, late, "writes", "read", reads)
