@@ -446,7 +446,8 @@ def test_a_barrier_of_ranks() -> None:
     body = BARRIER.format(says=SAYS.format("A"), says_again=SAYS.format("B"))
     assert not any(ranks(body))
     assert all(ranks(body.replace("red.release", "red.relaxed")))
-    assert all(ranks(BARRIER.format(says=SAYS.format("A"), says_again="")))
+    # Without it one rank may overtake the other, or be overtaken and acquire both.
+    assert any(ranks(BARRIER.format(says=SAYS.format("A"), says_again="")))
 
 
 def test_processes_do_not_share_it() -> None:

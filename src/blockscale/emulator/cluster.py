@@ -24,10 +24,10 @@ from .machine import (
     Switch,
     Wait,
 )
+from .member import Member
 from .memory import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
 from .order import Order
 from .program import PtxError
-from .races import Member
 from .scopes import SYS
 from .shadow import Shadow
 
