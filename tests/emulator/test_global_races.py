@@ -262,7 +262,7 @@ TURNS = """mov.u32 %r9, %ctaid.x; mov.u32 %r8, %r9;
     W: ld.acquire.gpu.global.u32 %r1, [%out]; setp.lt.u32 %p3, %r1, %r8; @%p3 bra W;
     ld.global.u32 %r2, [%out+64]; add.u32 %r2, %r2, 1; st.global.u32 [%out+64], %r2;
     add.u32 %r1, %r8, 1; st.release.gpu.global.u32 [%out], %r1;
-    add.u32 %r8, %r8, 2; setp.lt.u32 %p4, %r8, 20; @%p4 bra W;"""
+    add.u32 %r8, %r8, 2; setp.lt.u32 %p4, %r8, 8; @%p4 bra W;"""
 
 
 def test_a_flag_with_versions() -> None:
@@ -340,11 +340,13 @@ def test_bulk_stores_and_stores_overlap() -> None:
 
 def test_bulk_reductions_are_atomic() -> None:
     body = """.shared .align 16 .b32 s[64]; mov.u32 %r1, s; mad.lo.u32 %r1, %t, 4, %r1; setp.ne.u32 %p2, %t, 0;
-    st.shared.u32 [%r1], %t; fence.proxy.async.shared::cta; bar.sync 0; @%p2 ret;
+    mov.u32 %r9, %ctaid.x; st.shared.u32 [%r1], %r9; fence.proxy.async.shared::cta; bar.sync 0; @%p2 ret;
     cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out+256], [s], 256;
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
     holds(body)
-    races(body.replace("cp.reduce.async.bulk", "cp.async.bulk").replace(".add.u32", ""))
+    stores = body.replace("cp.reduce.async.bulk", "cp.async.bulk").replace(".add.u32", "")
+    races(stores)
+    holds(stores.replace("[%r1], %r9", "[%r1], %t"))  # both the same
 
 
 #: CTA 0 stores words and sets a flag; CTA 1 waits for it, and fetches them by a bulk copy.
@@ -403,7 +405,7 @@ BARRIER = """ld.param.u64 %rd1, [next]; mov.u32 %r8, 2; setp.ne.u32 %p1, %t, 0; 
     AGAIN: mad.wide.u32 %rd2, %t, 4, %rd1; add.u32 %r1, %t, %r7; st.global.u32 [%rd2+128], %r1;
     bar.sync 0; @%p1 bra ONE; {says} ONE: bar.sync 0;
     ld.global.u32 %r3, [%at+128]; bar.sync 0; @%p1 bra TWO; {says_again} TWO: bar.sync 0;
-    add.u32 %r7, %r7, 1; setp.lt.u32 %p4, %r7, 3; @%p4 bra AGAIN;"""
+    add.u32 %r7, %r7, 1; setp.lt.u32 %p4, %r7, 2; @%p4 bra AGAIN;"""
 SAYS = """ld.param.u64 %rd3, [root]; red.release.sys.global.add.u32 [%rd3], 1;
     {0}: ld.acquire.sys.global.u32 %r2, [%rd3]; setp.lt.u32 %p2, %r2, %r8; @%p2 bra {0}; add.u32 %r8, %r8, 2;"""
 

@@ -69,7 +69,7 @@ class Accessor:
     def _known(self, who: np.ndarray, view: View, row: int) -> np.ndarray:
         """The last event of each of ``who`` that it has seen."""
         cluster, column = who >> 16, who & (COLUMNS - 1)
-        known = np.array(np.broadcast_to(seen_events(view, column), who.shape))
+        known = seen_events(view, column)
         foreign = cluster != self.member.number
         if self.actor is None:
             known[(column == self.at) & ~foreign] = NEVER - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,9 @@ class Member:
         self.learned = Learned(self.order)
         #: Versions that strong accesses read: by place and readers, with an event of the readers.
         self._heard: dict[tuple[int, bytes], tuple[np.ndarray, int, Version]] = {}
+        #: The last strong read at each site: by whom, of where, which cells and what had written
+        #: them, and the last event then.
+        self.polls: dict[Site, tuple[np.ndarray, np.ndarray, list[Any], int]] = {}
         self._fences: dict[tuple[int, int], tuple[int, Message]] = {}
         #: Of each agent and scope: events of its fence.sc, and what it passes on there.
         self._totals: dict[tuple[int, int], tuple[list[int], list[Message]]] = {}

@@ -74,9 +74,7 @@ class Races:
 
     # --- accesses ---
 
-    def _parts(
-        self, by: Accessor, where: np.ndarray, size: int
-    ) -> list[tuple[Buffer, Any, np.ndarray]]:
+    def _parts(self, where: np.ndarray, size: int) -> list[tuple[Buffer, Any, np.ndarray]]:
         """Buffers that kernels may write, which of the pieces lie there, and their cells (n, k)."""
         if not self._made:
             self._make()
@@ -89,8 +87,8 @@ class Races:
                 found.append((buffer, chosen, first[:, None] + np.arange(-(-size // self.cell))))
         return found
 
-    def _add(self, by: Accessor, n: int, writes: bool) -> np.ndarray:
-        """Numbers of the accesses (n, 1) that are made now, of each thread or of one work."""
+    def _add(self, by: Accessor, writes: bool) -> np.ndarray:
+        """Numbers (n, 1) of the accesses that are made now: one of each thread, or of a work."""
         event, columns, actor = by.member.order.event(by.site), by.at[:, 0], by.actor
         if actor is not None and writes:  # only its issuer learns of it, once it waits
             columns, event = np.array([actor.issuer]), NEVER
@@ -100,21 +98,39 @@ class Races:
         made = self.accesses.add(who, event, by.site, by.reach | by.proxy * ASYNC)
         if actor is not None and writes:
             actor.stored += made.tolist()
-        return np.broadcast_to(made[:, None], (n, 1))
+        return made[:, None]
 
     def read(self, by: Any, where: np.ndarray, size: int, how: Strength | None) -> None:
         """(n,) pieces are read by a fragment or a work."""
+        if how is not None and not how.updates and self._polled(by, where):
+            return
         who = Accessor(self, by, how)
-        for buffer, chosen, cells in self._parts(who, where, size):
+        polled = []
+        for buffer, chosen, cells in self._parts(where, size):
             part = who.part(chosen)
             last = self._written.take(cells)
             if np.count_nonzero(last):
                 self._after_write(buffer, cells, part, "reads", last)
             if how is None or not how.updates:
-                made = np.broadcast_to(self._add(part, len(cells), False), cells.shape)
-                self._reads.read(cells, made, part.unseen)
+                made = self._add(part, False)
+                self._reads.read(cells, np.broadcast_to(made, cells.shape), part.unseen)
+                polled.append((cells, last))
             if how is not None and how.returns and self._versions:
                 self._hear(part, where[chosen], cells[:, 0], how)
+        if how is not None and not how.updates:
+            who.member.polls[who.site] = who.at, where, polled, who.member.order.now
+
+    def _polled(self, by: Any, where: np.ndarray) -> bool:
+        """Whether a strong read is as it was the last time, with nothing new in its cluster."""
+        member = by.cta.cluster.member
+        poll = member.polls.get(by.site())
+        if poll is None or poll[3] != member.order.now:
+            return False
+        return (
+            np.array_equal(poll[0][:, 0], by.agents())
+            and np.array_equal(poll[1], where)
+            and all((self._written.take(cells) == last).all() for cells, last in poll[2])
+        )
 
     def write(
         self, by: Any, where: np.ndarray, size: int, how: Strength | None,
@@ -123,7 +139,7 @@ class Races:
         """(n,) pieces were written. ``same`` (2, n, size): the byte held the value before, and it
         holds it now that all threads have written."""
         who = Accessor(self, by, how)
-        for buffer, chosen, cells in self._parts(who, where, size):
+        for buffer, chosen, cells in self._parts(where, size):
             part = who.part(chosen)
             kept = np.all(same[:, chosen].reshape(2, *cells.shape, -1), axis=-1)
             last = self._written.take(cells)
@@ -133,7 +149,7 @@ class Races:
                 if self._after_read(buffer, cells, part, reads):
                     break
             self._reads.clear(cells)
-            made = self._add(part, len(cells), True)
+            made = self._add(part, True)
             self._written[cells] = made
             if how is None and who.actor is None:
                 lost = self._written.take(cells) != made
@@ -141,7 +157,7 @@ class Races:
                 if np.count_nonzero(lost):
                     self._tell(buffer, cells, part, lost, "writes", "write", self._written[cells])
             elif how is not None:
-                self._publish(part, where[chosen], last[:, 0], made[:, 0], how)
+                self._publish(part, where[chosen], last[:, 0], self._written[cells[:, 0]], how)
 
     def waited(self, actors: Iterable[Actor], event: int) -> None:
         """Who issued these has waited for them at an event, and others know of them by it."""
