@@ -7,7 +7,7 @@ import math
 import multiprocessing
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from .launch import Launch
 from .memory import SYSTEM_SHARED, GlobalMemory
 from .parse import parse_once
 from .program import Address, Function, Module, PtxError, Symbol
+from .races import Races
 from .report import Report
 from .workers import Peers, run_forked
 
@@ -89,6 +90,10 @@ def launch_together(calls: Sequence[Call]) -> list[Report]:
             of = rank if len(calls) > 1 else None
             launch = _prepare(call, module, memory, clock, of, devices.index(call.device))
             programs.append(Program(module, launch))
+        if any("global" in call.device.checks for call in calls):
+            races = Races(memory, _cell([program.module for program in programs], "global"))
+            for program in programs:
+                program.launch.races = races
         codes = [program.code(call.name) for program, call in zip(programs, calls, strict=True)]
     workers = min(calls[0].device.workers, programs[0].launch.clusters)
 
@@ -227,7 +232,7 @@ def _prepare(
         module_variables=variables,
         workspace=place_workspace(call.ptx, memory),
         settings=owner.settings,
-        cell=_cell(module),
+        cell=_cell([module], "shared"),
         programmatic=call.programmatic and "pdl" in owner.checks,
         clock=clock,
         rank=rank,
@@ -241,13 +246,15 @@ def _prepare(
     )
 
 
-def _cell(module: Module) -> int:
-    """Bytes of shared memory that the checks tell apart: a word, if no instruction reaches less."""
-    for function in module.functions.values():
+def _cell(modules: Iterable[Module], space: str) -> int:
+    """Bytes of shared or global memory that the checks tell apart: a word, if no instruction
+    reaches less."""
+    spaces = {"global", "shared", "param", "local", "const"} - {space}
+    for function in (each for module in modules for each in module.functions.values()):
         for ins in function.instructions:
-            parts = ins.parts
-            elsewhere = {"global", "param", "local", "const"} & set(parts)
-            if parts[0] in ("ld", "st", "atom", "red") and _NARROW & set(parts) and not elsewhere:
+            parts = {part.partition("::")[0] for part in ins.parts}
+            narrow = not _NARROW.isdisjoint(parts) and spaces.isdisjoint(parts)
+            if narrow and ins.parts[0] in ("ld", "st", "atom", "red"):
                 return 1
     return 4
 

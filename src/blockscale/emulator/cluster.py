@@ -24,9 +24,11 @@ from .machine import (
     Switch,
     Wait,
 )
+from .member import Member
 from .memory import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
 from .order import Order
 from .program import PtxError
+from .scopes import SYS
 from .shadow import Shadow
 
 __all__ = ["Cluster"]
@@ -62,12 +64,15 @@ class Cluster:
         self.quantum = _quantum(settings.completion, settings.seed)
         self.patience = _PATIENCE // self.quantum  # in laps
         self.order: Order | None = None
-        if launch.alarms.checks & CLOCKED:
+        self.member: Member | None = None  # of those that share global memory
+        if launch.alarms.checks & CLOCKED or launch.races is not None:
             lanes = 32 if "lanes" in launch.alarms.checks else 1
             self.order = Order(
                 len(self.ctas), self.ctas[0].warps, lanes, launch.programmatic,
-                "tcgen05_order" in launch.alarms.checks,
+                "tcgen05_order" in launch.alarms.checks, 1 if launch.races is None else SYS,
             )  # fmt: skip
+            if launch.races is not None:
+                self.member = launch.races.enter(self)
             cells = SYSTEM_SHARED + launch.shared_bytes
             for cta in self.ctas:
                 cta.shadow = Shadow(

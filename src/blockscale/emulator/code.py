@@ -28,6 +28,7 @@ from .ports import (
 )
 from .program import Address, Function, Module, PtxError, Symbol
 from .registers import guarded
+from .scopes import Strength, strength
 
 __all__ = ["Code", "Program"]
 
@@ -182,12 +183,13 @@ class Code:
             return lambda w, where, size: read_shared(w, where, size, strong)
         if space == "local":
             return read_local
+        how = strength(form.parts)
         if space is None:
-            return partial(self._read_generic, is_strong(form.parts))
+            return partial(self._read_generic, how)
         launch = self.launch
         if space.startswith("param") or space == "const":
             return lambda w, where, size: launch.memory.load(where, size)
-        return lambda w, where, size: read_global(w, launch, where, size)
+        return lambda w, where, size: read_global(w, launch, where, size, how)
 
     def writer(
         self, form: Any, space: str | None, operand: int
@@ -200,36 +202,39 @@ class Code:
             return lambda w, where, values: write_shared(w, where, values, strong)
         if space == "local":
             return write_local
+        how = strength(form.parts)
         if space is None:
-            return partial(self._write_generic, is_strong(form.parts))
+            return partial(self._write_generic, how)
         launch = self.launch
-        return lambda w, where, values: write_global(w, launch, where, values)
+        return lambda w, where, values: write_global(w, launch, where, values, None, how)
 
-    def _read_generic(self, strong: bool, w: Fragment, where: np.ndarray, size: int) -> np.ndarray:
+    def _read_generic(
+        self, how: Strength | None, w: Fragment, where: np.ndarray, size: int
+    ) -> np.ndarray:
         out = np.empty((len(where), size), np.uint8)
         for chosen, window in _windows(where):
             part = _Part(w, chosen)
             at = where[chosen] - np.uint64(window)
             if window == SHARED_WINDOW:
-                out[chosen] = read_shared(part, at, size, strong)
+                out[chosen] = read_shared(part, at, size, how is not None)
             elif window == LOCAL_WINDOW:
                 out[chosen] = read_local(part, at, size)
             else:
-                out[chosen] = read_global(part, self.launch, at, size)
+                out[chosen] = read_global(part, self.launch, at, size, how)
         return out
 
     def _write_generic(
-        self, strong: bool, w: Fragment, where: np.ndarray, values: np.ndarray
+        self, how: Strength | None, w: Fragment, where: np.ndarray, values: np.ndarray
     ) -> None:
         for chosen, window in _windows(where):
             part = _Part(w, chosen)
             at = where[chosen] - np.uint64(window)
             if window == SHARED_WINDOW:
-                write_shared(part, at, values[chosen], strong)
+                write_shared(part, at, values[chosen], how is not None)
             elif window == LOCAL_WINDOW:
                 write_local(part, at, values[chosen])
             else:
-                write_global(part, self.launch, at, values[chosen])
+                write_global(part, self.launch, at, values[chosen], None, how)
 
     def names_frame(self, form: Any, operand: int) -> bool:
         """Whether an address is that of a .param variable of a call."""

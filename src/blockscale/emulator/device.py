@@ -63,6 +63,11 @@ class Device:
             raise ValueError(f"on_error: got {on_error!r}; choose one of {', '.join(ON_ERROR)}")
         if workers < 1 or (workers > 1 and not hasattr(os, "fork")):
             raise ValueError(f"workers: got {workers}; at least 1, and 1 where there is no fork")
+        if workers > 1 and "global" in wanted(check):
+            raise ValueError(
+                f"check: global looks at all clusters in one process; got workers={workers}: "
+                "give it workers=1"
+            )
         if resident is not None and resident < 1:
             raise ValueError(f"resident: got {resident}; at least 1, or None")
         self.target, self.workers = target, workers

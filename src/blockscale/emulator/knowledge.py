@@ -24,7 +24,7 @@ being there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -90,6 +90,7 @@ class Actor:
     event: int = 0  # its last access
     first: int = 0  # and its first
     view: tuple[np.ndarray, np.ndarray] | None = None  # see Order.view_of
+    stored: list[int] = field(default_factory=list)  # its writes of global memory, by number
 
     def did(self, event: int) -> None:
         self.event, self.first = event, self.first or event

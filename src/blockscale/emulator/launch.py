@@ -13,6 +13,7 @@ from .clock import Clock
 from .memory import Buffer, GlobalMemory
 
 if TYPE_CHECKING:
+    from .races import Races
     from .watch import Watch
     from .workers import Peers
 
@@ -55,6 +56,7 @@ class Launch:
     peers: Peers | None = None  # the other processes that run some of its clusters
     watch: Watch | None = None
     alarms: Alarms = field(default_factory=Alarms)
+    races: Races | None = None  # in global memory, of all launches that run together
     #: Memory at global addresses that no kernel writes.
     constants: tuple[Buffer, ...] = ()
     #: Around atomic operations on global memory.

@@ -126,7 +126,7 @@ class GlobalMemory:
             nearest += "; memory behind a pointer that is no argument is named in buffers="
         return f"global address {address:#x} (+{size}) is out of bounds: {nearest}"
 
-    def _each(self, addresses: np.ndarray, size: int) -> list[tuple[Buffer, np.ndarray | slice]]:
+    def each(self, addresses: np.ndarray, size: int) -> list[tuple[Buffer, np.ndarray | slice]]:
         low, high = int(addresses.min()), int(addresses.max())
         at = bisect_right(self._bases, low) - 1
         if at >= 0 and high + size <= self._buffers[at].end:
@@ -152,13 +152,13 @@ class GlobalMemory:
 
     def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
         out = np.empty((len(addresses), size), np.uint8)
-        for buffer, threads in self._each(addresses, size):
+        for buffer, threads in self.each(addresses, size):
             offsets = (addresses[threads] - np.uint64(buffer.base)).astype(np.int64)
             out[threads] = gather(buffer.data, offsets, size)
         return out
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        for buffer, threads in self._each(addresses, values.shape[1]):
+        for buffer, threads in self.each(addresses, values.shape[1]):
             if not buffer.writable:
                 raise MemoryFault(f"store to {buffer.name}, which is read-only")
             offsets = (addresses[threads] - np.uint64(buffer.base)).astype(np.int64)

@@ -31,7 +31,7 @@ from .knowledge import (
 )
 from .program import PtxError
 
-__all__ = ["MOST_COLUMNS", "Order"]
+__all__ = ["MOST_COLUMNS", "Order", "named"]
 
 MOST_COLUMNS = 0xFFFF
 _COPIES = 64  # columns of copies at the start: there are as many as it takes
@@ -48,11 +48,12 @@ class Order:
         lanes: lanes of a warp that are told apart: 32, or 1, which makes a warp one agent.
         programmatic: whether the kernel before has a column, too.
         tensor: whether there are the rows of tcgen05.fence.
+        scopes: fences that are told apart: all, those that reach the device, and the system.
     """
 
     def __init__(
         self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False,
-        tensor: bool = False,
+        tensor: bool = False, scopes: int = 1,
     ) -> None:  # fmt: skip
         self.warps, self.lanes, self.tensor = warps, lanes, tensor
         self._rows = 1 + (TENSOR if tensor else RUN)
@@ -78,13 +79,13 @@ class Order:
         self._places = {id(self._tables[0]): 0}
         self._limit = _TABLES
         self._table_of = np.zeros(agents, np.int32)
-        self._table_at_fence = np.zeros(agents, np.int32)
+        self._table_at_fence = np.zeros((scopes, agents), np.int32)
         self._own_fenced = np.zeros(agents, np.uint32)
         self._own_inits = np.zeros(agents, np.uint32)
-        self._own_at_fence = np.zeros(agents, np.uint32)
+        self._own_at_fence = np.zeros((scopes, agents), np.uint32)
         #: What relaxed waits heard of, which an acquire fence makes known.
         self._heard = np.full(agents, None, object)
-        self._version = 0
+        self.version = 0  # of what agents know
         self._views: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
         self._viewed = 0
         self.flags: dict[Hashable, Knowledge] = {}
@@ -148,11 +149,12 @@ class Order:
 
     def _forget(self) -> None:
         """Drop the tables that nobody has."""
-        both = np.concatenate([self._table_of, self._table_at_fence])
+        both = np.concatenate([self._table_of[None], self._table_at_fence])
         used, at = np.unique(both, return_inverse=True)
         self._tables = [self._tables[i] for i in used.tolist()]
         self._places = {id(table): i for i, table in enumerate(self._tables)}
-        self._table_of, self._table_at_fence = at.astype(np.int32).reshape(2, -1)
+        numbers = at.astype(np.int32).reshape(both.shape)
+        self._table_of, self._table_at_fence = numbers[0], numbers[1:]
         self._limit = max(_TABLES, 2 * len(used))
 
     def _distinct(self, tables: np.ndarray) -> list[int]:
@@ -163,9 +165,9 @@ class Order:
 
     def view(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """What agents have seen: (tables, columns), and whose is which, None if there is one."""
-        if self._viewed != self._version:
+        if self._viewed != self.version:
             self._views.clear()
-            self._viewed = self._version
+            self._viewed = self.version
         found = self._views.get(id(agents))
         if found is not None:
             return found[1], found[2]
@@ -183,9 +185,9 @@ class Order:
     def release(self, agents: np.ndarray, relaxed: bool = False) -> Knowledge:
         """What these agents pass on to who acquires it; relaxed: of memory only what a fence
         precedes."""
-        tables = self._table_at_fence if relaxed else self._table_of
+        tables = self._table_at_fence[0] if relaxed else self._table_of
         message = self._together(tables[agents])
-        message[SEEN, agents] = self._own_at_fence[agents] if relaxed else self.now
+        message[SEEN, agents] = self._own_at_fence[0, agents] if relaxed else self.now
         fenced = np.maximum(message[FENCED, agents], self._own_fenced[agents])  # by others, too
         message[FENCED, agents] = fenced
         message[INITS, agents] = self._own_inits[agents]
@@ -211,7 +213,7 @@ class Order:
         tables = self._table_of[agents]
         for old in self._distinct(tables):
             self._table_of[agents[tables == old]] = self._place(change(self._tables[old]))
-        self._version += 1
+        self.version += 1
 
     def fence_proxy(self, agents: np.ndarray) -> None:
         """What was seen, the asynchronous proxy may rely on."""
@@ -236,10 +238,11 @@ class Order:
             self.acquire(whose, message)
             self._heard[whose] = None
 
-    def fence_release(self, agents: np.ndarray) -> None:
-        """What was seen is all that a relaxed arrival passes on."""
-        self._table_at_fence[agents] = self._table_of[agents]
-        self._own_at_fence[agents] = self.now
+    def fence_release(self, agents: np.ndarray, scopes: int = 1) -> None:
+        """What was seen is all that a relaxed arrival passes on; a relaxed access to global memory
+        by the first ``scopes`` scopes."""
+        self._table_at_fence[:scopes, agents] = self._table_of[agents]
+        self._own_at_fence[:scopes, agents] = self.now
 
     def fence_tensor(self, agents: np.ndarray, before: bool) -> None:
         """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
@@ -296,6 +299,33 @@ class Order:
         """The last event of each column that one of these agents at least has seen."""
         return np.asarray(self.release(agents)[SEEN])
 
+    # --- what passes through global memory ---
+
+    def passed(self, agent: int, scope: int | None = None) -> Knowledge:
+        """The rows SEEN and FENCED that an agent passes on; with a scope, as of its last fence."""
+        own, number = self.now, self._table_of[agent]
+        if scope is not None:
+            own = int(self._own_at_fence[scope, agent])
+            number = self._table_at_fence[scope, agent]
+        rows = self._fit(self._tables[number])[: FENCED + 1].copy()
+        rows[SEEN, agent] = own
+        rows[FENCED, agent] = min(own, self._own_fenced[agent])
+        return rows
+
+    def fenced_at(self, agent: int, scope: int) -> int:
+        """The event of an agent's last fence of a scope, 0: none."""
+        return int(self._own_at_fence[scope, agent])
+
+    def passed_by(self, actor: Actor) -> Knowledge:
+        """The same of a work, as of its issue."""
+        return self._fit(actor.known)[: FENCED + 1]
+
+    def learn(self, agents: np.ndarray, rows: Knowledge) -> None:
+        """Agents acquire such rows of this cluster."""
+        message = np.zeros((self._rows, rows.shape[1]), np.uint32)
+        message[: FENCED + 1] = rows
+        self.acquire(agents, message)
+
     # --- asynchronous work ---
 
     def _at_issue(self, issuers: np.ndarray, tensor: bool) -> Knowledge:
@@ -345,7 +375,7 @@ class Order:
             self._free += range(self.columns + more - 1, self.columns - 1, -1)
             self.columns += more
             self.is_generic = np.concatenate([self.is_generic, np.zeros(more, bool)])
-            self._version += 1
+            self.version += 1
 
     def follow(self, issuers: np.ndarray, name: Hashable, tensor: bool = False) -> Actor:
         """Work in a pipe: it knows of all earlier work there."""
@@ -394,10 +424,7 @@ class Order:
 
     def named(self, site: Site, column: int) -> str:
         """A site with the thread, where the column is of one."""
-        if self.lanes == 1 or column >= self.agents:
-            return str(site)
-        thread = column % (self.warps * self.lanes)
-        return str(replace(site, who=f"thread {thread} of {site.who}"))
+        return named(site, column, self.agents, self.warps * self.lanes, self.lanes)
 
     def of_one_warp(self, agent: int, column: int, event: int) -> bool:
         """Whether the event of ``column`` is by a lane of the agent's warp, or known to one."""
@@ -406,3 +433,10 @@ class Order:
         first = agent // self.lanes * self.lanes
         together = self.seen_by(np.arange(first, first + self.lanes))
         return bool(event <= together[column])
+
+
+def named(site: Site, column: int, agents: int, of_cta: int, lanes: int) -> str:
+    """A site with the thread, where the column is one of the agents, ``of_cta`` of each CTA."""
+    if lanes == 1 or column >= agents:
+        return str(site)
+    return str(replace(site, who=f"thread {column % of_cta} of {site.who}"))

@@ -14,6 +14,7 @@ import numpy as np
 from .engine import Work
 from .memory import MemoryFault, gather, scatter
 from .predecessor import follows
+from .scopes import Strength
 from .shadow import Shadow
 from .undefined import Blank, Origin, Undefined, View, used
 
@@ -197,6 +198,8 @@ def _observe(
             check(touched, by.actor, by.site())
         else:
             agents, site = by.agents()[chosen], by.site()
+            if strong and by.cta.cluster.member is not None:
+                shadow.order.through("flags", agents, kind == "write")
             if kind == "read":
                 shadow.read(touched, agents, site, strong)
             else:
@@ -221,8 +224,11 @@ def _tell(
 # --- global memory --------------------------------------------------------------------------------
 
 
-def read_global(by: Any, launch: Launch, where: np.ndarray, size: int) -> np.ndarray:
-    """(n, size) bytes that a fragment or a work reads at global addresses."""
+def read_global(
+    by: Any, launch: Launch, where: np.ndarray, size: int, how: Strength | None = None
+) -> np.ndarray:  # fmt: skip
+    """(n, size) bytes that a fragment or a work reads at global addresses. ``how``: None for a weak
+    access."""
     try:
         values = launch.memory.load(where, size)
     except MemoryFault as fault:
@@ -234,6 +240,8 @@ def read_global(by: Any, launch: Launch, where: np.ndarray, size: int) -> np.nda
         return values
     if launch.programmatic:
         follows(by, launch, "reads", where)
+    if launch.races is not None:
+        launch.races.read(by, where, size, how)
     _tell(by, "global", "read", where, size, None, slice(None), launch)
     return values
 
@@ -246,13 +254,17 @@ def read_map(w: Fragment, where: np.ndarray) -> bytes:
 
 
 def write_global(
-    by: Any, launch: Launch, where: np.ndarray, values: np.ndarray, found: Undefined | None = None
-) -> None:
+    by: Any, launch: Launch, where: np.ndarray, values: np.ndarray,
+    found: Undefined | None = None, how: Strength | None = None,
+) -> None:  # fmt: skip
     """``found``: what of the values is undefined; somebody will read it."""
     size = values.shape[1]
     if found is not None and found.bits.any():
         used(launch.alarms, by.site(), STORED, found.origin)
     try:
+        before: Any = None
+        if launch.races is not None:
+            before = launch.memory.load(where, size) == values
         launch.memory.store(where, values)
     except MemoryFault as fault:
         launch.alarms.tell("bounds", fault, by.site())
@@ -262,6 +274,9 @@ def write_global(
         return
     if launch.programmatic:
         follows(by, launch, "writes", where)
+    if launch.races is not None:
+        same = np.stack([before, launch.memory.load(where, size) == values])
+        launch.races.write(by, where, size, how, same)
     _tell(by, "global", "write", where, size, None, slice(None), launch)
 
 

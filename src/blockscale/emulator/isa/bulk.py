@@ -12,13 +12,14 @@ from ..engine import Work
 from ..machine import CTA, Fragment, Step
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import read_global, read_shared, write_global, write_shared
+from ..scopes import GPU, Strength
 from ..undefined import fetched, used
 from .access import combiner
 from .copies import groups
 from .mbarrier import MBarrier, find, visible
 from .registry import TYPES, Form, first, instruction
 
-__all__ = ["REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send"]
+__all__ = ["REDUCES", "REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send"]
 
 _PIECE = 16
 #: Destination and source.
@@ -27,6 +28,8 @@ _WAYS = (
     ("global", "shared::cta"),
 )  # fmt: skip
 _SPACES = ("global", "shared::cluster", "shared::cta")
+#: How reductions in global memory access it: 9.7.9.25.4.2.
+REDUCES = Strength(GPU, updates=True, returns=False)
 #: Operations of reductions and the types that each takes in global memory.
 REDUCTIONS = {
     "and": ("b32", "b64"),
@@ -211,6 +214,7 @@ def bulk(form: Form) -> Step:
         at += 1
     bytes_of = form.get(at, "b16") if masked else None
     combine_bytes = reduced(operation, type)
+    how = REDUCES if operation else None
 
     def run(w: Fragment) -> None:
         size, begin, last = first(size_of(w)), first(start(w)), first(to(w))
@@ -245,7 +249,7 @@ def bulk(form: Form) -> Step:
                         old = launch.memory.load(where, _PIECE)
                         new = np.where(keep, combine_bytes(old, values), old)
                     kept = found and found.through(lambda bits: bits * keep)
-                    write_global(work, launch, where, new, kept)
+                    write_global(work, launch, where, new, kept, how)
 
             return into_global if target == "global" else into_shared
 

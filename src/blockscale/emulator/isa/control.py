@@ -11,6 +11,7 @@ from .. import ieee
 from ..machine import Diverge, Exit, Fragment, Split, Step, Switch, Wait
 from ..order import Order
 from ..program import Group, Label, Symbol, Vector
+from ..scopes import SYS, reach
 from .registry import TYPES, Form, instruction
 from .system_calls import system_call
 
@@ -294,12 +295,19 @@ def fence(form: Form) -> Step:
         form.address(0)
         form.get(1, "u32")
     effects = _effects(names)
+    of_memory, wide = "proxy" not in names and "mbarrier_init" not in names, reach(names, SYS)
+    releases, acquires = "acquire" not in names, "release" not in names
+    total = form.parts[0] == "membar" or "sc" in names
 
     def run(w: Fragment) -> None:
-        order = w.cta.cluster.order
-        if order is not None:
+        cluster = w.cta.cluster
+        if cluster.order is None:
+            return
+        if of_memory and cluster.member is not None:
+            cluster.member.fence(w, wide, releases, acquires, total)
+        else:
             for effect in effects:
-                effect(order, w.agents())
+                effect(cluster.order, w.agents())
 
     return run
 

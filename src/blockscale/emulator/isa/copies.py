@@ -63,8 +63,8 @@ def groups(cta: CTA, kind: str) -> Groups:
     return found
 
 
-def learn(w: Fragment, works: list[Work]) -> None:
-    """Each thread that waited for its own of these knows what they did."""
+def learn(w: Fragment, works: list[Work], reads: bool) -> None:
+    """Each thread that waited for its own of these knows what they did, or only read."""
     order = w.cta.cluster.order
     if order is None:
         return
@@ -74,7 +74,10 @@ def learn(w: Fragment, works: list[Work]) -> None:
             whose.setdefault(work.threads.tobytes(), []).append(work)
     for own in whose.values():
         waiting = np.intersect1d(w.threads, own[0].threads)
-        order.acquire(w.cta.agents(waiting), order.join(o.actor.message() for o in own if o.actor))
+        actors = [work.actor for work in own if work.actor is not None]
+        order.acquire(w.cta.agents(waiting), order.join(actor.message() for actor in actors))
+        if w.cta.launch.races is not None and not reads:
+            w.cta.launch.races.waited(actors, order.event(w.site()))
 
 
 def wait_for(w: Fragment, works: list[Work], reads: bool, what: str) -> Wait | None:
@@ -92,7 +95,7 @@ def wait_for(w: Fragment, works: list[Work], reads: bool, what: str) -> Wait | N
         return f"{what}: {count} in flight, {left[0].location()}"
 
     if ready():
-        learn(w, works)
+        learn(w, works, reads)
         return None
     return Wait(ready, why)
 
