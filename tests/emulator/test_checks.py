@@ -127,6 +127,15 @@ TWINS = [
          ("""ld.shared.u32 %r5, [s]; // A
          add.u32 %r5, %r5, 1;
          st.shared.u32 [s], %r5; // B""",), "line {B} writes byte 0x400", wanted="64"),
+    Twin("the last to count reads what all wrote",
+         """@%p2 st.shared.u32 [s+4], 0; bar.sync 0;
+         and.b32 %r5, %t, 31; setp.ne.u32 %p4, %r5, 0; @%p4 bra E;
+         st.shared.u32 [%r4], 7;
+         membar.cta; atom.shared.add.u32 %r5, [s+4], 1; membar.cta;
+         setp.ne.u32 %p4, %r5, <>; @%p4 bra E;
+         ld.shared.u32 %r6, [s]; ld.shared.u32 %r7, [s+128]; // A B
+         E: bar.sync 0; ld.shared.u32 %r6, [s]; st.global.u32 [%at], %r6;""",
+         ("1",), ("0",), "line {B} ", (DataRace,), wanted="7"),
     Twin("mbarrier passes on what was written",
          BAR.format(count=32) + """@!%p1 bra R;
          st.shared.u32 [%r4], %t; // A

@@ -11,7 +11,7 @@ from ..program import Instruction
 
 __all__ = ["is_strong", "predicated", "synchronized"]
 
-_ACCESSES = ("ld", "ldu", "st", "atom", "red")
+_ACCESSES = ("ld", "ldu", "st", "red")  # an atom has turns, and looks after them itself
 _STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel"}
 
 
