@@ -31,7 +31,8 @@ class Device:
             only some kinds; several with commas between or in a sequence. The kinds are
             "race", "lanes" (threads of a warp are told apart in that), "fence", "uninitialized",
             "registers", "exit", "dsmem_exit", "tmem_lanes", "pdl", "bounds", which is always on,
-            and "exit_stores", which "all" does not have.
+            and some that "all" does not have: "exit_stores", "global" (races in global memory),
+            "proxy_reads", "mbarrier_proxy", "tcgen05_order".
         on_error: "raise", or "collect": the launch goes on, and its report has the alarms. Memory
             out of bounds then reads as NaN, and what is stored there is dropped.
         suppress: alarms that may stand, a file or its lines: ``kind [key=pattern ...]  # reason``
