@@ -176,9 +176,7 @@ def test_within_a_cluster_flags_need_their_order(mark: str) -> None:
     races(
         flag(
             release,
-            ACQUIRES["ld" if mark == "release" else "ld"]
-            if mark == "release"
-            else NO_ACQUIRES["relaxed"],
+            ACQUIRES["ld"] if mark == "release" else NO_ACQUIRES["relaxed"],
         ),
         cluster=2,
     )
@@ -280,9 +278,6 @@ TURNS = """mov.u32 %r9, %ctaid.x; mov.u32 %r8, %r9;
 def test_a_flag_with_versions() -> None:
     holds(TURNS, block=1)
     races(TURNS.replace("st.release", "st.relaxed"), block=1)
-    assert any(
-        found(TURNS.replace("setp.lt.u32 %p3, %r1, %r8", "setp.eq.u32 %p3, %r1, 99"), block=1)
-    )
 
 
 # --- places ---------------------------------------------------------------------------------------

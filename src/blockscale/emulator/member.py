@@ -12,7 +12,7 @@ from .checks import Site
 from .knowledge import SEEN, Actor, Knowledge
 from .messages import Learned, Message
 from .releases import Place, Released, Version, add, released
-from .scopes import CTA, SYS, Strength
+from .scopes import CTA, Strength
 
 if TYPE_CHECKING:
     from . import machine
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Member"]
 
 _CTAS = 16  # of a cluster, at most
+_HEARD = 16  # versions of a place that are kept until a fence
 
 
 class Member:
@@ -31,8 +32,8 @@ class Member:
         self.number, self.order = number, cluster.order
         self.device, self.alarms = cluster.launch.device, cluster.launch.alarms
         self.learned = Learned(self.order)
-        #: Versions that strong accesses read: by place and readers, with an event of the readers.
-        self._heard: dict[tuple[int, bytes], tuple[np.ndarray, int, Version]] = {}
+        #: Of each place and its readers: versions that strong accesses read, with their events.
+        self._heard: dict[tuple[int, bytes], tuple[np.ndarray, list[tuple[int, Version]]]] = {}
         #: The last strong read at each site: by whom, of where, which cells and what had written
         #: them, and the last event then.
         self.polls: dict[Site, tuple[np.ndarray, np.ndarray, list[Any], int]] = {}
@@ -101,14 +102,21 @@ class Member:
         self.learned.add(lacking, event, message)
 
     def hear(
-        self, address: int, agents: np.ndarray, version: Version, how: Strength, site: Site
+        self, address: int, agents: np.ndarray, version: Version | None, how: Strength, site: Site
     ) -> None:  # fmt: skip
-        """Agents of a CTA read a version of a place."""
-        if how.acquires:
-            self.acquire(agents, version.to(how.reach, self.place_of(int(agents[0]))), site)
-        if version.total or not how.acquires:
-            event = self.order.event(site)
-            self._heard[address, agents.tobytes()] = agents, event, version
+        """Agents of a CTA read a place by a strong access, and a version of it if it has one."""
+        place, key = self.place_of(int(agents[0])), (address, agents.tobytes())
+        heard = self._heard.get(key, (agents, []))[1]
+        if how.acquires:  # with this read or one before it on the same place
+            for _, each in heard:
+                self.acquire(agents, each.to(how.reach, place), site)
+            if version is not None:
+                self.acquire(agents, version.to(how.reach, place), site)
+        if version is None or (heard and heard[-1][1] is version):
+            return
+        if version.total or not how.acquires or version.has_more(how.reach, place):
+            kept = [*heard[1 - _HEARD :], (self.order.event(site), version)]
+            self._heard[key] = agents, kept
 
     def fence(
         self, w: machine.Fragment, reach: int, releases: bool, acquires: bool, total: bool
@@ -122,8 +130,9 @@ class Member:
         agents, place, site = w.agents(), self.place(w.cta.rank), w.site()
         if acquires:
             self.order.fence_acquire(agents)
-            for key, (readers, event, version) in list(self._heard.items()):
-                here = np.isin(readers, agents)
+        for key, (readers, heard) in list(self._heard.items()) if acquires else ():
+            here, left = np.isin(readers, agents), []
+            for event, version in heard:
                 if here.any():
                     self.acquire(readers[here], version.to(reach, place), site)
                 if total and version.total:
@@ -131,8 +140,12 @@ class Member:
                     known = np.any(tables[:, readers] >= event, axis=1)
                     later = np.isin(agents, readers) | known[0 if which is None else which]
                     self.acquire(agents[later], version.to(reach, place, True), site)
-                elif here.all() and reach == SYS and not version.total:
-                    del self._heard[key]
+                if version.total or not here.all() or version.has_more(reach, place):
+                    left.append((event, version))
+            if left:
+                self._heard[key] = readers, left
+            else:
+                del self._heard[key]
         if total:
             event = self.order.event(site)
             for agent in agents.tolist():

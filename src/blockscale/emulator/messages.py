@@ -104,6 +104,8 @@ class Learned:
         key = frozenset(map(id, seen)), frozenset(map(id, fenced))
         found = self._joined.get(key)
         if found is None:
+            if len(self._joined) >= _VIEWS:
+                self._joined.clear()
             each = {id(message): message for message in seen}
             after = {id(message): message for message in fenced}
             parts = [*each.values(), *map(_fenced, after.values())]

@@ -8,6 +8,7 @@ it. A scope must include the other thread, else the pattern orders nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,9 @@ from .accessor import Accessor
 from .checks import DataRace, MissingFence
 from .member import Member
 from .order import named
-from .past_reads import PastReads
+from .past import Past
 from .releases import Released, Version, add, released
-from .scopes import GPU, Strength
+from .scopes import CLUSTER, CTA, GPU, SYS, Strength
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Races"]
 
-_NAMES = {1: ".cta", 2: ".cluster", 3: ".gpu", 4: ".sys"}
+_NAMES = {CTA: ".cta", CLUSTER: ".cluster", GPU: ".gpu", SYS: ".sys"}
+
+
+def _for_both(released: Released, near: bool) -> Released:
+    """What an acquire may learn whose scope includes two writers, of one cluster or not."""
+    return {key: message for key, message in released.items() if near or key[0] >= GPU}
 
 
 class Races:
@@ -46,6 +52,7 @@ class Races:
         self._naming: list[tuple[int, int, int]] = []  # of each cluster: see named
         self._devices = np.zeros(16, np.uint32)
         self._versions: dict[int, Version] = {}  # by address
+        self._own: dict[tuple[int, int], Released] = {}  # there, by each thread's release itself
         self._starts: dict[int, int] = {}  # the first cell of each buffer, by its address
         self._made = False
 
@@ -56,7 +63,8 @@ class Races:
             self._starts[buffer.base] = count
             count += len(buffer.data) // self.cell + 2
         self._written = np.zeros(count, np.uint32)
-        self._reads = PastReads(count, self.accesses)
+        self._reads = Past(count, self.accesses)
+        self._updates = Past(count, self.accesses)  # strong writes that others followed
         self._made = True
 
     def enter(self, cluster: Cluster) -> Member:
@@ -104,19 +112,20 @@ class Races:
         """(n,) pieces are read by a fragment or a work."""
         if how is not None and not how.updates and self._polled(by, where):
             return
-        who = Accessor(self, by, how)
-        polled = []
-        for buffer, chosen, cells in self._parts(where, size):
+        parts, who, polled = self._parts(where, size), Accessor(self, by, how), []
+        if how is not None and how.returns and self._versions:
+            for _, chosen, cells in parts:  # an acquire comes after what it synchronizes with
+                self._hear(who.part(chosen), where[chosen], cells[:, 0], how)
+            who = Accessor(self, by, how)
+        for buffer, chosen, cells in parts:
             part = who.part(chosen)
             last = self._written.take(cells)
             if np.count_nonzero(last):
-                self._after_write(buffer, cells, part, "reads", last)
+                self._after_writes(buffer, cells, part, "reads", last)
             if how is None or not how.updates:
                 made = self._add(part, False)
-                self._reads.read(cells, np.broadcast_to(made, cells.shape), part.unseen)
+                self._reads.add(cells, np.broadcast_to(made, cells.shape), part.unseen)
                 polled.append((cells, last))
-            if how is not None and how.returns and self._versions:
-                self._hear(part, where[chosen], cells[:, 0], how)
         if how is not None and not how.updates:
             who.member.polls[who.site] = who.at, where, polled, who.member.order.now
 
@@ -133,9 +142,8 @@ class Races:
         )
 
     def write(
-        self, by: Any, where: np.ndarray, size: int, how: Strength | None,
-        same: np.ndarray,
-    ) -> None:  # fmt: skip
+        self, by: Any, where: np.ndarray, size: int, how: Strength | None, same: np.ndarray
+    ) -> None:
         """(n,) pieces were written. ``same`` (2, n, size): the byte held the value before, and it
         holds it now that all threads have written."""
         who = Accessor(self, by, how)
@@ -144,11 +152,13 @@ class Races:
             kept = np.all(same[:, chosen].reshape(2, *cells.shape, -1), axis=-1)
             last = self._written.take(cells)
             if np.count_nonzero(last):
-                self._after_write(buffer, cells, part, "writes", last, kept[0])
-            for reads in self._reads.before(cells):
-                if self._after_read(buffer, cells, part, reads):
+                self._after_writes(buffer, cells, part, "writes", last, kept[0])
+            for at, reads in self._reads.before(cells):
+                late = part.races_with(reads)
+                if np.count_nonzero(late):
+                    self._tell(buffer, at, part, late, "writes", "read", reads)
                     break
-            self._reads.clear(cells)
+            self._follow(cells, last, part, how)
             made = self._add(part, True)
             self._written[cells] = made
             if how is None and who.actor is None:
@@ -169,13 +179,13 @@ class Races:
     def _hear(self, by: Accessor, where: np.ndarray, cells: np.ndarray, how: Strength) -> None:
         """Strong reads of places: what was released with what they hold."""
         for address in np.unique(where).tolist():
-            version = self._versions.get(address)
-            if version is None:
-                continue
-            here = where == address
+            version, here = self._versions.get(address), where == address
             access = self._written[cells[here][:1]]
-            if int(access[0]) == version.access and self._strong(by, access):
-                by.member.hear(address, by.at[here, 0], version, how, by.site)
+            if version is not None and not (
+                int(access[0]) == version.access and self._strong(by, access)
+            ):
+                version = None
+            by.member.hear(address, by.at[here, 0], version, how, by.site)
 
     def _strong(self, by: Accessor, access: np.ndarray) -> bool:
         """Whether a strong accessor and a write are morally strong."""
@@ -188,51 +198,58 @@ class Races:
         """Strong writes of places: what is released with what they hold now."""
         who = self.accesses.who
         for i, address in enumerate(where.tolist()):
-            version, old = self._versions.get(address), before[i : i + 1]
-            parts: tuple[Released, Released] = {}, {}
-            if (
-                version is not None
-                and version.access == int(old[0])
-                and (who[old[0]] == who[made[i]] or (how.updates and self._strong(by, old)))
-            ):
-                here = who[old[0]] // COLUMNS == by.member.number
-                for part, kept in zip(parts, (version.released, version.total), strict=True):
-                    for key, message in kept.items():
-                        if here or key[0] >= GPU:  # else no acquire could include both writers
-                            part[key] = message
-            agent = by.agent(i)
+            agent, old, version = by.agent(i), before[i : i + 1], self._versions.get(address)
+            every: Released = {}
+            total: Released = {}
+            same = version is not None and version.access == int(old[0])
+            if version is not None and same and how.updates and self._strong(by, old):
+                near = bool(who[old[0]] // COLUMNS == by.member.number)
+                every, total = _for_both(version.released, near), _for_both(version.total, near)
+            # A release and then another strong write by the same thread is a pattern, too.
+            own = self._own.get((address, int(who[made[i]])), {})
             for scope, message in by.member.passes(agent, by.actor, how):
-                add(parts[0], released(message, scope, by.member.place_of(agent)))
-            add(parts[1], by.member.total(agent))
-            if parts[0] or parts[1]:
-                self._versions[address] = Version(int(made[i]), *parts)
+                own = dict(own)
+                add(own, released(message, scope, by.member.place_of(agent)))
+            if how.releases:
+                self._own[address, int(who[made[i]])] = own
+            add(every, own)
+            add(total, by.member.total(agent))
+            if every or total:
+                self._versions[address] = Version(int(made[i]), every, total)
             else:
                 self._versions.pop(address, None)
 
     # --- messages ---
 
-    def _after_write(
+    def _after_writes(
         self, buffer: Buffer, cells: np.ndarray, by: Accessor, verb: str, last: np.ndarray,
         kept: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        late = by.races_with(last)
-        if kept is not None:
-            late &= ~kept
-        if np.count_nonzero(late):
-            self._tell(buffer, cells, by, late, verb, "write", last)
-            return
-        late = by.unfenced(last)
-        if np.count_nonzero(late):
-            self._tell(buffer, cells, by, late, verb, "write", last, fence=True)
+        """Check an access against the last writes, and strong ones before. ``kept``: cells that
+        hold the value already."""
+        for at, writes in itertools.chain(((cells, last),), self._updates.before(cells)):
+            late = by.races_with(writes)
+            if kept is not None:
+                late &= ~kept if at is cells else True
+            fence = not np.count_nonzero(late)
+            if fence:
+                late = by.unfenced(writes)
+            if np.count_nonzero(late):
+                self._tell(buffer, at, by, late, verb, "write", writes, fence)
+                return
 
-    def _after_read(
-        self, buffer: Buffer, cells: np.ndarray, by: Accessor, reads: np.ndarray
-    ) -> bool:  # fmt: skip
-        late = by.races_with(reads)
-        if not np.count_nonzero(late):
-            return False
-        self._tell(buffer, cells, by, late, "writes", "read", reads)
-        return True
+    def _follow(
+        self, cells: np.ndarray, last: np.ndarray, by: Accessor, how: Strength | None
+    ) -> None:  # fmt: skip
+        """Cells are written. A weak write comes after all that was done there, but a strong one is
+        no race with others, which those that come later may race with."""
+        if how is None:
+            self._reads.clear(cells)
+            self._updates.clear(cells)
+            return
+        strong = self.accesses.how.take(last) & STRENGTH > 0
+        if np.count_nonzero(strong):
+            self._updates.add(cells, np.where(strong, last, 0), by.unseen)
 
     def _tell(
         self, buffer: Buffer, cells: np.ndarray, by: Accessor, late: np.ndarray, verb: str,

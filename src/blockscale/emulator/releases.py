@@ -38,6 +38,11 @@ class Version:
             self._to[key] = included(self.total if total else self.released, reach, place)
         return self._to[key]
 
+    def has_more(self, reach: int, place: Place) -> bool:
+        """Whether an acquire of the widest scope learns more."""
+        less = self.to(reach, place)
+        return together((less, self.to(SYS, place))) is not less
+
 
 def included(released: Released, reach: int, place: Place) -> Message:
     """What of it is released to that place, and by whom the scope of an acquire includes."""
@@ -61,6 +66,7 @@ def released(message: Message, reach: int, place: Place) -> Released:
 
 
 def add(released: Released, more: Released) -> None:
+    """Release more."""
     for key, message in more.items():
         before = released.get(key)
         released[key] = message if before is None else together((before, message))

@@ -1,4 +1,4 @@
-"""Who read each cell of global memory since its last write.
+"""Who read each cell of global memory, or wrote it by strong writes, since its last weak write.
 
 A cell names an access, or a *node* where nothing orders several: a node is one more access and
 what the cell named before. Of each accessor the last read is enough.
@@ -6,23 +6,24 @@ what the cell named before. Of each accessor the last read is enough.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from .accesses import Accesses
 
-__all__ = ["PastReads"]
+__all__ = ["Past"]
 
 _NODE = np.uint32(1 << 31)
-_LONG = 64  # reads of a cell, before those are dropped that the same accessor made earlier
+_LONG = 64  # accesses to a cell, before those are dropped that the same accessor made earlier
 
 #: Which of some accesses, of any shape, the accessor whose turn it is has not seen.
 Unseen = Callable[[np.ndarray], np.ndarray]
 
 
-class PastReads:
-    """The reads of ``cells`` cells."""
+class Past:
+    """The earlier accesses of some kind to ``cells`` cells."""
 
     def __init__(self, cells: int, accesses: Accesses) -> None:
         self._accesses = accesses
@@ -30,24 +31,43 @@ class PastReads:
         # Of each node: what was named before, the access, how many there are, and how many may be.
         self._nodes = np.zeros((4, 1 << 8), np.uint32)
         self._count = 0
+        self._some = False
 
     def clear(self, cells: np.ndarray) -> None:
         self._named[cells] = 0
 
-    def before(self, cells: np.ndarray) -> Iterator[np.ndarray]:
-        """Accesses that read these cells, as arrays of their shape; 0 is none."""
+    def before(self, cells: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Accesses to cells (n, k) of n threads: cells and accesses of one shape, 0 is none."""
+        if not self._some:
+            return
         named = self._named.take(cells)
+        if len(cells) == 1 and np.count_nonzero(named):  # a flag may have many
+            found = [self._all(name) for name in named[0].tolist()]
+            yield (
+                np.repeat(cells[0], list(map(len, found)))[None],
+                np.array([list(itertools.chain.from_iterable(found))], np.uint32),
+            )
+            return
         while np.count_nonzero(named):
             nodes = named >= _NODE
-            if not np.count_nonzero(nodes):
-                yield named
-                return
             at = np.where(nodes, named - _NODE, 0)
-            yield np.where(nodes, self._nodes[1].take(at), named)
+            yield cells, np.where(nodes, self._nodes[1].take(at), named)
             named = np.where(nodes, self._nodes[0].take(at), 0).astype(np.uint32)
 
-    def read(self, cells: np.ndarray, access: np.ndarray, unseen: Unseen) -> None:
-        """Cells are read by accesses, of one shape."""
+    def _all(self, named: int) -> list[int]:
+        """The accesses that a cell names, the last one first."""
+        found: list[int] = []
+        node, befores, accesses = int(_NODE), self._nodes[0], self._nodes[1]
+        while named:
+            if named < node:
+                return [*found, named]
+            found.append(int(accesses[named - node]))
+            named = int(befores[named - node])
+        return found
+
+    def add(self, cells: np.ndarray, access: np.ndarray, unseen: Unseen | None = None) -> None:
+        """Accesses to cells, of one shape. Earlier ones that whoever makes them has seen may go."""
+        self._some = True
         named = self._named.take(cells)
         self._named[cells] = access
         lost = self._named.take(cells) != access
@@ -58,7 +78,9 @@ class PastReads:
         who = self._accesses.who
         last = np.where(single, named, self._nodes[1].take(np.where(single, 0, named - _NODE)))
         again = (last > 0) & (who.take(last) == who.take(access))
-        over = single & (again | (named == 0) | ~unseen(np.where(single, named, 0)))
+        over = single & (again | (named == 0))
+        if unseen is not None:
+            over |= single & ~unseen(np.where(single, named, 0))
         if several:
             mark = np.isin(cells, cells[lost])
             over &= ~mark
@@ -68,7 +90,7 @@ class PastReads:
         flat, new, old = cells[chosen], access[chosen], named[chosen]
         again = again[chosen] & ~single[chosen]
         old = np.where(again, self._nodes[0].take(np.where(again, old - _NODE, 0)), old)
-        if several:  # a cell may be read by several threads at once
+        if several:  # a cell may be accessed by several threads at once
             order = np.argsort(flat, kind="stable")
             flat, new, old = flat[order], new[order], old[order]
         self._named[flat] = self._add(flat, old.astype(np.uint32), new, bool(several))
@@ -76,7 +98,7 @@ class PastReads:
     def _add(
         self, cells: np.ndarray, named: np.ndarray, access: np.ndarray, several: bool
     ) -> np.ndarray:
-        """What cells, which named something, do so once they are read again. With several reads of
+        """What cells, which named something, do so after one more access. With several accesses to
         a cell these stand together, and the last one's is what the cell names."""
         which: np.ndarray | None = None
         before = named
@@ -111,18 +133,13 @@ class PastReads:
         return np.arange(first, last, dtype=np.uint32) + _NODE
 
     def _shortened(self, named: int) -> int:
-        """The same reads, each accessor's last one only."""
+        """The same accesses, each accessor's last one only."""
         kept: dict[int, int] = {}
-        node = int(_NODE)
-        while named:
-            before, access = 0, named
-            if named >= node:
-                before, access = self._nodes[:2, named - node].tolist()
+        for access in self._all(named):
             kept.setdefault(int(self._accesses.who[access]), access)
-            named = before
-        reads = list(kept.values())[::-1]
-        made, limit = reads[0], max(_LONG, 2 * len(reads))
-        for count, access in enumerate(reads[1:], 2):
+        left = list(kept.values())[::-1]
+        made, limit = left[0], max(_LONG, 2 * len(left))
+        for count, access in enumerate(left[1:], 2):
             values = (np.array([value], np.uint32) for value in (made, access, count, limit))
             made = int(self._new(*values)[0])
         return made
