@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asynchronous import ORDERS
 
 from blockscale import emulator as em
 from kernels import text
 
-ORDERS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(4))]
 every_order = pytest.mark.parametrize(("completion", "seed"), ORDERS)
 
 #: out: words of this rank; next: those of another. Word 0 of each is a flag; 1 + t is what it sends.

@@ -23,6 +23,7 @@ from .undefined import Blank, Origin, Undefined, cover, mark, masks, used
 
 if TYPE_CHECKING:
     from .code import Code
+    from .isa import Built
 
 __all__ = ["careful", "reads"]
 
@@ -35,11 +36,11 @@ _MOVED = {
 _LOADS, _STORES = ("ld", "ldu", "ldmatrix"), ("st", "stmatrix")
 _BITWISE = {"and": 0xC0, "or": 0xFC, "xor": 0x3C, "not": 0x0F}  # as tables of lop3
 _ACROSS = ("vote", "match", "redux")  # a warp gives its lanes one result
-#: What does more than give a value; operands that it only carries, which are Vectors, it may.
+#: What does more than give a value, as all that gives none; operands that it only carries, which
+#: are Vectors, may be undefined.
 _ACTS = (
-    "atom", "red", "bar", "barrier", "mbarrier", "bra", "brx", "call", "cp", "tcgen05", "wgmma",
-    "tensormap", "elect", "setmaxnreg", "clusterlaunchcontrol", "discard", "griddepcontrol", "exit",
-    "ret", "trap", "mma",
+    "atom", "bar", "barrier", "clusterlaunchcontrol", "elect", "mbarrier", "mma", "tcgen05",
+    "wgmma",
 )  # fmt: skip
 _CARRY = (("tcgen05", "ld"), ("tcgen05", "st"), ("wgmma", "mma_async"), ("mma", "sync"))
 _PLAIN_SPACES = {"global", "const", "param", "param::entry", "param::func"}
@@ -60,10 +61,10 @@ def _moved(ins: Instruction) -> tuple[int, ...] | None:
     return _MOVED.get(parts[0])
 
 
-def careful(step: Step, ins: Instruction, code: Code) -> Step:
+def careful(built: Built, ins: Instruction, code: Code) -> Step:
     """The step of an instruction, with what it does to masks."""
     rule: _Rule | None = None
-    loads = reads(ins)
+    loads, step = reads(ins), built.step
 
     def run(w: Fragment) -> Any:
         nonlocal rule
@@ -75,7 +76,7 @@ def careful(step: Step, ins: Instruction, code: Code) -> Step:
             except Blank:
                 pass
         if rule is None:
-            rule = _Rule(step, ins, code)
+            rule = _Rule(built, ins, code)
         return rule.run(w)
 
     return run
@@ -84,15 +85,15 @@ def careful(step: Step, ins: Instruction, code: Code) -> Step:
 class _Rule:
     """What one instruction does to masks, and which of its operands it uses."""
 
-    def __init__(self, step: Step, ins: Instruction, code: Code) -> None:
-        self.step, self.ins, self.code = step, ins, code
+    def __init__(self, built: Built, ins: Instruction, code: Code) -> None:
+        self.step, self.ins, self.code = built.step, ins, code
         self.loads, self.stores = reads(ins), ins.parts[0] in _STORES
-        self.acts = ins.parts[0] in _ACTS or ins.parts[:2] == ("st", "async")
+        moved = _moved(ins)
+        self.acts = ins.parts[0] in _ACTS or (not built.results and moved is None)
         operands = ins.operands
-        gives = bool(operands) and isinstance(operands[0], Register | Pair | Vector)
-        gives &= not self.acts or ins.parts[0] in ("atom", "elect") or _asks(ins)
-        self.results = _slots(operands[0]) if gives else []
-        moved = None if self.acts else _moved(ins)
+        carries = ins.parts[:2] in _CARRY
+        gives = bool(built.results) and not carries
+        self.results = [] if carries else list(built.results)
         sources = operands[1 if gives else 0 :]
         carried = [o for o in sources if _carried(ins, o)]
         self.addresses = [s for o in sources if isinstance(o, Address) for s in _slots(o)]
@@ -270,11 +271,6 @@ def _cover(frame: Any, slot: int, threads: np.ndarray) -> None:
 def _carried(ins: Instruction, op: Operand) -> bool:
     """Whether the instruction itself looks after what is undefined of an operand."""
     return ins.parts[:2] in _CARRY and (isinstance(op, Vector) or ins.parts[0] == "mma")
-
-
-def _asks(ins: Instruction) -> bool:
-    """mbarrier instructions that give a predicate or a state."""
-    return ins.parts[0] in ("mbarrier", "clusterlaunchcontrol")
 
 
 def _slots(op: Operand) -> list[int]:

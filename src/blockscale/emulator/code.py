@@ -70,35 +70,35 @@ class Code:
         self.launch = program.launch
         self.counts = [0] * (len(function.instructions) + 1)
         self.held: set[int] = set()  # slots of registers that asynchronous instructions use
-        plain = [self._step(i) for i in range(len(function.instructions))]
+        built = [self._built(i) for i in range(len(function.instructions))]
         self._careful = [
-            careful(step, ins, self) for step, ins in zip(plain, function.instructions, strict=True)
+            careful(each, ins, self) for each, ins in zip(built, function.instructions, strict=True)
         ]
         self.steps: list[Any] = [
-            with_care if reads(ins) else step
-            for step, with_care, ins in zip(
-                plain, self._careful, function.instructions, strict=True
+            with_care if reads(ins) else each.step
+            for each, with_care, ins in zip(
+                built, self._careful, function.instructions, strict=True
             )
         ]
         if self.held:
             held = frozenset(self.held)
             for i, ins in enumerate(function.instructions):
                 if ins.parts[0] != "wgmma":  # what lands may be undefined
-                    kept = guarded(self._careful[i], ins, held)
+                    kept = guarded(self._careful[i], ins, built[i].results, held)
                     if kept is not self._careful[i]:
                         self.steps[i] = self._careful[i] = kept
         self.steps.append(leave)  # who runs past the end returns
         self._sites: dict[tuple[int, tuple[int, int, int]], Site] = {}
 
-    def _step(self, pc: int) -> Any:
+    def _built(self, pc: int) -> isa.Built:
         """Made anew if it depends on the launch."""
-        kept = self.function.steps
+        kept = self.function.built
         if pc in kept:
             return kept[pc]
-        step, bound = isa.build(self.function.instructions[pc], self.resolve, self)
-        if not bound:
-            kept[pc] = step
-        return step
+        built = isa.build(self.function.instructions[pc], self.resolve, self)
+        if not built.bound:
+            kept[pc] = built
+        return built
 
     def be_careful(self) -> None:
         """A register has undefined bits: from the next instruction on, masks are looked after."""

@@ -28,10 +28,8 @@ class Device:
             or "random".
         seed: of the random order.
         check: what to look after: "none", "all" (that is on by default) and kinds to add to it, or
-            only some kinds; several with commas between or in a sequence. The kinds are
-            "race", "lanes" (threads of a warp are told apart in that), "fence", "uninitialized",
-            "registers", "exit", "dsmem_exit", "tmem_lanes", "pdl", "bounds", which is always on,
-            and "exit_stores", which "all" does not have.
+            only some kinds; several with commas between or in a sequence. ``alarms.KINDS`` has
+            them, and docs/emulator.md explains each.
         on_error: "raise", or "collect": the launch goes on, and its report has the alarms. Memory
             out of bounds then reads as NaN, and what is stored there is dropped.
         suppress: alarms that may stand, a file or its lines: ``kind [key=pattern ...]  # reason``

@@ -21,7 +21,7 @@ __all__ = ["Launch", "Settings"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a device behaves where hardware leaves it open, and what it looks after."""
+    """How a device behaves where hardware leaves it open."""
 
     target: str = "sm_90a"
     completion: str = "eager"
@@ -46,7 +46,7 @@ class Launch:
     module_variables: dict[str, Buffer]
     settings: Settings
     cell: int  # bytes of shared memory that the checks tell apart
-    programmatic: bool  # it may start before the kernel before is over, and races are looked for
+    programmatic: bool  # it may start before the kernel before is over, and that is checked
     clock: Clock
     rank: int | None  # among launches that run together
     device: int  # the number of its device among theirs

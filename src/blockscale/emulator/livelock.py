@@ -84,6 +84,18 @@ class Circles:
         if not idle and (cluster.engine.flying or not cluster.engine.quiet):
             self._forget(cluster)
             return False
+        self._look_at(cluster, idle)
+        over, wakes = len(self._closed) == started, self._wakes()
+        leaps = not more and self._may_leap()
+        if self.peers is not None:
+            if not over:
+                self.peers.moves(self._process)
+                return False
+            over = self.peers.agree(self._process, self._outside[-1], leaps or bool(wakes))
+        return over and self._advance(leaps, wakes) and not more
+
+    def _look_at(self, cluster: Cluster, idle: bool) -> None:
+        """Find out whether it sleeps or goes round in circles, and whether it goes by the clock."""
         memory = self._memory
         memory.changes = memory.changes or 0
         outside = memory.changes, self._elsewhere()
@@ -99,20 +111,14 @@ class Circles:
             if circle.closed(cluster):
                 since = cluster.engine.moved if cluster.may_fail else circle.began
                 self._closed[cluster] = cluster.looked >= since
-        over, wakes = len(self._closed) == started, self._wakes()
-        leaps = not more and self._may_leap()
-        if self.peers is not None:
-            if not over:
-                self.peers.moves(self._process)
-                return False
-            over = self.peers.agree(self._process, outside[-1], leaps or bool(wakes))
-        if not over:
-            return False
+
+    def _advance(self, leaps: bool, wakes: list[int]) -> bool:
+        """Let time pass until somebody moves; whether nobody ever will."""
         if not leaps:
             if wakes:
                 self._clock.now = min(wakes)
                 self._pass_time()
-            return not wakes and not more
+            return not wakes
         self._clock.now = min([self._clock.now + self._leap, *wakes])
         self._leap *= 2
         for each in [each for each in self._closed if each.may_fail]:

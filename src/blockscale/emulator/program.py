@@ -193,7 +193,7 @@ class Function:
     tables: dict[str, tuple[Label, ...]] = field(default_factory=dict)  # .branchtargets
     locals: dict[str, Parameter] = field(default_factory=dict)  # .param inside the body
     #: By place of the instruction: how it is run, where that is the same in every launch.
-    steps: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    built: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(slots=True)

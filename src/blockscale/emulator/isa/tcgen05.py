@@ -146,9 +146,9 @@ def relinquish(form: Form) -> Step:
     return gathered(form, None, run)
 
 
-@instruction("tcgen05.fence")
+@instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def fence(form: Form) -> Step:
-    """::before_thread_sync, ::after_thread_sync: 9.7.16.6.4. Only the check tcgen05_order asks for
+    """9.7.16.6.4. Only the check tcgen05_order asks for
     them: compilers leave them out too, and hardware runs that."""
     form.needs("sm_100f")
     before = form.parts[1].endswith("before_thread_sync")
@@ -158,10 +158,6 @@ def fence(form: Form) -> Step:
             w.cta.cluster.order.fence_tensor(w.agents(), before)
 
     return run
-
-
-for _name in ("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"):
-    instruction(_name)(fence)
 
 
 @instruction("tcgen05.wait::ld", "tcgen05.wait::st", control=True)

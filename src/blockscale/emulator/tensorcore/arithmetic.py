@@ -21,15 +21,14 @@ of each four neighbours in K. C is added to that by an ordinary addition.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from ..ieee import two_sum_error, two_sum_to_odd
 from .elements import NO_EXPONENT, decode, lowest_bits
+from .sums import aligned_sum, exact_sum, toward_zero
 
 __all__ = ["Instruction", "Unit", "multiply", "multiply_integers"]
 
@@ -245,14 +244,12 @@ def _sums(
     for terms, top, place in _terms(left, right, cut, model.group):
         addend = c[place].astype(np.float64)
         if exact:
-            total[place] = _exact_sum(terms, addend)
+            total[place] = exact_sum(terms, addend)
         else:
             top = np.maximum(top, least[place])
-            total[place] = _aligned_sum(terms, addend, top, model.fraction)
+            total[place] = aligned_sum(terms, addend, top, model.fraction)
     return (
-        total.astype(result.dtype)
-        if exact or d_type == "f16"
-        else _toward_zero(total, model.result)
+        total.astype(result.dtype) if exact or d_type == "f16" else toward_zero(total, model.result)
     )
 
 
@@ -365,50 +362,3 @@ def _exponents(c: np.ndarray, smallest: int) -> np.ndarray:
     np.maximum(exponents, np.int16(smallest), out=exponents)
     exponents[c == 0] = NO_EXPONENT
     return exponents
-
-
-def _aligned_sum(
-    terms: np.ndarray, addend: np.ndarray, top: np.ndarray, fraction: int
-) -> np.ndarray:
-    """Sum of what the terms have above ``fraction`` bits below ``top``; overwrites the terms."""
-    top = top.astype(np.int32)
-    scale = np.ldexp(1.0, fraction - top)
-    terms *= scale
-    np.trunc(terms, out=terms)
-    return np.ldexp(terms.sum(axis=0) + np.trunc(addend * scale), top - fraction)
-
-
-def _toward_zero(values: np.ndarray, fraction: int) -> np.ndarray:
-    """float64 cut to so many fraction bits of fp32."""
-    kept = (values.view(np.int64) & -(1 << (52 - fraction))).view(np.float64)
-    found = kept.astype(np.float32)
-    if np.count_nonzero(found.view(np.int32) & 0x7F000000) < found.size:  # some may be subnormal
-        step = 2.0 ** (-126 - fraction)
-        kept = np.where(np.abs(values) < 2.0**-126, np.trunc(values / step) * step, kept)
-        found = kept.astype(np.float32)
-    return found
-
-
-def _exact_sum(terms: np.ndarray, addend: np.ndarray) -> np.ndarray:
-    """The sum in float64 rounded to odd: one more rounding, to fp32 or fp16, is then the only one.
-
-    High and low parts together hold most sums; where they do not, fsum decides.
-    """
-    high, low, lost = addend, np.zeros_like(addend), np.zeros(addend.shape, bool)
-    for term in terms:
-        total = high + term
-        error = two_sum_error(high, term, total)
-        rest = low + error
-        lost |= two_sum_error(low, error, rest) != 0
-        high, low = total, rest
-    finite = np.isfinite(high)
-    rounded = two_sum_to_odd(high, low)
-    for place in map(tuple, np.argwhere(lost & finite)):
-        rounded[place] = _exact_element([addend[place], *terms[(slice(None), *place)]])
-    return np.where(finite, rounded, high)
-
-
-def _exact_element(terms: list[float]) -> float:
-    total = math.fsum(terms)
-    error = np.array(math.fsum([*terms, -total]))
-    return float(two_sum_to_odd(np.array(total), error))
