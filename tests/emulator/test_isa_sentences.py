@@ -139,7 +139,6 @@ def test_a_multicast_tells_each_cta_of_its_own_bytes() -> None:
     refusal(wrong, [data], (DataRace, Uninitialized), grid=2, cluster=2)
 
 
-@pytest.mark.xfail(reason="a warp's cp.async are one work with one column", strict=True)
 @pytest.mark.parametrize(
     "wait", ["cp.async.commit_group; cp.async.wait_group 0;", "cp.async.wait_all;"]
 )
@@ -151,6 +150,48 @@ def test_cp_async_is_visible_to_the_thread_that_waited(wait: str) -> None:
         "ld.shared.u32 %r9, [%r3]; st.global.u32 [%at], %r9;"
     )
     refusal(kernel, [words(32)], LaneRace)
+
+
+ARRIVES = """@%p1 mbarrier.init.shared.b64 [bar], <count>; bar.sync 0;
+    cp.async.ca.shared.global [%r2], [%at], 4; <arrive>
+    W: mbarrier.try_wait.parity.shared.b64 %p3, [bar], 0; @!%p3 bra W;
+    ld.shared.u32 %r9, [%r3]; st.global.u32 [%at], %r9;"""
+
+
+def test_an_mbarrier_learns_of_the_copies_of_those_who_arrive() -> None:
+    """9.7.13.15.17: it tracks "all prior cp.async operations initiated by the executing thread"."""
+    body = ARRIVES.replace("<count>", "32").replace(
+        "<arrive>", "cp.async.mbarrier.arrive.noinc.shared.b64 [bar];"
+    )
+    out = outcome(text(HEAD + body), [np.arange(32, dtype=np.uint32)])[0]
+    assert (out == np.arange(32) ^ 1).all()
+    one = ARRIVES.replace("<count>", "1").replace(
+        "<arrive>", "@%p1 cp.async.mbarrier.arrive.noinc.shared.b64 [bar];"
+    )
+    refusal(text(HEAD + one), [words(32)], (DataRace, Uninitialized))
+
+
+def test_cp_async_writes_what_a_neighbour_read() -> None:
+    """The copies of a lane are ordered after what that lane did alone."""
+    body = """st.shared.u32 [%r2], %t; <first> ld.shared.u32 %r9, [%r3]; <sync>
+    cp.async.ca.shared.global [%r2], [%at], 4; cp.async.wait_all;"""
+    right = body.replace("<first>", "bar.warp.sync -1;").replace("<sync>", "bar.warp.sync -1;")
+    wrong = body.replace("<first>", "bar.warp.sync -1;").replace("<sync>", "")
+    outcome(text(HEAD + right), [words(32)])
+    refusal(text(HEAD + wrong), [words(32)], LaneRace)
+
+
+def test_two_cp_async_to_one_place() -> None:
+    """9.7.9.25.3: "there is no ordering guarantee between cp.async operations" of a thread, but
+    between those that it waited for and later ones."""
+    body = """cp.async.ca.shared.global [%r2], [%at], 4; <>
+    cp.async.ca.shared.global [%r2], [%at+128], 4; cp.async.wait_all;"""
+    data = np.arange(64, dtype=np.uint32)
+    outcome(text(HEAD + body.replace("<>", "cp.async.wait_all;")), [data])
+    refusal(text(HEAD + body.replace("<>", "")), [data], DataRace)
+    refusal(text(HEAD + body.replace("<>", "cp.async.commit_group;")), [data], DataRace)
+    kept = "cp.async.commit_group; cp.async.commit_group; cp.async.wait_group 1;"
+    outcome(text(HEAD + body.replace("<>", kept)), [data])
 
 
 def test_more_copies_than_can_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

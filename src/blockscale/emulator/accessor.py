@@ -9,6 +9,7 @@ import numpy as np
 from .accesses import ASYNC, COLUMNS, NEVER, STRENGTH
 from .engine import Work
 from .knowledge import FENCED, SEEN
+from .lane_copies import Copies
 from .messages import Message
 from .readers import View, seen_events
 from .scopes import Strength, needed
@@ -25,6 +26,7 @@ class Accessor:
 
     Attributes:
         at: columns, as what is known: (n, 1), or (1, 1) of a work.
+        event: of what it does, if that is not a new one.
         view: of its own cluster.
         messages, whose: of others.
         through: the same for what was written by threads, if it works in another proxy.
@@ -37,7 +39,13 @@ class Accessor:
         self.member, self.cta, self.site = member, cta, by.site()
         self.races, order = races, member.order
         self.reach = how.reach if how else 0
-        self.actor = by.actor if isinstance(by, Work) else None
+        self.actor = self.event = None
+        copies = None
+        if isinstance(by, Work):
+            if isinstance(by.actor, Copies):
+                copies = by.actor
+            else:
+                self.actor = by.actor
         self.proxy = self.actor is not None and not self.actor.generic
         self.through: tuple[View, list[Message]] | None = None
         self.whose: np.ndarray | None = None
@@ -48,6 +56,10 @@ class Accessor:
             self.messages = [member.learned.known(rows)]
             if self.proxy:
                 self.through = (rows[FENCED : FENCED + 1], None), self.messages
+        elif copies is not None:
+            self.at, self.event = copies.columns[copies.reading][:, None], copies.event
+            self.view = copies.readers(order.columns)
+            self.messages, self.whose = member.learned.of_rows(self.view[0])
         else:
             agents = by.agents()
             self.at = agents[:, None]

@@ -87,7 +87,8 @@ class Cluster:
 
     def _in_flight(self) -> list[int]:
         """Columns of the work in flight."""
-        return [work.actor.column for work in self.engine.flying if work.actor is not None]
+        works = self.engine.flying
+        return [c for work in works if work.actor is not None for c in work.actor.needed()]
 
     def resumed(self) -> None:
         """Somebody's wait is over."""

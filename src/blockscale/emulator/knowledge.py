@@ -102,6 +102,14 @@ class Actor:
         """From which event on those of its column are its own, or ordered by their pipe."""
         return (self.first or _NEVER) if self.shares else 0
 
+    def unknown(self, known: np.ndarray) -> bool:
+        """Whether the last events of the columns that are known leave its own out."""
+        return bool(self.event > known[self.column])
+
+    def needed(self) -> list[int]:
+        """Columns that must not be given to others yet."""
+        return [self.column]
+
     def message(self) -> Knowledge:
         """What those who wait for this work learn, once it is done."""
         if not self.event and self.pipe is not None:  # it accessed nothing: what came before it

@@ -118,6 +118,12 @@ class Learned:
             return {}
         return self._join(self._known(rows[SEEN]), self._known(rows[FENCED]))
 
+    def of_rows(self, seen: np.ndarray) -> tuple[list[Message], np.ndarray | None]:
+        """The same of those who have seen so much of each column, (n, columns); whose is which."""
+        if not self._events:
+            return [{}], None
+        return [self._join(self._known(row), []) for row in seen], np.arange(len(seen))
+
     def view(self, agents: np.ndarray) -> tuple[list[Message], np.ndarray | None]:
         """What agents know of other clusters: messages, and whose is which, None if there is one.
 

@@ -69,6 +69,7 @@ class Order:
         self._next_pipe = agents
         self._pipes: dict[Hashable, Pipe] = {}
         self._told: dict[Hashable, int] = {}  # columns of copies that tell mbarriers
+        self._column_of = np.zeros(agents, np.int32)  # of the cp.async of each agent
         self.now = 1  # the last event; the kernel before is event 1
         self._sites: list[Site] = []
         self._numbers: dict[tuple[Site, bool], int] = {}
@@ -211,8 +212,11 @@ class Order:
         if len(self._tables) >= self._limit:
             self._forget()  # which numbers them anew
         tables = self._table_of[agents]
-        for old in self._distinct(tables):
-            self._table_of[agents[tables == old]] = self._place(change(self._tables[old]))
+        changed = {old: self._place(change(self._tables[old])) for old in self._distinct(tables)}
+        if len(changed) == 1:
+            self._table_of[agents] = changed[int(tables[0])]
+        else:
+            self._table_of[agents] = [changed[old] for old in tables.tolist()]
         self.version += 1
 
     def fence_proxy(self, agents: np.ndarray) -> None:
@@ -288,6 +292,44 @@ class Order:
             message = self.release(agents)
             self.flags[place] = message if seen is None else joined(seen, message)
 
+    # --- cp.async: see lane_copies ---
+
+    def lane_columns(self, agents: np.ndarray) -> np.ndarray:
+        """The columns of the copies of these agents."""
+        for agent in agents[self._column_of[agents] == 0].tolist():
+            if not self._column_of[agent]:
+                self._column_of[agent] = self._told["cp.async", agent] = self._take(True)
+        return np.asarray(self._column_of[agents])
+
+    def tables_of(self, agents: np.ndarray) -> tuple[list[Knowledge], np.ndarray]:
+        """What these agents know: tables, and whose is which."""
+        tables = self._table_of[agents]
+        used = self._distinct(tables)
+        return [self._tables[i] for i in used], np.searchsorted(used, tables)
+
+    def fences_of(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What of their own the agents have fenced: see ``release``."""
+        return self._own_fenced[agents], self._own_inits[agents]
+
+    def wait_for_own(self, agents: np.ndarray, events: np.ndarray) -> None:
+        """Each agent knows its copies up to such an event; 0: it has waited for none."""
+        columns = self._column_of[agents]
+        tables, which = self.tables_of(agents)
+        known = np.zeros((len(agents), self._rows, self.columns), np.uint32)
+        for i, table in enumerate(tables):
+            known[which == i, :, : table.shape[1]] = table
+        lanes = np.arange(len(agents))
+        lacks = known[lanes, SEEN, columns] < events
+        if not lacks.any():
+            return
+        if len(self._tables) + len(agents) >= self._limit:
+            self._forget()
+        for row in range(min(self._rows, TENSOR)):
+            known[lanes[lacks], row, columns[lacks]] = events[lacks]
+        for lane in lanes[lacks].tolist():
+            self._table_of[agents[lane]] = self._place(known[lane])
+        self.version += 1
+
     def wait_for_predecessor(self, agents: np.ndarray) -> None:
         """These agents know that the kernel before is over, with all that it did."""
         if self.predecessor is not None:
@@ -353,15 +395,20 @@ class Order:
         """
         column = None if told is None else self._told.get((told, generic))
         if column is None:
-            if not self._free:
-                self._reclaim()
-            column = self._free.pop()
-            self.is_generic[column] = generic
+            column = self._take(generic)
             if told is not None:
                 self._told[told, generic] = column
         tensor &= self.tensor
         known, shares = self._at_issue(issuers, tensor), told is not None
         return Actor(column, known, int(issuers[0]), None, tensor, generic, strong, shares)
+
+    def _take(self, generic: bool) -> int:
+        """A column that nobody has."""
+        if not self._free:
+            self._reclaim()
+        column = self._free.pop()
+        self.is_generic[column] = generic
+        return column
 
     def _reclaim(self) -> None:
         """Columns of copies that nobody needs any more; new ones if these are few.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .engine import Work
+from .lane_copies import Copies
 from .memory import MemoryFault, gather, scatter
 from .predecessor import follows
 from .scopes import Strength
@@ -86,7 +87,7 @@ def write_shared(
     for cta, chosen, offsets in _owners(by, where, size):
         new = values[chosen]
         same: np.ndarray | None = None
-        if cta.shadow is None or isinstance(by, Work):
+        if cta.shadow is None or (isinstance(by, Work) and not isinstance(by.actor, Copies)):
             scatter(cta.shared, offsets, new)
         else:  # several warps may write one value, as `if (found) flag = 1` does
             before = gather(cta.shared, offsets, size) == new
@@ -197,8 +198,11 @@ def _observe(
             blank(by, lambda: blanks.masks(_bytes(offsets, size), by.site()))
         if isinstance(by, Work):
             assert by.actor is not None
-            check = shadow.read_by if kind == "read" else shadow.write_by
-            check(touched, by.actor, by.site())
+            if isinstance(by.actor, Copies):
+                shadow.write_copies(touched, by.actor, by.site(), same)
+            else:
+                check = shadow.read_by if kind == "read" else shadow.write_by
+                check(touched, by.actor, by.site())
         else:
             agents, site = by.agents()[chosen], by.site()
             if strong and by.cta.cluster.member is not None:

@@ -97,7 +97,9 @@ class Races:
 
     def _add(self, by: Accessor, writes: bool) -> np.ndarray:
         """Numbers (n, 1) of the accesses that are made now: one of each thread, or of a work."""
-        event, columns, actor = by.member.order.event(by.site), by.at[:, 0], by.actor
+        event, columns, actor = by.event, by.at[:, 0], by.actor
+        if event is None:
+            event = by.member.order.event(by.site)
         if actor is not None and writes:  # only its issuer learns of it, once it waits
             columns, event = np.array([actor.issuer]), NEVER
         elif actor is not None:

@@ -59,8 +59,9 @@ class Loading(Flight):
         cluster.engine.finish(self.work)
         for slot in self.slots:
             self.frame.flights[slot].remove(self)
-        if cluster.order is not None and self.work.actor is not None:
-            cluster.order.acquire(w.agents()[self.threads[w.threads]], self.work.actor.message())
+        known = self.work.message()
+        if cluster.order is not None and known is not None:
+            cluster.order.acquire(w.agents()[self.threads[w.threads]], known)
 
 
 def loads_waited_for(w: Fragment) -> None:

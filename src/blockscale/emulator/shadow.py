@@ -12,6 +12,7 @@ import numpy as np
 
 from .checks import Site
 from .knowledge import Actor
+from .lane_copies import Copies
 from .order import Order
 from .readers import Readers, View, seen_events
 from .undefined import Blanks
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Shadow"]
 
 
+_NONE = 0xFFFFFFFF  # of the writes of a column are the accessor's own
 _RACES = ("race", "lanes", "fence")
 
 
@@ -139,6 +141,26 @@ class Shadow:
         actor.did(event)
         self.writer[cells], self.written[cells] = actor.column, event
 
+    def write_copies(
+        self, cells: np.ndarray, copies: Copies, site: Site, same: np.ndarray | None
+    ) -> None:  # fmt: skip
+        """Cells (n, k) are written by the cp.async of n lanes; ``same`` as for ``write``."""
+        at, event = copies.columns[:, None], copies.event
+        if self.races:
+            view = copies.view(self.order.columns)
+            late = self._unordered(cells, at, view, False, _NONE)
+            if late is not None and same is not None:
+                late &= ~same[0]
+            if late is not None and np.count_nonzero(late):
+                self._after_write(cells, at, late, "writes", site, copies=copies)
+            self._after_reads(cells, at, view, site, False, copies=copies)
+        self.writer[cells], self.written[cells] = at, event
+        lost = self.writer.take(cells) != at
+        if same is not None:
+            lost &= ~same[1]
+        if self.races and np.count_nonzero(lost):
+            self._after_write(cells, at, lost, "writes", site, copies=copies)
+
     def _ordered(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> np.ndarray:
         """Check an access against the writes before; what the work has seen."""
         seen, through_proxy = self._view_of(actor)
@@ -163,7 +185,7 @@ class Shadow:
 
     def _after_reads(
         self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
-        actor: Actor | None = None,
+        actor: Actor | None = None, copies: Copies | None = None,
     ) -> None:  # fmt: skip
         """Check a write against the reads before, which are over then."""
         since, lacks = 0 if actor is None else actor.since, "race"
@@ -181,17 +203,19 @@ class Shadow:
                 lacks = "proxy_reads"
         if found is not None:
             cell, writer, column, event = found
-            who = writer if actor is None else actor
+            who = _who(writer, copies) if actor is None else actor
             self.race(cell, who, "writes", site, "read", column, event, lacks)
         self.readers.clear(cells)
 
     def _after_write(
         self, cells: np.ndarray, at: Any, late: np.ndarray, verb: str, site: Site,
-        lacks: str = "race",
+        lacks: str = "race", copies: Copies | None = None,
     ) -> None:  # fmt: skip
         """Complain of an access, by agents or an actor, to the cells that are ``late``."""
         cell = int(cells[late][0])
-        who = at if isinstance(at, Actor) else int(np.broadcast_to(at, cells.shape)[late][0])
+        who = at
+        if not isinstance(at, Actor):
+            who = _who(int(np.broadcast_to(at, cells.shape)[late][0]), copies)
         column, event = int(self.writer[cell]), int(self.written[cell])
         self.race(cell, who, verb, site, "write", column, event, lacks)
 
@@ -248,3 +272,8 @@ class Shadow:
             if earlier.opcode.startswith("mbarrier.init"):
                 message += ": before a relaxed arrival, fence.mbarrier_init must come between"
         self.alarms.tell(kind, message, site, earlier)
+
+
+def _who(column: int, copies: Copies | None) -> int | Actor:
+    """An agent, or the lane whose copies have the column."""
+    return column if copies is None else copies.lane(column)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .. import ieee
 from ..machine import Diverge, Exit, Fragment, Split, Step, Switch, Wait
-from ..order import Order
 from ..program import Group, Label, Symbol, Vector
-from ..scopes import SYS, reach
 from .registry import TYPES, Form, instruction
 from .system_calls import system_call
 
@@ -259,57 +256,6 @@ def _enter(
 
 def _names(group: Any) -> tuple[str, ...]:
     return tuple(op.name for op in group.items)
-
-
-_FENCES = (
-    "sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys", "gl", "proxy", "alias",
-    "async", "async::generic", "tensormap::generic", "mbarrier_init",
-    "global", "shared::cta", "shared::cluster",
-    "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
-)  # fmt: skip
-
-
-def _effects(names: set[str]) -> tuple[Callable[[Order, np.ndarray], None], ...]:
-    """What a fence with these modifiers does for the checks, which look at shared memory."""
-    if "proxy" in names:
-        elsewhere = not names & {"async", "async::generic"} or "global" in names
-        return () if elsewhere else (Order.fence_proxy,)
-    if "mbarrier_init" in names:  # of the thread's own mbarrier.init alone
-        return (Order.fence_inits,)
-    if "acquire" in names:
-        return (Order.fence_acquire,)
-    if "release" in names:
-        return (Order.fence_release,)
-    return (Order.fence_acquire, Order.fence_release)
-
-
-@instruction("fence", "membar")
-def fence(form: Form) -> Step:
-    """9.7.13.4. Memory is sequentially consistent here; what a fence does is to order accesses for
-    the checks: for the asynchronous proxy, for relaxed arrivals after it (.mbarrier_init: of what
-    mbarrier.init wrote), and for relaxed waits before it."""
-    names = set(form.left)
-    while form.has(*_FENCES):
-        pass
-    if "tensormap::generic" in names and "acquire" in names:
-        form.address(0)
-        form.get(1, "u32")
-    effects = _effects(names)
-    of_memory, wide = "proxy" not in names and "mbarrier_init" not in names, reach(names, SYS)
-    releases, acquires = "acquire" not in names, "release" not in names
-    total = form.parts[0] == "membar" or "sc" in names
-
-    def run(w: Fragment) -> None:
-        cluster = w.cta.cluster
-        if cluster.order is None:
-            return
-        if of_memory and cluster.member is not None:
-            cluster.member.fence(w, wide, releases, acquires, total)
-        else:
-            for effect in effects:
-                effect(cluster.order, w.agents())
-
-    return run
 
 
 @instruction("pmevent")

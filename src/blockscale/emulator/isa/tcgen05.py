@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engine import Work
+from ..knowledge import Actor
 from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import write_shared
@@ -210,7 +211,7 @@ def commit(form: Form) -> Step:
         order = w.cta.cluster.order
 
         def signal(work: Work) -> None:
-            if work.actor is not None:  # who waits for an earlier commit does not know of this one
+            if isinstance(work.actor, Actor):  # who waits for an earlier commit does not know of this one
                 assert order is not None
                 work.actor.did(order.event(work.site()))
             for barrier in barriers:
