@@ -321,11 +321,22 @@ def test_lanes_of_another_mask_give_nothing(op: str, who: str) -> None:
         refusal(text(HEAD + body), [words(32)], Uninitialized)
 
 
-@pytest.mark.xfail(reason="the carry has no mask", strict=True)
-def test_the_carry_of_what_is_undefined() -> None:
-    body = """ld.shared.u32 %r8, [%r2]; add.cc.u32 %r7, %r8, 1; addc.u32 %r9, 0, 0;
-    st.global.u32 [%at], %r9;"""
+CARRIES = [
+    "add.cc.u32 %r7, %r8, 1; addc.u32 %r9, 0, 0;",
+    "sub.cc.u32 %r7, 1, %r8; subc.u32 %r9, 0, 0;",
+    "mad.lo.cc.u32 %r7, %r8, 3, 1; madc.hi.u32 %r9, 1, 1, 0;",
+    "add.cc.u32 _, %r8, 1; addc.cc.u32 %r7, 0, 0; addc.u32 %r9, 0, 0;",
+]
+
+
+@pytest.mark.parametrize("carry", CARRIES)
+def test_the_carry_of_what_is_undefined(carry: str) -> None:
+    """9.7.2: the carry is a result, too; where it is given anew, it is defined."""
+    body = f"ld.shared.u32 %r8, [%r2]; {carry} st.global.u32 [%at], %r9;"
     refusal(text(HEAD + body), [words(32)], Uninitialized)
+    anew = carry.replace("%r9, ", "%r6, ") + " add.cc.u32 %r6, 1, 1; addc.u32 %r9, 0, 5;"
+    out = outcome(text(HEAD + body.replace(carry, anew)), [words(32)])[0]
+    assert (out == 5).all()
 
 
 LANES = np.arange(32)

@@ -101,6 +101,8 @@ class _Rule:
         data = [operands[i] for i in moved or () if i < len(operands)]
         self.data = [s for o in data for s in _slots(o)]
         self.control = [s for o in others if o not in data for s in _slots(o)]
+        if ins.takes_carry and ins.carry is not None:
+            self.control.append(ins.carry.slot)
         self.twin: Step | None = None
         if moved is not None:
             self.twin = _twin(ins, moved, gives, code)

@@ -211,7 +211,7 @@ def commit(form: Form) -> Step:
         order = w.cta.cluster.order
 
         def signal(work: Work) -> None:
-            if isinstance(work.actor, Actor):  # who waits for an earlier commit does not know of this one
+            if isinstance(work.actor, Actor):  # who waited for an earlier commit does not know it
                 assert order is not None
                 work.actor.did(order.event(work.site()))
             for barrier in barriers:
