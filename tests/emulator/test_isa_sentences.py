@@ -363,6 +363,34 @@ def test_lanes_meet_at_two_places(op: str) -> None:
     assert (outcome(text(body), [words(32)])[0] == COLLECTIVES[op]).all()
 
 
+@pytest.mark.parametrize("at", ["A", "B"])
+@pytest.mark.parametrize("op", [op for op in COLLECTIVES if "@" in op])
+def test_what_is_undefined_passes_between_places(op: str, at: str) -> None:
+    """Lanes give it to those at another instruction, whose own operands are defined."""
+    blank = "ld.shared.u32 @, [%r2];"
+    one, other = ("", blank) if at == "A" else (blank, "")
+    body = TWO_PLACES.replace("<one>", one.replace("@", "%r7") + op.replace("@", "%r7")).replace(
+        "<other>", other.replace("@", "%r8") + op.replace("@", "%r8")
+    )
+    taker = "setp.lt.u32 %p4, %t, 16; @%p4 st.global.u32 [%at], %r5;"
+    taker = taker if at == "B" else taker.replace("@%p4", "@!%p4")
+    refusal(
+        text(HEAD + body.replace("st.global.u32 [%at], %r5;", taker)), [words(32)], Uninitialized
+    )
+    right = HEAD + "st.shared.u32 [%r2], %t;" + body
+    assert (outcome(text(right), [words(32)])[0] == COLLECTIVES[op]).all()
+
+
+def test_what_is_undefined_passes_to_another_function() -> None:
+    other = """.func (.param .b32 out) f(.param .b32 mine) { .reg .b32 %r<4>; ld.param.b32 %r1, [mine];
+    shfl.sync.bfly.b32 %r2, %r1, 16, 31, -1; st.param.b32 [out], %r2; ret; }"""
+    body = """setp.lt.u32 %p1, %t, 16; @%p1 bra A; ld.shared.u32 %r8, [%r2];
+    shfl.sync.bfly.b32 %r5, %r8, 16, 31, -1; bra E;
+    A: { .param .b32 give; .param .b32 take; st.param.b32 [give], %t; call (take), f, (give);
+    ld.param.b32 %r5, [take]; } st.global.u32 [%at], %r5; E:"""
+    refusal(text(HEAD + body, before=other), [words(32)], Uninitialized)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
