@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import zlib
 from collections import defaultdict
@@ -47,6 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
     for cases in sampled.values():
         mark_all_but_a_sample_slow(cases)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the collector need not walk over them again and again."""
+    gc.freeze()
 
 
 def mark_all_but_a_sample_slow(cases: list[pytest.Item]) -> None:

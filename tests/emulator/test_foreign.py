@@ -44,6 +44,12 @@ def test_every_kernel_has_its_result(kernels: list[Any]) -> None:
     assert set(results()) == set(names)
 
 
+def test_results_say_which_checks_are_off(kernels: list[Any]) -> None:
+    found = results()
+    off = {kernel.name: dict(kernel.off) for kernel in kernels}
+    assert off == {name: found[name].get("checks that are off", {}) for name in off}
+
+
 def test_a_kernel_holds_if_all_is_right_and_nothing_is_left_over() -> None:
     for found in results().values():
         runs = found["runs"].values()

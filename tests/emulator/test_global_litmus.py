@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from blockscale import emulator as em
+from blockscale.emulator.checks import DataRace
 from blockscale.emulator.member import Member
 from blockscale.emulator.races import Races
 from blockscale.emulator.scopes import CLUSTER, CTA, GPU, SYS
@@ -214,7 +215,7 @@ def launched(rng: random.Random, seed: int) -> bool:
         calls.append(em.Call(device, source, "k", len(bodies), 1, [out], cluster=cluster))
     try:
         em.launch_together(calls)
-    except em.DataRace:
+    except DataRace:
         return True
     return False
 

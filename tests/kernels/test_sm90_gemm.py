@@ -400,9 +400,11 @@ def test_shapes(shape):
     "each", CANDIDATES[1, 128], ids=lambda each: f"{each.config.tile}, {each.config.split_k}"
 )
 def test_one_for_each_row(each):
-    """Of what is chosen among where B has 1 x 128 scales, nothing is spilled."""
+    """Of what is chosen among where B has 1 x 128 scales, nothing is spilled. A whole tile and a
+    tail of rows, and of columns where a tile has 64."""
     config = fit(each.config, out_dtype=FLOAT32, b_block=(1, 128), accumulate=True)
-    given, start = operands(136, 72, 400, config.b_block), torch.randn(136, 72)
+    m = min(config.tile[0], 128) + 8
+    given, start = operands(m, 72, 400, config.b_block), torch.randn(m, 72)
     want = product(*given, config.b_block) + start.double()
     multiprocessors = max(2, config.cluster_size)
     got = emulated(config, given, start, completion="random", multiprocessors=multiprocessors)

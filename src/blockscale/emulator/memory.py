@@ -127,7 +127,10 @@ class GlobalMemory:
         return f"global address {address:#x} (+{size}) is out of bounds: {nearest}"
 
     def each(self, addresses: np.ndarray, size: int) -> list[tuple[Buffer, np.ndarray | slice]]:
-        low, high = int(addresses.min()), int(addresses.max())
+        if len(addresses) == 1:
+            low = high = int(addresses[0])
+        else:
+            low, high = int(addresses.min()), int(addresses.max())
         at = bisect_right(self._bases, low) - 1
         if at >= 0 and high + size <= self._buffers[at].end:
             return [(self._buffers[at], slice(None))]
@@ -151,8 +154,13 @@ class GlobalMemory:
         return held
 
     def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        pieces = self.each(addresses, size)
+        if len(pieces) == 1:
+            (buffer, _), *_ = pieces
+            offsets = (addresses - np.uint64(buffer.base)).astype(np.int64)
+            return gather(buffer.data, offsets, size)
         out = np.empty((len(addresses), size), np.uint8)
-        for buffer, threads in self.each(addresses, size):
+        for buffer, threads in pieces:
             offsets = (addresses[threads] - np.uint64(buffer.base)).astype(np.int64)
             out[threads] = gather(buffer.data, offsets, size)
         return out

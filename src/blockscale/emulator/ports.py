@@ -165,10 +165,13 @@ def _owners(by: Any, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.nd
 
 
 def _parted(cluster: Cluster, where: np.ndarray, size: int) -> list[tuple[CTA, Any, np.ndarray]]:
-    low, high = int(where.min()), int(where.max())
+    low = high = int(where[0])
+    if len(where) > 1:
+        low, high = int(where.min()), int(where.max())
     cta, _ = cluster.shared(low, size)
     if low >> 24 == high >> 24:
-        cluster.shared(high, size)
+        if high != low:
+            cluster.shared(high, size)
         return [(cta, slice(None), (where & np.uint64(0xFFFFFF)).astype(np.int64))]
     found = []
     for rank in np.unique(where >> np.uint64(24)):

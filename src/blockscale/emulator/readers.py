@@ -101,27 +101,34 @@ class Readers:
         chosen = mark[cells]
         who = np.broadcast_to(at, cells.shape)[chosen].astype(np.int64)
         if (who == who[0]).all():
-            one = int(who[0])
-            known = self.order.seen_by(who[:1])
-            self._joins(cells[chosen], one, event, before[chosen], column[chosen], known)
+            self._joins(cells[chosen], int(who[0]), event, before[chosen], column[chosen])
             return
         flat, old = cells[chosen], before[chosen].astype(np.int64) << 16 | column[chosen]
         order = np.argsort(flat, kind="stable")
         flat, who, old = flat[order], who[order], old[order]
-        starts = np.nonzero(np.r_[True, flat[1:] != flat[:-1]])[0]
+        new = np.ones(len(flat), bool)  # agents are ascending: each once a cell
+        new[1:] = (flat[1:] != flat[:-1]) | (who[1:] != who[:-1])
+        if not new.all():
+            flat, who, old = flat[new], who[new], old[new]
+        starts = np.flatnonzero(np.concatenate([[True], flat[1:] != flat[:-1]]))
         made: dict[tuple[int, bytes], tuple[int, int]] = {}
-        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(flat)], strict=True):
-            key = int(old[start]), who[start:end].tobytes()
+        found = []
+        places = starts.tolist()
+        for pair, start, end in zip(
+            old[starts].tolist(), places, [*places[1:], len(flat)], strict=True
+        ):
+            readers = who[start:end]
+            key = pair, readers.tobytes()
             if key not in made:
-                readers = np.unique(who[start:end])
-                made[key] = self._crowd(key[0], readers, event, self.order.seen_by(readers))
-            self.column[flat[start]], self.event[flat[start]] = made[key]
+                made[key] = self._crowd(pair, readers, event)
+            found.append(made[key])
+        self.column[flat[starts]], self.event[flat[starts]] = np.array(found).T
 
     def _joins(
         self, cells: np.ndarray, one: int, event: int, before: np.ndarray, column: np.ndarray,
-        known: np.ndarray,
+        known: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Cells (n,) have one reader more, who has seen ``known``."""
+        """Cells (n,) have one reader more; ``known``: what it has seen, if it is no agent."""
         who = np.array([one])
         old = before.astype(np.int64) << 16 | column
         first = int(old[0])
@@ -132,11 +139,14 @@ class Readers:
         found = [self._crowd(int(pair), who, event, known) for pair in pairs]
         self.column[cells], self.event[cells] = np.array(found)[which.reshape(-1)].T
 
-    def _crowd(self, old: int, who: np.ndarray, event: int, known: np.ndarray) -> tuple[int, int]:
-        """Column and event of a cell that ``who``, who have seen ``known``, read, and others
-        before: event << 16 | column."""
+    def _crowd(
+        self, old: int, who: np.ndarray, event: int, known: np.ndarray | None = None
+    ) -> tuple[int, int]:
+        """Column and event of a cell that ``who``, ascending, who have seen ``known``, read, and
+        others before: event << 16 | column."""
         columns, events = self._members(old >> 16, old & 0xFFFF)
         if len(columns):
+            known = self.order.seen_by(who) if known is None else known
             left = events > known[columns]
             left &= columns != who[0] if len(who) == 1 else ~np.isin(columns, who)
             columns, events = columns[left], events[left]

@@ -194,7 +194,8 @@ def atomic(form: Form) -> Step:
     def run(w: Fragment) -> None:
         where = checked(w, form, address(w), size)
         operands = [_columns(w, values, dtype) for values in gets]
-        order = w.cta.cluster.order if returns else None
+        cluster = w.cta.cluster
+        order = cluster.order if returns and cluster.member is None else None  # see steps
         before = np.empty((w.n, count), dtype)
         for turn in turns(where):
             part = w if len(turn) == w.n else w.part(turn, w.pc)

@@ -211,8 +211,10 @@ def commit(form: Form) -> Step:
         order = w.cta.cluster.order
 
         def signal(work: Work) -> None:
-            if isinstance(work.actor, Actor):  # who waited for an earlier commit does not know it
-                assert order is not None
+            if isinstance(work.actor, Actor):
+                assert (
+                    order is not None
+                )  # who waits for an earlier commit does not know of this one
                 work.actor.did(order.event(work.site()))
             for barrier in barriers:
                 barrier.learn(work.message())

@@ -8,18 +8,34 @@ import numpy as np
 
 from ..ieee import two_sum_error, two_sum_to_odd
 
-__all__ = ["aligned_sum", "exact_sum", "toward_zero"]
+__all__ = ["aligned_sum", "exact_sum", "narrow_sum", "toward_zero"]
 
 
 def aligned_sum(
     terms: np.ndarray, addend: np.ndarray, top: np.ndarray, fraction: int
 ) -> np.ndarray:
     """Sum of what the terms have above ``fraction`` bits below ``top``; overwrites the terms."""
-    top = top.astype(np.int32)
     scale = np.ldexp(1.0, fraction - top)
     terms *= scale
     np.trunc(terms, out=terms)
     return np.ldexp(terms.sum(axis=0) + np.trunc(addend * scale), top - fraction)
+
+
+def narrow_sum(
+    terms: np.ndarray, addend: np.ndarray, top: np.ndarray, shift: np.ndarray, fraction: int
+) -> np.ndarray:
+    """The same of terms in float32, divided by 2^shift.
+
+    Aligned, a term is less than 2^27, so that 16 of them fit into 32 bits. Below the least normal
+    number, where the scale stays, nothing of a term is left.
+    """
+    exponents = np.clip(fraction - top + shift, -126, 127)
+    terms *= (exponents + 127 << 23).astype(np.int32, copy=False).view(np.float32)
+    whole = terms.astype(np.int32)  # cuts toward zero
+    total = np.trunc(addend * np.ldexp(1.0, fraction - top))
+    for first in range(0, len(whole), 16):
+        total += whole[first : first + 16].sum(axis=0, dtype=np.int32)
+    return np.ldexp(total, top - fraction)
 
 
 def toward_zero(values: np.ndarray, fraction: int) -> np.ndarray:
