@@ -321,11 +321,22 @@ def test_lanes_of_another_mask_give_nothing(op: str, who: str) -> None:
         refusal(text(HEAD + body), [words(32)], Uninitialized)
 
 
-@pytest.mark.xfail(reason="the carry has no mask", strict=True)
-def test_the_carry_of_what_is_undefined() -> None:
-    body = """ld.shared.u32 %r8, [%r2]; add.cc.u32 %r7, %r8, 1; addc.u32 %r9, 0, 0;
-    st.global.u32 [%at], %r9;"""
+CARRIES = [
+    "add.cc.u32 %r7, %r8, 1; addc.u32 %r9, 0, 0;",
+    "sub.cc.u32 %r7, 1, %r8; subc.u32 %r9, 0, 0;",
+    "mad.lo.cc.u32 %r7, %r8, 3, 1; madc.hi.u32 %r9, 1, 1, 0;",
+    "add.cc.u32 _, %r8, 1; addc.cc.u32 %r7, 0, 0; addc.u32 %r9, 0, 0;",
+]
+
+
+@pytest.mark.parametrize("carry", CARRIES)
+def test_the_carry_of_what_is_undefined(carry: str) -> None:
+    """9.7.2: the carry is a result, too; where it is given anew, it is defined."""
+    body = f"ld.shared.u32 %r8, [%r2]; {carry} st.global.u32 [%at], %r9;"
     refusal(text(HEAD + body), [words(32)], Uninitialized)
+    anew = carry.replace("%r9, ", "%r6, ") + " add.cc.u32 %r6, 1, 1; addc.u32 %r9, 0, 5;"
+    out = outcome(text(HEAD + body.replace(carry, anew)), [words(32)])[0]
+    assert (out == 5).all()
 
 
 LANES = np.arange(32)
@@ -350,6 +361,34 @@ def test_lanes_meet_at_two_places(op: str) -> None:
         "<other>", op.replace("@", "%r8")
     )
     assert (outcome(text(body), [words(32)])[0] == COLLECTIVES[op]).all()
+
+
+@pytest.mark.parametrize("at", ["A", "B"])
+@pytest.mark.parametrize("op", [op for op in COLLECTIVES if "@" in op])
+def test_what_is_undefined_passes_between_places(op: str, at: str) -> None:
+    """Lanes give it to those at another instruction, whose own operands are defined."""
+    blank = "ld.shared.u32 @, [%r2];"
+    one, other = ("", blank) if at == "A" else (blank, "")
+    body = TWO_PLACES.replace("<one>", one.replace("@", "%r7") + op.replace("@", "%r7")).replace(
+        "<other>", other.replace("@", "%r8") + op.replace("@", "%r8")
+    )
+    taker = "setp.lt.u32 %p4, %t, 16; @%p4 st.global.u32 [%at], %r5;"
+    taker = taker if at == "B" else taker.replace("@%p4", "@!%p4")
+    refusal(
+        text(HEAD + body.replace("st.global.u32 [%at], %r5;", taker)), [words(32)], Uninitialized
+    )
+    right = HEAD + "st.shared.u32 [%r2], %t;" + body
+    assert (outcome(text(right), [words(32)])[0] == COLLECTIVES[op]).all()
+
+
+def test_what_is_undefined_passes_to_another_function() -> None:
+    other = """.func (.param .b32 out) f(.param .b32 mine) { .reg .b32 %r<4>; ld.param.b32 %r1, [mine];
+    shfl.sync.bfly.b32 %r2, %r1, 16, 31, -1; st.param.b32 [out], %r2; ret; }"""
+    body = """setp.lt.u32 %p1, %t, 16; @%p1 bra A; ld.shared.u32 %r8, [%r2];
+    shfl.sync.bfly.b32 %r5, %r8, 16, 31, -1; bra E;
+    A: { .param .b32 give; .param .b32 take; st.param.b32 [give], %t; call (take), f, (give);
+    ld.param.b32 %r5, [take]; } st.global.u32 [%at], %r5; E:"""
+    refusal(text(HEAD + body, before=other), [words(32)], Uninitialized)
 
 
 @pytest.mark.parametrize(
@@ -416,17 +455,41 @@ def test_strong_accesses_do_not_race() -> None:
     outcome(text(HEAD + body), [words()], block=64)
 
 
-@pytest.mark.xfail(reason="of several who wrote one value the last one counts", strict=True)
-def test_who_wrote_the_same_value_still_wrote() -> None:
-    """8.7.1: the write of 6 is ordered after that of 5 by warp 1, not after that by warp 0."""
-    kernel = text(
-        HEAD
-        + """shr.u32 %r5, %t, 5; and.b32 %r6, %t, 31; setp.eq.u32 %p3, %r6, 0; mov.u32 %r4, 5;
-    setp.eq.u32 %p4, %r5, 0; setp.eq.u32 %p5, %r5, 1; @%p4 bra A; @%p5 bra B; bar.sync 1, 64;
-    mov.u32 %r4, 6; @%p3 st.shared.u32 [s], %r4; bra E;
-    A: @%p3 st.shared.u32 [s], %r4; bra E; B: nanosleep.u32 1000; @%p3 st.shared.u32 [s], %r4; bar.sync 1, 64; E:"""
-    )
-    refusal(kernel, [words()], DataRace, block=96)
+TWO_WRITERS = """shr.u32 %r5, %t, 5; and.b32 %r6, %t, 31; setp.eq.u32 %p3, %r6, 0;
+    setp.eq.u32 %p4, %r5, 0; setp.eq.u32 %p5, %r5, 1; @%p4 bra A; @%p5 bra B; <join>
+    <third> bra E; A: @%p3 <write> <last> bra E; B: nanosleep.u32 1000; @%p3 <write>
+    bar.sync 1, 64; <last> E:"""
+WRITES = {
+    "st.shared.u32 [s], 5;": "@%p3 st.shared.u32 [s], 6;",
+    "atom.shared.add.u32 %r7, [s], 1;": "@%p3 ld.shared.u32 %r7, [s];",
+    "red.shared.add.u32 [s], 1;": "@%p3 st.shared.u32 [s], 6;",
+    "st.volatile.shared.u32 [s], %r5;": "@%p3 ld.shared.u32 %r7, [s];",
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_each_of_several_writers_counts(write: str) -> None:
+    """8.7.1: what the third warp does is ordered after the write by warp 1, not after that by
+    warp 0, whether that is no race with it for its value or for both being strong."""
+    body = TWO_WRITERS.replace("<write>", write).replace("<third>", WRITES[write])
+    one = body.replace("<join>", "bar.sync 1, 64;").replace("<last>", "")
+    every = body.replace("<join>", "bar.sync 1, 64; bar.sync 2, 96;")
+    first = "@%p3 st.shared.u32 [s], 0; bar.sync 0;" if write[0] in "ar" else ""
+    first = "and.b32 %r6, %t, 31; setp.eq.u32 %p3, %t, 0;" + first if first else ""
+    refusal(text(HEAD + first + one), [words()], DataRace, block=96)
+    outcome(text(HEAD + first + every.replace("<last>", "bar.sync 2, 96;")), [words()], block=96)
+
+
+def test_each_lane_that_wrote_the_same_value_counts() -> None:
+    """Lanes 0 and 1 write 5 at once; lane 2 meets lane 1 alone before it writes 6."""
+    body = """setp.lt.u32 %p3, %t, 2; setp.eq.u32 %p4, %t, 2; mov.u32 %r4, 5;
+    @%p3 st.shared.u32 [s], %r4; setp.ge.u32 %p5, %t, <from>; setp.le.u32 %p6, %t, 2;
+    and.pred %p5, %p5, %p6; @%p5 bar.warp.sync <mask>; @%p4 st.shared.u32 [s], 6;"""
+    met = body.replace("<from>", "0").replace("<mask>", "7")
+    outcome(text(HEAD + met), [words()])
+    for first, mask in (("1", "6"), ("3", "0x7ffffff8")):
+        wrong = body.replace("<from>", first).replace("<mask>", mask)
+        refusal(text(HEAD + wrong), [words()], LaneRace)
 
 
 # --- arguments ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import isa
+from .isa.meeting import given_undefined
 from .machine import Event, Fragment, Step
 from .memory import LOCAL_WINDOW, SHARED_WINDOW
 from .ports import STORED, mask_local, mask_shared, masks_of_local, masks_of_shared
@@ -36,6 +37,7 @@ _MOVED = {
 _LOADS, _STORES = ("ld", "ldu", "ldmatrix"), ("st", "stmatrix")
 _BITWISE = {"and": 0xC0, "or": 0xFC, "xor": 0x3C, "not": 0x0F}  # as tables of lop3
 _ACROSS = ("vote", "match", "redux")  # a warp gives its lanes one result
+_GATHER = ("shfl", *_ACROSS)  # lanes that may stand at other instructions
 #: What does more than give a value, as all that gives none; operands that it only carries, which
 #: are Vectors, may be undefined.
 _ACTS = (
@@ -65,10 +67,11 @@ def careful(built: Built, ins: Instruction, code: Code) -> Step:
     """The step of an instruction, with what it does to masks."""
     rule: _Rule | None = None
     loads, step = reads(ins), built.step
+    gathers = ins.parts[0] in _GATHER
 
     def run(w: Fragment) -> Any:
         nonlocal rule
-        if not w.frame.undefined:
+        if not w.frame.undefined and not (gathers and w.cta.meetings):
             if not loads:
                 return step(w)
             try:
@@ -101,6 +104,8 @@ class _Rule:
         data = [operands[i] for i in moved or () if i < len(operands)]
         self.data = [s for o in data for s in _slots(o)]
         self.control = [s for o in others if o not in data for s in _slots(o)]
+        if ins.takes_carry and ins.carry is not None:
+            self.control.append(ins.carry.slot)
         self.twin: Step | None = None
         if moved is not None:
             self.twin = _twin(ins, moved, gives, code)
@@ -109,7 +114,8 @@ class _Rule:
 
     def run(self, w: Fragment) -> Any:
         frame, ins = w.frame, self.ins
-        if not self.loads and frame.undefined.keys().isdisjoint(self.touched):
+        given = given_undefined(w) if ins.parts[0] in _GATHER else None
+        if given is None and not self.loads and frame.undefined.keys().isdisjoint(self.touched):
             return self.step(w)
         behind, every = masks(frame), w.threads
         threads, unsure = every, every[:0]
@@ -132,10 +138,17 @@ class _Rule:
                 self._commit(w, threads, threads[:0], None)
             return result
         before = w.frame.origin = self._origin(w, (*self.data, *self.control))
-        return self._give(w, threads, unsure, before)
+        elsewhere = every[:0]
+        if given is not None:
+            before, elsewhere = before or given[1], every[given[0]]
+        return self._give(w, threads, unsure, before, elsewhere)
 
-    def _give(self, w: Fragment, threads: np.ndarray, unsure: np.ndarray, from_: Any) -> Any:
-        """Values, and masks of them."""
+    def _give(
+        self, w: Fragment, threads: np.ndarray, unsure: np.ndarray, from_: Any,
+        elsewhere: np.ndarray,
+    ) -> Any:  # fmt: skip
+        """Values, and masks of them. ``elsewhere``: threads that meet lanes at another place, which
+        give undefined bits."""
         frame = w.frame
         found: list[tuple[np.ndarray, np.ndarray]] = []
         whole = threads[self._any(w, self.control if self.twin else self._sources(), threads)]
@@ -167,8 +180,9 @@ class _Rule:
         table = self._table()
         if table is not None:
             found = [self._bitwise(w, threads, *table)]
-        elif self.ins.parts[0] in _ACROSS and len(whole):
+        elif self.ins.parts[0] in _ACROSS and len(whole) + len(elsewhere):
             groups = self._groups(w, threads)
+            whole = np.union1d(whole, elsewhere)
             whole = threads[np.isin(groups, groups[np.isin(threads, whole)])]
         result = self.step(w)
         if isinstance(result, Event):

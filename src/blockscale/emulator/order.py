@@ -74,7 +74,7 @@ class Order:
         self._sites: list[Site] = []
         self._numbers: dict[tuple[Site, bool], int] = {}
         self._site_of = array("I", [0, 0])  # of each event
-        self._strong = np.zeros(256, bool)  # by number of the site
+        self._strong, self._loads, self._stores = np.zeros((3, 256), bool)  # by number of the site
         # What each agent knows: a table, and its own last event before a fence of each kind.
         self._tables: list[Knowledge] = [np.zeros((self._rows, self.columns), np.uint32)]
         self._places = {id(self._tables[0]): 0}
@@ -102,14 +102,28 @@ class Order:
             number = self._numbers[site, strong] = len(self._sites)
             self._sites.append(site)
             if number == len(self._strong):
-                self._strong = np.concatenate([self._strong, np.zeros(number, bool)])
+                more = np.zeros(number, bool)
+                self._strong, self._loads, self._stores = (
+                    np.concatenate([kept, more])
+                    for kept in (self._strong, self._loads, self._stores)
+                )
             self._strong[number] = strong
+            self._loads[number] = site.opcode.startswith(("ld.", "ldu."))
+            self._stores[number] = site.opcode.startswith("st.")
         self._site_of.append(number)
         self.now += 1
         return self.now
 
     def site(self, event: int) -> Site:
         return self._sites[self._site_of[event]]
+
+    def are_reads(self, events: np.ndarray) -> np.ndarray:
+        """Whether these events, of any shape, are of instructions that read."""
+        return np.asarray(~self._stores[np.frombuffer(self._site_of, np.uint32)[events]])
+
+    def are_writes(self, events: np.ndarray) -> np.ndarray:
+        """The same of those that write."""
+        return np.asarray(~self._loads[np.frombuffer(self._site_of, np.uint32)[events]])
 
     def are_strong(self, events: np.ndarray) -> np.ndarray:
         """Whether these events, of any shape, are strong accesses."""

@@ -6,6 +6,7 @@ a race if one of those is not known to happen before it; both sides are named.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +48,9 @@ class Shadow:
         self.writer = np.zeros(cells, np.uint16)  # the column of who wrote last
         self.written = np.zeros(cells, np.uint32)  # the event of the write, 0: never
         self.readers = Readers(cells if self.races else 0, order)
-        self._polls: Readers | None = None  # strong reads, which only weak writes race with
+        #: Strong accesses since the last weak write, which only weak accesses race with.
+        self._polls: Readers | None = None
+        self._others: Readers | None = None  # writers of the same value that the last did not know
         order.users.append(self._columns)
 
     def _blanks(self, cells: int) -> Blanks:
@@ -61,8 +64,9 @@ class Shadow:
     def _columns(self) -> list[int]:
         """Columns that a cell names."""
         writers = np.unique(self.writer[self.written > 0])
-        polls = [] if self._polls is None else self._polls.columns().tolist()
-        return [*writers.tolist(), *self.readers.columns().tolist(), *polls]
+        kept = (self.readers, self._polls, self._others)
+        more = [each.columns().tolist() for each in kept if each is not None]
+        return [*writers.tolist(), *chain.from_iterable(more)]
 
     # --- by threads ---
 
@@ -74,6 +78,7 @@ class Shadow:
         late = self._unordered(cells, at, view, strong)
         if late is not None:
             self._after_write(cells, at, late, "reads", site)
+        self._after_others(cells, at, view, "reads", site, strong)
         readers = self.readers
         if strong:
             readers = self._polls = self._polls or Readers(len(self.writer), self.order)
@@ -91,19 +96,97 @@ class Shadow:
         at = agents[:, None]
         if self.races:
             view = self.order.view(agents)
-            late = self._unordered(cells, at, view, strong)
-            if late is not None and same is not None:
-                late &= ~same[0]
-            if late is not None and np.count_nonzero(late):
-                self._after_write(cells, at, late, "writes", site)
+            self._before_write(cells, at, view, site, strong, same)
             self._after_reads(cells, at, view, site, strong)
-        self.writer[cells], self.written[cells] = at, self.order.event(site, strong)
-        if self.races and not strong:
-            lost = self.writer.take(cells) != at
-            if same is not None:
-                lost &= ~same[1]
-            if np.count_nonzero(lost):
-                self._after_write(cells, at, lost, "writes", site)
+        event = self.order.event(site, strong)
+        self.writer[cells], self.written[cells] = at, event
+        if not self.races:
+            return
+        if not strong:
+            self._lost(cells, at, view, event, site, same)
+        elif site.opcode.startswith("st."):
+            polls = self._polls = self._polls or Readers(len(self.writer), self.order)
+            polls.read(cells, at, event, view)
+
+    def _before_write(
+        self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        same: np.ndarray | None, since: int = 0, copies: Copies | None = None,
+    ) -> None:  # fmt: skip
+        """Check a write against those before, and keep those that have written the same."""
+        late = self._unordered(cells, at, view, strong, since)
+        if same is None:
+            if late is not None:
+                self._after_write(cells, at, late, "writes", site, copies=copies)
+            self._after_others(cells, at, view, "writes", site, strong, since, copies)
+        else:
+            kept = None
+            if late is not None:
+                kept, late = late & same[0], late & ~same[0]
+                if np.count_nonzero(late):
+                    self._after_write(cells, at, late, "writes", site, copies=copies)
+            if self._others is not None:
+                new = np.where(same[0], 0, self._others.event.take(cells)) > 0
+                if np.count_nonzero(new):
+                    self._changes(cells, new, at, view, site, strong, copies)
+            if kept is not None and np.count_nonzero(kept):
+                self._keep(cells[kept])
+
+    def _changes(
+        self, cells: np.ndarray, new: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        copies: Copies | None,
+    ) -> None:  # fmt: skip
+        """The cells that are ``new`` get another value than several have written."""
+        assert self._others is not None
+        rows = new.any(axis=1)
+        for row in np.flatnonzero(rows).tolist():
+            tables, which = view
+            mine = tables[0 if which is None else which[row]][None], None
+            part, who = cells[row][new[row]], int(at[row, 0])
+            self._after_others(part, who, mine, "writes", site, strong, 0, copies)
+        self._others.clear(cells[new])
+
+    def _keep(self, cells: np.ndarray) -> None:
+        """The last writers of cells (n,) count besides those who write the same now."""
+        others = self._others = self._others or Readers(len(self.writer), self.order)
+        pairs = self.written[cells].astype(np.int64) << 16 | self.writer[cells]
+        nothing = np.zeros((1, self.order.columns), np.uint32), None
+        for pair in np.unique(pairs).tolist():
+            others.read(np.unique(cells[pairs == pair]), pair & 0xFFFF, pair >> 16, nothing)
+
+    def _lost(
+        self, cells: np.ndarray, at: Any, view: View, event: int, site: Site,
+        same: np.ndarray | None, copies: Copies | None = None,
+    ) -> None:  # fmt: skip
+        """Several threads of one instruction have written a cell: a race, or all the same."""
+        lost = self.writer.take(cells) != at
+        if not np.count_nonzero(lost):
+            return
+        if same is not None:
+            if np.count_nonzero(lost & same[1]):
+                others = self._others = self._others or Readers(len(self.writer), self.order)
+                others.read(cells, at, event, view)
+            lost &= ~same[1]
+        if np.count_nonzero(lost):
+            self._after_write(cells, at, lost, "writes", site, copies=copies)
+
+    def _after_others(
+        self, cells: np.ndarray, at: Any, view: View, verb: str, site: Site, strong: bool,
+        since: int = 0, copies: Copies | None = None, actor: Actor | None = None,
+        lacks: str = "race",
+    ) -> bool:  # fmt: skip
+        """Check an access against writers besides the last; whether there was one unordered."""
+        order, found = self.order, None
+        if self._others is not None:
+            weak = (lambda events: ~order.are_strong(events)) if strong else None
+            found = self._others.unseen(cells, at, view, since, weak)
+        if found is None and self._polls is not None and not strong:
+            found = self._polls.unseen(cells, at, view, since, order.are_writes)
+        if found is None:
+            return False
+        cell, column, writer, event = found
+        who = _who(column, copies) if actor is None else actor
+        self.race(cell, who, verb, site, "write", writer, event, lacks)
+        return True
 
     def _unordered(
         self, cells: np.ndarray, at: Any, view: View, strong: bool, since: int = 0
@@ -137,6 +220,8 @@ class Shadow:
             seen = self._ordered(cells, actor, "writes", site)
             view = seen[None], None
             self._after_reads(cells, actor.column, view, site, actor.strong, actor)
+            if self._others is not None:
+                self._others.clear(cells)
         event = self.order.event(site, actor.strong)
         actor.did(event)
         self.writer[cells], self.written[cells] = actor.column, event
@@ -148,18 +233,11 @@ class Shadow:
         at, event = copies.columns[:, None], copies.event
         if self.races:
             view = copies.view(self.order.columns)
-            late = self._unordered(cells, at, view, False, _NONE)
-            if late is not None and same is not None:
-                late &= ~same[0]
-            if late is not None and np.count_nonzero(late):
-                self._after_write(cells, at, late, "writes", site, copies=copies)
+            self._before_write(cells, at, view, site, False, same, _NONE, copies)
             self._after_reads(cells, at, view, site, False, copies=copies)
         self.writer[cells], self.written[cells] = at, event
-        lost = self.writer.take(cells) != at
-        if same is not None:
-            lost &= ~same[1]
-        if self.races and np.count_nonzero(lost):
-            self._after_write(cells, at, lost, "writes", site, copies=copies)
+        if self.races:
+            self._lost(cells, at, view, event, site, same, copies)
 
     def _ordered(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> np.ndarray:
         """Check an access against the writes before; what the work has seen."""
@@ -170,6 +248,11 @@ class Shadow:
             fenced = self._unordered(cells, at, (seen[None], None), strong, since) is None
             self._after_write(cells, actor, late, verb, site, lacks="fence" if fenced else "race")
             return seen
+        for view, lacks in ((seen, "race"), (through_proxy, "fence")):
+            if self._after_others(
+                cells, at, (view[None], None), verb, site, strong, since, None, actor, lacks
+            ):
+                return seen
         tensor = self.order.tensor_view(actor)
         if tensor is not None:
             late = self._unordered(cells, at, (tensor[None], None), strong, since)
@@ -191,7 +274,7 @@ class Shadow:
         since, lacks = 0 if actor is None else actor.since, "race"
         found = self.readers.unseen(cells, at, view, since)
         if self._polls is not None and not strong:
-            found = found or self._polls.unseen(cells, at, view, since)
+            found = found or self._polls.unseen(cells, at, view, since, self.order.are_reads)
             self._polls.clear(cells)
         if found is None and actor is not None:
             tensor = self.order.tensor_view(actor)

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from ..knowledge import Knowledge, joined
-from ..machine import CTA, Fragment, Split, Step, Wait
-from ..program import Register
+from ..machine import CTA, Fragment, Split, Step, Switch, Wait
+from ..program import Not, Register
+from ..undefined import Origin, has_masks
+from ..undefined import masks as masks_of
 from .registry import Form
 
-__all__ = ["Meeting", "elsewhere", "gathered", "present", "rows", "spread"]
+__all__ = ["Meeting", "elsewhere", "gathered", "given_undefined", "present", "rows", "spread"]
 
 _ALL = np.uint32(0xFFFFFFFF)
 
@@ -25,7 +27,9 @@ _ALL = np.uint32(0xFFFFFFFF)
 class Meeting:
     """Lanes of one warp that execute one kind of instruction with one mask, wherever it stands."""
 
-    __slots__ = ("_cta", "_mask", "key", "known", "lanes", "undefined", "values", "warp")
+    __slots__ = (
+        "_cta", "_mask", "key", "known", "lanes", "origin", "undefined", "values", "warp",
+    )  # fmt: skip
 
     def __init__(self, cta: CTA, parts: tuple[str, ...], warp: int, mask: int) -> None:
         self._cta, self.warp = cta, warp
@@ -34,6 +38,7 @@ class Meeting:
         self.lanes = np.zeros(32, bool)  # who is here
         self.values: np.ndarray | None = None  # what they give to the others
         self.undefined: np.ndarray | None = None  # and masks of that
+        self.origin: Origin | None = None  # of what is undefined of them
         self.known: Knowledge | None = None  # what they release
 
     @property
@@ -57,7 +62,10 @@ class Meeting:
         if slot in w.frame.undefined:
             assert self.undefined is not None
             behind = len(w.frame.function.registers)
-            self.undefined[lanes] = w.R[behind + slot].view(given.dtype)[w.threads[here]]
+            bits = w.R[behind + slot].view(given.dtype)[w.threads[here]]
+            self.undefined[lanes] = bits
+            if bits.any():
+                self.origin = w.frame.undefined[slot]
 
 
 def gathered(
@@ -69,6 +77,7 @@ def gathered(
     """
     get = (lambda w: _ALL) if mask_at is None else form.get(mask_at, "b32")
     given = form.operand(1) if gives is not None else None
+    given = given.register if isinstance(given, Not) else given
     slot = given.slot if isinstance(given, Register) else None
 
     def step(w: Fragment) -> Any:
@@ -77,7 +86,12 @@ def gathered(
             complete = {id(each) for each in elsewhere(w) if each.complete}
             over = np.array([id(each) in complete for each in cta.met[threads]])
             if over.any():
-                return leave(w) if over.all() else Split(over)
+                if not over.all():
+                    return Split(over)
+                if form.of_masks or has_masks(w.frame) or given_undefined(w) is None:
+                    return leave(w)
+                masks_of(w.frame)  # in a function that had none: once more, with care
+                return Switch()
         masks = np.broadcast_to(get(w), w.n)
         if w.n == cta.size and w.n % 32 == 0 and (masks == _ALL).all():
             return leave(w)
@@ -154,6 +168,15 @@ def elsewhere(w: Fragment) -> list[Meeting]:
     if not w.cta.meetings:
         return []
     return [each for each in dict.fromkeys(w.cta.met[w.threads]) if each is not None]
+
+
+def given_undefined(w: Fragment) -> tuple[np.ndarray, Origin] | None:
+    """Which threads of a fragment meet lanes elsewhere that give undefined bits; None: none."""
+    if not w.cta.meetings:
+        return None
+    there = w.cta.met[w.threads]
+    given = np.array([each is not None and each.origin is not None for each in there])
+    return (given, there[given.argmax()].origin) if given.any() else None
 
 
 def spread(w: Fragment, value: Any, form: Form) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
