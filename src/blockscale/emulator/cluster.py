@@ -28,7 +28,7 @@ from .member import Member
 from .memory import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
 from .order import Order
 from .program import PtxError
-from .scopes import SYS
+from .scopes import CLUSTER, SYS
 from .shadow import Shadow
 
 __all__ = ["Cluster"]
@@ -69,7 +69,8 @@ class Cluster:
             lanes = 32 if "lanes" in launch.alarms.checks else 1
             self.order = Order(
                 len(self.ctas), self.ctas[0].warps, lanes, launch.programmatic,
-                "tcgen05_order" in launch.alarms.checks, 1 if launch.races is None else SYS,
+                "tcgen05_order" in launch.alarms.checks, CLUSTER if launch.races is None else SYS,
+                lambda: any(cta.tensor is not None for cta in self.ctas),
             )  # fmt: skip
             if launch.races is not None:
                 self.member = launch.races.enter(self)

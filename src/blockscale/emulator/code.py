@@ -12,7 +12,6 @@ from . import isa
 from .careful import careful, reads
 from .checks import Site
 from .isa.control import leave
-from .isa.steps import is_strong
 from .launch import Launch
 from .machine import CTA, Fragment
 from .memory import LOCAL_WINDOW, SHARED_WINDOW
@@ -175,15 +174,13 @@ class Code:
         self, form: Any, space: str | None, operand: int
     ) -> Callable[[Fragment, np.ndarray, int], np.ndarray]:
         """A function (fragment, addresses, size) -> bytes (threads, size)."""
-        name = _symbol(form, operand)
+        name, how = _symbol(form, operand), strength(form.parts)
         if name is not None and self.is_frame(name):
             return lambda w, where, size: read_own(w.frame.variable(name), w, where, size)
         if space in ("shared", "shared::cta", "shared::cluster"):
-            strong = is_strong(form.parts)
-            return lambda w, where, size: read_shared(w, where, size, strong)
+            return lambda w, where, size: read_shared(w, where, size, how)
         if space == "local":
             return read_local
-        how = strength(form.parts)
         if space is None:
             return partial(self._read_generic, how)
         launch = self.launch
@@ -194,15 +191,13 @@ class Code:
     def writer(
         self, form: Any, space: str | None, operand: int
     ) -> Callable[[Fragment, np.ndarray, np.ndarray], None]:
-        name = _symbol(form, operand)
+        name, how = _symbol(form, operand), strength(form.parts)
         if name is not None and self.is_frame(name):
             return lambda w, where, values: write_own(w.frame.variable(name), w, where, values)
         if space in ("shared", "shared::cta", "shared::cluster"):
-            strong = is_strong(form.parts)
-            return lambda w, where, values: write_shared(w, where, values, strong)
+            return lambda w, where, values: write_shared(w, where, values, how)
         if space == "local":
             return write_local
-        how = strength(form.parts)
         if space is None:
             return partial(self._write_generic, how)
         launch = self.launch
@@ -216,7 +211,7 @@ class Code:
             part = _Part(w, chosen)
             at = where[chosen] - np.uint64(window)
             if window == SHARED_WINDOW:
-                out[chosen] = read_shared(part, at, size, how is not None)
+                out[chosen] = read_shared(part, at, size, how)
             elif window == LOCAL_WINDOW:
                 out[chosen] = read_local(part, at, size)
             else:
@@ -230,7 +225,7 @@ class Code:
             part = _Part(w, chosen)
             at = where[chosen] - np.uint64(window)
             if window == SHARED_WINDOW:
-                write_shared(part, at, values[chosen], how is not None)
+                write_shared(part, at, values[chosen], how)
             elif window == LOCAL_WINDOW:
                 write_local(part, at, values[chosen])
             else:

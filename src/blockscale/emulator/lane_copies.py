@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .knowledge import FENCED, INITS, PASSED, RUN, SEEN, Actor, Knowledge
+from .knowledge import SEEN, TENSOR, Actor, Knowledge
 from .readers import View
+from .snapshot import Snapshot
 
 if TYPE_CHECKING:
     from .checks import Site
@@ -35,8 +36,7 @@ class Copies:
         self.order, self.agents, self.reading = order, agents, reading
         self.columns = order.lane_columns(agents)
         self.event = order.event(site)
-        self._tables, self._which = order.tables_of(agents)
-        self._fenced, self._inits = order.fences_of(agents)
+        self._at = Snapshot(order, agents)
         self._view: View | None = None
 
     def view(self, columns: int) -> View:
@@ -45,8 +45,8 @@ class Copies:
         if view is None or view[0].shape[1] < columns:
             lanes = np.arange(len(self.agents))
             seen = np.zeros((len(lanes), columns), np.uint32)
-            for i, table in enumerate(self._tables):
-                seen[self._which == i, : table.shape[1]] = table[SEEN]
+            for i, table in enumerate(self._at.tables):
+                seen[self._at.which == i, : table.shape[1]] = table[SEEN]
             seen[lanes, self.agents] = self.event
             view = self._view = seen, lanes
         return view
@@ -58,15 +58,10 @@ class Copies:
 
     def message(self, lane: int) -> Knowledge:
         """What those learn who know that a lane's are done."""
-        known = self._tables[self._which[lane]].copy()
-        agent, column = int(self.agents[lane]), int(self.columns[lane])
+        known, column = self._at.message(lane), int(self.columns[lane])
         if known.shape[1] <= column:
             known = np.pad(known, ((0, 0), (0, column + 1 - known.shape[1])))
-        known[[SEEN, RUN], agent] = self.event
-        known[FENCED, agent] = max(known[FENCED, agent], self._fenced[lane])
-        known[INITS, agent] = self._inits[lane]
-        known[PASSED:] = 0
-        known[:, column] = self.event
+        known[:TENSOR, column] = self.event
         return known
 
     def unknown(self, known: np.ndarray) -> bool:
@@ -80,4 +75,6 @@ class Copies:
     def lane(self, column: int) -> Actor:
         """One lane's, for messages."""
         lane = int(np.flatnonzero(self.columns == column)[0])
-        return Actor(column, self._tables[self._which[lane]], int(self.agents[lane]), generic=True)
+        return Actor(
+            column, self._at.tables[self._at.which[lane]], int(self.agents[lane]), generic=True
+        )

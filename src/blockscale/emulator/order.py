@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from .checks import Site
+from .flags import Flags
 from .knowledge import (
     FENCED,
     INITS,
@@ -30,6 +31,7 @@ from .knowledge import (
     joined,
 )
 from .program import PtxError
+from .scopes import CLUSTER
 
 __all__ = ["MOST_COLUMNS", "Order", "named"]
 
@@ -48,12 +50,13 @@ class Order:
         lanes: lanes of a warp that are told apart: 32, or 1, which makes a warp one agent.
         programmatic: whether the kernel before has a column, too.
         tensor: whether there are the rows of tcgen05.fence.
-        scopes: fences that are told apart: all, those that reach the device, and the system.
+        scopes: fences that are told apart: those that reach a CTA, the cluster, and more.
+        runs: whether somebody may ask what was executed: see Flags.
     """
 
     def __init__(
         self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False,
-        tensor: bool = False, scopes: int = 1,
+        tensor: bool = False, scopes: int = CLUSTER, runs: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.warps, self.lanes, self.tensor = warps, lanes, tensor
         self._rows = 1 + (TENSOR if tensor else RUN)
@@ -89,7 +92,7 @@ class Order:
         self.version = 0  # of what agents know
         self._views: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
         self._viewed = 0
-        self.flags: dict[Hashable, Knowledge] = {}
+        self.flags = Flags(self, runs)
         #: Each says which columns it still needs; see ``_reclaim``.
         self.users: list[Callable[[], Iterable[int]]] = []
 
@@ -248,17 +251,18 @@ class Order:
                 both[id(before)] = joined(before, message)
             self._heard[agent] = both[id(before)]
 
-    def fence_acquire(self, agents: np.ndarray) -> None:
-        """What relaxed waits before it heard of is known."""
+    def fence_acquire(self, agents: np.ndarray, scopes: int = CLUSTER) -> None:
+        """What relaxed waits and reads before it heard of is known."""
+        self.flags.acquire(agents, scopes)
         heard = self._heard[agents]
         for message in {id(each): each for each in heard if each is not None}.values():
             whose = agents[[each is message for each in heard]]
             self.acquire(whose, message)
             self._heard[whose] = None
 
-    def fence_release(self, agents: np.ndarray, scopes: int = 1) -> None:
-        """What was seen is all that a relaxed arrival passes on; a relaxed access to global memory
-        by the first ``scopes`` scopes."""
+    def fence_release(self, agents: np.ndarray, scopes: int = CLUSTER) -> None:
+        """What was seen is all that a relaxed arrival or access passes on, to the first ``scopes``
+        scopes."""
         self._table_at_fence[:scopes, agents] = self._table_of[agents]
         self._own_at_fence[:scopes, agents] = self.now
 
@@ -297,15 +301,6 @@ class Order:
                 knows |= (agents == column) & (own[row][agents] >= event)
         return knows
 
-    def through(self, place: Hashable, agents: np.ndarray, releases: bool) -> None:
-        """A strong access to a flag in memory: acquires what was released there before."""
-        seen = self.flags.get(place)
-        if seen is not None:
-            self.acquire(agents, seen)
-        if releases:
-            message = self.release(agents)
-            self.flags[place] = message if seen is None else joined(seen, message)
-
     # --- cp.async: see lane_copies ---
 
     def lane_columns(self, agents: np.ndarray) -> np.ndarray:
@@ -321,8 +316,19 @@ class Order:
         used = self._distinct(tables)
         return [self._tables[i] for i in used], np.searchsorted(used, tables)
 
-    def fences_of(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What of their own the agents have fenced: see ``release``."""
+    def at_fences(
+        self, agents: np.ndarray
+    ) -> tuple[list[tuple[list[Knowledge], np.ndarray]], np.ndarray]:
+        """The same as of their last fences of scope CTA and CLUSTER, and their own events then."""
+        found = []
+        for row in self._table_at_fence[:CLUSTER]:
+            tables = row[agents]
+            used = self._distinct(tables)
+            found.append(([self._tables[i] for i in used], np.searchsorted(used, tables)))
+        return found, self._own_at_fence[:CLUSTER, agents]
+
+    def fenced_by(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Their own events before a proxy fence, and those of mbarrier.init before its fence."""
         return self._own_fenced[agents], self._own_inits[agents]
 
     def wait_for_own(self, agents: np.ndarray, events: np.ndarray) -> None:

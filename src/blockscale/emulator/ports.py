@@ -59,8 +59,11 @@ def cells(offsets: np.ndarray, size: int, cell: int) -> np.ndarray:
 # --- shared memory --------------------------------------------------------------------------------
 
 
-def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
-    """(n, size) bytes that a fragment or a work reads at addresses of shared::cluster."""
+def read_shared(
+    by: Any, where: np.ndarray, size: int, how: Strength | None = None
+) -> np.ndarray:  # fmt: skip
+    """(n, size) bytes that a fragment or a work reads at addresses of shared::cluster. ``how``:
+    None for a weak access."""
     if isinstance(by, Work) and by.view is View.MASKS:
         undefined = masks_of_shared(by, where, size)
         if undefined.bits.any():
@@ -68,7 +71,7 @@ def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> 
         return undefined.bits
     owners = _owners(by, where, size)
     for cta, chosen, offsets in owners:
-        _observe(by, "read", cta, chosen, offsets, size, strong)
+        _observe(by, "read", cta, where[chosen], chosen, offsets, size, how)
     found = [gather(cta.shared, offsets, size) for cta, _, offsets in owners]
     if len(found) == 1 and len(found[0]) == len(where):
         return found[0]
@@ -79,7 +82,7 @@ def read_shared(by: Any, where: np.ndarray, size: int, strong: bool = False) -> 
 
 
 def write_shared(
-    by: Any, where: np.ndarray, values: np.ndarray, strong: bool = False,
+    by: Any, where: np.ndarray, values: np.ndarray, how: Strength | None = None,
     found: Undefined | None = None,
 ) -> None:  # fmt: skip
     """``found``: what of the values, (n, size) bytes, is undefined."""
@@ -94,7 +97,7 @@ def write_shared(
             scatter(cta.shared, offsets, new)
             kept = np.stack([before, gather(cta.shared, offsets, size) == new])
             same = np.all(kept.reshape(2, len(new), -1, min(size, cta.shadow.size)), axis=-1)
-        _observe(by, "write", cta, chosen, offsets, size, strong, same)
+        _observe(by, "write", cta, where[chosen], chosen, offsets, size, how, same)
         part = None if found is None else Undefined(found.bits[chosen], found.origin)
         mark_shared(cta, offsets, size, part)
 
@@ -183,8 +186,8 @@ def _parted(cluster: Cluster, where: np.ndarray, size: int) -> list[tuple[CTA, A
 
 
 def _observe(
-    by: Any, kind: str, cta: CTA, chosen: Any, offsets: np.ndarray, size: int, strong: bool,
-    same: np.ndarray | None = None,
+    by: Any, kind: str, cta: CTA, where: np.ndarray, chosen: Any, offsets: np.ndarray, size: int,
+    how: Strength | None, same: np.ndarray | None = None,
 ) -> None:  # fmt: skip
     shadow: Shadow | None = cta.shadow
     if shadow is not None:
@@ -204,13 +207,16 @@ def _observe(
                 check = shadow.read_by if kind == "read" else shadow.write_by
                 check(touched, by.actor, by.site())
         else:
-            agents, site = by.agents()[chosen], by.site()
-            if strong and by.cta.cluster.member is not None:
-                shadow.order.through("flags", agents, kind == "write")
+            agents, site, flags = by.agents()[chosen], by.site(), shadow.order.flags
+            values = None if how is None else shadow.written[touched[:, 0]]
             if kind == "read":
-                shadow.read(touched, agents, site, strong)
+                if how is not None and values is not None:
+                    flags.read(where, agents, how, values)
+                shadow.read(touched, agents, site, how is not None)
             else:
-                shadow.write(touched, agents, site, strong, same)
+                shadow.write(touched, agents, site, how is not None, same)
+                if how is not None and values is not None:
+                    flags.write(where, agents, how, values, shadow.order.now)
             if cta is not by.cta:
                 cta.visit(agents, site)
     _tell(by, "shared", kind, offsets, size, cta, chosen, cta.launch)
@@ -249,6 +255,9 @@ def read_global(
         follows(by, launch, "reads", where)
     if launch.races is not None:
         launch.races.read(by, where, size, how)
+    elif how is not None and not isinstance(by, Work) and by.cta.cluster.order is not None:
+        flags = by.cta.cluster.order.flags
+        flags.read(where, by.agents(), how, np.zeros(len(where), np.uint32))
     _tell(by, "global", "read", where, size, None, slice(None), launch)
     return values
 
@@ -284,6 +293,9 @@ def write_global(
     if launch.races is not None:
         same = np.stack([before, launch.memory.load(where, size) == values])
         launch.races.write(by, where, size, how, same)
+    elif how is not None and not isinstance(by, Work) and by.cta.cluster.order is not None:
+        flags = by.cta.cluster.order.flags
+        flags.write(where, by.agents(), how, np.zeros(len(where), np.uint32), 0)
     _tell(by, "global", "write", where, size, None, slice(None), launch)
 
 

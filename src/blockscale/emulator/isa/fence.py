@@ -131,8 +131,8 @@ def _of_memory(parts: tuple[str, ...]) -> Step:
             cluster.member.fence(w, wide, releases, acquires, total)
             return
         if acquires:
-            cluster.order.fence_acquire(w.agents())
+            cluster.order.fence_acquire(w.agents(), wide)
         if releases:
-            cluster.order.fence_release(w.agents())
+            cluster.order.fence_release(w.agents(), wide)
 
     return run

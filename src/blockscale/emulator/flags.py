@@ -1,0 +1,175 @@
+"""Flags in memory by which the threads of a cluster tell each other: PTX ISA 8.8.
+
+A release pattern (a release, or a fence and a strong write after it) passes on what its thread
+knows with the value that it writes; an acquire pattern that reads this value learns it. A relaxed
+or volatile access without a fence passes on nothing but that it was executed. Read-modify-writes
+hand on what came with the value before. A scope must include the other thread, else nothing passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .knowledge import Knowledge, executed
+from .scopes import CLUSTER, Strength
+from .snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from .order import Order
+
+__all__ = ["Flags"]
+
+_LONGEST = 64  # links of a chain of read-modify-writes, at least, before it is made shorter
+_HEARD = 64  # values of one place that a thread has read and not acquired
+
+
+class _Value:
+    """A value that a place holds: who wrote it, and what it came with.
+
+    Attributes:
+        event: of the write.
+        before: the value that a read-modify-write replaced, or its own thread.
+    """
+
+    __slots__ = ("_messages", "agent", "before", "cta", "event", "how", "length", "passed", "place")
+
+    def __init__(
+        self, event: int, how: Strength, cta: int, agent: int, passed: Snapshot | None, place: int,
+        before: _Value | None,
+    ) -> None:  # fmt: skip
+        self.event, self.how, self.cta, self.agent = event, how, cta, agent
+        self.passed, self.place, self.before = passed, place, before
+        self.length: int = 1 if before is None else before.length + 1
+        self._messages: dict[tuple[int, int], Knowledge | None] = {}
+
+    def strong_with(self, cta: int, reach: int) -> bool:
+        """Whether it is morally strong with an access of a CTA."""
+        return cta == self.cta or min(reach, self.how.reach) >= CLUSTER
+
+    def chain(self) -> list[_Value]:
+        """Those that it stands for: of an agent the last, that includes its earlier ones."""
+        found: dict[tuple[int, bool, int], _Value] = {}
+        at: _Value | None = self
+        while at is not None:
+            if at.passed is not None:
+                found.setdefault((at.agent, at.how.releases, at.how.reach), at)
+            at = at.before
+        return list(found.values())
+
+    def to(self, order: Order, cta: int, reach: int) -> Knowledge | None:
+        """What an acquire pattern of that scope in a CTA learns."""
+        if (cta, reach) not in self._messages:
+            found = []
+            for each in self.chain():
+                if each.passed is not None and each.strong_with(cta, reach):
+                    fence = None if each.how.releases else int(each.cta != cta)
+                    found.append(each.passed.message(each.place, fence))
+            self._messages[cta, reach] = order.join(found) if found else None
+        return self._messages[cta, reach]
+
+
+class Flags:
+    """Places of a cluster, by address.
+
+    Args:
+        runs: whether somebody may ask what was executed: there is Tensor Memory.
+    """
+
+    def __init__(self, order: Order, runs: Callable[[], bool]) -> None:
+        self.order, self._runs = order, runs
+        self._of_cta = order.warps * order.lanes
+        self._values: dict[int, _Value] = {}
+        #: By agent and place: values that it read and has not acquired.
+        self._heard: dict[int, dict[int, list[_Value]]] = {}
+        self._taken: dict[int, _Value] = {}  # the last that each agent acquired
+
+    def write(
+        self, where: np.ndarray, agents: np.ndarray, how: Strength, before: np.ndarray, event: int
+    ) -> None:
+        """(n,) places were written at an event by agents of a CTA; ``before``: the events of the
+        values there."""
+        passed = Snapshot(self.order, agents)
+        passes = np.full(len(agents), how.releases or self._runs()) | passed.has_fences()
+        if not (self._values or passes.any()):
+            return
+        cta = int(agents[0]) // self._of_cta
+        for i, (place, agent, old) in enumerate(
+            zip(where.tolist(), agents.tolist(), before.tolist(), strict=True)
+        ):
+            value = self._values.get(place)
+            if value is not None and (
+                value.event != old
+                or not (agent == value.agent or (how.updates and value.strong_with(cta, how.reach)))
+            ):
+                value = None
+            if value is not None and value.length > max(_LONGEST, 4 * self.order.agents):
+                value = _shortened(value)
+            if value is None and not passes[i]:
+                self._values.pop(place, None)
+                continue
+            own = passed if passes[i] else None
+            self._values[place] = _Value(event, how, cta, agent, own, i, value)
+
+    def read(
+        self, where: np.ndarray, agents: np.ndarray, how: Strength, events: np.ndarray
+    ) -> None:
+        """(n,) places are read by agents of a CTA; ``events``: of the values there."""
+        if not self._values or not how.returns:
+            return
+        cta = int(agents[0]) // self._of_cta
+        whose: dict[int, tuple[_Value, int, list[int]]] = {}
+        for place, agent, event in zip(
+            where.tolist(), agents.tolist(), events.tolist(), strict=True
+        ):
+            value = self._values.get(place)
+            if value is not None and value.event == event and value.strong_with(cta, how.reach):
+                whose.setdefault(place, (value, place, []))[2].append(agent)
+        for value, place, readers in whose.values():
+            if how.acquires:
+                for agent in readers:  # a read of the same place before is part of the pattern
+                    for earlier in self._heard.get(agent, {}).pop(place, ()):
+                        self._learn([agent], earlier, cta, how.reach)
+                self._learn(readers, value, cta, how.reach)
+                continue
+            if self._runs():
+                known = value.to(self.order, cta, how.reach)
+                if known is not None:
+                    self.order.acquire(np.array(readers), executed(known))
+            for agent in readers:
+                heard = self._heard.setdefault(agent, {}).setdefault(place, [])
+                if not heard or heard[-1] is not value:
+                    if heard and value.before is heard[-1]:
+                        heard.pop()
+                    heard[:] = [*heard[1 - _HEARD :], value]
+
+    def acquire(self, agents: np.ndarray, reach: int) -> None:
+        """A fence: what these agents have read before it is acquired."""
+        if not self._heard:
+            return
+        whose: dict[int, tuple[_Value, list[int]]] = {}
+        for agent in dict.fromkeys(agents.tolist()):
+            heard = self._heard.get(agent)
+            for value in [value for values in (heard or {}).values() for value in values]:
+                whose.setdefault(id(value), (value, []))[1].append(agent)
+            if heard is not None and reach >= CLUSTER:
+                del self._heard[agent]
+        for value, readers in whose.values():
+            self._learn(readers, value, readers[0] // self._of_cta, reach)
+
+    def _learn(self, readers: list[int], value: _Value, cta: int, reach: int) -> None:
+        lacking = [agent for agent in readers if self._taken.get(agent) is not value]
+        known = value.to(self.order, cta, reach) if lacking else None
+        if known is not None:
+            self.order.acquire(np.array(lacking), known)
+            self._taken.update(dict.fromkeys(lacking, value))
+
+
+def _shortened(value: _Value) -> _Value:
+    """The same with one link for each agent."""
+    links: _Value | None = None
+    for each in reversed(value.chain()):
+        links = _Value(each.event, each.how, each.cta, each.agent, each.passed, each.place, links)
+    return _Value(value.event, value.how, value.cta, value.agent, None, 0, links)

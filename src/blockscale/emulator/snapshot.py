@@ -1,0 +1,49 @@
+"""What agents know at one moment: kept cheaply, and spelled out only for those who ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .knowledge import FENCED, INITS, PASSED, RUN, SEEN, TENSOR, Knowledge, executed, joined
+
+if TYPE_CHECKING:
+    from .order import Order
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """Of some agents, each with its place among them."""
+
+    __slots__ = ("_at_fences", "_fenced", "_inits", "_own", "agents", "now", "tables", "which")
+
+    def __init__(self, order: Order, agents: np.ndarray) -> None:
+        self.agents, self.now = agents, order.now
+        self.tables, self.which = order.tables_of(agents)
+        self._at_fences, self._own = order.at_fences(agents)
+        self._fenced, self._inits = order.fenced_by(agents)
+
+    def has_fences(self) -> np.ndarray:
+        """Which of them passes on something of memory without releasing it itself."""
+        return np.asarray((self._own[0] > 0) | (self._inits > 0))
+
+    def message(self, place: int, fence: int | None = None) -> Knowledge:
+        """What one of them passes on; ``fence``: of memory only what its last fence precedes that
+        reaches so far, numbered as in Order."""
+        agent, own = int(self.agents[place]), self.now
+        known = self.tables[self.which[place]].copy()
+        if fence is not None:
+            run = executed(known)
+            tables, which = self._at_fences[fence]
+            known, own = tables[which[place]].copy(), int(self._own[fence, place])
+            known = joined(known, run)
+        known[SEEN, agent] = own
+        known[FENCED, agent] = max(known[FENCED, agent], min(own, self._fenced[place]))
+        known[INITS, agent] = self._inits[place]
+        known[RUN, agent] = self.now
+        if len(known) > TENSOR:
+            known[PASSED, agent] = own
+            known[TENSOR] = 0
+        return known

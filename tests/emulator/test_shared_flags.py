@@ -1,0 +1,148 @@
+"""Flags in shared memory: which strong accesses order what is around them. PTX ISA 8.8."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from asynchronous import outcome, refusal
+
+from blockscale.emulator.checks import DataRace
+from kernels import text
+
+#: Warp 0 writes a word and tells warp 1, which waits and reads it.
+BODY = """.shared .b32 flag; .shared .b32 other; .shared .align 128 .b8 s[256];
+    and.b32 %r6, %t, 31; setp.eq.u32 %p1, %r6, 0; setp.lt.u32 %p2, %t, 32; mov.u32 %r5, 1;
+    mov.u32 %r7, 0; @%p1 st.shared.u32 [flag], 0; bar.sync 0; @!%p1 bra E; @!%p2 bra B;
+    st.shared.u32 [s], 7; <release> bra E;
+    B: <acquire> setp.ne.u32 %p3, %r4, 1; @%p3 bra B; <after>
+    ld.shared.u32 %r8, [s]; st.global.u32 [%out], %r8; E:"""
+RELEASES = [
+    "st.release.cta.shared.u32 [flag], %r5;",
+    "st.release.sys.shared.u32 [flag], %r5;",
+    "fence.acq_rel.cta; st.relaxed.cta.shared.u32 [flag], %r5;",
+    "fence.release.gpu; st.volatile.shared.u32 [flag], %r5;",
+    "membar.cta; st.volatile.shared.u32 [flag], %r5;",
+    "atom.release.cta.shared.add.u32 %r9, [flag], 1;",
+    "atom.acq_rel.gpu.shared.cas.b32 %r9, [flag], 0, 1;",
+    "fence.sc.cta; red.shared.add.u32 [flag], 1;",
+    "red.release.cta.shared.add.u32 [flag], 1;",
+    "st.release.cta.shared.u32 [flag], %r7; st.relaxed.cta.shared.u32 [flag], %r5;",
+]
+ACQUIRES = [
+    ("ld.acquire.cta.shared.u32 %r4, [flag];", ""),
+    ("ld.relaxed.cta.shared.u32 %r4, [flag];", "fence.acquire.cta;"),
+    ("ld.volatile.shared.u32 %r4, [flag];", "membar.cta;"),
+    ("atom.acquire.cta.shared.add.u32 %r4, [flag], 0;", ""),
+    ("atom.shared.or.b32 %r4, [flag], 0;", "fence.sc.cta;"),
+]
+NO_RELEASES = [
+    "st.relaxed.cta.shared.u32 [flag], %r5;",
+    "st.volatile.shared.u32 [flag], %r5;",
+    "atom.shared.add.u32 %r9, [flag], 1;",
+    "red.shared.add.u32 [flag], 1;",
+    "fence.acquire.cta; st.relaxed.cta.shared.u32 [flag], %r5;",
+    "st.relaxed.cta.shared.u32 [flag], %r5; fence.acq_rel.cta;",
+    "st.release.cta.shared.u32 [other], %r5; st.relaxed.cta.shared.u32 [flag], %r5;",
+    "atom.acquire.cta.shared.add.u32 %r9, [flag], 1;",
+]
+NO_ACQUIRES = [
+    ("ld.relaxed.cta.shared.u32 %r4, [flag];", ""),
+    ("ld.volatile.shared.u32 %r4, [flag];", ""),
+    ("fence.acquire.cta; ld.relaxed.cta.shared.u32 %r4, [flag];", "fence.release.cta;"),
+    ("atom.shared.or.b32 %r4, [flag], 0;", "ld.acquire.cta.shared.u32 %r9, [other];"),
+    ("atom.release.cta.shared.or.b32 %r4, [flag], 0;", ""),
+]
+
+
+def kernel(release: str, acquire: tuple[str, str]) -> str:
+    body = BODY.replace("<release>", release).replace("<acquire>", acquire[0])
+    return text(body.replace("<after>", acquire[1]))
+
+
+@pytest.mark.parametrize("acquire", ACQUIRES)
+@pytest.mark.parametrize("release", RELEASES)
+def test_patterns_that_synchronize(release: str, acquire: tuple[str, str]) -> None:
+    out = np.zeros(64, np.uint32)
+    assert outcome(kernel(release, acquire), [out], block=64)[0][0] == 7
+
+
+@pytest.mark.parametrize("release", NO_RELEASES)
+def test_no_release(release: str) -> None:
+    refusal(kernel(release, ACQUIRES[0]), [np.zeros(64, np.uint32)], DataRace, block=64)
+    refusal(kernel(release, ACQUIRES[1]), [np.zeros(64, np.uint32)], DataRace, block=64)
+
+
+@pytest.mark.parametrize("acquire", NO_ACQUIRES)
+def test_no_acquire(acquire: tuple[str, str]) -> None:
+    refusal(kernel(RELEASES[0], acquire), [np.zeros(64, np.uint32)], DataRace, block=64)
+    refusal(kernel(RELEASES[2], acquire), [np.zeros(64, np.uint32)], DataRace, block=64)
+
+
+CHAIN = """.shared .b32 flag; .shared .align 128 .b8 s[256];
+    and.b32 %r6, %t, 31; setp.eq.u32 %p1, %r6, 0; shr.u32 %r7, %t, 5; mov.u32 %r5, 1;
+    @%p1 st.shared.u32 [flag], 0; bar.sync 0; @!%p1 bra E; setp.eq.u32 %p4, %r7, 1; @%p4 bra B;
+    setp.eq.u32 %p4, %r7, 2; @%p4 bra C;
+    st.shared.u32 [s], 7; st.release.cta.shared.u32 [flag], 1; bra E;
+    B: ld.relaxed.cta.shared.u32 %r4, [flag]; setp.ne.u32 %p3, %r4, 1; @%p3 bra B; <second> bra E;
+    C: ld.acquire.cta.shared.u32 %r4, [flag]; setp.ne.u32 %p3, %r4, 2; @%p3 bra C;
+    ld.shared.u32 %r8, [s]; st.global.u32 [%out], %r8; E:"""
+
+
+@pytest.mark.parametrize(
+    ("second", "ordered"),
+    [
+        ("atom.shared.add.u32 %r9, [flag], 1;", True),
+        ("red.shared.add.u32 [flag], 1;", True),
+        ("st.relaxed.cta.shared.u32 [flag], 2;", False),
+        ("st.shared.u32 [flag], 2;", False),
+    ],
+)
+def test_read_modify_writes_hand_on_what_was_released(second: str, ordered: bool) -> None:
+    """8.8: "observation" goes through atomic operations; other writes end it."""
+    kernel, out = text(CHAIN.replace("<second>", second)), np.zeros(64, np.uint32)
+    if ordered:
+        assert outcome(kernel, [out], block=96)[0][0] == 7
+    else:
+        refusal(kernel, [out], DataRace, block=96)
+
+
+ACROSS = """.shared .b32 flag; .shared .align 128 .b8 s[256]; mov.u32 %r10, %cluster_ctarank;
+    setp.eq.u32 %p1, %t, 0; setp.eq.u32 %p2, %r10, 0; @%p1 st.shared.u32 [flag], 0;
+    barrier.cluster.arrive; barrier.cluster.wait; @!%p1 bra E; @!%p2 bra B;
+    mov.u32 %r11, s; mapa.shared::cluster.u32 %r11, %r11, 1; mov.u32 %r12, flag;
+    mapa.shared::cluster.u32 %r12, %r12, 1; st.shared::cluster.u32 [%r11], 7; <release> bra E;
+    B: <acquire> setp.ne.u32 %p3, %r4, 1; @%p3 bra B; <after>
+    ld.shared.u32 %r8, [s]; st.global.u32 [%out], %r8;
+    E: barrier.cluster.arrive; barrier.cluster.wait;"""
+
+
+@pytest.mark.parametrize(
+    ("release", "acquire", "after", "ordered"),
+    [
+        ("st.release.cluster", "ld.acquire.cluster", "", True),
+        ("fence.acq_rel.cluster; st.relaxed.cluster", "ld.acquire.sys", "", True),
+        ("fence.acq_rel.cluster; st.relaxed.sys", "ld.relaxed.gpu", "fence.acquire.cluster;", True),
+        ("st.release.cta", "ld.acquire.cluster", "", False),
+        ("st.release.cluster", "ld.acquire.cta", "", False),
+        ("fence.acq_rel.cta; st.relaxed.cluster", "ld.acquire.cluster", "", False),
+        ("st.release.cluster", "ld.relaxed.cluster", "fence.acquire.cta;", False),
+    ],
+)
+def test_a_scope_must_include_the_other_cta(
+    release: str, acquire: str, after: str, ordered: bool
+) -> None:
+    body = ACROSS.replace("<release>", f"{release}.shared::cluster.u32 [%r12], 1;")
+    body = body.replace("<acquire>", f"{acquire}.shared.u32 %r4, [flag];")
+    kernel, out = text(body.replace("<after>", after)), np.zeros(64, np.uint32)
+    if ordered:
+        assert outcome(kernel, [out], grid=2, cluster=2)[0][0] == 7
+    else:
+        refusal(kernel, [out], DataRace, grid=2, cluster=2)
+
+
+def test_warps_that_touch_unrelated_words_are_not_ordered() -> None:
+    body = BODY.replace("<release>", "st.release.cta.shared.u32 [other], %r5;")
+    body = body.replace("<acquire>", "ld.acquire.cta.shared.u32 %r4, [flag]; mov.u32 %r4, 1;")
+    kernel = text("nanosleep.u32 0;" + body.replace("B:", "B: nanosleep.u32 9999;").replace(
+        "<after>", ""))  # fmt: skip
+    refusal(kernel, [np.zeros(64, np.uint32)], DataRace, block=64)
