@@ -43,6 +43,7 @@ _ORDERING = r"(?:mbarrier|cp|tcgen05|fence|barrier|bar|wgmma)"
 _PREDICATED = rf"@(!?)(%p\d+) ({_ORDERING}\.[^;]*;)"
 #: Spellings of these compilers -> those that ``respelled`` and the rules know.
 _SPELLINGS = (
+    (r'(\.file[^"\n]*")[^"\n]*/', r"\1"),  # sources without the folder where they were made
     (r"// (?:begin|end) inline asm\n", "\n"),
     (r"[ \t]+", " "),
     (r"(?<![\w.%])(?:P1|complete)(?!\w)", "p"),
