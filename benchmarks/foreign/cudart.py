@@ -203,18 +203,13 @@ def _free(runtime: Runtime, address: int) -> None:
         del runtime.memory[address]
 
 
-def _copy(runtime: Runtime, to: int, source: int, size: int, kind: int, stream: int = 0) -> None:
+def _copy(runtime: Runtime, to: int, source: int, size: int, kind: int) -> None:
     """cudaMemcpyKind: bit 0 the device is written, bit 1 it is read, 4 the addresses say it."""
     if kind & 1:
         runtime.check(to, size)
     if kind & 2:
         runtime.check(source, size)
     ctypes.memmove(to, source, size)
-
-
-def _set(runtime: Runtime, address: int, value: int, size: int, stream: int = 0) -> None:
-    runtime.check(address, size)
-    ctypes.memset(address, value, size)
 
 
 def _set_words(runtime: Runtime, address: int, value: int, count: int, stream: int) -> None:
@@ -225,10 +220,6 @@ def _set_words(runtime: Runtime, address: int, value: int, count: int, stream: i
 # What the device is -------------------------------------------------------------------------------
 
 
-def _attribute(runtime: Runtime, out: int, attribute: int, ordinal: int) -> None:
-    _put(out, device_attribute(runtime.device.target, attribute))
-
-
 def _properties(runtime: Runtime, out: int, ordinal: int) -> None:
     """Fields that are not in ``_FILLED`` stay as they are."""
     found = _Properties.from_address(out)
@@ -237,21 +228,8 @@ def _properties(runtime: Runtime, out: int, ordinal: int) -> None:
         setattr(found, field, device_attribute(runtime.device.target, attribute))
 
 
-def _most_clusters(runtime: Runtime, out: int, kernel: int, config: int) -> None:
-    """As if one CTA filled an SM, and clusters could be on any."""
-    cluster = read_launch(config).get("cluster", (1, 1, 1))
-    _put(out, device_attribute(runtime.device.target, 16) // int(np.prod(cluster)))
-
-
 def _last_error(runtime: Runtime) -> int:
     return 0 if runtime.failure is None else 719  # cudaErrorLaunchFailure
-
-
-_TEXT = ctypes.create_string_buffer(b"an error of the emulated device")
-
-
-def _error_text(runtime: Runtime, error: int) -> int:
-    return ctypes.addressof(_TEXT)
 
 
 def _entry_point(
@@ -291,25 +269,16 @@ _RUNTIME: _Table = {
     "__cudaPushCallConfiguration": (_push, "lllllp"),
     "__cudaPopCallConfiguration": (_pop, "pppp"),
     "__cudaLaunchKernel": (_launch, "pllllplp"),
-    "cudaLaunchKernel": (_launch, "pllllplp"),
     "cudaLaunchKernelExC": (_launch_config, "ppp"),
     "cudaFuncSetAttribute": (_nothing, "pii"),
     "cudaMalloc": (_malloc, "pl"),
     "cudaFree": (_free, "p"),
     "cudaMemcpy": (_copy, "ppli"),
-    "cudaMemcpyAsync": (_copy, "pplip"),
-    "cudaMemset": (_set, "pil"),
-    "cudaMemsetAsync": (_set, "pilp"),
     "cudaGetDevice": (_writes(0), "p"),
     "cudaDriverGetVersion": (_writes(_VERSION), "p"),
-    "cudaDeviceGetAttribute": (_attribute, "pii"),
     "cudaGetDeviceProperties": (_properties, "pi"),
-    "cudaOccupancyMaxActiveClusters": (_most_clusters, "ppp"),
     "cudaDeviceSynchronize": (_nothing, ""),
-    "cudaStreamSynchronize": (_nothing, "p"),
     "cudaGetLastError": (_last_error, ""),
-    "cudaPeekAtLastError": (_last_error, ""),
-    "cudaGetErrorString": (_error_text, "i"),
     "cudaGetDriverEntryPointByVersion": (_entry_point, "ppilp"),
 }
 _DRIVER: _Table = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from blockscale import emulator as em
+from blockscale.emulator.alarms import KINDS
 
 __all__ = ["Foreign", "Launch", "allocated"]
 
@@ -73,6 +74,8 @@ class Foreign:
             template, which flags.
         run: builds arguments and tensor maps, calls its argument once or more, and compares with
             a reference that numpy or torch compute independently.
+        off: default checks that it runs without, and why: what these find in it is no fault by the
+            PTX ISA. A fault has an entry in ``<project>.suppress`` instead.
     """
 
     name: str
@@ -82,6 +85,11 @@ class Foreign:
     entry: str
     made: str
     run: Callable[[Launch], bool]
+    off: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def checks(self) -> list[str]:
+        return [kind.name for kind in KINDS.values() if kind.default and kind.name not in self.off]
 
     def ptx(self, folder: Path) -> str:
         """The text of the module; FileNotFoundError says how to make it."""

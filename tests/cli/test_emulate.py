@@ -313,6 +313,13 @@ def test_several_entries_need_a_choice(folder: Path, capsys: pytest.CaptureFixtu
     assert "'nosuch' is not in the module" in capsys.readouterr().err
 
 
+def test_what_the_entry_does_not_reach_is_not_read(folder: Path) -> None:
+    """nvcc's modules hold tables of functions, which are not supported, beside other kernels."""
+    table = ".visible .func f() { ret; }\n.global .u64 functions[1] = {f};\n"
+    Path("more.ptx").write_text(PTX.replace(".visible", table + ".visible", 1))
+    assert emulate("more.ptx", *CASE) == 0
+
+
 def test_structures_and_maps_by_shape(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A structure points to an array that no other argument shows; a map says its own shape."""
     Path("s.ptx").write_text(

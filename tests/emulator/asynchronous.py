@@ -11,6 +11,7 @@ import pytest
 from blockscale import emulator as em
 
 ORDERS = (("eager", 0), ("late", 0), *(("random", seed) for seed in range(4)))
+FEW_ORDERS = ORDERS[:4]
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

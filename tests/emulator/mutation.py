@@ -55,7 +55,9 @@ def mutants(
         text = subject.ptx
         for rule in rules:
             for match in re.finditer(rule.pattern, text):
-                changed = text[: match.start()] + match.expand(rule.into) + text[match.end() :]
+                into = match.expand(rule.into)  # other lines stay where they are
+                into += "\n" * (match[0].count("\n") - into.count("\n"))
+                changed = text[: match.start()] + into + text[match.end() :]
                 line = text.count("\n", 0, match.start()) + 1
                 was = re.sub(r"\{%f\d+, [^}]*\}", "{...}", " ".join(match[0].split()))[:160]
                 yield Mutant(kernel, rule.name, line, was, changed)
@@ -120,8 +122,8 @@ REASONS: Reasons = {
     ),
     ("", "arrive relaxed"): (
         "equivalent",
-        "the arrival gives back Tensor Memory, for which execution order and tcgen05.fence suffice: "
-        "the ISA's own example of 9.7.16.6.4 is relaxed",
+        "the arrival gives back Tensor Memory, for which execution order and tcgen05.fence "
+        "suffice: the ISA's own example of 9.7.16.6.4 is relaxed",
     ),
     ("", "source of tcgen05.cp: base offset"): (
         "equivalent",
@@ -144,8 +146,10 @@ REASONS: Reasons = {
 
 
 def reason(reasons: Reasons, outcome: Outcome) -> tuple[str, str]:
-    found = reasons.get((outcome.kernel, outcome.rule)) or reasons.get(("", outcome.rule))
-    return found or ("", "")
+    """That of the one place, of the rule in the kernel, or of the rule."""
+    kernel, rule = outcome.kernel, outcome.rule
+    keys = ((kernel, f"{rule} at {outcome.line}"), (kernel, rule), ("", rule))
+    return next((reasons[key] for key in keys if key in reasons), ("", ""))
 
 
 def summary(

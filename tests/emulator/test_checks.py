@@ -127,6 +127,15 @@ TWINS = [
          ("""ld.shared.u32 %r5, [s]; // A
          add.u32 %r5, %r5, 1;
          st.shared.u32 [s], %r5; // B""",), "line {B} writes byte 0x400", wanted="64"),
+    Twin("the last to count reads what all wrote",
+         """@%p2 st.shared.u32 [s+4], 0; bar.sync 0;
+         and.b32 %r5, %t, 31; setp.ne.u32 %p4, %r5, 0; @%p4 bra E;
+         st.shared.u32 [%r4], 7;
+         membar.cta; atom.shared.add.u32 %r5, [s+4], 1; membar.cta;
+         setp.ne.u32 %p4, %r5, <>; @%p4 bra E;
+         ld.shared.u32 %r6, [s]; ld.shared.u32 %r7, [s+128]; // A B
+         E: bar.sync 0; ld.shared.u32 %r6, [s]; st.global.u32 [%at], %r6;""",
+         ("1",), ("0",), "line {B} ", (DataRace,), wanted="7"),
     Twin("mbarrier passes on what was written",
          BAR.format(count=32) + """@!%p1 bra R;
          st.shared.u32 [%r4], %t; // A
@@ -469,7 +478,11 @@ ALIGNED = [
     ("cp.async.ca.shared.global [s{}], [%out], 4;", 4, "address 0x"),
     ("cp.async.ca.shared.global [s{}], [%out], 8;", 8, "address 0x"),
     ("cp.async.cg.shared.global [s], [%out{}], 16;", 16, "address 0x"),
-    ("mbarrier.init.shared.b64 [bar{}], 1;", 8, "mbarrier address 0x"),
+    (
+        "mbarrier.inval.shared.b64 [bar]; mbarrier.init.shared.b64 [bar{}], 1;",
+        8,
+        "mbarrier address",
+    ),
     ("mbarrier.arrive.shared.b64 %rd1, [bar{}];", 8, "mbarrier address 0x"),
     ("mbarrier.test_wait.parity.shared.b64 %p9, [bar{}], 1;", 8, "mbarrier address 0x"),
 ]

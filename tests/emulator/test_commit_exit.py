@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from asynchronous import ORDERS
 
 from blockscale import emulator as em
 from kernels import text
@@ -30,7 +31,6 @@ AGAIN:
     mbarrier.try_wait.parity.shared::cta.b64 %p2, [free], 0;
     @!%p2 bra AGAIN;
 """
-ORDERS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(4))]
 
 
 def launch(

@@ -65,7 +65,7 @@ def test_cp_async(level: str, size: int, more: str, kept: object, hints: str) ->
 
 def test_a_source_that_is_not_read_may_be_anywhere() -> None:
     body = """mov.u64 %rd5, 64; cp.async.cg.shared.global [%r1], [%rd5], 16, 0; cp.async.wait_all;
-    ld.shared.u32 %r3, [%r1+12]; st.global.u32 [%at], %r3;"""
+    bar.warp.sync -1; ld.shared.u32 %r3, [%r1+12]; st.global.u32 [%at], %r3;"""
     assert (outcome(kernel(body, ""), [np.ones(32, np.uint32)])[0] == 0).all()
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asynchronous import ORDERS
 
 from blockscale import emulator as em
 from kernels import text
 
-ORDERS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(4))]
 every_order = pytest.mark.parametrize(("completion", "seed"), ORDERS)
 
 #: out: words of this rank; next: those of another. Word 0 of each is a flag; 1 + t is what it sends.
@@ -88,7 +88,7 @@ def test_a_deadlock_names_the_rank(completion: str, seed: int) -> None:
 
 def test_a_rank_that_cannot_move_is_named() -> None:
     body = """ld.param.u32 %r9, [number]; setp.ne.u32 %p1, %r9, 100; @%p1 bra END; .shared .align 8 .b64 bar;
-    mbarrier.init.shared.b64 [bar], 1; W: mbarrier.try_wait.parity.shared.b64 %p2, [bar], 0; @!%p2 bra W; END:"""
+    setp.eq.u32 %p3, %t, 0; @%p3 mbarrier.init.shared.b64 [bar], 1; W: mbarrier.try_wait.parity.shared.b64 %p2, [bar], 0; @!%p2 bra W; END:"""
     with pytest.raises(em.Deadlock, match=r"nothing can move\n  CTA \(0, 0, 0\) of rank 1"):
         ring(2, body, check="none")
 

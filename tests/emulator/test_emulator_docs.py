@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from blockscale import emulator as em
 from blockscale.emulator import isa
 
 TEXT = (Path(__file__).parents[2] / "docs" / "emulator.md").read_text()
@@ -15,6 +16,14 @@ TEXT = (Path(__file__).parents[2] / "docs" / "emulator.md").read_text()
 def test_list_of_instructions() -> None:
     listed = TEXT.split("<!-- families -->")[1].split("<!-- end -->")[0]
     assert re.findall(r"`([^`]+)`", listed) == isa.families()
+
+
+def test_the_structure_names_every_module() -> None:
+    section = TEXT.split("## Structure")[1].split("##")[0]
+    named = set(re.findall(r"`([a-z_0-9/]+\*?)`", section))
+    folder = Path(em.__file__).parent
+    for module in sorted(folder.glob("[a-z]*.py")):
+        assert any(module.match(f"{name}.py") for name in named), module.name
 
 
 def test_example(capsys: pytest.CaptureFixture[str]) -> None:

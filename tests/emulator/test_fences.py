@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from asynchronous import FEW_ORDERS
 
 from blockscale import emulator as em
 from blockscale.emulator.checks import DataRace, MissingFence
 from kernels import text
 
-ORDERS = (("eager", 0), ("late", 0), ("random", 0), ("random", 1))
-
 
 def alarms(body: str, check: str, target: str = "sm_90a", ctas: int = 1) -> list[em.PtxError]:
     """One for each order; those that run through have none."""
     found = []
-    for completion, seed in ORDERS:
+    for completion, seed in FEW_ORDERS:
         device = em.Device(target, completion=completion, seed=seed, check=check)
         out = np.zeros(1 << 12, np.uint32)
         try:
@@ -56,7 +55,7 @@ def test_a_relaxed_arrival_passes_on_what_is_fenced(
 ) -> None:
     body = REMOTE.format(fence=fence, relaxed=relaxed, more=more)
     found = alarms(body, "all,exit_stores", ctas=2)
-    assert len(found) == len(ORDERS) * wrong
+    assert len(found) == len(FEW_ORDERS) * wrong
     assert all(isinstance(error, DataRace) for error in found)
     if wrong and not more:
         assert all("fence.mbarrier_init must come between" in str(error) for error in found)
@@ -78,8 +77,45 @@ COPY = """.shared .align 8 .b64 bar; .shared .align 16 .b8 s[512];
 def test_copies_tell_mbarriers_that_their_proxy_knows(fence: str, wrong: bool) -> None:
     assert not alarms(COPY.format(fence=fence), "all")
     found = alarms(COPY.format(fence=fence), "all,mbarrier_proxy")
-    assert len(found) == len(ORDERS) * wrong
+    assert len(found) == len(FEW_ORDERS) * wrong
     assert all(isinstance(error, MissingFence) for error in found)
+
+
+#: An mbarrier, then 16 bytes that are copied over it.
+OVER = (
+    COPY
+    + """
+    bar.sync 0;
+    @%p1 mbarrier.inval.shared.b64 [bar];
+    {between}
+    setp.eq.u32 %p1, %t, 64;
+    @%p1 mbarrier.init.shared.b64 [other], 1; @%p1 fence.mbarrier_init.release.cluster;
+    @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [other], 16;
+    @%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [bar], [%out], 16, [other];
+    bar.sync 0;
+    B: mbarrier.try_wait.parity.shared.b64 %p2, [other], 0; @!%p2 bra B;"""
+)
+
+
+@pytest.mark.parametrize(
+    ("between", "check", "wrong"),
+    [
+        ("bar.sync 0;", "all", False),
+        ("fence.proxy.async.shared::cta; bar.sync 0;", "all,mbarrier_proxy", False),
+        ("bar.sync 0;", "all,mbarrier_proxy", MissingFence),
+        ("", "all", DataRace),
+    ],
+)
+def test_a_copy_over_an_mbarrier_comes_after_its_end(
+    between: str, check: str, wrong: type[DataRace]
+) -> None:
+    """Whether mbarrier.inval writes is not said; that it comes before another use, is."""
+    shared = ".shared .align 16 .b64 bar[2]; .shared .align 8 .b64 other;"
+    body = OVER.replace(".shared .align 8 .b64 bar;", shared).format(fence=INITS, between=between)
+    found = alarms(body, check)
+    assert len(found) == len(FEW_ORDERS) * bool(wrong)
+    assert all(isinstance(error, wrong or ()) for error in found), found
+    assert all("mbarrier.inval" in str(error) for error in found), found
 
 
 # --- tcgen05.wait and tcgen05.fence ---------------------------------------------------------------
@@ -143,7 +179,7 @@ def test_a_kernel_with_all_fences_passes() -> None:
 @pytest.mark.parametrize("mark", DELETED)
 def test_each_tcgen05_fence_and_wait_is_needed(mark: str) -> None:
     found = alarms(without(mark), "all,tcgen05_order", "sm_100a")
-    assert len(found) == len(ORDERS)
+    assert len(found) == len(FEW_ORDERS)
     assert all(DELETED[mark] in str(error) for error in found), found
     assert all(isinstance(error, DataRace) for error in found)
 
@@ -191,14 +227,14 @@ def test_tensor_memory_is_ordered_by_execution(others: str) -> None:
 @pytest.mark.parametrize("others", ORDERING.values(), ids=ORDERING)
 def test_shared_memory_is_not(others: str) -> None:
     found = alarms(FREED.format(others=others, reads=READ), "all", "sm_100a")
-    assert len(found) == len(ORDERS)
+    assert len(found) == len(FEW_ORDERS)
     assert all("st.shared.u32 of thread 32" in str(error) for error in found)
 
 
 def test_execution_is_needed() -> None:
     never = FREED.replace("barrier.cluster", "// barrier.cluster")
     found = alarms(never.format(others="ret;", reads=""), "all", "sm_100a")
-    assert len(found) == len(ORDERS)  # a race, or columns that are gone
+    assert len(found) == len(FEW_ORDERS)  # a race, or columns that are gone
 
 
 @pytest.mark.parametrize("others", ORDERING.values(), ids=ORDERING)
@@ -206,5 +242,5 @@ def test_execution_composes_with_fences_alone(others: str) -> None:
     lines = FREED.splitlines()
     bare = "\n".join(line for line in lines if "BEFORE" not in line)
     found = alarms(bare.format(others=others, reads=""), "all,tcgen05_order", "sm_100a")
-    assert len(found) == len(ORDERS)
+    assert len(found) == len(FEW_ORDERS)
     assert all("missing tcgen05.fence::before_thread_sync" in str(error) for error in found)

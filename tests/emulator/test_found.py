@@ -12,14 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from asynchronous import aligned
+from asynchronous import FEW_ORDERS, aligned
 
 from blockscale import emulator as em
 from kernels import HEAD
 
 PAGE = (Path(__file__).parents[2] / "docs" / "found.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- example: (\S+) -->\n```ptx\n(.*?)```", PAGE, re.DOTALL))
-ORDERS = (("eager", 0), ("late", 0), ("random", 0), ("random", 1))
 #: The kind of alarm of each; a copy that reads after the write is told as a race of lanes.
 KIND = {
     "scale-before-wait": "pdl",
@@ -65,7 +64,7 @@ def test_the_page_has_all_of_them() -> None:
     assert all(len(all_fixes(name)) > 1 for name in EXAMPLES)
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("order", FEW_ORDERS, ids=str)
 @pytest.mark.parametrize("name", KIND)
 def test_an_example_is_accused_until_all_its_fixes_are_there(
     name: str, order: tuple[str, int]

@@ -89,9 +89,10 @@ def test_compare_and_swap_of_16_bits() -> None:
 def test_generic_float_add_flushes_on_global_memory_only() -> None:
     out = np.array([5, 5], np.uint32)
     run(
-        """.shared .b32 s; st.shared.u32 [s], 5; mov.u32 %r2, s; cvt.u64.u32 %rd1, %r2;
-        cvta.shared.u64 %rd1, %rd1; setp.eq.u32 %p1, %t, 0; selp.b64 %rd2, %out, %rd1, %p1;
-        mov.b32 %f1, 7; atom.add.f32 %f2, [%rd2], %f1; bar.warp.sync 3;
+        """.shared .b32 s; st.shared.u32 [s], 5; bar.warp.sync 3; mov.u32 %r2, s;
+        cvt.u64.u32 %rd1, %r2; cvta.shared.u64 %rd1, %rd1; setp.eq.u32 %p1, %t, 0;
+        selp.b64 %rd2, %out, %rd1, %p1; mov.b32 %f1, 7; atom.add.f32 %f2, [%rd2], %f1;
+        bar.warp.sync 3;
         ld.shared.u32 %r1, [s];
         st.global.u32 [%out+4], %r1;""",
         out, block=2,

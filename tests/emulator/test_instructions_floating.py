@@ -17,6 +17,7 @@ import pytest
 from ptx_forms import Form, check
 
 from blockscale import emulator as em
+from blockscale.emulator.ieee import exact_fp64, fma64
 from kernels import run
 
 Model = Callable[..., int]
@@ -325,6 +326,33 @@ def test_fma_is_rounded_once(name: str, rounding: str, monkeypatch: pytest.Monke
     check(Form(f"fma.{rounding}.{name}", name, (name,) * 3, model))
 
 
+def test_fma_of_fp64_equals_that_of_fractions() -> None:
+    """Cancellation, ties that a tiny addend decides, the ends of the range, and any bits."""
+    rng, n = np.random.default_rng(0), 1500
+    exactly = np.vectorize(exact_fp64("fma", "rn"), [float])
+
+    def some(bits: int, reach: int) -> np.ndarray:
+        """Significands of so many bits, odd, at exponents up to ``reach``."""
+        odd = rng.integers(0, 1 << bits, n) | 1
+        return np.ldexp(odd.astype(float) * rng.choice([-1, 1], n), rng.integers(-reach, reach, n))
+
+    a, b = rng.standard_normal((2, n))
+    ends = np.array([0.0, -0.0, 1, -1, np.inf, -np.inf, np.nan, 5e-324, 1.7e308])
+    cases = [
+        (a, b, rng.standard_normal(n)), (a, b, -a * b), (a, b, np.nextafter(-a * b, 1)),
+        (a, b, a * b * np.ldexp(rng.choice([-1, 1], n), rng.integers(-120, 120, n))),
+        (some(27, 1), some(27, 1), some(1, 300)), (some(53, 60), some(2, 60), some(53, 60)),
+        (some(53, 500), some(53, 500), some(53, 900)),
+        rng.integers(0, 1 << 64, (3, n), np.uint64).view(np.float64),
+        np.array(np.meshgrid(ends, ends, ends)).reshape(3, -1),
+    ]  # fmt: skip
+    with np.errstate(all="ignore"):
+        for case in cases:
+            got, wanted = fma64(*case), exactly(*case)
+            same = got.view(np.uint64) == wanted.view(np.uint64)
+            assert (same | np.isnan(got) & np.isnan(wanted)).all()
+
+
 def test_approximations_are_close() -> None:
     """ex2, lg2, rsqrt, sin, cos, tanh, rcp, sqrt, div: within two units of fp32."""
     functions: dict[str, Callable[[float], float]] = {
@@ -364,6 +392,26 @@ def test_approximations_are_close() -> None:
 )
 def test_special_values(opcode: str, operand: int, result: int) -> None:
     check(Form(opcode, "f32", ("f32",), lambda a: result, pools=((operand,),)))
+
+
+@pytest.mark.parametrize("name", ["rcp", "rsqrt"])
+def test_upper_words_of_fp64(name: str) -> None:
+    """9.7.3.14, 9.7.3.17: the tables, and the nearest of 20 bits; low words are ignored and 0."""
+    infinite, odd = (0x7FF00000, 0xFFF00000), name == "rsqrt"
+    quiet = 0x7FFFFFFF
+    expected = {
+        0x00000000: infinite[0], 0x80000000: infinite[1],  # zeros
+        0x00000001: infinite[0], 0x80000001: infinite[1],  # subnormal numbers
+        infinite[0]: 0, infinite[1]: quiet if odd else 0x80000000,
+        0x7FF80000: quiet, 0xFFF80001: quiet,
+        0x3FF00000: 0x3FF00000, 0x40100000: 0x3FE00000 if odd else 0x3FD00000,
+        0xBFF00000: quiet if odd else 0xBFF00000,
+        0x40080000: 0x3FE279A7 if odd else 0x3FD55555,  # of 3
+        0x7FE00000: 0x1FF6A09E if odd else 0,  # of 2 ** 1023; 2 ** -1023 is subnormal
+    }  # fmt: skip
+    pool = [word << 32 | low for word in expected for low in (0, 0xFFFFFFFF)]
+    model = lambda a: expected[a >> 32] << 32  # noqa: E731
+    check(Form(f"{name}.approx.ftz.f64", "f64", ("f64",), model, pools=(pool,)))
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,44 @@ def test_atomic_halves() -> None:
     assert out.tolist() == [32, 64]
 
 
+def test_variables_are_arrays() -> None:
+    """Those that are given; others begin with their initial values, in every launch."""
+    before = ".const .u32 c = 5; .global .u32 g; .global .u32 h = 7;\n"
+    body = """ld.const.u32 %r1, [c]; ld.global.u32 %r2, [g]; ld.global.u32 %r3, [h];
+        add.u32 %r1, %r1, %r2; add.u32 %r1, %r1, %r3; bar.sync 0; st.global.u32 [%at], %r1;
+        st.global.u32 [g], 1; st.global.u32 [h], 1;"""
+    out, g = np.zeros(32, np.uint32), np.array([100], np.uint32)
+    for total in (112, 13):  # what the kernel wrote stays
+        run(body, out, before=before, variables={"g": g})
+        assert (out == total).all()
+        assert g == 1
+    run(body, out, before=before, variables={"c": np.uint32([1000]), "g": g})
+    assert (out == 1008).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"d": np.zeros(1, np.uint32)}, "reaches no 'd' .*; what it reaches is g"),
+        ({"g": np.zeros(1, np.uint64)}, "variables: g: got 8 bytes; it has 4"),
+        ({"g": np.zeros(8, np.uint8)[1:5]}, "variables: g: the array begins at no multiple of 4"),
+    ],
+)
+def test_arrays_that_do_not_fit_the_variables(given: dict[str, np.ndarray], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run("st.global.u32 [g], 1;", np.zeros(1), before=".global .u32 g;\n", variables=given)
+
+
+def test_further_buffers_have_names() -> None:
+    data, out = np.arange(32, dtype=np.uint32), np.zeros(32, np.uint32)
+    body = "ld.param.u64 %rd1, [in]; ld.global.u32 %r1, [%rd1+8]; st.global.u32 [%at], %r1;"
+    for buffers in ({"data": data}, [("data", data)]):
+        run(body, out, data.ctypes.data, parameters=".param .u64 in", buffers=buffers)
+        assert (out == 2).all()
+    with pytest.raises(ValueError, match=r"buffers\[0\]: got ndarray; expected a name"):
+        run(body, out, data.ctypes.data, parameters=".param .u64 in", buffers=[data])
+
+
 def test_views_of_one_array() -> None:
     """Arguments may overlap; what lies between arrays is out of bounds."""
     data = np.arange(64, dtype=np.uint32)

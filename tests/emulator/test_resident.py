@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from blockscale import emulator as em
+from blockscale.emulator import grid
 from kernels import text
 
 SM100 = "sm_100a"
@@ -139,3 +140,39 @@ def test_more_start_while_those_that_run_wait_for_them() -> None:
     E:"""
     for completion, seed in ORDERS[1:3]:
         assert after(body, 4, completion=completion, seed=seed)[0] == 4
+
+
+#: As cooperative groups do it: %envreg1 and %envreg2 are the address of a word and the barrier.
+GRID_BARRIER = """mov.u32 %r10, %ctaid.x; setp.ne.u32 %p1, %t, 0; @%p1 bra E;
+    mad.wide.u32 %rd3, %r10, 4, %out; st.global.u32 [%rd3], 1;
+    mov.u32 %r2, %envreg2; mov.u32 %r3, %envreg1; mov.b64 %rd1, {%r2, %r3};
+    atom.add.release.gpu.u32 %r4, [%rd1+4], 1; mov.u32 %r5, %nctaid.x;
+    F: ld.acquire.gpu.u32 %r3, [%rd1+4]; setp.lt.u32 %p3, %r3, %r5; @%p3 bra F;
+    mov.u32 %r6, 0; mov.u32 %r7, 0;
+    S: mad.wide.u32 %rd3, %r6, 4, %out; ld.global.u32 %r8, [%rd3]; and.b32 %r8, %r8, 1; add.u32 %r7, %r7, %r8;
+    add.u32 %r6, %r6, 1; setp.lt.u32 %p3, %r6, %r5; @%p3 bra S;
+    shl.b32 %r7, %r7, 1; add.u32 %r7, %r7, 1; mad.wide.u32 %rd3, %r10, 4, %out; st.global.u32 [%rd3], %r7;
+    E:"""
+
+
+@pytest.mark.parametrize(("completion", "seed"), ORDERS[:3])
+def test_a_barrier_of_the_grid(completion: str, seed: int) -> None:
+    """Each counts what all wrote before it; a launch begins with a workspace of zeros."""
+    device, out = em.Device(completion=completion, seed=seed), np.zeros(6, np.uint32)
+    for _ in range(2):
+        device.launch(text(GRID_BARRIER), "k", 6, 32, [out])
+        assert (out == 13).all()
+        out[:] = 0
+
+
+def test_whoever_spins_makes_room_soon() -> None:
+    report = em.Device().launch(text(GRID_BARRIER), "k", 6, 32, [np.zeros(6, np.uint32)])
+    assert report.instructions["ld.acquire.gpu.u32"] < 6 * 1000
+
+
+def test_more_than_a_gpu_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "_SMS", 2)
+    out, source = np.zeros(3, np.uint32), text(GRID_BARRIER)
+    em.Device().launch(source, "k", 3, 32, [out], shared=100 << 10)  # two CTAs on each
+    with pytest.raises(em.Deadlock, match="1 of 3 clusters have not started: a GPU holds 2 of"):
+        em.Device().launch(source, "k", 3, 32, [out], shared=200 << 10)

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asynchronous import FEW_ORDERS
 
 from blockscale import emulator as em
 from kernels import text
 
-ORDERS = [("eager", 0), ("late", 0), ("random", 1), ("random", 2)]
-every_order = pytest.mark.parametrize(("completion", "seed"), ORDERS)
+every_order = pytest.mark.parametrize(("completion", "seed"), FEW_ORDERS)
 
 #: CTA 0 waits for a word for LIMIT ns, and says 1 if it came, 2 if not. CTA 1: PEER.
 WAITS = """setp.ne.u32 %p1, %t, 0; @%p1 bra END; mov.u32 %r1, %ctaid.x; setp.eq.u32 %p2, %r1, 1; @%p2 bra PEER;

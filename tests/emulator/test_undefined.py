@@ -55,6 +55,7 @@ USES = [
     ("packed", "mov.b64 %rd1, {%r4, %t}; mov.b64 {%r5, %r6}, %rd1;" + STORE),
     ("shuffled", "shfl.sync.bfly.b32 %r5, %r4, 16, 31, -1;" + STORE),
     ("reduced", "redux.sync.add.u32 %r5, %r4, -1;" + STORE),
+    ("a sleep", "nanosleep.u32 %r4;"),
     ("voted", "setp.ne.u32 %p2, %r4, 3; vote.sync.ballot.b32 %r5, %p2, -1;" + STORE),
     ("selected by", "setp.ne.u32 %p2, %r4, 3; selp.u32 %r5, 1, 2, %p2;" + STORE),
     ("guard of a value", "setp.ne.u32 %p2, %r4, 3; mov.u32 %r5, 1; @%p2 mov.u32 %r5, 2;" + STORE),

@@ -42,6 +42,23 @@ def test_types(a: str, b: str, d: str, from_registers: bool) -> None:
     assert np.abs(got - close).max() < step * np.abs(close).max()
 
 
+@pytest.mark.parametrize("from_registers", [False, True])
+@pytest.mark.parametrize("n", [24, 48])
+@pytest.mark.parametrize(("a", "b"), [(a, b) for a in ("s8", "u8") for b in ("s8", "u8")])
+def test_integers(a: str, b: str, n: int, from_registers: bool) -> None:
+    """Sums wrap, or with .satfinite stay within 32 bits."""
+    p, rng = problem(Shape(a, b, "s32", n, from_registers)), np.random.default_rng(1)
+    p.c[:] = rng.choice([-(1 << 31), (1 << 31) - 1, 0, 1000], p.c.shape)
+    total = p.a.astype(np.int64) @ p.b.T.astype(np.int64)
+    wrapped = (total + p.c).astype(np.int32)
+    clamped = np.clip(total + p.c, -(1 << 31), (1 << 31) - 1).astype(np.int32)
+    assert (wrapped != clamped).any()
+    assert (run(p, single(p)) == accumulator_to_threads(wrapped)).all()
+    source = single(p).replace(".s32.", ".satfinite.s32.", 1)
+    assert (run(p, source) == accumulator_to_threads(clamped)).all()
+    assert (run(p, single(p, "%pf")) == accumulator_to_threads(total.astype(np.int32))).all()
+
+
 @pytest.mark.parametrize("n", [8, 24, 64, 136, 256])
 @pytest.mark.parametrize("d", ["f32", "f16"])
 def test_columns(n: int, d: str) -> None:

@@ -263,8 +263,12 @@ def test_a_descriptor_that_differs() -> None:
         ("m64n8k16.f32.f16.f16", "D, A, DESC, 1, 1, 0, 0", "8 operands, 7 are expected"),
         ("m64n8k16.f32.f16.f16", "D, {%a0,%a1}, DESC, 1, 1, 0", "operand 1 has 2 registers"),
         ("m64n8k16.f32.f16.f16", "{%d0,%d1,%d2,%rd3}, %rd1, DESC, 1, 1, 0, 0", "type .b64"),
-        ("m64n8k32.s32.s8.s8", "A, %rd1, DESC", "integer and single-bit"),
-        ("m64n8k256.s32.b1.b1.and.popc", "A, %rd1, DESC", "integer and single-bit"),
+        ("m64n8k32.s32.s8.s8", "D, %rd1, DESC, 1, 1", "6 operands, 4 are expected"),
+        ("m64n8k32.s32.s8.e4m3", "D, %rd1, DESC", "no .s32.s8.e4m3"),
+        ("m64n8k32.f32.s8.s8", "D, %rd1, DESC, 1, 1", "no .f32.s8.s8"),
+        ("m64n40k32.s32.u8.u8", "D, %rd1, DESC", "N is 40; allowed with integers above 32"),
+        ("m64n8k16.satfinite.f32.f16.f16", "D, %rd1, DESC, 1, 1, 0, 0", ".satfinite goes with"),
+        ("m64n8k256.s32.b1.b1.and.popc", "A, %rd1, DESC", "single-bit"),
     ],
 )
 def test_malformed(shape: str, operands: str, match: str) -> None:

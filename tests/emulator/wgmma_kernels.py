@@ -18,6 +18,8 @@ DTYPES: dict[str, Any] = {
     "f16": np.dtype(np.float16),
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "s8": np.dtype(np.int8),
+    "u8": np.dtype(np.uint8),
 }
 LINE = {"none": 16, "32B": 32, "64B": 64, "128B": 128}  # bytes
 CODE = {"none": 0, "128B": 1, "64B": 2, "32B": 3}
@@ -108,7 +110,7 @@ class Shape:
 
     @property
     def registers(self) -> int:
-        return self.n // (2 if self.d == "f32" else 4)
+        return self.n // (4 if self.d == "f16" else 2)
 
     @property
     def opcode(self) -> str:
@@ -117,11 +119,12 @@ class Shape:
 
     def instruction(self, d: str, a: str, b: str, scale_d: str) -> str:
         names = ",".join(f"%{d}{i}" for i in range(self.registers))
-        more = [*self.signs]
+        more: list[int] = [] if self.d == "s32" else [*self.signs]
         if self.a in ("f16", "bf16"):
             majors = (self.major_b,) if self.from_registers else (self.major_a, self.major_b)
             more += [int(major == "mn") for major in majors]
-        return f"{self.opcode} {{{names}}}, {a}, {b}, {scale_d}, {','.join(map(str, more))};\n"
+        operands = [f"{{{names}}}", a, b, scale_d, *map(str, more)]
+        return f"{self.opcode} {', '.join(operands)};\n"
 
 
 START, SPACE = 1024, 64 << 10
@@ -239,11 +242,18 @@ def codes(values: np.ndarray, kind: str) -> np.ndarray:
     return values.astype(dtype).view(f"u{dtype.itemsize}")
 
 
+def _random(rng: np.random.Generator, size: tuple[int, int], kind: str) -> np.ndarray:
+    if DTYPES[kind].kind in "iu":
+        limits = np.iinfo(DTYPES[kind])
+        return rng.integers(limits.min, limits.max + 1, size)
+    return rng.standard_normal(size)
+
+
 def problem(shape: Shape, seed: int = 0) -> Problem:
     rng = np.random.default_rng(seed)
     size = DTYPES[shape.a].itemsize
     a, b = (
-        codes(rng.standard_normal((rows, shape.k)), kind).view(DTYPES[kind])
+        codes(_random(rng, (rows, shape.k), kind), kind).view(DTYPES[kind])
         for rows, kind in ((64, shape.a), (shape.n, shape.b))
     )
     memory = rng.integers(0, 256, SPACE, dtype=np.uint8)
@@ -253,7 +263,7 @@ def problem(shape: Shape, seed: int = 0) -> Problem:
     for t, matrix, start in ((of_a, a, at[0]), (of_b, b, at[1])):
         for address, data in t.place(matrix, start).items():
             memory[address - START : address - START + 16] = np.frombuffer(data, np.uint8)
-    c = rng.standard_normal((64, shape.n)).astype("f4" if shape.d == "f32" else "f2")
+    c = rng.standard_normal((64, shape.n)).astype({"f32": "f4", "f16": "f2", "s32": "i4"}[shape.d])
     return Problem(shape, a, b, c, memory, (of_a.descriptor(at[0]), of_b.descriptor(at[1])))
 
 

@@ -62,7 +62,7 @@ def emulated(
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Report]]:
     """What the kernel gives in the emulator, and the reports of its launches. On a GPU of no
     ``multiprocessors`` small tensors get the kernels of large ones."""
-    device = em.Device(arch, completion=completion, check="all,exit_stores")
+    device = em.Device(arch, completion=completion, check="all,exit_stores,global")
     layouts = layouts or ("compact",) * len(axes)
     with em.cutedsl(device, profile=profile) as reports, poisoned():
         names = {name: kwargs.pop(name) for name in NAMES if name in kwargs}

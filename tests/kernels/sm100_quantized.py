@@ -49,7 +49,7 @@ def emulated(
     b_scale = halved_scale(b) if quantizing.swiglu else b.scale
     scales = [x.view(torch.int64).view(-1, _along(a)) for x in (a.scale, b_scale)]
     orders: dict[str, Any] = {"completion": completion, "seed": seed, "resident": resident}
-    device = em.Device(config.arch, check="all,exit_stores", **orders)
+    device = em.Device(config.arch, check="all,exit_stores,global", **orders)
     pairs = zip((a.data, b.data), config.majors, strict=True)
     data = [x if major == "k" else x.T.contiguous() for x, major in pairs]
     stored = get_layout("tcgen05").stored_shape((shape[0], shape[1] // format.block_size))[0]

@@ -85,7 +85,7 @@ def launched(
     """As ``emulated``: a kernel that takes ``operands``, the output, and the ``rest``."""
     with guarded(shape, to_torch(config.out_dtype), start) as out:
         with em.cutedsl(
-            em.Device("sm_90a", completion=completion, seed=seed, check="all,exit_stores")
+            em.Device("sm_90a", completion=completion, seed=seed, check="all,exit_stores,global")
         ):
             compile_cache.build(config)(*operands, out, *rest)
         return out.clone()

@@ -57,7 +57,7 @@ def read_case(
     """Check a description; what it leaves out comes from the module where that says it.
 
     Args:
-        module: the parsed PTX.
+        module: the PTX, at least in outline.
         description: what the JSON file says, with the options of the command line.
         data: the arrays of the NPZ file.
 

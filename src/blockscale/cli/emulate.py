@@ -98,7 +98,7 @@ def run(
     bad input.
     """
     from ..emulator import Device, PtxError
-    from ..emulator.parse import parse
+    from ..emulator.parse import outline
 
     given: dict[str, Any] = {
         "entry": entry,
@@ -111,7 +111,7 @@ def run(
     arrays = _read_npz(data)
     text = _read_text(file, "file")
     try:
-        case = read_case(parse(text), description, arrays)
+        case = read_case(outline(text), description, arrays)
         device = Device(
             case.target,
             completion=completion,

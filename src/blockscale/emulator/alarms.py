@@ -66,6 +66,7 @@ KINDS = {
         Kind("exit_stores", ExitRace, "the same of bulk stores, which read its memory", False),
         Kind("dsmem_exit", ExitRace, "the shared memory of a CTA that may have exited is accessed"),
         Kind("tmem_lanes", PtxError, "tcgen05.ld or .st names lanes of another warp"),
+        Kind("global", DataRace, "accesses to global memory that nothing orders", False),
         Kind("pdl", EarlyAccess, "a programmatic launch does not wait for the kernel before"),
         Kind("bounds", MemoryFault, "memory that is not there is accessed", always=True),
     )
@@ -83,6 +84,7 @@ CLOCKED = frozenset(
         "exit",
         "exit_stores",
         "dsmem_exit",
+        "global",
         "pdl",
     }
 )

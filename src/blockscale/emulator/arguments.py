@@ -4,16 +4,16 @@ variables of its module."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .memory import Buffer, GlobalMemory
-from .program import Function, Module, Parameter, PtxError
+from .program import Function, Module, Parameter, PtxError, Variable
 from .tensormap import TensorMap
 
-__all__ = ["add_memory", "lay_out", "place_variables"]
+__all__ = ["add_memory", "lay_out", "place_variables", "place_workspace"]
 
 
 def lay_out(
@@ -60,6 +60,12 @@ def _bytes(
         flat = add_memory(arg, name, memory)
         alive.append(flat)
         return int(flat.ctypes.data).to_bytes(8, "little")
+    if (
+        isinstance(arg, np.number | np.bool_)
+        and kind[0] != "b"
+        and (arg.dtype.kind == "f") != (kind[0] == "f")
+    ):
+        arg = arg.item()  # its value counts: its bits mean something else there
     if isinstance(arg, bytes | bytearray | np.generic):
         raw = arg.tobytes() if isinstance(arg, np.generic) else bytes(arg)
         if len(raw) != size:
@@ -83,6 +89,13 @@ def _bytes(
 
 def add_memory(array: Any, name: str, memory: GlobalMemory) -> np.ndarray:
     """Make the memory of an array or tensor known; its bytes."""
+    flat = _flat(array, name)
+    if len(flat):
+        memory.add(Buffer(name, flat.ctypes.data, flat, flat.flags.writeable))
+    return flat
+
+
+def _flat(array: Any, name: str) -> np.ndarray:
     if hasattr(array, "detach"):  # a torch tensor, without importing torch
         array = _tensor_bytes(array, name)
     if array.dtype.hasobject:
@@ -90,8 +103,6 @@ def add_memory(array: Any, name: str, memory: GlobalMemory) -> np.ndarray:
     if not array.flags.c_contiguous:
         raise ValueError(f"{name}: is not contiguous; make it so first")
     flat: np.ndarray = array.reshape(-1).view(np.uint8)
-    if len(flat):
-        memory.add(Buffer(name, flat.ctypes.data, flat, array.flags.writeable))
     return flat
 
 
@@ -121,21 +132,33 @@ def _tensor_bytes(tensor: Any, name: str) -> np.ndarray:
     return tensor.detach().flatten().view(torch.uint8).numpy()
 
 
-def place_variables(module: Module, memory: GlobalMemory) -> dict[str, Buffer]:
-    """Memory for the .global and .const variables of a module, with their initial values."""
-    places: dict[str, Buffer] = {}
-    for variable in module.variables.values():
-        if variable.space in ("global", "const"):
-            data = np.zeros(max(variable.nbytes, 1) + variable.align, np.uint8)
-            lead = -data.ctypes.data % variable.align
-            data = data[lead : lead + max(variable.nbytes, 1)]
-            if variable.data:
-                data[: len(variable.data)] = np.frombuffer(variable.data, np.uint8)
-            places[variable.name] = memory.add(
-                Buffer(variable.name, data.ctypes.data, data, variable.space == "global")
+def place_variables(
+    module: Module, memory: GlobalMemory, given: Mapping[str, Any]
+) -> dict[str, Buffer]:
+    """Memory for the .global and .const variables of a module: arrays that are given, others with
+    their initial values."""
+    wanted = {v.name: v for v in module.variables.values() if v.space in ("global", "const")}
+    for name in given:
+        if name not in wanted:
+            raise ValueError(
+                f"variables: the kernel reaches no {name!r} in global or constant memory; what it "
+                f"reaches is {', '.join(wanted) or 'none'}"
             )
+    places: dict[str, Buffer] = {}
+    for variable in wanted.values():
+        if variable.name in given:
+            places[variable.name] = _given(variable, given[variable.name], memory)
+            continue
+        data = np.zeros(max(variable.nbytes, 1) + variable.align, np.uint8)
+        lead = -data.ctypes.data % variable.align
+        data = data[lead : lead + max(variable.nbytes, 1)]
+        if variable.data:
+            data[: len(variable.data)] = np.frombuffer(variable.data, np.uint8)
+        places[variable.name] = memory.add(
+            Buffer(variable.name, data.ctypes.data, data, variable.space == "global")
+        )
     for name, place in places.items():
-        for link in module.variables[name].links:
+        for link in () if name in given else wanted[name].links:
             if link.symbol not in places:
                 raise PtxError(
                     f"the initial value of {name} is the address of {link.symbol}, which is in "
@@ -147,3 +170,23 @@ def place_variables(module: Module, memory: GlobalMemory) -> dict[str, Buffer]:
             where = slice(link.at, link.at + link.size)
             place.data[where] = np.frombuffer(value.to_bytes(link.size, "little"), np.uint8)
     return places
+
+
+def _given(variable: Variable, array: Any, memory: GlobalMemory) -> Buffer:
+    name = f"variables: {variable.name}"
+    flat = _flat(array, name)
+    if len(flat) != variable.nbytes:
+        raise ValueError(f"{name}: got {len(flat)} bytes; it has {variable.nbytes}")
+    if flat.ctypes.data % variable.align:
+        raise ValueError(f"{name}: the array begins at no multiple of {variable.align} bytes")
+    writable = variable.space == "global" and flat.flags.writeable
+    return memory.add(Buffer(variable.name, flat.ctypes.data, flat, writable))
+
+
+def place_workspace(ptx: str, memory: GlobalMemory) -> Buffer | None:
+    """Memory behind %envreg1 and %envreg2, if the module has them: there cooperative groups keep
+    the barrier of the grid."""
+    if "%envreg" not in ptx:
+        return None
+    data = np.zeros(1, np.uint64).view(np.uint8)
+    return memory.add(Buffer("the grid's workspace", data.ctypes.data, data))

@@ -7,7 +7,7 @@ import math
 import multiprocessing
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .alarms import Alarms
-from .arguments import add_memory, lay_out, place_variables
+from .arguments import add_memory, lay_out, place_variables, place_workspace
 from .clock import Clock
 from .code import Program
 from .collect import collect, finish
@@ -24,6 +24,7 @@ from .launch import Launch
 from .memory import SYSTEM_SHARED, GlobalMemory
 from .parse import parse_once
 from .program import Address, Function, Module, PtxError, Symbol
+from .races import Races
 from .report import Report
 from .workers import Peers, run_forked
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["Call", "launch_together"]
 
 _MOST_SHARED = 227 * 1024
+_MOST_CTAS = ((1 << 31) - 1, 65535, 65535)  # of a grid
+_MOST_THREADS = (1024, 1024, 64)  # of a block
 _NARROW = {"b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16"}
 
 Dim = tuple[int, int, int]
@@ -51,7 +54,8 @@ class Call:
     _: KW_ONLY
     cluster: int | Sequence[int] | None = None
     shared: int = 0
-    buffers: Sequence[tuple[str, Any]] = ()
+    buffers: Mapping[str, Any] | Sequence[tuple[str, Any]] = ()
+    variables: Mapping[str, Any] | None = None
     profile: bool = False
     trace: bool = False
     programmatic: bool = False
@@ -86,6 +90,10 @@ def launch_together(calls: Sequence[Call]) -> list[Report]:
             of = rank if len(calls) > 1 else None
             launch = _prepare(call, module, memory, clock, of, devices.index(call.device))
             programs.append(Program(module, launch))
+        if any("global" in call.device.checks for call in calls):
+            races = Races(memory, _cell([program.module for program in programs], "global"))
+            for program in programs:
+                program.launch.races = races
         codes = [program.code(call.name) for program, call in zip(programs, calls, strict=True)]
     workers = min(calls[0].device.workers, programs[0].launch.clusters)
 
@@ -175,7 +183,21 @@ def _dimensions(
     threads, limit = math.prod(dims[1]), min(1024, math.prod(required.get("maxntid", (1024,))))
     if threads > limit:
         raise ValueError(f"block: {threads} threads; at most {limit}")
+    for name, got, most in (("grid", dims[0], _MOST_CTAS), ("block", dims[1], _MOST_THREADS)):
+        if any(n > limit for n, limit in zip(got, most, strict=True)):
+            raise ValueError(f"{name}: got {got}; at most {most}")
     return dims
+
+
+def _named(buffers: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    pairs = list(buffers.items() if isinstance(buffers, Mapping) else buffers)
+    for i, pair in enumerate(pairs):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(
+                f"buffers[{i}]: got {type(pair).__name__}; expected a name and an array, as in "
+                'buffers={"weights": array}'
+            )
+    return pairs
 
 
 def _prepare(
@@ -184,10 +206,10 @@ def _prepare(
     function = module.functions[call.name]
     dims = _dimensions(function, call.grid, call.block, call.cluster)
     whose = "" if rank is None else f" of rank {rank}"
-    for label, array in call.buffers:
+    for label, array in _named(call.buffers):
         add_memory(array, f"buffers: {label}{whose}", memory)
     parameters, offsets = lay_out(function, call.args, memory, whose)
-    variables = place_variables(module, memory)
+    variables = place_variables(module, memory, call.variables or {})
     static, size = _shared(module, function)
     shared = call.shared
     dynamic = -(-size // 1024) * 1024 if shared else size
@@ -208,8 +230,9 @@ def _prepare(
         parameters=parameters,
         parameter_offsets=offsets,
         module_variables=variables,
+        workspace=place_workspace(call.ptx, memory),
         settings=owner.settings,
-        cell=_cell(module),
+        cell=_cell([module], "shared"),
         programmatic=call.programmatic and "pdl" in owner.checks,
         clock=clock,
         rank=rank,
@@ -223,13 +246,15 @@ def _prepare(
     )
 
 
-def _cell(module: Module) -> int:
-    """Bytes of shared memory that the checks tell apart: a word, if no instruction reaches less."""
-    for function in module.functions.values():
+def _cell(modules: Iterable[Module], space: str) -> int:
+    """Bytes of shared or global memory that the checks tell apart: a word, if no instruction
+    reaches less."""
+    spaces = {"global", "shared", "param", "local", "const"} - {space}
+    for function in (each for module in modules for each in module.functions.values()):
         for ins in function.instructions:
-            parts = ins.parts
-            elsewhere = {"global", "param", "local", "const"} & set(parts)
-            if parts[0] in ("ld", "st", "atom", "red") and _NARROW & set(parts) and not elsewhere:
+            parts = {part.partition("::")[0] for part in ins.parts}
+            narrow = not _NARROW.isdisjoint(parts) and spaces.isdisjoint(parts)
+            if narrow and ins.parts[0] in ("ld", "st", "atom", "red"):
                 return 1
     return 4
 

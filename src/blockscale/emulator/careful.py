@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import isa
+from .isa.meeting import given_undefined
 from .machine import Event, Fragment, Step
 from .memory import LOCAL_WINDOW, SHARED_WINDOW
 from .ports import STORED, mask_local, mask_shared, masks_of_local, masks_of_shared
@@ -23,6 +24,7 @@ from .undefined import Blank, Origin, Undefined, cover, mark, masks, used
 
 if TYPE_CHECKING:
     from .code import Code
+    from .isa import Built
 
 __all__ = ["careful", "reads"]
 
@@ -35,11 +37,12 @@ _MOVED = {
 _LOADS, _STORES = ("ld", "ldu", "ldmatrix"), ("st", "stmatrix")
 _BITWISE = {"and": 0xC0, "or": 0xFC, "xor": 0x3C, "not": 0x0F}  # as tables of lop3
 _ACROSS = ("vote", "match", "redux")  # a warp gives its lanes one result
-#: What does more than give a value; operands that it only carries, which are Vectors, it may.
+_GATHER = ("shfl", *_ACROSS)  # lanes that may stand at other instructions
+#: What does more than give a value, as all that gives none; operands that it only carries, which
+#: are Vectors, may be undefined.
 _ACTS = (
-    "atom", "red", "bar", "barrier", "mbarrier", "bra", "brx", "call", "cp", "tcgen05", "wgmma",
-    "tensormap", "elect", "setmaxnreg", "clusterlaunchcontrol", "discard", "griddepcontrol", "exit",
-    "ret", "trap", "mma",
+    "atom", "bar", "barrier", "clusterlaunchcontrol", "elect", "mbarrier", "mma", "tcgen05",
+    "wgmma",
 )  # fmt: skip
 _CARRY = (("tcgen05", "ld"), ("tcgen05", "st"), ("wgmma", "mma_async"), ("mma", "sync"))
 _PLAIN_SPACES = {"global", "const", "param", "param::entry", "param::func"}
@@ -60,14 +63,15 @@ def _moved(ins: Instruction) -> tuple[int, ...] | None:
     return _MOVED.get(parts[0])
 
 
-def careful(step: Step, ins: Instruction, code: Code) -> Step:
+def careful(built: Built, ins: Instruction, code: Code) -> Step:
     """The step of an instruction, with what it does to masks."""
     rule: _Rule | None = None
-    loads = reads(ins)
+    loads, step = reads(ins), built.step
+    gathers = ins.parts[0] in _GATHER
 
     def run(w: Fragment) -> Any:
         nonlocal rule
-        if not w.frame.undefined:
+        if not w.frame.undefined and not (gathers and w.cta.meetings):
             if not loads:
                 return step(w)
             try:
@@ -75,7 +79,7 @@ def careful(step: Step, ins: Instruction, code: Code) -> Step:
             except Blank:
                 pass
         if rule is None:
-            rule = _Rule(step, ins, code)
+            rule = _Rule(built, ins, code)
         return rule.run(w)
 
     return run
@@ -84,15 +88,15 @@ def careful(step: Step, ins: Instruction, code: Code) -> Step:
 class _Rule:
     """What one instruction does to masks, and which of its operands it uses."""
 
-    def __init__(self, step: Step, ins: Instruction, code: Code) -> None:
-        self.step, self.ins, self.code = step, ins, code
+    def __init__(self, built: Built, ins: Instruction, code: Code) -> None:
+        self.step, self.ins, self.code = built.step, ins, code
         self.loads, self.stores = reads(ins), ins.parts[0] in _STORES
-        self.acts = ins.parts[0] in _ACTS or ins.parts[:2] == ("st", "async")
+        moved = _moved(ins)
+        self.acts = ins.parts[0] in _ACTS or (not built.results and moved is None)
         operands = ins.operands
-        gives = bool(operands) and isinstance(operands[0], Register | Pair | Vector)
-        gives &= not self.acts or ins.parts[0] in ("atom", "elect") or _asks(ins)
-        self.results = _slots(operands[0]) if gives else []
-        moved = None if self.acts else _moved(ins)
+        carries = ins.parts[:2] in _CARRY
+        gives = bool(built.results) and not carries
+        self.results = [] if carries else list(built.results)
         sources = operands[1 if gives else 0 :]
         carried = [o for o in sources if _carried(ins, o)]
         self.addresses = [s for o in sources if isinstance(o, Address) for s in _slots(o)]
@@ -100,6 +104,8 @@ class _Rule:
         data = [operands[i] for i in moved or () if i < len(operands)]
         self.data = [s for o in data for s in _slots(o)]
         self.control = [s for o in others if o not in data for s in _slots(o)]
+        if ins.takes_carry and ins.carry is not None:
+            self.control.append(ins.carry.slot)
         self.twin: Step | None = None
         if moved is not None:
             self.twin = _twin(ins, moved, gives, code)
@@ -108,7 +114,8 @@ class _Rule:
 
     def run(self, w: Fragment) -> Any:
         frame, ins = w.frame, self.ins
-        if not self.loads and frame.undefined.keys().isdisjoint(self.touched):
+        given = given_undefined(w) if ins.parts[0] in _GATHER else None
+        if given is None and not self.loads and frame.undefined.keys().isdisjoint(self.touched):
             return self.step(w)
         behind, every = masks(frame), w.threads
         threads, unsure = every, every[:0]
@@ -131,10 +138,17 @@ class _Rule:
                 self._commit(w, threads, threads[:0], None)
             return result
         before = w.frame.origin = self._origin(w, (*self.data, *self.control))
-        return self._give(w, threads, unsure, before)
+        elsewhere = every[:0]
+        if given is not None:
+            before, elsewhere = before or given[1], every[given[0]]
+        return self._give(w, threads, unsure, before, elsewhere)
 
-    def _give(self, w: Fragment, threads: np.ndarray, unsure: np.ndarray, from_: Any) -> Any:
-        """Values, and masks of them."""
+    def _give(
+        self, w: Fragment, threads: np.ndarray, unsure: np.ndarray, from_: Any,
+        elsewhere: np.ndarray,
+    ) -> Any:  # fmt: skip
+        """Values, and masks of them. ``elsewhere``: threads that meet lanes at another place, which
+        give undefined bits."""
         frame = w.frame
         found: list[tuple[np.ndarray, np.ndarray]] = []
         whole = threads[self._any(w, self.control if self.twin else self._sources(), threads)]
@@ -166,8 +180,10 @@ class _Rule:
         table = self._table()
         if table is not None:
             found = [self._bitwise(w, threads, *table)]
-        elif self.ins.parts[0] in _ACROSS and len(whole):
-            whole = threads[np.isin(threads // 32, whole // 32)]
+        elif self.ins.parts[0] in _ACROSS and len(whole) + len(elsewhere):
+            groups = self._groups(w, threads)
+            whole = np.union1d(whole, elsewhere)
+            whole = threads[np.isin(groups, groups[np.isin(threads, whole)])]
         result = self.step(w)
         if isinstance(result, Event):
             return result
@@ -185,6 +201,14 @@ class _Rule:
 
     def _sources(self) -> list[int]:
         return [*self.data, *self.control]
+
+    def _groups(self, w: Fragment, threads: np.ndarray) -> np.ndarray:
+        """The same for threads of one warp and mask, which is the last operand."""
+        mask = self.ins.operands[-1]
+        lanes: Any = 0
+        if isinstance(mask, Register):
+            lanes = w.frame.registers[mask.slot][threads]
+        return np.asarray(threads // 32 << 32 | lanes)
 
     def _guard(self) -> int:
         return -1 if self.ins.predicate is None else self.ins.predicate.slot
@@ -272,11 +296,6 @@ def _carried(ins: Instruction, op: Operand) -> bool:
     return ins.parts[:2] in _CARRY and (isinstance(op, Vector) or ins.parts[0] == "mma")
 
 
-def _asks(ins: Instruction) -> bool:
-    """mbarrier instructions that give a predicate or a state."""
-    return ins.parts[0] in ("mbarrier", "clusterlaunchcontrol")
-
-
 def _slots(op: Operand) -> list[int]:
     return [register.slot for register in registers_of(op)]
 
@@ -306,6 +325,8 @@ def _twin(ins: Instruction, moved: tuple[int, ...], gives: bool, code: Code) -> 
 
 class _Masks:
     """The machine of instructions built for masks: its memories are those of masks."""
+
+    of_masks = True
 
     def __init__(self, code: Code) -> None:
         self._code = code

@@ -1,4 +1,4 @@
-"""What the checks are, and what they raise."""
+"""The errors that checks raise, and where an access stands."""
 
 from __future__ import annotations
 

@@ -24,9 +24,11 @@ from .machine import (
     Switch,
     Wait,
 )
+from .member import Member
 from .memory import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
 from .order import Order
 from .program import PtxError
+from .scopes import SYS
 from .shadow import Shadow
 
 __all__ = ["Cluster"]
@@ -62,12 +64,15 @@ class Cluster:
         self.quantum = _quantum(settings.completion, settings.seed)
         self.patience = _PATIENCE // self.quantum  # in laps
         self.order: Order | None = None
-        if launch.alarms.checks & CLOCKED:
+        self.member: Member | None = None  # of those that share global memory
+        if launch.alarms.checks & CLOCKED or launch.races is not None:
             lanes = 32 if "lanes" in launch.alarms.checks else 1
             self.order = Order(
                 len(self.ctas), self.ctas[0].warps, lanes, launch.programmatic,
-                "tcgen05_order" in launch.alarms.checks,
+                "tcgen05_order" in launch.alarms.checks, 1 if launch.races is None else SYS,
             )  # fmt: skip
+            if launch.races is not None:
+                self.member = launch.races.enter(self)
             cells = SYSTEM_SHARED + launch.shared_bytes
             for cta in self.ctas:
                 cta.shadow = Shadow(
@@ -82,7 +87,8 @@ class Cluster:
 
     def _in_flight(self) -> list[int]:
         """Columns of the work in flight."""
-        return [work.actor.column for work in self.engine.flying if work.actor is not None]
+        works = self.engine.flying
+        return [c for work in works if work.actor is not None for c in work.actor.needed()]
 
     def resumed(self) -> None:
         """Somebody's wait is over."""
@@ -123,9 +129,10 @@ class Cluster:
             raise MemoryFault(f"shared address {address:#x} names CTA {rank} of {len(self.ctas)}")
         cta = self.ctas[rank]
         if offset < SYSTEM_SHARED or offset + size > len(cta.shared):
+            none = "" if self.launch.dynamic_shared else ", none of them dynamic (shared=)"
             raise MemoryFault(
                 f"shared address {address:#x} (+{size}) is out of bounds: {cta} has "
-                f"{len(cta.shared) - SYSTEM_SHARED} bytes from {SYSTEM_SHARED:#x}"
+                f"{len(cta.shared) - SYSTEM_SHARED} bytes from {SYSTEM_SHARED:#x}{none}"
             )
         return cta, offset
 
@@ -175,9 +182,16 @@ class Cluster:
         """Whether somebody waits who may be told that it was in vain."""
         return any(wait.may_fail for wait in self._waits())
 
+    @property
+    def waits(self) -> bool:
+        """Whether each of its threads waits for something, and not for time to pass."""
+        fragments = [f for cta in self.ctas for f in cta.fragments]
+        return all(f.wait is not None and f.wait.until is None for f in fragments)
+
     def _stands(self) -> State:
-        """Nothing can move: not before time has passed, if somebody sleeps or goes by the clock."""
-        if self.wake is None and self.looked < self.engine.moved:
+        """Nothing can move: not before time has passed, if somebody sleeps, goes by the clock or
+        may be told that the wait was in vain, and looks at what others do then."""
+        if self.wake is None and self.looked < self.engine.moved and not self.may_fail:
             return State.STUCK
         self._idled += 1
         return State.IDLE

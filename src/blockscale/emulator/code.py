@@ -28,6 +28,7 @@ from .ports import (
 )
 from .program import Address, Function, Module, PtxError, Symbol
 from .registers import guarded
+from .scopes import Strength, strength
 
 __all__ = ["Code", "Program"]
 
@@ -70,35 +71,35 @@ class Code:
         self.launch = program.launch
         self.counts = [0] * (len(function.instructions) + 1)
         self.held: set[int] = set()  # slots of registers that asynchronous instructions use
-        plain = [self._step(i) for i in range(len(function.instructions))]
+        built = [self._built(i) for i in range(len(function.instructions))]
         self._careful = [
-            careful(step, ins, self) for step, ins in zip(plain, function.instructions, strict=True)
+            careful(each, ins, self) for each, ins in zip(built, function.instructions, strict=True)
         ]
         self.steps: list[Any] = [
-            with_care if reads(ins) else step
-            for step, with_care, ins in zip(
-                plain, self._careful, function.instructions, strict=True
+            with_care if reads(ins) else each.step
+            for each, with_care, ins in zip(
+                built, self._careful, function.instructions, strict=True
             )
         ]
         if self.held:
             held = frozenset(self.held)
             for i, ins in enumerate(function.instructions):
                 if ins.parts[0] != "wgmma":  # what lands may be undefined
-                    kept = guarded(self._careful[i], ins, held)
+                    kept = guarded(self._careful[i], ins, built[i].results, held)
                     if kept is not self._careful[i]:
                         self.steps[i] = self._careful[i] = kept
         self.steps.append(leave)  # who runs past the end returns
         self._sites: dict[tuple[int, tuple[int, int, int]], Site] = {}
 
-    def _step(self, pc: int) -> Any:
+    def _built(self, pc: int) -> isa.Built:
         """Made anew if it depends on the launch."""
-        kept = self.function.steps
+        kept = self.function.built
         if pc in kept:
             return kept[pc]
-        step, bound = isa.build(self.function.instructions[pc], self.resolve, self)
-        if not bound:
-            kept[pc] = step
-        return step
+        built = isa.build(self.function.instructions[pc], self.resolve, self)
+        if not built.bound:
+            kept[pc] = built
+        return built
 
     def be_careful(self) -> None:
         """A register has undefined bits: from the next instruction on, masks are looked after."""
@@ -182,12 +183,13 @@ class Code:
             return lambda w, where, size: read_shared(w, where, size, strong)
         if space == "local":
             return read_local
+        how = strength(form.parts)
         if space is None:
-            return partial(self._read_generic, is_strong(form.parts))
+            return partial(self._read_generic, how)
         launch = self.launch
         if space.startswith("param") or space == "const":
             return lambda w, where, size: launch.memory.load(where, size)
-        return lambda w, where, size: read_global(w, launch, where, size)
+        return lambda w, where, size: read_global(w, launch, where, size, how)
 
     def writer(
         self, form: Any, space: str | None, operand: int
@@ -200,36 +202,39 @@ class Code:
             return lambda w, where, values: write_shared(w, where, values, strong)
         if space == "local":
             return write_local
+        how = strength(form.parts)
         if space is None:
-            return partial(self._write_generic, is_strong(form.parts))
+            return partial(self._write_generic, how)
         launch = self.launch
-        return lambda w, where, values: write_global(w, launch, where, values)
+        return lambda w, where, values: write_global(w, launch, where, values, None, how)
 
-    def _read_generic(self, strong: bool, w: Fragment, where: np.ndarray, size: int) -> np.ndarray:
+    def _read_generic(
+        self, how: Strength | None, w: Fragment, where: np.ndarray, size: int
+    ) -> np.ndarray:
         out = np.empty((len(where), size), np.uint8)
         for chosen, window in _windows(where):
             part = _Part(w, chosen)
             at = where[chosen] - np.uint64(window)
             if window == SHARED_WINDOW:
-                out[chosen] = read_shared(part, at, size, strong)
+                out[chosen] = read_shared(part, at, size, how is not None)
             elif window == LOCAL_WINDOW:
                 out[chosen] = read_local(part, at, size)
             else:
-                out[chosen] = read_global(part, self.launch, at, size)
+                out[chosen] = read_global(part, self.launch, at, size, how)
         return out
 
     def _write_generic(
-        self, strong: bool, w: Fragment, where: np.ndarray, values: np.ndarray
+        self, how: Strength | None, w: Fragment, where: np.ndarray, values: np.ndarray
     ) -> None:
         for chosen, window in _windows(where):
             part = _Part(w, chosen)
             at = where[chosen] - np.uint64(window)
             if window == SHARED_WINDOW:
-                write_shared(part, at, values[chosen], strong)
+                write_shared(part, at, values[chosen], how is not None)
             elif window == LOCAL_WINDOW:
                 write_local(part, at, values[chosen])
             else:
-                write_global(part, self.launch, at, values[chosen])
+                write_global(part, self.launch, at, values[chosen], None, how)
 
     def names_frame(self, form: Any, operand: int) -> bool:
         """Whether an address is that of a .param variable of a call."""
@@ -269,6 +274,9 @@ class Code:
             "dynamic_smem_size": launch.dynamic_shared,
             "total_smem_size": launch.shared_bytes,
         }
+        if launch.workspace is not None:
+            place = launch.workspace.base
+            constant |= {"envreg1": place >> 32, "envreg2": place & _HALF}
         if base in constant:
             value = dtype.type(constant[base])
             return lambda w: value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,8 @@ class Device:
             or "random".
         seed: of the random order.
         check: what to look after: "none", "all" (that is on by default) and kinds to add to it, or
-            only some kinds; several with commas between or in a sequence. The kinds are
-            "race", "lanes" (threads of a warp are told apart in that), "fence", "uninitialized",
-            "registers", "exit", "dsmem_exit", "tmem_lanes", "pdl", "bounds", which is always on,
-            and "exit_stores", which "all" does not have.
+            only some kinds; several with commas between or in a sequence. ``alarms.KINDS`` has
+            them, and docs/emulator.md explains each.
         on_error: "raise", or "collect": the launch goes on, and its report has the alarms. Memory
             out of bounds then reads as NaN, and what is stored there is dropped.
         suppress: alarms that may stand, a file or its lines: ``kind [key=pattern ...]  # reason``
@@ -65,6 +63,11 @@ class Device:
             raise ValueError(f"on_error: got {on_error!r}; choose one of {', '.join(ON_ERROR)}")
         if workers < 1 or (workers > 1 and not hasattr(os, "fork")):
             raise ValueError(f"workers: got {workers}; at least 1, and 1 where there is no fork")
+        if workers > 1 and "global" in wanted(check):
+            raise ValueError(
+                f"check: global looks at all clusters in one process; got workers={workers}: "
+                "give it workers=1"
+            )
         if resident is not None and resident < 1:
             raise ValueError(f"resident: got {resident}; at least 1, or None")
         self.target, self.workers = target, workers
@@ -82,7 +85,8 @@ class Device:
         *,
         cluster: int | Sequence[int] | None = None,
         shared: int = 0,
-        buffers: Sequence[tuple[str, Any]] = (),
+        buffers: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         profile: bool = False,
         trace: bool = False,
         programmatic: bool = False,
@@ -98,7 +102,9 @@ class Device:
                 bytes.
             shared: dynamic shared memory, bytes.
             buffers: more memory that the kernel may reach, by addresses that it finds elsewhere:
-                (name, array or tensor).
+                arrays or tensors by name, or pairs of both.
+            variables: arrays or tensors for module variables (``__constant__``, ``__device__``) by
+                name; the kernel writes them in place. Others begin with their initial values.
             profile: report memory traffic, bank conflicts, products and waits, too.
             trace: and what each warp and engine did when, for ``Report.trace``.
             programmatic: the kernel may start while the one before it still runs (programmatic
@@ -111,6 +117,6 @@ class Device:
         """
         call = Call(
             self, ptx, name, grid, block, args, cluster=cluster, shared=shared, buffers=buffers,
-            profile=profile, trace=trace, programmatic=programmatic,
+            variables=variables, profile=profile, trace=trace, programmatic=programmatic,
         )  # fmt: skip
         return launch_together([call])[0]

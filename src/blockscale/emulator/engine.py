@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .knowledge import Actor
 from .program import PtxError
 from .undefined import Origin, View
 
 if TYPE_CHECKING:
     from .checks import Site
-    from .knowledge import Actor, Knowledge
+    from .knowledge import Knowledge
+    from .lane_copies import Copies
     from .machine import CTA, Fragment
     from .watch import Watch
 
@@ -61,7 +63,7 @@ class Work:
         pipe: Hashable = None,
         after: tuple[Work, ...] = (),
         needs: tuple[CTA, ...] = (),
-        actor: Actor | None = None,
+        actor: Actor | Copies | None = None,
         exit: str = "exit",
     ) -> None:
         instruction = issuer.frame.function.instructions[issuer.pc]
@@ -86,7 +88,7 @@ class Work:
 
     def message(self) -> Knowledge | None:
         """What those who wait for it learn."""
-        return None if self.actor is None else self.actor.message()
+        return self.actor.message() if isinstance(self.actor, Actor) else None
 
     def location(self) -> str:
         cta, code, pc = self.issuer

@@ -1,17 +1,19 @@
 """Which clusters of a grid run at once, and whose turn it is; among several launches, too.
 
 As many as are resident start together and take turns; the next one starts when one of them is over,
-or takes so long that it may be spinning on what others will write. Which of them runs, and how far,
-is the hardware's choice: under the policies eager and late they take equal turns, under random the
-seed draws how many there are, who is next and for how long. So it is with launches
-that run together.
+or may be spinning on what others will write: it takes long, or does nothing that anybody sees.
+Which of them runs, and how far, is the hardware's choice: under the policies eager and late they
+take equal turns, under random the seed draws how many there are, who is next and for how long. So
+it is with launches that run together.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,15 @@ _TOGETHER = 2  # clusters that run at once, unless the device says otherwise
 _MOST_ROUNDS = 16  # of a turn under the policy random; otherwise it has one
 _PATIENCE = 16  # times that of a cluster, before it makes room: it may be spinning
 _RANKS = 1 << 20  # in the place of a process: whose turn it is among launches
-_UNDER_WAY = 128  # clusters that have started and are not over, at most
+#: Multiprocessors of a B200, and what each holds: CTAs, threads and bytes of shared memory.
+_SMS, _CTAS, _THREADS, _SHARED = 148, 32, 2048, 228 * 1024
+
+
+def _under_way(launch: Launch) -> int:
+    """Clusters that have started and are not over, at most: as many as a GPU holds."""
+    shared = _SHARED // (launch.shared_bytes + 1024)  # 1024 are the system's
+    ctas = _SMS * max(1, min(_CTAS, _THREADS // math.prod(launch.block), shared))
+    return max(1, ctas // math.prod(launch.cluster))
 
 
 class _Turns:
@@ -50,6 +60,28 @@ class _Turns:
         return self._last, 1
 
 
+@dataclass(slots=True)
+class _Run:
+    """A cluster that takes turns, until it makes room for others."""
+
+    cluster: Cluster
+    limit: int  # the laps after which it does
+    seen: tuple[Any, ...] = ()  # what others saw of it
+    since: int = 0  # laps, when that changed last
+
+    def spins(self) -> bool:
+        """Whether it has run for long while no wait ended, no thread exited, no copy completed and
+        global memory stayed as it was."""
+        cluster, memory = self.cluster, self.cluster.launch.memory
+        seen = cluster.engine.moved, memory.changes
+        if seen != self.seen:
+            self.seen, self.since = seen, cluster.laps
+        laps = cluster.laps - self.since
+        if memory.changes is None and 2 * laps >= cluster.patience:
+            memory.changes = 0
+        return laps >= cluster.patience
+
+
 class _Grid:
     """The clusters of a launch: every ``step``-th, from ``first`` on."""
 
@@ -61,19 +93,26 @@ class _Grid:
         for z, y, x in itertools.islice(np.ndindex(*reversed(counts)), first, None, step):
             launch.waiting.append((x, y, z))
         self._turns = _Turns(launch.settings, first)
-        self._running: list[tuple[Cluster, int]] = []  # with the laps after which they make room
+        self._most = _under_way(launch)
+        self._running: list[_Run] = []
         self._apart: deque[Cluster] = deque()  # they have made room
 
     @property
     def started(self) -> list[Cluster]:
         """Those that are not over."""
-        return [*(each for each, _ in self._running), *self._apart]
+        return [*(run.cluster for run in self._running), *self._apart]
 
     @property
     def may_start(self) -> bool:
         """Whether there will be more."""
         under_way = len(self._running) + len(self._apart)
-        return bool(self.launch.waiting) and under_way < _UNDER_WAY
+        return bool(self.launch.waiting) and under_way < self._most
+
+    def held_up(self) -> str:
+        return (
+            f"{len(self.launch.waiting)} of {self.launch.clusters} clusters have not started: "
+            f"a GPU holds {self._most} of them at once"
+        )
 
     def fill(self) -> bool:
         """Let as many run as may; whether there are any."""
@@ -84,15 +123,16 @@ class _Grid:
                 cluster = self._apart.popleft()
             else:
                 break
-            self._running.append((cluster, cluster.laps + _PATIENCE * cluster.patience))
+            self._running.append(_Run(cluster, cluster.laps + _PATIENCE * cluster.patience))
         return bool(self._running)
 
     def turn(self) -> tuple[Cluster, State]:
         """The turn of one of them."""
         at, rounds = self._turns.next(len(self._running))
-        cluster, limit = self._running[at]
+        run = self._running[at]
+        cluster = run.cluster
         state = cluster.run(rounds)
-        if state is State.DONE or cluster.laps >= limit:
+        if state is State.DONE or run.spins() or cluster.laps >= run.limit:
             del self._running[at]
             if state is not State.DONE:
                 self._apart.append(cluster)
@@ -122,10 +162,13 @@ def run_grids(codes: Sequence[Any], first: int, step: int) -> None:
             started = [each for grid in grids for each in grid.started]
             more = any(grid.may_start for grid in grids)
             if circles.closed(cluster, state, len(started), more):
-                reports = "\n  ".join(each.report() for each in started)
-                raise Deadlock(
-                    f"deadlock: threads spin, and nobody changes what they read\n  {reports}"
-                )
+                lines = [each.report() for each in started]
+                lines += [grid.held_up() for grid in grids if grid.launch.waiting]
+                reports = "\n  ".join(lines)
+                why = "threads spin, and nobody changes what they read"
+                if all(each.waits for each in started):
+                    why = "nothing can move"
+                raise Deadlock(f"deadlock: {why}\n  {reports}")
             if not going[at].fill():
                 break
     if circles.peers is not None:

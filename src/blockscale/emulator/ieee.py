@@ -131,6 +131,35 @@ def higher(a: Any, b: Any) -> np.ndarray:
     return np.where(first, a, b)
 
 
+def fma64(a: Any, b: Any, c: Any) -> np.ndarray:
+    """fma.rn.f64. Far from overflow and underflow by Boldo and Melquiond, "Emulation of FMA and
+    correctly rounded sums: proved algorithms using rounding to odd"; elsewhere by fractions."""
+    a, b, c = np.broadcast_arrays(*(np.atleast_1d(np.asarray(v, np.float64)) for v in (a, b, c)))
+    near = (np.abs(a) > _FAR[0]) & (np.abs(a) < _FAR[1]) & (np.abs(b) > _FAR[0])
+    near &= (np.abs(b) < _FAR[1]) & (((np.abs(c) > _FAR[0]) & (np.abs(c) < _FAR[1])) | (c == 0))
+    high = a * b
+    (a1, a2), (b1, b2) = _halves(a), _halves(b)
+    low = a2 * b2 - (((high - a1 * b1) - a2 * b1) - a1 * b2)  # Dekker: a b is high + low
+    inner = c + low
+    outer = high + inner
+    rest = two_sum_to_odd(two_sum_error(c, low, inner), two_sum_error(high, inner, outer))
+    out = np.asarray(outer + rest)
+    if not near.all():
+        far = ~near
+        out[far] = np.vectorize(exact_fp64("fma", "rn"), [float])(a[far], b[far], c[far])
+    return out
+
+
+_FAR = (2.0**-400, 2.0**400)
+
+
+def _halves(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of 26 bits each (Veltkamp)."""
+    scaled = a * (2.0**27 + 1)
+    high = scaled - (scaled - a)
+    return high, a - high
+
+
 def exact_fp64(name: str, rounding: str) -> Any:
     """fp64 arithmetic through exact fractions: slow, and rare in kernels."""
 

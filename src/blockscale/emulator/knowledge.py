@@ -24,7 +24,7 @@ being there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -90,6 +90,7 @@ class Actor:
     event: int = 0  # its last access
     first: int = 0  # and its first
     view: tuple[np.ndarray, np.ndarray] | None = None  # see Order.view_of
+    stored: list[int] = field(default_factory=list)  # its writes of global memory, by number
 
     def did(self, event: int) -> None:
         self.event, self.first = event, self.first or event
@@ -100,6 +101,14 @@ class Actor:
     def since(self) -> int:
         """From which event on those of its column are its own, or ordered by their pipe."""
         return (self.first or _NEVER) if self.shares else 0
+
+    def unknown(self, known: np.ndarray) -> bool:
+        """Whether the last events of the columns that are known leave its own out."""
+        return bool(self.event > known[self.column])
+
+    def needed(self) -> list[int]:
+        """Columns that must not be given to others yet."""
+        return [self.column]
 
     def message(self) -> Knowledge:
         """What those who wait for this work learn, once it is done."""

@@ -13,6 +13,7 @@ from .clock import Clock
 from .memory import Buffer, GlobalMemory
 
 if TYPE_CHECKING:
+    from .races import Races
     from .watch import Watch
     from .workers import Peers
 
@@ -21,7 +22,7 @@ __all__ = ["Launch", "Settings"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a device behaves where hardware leaves it open, and what it looks after."""
+    """How a device behaves where hardware leaves it open."""
 
     target: str = "sm_90a"
     completion: str = "eager"
@@ -44,9 +45,10 @@ class Launch:
     parameters: Buffer
     parameter_offsets: dict[str, int]
     module_variables: dict[str, Buffer]
+    workspace: Buffer | None  # what the driver gives a cooperative launch, if the module asks
     settings: Settings
     cell: int  # bytes of shared memory that the checks tell apart
-    programmatic: bool  # it may start before the kernel before is over, and races are looked for
+    programmatic: bool  # it may start before the kernel before is over, and that is checked
     clock: Clock
     rank: int | None  # among launches that run together
     device: int  # the number of its device among theirs
@@ -54,6 +56,7 @@ class Launch:
     peers: Peers | None = None  # the other processes that run some of its clusters
     watch: Watch | None = None
     alarms: Alarms = field(default_factory=Alarms)
+    races: Races | None = None  # in global memory, of all launches that run together
     #: Memory at global addresses that no kernel writes.
     constants: tuple[Buffer, ...] = ()
     #: Around atomic operations on global memory.

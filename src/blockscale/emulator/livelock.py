@@ -61,6 +61,7 @@ class Circles:
         self._outside: Any = None  # what clusters depend on besides their own state and the clock
         self._circles: dict[Cluster, _Circle] = {}
         self._closed: dict[Cluster, bool] = {}  # and whether they go by the clock
+        self._waited: dict[Cluster, list[Any]] = {}  # states in which all threads waited
         self._moved: dict[Cluster, int] = {}  # when something else happened in each
         self._seen_at = 0  # when they were looked at
         self._leap = _FIRST_LEAP
@@ -75,6 +76,7 @@ class Circles:
         """
         if state is State.DONE:
             self._moved.pop(cluster, None)
+            self._waited.pop(cluster, None)
             self._forget(cluster)
             return False
         idle = state is State.IDLE
@@ -84,6 +86,18 @@ class Circles:
         if not idle and (cluster.engine.flying or not cluster.engine.quiet):
             self._forget(cluster)
             return False
+        self._look_at(cluster, idle)
+        over, wakes = len(self._closed) == started, self._wakes()
+        leaps = not more and self._may_leap()
+        if self.peers is not None:
+            if not over:
+                self.peers.moves(self._process)
+                return False
+            over = self.peers.agree(self._process, self._outside[-1], leaps or bool(wakes))
+        return over and self._advance(leaps, wakes) and not more
+
+    def _look_at(self, cluster: Cluster, idle: bool) -> None:
+        """Find out whether it sleeps or goes round in circles, and whether it goes by the clock."""
         memory = self._memory
         memory.changes = memory.changes or 0
         outside = memory.changes, self._elsewhere()
@@ -93,26 +107,20 @@ class Circles:
             self._closed.clear()
         self._pass_time()
         if idle:
-            self._closed[cluster] = cluster.wake is None  # waits that fail, and a look at the clock
+            self._closed[cluster] = cluster.wake is None and self._by_clock(cluster)
         elif cluster not in self._closed:
             circle = self._circles.setdefault(cluster, _Circle())
             if circle.closed(cluster):
                 since = cluster.engine.moved if cluster.may_fail else circle.began
                 self._closed[cluster] = cluster.looked >= since
-        over, wakes = len(self._closed) == started, self._wakes()
-        leaps = not more and self._may_leap()
-        if self.peers is not None:
-            if not over:
-                self.peers.moves(self._process)
-                return False
-            over = self.peers.agree(self._process, outside[-1], leaps or bool(wakes))
-        if not over:
-            return False
+
+    def _advance(self, leaps: bool, wakes: list[int]) -> bool:
+        """Let time pass until somebody moves; whether nobody ever will."""
         if not leaps:
             if wakes:
                 self._clock.now = min(wakes)
                 self._pass_time()
-            return not wakes and not more
+            return not wakes
         self._clock.now = min([self._clock.now + self._leap, *wakes])
         self._leap *= 2
         for each in [each for each in self._closed if each.may_fail]:
@@ -120,6 +128,14 @@ class Circles:
             self._forget(each)
         self._pass_time()
         return False
+
+    def _by_clock(self, cluster: Cluster) -> bool:
+        """Whether one of which all threads wait goes by the clock; or counts waits in vain."""
+        if cluster.looked >= cluster.engine.moved:
+            return True
+        state, before = list(_state(cluster)), self._waited.get(cluster)
+        self._waited[cluster] = state
+        return before is not None and before != state
 
     def _wakes(self) -> list[int]:
         """When somebody who sleeps wakes up, ns."""

@@ -278,6 +278,9 @@ class CTA:
         self.exited = np.zeros(self.size, bool)
         #: The phase of an mbarrier that a suspended thread waits for.
         self.awaited = np.full(self.size, None, object)
+        #: Where lanes meet others of their warp that are at another instruction.
+        self.met = np.full(self.size, None, object)
+        self.meetings: dict[Any, Any] = {}
         self.wake = np.zeros(self.size, np.int64)  # when threads that sleep wake up, ns; 0: awake
         self.barriers: dict[int, Any] = {}
         self.mbarriers: dict[int, Any] = {}

@@ -79,6 +79,9 @@ def _union(a: Buffer, b: Buffer) -> Buffer:
     return Buffer(name, base, data, a.writable and b.writable, (a, b))
 
 
+_NULL = 4096  # bytes from 0 that a null pointer may reach, and beside a buffer a wrong index
+
+
 class GlobalMemory:
     """Buffers at their own addresses; anything between them is out of bounds."""
 
@@ -117,9 +120,13 @@ class GlobalMemory:
             f"{b.name} is {b.base:#x} to {b.end:#x}" for b in self._buffers[max(at, 0) : at + 2]
         ]
         nearest = "; ".join(near) or "there are no buffers"
+        if address < _NULL:
+            nearest = "a null pointer"
+        elif not any(b.base - _NULL < address < b.end + _NULL for b in self._buffers):
+            nearest += "; memory behind a pointer that is no argument is named in buffers="
         return f"global address {address:#x} (+{size}) is out of bounds: {nearest}"
 
-    def _each(self, addresses: np.ndarray, size: int) -> list[tuple[Buffer, np.ndarray | slice]]:
+    def each(self, addresses: np.ndarray, size: int) -> list[tuple[Buffer, np.ndarray | slice]]:
         if len(addresses) == 1:
             low = high = int(addresses[0])
         else:
@@ -147,7 +154,7 @@ class GlobalMemory:
         return held
 
     def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        pieces = self._each(addresses, size)
+        pieces = self.each(addresses, size)
         if len(pieces) == 1:
             (buffer, _), *_ = pieces
             offsets = (addresses - np.uint64(buffer.base)).astype(np.int64)
@@ -159,7 +166,7 @@ class GlobalMemory:
         return out
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        for buffer, threads in self._each(addresses, values.shape[1]):
+        for buffer, threads in self.each(addresses, values.shape[1]):
             if not buffer.writable:
                 raise MemoryFault(f"store to {buffer.name}, which is read-only")
             offsets = (addresses[threads] - np.uint64(buffer.base)).astype(np.int64)

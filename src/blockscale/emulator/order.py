@@ -29,8 +29,9 @@ from .knowledge import (
     executed,
     joined,
 )
+from .program import PtxError
 
-__all__ = ["MOST_COLUMNS", "Order"]
+__all__ = ["MOST_COLUMNS", "Order", "named"]
 
 MOST_COLUMNS = 0xFFFF
 _COPIES = 64  # columns of copies at the start: there are as many as it takes
@@ -47,11 +48,12 @@ class Order:
         lanes: lanes of a warp that are told apart: 32, or 1, which makes a warp one agent.
         programmatic: whether the kernel before has a column, too.
         tensor: whether there are the rows of tcgen05.fence.
+        scopes: fences that are told apart: all, those that reach the device, and the system.
     """
 
     def __init__(
         self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False,
-        tensor: bool = False,
+        tensor: bool = False, scopes: int = 1,
     ) -> None:  # fmt: skip
         self.warps, self.lanes, self.tensor = warps, lanes, tensor
         self._rows = 1 + (TENSOR if tensor else RUN)
@@ -67,21 +69,24 @@ class Order:
         self._next_pipe = agents
         self._pipes: dict[Hashable, Pipe] = {}
         self._told: dict[Hashable, int] = {}  # columns of copies that tell mbarriers
+        self._column_of = np.zeros(agents, np.int32)  # of the cp.async of each agent
         self.now = 1  # the last event; the kernel before is event 1
         self._sites: list[Site] = []
         self._numbers: dict[tuple[Site, bool], int] = {}
         self._site_of = array("I", [0, 0])  # of each event
-        self._strong = np.zeros(256, bool)  # by number of the site
+        self._strong, self._loads, self._stores = np.zeros((3, 256), bool)  # by number of the site
         # What each agent knows: a table, and its own last event before a fence of each kind.
         self._tables: list[Knowledge] = [np.zeros((self._rows, self.columns), np.uint32)]
         self._places = {id(self._tables[0]): 0}
         self._limit = _TABLES
         self._table_of = np.zeros(agents, np.int32)
-        self._table_at_fence = np.zeros(agents, np.int32)
+        self._table_at_fence = np.zeros((scopes, agents), np.int32)
         self._own_fenced = np.zeros(agents, np.uint32)
         self._own_inits = np.zeros(agents, np.uint32)
-        self._own_at_fence = np.zeros(agents, np.uint32)
-        self._version = 0
+        self._own_at_fence = np.zeros((scopes, agents), np.uint32)
+        #: What relaxed waits heard of, which an acquire fence makes known.
+        self._heard = np.full(agents, None, object)
+        self.version = 0  # of what agents know
         self._views: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
         self._viewed = 0
         self.flags: dict[Hashable, Knowledge] = {}
@@ -97,14 +102,28 @@ class Order:
             number = self._numbers[site, strong] = len(self._sites)
             self._sites.append(site)
             if number == len(self._strong):
-                self._strong = np.concatenate([self._strong, np.zeros(number, bool)])
+                more = np.zeros(number, bool)
+                self._strong, self._loads, self._stores = (
+                    np.concatenate([kept, more])
+                    for kept in (self._strong, self._loads, self._stores)
+                )
             self._strong[number] = strong
+            self._loads[number] = site.opcode.startswith(("ld.", "ldu."))
+            self._stores[number] = site.opcode.startswith("st.")
         self._site_of.append(number)
         self.now += 1
         return self.now
 
     def site(self, event: int) -> Site:
         return self._sites[self._site_of[event]]
+
+    def are_reads(self, events: np.ndarray) -> np.ndarray:
+        """Whether these events, of any shape, are of instructions that read."""
+        return np.asarray(~self._stores[np.frombuffer(self._site_of, np.uint32)[events]])
+
+    def are_writes(self, events: np.ndarray) -> np.ndarray:
+        """The same of those that write."""
+        return np.asarray(~self._loads[np.frombuffer(self._site_of, np.uint32)[events]])
 
     def are_strong(self, events: np.ndarray) -> np.ndarray:
         """Whether these events, of any shape, are strong accesses."""
@@ -145,11 +164,12 @@ class Order:
 
     def _forget(self) -> None:
         """Drop the tables that nobody has."""
-        both = np.concatenate([self._table_of, self._table_at_fence])
+        both = np.concatenate([self._table_of[None], self._table_at_fence])
         used, at = np.unique(both, return_inverse=True)
         self._tables = [self._tables[i] for i in used.tolist()]
         self._places = {id(table): i for i, table in enumerate(self._tables)}
-        self._table_of, self._table_at_fence = at.astype(np.int32).reshape(2, -1)
+        numbers = at.astype(np.int32).reshape(both.shape)
+        self._table_of, self._table_at_fence = numbers[0], numbers[1:]
         self._limit = max(_TABLES, 2 * len(used))
 
     def _distinct(self, tables: np.ndarray) -> list[int]:
@@ -160,9 +180,9 @@ class Order:
 
     def view(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """What agents have seen: (tables, columns), and whose is which, None if there is one."""
-        if self._viewed != self._version:
+        if self._viewed != self.version:
             self._views.clear()
-            self._viewed = self._version
+            self._viewed = self.version
         found = self._views.get(id(agents))
         if found is not None:
             return found[1], found[2]
@@ -180,10 +200,11 @@ class Order:
     def release(self, agents: np.ndarray, relaxed: bool = False) -> Knowledge:
         """What these agents pass on to who acquires it; relaxed: of memory only what a fence
         precedes."""
-        tables = self._table_at_fence if relaxed else self._table_of
+        tables = self._table_at_fence[0] if relaxed else self._table_of
         message = self._together(tables[agents])
-        message[SEEN, agents] = self._own_at_fence[agents] if relaxed else self.now
-        message[FENCED, agents] = self._own_fenced[agents]
+        message[SEEN, agents] = self._own_at_fence[0, agents] if relaxed else self.now
+        fenced = np.maximum(message[FENCED, agents], self._own_fenced[agents])  # by others, too
+        message[FENCED, agents] = fenced
         message[INITS, agents] = self._own_inits[agents]
         message[RUN, agents] = self.now
         if self.tensor:
@@ -205,19 +226,41 @@ class Order:
         if len(self._tables) >= self._limit:
             self._forget()  # which numbers them anew
         tables = self._table_of[agents]
-        for old in self._distinct(tables):
-            self._table_of[agents[tables == old]] = self._place(change(self._tables[old]))
-        self._version += 1
+        changed = {old: self._place(change(self._tables[old])) for old in self._distinct(tables)}
+        if len(changed) == 1:
+            self._table_of[agents] = changed[int(tables[0])]
+        else:
+            self._table_of[agents] = [changed[old] for old in tables.tolist()]
+        self.version += 1
 
     def fence_proxy(self, agents: np.ndarray) -> None:
         """What was seen, the asynchronous proxy may rely on."""
         self._copy_row(agents, SEEN, FENCED)
         self._own_fenced[agents] = self.now
 
-    def fence(self, agents: np.ndarray) -> None:
-        """What was seen is all that a relaxed arrival passes on."""
-        self._table_at_fence[agents] = self._table_of[agents]
-        self._own_at_fence[agents] = self.now
+    def hear(self, agents: np.ndarray, message: Knowledge) -> None:
+        """A relaxed wait: its end is known, and only a fence acquires the rest (8.8)."""
+        self.acquire(agents, executed(message))
+        both: dict[int, Knowledge] = {id(None): message}
+        for agent in agents.tolist():
+            before = self._heard[agent]
+            if id(before) not in both:
+                both[id(before)] = joined(before, message)
+            self._heard[agent] = both[id(before)]
+
+    def fence_acquire(self, agents: np.ndarray) -> None:
+        """What relaxed waits before it heard of is known."""
+        heard = self._heard[agents]
+        for message in {id(each): each for each in heard if each is not None}.values():
+            whose = agents[[each is message for each in heard]]
+            self.acquire(whose, message)
+            self._heard[whose] = None
+
+    def fence_release(self, agents: np.ndarray, scopes: int = 1) -> None:
+        """What was seen is all that a relaxed arrival passes on; a relaxed access to global memory
+        by the first ``scopes`` scopes."""
+        self._table_at_fence[:scopes, agents] = self._table_of[agents]
+        self._own_at_fence[:scopes, agents] = self.now
 
     def fence_tensor(self, agents: np.ndarray, before: bool) -> None:
         """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
@@ -263,6 +306,44 @@ class Order:
             message = self.release(agents)
             self.flags[place] = message if seen is None else joined(seen, message)
 
+    # --- cp.async: see lane_copies ---
+
+    def lane_columns(self, agents: np.ndarray) -> np.ndarray:
+        """The columns of the copies of these agents."""
+        for agent in agents[self._column_of[agents] == 0].tolist():
+            if not self._column_of[agent]:
+                self._column_of[agent] = self._told["cp.async", agent] = self._take(True)
+        return np.asarray(self._column_of[agents])
+
+    def tables_of(self, agents: np.ndarray) -> tuple[list[Knowledge], np.ndarray]:
+        """What these agents know: tables, and whose is which."""
+        tables = self._table_of[agents]
+        used = self._distinct(tables)
+        return [self._tables[i] for i in used], np.searchsorted(used, tables)
+
+    def fences_of(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What of their own the agents have fenced: see ``release``."""
+        return self._own_fenced[agents], self._own_inits[agents]
+
+    def wait_for_own(self, agents: np.ndarray, events: np.ndarray) -> None:
+        """Each agent knows its copies up to such an event; 0: it has waited for none."""
+        columns = self._column_of[agents]
+        tables, which = self.tables_of(agents)
+        known = np.zeros((len(agents), self._rows, self.columns), np.uint32)
+        for i, table in enumerate(tables):
+            known[which == i, :, : table.shape[1]] = table
+        lanes = np.arange(len(agents))
+        lacks = known[lanes, SEEN, columns] < events
+        if not lacks.any():
+            return
+        if len(self._tables) + len(agents) >= self._limit:
+            self._forget()
+        for row in range(min(self._rows, TENSOR)):
+            known[lanes[lacks], row, columns[lacks]] = events[lacks]
+        for lane in lanes[lacks].tolist():
+            self._table_of[agents[lane]] = self._place(known[lane])
+        self.version += 1
+
     def wait_for_predecessor(self, agents: np.ndarray) -> None:
         """These agents know that the kernel before is over, with all that it did."""
         if self.predecessor is not None:
@@ -278,6 +359,33 @@ class Order:
             np.maximum(known[: len(row)], row, out=known[: len(row)])
         known[agents] = self.now
         return known
+
+    # --- what passes through global memory ---
+
+    def passed(self, agent: int, scope: int | None = None) -> Knowledge:
+        """The rows SEEN and FENCED that an agent passes on; with a scope, as of its last fence."""
+        own, number = self.now, self._table_of[agent]
+        if scope is not None:
+            own = int(self._own_at_fence[scope, agent])
+            number = self._table_at_fence[scope, agent]
+        rows = self._fit(self._tables[number])[: FENCED + 1].copy()
+        rows[SEEN, agent] = own
+        rows[FENCED, agent] = min(own, self._own_fenced[agent])
+        return rows
+
+    def fenced_at(self, agent: int, scope: int) -> int:
+        """The event of an agent's last fence of a scope, 0: none."""
+        return int(self._own_at_fence[scope, agent])
+
+    def passed_by(self, actor: Actor) -> Knowledge:
+        """The same of a work, as of its issue."""
+        return self._fit(actor.known)[: FENCED + 1]
+
+    def learn(self, agents: np.ndarray, rows: Knowledge) -> None:
+        """Agents acquire such rows of this cluster."""
+        message = np.zeros((self._rows, rows.shape[1]), np.uint32)
+        message[: FENCED + 1] = rows
+        self.acquire(agents, message)
 
     # --- asynchronous work ---
 
@@ -301,15 +409,20 @@ class Order:
         """
         column = None if told is None else self._told.get((told, generic))
         if column is None:
-            if not self._free:
-                self._reclaim()
-            column = self._free.pop()
-            self.is_generic[column] = generic
+            column = self._take(generic)
             if told is not None:
                 self._told[told, generic] = column
         tensor &= self.tensor
         known, shares = self._at_issue(issuers, tensor), told is not None
         return Actor(column, known, int(issuers[0]), None, tensor, generic, strong, shares)
+
+    def _take(self, generic: bool) -> int:
+        """A column that nobody has."""
+        if not self._free:
+            self._reclaim()
+        column = self._free.pop()
+        self.is_generic[column] = generic
+        return column
 
     def _reclaim(self) -> None:
         """Columns of copies that nobody needs any more; new ones if these are few.
@@ -324,11 +437,11 @@ class Order:
         if len(self._free) < len(copies) // 2:
             more = len(copies)
             if self.columns + more >= MOST_COLUMNS:
-                raise MemoryError(f"more than {self.columns} accessors that nobody has waited for")
+                raise PtxError(f"more than {self.columns} accessors that nobody has waited for")
             self._free += range(self.columns + more - 1, self.columns - 1, -1)
             self.columns += more
             self.is_generic = np.concatenate([self.is_generic, np.zeros(more, bool)])
-            self._version += 1
+            self.version += 1
 
     def follow(self, issuers: np.ndarray, name: Hashable, tensor: bool = False) -> Actor:
         """Work in a pipe: it knows of all earlier work there."""
@@ -377,10 +490,7 @@ class Order:
 
     def named(self, site: Site, column: int) -> str:
         """A site with the thread, where the column is of one."""
-        if self.lanes == 1 or column >= self.agents:
-            return str(site)
-        thread = column % (self.warps * self.lanes)
-        return str(replace(site, who=f"thread {thread} of {site.who}"))
+        return named(site, column, self.agents, self.warps * self.lanes, self.lanes)
 
     def of_one_warp(self, agent: int, column: int, event: int) -> bool:
         """Whether the event of ``column`` is by a lane of the agent's warp, or known to one."""
@@ -389,3 +499,10 @@ class Order:
         first = agent // self.lanes * self.lanes
         together = self.seen_by(np.arange(first, first + self.lanes))
         return bool(event <= together[column])
+
+
+def named(site: Site, column: int, agents: int, of_cta: int, lanes: int) -> str:
+    """A site with the thread, where the column is one of the agents, ``of_cta`` of each CTA."""
+    if lanes == 1 or column >= agents:
+        return str(site)
+    return str(replace(site, who=f"thread {column % of_cta} of {site.who}"))

@@ -17,7 +17,7 @@ from .program import Function, Module, Parameter, PtxError, Variable
 from .statements import BodyParser
 from .tokens import Source, Token
 
-__all__ = ["parse", "parse_once"]
+__all__ = ["outline", "parse", "parse_once"]
 
 _LINKAGE = (".visible", ".extern", ".weak", ".common")
 
@@ -36,7 +36,7 @@ class _ModuleParser(DeclarationParser):
         super().__init__(source, source.outline(), set())
         self.module = Module("", (), {}, {}, {})
         self.bodies: dict[str, _Unread] = {}
-        self.variables_of: dict[str, Variable] = {}
+        self.declared: dict[str, Variable] = {}
         self.aliases: dict[str, str] = {}
 
     # --- outline ---
@@ -94,7 +94,7 @@ class _ModuleParser(DeclarationParser):
             self.header(self.take() == ".entry")
         elif self.text in STATE_SPACES:
             for variable in self.variables(extern):
-                self.variables_of[variable.name] = variable
+                self.declared[variable.name] = variable
         else:
             raise self.fail(f"unexpected {self.text!r} in a declaration")
 
@@ -143,7 +143,7 @@ class _ModuleParser(DeclarationParser):
             self.symbols = set()
             if name in self.bodies:
                 self.read_body(name)
-            elif name in self.variables_of:
+            elif name in self.declared:
                 self.read_variable(name)
             elif name in self.aliases:
                 self.symbols = {self.aliases[name]}
@@ -162,7 +162,7 @@ class _ModuleParser(DeclarationParser):
         self.module.functions[name] = unread.function
 
     def read_variable(self, name: str) -> None:
-        variable, block = self.variables_of[name], self.unread.get(name)
+        variable, block = self.declared[name], self.unread.get(name)
         if block is not None:
             tokens = self.source.inside(block)
             variable = DeclarationParser(self.source, tokens, self.taken).filled(variable)
@@ -185,7 +185,7 @@ def parse(text: str, entry: str | None = None) -> Module:
     parser = _ModuleParser(Source(text))
     parser.outline()
     if entry is None:
-        parser.reach([*parser.variables_of, *parser.bodies, *parser.aliases])
+        parser.reach([*parser.declared, *parser.bodies, *parser.aliases])
     elif entry in parser.entries():
         parser.reach([entry])
     else:
@@ -193,6 +193,14 @@ def parse(text: str, entry: str | None = None) -> Module:
             f"entry: {entry!r} is not in the module, which has "
             f"{', '.join(parser.entries()) or 'none'}"
         )
+    return parser.module
+
+
+def outline(text: str) -> Module:
+    """The target and the functions of a module, with their bodies unread."""
+    parser = _ModuleParser(Source(text))
+    parser.outline()
+    parser.module.functions.update({n: unread.function for n, unread in parser.bodies.items()})
     return parser.module
 
 

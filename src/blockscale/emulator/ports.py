@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .engine import Work
+from .lane_copies import Copies
 from .memory import MemoryFault, gather, scatter
 from .predecessor import follows
+from .scopes import Strength
 from .shadow import Shadow
 from .undefined import Blank, Origin, Undefined, View, used
 
@@ -85,7 +87,7 @@ def write_shared(
     for cta, chosen, offsets in _owners(by, where, size):
         new = values[chosen]
         same: np.ndarray | None = None
-        if cta.shadow is None or isinstance(by, Work):
+        if cta.shadow is None or (isinstance(by, Work) and not isinstance(by.actor, Copies)):
             scatter(cta.shared, offsets, new)
         else:  # several warps may write one value, as `if (found) flag = 1` does
             before = gather(cta.shared, offsets, size) == new
@@ -196,10 +198,15 @@ def _observe(
             blank(by, lambda: blanks.masks(_bytes(offsets, size), by.site()))
         if isinstance(by, Work):
             assert by.actor is not None
-            check = shadow.read_by if kind == "read" else shadow.write_by
-            check(touched, by.actor, by.site())
+            if isinstance(by.actor, Copies):
+                shadow.write_copies(touched, by.actor, by.site(), same)
+            else:
+                check = shadow.read_by if kind == "read" else shadow.write_by
+                check(touched, by.actor, by.site())
         else:
             agents, site = by.agents()[chosen], by.site()
+            if strong and by.cta.cluster.member is not None:
+                shadow.order.through("flags", agents, kind == "write")
             if kind == "read":
                 shadow.read(touched, agents, site, strong)
             else:
@@ -224,8 +231,11 @@ def _tell(
 # --- global memory --------------------------------------------------------------------------------
 
 
-def read_global(by: Any, launch: Launch, where: np.ndarray, size: int) -> np.ndarray:
-    """(n, size) bytes that a fragment or a work reads at global addresses."""
+def read_global(
+    by: Any, launch: Launch, where: np.ndarray, size: int, how: Strength | None = None
+) -> np.ndarray:  # fmt: skip
+    """(n, size) bytes that a fragment or a work reads at global addresses. ``how``: None for a weak
+    access."""
     try:
         values = launch.memory.load(where, size)
     except MemoryFault as fault:
@@ -237,6 +247,8 @@ def read_global(by: Any, launch: Launch, where: np.ndarray, size: int) -> np.nda
         return values
     if launch.programmatic:
         follows(by, launch, "reads", where)
+    if launch.races is not None:
+        launch.races.read(by, where, size, how)
     _tell(by, "global", "read", where, size, None, slice(None), launch)
     return values
 
@@ -249,13 +261,17 @@ def read_map(w: Fragment, where: np.ndarray) -> bytes:
 
 
 def write_global(
-    by: Any, launch: Launch, where: np.ndarray, values: np.ndarray, found: Undefined | None = None
-) -> None:
+    by: Any, launch: Launch, where: np.ndarray, values: np.ndarray,
+    found: Undefined | None = None, how: Strength | None = None,
+) -> None:  # fmt: skip
     """``found``: what of the values is undefined; somebody will read it."""
     size = values.shape[1]
     if found is not None and found.bits.any():
         used(launch.alarms, by.site(), STORED, found.origin)
     try:
+        before: Any = None
+        if launch.races is not None:
+            before = launch.memory.load(where, size) == values
         launch.memory.store(where, values)
     except MemoryFault as fault:
         launch.alarms.tell("bounds", fault, by.site())
@@ -265,6 +281,9 @@ def write_global(
         return
     if launch.programmatic:
         follows(by, launch, "writes", where)
+    if launch.races is not None:
+        same = np.stack([before, launch.memory.load(where, size) == values])
+        launch.races.write(by, where, size, how, same)
     _tell(by, "global", "write", where, size, None, slice(None), launch)
 
 

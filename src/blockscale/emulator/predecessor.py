@@ -15,6 +15,7 @@ import numpy as np
 from .checks import Site
 from .engine import Work
 from .knowledge import SEEN
+from .lane_copies import Copies
 
 if TYPE_CHECKING:
     from .launch import Launch
@@ -47,7 +48,10 @@ def follows(by: Any, launch: Launch, verb: str, where: np.ndarray) -> None:
     assert order.predecessor is not None
     if works:
         assert by.actor is not None
-        known = np.broadcast_to(by.actor.known[SEEN, order.predecessor], len(where))
+        if isinstance(by.actor, Copies):
+            known = by.actor.readers(order.columns)[0][:, order.predecessor]
+        else:
+            known = np.broadcast_to(by.actor.known[SEEN, order.predecessor], len(where))
     else:
         tables, which = order.view(by.agents())
         known = np.broadcast_to(

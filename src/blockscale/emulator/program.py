@@ -25,6 +25,7 @@ __all__ = [
     "Symbol",
     "Variable",
     "Vector",
+    "has_carry",
     "type_bytes",
 ]
 
@@ -129,10 +130,24 @@ class Instruction:
     negated: bool
     line: int
     source: tuple[int, int] | None  # (file number, line) of .loc
+    carry: Register | None = None  # the condition code, where it is taken or given
+
+    @property
+    def takes_carry(self) -> bool:
+        return self.parts[0] in _TAKE_CARRY
 
     @property
     def parts(self) -> tuple[str, ...]:
         return _parts(self.opcode)
+
+
+_TAKE_CARRY = ("addc", "subc", "madc")
+
+
+def has_carry(opcode: str) -> bool:
+    """Whether an instruction takes or gives the carry of its thread: PTX ISA 9.7.2."""
+    parts = _parts(opcode)
+    return parts[0] in _TAKE_CARRY or (parts[0] in ("add", "sub", "mad") and "cc" in parts)
 
 
 @cache
@@ -193,7 +208,7 @@ class Function:
     tables: dict[str, tuple[Label, ...]] = field(default_factory=dict)  # .branchtargets
     locals: dict[str, Parameter] = field(default_factory=dict)  # .param inside the body
     #: By place of the instruction: how it is run, where that is the same in every launch.
-    steps: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    built: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ knows of the later knows of the earlier.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,8 @@ _MOST = 1 << 14  # crowds that are kept before those that no cell names are drop
 
 #: What accessors have seen: tables (any, columns), and whose is which; None: one for all.
 View = tuple[np.ndarray, np.ndarray | None]
+#: Which events of an array count.
+Which = Callable[[np.ndarray], np.ndarray]
 #: Columns and the events of their reads.
 Crowd = tuple[np.ndarray, np.ndarray]
 
@@ -172,10 +175,13 @@ class Readers:
     # --- writing ---
 
     def unseen(
-        self, cells: np.ndarray, at: Any, view: View, since: int = 0
+        self, cells: np.ndarray, at: Any, view: View, since: int = 0, which: Which | None = None
     ) -> tuple[int, int, int, int] | None:
         """A cell, who writes it, and the column and event of a read that the writer has not seen.
-        Reads by ``at`` are its own from the event ``since`` on."""
+
+        Reads by ``at`` are its own from the event ``since`` on. ``which`` of the events count:
+        None, all.
+        """
         events = self.event.take(cells)
         if not np.count_nonzero(events):
             return None
@@ -184,6 +190,8 @@ class Readers:
         late = (events > seen_events(view, columns)) & ~crowded
         if np.count_nonzero(late):
             late &= (columns != at) | (events < since)
+            if which is not None:
+                late &= which(np.where(late, events, 0))
         if late.any():
             who = np.broadcast_to(at, cells.shape)[late][0]
             return int(cells[late][0]), int(who), int(columns[late][0]), int(events[late][0])
@@ -199,6 +207,8 @@ class Readers:
             crowd, reads = self._crowds[int(numbers[i]) - 1]
             seen = view[0][int(keys[2, i])]
             late = (reads > seen[crowd]) & ((crowd != writers[i]) | (reads < since))
+            if which is not None:
+                late &= which(reads)
             if late.any():
                 return int(flat[i]), int(writers[i]), int(crowd[late][0]), int(reads[late][0])
         return None

@@ -30,8 +30,6 @@ from .program import (
 
 __all__ = ["Loading", "Multiplying", "guarded", "loads_waited_for", "mark", "registers_of"]
 
-_NO_RESULT = ("st", "red", "bar", "bra", "brx", "mbarrier", "cp", "prefetch", "stmatrix", "wgmma")
-
 
 class Loading(Flight):
     """Registers that a tcgen05.ld of one warp writes, until one of them is used: that warp knows
@@ -61,8 +59,9 @@ class Loading(Flight):
         cluster.engine.finish(self.work)
         for slot in self.slots:
             self.frame.flights[slot].remove(self)
-        if cluster.order is not None and self.work.actor is not None:
-            cluster.order.acquire(w.agents()[self.threads[w.threads]], self.work.actor.message())
+        known = self.work.message()
+        if cluster.order is not None and known is not None:
+            cluster.order.acquire(w.agents()[self.threads[w.threads]], known)
 
 
 def loads_waited_for(w: Fragment) -> None:
@@ -128,13 +127,11 @@ def registers_of(op: Operand) -> list[Register]:
     return []
 
 
-def guarded(step: Step, ins: Instruction, held: frozenset[int]) -> Step:
-    """The step of an instruction that may touch registers in ``held`` (slots)."""
+def guarded(step: Step, ins: Instruction, written: Sequence[int], held: frozenset[int]) -> Step:
+    """The step of an instruction that writes slots and may touch registers in ``held`` (slots)."""
     operands = list(ins.operands)
-    has_result = operands and not isinstance(operands[0], Address)
-    has_result = has_result and ins.parts[0] not in _NO_RESULT
-    results = registers_of(operands[0]) if has_result else []
-    sources = [r for op in operands[1 if has_result else 0 :] for r in registers_of(op)]
+    results = registers_of(operands[0]) if written else []
+    sources = [r for op in operands[1 if written else 0 :] for r in registers_of(op)]
     used = [(r.slot, r.name, False) for r in sources if r.slot in held]
     used += [(r.slot, r.name, True) for r in results if r.slot in held]
     if not used:

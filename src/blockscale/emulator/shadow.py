@@ -6,12 +6,14 @@ a race if one of those is not known to happen before it; both sides are named.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .checks import Site
 from .knowledge import Actor
+from .lane_copies import Copies
 from .order import Order
 from .readers import Readers, View, seen_events
 from .undefined import Blanks
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Shadow"]
 
 
+_NONE = 0xFFFFFFFF  # of the writes of a column are the accessor's own
 _RACES = ("race", "lanes", "fence")
 
 
@@ -45,6 +48,9 @@ class Shadow:
         self.writer = np.zeros(cells, np.uint16)  # the column of who wrote last
         self.written = np.zeros(cells, np.uint32)  # the event of the write, 0: never
         self.readers = Readers(cells if self.races else 0, order)
+        #: Strong accesses since the last weak write, which only weak accesses race with.
+        self._polls: Readers | None = None
+        self._others: Readers | None = None  # writers of the same value that the last did not know
         order.users.append(self._columns)
 
     def _blanks(self, cells: int) -> Blanks:
@@ -58,7 +64,9 @@ class Shadow:
     def _columns(self) -> list[int]:
         """Columns that a cell names."""
         writers = np.unique(self.writer[self.written > 0])
-        return [*writers.tolist(), *self.readers.columns().tolist()]
+        kept = (self.readers, self._polls, self._others)
+        more = [each.columns().tolist() for each in kept if each is not None]
+        return [*writers.tolist(), *chain.from_iterable(more)]
 
     # --- by threads ---
 
@@ -70,8 +78,11 @@ class Shadow:
         late = self._unordered(cells, at, view, strong)
         if late is not None:
             self._after_write(cells, at, late, "reads", site)
-        if not strong:
-            self.readers.read(cells, at, self.order.event(site), view)
+        self._after_others(cells, at, view, "reads", site, strong)
+        readers = self.readers
+        if strong:
+            readers = self._polls = self._polls or Readers(len(self.writer), self.order)
+        readers.read(cells, at, self.order.event(site, strong), view)
 
     def write(
         self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool,
@@ -85,19 +96,97 @@ class Shadow:
         at = agents[:, None]
         if self.races:
             view = self.order.view(agents)
-            late = self._unordered(cells, at, view, strong)
-            if late is not None and same is not None:
-                late &= ~same[0]
-            if late is not None and np.count_nonzero(late):
-                self._after_write(cells, at, late, "writes", site)
-            self._after_reads(cells, at, view, site)
-        self.writer[cells], self.written[cells] = at, self.order.event(site, strong)
-        if self.races and not strong:
-            lost = self.writer.take(cells) != at
-            if same is not None:
-                lost &= ~same[1]
-            if np.count_nonzero(lost):
-                self._after_write(cells, at, lost, "writes", site)
+            self._before_write(cells, at, view, site, strong, same)
+            self._after_reads(cells, at, view, site, strong)
+        event = self.order.event(site, strong)
+        self.writer[cells], self.written[cells] = at, event
+        if not self.races:
+            return
+        if not strong:
+            self._lost(cells, at, view, event, site, same)
+        elif site.opcode.startswith("st."):
+            polls = self._polls = self._polls or Readers(len(self.writer), self.order)
+            polls.read(cells, at, event, view)
+
+    def _before_write(
+        self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        same: np.ndarray | None, since: int = 0, copies: Copies | None = None,
+    ) -> None:  # fmt: skip
+        """Check a write against those before, and keep those that have written the same."""
+        late = self._unordered(cells, at, view, strong, since)
+        if same is None:
+            if late is not None:
+                self._after_write(cells, at, late, "writes", site, copies=copies)
+            self._after_others(cells, at, view, "writes", site, strong, since, copies)
+        else:
+            kept = None
+            if late is not None:
+                kept, late = late & same[0], late & ~same[0]
+                if np.count_nonzero(late):
+                    self._after_write(cells, at, late, "writes", site, copies=copies)
+            if self._others is not None:
+                new = np.where(same[0], 0, self._others.event.take(cells)) > 0
+                if np.count_nonzero(new):
+                    self._changes(cells, new, at, view, site, strong, copies)
+            if kept is not None and np.count_nonzero(kept):
+                self._keep(cells[kept])
+
+    def _changes(
+        self, cells: np.ndarray, new: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        copies: Copies | None,
+    ) -> None:  # fmt: skip
+        """The cells that are ``new`` get another value than several have written."""
+        assert self._others is not None
+        rows = new.any(axis=1)
+        for row in np.flatnonzero(rows).tolist():
+            tables, which = view
+            mine = tables[0 if which is None else which[row]][None], None
+            part, who = cells[row][new[row]], int(at[row, 0])
+            self._after_others(part, who, mine, "writes", site, strong, 0, copies)
+        self._others.clear(cells[new])
+
+    def _keep(self, cells: np.ndarray) -> None:
+        """The last writers of cells (n,) count besides those who write the same now."""
+        others = self._others = self._others or Readers(len(self.writer), self.order)
+        pairs = self.written[cells].astype(np.int64) << 16 | self.writer[cells]
+        nothing = np.zeros((1, self.order.columns), np.uint32), None
+        for pair in np.unique(pairs).tolist():
+            others.read(np.unique(cells[pairs == pair]), pair & 0xFFFF, pair >> 16, nothing)
+
+    def _lost(
+        self, cells: np.ndarray, at: Any, view: View, event: int, site: Site,
+        same: np.ndarray | None, copies: Copies | None = None,
+    ) -> None:  # fmt: skip
+        """Several threads of one instruction have written a cell: a race, or all the same."""
+        lost = self.writer.take(cells) != at
+        if not np.count_nonzero(lost):
+            return
+        if same is not None:
+            if np.count_nonzero(lost & same[1]):
+                others = self._others = self._others or Readers(len(self.writer), self.order)
+                others.read(cells, at, event, view)
+            lost &= ~same[1]
+        if np.count_nonzero(lost):
+            self._after_write(cells, at, lost, "writes", site, copies=copies)
+
+    def _after_others(
+        self, cells: np.ndarray, at: Any, view: View, verb: str, site: Site, strong: bool,
+        since: int = 0, copies: Copies | None = None, actor: Actor | None = None,
+        lacks: str = "race",
+    ) -> bool:  # fmt: skip
+        """Check an access against writers besides the last; whether there was one unordered."""
+        order, found = self.order, None
+        if self._others is not None:
+            weak = (lambda events: ~order.are_strong(events)) if strong else None
+            found = self._others.unseen(cells, at, view, since, weak)
+        if found is None and self._polls is not None and not strong:
+            found = self._polls.unseen(cells, at, view, since, order.are_writes)
+        if found is None:
+            return False
+        cell, column, writer, event = found
+        who = _who(column, copies) if actor is None else actor
+        self.race(cell, who, verb, site, "write", writer, event, lacks)
+        return True
 
     def _unordered(
         self, cells: np.ndarray, at: Any, view: View, strong: bool, since: int = 0
@@ -129,10 +218,26 @@ class Shadow:
         cells = cells.reshape(-1)
         if self.races:
             seen = self._ordered(cells, actor, "writes", site)
-            self._after_reads(cells, actor.column, (seen[None], None), site, actor)
+            view = seen[None], None
+            self._after_reads(cells, actor.column, view, site, actor.strong, actor)
+            if self._others is not None:
+                self._others.clear(cells)
         event = self.order.event(site, actor.strong)
         actor.did(event)
         self.writer[cells], self.written[cells] = actor.column, event
+
+    def write_copies(
+        self, cells: np.ndarray, copies: Copies, site: Site, same: np.ndarray | None
+    ) -> None:  # fmt: skip
+        """Cells (n, k) are written by the cp.async of n lanes; ``same`` as for ``write``."""
+        at, event = copies.columns[:, None], copies.event
+        if self.races:
+            view = copies.view(self.order.columns)
+            self._before_write(cells, at, view, site, False, same, _NONE, copies)
+            self._after_reads(cells, at, view, site, False, copies=copies)
+        self.writer[cells], self.written[cells] = at, event
+        if self.races:
+            self._lost(cells, at, view, event, site, same, copies)
 
     def _ordered(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> np.ndarray:
         """Check an access against the writes before; what the work has seen."""
@@ -143,6 +248,11 @@ class Shadow:
             fenced = self._unordered(cells, at, (seen[None], None), strong, since) is None
             self._after_write(cells, actor, late, verb, site, lacks="fence" if fenced else "race")
             return seen
+        for view, lacks in ((seen, "race"), (through_proxy, "fence")):
+            if self._after_others(
+                cells, at, (view[None], None), verb, site, strong, since, None, actor, lacks
+            ):
+                return seen
         tensor = self.order.tensor_view(actor)
         if tensor is not None:
             late = self._unordered(cells, at, (tensor[None], None), strong, since)
@@ -157,11 +267,15 @@ class Shadow:
     # --- both ---
 
     def _after_reads(
-        self, cells: np.ndarray, at: Any, view: View, site: Site, actor: Actor | None = None
-    ) -> None:
+        self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        actor: Actor | None = None, copies: Copies | None = None,
+    ) -> None:  # fmt: skip
         """Check a write against the reads before, which are over then."""
-        found = self.readers.unseen(cells, at, view, 0 if actor is None else actor.since)
-        lacks = "race"
+        since, lacks = 0 if actor is None else actor.since, "race"
+        found = self.readers.unseen(cells, at, view, since)
+        if self._polls is not None and not strong:
+            found = found or self._polls.unseen(cells, at, view, since, self.order.are_reads)
+            self._polls.clear(cells)
         if found is None and actor is not None:
             tensor = self.order.tensor_view(actor)
             if tensor is not None:
@@ -172,19 +286,21 @@ class Shadow:
                 lacks = "proxy_reads"
         if found is not None:
             cell, writer, column, event = found
-            who = writer if actor is None else actor
-            self._race(cell, who, "writes", site, "read", column, event, lacks)
+            who = _who(writer, copies) if actor is None else actor
+            self.race(cell, who, "writes", site, "read", column, event, lacks)
         self.readers.clear(cells)
 
     def _after_write(
         self, cells: np.ndarray, at: Any, late: np.ndarray, verb: str, site: Site,
-        lacks: str = "race",
+        lacks: str = "race", copies: Copies | None = None,
     ) -> None:  # fmt: skip
         """Complain of an access, by agents or an actor, to the cells that are ``late``."""
         cell = int(cells[late][0])
-        who = at if isinstance(at, Actor) else int(np.broadcast_to(at, cells.shape)[late][0])
+        who = at
+        if not isinstance(at, Actor):
+            who = _who(int(np.broadcast_to(at, cells.shape)[late][0]), copies)
         column, event = int(self.writer[cell]), int(self.written[cell])
-        self._race(cell, who, verb, site, "write", column, event, lacks)
+        self.race(cell, who, verb, site, "write", column, event, lacks)
 
     def seen(self, cell: int, agents: np.ndarray) -> np.ndarray:
         """Which of the agents (n,) have seen the last write to a cell, one that was made."""
@@ -200,7 +316,7 @@ class Shadow:
     def place(self, cell: int) -> str:
         return f"{cell * self.size:#x}"
 
-    def _race(
+    def race(
         self, cell: int, who: int | Actor, verb: str, site: Site, other: str, column: int,
         event: int, lacks: str = "race",
     ) -> None:  # fmt: skip
@@ -220,11 +336,13 @@ class Shadow:
                 "::after_thread_sync after the acquire"
             )
         elif lacks in ("fence", "proxy_reads"):
+            if earlier.opcode.startswith("mbarrier.inval"):
+                kind = "mbarrier_proxy"  # the ISA does not say that it writes
             message = (
                 f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy "
                 f"after the ordinary {other} by {there}"
             )
-        elif order.of_one_warp(agent, column, event):
+        elif column != agent and order.of_one_warp(agent, column, event):
             kind = "lanes"
             message = (
                 f"data race between lanes of a warp: {here} {verb} {place}; nothing orders it "
@@ -237,3 +355,8 @@ class Shadow:
             if earlier.opcode.startswith("mbarrier.init"):
                 message += ": before a relaxed arrival, fence.mbarrier_init must come between"
         self.alarms.tell(kind, message, site, earlier)
+
+
+def _who(column: int, copies: Copies | None) -> int | Actor:
+    """An agent, or the lane whose copies have the column."""
+    return column if copies is None else copies.lane(column)

@@ -10,11 +10,12 @@ import re
 
 from .declarations import STATE_SPACES, DeclarationParser
 from .operands import Scope
-from .program import Function, Instruction, Operand
+from .program import Function, Instruction, Operand, Register, has_carry
 from .tokens import Source, Token
 
 __all__ = ["BodyParser"]
 
+_CARRY = "(carry)"  # no register has such a name
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 
 
@@ -120,6 +121,16 @@ class BodyParser(DeclarationParser):
             if self.text != ";":
                 self.expect(",")
         line, _ = self.source.where(first.position)
+        carry = self.carry() if has_carry(opcode) else None
         self.body.instructions.append(
-            Instruction(opcode, tuple(operands), predicate, negated, line, self.loc)
+            Instruction(opcode, tuple(operands), predicate, negated, line, self.loc, carry)
         )
+
+    def carry(self) -> Register:
+        """The carry of a thread is a register of its function, though none that has a name."""
+        scope = self.scopes[0]
+        if _CARRY not in scope.registers:
+            scope.registers[_CARRY] = self.new_register(_CARRY, "pred")
+        register = scope.registers[_CARRY]
+        assert isinstance(register, Register)
+        return register

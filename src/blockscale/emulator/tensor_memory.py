@@ -87,7 +87,7 @@ class TensorMemory:
             raise MemoryFault(f"column {column} of Tensor Memory is not allocated")
         launch = self.cta.launch
         if self.shadow is not None:
-            assert work.actor is not None
+            assert isinstance(work.actor, Actor)
             blanks = self.shadow.blanks
             if kind == "read" and blanks is not None and blanks.has(
                 region.cells, lambda: region.words

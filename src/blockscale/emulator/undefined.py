@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Blank", "Blanks", "Origin", "Undefined", "View", "cover", "fetched", "fill", "fill_masks",
-    "gathered", "mark", "masks", "used",
+    "gathered", "has_masks", "mark", "masks", "used",
 ]  # fmt: skip
 
 
@@ -145,10 +145,14 @@ def fetched(work: Work, read: Callable[[], np.ndarray]) -> tuple[np.ndarray, Und
 # --- registers ------------------------------------------------------------------------------------
 
 
+def has_masks(frame: Frame) -> bool:
+    return len(frame.registers) > len(frame.function.registers)
+
+
 def masks(frame: Frame) -> int:
     """How far the masks of the registers of a frame are behind these; made when first needed."""
     registers, behind = frame.registers, len(frame.function.registers)
-    if len(registers) == behind:
+    if not has_masks(frame):
         registers += [np.zeros(len(r), r.dtype) for r in registers]
         frame.code.be_careful()
     return behind

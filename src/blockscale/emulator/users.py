@@ -34,11 +34,9 @@ class Users:
     def unknown(self, known: np.ndarray) -> list[Work]:
         """Those that are not covered by what is known: the last event of each column."""
         return [
-            w
-            for w in self._works
-            if w.actor is not None and (not w.done or w.actor.event > known[w.actor.column])
+            w for w in self._works if w.actor is not None and (not w.done or w.actor.unknown(known))
         ]
 
     def columns(self) -> list[int]:
         """Those of the works: they must not be given to others yet."""
-        return [w.actor.column for w in self._works if w.actor is not None]
+        return [c for w in self._works if w.actor is not None for c in w.actor.needed()]

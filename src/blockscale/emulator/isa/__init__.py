@@ -3,9 +3,9 @@
 import importlib
 import pkgutil
 
-from .registry import build, families
+from .registry import Built, build, families
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["build", "families"]
+__all__ = ["Built", "build", "families"]

@@ -64,7 +64,7 @@ def checked(w: Fragment, form: Form, address: np.ndarray, size: int) -> np.ndarr
 
 @instruction("ld", "ldu")
 def load(form: Form) -> Step:
-    """9.7.9; hints of caching and ordering change nothing here."""
+    """9.7.9; hints of caching and ordering change no value; strong accesses order (see steps)."""
     space, constant = form.one(*_SPACES), form.has("nc")
     hints(form, 2)
     count, type = vector_length(form), _bits(form.type())
@@ -194,9 +194,13 @@ def atomic(form: Form) -> Step:
     def run(w: Fragment) -> None:
         where = checked(w, form, address(w), size)
         operands = [_columns(w, values, dtype) for values in gets]
+        cluster = w.cta.cluster
+        order = cluster.order if returns and cluster.member is None else None  # see steps
         before = np.empty((w.n, count), dtype)
         for turn in turns(where):
             part = w if len(turn) == w.n else w.part(turn, w.pc)
+            if order is not None:  # whoever comes later learns from those before
+                order.through("flags", part.agents(), releases=True)
             old = np.ascontiguousarray(read(part, where[turn], size)).view(dtype)
             elements = [operand[turn].reshape(-1) for operand in operands]
             flushed = np.repeat(where[turn] >> np.uint64(56) == 0, count) & (space in _GLOBAL)

@@ -15,6 +15,7 @@ from ..machine import Fragment, Step, storage
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import read_shared, write_global, write_shared
 from ..program import Register
+from ..scopes import SYS, Strength, reach
 from .access import checked, vector_length
 from .bulk import one_by_one, reduced
 from .mbarrier import addresses, find, visible
@@ -128,6 +129,9 @@ def _into_global(form: Form) -> Step:
     if form.has("mmio") and order != "release":
         raise form.error(".mmio goes with .release only")
     form.one("global")
+    how = None
+    if order != "weak" and scope is not None:
+        how = Strength(reach((scope,), SYS), False, order == "release", reduces, False)
     type, kept = _operation(form, *_STORED, *_SMALL)
     size = np.dtype(TYPES[type]).itemsize
     target, values = form.address(0), _values(form, type, 1)
@@ -140,7 +144,7 @@ def _into_global(form: Form) -> Step:
         def write(work: Work) -> None:
             with launch.lock:
                 new = kept(stored, lambda: launch.memory.load(where, size))
-                write_global(work, launch, where, new)
+                write_global(work, launch, where, new, None, how)
 
         cluster = w.cta.cluster
         cluster.engine.submit(Work(w, write, actor=cluster.begin(w, generic=True)))

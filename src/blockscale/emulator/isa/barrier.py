@@ -31,6 +31,7 @@ class Barrier:
         self.counted = np.zeros(-(-cta.size // 32), bool)  # warps that arrived in this phase
         self.repeats = 0  # bar.arrive by a warp that has arrived already
         self.expected = 0  # threads; 0: every warp that is alive
+        self.wanted = np.zeros(cta.size, np.int64)  # the same, as each thread says
         # Of each thread: the phase whose end it waits for, or one of the codes above.
         self.ticket = np.full(cta.size, _NONE)
         self.votes: dict[int, tuple[int, int]] = {}  # phase -> predicates that were true, all
@@ -38,17 +39,18 @@ class Barrier:
         self.passed_on: dict[int, Knowledge] = {}  # phase -> what its arrivals released
 
     def arrive(self, threads: np.ndarray, waits: bool, expected: int, vote: Any) -> None:
-        self.vote[threads] = vote
+        self.vote[threads], self.wanted[threads] = vote, expected
         self.ticket[threads] = _HALF if waits else _ARRIVING
         for warp in np.unique(threads // 32):
-            self.count(int(warp), expected)
+            self.count(int(warp))
 
-    def count(self, warp: int, expected: int = 0) -> None:
+    def count(self, warp: int) -> None:
         """Count a warp if all its lanes are here, and end the phase if it was the last."""
         lanes = slice(32 * warp, 32 * warp + 32)
         here = self.ticket[lanes] <= _HALF
         if not here.any() or not (here | self.cta.exited[lanes]).all():
             return
+        expected = int(self.wanted[lanes][here].max())
         if expected and self.expected and expected != self.expected:
             raise ValueError(
                 f"{expected} threads expected, but {self.expected} by the first to arrive"

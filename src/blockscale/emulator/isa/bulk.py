@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ from ..engine import Work
 from ..machine import CTA, Fragment, Step
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import read_global, read_shared, write_global, write_shared
+from ..scopes import GPU, Strength
 from ..undefined import fetched, used
 from .access import combiner
 from .copies import groups
 from .mbarrier import MBarrier, find, visible
 from .registry import TYPES, Form, first, instruction
 
-__all__ = ["REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send"]
+__all__ = ["REDUCES", "REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send"]
 
 _PIECE = 16
 #: Destination and source.
@@ -26,6 +28,8 @@ _WAYS = (
     ("global", "shared::cta"),
 )  # fmt: skip
 _SPACES = ("global", "shared::cluster", "shared::cta")
+#: How reductions in global memory access it: 9.7.9.25.4.2.
+REDUCES = Strength(GPU, updates=True, returns=False)
 #: Operations of reductions and the types that each takes in global memory.
 REDUCTIONS = {
     "and": ("b32", "b64"),
@@ -94,18 +98,19 @@ def deliver(
     for _, _, barrier in lands:
         visible(w, barrier, by_proxy=True)
 
-    def copy(work: Work) -> None:
-        write = read(work)
-        for _, address, _ in lands:
-            write(work, address)
-        known = work.message()
-        for _, _, barrier in lands:
-            barrier.complete(size, known)
+    writes: list[Callable[[Work, int], None]] = []  # what is read once lands in all places
 
-    told = tuple((barrier.cta.rank, barrier.offset) for _, _, barrier in lands)
-    actor = cluster.begin(w, told=told)
-    ctas = {cta.rank: cta for cta in (*needs, *(cta for cta, _, _ in lands))}
-    cluster.engine.submit(Work(w, copy, needs=tuple(ctas.values()), actor=actor))
+    def copy(work: Work, address: int, barrier: MBarrier) -> None:
+        if not writes:
+            writes.append(read(work))
+        writes[0](work, address)
+        barrier.complete(size, work.message())
+
+    for cta, address, barrier in lands:  # each mbarrier tells of the bytes of its own CTA
+        actor = cluster.begin(w, told=(barrier.cta.rank, barrier.offset))
+        run = partial(copy, address=address, barrier=barrier)
+        ctas = tuple(dict.fromkeys((*needs, cta)))
+        cluster.engine.submit(Work(w, run, needs=ctas, actor=actor))
 
 
 def send(w: Fragment, read: Callable[[Work], Callable[[Work], None]]) -> None:
@@ -209,6 +214,7 @@ def bulk(form: Form) -> Step:
         at += 1
     bytes_of = form.get(at, "b16") if masked else None
     combine_bytes = reduced(operation, type)
+    how = REDUCES if operation else None
 
     def run(w: Fragment) -> None:
         size, begin, last = first(size_of(w)), first(start(w)), first(to(w))
@@ -243,7 +249,7 @@ def bulk(form: Form) -> Step:
                         old = launch.memory.load(where, _PIECE)
                         new = np.where(keep, combine_bytes(old, values), old)
                     kept = found and found.through(lambda bits: bits * keep)
-                    write_global(work, launch, where, new, kept)
+                    write_global(work, launch, where, new, kept, how)
 
             return into_global if target == "global" else into_shared
 

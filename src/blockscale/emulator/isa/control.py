@@ -8,7 +8,6 @@ import numpy as np
 
 from .. import ieee
 from ..machine import Diverge, Exit, Fragment, Split, Step, Switch, Wait
-from ..order import Order
 from ..program import Group, Label, Symbol, Vector
 from .registry import TYPES, Form, instruction
 from .system_calls import system_call
@@ -257,39 +256,6 @@ def _enter(
 
 def _names(group: Any) -> tuple[str, ...]:
     return tuple(op.name for op in group.items)
-
-
-_FENCES = (
-    "sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys", "gl", "proxy", "alias",
-    "async", "async::generic", "tensormap::generic", "mbarrier_init",
-    "global", "shared::cta", "shared::cluster",
-    "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
-)  # fmt: skip
-
-
-@instruction("fence", "membar")
-def fence(form: Form) -> Step:
-    """9.7.13. Memory is sequentially consistent here; what a fence does is to order accesses for
-    the checks: for the asynchronous proxy, or for relaxed arrivals after it (.mbarrier_init: of
-    what mbarrier.init wrote)."""
-    names = set(form.left)
-    while form.has(*_FENCES):
-        pass
-    if "tensormap::generic" in names and "acquire" in names:
-        form.address(0)
-        form.get(1, "u32")
-    if "proxy" in names and not names & {"async", "async::generic"}:
-        return lambda w: None
-    order_by = Order.fence_proxy if "proxy" in names else Order.fence
-    if "mbarrier_init" in names:  # of the thread's own mbarrier.init alone
-        order_by = Order.fence_inits
-
-    def run(w: Fragment) -> None:
-        order = w.cta.cluster.order
-        if order is not None:
-            order_by(order, w.agents())
-
-    return run
 
 
 @instruction("pmevent")

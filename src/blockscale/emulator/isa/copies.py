@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..engine import Work
+from ..knowledge import Actor
+from ..lane_copies import Copies
 from ..machine import CTA, Fragment, Step, Wait
 from ..ports import read_global, write_shared
 from ..program import Immediate
@@ -47,6 +49,17 @@ class Groups:
                     found[id(work)] = work
         return list(found.values())
 
+    def waited(self, threads: np.ndarray, keep: int) -> np.ndarray:
+        """The event of the last cp.async of each thread in such a group, 0: there is none."""
+        last = np.zeros(len(threads), np.uint32)
+        for i, thread in enumerate(threads.tolist()):
+            mine = self.closed.get(thread, ())
+            for group in islice(reversed(mine), keep, None):
+                if group and isinstance(group[-1].actor, Copies):
+                    last[i] = group[-1].actor.event
+                    break
+        return last
+
     def drop(self, threads: np.ndarray, keep: int) -> None:
         for thread in threads.tolist():
             mine = self.closed.get(thread)
@@ -63,18 +76,21 @@ def groups(cta: CTA, kind: str) -> Groups:
     return found
 
 
-def learn(w: Fragment, works: list[Work]) -> None:
-    """Each thread that waited for its own of these knows what they did."""
+def learn(w: Fragment, works: list[Work], reads: bool) -> None:
+    """Each thread that waited for its own of these knows what they did, or only read."""
     order = w.cta.cluster.order
     if order is None:
         return
     whose: dict[bytes, list[Work]] = {}
     for work in works:
-        if work.actor is not None:
+        if isinstance(work.actor, Actor):
             whose.setdefault(work.threads.tobytes(), []).append(work)
     for own in whose.values():
         waiting = np.intersect1d(w.threads, own[0].threads)
-        order.acquire(w.cta.agents(waiting), order.join(o.actor.message() for o in own if o.actor))
+        actors = [work.actor for work in own if isinstance(work.actor, Actor)]
+        order.acquire(w.cta.agents(waiting), order.join(actor.message() for actor in actors))
+        if w.cta.launch.races is not None and not reads:
+            w.cta.launch.races.waited(actors, order.event(w.site()))
 
 
 def wait_for(w: Fragment, works: list[Work], reads: bool, what: str) -> Wait | None:
@@ -92,7 +108,7 @@ def wait_for(w: Fragment, works: list[Work], reads: bool, what: str) -> Wait | N
         return f"{what}: {count} in flight, {left[0].location()}"
 
     if ready():
-        learn(w, works)
+        learn(w, works, reads)
         return None
     return Wait(ready, why)
 
@@ -147,7 +163,9 @@ def cp_async(form: Form) -> Step:
             values[np.arange(size) >= length[:, None]] = 0
             write_shared(work, to, values)
 
-        actor = cluster.begin(w, generic=True)
+        actor = None
+        if cluster.order is not None:
+            actor = Copies(cluster.order, w.agents(), w.site(), np.nonzero(length > 0)[0])
         work = Work(w, copy, needs=(w.cta,), actor=actor)
         groups(w.cta, "cp.async").add(w.threads, work)
         cluster.engine.submit(work)
@@ -181,6 +199,9 @@ def wait_group(form: Form) -> Step:
         if every:
             mine.commit(w.threads)
         wait = wait_for(w, mine.older(w.threads, keep), reads, form.ins.opcode)
+        order = w.cta.cluster.order
+        if wait is None and kind == "cp.async" and order is not None:
+            order.wait_for_own(w.agents(), mine.waited(w.threads, keep))
         if wait is None and not reads:
             mine.drop(w.threads, keep)
         return wait
@@ -205,9 +226,14 @@ def arrive(form: Form) -> Step:
                 barrier.pending += 1
             earlier = tuple(mine.all(w.threads[i : i + 1]))
 
-            def signal(work: Work, barrier: Any = barrier, earlier: Any = earlier) -> None:
+            def signal(
+                work: Work, barrier: Any = barrier, earlier: Any = earlier,
+                thread: int = int(w.threads[i]),
+            ) -> None:  # fmt: skip
                 for other in earlier:
-                    barrier.learn(other.message())
+                    if isinstance(other.actor, Copies):
+                        lane = int(np.searchsorted(other.threads, thread))
+                        barrier.learn(other.actor.message(lane))
                 barrier.arrive()
 
             cluster.engine.submit(Work(w, signal, after=earlier, needs=(w.cta,)))

@@ -1,6 +1,6 @@
 """Integer arithmetic with a carry: PTX ISA 9.7.2.
 
-The carry of a thread lives beside the registers of its function. As on an H200, a subtraction adds
+The carry of a thread is a register of its function. As on an H200, a subtraction adds
 the inverse and its carry says that nothing was borrowed; the PTX ISA has it the other way, which
 shows where addc follows sub.cc or subc follows add.cc.
 """
@@ -12,17 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Fragment, Frame, Step
+from ..machine import Fragment, Step
 from .integer import mul_high
 from .registry import TYPES, Form, instruction
-
-_CARRY = "%cc"  # no .param variable has such a name
-
-
-def _carry(frame: Frame) -> np.ndarray:
-    if _CARRY not in frame.variables:
-        frame.variables[_CARRY] = np.zeros((frame.threads, 1), np.uint8)
-    return frame.variables[_CARRY][:, 0]
 
 
 def _add(a: Any, b: Any, carry: Any) -> tuple[Any, Any]:
@@ -39,19 +31,19 @@ def _type(form: Form) -> str:
 
 def _step(form: Form, type: str, first: Callable[[Fragment], Any], second: int) -> Step:
     """A sum or difference of a value and the operand numbered ``second``, and its carry."""
-    takes, gives = form.parts[0].endswith("c"), "cc" in form.parts
+    takes = form.get(form.ins.carry, "pred") if form.ins.takes_carry else None
+    gives = form.set(form.ins.carry, "pred") if "cc" in form.parts else None
     subtracts = form.parts[0].startswith("sub")
     bits = f"u{type[1:]}"
     dtype = np.dtype(TYPES[bits])
     b, put = form.get(second, bits), form.set(0, bits)
 
     def run(w: Fragment) -> None:
-        flags = _carry(w.frame)
-        carry = flags[w.sel].astype(dtype) if takes else dtype.type(subtracts)
+        carry = dtype.type(subtracts) if takes is None else np.asarray(takes(w)).astype(dtype)
         addend = ~np.asarray(b(w)) if subtracts else np.asarray(b(w))
         result, out = _add(np.asarray(first(w)), addend, carry)
-        if gives:
-            flags[w.sel] = out
+        if gives is not None:
+            gives(w, out)
         put(w, result)
 
     return run

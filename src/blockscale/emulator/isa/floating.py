@@ -1,7 +1,7 @@
 """Floating-point arithmetic: PTX ISA 9.7.3 to 9.7.5.
 
 fp32 and the 16-bit types are computed in fp64, where their products are exact and sums are rounded
-to odd (see ieee). fp64 itself goes to numpy, or to exact fractions where numpy has nothing.
+to odd (see ieee). fp64 itself goes to numpy, or with directed rounding to exact fractions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..ieee import (
     clamp,
     exact_fp64,
     flush,
+    fma64,
     higher,
     join,
     lower,
@@ -50,7 +51,9 @@ def _exact(name: str, rounding: str, values: tuple[Any, ...]) -> np.ndarray:
     return total
 
 
-_NEAREST: Mapping[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_NEAREST: Mapping[str, Any] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": fma64,
+}  # fmt: skip
 
 
 def _nearest_fma(a: Any, b: Any, c: Any) -> np.ndarray:
@@ -77,7 +80,7 @@ def arithmetic(form: Form, name: str, sources: int) -> Step:
     if type == "f64":
         if ftz or sat or relu or oob:
             raise form.error("has no modifiers with .f64 but the rounding")
-        if rounding != "rn" or name == "fma":
+        if rounding != "rn":
             return integer.simple(
                 form, type, np.vectorize(exact_fp64(name, rounding), [float]), sources
             )
@@ -273,8 +276,11 @@ def divide(form: Form) -> Step:
     form.one("approx", *(("full",) if name == "div" else ()))
     rounding = form.one(*ROUNDINGS, default="rn") or "rn"
     ftz, type = form.has("ftz"), form.type("f32", "f64")
-    if type == "f64" and (ftz or rounding != "rn" or form.has("approx") or "approx" in form.parts):
-        raise form.error("fp64 is supported with .rn")
+    if name == "rcp" and form.parts == ("rcp", "approx", "ftz", "f64"):
+        return integer.simple(form, type, _of_upper_words(np.reciprocal), 1)
+    if type == "f64" and (ftz or rounding != "rn" or "approx" in form.parts):
+        other = ", and rcp.approx.ftz" if name == "rcp" else ""
+        raise form.error(f"fp64 is supported with .rn{other}")
 
     def single(*values: Any) -> np.ndarray:
         if ftz:
@@ -293,10 +299,32 @@ def divide(form: Form) -> Step:
     return integer.simple(form, type, double[name], 2 if name == "div" else 1)
 
 
+def _of_upper_words(function: Any) -> Any:
+    """.approx.ftz.f64, 9.7.3.14 and 9.7.3.17: the upper word of the result, nearest, of that of the
+    operand; the lower words are ignored and zero. CUDA's divisions and logarithms start there."""
+    tiny = np.finfo(np.float64).tiny
+
+    def run(a: Any) -> np.ndarray:
+        upper = np.atleast_1d(a).view(np.uint64) & _UPPER
+        out = np.atleast_1d(function(flush(upper.view(np.float64), tiny)))
+        words = (out.view(np.uint64) + np.uint64(1 << 31)) & _UPPER
+        words[np.isnan(out)] = _QUIET_UPPER
+        return np.asarray(flush(words.view(np.float64), tiny))
+
+    return run
+
+
+_UPPER, _QUIET_UPPER = np.uint64(0xFFFFFFFF << 32), np.uint64(0x7FFFFFFF << 32)
+
+
+def _inverse_root(a: Any) -> Any:
+    return 1 / np.sqrt(a)
+
+
 _APPROXIMATE: Mapping[str, Any] = {
     "ex2": np.exp2,
     "lg2": np.log2,
-    "rsqrt": lambda a: 1 / np.sqrt(a),
+    "rsqrt": _inverse_root,
     "sin": np.sin,
     "cos": np.cos,
     "tanh": np.tanh,
@@ -310,7 +338,11 @@ def approximate(form: Form) -> Step:
     if not form.has("approx"):
         raise form.error("expected .approx")
     ftz = form.has("ftz")
-    type = form.type("f32", *(_HALVES if name in ("ex2", "tanh") else ()))
+    also = {"ex2": _HALVES, "tanh": _HALVES, "rsqrt": ("f64",)}
+    type = form.type("f32", *also.get(name, ()))
+    if type == "f64":
+        function = _of_upper_words(_inverse_root) if ftz else _inverse_root
+        return integer.simple(form, type, function, 1)
     strict = name == "tanh" or type in _HALVES
     if strict and ftz != (name == "ex2" and type.startswith("bf16")):
         raise form.error(f".{type} takes {'no .ftz' if ftz else '.ftz'}")

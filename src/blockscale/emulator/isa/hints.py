@@ -9,8 +9,8 @@ from ..machine import Fragment, Step
 from ..predecessor import waited
 from ..program import Immediate
 from .access import checked
+from .meeting import gathered
 from .registry import Form, instruction
-from .warp import gathered
 
 _LINE = 128  # bytes that discard and applypriority are about
 _PRIMARY = ("L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged")

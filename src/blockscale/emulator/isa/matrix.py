@@ -15,8 +15,8 @@ import numpy as np
 from ..machine import Fragment, Step
 from ..memory import SHARED_WINDOW, MemoryFault
 from .access import checked
+from .meeting import gathered
 from .registry import Form, instruction
-from .warp import gathered
 
 #: Bytes of a row (warps, matrices, rows, 16) <-> registers (warps, registers, 32 lanes).
 Layout = Callable[[np.ndarray], np.ndarray]

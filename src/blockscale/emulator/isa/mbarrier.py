@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..knowledge import Knowledge, executed, joined
+from ..knowledge import Knowledge, joined
 from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import SHARED_WINDOW, MemoryFault
 from ..program import PtxError
@@ -16,6 +16,7 @@ from .registry import Form, instruction
 __all__ = ["MBarrier", "addresses", "find", "visible"]
 
 _MOST = (1 << 20) - 1  # of counts and of bytes
+_OPAQUE = 8 * b"\xb8"  # what an object holds in memory
 _COUNT_BITS = 20  # a state token is the phase above the pending count
 
 
@@ -43,6 +44,12 @@ class MBarrier:
         self.last, self.current = Phase(self, -1), Phase(self, 0)
         #: The first thread of a fragment -> the phase that it has seen end last.
         self.seen: dict[int, int] = {}
+        self.uses: dict[int, int] = {}  # agent -> the event of its last use
+
+    @property
+    def intact(self) -> bool:
+        """Whether its memory was left alone: what it holds is opaque."""
+        return self.cta.shared[self.offset : self.offset + 8].tobytes() == _OPAQUE
 
     @property
     def phase(self) -> int:
@@ -122,6 +129,11 @@ def find(cta: CTA, address: int) -> MBarrier:
     barrier = owner.mbarriers.get(offset)
     if barrier is None:
         raise PtxError(f"no mbarrier was initialized at {address:#x} of {owner}")
+    if not barrier.intact:
+        raise PtxError(
+            f"{barrier} was overwritten: mbarrier.inval must come before its memory is used for "
+            "anything else"
+        )
     return barrier
 
 
@@ -183,6 +195,7 @@ def visible(
         unaware = unaware[~order.initialized(unaware, writer, written, False)]
     if len(unaware):
         shadow.read(np.array([[cell]]), unaware[:1], w.site(), strong=False)
+    barrier.uses.update(dict.fromkeys(agents.tolist(), order.event(w.site())))
     alarms = w.cta.launch.alarms
     if not by_proxy or "mbarrier_proxy" not in alarms.checks:
         return
@@ -211,18 +224,33 @@ def init(form: Form) -> Step:
                 raise MemoryFault(f"mbarrier address {int(address):#x} is not a multiple of 8")
             if not 1 <= n <= _MOST:
                 raise form.error(f"count {n}; allowed are 1 to {_MOST}")
+            before = owner.mbarriers.get(offset)
+            if before is not None and before.intact:
+                raise form.error(f"{before} is there already: mbarrier.inval must come between")
             owner.mbarriers[offset] = MBarrier(owner, offset, int(n))
             _mark(w, i, owner, offset)
 
     return run
 
 
-def _mark(w: Fragment, i: int, cta: CTA, offset: int) -> None:
-    """Its 8 bytes are written; what they hold is opaque."""
-    cta.shared[offset : offset + 8] = 0xB8
+def _mark(w: Fragment, i: int, cta: CTA, offset: int, again: bool = False) -> None:
+    """Its 8 bytes are written; what they hold is opaque. ``again``: the mbarrier was there."""
+    cta.shared[offset : offset + 8] = np.frombuffer(_OPAQUE, np.uint8)
     if cta.shadow is not None:
-        cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)
-        cta.shadow.write(cells[None], w.agents()[i : i + 1], w.site(), strong=True)
+        cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)[None]
+        same = np.ones((2, *cells.shape), bool) if again else None
+        cta.shadow.write(cells, w.agents()[i : i + 1], w.site(), strong=not again, same=same)
+
+
+def _all_uses_are_over(w: Fragment, i: int, barrier: MBarrier) -> None:
+    """A race, unless a thread knows of all that was done with the mbarrier."""
+    shadow, agent = barrier.cta.shadow, w.agents()[i : i + 1]
+    if shadow is None or not shadow.races:
+        return
+    cell, seen = barrier.offset // shadow.size, shadow.order.seen_by(agent)
+    for user, event in barrier.uses.items():
+        if event > seen[user]:
+            shadow.race(cell, int(agent[0]), "ends", w.site(), "use", user, event)
 
 
 @instruction("mbarrier.inval")
@@ -232,9 +260,12 @@ def inval(form: Form) -> Step:
     where = addresses(form, 0, space)
 
     def run(w: Fragment) -> None:
-        for address in where(w):
+        for i, address in enumerate(where(w)):
             barrier = find(w.cta, int(address))
+            visible(w, barrier, [i])
+            _all_uses_are_over(w, i, barrier)
             del barrier.cta.mbarriers[barrier.offset]
+            _mark(w, i, barrier.cta, barrier.offset, again=True)
 
     return run
 
@@ -384,8 +415,7 @@ def wait(form: Form) -> Step:
         for phase, here in ended:
             phase.barrier.seen[int(threads[0])] = phase.number
             if order is not None and phase.known is not None:
-                known = executed(phase.known) if relaxed else phase.known
-                order.acquire(w.agents()[here], known)
+                (order.hear if relaxed else order.acquire)(w.agents()[here], phase.known)
         put(w, over)
         return None
 

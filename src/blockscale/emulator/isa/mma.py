@@ -16,8 +16,8 @@ from ..tensorcore.fragments import warp_matrix, warp_registers
 from ..undefined import Undefined, fill_masks
 from ..undefined import gathered as masks_of
 from .matrix import whole_warps
+from .meeting import gathered
 from .registry import TYPES, Form, Getter, instruction
-from .warp import gathered
 from .wgmma import words_of
 
 _M, _N = 16, 8
@@ -117,7 +117,10 @@ def _shape(form: Form) -> tuple[int, str, str, str]:
     match = next(filter(None, (re.fullmatch(r"m16n8k(\d+)", part) for part in form.left)), None)
     types = form.several(*_DTYPES)
     if match is None or len(types) != 4 or not form.has(match[0]):
-        raise form.error("expected a shape .m16n8kK and the types of D, A, B and C")
+        raise form.error(
+            "expected a shape .m16n8kK and the types of D, A, B and C, which are some of "
+            f"{', '.join(_DTYPES)}: others are not supported"
+        )
     k, (d_type, a_type, b_type, c_type) = int(match[1]), types
     for kind in _KINDS:
         if {a_type, b_type} <= {*kind.operands} and d_type == c_type in kind.results:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ __all__ = [
     "SIGNED",
     "TYPES",
     "UNSIGNED",
+    "Built",
     "Form",
     "Getter",
     "Setter",
@@ -106,8 +107,10 @@ class Form:
         self.parts = ins.parts
         self.bound = False  # whether the step depends on the launch
         self._machine, self._resolve = machine, resolve
+        self.of_masks = getattr(machine, "of_masks", False)  # built for masks: see careful
         self.left: list[str] = []
         self.used = 0  # operands looked at: the rest would be ignored, which is an error
+        self.results: list[int] = []  # slots of the registers that it writes
 
     # --- what the launch decides ---
 
@@ -247,6 +250,7 @@ class Form:
             return lambda w, value: None
         if not isinstance(op, Register):
             raise self.error("the destination is no register")
+        self.results.append(op.slot)
         dtype, kept, slot = np.dtype(TYPES[type]), storage(op), op.slot
         if kept == dtype:
 
@@ -364,9 +368,16 @@ def _immediate(op: Immediate, dtype: np.dtype) -> Any:
     return np.array(op.value & mask, f"u{dtype.itemsize}").view(dtype)[()]
 
 
-def build(ins: Instruction, resolve: Callable[[str], int], machine: Any) -> tuple[Step, bool]:
-    """The step of an instruction, predicate included, and whether it is for this launch alone.
-    PtxError for what is not supported."""
+class Built(NamedTuple):
+    """The step of an instruction, predicate included."""
+
+    step: Step
+    bound: bool  # it is for this launch alone
+    results: tuple[int, ...]  # slots of the registers that it writes
+
+
+def build(ins: Instruction, resolve: Callable[[str], int], machine: Any) -> Built:
+    """PtxError for what is not supported."""
     parts = ins.parts
     for length in range(len(parts), 0, -1):
         if parts[:length] in _builders:
@@ -378,7 +389,7 @@ def build(ins: Instruction, resolve: Callable[[str], int], machine: Any) -> tupl
                 form.release()
             if parts[0] != "bra":
                 step = predicated(step, ins, control)
-            return step, form.bound
+            return Built(step, form.bound, tuple(form.results))
     raise PtxError(f"unsupported instruction {ins.opcode}", ins.line)
 
 

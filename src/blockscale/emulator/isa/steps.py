@@ -11,7 +11,7 @@ from ..program import Instruction
 
 __all__ = ["is_strong", "predicated", "synchronized"]
 
-_ACCESSES = ("ld", "ldu", "st", "atom", "red")
+_ACCESSES = ("ld", "ldu", "st", "red")  # an atom has turns, and looks after them itself
 _STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel"}
 
 
@@ -44,9 +44,9 @@ def _strong(step: Step, releases: bool) -> Step:
     the hardware does: a race can be missed, none is invented."""
 
     def run(w: Fragment) -> Any:
-        order = w.cta.cluster.order
-        if order is not None:
-            order.through("flags", w.agents(), releases)
+        cluster = w.cta.cluster
+        if cluster.order is not None and cluster.member is None:  # who knows of places
+            cluster.order.through("flags", w.agents(), releases)
         return step(w)
 
     return run

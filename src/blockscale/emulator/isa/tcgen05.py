@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engine import Work
+from ..knowledge import Actor
 from ..machine import CTA, Fragment, Split, Step, Wait
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import write_shared
@@ -17,8 +18,9 @@ from ..tensor_memory import COLUMNS, tensor_memory
 from .bulk import one_by_one
 from .copies import groups, wait_for, warps
 from .mbarrier import addresses, find, visible
+from .meeting import gathered
 from .registry import Form, instruction
-from .warp import gathered, meet
+from .warp import meet
 
 __all__ = ["aligned", "cta_group", "enqueue", "for_warps", "pair", "split_address", "uniform"]
 
@@ -146,9 +148,9 @@ def relinquish(form: Form) -> Step:
     return gathered(form, None, run)
 
 
-@instruction("tcgen05.fence")
+@instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def fence(form: Form) -> Step:
-    """::before_thread_sync, ::after_thread_sync: 9.7.16.6.4. Only the check tcgen05_order asks for
+    """9.7.16.6.4. Only the check tcgen05_order asks for
     them: compilers leave them out too, and hardware runs that."""
     form.needs("sm_100f")
     before = form.parts[1].endswith("before_thread_sync")
@@ -158,10 +160,6 @@ def fence(form: Form) -> Step:
             w.cta.cluster.order.fence_tensor(w.agents(), before)
 
     return run
-
-
-for _name in ("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"):
-    instruction(_name)(fence)
 
 
 @instruction("tcgen05.wait::ld", "tcgen05.wait::st", control=True)
@@ -213,8 +211,10 @@ def commit(form: Form) -> Step:
         order = w.cta.cluster.order
 
         def signal(work: Work) -> None:
-            if work.actor is not None:  # who waits for an earlier commit does not know of this one
-                assert order is not None
+            if isinstance(work.actor, Actor):
+                assert (
+                    order is not None
+                )  # who waits for an earlier commit does not know of this one
                 work.actor.did(order.event(work.site()))
             for barrier in barriers:
                 barrier.learn(work.message())

@@ -108,6 +108,7 @@ def load(form: Form) -> Step:
     """The registers are in flight until tcgen05.wait::ld, or until one of them is used."""
     find, items, packed = _shape(form, 1, 0, "pack::16b")
     slots = form.asynchronous(items)
+    form.results += slots
 
     def run(w: Fragment) -> None:
         region = find(w)

@@ -16,7 +16,7 @@ from ..program import Address, Vector
 from ..tensormap import TensorMap
 from ..tensormap_tile import Tile
 from ..undefined import fetched, used
-from .bulk import REDUCTIONS, deliver, landings, one_by_one, reduced, send
+from .bulk import REDUCES, REDUCTIONS, deliver, landings, one_by_one, reduced, send
 from .registry import Form, first, instruction
 
 _DIMENSIONS = tuple(f"{n}d" for n in range(1, 6))
@@ -134,7 +134,7 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
         bits = element.replace("u", "b")  # of unsigned types: an H200 faults with s64
         if operation is not None and not {element, bits} & {*REDUCTIONS[operation]}:
             raise form.error(f".{operation} of {element} is not supported")
-        combine = reduced(operation, element)
+        combine, how = reduced(operation, element), REDUCES if operation else None
 
         def fetch(work: Work) -> Callable[[Work], None]:
             values, found = fetched(work, lambda: read_shared(work, where, box.taken))
@@ -147,7 +147,7 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
                 with launch.lock:
                     if operation is not None:
                         values = combine(launch.memory.load(places, values.shape[1]), values)
-                    write_global(work, launch, places, values)
+                    write_global(work, launch, places, values, None, how)
 
             def store(work: Work) -> None:
                 if found is not None:

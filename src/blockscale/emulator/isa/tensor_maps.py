@@ -13,8 +13,8 @@ from ..ports import read_shared, write_global
 from ..program import Immediate
 from ..tensormap_bits import replace
 from .copies import warps
+from .meeting import gathered
 from .registry import Form, instruction
-from .warp import gathered
 
 _BYTES, _ALIGN = 128, 64
 #: Fields with the values that they hold, and their step; of an address, any.

@@ -1,7 +1,7 @@
 """What the lanes of a warp do together: PTX ISA 9.7.9 (shfl) and 9.7.13.
 
-Each needs all lanes of its mask at the same instruction. A fragment that has them for some of its
-warps only goes on with those; the others wait until their missing lanes arrive.
+Each needs all lanes of its mask: see ``meeting``. A fragment that has them for some of its warps
+only goes on with those; the others wait until their missing lanes arrive.
 """
 
 from __future__ import annotations
@@ -13,67 +13,11 @@ from typing import Any
 import numpy as np
 
 from .. import ieee
-from ..machine import Fragment, Split, Step, Wait
-from ..program import Pair
+from ..machine import Fragment, Step
+from ..program import Pair, Register
+from ..undefined import Origin, Undefined, fill_masks
+from .meeting import elsewhere, gathered, present, rows, spread
 from .registry import BITS, TYPES, Form, instruction
-
-_ALL = np.uint32(0xFFFFFFFF)
-
-
-def gathered(form: Form, mask_at: int | None, run: Step) -> Step:
-    """``run`` once every lane named by the mask operand (None: the whole warp) is here."""
-    get = (lambda w: _ALL) if mask_at is None else form.get(mask_at, "b32")
-
-    def step(w: Fragment) -> Any:
-        cta, threads = w.cta, w.threads
-        masks = np.broadcast_to(get(w), w.n)
-        if w.n == cta.size and w.n % 32 == 0 and (masks == _ALL).all():
-            return run(w)
-        if not (masks >> (threads % 32).astype(np.uint32) & np.uint32(1)).all():
-            raise form.error("a lane that executes it is not in its mask")
-        missing = _missing(w, masks, [threads])
-        if not missing.any():
-            return run(w)
-        if not missing.all():
-            return Split(missing == 0)
-
-        def lacking() -> np.ndarray:
-            others = [f.threads for f in cta.fragments if f is not w and f.same_place(w)]
-            return _missing(w, masks, [threads, *others])
-
-        def why() -> str:
-            lanes = int(np.bitwise_or.reduce(lacking()))
-            return f"lanes {lanes:#010x} of its mask {int(masks[0]):#010x}"
-
-        return Wait(lambda: not lacking().all(), why)
-
-    return step
-
-
-def _missing(w: Fragment, masks: np.ndarray, here: list[np.ndarray]) -> np.ndarray:
-    """For each thread of a fragment, the lanes of its mask that are neither ``here`` nor gone."""
-    cta = w.cta
-    present = np.ones(-(-cta.size // 32) * 32, bool)
-    present[: cta.size] = cta.exited
-    for threads in here:
-        present[threads] = True
-    lanes = (present.reshape(-1, 32) << np.arange(32, dtype=np.uint32)).sum(1).astype(np.uint32)
-    return masks & ~lanes[w.threads // 32]
-
-
-def _lanes(w: Fragment) -> tuple[np.ndarray, np.ndarray]:
-    """(row of each thread among the warps here, its lane)."""
-    _, row = np.unique(w.threads // 32, return_inverse=True)
-    return row, w.threads % 32
-
-
-def spread(w: Fragment, value: Any, fill: Any = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values laid out as (warps, 32), absent lanes filled; rows and lanes of the threads."""
-    row, lane = _lanes(w)
-    value = np.broadcast_to(value, w.n)
-    table = np.full((int(row.max()) + 1, 32), fill, value.dtype)
-    table[row, lane] = value
-    return table, row, lane
 
 
 @instruction("shfl.sync", control=True)
@@ -88,9 +32,10 @@ def shfl(form: Form) -> Step:
     put = form.set(first, "b32")
     put_p = form.set(target.second, "pred") if isinstance(target, Pair) else None
     a, b, c = form.get(1, "b32"), form.get(2, "b32"), form.get(3, "b32")
+    mask, slot = form.get(4, "b32"), first.slot if isinstance(first, Register) else None
 
     def run(w: Fragment) -> None:
-        table, row, lane = spread(w, a(w))
+        table, row, lane = spread(w, a(w), form)
         by = (np.broadcast_to(b(w), w.n) & 31).astype(np.int64)
         packed = np.broadcast_to(c(w), w.n).astype(np.int64)
         clamp, segment = packed & 31, (packed >> 8) & 31
@@ -112,8 +57,21 @@ def shfl(form: Form) -> Step:
         put(w, table[row, source])
         if put_p is not None:
             put_p(w, good)
+        masks = np.broadcast_to(mask(w), w.n)
+        given = present(w)[row, source] & (masks >> source.astype(np.uint32) & np.uint32(1) == 1)
+        if slot is not None and not form.of_masks and not given.all():
+            _take_nothing(w, slot, ~given)
 
-    return gathered(form, 4, run)
+    return gathered(form, 4, run, a)
+
+
+def _take_nothing(w: Fragment, slot: int, lanes: np.ndarray) -> None:
+    """The result is undefined where the source is inactive or not in the mask."""
+    if "uninitialized" in w.cta.launch.alarms.checks:
+        message = f"{w.site()} takes it from a lane that is not there, or not in its mask"
+        bits = np.full((np.count_nonzero(lanes), 1), 0xFFFF_FFFF, np.uint32)
+        found = Undefined(bits, Origin(w.site(), message))
+        fill_masks(w.frame, (slot,), w.threads[lanes], found)
 
 
 @instruction("vote.sync", control=True)
@@ -127,10 +85,9 @@ def vote(form: Form) -> Step:
     put = form.set(0, "b32" if mode == "ballot" else "pred")
 
     def run(w: Fragment) -> None:
-        table, row, _ = spread(w, a(w), False)
+        table, row, _ = spread(w, a(w), form)
         member = (np.broadcast_to(mask(w), w.n).astype(np.int64)[:, None] >> np.arange(32)) & 1 == 1
-        here, _, _ = spread(w, np.ones(w.n, bool), False)
-        member &= here[row]
+        member &= present(w)[row]
         votes = table[row]
         if mode == "ballot":
             put(w, ((votes & member) << np.arange(32, dtype=np.int64)).sum(1).astype(np.uint32))
@@ -138,7 +95,7 @@ def vote(form: Form) -> Step:
             every, some = (votes | ~member).all(1), (votes & member).any(1)
             put(w, {"all": every, "any": some}.get(mode or "", every | ~some))
 
-    return gathered(form, 2, run)
+    return gathered(form, 2, run, a)
 
 
 @instruction("match.any.sync", "match.all.sync", control=True)
@@ -152,10 +109,9 @@ def match(form: Form) -> Step:
 
     def run(w: Fragment) -> None:
         value = np.array(np.broadcast_to(a(w), w.n))
-        table, row, _ = spread(w, value)
-        here, _, _ = spread(w, np.ones(w.n, bool), False)
+        table, row, _ = spread(w, value, form)
         member = (np.broadcast_to(mask(w), w.n).astype(np.int64)[:, None] >> np.arange(32)) & 1 == 1
-        member &= here[row]
+        member &= present(w)[row]
         same = (table[row] == value[:, None]) & member
         bits = (same << np.arange(32, dtype=np.int64)).sum(1).astype(np.uint32)
         if every:
@@ -165,7 +121,7 @@ def match(form: Form) -> Step:
                 put_p(w, agree)
         put(w, bits)
 
-    return gathered(form, 2, run)
+    return gathered(form, 2, run, a)
 
 
 @instruction("redux.sync", control=True)
@@ -184,18 +140,15 @@ def redux(form: Form) -> Step:
         raise form.error(".abs and .NaN need .f32")
 
     def run(w: Fragment) -> None:
-        value = np.array(np.broadcast_to(a(w), w.n), TYPES[type])
-        masks = np.broadcast_to(mask(w), w.n)
-        out = np.empty_like(value)
-        warps = w.threads // 32
-        for warp in np.unique(warps):
-            of_warp = warps == warp
-            for chosen in np.unique(masks[of_warp]):
-                members = of_warp & (masks == chosen)
-                out[members] = function(value[members])
+        table, row, _ = spread(w, a(w), form)
+        masks, here = np.broadcast_to(mask(w), w.n), present(w)
+        out = np.empty(w.n, TYPES[type])
+        for warp, chosen in {*zip(row.tolist(), masks.tolist(), strict=True)}:
+            members = here[warp] & (chosen >> np.arange(32) & 1 == 1)
+            out[(row == warp) & (masks == chosen)] = function(table[warp, members])
         put(w, out)
 
-    return gathered(form, 2, run)
+    return gathered(form, 2, run, a)
 
 
 _BITWISE = ("b32",)
@@ -233,12 +186,11 @@ def elect(form: Form) -> Step:
     mask = form.get(1, "b32")
 
     def run(w: Fragment) -> None:
-        groups = (w.threads // 32 << 32) | np.broadcast_to(mask(w), w.n).astype(np.int64)
-        _, first, group = np.unique(groups, return_index=True, return_inverse=True)
-        elected = np.zeros(w.n, bool)
-        elected[first] = True
-        put(w, (w.threads[first] % 32)[group].astype(np.uint32))
-        put_p(w, elected)
+        row, lane = rows(w)
+        masks = np.broadcast_to(mask(w), w.n).astype(np.int64)
+        leader = (present(w)[row] & (masks[:, None] >> np.arange(32) & 1 == 1)).argmax(1)
+        put(w, leader.astype(np.uint32))
+        put_p(w, lane == leader)
 
     return gathered(form, 1, run)
 
@@ -250,7 +202,7 @@ def activemask(form: Form) -> Step:
     put = form.set(0, "b32")
 
     def run(w: Fragment) -> None:
-        here, row, _ = spread(w, np.ones(w.n, bool), False)
+        row, here = rows(w)[0], present(w)
         bits = (here << np.arange(32, dtype=np.int64)).sum(1).astype(np.uint32)
         put(w, bits[row])
 
@@ -261,7 +213,15 @@ def activemask(form: Form) -> Step:
 def warp_sync(form: Form) -> Step:
     """9.7.13.3: orders the accesses of the lanes of its mask; no other .sync instruction does."""
     mask = form.get(0, "b32")
-    return gathered(form, 0, lambda w: meet(w, np.broadcast_to(mask(w), w.n)))
+
+    def run(w: Fragment) -> None:
+        order, agents = w.cta.cluster.order, w.agents()
+        meet(w, np.broadcast_to(mask(w), w.n))
+        for meeting in elsewhere(w):
+            if order is not None and meeting.known is not None:
+                order.acquire(agents[w.cta.met[w.threads] == meeting], meeting.known)
+
+    return gathered(form, 0, run)
 
 
 def meet(w: Fragment, masks: np.ndarray | None = None) -> None:

@@ -19,7 +19,7 @@ from ..machine import CTA, Fragment, Frame, Split, Step, Wait
 from ..matrix_operands import Operand, container_bits, from_shared, negated, undefined_products
 from ..program import Immediate, PtxError, Register, Vector, type_bytes
 from ..registers import Multiplying
-from ..tensorcore.arithmetic import Instruction, multiply
+from ..tensorcore.arithmetic import Instruction, multiply, multiply_integers
 from ..tensorcore.descriptors import SharedDescriptor, wgmma_descriptor
 from ..tensorcore.fragments import accumulator_fragment, operand_fragment
 from ..undefined import Undefined, fill, gathered
@@ -28,15 +28,19 @@ from .registry import Form, instruction
 
 _GROUP = 128  # threads of a warpgroup
 _M = 64
-_FP8 = ("e4m3", "e5m2")
+_FP8, _INTEGERS = ("e4m3", "e5m2"), ("s8", "u8")
 #: Types of A and B that go together, K, and the types of D; 9.7.15.5.2.
 _TYPES: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("tf32", "tf32"): (8, ("f32",)),
     ("bf16", "bf16"): (16, ("f32",)),
     ("f16", "f16"): (16, ("f32", "f16")),
     **{(a, b): (32, ("f32", "f16")) for a in _FP8 for b in _FP8},
+    **{(a, b): (32, ("s32",)) for a in _INTEGERS for b in _INTEGERS},
 }
-_NAMES = ("f32", "f16", "bf16", "tf32", *_FP8)
+_NAMES = ("f32", "f16", "bf16", "tf32", "s32", *_FP8, *_INTEGERS)
+_RESULTS: dict[str, np.dtype] = {
+    "f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "s32": np.dtype(np.int32)
+}  # fmt: skip
 _MATRICES_WITH_TRANSPOSE = ("f16", "bf16")
 
 
@@ -185,6 +189,7 @@ class Multiplication:
     b_from: SharedDescriptor
     d: tuple[int, ...]  # slots of registers
     accumulate: bool
+    saturate: bool
 
     def run(self, work: Work, cta: CTA, frame: Frame, threads: slice) -> None:
         if isinstance(self.a_from, tuple):
@@ -201,15 +206,14 @@ class Multiplication:
         else:
             a = from_shared(work, cta, self.a_from, self.a)
         b = from_shared(work, cta, self.b_from, self.b)
-        dtype = np.dtype(f"f{4 if self.d_type == 'f32' else 2}")
+        dtype = _RESULTS[self.d_type]
         fragment = accumulator_fragment(self.b.rows)
         c = before = None
         if self.accumulate:
             before = gathered(frame, self.d, threads)
             c = np.empty((_M, self.b.rows), dtype)
             c[fragment] = _words(frame, self.d, threads).view(dtype)
-        types = Instruction("wgmma", self.a.type, self.b.type, self.d_type)
-        d = multiply(types, a[0], b[0], c, exact=cta.launch.settings.exact)
+        d = self._sum(a[0], b[0], c, cta)
         words = np.ascontiguousarray(d[fragment]).view(np.uint32)
         unsure_d = next(filter(None, (a[1], b[1], before)), None)
         if unsure_d is not None:
@@ -222,6 +226,15 @@ class Multiplication:
         if cta.launch.watch is not None:
             cta.launch.watch.multiplied(work.what, 1, 2 * _M * self.b.rows * self.a.k)
 
+    def _sum(self, a: np.ndarray, b: np.ndarray, c: np.ndarray | None, cta: CTA) -> np.ndarray:
+        if self.d_type != "s32":
+            types = Instruction("wgmma", self.a.type, self.b.type, self.d_type)
+            return multiply(types, a, b, c, exact=cta.launch.settings.exact)
+        signs = {"s8": np.int8, "u8": np.uint8}
+        signed_a, signed_b = a.view(signs[self.a.type]), b.view(signs[self.b.type])
+        before = np.int32(0) if c is None else c
+        return multiply_integers(signed_a, signed_b, before, saturate=self.saturate)
+
 
 def _words(frame: Frame, slots: tuple[int, ...], threads: slice) -> np.ndarray:
     """(threads, registers) words."""
@@ -230,19 +243,24 @@ def _words(frame: Frame, slots: tuple[int, ...], threads: slice) -> np.ndarray:
 
 @instruction("wgmma.mma_async", control=True)
 def mma_async(form: Form) -> Step:
-    """{d}, a-desc or {a}, b-desc, scale-d, signs of A and B, then for 16-bit types which of the
-    matrices in shared memory are MN-major. 9.7.15.5.2; sparse, integer and single-bit forms are not
-    supported."""
-    if "sp" in form.parts or {"s32", "b1"} & set(form.parts):
-        raise form.error("sparse, integer and single-bit products are not supported")
+    """{d}, a-desc or {a}, b-desc, scale-d; then, but for integers, signs of A and B; then for
+    16-bit types which of the matrices in shared memory are MN-major. 9.7.15.5.2; sparse and
+    single-bit forms are not supported."""
+    if "sp" in form.parts or "b1" in form.parts:
+        raise form.error("sparse and single-bit products are not supported")
     n, d_type, a_type, b_type = _shape(form)
+    saturate = form.has("satfinite")
+    if saturate and d_type != "s32":
+        raise form.error(".satfinite goes with .s32")
     k = _TYPES[a_type, b_type][0]
-    d = form.asynchronous(words_of(form, 0, n // (2 if d_type == "f32" else 4)))
+    d = form.asynchronous(words_of(form, 0, n * _RESULTS[d_type].itemsize // 8))
     from_registers = isinstance(form.operand(1), Vector)
     registers = form.asynchronous(words_of(form, 1, 4)) if from_registers else ()
     a_of = None if from_registers else form.get(1, "b64")
     b_of, scale_d = form.get(2, "b64"), form.get(3, "pred")
-    sign_a, sign_b = (_constant(form, at, "a sign", (1, -1)) for at in (4, 5))
+    sign_a = sign_b = 1
+    if d_type != "s32":
+        sign_a, sign_b = (_constant(form, at, "a sign", (1, -1)) for at in (4, 5))
     major_a = major_b = "k"
     if a_type in _MATRICES_WITH_TRANSPOSE:
         majors = [
@@ -259,7 +277,7 @@ def mma_async(form: Form) -> Step:
         a_from = registers if a_of is None else _described(form, "A", a_of(w))
         todo = Multiplication(
             a, b, d_type, a_from, _described(form, "B", b_of(w)), d,
-            bool(_uniform(form, "scale-d", scale_d(w))),
+            bool(_uniform(form, "scale-d", scale_d(w))), saturate,
         )  # fmt: skip
         cta, cluster, frame, mine = w.cta, w.cta.cluster, w.frame, _warpgroup(w)
         if "registers" in cta.launch.alarms.checks:
@@ -296,6 +314,8 @@ def _shape(form: Form) -> tuple[int, str, str, str]:
         raise form.error(f"K is {k}; .{a_type}.{b_type} takes {known[0]}")
     if n % 8 or not 8 <= n <= 256:
         raise form.error(f"N is {n}; allowed are multiples of 8 from 8 to 256")
+    if d_type == "s32" and n > 32 and n % 16:
+        raise form.error(f"N is {n}; allowed with integers above 32 are multiples of 16")
     return n, d_type, a_type, b_type
 
 

@@ -21,15 +21,14 @@ of each four neighbours in K. C is added to that by an ordinary addition.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from ..ieee import two_sum_error, two_sum_to_odd
 from .elements import NO_EXPONENT, decode
+from .sums import aligned_sum, exact_sum, narrow_sum, toward_zero
 from .terms import Operand, narrowed, operand, terms_of
 
 __all__ = ["Instruction", "Unit", "multiply", "multiply_integers"]
@@ -180,10 +179,12 @@ def multiply(
     return d
 
 
-def multiply_integers(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, saturate: bool) -> np.ndarray:
-    """D (..., M, N) = A B^T + C of one mma.sync on integers, in int32.
+def multiply_integers(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray | np.int32, *, saturate: bool
+) -> np.ndarray:
+    """D (..., M, N) = A B^T + C of one mma.sync or wgmma on integers, in int32.
 
-    a (..., M, K), b (..., N, K): int8 or uint8. c (..., M, N): int32.
+    a (..., M, K), b (..., N, K): int8 or uint8. c (..., M, N): int32, or 0.
     saturate: D is clamped to int32; otherwise it wraps.
     """
     exact = a.astype(np.float64) @ np.swapaxes(b, -1, -2).astype(np.float64)
@@ -246,17 +247,15 @@ def _sums(
     for terms, top, place in terms_of(left, right, cut, model.group):
         addend = c[place].astype(np.float64)
         if exact:
-            total[place] = _exact_sum(terms, addend)
+            total[place] = exact_sum(terms, addend)
             continue
         top = np.maximum(top, least[place]).astype(np.int32)
         if shift is None:
-            total[place] = _aligned_sum(terms, addend, top, model.fraction)
+            total[place] = aligned_sum(terms, addend, top, model.fraction)
         else:
-            total[place] = _narrow_sum(terms, addend, top, shift[place], model.fraction)
+            total[place] = narrow_sum(terms, addend, top, shift[place], model.fraction)
     return (
-        total.astype(result.dtype)
-        if exact or d_type == "f16"
-        else _toward_zero(total, model.result)
+        total.astype(result.dtype) if exact or d_type == "f16" else toward_zero(total, model.result)
     )
 
 
@@ -280,66 +279,3 @@ def _exponents(c: np.ndarray, smallest: int) -> np.ndarray:
     np.maximum(exponents, np.int16(smallest), out=exponents)
     exponents[c == 0] = NO_EXPONENT
     return exponents
-
-
-def _aligned_sum(
-    terms: np.ndarray, addend: np.ndarray, top: np.ndarray, fraction: int
-) -> np.ndarray:
-    """Sum of what the terms have above ``fraction`` bits below ``top``; overwrites the terms."""
-    scale = np.ldexp(1.0, fraction - top)
-    terms *= scale
-    np.trunc(terms, out=terms)
-    return np.ldexp(terms.sum(axis=0) + np.trunc(addend * scale), top - fraction)
-
-
-def _narrow_sum(
-    terms: np.ndarray, addend: np.ndarray, top: np.ndarray, shift: np.ndarray, fraction: int
-) -> np.ndarray:
-    """The same of terms in float32, divided by 2^shift.
-
-    Aligned, a term is less than 2^27, so that 16 of them fit into 32 bits. Below the least normal
-    number, where the scale stays, nothing of a term is left.
-    """
-    exponents = np.clip(fraction - top + shift, -126, 127)
-    terms *= (exponents + 127 << 23).astype(np.int32, copy=False).view(np.float32)
-    whole = terms.astype(np.int32)  # cuts toward zero
-    total = np.trunc(addend * np.ldexp(1.0, fraction - top))
-    for first in range(0, len(whole), 16):
-        total += whole[first : first + 16].sum(axis=0, dtype=np.int32)
-    return np.ldexp(total, top - fraction)
-
-
-def _toward_zero(values: np.ndarray, fraction: int) -> np.ndarray:
-    """float64 cut to so many fraction bits of fp32."""
-    kept = (values.view(np.int64) & -(1 << (52 - fraction))).view(np.float64)
-    found = kept.astype(np.float32)
-    if np.count_nonzero(found.view(np.int32) & 0x7F000000) < found.size:  # some may be subnormal
-        step = 2.0 ** (-126 - fraction)
-        kept = np.where(np.abs(values) < 2.0**-126, np.trunc(values / step) * step, kept)
-        found = kept.astype(np.float32)
-    return found
-
-
-def _exact_sum(terms: np.ndarray, addend: np.ndarray) -> np.ndarray:
-    """The sum in float64 rounded to odd: one more rounding, to fp32 or fp16, is then the only one.
-
-    High and low parts together hold most sums; where they do not, fsum decides.
-    """
-    high, low, lost = addend, np.zeros_like(addend), np.zeros(addend.shape, bool)
-    for term in terms:
-        total = high + term
-        error = two_sum_error(high, term, total)
-        rest = low + error
-        lost |= two_sum_error(low, error, rest) != 0
-        high, low = total, rest
-    finite = np.isfinite(high)
-    rounded = two_sum_to_odd(high, low)
-    for place in map(tuple, np.argwhere(lost & finite)):
-        rounded[place] = _exact_element([addend[place], *terms[(slice(None), *place)]])
-    return np.where(finite, rounded, high)
-
-
-def _exact_element(terms: list[float]) -> float:
-    total = math.fsum(terms)
-    error = np.array(math.fsum([*terms, -total]))
-    return float(two_sum_to_odd(np.array(total), error))
