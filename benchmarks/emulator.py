@@ -1,8 +1,10 @@
-"""Time the emulator on kernels of tests/emulator/pipelines, with all its checks.
+"""Time the emulator on kernels of tests/emulator/pipelines, and on our product for Blackwell, with
+all its checks.
 
     python benchmarks/emulator.py        # writes benchmarks/results/emulator_speed.json
 
-Each launch is made once to warm up, then so often that the median means something.
+Each launch is made once to warm up, then so often that the median means something; the large
+products are made once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 from blockscale import emulator as em
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "emulator"))
+sys.path[:0] = [str(ROOT / "tests" / "emulator"), str(ROOT / "tests" / "kernels")]
 from pipelines import PIPELINES, Case, mxfp8, quantize  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "emulator_speed.json"
@@ -61,6 +63,25 @@ def eight(workers: int) -> dict[str, Any]:
     return timed("quantize", quantize(8, 16), (1, 8), workers=workers)
 
 
+def product(size: int) -> dict[str, Any]:
+    """Seconds of our MXFP8 product of matrices of ``size`` x ``size``, compiled before."""
+    import torch
+    from sm100_inputs import emulated, operand, product, rounded
+
+    from blockscale.dtypes import BFLOAT16
+    from blockscale.kernels.common.epilogue import Epilogue
+    from blockscale.kernels.sm100.config import choose_config
+
+    config = choose_config((size, size, size), ("mxfp8", "mxfp8"), Epilogue(BFLOAT16))
+    emulated(config, *(operand("mxfp8", 128, 128, seed) for seed in (1, 2)), completion="eager")
+    a, b = (operand("mxfp8", size, size, seed) for seed in (1, 2))
+    start = time.perf_counter()
+    got = emulated(config, a, b, completion="eager")
+    seconds = time.perf_counter() - start
+    assert torch.equal(got, rounded(product(a, b), torch.bfloat16))
+    return {"seconds": round(seconds, 3)}
+
+
 MEASURED: dict[str, Callable[[], dict[str, Any]]] = {
     "MXFP8 tile, 128x128x256, 192 threads": lambda: timed("gemm_mxfp8", mxfp8(2, 2), (1,)),
     "the same, late": lambda: timed("gemm_mxfp8", mxfp8(2, 2), (1,), completion="late"),
@@ -68,6 +89,8 @@ MEASURED: dict[str, Callable[[], dict[str, Any]]] = {
     "quantizer, 256x1024": lambda: timed("quantize", quantize(2, 8), (1, 2)),
     "quantizer, 8 CTAs, 1 process": lambda: eight(1),
     "quantizer, 8 CTAs, 2 processes": lambda: eight(2),
+    "MXFP8 product, 1024^3": lambda: product(1024),
+    "MXFP8 product, 2048^3": lambda: product(2048),
 }
 
 

@@ -13,8 +13,10 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
+from multiprocessing import get_context
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -41,6 +43,7 @@ _ORDERING = r"(?:mbarrier|cp|tcgen05|fence|barrier|bar|wgmma)"
 _PREDICATED = rf"@(!?)(%p\d+) ({_ORDERING}\.[^;]*;)"
 #: Spellings of these compilers -> those that ``respelled`` and the rules know.
 _SPELLINGS = (
+    (r'(\.file[^"\n]*")[^"\n]*/', r"\1"),  # sources without the folder where they were made
     (r"// (?:begin|end) inline asm\n", "\n"),
     (r"[ \t]+", " "),
     (r"(?<![\w.%])(?:P1|complete)(?!\w)", "p"),
@@ -146,16 +149,27 @@ def every(subjects: dict[str, Subject]) -> Iterator[Mutant]:
             yield from (found[i * len(found) // count] for i in range(count))
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    subjects = {
+@cache
+def subjects_of(folder: Path) -> dict[str, Subject]:
+    return {
         name: Subject(next(k for k in module.KERNELS if k.name == name), folder)
         for name, module in _KERNELS.items()
     }
-    outcomes: list[Outcome] = []
-    for mutant in every(subjects):
-        outcomes.append(trial(mutant, ORDERS, subjects, _SECONDS))
-        print(*outcomes[-1].__dict__.values(), sep=" | ", flush=True)
+
+
+def attempt(folder: Path, mutant: Mutant) -> Outcome:
+    outcome = trial(mutant, ORDERS, subjects_of(folder), _SECONDS)
+    print(*outcome.__dict__.values(), sep=" | ", flush=True)
+    return outcome
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    subjects = subjects_of(folder)
+    made = list(every(subjects))
+    assert all(subject.known is not None for subject in subjects.values())  # before the fork
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+        outcomes = list(pool.map(partial(attempt, folder), made))
     what = (
         "benchmarks/foreign/mutate.py: kernels of other projects with one thing wrong; of each "
         f"rule's places that run {PLACES} at most, evenly spaced"

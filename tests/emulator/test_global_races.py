@@ -375,6 +375,29 @@ def test_one_proxy_fence_is_enough(mark: str) -> None:
     holds(without(FETCH, mark))
 
 
+@pytest.mark.parametrize(("space", "wrong"), [("global", False), ("shared::cta", True)])
+@pytest.mark.parametrize("mark", ["WRITER", "READER"])
+def test_a_proxy_fence_is_of_global_memory(mark: str, space: str, wrong: bool) -> None:
+    body = without(FETCH, mark).replace("fence.proxy.async", f"fence.proxy.async.{space}")
+    (races if wrong else holds)(body, **({"message": "missing fence.proxy.async"} if wrong else {}))
+
+
+def test_a_proxy_fence_within_a_cta() -> None:
+    """All threads store, and one fetches what they did."""
+    body = """.shared .align 16 .b32 s[64]; .shared .align 8 .b64 bar; setp.ne.u32 %p2, %t, 0;
+    @!%p2 mbarrier.init.shared.b64 [bar], 1; @!%p2 fence.mbarrier_init.release.cluster;
+    st.global.u32 [%at+256], %t; {all}
+    bar.sync 0; @%p2 ret; {one}
+    mbarrier.arrive.expect_tx.shared.b64 _, [bar], 256;
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [s], [%out+256], 256, [bar];
+    X: mbarrier.try_wait.parity.shared.b64 %p3, [bar], 0; @!%p3 bra X;"""
+    fence = "fence.proxy.async.global;"
+    holds(body.format(all=fence, one=""), grid=1)
+    holds(body.format(all="", one=fence), grid=1)
+    races(body.format(all="", one=""), "missing fence.proxy.async", grid=1)
+    races(body.format(all="@!%p2 " + fence, one=""), "missing fence.proxy.async", grid=1)
+
+
 def test_a_proxy_fence_is_needed() -> None:
     body = without(without(FETCH, "WRITER"), "READER")
     races(body, "missing fence.proxy.async: cp.async.bulk")

@@ -516,6 +516,23 @@ def test_every_code_is_decoded(type: str) -> None:
     np.testing.assert_array_equal(exponents[number], np.maximum(leading, smallest[type]))
 
 
+@pytest.mark.parametrize("scale", [False, True])
+def test_zeros_times_what_is_no_number(scale: bool) -> None:
+    """Also where nothing but C has a size, or bits that are cut: it is NaN in C, too."""
+    kind = Instruction("tcgen05", "e5m2", "e5m2", "f32", *(("ue8m0", 32) if scale else ()))
+    a, b, c = np.zeros((4, 32), np.uint8), np.full((6, 32), 0x3C, np.uint8), np.zeros((4, 6))
+    c[0, 0], scales = np.nan, {}
+    if scale:
+        scales = {"sfa": np.full((4, 1), 127, np.uint8), "sfb": np.full((6, 1), 127, np.uint8)}
+        scales["sfb"][3], b[3] = 255, 0
+    else:
+        b[3, 5] = 0x7C  # infinity
+    d = multiply(kind, a, b, c.astype(np.float32), **scales)
+    assert np.isnan(d[:, 3]).all()
+    assert np.isnan(d[0, 0])
+    assert np.count_nonzero(d) == 5
+
+
 def test_no_c_is_zero_and_high_bits_are_ignored() -> None:
     (kind,) = [kind for kind in KINDS if kind.name == "kind::f8f6f4.f16.e2m3.e2m1"]
     tile = draw(kind, 1, 4, wild=False)[0]

@@ -8,9 +8,9 @@ import numpy as np
 
 from .accesses import ASYNC, COLUMNS, NEVER, STRENGTH
 from .engine import Work
-from .knowledge import FENCED, SEEN
+from .knowledge import SEEN
 from .lane_copies import Copies
-from .messages import Message
+from .messages import THROUGH
 from .readers import View, seen_events
 from .scopes import Strength, needed
 
@@ -29,7 +29,7 @@ class Accessor:
         event: of what it does, if that is not a new one.
         view: of its own cluster.
         messages, whose: of others.
-        through: the same for what was written by threads, if it works in another proxy.
+        proxy: whether it works in the asynchronous proxy.
     """
 
     def __init__(self, races: Races, by: Any, how: Strength | None) -> None:
@@ -47,15 +47,12 @@ class Accessor:
             else:
                 self.actor = by.actor
         self.proxy = self.actor is not None and not self.actor.generic
-        self.through: tuple[View, list[Message]] | None = None
         self.whose: np.ndarray | None = None
         if self.actor is not None:
             rows = order.passed_by(self.actor)
             self.at = np.array([[self.actor.column]])
             self.view: View = rows[SEEN : SEEN + 1], None
-            self.messages = [member.learned.known(rows)]
-            if self.proxy:
-                self.through = (rows[FENCED : FENCED + 1], None), self.messages
+            self.messages = [member.learned.known(rows[SEEN])]
         elif copies is not None:
             self.at, self.event = copies.columns[copies.reading][:, None], copies.event
             self.view = copies.readers(order.columns)
@@ -78,18 +75,25 @@ class Accessor:
         part.whose = None if self.whose is None else self.whose[chosen]
         return part
 
-    def _known(self, who: np.ndarray, view: View, row: int) -> np.ndarray:
+    def _known(self, who: np.ndarray) -> np.ndarray:
         """The last event of each of ``who`` that it has seen."""
         cluster, column = who >> 16, who & (COLUMNS - 1)
-        known = seen_events(view, column)
+        known = seen_events(self.view, column)
         foreign = cluster != self.member.number
         if self.actor is None:
             known[(column == self.at) & ~foreign] = NEVER - 1
-        if not np.count_nonzero(foreign):
-            return known
-        known[foreign] = 0
+        if np.count_nonzero(foreign):
+            known[foreign] = 0
+            self._look_up(known, cluster, column, foreign, SEEN)
+        return known
+
+    def _look_up(
+        self, known: np.ndarray, cluster: np.ndarray, column: np.ndarray, wanted: np.ndarray,
+        row: int,
+    ) -> None:  # fmt: skip
+        """What a row of its messages says of those that are wanted."""
         for i, message in enumerate(self.messages):
-            mine = foreign if self.whose is None else foreign & (self.whose == i)[:, None]
+            mine = wanted if self.whose is None else wanted & (self.whose == i)[:, None]
             for number in np.unique(cluster[mine]).tolist():
                 rows = message.get(number)
                 if rows is not None:
@@ -97,7 +101,6 @@ class Accessor:
                     columns = column[here]
                     seen = rows[row].take(columns, mode="clip")
                     known[here] = np.where(columns < rows.shape[1], seen, 0)
-        return known
 
     def agent(self, thread: int) -> int:
         """One of its threads, or who issued it."""
@@ -106,7 +109,7 @@ class Accessor:
     def unseen(self, accesses: np.ndarray) -> np.ndarray:
         """Which of them, of any shape with its threads first, nothing orders before it."""
         made = self.races.accesses
-        known = self._known(made.who.take(accesses), self.view, SEEN)
+        known = self._known(made.who.take(accesses))
         return np.asarray(made.event.take(accesses) > known)
 
     def races_with(self, accesses: np.ndarray) -> np.ndarray:
@@ -119,13 +122,17 @@ class Accessor:
         return late
 
     def unfenced(self, accesses: np.ndarray) -> np.ndarray:
-        """Which of them a proxy fence is missing after."""
+        """Which of them a proxy fence is missing after: what threads did, and it does in another
+        proxy."""
         made = self.races.accesses
-        if self.through is None:
+        if not self.proxy:
             return np.zeros(accesses.shape, bool)
-        who = made.who.take(accesses)
-        late = made.event.take(accesses) > self._known(who, self.through[0], FENCED)
-        return late & (made.how.take(accesses) & ASYNC == 0)
+        wanted = (accesses > 0) & (made.how.take(accesses) & ASYNC == 0)
+        if np.count_nonzero(wanted):
+            who, known = made.who.take(accesses), np.zeros(accesses.shape, np.uint32)
+            self._look_up(known, who >> 16, who & (COLUMNS - 1), wanted, THROUGH)
+            wanted &= made.event.take(accesses) > known
+        return wanted
 
     def mutual(self, who: np.ndarray, reach: np.ndarray) -> np.ndarray:
         """Of strong accesses: whether the scope of each includes the other's thread."""

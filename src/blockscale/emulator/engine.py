@@ -111,6 +111,11 @@ class Work:
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise PtxError(f"emulator: {error!r}; {self.location()}", self.line) from error
         self.done = True
+        self.run = _over  # what it moved is given back now, not when garbage is collected
+
+
+def _over(work: Work) -> None:
+    raise AssertionError(f"{work.location()} completes twice")
 
 
 class Engine:

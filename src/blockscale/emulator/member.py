@@ -10,7 +10,7 @@ import numpy as np
 
 from .checks import Site
 from .knowledge import SEEN, Actor, Knowledge
-from .messages import Learned, Message
+from .messages import THROUGH, Learned, Message, fenced
 from .releases import Place, Released, Version, add, released
 from .scopes import CTA, Strength
 
@@ -51,7 +51,13 @@ class Member:
 
     def message(self, rows: Knowledge) -> Message:
         """What someone passes on who has these rows of knowledge."""
-        return {**self.learned.known(rows), self.number: rows}
+        known = self.learned.known(rows[SEEN])
+        own = np.zeros((THROUGH + 1, rows.shape[1]), np.uint32)
+        own[:THROUGH] = rows
+        before = known.get(self.number)
+        if before is not None:
+            own[THROUGH, : before.shape[1]] = before[THROUGH]
+        return {**known, self.number: own}
 
     def _at_fence(self, agent: int, scope: int, at: int) -> Message:
         """What an agent passes on as of its last fence of a scope, at that event."""
@@ -98,7 +104,7 @@ class Member:
         event = self.order.event(site)
         own = message.get(self.number)
         if own is not None:
-            self.order.learn(lacking, own)
+            self.order.learn(lacking, own[:THROUGH])
         self.learned.add(lacking, event, message)
 
     def hear(
@@ -117,6 +123,12 @@ class Member:
         if version.total or not how.acquires or version.has_more(how.reach, place):
             kept = [*heard[1 - _HEARD :], (self.order.event(site), version)]
             self._heard[key] = agents, kept
+
+    def fence_proxy(self, w: machine.Fragment) -> None:
+        """A proxy fence of global memory."""
+        agents, event = w.agents(), self.order.event(w.site())
+        known = self.message(self.order.release(agents)[:THROUGH])
+        self.learned.add(agents, event, fenced(known))
 
     def fence(
         self, w: machine.Fragment, reach: int, releases: bool, acquires: bool, total: bool

@@ -2,7 +2,8 @@
 
 A message says of clusters what of each is known: two rows of its tables of knowledge. An agent
 that acquires one does so at an event of its own: whoever has seen that event, by a barrier, an
-mbarrier or whatever else orders a cluster, knows the message, too.
+mbarrier or whatever else orders a cluster, knows the message, too. So it is with a proxy fence of
+global memory: what its thread knew then is a message that it acquires.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .knowledge import FENCED, SEEN, joined
+from .knowledge import SEEN, joined
 
 if TYPE_CHECKING:
     from .order import Order
 
-__all__ = ["Learned", "Message", "together"]
+__all__ = ["THROUGH", "Learned", "Message", "fenced", "together"]
 
-#: Of clusters, by number: (2, columns), the rows SEEN and FENCED. Messages are never changed.
+THROUGH = 2
+#: Of clusters, by number: (3, columns), the rows SEEN, FENCED, which is for shared memory, and
+#: THROUGH, what the asynchronous proxy may rely on in global memory. Messages are never changed.
 Message = dict[int, np.ndarray]
 
 _VIEWS = 64
@@ -49,9 +52,12 @@ def together(messages: Iterable[Message]) -> Message:
     return found
 
 
-def _fenced(message: Message) -> Message:
-    """A proxy fence after it: what it says has been seen, the asynchronous proxy may rely on."""
-    return {cluster: rows[[SEEN, SEEN]] for cluster, rows in message.items()}
+def fenced(message: Message) -> Message:
+    """The same after a proxy fence of global memory."""
+    changed = {cluster: rows.copy() for cluster, rows in message.items()}
+    for rows in changed.values():
+        rows[THROUGH] = rows[SEEN]
+    return changed
 
 
 class Learned:
@@ -62,7 +68,7 @@ class Learned:
         self._events: dict[int, list[int]] = {}  # of each agent that acquired, ascending
         self._messages: dict[int, list[Message]] = {}  # all that it had acquired by then
         self._taken: dict[int, Message] = {}  # the last one alone
-        self._joined: dict[tuple[frozenset[int], frozenset[int]], Message] = {}
+        self._joined: dict[frozenset[int], Message] = {}
         self._version = -1
         self._views: dict[int, tuple[np.ndarray, list[Message], np.ndarray | None]] = {}
 
@@ -100,35 +106,28 @@ class Learned:
                 found.append(self._messages[agent][at - 1])
         return found
 
-    def _join(self, seen: list[Message], fenced: list[Message]) -> Message:
-        key = frozenset(map(id, seen)), frozenset(map(id, fenced))
+    def _join(self, messages: list[Message]) -> Message:
+        key = frozenset(map(id, messages))
         found = self._joined.get(key)
         if found is None:
             if len(self._joined) >= _VIEWS:
                 self._joined.clear()
-            each = {id(message): message for message in seen}
-            after = {id(message): message for message in fenced}
-            parts = [*each.values(), *map(_fenced, after.values())]
-            found = self._joined[key] = together(parts)
+            each = {id(message): message for message in messages}
+            found = self._joined[key] = together(each.values())
         return found
 
-    def known(self, rows: np.ndarray) -> Message:
-        """What is known of other clusters to who has these rows of knowledge."""
-        if not self._events:
-            return {}
-        return self._join(self._known(rows[SEEN]), self._known(rows[FENCED]))
+    def known(self, seen: np.ndarray) -> Message:
+        """What is known of clusters to who has seen so much of each column."""
+        return self._join(self._known(seen)) if self._events else {}
 
     def of_rows(self, seen: np.ndarray) -> tuple[list[Message], np.ndarray | None]:
         """The same of those who have seen so much of each column, (n, columns); whose is which."""
         if not self._events:
             return [{}], None
-        return [self._join(self._known(row), []) for row in seen], np.arange(len(seen))
+        return [self._join(self._known(row)) for row in seen], np.arange(len(seen))
 
     def view(self, agents: np.ndarray) -> tuple[list[Message], np.ndarray | None]:
-        """What agents know of other clusters: messages, and whose is which, None if there is one.
-
-        What the asynchronous proxy may rely on is not among it.
-        """
+        """What agents know of clusters: messages, and whose is which, None if there is one."""
         if not self._events:
             return [{}], None
         if self._version != self.order.version:
@@ -148,7 +147,7 @@ class Learned:
             table = 0 if which is None else int(which[i])
             key = table, id(own[-1]) if own else 0
             if key not in made:
-                message = self._join(bases[table] + own[-1:] if own else bases[table], [])
+                message = self._join(bases[table] + own[-1:] if own else bases[table])
                 if id(message) not in places:
                     places[id(message)] = len(messages)
                     messages.append(message)

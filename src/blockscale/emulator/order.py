@@ -376,7 +376,7 @@ class Order:
             number = self._table_at_fence[scope, agent]
         rows = self._fit(self._tables[number])[: FENCED + 1].copy()
         rows[SEEN, agent] = own
-        rows[FENCED, agent] = min(own, self._own_fenced[agent])
+        rows[FENCED, agent] = max(rows[FENCED, agent], min(own, self._own_fenced[agent]))
         return rows
 
     def fenced_at(self, agent: int, scope: int) -> int:

@@ -34,25 +34,31 @@ class _Kind(NamedTuple):
         modifiers: in their order; of each place one of several.
         effects: on the order of shared memory; None: those of its semantics, on all memory.
         of_range: whether it takes an address and a size.
+        of_global: whether it is a proxy fence of global memory.
     """
 
     modifiers: tuple[tuple[str, ...], ...]
     effects: tuple[Effect, ...] | None = ()
     of_range: bool = False
+    of_global: bool = False
 
 
-def _kind(text: str, effects: tuple[Effect, ...] | None = (), of_range: bool = False) -> _Kind:
+def _kind(
+    text: str, effects: tuple[Effect, ...] | None = (), of_range: bool = False,
+    of_global: bool = False,
+) -> _Kind:  # fmt: skip
     """Of modifiers as they are written; alternatives stand between bars."""
-    return _Kind(tuple(tuple(place.split("|")) for place in text.split()), effects, of_range)
+    modifiers = tuple(tuple(place.split("|")) for place in text.split())
+    return _Kind(modifiers, effects, of_range, of_global)
 
 
 _SCOPE, _SEMANTIC = "|".join(_SCOPES), "|".join(_SEMANTICS)
 _FROM, _TO = "sync_restrict::shared::cta cluster", "sync_restrict::shared::cluster cluster"
 _PROXIES = (
     _kind("proxy alias"),
-    _kind("proxy async", (Order.fence_proxy,)),
+    _kind("proxy async", (Order.fence_proxy,), of_global=True),
     _kind("proxy async shared::cta|shared::cluster", (Order.fence_proxy,)),
-    _kind("proxy async global"),  # the checks look at shared memory
+    _kind("proxy async global", of_global=True),
 )
 _KINDS_OF = {
     "fence": (
@@ -99,13 +105,15 @@ def fence(form: Form) -> Step:
             raise form.error(f"the size must be the constant {_MAP}")
     if kind.effects is None:
         return _of_memory(form.parts)
-    effects = kind.effects
+    effects, of_global = kind.effects, kind.of_global
 
     def run(w: Fragment) -> None:
-        order = w.cta.cluster.order
+        order, member = w.cta.cluster.order, w.cta.cluster.member
         if order is not None:
             for effect in effects:
                 effect(order, w.agents())
+        if of_global and member is not None:
+            member.fence_proxy(w)
 
     return run
 

@@ -21,22 +21,19 @@ of each four neighbours in K. C is added to that by an ordinary addition.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from .elements import NO_EXPONENT, decode, lowest_bits
+from .elements import NO_EXPONENT, decode
 from .sums import aligned_sum, exact_sum, narrow_sum, toward_zero
+from .terms import Operand, narrowed, operand, terms_of
 
 __all__ = ["Instruction", "Unit", "multiply", "multiply_integers"]
 
 Unit = Literal["wgmma", "tcgen05", "mma"]
-
-_BLOCK = 1 << 19  # bytes of products at a time: they stay in the cache
-_NARROW = 64  # bits from the highest to the lowest one of any product, where float32 is used
-_SPARSE = 8  # fewer elements than one of so many are looked up one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +170,8 @@ def multiply(
             d = _widened(a, b, c, a_type, b_type, d_type)
         else:
             group = kind.model.group
-            left = _operand(a, a_type, sfa, scale_type, vector, group)
-            right = _operand(b, b_type, sfb, scale_type, vector, group)
+            left = operand(a, a_type, sfa, scale_type, vector, group)
+            right = operand(b, b_type, sfb, scale_type, vector, group)
             d = _sums(kind.model, left, right, c, d_type, exact)
     d += 0  # -0 becomes +0
     bits = d.view(f"u{d.itemsize}")
@@ -229,7 +226,7 @@ def _widened(
 
 
 def _sums(
-    model: Model, left: _Operand, right: _Operand, c: np.ndarray | None, d_type: str, exact: bool
+    model: Model, left: Operand, right: Operand, c: np.ndarray | None, d_type: str, exact: bool
 ) -> np.ndarray:
     """D but for the signs of zeros and the bits of NaNs.
 
@@ -244,26 +241,26 @@ def _sums(
     cut = _may_be_cut(left, right, c, least, model.fraction)
     total = left.values @ right.values.swapaxes(-1, -2)
     total += c
-    if not exact and model.group == 1:
-        left, right = _narrowed(left, right)
-    for terms, top, place in _terms(left, right, cut, model.group):
+    shift = None
+    if not exact and model.group == 1 and cut.any():
+        left, right, shift = narrowed(left, right)
+    for terms, top, place in terms_of(left, right, cut, model.group):
         addend = c[place].astype(np.float64)
         if exact:
             total[place] = exact_sum(terms, addend)
             continue
         top = np.maximum(top, least[place]).astype(np.int32)
-        if left.shift is None or right.shift is None:
+        if shift is None:
             total[place] = aligned_sum(terms, addend, top, model.fraction)
         else:
-            shift = (left.shift[..., None] + right.shift[..., None, :])[place]
-            total[place] = narrow_sum(terms, addend, top, shift, model.fraction)
+            total[place] = narrow_sum(terms, addend, top, shift[place], model.fraction)
     return (
         total.astype(result.dtype) if exact or d_type == "f16" else toward_zero(total, model.result)
     )
 
 
 def _may_be_cut(
-    left: _Operand, right: _Operand, c: np.ndarray, least: np.ndarray, fraction: int
+    left: Operand, right: Operand, c: np.ndarray, least: np.ndarray, fraction: int
 ) -> np.ndarray:
     """Elements of D with a term that may have bits more than ``fraction`` below the largest
     exponent: bounds by row and column are enough to say that there are none."""
@@ -272,113 +269,6 @@ def _may_be_cut(
     lowest = left.lowest[..., None] + right.lowest[..., None, :]
     scaled = c * (1023 - last.astype(np.int64) << 52).view(np.float64)
     return np.asarray((lowest < last) | (scaled != np.trunc(scaled)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    values: np.ndarray  # (..., rows, K) float64, scaled
-    exponents: np.ndarray  # (..., rows, K / group) int16: what the terms are aligned by
-    lowest: np.ndarray  # (..., rows) int16: of the lowest bit of any value
-    shift: np.ndarray | None = None  # (..., rows) int32: if it is narrow, see _narrowed
-
-
-def _operand(
-    codes: np.ndarray,
-    type: str,
-    scales: np.ndarray | None,
-    scale_type: str,
-    vector: int,
-    group: int,
-) -> _Operand:
-    values, exponents = decode(codes, type)
-    lowest = lowest_bits(codes, type)
-    if scales is None:
-        return _Operand(values, exponents, lowest.min(axis=-1))
-    scale, scale_exponents = decode(scales, scale_type)
-    blocks = (*scales.shape, vector)  # (..., rows, K / vector, vector)
-    values = (values.reshape(blocks) * scale[..., None]).reshape(values.shape)
-    lowest = lowest.reshape(blocks).min(axis=-1) + lowest_bits(scales, scale_type)
-    if group == 1:
-        exponents = exponents.reshape(blocks) + scale_exponents[..., None]
-        exponents = exponents.reshape(values.shape)
-    else:
-        exponents = np.repeat(scale_exponents, vector // group, axis=-1)
-    return _Operand(values, exponents, lowest.min(axis=-1))
-
-
-def _narrowed(left: _Operand, right: _Operand) -> tuple[_Operand, _Operand]:
-    """The operands in float32, each row divided by 2^shift for that; as they are where float32
-    could not hold a product. Their values have 11 bits at most, so that products have 22."""
-    narrow, reach = [], 0
-    for operand in (left, right):
-        highest = operand.exponents.max(axis=-1).astype(np.int32)
-        shift = np.where(highest > NO_EXPONENT // 2, highest, 0)
-        reach += int((operand.lowest - shift).min())
-        values = operand.values * (1023 - shift.astype(np.int64) << 52).view(np.float64)[..., None]
-        narrow.append(replace(operand, values=values.astype(np.float32), shift=shift))
-    if reach < -_NARROW:  # infinities and NaN are far below
-        return left, right
-    return narrow[0], narrow[1]
-
-
-def _parts(shape: tuple[int, ...], size: int) -> Iterator[tuple[slice, ...]]:
-    """Slices of D (..., M, N), whose elements have ``size`` bytes of products each, of about
-    ``_BLOCK`` bytes: rows, or whole instructions."""
-    *batch, rows, columns = shape
-    step = max(1, _BLOCK // max(1, columns * size))
-    whole = max(1, step // max(1, rows))
-    for first in range(0, batch[0] if batch else 1, whole):
-        for start in range(0, rows, step):
-            yield (*(slice(first, first + whole) for _ in batch), slice(start, start + step))
-
-
-def _terms(
-    left: _Operand, right: _Operand, wanted: np.ndarray, group: int
-) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-    """Terms (K / group, n) of the wanted elements of D at least, the largest exponent (n,) among
-    those not zero, and the place (n,) in D; n is one dimension, or those of a part of D."""
-    size = left.values.shape[-1] * left.values.itemsize
-    if group == 1 and np.count_nonzero(wanted) * _SPARSE < wanted.size:
-        places = np.unravel_index(np.flatnonzero(wanted), wanted.shape)
-        for start in range(0, len(places[0]), _BLOCK // size):
-            place = tuple(index[start : start + _BLOCK // size] for index in places)
-            of_a, of_b = place[:-1], (*place[:-2], place[-1])
-            exponents = left.exponents[of_a] + right.exponents[of_b]
-            yield (left.values[of_a] * right.values[of_b]).T, exponents.max(axis=-1), place
-        return
-    if not wanted.any():
-        return
-    one, other = (
-        (_k_first(operand.values), _k_first(operand.exponents)) for operand in (left, right)
-    )
-    for part in _parts(wanted.shape, size):
-        if wanted[part].any():
-            yield *_outer(one, part, other, group), part
-
-
-def _k_first(table: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(np.moveaxis(table, -1, 0))
-
-
-def _outer(
-    left: tuple[np.ndarray, np.ndarray], part: tuple[slice, ...],
-    right: tuple[np.ndarray, np.ndarray], group: int,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Terms (K / group, ..., m, N) and the largest exponent (..., m, N) among those not zero, of
-    values and exponents, K first."""
-    of_a, of_b = (slice(None), *part), (slice(None), *part[:-1])
-    values, others = left[0][of_a], right[0][of_b]
-    exponents = left[1][of_a][..., None] + right[1][of_b][..., None, :]
-    if group == 1:
-        # Twice as quick as a product of views that are broadcast.
-        return np.einsum("k...m,k...n->k...mn", values, others), exponents.max(axis=0)
-    one, other = (  # (K / group, ..., group, rows)
-        each.reshape(-1, group, *each.shape[1:]).swapaxes(1, -2) for each in (values, others)
-    )
-    one = one.swapaxes(-1, -2)
-    products = (one != 0).astype(np.float32) @ (other != 0).astype(np.float32)
-    # Products that cancel still count.
-    return one @ other, np.where(products > 0, exponents, NO_EXPONENT).max(axis=0)
 
 
 def _exponents(c: np.ndarray, smallest: int) -> np.ndarray:
