@@ -244,6 +244,46 @@ def test_vprintf(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+PRINTED = {  # what glibc prints
+    "%#o": "0454",
+    "%+u": "300",
+    "% x": "12c",
+    "%#x": "0x12c",
+    "%#8X|": "   0X12C|",
+    "%-#8x|": "0x12c   |",
+    "%08.5d": "   00300",
+    "%+08d": "+0000300",
+    "% d": " 300",
+    "%.0d": "300",
+    "%-8i|": "300     |",
+    "%#010x": "0x0000012c",
+}
+
+
+@pytest.mark.parametrize("form", PRINTED)
+def test_vprintf_is_that_of_c(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = RUNTIME + string("fmt", form + "\n") + string("word", "ab")
+    run(PRINT.replace("[args], %t", "[args], 300"), np.zeros(32, np.uint32), block=1, before=before)
+    assert capsys.readouterr().out == PRINTED[form] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("form", "printed"), [("%#x", "0"), ("%#o", "0"), ("%.0d|", "|"), ("%#.0o|", "0|")]
+)
+def test_vprintf_of_zero(form: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = RUNTIME + string("fmt", form + "\n") + string("word", "ab")
+    run(PRINT, np.zeros(32, np.uint32), block=1, before=before)
+    assert capsys.readouterr().out == printed + "\n"
+
+
+def test_vprintf_of_floats_in_hexadecimal(capsys: pytest.CaptureFixture[str]) -> None:
+    before = RUNTIME + string("fmt", "%a\n") + string("word", "ab")
+    body = PRINT.replace("st.local.u32 [args], %t; mov.f64 %d, 2.5; st.local.f64 [args+8], %d;",
+                         "mov.f64 %d, 2.5; st.local.f64 [args], %d;")  # fmt: skip
+    run(body, np.zeros(32, np.uint32), block=1, before=before)
+    assert capsys.readouterr().out == "0x1.4p+1\n"
+
+
 def test_a_failed_assertion_stops_the_kernel() -> None:
     before = (
         RUNTIME + string("what", "n < 3") + string("file", "a.cu") + string("where", "void k()")

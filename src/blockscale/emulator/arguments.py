@@ -129,6 +129,12 @@ def _tensor_bytes(tensor: Any, name: str) -> np.ndarray:
         raise ValueError(f"{name}: is on {tensor.device}; the emulator takes CPU tensors")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: is not contiguous; make it so first")
+    for lazy in ("neg", "conj"):  # its memory holds something else
+        if getattr(tensor, f"is_{lazy}")():
+            raise ValueError(
+                f"{name}: is a view that torch reads as .{lazy}() of its memory; pass "
+                f"tensor.resolve_{lazy}()"
+            )
     return tensor.detach().flatten().view(torch.uint8).numpy()
 
 

@@ -75,6 +75,10 @@ def launch_together(calls: Sequence[Call]) -> list[Report]:
     if not calls:
         raise ValueError("calls: got none; at least 1")
     for rank, call in enumerate(calls):
+        if not isinstance(call.ptx, str):
+            of = f"calls[{rank}].ptx" if len(calls) > 1 else "ptx"
+            what = type(call.ptx).__name__
+            raise TypeError(f"{of}: got {what}; expected the text of a module, a str")
         if len(calls) > 1 and call.device.workers > 1:
             raise ValueError(
                 f"calls[{rank}]: its device has workers={call.device.workers}; launches that run "

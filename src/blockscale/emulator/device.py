@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .alarms import ON_ERROR, wanted
 from .calls import Call, launch_together
 from .engine import COMPLETIONS
@@ -61,15 +63,17 @@ class Device:
             )
         if on_error not in ON_ERROR:
             raise ValueError(f"on_error: got {on_error!r}; choose one of {', '.join(ON_ERROR)}")
-        if workers < 1 or (workers > 1 and not hasattr(os, "fork")):
-            raise ValueError(f"workers: got {workers}; at least 1, and 1 where there is no fork")
+        _at_least("seed", seed, 0)
+        _at_least("workers", workers, 1)
+        if resident is not None:
+            _at_least("resident", resident, 1, ", or None")
+        if workers > 1 and not hasattr(os, "fork"):
+            raise ValueError(f"workers: got {workers}; 1 is all there is without fork")
         if workers > 1 and "global" in wanted(check):
             raise ValueError(
                 f"check: global looks at all clusters in one process; got workers={workers}: "
                 "give it workers=1"
             )
-        if resident is not None and resident < 1:
-            raise ValueError(f"resident: got {resident}; at least 1, or None")
         self.target, self.workers = target, workers
         self.settings = Settings(target, completion, seed, exact, resident)
         self.checks, self.collecting = wanted(check), on_error == "collect"
@@ -120,3 +124,10 @@ class Device:
             variables=variables, profile=profile, trace=trace, programmatic=programmatic,
         )  # fmt: skip
         return launch_together([call])[0]
+
+
+def _at_least(name: str, given: Any, least: int, more: str = "") -> None:
+    if isinstance(given, bool) or not isinstance(given, int | np.integer):
+        raise TypeError(f"{name}: got {given!r}; expected an integer{more}")
+    if given < least:
+        raise ValueError(f"{name}: got {given}; at least {least}{more}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,9 @@ def _windows(memory: np.ndarray, size: int) -> np.ndarray:
     return np.ndarray((len(memory) - size + 1,), f"V{size}", memory, strides=(1,))
 
 
+Range = tuple[int, int]  # addresses, the second one is past the end
+
+
 @dataclass(slots=True, eq=False)
 class Buffer:
     """A piece of global memory, ``data`` (flat bytes) at ``base``."""
@@ -63,20 +66,41 @@ class Buffer:
     data: np.ndarray
     writable: bool = True
     parts: tuple[Buffer, ...] = ()  # keeps alive what ``data`` looks at
+    closed: tuple[Range, ...] = ()  # what of a writable one is read-only
 
     @property
     def end(self) -> int:
         return self.base + len(self.data)
 
+    def open(self) -> list[Range]:
+        """What of it may be written."""
+        return _without([(self.base, self.end)], self.closed) if self.writable else []
+
+    def refuses(self, address: int, size: int) -> bool:
+        """Whether bytes of it may not be written."""
+        closed = any(low < address + size and address < high for low, high in self.closed)
+        return not self.writable or closed
+
+
+def _without(ranges: Iterable[Range], others: Iterable[Range]) -> list[Range]:
+    left = list(ranges)
+    for low, high in others:
+        parts = [((a, min(b, low)), (max(a, high), b)) for a, b in left]
+        left = [(a, b) for pair in parts for a, b in pair if a < b]
+    return left
+
 
 def _union(a: Buffer, b: Buffer) -> Buffer:
+    """Both; what one of them may write may be written, for a GPU's pointers know of no more."""
     base, end = min(a.base, b.base), max(a.end, b.end)
-    if (base, end) == (a.base, a.end):
+    closed = _without([(base, end)], [*a.open(), *b.open()])
+    writable = closed != [(base, end)]
+    if (base, end) == (a.base, a.end) and a.writable == writable:
         data: np.ndarray = a.data
     else:
         data = np.ctypeslib.as_array((ctypes.c_uint8 * (end - base)).from_address(base))
     name = a.name if a.name == b.name else f"{a.name} and {b.name}"
-    return Buffer(name, base, data, a.writable and b.writable, (a, b))
+    return Buffer(name, base, data, writable, (a, b), tuple(closed) if writable else ())
 
 
 _NULL = 4096  # bytes from 0 that a null pointer may reach, and beside a buffer a wrong index
@@ -148,7 +172,8 @@ class GlobalMemory:
         held = np.zeros(len(addresses), bool)
         for i, address in enumerate(addresses.tolist()):
             try:
-                held[i] = self.find(address, size).writable or not to_write
+                buffer = self.find(address, size)
+                held[i] = not (to_write and buffer.refuses(address, size))
             except MemoryFault:
                 continue
         return held
@@ -167,7 +192,11 @@ class GlobalMemory:
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
         for buffer, threads in self.each(addresses, values.shape[1]):
-            if not buffer.writable:
+            refused = not buffer.writable
+            if buffer.closed:
+                size = values.shape[1]
+                refused = any(buffer.refuses(at, size) for at in addresses[threads].tolist())
+            if refused:
                 raise MemoryFault(f"store to {buffer.name}, which is read-only")
             offsets = (addresses[threads] - np.uint64(buffer.base)).astype(np.int64)
             if self.changes is not None:

@@ -51,7 +51,8 @@ class Suppression:
 def read_suppressions(suppress: str | Path | Sequence[str]) -> tuple[Suppression, ...]:
     """The entries of a file, or of lines.
 
-    ValueError for a kind or key that there is not, and for an entry without a reason.
+    ValueError for a kind or key that there is not or is there twice, and for an entry without a
+    reason.
     """
     if isinstance(suppress, str | Path):
         lines = Path(suppress).read_text(encoding="utf-8").splitlines()
@@ -82,6 +83,11 @@ def _entry(number: int, line: str) -> Suppression:
             raise ValueError(
                 f"suppress: line {number} has {part!r}; expected kernel=GLOB, line=NUMBER, "
                 "source=FILE:LINE or opcode=GLOB"
+            )
+        if key in given:
+            raise ValueError(
+                f"suppress: line {number} has {key}= twice, {given[key]!r} and {value!r}; an entry "
+                "is for one: write two entries"
             )
         given[key] = value
     return Suppression(kind, reason.strip(), **given)

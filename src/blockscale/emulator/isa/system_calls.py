@@ -104,6 +104,8 @@ def _formatted(given: str, arguments: _Arguments) -> str:
             str(arguments.take("i")) if part == "*" else part
             for part in (match["width"], match["precision"])
         )
+        if precision is not None and precision.startswith("-"):
+            precision = None  # as if there was none
         spec = "%" + match["flags"] + width + (f".{precision}" if precision is not None else "")
         if kind == "s":
             address = arguments.take("Q")
@@ -114,14 +116,34 @@ def _formatted(given: str, arguments: _Arguments) -> str:
         if kind == "c":
             return (spec + "s") % chr(arguments.take("i") & 0xFF)
         if kind in "aA":
-            value = arguments.take("d").hex()
+            value = re.sub(r"\.?0*p", "p", arguments.take("d").hex())
             return (spec + "s") % (value.upper() if kind == "A" else value)
         if kind in "eEfFgG":
             return (spec + kind) % arguments.take("d")
         value = arguments.take(("iq" if kind in "di" else "IQ")[long])
-        return (spec + {"i": "d", "u": "d"}.get(kind, kind)) % _short(value, match["length"], kind)
+        short = _short(value, match["length"], kind)
+        return _integer(short, match["flags"], int(width or 0), precision, kind)
 
     return _CONVERSION.sub(one, given)
+
+
+def _integer(value: int, flags: str, width: int, precision: str | None, kind: str) -> str:
+    """As C writes it, whose # and + differ from Python's."""
+    digits = format(abs(value), {"o": "o", "x": "x", "X": "X"}.get(kind, "d"))
+    if precision is not None:
+        digits = digits.zfill(int(precision or 0)) if value or int(precision or 0) else ""
+    before = ""
+    if kind in "di":  # what has no sign is given none
+        before = "-" if value < 0 else "+" if "+" in flags else " " if " " in flags else ""
+    elif "#" in flags and kind == "o":
+        digits = digits if digits.startswith("0") else "0" + digits
+    elif "#" in flags and kind in "xX" and value:
+        before = "0" + kind
+    if "-" in flags or width < 0:
+        return (before + digits).ljust(abs(width))
+    if "0" in flags and precision is None:
+        digits = digits.zfill(width - len(before))
+    return (before + digits).rjust(width)
 
 
 def _short(value: int, length: str | None, kind: str) -> int:
