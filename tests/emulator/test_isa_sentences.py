@@ -10,7 +10,7 @@ import pytest
 from asynchronous import outcome, refusal
 
 from blockscale import emulator as em
-from blockscale.emulator import order
+from blockscale.emulator import columns
 from blockscale.emulator.checks import DataRace, LaneRace, MissingFence, Uninitialized
 from blockscale.emulator.machine import Deadlock
 from kernels import text
@@ -201,7 +201,7 @@ def test_more_copies_than_can_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     L: cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r6], 16;
     add.u32 %r5, %r5, 1; setp.lt.u32 %p3, %r5, 70; @%p3 bra L;
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
-    monkeypatch.setattr(order, "MOST_COLUMNS", 4096)
+    monkeypatch.setattr(columns, "MOST_COLUMNS", 4096)
     device = em.Device(completion="late", check="race,exit")
     with pytest.raises(em.PtxError, match="accessors that nobody has waited for"):
         device.launch(text(HEAD + body), "k", 1, 64, [words(256)])

@@ -10,7 +10,7 @@ import pytest
 from asynchronous import outcome, refusal
 
 from blockscale import emulator as em
-from blockscale.emulator import order
+from blockscale.emulator import order, tables
 from blockscale.emulator.checks import DataRace, LaneRace, Site
 from kernels import line_of, text
 
@@ -136,8 +136,8 @@ def test_tables_that_nobody_has_are_dropped_in_time(monkeypatch: pytest.MonkeyPa
     random = np.random.default_rng(3)
     steps = [(random.choice(12, 5, replace=False), int(random.integers(12))) for _ in range(200)]
 
-    def known(tables: int) -> list[np.ndarray]:
-        monkeypatch.setattr(order, "_TABLES", tables)
+    def known(kept: int) -> list[np.ndarray]:
+        monkeypatch.setattr(tables, "_TABLES", kept)
         it = order.Order(ctas=1, warps=12, lanes=1)
         for i, (agents, other) in enumerate(steps):
             it.event(Site("st.shared", i, "CTA 0"))

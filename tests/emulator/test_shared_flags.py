@@ -140,6 +140,38 @@ def test_a_scope_must_include_the_other_cta(
         refusal(kernel, [out], DataRace, grid=2, cluster=2)
 
 
+TOTAL = """.shared .b32 flag; .shared .align 128 .b8 s[256];
+    setp.eq.u32 %p1, %t, 0; setp.lt.u32 %p2, %t, 64; setp.eq.u32 %p4, %t, 64;
+    @%p1 st.shared.u32 [flag], 0; bar.sync 0; @!%p2 bra B;
+    mov.u32 %r1, s; mad.lo.u32 %r1, %t, 4, %r1; st.shared.u32 [%r1], 7; <fence> bar.sync 1, 64; <more>
+    @%p1 st.volatile.shared.u32 [flag], 1; bra E;
+    B: @!%p4 bra E; ld.volatile.shared.u32 %r4, [flag]; setp.ne.u32 %p3, %r4, 1; @%p3 bra B; <last>
+    ld.shared.u32 %r8, [s+252]; st.global.u32 [%out], %r8; E:"""
+
+
+@pytest.mark.parametrize(
+    ("fence", "more", "last", "ordered"),
+    [
+        ("membar.cta;", "", "membar.cta;", True),
+        ("fence.sc.cta;", "", "fence.sc.gpu;", True),
+        ("fence.acq_rel.cta;", "", "fence.sc.cta;", False),
+        ("fence.sc.cta;", "", "fence.acq_rel.cta;", False),
+        ("", "fence.acq_rel.cta;", "fence.acq_rel.cta;", True),
+        ("", "@%p1 fence.acq_rel.cta;", "fence.acq_rel.cta;", True),
+    ],
+)
+def test_fences_before_a_barrier(fence: str, more: str, last: str, ordered: bool) -> None:
+    """8.10.2: __threadfence(); __syncthreads(); and a store by one thread tell of all threads,
+    for the fence.sc after the read must come after theirs; weaker fences order what is around them
+    in their own thread alone."""
+    body = TOTAL.replace("<fence>", fence).replace("<more>", more).replace("<last>", last)
+    kernel, out = text(body), np.zeros(64, np.uint32)
+    if ordered:
+        assert outcome(kernel, [out], block=96)[0][0] == 7
+    else:
+        refusal(kernel, [out], DataRace, block=96)
+
+
 def test_warps_that_touch_unrelated_words_are_not_ordered() -> None:
     body = BODY.replace("<release>", "st.release.cta.shared.u32 [other], %r5;")
     body = body.replace("<acquire>", "ld.acquire.cta.shared.u32 %r4, [flag]; mov.u32 %r4, 1;")

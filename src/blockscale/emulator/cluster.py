@@ -80,7 +80,7 @@ class Cluster:
                     f"byte {{}} of the shared memory of {cta}",
                     -(-cells // launch.cell), self.order, launch.alarms, launch.cell,
                 )  # fmt: skip
-            self.order.users += [self._in_flight, *(cta.users.columns for cta in self.ctas)]
+            self.order.who.users += [self._in_flight, *(cta.users.columns for cta in self.ctas)]
         self._forced = 0  # laps when a copy was last made to complete
         self._failures = 0  # rounds of waits that gave up since anything moved
         self._idled = 0  # turns in which nothing could move

@@ -4,10 +4,15 @@ A release pattern (a release, or a fence and a strong write after it) passes on 
 knows with the value that it writes; an acquire pattern that reads this value learns it. A relaxed
 or volatile access without a fence passes on nothing but that it was executed. Read-modify-writes
 hand on what came with the value before. A scope must include the other thread, else nothing passes.
+
+A fence.sc (membar) of any thread is known to a fence.sc that must come after it in the order of all
+of them: after a read of what was written after the first, as __threadfence(); __syncthreads(); and
+a store of one thread do.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -85,6 +90,8 @@ class Flags:
         #: By agent and place: values that it read and has not acquired.
         self._heard: dict[int, dict[int, list[_Value]]] = {}
         self._taken: dict[int, _Value] = {}  # the last that each agent acquired
+        #: The fence.sc of each agent and scope: their events, and what was known there.
+        self._totals: dict[tuple[int, int], tuple[list[int], list[tuple[Snapshot, int]]]] = {}
 
     def write(
         self, where: np.ndarray, agents: np.ndarray, how: Strength, before: np.ndarray, event: int
@@ -92,7 +99,8 @@ class Flags:
         """(n,) places were written at an event by agents of a CTA; ``before``: the events of the
         values there."""
         passed = Snapshot(self.order, agents)
-        passes = np.full(len(agents), how.releases or self._runs()) | passed.has_fences()
+        always = how.releases or bool(self._totals) or self._runs()
+        passes = np.full(len(agents), always) | passed.has_fences()
         if not (self._values or passes.any()):
             return
         cta = int(agents[0]) // self._of_cta
@@ -145,8 +153,27 @@ class Flags:
                         heard.pop()
                     heard[:] = [*heard[1 - _HEARD :], value]
 
-    def acquire(self, agents: np.ndarray, reach: int) -> None:
-        """A fence: what these agents have read before it is acquired."""
+    def total(self, agents: np.ndarray, reach: int, event: int) -> None:
+        """Agents execute a fence.sc, at an event."""
+        known = Snapshot(self.order, agents)
+        for i, agent in enumerate(agents.tolist()):
+            events, kept = self._totals.setdefault((agent, reach), ([], []))
+            events.append(event)
+            kept.append((known, i))
+
+    def _before(self, value: _Value, cta: int, reach: int) -> Knowledge | None:
+        """What a fence.sc in a CTA learns that must come after those before a value's writes."""
+        found = []
+        for each in value.chain():
+            for (agent, scope), (events, kept) in self._totals.items():
+                includes = agent // self._of_cta == cta or min(scope, reach) >= CLUSTER
+                if includes and each.passed is not None:
+                    at = bisect_right(events, each.passed.seen(each.place, agent))
+                    found += [known.message(place) for known, place in kept[at - 1 : at] if at]
+        return self.order.join(found) if found else None
+
+    def acquire(self, agents: np.ndarray, reach: int, total: bool = False) -> None:
+        """A fence, ``total``: a fence.sc: what these agents have read before it is acquired."""
         if not self._heard:
             return
         whose: dict[int, tuple[_Value, list[int]]] = {}
@@ -157,7 +184,11 @@ class Flags:
             if heard is not None and reach >= CLUSTER:
                 del self._heard[agent]
         for value, readers in whose.values():
-            self._learn(readers, value, readers[0] // self._of_cta, reach)
+            cta = readers[0] // self._of_cta
+            before = self._before(value, cta, reach) if total else None
+            if before is not None:
+                self.order.acquire(np.array(readers), before)
+            self._learn(readers, value, cta, reach)
 
     def _learn(self, readers: list[int], value: _Value, cta: int, reach: int) -> None:
         lacking = [agent for agent in readers if self._taken.get(agent) is not value]

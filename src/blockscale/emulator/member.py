@@ -141,7 +141,7 @@ class Member:
         """
         agents, place, site = w.agents(), self.place(w.cta.rank), w.site()
         if acquires:
-            self.order.fence_acquire(agents, reach)
+            self.order.fence_acquire(agents, reach, total)
         for key, (readers, heard) in list(self._heard.items()) if acquires else ():
             here, left = np.isin(readers, agents), []
             for event, version in heard:

@@ -1,21 +1,21 @@
 """Who happens before whom: vector clocks over the threads of a cluster and its asynchronous work.
 
-There is one clock for the whole cluster: it counts accesses, and each access is an *event* with a
-number. Whoever accesses has a *column*: each agent one, which is a thread (or a warp, where its
-lanes are not told apart), each tensor-core pipe one, for its work is in order, and each copy one as
-long as it matters, for copies are not. What they know is tables over the columns: see
-``knowledge``. Agents that learned the same share one.
+There is one clock for the whole cluster: it counts accesses (see ``events``). Whoever accesses has
+a *column* (see ``columns``): each agent one, which is a thread (or a warp, where its lanes are not
+told apart), each tensor-core pipe one, for its work is in order, and each copy one as long as it
+matters, for copies are not. What they know is tables over the columns: see ``knowledge``, and
+``tables`` for who has which.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import numpy as np
 
 from .checks import Site
+from .columns import Columns
 from .flags import Flags
 from .knowledge import (
     FENCED,
@@ -30,18 +30,15 @@ from .knowledge import (
     executed,
     joined,
 )
-from .program import PtxError
 from .scopes import CLUSTER
+from .tables import Tables
 
-__all__ = ["MOST_COLUMNS", "Order", "named"]
+__all__ = ["Order", "named"]
 
-MOST_COLUMNS = 0xFFFF
-_COPIES = 64  # columns of copies at the start: there are as many as it takes
-_TABLES = 4096  # kept before those that nobody has are dropped
 _VIEWS = 64
 
 
-class Order:
+class Order(Tables):
     """The clock of a cluster, and what everybody knows.
 
     Args:
@@ -59,127 +56,23 @@ class Order:
         tensor: bool = False, scopes: int = CLUSTER, runs: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.warps, self.lanes, self.tensor = warps, lanes, tensor
-        self._rows = 1 + (TENSOR if tensor else RUN)
         agents = ctas * warps * lanes
         pipes = ctas * (-(-warps // 4) + warps)
+        who = Columns(agents, pipes, programmatic)
+        super().__init__(who, 1 + (TENSOR if tensor else RUN), scopes)
         self.agents = agents
-        self.predecessor = agents + pipes if programmatic else None
-        self._first_copy = agents + pipes + programmatic
-        self.columns = self._first_copy + _COPIES
-        #: Writers whose accesses the asynchronous proxy sees only after a proxy fence.
-        self.is_generic = np.arange(self.columns) < agents
-        self._free = list(range(self.columns - 1, self._first_copy - 1, -1))
-        self._next_pipe = agents
+        self.predecessor = self.who.predecessor
         self._pipes: dict[Hashable, Pipe] = {}
-        self._told: dict[Hashable, int] = {}  # columns of copies that tell mbarriers
-        self._column_of = np.zeros(agents, np.int32)  # of the cp.async of each agent
-        self.now = 1  # the last event; the kernel before is event 1
-        self._sites: list[Site] = []
-        self._numbers: dict[tuple[Site, bool], int] = {}
-        self._site_of = array("I", [0, 0])  # of each event
-        self._strong, self._loads, self._stores = np.zeros((3, 256), bool)  # by number of the site
-        # What each agent knows: a table, and its own last event before a fence of each kind.
-        self._tables: list[Knowledge] = [np.zeros((self._rows, self.columns), np.uint32)]
-        self._places = {id(self._tables[0]): 0}
-        self._limit = _TABLES
-        self._table_of = np.zeros(agents, np.int32)
-        self._table_at_fence = np.zeros((scopes, agents), np.int32)
+        # The last own event of each agent before a fence of each kind.
         self._own_fenced = np.zeros(agents, np.uint32)
         self._own_inits = np.zeros(agents, np.uint32)
-        self._own_at_fence = np.zeros((scopes, agents), np.uint32)
         #: What relaxed waits heard of, which an acquire fence makes known.
         self._heard = np.full(agents, None, object)
-        self.version = 0  # of what agents know
         self._views: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
         self._viewed = 0
         self.flags = Flags(self, runs)
-        #: Each says which columns it still needs; see ``_reclaim``.
-        self.users: list[Callable[[], Iterable[int]]] = []
-
-    # --- events ---
-
-    def event(self, site: Site, strong: bool = False) -> int:
-        """A new event: an access made at ``site``."""
-        number = self._numbers.get((site, strong))
-        if number is None:
-            number = self._numbers[site, strong] = len(self._sites)
-            self._sites.append(site)
-            if number == len(self._strong):
-                more = np.zeros(number, bool)
-                self._strong, self._loads, self._stores = (
-                    np.concatenate([kept, more])
-                    for kept in (self._strong, self._loads, self._stores)
-                )
-            self._strong[number] = strong
-            self._loads[number] = site.opcode.startswith(("ld.", "ldu."))
-            self._stores[number] = site.opcode.startswith("st.")
-        self._site_of.append(number)
-        self.now += 1
-        return self.now
-
-    def site(self, event: int) -> Site:
-        return self._sites[self._site_of[event]]
-
-    def are_reads(self, events: np.ndarray) -> np.ndarray:
-        """Whether these events, of any shape, are of instructions that read."""
-        return np.asarray(~self._stores[np.frombuffer(self._site_of, np.uint32)[events]])
-
-    def are_writes(self, events: np.ndarray) -> np.ndarray:
-        """The same of those that write."""
-        return np.asarray(~self._loads[np.frombuffer(self._site_of, np.uint32)[events]])
-
-    def are_strong(self, events: np.ndarray) -> np.ndarray:
-        """Whether these events, of any shape, are strong accesses."""
-        sites = np.frombuffer(self._site_of, np.uint32)[events]
-        return np.asarray(self._strong[sites])
 
     # --- what agents know ---
-
-    def _fit(self, known: Knowledge) -> Knowledge:
-        """With a column for everybody there is now."""
-        lacking = self.columns - known.shape[1]
-        return np.pad(known, ((0, 0), (0, lacking))) if lacking else known
-
-    def join(self, messages: Iterable[Knowledge]) -> Knowledge:
-        joined = np.zeros((self._rows, self.columns), np.uint32)
-        for message in messages:
-            part = joined[:, : message.shape[1]]
-            np.maximum(part, message, out=part)
-        return joined
-
-    def _together(self, tables: np.ndarray) -> Knowledge:
-        """What all who have these tables know, an array of its own."""
-        first, *others = self._distinct(tables)
-        known = np.zeros((self._rows, self.columns), np.uint32)
-        known[:, : self._tables[first].shape[1]] = self._tables[first]
-        for other in others:
-            part = known[:, : self._tables[other].shape[1]]
-            np.maximum(part, self._tables[other], out=part)
-        return known
-
-    def _place(self, table: Knowledge) -> int:
-        """The number of a table."""
-        place = self._places.get(id(table))
-        if place is None:
-            place = self._places[id(table)] = len(self._tables)
-            self._tables.append(table)
-        return place
-
-    def _forget(self) -> None:
-        """Drop the tables that nobody has."""
-        both = np.concatenate([self._table_of[None], self._table_at_fence])
-        used, at = np.unique(both, return_inverse=True)
-        self._tables = [self._tables[i] for i in used.tolist()]
-        self._places = {id(table): i for i, table in enumerate(self._tables)}
-        numbers = at.astype(np.int32).reshape(both.shape)
-        self._table_of, self._table_at_fence = numbers[0], numbers[1:]
-        self._limit = max(_TABLES, 2 * len(used))
-
-    def _distinct(self, tables: np.ndarray) -> list[int]:
-        first = int(tables[0])
-        if len(tables) == 1 or not np.count_nonzero(tables != first):
-            return [first]
-        return np.unique(tables).tolist()
 
     def view(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """What agents have seen: (tables, columns), and whose is which, None if there is one."""
@@ -215,27 +108,6 @@ class Order:
             message[TENSOR] = 0
         return joined(message, executed(self.release(agents))) if relaxed else message
 
-    def acquire(self, agents: np.ndarray, message: Knowledge) -> None:
-        message = self._fit(message)
-
-        def learn(known: Knowledge) -> Knowledge:
-            known = self._fit(known)
-            return message if (known <= message).all() else np.maximum(known, message)
-
-        self._replace(agents, learn)
-
-    def _replace(self, agents: np.ndarray, change: Callable[[Knowledge], Knowledge]) -> None:
-        """Give these agents other tables for theirs."""
-        if len(self._tables) >= self._limit:
-            self._forget()  # which numbers them anew
-        tables = self._table_of[agents]
-        changed = {old: self._place(change(self._tables[old])) for old in self._distinct(tables)}
-        if len(changed) == 1:
-            self._table_of[agents] = changed[int(tables[0])]
-        else:
-            self._table_of[agents] = [changed[old] for old in tables.tolist()]
-        self.version += 1
-
     def fence_proxy(self, agents: np.ndarray) -> None:
         """What was seen, the asynchronous proxy may rely on."""
         self._copy_row(agents, SEEN, FENCED)
@@ -251,9 +123,11 @@ class Order:
                 both[id(before)] = joined(before, message)
             self._heard[agent] = both[id(before)]
 
-    def fence_acquire(self, agents: np.ndarray, scopes: int = CLUSTER) -> None:
-        """What relaxed waits and reads before it heard of is known."""
-        self.flags.acquire(agents, scopes)
+    def fence_acquire(
+        self, agents: np.ndarray, scopes: int = CLUSTER, total: bool = False
+    ) -> None:  # fmt: skip
+        """What relaxed waits and reads before it heard of is known; ``total``: to a fence.sc."""
+        self.flags.acquire(agents, scopes, total)
         heard = self._heard[agents]
         for message in {id(each): each for each in heard if each is not None}.values():
             whose = agents[[each is message for each in heard]]
@@ -271,14 +145,6 @@ class Order:
         if self.tensor:
             source, into = (TENSOR, PASSED) if before else (PASSED, TENSOR)
             self._copy_row(agents, source, into)
-
-    def _copy_row(self, agents: np.ndarray, source: int, into: int) -> None:
-        def copy(known: Knowledge) -> Knowledge:
-            new = known.copy()
-            np.maximum(new[into], new[source], out=new[into])
-            return new
-
-        self._replace(agents, copy)
 
     def fence_inits(self, agents: np.ndarray) -> None:
         """Any arrival passes on the mbarriers that these agents have initialized."""
@@ -303,52 +169,9 @@ class Order:
 
     # --- cp.async: see lane_copies ---
 
-    def lane_columns(self, agents: np.ndarray) -> np.ndarray:
-        """The columns of the copies of these agents."""
-        for agent in agents[self._column_of[agents] == 0].tolist():
-            if not self._column_of[agent]:
-                self._column_of[agent] = self._told["cp.async", agent] = self._take(True)
-        return np.asarray(self._column_of[agents])
-
-    def tables_of(self, agents: np.ndarray) -> tuple[list[Knowledge], np.ndarray]:
-        """What these agents know: tables, and whose is which."""
-        tables = self._table_of[agents]
-        used = self._distinct(tables)
-        return [self._tables[i] for i in used], np.searchsorted(used, tables)
-
-    def at_fences(
-        self, agents: np.ndarray
-    ) -> tuple[list[tuple[list[Knowledge], np.ndarray]], np.ndarray]:
-        """The same as of their last fences of scope CTA and CLUSTER, and their own events then."""
-        found = []
-        for row in self._table_at_fence[:CLUSTER]:
-            tables = row[agents]
-            used = self._distinct(tables)
-            found.append(([self._tables[i] for i in used], np.searchsorted(used, tables)))
-        return found, self._own_at_fence[:CLUSTER, agents]
-
     def fenced_by(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Their own events before a proxy fence, and those of mbarrier.init before its fence."""
         return self._own_fenced[agents], self._own_inits[agents]
-
-    def wait_for_own(self, agents: np.ndarray, events: np.ndarray) -> None:
-        """Each agent knows its copies up to such an event; 0: it has waited for none."""
-        columns = self._column_of[agents]
-        tables, which = self.tables_of(agents)
-        known = np.zeros((len(agents), self._rows, self.columns), np.uint32)
-        for i, table in enumerate(tables):
-            known[which == i, :, : table.shape[1]] = table
-        lanes = np.arange(len(agents))
-        lacks = known[lanes, SEEN, columns] < events
-        if not lacks.any():
-            return
-        if len(self._tables) + len(agents) >= self._limit:
-            self._forget()
-        for row in range(min(self._rows, TENSOR)):
-            known[lanes[lacks], row, columns[lacks]] = events[lacks]
-        for lane in lanes[lacks].tolist():
-            self._table_of[agents[lane]] = self._place(known[lane])
-        self.version += 1
 
     def wait_for_predecessor(self, agents: np.ndarray) -> None:
         """These agents know that the kernel before is over, with all that it did."""
@@ -413,50 +236,18 @@ class Order:
         have one column: who has waited for a phase knows those of it and of earlier ones, and
         events of later ones are later.
         """
-        column = None if told is None else self._told.get((told, generic))
-        if column is None:
-            column = self._take(generic)
-            if told is not None:
-                self._told[told, generic] = column
+        before = self.columns
+        column = self.who.copy(generic, told)
+        self.version += self.columns > before
         tensor &= self.tensor
         known, shares = self._at_issue(issuers, tensor), told is not None
         return Actor(column, known, int(issuers[0]), None, tensor, generic, strong, shares)
-
-    def _take(self, generic: bool) -> int:
-        """A column that nobody has."""
-        if not self._free:
-            self._reclaim()
-        column = self._free.pop()
-        self.is_generic[column] = generic
-        return column
-
-    def _reclaim(self) -> None:
-        """Columns of copies that nobody needs any more; new ones if these are few.
-
-        A copy is needed while it is in flight, and as long as one of its accesses is the last to
-        some place: without that nothing can be compared with it, and it can be forgotten.
-        """
-        needed = {column for user in self.users for column in user()}
-        needed.update(self._told.values())
-        copies = range(self.columns - 1, self._first_copy - 1, -1)
-        self._free = [column for column in copies if column not in needed]
-        if len(self._free) < len(copies) // 2:
-            more = len(copies)
-            if self.columns + more >= MOST_COLUMNS:
-                raise PtxError(f"more than {self.columns} accessors that nobody has waited for")
-            self._free += range(self.columns + more - 1, self.columns - 1, -1)
-            self.columns += more
-            self.is_generic = np.concatenate([self.is_generic, np.zeros(more, bool)])
-            self.version += 1
 
     def follow(self, issuers: np.ndarray, name: Hashable, tensor: bool = False) -> Actor:
         """Work in a pipe: it knows of all earlier work there."""
         pipe = self._pipes.get(name)
         if pipe is None:
-            pipe = self._pipes[name] = Pipe(self._next_pipe)
-            self._next_pipe += 1
-            if self._next_pipe > self._first_copy:
-                raise ValueError(f"no column for the pipe {name!r}")
+            pipe = self._pipes[name] = Pipe(self.who.pipe(name))
         tensor &= self.tensor
         known = self._at_issue(issuers, tensor)
         pipe.known = known if pipe.known is None else joined(pipe.known, known)
@@ -480,7 +271,7 @@ class Order:
         if view is None or len(view[0]) < self.columns:
             known = self._fit(actor.known)
             seen, fenced = known[SEEN], known[FENCED]
-            through = seen if actor.generic else np.where(self.is_generic, fenced, seen)
+            through = seen if actor.generic else np.where(self.who.is_generic, fenced, seen)
             view = actor.view = seen, through
         return view
 

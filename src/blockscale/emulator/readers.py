@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .order import MOST_COLUMNS
+from .columns import MOST_COLUMNS
 
 if TYPE_CHECKING:
     from .order import Order

@@ -51,7 +51,7 @@ class Shadow:
         #: Strong accesses since the last weak write, which only weak accesses race with.
         self._polls: Readers | None = None
         self._others: Readers | None = None  # writers of the same value that the last did not know
-        order.users.append(self._columns)
+        order.who.users.append(self._columns)
 
     def _blanks(self, cells: int) -> Blanks:
         """With a mask for each byte."""

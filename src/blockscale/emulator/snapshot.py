@@ -29,6 +29,12 @@ class Snapshot:
         """Which of them passes on something of memory without releasing it itself."""
         return np.asarray((self._own[0] > 0) | (self._inits > 0))
 
+    def seen(self, place: int, agent: int) -> int:
+        """The last event of an agent that one of them has seen."""
+        if agent == self.agents[place]:
+            return self.now
+        return int(self.tables[self.which[place]][SEEN, agent])
+
     def message(self, place: int, fence: int | None = None) -> Knowledge:
         """What one of them passes on; ``fence``: of memory only what its last fence precedes that
         reaches so far, numbered as in Order."""

@@ -10,13 +10,14 @@ import numpy as np
 
 from ..engine import Work
 from ..machine import CTA, Fragment, Step
+from ..mbarriers import MBarrier
 from ..memory import RANK_SHIFT, MemoryFault
 from ..ports import read_global, read_shared, write_global, write_shared
 from ..scopes import GPU, Strength
 from ..undefined import fetched, used
 from .access import combiner
 from .copies import groups
-from .mbarrier import MBarrier, find, visible
+from .mbarrier import find, visible
 from .registry import TYPES, Form, first, instruction
 
 __all__ = ["REDUCES", "REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send"]

@@ -127,11 +127,13 @@ def _of_memory(parts: tuple[str, ...]) -> Step:
         cluster = w.cta.cluster
         if cluster.order is None:
             return
+        if total:
+            cluster.order.flags.total(w.agents(), wide, cluster.order.event(w.site()))
         if cluster.member is not None:
             cluster.member.fence(w, wide, releases, acquires, total)
             return
         if acquires:
-            cluster.order.fence_acquire(w.agents(), wide)
+            cluster.order.fence_acquire(w.agents(), wide, total)
         if releases:
             cluster.order.fence_release(w.agents(), wide)
 

@@ -1,4 +1,4 @@
-"""mbarrier objects: arrivals, transactions and phases. PTX ISA 9.7.13.15."""
+"""Instructions on mbarrier objects, see ``mbarriers``: PTX ISA 9.7.13.15."""
 
 from __future__ import annotations
 
@@ -7,118 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..knowledge import Knowledge, joined
 from ..machine import CTA, Fragment, Split, Step, Wait
+from ..mbarriers import COUNT_BITS, MOST, OPAQUE, MBarrier, Phase
 from ..memory import SHARED_WINDOW, MemoryFault
 from ..program import PtxError
 from .registry import Form, instruction
 
-__all__ = ["MBarrier", "addresses", "find", "visible"]
-
-_MOST = (1 << 20) - 1  # of counts and of bytes
-_OPAQUE = 8 * b"\xb8"  # what an object holds in memory
-_COUNT_BITS = 20  # a state token is the phase above the pending count
-
-
-class Phase:
-    """A phase of a barrier, to which those who wait for its end hold on."""
-
-    __slots__ = ("barrier", "known", "number", "over")
-
-    def __init__(self, barrier: MBarrier, number: int) -> None:
-        self.barrier, self.number = barrier, number
-        self.over = number < 0  # the phase before the first
-        self.known: Knowledge | None = None  # what its arrivals released
-
-
-class MBarrier:
-    """One barrier object in shared memory.
-
-    A phase ends when no arrivals are pending and all bytes that were announced have come.
-    """
-
-    def __init__(self, cta: CTA, offset: int, count: int) -> None:
-        self.cta, self.offset = cta, offset
-        self.count = self.pending = count
-        self.bytes = 0
-        self.last, self.current = Phase(self, -1), Phase(self, 0)
-        #: The first thread of a fragment -> the phase that it has seen end last.
-        self.seen: dict[int, int] = {}
-        self.uses: dict[int, int] = {}  # agent -> the event of its last use
-
-    @property
-    def intact(self) -> bool:
-        """Whether its memory was left alone: what it holds is opaque."""
-        return self.cta.shared[self.offset : self.offset + 8].tobytes() == _OPAQUE
-
-    @property
-    def phase(self) -> int:
-        """Phases that have ended."""
-        return self.current.number
-
-    def __str__(self) -> str:
-        return f"mbarrier {self.offset:#x} of {self.cta}"
-
-    def describe(self) -> str:
-        text = f"{self}, phase {self.phase}: {self.pending} of {self.count} arrivals pending"
-        if self.bytes > 0:
-            text += f", {self.bytes} bytes announced have not come"
-        if self.bytes < 0:
-            text += f", {-self.bytes} bytes came unannounced"
-        return text
-
-    def missed(self, thread: int, line: int) -> str:
-        """Whether the phase that a thread waits for is not the one after those it has seen."""
-        expected = self.seen.get(thread, -1) + 1
-        expected += (self.phase - expected) % 2
-        if expected == self.phase:
-            return ""
-        return (
-            f"; waited for phase {expected} from line {line}; the barrier is in phase {self.phase}"
-        )
-
-    def learn(self, known: Knowledge | None) -> None:
-        if known is not None:
-            before = self.current.known
-            self.current.known = known if before is None else joined(before, known)
-
-    def arrive(self, count: int = 1) -> int:
-        """Count arrivals; returns the state before."""
-        if count > self.pending:
-            raise PtxError(
-                f"{count} arrivals at {self}, where {self.pending} of {self.count} are pending "
-                f"in phase {self.phase}"
-            )
-        token = self.phase << _COUNT_BITS | self.pending
-        self.pending -= count
-        self.settle()
-        return token
-
-    def expect(self, count: int) -> None:
-        self.bytes += count
-        if self.bytes > _MOST:
-            raise PtxError(f"{self} expects {self.bytes} bytes; at most {_MOST}")
-
-    def complete(self, count: int, known: Knowledge | None = None) -> None:
-        """Bytes have come."""
-        self.learn(known)
-        self.bytes -= count
-        if self.bytes < -_MOST:
-            raise PtxError(f"{-self.bytes} bytes came to {self} unannounced")
-        self.settle()
-
-    def settle(self) -> None:
-        if self.pending:
-            return
-        if self.bytes < 0:
-            raise PtxError(
-                f"wrong transaction bytes: {-self.bytes} more bytes came to {self} than its "
-                f"phase {self.phase} expects"
-            )
-        if self.bytes == 0:
-            self.current.over = True
-            self.last, self.current = self.current, Phase(self, self.phase + 1)
-            self.pending = self.count
+__all__ = ["addresses", "find", "visible"]
 
 
 def find(cta: CTA, address: int) -> MBarrier:
@@ -222,8 +117,8 @@ def init(form: Form) -> Step:
                 raise form.error("the mbarrier lies in the shared memory of another CTA")
             if offset % 8:
                 raise MemoryFault(f"mbarrier address {int(address):#x} is not a multiple of 8")
-            if not 1 <= n <= _MOST:
-                raise form.error(f"count {n}; allowed are 1 to {_MOST}")
+            if not 1 <= n <= MOST:
+                raise form.error(f"count {n}; allowed are 1 to {MOST}")
             before = owner.mbarriers.get(offset)
             if before is not None and before.intact:
                 raise form.error(f"{before} is there already: mbarrier.inval must come between")
@@ -235,7 +130,7 @@ def init(form: Form) -> Step:
 
 def _mark(w: Fragment, i: int, cta: CTA, offset: int, again: bool = False) -> None:
     """Its 8 bytes are written; what they hold is opaque. ``again``: the mbarrier was there."""
-    cta.shared[offset : offset + 8] = np.frombuffer(_OPAQUE, np.uint8)
+    cta.shared[offset : offset + 8] = np.frombuffer(OPAQUE, np.uint8)
     if cta.shadow is not None:
         cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)[None]
         same = np.ones((2, *cells.shape), bool) if again else None
@@ -340,7 +235,7 @@ def arrive(form: Form) -> Step:
 def pending_count(form: Form) -> Step:
     form.type("b64")
     put, get = form.set(0, "u32"), form.get(1, "b64")
-    mask = np.uint64((1 << _COUNT_BITS) - 1)
+    mask = np.uint64((1 << COUNT_BITS) - 1)
     return lambda w: put(w, (get(w) & mask).astype(np.uint32))
 
 
@@ -363,7 +258,7 @@ def wait(form: Form) -> Step:
         """The phase that an operand means: this one or the one before."""
         if parity and what > 1:
             raise form.error(f"phase parity {what}; allowed are 0 and 1")
-        number = what if parity else what >> _COUNT_BITS
+        number = what if parity else what >> COUNT_BITS
         if not parity and barrier.phase - number not in (0, 1):
             raise form.error(
                 f"the state is of phase {number} of {barrier}, which is in phase "

@@ -7,7 +7,6 @@ leave none: what is unknown is an error with its line, never ignored.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from ..program import (
     Vector,
 )
 from .steps import predicated, synchronized
+from .targets import has
 
 __all__ = [
     "BITS",
@@ -187,7 +187,7 @@ class Form:
         letter; "sm_100a": that one alone.
         """
         given = self._machine.program.module.target
-        if not any(_has(own, wanted) for own in given for wanted in targets):
+        if not any(has(own, wanted) for own in given for wanted in targets):
             raise self.error(f"needs {' or '.join(targets)}, .target is {', '.join(given)}")
 
     # --- operands ---
@@ -329,19 +329,6 @@ class Form:
                 self.ins.line,
             )
         return address & _LOW
-
-
-def _has(own: str, wanted: str) -> bool:
-    """Whether PTX for ``own`` may use what needs ``wanted``: PTX ISA 11.1.2."""
-    have, need = (re.fullmatch(r"sm_(\d+)([af]?)", name) for name in (own, wanted))
-    if have is None or need is None:
-        return False
-    number, least, letter = int(have[1]), int(need[1]), have[2]
-    return {
-        "": number >= least,
-        "f": letter != "" and number // 10 == least // 10 and number >= least,
-        "a": letter == "a" and number == least,
-    }[need[2]]
 
 
 def first(value: Any) -> int:
