@@ -118,6 +118,7 @@ UNSUPPORTED = [
     ("ld.global.v2.u32 {%r1,%r2,%r3}, [%at];", "loads 2 values into 3 registers"),
     ("ld.shared.u32 %r1, [nothing];", "symbol 'nothing' is not defined"),
     ("lop3.b32 %r1, %r2, %r3, %r4, %r5;", "must be a number"),
+    ("fence.of.cows;", "there is no such fence"),
     ("mov.of.cows.u32 %r1, %r2;", "unsupported modifier .of, .cows"),
     ("call.uni nowhere, (%r1);", "function 'nowhere' is not in the module"),
     ("mov.u32 %r1, {%h1};", "register %h1 of type .b16 read as .b32"),
