@@ -244,3 +244,24 @@ def test_execution_composes_with_fences_alone(others: str) -> None:
     found = alarms(bare.format(others=others, reads=""), "all,tcgen05_order", "sm_100a")
     assert len(found) == len(FEW_ORDERS)
     assert all("missing tcgen05.fence::before_thread_sync" in str(error) for error in found)
+
+
+# --- what cp.async has written --------------------------------------------------------------------
+
+COPIED = """.shared .align 128 .b8 s[512]; mov.u32 %r1, s; mad.lo.u32 %r2, %t, 4, %r1;
+    {first} cp.async.ca.shared.global [%r2], [%at], 4; cp.async.wait_all; {own} bar.sync 0;
+    setp.eq.u32 %p1, %t, 0; @!%p1 bra E; {other}
+    cp.async.bulk.global.shared::cta.bulk_group [%out+512], [s], 512;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; E:"""
+
+
+@pytest.mark.parametrize(("first", "own", "other", "right"), [
+    ("", "", "", False), ("", "fence.proxy.async;", "", True), ("", "", "fence.proxy.async;", True),
+    ("fence.proxy.async;", "", "", False), ("", "fence.proxy.alias;", "", False),
+])  # fmt: skip
+def test_a_proxy_fence_after_cp_async(first: str, own: str, other: str, right: bool) -> None:
+    body = COPIED.format(first=first, own=own, other=other)
+    assert not alarms(body, "all")
+    found = alarms(body, "all,cp_async_proxy")
+    assert len(found) == (0 if right else len(FEW_ORDERS))
+    assert all(isinstance(error, MissingFence) for error in found)

@@ -144,7 +144,8 @@ def test_a_scope_must_include_the_other_cta(
 TOTAL = """.shared .b32 flag; .shared .align 128 .b8 s[256];
     setp.eq.u32 %p1, %t, 0; setp.lt.u32 %p2, %t, 64; setp.eq.u32 %p4, %t, 64;
     @%p1 st.shared.u32 [flag], 0; bar.sync 0; @!%p2 bra B;
-    mov.u32 %r1, s; mad.lo.u32 %r1, %t, 4, %r1; st.shared.u32 [%r1], 7; <fence> bar.sync 1, 64; <more>
+    mov.u32 %r1, s; mad.lo.u32 %r1, %t, 4, %r1; st.shared.u32 [%r1], 7; <fence>
+    bar.sync 1, 64; <more>
     @%p1 st.volatile.shared.u32 [flag], 1; bra E;
     B: @!%p4 bra E; ld.volatile.shared.u32 %r4, [flag]; setp.ne.u32 %p3, %r4, 1; @%p3 bra B; <last>
     ld.shared.u32 %r8, [s+252]; st.global.u32 [%out], %r8; E:"""

@@ -379,3 +379,23 @@ def test_illegal_forms(line: str, says: str) -> None:
     args = [np.zeros(4, np.uint8)] * 3
     for error in refusal(source(line, 32, 16), args, target="sm_100a", block=128):
         assert says in str(error)
+
+
+DESCRIBED = [
+    (1 << 23 | 8 << 17 | 1 << 27 | 2 << 7, "", "atype is 2"),
+    (8 << 17 | 1 << 27, "", "scale matrix type is 0"),
+    (1 << 23 | 8 << 17 | 1 << 27, "add.u64 %rd10, %rd10, 0x8000;", "reserved bits"),
+]
+
+
+@pytest.mark.parametrize(("idesc", "more", "says"), DESCRIBED)
+def test_illegal_descriptors(idesc: int, more: str, says: str) -> None:
+    """They are the kernel's faults: the error begins with the instruction."""
+    body = f"""mov.u64 %rd10, {place(np.zeros((128, 32), np.uint8), 0, "128B", np.zeros(32768, np.uint8))};
+    {more} setp.ne.u32 %p5, 0, 0;
+    tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%r30], %rd10, %rd10, {idesc}, [%r30+32], [%r30+40], %p5;"""
+    tensor, data = np.zeros((1, 128, 64), np.uint32), np.zeros((1, 32768), np.uint8)
+    code = source(body, 64, data.shape[1])
+    for error in refusal(code, [np.zeros_like(tensor), tensor, data], target="sm_100a", block=128):
+        assert str(error).startswith("tcgen05.mma")
+        assert says in str(error)

@@ -71,6 +71,7 @@ class Cluster:
                 len(self.ctas), self.ctas[0].warps, lanes, launch.programmatic,
                 "tcgen05_order" in launch.alarms.checks, CLUSTER if launch.races is None else SYS,
                 lambda: any(cta.tensor is not None for cta in self.ctas),
+                "cp_async_proxy" not in launch.alarms.checks,
             )  # fmt: skip
             if launch.races is not None:
                 self.member = launch.races.enter(self)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .knowledge import SEEN, TENSOR, Actor, Knowledge
+from .knowledge import SEEN, Actor, Knowledge
 from .readers import View
 from .snapshot import Snapshot
 
@@ -63,7 +63,7 @@ class Copies:
         known, column = self._at.message(lane), int(self.columns[lane])
         if known.shape[1] <= column:
             known = np.pad(known, ((0, 0), (0, column + 1 - known.shape[1])))
-        known[:TENSOR, column] = self.event
+        known[self.order.waited, column] = self.event
         return known
 
     def unknown(self, known: np.ndarray) -> bool:

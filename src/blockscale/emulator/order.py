@@ -49,17 +49,19 @@ class Order(Tables):
         tensor: whether there are the rows of tcgen05.fence.
         scopes: fences that are told apart: those that reach a CTA, the cluster, and more.
         runs: whether somebody may ask what was executed: see Flags.
+        copies_fence: whether the wait for a cp.async is a proxy fence, too.
     """
 
     def __init__(
         self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False,
         tensor: bool = False, scopes: int = CLUSTER, runs: Callable[[], bool] = lambda: False,
+        copies_fence: bool = True,
     ) -> None:  # fmt: skip
         self.warps, self.lanes, self.tensor = warps, lanes, tensor
         agents = ctas * warps * lanes
         pipes = ctas * (-(-warps // 4) + warps)
         who = Columns(agents, pipes, programmatic)
-        super().__init__(who, 1 + (TENSOR if tensor else RUN), scopes)
+        super().__init__(who, 1 + (TENSOR if tensor else RUN), scopes, copies_fence)
         self.agents = agents
         self.predecessor = self.who.predecessor
         self._pipes: dict[Hashable, Pipe] = {}

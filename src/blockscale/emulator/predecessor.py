@@ -59,7 +59,11 @@ def follows(by: Any, launch: Launch, verb: str, where: np.ndarray) -> None:
         )
     early = known == 0
     if early.any():
-        threads = np.broadcast_to(by.threads[:1], len(where)) if works else by.threads
+        threads = by.threads
+        if works and isinstance(by.actor, Copies):
+            threads = threads[by.actor.reading]
+        elif works:
+            threads = np.broadcast_to(threads[:1], len(where))
         _refuse(
             by.site(), threads[early], launch, verb, where[early],
             "nothing orders it after the kernel before, which may still run when a programmatic "

@@ -338,6 +338,8 @@ class Shadow:
         elif lacks in ("fence", "proxy_reads"):
             if earlier.opcode.startswith("mbarrier.inval"):
                 kind = "mbarrier_proxy"  # the ISA does not say that it writes
+            if column in order.who.of_lanes[order.who.of_lanes > 0]:
+                kind = "cp_async_proxy"
             message = (
                 f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy "
                 f"after the ordinary {other} by {there}"

@@ -8,7 +8,7 @@ import numpy as np
 
 from .columns import Columns
 from .events import Events
-from .knowledge import SEEN, TENSOR, Knowledge
+from .knowledge import FENCED, SEEN, TENSOR, Knowledge
 from .scopes import CLUSTER
 
 __all__ = ["Tables"]
@@ -23,9 +23,10 @@ class Tables(Events):
         who: has the columns.
         rows: of a table.
         scopes: fences that are told apart.
+        copies_fence: whether the wait for a cp.async is a proxy fence, too.
     """
 
-    def __init__(self, who: Columns, rows: int, scopes: int) -> None:
+    def __init__(self, who: Columns, rows: int, scopes: int, copies_fence: bool) -> None:
         super().__init__()
         self.who, self._rows = who, rows
         self._tables: list[Knowledge] = [np.zeros((rows, who.count), np.uint32)]
@@ -34,6 +35,8 @@ class Tables(Events):
         self._table_of = np.zeros(who.agents, np.int32)
         self._table_at_fence = np.zeros((scopes, who.agents), np.int32)
         self._own_at_fence = np.zeros((scopes, who.agents), np.uint32)
+        #: Rows of what a thread knows that waited for its cp.async.
+        self.waited = [row for row in range(min(rows, TENSOR)) if copies_fence or row != FENCED]
         self.version = 0  # of what agents know
 
     @property
@@ -146,7 +149,7 @@ class Tables(Events):
             return
         if len(self._tables) + len(agents) >= self._limit:
             self._forget()
-        for row in range(min(self._rows, TENSOR)):
+        for row in self.waited:
             known[lanes[lacks], row, columns[lacks]] = events[lacks]
         for lane in lanes[lacks].tolist():
             self._table_of[agents[lane]] = self._place(known[lane])

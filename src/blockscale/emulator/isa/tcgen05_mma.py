@@ -17,7 +17,7 @@ from ..matrix_operands import (
     negated,
     undefined_products,
 )
-from ..program import Address, Immediate, Vector
+from ..program import Address, Immediate, PtxError, Vector
 from ..tensor_memory import COLUMNS, Region, reached, tensor_memory
 from ..tensorcore.arithmetic import Instruction, multiply
 from ..tensorcore.descriptors import (
@@ -233,7 +233,7 @@ def mma(form: Form) -> Step:
             raise form.error("scale-input-d must be an immediate from 0 to 15")
         scale_d = int(scale.value)
 
-    def run(w: Fragment) -> None:
+    def described(w: Fragment) -> Multiplication:
         shape = instruction_descriptor(first(shape_of(w)), kind, group)
         if shape.sparse:
             raise form.error("the instruction descriptor says sparse, the opcode does not")
@@ -245,12 +245,20 @@ def mma(form: Form) -> Step:
             words = np.array([first(get(w)) for get in lanes_of], "<u4")
             bits = np.unpackbits(words.view(np.uint8), bitorder="little")
             disabled = bits.astype(bool).reshape(group, 128)
-        todo = Multiplication(
+        return Multiplication(
             shape, group, vector, a, tcgen05_descriptor(first(b_of(w))), first(d(w)),
             None if scales is None else (first(scales[0](w)), first(scales[1](w))),
             bool(np.max(enable(w))), scale_d, disabled,
             w.cta.launch.settings.exact,
         )  # fmt: skip
+
+    def run(w: Fragment) -> None:
+        try:
+            todo = described(w)
+        except PtxError:
+            raise
+        except ValueError as error:  # of a descriptor
+            raise form.error(str(error)) from None
         ctas = pair(w.cta, group)
         enqueue(w, lambda work: todo.run(work, ctas), ctas)
 

@@ -182,7 +182,10 @@ def copy(form: Form) -> Step:
 
     def run(w: Fragment) -> None:
         lane, column = split_address(int(np.max(address(w))))
-        matrix = tcgen05_descriptor(int(np.max(descriptor(w))))
+        try:
+            matrix = tcgen05_descriptor(int(np.max(descriptor(w))))
+        except ValueError as error:
+            raise form.error(str(error)) from None
         chunks = operand_bytes(matrix, rows, row_bytes, "k")[:, ::16]
         ctas = pair(w.cta, group)
 
