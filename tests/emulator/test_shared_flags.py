@@ -1,6 +1,6 @@
 """Flags in shared memory: which strong accesses order what is around them. PTX ISA 8.8."""
 
-# ruff: noqa: E501 (lines of PTX)
+
 from __future__ import annotations
 
 import numpy as np
