@@ -147,13 +147,18 @@ def every() -> Iterator[Mutant]:
 
 _FENCE = (
     "equivalent",
-    "of the loader: who multiplies reads the same answer after the tiles that came later, and its "
-    "fence is for both reads",
+    "of one of those who read an answer: others read it, or a later one, after that, and their "
+    "fence before they let it be overwritten is for both reads (8.9.5)",
 )
 _LAST = (
     "equivalent",
     "of the loader, after its last tile, whose sums are stored only when all that it loaded was "
     "read; or it waits for a stage that is freed later than the one it fills",
+)
+_BEHIND = (
+    "missed",
+    "of waits after the last tile: only a loader that falls far behind waits for ever, as it does "
+    "with turns of 256 instructions; those of the policy eager are fair",
 )
 _WHETHER = (
     "equivalent",
@@ -169,12 +174,9 @@ REASONS: Reasons = {
     ],
     ("", "delete bar.warp.sync"): PIPELINE_REASONS["gemm_nvfp4", "delete bar.warp.sync"],
     ("", "delete mbarrier.try_wait"): _LAST,
-    ("", "parity flipped"): (
-        "missed",
-        "of waits after the last tile: only a loader that falls far behind waits for ever, as "
-        "it does with turns of 256 instructions; those of the policy eager are fair",
-    ),
+    ("", "parity flipped"): _BEHIND,
     ("", "waits at the next mbarrier"): _LAST,
+    ("nvfp4, pairs", "waits at the next mbarrier at 2000"): _BEHIND,
     ("", "y of the answer"): _WHETHER,
     ("", "CTA for cluster"): _WHETHER,
     ("", "tcgen05.mma always accumulates"): ("equivalent", "all but the first of a tile do"),

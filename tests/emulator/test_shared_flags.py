@@ -1,6 +1,5 @@
 """Flags in shared memory: which strong accesses order what is around them. PTX ISA 8.8."""
 
-
 from __future__ import annotations
 
 import numpy as np
