@@ -118,7 +118,7 @@ def emulated(
         completion=completion,
         seed=seed,
         resident=resident,
-        check="all,exit_stores,tcgen05_order,mbarrier_proxy,proxy_reads,global",
+        check="all,exit_stores,tcgen05_order,mbarrier_proxy,cp_async_proxy,proxy_reads,global",
     )
     pairs = zip((a.data, b.data), config.majors, strict=True)
     data = [x if major == "k" else x.T.contiguous() for x, major in pairs]

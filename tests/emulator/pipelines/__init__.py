@@ -62,7 +62,7 @@ class Pipeline:
             output.view(np.uint8).fill(0xA5)
         em.Device(
             self.target, completion=completion, seed=seed,
-            check="all,exit_stores,tcgen05_order,mbarrier_proxy,proxy_reads,global",
+            check="all,exit_stores,tcgen05_order,mbarrier_proxy,cp_async_proxy,proxy_reads,global",
         ).launch(
             self.ptx if ptx is None else ptx, self.entry, self.grid, self.block, case.args,
             shared=self.shared,
