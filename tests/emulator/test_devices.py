@@ -124,3 +124,13 @@ def test_a_peer_that_never_signals(completion: str, seed: int, signals: bool) ->
     signal = "st.release.sys.global.u32 [%rd1], 1;" if signals else ""
     words, _ = ring(2, waits.replace("SIGNAL", signal), completion=completion, seed=seed)
     assert words[0][1] == (0 if signals else 2)
+
+
+def test_races_in_global_memory_are_looked_for_by_all_or_none() -> None:
+    out = np.zeros(32, np.uint32)
+    calls = [
+        em.Call(em.Device("sm_90a", check=check), text("ret;"), "k", 1, 32, [out])
+        for check in ("all,global", "all")
+    ]
+    with pytest.raises(ValueError, match="give global to all of their devices or to none"):
+        em.launch_together(calls)

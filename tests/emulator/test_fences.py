@@ -1,5 +1,6 @@
 """Fences that nothing but the ISA asks for: without each, an alarm; with it, none."""
 
+# ruff: noqa: E501 (lines of PTX)
 from __future__ import annotations
 
 import numpy as np
@@ -265,3 +266,16 @@ def test_a_proxy_fence_after_cp_async(first: str, own: str, other: str, right: b
     found = alarms(body, "all,cp_async_proxy")
     assert len(found) == (0 if right else len(FEW_ORDERS))
     assert all(isinstance(error, MissingFence) for error in found)
+
+
+def test_an_alarm_that_is_off_hides_no_other() -> None:
+    """A copy over an mbarrier that was invalidated, which is mbarrier_proxy's, and over a word."""
+    body = """.shared .align 128 .b8 s[128]; .shared .align 8 .b64 bar; setp.ne.u32 %p2, %t, 0; @%p2 bra E;
+    mbarrier.init.shared.b64 [s], 1; mbarrier.init.shared.b64 [bar], 1; fence.mbarrier_init.release.cluster;
+    mbarrier.inval.shared.b64 [s]; st.shared.u32 [s+64], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [s], [%out], 128, [bar];
+    W: mbarrier.try_wait.parity.shared.b64 %p3, [bar], 0; @!%p3 bra W; E:"""
+    found = alarms(body, "all")
+    assert len(found) == len(FEW_ORDERS)
+    assert all(isinstance(error, MissingFence) and "st.shared.u32" in str(error) for error in found)

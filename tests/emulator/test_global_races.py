@@ -398,6 +398,35 @@ def test_a_proxy_fence_within_a_cta() -> None:
     races(body.format(all="@!%p2 " + fence, one=""), "missing fence.proxy.async", grid=1)
 
 
+def test_a_proxy_fence_tells_a_thread_nothing() -> None:
+    """Of what another one acquired, which executes it with this one."""
+    body = """mov.u32 %r9, %ctaid.x; setp.eq.u32 %p1, %r9, 0; setp.ne.u32 %p2, %t, 0; @!%p1 bra HEARS; @%p2 ret;
+    st.global.u32 [%out+128], 7; st.release.gpu.global.u32 [%out], 1; ret;
+    HEARS: @%p2 bra GO; W: ld.acquire.gpu.global.u32 %r1, [%out]; setp.eq.u32 %p3, %r1, 0; @%p3 bra W;
+    GO: vote.sync.any.pred %p3, %p2, -1; {sync} fence.proxy.async; setp.ne.u32 %p3, %t, 1; @%p3 ret;
+    ld.global.u32 %r2, [%out+128]; st.global.u32 [%out+512], %r2;"""
+    holds(body.format(sync="bar.warp.sync -1;"), block=32)
+    races(body.format(sync=""), block=32)
+
+
+def test_each_place_of_a_race_is_named() -> None:
+    """One of them may be suppressed."""
+    body = """mov.u32 %r9, %ctaid.x; setp.eq.u32 %p1, %r9, 0; setp.ne.u32 %p2, %t, 0; @%p2 ret; @%p1 bra B;
+    st.global.v2.u32 [%out+128], {%t, %t}; // WIDE
+    ret;
+    B: st.global.u32 [%out+128], 1; // ONE
+    st.global.u32 [%out+132], 1; // TWO"""
+    source = text(body)
+    wide, one, two = (line_of(source, f"// {mark}") for mark in ("WIDE", "ONE", "TWO"))
+    for completion, seed in ORDERS:
+        device = em.Device(
+            completion=completion, seed=seed, check="global", on_error="collect",
+            suppress=[f"global line={one}  # known"],
+        )  # fmt: skip
+        report = device.launch(source, "k", 2, 32, [np.zeros(64, np.uint32)])
+        assert [{alarm.line, alarm.other} for alarm in report.alarms] == [{wide, two}]
+
+
 def test_a_proxy_fence_is_needed() -> None:
     body = without(without(FETCH, "WRITER"), "READER")
     races(body, "missing fence.proxy.async: cp.async.bulk")

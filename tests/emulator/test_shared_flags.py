@@ -1,5 +1,6 @@
 """Flags in shared memory: which strong accesses order what is around them. PTX ISA 8.8."""
 
+# ruff: noqa: E501 (lines of PTX)
 from __future__ import annotations
 
 import numpy as np
@@ -179,3 +180,64 @@ def test_warps_that_touch_unrelated_words_are_not_ordered() -> None:
     kernel = text("nanosleep.u32 0;" + body.replace("B:", "B: nanosleep.u32 9999;").replace(
         "<after>", ""))  # fmt: skip
     refusal(kernel, [np.zeros(64, np.uint32)], DataRace, block=64)
+
+
+# --- several of them ------------------------------------------------------------------------------
+
+START = """.shared .b32 f1; .shared .b32 f2; .shared .align 128 .b8 s[256];
+    setp.eq.u32 %p1, %t, 0; @%p1 st.shared.u32 [f1], 0; @%p1 st.shared.u32 [f2], 0; mov.u32 %r5, %t;
+"""
+
+
+def test_a_narrow_fence_does_not_spoil_a_wider_one() -> None:
+    """An atomic of the other CTA, then one of this one, then fences of both scopes."""
+    body = (
+        START.replace("mov.u32 %r5, %t;", "mov.u32 %r5, %cluster_ctarank;")
+        + """
+    barrier.cluster.arrive; barrier.cluster.wait; setp.eq.u32 %p2, %r5, 1; @%p2 bra OTHER;
+    setp.eq.u32 %p3, %t, 32; @!%p3 bra LAST; fence.release.cta;
+    atom.relaxed.cluster.shared.add.u32 %r4, [f1], 1; bra E;
+    LAST: @!%p1 bra E;
+    W: ld.relaxed.cluster.shared.u32 %r4, [f1]; setp.ne.u32 %p3, %r4, 2; @%p3 bra W;
+    fence.acquire.cta; fence.acquire.cluster; ld.shared.u32 %r4, [s]; st.global.u32 [%out], %r4; bra E;
+    OTHER: @!%p1 bra E; mov.u32 %r6, s; mapa.shared::cluster.u32 %r6, %r6, 0;
+    mov.u32 %r7, f1; mapa.shared::cluster.u32 %r7, %r7, 0; st.shared::cluster.u32 [%r6], 7;
+    atom.release.cluster.shared::cluster.add.u32 %r4, [%r7], 1;
+    E: barrier.cluster.arrive; barrier.cluster.wait;"""
+    )
+    out = outcome(text(body), [np.zeros(32, np.uint32)], grid=2, block=64, cluster=2)[0]
+    assert out[0] == 7
+
+
+def test_a_total_fence_passes_on_what_it_acquires() -> None:
+    body = (
+        START
+        + """bar.sync 0; setp.lt.u32 %p2, %t, 32; @!%p2 bra B;
+    @!%p1 bra E; st.shared.u32 [s], 7; fence.acq_rel.cta; st.relaxed.cta.shared.u32 [f1], 1; bra E;
+    B: setp.lt.u32 %p2, %t, 64; @!%p2 bra C;
+    W: ld.relaxed.cta.shared.u32 %r4, [f1]; setp.ne.u32 %p3, %r4, 1; @%p3 bra W;
+    fence.sc.cta; bar.sync 1, 64; bra E;
+    C: setp.lt.u32 %p2, %t, 96; @!%p2 bra D; bar.sync 1, 64; setp.eq.u32 %p3, %t, 64; @!%p3 bra E;
+    st.relaxed.cta.shared.u32 [f2], 1; bra E;
+    D: ld.relaxed.cta.shared.u32 %r4, [f2]; setp.ne.u32 %p3, %r4, 1; @%p3 bra D;
+    fence.sc.cta; ld.shared.u32 %r4, [s]; st.global.u32 [%at], %r4; E:"""
+    )
+    out = outcome(text(body), [np.zeros(128, np.uint32)], block=128)[0]
+    assert (out[96:] == 7).all()
+
+
+def test_a_release_lasts_though_others_write_between() -> None:
+    """A release, then another strong write by the same thread: 8.8."""
+    body = (
+        START
+        + """bar.sync 0; setp.eq.u32 %p2, %t, 32; @%p2 bra B; setp.eq.u32 %p2, %t, 64; @%p2 bra C;
+    @!%p1 bra E; st.shared.u32 [s], 7; st.release.cta.shared.u32 [f1], 1;
+    A: ld.relaxed.cta.shared.u32 %r4, [f1]; setp.ne.u32 %p3, %r4, 2; @%p3 bra A;
+    st.relaxed.cta.shared.u32 [f1], 3; bra E;
+    B: ld.relaxed.cta.shared.u32 %r4, [f1]; setp.ne.u32 %p3, %r4, 1; @%p3 bra B;
+    st.relaxed.cta.shared.u32 [f1], 2; bra E;
+    C: ld.acquire.cta.shared.u32 %r4, [f1]; setp.ne.u32 %p3, %r4, 3; @%p3 bra C;
+    ld.shared.u32 %r4, [s]; st.global.u32 [%out], %r4; E:"""
+    )
+    out = outcome(text(body), [np.zeros(96, np.uint32)], block=96)[0]
+    assert out[0] == 7

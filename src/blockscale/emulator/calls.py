@@ -94,7 +94,13 @@ def launch_together(calls: Sequence[Call]) -> list[Report]:
             of = rank if len(calls) > 1 else None
             launch = _prepare(call, module, memory, clock, of, devices.index(call.device))
             programs.append(Program(module, launch))
-        if any("global" in call.device.checks for call in calls):
+        looked_at = {"global" in call.device.checks for call in calls}
+        if len(looked_at) > 1:
+            raise ValueError(
+                "check: of launches that run together some look for races in global memory and "
+                "others do not; give global to all of their devices or to none"
+            )
+        if True in looked_at:
             races = Races(memory, _cell([program.module for program in programs], "global"))
             for program in programs:
                 program.launch.races = races

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Flags"]
 
 _LONGEST = 64  # links of a chain of read-modify-writes, at least, before it is made shorter
-_HEARD = 64  # values of one place that a thread has read and not acquired
+#: Values of one place that a thread has read and not acquired. Earlier ones are forgotten: whoever
+#: acquires them after so many more is accused of a race, but none is missed.
+_HEARD = 1024
 
 
 class _Value:
@@ -87,9 +89,13 @@ class Flags:
         self.order, self._runs = order, runs
         self._of_cta = order.warps * order.lanes
         self._values: dict[int, _Value] = {}
+        #: By address and agent: the last value that it released. Another strong write by the same
+        #: thread after that is a release pattern, too, whoever has written between.
+        self._own: dict[tuple[int, int], _Value] = {}
         #: By agent and place: values that it read and has not acquired.
         self._heard: dict[int, dict[int, list[_Value]]] = {}
-        self._taken: dict[int, _Value] = {}  # the last that each agent acquired
+        #: The last that each agent acquired, and the scope of that.
+        self._taken: dict[int, tuple[_Value, int]] = {}
         #: The fence.sc of each agent and scope: their events, and what was known there.
         self._totals: dict[tuple[int, int], tuple[list[int], list[tuple[Snapshot, int]]]] = {}
 
@@ -101,7 +107,7 @@ class Flags:
         passed = Snapshot(self.order, agents)
         always = how.releases or bool(self._totals) or self._runs()
         passes = np.full(len(agents), always) | passed.has_fences()
-        if not (self._values or passes.any()):
+        if not (self._values or self._own or passes.any()):
             return
         cta = int(agents[0]) // self._of_cta
         for i, (place, agent, old) in enumerate(
@@ -113,13 +119,17 @@ class Flags:
                 or not (agent == value.agent or (how.updates and value.strong_with(cta, how.reach)))
             ):
                 value = None
+            if value is None:
+                value = self._own.get((place, agent))
             if value is not None and value.length > max(_LONGEST, 4 * self.order.agents):
                 value = _shortened(value)
             if value is None and not passes[i]:
                 self._values.pop(place, None)
                 continue
             own = passed if passes[i] else None
-            self._values[place] = _Value(event, how, cta, agent, own, i, value)
+            value = self._values[place] = _Value(event, how, cta, agent, own, i, value)
+            if how.releases:
+                self._own[place, agent] = value
 
     def read(
         self, where: np.ndarray, agents: np.ndarray, how: Strength, events: np.ndarray
@@ -191,11 +201,15 @@ class Flags:
             self._learn(readers, value, cta, reach)
 
     def _learn(self, readers: list[int], value: _Value, cta: int, reach: int) -> None:
-        lacking = [agent for agent in readers if self._taken.get(agent) is not value]
+        lacking = [agent for agent in readers if not self._has_taken(agent, value, reach)]
         known = value.to(self.order, cta, reach) if lacking else None
         if known is not None:
             self.order.acquire(np.array(lacking), known)
-            self._taken.update(dict.fromkeys(lacking, value))
+            self._taken.update(dict.fromkeys(lacking, (value, reach)))
+
+    def _has_taken(self, agent: int, value: _Value, reach: int) -> bool:
+        taken = self._taken.get(agent)
+        return taken is not None and taken[0] is value and taken[1] >= reach
 
 
 def _shortened(value: _Value) -> _Value:

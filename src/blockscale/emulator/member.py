@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Member"]
 
 _CTAS = 16  # of a cluster, at most
-_HEARD = 16  # versions of a place that are kept until a fence
+#: Versions of a place that are kept until a fence. Earlier ones are forgotten: whoever acquires
+#: them after so many more is accused of a race, but none is missed.
+_HEARD = 1024
 
 
 class Member:
@@ -127,8 +129,9 @@ class Member:
     def fence_proxy(self, w: machine.Fragment) -> None:
         """A proxy fence of global memory."""
         agents, event = w.agents(), self.order.event(w.site())
-        known = self.message(self.order.release(agents)[:THROUGH])
-        self.learned.add(agents, event, fenced(known))
+        known = [fenced(self.message(self.order.passed(agent))) for agent in agents.tolist()]
+        for i, message in enumerate(known):  # each of what it knows itself
+            self.learned.add(agents[i : i + 1], event, message)
 
     def fence(
         self, w: machine.Fragment, reach: int, releases: bool, acquires: bool, total: bool

@@ -207,7 +207,9 @@ def _observe(
                 check = shadow.read_by if kind == "read" else shadow.write_by
                 check(touched, by.actor, by.site())
         else:
-            agents, site, flags = by.agents()[chosen], by.site(), shadow.order.flags
+            agents, site, flags = by.agents(), by.site(), shadow.order.flags
+            if not isinstance(chosen, slice):
+                agents = agents[chosen]
             values = None if how is None else shadow.written[touched[:, 0]]
             if kind == "read":
                 if how is not None and values is not None:

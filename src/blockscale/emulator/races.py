@@ -156,18 +156,14 @@ class Races:
             if np.count_nonzero(last):
                 self._after_writes(buffer, cells, part, "writes", last, kept[0])
             for at, reads in self._reads.before(cells):
-                late = part.races_with(reads)
-                if np.count_nonzero(late):
-                    self._tell(buffer, at, part, late, "writes", "read", reads)
-                    break
+                self._tell(buffer, at, part, part.races_with(reads), "writes", "read", reads)
             self._follow(cells, last, part, how)
             made = self._add(part, True)
             self._written[cells] = made
             if how is None and who.actor is None:
                 lost = self._written.take(cells) != made
                 lost &= ~kept[1]
-                if np.count_nonzero(lost):
-                    self._tell(buffer, cells, part, lost, "writes", "write", self._written[cells])
+                self._tell(buffer, cells, part, lost, "writes", "write", self._written[cells])
             elif how is not None:
                 self._publish(part, where[chosen], last[:, 0], self._written[cells[:, 0]], how)
 
@@ -233,12 +229,8 @@ class Races:
             late = by.races_with(writes)
             if kept is not None:
                 late &= ~kept if at is cells else True
-            fence = not np.count_nonzero(late)
-            if fence:
-                late = by.unfenced(writes)
-            if np.count_nonzero(late):
-                self._tell(buffer, at, by, late, verb, "write", writes, fence)
-                return
+            self._tell(buffer, at, by, late, verb, "write", writes)
+            self._tell(buffer, at, by, by.unfenced(writes) & ~late, verb, "write", writes, True)
 
     def _follow(
         self, cells: np.ndarray, last: np.ndarray, by: Accessor, how: Strength | None
@@ -257,7 +249,18 @@ class Races:
         self, buffer: Buffer, cells: np.ndarray, by: Accessor, late: np.ndarray, verb: str,
         other: str, accesses: np.ndarray, fence: bool = False,
     ) -> None:  # fmt: skip
-        """``by`` accesses cells; those that are ``late`` were accessed before."""
+        """``by`` accesses cells; those that are ``late`` were accessed before: an alarm for each
+        place in the program where they were, for one may be suppressed."""
+        if not np.count_nonzero(late):
+            return
+        sites = np.where(late, self.accesses.site.take(accesses), -1)
+        for site in np.unique(sites[late]).tolist():
+            self._tell_one(buffer, cells, by, sites == site, verb, other, accesses, fence)
+
+    def _tell_one(
+        self, buffer: Buffer, cells: np.ndarray, by: Accessor, late: np.ndarray, verb: str,
+        other: str, accesses: np.ndarray, fence: bool,
+    ) -> None:  # fmt: skip
         at, access = np.argwhere(late)[0], int(accesses[late][0])
         cell = int(cells[late][0]) - self._starts[buffer.base]
         byte = max(cell * self.cell - buffer.base % self.cell, 0)

@@ -15,6 +15,7 @@ import numpy as np
 from .columns import MOST_COLUMNS
 
 if TYPE_CHECKING:
+    from .checks import Site
     from .order import Order
 
 __all__ = ["Readers", "View", "seen_events"]
@@ -176,15 +177,17 @@ class Readers:
 
     def unseen(
         self, cells: np.ndarray, at: Any, view: View, since: int = 0, which: Which | None = None
-    ) -> tuple[int, int, int, int] | None:
-        """A cell, who writes it, and the column and event of a read that the writer has not seen.
+    ) -> list[tuple[int, int, int, int]]:
+        """Cells, who writes each, and the column and event of a read that the writer has not seen:
+        one for each place in the program where such reads were.
 
         Reads by ``at`` are its own from the event ``since`` on. ``which`` of the events count:
         None, all.
         """
         events = self.event.take(cells)
+        found: dict[Site, tuple[int, int, int, int]] = {}
         if not np.count_nonzero(events):
-            return None
+            return []
         columns = self.column.take(cells)
         crowded = (events > 0) & (columns == _CROWD)
         late = (events > seen_events(view, columns)) & ~crowded
@@ -192,11 +195,14 @@ class Readers:
             late &= (columns != at) | (events < since)
             if which is not None:
                 late &= which(np.where(late, events, 0))
-        if late.any():
-            who = np.broadcast_to(at, cells.shape)[late][0]
-            return int(cells[late][0]), int(who), int(columns[late][0]), int(events[late][0])
+        if np.count_nonzero(late):
+            who = np.broadcast_to(at, cells.shape)[late]
+            for i in np.sort(np.unique(events[late], return_index=True)[1]).tolist():
+                column, event = int(columns[late][i]), int(events[late][i])
+                one = int(cells[late][i]), int(who[i]), column, event
+                found.setdefault(self.order.site(event), one)
         if not crowded.any():
-            return None
+            return list(found.values())
         writers = np.broadcast_to(at, cells.shape)[crowded].astype(np.int64)
         rows = np.zeros(cells.shape, np.int64)
         if view[1] is not None:
@@ -209,6 +215,7 @@ class Readers:
             late = (reads > seen[crowd]) & ((crowd != writers[i]) | (reads < since))
             if which is not None:
                 late &= which(reads)
-            if late.any():
-                return int(flat[i]), int(writers[i]), int(crowd[late][0]), int(reads[late][0])
-        return None
+            for column, event in zip(crowd[late].tolist(), reads[late].tolist(), strict=True):
+                one = int(flat[i]), int(writers[i]), column, event
+                found.setdefault(self.order.site(event), one)
+        return list(found.values())

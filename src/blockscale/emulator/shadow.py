@@ -175,18 +175,16 @@ class Shadow:
         lacks: str = "race",
     ) -> bool:  # fmt: skip
         """Check an access against writers besides the last; whether there was one unordered."""
-        order, found = self.order, None
+        order, found = self.order, []
         if self._others is not None:
             weak = (lambda events: ~order.are_strong(events)) if strong else None
-            found = self._others.unseen(cells, at, view, since, weak)
-        if found is None and self._polls is not None and not strong:
-            found = self._polls.unseen(cells, at, view, since, order.are_writes)
-        if found is None:
-            return False
-        cell, column, writer, event = found
-        who = _who(column, copies) if actor is None else actor
-        self.race(cell, who, verb, site, "write", writer, event, lacks)
-        return True
+            found += self._others.unseen(cells, at, view, since, weak)
+        if self._polls is not None and not strong:
+            found += self._polls.unseen(cells, at, view, since, order.are_writes)
+        for cell, column, writer, event in found:
+            who = _who(column, copies) if actor is None else actor
+            self.race(cell, who, verb, site, "write", writer, event, lacks)
+        return bool(found)
 
     def _unordered(
         self, cells: np.ndarray, at: Any, view: View, strong: bool, since: int = 0
@@ -245,8 +243,11 @@ class Shadow:
         at, strong, since = actor.column, actor.strong, actor.since
         late = self._unordered(cells, at, (through_proxy[None], None), strong, since)
         if late is not None:
-            fenced = self._unordered(cells, at, (seen[None], None), strong, since) is None
-            self._after_write(cells, actor, late, verb, site, lacks="fence" if fenced else "race")
+            racing = self._unordered(cells, at, (seen[None], None), strong, since)
+            if racing is not None:
+                self._after_write(cells, actor, racing, verb, site)
+                late &= ~racing
+            self._after_write(cells, actor, late, verb, site, lacks="fence")
             return seen
         for view, lacks in ((seen, "race"), (through_proxy, "fence")):
             if self._after_others(
@@ -274,18 +275,17 @@ class Shadow:
         since, lacks = 0 if actor is None else actor.since, "race"
         found = self.readers.unseen(cells, at, view, since)
         if self._polls is not None and not strong:
-            found = found or self._polls.unseen(cells, at, view, since, self.order.are_reads)
+            found += self._polls.unseen(cells, at, view, since, self.order.are_reads)
             self._polls.clear(cells)
-        if found is None and actor is not None:
+        if not found and actor is not None:
             tensor = self.order.tensor_view(actor)
             if tensor is not None:
                 found, lacks = self.readers.unseen(cells, at, (tensor[None], None)), "tcgen05_order"
-            if found is None and "proxy_reads" in self.alarms.checks:
+            if not found and "proxy_reads" in self.alarms.checks:
                 through_proxy = self._view_of(actor)[1]
                 found = self.readers.unseen(cells, at, (through_proxy[None], None), actor.since)
                 lacks = "proxy_reads"
-        if found is not None:
-            cell, writer, column, event = found
+        for cell, writer, column, event in found:
             who = _who(writer, copies) if actor is None else actor
             self.race(cell, who, "writes", site, "read", column, event, lacks)
         self.readers.clear(cells)
@@ -294,13 +294,18 @@ class Shadow:
         self, cells: np.ndarray, at: Any, late: np.ndarray, verb: str, site: Site,
         lacks: str = "race", copies: Copies | None = None,
     ) -> None:  # fmt: skip
-        """Complain of an access, by agents or an actor, to the cells that are ``late``."""
-        cell = int(cells[late][0])
-        who = at
-        if not isinstance(at, Actor):
-            who = _who(int(np.broadcast_to(at, cells.shape)[late][0]), copies)
-        column, event = int(self.writer[cell]), int(self.written[cell])
-        self.race(cell, who, verb, site, "write", column, event, lacks)
+        """Complain of an access, by agents or an actor, to the cells that are ``late``: of each
+        place in the program where they were written, for one may be suppressed."""
+        places = cells[late]
+        sites: dict[Site, int] = {}
+        for i in np.unique(self.written[places], return_index=True)[1].tolist():
+            sites.setdefault(self.order.site(int(self.written[places[i]])), i)
+        for i in sorted(sites.values()):
+            cell, who = int(places[i]), at
+            if not isinstance(at, Actor):
+                who = _who(int(np.broadcast_to(at, cells.shape)[late][i]), copies)
+            column, event = int(self.writer[cell]), int(self.written[cell])
+            self.race(cell, who, verb, site, "write", column, event, lacks)
 
     def seen(self, cell: int, agents: np.ndarray) -> np.ndarray:
         """Which of the agents (n,) have seen the last write to a cell, one that was made."""

@@ -64,7 +64,7 @@ def checked(w: Fragment, form: Form, address: np.ndarray, size: int) -> np.ndarr
 
 @instruction("ld", "ldu")
 def load(form: Form) -> Step:
-    """9.7.9; hints of caching and ordering change no value; strong accesses order (see steps)."""
+    """9.7.9; hints of caching and ordering change no value; strong accesses order (see scopes)."""
     space, constant = form.one(*_SPACES), form.has("nc")
     hints(form, 2)
     count, type = vector_length(form), _bits(form.type())

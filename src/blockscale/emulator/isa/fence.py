@@ -127,14 +127,15 @@ def _of_memory(parts: tuple[str, ...]) -> Step:
         cluster = w.cta.cluster
         if cluster.order is None:
             return
-        if total:
-            cluster.order.flags.total(w.agents(), wide, cluster.order.event(w.site()))
+        order = cluster.order
         if cluster.member is not None:
             cluster.member.fence(w, wide, releases, acquires, total)
-            return
-        if acquires:
-            cluster.order.fence_acquire(w.agents(), wide, total)
-        if releases:
-            cluster.order.fence_release(w.agents(), wide)
+        else:
+            if acquires:
+                order.fence_acquire(w.agents(), wide, total)
+            if releases:
+                order.fence_release(w.agents(), wide)
+        if total:  # what it has acquired is among what it passes on
+            order.flags.total(w.agents(), wide, order.event(w.site()))
 
     return run
