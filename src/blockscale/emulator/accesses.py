@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .checks import Site
+from .program import PtxError
 
 __all__ = ["ASYNC", "COLUMNS", "NEVER", "STRENGTH", "Accesses"]
 
@@ -15,6 +16,7 @@ NEVER = 0xFFFFFFFF
 COLUMNS = 1 << 16  # of a cluster; who accesses is a column of a cluster
 ASYNC, STRENGTH = 8, 7  # of ``how``: made through the asynchronous proxy; its scope, 0: weak
 
+_MOST = 1 << 31  # numbers from there on are those of nodes: see past
 _KINDS = {"who": np.uint32, "event": np.uint32, "site": np.uint32, "how": np.uint8}
 
 
@@ -32,6 +34,8 @@ class Accesses:
     def add(self, who: np.ndarray, event: int, site: Site, how: int) -> np.ndarray:
         """Rows of accesses made at once: their numbers."""
         first, last = self.count, self.count + len(who)
+        if last > _MOST:
+            raise PtxError(f"check global: it keeps {_MOST} accesses, and not more")
         while last > len(self.who):
             for name in _KINDS:
                 column: Any = getattr(self, name)

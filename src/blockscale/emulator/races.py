@@ -20,6 +20,7 @@ from .checks import DataRace, MissingFence
 from .member import Member
 from .order import named
 from .past import Past
+from .program import PtxError
 from .releases import Released, Version, add, released
 from .scopes import CLUSTER, CTA, GPU, SYS, Strength
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Races"]
 
+_MOST_CLUSTERS = 1 << 16  # an access names its cluster and column in 32 bits
 _NAMES = {CTA: ".cta", CLUSTER: ".cluster", GPU: ".gpu", SYS: ".sys"}
 
 
@@ -71,6 +73,8 @@ class Races:
         """A cluster starts."""
         number, order = len(self._naming), cluster.order
         assert order is not None
+        if number >= _MOST_CLUSTERS:
+            raise PtxError(f"check global: it tells {_MOST_CLUSTERS} clusters apart, and not more")
         self._naming.append((order.agents, order.warps * order.lanes, order.lanes))
         if number == len(self._devices):
             self._devices = np.concatenate([self._devices, np.zeros_like(self._devices)])
