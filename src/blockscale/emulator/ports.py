@@ -71,7 +71,7 @@ def read_shared(
         return undefined.bits
     owners = _owners(by, where, size)
     for cta, chosen, offsets in owners:
-        _observe(by, "read", cta, where[chosen], chosen, offsets, size, how)
+        _observe(by, "read", (cta, chosen, offsets), where, size, how)
     found = [gather(cta.shared, offsets, size) for cta, _, offsets in owners]
     if len(found) == 1 and len(found[0]) == len(where):
         return found[0]
@@ -97,7 +97,7 @@ def write_shared(
             scatter(cta.shared, offsets, new)
             kept = np.stack([before, gather(cta.shared, offsets, size) == new])
             same = np.all(kept.reshape(2, len(new), -1, min(size, cta.shadow.size)), axis=-1)
-        _observe(by, "write", cta, where[chosen], chosen, offsets, size, how, same)
+        _observe(by, "write", (cta, chosen, offsets), where, size, how, same)
         part = None if found is None else Undefined(found.bits[chosen], found.origin)
         mark_shared(cta, offsets, size, part)
 
@@ -186,9 +186,11 @@ def _parted(cluster: Cluster, where: np.ndarray, size: int) -> list[tuple[CTA, A
 
 
 def _observe(
-    by: Any, kind: str, cta: CTA, where: np.ndarray, chosen: Any, offsets: np.ndarray, size: int,
+    by: Any, kind: str, owner: tuple[CTA, Any, np.ndarray], where: np.ndarray, size: int,
     how: Strength | None, same: np.ndarray | None = None,
 ) -> None:  # fmt: skip
+    """The checks and who watches see an access to what a CTA owns of the addresses."""
+    cta, chosen, offsets = owner
     shadow: Shadow | None = cta.shadow
     if shadow is not None:
         touched = cells(offsets, size, shadow.size)
@@ -213,12 +215,12 @@ def _observe(
             values = None if how is None else shadow.written[touched[:, 0]]
             if kind == "read":
                 if how is not None and values is not None:
-                    flags.read(where, agents, how, values)
+                    flags.read(where[chosen], agents, how, values)
                 shadow.read(touched, agents, site, how is not None)
             else:
                 shadow.write(touched, agents, site, how is not None, same)
                 if how is not None and values is not None:
-                    flags.write(where, agents, how, values, shadow.order.now)
+                    flags.write(where[chosen], agents, how, values, shadow.order.now)
             if cta is not by.cta:
                 cta.visit(agents, site)
     _tell(by, "shared", kind, offsets, size, cta, chosen, cta.launch)

@@ -117,7 +117,7 @@ class Shadow:
         if same is None:
             if late is not None:
                 self._after_write(cells, at, late, "writes", site, copies=copies)
-            self._after_others(cells, at, view, "writes", site, strong, since, copies)
+            self._after_others(cells, at, view, "writes", site, strong, copies)
         else:
             kept = None
             if late is not None:
@@ -142,7 +142,7 @@ class Shadow:
             tables, which = view
             mine = tables[0 if which is None else which[row]][None], None
             part, who = cells[row][new[row]], int(at[row, 0])
-            self._after_others(part, who, mine, "writes", site, strong, 0, copies)
+            self._after_others(part, who, mine, "writes", site, strong, copies)
         self._others.clear(cells[new])
 
     def _keep(self, cells: np.ndarray) -> None:
@@ -171,10 +171,11 @@ class Shadow:
 
     def _after_others(
         self, cells: np.ndarray, at: Any, view: View, verb: str, site: Site, strong: bool,
-        since: int = 0, copies: Copies | None = None, actor: Actor | None = None,
-        lacks: str = "race",
+        by: Actor | Copies | None = None, lacks: str = "race",
     ) -> bool:  # fmt: skip
-        """Check an access against writers besides the last; whether there was one unordered."""
+        """Check an access, by agents, a work or copies, against writers besides the last; whether
+        there was one unordered."""
+        since = by.since if isinstance(by, Actor) else 0
         order, found = self.order, []
         if self._others is not None:
             weak = (lambda events: ~order.are_strong(events)) if strong else None
@@ -182,7 +183,7 @@ class Shadow:
         if self._polls is not None and not strong:
             found += self._polls.unseen(cells, at, view, since, order.are_writes)
         for cell, column, writer, event in found:
-            who = _who(column, copies) if actor is None else actor
+            who = by if isinstance(by, Actor) else _who(column, by)
             self.race(cell, who, verb, site, "write", writer, event, lacks)
         return bool(found)
 
@@ -250,9 +251,7 @@ class Shadow:
             self._after_write(cells, actor, late, verb, site, lacks="fence")
             return seen
         for view, lacks in ((seen, "race"), (through_proxy, "fence")):
-            if self._after_others(
-                cells, at, (view[None], None), verb, site, strong, since, None, actor, lacks
-            ):
+            if self._after_others(cells, at, (view[None], None), verb, site, strong, actor, lacks):
                 return seen
         tensor = self.order.tensor_view(actor)
         if tensor is not None:
@@ -298,9 +297,9 @@ class Shadow:
         place in the program where they were written, for one may be suppressed."""
         places = cells[late]
         sites: dict[Site, int] = {}
-        for i in np.unique(self.written[places], return_index=True)[1].tolist():
+        for i in np.sort(np.unique(self.written[places], return_index=True)[1]).tolist():
             sites.setdefault(self.order.site(int(self.written[places[i]])), i)
-        for i in sorted(sites.values()):
+        for i in sites.values():
             cell, who = int(places[i]), at
             if not isinstance(at, Actor):
                 who = _who(int(np.broadcast_to(at, cells.shape)[late][i]), copies)
