@@ -15,7 +15,7 @@ import numpy as np
 from blockscale import emulator as em
 
 from .kernel import Foreign, Launch, allocated
-from .transformerengine import BFLOAT16, MADE, NO_MAP, VERSION, Output
+from .transformerengine import BFLOAT16, BOTH, MADE, NO_MAP, VERSION, Output
 
 CHUNK = 64  # rows and columns of a CTA
 SURE = 2.0**-16  # of a number: more than what fp32 loses here
@@ -102,7 +102,6 @@ def run(kernel: Gated, launch: Launch) -> bool:
     return right
 
 
-BOTH = ("row", "column")
 GATED = {
     "te_mxfp8_swiglu_row": Gated(("row",)),
     "te_mxfp8_swiglu_column": Gated(("column",)),

@@ -55,7 +55,7 @@ class Accessor:
             self.messages = [member.learned.known(rows[SEEN])]
         elif copies is not None:
             self.at, self.event = copies.columns[copies.reading][:, None], copies.event
-            self.view = copies.readers(order.columns)
+            self.view = copies.readers()
             self.messages, self.whose = member.learned.of_rows(self.view[0])
         else:
             agents = by.agents()

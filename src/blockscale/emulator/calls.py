@@ -6,7 +6,6 @@ import gc
 import math
 import multiprocessing
 import operator
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -26,6 +25,7 @@ from .parse import parse_once
 from .program import Address, Function, Module, PtxError, Symbol
 from .races import Races
 from .report import Report
+from .targets import has
 from .workers import Peers, run_forked
 
 if TYPE_CHECKING:
@@ -138,20 +138,8 @@ def _uncollected() -> Iterator[None]:
 
 def _check_target(module: Module, target: str) -> None:
     """sm_90 runs on all that came later, sm_90a and sm_90f only where their letter is met."""
-    pattern = r"sm_(\d+)([af]?)"
-    wanted = [re.fullmatch(pattern, name) for name in module.target]
-    here = re.fullmatch(pattern, target)
-    for match in filter(None, wanted):
-        number, letter = int(match[1]), match[2]
-        assert here is not None
-        have = int(here[1])
-        fits = {
-            "": number <= have,
-            "a": number == have,
-            "f": number // 10 == have // 10 and number <= have,
-        }
-        if fits[letter]:
-            return
+    if any(has(target, name) for name in module.target):
+        return
     raise PtxError(
         f"target: the PTX is for {', '.join(module.target) or 'none'}, the device is {target}"
     )

@@ -14,6 +14,8 @@ __all__ = [
     "MissingFence",
     "Site",
     "Uninitialized",
+    "unfenced",
+    "unordered",
 ]
 
 
@@ -52,3 +54,16 @@ class Site:
 
     def __str__(self) -> str:
         return f"{self.opcode} of {self.who}, line {self.line}{self.source}"
+
+
+def unordered(here: str, verb: str, place: str, other: str, there: str) -> str:
+    """The message of a race: who accesses a place here, and who did there before."""
+    return f"data race: {here} {verb} {place}; nothing orders it after the {other} by {there}"
+
+
+def unfenced(here: str, verb: str, place: str, other: str, there: str) -> str:
+    """The same of accesses that are ordered, but in two proxies."""
+    return (
+        f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy after "
+        f"the ordinary {other} by {there}"
+    )

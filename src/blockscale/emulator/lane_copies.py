@@ -41,9 +41,9 @@ class Copies:
         self._at = Snapshot(order, agents)
         self._view: View | None = None
 
-    def view(self, columns: int) -> View:
-        """What each lane has seen at the issue, in a row of its own of so many columns."""
-        view = self._view
+    def view(self) -> View:
+        """What each lane has seen at the issue, in a row of its own."""
+        view, columns = self._view, self.order.columns
         if view is None or view[0].shape[1] < columns:
             lanes = np.arange(len(self.agents))
             seen = np.zeros((len(lanes), columns), np.uint32)
@@ -53,9 +53,9 @@ class Copies:
             view = self._view = seen, lanes
         return view
 
-    def readers(self, columns: int) -> View:
+    def readers(self) -> View:
         """The same of those that read global memory."""
-        seen = self.view(columns)[0][self.reading]
+        seen = self.view()[0][self.reading]
         return seen, np.arange(len(seen))
 
     def message(self, lane: int) -> Knowledge:

@@ -169,8 +169,6 @@ class Order(Tables):
                 knows |= (agents == column) & (own[row][agents] >= event)
         return knows
 
-    # --- cp.async: see lane_copies ---
-
     def fenced_by(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Their own events before a proxy fence, and those of mbarrier.init before its fence."""
         return self._own_fenced[agents], self._own_inits[agents]

@@ -49,7 +49,7 @@ def follows(by: Any, launch: Launch, verb: str, where: np.ndarray) -> None:
     if works:
         assert by.actor is not None
         if isinstance(by.actor, Copies):
-            known = by.actor.readers(order.columns)[0][:, order.predecessor]
+            known = by.actor.readers()[0][:, order.predecessor]
         else:
             known = np.broadcast_to(by.actor.known[SEEN, order.predecessor], len(where))
     else:

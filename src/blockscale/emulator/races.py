@@ -16,7 +16,7 @@ import numpy as np
 
 from .accesses import ASYNC, COLUMNS, NEVER, STRENGTH, Accesses
 from .accessor import Accessor
-from .checks import DataRace, MissingFence
+from .checks import DataRace, MissingFence, unfenced, unordered
 from .member import Member
 from .order import named
 from .past import Past
@@ -274,15 +274,10 @@ class Races:
         there = named(earlier, who % COLUMNS, *self._naming[who // COLUMNS])
         place = f"byte {byte:#x} of {buffer.name}"
         if fence:
-            message = (
-                f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy "
-                f"after the ordinary {other} by {there}"
-            )
+            message = unfenced(here, verb, place, other, there)
             by.member.alarms.tell("global", MissingFence(message, by.site.line), by.site, earlier)
             return
-        message = (
-            f"data race: {here} {verb} {place}; nothing orders it after the {other} by {there}"
-        )
+        message = unordered(here, verb, place, other, there)
         how = int(self.accesses.how[access])
         if how & STRENGTH and by.reach:
             narrow = _NAMES[min(how & STRENGTH, by.reach)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checks import Site
+from .checks import Site, unfenced, unordered
 from .knowledge import Actor
 from .lane_copies import Copies
 from .order import Order
@@ -110,20 +110,20 @@ class Shadow:
 
     def _before_write(
         self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
-        same: np.ndarray | None, since: int = 0, copies: Copies | None = None,
+        same: np.ndarray | None, copies: Copies | None = None,
     ) -> None:  # fmt: skip
         """Check a write against those before, and keep those that have written the same."""
-        late = self._unordered(cells, at, view, strong, since)
+        late = self._unordered(cells, at, view, strong, 0 if copies is None else _NONE)
         if same is None:
             if late is not None:
-                self._after_write(cells, at, late, "writes", site, copies=copies)
+                self._after_write(cells, at, late, "writes", site, copies)
             self._after_others(cells, at, view, "writes", site, strong, copies)
         else:
             kept = None
             if late is not None:
                 kept, late = late & same[0], late & ~same[0]
                 if np.count_nonzero(late):
-                    self._after_write(cells, at, late, "writes", site, copies=copies)
+                    self._after_write(cells, at, late, "writes", site, copies)
             if self._others is not None:
                 new = np.where(same[0], 0, self._others.event.take(cells)) > 0
                 if np.count_nonzero(new):
@@ -167,7 +167,7 @@ class Shadow:
                 others.read(cells, at, event, view)
             lost &= ~same[1]
         if np.count_nonzero(lost):
-            self._after_write(cells, at, lost, "writes", site, copies=copies)
+            self._after_write(cells, at, lost, "writes", site, copies)
 
     def _after_others(
         self, cells: np.ndarray, at: Any, view: View, verb: str, site: Site, strong: bool,
@@ -183,8 +183,7 @@ class Shadow:
         if self._polls is not None and not strong:
             found += self._polls.unseen(cells, at, view, since, order.are_writes)
         for cell, column, writer, event in found:
-            who = by if isinstance(by, Actor) else _who(column, by)
-            self.race(cell, who, verb, site, "write", writer, event, lacks)
+            self.race(cell, _who(column, by), verb, site, "write", writer, event, lacks)
         return bool(found)
 
     def _unordered(
@@ -231,9 +230,9 @@ class Shadow:
         """Cells (n, k) are written by the cp.async of n lanes; ``same`` as for ``write``."""
         at, event = copies.columns[:, None], copies.event
         if self.races:
-            view = copies.view(self.order.columns)
-            self._before_write(cells, at, view, site, False, same, _NONE, copies)
-            self._after_reads(cells, at, view, site, False, copies=copies)
+            view = copies.view()
+            self._before_write(cells, at, view, site, False, same, copies)
+            self._after_reads(cells, at, view, site, False, copies)
         self.writer[cells], self.written[cells] = at, event
         if self.races:
             self._lost(cells, at, view, event, site, same, copies)
@@ -246,9 +245,9 @@ class Shadow:
         if late is not None:
             racing = self._unordered(cells, at, (seen[None], None), strong, since)
             if racing is not None:
-                self._after_write(cells, actor, racing, verb, site)
+                self._after_write(cells, at, racing, verb, site, actor)
                 late &= ~racing
-            self._after_write(cells, actor, late, verb, site, lacks="fence")
+            self._after_write(cells, at, late, verb, site, actor, "fence")
             return seen
         for view, lacks in ((seen, "race"), (through_proxy, "fence")):
             if self._after_others(cells, at, (view[None], None), verb, site, strong, actor, lacks):
@@ -257,21 +256,24 @@ class Shadow:
         if tensor is not None:
             late = self._unordered(cells, at, (tensor[None], None), strong, since)
             if late is not None:
-                self._after_write(cells, actor, late, verb, site, lacks="tcgen05_order")
+                self._after_write(cells, at, late, verb, site, actor, "tcgen05_order")
         return seen
 
     def _view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
-        """What a work has seen, and what of that through its own proxy."""
+        """What a work has seen, and what of that through its own proxy; Tensor Memory has its own
+        answer."""
         return self.order.view_of(actor)
 
     # --- both ---
 
     def _after_reads(
         self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
-        actor: Actor | None = None, copies: Copies | None = None,
+        by: Actor | Copies | None = None,
     ) -> None:  # fmt: skip
-        """Check a write against the reads before, which are over then."""
-        since, lacks = 0 if actor is None else actor.since, "race"
+        """Check a write, by agents, a work or copies, against the reads before, which are over
+        then."""
+        actor, lacks = by if isinstance(by, Actor) else None, "race"
+        since = 0 if actor is None else actor.since
         found = self.readers.unseen(cells, at, view, since)
         if self._polls is not None and not strong:
             found += self._polls.unseen(cells, at, view, since, self.order.are_reads)
@@ -285,26 +287,23 @@ class Shadow:
                 found = self.readers.unseen(cells, at, (through_proxy[None], None), actor.since)
                 lacks = "proxy_reads"
         for cell, writer, column, event in found:
-            who = _who(writer, copies) if actor is None else actor
-            self.race(cell, who, "writes", site, "read", column, event, lacks)
+            self.race(cell, _who(writer, by), "writes", site, "read", column, event, lacks)
         self.readers.clear(cells)
 
     def _after_write(
         self, cells: np.ndarray, at: Any, late: np.ndarray, verb: str, site: Site,
-        lacks: str = "race", copies: Copies | None = None,
+        by: Actor | Copies | None = None, lacks: str = "race",
     ) -> None:  # fmt: skip
-        """Complain of an access, by agents or an actor, to the cells that are ``late``: of each
-        place in the program where they were written, for one may be suppressed."""
+        """Complain of an access, by agents, a work or copies, to the cells that are ``late``: of
+        each place in the program where they were written, for one may be suppressed."""
         places = cells[late]
         sites: dict[Site, int] = {}
         for i in np.sort(np.unique(self.written[places], return_index=True)[1]).tolist():
             sites.setdefault(self.order.site(int(self.written[places[i]])), i)
         for i in sites.values():
-            cell, who = int(places[i]), at
-            if not isinstance(at, Actor):
-                who = _who(int(np.broadcast_to(at, cells.shape)[late][i]), copies)
+            cell, own = int(places[i]), int(np.broadcast_to(at, cells.shape)[late][i])
             column, event = int(self.writer[cell]), int(self.written[cell])
-            self.race(cell, who, verb, site, "write", column, event, lacks)
+            self.race(cell, _who(own, by), verb, site, "write", column, event, lacks)
 
     def seen(self, cell: int, agents: np.ndarray) -> np.ndarray:
         """Which of the agents (n,) have seen the last write to a cell, one that was made."""
@@ -344,10 +343,7 @@ class Shadow:
                 kind = "mbarrier_proxy"  # the ISA does not say that it writes
             if column in order.who.of_lanes[order.who.of_lanes > 0]:
                 kind = "cp_async_proxy"
-            message = (
-                f"missing fence.proxy.async: {here} {verb} {place} through the asynchronous proxy "
-                f"after the ordinary {other} by {there}"
-            )
+            message = unfenced(here, verb, place, other, there)
         elif column != agent and order.of_one_warp(agent, column, event):
             kind = "lanes"
             message = (
@@ -355,14 +351,14 @@ class Shadow:
                 f"after the {other} by {there}: bar.warp.sync must come between"
             )
         else:
-            message = (
-                f"data race: {here} {verb} {place}; nothing orders it after the {other} by {there}"
-            )
+            message = unordered(here, verb, place, other, there)
             if earlier.opcode.startswith("mbarrier.init"):
                 message += ": before a relaxed arrival, fence.mbarrier_init must come between"
         self.alarms.tell(kind, message, site, earlier)
 
 
-def _who(column: int, copies: Copies | None) -> int | Actor:
-    """An agent, or the lane whose copies have the column."""
-    return column if copies is None else copies.lane(column)
+def _who(column: int, by: Actor | Copies | None) -> int | Actor:
+    """An agent, a work, or the lane whose copies have the column."""
+    if by is None or isinstance(by, Actor):
+        return column if by is None else by
+    return by.lane(column)

@@ -26,8 +26,8 @@ from ..program import (
     Symbol,
     Vector,
 )
+from ..targets import has
 from .steps import predicated, synchronized
-from .targets import has
 
 __all__ = [
     "BITS",
