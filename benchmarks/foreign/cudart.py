@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from blockscale import emulator as em
-from blockscale.emulator.runtime import (
+from blockscale.emulator.host.runtime import (
     c_function,
     device_attribute,
     read_launch,

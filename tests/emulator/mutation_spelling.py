@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from blockscale import emulator as em
-from blockscale.emulator import calls
+from blockscale.emulator.launches import calls
 
 __all__ = ["lines_that_run", "respelled"]
 

@@ -23,7 +23,7 @@ from cutlass.cute.runtime import (  # noqa: E402
 )
 
 from blockscale import emulator as em  # noqa: E402
-from blockscale.emulator.cutedsl import _pieces, cutedsl  # noqa: E402
+from blockscale.emulator.host.cutedsl import _pieces, cutedsl  # noqa: E402
 
 STREAM = cuda.CUstream(0)
 TARGETS = ("sm_90a", "sm_100a")
@@ -448,7 +448,7 @@ def test_a_function_for_another_target() -> None:
 
 def test_attributes_that_no_device_has() -> None:
     """Host code that asks for more than the emulator knows gets an error that says so."""
-    from blockscale.emulator import hostcode
+    from blockscale.emulator.host import hostcode
 
     function, kinds = hostcode._RUNTIME["_cudaDeviceGetAttribute"]
     out = ctypes.c_int32(7)

@@ -19,11 +19,16 @@ def test_list_of_instructions() -> None:
 
 
 def test_the_structure_names_every_module() -> None:
-    section = TEXT.split("## Structure")[1].split("##")[0]
-    named = set(re.findall(r"`([a-z_0-9/]+\*?)`", section))
-    folder = Path(em.__file__).parent
-    for module in sorted(folder.glob("[a-z]*.py")):
-        assert any(module.match(f"{name}.py") for name in named), module.name
+    """Where a row lists modules, it lists all of its package; no other module lies beside them."""
+    rows = re.findall(
+        r"^\| `(\w+)/` \| (.*?) \|", TEXT.split("## Structure")[1].split("##")[0], re.M
+    )
+    root = Path(em.__file__).parent
+    assert {name for name, _ in rows} == {x.parent.name for x in root.glob("*/__init__.py")}
+    for package, listed in rows:
+        named = set(re.findall(r"`(\w+)`", listed))
+        assert not named or named == {x.stem for x in (root / package).glob("[a-z]*.py")}, package
+    assert {x.stem for x in root.glob("[a-z]*.py")} == {"ieee"}
 
 
 def test_example(capsys: pytest.CaptureFixture[str]) -> None:

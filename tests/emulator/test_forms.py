@@ -15,7 +15,7 @@ from asynchronous import outcome
 from test_tcgen05 import alloc, free, kernel, launch
 
 from blockscale import emulator as em
-from blockscale.emulator.parse import parse, parse_once
+from blockscale.emulator.ptx.parse import parse, parse_once
 from kernels import HEAD, fault, line_of, run, text
 
 # --- declarations ---------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
+from blockscale.emulator.alarms.errors import DataRace, LaneRace, Site
 
 from blockscale import emulator as em
-from blockscale.emulator import order, tables
-from blockscale.emulator.checks import DataRace, LaneRace, Site
+from blockscale.emulator.clocks import order, tables
 from kernels import line_of, text
 
 HEAD = """.shared .align 128 .b8 s[2048]; .shared .align 8 .b64 bar[2];

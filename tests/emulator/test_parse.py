@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from blockscale import emulator as em
-from blockscale.emulator.parse import parse
-from blockscale.emulator.program import (
+from blockscale.emulator.ptx.parse import parse
+from blockscale.emulator.ptx.program import (
     Address,
     Immediate,
     Not,

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from blockscale import emulator as em
-from blockscale.emulator.collect import Collector
-from blockscale.emulator.report import family
-from blockscale.emulator.trace import Slice
-from blockscale.emulator.trace import events as trace_events
+from blockscale.emulator.observe.collect import Collector
+from blockscale.emulator.observe.report import family
+from blockscale.emulator.observe.trace import Slice
+from blockscale.emulator.observe.trace import events as trace_events
 from kernels import HEAD, line_of, run, text
 
 RNG = np.random.default_rng(0)

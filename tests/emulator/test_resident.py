@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from blockscale import emulator as em
-from blockscale.emulator import grid
+from blockscale.emulator.launches import grid
 from kernels import text
 
 SM100 = "sm_100a"

@@ -24,7 +24,7 @@ import numpy as np
 from blockscale import emulator as em
 from blockscale.cli.description import read_case
 from blockscale.cli.emulate import examine
-from blockscale.emulator.parse import parse
+from blockscale.emulator.ptx.parse import parse
 
 
 def run(folder: Path, completion: str, seed: int, check: str) -> dict[str, Any]:

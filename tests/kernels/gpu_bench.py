@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockscale import emulator as em
 from blockscale import reference
-from blockscale.emulator.report import Report
+from blockscale.emulator.observe.report import Report
 from blockscale.formats import get_format
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.layouts import Grouped, as_bytes, get_layout

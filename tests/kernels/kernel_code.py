@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blockscale.emulator.hostcode import settings
+from blockscale.emulator.host.hostcode import settings
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.builders import build_kernel
 

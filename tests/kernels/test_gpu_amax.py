@@ -13,7 +13,7 @@ from gpu_bench import assert_same, nasty, poisoned, produced
 
 from blockscale import emulator as em
 from blockscale import reference
-from blockscale.emulator.report import Report
+from blockscale.emulator.observe.report import Report
 from blockscale.formats import formats
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.quantizers import amax, plan

@@ -20,8 +20,8 @@ import stand_in
 from blockscale import emulator as em
 from blockscale import reference
 from blockscale.dtypes import to_torch
-from blockscale.emulator.hostcode import settings
-from blockscale.emulator.report import Report
+from blockscale.emulator.host.hostcode import settings
+from blockscale.emulator.observe.report import Report
 from blockscale.formats import Format, formats
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.gpu import Unsupported

@@ -14,7 +14,7 @@ from gpu_bench import assert_same, nasty, poisoned
 from blockscale import emulator as em
 from blockscale import reference
 from blockscale.dtypes import BFLOAT16, FLOAT32, from_torch
-from blockscale.emulator.report import Report
+from blockscale.emulator.observe.report import Report
 from blockscale.formats import formats
 from blockscale.kernels.common.builders import build_kernel
 from blockscale.kernels.quantizers import calls as quantizers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from ..emulator.program import Module
+    from ..emulator.ptx.program import Module
 
 __all__ = ["Case", "read_case"]
 

@@ -1,16 +1,16 @@
 """Run compiled Hopper and Blackwell kernels on a CPU: PTX text and buffers in, memory out."""
 
-from .alarms import Alarm
-from .calls import Call, launch_together
-from .checks import DataRace, EarlyAccess, ExitRace, LaneRace, MissingFence, Uninitialized
-from .cutedsl import cutedsl
-from .device import Device
+from .alarms.alarm import Alarm
+from .alarms.errors import DataRace, EarlyAccess, ExitRace, LaneRace, MissingFence, Uninitialized
+from .host.cutedsl import cutedsl
 from .isa.system_calls import KernelStopped
-from .machine import Deadlock
-from .memory import MemoryFault
-from .program import PtxError
-from .report import Report
-from .tensormap import TensorMap
+from .launches.calls import Call, launch_together
+from .launches.device import Device
+from .machine.state import Deadlock
+from .memory.buffers import MemoryFault
+from .memory.tensormap import TensorMap
+from .observe.report import Report
+from .ptx.program import PtxError
 
 __all__ = [
     "Alarm",

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from .. import ieee
-from ..machine import Fragment, Step
-from ..memory import MemoryFault
-from ..predecessor import unchanged
-from ..program import Address, Operand, Symbol
+from ..machine.predecessor import unchanged
+from ..machine.state import Fragment, Step
+from ..memory.buffers import MemoryFault
+from ..ptx.program import Address, Operand, Symbol
 from .registry import TYPES, Form, Getter, instruction
 
 _SPACES = (

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..engine import Work
-from ..machine import Fragment, Step, storage
-from ..memory import RANK_SHIFT, MemoryFault
-from ..ports import read_shared, write_global, write_shared
-from ..program import Register
-from ..scopes import SYS, Strength, reach
+from ..clocks.scopes import SYS, Strength, reach
+from ..machine.engine import Work
+from ..machine.ports import read_shared, write_global, write_shared
+from ..machine.state import Fragment, Step, storage
+from ..memory.buffers import RANK_SHIFT, MemoryFault
+from ..ptx.program import Register
 from .access import checked, vector_length
 from .bulk import one_by_one, reduced
 from .mbarrier import addresses, find, visible

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..knowledge import Knowledge, executed, joined
-from ..machine import CTA, Fragment, Split, Step, Wait
+from ..clocks.knowledge import Knowledge, executed, joined
+from ..machine.state import CTA, Fragment, Split, Step, Wait
 from .registry import Form, instruction
 
 _NONE, _HALF, _ARRIVING = -1, -2, -3

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import Work
-from ..machine import CTA, Fragment, Step
-from ..mbarriers import MBarrier
-from ..memory import RANK_SHIFT, MemoryFault
-from ..ports import read_global, read_shared, write_global, write_shared
-from ..scopes import GPU, Strength
-from ..undefined import fetched, used
+from ..clocks.scopes import GPU, Strength
+from ..machine.engine import Work
+from ..machine.mbarriers import MBarrier
+from ..machine.ports import read_global, read_shared, write_global, write_shared
+from ..machine.state import CTA, Fragment, Step
+from ..machine.undefined import fetched, used
+from ..memory.buffers import RANK_SHIFT, MemoryFault
 from .access import combiner
 from .copies import groups
 from .mbarrier import find, visible

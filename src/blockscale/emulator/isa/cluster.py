@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..machine import Fragment, Step
-from ..memory import RANK_SHIFT, SHARED_WINDOW, MemoryFault
+from ..machine.state import Fragment, Step
+from ..memory.buffers import RANK_SHIFT, SHARED_WINDOW, MemoryFault
 from .registry import TYPES, Form, instruction
 
 _RANKS = 0xFF  # of an address: bits 24 to 31

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from .. import ieee
-from ..machine import Fragment, Step
-from ..program import Pair
+from ..machine.state import Fragment, Step
+from ..ptx.program import Pair
 from . import integer
 from .registry import BITS, SIGNED, UNSIGNED, Form, Getter, instruction
 

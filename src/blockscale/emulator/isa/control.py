@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from .. import ieee
-from ..machine import Diverge, Exit, Fragment, Split, Step, Switch, Wait
-from ..program import Group, Label, Symbol, Vector
+from ..machine.state import Diverge, Exit, Fragment, Split, Step, Switch, Wait
+from ..ptx.program import Group, Label, Symbol, Vector
 from .registry import TYPES, Form, instruction
 from .system_calls import system_call
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from .. import ieee
-from ..machine import Fragment, Step
+from ..machine.state import Fragment, Step
 from .floating import ROUNDINGS
 from .registry import TYPES, Form, instruction
 

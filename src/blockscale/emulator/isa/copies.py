@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import Work
-from ..knowledge import Actor
-from ..lane_copies import Copies
-from ..machine import CTA, Fragment, Step, Wait
-from ..ports import read_global, write_shared
-from ..program import Immediate
+from ..clocks.knowledge import Actor
+from ..clocks.lane_copies import Copies
+from ..machine.engine import Work
+from ..machine.ports import read_global, write_shared
+from ..machine.state import CTA, Fragment, Step, Wait
+from ..ptx.program import Immediate
 from .access import checked
 from .mbarrier import addresses, find, visible
 from .registry import Form, instruction

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Fragment, Step
+from ..machine.state import Fragment, Step
 from .integer import mul_high
 from .registry import TYPES, Form, instruction
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..machine import Fragment, Step
-from ..order import Order
-from ..program import Immediate
-from ..scopes import SYS, reach
+from ..clocks.order import Order
+from ..clocks.scopes import SYS, reach
+from ..machine.state import Fragment, Step
+from ..ptx.program import Immediate
 from .registry import Form, instruction
 
 _SCOPES = ("cta", "cluster", "gpu", "sys")

@@ -27,7 +27,7 @@ from ..ieee import (
     two_sum_error,
     two_sum_to_odd,
 )
-from ..machine import Fragment, Step
+from ..machine.state import Fragment, Step
 from . import integer, simd
 from .registry import INTEGERS, SIGNED, Form, instruction
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..machine import Fragment, Step
-from ..predecessor import waited
-from ..program import Immediate
+from ..machine.predecessor import waited
+from ..machine.state import Fragment, Step
+from ..ptx.program import Immediate
 from .access import checked
 from .meeting import gathered
 from .registry import Form, instruction

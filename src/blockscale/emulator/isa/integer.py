@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Fragment, Step
-from ..program import Immediate
+from ..machine.state import Fragment, Step
+from ..ptx.program import Immediate
 from .registry import BITS, INTEGERS, TYPES, Form, instruction
 
 Function = Callable[..., Any]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import Work
-from ..machine import Fragment, Step
-from ..memory import MemoryFault
-from ..ports import write_shared
+from ..machine.engine import Work
+from ..machine.ports import write_shared
+from ..machine.state import Fragment, Step
+from ..memory.buffers import MemoryFault
 from .bulk import deliver, landings, one_by_one
 from .mbarrier import addresses
 from .registry import Form, instruction

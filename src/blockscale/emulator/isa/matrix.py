@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Fragment, Step
-from ..memory import SHARED_WINDOW, MemoryFault
+from ..machine.state import Fragment, Step
+from ..memory.buffers import SHARED_WINDOW, MemoryFault
 from .access import checked
 from .meeting import gathered
 from .registry import Form, instruction

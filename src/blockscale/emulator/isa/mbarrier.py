@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import CTA, Fragment, Split, Step, Wait
-from ..mbarriers import COUNT_BITS, MOST, OPAQUE, MBarrier, Phase
-from ..memory import SHARED_WINDOW, MemoryFault
-from ..program import PtxError
+from ..machine.mbarriers import COUNT_BITS, MOST, OPAQUE, MBarrier, Phase
+from ..machine.state import CTA, Fragment, Split, Step, Wait
+from ..memory.buffers import SHARED_WINDOW, MemoryFault
+from ..ptx.program import PtxError
 from .registry import Form, instruction
 
 __all__ = ["addresses", "find", "visible"]

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..knowledge import Knowledge, joined
-from ..machine import CTA, Fragment, Split, Step, Switch, Wait
-from ..program import Not, Register
-from ..undefined import Origin, has_masks
-from ..undefined import masks as masks_of
+from ..clocks.knowledge import Knowledge, joined
+from ..machine.state import CTA, Fragment, Split, Step, Switch, Wait
+from ..machine.undefined import Origin, has_masks
+from ..machine.undefined import masks as masks_of
+from ..ptx.program import Not, Register
 from .registry import Form
 
 __all__ = ["Meeting", "elsewhere", "gathered", "given_undefined", "present", "rows", "spread"]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..machine import Fragment, Step
-from ..matrix_operands import undefined_products
-from ..program import Register
+from ..machine.matrix_operands import undefined_products
+from ..machine.state import Fragment, Step
+from ..machine.undefined import Undefined, fill_masks
+from ..machine.undefined import gathered as masks_of
+from ..ptx.program import Register
 from ..tensorcore.arithmetic import Instruction, multiply, multiply_integers
 from ..tensorcore.fragments import warp_matrix, warp_registers
-from ..undefined import Undefined, fill_masks
-from ..undefined import gathered as masks_of
 from .matrix import whole_warps
 from .meeting import gathered
 from .registry import TYPES, Form, Getter, instruction

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..machine import Fragment, Step, storage
-from ..memory import SHARED_WINDOW, MemoryFault
-from ..program import (
+from ..machine.state import Fragment, Step, storage
+from ..memory.buffers import SHARED_WINDOW, MemoryFault
+from ..ptx.program import (
     Address,
     Immediate,
     Instruction,
@@ -26,7 +26,7 @@ from ..program import (
     Symbol,
     Vector,
 )
-from ..targets import has
+from ..ptx.targets import has
 from .steps import predicated, synchronized
 
 __all__ = [

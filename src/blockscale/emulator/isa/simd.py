@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Step
+from ..machine.state import Step
 from .integer import simple
 from .registry import TYPES, Form, instruction
 

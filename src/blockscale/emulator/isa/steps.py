@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Fragment, Split, Step
-from ..program import Instruction
+from ..machine.state import Fragment, Split, Step
+from ..ptx.program import Instruction
 
 __all__ = ["predicated", "synchronized"]
 

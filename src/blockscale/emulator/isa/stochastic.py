@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..machine import Fragment, Step
+from ..machine.state import Fragment, Step
 from .convert import NARROW
 from .registry import TYPES, Form, instruction
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Fragment, Step
-from ..memory import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW, MemoryFault
-from ..program import PtxError
+from ..machine.state import Fragment, Step
+from ..memory.buffers import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW, MemoryFault
+from ..ptx.program import PtxError
 from .registry import Form, instruction
 
 __all__ = ["KernelStopped", "system_call"]

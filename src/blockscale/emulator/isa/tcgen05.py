@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import Work
-from ..knowledge import Actor
-from ..machine import CTA, Fragment, Split, Step, Wait
-from ..memory import RANK_SHIFT, MemoryFault
-from ..ports import write_shared
-from ..program import PtxError
-from ..registers import loads_waited_for
-from ..tensor_memory import COLUMNS, tensor_memory
+from ..clocks.knowledge import Actor
+from ..machine.engine import Work
+from ..machine.ports import write_shared
+from ..machine.registers import loads_waited_for
+from ..machine.state import CTA, Fragment, Split, Step, Wait
+from ..machine.tensor_memory import COLUMNS, tensor_memory
+from ..memory.buffers import RANK_SHIFT, MemoryFault
+from ..ptx.program import PtxError
 from .bulk import one_by_one
 from .copies import groups, wait_for, warps
 from .mbarrier import addresses, find, visible

@@ -7,9 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from ..engine import Work
-from ..machine import CTA, Fragment, Step
-from ..matrix_operands import (
+from ..machine.engine import Work
+from ..machine.matrix_operands import (
     Codes,
     Operand,
     container_bits,
@@ -17,8 +16,10 @@ from ..matrix_operands import (
     negated,
     undefined_products,
 )
-from ..program import Address, Immediate, PtxError, Vector
-from ..tensor_memory import COLUMNS, Region, reached, tensor_memory
+from ..machine.state import CTA, Fragment, Step
+from ..machine.tensor_memory import COLUMNS, Region, reached, tensor_memory
+from ..machine.undefined import Undefined, View, fetched
+from ..ptx.program import Address, Immediate, PtxError, Vector
 from ..tensorcore.arithmetic import Instruction, multiply
 from ..tensorcore.descriptors import (
     InstructionDescriptor,
@@ -33,7 +34,6 @@ from ..tensorcore.tmem import (
     scale_copies,
     scale_places,
 )
-from ..undefined import Undefined, View, fetched
 from .bulk import one_by_one
 from .registry import Form, first, instruction
 from .tcgen05 import cta_group, enqueue, pair, split_address

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import Work
-from ..machine import Fragment, Step
-from ..ports import read_shared
-from ..program import Immediate, Register, Vector
-from ..registers import Loading
-from ..tensor_memory import Region, reached, tensor_memory
+from ..machine.engine import Work
+from ..machine.ports import read_shared
+from ..machine.registers import Loading
+from ..machine.state import Fragment, Step
+from ..machine.tensor_memory import Region, reached, tensor_memory
+from ..machine.undefined import fetched, fill, gathered
+from ..ptx.program import Immediate, Register, Vector
 from ..tensorcore.descriptors import tcgen05_descriptor
 from ..tensorcore.operands import operand_bytes
 from ..tensorcore.tmem import (
@@ -24,19 +25,10 @@ from ..tensorcore.tmem import (
     load_places,
     packed_places,
 )
-from ..undefined import fetched, fill, gathered
 from .bulk import one_by_one
 from .copies import groups
 from .registry import Form, instruction
-from .tcgen05 import (
-    aligned,
-    cta_group,
-    enqueue,
-    for_warps,
-    pair,
-    split_address,
-    uniform,
-)
+from .tcgen05 import aligned, cta_group, enqueue, for_warps, pair, split_address, uniform
 
 _SHAPES = ("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2")
 _NUMS = tuple(f"x{1 << i}" for i in range(8))

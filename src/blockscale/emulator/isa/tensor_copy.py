@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import Work
-from ..machine import Fragment, Step
-from ..memory import MemoryFault
-from ..ports import STORED, read_global, read_map, read_shared, write_global, write_shared
-from ..program import Address, Vector
-from ..tensormap import TensorMap
-from ..tensormap_tile import Tile
-from ..undefined import fetched, used
+from ..machine.engine import Work
+from ..machine.ports import STORED, read_global, read_map, read_shared, write_global, write_shared
+from ..machine.state import Fragment, Step
+from ..machine.undefined import fetched, used
+from ..memory.buffers import MemoryFault
+from ..memory.tensormap import TensorMap
+from ..memory.tensormap_tile import Tile
+from ..ptx.program import Address, Vector
 from .bulk import REDUCES, REDUCTIONS, deliver, landings, one_by_one, reduced, send
 from .registry import Form, first, instruction
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..machine import Fragment, Step
-from ..memory import MemoryFault
-from ..ports import read_shared, write_global
-from ..program import Immediate
-from ..tensormap_bits import replace
+from ..machine.ports import read_shared, write_global
+from ..machine.state import Fragment, Step
+from ..memory.buffers import MemoryFault
+from ..memory.tensormap_bits import replace
+from ..ptx.program import Immediate
 from .copies import warps
 from .meeting import gathered
 from .registry import Form, instruction

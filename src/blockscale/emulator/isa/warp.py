@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from .. import ieee
-from ..machine import Fragment, Step
-from ..program import Pair, Register
-from ..undefined import Origin, Undefined, fill_masks
+from ..machine.state import Fragment, Step
+from ..machine.undefined import Origin, Undefined, fill_masks
+from ..ptx.program import Pair, Register
 from .meeting import elsewhere, gathered, present, rows, spread
 from .registry import BITS, TYPES, Form, instruction
 

@@ -14,15 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import Work
-from ..machine import CTA, Fragment, Frame, Split, Step, Wait
-from ..matrix_operands import Operand, container_bits, from_shared, negated, undefined_products
-from ..program import Immediate, PtxError, Register, Vector, type_bytes
-from ..registers import Multiplying
+from ..machine.engine import Work
+from ..machine.matrix_operands import (
+    Operand,
+    container_bits,
+    from_shared,
+    negated,
+    undefined_products,
+)
+from ..machine.registers import Multiplying
+from ..machine.state import CTA, Fragment, Frame, Split, Step, Wait
+from ..machine.undefined import Undefined, fill, gathered
+from ..ptx.program import Immediate, PtxError, Register, Vector, type_bytes
 from ..tensorcore.arithmetic import Instruction, multiply, multiply_integers
 from ..tensorcore.descriptors import SharedDescriptor, wgmma_descriptor
 from ..tensorcore.fragments import accumulator_fragment, operand_fragment
-from ..undefined import Undefined, fill, gathered
 from .copies import wait_for
 from .registry import Form, instruction
 

@@ -1,0 +1,1 @@
+"""Kinds of checks, what they find, and what may stand."""

@@ -1,0 +1,324 @@
+"""A function ready to run: its steps, and what instructions ask of their surroundings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import isa
+from ..alarms.errors import Site
+from ..clocks.scopes import Strength, strength
+from ..isa.control import leave
+from ..machine.ports import (
+    read_global,
+    read_local,
+    read_own,
+    read_shared,
+    write_global,
+    write_local,
+    write_own,
+    write_shared,
+)
+from ..machine.registers import guarded
+from ..machine.state import CTA, Fragment
+from ..memory.buffers import LOCAL_WINDOW, SHARED_WINDOW
+from ..ptx.program import Address, Function, Module, PtxError, Symbol
+from .careful import careful, reads
+from .launch import Launch
+
+__all__ = ["Code", "Program"]
+
+
+_HALF = (1 << 32) - 1
+#: Registers that say the time, which is that of one clock, and which bits: a shift and a mask.
+_CLOCKS = {
+    "clock": (0, _HALF),
+    "clock_hi": (32, _HALF),
+    "clock64": (0, (1 << 64) - 1),
+    "globaltimer": (0, (1 << 64) - 1),
+    "globaltimer_lo": (0, _HALF),
+    "globaltimer_hi": (32, _HALF),
+}
+
+
+class Program:
+    """A module bound to one launch; functions are compiled when they are first needed."""
+
+    def __init__(self, module: Module, launch: Launch) -> None:
+        self.module, self.launch = module, launch
+        self._codes: dict[str, Code] = {}
+
+    def code(self, name: str) -> Code:
+        if name not in self._codes:
+            if name not in self.module.functions:
+                raise PtxError(f"function {name!r} is not in the module")
+            self._codes[name] = Code(self, self.module.functions[name])
+        return self._codes[name]
+
+    def codes(self) -> list[Code]:
+        return list(self._codes.values())
+
+
+class Code:
+    """The steps of a function and how often each instruction ran (in threads)."""
+
+    def __init__(self, program: Program, function: Function) -> None:
+        self.program, self.function = program, function
+        self.launch = program.launch
+        self.counts = [0] * (len(function.instructions) + 1)
+        self.held: set[int] = set()  # slots of registers that asynchronous instructions use
+        built = [self._built(i) for i in range(len(function.instructions))]
+        self._careful = [
+            careful(each, ins, self) for each, ins in zip(built, function.instructions, strict=True)
+        ]
+        self.steps: list[Any] = [
+            with_care if reads(ins) else each.step
+            for each, with_care, ins in zip(
+                built, self._careful, function.instructions, strict=True
+            )
+        ]
+        if self.held:
+            held = frozenset(self.held)
+            for i, ins in enumerate(function.instructions):
+                if ins.parts[0] != "wgmma":  # what lands may be undefined
+                    kept = guarded(self._careful[i], ins, built[i].results, held)
+                    if kept is not self._careful[i]:
+                        self.steps[i] = self._careful[i] = kept
+        self.steps.append(leave)  # who runs past the end returns
+        self._sites: dict[tuple[int, tuple[int, int, int]], Site] = {}
+
+    def _built(self, pc: int) -> isa.Built:
+        """Made anew if it depends on the launch."""
+        kept = self.function.built
+        if pc in kept:
+            return kept[pc]
+        built = isa.build(self.function.instructions[pc], self.resolve, self)
+        if not built.bound:
+            kept[pc] = built
+        return built
+
+    def be_careful(self) -> None:
+        """A register has undefined bits: from the next instruction on, masks are looked after."""
+        self.steps[: len(self._careful)] = self._careful
+
+    def reads(self, pc: int) -> bool:
+        """Whether masks are kept of what the instruction there loads."""
+        return reads(self.function.instructions[pc])
+
+    # --- symbols ---
+
+    def resolve(self, name: str) -> int:
+        """Address of a variable in its state space (a CTA's shared base not yet added)."""
+        launch = self.launch
+        if name in launch.parameter_offsets and self.function.is_entry:
+            return launch.parameters.base + launch.parameter_offsets[name]
+        if name in launch.static_shared:
+            return launch.static_shared[name]
+        if name in launch.module_variables:
+            return launch.module_variables[name].base
+        if self.is_local(name):
+            return 0
+        raise PtxError(f"symbol {name!r} is not defined")
+
+    def is_shared(self, name: str) -> bool:
+        return name in self.launch.static_shared
+
+    def is_local(self, name: str) -> bool:
+        variable = self.function.variables.get(name)
+        return variable is not None and variable.space == "local"
+
+    def is_frame(self, name: str) -> bool:
+        """Whether a symbol is a .param variable of a call rather than of the kernel."""
+        if name in self.function.locals:
+            return True
+        own = (*self.function.parameters, *self.function.results)
+        return not self.function.is_entry and any(p.name == name for p in own)
+
+    def code(self, name: str) -> Code:
+        return self.program.code(name)
+
+    def location(self, pc: int) -> str:
+        """Line, source line where there is one, and opcode."""
+        if pc >= len(self.function.instructions):
+            return f"the end of {self.function.name}"
+        ins = self.function.instructions[pc]
+        return f"line {ins.line}{self._source(pc)}: {ins.opcode}"
+
+    def _source(self, pc: int) -> str:
+        found = self.function.instructions[pc].source
+        if not found:
+            return ""
+        file, line = found
+        return f", {self.program.module.files.get(file, f'file {file}')}:{line}"
+
+    def site(self, pc: int, cta: CTA) -> Site:
+        """Where an access is made, for the checks."""
+        key = (pc, cta.index)
+        if key not in self._sites:
+            ins = self.function.instructions[pc]
+            self._sites[key] = Site(ins.opcode, ins.line, f"{cta}", self._source(pc))
+        return self._sites[key]
+
+    # --- memory ---
+
+    @staticmethod
+    def window(space: str | None) -> int:
+        if space in ("shared", "shared::cta", "shared::cluster"):
+            return SHARED_WINDOW
+        return LOCAL_WINDOW if space == "local" else 0
+
+    def reader(
+        self, form: Any, space: str | None, operand: int
+    ) -> Callable[[Fragment, np.ndarray, int], np.ndarray]:
+        """A function (fragment, addresses, size) -> bytes (threads, size)."""
+        name, how = _symbol(form, operand), strength(form.parts)
+        if name is not None and self.is_frame(name):
+            return lambda w, where, size: read_own(w.frame.variable(name), w, where, size)
+        if space in ("shared", "shared::cta", "shared::cluster"):
+            return lambda w, where, size: read_shared(w, where, size, how)
+        if space == "local":
+            return read_local
+        if space is None:
+            return partial(self._read_generic, how)
+        launch = self.launch
+        if space.startswith("param") or space == "const":
+            return lambda w, where, size: launch.memory.load(where, size)
+        return lambda w, where, size: read_global(w, launch, where, size, how)
+
+    def writer(
+        self, form: Any, space: str | None, operand: int
+    ) -> Callable[[Fragment, np.ndarray, np.ndarray], None]:
+        name, how = _symbol(form, operand), strength(form.parts)
+        if name is not None and self.is_frame(name):
+            return lambda w, where, values: write_own(w.frame.variable(name), w, where, values)
+        if space in ("shared", "shared::cta", "shared::cluster"):
+            return lambda w, where, values: write_shared(w, where, values, how)
+        if space == "local":
+            return write_local
+        if space is None:
+            return partial(self._write_generic, how)
+        launch = self.launch
+        return lambda w, where, values: write_global(w, launch, where, values, None, how)
+
+    def _read_generic(
+        self, how: Strength | None, w: Fragment, where: np.ndarray, size: int
+    ) -> np.ndarray:
+        out = np.empty((len(where), size), np.uint8)
+        for chosen, window in _windows(where):
+            part = _Part(w, chosen)
+            at = where[chosen] - np.uint64(window)
+            if window == SHARED_WINDOW:
+                out[chosen] = read_shared(part, at, size, how)
+            elif window == LOCAL_WINDOW:
+                out[chosen] = read_local(part, at, size)
+            else:
+                out[chosen] = read_global(part, self.launch, at, size, how)
+        return out
+
+    def _write_generic(
+        self, how: Strength | None, w: Fragment, where: np.ndarray, values: np.ndarray
+    ) -> None:
+        for chosen, window in _windows(where):
+            part = _Part(w, chosen)
+            at = where[chosen] - np.uint64(window)
+            if window == SHARED_WINDOW:
+                write_shared(part, at, values[chosen], how)
+            elif window == LOCAL_WINDOW:
+                write_local(part, at, values[chosen])
+            else:
+                write_global(part, self.launch, at, values[chosen], None, how)
+
+    def names_frame(self, form: Any, operand: int) -> bool:
+        """Whether an address is that of a .param variable of a call."""
+        name = _symbol(form, operand)
+        return name is not None and self.is_frame(name)
+
+    @staticmethod
+    def spaces(
+        w: Fragment, space: str | None, where: np.ndarray
+    ) -> list[tuple[Any, np.ndarray, Any, int]]:
+        """(threads, addresses within the window, which of all, window), for each state space."""
+        if space is not None:
+            return [(w, where, slice(None), Code.window(space))]
+        return [
+            (_Part(w, chosen), where[chosen] - np.uint64(window), chosen, window)
+            for chosen, window in _windows(where)
+        ]
+
+    # --- special registers ---
+
+    def special(self, name: str, dtype: np.dtype, form: Any) -> Callable[[Fragment], Any]:
+        launch = self.launch
+        clusters = [-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True)]
+        base, _, axis = name[1:].partition(".")
+        at = "xyz".find(axis) if axis else 0
+        constant: dict[str, Any] = {
+            "ntid": launch.block[at],
+            "nctaid": launch.grid[at],
+            "cluster_nctaid": launch.cluster[at],
+            "nclusterid": clusters[at],
+            "cluster_nctarank": int(np.prod(launch.cluster)),
+            "is_explicit_cluster": int(np.prod(launch.cluster)) > 1,
+            "nwarpid": 64,
+            "nsmid": 132,
+            "smid": 0,
+            "gridid": 0,
+            "dynamic_smem_size": launch.dynamic_shared,
+            "total_smem_size": launch.shared_bytes,
+        }
+        if launch.workspace is not None:
+            place = launch.workspace.base
+            constant |= {"envreg1": place >> 32, "envreg2": place & _HALF}
+        if base in constant:
+            value = dtype.type(constant[base])
+            return lambda w: value
+        if base in _CLOCKS:
+            shift, mask = _CLOCKS[base]
+            return lambda w: dtype.type(launch.clock.read(w) >> shift & mask)
+        of_cta: dict[str, Callable[[CTA], int]] = {
+            "ctaid": lambda cta: cta.index[at],
+            "clusterid": lambda cta: cta.cluster.index[at],
+            "cluster_ctaid": lambda cta: cta.index[at] % launch.cluster[at],
+            "cluster_ctarank": lambda cta: cta.rank,
+        }
+        if base in of_cta:
+            function = of_cta[base]
+            return lambda w: dtype.type(function(w.cta))
+        of_thread: dict[str, Callable[[CTA], np.ndarray]] = {
+            "tid": lambda cta: cta.tid[at],
+            "laneid": lambda cta: cta.lane,
+            "warpid": lambda cta: cta.linear // 32,
+            "lanemask_eq": lambda cta: np.uint32(1) << cta.lane,
+            "lanemask_lt": lambda cta: (np.uint32(1) << cta.lane) - np.uint32(1),
+            "lanemask_le": lambda cta: (np.uint32(2) << cta.lane) - np.uint32(1),
+            "lanemask_gt": lambda cta: ~((np.uint32(2) << cta.lane) - np.uint32(1)),
+            "lanemask_ge": lambda cta: ~((np.uint32(1) << cta.lane) - np.uint32(1)),
+        }
+        if base in of_thread:
+            values = of_thread[base]
+            return lambda w: values(w.cta)[w.sel].astype(dtype)
+        raise form.error(f"special register {name} is not supported")
+
+
+class _Part:
+    """Some threads of a fragment, for memory functions."""
+
+    def __init__(self, w: Fragment, chosen: np.ndarray) -> None:
+        self.cta, self.frame, self.pc, self.used = w.cta, w.frame, w.pc, w.used
+        self.threads = w.threads[chosen]
+        self.sel, self.n = self.threads, len(self.threads)
+        self.agents, self.site = lambda: w.agents()[chosen], w.site
+
+
+def _symbol(form: Any, operand: int) -> str | None:
+    op = form.operand(operand)
+    return op.base.name if isinstance(op, Address) and isinstance(op.base, Symbol) else None
+
+
+def _windows(where: np.ndarray) -> list[tuple[np.ndarray, int]]:
+    top = where >> np.uint64(56)
+    parts = [(np.nonzero(top == value)[0], int(value) << 56) for value in np.unique(top)]
+    return [(at, top if top in (SHARED_WINDOW, LOCAL_WINDOW) else 0) for at, top in parts]

@@ -1,0 +1,67 @@
+"""What a kernel was launched with, and how its device behaves."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..alarms.alarm import Alarms
+from ..memory.buffers import Buffer, GlobalMemory
+from .clock import Clock
+
+if TYPE_CHECKING:
+    from ..global_races.races import Races
+    from ..observe.watch import Watch
+    from .workers import Peers
+
+__all__ = ["Launch", "Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a device behaves where hardware leaves it open."""
+
+    target: str = "sm_90a"
+    completion: str = "eager"
+    seed: int = 0
+    exact: bool = False  # sums of the tensor cores
+    resident: int | None = None  # clusters that start at once
+
+
+@dataclass(slots=True)
+class Launch:
+    """What a kernel was launched with."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int  # static and dynamic
+    dynamic_shared: int
+    static_shared: dict[str, int]  # name -> offset in shared memory
+    memory: GlobalMemory
+    parameters: Buffer
+    parameter_offsets: dict[str, int]
+    module_variables: dict[str, Buffer]
+    workspace: Buffer | None  # what the driver gives a cooperative launch, if the module asks
+    settings: Settings
+    cell: int  # bytes of shared memory that the checks tell apart
+    programmatic: bool  # it may start before the kernel before is over, and that is checked
+    clock: Clock
+    rank: int | None  # among launches that run together
+    device: int  # the number of its device among theirs
+    waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # clusters not yet started
+    peers: Peers | None = None  # the other processes that run some of its clusters
+    watch: Watch | None = None
+    alarms: Alarms = field(default_factory=Alarms)
+    races: Races | None = None  # in global memory, of all launches that run together
+    #: Memory at global addresses that no kernel writes.
+    constants: tuple[Buffer, ...] = ()
+    #: Around atomic operations on global memory.
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+    @property
+    def clusters(self) -> int:
+        return math.prod(-(-g // c) for g, c in zip(self.grid, self.cluster, strict=True))

@@ -1,0 +1,364 @@
+"""What was done to each cell of a memory last, and whether the next access is ordered after it.
+
+For each cell (a byte or a word) the shadow keeps its last write and its readers since. An access is
+a race if one of those is not known to happen before it; both sides are named.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..alarms.errors import Site, unfenced, unordered
+from ..clocks.knowledge import Actor
+from ..clocks.lane_copies import Copies
+from ..clocks.order import Order
+from ..clocks.readers import Readers, View, seen_events
+from .undefined import Blanks
+
+if TYPE_CHECKING:
+    from ..alarms.alarm import Alarms
+
+__all__ = ["Shadow"]
+
+
+_NONE = 0xFFFFFFFF  # of the writes of a column are the accessor's own
+_RACES = ("race", "lanes", "fence")
+
+
+class Shadow:
+    """What was done to ``cells`` cells of one memory.
+
+    Args:
+        name: of the memory, for messages, with ``{}`` for the place.
+        cells: their number.
+        order: the clock of the cluster.
+        alarms: of the launch; they know which checks are wanted.
+        size: bytes of a cell, for messages.
+    """
+
+    def __init__(self, name: str, cells: int, order: Order, alarms: Alarms, size: int = 1) -> None:
+        self.name, self.order, self.size, self.alarms = name, order, size, alarms
+        self.races = not alarms.checks.isdisjoint(_RACES)
+        self.blanks: Blanks | None = None  # where undefined bits are looked for
+        if "uninitialized" in alarms.checks:
+            self.blanks = self._blanks(cells)
+        self.writer = np.zeros(cells, np.uint16)  # the column of who wrote last
+        self.written = np.zeros(cells, np.uint32)  # the event of the write, 0: never
+        self.readers = Readers(cells if self.races else 0, order)
+        #: Strong accesses since the last weak write, which only weak accesses race with.
+        self._polls: Readers | None = None
+        self._others: Readers | None = None  # writers of the same value that the last did not know
+        order.who.users.append(self._columns)
+
+    def _blanks(self, cells: int) -> Blanks:
+        """With a mask for each byte."""
+        return Blanks(self, cells * self.size, np.uint8)
+
+    def cells_of(self, items: np.ndarray) -> np.ndarray:
+        """The cells that hold these bytes."""
+        return items // self.size
+
+    def _columns(self) -> list[int]:
+        """Columns that a cell names."""
+        writers = np.unique(self.writer[self.written > 0])
+        kept = (self.readers, self._polls, self._others)
+        more = [each.columns().tolist() for each in kept if each is not None]
+        return [*writers.tolist(), *chain.from_iterable(more)]
+
+    # --- by threads ---
+
+    def read(self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool) -> None:
+        """Cells (n, k) are read by agents (n,); two strong accesses are no race."""
+        if not self.races:
+            return
+        at, view = agents[:, None], self.order.view(agents)
+        late = self._unordered(cells, at, view, strong)
+        if late is not None:
+            self._after_write(cells, at, late, "reads", site)
+        self._after_others(cells, at, view, "reads", site, strong)
+        readers = self.readers
+        if strong:
+            readers = self._polls = self._polls or Readers(len(self.writer), self.order)
+        readers.read(cells, at, self.order.event(site, strong), view)
+
+    def write(
+        self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool,
+        same: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Cells (n, k) are written by agents (n,).
+
+        ``same`` (2, n, k): the cell held the value that is written; it holds it afterwards, all
+        threads having written. That is no race.
+        """
+        at = agents[:, None]
+        if self.races:
+            view = self.order.view(agents)
+            self._before_write(cells, at, view, site, strong, same)
+            self._after_reads(cells, at, view, site, strong)
+        event = self.order.event(site, strong)
+        self.writer[cells], self.written[cells] = at, event
+        if not self.races:
+            return
+        if not strong:
+            self._lost(cells, at, view, event, site, same)
+        elif site.opcode.startswith("st."):
+            polls = self._polls = self._polls or Readers(len(self.writer), self.order)
+            polls.read(cells, at, event, view)
+
+    def _before_write(
+        self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        same: np.ndarray | None, copies: Copies | None = None,
+    ) -> None:  # fmt: skip
+        """Check a write against those before, and keep those that have written the same."""
+        late = self._unordered(cells, at, view, strong, 0 if copies is None else _NONE)
+        if same is None:
+            if late is not None:
+                self._after_write(cells, at, late, "writes", site, copies)
+            self._after_others(cells, at, view, "writes", site, strong, copies)
+        else:
+            kept = None
+            if late is not None:
+                kept, late = late & same[0], late & ~same[0]
+                if np.count_nonzero(late):
+                    self._after_write(cells, at, late, "writes", site, copies)
+            if self._others is not None:
+                new = np.where(same[0], 0, self._others.event.take(cells)) > 0
+                if np.count_nonzero(new):
+                    self._changes(cells, new, at, view, site, strong, copies)
+            if kept is not None and np.count_nonzero(kept):
+                self._keep(cells[kept])
+
+    def _changes(
+        self, cells: np.ndarray, new: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        copies: Copies | None,
+    ) -> None:  # fmt: skip
+        """The cells that are ``new`` get another value than several have written."""
+        assert self._others is not None
+        rows = new.any(axis=1)
+        for row in np.flatnonzero(rows).tolist():
+            tables, which = view
+            mine = tables[0 if which is None else which[row]][None], None
+            part, who = cells[row][new[row]], int(at[row, 0])
+            self._after_others(part, who, mine, "writes", site, strong, copies)
+        self._others.clear(cells[new])
+
+    def _keep(self, cells: np.ndarray) -> None:
+        """The last writers of cells (n,) count besides those who write the same now."""
+        others = self._others = self._others or Readers(len(self.writer), self.order)
+        pairs = self.written[cells].astype(np.int64) << 16 | self.writer[cells]
+        nothing = np.zeros((1, self.order.columns), np.uint32), None
+        for pair in np.unique(pairs).tolist():
+            others.read(np.unique(cells[pairs == pair]), pair & 0xFFFF, pair >> 16, nothing)
+
+    def _lost(
+        self, cells: np.ndarray, at: Any, view: View, event: int, site: Site,
+        same: np.ndarray | None, copies: Copies | None = None,
+    ) -> None:  # fmt: skip
+        """Several threads of one instruction have written a cell: a race, or all the same."""
+        lost = self.writer.take(cells) != at
+        if not np.count_nonzero(lost):
+            return
+        if same is not None:
+            if np.count_nonzero(lost & same[1]):
+                others = self._others = self._others or Readers(len(self.writer), self.order)
+                others.read(cells, at, event, view)
+            lost &= ~same[1]
+        if np.count_nonzero(lost):
+            self._after_write(cells, at, lost, "writes", site, copies)
+
+    def _after_others(
+        self, cells: np.ndarray, at: Any, view: View, verb: str, site: Site, strong: bool,
+        by: Actor | Copies | None = None, lacks: str = "race",
+    ) -> bool:  # fmt: skip
+        """Check an access, by agents, a work or copies, against writers besides the last; whether
+        there was one unordered."""
+        since = by.since if isinstance(by, Actor) else 0
+        order, found = self.order, []
+        if self._others is not None:
+            weak = (lambda events: ~order.are_strong(events)) if strong else None
+            found += self._others.unseen(cells, at, view, since, weak)
+        if self._polls is not None and not strong:
+            found += self._polls.unseen(cells, at, view, since, order.are_writes)
+        for cell, column, writer, event in found:
+            self.race(cell, _who(column, by), verb, site, "write", writer, event, lacks)
+        return bool(found)
+
+    def _unordered(
+        self, cells: np.ndarray, at: Any, view: View, strong: bool, since: int = 0
+    ) -> np.ndarray | None:
+        """Which cells somebody else wrote, unseen; None: none of them. Writes of ``at`` are its own
+        from the event ``since`` on."""
+        writer, written = self.writer.take(cells), self.written.take(cells)
+        late = written > seen_events(view, writer)
+        if not np.count_nonzero(late):
+            return None
+        late &= (writer != at) | (written < since)
+        if strong:
+            late &= ~self.order.are_strong(written)
+        return late if np.count_nonzero(late) else None
+
+    # --- by asynchronous work ---
+
+    def read_by(self, cells: np.ndarray, actor: Actor, site: Site) -> None:
+        """Cells, of any shape, are read."""
+        cells = cells.reshape(-1)
+        seen = self._ordered(cells, actor, "reads", site) if self.races else None
+        event = self.order.event(site, actor.strong)
+        actor.did(event)
+        if seen is not None and not actor.strong:
+            self.readers.read(cells, actor.column, event, (seen[None], None))
+
+    def write_by(self, cells: np.ndarray, actor: Actor, site: Site) -> None:
+        """Cells, of any shape, are written."""
+        cells = cells.reshape(-1)
+        if self.races:
+            seen = self._ordered(cells, actor, "writes", site)
+            view = seen[None], None
+            self._after_reads(cells, actor.column, view, site, actor.strong, actor)
+            if self._others is not None:
+                self._others.clear(cells)
+        event = self.order.event(site, actor.strong)
+        actor.did(event)
+        self.writer[cells], self.written[cells] = actor.column, event
+
+    def write_copies(
+        self, cells: np.ndarray, copies: Copies, site: Site, same: np.ndarray | None
+    ) -> None:  # fmt: skip
+        """Cells (n, k) are written by the cp.async of n lanes; ``same`` as for ``write``."""
+        at, event = copies.columns[:, None], copies.event
+        if self.races:
+            view = copies.view()
+            self._before_write(cells, at, view, site, False, same, copies)
+            self._after_reads(cells, at, view, site, False, copies)
+        self.writer[cells], self.written[cells] = at, event
+        if self.races:
+            self._lost(cells, at, view, event, site, same, copies)
+
+    def _ordered(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> np.ndarray:
+        """Check an access against the writes before; what the work has seen."""
+        seen, through_proxy = self._view_of(actor)
+        at, strong, since = actor.column, actor.strong, actor.since
+        late = self._unordered(cells, at, (through_proxy[None], None), strong, since)
+        if late is not None:
+            racing = self._unordered(cells, at, (seen[None], None), strong, since)
+            if racing is not None:
+                self._after_write(cells, at, racing, verb, site, actor)
+                late &= ~racing
+            self._after_write(cells, at, late, verb, site, actor, "fence")
+            return seen
+        for view, lacks in ((seen, "race"), (through_proxy, "fence")):
+            if self._after_others(cells, at, (view[None], None), verb, site, strong, actor, lacks):
+                return seen
+        tensor = self.order.tensor_view(actor)
+        if tensor is not None:
+            late = self._unordered(cells, at, (tensor[None], None), strong, since)
+            if late is not None:
+                self._after_write(cells, at, late, verb, site, actor, "tcgen05_order")
+        return seen
+
+    def _view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
+        """What a work has seen, and what of that through its own proxy; Tensor Memory has its own
+        answer."""
+        return self.order.view_of(actor)
+
+    # --- both ---
+
+    def _after_reads(
+        self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        by: Actor | Copies | None = None,
+    ) -> None:  # fmt: skip
+        """Check a write, by agents, a work or copies, against the reads before, which are over
+        then."""
+        actor, lacks = by if isinstance(by, Actor) else None, "race"
+        since = 0 if actor is None else actor.since
+        found = self.readers.unseen(cells, at, view, since)
+        if self._polls is not None and not strong:
+            found += self._polls.unseen(cells, at, view, since, self.order.are_reads)
+            self._polls.clear(cells)
+        if not found and actor is not None:
+            tensor = self.order.tensor_view(actor)
+            if tensor is not None:
+                found, lacks = self.readers.unseen(cells, at, (tensor[None], None)), "tcgen05_order"
+            if not found and "proxy_reads" in self.alarms.checks:
+                through_proxy = self._view_of(actor)[1]
+                found = self.readers.unseen(cells, at, (through_proxy[None], None), actor.since)
+                lacks = "proxy_reads"
+        for cell, writer, column, event in found:
+            self.race(cell, _who(writer, by), "writes", site, "read", column, event, lacks)
+        self.readers.clear(cells)
+
+    def _after_write(
+        self, cells: np.ndarray, at: Any, late: np.ndarray, verb: str, site: Site,
+        by: Actor | Copies | None = None, lacks: str = "race",
+    ) -> None:  # fmt: skip
+        """Complain of an access, by agents, a work or copies, to the cells that are ``late``: of
+        each place in the program where they were written, for one may be suppressed."""
+        places = cells[late]
+        sites: dict[Site, int] = {}
+        for i in np.sort(np.unique(self.written[places], return_index=True)[1]).tolist():
+            sites.setdefault(self.order.site(int(self.written[places[i]])), i)
+        for i in sites.values():
+            cell, own = int(places[i]), int(np.broadcast_to(at, cells.shape)[late][i])
+            column, event = int(self.writer[cell]), int(self.written[cell])
+            self.race(cell, _who(own, by), verb, site, "write", column, event, lacks)
+
+    def seen(self, cell: int, agents: np.ndarray) -> np.ndarray:
+        """Which of the agents (n,) have seen the last write to a cell, one that was made."""
+        written, writer = int(self.written[cell]), int(self.writer[cell])
+        if not written:
+            return np.zeros(len(agents), bool)
+        tables, which = self.order.view(agents)
+        ordered = tables[:, min(writer, tables.shape[1] - 1)] >= written
+        return np.asarray((ordered if which is None else ordered[which]) | (agents == writer))
+
+    # --- messages ---
+
+    def place(self, cell: int) -> str:
+        return f"{cell * self.size:#x}"
+
+    def race(
+        self, cell: int, who: int | Actor, verb: str, site: Site, other: str, column: int,
+        event: int, lacks: str = "race",
+    ) -> None:  # fmt: skip
+        """``who`` accesses at ``site``; the other access is that event, of ``column``.
+        ``lacks``: the kind that is found; it is lanes where nothing orders those of a warp."""
+        order = self.order
+        place, earlier = self.name.format(self.place(cell)), order.site(event)
+        agent, own = (who.issuer, who.column) if isinstance(who, Actor) else (who, who)
+        here, there = order.named(site, own), order.named(earlier, column)
+        kind = lacks
+        if lacks == "tcgen05_order":
+            assert isinstance(who, Actor)
+            which = "after" if order.was_passed(who, column, event) else "before"
+            message = (
+                f"missing tcgen05.fence::{which}_thread_sync: {here} {verb} {place} after the "
+                f"{other} by {there}: ::before_thread_sync goes before the release, "
+                "::after_thread_sync after the acquire"
+            )
+        elif lacks in ("fence", "proxy_reads"):
+            if earlier.opcode.startswith("mbarrier.inval"):
+                kind = "mbarrier_proxy"  # the ISA does not say that it writes
+            if column in order.who.of_lanes[order.who.of_lanes > 0]:
+                kind = "cp_async_proxy"
+            message = unfenced(here, verb, place, other, there)
+        elif column != agent and order.of_one_warp(agent, column, event):
+            kind = "lanes"
+            message = (
+                f"data race between lanes of a warp: {here} {verb} {place}; nothing orders it "
+                f"after the {other} by {there}: bar.warp.sync must come between"
+            )
+        else:
+            message = unordered(here, verb, place, other, there)
+            if earlier.opcode.startswith("mbarrier.init"):
+                message += ": before a relaxed arrival, fence.mbarrier_init must come between"
+        self.alarms.tell(kind, message, site, earlier)
+
+
+def _who(column: int, by: Actor | Copies | None) -> int | Actor:
+    """An agent, a work, or the lane whose copies have the column."""
+    if by is None or isinstance(by, Actor):
+        return column if by is None else by
+    return by.lane(column)

@@ -1,0 +1,1 @@
+"""Global memory, and the tensor maps through which TMA reaches it."""

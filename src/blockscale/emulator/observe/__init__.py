@@ -1,0 +1,1 @@
+"""What is observed of a launch: reports, traces and traffic."""

@@ -1,0 +1,1 @@
+"""PTX text to a program: tokens, declarations, statements and operands."""
