@@ -98,7 +98,7 @@ def run(
     bad input.
     """
     from ..emulator import Device, PtxError
-    from ..emulator.parse import outline
+    from ..emulator.ptx.parse import outline
 
     given: dict[str, Any] = {
         "entry": entry,

@@ -57,7 +57,7 @@ def emulated(
 def _kept_code() -> Any:
     from unittest.mock import patch
 
-    from ..emulator.hostcode import settings
+    from ..emulator.host.hostcode import settings
 
     return patch.object(settings(), "keep_cubin", True)
 
