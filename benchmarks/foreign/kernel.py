@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from blockscale.emulator.alarms.alarm import KINDS
 
 from blockscale import emulator as em
+from blockscale.emulator.alarms.alarm import KINDS
 
 __all__ = ["Foreign", "Launch", "allocated"]
 

@@ -22,7 +22,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)  # not this folder: it has a triton.py
 sys.path.append(str(HERE.parents[1] / "tests" / "emulator"))
-from blockscale.emulator.alarms.alarm import KINDS  # noqa: E402
 from foreign import deepgemm, triton  # noqa: E402
 from foreign.kernel import Foreign  # noqa: E402
 from foreign.mutation_reasons import REASONS  # noqa: E402
@@ -31,6 +30,7 @@ from mutation_rules import PRODUCT_RULES, RULES, Rule  # noqa: E402
 from mutation_spelling import lines_that_run, respelled  # noqa: E402
 
 from blockscale import emulator as em  # noqa: E402
+from blockscale.emulator.alarms.alarm import KINDS  # noqa: E402
 
 RESULTS = HERE.parent / "results" / "foreign" / "mutants.json"
 ORDERS = POLICIES

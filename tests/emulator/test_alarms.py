@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import ORDERS, aligned
-from blockscale.emulator.alarms.alarm import KINDS, wanted
 
 from blockscale import emulator as em
+from blockscale.emulator.alarms.alarm import KINDS, wanted
 from kernels import line_of, text
 
 SHARED = ".shared .align 128 .b8 s[1024]; .shared .align 8 .b64 bar;"

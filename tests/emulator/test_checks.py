@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from asynchronous import ORDERS, aligned, outcome, refusal
-from blockscale.emulator.alarms.errors import DataRace, ExitRace, Uninitialized
 
 from blockscale import emulator as em
+from blockscale.emulator.alarms.errors import DataRace, ExitRace, Uninitialized
 from kernels import line_of, text
 
 SHARED = """.shared .align 128 .b8 s[1024]; .shared .align 8 .b64 bar[2];

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from asynchronous import FEW_ORDERS
-from blockscale.emulator.alarms.errors import DataRace, MissingFence
 
 from blockscale import emulator as em
+from blockscale.emulator.alarms.errors import DataRace, MissingFence
 from kernels import text
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from blockscale.emulator.alarms.errors import DataRace
 
 from blockscale import emulator as em
+from blockscale.emulator.alarms.errors import DataRace
 from blockscale.emulator.clocks.scopes import CLUSTER, CTA, GPU, SYS
 from blockscale.emulator.global_races.member import Member
 from blockscale.emulator.global_races.races import Races

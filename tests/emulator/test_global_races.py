@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from blockscale.emulator.alarms.errors import DataRace, MissingFence
 
 from blockscale import emulator as em
+from blockscale.emulator.alarms.errors import DataRace, MissingFence
 from kernels import line_of, text
 
 ORDERS = [("eager", 0), ("late", 0), *(("random", seed) for seed in range(4))]

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
-from blockscale.emulator.alarms.errors import DataRace, LaneRace, MissingFence, Uninitialized
-from blockscale.emulator.machine.state import Deadlock
 
 from blockscale import emulator as em
+from blockscale.emulator.alarms.errors import DataRace, LaneRace, MissingFence, Uninitialized
 from blockscale.emulator.clocks import columns
+from blockscale.emulator.machine.state import Deadlock
 from kernels import text
 
 HEAD = """.shared .align 128 .b8 s[1024]; .shared .align 8 .b64 bar[2];

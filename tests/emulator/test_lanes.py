@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
-from blockscale.emulator.alarms.errors import DataRace, LaneRace, Site
 
 from blockscale import emulator as em
+from blockscale.emulator.alarms.errors import DataRace, LaneRace, Site
 from blockscale.emulator.clocks import order, tables
 from kernels import line_of, text
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from asynchronous import outcome, refusal
-from blockscale.emulator.alarms.errors import DataRace
 
+from blockscale.emulator.alarms.errors import DataRace
 from kernels import text
 
 #: Warp 0 writes a word and tells warp 1, which waits and reads it.

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import ORDERS, outcome, refusal
-from blockscale.emulator.alarms.errors import DataRace, Uninitialized
 from tcgen05_kernel import run, source
 
 from blockscale import emulator as em
+from blockscale.emulator.alarms.errors import DataRace, Uninitialized
 from kernels import line_of, text
 
 RNG = np.random.default_rng(9716)

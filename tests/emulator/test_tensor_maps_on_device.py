@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous import ORDERS, aligned, outcome, refusal
+
+from blockscale import emulator as em
 from blockscale.emulator.memory.tensormap import TensorMap
 from blockscale.emulator.memory.tensormap_bits import ELEMENTS
 from blockscale.emulator.memory.tensormap_bits import replace as replaced
-
-from blockscale import emulator as em
 from kernels import line_of, text
 
 RNG = np.random.default_rng(928)

@@ -12,9 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from h200_tensormaps import BITS, H200, named, short
+
 from blockscale.emulator.memory.buffers import MemoryFault
 from blockscale.emulator.memory.tensormap import TensorMap
-from h200_tensormaps import BITS, H200, named, short
 
 HOPPER_ELEMENTS, HOPPER_SWIZZLES = 13, 4  # how many of them an H200 takes
 CALLS = [case for case in H200["encoded"] if "im2col" not in case]

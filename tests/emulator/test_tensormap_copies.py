@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from blockscale.emulator.memory.buffers import Buffer, GlobalMemory, MemoryFault
-from blockscale.emulator.memory.tensormap import TensorMap
-from blockscale.emulator.memory.tensormap_tile import Tile, swizzled
 from h200_tensormaps import BITS, H200, named, short
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from blockscale.emulator.memory.buffers import Buffer, GlobalMemory, MemoryFault
+from blockscale.emulator.memory.tensormap import TensorMap
+from blockscale.emulator.memory.tensormap_tile import Tile, swizzled
 
 # What the copy engine did
 

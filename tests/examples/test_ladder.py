@@ -11,12 +11,12 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from blockscale.emulator.memory.tensormap import TensorMap
 from kernel_code import built
 from sm90_inputs import BF16, SQUARE, assert_close, emulated, frame_bytes, operands, product
 
 from blockscale import emulator as em
 from blockscale.emulator.isa import tensor_copy
+from blockscale.emulator.memory.tensormap import TensorMap
 from examples.ladder.config import LadderConfig
 from examples.ladder.steps import STEPS, Step
 

@@ -30,11 +30,11 @@ import known
 import numpy as np
 import ptx_forms
 import pytest
-from blockscale.emulator.memory.tensormap import TensorMap
 from cases import Case, cases, extra_forms
 
 from blockscale import emulator as em
 from blockscale.emulator.isa.registry import families
+from blockscale.emulator.memory.tensormap import TensorMap
 from gpu import Gpu, GpuError, Map, Memory, Request, assembled, content, pack
 
 HERE = Path(__file__).resolve().parent
