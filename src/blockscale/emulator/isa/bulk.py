@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..clocks.scopes import GPU, Strength
+from ..clocks.scopes import GPU, Strength, width_of
 from ..machine.engine import Work
 from ..machine.mbarriers import MBarrier
 from ..machine.ports import read_global, read_shared, write_global, write_shared
@@ -20,7 +20,7 @@ from .copies import groups
 from .mbarrier import find, visible
 from .registry import TYPES, Form, first, instruction
 
-__all__ = ["REDUCES", "REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send"]
+__all__ = ["REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send", "strength_of"]
 
 _PIECE = 16
 #: Destination and source.
@@ -29,8 +29,6 @@ _WAYS = (
     ("global", "shared::cta"),
 )  # fmt: skip
 _SPACES = ("global", "shared::cluster", "shared::cta")
-#: How reductions in global memory access it: 9.7.9.25.4.2.
-REDUCES = Strength(GPU, updates=True, returns=False)
 #: Operations of reductions and the types that each takes in global memory.
 REDUCTIONS = {
     "and": ("b32", "b64"),
@@ -48,6 +46,11 @@ _IN_SHARED = {
     *((operation, type) for operation in ("add", "min", "max") for type in ("u32", "s32")),
     ("add", "u64"), ("inc", "u32"), ("dec", "u32"),
 }  # fmt: skip
+
+
+def strength_of(operation: str | None, type: str) -> Strength | None:
+    """How a reduction accesses global memory: 9.7.9.25.4.2."""
+    return Strength(GPU, width_of(type), updates=True, returns=False) if operation else None
 
 
 def pieces(start: int, size: int) -> np.ndarray:
@@ -215,7 +218,7 @@ def bulk(form: Form) -> Step:
         at += 1
     bytes_of = form.get(at, "b16") if masked else None
     combine_bytes = reduced(operation, type)
-    how = REDUCES if operation else None
+    how = strength_of(operation, type)
 
     def run(w: Fragment) -> None:
         size, begin, last = first(size_of(w)), first(start(w)), first(to(w))
