@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class Program:
         self.devices = rng.choice((1, 1, 1, 2))
         self.cluster = rng.choice((1, 1, 2))
         self.clusters = rng.choice((1, 1, 2))
-        self._values = iter(rng.sample(range(1, 120), 119))
+        self._values = cycle(rng.sample(range(1, 120), 119))
         wide = "sys" if self.devices > 1 else rng.choice(("cta", "cluster", "gpu"))
         self._scopes = [wide] * rng.choice((2, 8, 50)) + ["cta", "cluster", "gpu", "sys"]
         self._odd = rng.choice((0.0, 0.0, 0.1))  # accesses of other widths
@@ -82,7 +83,7 @@ class Program:
     def _value(self) -> list[str]:
         """A value in %r2 and %rd2 no byte of which anybody else writes."""
         return [
-            f"add.u32 %r2, %r9, {next(self._values, 120)}; cvt.u64.u32 %rd2, %r2;"
+            f"add.u32 %r2, %r9, {next(self._values)}; cvt.u64.u32 %rd2, %r2;"
             f" mul.lo.u64 %rd2, %rd2, {_MANY}; cvt.u32.u64 %r2, %rd2; cvt.u16.u32 %h2, %r2;"
         ]
 
@@ -289,7 +290,8 @@ class Verdict:
         found: pairs that the emulator names, which the model does, too.
         false: those that the model does not name, with their kind.
         decided: those among ``found`` that are none if more decides the order of fences: see Races.
-        missed: races of the model that the emulator does not name, nor another of the same access.
+        missed: races of the model that the emulator does not name, nor another one of the later
+            access, or of accesses that come after the earlier one and before the later one.
         mistaken: alarms that name a race for a missing proxy fence, or the other way round.
     """
 
@@ -348,12 +350,12 @@ def _compared(events: list[Event], model: Races, alarms: set[tuple[str, int, int
         each for each in alarms - false if (each[0] == "fence") not in lines[each[1:]]
     }  # fmt: skip
     accused = [(i, j) for i, j in model.pairs if (events[i].line, events[j].line) in named]
-    missed = set()
-    for i, j in model.pairs:
-        excused = any(
-            b == j or (a == i and events[b].at < events[j].at) for a, b in accused
-        )  # fmt: skip
-        if not excused:
-            missed.add((events[i].line, events[j].line))
+    # A cell has its last accesses only: a race stands for those of what comes before and after.
+    base = model.base | np.eye(len(events), dtype=bool)
+    missed = {
+        (events[i].line, events[j].line)
+        for i, j in model.pairs
+        if not any(base[i, a] and base[b, j] or b == j for a, b in accused)
+    }
     found = named & lines.keys()
     return Verdict(bool(model.pairs), found, false, decided & found, missed, mistaken)

@@ -49,7 +49,7 @@ class Event:
 
     def __post_init__(self) -> None:
         parts = self.opcode.split(".")
-        self.asynchronous = parts[0] == "cp"
+        self.asynchronous = self.opcode.startswith("cp.async.bulk.global.")
         self.fence = parts[0] in ("fence", "membar") and "proxy" not in parts
         self.proxy_fence = self.opcode.startswith("fence.proxy.async")
         atomic = parts[0] in ("atom", "red")
@@ -121,10 +121,12 @@ class Races:
         pairs: data races, with whether a proxy fence is all that is missing.
         decided: those that are none if every communication decides the order of two fence.sc, not
             only that of a value with who reads it.
+        base: base causality order, by the numbers of events.
     """
 
     pairs: dict[tuple[int, int], bool]
     decided: set[tuple[int, int]]
+    base: np.ndarray
 
 
 class _Model:
@@ -233,7 +235,7 @@ class _Model:
             decides = self.observation | self._communicates()
             decided = self._causality(self._with_fences(decides))[0]
             left = {pair for pair in pairs if decided[pair]}
-        return Races(pairs, left)
+        return Races(pairs, left, base)
 
     def _causality(self, base: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """8.9.5: causality order, and the same whatever the proxy."""

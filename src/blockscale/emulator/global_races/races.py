@@ -167,8 +167,13 @@ class Races:
                 lost = self._written.take(cells) != made
                 lost &= ~kept[1]
                 self._tell(buffer, cells, part, lost, "writes", "write", self._written[cells])
-            elif how is not None and not part.proxy:
-                self._publish(part, where[chosen], last, cells, how)
+            elif how is not None:
+                lost = np.any(self._written.take(cells) != made, axis=1)
+                if np.count_nonzero(lost):  # strong ones of several lanes: nobody reads some
+                    both, rows = np.broadcast_to(made, cells.shape), part.part(lost)
+                    self._updates.add(cells[lost], both[lost], rows.unseen, rows.code)
+                if not part.proxy:
+                    self._publish(part, where[chosen], last, cells, how)
 
     def waited(self, actors: Iterable[Actor], event: int) -> None:
         """Who issued these has waited for them at an event, and others know of them by it."""

@@ -85,8 +85,10 @@ class Shadow:
         if late is not None:
             self._after_write(cells, at, late, "reads", site)
         self._after_others(cells, at, view, "reads", site, code)
-        readers = self.strong.kept(code) if code else self.readers
-        readers.read(cells, at, self.order.event(site, code), view)
+        event = self.order.event(site, code)
+        if not _updates(site):  # the write that follows says all
+            readers = self.strong.kept(code, False) if code else self.readers
+            readers.read(cells, at, event, view)
 
     def write(
         self, cells: np.ndarray, agents: np.ndarray, site: Site, code: int = WEAK,
@@ -103,15 +105,11 @@ class Shadow:
             self._before_write(cells, at, view, site, code, same)
             self._after_reads(cells, at, view, site, code)
         event = self.order.event(site, code)
-        if code:
-            self._chain(cells, at, event, code, site.opcode.startswith(("atom", "red")))
+        if code and self.races:
+            event = self._write_strong(cells, at, view, event, site, code)
         self.writer[cells], self.written[cells] = at, event
-        if not self.races:
-            return
-        if not code:
+        if self.races and not code:
             self._lost(cells, at, view, event, site, same)
-        elif site.opcode.startswith("st."):
-            self.strong.kept(code).read(cells, at, event, view)
 
     def last(
         self, cells: np.ndarray, agents: np.ndarray, code: int
@@ -122,15 +120,21 @@ class Shadow:
         strong = self.strong.morally_strong(written, writer, agents[:, None], code)
         return np.where(strong, written, 0), self.chained.take(cells)
 
-    def _chain(self, cells: np.ndarray, at: Any, event: int, code: int, updates: bool) -> None:
-        """A strong write; ``updates``: a read-modify-write."""
-        written = self.written.take(cells)
-        if updates:
-            writer = self.writer.take(cells)
+    def _write_strong(
+        self, cells: np.ndarray, at: Any, view: View, event: int, site: Site, code: int
+    ) -> int:
+        """A strong write at an event; the event of those whose value is left."""
+        kept = self.strong.kept(code, True)
+        kept.read(cells, at, event, view)
+        written, writer = self.written.take(cells), self.writer.take(cells)
+        self.writer[cells] = at
+        if np.count_nonzero(self.writer.take(cells) != at):  # of several lanes nobody reads some
+            event = self.order.event(site, code)
+        chains = np.zeros(cells.shape, bool)
+        if _updates(site):
             chains = (written > 0) & self.strong.morally_strong(written, writer, at, code)
-            self.chained[cells] = np.where(chains, self.chained.take(cells), event)
-        else:
-            self.chained[cells] = event
+        self.chained[cells] = np.where(chains, self.chained.take(cells), event)
+        return event
 
     def _before_write(
         self, cells: np.ndarray, at: Any, view: View, site: Site, code: int,
@@ -156,7 +160,7 @@ class Shadow:
             written = self.written.take(cells)
             weak = (written > 0) & (self.order.codes(written) == WEAK)
             if np.count_nonzero(weak):
-                self._keep(cells[weak], self.strong.kept(WEAK))
+                self._keep(cells[weak], self.strong.kept(WEAK, True))
 
     def _keep(self, cells: np.ndarray, others: Readers) -> None:
         """The last writers of cells (n,) count besides those who write now."""
@@ -366,6 +370,11 @@ class Shadow:
             if earlier.opcode.startswith("mbarrier.init"):
                 message += ": before a relaxed arrival, fence.mbarrier_init must come between"
         self.alarms.tell(kind, message, site, earlier)
+
+
+def _updates(site: Site) -> bool:
+    """Whether threads read, modify and write there."""
+    return site.opcode.startswith(("atom", "red"))
 
 
 def _who(column: int, by: Actor | Copies | None) -> int | Actor:

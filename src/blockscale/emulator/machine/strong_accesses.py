@@ -6,12 +6,13 @@ last write to a cell does not stand for those before it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..clocks.readers import Readers, View, Which
-from ..clocks.scopes import CLUSTER, CTA, SCOPE, WEAK, morally_strong
+from ..clocks.readers import Readers, View
+from ..clocks.scopes import CLUSTER, CTA, SCOPE, morally_strong
 
 if TYPE_CHECKING:
     from ..clocks.order import Order
@@ -28,13 +29,14 @@ class StrongAccesses:
 
     def __init__(self, cells: int, order: Order, size: int, base: int) -> None:
         self._cells, self.order, self._size, self._base = cells, order, size, base
-        #: By their code: see scopes. Those that are WEAK are weak writes before strong ones.
-        self._kept: dict[int, Readers] = {}
+        #: By their code, see scopes, and whether they write, as read-modify-writes do. Those
+        #: that are WEAK are writes before strong ones.
+        self._kept: dict[tuple[int, bool], Readers] = {}
 
-    def kept(self, code: int) -> Readers:
-        if code not in self._kept:
-            self._kept[code] = Readers(self._cells, self.order)
-        return self._kept[code]
+    def kept(self, code: int, writes: bool) -> Readers:
+        if (code, writes) not in self._kept:
+            self._kept[code, writes] = Readers(self._cells, self.order)
+        return self._kept[code, writes]
 
     def columns(self) -> list[int]:
         return [column for each in self._kept.values() for column in each.columns().tolist()]
@@ -48,34 +50,24 @@ class StrongAccesses:
         chosen: np.ndarray | None = None,
     ) -> list[tuple[int, int, int, int]]:  # fmt: skip
         """Of writes, or reads, those that an access with a code has not seen, and races with."""
-        found = []
-        for kept, readers in self._kept.items():
+        found, which = [], partial(self.races, code=code, writes=writes)
+        for (kept, were_writes), readers in self._kept.items():
             never = code and (code ^ kept) >> 3 == 0 and min(code & SCOPE, kept & SCOPE) >= CLUSTER
-            if not never and (writes or kept != WEAK):
-                which = self._which(code, writes)
+            if were_writes == writes and not never:
                 found += readers.unseen(cells, at, view, since, which, chosen)
         return found
 
-    def _which(self, code: int, writes: bool) -> Which:
-        conflict = self.order.are_writes if writes else self.order.are_reads
-
-        def which(
-            events: np.ndarray, columns: np.ndarray, cells: np.ndarray, who: np.ndarray
-        ) -> np.ndarray:
-            return conflict(events) & self.races(events, columns, cells, who, code)
-
-        return which
-
     def races(
-        self, events: np.ndarray, columns: np.ndarray, cells: np.ndarray, who: Any, code: int
-    ) -> np.ndarray:
-        """Of accesses that somebody has not seen who accesses the cells with a code, those that it
-        races with."""
+        self, events: np.ndarray, columns: np.ndarray, cells: np.ndarray, who: Any, code: int,
+        writes: bool = True,
+    ) -> np.ndarray:  # fmt: skip
+        """Of writes, or reads, that somebody has not seen who accesses the cells with a code, those
+        that it races with."""
         kept = self.order.codes(events)
         late = np.ones(events.shape, bool)
         if code:
             late = ~morally_strong(kept, np.uint8(code), self._between(columns, who))
-        if self.order.flags.were_read:
+        if writes and self.order.flags.were_read:
             who = np.broadcast_to(who, events.shape)
             for i in np.flatnonzero(late & (kept > 0)).tolist():
                 width = 1 << (int(kept[i]) >> 4) - 1
