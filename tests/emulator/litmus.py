@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ class Program:
         self.devices = rng.choice((1, 1, 1, 2))
         self.cluster = rng.choice((1, 1, 2))
         self.clusters = rng.choice((1, 1, 2))
-        self._values = cycle(rng.sample(range(1, 120), 119))
+        self._values = rng.sample(range(1, 120), 119)
         wide = "sys" if self.devices > 1 else rng.choice(("cta", "cluster", "gpu"))
         self._scopes = [wide] * rng.choice((2, 8, 50)) + ["cta", "cluster", "gpu", "sys"]
         self._odd = rng.choice((0.0, 0.0, 0.1))  # accesses of other widths
@@ -83,13 +82,15 @@ class Program:
     def _value(self) -> list[str]:
         """A value in %r2 and %rd2 no byte of which anybody else writes."""
         return [
-            f"add.u32 %r2, %r9, {next(self._values)}; cvt.u64.u32 %rd2, %r2;"
+            f"add.u32 %r2, %r9, {self._values.pop()}; cvt.u64.u32 %rd2, %r2;"
             f" mul.lo.u64 %rd2, %rd2, {_MANY}; cvt.u32.u64 %r2, %rd2; cvt.u16.u32 %h2, %r2;"
         ]
 
     def _operation(self, body: _Body) -> list[str]:
         rng = self.rng
         kind = rng.choice(("flag",) * 6 + ("data", "data", "fence", "fence", "copy"))
+        if not self._values:
+            kind = "fence"
         if kind == "fence":
             return [self._fence()]
         if kind == "copy":
@@ -289,17 +290,22 @@ class Verdict:
         racy: whether it has a race, by the model.
         found: pairs that the emulator names, which the model does, too.
         false: those that the model does not name, with their kind.
+        repeated: the same, but the earlier access has a race with what comes before the later one.
         decided: those among ``found`` that are none if more decides the order of fences: see Races.
         missed: races of the model that the emulator does not name, nor another one of the later
             access, or of accesses that come after the earlier one and before the later one.
+        outdated: the same, but the earlier access comes before a write that does come before the
+            later one: causality order is not transitive.
         mistaken: alarms that name a race for a missing proxy fence, or the other way round.
     """
 
     racy: bool
     found: set[tuple[int, int]]
     false: set[tuple[str, int, int]]
+    repeated: set[tuple[str, int, int]]
     decided: set[tuple[int, int]]
     missed: set[tuple[int, int]]
+    outdated: set[tuple[int, int]]
     mistaken: set[tuple[str, int, int]]
 
 
@@ -338,24 +344,44 @@ def verdict(program: Program) -> Verdict:
 
 def _compared(events: list[Event], model: Races, alarms: set[tuple[str, int, int]]) -> Verdict:
     lines: dict[tuple[int, int], set[bool]] = {}
-    decided = set()
     for (i, j), fence in model.pairs.items():
-        pair = events[i].line, events[j].line
-        lines.setdefault(pair, set()).add(fence)
-        if (i, j) in model.decided:
-            decided.add(pair)
+        lines.setdefault(_lines(events, i, j), set()).add(fence)
     named = {(x, y) for _, x, y in alarms}
-    false = {each for each in alarms if each[1:] not in lines}
-    mistaken = {
-        each for each in alarms - false if (each[0] == "fence") not in lines[each[1:]]
-    }  # fmt: skip
-    accused = [(i, j) for i, j in model.pairs if (events[i].line, events[j].line) in named]
-    # A cell has its last accesses only: a race stands for those of what comes before and after.
+    wrong = {each for each in alarms if each[1:] not in lines}
     base = model.base | np.eye(len(events), dtype=bool)
-    missed = {
-        (events[i].line, events[j].line)
-        for i, j in model.pairs
-        if not any(base[i, a] and base[b, j] or b == j for a, b in accused)
+    accused = [pair for pair in model.pairs if _lines(events, *pair) in named]
+    repeated = {
+        (kind, x, y)
+        for kind, x, y in wrong
+        for i, j in accused
+        if events[i].line == x and any(base[j, k] for k, e in enumerate(events) if e.line == y)
     }
-    found = named & lines.keys()
-    return Verdict(bool(model.pairs), found, false, decided & found, missed, mistaken)
+    # A cell has its last accesses only: a race stands for those of what comes before and after.
+    missed = [
+        (i, j)
+        for i, j in model.pairs
+        if not any((base[i, a] and base[b, j]) or b == j for a, b in accused)
+    ]
+    writes = np.array([event.writes for event in events])
+    outdated = [
+        (i, j)
+        for i, j in missed
+        if any(
+            events[k].where == events[i].where
+            for k in np.flatnonzero(model.base[i] & writes & model.causality[:, j]).tolist()
+        )
+    ]
+    return Verdict(
+        racy=bool(model.pairs),
+        found=named & lines.keys(),
+        false=wrong - repeated,
+        repeated=repeated,
+        decided={_lines(events, *pair) for pair in model.decided} & named,
+        missed={_lines(events, *pair) for pair in missed if pair not in outdated},
+        outdated={_lines(events, *pair) for pair in outdated},
+        mistaken={each for each in alarms - wrong if (each[0] == "fence") not in lines[each[1:]]},
+    )
+
+
+def _lines(events: list[Event], i: int, j: int) -> tuple[int, int]:
+    return events[i].line, events[j].line

@@ -5,7 +5,8 @@ read from whom is given. Each relation has the section that defines it. What the
 
 - a read of several bytes reads the value of a write if all its bytes are of that write;
 - work of the asynchronous proxy comes after what its thread did before the issue, and before what
-  waits for it; a proxy fence anywhere on the path orders a generic write before it (9.7.13.4);
+  waits for it; a proxy fence anywhere on the path orders a generic write before it (9.7.13.4),
+  and none is asked for after a generic read;
 - 8.11.1 is taken to the letter: the read of a red is in no acquire pattern, and decides no order
   of fences either.
 """
@@ -121,12 +122,13 @@ class Races:
         pairs: data races, with whether a proxy fence is all that is missing.
         decided: those that are none if every communication decides the order of two fence.sc, not
             only that of a value with who reads it.
-        base: base causality order, by the numbers of events.
+        base, causality: the orders of 8.9.5, by the numbers of events.
     """
 
     pairs: dict[tuple[int, int], bool]
     decided: set[tuple[int, int]]
     base: np.ndarray
+    causality: np.ndarray
 
 
 class _Model:
@@ -235,22 +237,22 @@ class _Model:
             decides = self.observation | self._communicates()
             decided = self._causality(self._with_fences(decides))[0]
             left = {pair for pair in pairs if decided[pair]}
-        return Races(pairs, left, base)
+        return Races(pairs, left, self.base, causality)
 
     def _causality(self, base: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """8.9.5: causality order, and the same whatever the proxy."""
         generic = np.array([not event.asynchronous for event in self.events])
         writes = np.array([event.writes for event in self.events])
-        preserved = base.copy()
-        across = (generic & writes)[:, None] & ~generic
+        across = generic[:, None] & ~generic
         fenced = np.zeros_like(base)
         for space in ("shared", "global"):
             fences = [_of_space(event, space) for event in self.events]
             here = [event.where is not None and _space(event) == space for event in self.events]
             fenced |= _through(base & np.array(fences), base) & np.array(here)
-        preserved &= ~across | fenced
+        preserved = base & (~across | fenced)
         every = base | _through(self.observation, base)
-        return preserved | _through(self.observation, preserved), every
+        causality = preserved | _through(self.observation, preserved)
+        return causality | (base & ~writes[:, None]), every  # of reads no proxy fence is asked
 
 
 def _space(event: Event) -> str:

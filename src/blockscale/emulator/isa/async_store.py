@@ -130,13 +130,12 @@ def _into_global(form: Form) -> Step:
     if form.has("mmio") and order != "release":
         raise form.error(".mmio goes with .release only")
     form.one("global")
-    how = None
-    if order != "weak" and scope is not None:
-        how = Strength(
-            scope_of((scope,), SYS), size, False, order == "release", reduces, False
-        )
     type, kept = _operation(form, *_STORED, *_SMALL)
     size = np.dtype(TYPES[type]).itemsize
+    how = None
+    if order != "weak" and scope is not None:
+        releases, reach = order == "release", scope_of((scope,), SYS)
+        how = Strength(reach, size, False, releases, reduces, returns=False)
     target, values = form.address(0), _values(form, type, 1)
 
     def run(w: Fragment) -> None:
