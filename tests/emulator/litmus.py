@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from memory_model import Event, Races, races
+from memory_model import Event, Races, closed, overlap, races
 
 from blockscale import emulator as em
 from blockscale.emulator.machine import ports
@@ -293,7 +293,7 @@ class Verdict:
         repeated: the same, but the earlier access has a race with what comes before the later one.
         decided: those among ``found`` that are none if more decides the order of fences: see Races.
         missed: races of the model that the emulator does not name, nor another one of the later
-            access, or of accesses that come after the earlier one and before the later one.
+            access, or races there by which the later one would come after the earlier one.
         outdated: the same, but the earlier access comes before a write that does come before the
             later one: causality order is not transitive.
         mistaken: alarms that name a race for a missing proxy fence, or the other way round.
@@ -356,12 +356,9 @@ def _compared(events: list[Event], model: Races, alarms: set[tuple[str, int, int
         for i, j in accused
         if events[i].line == x and any(base[j, k] for k, e in enumerate(events) if e.line == y)
     }
-    # A cell has its last accesses only: a race stands for those of what comes before and after.
-    missed = [
-        (i, j)
-        for i, j in model.pairs
-        if not any((base[i, a] and base[b, j]) or b == j for a, b in accused)
-    ]
+    later = {j for _, j in accused}
+    left = [(i, j) for i, j in model.pairs if j not in later]
+    missed = [(i, j) for i, j in left if not _stood_for(events, base, accused, i, j)]
     writes = np.array([event.writes for event in events])
     outdated = [
         (i, j)
@@ -381,6 +378,17 @@ def _compared(events: list[Event], model: Races, alarms: set[tuple[str, int, int
         outdated={_lines(events, *pair) for pair in outdated},
         mistaken={each for each in alarms - wrong if (each[0] == "fence") not in lines[each[1:]]},
     )
+
+
+def _stood_for(
+    events: list[Event], base: np.ndarray, accused: list[tuple[int, int]], i: int, j: int
+) -> bool:
+    """Whether one access is after another one but for races that are named: a cell has its last
+    accesses only, and what was named is not told again."""
+    after = base.copy()
+    for a, b in accused:
+        after[a, b] |= overlap(events[a], events[i]) and overlap(events[b], events[j])
+    return bool(closed(after)[i, j])
 
 
 def _lines(events: list[Event], i: int, j: int) -> tuple[int, int]:

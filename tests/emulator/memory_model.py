@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["Event", "Races", "races"]
+__all__ = ["Event", "Races", "closed", "overlap", "races"]
 
 _SCOPES = {"cta": 1, "cluster": 2, "gpu": 3, "gl": 3, "sys": 4}
 _SYNCHRONIZING = ("acquire", "release", "acq_rel", "sc")
@@ -72,7 +72,7 @@ class Event:
         return first if all(each is first for each in self.sources) else None
 
 
-def _overlap(x: Event, y: Event) -> bool:
+def overlap(x: Event, y: Event) -> bool:
     """8.2.1."""
     if x.where is None or y.where is None or x.where[0] != y.where[0]:
         return False
@@ -106,7 +106,8 @@ def _through(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.asarray(first.astype(np.float32) @ second.astype(np.float32) > 0)
 
 
-def _closed(relation: np.ndarray) -> np.ndarray:
+def closed(relation: np.ndarray) -> np.ndarray:
+    """Its transitive closure."""
     while True:
         more = relation | _through(relation, relation)
         if (more == relation).all():
@@ -205,21 +206,21 @@ class _Model:
         """Base causality order, 8.9.5. Of two fence.sc one precedes the other (8.9.3), and where
         one comes before something that decides and the other after it, the other way round would
         contradict causality (8.10.2, 8.10.6)."""
-        before = _closed(self.start)
+        before = closed(self.start)
         fences = np.array([event.total for event in self.events])
         pairs = self.strong & fences & fences[:, None] & ~np.eye(len(fences), dtype=bool)
         while pairs.any():
             ordered = pairs & _through(_through(before, decides), before) & ~before
             if not ordered.any():
                 break
-            before = _closed(before | ordered)
+            before = closed(before | ordered)
         return before
 
     def _communicates(self) -> np.ndarray:
         """Morally strong operations that conflict, in the order of the execution: 8.9.7."""
         return self.strong & _matrix(
             self.events,
-            lambda x, y: _overlap(x, y) and (x.writes or y.writes) and x.at < y.at,
+            lambda x, y: overlap(x, y) and (x.writes or y.writes) and x.at < y.at,
         )
 
     def races(self) -> Races:
@@ -227,7 +228,7 @@ class _Model:
         pairs: dict[tuple[int, int], bool] = {}
         conflicting = _matrix(
             self.events,
-            lambda x, y: x.at < y.at and _overlap(x, y) and (x.writes or y.writes),
+            lambda x, y: x.at < y.at and overlap(x, y) and (x.writes or y.writes),
         ) & ~self.strong  # fmt: skip
         causality, base = self._causality(self.base)
         for i, j in np.argwhere(conflicting & ~causality).tolist():
