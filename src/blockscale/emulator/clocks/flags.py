@@ -101,15 +101,17 @@ class Value(Generic[M]):
         return bool(morally_strong(self.code, code, scope_between(self.who.place, place)))
 
     def chain(self) -> list[_Pattern[M]]:
-        """The patterns of all in its chain: of a thread and scope the last, which includes its
-        earlier ones."""
-        found: dict[tuple[int, int], _Pattern[M]] = {}
+        """The patterns of all in its chain: of a thread and scope those of the last write, which
+        include its earlier ones."""
+        found: list[_Pattern[M]] = []
+        seen: set[tuple[int, int]] = set()
         at: Value[M] | None = self
         while at is not None:
-            for each in at.patterns:
-                found.setdefault((each.who.agent, each.scope), each)
+            new = [each for each in at.patterns if (each.who.agent, each.scope) not in seen]
+            found += new
+            seen.update((each.who.agent, each.scope) for each in new)
             at = at.before
-        return list(found.values())
+        return found
 
     def told(self, place: Place, scope: int) -> tuple[_Pattern[M], ...]:
         """The patterns that synchronize with an acquire pattern whose last operation has that
