@@ -163,7 +163,8 @@ class _Model:
     def _barriers(self) -> np.ndarray:
         """8.9.4, 2 and 3: what stands before a barrier, and what stands after it."""
         return _matrix(
-            self.events, lambda x, y: x is not y and x.barrier is not None and x.barrier == y.barrier
+            self.events,
+            lambda x, y: x is not y and x.barrier is not None and x.barrier == y.barrier,
         )
 
     def _issues(self) -> np.ndarray:

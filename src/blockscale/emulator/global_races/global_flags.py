@@ -1,4 +1,4 @@
-"""Flags in global memory, see ``flags``: knowledge is messages, which say of clusters what is known.
+"""Flags in global memory, see ``flags``: knowledge is messages, of clusters and what they did.
 
 A thread is the number of its cluster and its column there, as in ``accesses``.
 """

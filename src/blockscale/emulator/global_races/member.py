@@ -8,9 +8,9 @@ import numpy as np
 
 from ..alarms.errors import Site
 from ..clocks.knowledge import SEEN, Knowledge
+from ..clocks.patterns import Who
 from ..clocks.scopes import Place
 from .accesses import COLUMNS
-from ..clocks.flags import Who
 from .global_flags import GlobalFlags, moments, seen_in
 from .messages import THROUGH, Learned, Message, fenced
 

@@ -21,7 +21,7 @@ from ..machine.state import CTA, Fragment, State
 from .cluster import Cluster
 from .launch import Launch
 
-__all__ = ["Circles"]
+__all__ = ["LivelockDetector"]
 
 _FIRST_LEAP = 1 << 10  # ns; each is twice the one before
 _LAST_LEAP = 1 << 42  # more than an hour: nobody waits for that
@@ -47,7 +47,7 @@ class _Circle:
         return False
 
 
-class Circles:
+class LivelockDetector:
     """Looks at what runs together after every turn of a cluster.
 
     Args:
@@ -103,13 +103,13 @@ class Circles:
         outside = memory.changes, self._elsewhere()
         if outside != self._outside:
             self._outside, self._leap = outside, _FIRST_LEAP
-            self._circles.clear()
+            self._livelock.clear()
             self._closed.clear()
         self._pass_time()
         if idle:
             self._closed[cluster] = cluster.wake is None and self._by_clock(cluster)
         elif cluster not in self._closed:
-            circle = self._circles.setdefault(cluster, _Circle())
+            circle = self._livelock.setdefault(cluster, _Circle())
             if circle.closed(cluster):
                 since = cluster.engine.moved if cluster.may_fail else circle.began
                 self._closed[cluster] = cluster.looked >= since
@@ -157,7 +157,7 @@ class Circles:
                     self._forget(each)
 
     def _forget(self, cluster: Cluster) -> None:
-        self._circles.pop(cluster, None)
+        self._livelock.pop(cluster, None)
         self._closed.pop(cluster, None)
 
     def _elsewhere(self) -> int:
