@@ -2,7 +2,8 @@
 
     python benchmarks/emulator_litmus.py [first [last]]  # seeds
 
-writes benchmarks/results/emulator_litmus.json. For what the numbers count see Verdict of tests/emulator/litmus.py.
+writes benchmarks/results/emulator_litmus.json. For what the numbers count see Verdict of
+tests/emulator/litmus.py.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Flags(Generic[M]):
         self._widest, self._join, self._learn, self._seen = widest, join, learn, seen
         self._values: dict[int, Value[M]] = {}
         #: By address and thread: its own releases there, which later strong writes of its own pass
-        #: on, too, whoever has written between. With the width of each.
+        #: on, too, whoever has written between; by their code, the last of each.
         self._own: dict[tuple[int, int], dict[int, Pattern[M]]] = {}
         #: By thread and address: values that it has read and may acquire.
         self._heard: dict[int, dict[int, list[Value[M]]]] = {}
@@ -90,8 +90,6 @@ class Flags(Generic[M]):
         """
         before = self.value(address, old) if how.updates else None
         patterns = self._patterns(address, who, how, moment, ordered)
-        if how.releases and ordered:
-            self._own.setdefault((address, who.agent), {})[how.code] = patterns[0]
         decided = self._before(moment) if self._totals else {}
         if before is not None:
             if before.decided:
@@ -106,14 +104,14 @@ class Flags(Generic[M]):
     def _patterns(
         self, address: int, who: Who, how: Strength, moment: Moment[M], ordered: bool
     ) -> list[Pattern[M]]:
-        found = []
+        if not ordered:
+            return [Pattern(who, how.scope, moment.everything)] if how.releases else []
         if how.releases:
-            found.append(Pattern(who, how.scope, moment.everything))
-        if ordered:
-            own = self._own.get((address, who.agent), {})
-            found += [each for code, each in own.items() if code >> 3 == how.code >> 3]
-            found += [Pattern(who, scope, make) for scope, make in moment.at_fences()]
-        return found
+            own = self._own.setdefault((address, who.agent), {})
+            own[how.code] = Pattern(who, how.scope, moment.everything)
+        own = self._own.get((address, who.agent), {})
+        found = [each for code, each in own.items() if code >> 3 == how.code >> 3]
+        return found + [Pattern(who, scope, make) for scope, make in moment.at_fences()]
 
     def _before(self, moment: Moment[M]) -> Totals:
         """Of each thread and scope, how many fence.sc come before."""

@@ -103,13 +103,13 @@ class LivelockDetector:
         outside = memory.changes, self._elsewhere()
         if outside != self._outside:
             self._outside, self._leap = outside, _FIRST_LEAP
-            self._livelock.clear()
+            self._circles.clear()
             self._closed.clear()
         self._pass_time()
         if idle:
             self._closed[cluster] = cluster.wake is None and self._by_clock(cluster)
         elif cluster not in self._closed:
-            circle = self._livelock.setdefault(cluster, _Circle())
+            circle = self._circles.setdefault(cluster, _Circle())
             if circle.closed(cluster):
                 since = cluster.engine.moved if cluster.may_fail else circle.began
                 self._closed[cluster] = cluster.looked >= since
@@ -157,7 +157,7 @@ class LivelockDetector:
                     self._forget(each)
 
     def _forget(self, cluster: Cluster) -> None:
-        self._livelock.pop(cluster, None)
+        self._circles.pop(cluster, None)
         self._closed.pop(cluster, None)
 
     def _elsewhere(self) -> int:
