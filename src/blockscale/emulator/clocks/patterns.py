@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .scopes import Place, morally_strong, scope_between
 
-__all__ = ["LONGEST", "Moment", "Pattern", "Totals", "Value", "Who"]
+__all__ = ["LONGEST", "Moment", "Pattern", "Value", "Who"]
 
 M = TypeVar("M")
 LONGEST = 64  # links of a chain of read-modify-writes, at least, before it is made shorter
@@ -20,10 +20,6 @@ class Who(NamedTuple):
     place: Place
 
 
-#: Of each thread and scope, how many fence.sc.
-Totals = dict[tuple[Who, int], int]
-
-
 class Moment(Protocol[M]):
     """What a thread knows when it writes a flag, or at a fence.sc."""
 
@@ -31,9 +27,6 @@ class Moment(Protocol[M]):
 
     def at_fences(self) -> list[tuple[int, Callable[[], M]]]:
         """Its last fence of each scope, if there is a release among them, and what it knew then."""
-
-    def seen(self, agent: int) -> int:
-        """The last event of a thread that it has seen."""
 
 
 class Pattern(Generic[M]):
@@ -61,7 +54,7 @@ class Value(Generic[M]):
         patterns: that end with this write.
         before: the value that a read-modify-write replaced.
         length, limit: of the chain, and when it is made shorter.
-        decided: of each thread and scope, how many fence.sc come before it or one of its chain.
+        decided: what was known at it or one of its chain, once there is a fence.sc.
     """
 
     __slots__ = (
@@ -70,7 +63,7 @@ class Value(Generic[M]):
 
     def __init__(
         self, write: int, who: Who, code: int, patterns: list[Pattern[M]],
-        before: Value[M] | None, decided: Totals,
+        before: Value[M] | None, decided: M | None,
     ) -> None:  # fmt: skip
         self.write, self.who, self.code, self.patterns = write, who, code, patterns
         self.before, self.decided = before, decided

@@ -42,13 +42,6 @@ class Snapshot:
                 found.append(fence)
         return found
 
-    def seen(self, place: int, agent: int) -> int:
-        """The last event of an agent that one of them has seen."""
-        if agent == self.agents[place]:
-            return self.now
-        row = self.tables[self.which[place]][SEEN]
-        return int(row[agent]) if agent < len(row) else 0
-
     def message(self, place: int, fence: int | None = None, relaxed: bool = False) -> Knowledge:
         """What one of them passes on; ``fence``: of memory only what its last fence of that number
         precedes; ``relaxed``: nothing of it."""

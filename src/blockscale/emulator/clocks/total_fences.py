@@ -1,0 +1,154 @@
+"""The order of all fence.sc (membar): PTX ISA 8.9.3.
+
+One comes before another if what it precedes was observed by what precedes the other, as in
+__threadfence(); __syncthreads(); and a store of one thread: the other way round would contradict
+causality (8.10.2, 8.10.6). What follows a read, or another write, decides nothing here, though
+8.10.6 would allow no other order: who relies on that is accused of a race.
+
+Fences of several threads at once are kept together, and what decides is kept as knowledge: what
+the writers of a value had seen.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from .patterns import Moment, Value
+from .scopes import Place, scope_between
+
+__all__ = ["Knows", "TotalFences"]
+
+M = TypeVar("M")
+
+
+class Knows(Protocol[M]):
+    """What is known to threads: of shared memory or of global."""
+
+    def join(self, messages: list[M]) -> M: ...
+
+    def learn(self, threads: list[int], message: M) -> None:
+        """Threads of one place learn a message."""
+
+    def saw(self, thread: int, other: int) -> int:
+        """The last event of another thread that a thread has seen."""
+
+    def saw_of(self, thread: int, others: np.ndarray) -> np.ndarray:
+        """The same of threads of one cluster, itself not among those it knows of."""
+
+    def told_of(self, message: M, threads: np.ndarray) -> np.ndarray:
+        """The last events of threads of one cluster that a message tells of."""
+
+    def alike(self, thread: int) -> Hashable:
+        """Threads for which this is equal know the same, but for what they do themselves."""
+
+
+class _Group(NamedTuple, Generic[M]):
+    """Fences that the same threads execute: their events, and what was known at each."""
+
+    threads: np.ndarray
+    place: Place
+    scope: int
+    events: list[int]
+    moments: list[Sequence[Moment[M]]]
+
+
+class TotalFences(Generic[M]):
+    """Those of the threads that share a memory."""
+
+    def __init__(self, knows: Knows[M]) -> None:
+        self._knows = knows
+        self._groups: dict[tuple[bytes, int], _Group[M]] = {}
+        #: Of each thread: events of its reads, and what these decide: all that comes before.
+        self._reads: dict[int, tuple[list[int], list[M]]] = {}
+        self._last: dict[int, Value[M]] = {}
+        self._all: dict[tuple[int, int], M] = {}  # by group and number: what all threads knew
+        self._known: tuple[list[M], M] | None = None
+
+    @property
+    def any(self) -> bool:
+        return bool(self._groups)
+
+    def add(
+        self, threads: list[int], place: Place, scope: int, event: int,
+        moments: Sequence[Moment[M]],
+    ) -> None:  # fmt: skip
+        """Threads of a place execute a fence.sc at an event."""
+        who = np.array(threads)
+        key = who.tobytes(), scope
+        group = self._groups.setdefault(key, _Group(who, place, scope, [], []))
+        group.events.append(event)
+        group.moments.append(moments)
+
+    def read(self, threads: list[int], value: Value[M], event: int) -> None:
+        """Threads have read a value at an event."""
+        if value.decided is None:
+            return
+        for thread in threads:
+            if self._last.get(thread) is value:
+                continue
+            self._last[thread] = value
+            events, kept = self._reads.setdefault(thread, ([], []))
+            decided = value.decided
+            events.append(event)
+            kept.append(self._knows.join([kept[-1], decided]) if kept else decided)
+
+    def learn(self, threads: list[int], place: Place, scope: int) -> None:
+        """Threads of a place execute a fence.sc: those before it synchronize with it."""
+        if not self._reads:
+            return
+        alike: dict[Hashable, list[int]] = {}
+        for thread in threads:
+            key = ("reads", thread) if thread in self._reads else self._knows.alike(thread)
+            alike.setdefault(key, []).append(thread)
+        for each in alike.values():
+            for _ in range(len(self._groups) + 1):  # what they learn may decide the order of others
+                found = self._before(each[0], place, scope)
+                if not found:
+                    break
+                self._knows.learn(each, self._knows.join(found) if len(found) > 1 else found[0])
+
+    def _before(self, thread: int, place: Place, scope: int) -> list[M]:
+        """What was known at fences that come before one of a thread, if it is new to that."""
+        decided = self._decided(thread)
+        if decided is None:
+            return []
+        found: list[M] = []
+        for number, group in enumerate(self._groups.values()):
+            if min(scope, group.scope) < scope_between(group.place, place):
+                continue
+            told = self._knows.told_of(decided, group.threads)
+            if told.max() < group.events[0]:
+                continue
+            seen = self._knows.saw_of(thread, group.threads)
+            count = np.searchsorted(group.events, told, "right")
+            new = (count > 0) & (np.array([0, *group.events])[count] > seen)
+            for at in np.unique(count[new]).tolist():
+                found += self._messages(number, group, at - 1, new & (count == at))
+        return found
+
+    def _messages(self, number: int, group: _Group[M], at: int, which: np.ndarray) -> list[M]:
+        moments = group.moments[at]
+        if not which.all():
+            return [moments[i].everything() for i in np.flatnonzero(which).tolist()]
+        if (number, at) not in self._all:
+            every = [moment.everything() for moment in moments]
+            self._all[number, at] = self._knows.join(every) if len(every) > 1 else every[0]
+        return [self._all[number, at]]
+
+    def _decided(self, thread: int) -> M | None:
+        """What comes before the values that were read before a thread's fence."""
+        found = []
+        for reader, (events, kept) in self._reads.items():
+            at = bisect_right(events, self._knows.saw(thread, reader))
+            if at:
+                found.append(kept[at - 1])
+        if len(found) < 2:
+            return found[0] if found else None
+        last = self._known
+        if last is None or [*map(id, last[0])] != [*map(id, found)]:
+            last = self._known = found, self._knows.join(found)
+        return last[1]
