@@ -80,14 +80,11 @@ class Flags(Generic[M]):
         """
         before = self.value(address, old) if how.updates else None
         patterns = self._patterns(address, who, how, moment, ordered)
-        decided = moment.everything() if self.fences.any else None
-        if before is not None:
-            if before.decided is not None and decided is not None:
-                decided = self._knows.join([before.decided, decided])
-            if before.length > before.limit:
-                before = self._shortened(before)
-        if patterns or decided is not None or before is not None:
-            self._values[address] = Value(write, who, how.code, patterns, before, decided)
+        if before is not None and before.length > before.limit:
+            before = self._shortened(before)
+        decides = moment if self.fences.any else None
+        if patterns or decides is not None or before is not None:
+            self._values[address] = Value(write, who, how.code, patterns, before, decides)
         else:
             self._values.pop(address, None)
 
@@ -103,10 +100,11 @@ class Flags(Generic[M]):
         found = [each for code, each in own.items() if code >> 3 == how.code >> 3]
         return found + [Pattern(who, scope, make) for scope, make in moment.at_fences()]
 
-    @staticmethod
-    def _shortened(value: Value[M]) -> Value[M]:
+    def _shortened(self, value: Value[M]) -> Value[M]:
         """The same in one link."""
-        short = Value(value.write, value.who, value.code, value.chain(), None, value.decided)
+        short = Value(value.write, value.who, value.code, value.chain(), None, None)
+        short.start = value.start
+        short.keep(value.known(self._knows.join))
         short.limit = max(LONGEST, 4 * len(short.patterns))
         return short
 
@@ -139,7 +137,7 @@ class Flags(Generic[M]):
             self._acquire(readers, value, place, how.scope)
         else:
             self._executed(readers, value, place, how.scope)
-        self.fences.read(readers, value, event)
+        self.fences.read(address, readers, value, event)
         if how.acquires and value.told(place, self._widest) == value.told(place, how.scope):
             return
         for agent in readers:

@@ -62,9 +62,9 @@ class TotalFences(Generic[M]):
     def __init__(self, knows: Knows[M]) -> None:
         self._knows = knows
         self._groups: dict[tuple[bytes, int], _Group[M]] = {}
-        #: Of each thread: events of its reads, and what these decide: all that comes before.
-        self._reads: dict[int, tuple[list[int], list[M]]] = {}
-        self._last: dict[int, Value[M]] = {}
+        #: Of each thread: events of its reads, of where, and the values.
+        self._reads: dict[int, tuple[list[int], list[tuple[int, Value[M]]]]] = {}
+        self._decided: dict[tuple[int, int], M] = {}  # by a thread and the number of its reads
         self._all: dict[tuple[int, int], M] = {}  # by group and number: what all threads knew
         self._known: tuple[list[M], M] | None = None
 
@@ -83,18 +83,15 @@ class TotalFences(Generic[M]):
         group.events.append(event)
         group.moments.append(moments)
 
-    def read(self, threads: list[int], value: Value[M], event: int) -> None:
+    def read(self, address: int, threads: list[int], value: Value[M], event: int) -> None:
         """Threads have read a value at an event."""
-        if value.decided is None:
+        if not self._groups:
             return
         for thread in threads:
-            if self._last.get(thread) is value:
-                continue
-            self._last[thread] = value
-            events, kept = self._reads.setdefault(thread, ([], []))
-            decided = value.decided
-            events.append(event)
-            kept.append(self._knows.join([kept[-1], decided]) if kept else decided)
+            events, values = self._reads.setdefault(thread, ([], []))
+            if not values or values[-1][1] is not value:
+                events.append(event)
+                values.append((address, value))
 
     def learn(self, threads: list[int], place: Place, scope: int) -> None:
         """Threads of a place execute a fence.sc: those before it synchronize with it."""
@@ -113,7 +110,7 @@ class TotalFences(Generic[M]):
 
     def _before(self, thread: int, place: Place, scope: int) -> list[M]:
         """What was known at fences that come before one of a thread, if it is new to that."""
-        decided = self._decided(thread)
+        decided = self._before_reads(thread)
         if decided is None:
             return []
         found: list[M] = []
@@ -139,13 +136,27 @@ class TotalFences(Generic[M]):
             self._all[number, at] = self._knows.join(every) if len(every) > 1 else every[0]
         return [self._all[number, at]]
 
-    def _decided(self, thread: int) -> M | None:
+    def _decides(self, reader: int, count: int) -> list[M]:
+        """What the first reads of a thread decide: all that was known at the values."""
+        if (reader, count) in self._decided:
+            return [self._decided[reader, count]]
+        found: list[M] = []
+        starts: dict[int, int] = {}  # by address: of the chain that earlier values may be of
+        for address, value in reversed(self._reads[reader][1][:count]):
+            if value.write < starts.get(address, value.write + 1):
+                starts[address] = value.start
+                found += value.known(self._knows.join)
+        if found:
+            self._decided[reader, count] = self._knows.join(found) if len(found) > 1 else found[0]
+            found = [self._decided[reader, count]]
+        return found
+
+    def _before_reads(self, thread: int) -> M | None:
         """What comes before the values that were read before a thread's fence."""
         found = []
-        for reader, (events, kept) in self._reads.items():
+        for reader, (events, _) in self._reads.items():
             at = bisect_right(events, self._knows.saw(thread, reader))
-            if at:
-                found.append(kept[at - 1])
+            found += self._decides(reader, at) if at else []
         if len(found) < 2:
             return found[0] if found else None
         last = self._known
