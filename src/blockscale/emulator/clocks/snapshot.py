@@ -36,9 +36,10 @@ class Snapshot:
     def fences(self, place: int) -> list[int]:
         """Of the last fences of one of them those that nothing wider came after, by number."""
         found, last = [], 0
-        for fence in range(len(self._own) - 1, -1, -1):
-            if self._own[fence, place] > last:
-                last = int(self._own[fence, place])
+        own = self._own[:, place].tolist()
+        for fence in range(len(own) - 1, -1, -1):
+            if own[fence] > last:
+                last = own[fence]
                 found.append(fence)
         return found
 

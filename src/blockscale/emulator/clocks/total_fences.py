@@ -23,6 +23,7 @@ from .scopes import Place, scope_between
 __all__ = ["Knows", "TotalFences"]
 
 M = TypeVar("M")
+_JOINED = 64  # messages of several fences that are kept
 
 
 class Knows(Protocol[M]):
@@ -65,8 +66,9 @@ class TotalFences(Generic[M]):
         #: Of each thread: events of its reads, of where, and the values.
         self._reads: dict[int, tuple[list[int], list[tuple[int, Value[M]]]]] = {}
         self._decided: dict[tuple[int, int], M] = {}  # by a thread and the number of its reads
-        self._all: dict[tuple[int, int], M] = {}  # by group and number: what all threads knew
-        self._known: tuple[list[M], M] | None = None
+        #: By group, number and threads: what these knew at their fences.
+        self._known: dict[tuple[int, int, bytes], M] = {}
+        self._joined: dict[tuple[int, ...], tuple[list[M], M]] = {}
 
     @property
     def any(self) -> bool:
@@ -77,8 +79,8 @@ class TotalFences(Generic[M]):
         moments: Sequence[Moment[M]],
     ) -> None:  # fmt: skip
         """Threads of a place execute a fence.sc at an event."""
-        who = np.array(threads)
-        key = who.tobytes(), scope
+        who, first = np.unique(threads, return_index=True)  # a warp may be one
+        moments, key = [moments[i] for i in first.tolist()], (who.tobytes(), scope)
         group = self._groups.setdefault(key, _Group(who, place, scope, [], []))
         group.events.append(event)
         group.moments.append(moments)
@@ -106,14 +108,15 @@ class TotalFences(Generic[M]):
                 found = self._before(each[0], place, scope)
                 if not found:
                     break
-                self._knows.learn(each, self._knows.join(found) if len(found) > 1 else found[0])
+                self._knows.learn(each, self._join(found))
 
     def _before(self, thread: int, place: Place, scope: int) -> list[M]:
-        """What was known at fences that come before one of a thread, if it is new to that."""
+        """What was known at fences that come before one of a thread, if some is new to that."""
         decided = self._before_reads(thread)
         if decided is None:
             return []
         found: list[M] = []
+        some = False
         for number, group in enumerate(self._groups.values()):
             if min(scope, group.scope) < scope_between(group.place, place):
                 continue
@@ -122,19 +125,29 @@ class TotalFences(Generic[M]):
                 continue
             seen = self._knows.saw_of(thread, group.threads)
             count = np.searchsorted(group.events, told, "right")
-            new = (count > 0) & (np.array([0, *group.events])[count] > seen)
-            for at in np.unique(count[new]).tolist():
-                found += self._messages(number, group, at - 1, new & (count == at))
-        return found
+            some |= bool(np.any(np.array([0, *group.events])[count] > seen))
+            for at in np.unique(count[count > 0]).tolist():
+                found.append(self._message(number, group, at - 1, count == at))
+        return found if some else []
 
-    def _messages(self, number: int, group: _Group[M], at: int, which: np.ndarray) -> list[M]:
-        moments = group.moments[at]
-        if not which.all():
-            return [moments[i].everything() for i in np.flatnonzero(which).tolist()]
-        if (number, at) not in self._all:
-            every = [moment.everything() for moment in moments]
-            self._all[number, at] = self._knows.join(every) if len(every) > 1 else every[0]
-        return [self._all[number, at]]
+    def _message(self, number: int, group: _Group[M], at: int, which: np.ndarray) -> M:
+        key = number, at, which.tobytes()
+        if key not in self._known:
+            moments = group.moments[at]
+            every = [moments[i].everything() for i in np.flatnonzero(which).tolist()]
+            self._known[key] = self._knows.join(every) if len(every) > 1 else every[0]
+        return self._known[key]
+
+    def _join(self, messages: list[M]) -> M:
+        """The same for the same ones."""
+        if len(messages) == 1:
+            return messages[0]
+        key = tuple(map(id, messages))
+        if key not in self._joined:
+            if len(self._joined) >= _JOINED:
+                self._joined.clear()
+            self._joined[key] = messages, self._knows.join(messages)
+        return self._joined[key][1]
 
     def _decides(self, reader: int, count: int) -> list[M]:
         """What the first reads of a thread decide: all that was known at the values."""
@@ -157,9 +170,4 @@ class TotalFences(Generic[M]):
         for reader, (events, _) in self._reads.items():
             at = bisect_right(events, self._knows.saw(thread, reader))
             found += self._decides(reader, at) if at else []
-        if len(found) < 2:
-            return found[0] if found else None
-        last = self._known
-        if last is None or [*map(id, last[0])] != [*map(id, found)]:
-            last = self._known = found, self._knows.join(found)
-        return last[1]
+        return self._join(found) if found else None
