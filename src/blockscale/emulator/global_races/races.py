@@ -301,7 +301,7 @@ class Races:
         at, access = np.argwhere(late)[0], int(accesses[late][0])
         cell = int(cells[late][0]) - self._starts[buffer.base]
         byte = max(cell * self.cell - buffer.base % self.cell, 0)
-        who, earlier = int(self.accesses.who[access]), self.accesses.place(access)
+        who, earlier = int(self.accesses.who[access]), self.accesses.site_of(access)
         column = int(by.at[at[0] if len(by.at) > 1 else 0, 0])
         here = by.member.order.named(by.site, column)
         there = named(earlier, who % COLUMNS, *self._naming[who // COLUMNS])
