@@ -202,9 +202,9 @@ def atomic(form: Form) -> Step:
             flushed = np.repeat(where[turn] >> np.uint64(56) == 0, count) & (space in _GLOBAL)
             new = combine(flushed, old.reshape(-1), *elements)
             before[turn] = old
-            write(
-                part, where[turn], np.ascontiguousarray(new, dtype).view(np.uint8).reshape(-1, size)
-            )
+            values = np.ascontiguousarray(new, dtype).view(np.uint8).reshape(-1, size)
+            w.cta.cluster.engine.altered += values.tobytes() != old.tobytes()
+            write(part, where[turn], values)
         for i, put in enumerate(puts):
             put(w, before[:, i])
 

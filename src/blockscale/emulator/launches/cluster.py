@@ -20,6 +20,7 @@ from ..machine.state import CTA, Diverge, Event, Exit, Fragment, Split, State, S
 from ..memory.buffers import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
 from ..ptx.program import PtxError
 from .launch import Launch
+from .spins import Turn
 
 __all__ = ["Cluster"]
 
@@ -222,8 +223,10 @@ def _run(cta: CTA, fragment: Fragment) -> None:
     steps, counts, pc, n = code.steps, code.counts, fragment.pc, fragment.n
     before, engine, clock = fragment.used, cta.cluster.engine, cta.launch.clock
     engine.base = engine.tick - before
+    used, quantum, turn = before, cta.cluster.quantum, Turn()
     try:
-        for used in range(fragment.used + 1, cta.cluster.quantum + 1):
+        while used < quantum:
+            used += 1
             fragment.pc, fragment.used = pc, used
             result = steps[pc](fragment)
             if result is None:
@@ -231,6 +234,9 @@ def _run(cta: CTA, fragment: Fragment) -> None:
                 pc += 1
             elif type(result) is int:
                 counts[pc] += n
+                if result <= pc:
+                    used += turn.jumps(fragment, pc, result, used)
+                    fragment.used = used
                 pc = result
             elif type(result) is Split:
                 cta.fragments.append(fragment.part(~result.go, pc + result.skip))

@@ -28,6 +28,7 @@ from ..memory.buffers import LOCAL_WINDOW, SHARED_WINDOW
 from ..ptx.program import Address, Function, Module, PtxError, Symbol
 from .careful import careful, reads
 from .launch import Launch
+from .spins import Spin, spin
 
 __all__ = ["Code", "Program"]
 
@@ -88,6 +89,8 @@ class Code:
                     if kept is not self._careful[i]:
                         self.steps[i] = self._careful[i] = kept
         self.steps.append(leave)  # who runs past the end returns
+        self._results = [each.results for each in built]
+        self._spins: dict[tuple[int, int], Spin | None] = {}
         self._sites: dict[tuple[int, tuple[int, int, int]], Site] = {}
 
     def _built(self, pc: int) -> isa.Built:
@@ -107,6 +110,13 @@ class Code:
     def reads(self, pc: int) -> bool:
         """Whether masks are kept of what the instruction there loads."""
         return reads(self.function.instructions[pc])
+
+    def spin(self, first: int, last: int) -> Spin | None:
+        """The loop between two instructions, if it may spin."""
+        key = first, last
+        if key not in self._spins:
+            self._spins[key] = spin(self.function.instructions, self._results, first, last)
+        return self._spins[key]
 
     # --- symbols ---
 
