@@ -252,14 +252,13 @@ class Code:
 
     def special(self, name: str, dtype: np.dtype, form: Any) -> Callable[[Fragment], Any]:
         launch = self.launch
-        clusters = [-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True)]
         base, _, axis = name[1:].partition(".")
         at = "xyz".find(axis) if axis else 0
         constant: dict[str, Any] = {
             "ntid": launch.block[at],
             "nctaid": launch.grid[at],
             "cluster_nctaid": launch.cluster[at],
-            "nclusterid": clusters[at],
+            "nclusterid": launch.clusters_along[at],
             "cluster_nctarank": int(np.prod(launch.cluster)),
             "is_explicit_cluster": int(np.prod(launch.cluster)) > 1,
             "nwarpid": 64,

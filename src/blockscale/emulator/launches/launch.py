@@ -63,5 +63,11 @@ class Launch:
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     @property
+    def clusters_along(self) -> tuple[int, int, int]:
+        """How many clusters the grid is long, along x, y and z: a cluster divides the grid."""
+        (x, y, z), (cx, cy, cz) = self.grid, self.cluster
+        return x // cx, y // cy, z // cz
+
+    @property
     def clusters(self) -> int:
-        return math.prod(-(-g // c) for g, c in zip(self.grid, self.cluster, strict=True))
+        return math.prod(self.clusters_along)
