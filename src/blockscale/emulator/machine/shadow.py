@@ -113,7 +113,7 @@ class Shadow:
         same: np.ndarray | None, copies: Copies | None = None,
     ) -> None:  # fmt: skip
         """Check a write against those before, and keep those that have written the same."""
-        late = self._unordered(cells, at, view, strong, 0 if copies is None else _NONE)
+        late = self._unordered(cells, at, view, strong, _own_since(copies))
         if same is None:
             if late is not None:
                 self._after_write(cells, at, late, "writes", site, copies)
@@ -175,7 +175,7 @@ class Shadow:
     ) -> bool:  # fmt: skip
         """Check an access, by agents, a work or copies, against writers besides the last; whether
         there was one unordered."""
-        since = by.since if isinstance(by, Actor) else 0
+        since = _own_since(by)
         order, found = self.order, []
         if self._others is not None:
             weak = (lambda events: ~order.are_strong(events)) if strong else None
@@ -355,6 +355,14 @@ class Shadow:
             if earlier.opcode.startswith("mbarrier.init"):
                 message += ": before a relaxed arrival, fence.mbarrier_init must come between"
         self.alarms.tell(kind, message, site, earlier)
+
+
+def _own_since(by: Actor | Copies | None) -> int:
+    """The event from which on writes of an accessor's column are its own, and ordered: for agents
+    all; none for a cp.async, which no other of its lane is ordered with (8.9.1.1)."""
+    if isinstance(by, Actor):
+        return by.since
+    return 0 if by is None else _NONE
 
 
 def _who(column: int, by: Actor | Copies | None) -> int | Actor:
