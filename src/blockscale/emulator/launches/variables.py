@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..memory.buffers import SYSTEM_SHARED, Buffer, GlobalMemory
+from ..memory.heap import Heap
 from ..ptx.program import Address, Function, Module, PtxError, Symbol, Variable
 from .arguments import flat_bytes
 
-__all__ = ["place_shared", "place_variables", "place_workspace"]
+__all__ = ["place_heap", "place_shared", "place_variables", "place_workspace"]
 
 _MOST_SHARED = 227 * 1024
 
@@ -74,6 +75,16 @@ def place_workspace(ptx: str, memory: GlobalMemory) -> Buffer | None:
         return None
     data = np.zeros(1, np.uint64).view(np.uint8)
     return memory.add(Buffer("the grid's workspace", data.ctypes.data, data))
+
+
+def place_heap(module: Module, memory: GlobalMemory, whose: str) -> Heap | None:
+    """A heap, if a function of the module asks for memory. ``whose``: what to add to its name."""
+    calls = [
+        ins for each in module.functions.values() for ins in each.instructions
+        if ins.parts[0] == "call"
+    ]  # fmt: skip
+    called = {op.name for ins in calls for op in ins.operands if isinstance(op, Symbol)}
+    return None if called.isdisjoint(("malloc", "free")) else Heap(memory, whose)
 
 
 def place_shared(module: Module, entry: Function, dynamic: int) -> tuple[dict[str, int], int]:
