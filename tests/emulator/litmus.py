@@ -155,9 +155,10 @@ class Program:
         if len(body.threads) > 1 or any("bulk.global" in line for line in body.lines):
             return [self._fence()]
         fence = self.rng.choice(("", "fence.proxy.async;", "fence.proxy.async.shared::cta;"))
+        to = f"[%out+{_COPIED + 16 * body.first}]"
         lines = [
             fence,
-            f"cp.async.bulk.global.shared::cta.bulk_group [%out+{_COPIED + 16 * body.first}], [%r22], 16;",
+            f"cp.async.bulk.global.shared::cta.bulk_group {to}, [%r22], 16;",
             "cp.async.bulk.commit_group;",
             self.rng.choice(
                 ("", "cp.async.bulk.wait_group 0;", "", "cp.async.bulk.wait_group.read 0;")
@@ -171,7 +172,8 @@ class Program:
             ".shared .align 128 .b8 s[128];",
             "ld.param.u32 %r8, [rank]; mov.u32 %r7, %ctaid.x; mad.lo.u32 %r8, %r8, 100, %r7;",
             "mad.lo.u32 %r8, %r8, 100, %t;",
-            f"mov.u32 %r20, s; mapa.shared::cluster.u32 %r21, %r20, 0; add.u32 %r22, %r20, {_COPIED};",
+            f"mov.u32 %r20, s; add.u32 %r22, %r20, {_COPIED};",
+            "mapa.shared::cluster.u32 %r21, %r20, 0;",
             "mov.u32 %r9, 0;",
         ]
         for body in self._bodies:
@@ -336,9 +338,7 @@ def verdict(program: Program) -> Verdict:
     """Run a program, and compare."""
     with _recording() as recorder:
         alarms = _alarms(program)
-    last = max(body.lines and len(program.source.splitlines()) for body in program._bodies)
-    events = [event for event in recorder.events if event.line <= last]
-    events += list(program.static())
+    events = [*recorder.events, *program.static()]
     return _compared(events, races(events), alarms)
 
 

@@ -19,111 +19,19 @@ their ``Moment``, and the functions that join and learn it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
-import numpy as np
+from .patterns import LONGEST, Moment, Pattern, Totals, Value, Who
+from .scopes import Place, Strength, scope_between
 
-from .scopes import Place, Strength, morally_strong, scope_between
-
-__all__ = ["Flags", "Moment", "Value", "Who", "scalars", "whole"]
+__all__ = ["Flags"]
 
 M = TypeVar("M")
-_LONGEST = 64  # links of a chain of read-modify-writes, at least, before it is made shorter
+_JOINED = 64  # messages of several patterns that are kept
 #: Values that a thread has read and may still acquire, and reads of a place. Earlier ones are
 #: forgotten: who relies on them after so many more is accused of a race, but none is missed.
 _KEPT = 1024
-
-
-class Who(NamedTuple):
-    """A thread: its number among all that share the flags, and where it runs."""
-
-    agent: int
-    place: Place
-
-
-class Moment(Protocol[M]):
-    """What a thread knows when it writes a flag, or at a fence.sc."""
-
-    def everything(self) -> M: ...
-
-    def at_fences(self) -> list[tuple[int, Callable[[], M]]]:
-        """Its last fence of each scope, if there is a release among them, and what it knew then."""
-
-    def seen(self, agent: int) -> int:
-        """The last event of a thread that it has seen."""
-
-
-class _Pattern(Generic[M]):
-    """A release pattern, by its first operation: who made it, with which scope, and what it
-    passes on."""
-
-    __slots__ = ("_known", "_make", "scope", "who")
-
-    def __init__(self, who: Who, scope: int, make: Callable[[], M]) -> None:
-        self.who, self.scope, self._make = who, scope, make
-        self._known: list[M] = []
-
-    def message(self) -> M:
-        if not self._known:
-            self._known.append(self._make())
-        return self._known[0]
-
-
-class Value(Generic[M]):
-    """What a place holds.
-
-    Attributes:
-        write: the number of the write, later ones being larger.
-        code: of the write, see scopes.
-        patterns: that end with this write.
-        before: the value that a read-modify-write replaced.
-        length, limit: of the chain, and when it is made shorter.
-        decided: of each thread and scope, how many fence.sc come before it or one of its chain.
-    """
-
-    __slots__ = (
-        "_told", "before", "code", "decided", "length", "limit", "patterns", "who", "write",
-    )  # fmt: skip
-
-    def __init__(
-        self, write: int, who: Who, code: int, patterns: list[_Pattern[M]],
-        before: Value[M] | None, decided: dict[tuple[Who, int], int],
-    ) -> None:  # fmt: skip
-        self.write, self.who, self.code, self.patterns = write, who, code, patterns
-        self.before, self.decided = before, decided
-        self.length: int = 1 if before is None else before.length + 1
-        self.limit: int = _LONGEST if before is None else before.limit
-        self._told: dict[tuple[Place, int], tuple[_Pattern[M], ...]] = {}
-
-    def observed_by(self, code: int, place: Place) -> bool:
-        """Whether the write is morally strong with an access elsewhere."""
-        return bool(morally_strong(self.code, code, scope_between(self.who.place, place)))
-
-    def chain(self) -> list[_Pattern[M]]:
-        """The patterns of all in its chain: of a thread and scope those of the last write, which
-        include its earlier ones."""
-        found: list[_Pattern[M]] = []
-        seen: set[tuple[int, int]] = set()
-        at: Value[M] | None = self
-        while at is not None:
-            new = [each for each in at.patterns if (each.who.agent, each.scope) not in seen]
-            found += new
-            seen.update((each.who.agent, each.scope) for each in new)
-            at = at.before
-        return found
-
-    def told(self, place: Place, scope: int) -> tuple[_Pattern[M], ...]:
-        """The patterns that synchronize with an acquire pattern whose last operation has that
-        scope."""
-        key = place, scope
-        if key not in self._told:
-            self._told[key] = tuple(
-                each
-                for each in self.chain()
-                if min(each.scope, scope) >= scope_between(each.who.place, place)
-            )
-        return self._told[key]
 
 
 class Flags(Generic[M]):
@@ -143,8 +51,8 @@ class Flags(Generic[M]):
         self._widest, self._join, self._learn, self._seen = widest, join, learn, seen
         self._values: dict[int, Value[M]] = {}
         #: By address and thread: its own releases there, which later strong writes of its own pass
-        #: on, too, whoever has written between. With the width of each.
-        self._own: dict[tuple[int, int], dict[int, _Pattern[M]]] = {}
+        #: on, too, whoever has written between; by their code, the last of each.
+        self._own: dict[tuple[int, int], dict[int, Pattern[M]]] = {}
         #: By thread and address: values that it has read and may acquire.
         self._heard: dict[int, dict[int, list[Value[M]]]] = {}
         #: By address: chains of values that were read, by whom and when first.
@@ -152,9 +60,9 @@ class Flags(Generic[M]):
         #: The fence.sc of each thread and scope: their events, and what was known there.
         self._totals: dict[tuple[Who, int], tuple[list[int], list[Moment[M]]]] = {}
         #: Of each thread: events of its reads, and what these decide: see Value.
-        self._decided: dict[int, tuple[list[int], list[dict[tuple[Who, int], int]]]] = {}
-        self._joined: dict[tuple[_Pattern[M], ...], M] = {}
-        self._taken: dict[int, tuple[_Pattern[M], ...]] = {}  # the last that each acquired
+        self._decided: dict[int, tuple[list[int], list[Totals]]] = {}
+        self._joined: dict[tuple[Pattern[M], ...], M] = {}
+        self._taken: dict[int, tuple[Pattern[M], ...]] = {}  # the last that each acquired
 
     @property
     def is_idle(self) -> bool:
@@ -182,8 +90,6 @@ class Flags(Generic[M]):
         """
         before = self.value(address, old) if how.updates else None
         patterns = self._patterns(address, who, how, moment, ordered)
-        if how.releases and ordered:
-            self._own.setdefault((address, who.agent), {})[how.code] = patterns[0]
         decided = self._before(moment) if self._totals else {}
         if before is not None:
             if before.decided:
@@ -197,17 +103,17 @@ class Flags(Generic[M]):
 
     def _patterns(
         self, address: int, who: Who, how: Strength, moment: Moment[M], ordered: bool
-    ) -> list[_Pattern[M]]:
-        found = []
+    ) -> list[Pattern[M]]:
+        if not ordered:
+            return [Pattern(who, how.scope, moment.everything)] if how.releases else []
         if how.releases:
-            found.append(_Pattern(who, how.scope, moment.everything))
-        if ordered:
-            own = self._own.get((address, who.agent), {})
-            found += [each for code, each in own.items() if code >> 3 == how.code >> 3]
-            found += [_Pattern(who, scope, make) for scope, make in moment.at_fences()]
-        return found
+            own = self._own.setdefault((address, who.agent), {})
+            own[how.code] = Pattern(who, how.scope, moment.everything)
+        own = self._own.get((address, who.agent), {})
+        found = [each for code, each in own.items() if code >> 3 == how.code >> 3]
+        return found + [Pattern(who, scope, make) for scope, make in moment.at_fences()]
 
-    def _before(self, moment: Moment[M]) -> dict[tuple[Who, int], int]:
+    def _before(self, moment: Moment[M]) -> Totals:
         """Of each thread and scope, how many fence.sc come before."""
         found = {}
         for key, (events, _) in self._totals.items():
@@ -220,7 +126,7 @@ class Flags(Generic[M]):
     def _shortened(value: Value[M]) -> Value[M]:
         """The same in one link."""
         short = Value(value.write, value.who, value.code, value.chain(), None, value.decided)
-        short.limit = max(_LONGEST, 4 * len(short.patterns))
+        short.limit = max(LONGEST, 4 * len(short.patterns))
         return short
 
     # --- reading ---
@@ -319,7 +225,7 @@ class Flags(Generic[M]):
         while more:  # what they learn may decide the order of others
             more = False
             for agent in agents:
-                decided: dict[tuple[Who, int], int] = {}
+                decided: Totals = {}
                 for reader, (events, kept) in self._decided.items():
                     at = bisect_right(events, self._seen(agent, reader))
                     if at:
@@ -352,13 +258,13 @@ class Flags(Generic[M]):
             self._learn(lacking, self.message(patterns))
             self._taken.update(dict.fromkeys(lacking, patterns))
 
-    def message(self, patterns: tuple[_Pattern[M], ...]) -> M:
+    def message(self, patterns: tuple[Pattern[M], ...]) -> M:
         """What they say; the same for the same ones."""
         if len(patterns) == 1:
             return patterns[0].message()
         found = self._joined.get(patterns)
         if found is None:
-            if len(self._joined) >= _LONGEST:
+            if len(self._joined) >= _JOINED:
                 self._joined.clear()
             found = self._joined[patterns] = self._join([each.message() for each in patterns])
         return found
@@ -378,38 +284,9 @@ class Flags(Generic[M]):
         )
 
 
-def _latest(
-    one: dict[tuple[Who, int], int], other: dict[tuple[Who, int], int]
-) -> dict[tuple[Who, int], int]:
+def _latest(one: Totals, other: Totals) -> Totals:
     """Of each thread and scope the larger number."""
     both = dict(one)
     for key, count in other.items():
         both[key] = max(count, both.get(key, 0))
     return both
-
-
-def scalars(
-    where: np.ndarray, size: int, width: int, words: np.ndarray | None
-) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Accesses (n,) of ``size`` bytes, one scalar of each after the other: addresses, and what is
-    said of its words."""
-    each = max(size // width, 1)
-    for i in range(each):
-        at = where + np.uint64(i * width) if i else where
-        if words is None:
-            yield at, None
-        else:
-            count = max(words.shape[1] // each, 1)
-            yield (
-                at,
-                words[:, i * count : (i + 1) * count]
-                if count * (i + 1) <= words.shape[1]
-                else words,
-            )
-
-
-def whole(words: np.ndarray) -> list[int]:
-    """The number that all words of a scalar have, or 0."""
-    if words.shape[1] == 1:
-        return words[:, 0].tolist()
-    return np.where((words == words[:, :1]).all(axis=1), words[:, 0], 0).tolist()

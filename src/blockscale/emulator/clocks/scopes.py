@@ -92,9 +92,9 @@ def strength(parts: tuple[str, ...]) -> Strength | None:
     if volatile:
         return Strength(SYS, width)
     both = "acq_rel" in names
+    acquires, releases = both or "acquire" in names, both or "release" in names
     return Strength(
-        scope_of(parts, GPU), width, both or "acquire" in names, both or "release" in names, updates,
-        parts[0] != "red",
+        scope_of(parts, GPU), width, acquires, releases, updates, parts[0] != "red"
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Flags in the shared memory of a cluster, see ``flags``: knowledge is the tables of an order.
 
-Beside memory there is what was executed: a relaxed write and who reads it tell that, too (9.7.16.6).
+Beside memory there is what was executed: a relaxed write tells who reads it that, too (9.7.16.6).
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .flags import Flags, Value, Who, scalars, whole
+from .flags import Flags
 from .knowledge import Knowledge, executed
+from .patterns import Value, Who
+from .scalars import scalars, whole
 from .scopes import CLUSTER, CTA, Place, Strength
 from .snapshot import Snapshot
 

@@ -1,4 +1,4 @@
-"""Flags in global memory, see ``flags``: knowledge is messages, which say of clusters what is known.
+"""Flags in global memory, see ``flags``: knowledge is messages, of clusters and what they did.
 
 A thread is the number of its cluster and its column there, as in ``accesses``.
 """
@@ -33,13 +33,16 @@ def seen_in(message: Message, cluster: int, column: int) -> int:
 class GlobalMoment:
     """What an agent of a member knew."""
 
-    __slots__ = ("_member", "_shared")
+    __slots__ = ("_everything", "_member", "_shared")
 
     def __init__(self, member: Member, shared: SharedMoment) -> None:
         self._member, self._shared = member, shared
+        self._everything: Message | None = None
 
     def everything(self) -> Message:
-        return self._member.message(self._shared.everything())
+        if self._everything is None:
+            self._everything = self._member.message(self._shared.everything())
+        return self._everything
 
     def at_fences(self) -> list[tuple[int, Callable[[], Message]]]:
         def message(make: Callable[[], np.ndarray]) -> Callable[[], Message]:

@@ -8,9 +8,9 @@ import numpy as np
 
 from ..alarms.errors import Site
 from ..clocks.knowledge import SEEN, Knowledge
+from ..clocks.patterns import Who
 from ..clocks.scopes import Place
 from .accesses import COLUMNS
-from ..clocks.flags import Who
 from .global_flags import GlobalFlags, moments, seen_in
 from .messages import THROUGH, Learned, Message, fenced
 
@@ -35,6 +35,7 @@ class Member:
         self.number, self.order, self.flags = number, cluster.order, flags
         self.device, self.alarms = cluster.launch.device, cluster.launch.alarms
         self.learned = Learned(self.order)
+        self._asked: tuple[Any, Message] = None, {}  # who was asked last, when, and what it knew
         #: The last strong read at each site: by whom, of where, which cells and what had written
         #: them, and the last event then.
         self.polls: dict[Site, tuple[np.ndarray, np.ndarray, list[Any], int]] = {}
@@ -63,7 +64,10 @@ class Member:
         cluster, column = divmod(other, COLUMNS)
         if cluster == self.number:
             return self.order.saw(agent, column)
-        return seen_in(self.learned.known(self.order.passed(agent)[SEEN]), cluster, column)
+        at = agent, self.order.version, self.order.now
+        if self._asked[0] != at:
+            self._asked = at, self.learned.known(self.order.passed(agent)[SEEN])
+        return seen_in(self._asked[1], cluster, column)
 
     # --- what they learn ---
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ _LONG = 64  # accesses to a cell, before those are dropped that a later one stan
 Unseen = Callable[[np.ndarray], np.ndarray]
 
 
-def _stands_for(code: np.ndarray, earlier: np.ndarray) -> np.ndarray:
+def _stands_for(code: Any, earlier: np.ndarray) -> np.ndarray:
     """Whether accesses do with such codes for earlier ones, if they come after them."""
     alike = (code ^ earlier) >> 3 == 0
     return np.asarray((code & SCOPE == 0) | (alike & (code & SCOPE <= earlier & SCOPE)))

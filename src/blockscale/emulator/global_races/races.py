@@ -7,14 +7,15 @@ with flags (PTX ISA 8.8, see ``flags``).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..alarms.errors import DataRace, MissingFence, unfenced, unordered
-from ..clocks.flags import Who, scalars, whole
 from ..clocks.order import named
+from ..clocks.patterns import Who
+from ..clocks.scalars import scalars, whole
 from ..clocks.scopes import ASYNC, CLUSTER, CTA, GPU, SCOPE, SYS, Strength
 from ..machine.engine import Work
 from ..ptx.program import PtxError
@@ -25,8 +26,8 @@ from .member import Member
 from .past import Past
 
 if TYPE_CHECKING:
-    from ..clocks.flags import Moment
     from ..clocks.knowledge import Actor
+    from ..clocks.patterns import Moment
     from ..launches.cluster import Cluster
     from ..memory.buffers import Buffer, GlobalMemory
     from .messages import Message
