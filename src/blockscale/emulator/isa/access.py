@@ -195,6 +195,8 @@ def atomic(form: Form) -> Step:
         where = checked(w, form, address(w), size)
         operands = [_columns(w, values, dtype) for values in gets]
         before = np.empty((w.n, count), dtype)
+        engine, memory, changed = w.cta.cluster.engine, w.cta.launch.memory, False
+        stores = engine.stores, memory.stores
         for turn in turns(where):
             part = w if len(turn) == w.n else w.part(turn, w.pc)
             old = np.ascontiguousarray(read(part, where[turn], size)).view(dtype)
@@ -203,8 +205,10 @@ def atomic(form: Form) -> Step:
             new = combine(flushed, old.reshape(-1), *elements)
             before[turn] = old
             values = np.ascontiguousarray(new, dtype).view(np.uint8).reshape(-1, size)
-            w.cta.cluster.engine.altered += values.tobytes() != old.tobytes()
+            changed |= values.tobytes() != old.tobytes()
             write(part, where[turn], values)
+        if not changed:
+            engine.stores, memory.stores = stores
         for i, put in enumerate(puts):
             put(w, before[:, i])
 

@@ -133,6 +133,7 @@ def init(form: Form) -> Step:
 
 def _mark(w: Fragment, i: int, cta: CTA, offset: int, again: bool = False) -> None:
     """Its 8 bytes are written; what they hold is opaque. ``again``: the mbarrier was there."""
+    cta.cluster.engine.stores += 1
     cta.shared[offset : offset + 8] = np.frombuffer(OPAQUE, np.uint8)
     if cta.shadow is not None:
         cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)[None]

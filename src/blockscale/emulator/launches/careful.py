@@ -55,8 +55,8 @@ def reads(ins: Instruction) -> bool:
 
 
 def only_gives(ins: Instruction, results: Sequence[int]) -> bool:
-    """Whether an instruction with such results does no more than give them."""
-    return bool(results) and ins.parts[0] not in _ACTS
+    """Whether an instruction with such results does no more than give them, whoever is there."""
+    return bool(results) and ins.parts[0] not in (*_ACTS, *_GATHER)
 
 
 def _moved(ins: Instruction) -> tuple[int, ...] | None:

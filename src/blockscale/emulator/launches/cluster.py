@@ -225,8 +225,15 @@ def _run(cta: CTA, fragment: Fragment) -> None:
     before, engine, clock = fragment.used, cta.cluster.engine, cta.launch.clock
     engine.base = engine.tick - before
     used, quantum, turn = before, cta.cluster.quantum, Turn()
+    spins = fragment.spins
+    if spins is not None and not spins.goes_on(fragment, meet):
+        spins = fragment.spins = None
     try:
         while used < quantum:
+            if spins is not None:
+                pc = spins.count(fragment, pc, quantum - used)
+                fragment.used = quantum
+                break
             used += 1
             fragment.pc, fragment.used = pc, used
             result = steps[pc](fragment)
@@ -235,9 +242,8 @@ def _run(cta: CTA, fragment: Fragment) -> None:
                 pc += 1
             elif type(result) is int:
                 counts[pc] += n
-                if result <= pc:
-                    used += turn.jumps(fragment, pc, result, used)
-                    fragment.used = used
+                if result <= pc < meet:
+                    spins = fragment.spins = turn.jumps(fragment, pc, result)
                 pc = result
             elif type(result) is Split:
                 cta.fragments.append(fragment.part(~result.go, pc + result.skip))

@@ -1,9 +1,8 @@
 """Loops that spin on memory: an iteration that changes nothing need not be run again.
 
-While a fragment has its turn nobody else runs. So a loop of loads, of atomics that change nothing
-and of what only gives values will do the same until the turn is over, once an iteration has left
-the registers that it writes as they were. What is left of the turn is counted and not run: the same
-as before happens, in less time.
+A loop of loads, of atomics that change nothing and of what only gives values does the same again
+and again, once an iteration has left the registers that it writes as they were, until somebody
+stores something. Till then its turns are counted and not run: the same happens, in less time.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from typing import Any
 
 from ..clocks.scopes import strength
 from ..machine.state import Fragment
-from ..ptx.program import Instruction, Label
+from ..ptx.program import Instruction, Label, Special
 from .careful import only_gives
 
-__all__ = ["Spin", "Turn", "spin"]
+__all__ = ["Spin", "Spinning", "Turn", "spin"]
 
 _LONGEST = 64  # instructions of a loop that is looked at
 _IDEMPOTENT = ("bra", "fence", "membar")
+_CLOCKS = ("%clock", "%globaltimer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,9 @@ def spin(
     """
     if last - first >= _LONGEST:
         return None
+    written = [slot for slots in results[first : last + 1] for slot in slots]
+    if len(set(written)) < len(written):  # then its registers are not the same all the way
+        return None
     looks, passed_over, acts = False, first, []
     for pc in range(first, last + 1):
         ins = instructions[pc]
@@ -53,14 +56,41 @@ def spin(
         if family == "bra":
             label = ins.operands[0]
             passed_over = max(passed_over, label.target if isinstance(label, Label) else 0)
+        if any(isinstance(op, Special) and op.name.startswith(_CLOCKS) for op in ins.operands):
+            return None  # time may pass
         looks |= waits or (family in ("ld", "atom") and strength(ins.parts) is not None)
         if waits or family in ("atom", *_IDEMPOTENT) or only_gives(ins, results[pc]):
             continue
         if pc >= passed_over:
             return None
         acts.append(pc)
-    written = {slot for slots in results[first : last + 1] for slot in slots}
     return Spin(tuple(written), tuple(acts)) if looks else None
+
+
+class Spinning:
+    """A fragment that spins: each iteration is as the one before, until somebody stores."""
+
+    def __init__(self, w: Fragment, path: list[int]) -> None:
+        self._path = path  # places of the instructions of an iteration
+        self._threads, self._frame, self._stores = w.threads, w.frame, _stores(w)
+
+    def goes_on(self, w: Fragment, meet: int) -> bool:
+        """Whether it still does, and meets nobody there."""
+        same = w.threads is self._threads and w.frame is self._frame and w.wait is None
+        return same and w.pc in self._path and meet > self._path[-1] and _stores(w) == self._stores
+
+    def count(self, w: Fragment, pc: int, number: int) -> int:
+        """Count so many instructions from ``pc`` on; where it stands then."""
+        counts, path = w.frame.code.counts, self._path
+        times, rest = divmod(number, len(path))
+        at = path.index(pc)
+        for i, place in enumerate(path):
+            counts[place] += w.n * (times + ((i - at) % len(path) < rest))
+        return path[(at + rest) % len(path)]
+
+
+def _stores(w: Fragment) -> tuple[int, int]:
+    return w.cta.cluster.engine.stores, w.cta.launch.memory.stores
 
 
 class Turn:
@@ -69,32 +99,27 @@ class Turn:
     def __init__(self) -> None:
         self._jump: tuple[int, int] | None = None
         self._spin: Spin | None = None
-        self._before: list[Any] | None = None
-        self._used = 0
+        self._before: list[Any] = []
         self._counts: list[int] = []
 
-    def jumps(self, w: Fragment, pc: int, to: int, used: int) -> int:
-        """Instructions of the turn that need not be run: whole iterations; they are counted.
-
-        Args:
-            pc, to: of a jump back.
-            used: instructions of the turn until there.
-        """
+    def jumps(self, w: Fragment, pc: int, to: int) -> Spinning | None:
+        """Back from ``pc``: whether it spins."""
         code = w.frame.code
         if self._jump != (pc, to):
-            self._jump, self._before, self._spin = (pc, to), None, code.spin(to, pc)
-        spin, engine = self._spin, w.cta.cluster.engine
-        if spin is None or w.frame.undefined or engine.watch is not None:
-            return 0
-        here = [w.threads, engine.altered, *(code.counts[at] for at in spin.acts)]
+            self._jump, self._before, self._spin = (pc, to), [], code.spin(to, pc)
+        spin, launch = self._spin, w.cta.launch
+        if (
+            spin is None
+            or w.frame.undefined
+            or launch.watch is not None
+            or launch.peers is not None
+        ):
+            return None
+        here = [_stores(w), *(code.counts[at] for at in spin.acts)]
         here += [w.R[slot][w.sel].tobytes() for slot in spin.slots]
         before, self._before = self._before, here
-        length, self._used = used - self._used, used
-        counts, self._counts = self._counts, code.counts[to : pc + 1]
-        if before is None or before[0] is not here[0] or before[1:] != here[1:]:
-            return 0
-        times = (w.cta.cluster.quantum - used) // length
-        for at, (earlier, now) in enumerate(zip(counts, self._counts, strict=True), to):
-            code.counts[at] += times * (now - earlier)
-        self._before = None
-        return times * length
+        earlier, self._counts = self._counts, code.counts[to : pc + 1]
+        if before != here:
+            return None
+        ran = [now - then for now, then in zip(self._counts, earlier, strict=True)]
+        return Spinning(w, [at for at, more in enumerate(ran, to) if more])

@@ -112,6 +112,7 @@ class GlobalMemory:
     def __init__(self) -> None:
         #: How often a store changed something, while somebody wants to know.
         self.changes: int | None = None
+        self.stores = 0  # but for atomics that changed nothing
         self._bases: list[int] = []
         self._buffers: list[Buffer] = []
 
@@ -203,3 +204,4 @@ class GlobalMemory:
                 old = gather(buffer.data, offsets, values.shape[1])
                 self.changes += bool((old != values[threads]).any())
             scatter(buffer.data, offsets, values[threads])
+        self.stores += 1
