@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .scopes import WEAK
+
 __all__ = [
     "FENCED",
     "INITS",
@@ -85,7 +87,7 @@ class Actor:
     pipe: Pipe | None = None
     tensor: bool = False  # a tcgen05 instruction, where those are ordered by their fences
     generic: bool = False  # works in the generic proxy, like ordinary accesses
-    strong: bool = False  # its accesses are atomic: no race with other strong ones
+    code: int = WEAK  # of its accesses: see scopes
     shares: bool = False  # the column with other work, which is not ordered with this
     event: int = 0  # its last access
     first: int = 0  # and its first

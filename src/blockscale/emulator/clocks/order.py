@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ..alarms.errors import Site
 from .columns import Columns
-from .flags import Flags
 from .knowledge import (
     FENCED,
     INITS,
@@ -30,7 +30,8 @@ from .knowledge import (
     executed,
     joined,
 )
-from .scopes import CLUSTER
+from .scopes import CLUSTER, WEAK
+from .shared_flags import SharedFlags
 from .tables import Tables
 
 __all__ = ["Order", "named"]
@@ -48,7 +49,7 @@ class Order(Tables):
         programmatic: whether the kernel before has a column, too.
         tensor: whether there are the rows of tcgen05.fence.
         scopes: fences that are told apart: those that reach a CTA, the cluster, and more.
-        runs: whether somebody may ask what was executed: see Flags.
+        runs: whether somebody may ask what was executed: see SharedFlags.
         copies_fence: whether the wait for a cp.async is a proxy fence, too.
     """
 
@@ -72,7 +73,7 @@ class Order(Tables):
         self._heard = np.full(agents, None, object)
         self._views: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
         self._viewed = 0
-        self.flags = Flags(self, runs)
+        self.flags = SharedFlags(self, ctas, runs)
 
     # --- what agents know ---
 
@@ -110,6 +111,17 @@ class Order(Tables):
             message[TENSOR] = 0
         return joined(message, executed(self.release(agents))) if relaxed else message
 
+    def cta_of(self, agent: Any) -> Any:
+        """The number of its CTA, of one or of an array."""
+        return agent // (self.warps * self.lanes)
+
+    def saw(self, agent: int, other: int) -> int:
+        """The last event of another agent that an agent has seen."""
+        if agent == other:
+            return self.now
+        row = self._tables[self._table_of[agent]][SEEN]
+        return int(row[other]) if other < len(row) else 0
+
     def fence_proxy(self, agents: np.ndarray) -> None:
         """What was seen, the asynchronous proxy may rely on."""
         self._copy_row(agents, SEEN, FENCED)
@@ -126,10 +138,13 @@ class Order(Tables):
             self._heard[agent] = both[id(before)]
 
     def fence_acquire(
-        self, agents: np.ndarray, scopes: int = CLUSTER, total: bool = False
+        self, agents: np.ndarray, scope: int = CLUSTER, total: bool = False
     ) -> None:  # fmt: skip
         """What relaxed waits and reads before it heard of is known; ``total``: to a fence.sc."""
-        self.flags.acquire(agents, scopes, total)
+        place, each = self.flags.place(int(agents[0])), agents.tolist()
+        self.flags.acquire(each, place, scope)
+        if total:
+            self.flags.total(each, place, scope)
         heard = self._heard[agents]
         for message in {id(each): each for each in heard if each is not None}.values():
             whose = agents[[each is message for each in heard]]
@@ -191,23 +206,15 @@ class Order(Tables):
 
     # --- what passes through global memory ---
 
-    def passed(self, agent: int, scope: int | None = None) -> Knowledge:
-        """The rows SEEN and FENCED that an agent passes on; with a scope, as of its last fence."""
-        own, number = self.now, self._table_of[agent]
-        if scope is not None:
-            own = int(self._own_at_fence[scope, agent])
-            number = self._table_at_fence[scope, agent]
-        rows = self._fit(self._tables[number])[: FENCED + 1].copy()
-        rows[SEEN, agent] = own
-        rows[FENCED, agent] = max(rows[FENCED, agent], min(own, self._own_fenced[agent]))
+    def passed(self, agent: int) -> Knowledge:
+        """The rows SEEN and FENCED that an agent passes on."""
+        rows = self._fit(self._tables[self._table_of[agent]])[: FENCED + 1].copy()
+        rows[SEEN, agent] = self.now
+        rows[FENCED, agent] = max(rows[FENCED, agent], self._own_fenced[agent])
         return rows
 
-    def fenced_at(self, agent: int, scope: int) -> int:
-        """The event of an agent's last fence of a scope, 0: none."""
-        return int(self._own_at_fence[scope, agent])
-
     def passed_by(self, actor: Actor) -> Knowledge:
-        """The same of a work, as of its issue."""
+        """Those of a work, as of its issue."""
         return self._fit(actor.known)[: FENCED + 1]
 
     def learn(self, agents: np.ndarray, rows: Knowledge) -> None:
@@ -227,7 +234,7 @@ class Order(Tables):
         return known
 
     def begin(
-        self, issuers: np.ndarray, generic: bool = False, strong: bool = False,
+        self, issuers: np.ndarray, generic: bool = False, code: int = WEAK,
         told: Hashable = None, tensor: bool = False,
     ) -> Actor:  # fmt: skip
         """A copy, not ordered with any other.
@@ -239,7 +246,7 @@ class Order(Tables):
         column = self.who.copy(generic, told)
         tensor &= self.tensor
         known, shares = self._at_issue(issuers, tensor), told is not None
-        return Actor(column, known, int(issuers[0]), None, tensor, generic, strong, shares)
+        return Actor(column, known, int(issuers[0]), None, tensor, generic, code, shares)
 
     def follow(self, issuers: np.ndarray, name: Hashable, tensor: bool = False) -> Actor:
         """Work in a pipe: it knows of all earlier work there."""

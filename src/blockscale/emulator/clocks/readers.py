@@ -25,8 +25,8 @@ _MOST = 1 << 14  # crowds that are kept before those that no cell names are drop
 
 #: What accessors have seen: tables (any, columns), and whose is which; None: one for all.
 View = tuple[np.ndarray, np.ndarray | None]
-#: Which events of an array count.
-Which = Callable[[np.ndarray], np.ndarray]
+#: Which of some reads count: events and columns of these, the cells, and who accesses them now.
+Which = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 #: Columns and the events of their reads.
 Crowd = tuple[np.ndarray, np.ndarray]
 
@@ -176,15 +176,18 @@ class Readers:
     # --- writing ---
 
     def unseen(
-        self, cells: np.ndarray, at: Any, view: View, since: int = 0, which: Which | None = None
-    ) -> list[tuple[int, int, int, int]]:
+        self, cells: np.ndarray, at: Any, view: View, since: int = 0, which: Which | None = None,
+        chosen: np.ndarray | None = None,
+    ) -> list[tuple[int, int, int, int]]:  # fmt: skip
         """Cells, who writes each, and the column and event of a read that the writer has not seen:
         one for each place in the program where such reads were.
 
-        Reads by ``at`` are its own from the event ``since`` on. ``which`` of the events count:
-        None, all.
+        Reads by ``at`` are its own from the event ``since`` on. ``which`` of the reads count:
+        None, all. ``chosen``: the cells that are meant, if not all.
         """
         events = self.event.take(cells)
+        if chosen is not None:
+            events = np.where(chosen, events, 0)
         found: dict[Site, tuple[int, int, int, int]] = {}
         if not np.count_nonzero(events):
             return []
@@ -193,8 +196,9 @@ class Readers:
         late = (events > seen_events(view, columns)) & ~crowded
         if np.count_nonzero(late):
             late &= (columns != at) | (events < since)
-            if which is not None:
-                late &= which(np.where(late, events, 0))
+            if which is not None and np.count_nonzero(late):
+                who = np.broadcast_to(at, cells.shape)
+                late[late] = which(events[late], columns[late], cells[late], who[late])
         if np.count_nonzero(late):
             who = np.broadcast_to(at, cells.shape)[late]
             for i in np.sort(np.unique(events[late], return_index=True)[1]).tolist():
@@ -213,8 +217,9 @@ class Readers:
             crowd, reads = self._crowds[int(numbers[i]) - 1]
             seen = view[0][int(keys[2, i])]
             late = (reads > seen[crowd]) & ((crowd != writers[i]) | (reads < since))
-            if which is not None:
-                late &= which(reads)
+            if which is not None and np.count_nonzero(late):
+                same = np.full((2, np.count_nonzero(late)), ((flat[i],), (writers[i],)))
+                late[late] = which(reads[late], crowd[late], *same)
             for column, event in zip(crowd[late].tolist(), reads[late].tolist(), strict=True):
                 one = int(flat[i]), int(writers[i]), column, event
                 found.setdefault(self.order.site(event), one)

@@ -25,22 +25,38 @@ class Snapshot:
         self._at_fences, self._own = order.at_fences(agents)
         self._fenced, self._inits = order.fenced_by(agents)
 
-    def has_fences(self) -> np.ndarray:
-        """Which of them passes on something of memory without releasing it itself."""
-        return np.asarray((self._own[0] > 0) | (self._inits > 0))
+    def have_fences(self) -> bool:
+        """Whether some of them pass on something of memory without releasing it themselves."""
+        return bool(np.any(self._own) or np.any(self._inits))
+
+    def has_inits(self, place: int) -> bool:
+        """Whether one of them has executed a fence.mbarrier_init."""
+        return bool(self._inits[place])
+
+    def fences(self, place: int) -> list[int]:
+        """Of the last fences of one of them those that nothing wider came after, by number."""
+        found, last = [], 0
+        for fence in range(len(self._own) - 1, -1, -1):
+            if self._own[fence, place] > last:
+                last = int(self._own[fence, place])
+                found.append(fence)
+        return found
 
     def seen(self, place: int, agent: int) -> int:
         """The last event of an agent that one of them has seen."""
         if agent == self.agents[place]:
             return self.now
-        return int(self.tables[self.which[place]][SEEN, agent])
+        row = self.tables[self.which[place]][SEEN]
+        return int(row[agent]) if agent < len(row) else 0
 
-    def message(self, place: int, fence: int | None = None) -> Knowledge:
-        """What one of them passes on; ``fence``: of memory only what its last fence precedes that
-        reaches so far, numbered as in Order."""
+    def message(self, place: int, fence: int | None = None, relaxed: bool = False) -> Knowledge:
+        """What one of them passes on; ``fence``: of memory only what its last fence of that number
+        precedes; ``relaxed``: nothing of it."""
         agent, own = int(self.agents[place]), self.now
         known = self.tables[self.which[place]].copy()
-        if fence is not None:
+        if relaxed:
+            known, own = executed(known), 0
+        elif fence is not None:
             run = executed(known)
             tables, which = self._at_fences[fence]
             known, own = tables[which[place]].copy(), int(self._own[fence, place])

@@ -9,7 +9,6 @@ import numpy as np
 from .columns import Columns
 from .events import Events
 from .knowledge import FENCED, SEEN, TENSOR, Knowledge
-from .scopes import CLUSTER
 
 __all__ = ["Tables"]
 
@@ -133,13 +132,13 @@ class Tables(Events):
     def at_fences(
         self, agents: np.ndarray
     ) -> tuple[list[tuple[list[Knowledge], np.ndarray]], np.ndarray]:
-        """The same as of their last fences of scope CTA and CLUSTER, and their own events then."""
+        """The same as of their last fences of each scope, and their own events then."""
         found = []
-        for row in self._table_at_fence[:CLUSTER]:
+        for row in self._table_at_fence:
             tables = row[agents]
             used = self._distinct(tables)
             found.append(([self._tables[i] for i in used], np.searchsorted(used, tables)))
-        return found, self._own_at_fence[:CLUSTER, agents]
+        return found, self._own_at_fence[:, agents]
 
     def wait_for_own(self, agents: np.ndarray, events: np.ndarray) -> None:
         """Each agent knows its copies up to such an event; 0: it has waited for none."""

@@ -9,29 +9,31 @@ import numpy as np
 from ..alarms.errors import Site
 from ..ptx.program import PtxError
 
-__all__ = ["ASYNC", "COLUMNS", "NEVER", "STRENGTH", "Accesses"]
+__all__ = ["COLUMNS", "NEVER", "Accesses"]
 
 #: Of work that nobody has waited for: no accessor has seen so late an event.
 NEVER = 0xFFFFFFFF
 COLUMNS = 1 << 16  # of a cluster; who accesses is a column of a cluster
-ASYNC, STRENGTH = 8, 7  # of ``how``: made through the asynchronous proxy; its scope, 0: weak
 
 _MOST = 1 << 31  # numbers from there on are those of nodes: see past
-_KINDS = {"who": np.uint32, "event": np.uint32, "site": np.uint32, "how": np.uint8}
+_KINDS = {
+    "who": np.uint32, "event": np.uint32, "site": np.uint32, "first": np.uint32, "code": np.uint8,
+}  # fmt: skip
 
 
 class Accesses:
-    """Columns of a table with a row for each access of each thread; row 0 is none."""
+    """Columns of a table with a row for each access of each thread; row 0 is none. For codes see
+    ``scopes``."""
 
     def __init__(self) -> None:
         self.count = 1
-        self.who, self.event, self.site, self.how = (
+        self.who, self.event, self.site, self.first, self.code = (
             np.zeros(1 << 12, kind) for kind in _KINDS.values()
         )
         self._sites: list[Site] = []
         self._numbers: dict[Site, int] = {}
 
-    def add(self, who: np.ndarray, event: int, site: Site, how: int) -> np.ndarray:
+    def add(self, who: np.ndarray, event: int, site: Site, code: int) -> np.ndarray:
         """Rows of accesses made at once: their numbers."""
         first, last = self.count, self.count + len(who)
         if last > _MOST:
@@ -45,9 +47,11 @@ class Accesses:
             number = self._numbers[site] = len(self._sites)
             self._sites.append(site)
         self.who[first:last], self.event[first:last] = who, event
-        self.site[first:last], self.how[first:last] = number, how
+        self.site[first:last], self.code[first:last] = number, code
         self.count = last
-        return np.arange(first, last, dtype=np.uint32)
+        made = np.arange(first, last, dtype=np.uint32)
+        self.first[first:last] = made  # of a chain of read-modify-writes: see flags
+        return made
 
     def place(self, access: int) -> Site:
         return self._sites[int(self.site[access])]

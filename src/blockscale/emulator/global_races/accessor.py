@@ -9,9 +9,9 @@ import numpy as np
 from ..clocks.knowledge import SEEN
 from ..clocks.lane_copies import Copies
 from ..clocks.readers import View, seen_events
-from ..clocks.scopes import Strength, needed
+from ..clocks.scopes import ASYNC, SCOPE, Strength, morally_strong, needed
 from ..machine.engine import Work
-from .accesses import ASYNC, COLUMNS, NEVER, STRENGTH
+from .accesses import COLUMNS, NEVER
 from .messages import THROUGH
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class Accessor:
         view: of its own cluster.
         messages, whose: of others.
         proxy: whether it works in the asynchronous proxy.
+        code: see scopes.
+        began: the first event that is not before it.
     """
 
     def __init__(self, races: Races, by: Any, how: Strength | None) -> None:
@@ -38,7 +40,6 @@ class Accessor:
         assert member is not None
         self.member, self.cta, self.site = member, cta, by.site()
         self.races, order = races, member.order
-        self.reach = how.reach if how else 0
         self.actor = self.event = None
         copies = None
         if isinstance(by, Work):
@@ -47,6 +48,8 @@ class Accessor:
             else:
                 self.actor = by.actor
         self.proxy = self.actor is not None and not self.actor.generic
+        self.code = (how.code if how else 0) | self.proxy * ASYNC
+        self.began = order.now + 1
         self.whose: np.ndarray | None = None
         if self.actor is not None:
             rows = order.passed_by(self.actor)
@@ -115,10 +118,8 @@ class Accessor:
     def races_with(self, accesses: np.ndarray) -> np.ndarray:
         """Which of them, that are not morally strong with it either."""
         late = self.unseen(accesses)
-        if self.reach and np.count_nonzero(late):
-            made = self.races.accesses
-            reach = made.how.take(accesses) & STRENGTH
-            late &= ~self.mutual(made.who.take(accesses), reach)
+        if self.code & SCOPE and np.count_nonzero(late):
+            late &= ~self.morally_strong(accesses)
         return late
 
     def unfenced(self, accesses: np.ndarray) -> np.ndarray:
@@ -127,19 +128,20 @@ class Accessor:
         made = self.races.accesses
         if not self.proxy:
             return np.zeros(accesses.shape, bool)
-        wanted = (accesses > 0) & (made.how.take(accesses) & ASYNC == 0)
+        wanted = (accesses > 0) & (made.code.take(accesses) & ASYNC == 0)
         if np.count_nonzero(wanted):
             who, known = made.who.take(accesses), np.zeros(accesses.shape, np.uint32)
             self._look_up(known, who >> 16, who & (COLUMNS - 1), wanted, THROUGH)
             wanted &= made.event.take(accesses) > known
         return wanted
 
-    def mutual(self, who: np.ndarray, reach: np.ndarray) -> np.ndarray:
-        """Of strong accesses: whether the scope of each includes the other's thread."""
+    def morally_strong(self, accesses: np.ndarray) -> np.ndarray:
+        """Which of them are with it, to the same bytes."""
+        who = self.races.accesses.who.take(accesses)
         cluster, column = who >> 16, who & (COLUMNS - 1)
-        of_cta = self.member.order.warps * self.member.order.lanes
-        least = needed(
-            column // of_cta == self.cta.rank, cluster == self.member.number,
+        between = needed(
+            self.member.order.cta_of(column) == self.cta.rank, cluster == self.member.number,
             self.races.devices(cluster) == self.member.device,
         )  # fmt: skip
-        return np.asarray(np.minimum(reach, self.reach) >= least)
+        code = self.races.accesses.code.take(accesses)
+        return np.asarray(morally_strong(code, np.uint8(self.code), between))

@@ -1,25 +1,34 @@
 """Who read each cell of global memory, or wrote it by strong writes, since its last weak write.
 
 A cell names an access, or a *node* where nothing orders several: a node is one more access and
-what the cell named before. Of each accessor the last read is enough.
+what the cell named before. An access may be forgotten once another stands for it, which comes after
+it and races with all that it does: a weak one, or a strong one of no wider scope.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
+from ..clocks.scopes import SCOPE
 from .accesses import Accesses
 
 __all__ = ["Past"]
 
 _NODE = np.uint32(1 << 31)
-_LONG = 64  # accesses to a cell, before those are dropped that the same accessor made earlier
+_LONG = 64  # accesses to a cell, before those are dropped that a later one stands for
 
 #: Which of some accesses, of any shape, the accessor whose turn it is has not seen.
 Unseen = Callable[[np.ndarray], np.ndarray]
+
+
+def _stands_for(code: Any, earlier: np.ndarray) -> np.ndarray:
+    """Whether accesses do with such codes for earlier ones, if they come after them."""
+    alike = (code ^ earlier) >> 3 == 0
+    return np.asarray((code & SCOPE == 0) | (alike & (code & SCOPE <= earlier & SCOPE)))
 
 
 class Past:
@@ -65,8 +74,9 @@ class Past:
             named = int(befores[named - node])
         return found
 
-    def add(self, cells: np.ndarray, access: np.ndarray, unseen: Unseen | None = None) -> None:
-        """Accesses to cells, of one shape. Earlier ones that whoever makes them has seen may go."""
+    def add(self, cells: np.ndarray, access: np.ndarray, unseen: Unseen, code: int) -> None:
+        """Accesses to cells, of one shape. Earlier ones may go that somebody has seen who accesses
+        the cells now with that code."""
         self._some = True
         named = self._named.take(cells)
         self._named[cells] = access
@@ -75,12 +85,13 @@ class Past:
         if not several and not np.count_nonzero(named):
             return
         single = named < _NODE
-        who = self._accesses.who
+        who, codes = self._accesses.who, self._accesses.code
         last = np.where(single, named, self._nodes[1].take(np.where(single, 0, named - _NODE)))
         again = (last > 0) & (who.take(last) == who.take(access))
+        again &= _stands_for(codes.take(access), codes.take(last))
         over = single & (again | (named == 0))
-        if unseen is not None:
-            over |= single & ~unseen(np.where(single, named, 0))
+        seen = ~unseen(np.where(single, named, 0))
+        over |= single & seen & _stands_for(np.uint8(code), codes.take(last))
         if several:
             mark = np.isin(cells, cells[lost])
             over &= ~mark
@@ -133,10 +144,11 @@ class Past:
         return np.arange(first, last, dtype=np.uint32) + _NODE
 
     def _shortened(self, named: int) -> int:
-        """The same accesses, each accessor's last one only."""
-        kept: dict[int, int] = {}
+        """The same accesses, each accessor's last one of a code only."""
+        kept: dict[tuple[int, int], int] = {}
         for access in self._all(named):
-            kept.setdefault(int(self._accesses.who[access]), access)
+            key = int(self._accesses.who[access]), int(self._accesses.code[access])
+            kept.setdefault(key, access)
         left = list(kept.values())[::-1]
         made, limit = left[0], max(_LONG, 2 * len(left))
         for count, access in enumerate(left[1:], 2):

@@ -1,43 +1,41 @@
 """The check "global": accesses to global memory that nothing orders, in launches that run together.
 
 Within a cluster the order of things is that of its vector clocks. Between clusters knowledge passes
-through places in global memory (PTX ISA 8.8): a release pattern publishes what its thread knows
-with the version of the place that it writes, and an acquire pattern that reads this version learns
-it. A scope must include the other thread, else the pattern orders nothing.
+with flags (PTX ISA 8.8, see ``flags``).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..alarms.errors import DataRace, MissingFence, unfenced, unordered
 from ..clocks.order import named
-from ..clocks.scopes import CLUSTER, CTA, GPU, SYS, Strength
+from ..clocks.patterns import Who
+from ..clocks.scalars import scalars, whole
+from ..clocks.scopes import ASYNC, CLUSTER, CTA, GPU, SCOPE, SYS, Strength
+from ..machine.engine import Work
 from ..ptx.program import PtxError
-from .accesses import ASYNC, COLUMNS, NEVER, STRENGTH, Accesses
+from .accesses import COLUMNS, NEVER, Accesses
 from .accessor import Accessor
+from .global_flags import GlobalFlags, WorkMoment, moments
 from .member import Member
 from .past import Past
-from .releases import Released, Version, add, released
 
 if TYPE_CHECKING:
     from ..clocks.knowledge import Actor
+    from ..clocks.patterns import Moment
     from ..launches.cluster import Cluster
     from ..memory.buffers import Buffer, GlobalMemory
+    from .messages import Message
 
 __all__ = ["Races"]
 
 _MOST_CLUSTERS = 1 << 16  # an access names its cluster and column in 32 bits
 _NAMES = {CTA: ".cta", CLUSTER: ".cluster", GPU: ".gpu", SYS: ".sys"}
-
-
-def _for_both(released: Released, near: bool) -> Released:
-    """What an acquire may learn whose scope includes two writers, of one cluster or not."""
-    return {key: message for key, message in released.items() if near or key[0] >= GPU}
 
 
 class Races:
@@ -53,8 +51,7 @@ class Races:
         self.accesses = Accesses()
         self._naming: list[tuple[int, int, int]] = []  # of each cluster: see named
         self._devices = np.zeros(16, np.uint32)
-        self._versions: dict[int, Version] = {}  # by address
-        self._own: dict[tuple[int, int], Released] = {}  # there, by each thread's release itself
+        self.flags = GlobalFlags()
         self._starts: dict[int, int] = {}  # the first cell of each buffer, by its address
         self._made = False
 
@@ -79,7 +76,9 @@ class Races:
         if number == len(self._devices):
             self._devices = np.concatenate([self._devices, np.zeros_like(self._devices)])
         self._devices[number] = cluster.launch.device
-        return Member(number, cluster)
+        member = Member(number, cluster, self.flags)
+        self.flags.members.append(member)
+        return member
 
     def devices(self, clusters: np.ndarray) -> np.ndarray:
         return np.asarray(self._devices.take(clusters))
@@ -109,7 +108,7 @@ class Races:
         elif actor is not None:
             actor.did(event)
         who = columns.astype(np.uint32) + np.uint32(by.member.number * COLUMNS)
-        made = self.accesses.add(who, event, by.site, by.reach | by.proxy * ASYNC)
+        made = self.accesses.add(who, event, by.site, by.code)
         if actor is not None and writes:
             actor.stored += made.tolist()
         return made[:, None]
@@ -119,10 +118,11 @@ class Races:
         if how is not None and not how.updates and self._polled(by, where):
             return
         parts, who, polled = self._parts(where, size), Accessor(self, by, how), []
-        if how is not None and how.returns and self._versions:
+        if how is not None and not isinstance(by, Work):
             for _, chosen, cells in parts:  # an acquire comes after what it synchronizes with
-                self._hear(who.part(chosen), where[chosen], cells[:, 0], how)
-            who = Accessor(self, by, how)
+                self._hear(who.part(chosen), where[chosen], cells, size, how)
+            began, who = who.began, Accessor(self, by, how)
+            who.began = began
         for buffer, chosen, cells in parts:
             part = who.part(chosen)
             last = self._written.take(cells)
@@ -130,7 +130,7 @@ class Races:
                 self._after_writes(buffer, cells, part, "reads", last)
             if how is None or not how.updates:
                 made = self._add(part, False)
-                self._reads.add(cells, np.broadcast_to(made, cells.shape), part.unseen)
+                self._reads.add(cells, np.broadcast_to(made, cells.shape), part.unseen, part.code)
                 polled.append((cells, last))
         if how is not None and not how.updates:
             who.member.polls[who.site] = who.at, where, polled, who.member.order.now
@@ -169,7 +169,12 @@ class Races:
                 lost &= ~kept[1]
                 self._tell(buffer, cells, part, lost, "writes", "write", self._written[cells])
             elif how is not None:
-                self._publish(part, where[chosen], last[:, 0], self._written[cells[:, 0]], how)
+                lost = np.any(self._written.take(cells) != made, axis=1)
+                if np.count_nonzero(lost):  # strong ones of several lanes: nobody reads some
+                    both, rows = np.broadcast_to(made, cells.shape), part.part(lost)
+                    self._updates.add(cells[lost], both[lost], rows.unseen, rows.code)
+                if not part.proxy:
+                    self._publish(part, where[chosen], last, cells, how)
 
     def waited(self, actors: Iterable[Actor], event: int) -> None:
         """Who issued these has waited for them at an event, and others know of them by it."""
@@ -178,48 +183,57 @@ class Races:
 
     # --- flags ---
 
-    def _hear(self, by: Accessor, where: np.ndarray, cells: np.ndarray, how: Strength) -> None:
-        """Strong reads of places: what was released with what they hold."""
-        for address in np.unique(where).tolist():
-            version, here = self._versions.get(address), where == address
-            access = self._written[cells[here][:1]]
-            if version is not None and not (
-                int(access[0]) == version.access and self._strong(by, access)
-            ):
-                version = None
-            by.member.hear(address, by.at[here, 0], version, how, by.site)
+    def _strong(self, by: Accessor, last: np.ndarray) -> np.ndarray:
+        """The writes that are morally strong with an access, 0 for the others."""
+        return np.where(by.morally_strong(last), last, 0) if np.count_nonzero(last) else last
 
-    def _strong(self, by: Accessor, access: np.ndarray) -> bool:
-        """Whether a strong accessor and a write are morally strong."""
-        how = self.accesses.how[access] & STRENGTH
-        return bool(how[0]) and bool(by.mutual(self.accesses.who[access], how)[0])
+    def _hear(
+        self, by: Accessor, where: np.ndarray, cells: np.ndarray, size: int, how: Strength
+    ) -> None:  # fmt: skip
+        """Strong reads of flags."""
+        place, each = by.member.place(by.cta.rank), by.member.numbers(by.at[:, 0])
+        last = self._strong(by, self._written.take(cells))
+        for addresses, words in scalars(where, size, how.width, last):
+            assert words is not None
+            before = whole(words)
+            whose: dict[int, list[int]] = {}
+            for i, address in enumerate(addresses.tolist()):
+                whose.setdefault(address, []).append(i)
+            for address, readers in whose.items():
+                write = before[readers[0]]
+                first, agents = int(self.accesses.first[write]), [each[i] for i in readers]
+                self.flags.read(address, agents, place, how, write, first, by.began)
 
     def _publish(
-        self, by: Accessor, where: np.ndarray, before: np.ndarray, made: np.ndarray, how: Strength
+        self, by: Accessor, where: np.ndarray, last: np.ndarray, cells: np.ndarray, how: Strength
     ) -> None:
-        """Strong writes of places: what is released with what they hold now."""
-        who = self.accesses.who
-        for i, address in enumerate(where.tolist()):
-            agent, old, version = by.agent(i), before[i : i + 1], self._versions.get(address)
-            every: Released = {}
-            total: Released = {}
-            same = version is not None and version.access == int(old[0])
-            if version is not None and same and how.updates and self._strong(by, old):
-                near = bool(who[old[0]] // COLUMNS == by.member.number)
-                every, total = _for_both(version.released, near), _for_both(version.total, near)
-            # A release and then another strong write by the same thread is a pattern, too.
-            own = self._own.get((address, int(who[made[i]])), {})
-            for scope, message in by.member.passes(agent, by.actor, how):
-                own = dict(own)
-                add(own, released(message, scope, by.member.place_of(agent)))
-            if how.releases:
-                self._own[address, int(who[made[i]])] = own
-            add(every, own)
-            add(total, by.member.total(agent))
-            if every or total:
-                self._versions[address] = Version(int(made[i]), every, total)
-            else:
-                self._versions.pop(address, None)
+        """Strong writes of flags; ``last``: what had written the cells before."""
+        member, actor, place = by.member, by.actor, by.member.place(by.cta.rank)
+        size = self.cell * cells.shape[1]
+        written, last = self._written.take(cells), self._strong(by, last)
+        if actor is None:
+            agents = by.at[:, 0]
+            each: Sequence[Moment[Message]] = moments(member, agents)
+        else:
+            agents = np.full(len(where), actor.issuer)
+            each = [WorkMoment(member, actor)] * len(where)
+        whose = member.numbers(agents)
+        both = zip(
+            scalars(where, size, how.width, last), scalars(where, size, how.width, written),
+            strict=True,
+        )  # fmt: skip
+        for (addresses, before), (_, now) in both:
+            assert before is not None
+            assert now is not None
+            old, made = np.array(whole(before)), now[:, 0]
+            if how.updates:
+                chains = old > 0
+                self.accesses.first[made[chains]] = self.accesses.first[old[chains]]
+            for i, address in enumerate(addresses.tolist()):
+                who, write = Who(whose[i], place), int(made[i])
+                self.flags.write(
+                    address, who, how, int(old[i]), write, each[i], actor is None
+                )  # fmt: skip
 
     # --- messages ---
 
@@ -231,23 +245,39 @@ class Races:
         hold the value already."""
         for at, writes in itertools.chain(((cells, last),), self._updates.before(cells)):
             late = by.races_with(writes)
+            if self.flags.were_read and np.count_nonzero(late):
+                late &= ~self._observed(buffer, at, by, writes, late)
             if kept is not None:
                 late &= ~kept if at is cells else True
             self._tell(buffer, at, by, late, verb, "write", writes)
             self._tell(buffer, at, by, by.unfenced(writes) & ~late, verb, "write", writes, True)
 
+    def _observed(
+        self, buffer: Buffer, cells: np.ndarray, by: Accessor, writes: np.ndarray, late: np.ndarray
+    ) -> np.ndarray:
+        """Which of the writes that seem late somebody has observed who comes before an access."""
+        found = np.zeros(late.shape, bool)
+        codes = self.accesses.code.take(writes)
+        if by.actor is not None:
+            return found
+        for i, j in np.argwhere(late & (codes & SCOPE > 0)).tolist():
+            offset = (int(cells[i, j]) - self._starts[buffer.base]) * self.cell
+            width = 1 << (int(codes[i, j]) >> 4) - 1
+            address = (buffer.base - buffer.base % self.cell + offset) // width * width
+            (agent,) = by.member.numbers(by.at[i if len(by.at) > 1 else 0])
+            found[i, j] = self.flags.observed(address, int(writes[i, j]), agent, by.began)
+        return found
+
     def _follow(
         self, cells: np.ndarray, last: np.ndarray, by: Accessor, how: Strength | None
     ) -> None:  # fmt: skip
-        """Cells are written. A weak write comes after all that was done there, but a strong one is
-        no race with others, which those that come later may race with."""
+        """Cells are written. A weak write comes after all that was done there, but a strong one may
+        be no race where one that comes later races with those before."""
         if how is None:
             self._reads.clear(cells)
             self._updates.clear(cells)
-            return
-        strong = self.accesses.how.take(last) & STRENGTH > 0
-        if np.count_nonzero(strong):
-            self._updates.add(cells, np.where(strong, last, 0), by.unseen)
+        elif np.count_nonzero(last):
+            self._updates.add(cells, last, by.unseen, by.code)
 
     def _tell(
         self, buffer: Buffer, cells: np.ndarray, by: Accessor, late: np.ndarray, verb: str,
@@ -278,10 +308,13 @@ class Races:
             by.member.alarms.tell("global", MissingFence(message, by.site.line), by.site, earlier)
             return
         message = unordered(here, verb, place, other, there)
-        how = int(self.accesses.how[access])
-        if how & STRENGTH and by.reach:
-            narrow = _NAMES[min(how & STRENGTH, by.reach)]
-            message += f": the scope {narrow} of one does not include the other"
-        elif int(self.accesses.event[access]) == NEVER and how & ASYNC:
+        code = int(self.accesses.code[access])
+        if code & SCOPE and by.code & SCOPE:
+            if (code ^ by.code) >> 3:
+                message += ": one is wider than the other, or goes through another proxy"
+            else:
+                narrow = _NAMES[min(code & SCOPE, by.code & SCOPE)]
+                message += f": the scope {narrow} of one does not include the other"
+        elif int(self.accesses.event[access]) == NEVER and code & ASYNC:
             message += ": its thread must wait for it by cp.async.bulk.wait_group without .read"
         by.member.alarms.tell("global", DataRace(message, by.site.line), by.site, earlier)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..clocks.scopes import SYS, Strength, reach
+from ..clocks.scopes import CLUSTER, SYS, WEAK, Strength, scope_of, width_of
 from ..machine.engine import Work
 from ..machine.ports import read_shared, write_global, write_shared
 from ..machine.state import Fragment, Step, storage
@@ -93,6 +93,7 @@ def _into_shared(form: Form) -> Step:
     size = np.dtype(TYPES[type]).itemsize * count
     if size > _MOST:
         raise form.error(f"stores {size} bytes; at most {_MOST}")
+    code = Strength(CLUSTER, width_of(type)).code if reduces else WEAK
     values = _values(form, type, count)
     target, bar = addresses(form, 0, space), addresses(form, 2, space)
 
@@ -113,7 +114,7 @@ def _into_shared(form: Form) -> Step:
             barrier.complete(size, work.message())
 
         told = ((barrier.cta.rank, barrier.offset),)
-        actor = cluster.begin(w, generic=True, strong=reduces, told=told)
+        actor = cluster.begin(w, generic=True, code=code, told=told)
         cluster.engine.submit(Work(w, write, needs=(barrier.cta,), actor=actor))
 
     return one_by_one(run)
@@ -129,11 +130,12 @@ def _into_global(form: Form) -> Step:
     if form.has("mmio") and order != "release":
         raise form.error(".mmio goes with .release only")
     form.one("global")
-    how = None
-    if order != "weak" and scope is not None:
-        how = Strength(reach((scope,), SYS), False, order == "release", reduces, False)
     type, kept = _operation(form, *_STORED, *_SMALL)
     size = np.dtype(TYPES[type]).itemsize
+    how = None
+    if order != "weak" and scope is not None:
+        releases, reach = order == "release", scope_of((scope,), SYS)
+        how = Strength(reach, size, False, releases, reduces, returns=False)
     target, values = form.address(0), _values(form, type, 1)
 
     def run(w: Fragment) -> None:

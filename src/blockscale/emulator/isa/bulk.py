@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..clocks.scopes import GPU, Strength
+from ..clocks.scopes import GPU, Strength, width_of
 from ..machine.engine import Work
 from ..machine.mbarriers import MBarrier
 from ..machine.ports import read_global, read_shared, write_global, write_shared
@@ -21,7 +21,7 @@ from .copies import groups
 from .mbarrier import find, visible
 from .registry import TYPES, Form, first, instruction
 
-__all__ = ["REDUCES", "REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send"]
+__all__ = ["REDUCTIONS", "Landing", "deliver", "landings", "reduced", "send", "strength_of"]
 
 _PIECE = 16
 #: Destination and source.
@@ -30,8 +30,6 @@ _WAYS = (
     ("global", "shared::cta"),
 )  # fmt: skip
 _SPACES = ("global", "shared::cluster", "shared::cta")
-#: How reductions in global memory access it: 9.7.9.25.4.2.
-REDUCES = Strength(GPU, updates=True, returns=False)
 #: Operations of reductions and the types that each takes in global memory.
 REDUCTIONS = {
     "and": ("b32", "b64"),
@@ -49,6 +47,11 @@ _IN_SHARED = {
     *((operation, type) for operation in ("add", "min", "max") for type in ("u32", "s32")),
     ("add", "u64"), ("inc", "u32"), ("dec", "u32"),
 }  # fmt: skip
+
+
+def strength_of(operation: str | None, type: str) -> Strength | None:
+    """How a reduction accesses global memory: 9.7.9.25.4.2."""
+    return Strength(GPU, width_of(type), updates=True, returns=False) if operation else None
 
 
 def pieces(start: int, size: int) -> np.ndarray:
@@ -181,6 +184,7 @@ class _Way:
     source: str
     operation: str | None  # None: it copies
     combine: Callable[[np.ndarray, np.ndarray], np.ndarray]  # what was there, with what comes
+    how: Strength | None  # it reaches global memory, if it reduces
 
 
 def _way(form: Form) -> _Way:
@@ -189,7 +193,7 @@ def _way(form: Form) -> _Way:
         raise form.error("expected the state spaces of destination and source")
     target, source = spaces
     if form.parts[1] != "reduce":
-        return _Way(target, source, None, reduced(None, "b32"))
+        return _Way(target, source, None, reduced(None, "b32"), None)
     operation = form.one(*REDUCTIONS)
     if operation is None:
         raise form.error(f"expected one of {', '.join(REDUCTIONS)}")
@@ -201,7 +205,7 @@ def _way(form: Form) -> _Way:
         raise form.error(f"there is no .{operation} of .{type} from .{source} to .{target}")
     if target != "global" and (operation, type) not in _IN_SHARED:
         raise form.error(f"there is no .{operation} of .{type} in shared memory")
-    return _Way(target, source, operation, reduced(operation, type))
+    return _Way(target, source, operation, reduced(operation, type), strength_of(operation, type))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +246,7 @@ class _Copy:
                 old = launch.memory.load(where, _PIECE)
                 values = np.where(keep, self.way.combine(old, values), old)
             kept = found and found.through(lambda bits: bits * keep)
-            how = REDUCES if self.way.operation else None
-            write_global(work, launch, where, values, kept, how)
+            write_global(work, launch, where, values, kept, self.way.how)
 
 
 @instruction("cp.async.bulk", "cp.reduce.async.bulk")

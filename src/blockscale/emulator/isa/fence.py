@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..clocks.order import Order
-from ..clocks.scopes import SYS, reach
+from ..clocks.scopes import SYS, scope_of
 from ..machine.state import Fragment, Step
 from ..ptx.program import Immediate
 from .registry import Form, instruction
@@ -120,22 +120,23 @@ def fence(form: Form) -> Step:
 
 def _of_memory(parts: tuple[str, ...]) -> Step:
     """A thread fence: of all that its thread does."""
-    wide, total = reach(parts, SYS), parts[0] == "membar" or "sc" in parts
+    wide, total = scope_of(parts, SYS), parts[0] == "membar" or "sc" in parts
     releases, acquires = "acquire" not in parts, "release" not in parts
 
     def run(w: Fragment) -> None:
-        cluster = w.cta.cluster
-        if cluster.order is None:
+        order, member, agents = w.cta.cluster.order, w.cta.cluster.member, w.agents()
+        if order is None:
             return
-        order = cluster.order
-        if cluster.member is not None:
-            cluster.member.fence(w, wide, releases, acquires, total)
-        else:
-            if acquires:
-                order.fence_acquire(w.agents(), wide, total)
-            if releases:
-                order.fence_release(w.agents(), wide)
+        if acquires:
+            order.fence_acquire(agents, wide, total)
+            if member is not None:
+                member.fence_acquire(agents, wide, total)
         if total:  # what it has acquired is among what it passes on
-            order.flags.total(w.agents(), wide, order.event(w.site()))
+            event = order.event(w.site())
+            order.flags.add_totals(agents, wide, event)
+            if member is not None:
+                member.add_totals(agents, wide, event)
+        if releases:
+            order.fence_release(agents, wide)
 
     return run

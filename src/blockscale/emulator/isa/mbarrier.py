@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..clocks.scopes import SYS, WEAK, Strength
 from ..machine.mbarriers import COUNT_BITS, MOST, OPAQUE, MBarrier, Phase
 from ..machine.state import CTA, Fragment, Split, Step, Wait
 from ..memory.buffers import SHARED_WINDOW, MemoryFault
@@ -14,6 +15,8 @@ from ..ptx.program import PtxError
 from .registry import Form, instruction
 
 __all__ = ["addresses", "find", "visible"]
+
+_OBJECT = Strength(SYS, 8)  # how an mbarrier is made: see visible for who knows of it
 
 
 def find(cta: CTA, address: int) -> MBarrier:
@@ -89,7 +92,7 @@ def visible(
     if len(unaware):
         unaware = unaware[~order.initialized(unaware, writer, written, False)]
     if len(unaware):
-        shadow.read(np.array([[cell]]), unaware[:1], w.site(), strong=False)
+        shadow.read(np.array([[cell]]), unaware[:1], w.site())
     barrier.uses.update(dict.fromkeys(agents.tolist(), order.event(w.site())))
     alarms = w.cta.launch.alarms
     if not by_proxy or "mbarrier_proxy" not in alarms.checks:
@@ -135,7 +138,8 @@ def _mark(w: Fragment, i: int, cta: CTA, offset: int, again: bool = False) -> No
     if cta.shadow is not None:
         cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)[None]
         same = np.ones((2, *cells.shape), bool) if again else None
-        cta.shadow.write(cells, w.agents()[i : i + 1], w.site(), strong=not again, same=same)
+        code = WEAK if again else _OBJECT.code
+        cta.shadow.write(cells, w.agents()[i : i + 1], w.site(), code, same)
 
 
 def _all_uses_are_over(w: Fragment, i: int, barrier: MBarrier) -> None:

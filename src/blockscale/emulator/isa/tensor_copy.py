@@ -16,7 +16,7 @@ from ..memory.buffers import MemoryFault
 from ..memory.tensormap import TensorMap
 from ..memory.tensormap_tile import Tile
 from ..ptx.program import Address, Vector
-from .bulk import REDUCES, REDUCTIONS, deliver, landings, one_by_one, reduced, send
+from .bulk import REDUCTIONS, deliver, landings, one_by_one, reduced, send, strength_of
 from .registry import Form, first, instruction
 
 _DIMENSIONS = tuple(f"{n}d" for n in range(1, 6))
@@ -134,7 +134,7 @@ def _store(form: Form, rank: int, operation: str | None) -> Step:
         bits = element.replace("u", "b")  # of unsigned types: an H200 faults with s64
         if operation is not None and not {element, bits} & {*REDUCTIONS[operation]}:
             raise form.error(f".{operation} of {element} is not supported")
-        combine, how = reduced(operation, element), REDUCES if operation else None
+        combine, how = reduced(operation, element), strength_of(operation, element)
 
         def fetch(work: Work) -> Callable[[Work], None]:
             values, found = fetched(work, lambda: read_shared(work, where, box.taken))

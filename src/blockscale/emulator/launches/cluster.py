@@ -12,7 +12,7 @@ from ..alarms.alarm import CLOCKED
 from ..alarms.errors import Site
 from ..clocks.knowledge import Actor
 from ..clocks.order import Order
-from ..clocks.scopes import CLUSTER, SYS
+from ..clocks.scopes import CLUSTER, SYS, WEAK
 from ..global_races.member import Member
 from ..machine.engine import Engine
 from ..machine.shadow import Shadow
@@ -71,6 +71,7 @@ class Cluster:
                 cta.shadow = Shadow(
                     f"byte {{}} of the shared memory of {cta}",
                     -(-cells // launch.cell), self.order, launch.alarms, launch.cell,
+                    cta.shared_base,
                 )  # fmt: skip
             self.order.who.users += [self._in_flight, *(cta.users.columns for cta in self.ctas)]
         self._forced = 0  # laps when a copy was last made to complete
@@ -89,13 +90,13 @@ class Cluster:
         self._failures = 0
 
     def begin(
-        self, w: Fragment, generic: bool = False, strong: bool = False, told: Hashable = None,
+        self, w: Fragment, generic: bool = False, code: int = WEAK, told: Hashable = None,
         tensor: bool = False,
     ) -> Actor | None:  # fmt: skip
         """The place in the order of things of a copy that ``w`` issues; see Order.begin."""
         if self.order is None:
             return None
-        return self.order.begin(w.agents(), generic, strong, told, tensor)
+        return self.order.begin(w.agents(), generic, code, told, tensor)
 
     def follow(self, w: Fragment, pipe: Hashable, tensor: bool = False) -> Actor | None:
         """The same for work in a pipe."""

@@ -21,7 +21,7 @@ import numpy as np
 from ..machine.state import Deadlock, State
 from .cluster import Cluster
 from .launch import Launch, Settings
-from .livelock import Circles
+from .livelock import LivelockDetector
 
 __all__ = ["run_grids"]
 
@@ -152,7 +152,7 @@ def run_grids(codes: Sequence[Any], first: int, step: int) -> None:
     launches = [grid.launch for grid in grids]
     at_random = (each.settings for each in launches if each.settings.completion == "random")
     turns = _Turns(next(at_random, launches[0].settings), _RANKS)
-    circles = Circles(launches[0], first)
+    livelock = LivelockDetector(launches[0], first)
     while going := [grid for grid in grids if grid.fill()]:
         at, rounds = turns.next(len(going)) if len(going) > 1 else (0, 1)
         for _ in range(rounds):
@@ -161,7 +161,7 @@ def run_grids(codes: Sequence[Any], first: int, step: int) -> None:
                 raise Deadlock(f"deadlock: nothing can move\n  {cluster.report()}")
             started = [each for grid in grids for each in grid.started]
             more = any(grid.may_start for grid in grids)
-            if circles.closed(cluster, state, len(started), more):
+            if livelock.closed(cluster, state, len(started), more):
                 lines = [each.report() for each in started]
                 lines += [grid.held_up() for grid in grids if grid.launch.waiting]
                 reports = "\n  ".join(lines)
@@ -171,5 +171,5 @@ def run_grids(codes: Sequence[Any], first: int, step: int) -> None:
                 raise Deadlock(f"deadlock: {why}\n  {reports}")
             if not going[at].fill():
                 break
-    if circles.peers is not None:
-        circles.peers.over(first)
+    if livelock.peers is not None:
+        livelock.peers.over(first)

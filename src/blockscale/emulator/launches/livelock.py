@@ -21,7 +21,7 @@ from ..machine.state import CTA, Fragment, State
 from .cluster import Cluster
 from .launch import Launch
 
-__all__ = ["Circles"]
+__all__ = ["LivelockDetector"]
 
 _FIRST_LEAP = 1 << 10  # ns; each is twice the one before
 _LAST_LEAP = 1 << 42  # more than an hour: nobody waits for that
@@ -47,7 +47,7 @@ class _Circle:
         return False
 
 
-class Circles:
+class LivelockDetector:
     """Looks at what runs together after every turn of a cluster.
 
     Args:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..clocks.lane_copies import Copies
-from ..clocks.scopes import Strength
+from ..clocks.scopes import WEAK, Strength
 from ..memory.buffers import MemoryFault, gather, scatter
 from .engine import Work
 from .predecessor import follows
@@ -213,15 +213,16 @@ def _observe(
             agents, site, flags = by.agents(), by.site(), shadow.order.flags
             if not isinstance(chosen, slice):
                 agents = agents[chosen]
-            values = None if how is None else shadow.written[touched[:, 0]]
+            code = how.code if how is not None else WEAK
+            last = None if how is None else shadow.last(touched, agents, code)
             if kind == "read":
-                if how is not None and values is not None:
-                    flags.read(where[chosen], agents, how, values)
-                shadow.read(touched, agents, site, how is not None)
+                if how is not None and last is not None:
+                    flags.reads(where[chosen], agents, how, size, *last)
+                shadow.read(touched, agents, site, code)
             else:
-                shadow.write(touched, agents, site, how is not None, same)
-                if how is not None and values is not None:
-                    flags.write(where[chosen], agents, how, values, shadow.order.now)
+                shadow.write(touched, agents, site, code, same)
+                if how is not None and last is not None:
+                    flags.writes(where[chosen], agents, how, size, last[0], shadow.order.now)
             if cta is not by.cta:
                 cta.visit(agents, site)
     _tell(by, "shared", kind, offsets, size, cta, chosen, cta.launch)
@@ -262,7 +263,7 @@ def read_global(
         launch.races.read(by, where, size, how)
     elif how is not None and not isinstance(by, Work) and by.cta.cluster.order is not None:
         flags = by.cta.cluster.order.flags
-        flags.read(where, by.agents(), how, np.zeros(len(where), np.uint32))
+        flags.reads(where, by.agents(), how, size)
     _tell(by, "global", "read", where, size, None, slice(None), launch)
     return values
 
@@ -300,7 +301,7 @@ def write_global(
         launch.races.write(by, where, size, how, same)
     elif how is not None and not isinstance(by, Work) and by.cta.cluster.order is not None:
         flags = by.cta.cluster.order.flags
-        flags.write(where, by.agents(), how, np.zeros(len(where), np.uint32), 0)
+        flags.writes(where, by.agents(), how, size)
     _tell(by, "global", "write", where, size, None, slice(None), launch)
 
 

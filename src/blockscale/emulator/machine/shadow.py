@@ -6,7 +6,7 @@ a race if one of those is not known to happen before it; both sides are named.
 
 from __future__ import annotations
 
-from itertools import chain
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from ..clocks.knowledge import Actor
 from ..clocks.lane_copies import Copies
 from ..clocks.order import Order
 from ..clocks.readers import Readers, View, seen_events
+from ..clocks.scopes import WEAK
+from .strong_accesses import StrongAccesses
 from .undefined import Blanks
 
 if TYPE_CHECKING:
@@ -36,10 +38,13 @@ class Shadow:
         cells: their number.
         order: the clock of the cluster.
         alarms: of the launch; they know which checks are wanted.
-        size: bytes of a cell, for messages.
+        size: bytes of a cell.
+        base: the address of the first one, as flags have it.
     """
 
-    def __init__(self, name: str, cells: int, order: Order, alarms: Alarms, size: int = 1) -> None:
+    def __init__(
+        self, name: str, cells: int, order: Order, alarms: Alarms, size: int = 1, base: int = 0
+    ) -> None:  # fmt: skip
         self.name, self.order, self.size, self.alarms = name, order, size, alarms
         self.races = not alarms.checks.isdisjoint(_RACES)
         self.blanks: Blanks | None = None  # where undefined bits are looked for
@@ -47,9 +52,10 @@ class Shadow:
             self.blanks = self._blanks(cells)
         self.writer = np.zeros(cells, np.uint16)  # the column of who wrote last
         self.written = np.zeros(cells, np.uint32)  # the event of the write, 0: never
-        self.readers = Readers(cells if self.races else 0, order)
-        #: Strong accesses since the last weak write, which only weak accesses race with.
-        self._polls: Readers | None = None
+        #: Of strong writes: the event of the first of their chain of read-modify-writes.
+        self.chained = np.zeros(cells, np.uint32)
+        self.readers = Readers(cells if self.races else 0, order)  # weak ones
+        self.strong = StrongAccesses(cells, order, size, base)
         self._others: Readers | None = None  # writers of the same value that the last did not know
         order.who.users.append(self._columns)
 
@@ -64,31 +70,31 @@ class Shadow:
     def _columns(self) -> list[int]:
         """Columns that a cell names."""
         writers = np.unique(self.writer[self.written > 0])
-        kept = (self.readers, self._polls, self._others)
-        more = [each.columns().tolist() for each in kept if each is not None]
-        return [*writers.tolist(), *chain.from_iterable(more)]
+        others = [] if self._others is None else self._others.columns().tolist()
+        kept = self.strong.columns()
+        return [*writers.tolist(), *self.readers.columns().tolist(), *kept, *others]
 
     # --- by threads ---
 
-    def read(self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool) -> None:
-        """Cells (n, k) are read by agents (n,); two strong accesses are no race."""
+    def read(self, cells: np.ndarray, agents: np.ndarray, site: Site, code: int = WEAK) -> None:
+        """Cells (n, k) are read by agents (n,); for the code see scopes."""
         if not self.races:
             return
         at, view = agents[:, None], self.order.view(agents)
-        late = self._unordered(cells, at, view, strong)
+        late = self._unordered(cells, at, view, code)
         if late is not None:
             self._after_write(cells, at, late, "reads", site)
-        self._after_others(cells, at, view, "reads", site, strong)
-        readers = self.readers
-        if strong:
-            readers = self._polls = self._polls or Readers(len(self.writer), self.order)
-        readers.read(cells, at, self.order.event(site, strong), view)
+        self._after_others(cells, at, view, "reads", site, code)
+        event = self.order.event(site, code)
+        if not _updates(site):  # the write that follows says all
+            readers = self.strong.kept(code, False) if code else self.readers
+            readers.read(cells, at, event, view)
 
     def write(
-        self, cells: np.ndarray, agents: np.ndarray, site: Site, strong: bool,
+        self, cells: np.ndarray, agents: np.ndarray, site: Site, code: int = WEAK,
         same: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Cells (n, k) are written by agents (n,).
+        """Cells (n, k) are written by agents (n,); for the code see scopes.
 
         ``same`` (2, n, k): the cell held the value that is written; it holds it afterwards, all
         threads having written. That is no race.
@@ -96,58 +102,68 @@ class Shadow:
         at = agents[:, None]
         if self.races:
             view = self.order.view(agents)
-            self._before_write(cells, at, view, site, strong, same)
-            self._after_reads(cells, at, view, site, strong)
-        event = self.order.event(site, strong)
+            self._before_write(cells, at, view, site, code, same)
+            self._after_reads(cells, at, view, site, code)
+        event = self.order.event(site, code)
+        if code and self.races and not site.opcode.startswith("mbarrier"):  # whose users ask seen
+            event = self._write_strong(cells, at, view, event, site, code)
         self.writer[cells], self.written[cells] = at, event
-        if not self.races:
-            return
-        if not strong:
+        if self.races and not code:
             self._lost(cells, at, view, event, site, same)
-        elif site.opcode.startswith("st."):
-            polls = self._polls = self._polls or Readers(len(self.writer), self.order)
-            polls.read(cells, at, event, view)
+
+    def last(
+        self, cells: np.ndarray, agents: np.ndarray, code: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of cells (n, k) that agents access with a code: the events of the last writes, if they
+        are morally strong with it, and those of the first ones of their chains."""
+        written, writer = self.written.take(cells), self.writer.take(cells)
+        strong = self.strong.morally_strong(written, writer, agents[:, None], code)
+        return np.where(strong, written, 0), self.chained.take(cells)
+
+    def _write_strong(
+        self, cells: np.ndarray, at: Any, view: View, event: int, site: Site, code: int
+    ) -> int:
+        """A strong write at an event; the event of those whose value is left."""
+        kept = self.strong.kept(code, True)
+        kept.read(cells, at, event, view)
+        written, writer = self.written.take(cells), self.writer.take(cells)
+        self.writer[cells] = at
+        if np.count_nonzero(self.writer.take(cells) != at):  # of several lanes nobody reads some
+            event = self.order.event(site, code)
+        chains = np.zeros(cells.shape, bool)
+        if _updates(site):
+            chains = (written > 0) & self.strong.morally_strong(written, writer, at, code)
+        self.chained[cells] = np.where(chains, self.chained.take(cells), event)
+        return event
 
     def _before_write(
-        self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        self, cells: np.ndarray, at: Any, view: View, site: Site, code: int,
         same: np.ndarray | None, copies: Copies | None = None,
     ) -> None:  # fmt: skip
-        """Check a write against those before, and keep those that have written the same."""
-        late = self._unordered(cells, at, view, strong, _own_since(copies))
-        if same is None:
-            if late is not None:
+        """Check a write against those before, and keep those that it does not stand for."""
+        late = self._unordered(cells, at, view, code, _own_since(copies))
+        changes = None if same is None else ~same[0]
+        kept = None
+        if late is not None:
+            if changes is not None:
+                kept, late = late & ~changes, late & changes
+            if np.count_nonzero(late):
                 self._after_write(cells, at, late, "writes", site, copies)
-            self._after_others(cells, at, view, "writes", site, strong, copies)
-        else:
-            kept = None
-            if late is not None:
-                kept, late = late & same[0], late & ~same[0]
-                if np.count_nonzero(late):
-                    self._after_write(cells, at, late, "writes", site, copies)
-            if self._others is not None:
-                new = np.where(same[0], 0, self._others.event.take(cells)) > 0
-                if np.count_nonzero(new):
-                    self._changes(cells, new, at, view, site, strong, copies)
-            if kept is not None and np.count_nonzero(kept):
-                self._keep(cells[kept])
+        if changes is None or np.count_nonzero(changes):
+            self._after_others(cells, at, view, "writes", site, code, copies, chosen=changes)
+            if self._others is not None and not code:
+                self._others.clear(cells if changes is None else cells[changes])
+        if kept is not None and np.count_nonzero(kept):
+            self._others = self._others or Readers(len(self.writer), self.order)
+            self._keep(cells[kept], self._others)
+        if code:
+            written = self.written.take(cells)
+            weak = (written > 0) & (self.order.codes(written) == WEAK)
+            if np.count_nonzero(weak):
+                self._keep(cells[weak], self.strong.kept(WEAK, True))
 
-    def _changes(
-        self, cells: np.ndarray, new: np.ndarray, at: Any, view: View, site: Site, strong: bool,
-        copies: Copies | None,
-    ) -> None:  # fmt: skip
-        """The cells that are ``new`` get another value than several have written."""
-        assert self._others is not None
-        rows = new.any(axis=1)
-        for row in np.flatnonzero(rows).tolist():
-            tables, which = view
-            mine = tables[0 if which is None else which[row]][None], None
-            part, who = cells[row][new[row]], int(at[row, 0])
-            self._after_others(part, who, mine, "writes", site, strong, copies)
-        self._others.clear(cells[new])
-
-    def _keep(self, cells: np.ndarray) -> None:
-        """The last writers of cells (n,) count besides those who write the same now."""
-        others = self._others = self._others or Readers(len(self.writer), self.order)
+    def _keep(self, cells: np.ndarray, others: Readers) -> None:
+        """The last writers of cells (n,) count besides those who write now."""
         pairs = self.written[cells].astype(np.int64) << 16 | self.writer[cells]
         nothing = np.zeros((1, self.order.columns), np.uint32), None
         for pair in np.unique(pairs).tolist():
@@ -170,34 +186,33 @@ class Shadow:
             self._after_write(cells, at, lost, "writes", site, copies)
 
     def _after_others(
-        self, cells: np.ndarray, at: Any, view: View, verb: str, site: Site, strong: bool,
-        by: Actor | Copies | None = None, lacks: str = "race",
+        self, cells: np.ndarray, at: Any, view: View, verb: str, site: Site, code: int,
+        by: Actor | Copies | None = None, lacks: str = "race", chosen: np.ndarray | None = None,
     ) -> bool:  # fmt: skip
-        """Check an access, by agents, a work or copies, against writers besides the last; whether
-        there was one unordered."""
+        """Check an access, by agents, a work or copies, against writers besides the last, of the
+        cells that are ``chosen``; whether there was one unordered."""
         since = _own_since(by)
-        order, found = self.order, []
+        found = self.strong.unseen(cells, at, view, since, code, True, chosen)
         if self._others is not None:
-            weak = (lambda events: ~order.are_strong(events)) if strong else None
-            found += self._others.unseen(cells, at, view, since, weak)
-        if self._polls is not None and not strong:
-            found += self._polls.unseen(cells, at, view, since, order.are_writes)
+            races = partial(self.strong.races, code=code)
+            found += self._others.unseen(cells, at, view, since, races, chosen)
         for cell, column, writer, event in found:
             self.race(cell, _who(column, by), verb, site, "write", writer, event, lacks)
         return bool(found)
 
     def _unordered(
-        self, cells: np.ndarray, at: Any, view: View, strong: bool, since: int = 0
+        self, cells: np.ndarray, at: Any, view: View, code: int, since: int = 0
     ) -> np.ndarray | None:
-        """Which cells somebody else wrote, unseen; None: none of them. Writes of ``at`` are its own
-        from the event ``since`` on."""
+        """Which cells somebody else wrote, unseen, so that an access with a code races with it;
+        None: none of them. Writes of ``at`` are its own from the event ``since`` on."""
         writer, written = self.writer.take(cells), self.written.take(cells)
         late = written > seen_events(view, writer)
         if not np.count_nonzero(late):
             return None
         late &= (writer != at) | (written < since)
-        if strong:
-            late &= ~self.order.are_strong(written)
+        if np.count_nonzero(late):
+            who = np.broadcast_to(at, cells.shape)[late]
+            late[late] = self.strong.races(written[late], writer[late], cells[late], who, code)
         return late if np.count_nonzero(late) else None
 
     # --- by asynchronous work ---
@@ -206,9 +221,9 @@ class Shadow:
         """Cells, of any shape, are read."""
         cells = cells.reshape(-1)
         seen = self._ordered(cells, actor, "reads", site) if self.races else None
-        event = self.order.event(site, actor.strong)
+        event = self.order.event(site, actor.code)
         actor.did(event)
-        if seen is not None and not actor.strong:
+        if seen is not None and not actor.code:
             self.readers.read(cells, actor.column, event, (seen[None], None))
 
     def write_by(self, cells: np.ndarray, actor: Actor, site: Site) -> None:
@@ -217,10 +232,10 @@ class Shadow:
         if self.races:
             seen = self._ordered(cells, actor, "writes", site)
             view = seen[None], None
-            self._after_reads(cells, actor.column, view, site, actor.strong, actor)
+            self._after_reads(cells, actor.column, view, site, actor.code, actor)
             if self._others is not None:
                 self._others.clear(cells)
-        event = self.order.event(site, actor.strong)
+        event = self.order.event(site, actor.code)
         actor.did(event)
         self.writer[cells], self.written[cells] = actor.column, event
 
@@ -231,8 +246,8 @@ class Shadow:
         at, event = copies.columns[:, None], copies.event
         if self.races:
             view = copies.view()
-            self._before_write(cells, at, view, site, False, same, copies)
-            self._after_reads(cells, at, view, site, False, copies)
+            self._before_write(cells, at, view, site, WEAK, same, copies)
+            self._after_reads(cells, at, view, site, WEAK, copies)
         self.writer[cells], self.written[cells] = at, event
         if self.races:
             self._lost(cells, at, view, event, site, same, copies)
@@ -240,21 +255,21 @@ class Shadow:
     def _ordered(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> np.ndarray:
         """Check an access against the writes before; what the work has seen."""
         seen, through_proxy = self._view_of(actor)
-        at, strong, since = actor.column, actor.strong, actor.since
-        late = self._unordered(cells, at, (through_proxy[None], None), strong, since)
+        at, code, since = actor.column, actor.code, actor.since
+        late = self._unordered(cells, at, (through_proxy[None], None), code, since)
         if late is not None:
-            racing = self._unordered(cells, at, (seen[None], None), strong, since)
+            racing = self._unordered(cells, at, (seen[None], None), code, since)
             if racing is not None:
                 self._after_write(cells, at, racing, verb, site, actor)
                 late &= ~racing
             self._after_write(cells, at, late, verb, site, actor, "fence")
             return seen
         for view, lacks in ((seen, "race"), (through_proxy, "fence")):
-            if self._after_others(cells, at, (view[None], None), verb, site, strong, actor, lacks):
+            if self._after_others(cells, at, (view[None], None), verb, site, code, actor, lacks):
                 return seen
         tensor = self.order.tensor_view(actor)
         if tensor is not None:
-            late = self._unordered(cells, at, (tensor[None], None), strong, since)
+            late = self._unordered(cells, at, (tensor[None], None), code, since)
             if late is not None:
                 self._after_write(cells, at, late, verb, site, actor, "tcgen05_order")
         return seen
@@ -267,17 +282,15 @@ class Shadow:
     # --- both ---
 
     def _after_reads(
-        self, cells: np.ndarray, at: Any, view: View, site: Site, strong: bool,
+        self, cells: np.ndarray, at: Any, view: View, site: Site, code: int,
         by: Actor | Copies | None = None,
     ) -> None:  # fmt: skip
-        """Check a write, by agents, a work or copies, against the reads before, which are over
-        then."""
+        """Check a write, by agents, a work or copies, against the reads before; a weak one stands
+        for them then."""
         actor, lacks = by if isinstance(by, Actor) else None, "race"
         since = 0 if actor is None else actor.since
         found = self.readers.unseen(cells, at, view, since)
-        if self._polls is not None and not strong:
-            found += self._polls.unseen(cells, at, view, since, self.order.are_reads)
-            self._polls.clear(cells)
+        found += self.strong.unseen(cells, at, view, since, code, False)
         if not found and actor is not None:
             tensor = self.order.tensor_view(actor)
             if tensor is not None:
@@ -288,7 +301,9 @@ class Shadow:
                 lacks = "proxy_reads"
         for cell, writer, column, event in found:
             self.race(cell, _who(writer, by), "writes", site, "read", column, event, lacks)
-        self.readers.clear(cells)
+        if not code:
+            self.strong.clear(cells)
+            self.readers.clear(cells)
 
     def _after_write(
         self, cells: np.ndarray, at: Any, late: np.ndarray, verb: str, site: Site,
@@ -355,6 +370,11 @@ class Shadow:
             if earlier.opcode.startswith("mbarrier.init"):
                 message += ": before a relaxed arrival, fence.mbarrier_init must come between"
         self.alarms.tell(kind, message, site, earlier)
+
+
+def _updates(site: Site) -> bool:
+    """Whether threads read, modify and write there."""
+    return site.opcode.startswith(("atom", "red"))
 
 
 def _own_since(by: Actor | Copies | None) -> int:

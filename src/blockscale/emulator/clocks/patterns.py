@@ -1,0 +1,108 @@
+"""Release patterns, and the values that they come with: PTX ISA 8.8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from .scopes import Place, morally_strong, scope_between
+
+__all__ = ["LONGEST", "Moment", "Pattern", "Totals", "Value", "Who"]
+
+M = TypeVar("M")
+LONGEST = 64  # links of a chain of read-modify-writes, at least, before it is made shorter
+
+
+class Who(NamedTuple):
+    """A thread: its number among all that share the flags, and where it runs."""
+
+    agent: int
+    place: Place
+
+
+#: Of each thread and scope, how many fence.sc.
+Totals = dict[tuple[Who, int], int]
+
+
+class Moment(Protocol[M]):
+    """What a thread knows when it writes a flag, or at a fence.sc."""
+
+    def everything(self) -> M: ...
+
+    def at_fences(self) -> list[tuple[int, Callable[[], M]]]:
+        """Its last fence of each scope, if there is a release among them, and what it knew then."""
+
+    def seen(self, agent: int) -> int:
+        """The last event of a thread that it has seen."""
+
+
+class Pattern(Generic[M]):
+    """A release pattern, by its first operation: who made it, with which scope, and what it
+    passes on."""
+
+    __slots__ = ("_known", "_make", "scope", "who")
+
+    def __init__(self, who: Who, scope: int, make: Callable[[], M]) -> None:
+        self.who, self.scope, self._make = who, scope, make
+        self._known: list[M] = []
+
+    def message(self) -> M:
+        if not self._known:
+            self._known.append(self._make())
+        return self._known[0]
+
+
+class Value(Generic[M]):
+    """What a place holds.
+
+    Attributes:
+        write: the number of the write, later ones being larger.
+        code: of the write, see scopes.
+        patterns: that end with this write.
+        before: the value that a read-modify-write replaced.
+        length, limit: of the chain, and when it is made shorter.
+        decided: of each thread and scope, how many fence.sc come before it or one of its chain.
+    """
+
+    __slots__ = (
+        "_told", "before", "code", "decided", "length", "limit", "patterns", "who", "write",
+    )  # fmt: skip
+
+    def __init__(
+        self, write: int, who: Who, code: int, patterns: list[Pattern[M]],
+        before: Value[M] | None, decided: Totals,
+    ) -> None:  # fmt: skip
+        self.write, self.who, self.code, self.patterns = write, who, code, patterns
+        self.before, self.decided = before, decided
+        self.length: int = 1 if before is None else before.length + 1
+        self.limit: int = LONGEST if before is None else before.limit
+        self._told: dict[tuple[Place, int], tuple[Pattern[M], ...]] = {}
+
+    def observed_by(self, code: int, place: Place) -> bool:
+        """Whether the write is morally strong with an access elsewhere."""
+        return bool(morally_strong(self.code, code, scope_between(self.who.place, place)))
+
+    def chain(self) -> list[Pattern[M]]:
+        """The patterns of all in its chain: of a thread and scope those of the last write, which
+        include its earlier ones."""
+        found: list[Pattern[M]] = []
+        seen: set[tuple[int, int]] = set()
+        at: Value[M] | None = self
+        while at is not None:
+            new = [each for each in at.patterns if (each.who.agent, each.scope) not in seen]
+            found += new
+            seen.update((each.who.agent, each.scope) for each in new)
+            at = at.before
+        return found
+
+    def told(self, place: Place, scope: int) -> tuple[Pattern[M], ...]:
+        """The patterns that synchronize with an acquire pattern whose last operation has that
+        scope."""
+        key = place, scope
+        if key not in self._told:
+            self._told[key] = tuple(
+                each
+                for each in self.chain()
+                if min(each.scope, scope) >= scope_between(each.who.place, place)
+            )
+        return self._told[key]

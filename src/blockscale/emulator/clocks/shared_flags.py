@@ -1,0 +1,136 @@
+"""Flags in the shared memory of a cluster, see ``flags``: knowledge is the tables of an order.
+
+Beside memory there is what was executed: a relaxed write tells who reads it that, too (9.7.16.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .flags import Flags
+from .knowledge import Knowledge, executed
+from .patterns import Value, Who
+from .scalars import scalars, whole
+from .scopes import CLUSTER, CTA, Place, Strength
+from .snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from .order import Order
+
+__all__ = ["SharedFlags", "SharedMoment"]
+
+
+class SharedMoment:
+    """What one of the agents of a snapshot knew.
+
+    Args:
+        runs: whether to tell what was executed.
+    """
+
+    __slots__ = ("_at", "_i", "_runs")
+
+    def __init__(self, at: Snapshot, i: int, runs: bool = False) -> None:
+        self._at, self._i, self._runs = at, i, runs
+
+    def everything(self) -> Knowledge:
+        return self._at.message(self._i)
+
+    def at_fences(self) -> list[tuple[int, Callable[[], Knowledge]]]:
+        at, i = self._at, self._i
+        found: list[tuple[int, Callable[[], Knowledge]]] = [
+            (fence + CTA, partial(at.message, i, fence)) for fence in at.fences(i)
+        ]
+        if not found and (self._runs or at.has_inits(i)):
+            found.append((CLUSTER, partial(at.message, i, relaxed=True)))
+        return found
+
+    def seen(self, agent: int) -> int:
+        return self._at.seen(self._i, agent)
+
+
+class SharedFlags(Flags[Knowledge]):
+    """The flags of a cluster.
+
+    Args:
+        order: its clock.
+        ctas: how many CTAs there are.
+        runs: whether somebody may ask what was executed: there is Tensor Memory.
+    """
+
+    def __init__(self, order: Order, ctas: int, runs: Callable[[], bool]) -> None:
+        super().__init__(CLUSTER if ctas > 1 else CTA, order.join, self._learns, order.saw)
+        self.order, self._runs = order, runs
+        self._numbers = count(1)
+
+    def _learns(self, agents: list[int], message: Knowledge) -> None:
+        self.order.acquire(np.array(agents), message)
+
+    def _executed(
+        self, readers: list[int], value: Value[Knowledge], place: Place, scope: int
+    ) -> None:
+        patterns = value.told(place, scope) if self._runs() else ()
+        if patterns:
+            self.order.acquire(np.array(readers), executed(self.message(patterns)))
+
+    def place(self, agent: int) -> Place:
+        return Place(self.order.cta_of(agent), 0, 0)
+
+    def writes(
+        self, where: np.ndarray, agents: np.ndarray, how: Strength, size: int,
+        last: np.ndarray | None = None, event: int = 0,
+    ) -> None:  # fmt: skip
+        """(n,) places of ``size`` bytes were written at an event by agents of a CTA.
+
+        ``last`` (n, k): of the words there the events of the writes before, 0 for those that are
+        not morally strong with it. None: no event tells the writes there apart.
+        """
+        runs, place = self._runs(), self.place(int(agents[0]))
+        at = Snapshot(self.order, agents)
+        if last is None and self.is_idle and not (how.releases or runs or at.have_fences()):
+            return
+        for addresses, words in scalars(where, size, how.width, last):
+            before = None if words is None else whole(words)
+            for i, address in enumerate(addresses.tolist()):
+                old, write = 0, event
+                if before is not None:
+                    old = before[i]
+                else:
+                    old, write = self._last(address, how, place), next(self._numbers)
+                moment = SharedMoment(at, i, runs)
+                self.write(address, Who(int(agents[i]), place), how, old, write, moment)
+
+    def reads(
+        self, where: np.ndarray, agents: np.ndarray, how: Strength, size: int,
+        last: np.ndarray | None = None, first: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """(n,) places are read by agents of a CTA. ``last``: as for ``writes``; ``first``: the
+        events of the first writes of their chains."""
+        if last is None and self.is_idle:
+            return
+        place, event = self.place(int(agents[0])), self.order.now + 1
+        for addresses, words in scalars(where, size, how.width, last):
+            before = None if words is None else whole(words)
+            whose: dict[int, list[int]] = {}
+            for i, address in enumerate(addresses.tolist()):
+                whose.setdefault(address, []).append(i)
+            for address, readers in whose.items():
+                write = self._last(address, how, place) if before is None else before[readers[0]]
+                chain = int(first[readers[0], 0]) if first is not None else 0
+                each = agents[readers].tolist()
+                self.read(address, each, place, how, write, chain, event)
+
+    def _last(self, address: int, how: Strength, place: Place) -> int:
+        """The number of the last write to a place, if a strong access observes it."""
+        value = self._values.get(address)
+        return value.write if value is not None and value.observed_by(how.code, place) else 0
+
+    def add_totals(self, agents: np.ndarray, scope: int, event: int) -> None:
+        """They have executed a fence.sc at an event."""
+        at, place = Snapshot(self.order, agents), self.place(int(agents[0]))
+        for i, agent in enumerate(agents.tolist()):
+            self.add_total(Who(agent, place), scope, event, SharedMoment(at, i))
