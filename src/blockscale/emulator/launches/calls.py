@@ -26,7 +26,7 @@ from .code import Program
 from .dimensions import dimensions
 from .grid import run_grids
 from .launch import Launch
-from .variables import place_shared, place_variables, place_workspace
+from .variables import place_heap, place_shared, place_variables, place_workspace
 from .workers import Peers, run_forked
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ def _prepare(
         parameters=parameters,
         parameter_offsets=offsets,
         module_variables=variables,
+        heap=place_heap(module, memory, whose) if owner.workers == 1 else None,
         workspace=place_workspace(call.ptx, memory),
         settings=owner.settings,
         cell=cell_size([module], "shared"),

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..memory.buffers import SYSTEM_SHARED, Buffer, GlobalMemory
+from ..memory.heap import Heap
 from ..ptx.program import Address, Function, Module, PtxError, Symbol, Variable
 from .arguments import flat_bytes
 
-__all__ = ["place_shared", "place_variables", "place_workspace"]
+__all__ = ["place_heap", "place_shared", "place_variables", "place_workspace"]
 
 _MOST_SHARED = 227 * 1024
 
@@ -41,15 +42,16 @@ def place_variables(
         places[variable.name] = memory.add(
             Buffer(variable.name, data.ctypes.data, data, variable.space == "global")
         )
+    addresses = module.addresses | {name: place.base for name, place in places.items()}
     for name, place in places.items():
         for link in () if name in given else wanted[name].links:
-            if link.symbol not in places:
+            if link.symbol not in addresses:
                 raise PtxError(
-                    f"the initial value of {name} is the address of {link.symbol}, which is in "
-                    "neither global nor constant memory"
+                    f"the initial value of {name} is the address of {link.symbol}, which is no "
+                    "function and in neither global nor constant memory"
                 )
             lowest = (link.mask & -link.mask).bit_length() - 1
-            value = ((places[link.symbol].base + link.addend) & link.mask) >> lowest
+            value = ((addresses[link.symbol] + link.addend) & link.mask) >> lowest
             value &= (1 << 8 * link.size) - 1
             where = slice(link.at, link.at + link.size)
             place.data[where] = np.frombuffer(value.to_bytes(link.size, "little"), np.uint8)
@@ -74,6 +76,16 @@ def place_workspace(ptx: str, memory: GlobalMemory) -> Buffer | None:
         return None
     data = np.zeros(1, np.uint64).view(np.uint8)
     return memory.add(Buffer("the grid's workspace", data.ctypes.data, data))
+
+
+def place_heap(module: Module, memory: GlobalMemory, whose: str) -> Heap | None:
+    """A heap, if a function of the module asks for memory. ``whose``: what to add to its name."""
+    calls = [
+        ins for each in module.functions.values() for ins in each.instructions
+        if ins.parts[0] == "call"
+    ]  # fmt: skip
+    called = {op.name for ins in calls for op in ins.operands if isinstance(op, Symbol)}
+    return None if called.isdisjoint(("malloc", "free")) else Heap(memory, whose)
 
 
 def place_shared(module: Module, entry: Function, dynamic: int) -> tuple[dict[str, int], int]:
@@ -102,8 +114,8 @@ def place_shared(module: Module, entry: Function, dynamic: int) -> tuple[dict[st
 
 
 def _called(module: Module, entry: Function) -> list[Function]:
-    """A kernel and the functions of its module in the order in which it comes to name them: so
-    their variables lie."""
+    """A kernel and the functions of its module in the order in which it comes to name them, then
+    those that are in tables alone: so their variables lie."""
     functions, named = [entry], set[str]()
     for function in functions:  # which grows meanwhile
         for ins in function.instructions:
@@ -113,4 +125,5 @@ def _called(module: Module, entry: Function) -> list[Function]:
                     named.add(op.name)
                     if op.name in module.functions:
                         functions.append(module.functions[op.name])
-    return functions
+    known = {id(each) for each in functions}
+    return functions + [each for each in module.functions.values() if id(each) not in known]

@@ -141,7 +141,7 @@ class Shadow:
         same: np.ndarray | None, copies: Copies | None = None,
     ) -> None:  # fmt: skip
         """Check a write against those before, and keep those that it does not stand for."""
-        late = self._unordered(cells, at, view, code, 0 if copies is None else _NONE)
+        late = self._unordered(cells, at, view, code, _own_since(copies))
         changes = None if same is None else ~same[0]
         kept = None
         if late is not None:
@@ -191,7 +191,7 @@ class Shadow:
     ) -> bool:  # fmt: skip
         """Check an access, by agents, a work or copies, against writers besides the last, of the
         cells that are ``chosen``; whether there was one unordered."""
-        since = by.since if isinstance(by, Actor) else 0
+        since = _own_since(by)
         found = self.strong.unseen(cells, at, view, since, code, True, chosen)
         if self._others is not None:
             races = partial(self.strong.races, code=code)
@@ -375,6 +375,14 @@ class Shadow:
 def _updates(site: Site) -> bool:
     """Whether threads read, modify and write there."""
     return site.opcode.startswith(("atom", "red"))
+
+
+def _own_since(by: Actor | Copies | None) -> int:
+    """The event from which on writes of an accessor's column are its own, and ordered: for agents
+    all; none for a cp.async, which no other of its lane is ordered with (8.9.1.1)."""
+    if isinstance(by, Actor):
+        return by.since
+    return 0 if by is None else _NONE
 
 
 def _who(column: int, by: Actor | Copies | None) -> int | Actor:
