@@ -5,25 +5,20 @@ itself, a release by the same thread there before it, or a fence of that thread 
 acquire pattern that observes the value, through read-modify-writes too, learns what each pattern
 passes on whose first operation is morally strong with its own last one.
 
-A fence.sc (membar) comes before another in the order of all of them if what it precedes was
-observed by what precedes the other: as in __threadfence(); __syncthreads(); and a store of one
-thread. What is observed only for other reasons (a write after a read, or after a write) decides
-nothing here, though 8.10.6 would allow no other order.
-
 Who has observed a value at some place comes after its write there, whatever it acquires (8.9.5).
 
 Flags of shared and of global memory differ in what knowledge is, and in how it is told: that is
-their ``Moment``, and the functions that join and learn it.
+their ``Moment`` and their ``Knows``. For fence.sc see ``total_fences``.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-from .patterns import LONGEST, Moment, Pattern, Totals, Value, Who
-from .scopes import Place, Strength, scope_between
+from .patterns import LONGEST, Moment, Pattern, Value, Who
+from .scopes import Place, Strength
+from .total_fences import Knows, TotalFences
 
 __all__ = ["Flags"]
 
@@ -39,16 +34,15 @@ class Flags(Generic[M]):
 
     Args:
         widest: the scope that includes all who share it.
-        join: what several messages say.
-        learn: threads of one place learn a message.
-        seen: the last event of another thread that a thread has seen.
+        knows: what is known to whom.
+
+    Attributes:
+        fences: the fence.sc of those who share it.
     """
 
-    def __init__(
-        self, widest: int, join: Callable[[list[M]], M],
-        learn: Callable[[list[int], M], None], seen: Callable[[int, int], int],
-    ) -> None:  # fmt: skip
-        self._widest, self._join, self._learn, self._seen = widest, join, learn, seen
+    def __init__(self, widest: int, knows: Knows[M]) -> None:
+        self._widest, self._knows = widest, knows
+        self.fences = TotalFences(knows)
         self._values: dict[int, Value[M]] = {}
         #: By address and thread: its own releases there, which later strong writes of its own pass
         #: on, too, whoever has written between; by their code, the last of each.
@@ -57,17 +51,13 @@ class Flags(Generic[M]):
         self._heard: dict[int, dict[int, list[Value[M]]]] = {}
         #: By address: chains of values that were read, by whom and when first.
         self._reads: dict[int, list[tuple[int, int, int, int]]] = {}
-        #: The fence.sc of each thread and scope: their events, and what was known there.
-        self._totals: dict[tuple[Who, int], tuple[list[int], list[Moment[M]]]] = {}
-        #: Of each thread: events of its reads, and what these decide: see Value.
-        self._decided: dict[int, tuple[list[int], list[Totals]]] = {}
         self._joined: dict[tuple[Pattern[M], ...], M] = {}
         self._taken: dict[int, tuple[Pattern[M], ...]] = {}  # the last that each acquired
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing was told yet, nor heard."""
-        return not (self._values or self._own or self._totals)
+        return not (self._values or self._own or self.fences.any)
 
     def value(self, address: int, write: int) -> Value[M] | None:
         """What a place holds, if that write was the last there."""
@@ -90,14 +80,11 @@ class Flags(Generic[M]):
         """
         before = self.value(address, old) if how.updates else None
         patterns = self._patterns(address, who, how, moment, ordered)
-        decided = self._before(moment) if self._totals else {}
-        if before is not None:
-            if before.decided:
-                decided = _latest(before.decided, decided)
-            if before.length > before.limit:
-                before = self._shortened(before)
-        if patterns or decided or before is not None:
-            self._values[address] = Value(write, who, how.code, patterns, before, decided)
+        if before is not None and before.length > before.limit:
+            before = self._shortened(before)
+        decides = moment if self.fences.any else None
+        if patterns or decides is not None or before is not None:
+            self._values[address] = Value(write, who, how.code, patterns, before, decides)
         else:
             self._values.pop(address, None)
 
@@ -113,19 +100,11 @@ class Flags(Generic[M]):
         found = [each for code, each in own.items() if code >> 3 == how.code >> 3]
         return found + [Pattern(who, scope, make) for scope, make in moment.at_fences()]
 
-    def _before(self, moment: Moment[M]) -> Totals:
-        """Of each thread and scope, how many fence.sc come before."""
-        found = {}
-        for key, (events, _) in self._totals.items():
-            count = bisect_right(events, moment.seen(key[0].agent))
-            if count:
-                found[key] = count
-        return found
-
-    @staticmethod
-    def _shortened(value: Value[M]) -> Value[M]:
+    def _shortened(self, value: Value[M]) -> Value[M]:
         """The same in one link."""
-        short = Value(value.write, value.who, value.code, value.chain(), None, value.decided)
+        short = Value(value.write, value.who, value.code, value.chain(), None, None)
+        short.start = value.start
+        short.keep(value.known(self._knows.join))
         short.limit = max(LONGEST, 4 * len(short.patterns))
         return short
 
@@ -158,9 +137,7 @@ class Flags(Generic[M]):
             self._acquire(readers, value, place, how.scope)
         else:
             self._executed(readers, value, place, how.scope)
-        if value.decided:
-            for agent in readers:
-                self._decides(agent, value, event)
+        self.fences.read(address, readers, value, event)
         if how.acquires and value.told(place, self._widest) == value.told(place, how.scope):
             return
         for agent in readers:
@@ -188,13 +165,6 @@ class Flags(Generic[M]):
         heard.append(value)
         del heard[:-_KEPT]
 
-    def _decides(self, agent: int, value: Value[M], event: int) -> None:
-        events, kept = self._decided.setdefault(agent, ([], []))
-        new = _latest(kept[-1], value.decided) if kept else value.decided
-        if not kept or new != kept[-1]:
-            events.append(event)
-            kept.append(new)
-
     # --- fences ---
 
     def acquire(self, agents: Iterable[int], place: Place, scope: int) -> None:
@@ -218,35 +188,6 @@ class Flags(Generic[M]):
         for value, readers in whose.values():
             self._acquire(readers, value, place, scope)
 
-    def total(self, agents: Iterable[int], place: Place, scope: int) -> None:
-        """A fence.sc: those before it in the order of all of them synchronize with it."""
-        agents = list(agents)
-        more = bool(self._decided)
-        while more:  # what they learn may decide the order of others
-            more = False
-            for agent in agents:
-                decided: Totals = {}
-                for reader, (events, kept) in self._decided.items():
-                    at = bisect_right(events, self._seen(agent, reader))
-                    if at:
-                        decided = _latest(decided, kept[at - 1])
-                for (who, other), count in decided.items():
-                    events, moments = self._totals[who, other]
-                    between = scope_between(who.place, place)
-                    if (
-                        who.agent != agent
-                        and min(scope, other) >= between
-                        and self._seen(agent, who.agent) < events[count - 1]
-                    ):
-                        self._learn([agent], moments[count - 1].everything())
-                        more = True
-
-    def add_total(self, who: Who, scope: int, event: int, moment: Moment[M]) -> None:
-        """A thread has executed a fence.sc at an event."""
-        events, moments = self._totals.setdefault((who, scope), ([], []))
-        events.append(event)
-        moments.append(moment)
-
     # --- what is known ---
 
     def _acquire(self, readers: list[int], value: Value[M], place: Place, scope: int) -> None:
@@ -255,7 +196,7 @@ class Flags(Generic[M]):
             return
         lacking = [agent for agent in readers if self._taken.get(agent) != patterns]
         if lacking:
-            self._learn(lacking, self.message(patterns))
+            self._knows.learn(lacking, self.message(patterns))
             self._taken.update(dict.fromkeys(lacking, patterns))
 
     def message(self, patterns: tuple[Pattern[M], ...]) -> M:
@@ -266,7 +207,7 @@ class Flags(Generic[M]):
         if found is None:
             if len(self._joined) >= _JOINED:
                 self._joined.clear()
-            found = self._joined[patterns] = self._join([each.message() for each in patterns])
+            found = self._joined[patterns] = self._knows.join([each.message() for each in patterns])
         return found
 
     @property
@@ -279,14 +220,6 @@ class Flags(Generic[M]):
         observed its value before."""
         return any(
             first <= write <= last
-            and (event < began if reader == agent else self._seen(agent, reader) >= event)
+            and (event < began if reader == agent else self._knows.saw(agent, reader) >= event)
             for first, last, reader, event in self._reads.get(address, ())
         )
-
-
-def _latest(one: Totals, other: Totals) -> Totals:
-    """Of each thread and scope the larger number."""
-    both = dict(one)
-    for key, count in other.items():
-        both[key] = max(count, both.get(key, 0))
-    return both

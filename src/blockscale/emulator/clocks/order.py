@@ -119,8 +119,12 @@ class Order(Tables):
         """The last event of another agent that an agent has seen."""
         if agent == other:
             return self.now
-        row = self._tables[self._table_of[agent]][SEEN]
+        row = self.table(agent)[SEEN]
         return int(row[other]) if other < len(row) else 0
+
+    def table(self, agent: int) -> Knowledge:
+        """What an agent knows, but for what it did itself."""
+        return self._tables[self._table_of[agent]]
 
     def fence_proxy(self, agents: np.ndarray) -> None:
         """What was seen, the asynchronous proxy may rely on."""
@@ -144,7 +148,7 @@ class Order(Tables):
         place, each = self.flags.place(int(agents[0])), agents.tolist()
         self.flags.acquire(each, place, scope)
         if total:
-            self.flags.total(each, place, scope)
+            self.flags.fences.learn(each, place, scope)
         heard = self._heard[agents]
         for message in {id(each): each for each in heard if each is not None}.values():
             whose = agents[[each is message for each in heard]]

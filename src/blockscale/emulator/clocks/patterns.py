@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .scopes import Place, morally_strong, scope_between
 
-__all__ = ["LONGEST", "Moment", "Pattern", "Totals", "Value", "Who"]
+__all__ = ["LONGEST", "Moment", "Pattern", "Value", "Who"]
 
 M = TypeVar("M")
 LONGEST = 64  # links of a chain of read-modify-writes, at least, before it is made shorter
@@ -20,10 +20,6 @@ class Who(NamedTuple):
     place: Place
 
 
-#: Of each thread and scope, how many fence.sc.
-Totals = dict[tuple[Who, int], int]
-
-
 class Moment(Protocol[M]):
     """What a thread knows when it writes a flag, or at a fence.sc."""
 
@@ -31,9 +27,6 @@ class Moment(Protocol[M]):
 
     def at_fences(self) -> list[tuple[int, Callable[[], M]]]:
         """Its last fence of each scope, if there is a release among them, and what it knew then."""
-
-    def seen(self, agent: int) -> int:
-        """The last event of a thread that it has seen."""
 
 
 class Pattern(Generic[M]):
@@ -61,22 +54,41 @@ class Value(Generic[M]):
         patterns: that end with this write.
         before: the value that a read-modify-write replaced.
         length, limit: of the chain, and when it is made shorter.
-        decided: of each thread and scope, how many fence.sc come before it or one of its chain.
+        moment: of the write, once there is a fence.sc.
+        start: the number of the first write of its chain.
     """
 
     __slots__ = (
-        "_told", "before", "code", "decided", "length", "limit", "patterns", "who", "write",
+        "_known", "_told", "before", "code", "length", "limit", "moment", "patterns", "start", "who", "write",
     )  # fmt: skip
 
     def __init__(
         self, write: int, who: Who, code: int, patterns: list[Pattern[M]],
-        before: Value[M] | None, decided: Totals,
+        before: Value[M] | None, moment: Moment[M] | None,
     ) -> None:  # fmt: skip
         self.write, self.who, self.code, self.patterns = write, who, code, patterns
-        self.before, self.decided = before, decided
+        self.before, self.moment = before, moment
+        self.start: int = write if before is None else before.start
+        self._known: list[M] | None = None
         self.length: int = 1 if before is None else before.length + 1
         self.limit: int = LONGEST if before is None else before.limit
         self._told: dict[tuple[Place, int], tuple[Pattern[M], ...]] = {}
+
+    def known(self, join: Callable[[list[M]], M]) -> list[M]:
+        """What was known at its write and those of its chain, in one message if in any."""
+        if self._known is None:
+            found: list[M] = []
+            at: Value[M] | None = self
+            while at is not None and at._known is None:
+                found += [] if at.moment is None else [at.moment.everything()]
+                at = at.before
+            found += [] if at is None or at._known is None else at._known
+            self._known = [join(found)] if len(found) > 1 else found
+        return self._known
+
+    def keep(self, known: list[M]) -> None:
+        """It stands for values at which that was known."""
+        self._known = known
 
     def observed_by(self, code: int, place: Place) -> bool:
         """Whether the write is morally strong with an access elsewhere."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .flags import Flags
-from .knowledge import Knowledge, executed
+from .knowledge import SEEN, Knowledge, executed
 from .patterns import Value, Who
 from .scalars import scalars, whole
 from .scopes import CLUSTER, CTA, Place, Strength
@@ -49,8 +49,24 @@ class SharedMoment:
             found.append((CLUSTER, partial(at.message, i, relaxed=True)))
         return found
 
-    def seen(self, agent: int) -> int:
-        return self._at.seen(self._i, agent)
+
+class _Knows:
+    """What the agents of an order know."""
+
+    def __init__(self, order: Order) -> None:
+        self.join, self.saw, self._order = order.join, order.saw, order
+
+    def learn(self, threads: list[int], message: Knowledge) -> None:
+        self._order.acquire(np.array(threads), message)
+
+    def saw_of(self, thread: int, others: np.ndarray) -> np.ndarray:
+        return self._order.table(thread)[SEEN].take(others)
+
+    def told_of(self, message: Knowledge, threads: np.ndarray) -> np.ndarray:
+        return message[SEEN].take(threads)
+
+    def alike(self, thread: int) -> int:
+        return id(self._order.table(thread))
 
 
 class SharedFlags(Flags[Knowledge]):
@@ -63,12 +79,9 @@ class SharedFlags(Flags[Knowledge]):
     """
 
     def __init__(self, order: Order, ctas: int, runs: Callable[[], bool]) -> None:
-        super().__init__(CLUSTER if ctas > 1 else CTA, order.join, self._learns, order.saw)
+        super().__init__(CLUSTER if ctas > 1 else CTA, _Knows(order))
         self.order, self._runs = order, runs
         self._numbers = count(1)
-
-    def _learns(self, agents: list[int], message: Knowledge) -> None:
-        self.order.acquire(np.array(agents), message)
 
     def _executed(
         self, readers: list[int], value: Value[Knowledge], place: Place, scope: int
@@ -132,5 +145,5 @@ class SharedFlags(Flags[Knowledge]):
     def add_totals(self, agents: np.ndarray, scope: int, event: int) -> None:
         """They have executed a fence.sc at an event."""
         at, place = Snapshot(self.order, agents), self.place(int(agents[0]))
-        for i, agent in enumerate(agents.tolist()):
-            self.add_total(Who(agent, place), scope, event, SharedMoment(at, i))
+        moments = [SharedMoment(at, i) for i in range(len(agents))]
+        self.fences.add(agents.tolist(), place, scope, event, moments)

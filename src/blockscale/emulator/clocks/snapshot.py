@@ -36,18 +36,12 @@ class Snapshot:
     def fences(self, place: int) -> list[int]:
         """Of the last fences of one of them those that nothing wider came after, by number."""
         found, last = [], 0
-        for fence in range(len(self._own) - 1, -1, -1):
-            if self._own[fence, place] > last:
-                last = int(self._own[fence, place])
+        own = self._own[:, place].tolist()
+        for fence in range(len(own) - 1, -1, -1):
+            if own[fence] > last:
+                last = own[fence]
                 found.append(fence)
         return found
-
-    def seen(self, place: int, agent: int) -> int:
-        """The last event of an agent that one of them has seen."""
-        if agent == self.agents[place]:
-            return self.now
-        row = self.tables[self.which[place]][SEEN]
-        return int(row[agent]) if agent < len(row) else 0
 
     def message(self, place: int, fence: int | None = None, relaxed: bool = False) -> Knowledge:
         """What one of them passes on; ``fence``: of memory only what its last fence of that number

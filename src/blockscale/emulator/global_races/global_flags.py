@@ -5,7 +5,7 @@ A thread is the number of its cluster and its column there, as in ``accesses``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,12 +50,6 @@ class GlobalMoment:
 
         return [(scope, message(make)) for scope, make in self._shared.at_fences()]
 
-    def seen(self, agent: int) -> int:
-        cluster, column = divmod(agent, COLUMNS)
-        if cluster == self._member.number:
-            return self._shared.seen(column)
-        return seen_in(self.everything(), cluster, column)
-
 
 class WorkMoment:
     """What a work knew at its issue."""
@@ -71,9 +65,6 @@ class WorkMoment:
     def at_fences(self) -> list[tuple[int, Callable[[], Message]]]:
         return []
 
-    def seen(self, agent: int) -> int:
-        return seen_in(self.everything(), *divmod(agent, COLUMNS))
-
 
 def moments(member: Member, agents: np.ndarray) -> list[GlobalMoment]:
     """Of agents now."""
@@ -81,17 +72,44 @@ def moments(member: Member, agents: np.ndarray) -> list[GlobalMoment]:
     return [GlobalMoment(member, SharedMoment(at, i)) for i in range(len(agents))]
 
 
+class _Knows:
+    """What the threads of all members know."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self._members = members
+
+    def join(self, messages: list[Message]) -> Message:
+        return together(messages)
+
+    def learn(self, threads: list[int], message: Message) -> None:
+        self._members[threads[0] // COLUMNS].acquire(np.array(threads) % COLUMNS, message)
+
+    def saw(self, thread: int, other: int) -> int:
+        cluster, column = divmod(thread, COLUMNS)
+        return self._members[cluster].saw(column, other)
+
+    def saw_of(self, thread: int, others: np.ndarray) -> np.ndarray:
+        cluster, column = divmod(thread, COLUMNS)
+        member = self._members[cluster]
+        if cluster == others[0] // COLUMNS:
+            return member.order.table(column)[SEEN].take(others % COLUMNS)
+        return self.told_of(member.known_to(column), others)
+
+    def told_of(self, message: Message, threads: np.ndarray) -> np.ndarray:
+        rows = message.get(int(threads[0]) // COLUMNS)
+        if rows is None:
+            return np.zeros(len(threads), np.uint32)
+        return rows[SEEN].take(threads % COLUMNS)
+
+    def alike(self, thread: int) -> Hashable:
+        cluster, column = divmod(thread, COLUMNS)
+        member = self._members[cluster]
+        return thread if member.learned.has(column) else id(member.order.table(column))
+
+
 class GlobalFlags(Flags[Message]):
     """Those of launches that run together."""
 
     def __init__(self) -> None:
-        super().__init__(SYS, together, self._learns, self._saw)
         self.members: list[Member] = []
-
-    def _learns(self, threads: list[int], message: Message) -> None:
-        member = self.members[threads[0] // COLUMNS]
-        member.acquire(np.array(threads) % COLUMNS, message)
-
-    def _saw(self, thread: int, other: int) -> int:
-        cluster, column = divmod(thread, COLUMNS)
-        return self.members[cluster].saw(column, other)
+        super().__init__(SYS, _Knows(self.members))

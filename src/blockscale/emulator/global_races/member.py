@@ -8,7 +8,6 @@ import numpy as np
 
 from ..alarms.errors import Site
 from ..clocks.knowledge import SEEN, Knowledge
-from ..clocks.patterns import Who
 from ..clocks.scopes import Place
 from .accesses import COLUMNS
 from .global_flags import GlobalFlags, moments, seen_in
@@ -64,10 +63,14 @@ class Member:
         cluster, column = divmod(other, COLUMNS)
         if cluster == self.number:
             return self.order.saw(agent, column)
+        return seen_in(self.known_to(agent), cluster, column)
+
+    def known_to(self, agent: int) -> Message:
+        """What an agent knows of clusters."""
         at = agent, self.order.version, self.order.now
         if self._asked[0] != at:
             self._asked = at, self.learned.known(self.order.passed(agent)[SEEN])
-        return seen_in(self._asked[1], cluster, column)
+        return self._asked[1]
 
     # --- what they learn ---
 
@@ -94,10 +97,9 @@ class Member:
         each, place = self.numbers(agents), self.place(self.order.cta_of(int(agents[0])))
         self.flags.acquire(each, place, scope)
         if total:
-            self.flags.total(each, place, scope)
+            self.flags.fences.learn(each, place, scope)
 
     def add_totals(self, agents: np.ndarray, scope: int, event: int) -> None:
         """Agents have executed a fence.sc at an event."""
         place = self.place(self.order.cta_of(int(agents[0])))
-        for number, moment in zip(self.numbers(agents), moments(self, agents), strict=True):
-            self.flags.add_total(Who(number, place), scope, event, moment)
+        self.flags.fences.add(self.numbers(agents), place, scope, event, moments(self, agents))

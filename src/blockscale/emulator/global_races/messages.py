@@ -72,6 +72,10 @@ class Learned:
         self._version = -1
         self._views: dict[int, tuple[np.ndarray, list[Message], np.ndarray | None]] = {}
 
+    def has(self, agent: int) -> bool:
+        """Whether an agent has acquired any itself."""
+        return agent in self._events
+
     def lacking(self, agents: np.ndarray, message: Message) -> np.ndarray:
         """Those of the agents that did not acquire this message last."""
         lack = [self._taken.get(agent) is not message for agent in agents.tolist()]
