@@ -241,3 +241,84 @@ def test_a_release_lasts_though_others_write_between() -> None:
     )
     out = outcome(text(body), [np.zeros(96, np.uint32)], block=96)[0]
     assert out[0] == 7
+
+
+# --- what is no race, and what is -----------------------------------------------------------------
+
+#: Thread 0 runs A, then thread 32 runs B; the flag orders nothing but itself.
+TWO = (
+    START.replace("mov.u32 %r5, %t;", "")
+    + """bar.sync 0; setp.eq.u32 %p2, %t, 32; @%p2 bra B; @!%p1 bra E; A: <a> bra E;
+    B: nanosleep.u32 9999; <b> E:"""
+)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "race"),
+    [
+        ("st.relaxed.cta.shared.u32 [f1], 1;", "ld.relaxed.cta.shared.u32 %r4, [f1];", False),
+        ("st.relaxed.cta.shared.u32 [f1], 1;", "ld.relaxed.cta.shared.u8 %r4, [f1];", True),
+        ("st.relaxed.cta.shared.u32 [s], 1;", "st.relaxed.cta.shared.u64 [s], 2;", True),
+        ("st.shared.u32 [f1], 1; st.relaxed.cta.shared.u32 [f1], 2;",
+         "ld.relaxed.cta.shared.u32 %r4, [f1];", True),
+        ("ld.shared.u32 %r4, [f1]; ld.relaxed.cta.shared.u32 %r4, [f1];",
+         "st.relaxed.cta.shared.u32 [f1], 1;", True),
+        ("st.relaxed.cta.shared.u32 [f1], 1;",
+         "ld.relaxed.cta.shared.u32 %r4, [f1]; st.shared.u32 [f1], 2;", False),
+        ("st.relaxed.cta.shared.u32 [f1], 1;", "st.shared.u32 [f1], 2;", True),
+    ],
+)  # fmt: skip
+def test_strong_accesses_to_one_place(a: str, b: str, race: bool) -> None:
+    """8.7: they must overlap completely, a weak access beside a strong one counts, and who has
+    observed a value comes after its write (8.9.5)."""
+    kernel, out = text(TWO.replace("<a>", a).replace("<b>", b)), [np.zeros(64, np.uint32)]
+    if race:
+        refusal(kernel, out, DataRace, block=64)
+    else:
+        outcome(kernel, out, block=64)
+
+
+SCOPES = """.shared .b32 flag; mov.u32 %r10, %cluster_ctarank; setp.eq.u32 %p1, %t, 0;
+    setp.eq.u32 %p2, %r10, 0; @%p1 st.shared.u32 [flag], 0;
+    barrier.cluster.arrive; barrier.cluster.wait; @!%p1 bra E; mov.u32 %r12, flag;
+    mapa.shared::cluster.u32 %r12, %r12, 1; @!%p2 bra B;
+    st.relaxed.<scope>.shared::cluster.u32 [%r12], 1; bra E;
+    B: nanosleep.u32 9999; ld.relaxed.cluster.shared.u32 %r4, [flag];
+    E: barrier.cluster.arrive; barrier.cluster.wait;"""
+
+
+@pytest.mark.parametrize(("scope", "race"), [("cta", True), ("cluster", False)])
+def test_scopes_of_strong_accesses(scope: str, race: bool) -> None:
+    kernel, out = text(SCOPES.replace("<scope>", scope)), [np.zeros(32, np.uint32)]
+    if race:
+        refusal(kernel, out, DataRace, grid=2, cluster=2)
+    else:
+        outcome(kernel, out, grid=2, cluster=2)
+
+
+OTHER = """.shared .b32 flag; .shared .align 128 .b8 s[256];
+    setp.eq.u32 %p1, %t, 0; setp.lt.u32 %p2, %t, 32; setp.lt.u32 %p3, %t, 64;
+    @%p1 st.shared.u32 [flag], 0; bar.sync 0; @!%p2 bra B;
+    @!%p1 bra E; st.shared.u32 [s], 7; <first> st.relaxed.cta.shared.u32 [flag], 1; bra E;
+    B: @!%p3 bra C; ld.relaxed.cta.shared.u32 %r4, [flag]; setp.ne.u32 %p4, %r4, 1; @%p4 bra B;
+    bar.sync 1, 64; bra E;
+    C: bar.sync 1, 64; <last> ld.shared.u32 %r4, [s]; st.global.u32 [%at], %r4; E:"""
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "ordered"),
+    [
+        ("fence.sc.cta;", "fence.sc.cta;", True),
+        ("fence.acq_rel.cta;", "fence.sc.cta;", False),
+        ("fence.sc.cta;", "fence.acq_rel.cta;", False),
+    ],
+)
+def test_a_total_fence_of_another_thread_than_the_reader(
+    first: str, last: str, ordered: bool
+) -> None:
+    """8.9.3: warp 1 reads the flag, warp 2 fences after it has met warp 1."""
+    kernel, out = text(OTHER.replace("<first>", first).replace("<last>", last)), np.zeros(96, "u4")
+    if ordered:
+        assert (outcome(kernel, [out], block=96)[0][64:] == 7).all()
+    else:
+        refusal(kernel, [out], DataRace, block=96)

@@ -68,7 +68,7 @@ class Flags(Generic[M]):
 
     def write(
         self, address: int, who: Who, how: Strength, old: int, write: int, moment: Moment[M],
-        ordered: bool = True,
+        tells: bool = True, ordered: bool = True,
     ) -> None:  # fmt: skip
         """A strong write.
 
@@ -76,29 +76,29 @@ class Flags(Generic[M]):
             old: the number of the write before at this place; 0 if it is not morally strong with
                 this one.
             write: that of this one.
+            tells: whether the moment may have fences.
             ordered: whether it stands in the program of its thread: not so work.
         """
         before = self.value(address, old) if how.updates else None
-        patterns = self._patterns(address, who, how, moment, ordered)
+        own = self._releases(address, who, how, moment, ordered)
+        if not (own or tells or self.fences.any or before is not None):
+            self._values.pop(address, None)
+            return
         if before is not None and before.length > before.limit:
             before = self._shortened(before)
-        decides = moment if self.fences.any else None
-        if patterns or decides is not None or before is not None:
-            self._values[address] = Value(write, who, how.code, patterns, before, decides)
-        else:
-            self._values.pop(address, None)
+        self._values[address] = Value(write, who, how.code, own, before, moment)
 
-    def _patterns(
+    def _releases(
         self, address: int, who: Who, how: Strength, moment: Moment[M], ordered: bool
     ) -> list[Pattern[M]]:
+        """The releases of a thread itself that a write of its own passes on."""
         if not ordered:
             return [Pattern(who, how.scope, moment.everything)] if how.releases else []
         if how.releases:
-            own = self._own.setdefault((address, who.agent), {})
-            own[how.code] = Pattern(who, how.scope, moment.everything)
+            kept = self._own.setdefault((address, who.agent), {})
+            kept[how.code] = Pattern(who, how.scope, moment.everything)
         own = self._own.get((address, who.agent), {})
-        found = [each for code, each in own.items() if code >> 3 == how.code >> 3]
-        return found + [Pattern(who, scope, make) for scope, make in moment.at_fences()]
+        return [each for code, each in own.items() if code >> 3 == how.code >> 3]
 
     def _shortened(self, value: Value[M]) -> Value[M]:
         """The same in one link."""

@@ -51,23 +51,24 @@ class Value(Generic[M]):
     Attributes:
         write: the number of the write, later ones being larger.
         code: of the write, see scopes.
-        patterns: that end with this write.
         before: the value that a read-modify-write replaced.
         length, limit: of the chain, and when it is made shorter.
-        moment: of the write, once there is a fence.sc.
+        moment: of the write.
         start: the number of the first write of its chain.
     """
 
     __slots__ = (
-        "_known", "_told", "before", "code", "length", "limit", "moment", "patterns", "start", "who", "write",
+        "_known", "_own", "_patterns", "_told", "before", "code", "length", "limit", "moment",
+        "start", "who", "write",
     )  # fmt: skip
 
     def __init__(
-        self, write: int, who: Who, code: int, patterns: list[Pattern[M]],
-        before: Value[M] | None, moment: Moment[M] | None,
+        self, write: int, who: Who, code: int, own: list[Pattern[M]], before: Value[M] | None,
+        moment: Moment[M] | None,
     ) -> None:  # fmt: skip
-        self.write, self.who, self.code, self.patterns = write, who, code, patterns
+        self.write, self.who, self.code, self._own = write, who, code, own
         self.before, self.moment = before, moment
+        self._patterns: list[Pattern[M]] | None = None
         self.start: int = write if before is None else before.start
         self._known: list[M] | None = None
         self.length: int = 1 if before is None else before.length + 1
@@ -93,6 +94,16 @@ class Value(Generic[M]):
     def observed_by(self, code: int, place: Place) -> bool:
         """Whether the write is morally strong with an access elsewhere."""
         return bool(morally_strong(self.code, code, scope_between(self.who.place, place)))
+
+    @property
+    def patterns(self) -> list[Pattern[M]]:
+        """Those that end with this write."""
+        if self._patterns is None:
+            self._patterns = self._own
+            if self.moment is not None:
+                fences = self.moment.at_fences()
+                self._patterns = self._own + [Pattern(self.who, *fence) for fence in fences]
+        return self._patterns
 
     def chain(self) -> list[Pattern[M]]:
         """The patterns of all in its chain: of a thread and scope those of the last write, which

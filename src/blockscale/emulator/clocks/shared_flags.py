@@ -104,7 +104,8 @@ class SharedFlags(Flags[Knowledge]):
         """
         runs, place = self._runs(), self.place(int(agents[0]))
         at = Snapshot(self.order, agents)
-        if last is None and self.is_idle and not (how.releases or runs or at.have_fences()):
+        tells = runs or at.have_fences()
+        if last is None and self.is_idle and not (how.releases or tells):
             return
         for addresses, words in scalars(where, size, how.width, last):
             before = None if words is None else whole(words)
@@ -115,7 +116,7 @@ class SharedFlags(Flags[Knowledge]):
                 else:
                     old, write = self._last(address, how, place), next(self._numbers)
                 moment = SharedMoment(at, i, runs)
-                self.write(address, Who(int(agents[i]), place), how, old, write, moment)
+                self.write(address, Who(int(agents[i]), place), how, old, write, moment, tells)
 
     def reads(
         self, where: np.ndarray, agents: np.ndarray, how: Strength, size: int,

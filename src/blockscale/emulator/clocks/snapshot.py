@@ -15,7 +15,7 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """Of some agents, each with its place among them."""
+    """Of some agents, each by its number among them."""
 
     __slots__ = ("_at_fences", "_fenced", "_inits", "_own", "agents", "now", "tables", "which")
 
@@ -29,35 +29,35 @@ class Snapshot:
         """Whether some of them pass on something of memory without releasing it themselves."""
         return bool(np.any(self._own) or np.any(self._inits))
 
-    def has_inits(self, place: int) -> bool:
+    def has_inits(self, i: int) -> bool:
         """Whether one of them has executed a fence.mbarrier_init."""
-        return bool(self._inits[place])
+        return bool(self._inits[i])
 
-    def fences(self, place: int) -> list[int]:
+    def fences(self, i: int) -> list[int]:
         """Of the last fences of one of them those that nothing wider came after, by number."""
         found, last = [], 0
-        own = self._own[:, place].tolist()
+        own = self._own[:, i].tolist()
         for fence in range(len(own) - 1, -1, -1):
             if own[fence] > last:
                 last = own[fence]
                 found.append(fence)
         return found
 
-    def message(self, place: int, fence: int | None = None, relaxed: bool = False) -> Knowledge:
+    def message(self, i: int, fence: int | None = None, relaxed: bool = False) -> Knowledge:
         """What one of them passes on; ``fence``: of memory only what its last fence of that number
         precedes; ``relaxed``: nothing of it."""
-        agent, own = int(self.agents[place]), self.now
-        known = self.tables[self.which[place]].copy()
+        agent, own = int(self.agents[i]), self.now
+        known = self.tables[self.which[i]].copy()
         if relaxed:
             known, own = executed(known), 0
         elif fence is not None:
             run = executed(known)
             tables, which = self._at_fences[fence]
-            known, own = tables[which[place]].copy(), int(self._own[fence, place])
+            known, own = tables[which[i]].copy(), int(self._own[fence, i])
             known = joined(known, run)
         known[SEEN, agent] = own
-        known[FENCED, agent] = max(known[FENCED, agent], min(own, self._fenced[place]))
-        known[INITS, agent] = self._inits[place]
+        known[FENCED, agent] = max(known[FENCED, agent], min(own, self._fenced[i]))
+        known[INITS, agent] = self._inits[i]
         known[RUN, agent] = self.now
         if len(known) > TENSOR:
             known[PASSED, agent] = own

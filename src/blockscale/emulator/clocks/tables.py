@@ -29,7 +29,7 @@ class Tables(Events):
         super().__init__()
         self.who, self._rows = who, rows
         self._tables: list[Knowledge] = [np.zeros((rows, who.count), np.uint32)]
-        self._places = {id(self._tables[0]): 0}
+        self._number_of = {id(self._tables[0]): 0}
         self._limit = _TABLES
         self._table_of = np.zeros(who.agents, np.int32)
         self._table_at_fence = np.zeros((scopes, who.agents), np.int32)
@@ -70,20 +70,20 @@ class Tables(Events):
             np.maximum(part, self._tables[other], out=part)
         return known
 
-    def _place(self, table: Knowledge) -> int:
+    def _number(self, table: Knowledge) -> int:
         """The number of a table."""
-        place = self._places.get(id(table))
-        if place is None:
-            place = self._places[id(table)] = len(self._tables)
+        number = self._number_of.get(id(table))
+        if number is None:
+            number = self._number_of[id(table)] = len(self._tables)
             self._tables.append(table)
-        return place
+        return number
 
     def _forget(self) -> None:
         """Drop the tables that nobody has."""
         both = np.concatenate([self._table_of[None], self._table_at_fence])
         used, at = np.unique(both, return_inverse=True)
         self._tables = [self._tables[i] for i in used.tolist()]
-        self._places = {id(table): i for i, table in enumerate(self._tables)}
+        self._number_of = {id(table): i for i, table in enumerate(self._tables)}
         numbers = at.astype(np.int32).reshape(both.shape)
         self._table_of, self._table_at_fence = numbers[0], numbers[1:]
         self._limit = max(_TABLES, 2 * len(used))
@@ -108,7 +108,7 @@ class Tables(Events):
         if len(self._tables) >= self._limit:
             self._forget()  # which numbers them anew
         tables = self._table_of[agents]
-        changed = {old: self._place(change(self._tables[old])) for old in self._distinct(tables)}
+        changed = {old: self._number(change(self._tables[old])) for old in self._distinct(tables)}
         if len(changed) == 1:
             self._table_of[agents] = changed[int(tables[0])]
         else:
@@ -156,5 +156,5 @@ class Tables(Events):
         for row in self.waited:
             known[lanes[lacks], row, columns[lacks]] = events[lacks]
         for lane in lanes[lacks].tolist():
-            self._table_of[agents[lane]] = self._place(known[lane])
+            self._table_of[agents[lane]] = self._number(known[lane])
         self._learned += 1

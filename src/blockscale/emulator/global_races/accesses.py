@@ -53,5 +53,5 @@ class Accesses:
         self.first[first:last] = made  # of a chain of read-modify-writes: see flags
         return made
 
-    def place(self, access: int) -> Site:
+    def site_of(self, access: int) -> Site:
         return self._sites[int(self.site[access])]

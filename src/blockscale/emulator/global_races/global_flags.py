@@ -66,10 +66,9 @@ class WorkMoment:
         return []
 
 
-def moments(member: Member, agents: np.ndarray) -> list[GlobalMoment]:
-    """Of agents now."""
-    at = Snapshot(member.order, agents)
-    return [GlobalMoment(member, SharedMoment(at, i)) for i in range(len(agents))]
+def moments(member: Member, at: Snapshot) -> list[GlobalMoment]:
+    """Of the agents of a snapshot."""
+    return [GlobalMoment(member, SharedMoment(at, i)) for i in range(len(at.agents))]
 
 
 class _Knows:

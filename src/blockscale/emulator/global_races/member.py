@@ -9,6 +9,7 @@ import numpy as np
 from ..alarms.errors import Site
 from ..clocks.knowledge import SEEN, Knowledge
 from ..clocks.scopes import Place
+from ..clocks.snapshot import Snapshot
 from .accesses import COLUMNS
 from .global_flags import GlobalFlags, moments, seen_in
 from .messages import THROUGH, Learned, Message, fenced
@@ -102,4 +103,5 @@ class Member:
     def add_totals(self, agents: np.ndarray, scope: int, event: int) -> None:
         """Agents have executed a fence.sc at an event."""
         place = self.place(self.order.cta_of(int(agents[0])))
-        self.flags.fences.add(self.numbers(agents), place, scope, event, moments(self, agents))
+        at = moments(self, Snapshot(self.order, agents))
+        self.flags.fences.add(self.numbers(agents), place, scope, event, at)

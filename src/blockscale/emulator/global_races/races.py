@@ -17,6 +17,7 @@ from ..clocks.order import named
 from ..clocks.patterns import Who
 from ..clocks.scalars import scalars, whole
 from ..clocks.scopes import ASYNC, CLUSTER, CTA, GPU, SCOPE, SYS, Strength
+from ..clocks.snapshot import Snapshot
 from ..machine.engine import Work
 from ..ptx.program import PtxError
 from .accesses import COLUMNS, NEVER, Accesses
@@ -213,9 +214,11 @@ class Races:
         written, last = self._written.take(cells), self._strong(by, last)
         if actor is None:
             agents = by.at[:, 0]
-            each: Sequence[Moment[Message]] = moments(member, agents)
+            at = Snapshot(member.order, agents)
+            each: Sequence[Moment[Message]] = moments(member, at)
+            tells = at.have_fences()
         else:
-            agents = np.full(len(where), actor.issuer)
+            agents, tells = np.full(len(where), actor.issuer), False
             each = [WorkMoment(member, actor)] * len(where)
         whose = member.numbers(agents)
         both = zip(
@@ -232,7 +235,7 @@ class Races:
             for i, address in enumerate(addresses.tolist()):
                 who, write = Who(whose[i], place), int(made[i])
                 self.flags.write(
-                    address, who, how, int(old[i]), write, each[i], actor is None
+                    address, who, how, int(old[i]), write, each[i], tells, actor is None
                 )  # fmt: skip
 
     # --- messages ---
@@ -298,7 +301,7 @@ class Races:
         at, access = np.argwhere(late)[0], int(accesses[late][0])
         cell = int(cells[late][0]) - self._starts[buffer.base]
         byte = max(cell * self.cell - buffer.base % self.cell, 0)
-        who, earlier = int(self.accesses.who[access]), self.accesses.place(access)
+        who, earlier = int(self.accesses.who[access]), self.accesses.site_of(access)
         column = int(by.at[at[0] if len(by.at) > 1 else 0, 0])
         here = by.member.order.named(by.site, column)
         there = named(earlier, who % COLUMNS, *self._naming[who // COLUMNS])

@@ -331,7 +331,7 @@ class Shadow:
 
     # --- messages ---
 
-    def place(self, cell: int) -> str:
+    def cell_name(self, cell: int) -> str:
         return f"{cell * self.size:#x}"
 
     def race(
@@ -341,7 +341,7 @@ class Shadow:
         """``who`` accesses at ``site``; the other access is that event, of ``column``.
         ``lacks``: the kind that is found; it is lanes where nothing orders those of a warp."""
         order = self.order
-        place, earlier = self.name.format(self.place(cell)), order.site(event)
+        place, earlier = self.name.format(self.cell_name(cell)), order.site(event)
         agent, own = (who.issuer, who.column) if isinstance(who, Actor) else (who, who)
         here, there = order.named(site, own), order.named(earlier, column)
         kind = lacks

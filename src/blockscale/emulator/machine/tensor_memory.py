@@ -179,7 +179,7 @@ class _Shadow(Shadow):
     def cells_of(self, items: np.ndarray) -> np.ndarray:
         return items // COLUMNS // _RUN * COLUMNS + items % COLUMNS
 
-    def place(self, cell: int) -> str:
+    def cell_name(self, cell: int) -> str:
         lane, column = divmod(cell, COLUMNS)
         return f"lanes {lane * _RUN} to {lane * _RUN + _RUN - 1}, column {column}"
 

@@ -106,7 +106,7 @@ class Blanks:
         first = np.flatnonzero(bits)[:1]
         if not len(first) or blank.flat[first[0]]:
             item = items.flat[first[0]] if len(first) else items.flat[0]
-            place = self._shadow.place(int(self._shadow.cells_of(item)))
+            place = self._shadow.cell_name(int(self._shadow.cells_of(item)))
             place = self._shadow.name.format(place)
             return Undefined(bits, Origin(site, f"{site} reads {place}, which nobody has written"))
         return Undefined(bits, self._origins[items.flat[first[0]]])
