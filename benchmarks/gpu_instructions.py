@@ -64,8 +64,7 @@ def cases() -> list[Any]:
 def examine(case: Any, arch: str) -> dict[str, Any]:
     """Compile ``case`` and look at its code."""
     from blockscale.dtypes import from_torch
-    from blockscale.emulator import Device
-    from blockscale.emulator.host import cutedsl
+    from blockscale.emulator import Device, cutedsl
     from blockscale.emulator.host.hostcode import settings
     from blockscale.kernels.common.builders import build_kernel
     from blockscale.kernels.common.gpu import GPUS

@@ -23,8 +23,7 @@ import torch
 from gpu_quantize import ROOT, head, line, rewrite
 
 from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, UINT8, to_torch
-from blockscale.emulator import Device, Report
-from blockscale.emulator.host import cutedsl
+from blockscale.emulator import Device, Report, cutedsl
 from blockscale.emulator.host.hostcode import settings
 from blockscale.formats import get_format
 from blockscale.kernels.common.builders import build_kernel

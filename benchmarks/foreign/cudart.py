@@ -17,8 +17,10 @@ from blockscale import emulator as em
 from blockscale.emulator.host.runtime import (
     c_function,
     device_attribute,
+    does_nothing,
     read_launch,
     read_parameters,
+    writes,
 )
 
 __all__ = ["Runtime"]
@@ -137,17 +139,6 @@ def _dim3(low: int, high: int) -> tuple[int, int, int]:
     return low & 0xFFFF_FFFF, low >> 32, high & 0xFFFF_FFFF
 
 
-def _nothing(runtime: Runtime, *_: int) -> None:
-    """Limits that Device.launch checks, waits for what is over, modules known already."""
-
-
-def _writes(value: int) -> Callable[..., None]:
-    def function(runtime: Runtime, out: int) -> None:
-        _put(out, value)
-
-    return function
-
-
 # Modules and launches -----------------------------------------------------------------------------
 
 
@@ -261,23 +252,23 @@ def _encode_tiled(
 _Table = dict[str, tuple[Callable[..., Any], str]]  # a function and its kinds, as of c_function
 _RUNTIME: _Table = {
     "__cudaRegisterFatBinary": (_register_binary, "p"),
-    "__cudaRegisterFatBinaryEnd": (_nothing, "p"),
-    "__cudaUnregisterFatBinary": (_nothing, "p"),
+    "__cudaRegisterFatBinaryEnd": (does_nothing, "p"),
+    "__cudaUnregisterFatBinary": (does_nothing, "p"),
     "__cudaRegisterFunction": (_register_function, "ppppippppp"),
-    "__cudaRegisterVar": (_nothing, "ppppilii"),
+    "__cudaRegisterVar": (does_nothing, "ppppilii"),
     "__cudaGetKernel": (_get_kernel, "pp"),
     "__cudaPushCallConfiguration": (_push, "lllllp"),
     "__cudaPopCallConfiguration": (_pop, "pppp"),
     "__cudaLaunchKernel": (_launch, "pllllplp"),
     "cudaLaunchKernelExC": (_launch_config, "ppp"),
-    "cudaFuncSetAttribute": (_nothing, "pii"),
+    "cudaFuncSetAttribute": (does_nothing, "pii"),
     "cudaMalloc": (_malloc, "pl"),
     "cudaFree": (_free, "p"),
     "cudaMemcpy": (_copy, "ppli"),
-    "cudaGetDevice": (_writes(0), "p"),
-    "cudaDriverGetVersion": (_writes(_VERSION), "p"),
+    "cudaGetDevice": (writes(0), "p"),
+    "cudaDriverGetVersion": (writes(_VERSION), "p"),
     "cudaGetDeviceProperties": (_properties, "pi"),
-    "cudaDeviceSynchronize": (_nothing, ""),
+    "cudaDeviceSynchronize": (does_nothing, ""),
     "cudaGetLastError": (_last_error, ""),
     "cudaGetDriverEntryPointByVersion": (_entry_point, "ppilp"),
 }

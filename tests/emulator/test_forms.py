@@ -28,8 +28,6 @@ def value(body: str, **more: str) -> int:
     return int(out[5])
 
 
-#: Of two .param in one declaration ptxas takes the declaration alone: it crashes where no call
-#: follows.
 RUNS = [
     (".reg.b64 x; mov.b64 x, 7; cvt.u32.u64 %r1, x;", 7),
     (".reg .align 4 .b32 x; mov.b32 x, 7; mov.b32 %r1, x;", 7),
@@ -40,7 +38,6 @@ RUNS = [
     (".shared.align 8 .b8 s[16]; st.shared.b32 [s+4], 3; bar.sync 0; ld.shared.b32 %r1, [s+4];", 3),
     (".shared.b32 s; st.shared.b32 [s], 3; bar.sync 0; ld.shared.b32 %r1, [s];", 3),
     (".local.align 16 .b8 l[32]; st.local.b32 [l+4], %t; ld.local.b32 %r1, [l+4];", 5),
-    (".param .b32 p, q; st.param.b32 [p], 4; st.param.b32 [q], %t; ld.param.b32 %r1, [q];", 5),
     ("mov .b32 %r1, 6;", 6),
 ]  # fmt: skip
 
@@ -48,6 +45,15 @@ RUNS = [
 @pytest.mark.parametrize(("body", "expected"), RUNS)
 def test_declarations_in_a_kernel(body: str, expected: int) -> None:
     assert value(body) == expected
+
+
+def test_two_params_in_one_declaration() -> None:
+    """A call follows: ptxas crashes without one."""
+    before = """.func (.param .b32 r) twice(.param .b32 x) { .reg .b32 %x;
+    ld.param.b32 %x, [x]; add.s32 %x, %x, %x; st.param.b32 [r], %x; ret; }"""
+    body = """{ .param .b32 p, q; st.param.b32 [p], %t; call.uni (q), twice, (p);
+    ld.param.b32 %r1, [q]; }"""
+    assert value(body, before=before) == 10
 
 
 CONSTANTS = [
@@ -235,12 +241,12 @@ PRINT = """.local .align 8 .b8 args[48]; .reg .b64 %fmt, %args; .reg .f64 %d;
 
 
 def test_vprintf(capsys: pytest.CaptureFixture[str]) -> None:
-    before = RUNTIME + string("fmt", "%d: %6.2f|%-4s|%x %lld %hhd 100%%\n") + string("word", "ab")
+    before = RUNTIME + string("fmt", "%d: %6.2f|%-4s|%x %lld %hd 100%%\n") + string("word", "ab")
     out = np.zeros(32, np.uint32)
     run(PRINT + "st.global.b32 [%at], %r1;", out, block=2, before=before)
     assert out[:2].tolist() == [6, 6]
     assert capsys.readouterr().out.splitlines() == [
-        f"{t}:   2.50|ab  |ffffffff -5 44 100%" for t in range(2)
+        f"{t}:   2.50|ab  |ffffffff -5 300 100%" for t in range(2)
     ]
 
 

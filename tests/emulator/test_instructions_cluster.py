@@ -127,6 +127,35 @@ def test_calls_through_a_register() -> None:
     assert out.tolist() == [i * (9 if i % 2 else 3) for i in range(32)]
 
 
+def test_calls_through_a_table() -> None:
+    """Functions that initializers alone name, one of them with shared memory of its own."""
+    function = """.func (.param .b32 back) {name}(.param .b32 x) {{ {more} .reg .b32 %v, %w;
+        ld.param.u32 %v, [x]; {does} st.param.b32 [back], %v; ret; }}\n"""
+    before = """.func (.param .b32 back) later(.param .b32 x);
+        .global .u64 table[3] = {later, twice, generic(through)}; .const .u64 one = later;
+    """
+    before += function.format(name="twice", more="", does="shl.b32 %v, %v, 1;")
+    before += function.format(name="later", more="", does="add.u32 %v, %v, 100;")
+    before += function.format(
+        name="through",
+        more=".shared .u32 kept[32];",
+        does="""mov.u32 %w, kept; mad.lo.u32 %w, %v, 4, %w; st.shared.u32 [%w], 7;
+        ld.shared.u32 %v, [%w];""",
+    )
+    out = np.zeros(32, np.uint32)
+    run(
+        """rem.u32 %r1, %t, 3; mul.wide.u32 %rd1, %r1, 8; mov.u64 %rd2, table;
+        add.u64 %rd1, %rd1, %rd2; ld.global.u64 %rd3, [%rd1]; ld.const.u64 %rd4, [one];
+        setp.eq.u32 %p1, %t, 31; selp.b64 %rd3, %rd4, %rd3, %p1;
+        { .param .b32 a; .param .b32 r; st.param.b32 [a], %t;
+        proto: .callprototype (.param .b32 _) _ (.param .b32 _);
+        call (r), %rd3, (a), proto; ld.param.b32 %r2, [r]; }
+        st.global.u32 [%at], %r2;""",
+        out, before=before,
+    )  # fmt: skip
+    assert out.tolist() == [(i + 100, 2 * i, 7)[i % 3] for i in range(31)] + [131]
+
+
 @pytest.mark.parametrize(
     ("setup", "message"),
     [

@@ -260,6 +260,29 @@ def test_arrays_that_do_not_fit_the_variables(given: dict[str, np.ndarray], mess
         run("st.global.u32 [g], 1;", np.zeros(1), before=".global .u32 g;\n", variables=given)
 
 
+def test_where_static_shared_variables_lie() -> None:
+    """Those of the entry first, then of functions in the order in which it comes to name them,
+    then of the module by name; what another entry has takes no room."""
+    head = ".param .b64 to) {{ .reg .b64 %a, %to; ld.param.u64 %to, [to]; .shared {own};"
+    tell = "mov.u64 %a, {name}; st.global.u64 [%to + {at}], %a;"
+    second = head.format(own=".align 2 .b8 of_second[6]") + tell.format(name="of_second", at=8)
+    first = head.format(own=".align 8 .b8 of_first[4]") + tell.format(name="of_first", at=16)
+    call = "{{ .param .b64 p; st.param.b64 [p], %to; call {name}, (p); }}"
+    before = f"""
+        .shared .b8 lies_last[64]; .shared .b8 of_another[256]; .shared .align 16 .b8 lies_16[5];
+        .func second({second} {tell.format(name="lies_last", at=24)} ret; }}
+        .func first({first} {tell.format(name="lies_16", at=32)} ret; }}
+        .entry another({head.format(own=".b8 of_entry[99]")} {call.format(name="first")}
+        {tell.format(name="of_another", at=0)} ret; }}
+        """
+    body = f""".shared .b8 own[3]; .reg .b64 %a, %to; mov.b64 %to, %out;
+        {tell.format(name="own", at=0)} {call.format(name="second")} {call.format(name="first")}"""
+    out = np.zeros(5, np.uint64)
+    run(body, out, before=before, block=1)
+    wanted = {"own": 0, "of_second": 4, "of_first": 16, "lies_last": 37, "lies_16": 32}
+    assert (out - 1024).tolist() == list(wanted.values())
+
+
 def test_further_buffers_have_names() -> None:
     data, out = np.arange(32, dtype=np.uint32), np.zeros(32, np.uint32)
     body = "ld.param.u64 %rd1, [in]; ld.global.u32 %r1, [%rd1+8]; st.global.u32 [%at], %r1;"

@@ -473,6 +473,9 @@ def test_each_of_several_writers_counts(write: str) -> None:
     warp 0, whether that is no race with it for its value or for both being strong. But what an
     atomic has observed comes before all that the atomic does (8.9.5)."""
     body = TWO_WRITERS.replace("<write>", write).replace("<third>", WRITES[write])
+    if write[0] in "ar":  # an update observes those before it: the other one is the later
+        sleep = "nanosleep.u32 1000; "
+        body = body.replace(sleep, "").replace("A: ", f"A: {sleep}")
     one = body.replace("<join>", "bar.sync 1, 64;").replace("<last>", "")
     every = body.replace("<join>", "bar.sync 1, 64; bar.sync 2, 96;")
     first = "@%p3 st.shared.u32 [s], 0; bar.sync 0;" if write[0] in "ar" else ""
@@ -483,6 +486,16 @@ def test_each_of_several_writers_counts(write: str) -> None:
         one = one.replace("A: @%p3", "A: nanosleep.u32 1000; @%p3")
     refusal(text(HEAD + first + one), [words()], DataRace, block=96)
     outcome(text(HEAD + first + every.replace("<last>", "bar.sync 2, 96;")), [words()], block=96)
+
+
+@pytest.mark.parametrize("write", [each for each in WRITES if each[0] in "ar"])
+def test_an_update_observes_those_before_it(write: str) -> None:
+    """8.9.5: what is ordered after an update by warp 1 is ordered after that by warp 0, which came
+    before it."""
+    body = TWO_WRITERS.replace("<write>", write).replace("<third>", WRITES[write])
+    first = "and.b32 %r6, %t, 31; setp.eq.u32 %p3, %t, 0; @%p3 st.shared.u32 [s], 0; bar.sync 0;"
+    one = body.replace("<join>", "bar.sync 1, 64;").replace("<last>", "")
+    outcome(text(HEAD + first + one), [words()], block=96)
 
 
 def test_each_lane_that_wrote_the_same_value_counts() -> None:

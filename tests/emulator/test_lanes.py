@@ -131,6 +131,24 @@ def test_no_copy_is_forgotten(copies: int) -> None:
         assert f"line {line_of(wrong, '// A')}" in str(error)
 
 
+def test_copies_of_one_lane_are_not_ordered() -> None:
+    """Two lanes copy the same to one word. One of them waits for its own and tells the other, which
+    copies something else there: after its own first copy only if it waits for that, too (8.9.1.1:
+    not ordered with those of any other cp.async of the thread)."""
+    body = """setp.lt.u32 %p4, %t, 2; setp.eq.u32 %p5, %t, 1; @!%p4 bra M;
+    cp.async.ca.shared.global [s], [%out], 4; // A
+    M: @%p5 cp.async.wait_all; <> bar.warp.sync -1;
+    @%p2 cp.async.ca.shared.global [s], [%out + 4], 4; // B
+    cp.async.wait_all; bar.warp.sync -1;
+    ld.shared.u32 %r6, [s]; st.global.u32 [%at], %r6;"""
+    right = text(HEAD + body.replace("<>", "@%p2 cp.async.wait_all;"))
+    wrong = text(HEAD + body.replace("<>", ""))
+    assert (outcome(right, [LANES.astype(np.uint32)])[0] == 1).all()
+    for error in refusal(wrong, [LANES.astype(np.uint32)], DataRace):
+        assert f"line {line_of(wrong, '// B')} writes byte" in str(error)
+        assert f"line {line_of(wrong, '// A')}" in str(error)
+
+
 def test_tables_that_nobody_has_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables are numbered anew when many were dropped, never while agents are given new ones."""
     random = np.random.default_rng(3)

@@ -11,6 +11,7 @@ import pytest
 from wgmma_kernels import DTYPES as FLOATS
 
 from blockscale import emulator as em
+from blockscale.emulator.ieee import exact_fp64
 from blockscale.emulator.tensorcore.arithmetic import Instruction, multiply
 from kernels import run, text
 
@@ -306,6 +307,77 @@ def test_blackwell_gives_the_same(target: str) -> None:
     assert (out == launch(BF16, *operands)[0]).all()
 
 
+# --- fp64 -----------------------------------------------------------------------------------------
+
+#: PTX ISA 9.7.14.5: by M, where A (row, k), B (k, column) and D are.
+DOUBLES: dict[int, tuple[Place, Place, Place]] = {
+    8: (lambda g, t, i: (g, t), lambda g, t, i: (t, g), lambda g, t, i: (g, 2 * t + i)),
+    16: (
+        lambda g, t, i: (g + 8 * (i % 2), 4 * (i // 2) + t),
+        lambda g, t, i: (t + 4 * i, g),
+        place_of_d,
+    ),
+}
+
+
+def doubles(
+    m: int, k: int, a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str = ""
+) -> np.ndarray:
+    """D of mma.sync in fp64, as a matrix."""
+    counts = m * N // 32, m * k // 32, k * N // 32
+    first = 10, 20, 30  # D and C, A, B: %rd registers
+    words = [
+        to_lanes(matrix, place).view(np.float64)
+        for matrix, place in zip((c, a, b), (DOUBLES[m][2], *DOUBLES[m][:2]), strict=True)
+    ]
+    body = ""
+    for name, at, count in zip("cab", first, counts, strict=True):
+        body += f"ld.param.u64 %rd1, [{name}]; mad.wide.u32 %rd1, %t, {8 * count}, %rd1;\n"
+        body += "".join(f"ld.global.b64 %rd{at + i}, [%rd1+{8 * i}];\n" for i in range(count))
+    d, a_of, b_of = (
+        "{" + ", ".join(f"%rd{at + i}" for i in range(count)) + "}"
+        for at, count in zip(first, counts, strict=True)
+    )
+    body += f"mma.sync.aligned.m{m}n8k{k}.row.col.f64.f64.f64.f64{rounding} "
+    body += f"{d}, {a_of}, {b_of}, {d};\nmad.wide.u32 %rd1, %t, {8 * counts[0]}, %out;\n"
+    body += "".join(f"st.global.b64 [%rd1+{8 * i}], %rd{10 + i};\n" for i in range(counts[0]))
+    out = np.zeros((32, counts[0]))
+    source = text(body, ".param .u64 c, .param .u64 a, .param .u64 b")
+    em.Device("sm_90a").launch(source, "k", 1, 32, [out, *words])
+    found = np.zeros_like(c)
+    for lane, i in np.ndindex(out.shape):
+        found[DOUBLES[m][2](lane // 4, lane % 4, i)] = out[lane, i]
+    return found
+
+
+@pytest.mark.parametrize("rounding", ["", ".rn", ".rz", ".rm", ".rp"])
+@pytest.mark.parametrize(("m", "k"), [(8, 4), (16, 4), (16, 8), (16, 16)])
+def test_doubles_are_fused_in_order_of_k(m: int, k: int, rounding: str) -> None:
+    rng = np.random.default_rng(m + k)
+    a, b, c = (rng.normal(size=size) for size in ((m, k), (k, N), (m, N)))
+    a[:, 1] *= 2.0**60  # its product and that of the next column nearly cancel: the order shows
+    a[:, 2], b[2] = -a[:, 1] * (1 + 2.0**-52), b[1]
+    fused = exact_fp64("fma", rounding[1:] or "rn")
+    wanted = c.copy()
+    for row, column, i in np.ndindex(m, N, k):
+        wanted[row, column] = fused(a[row, i], b[i, column], wanted[row, column])
+    assert (doubles(m, k, a, b, c, rounding).view(np.uint64) == wanted.view(np.uint64)).all()
+    assert (wanted != a @ b + c).any()
+
+
+def test_undefined_doubles() -> None:
+    """A product with what nobody wrote is undefined in the rows and columns that it reaches."""
+    body = """.shared .b64 s; .reg .f64 %d<9>; mov.f64 %d1, 0d3FF0000000000000; mov.f64 %d2, %d1;
+    setp.eq.u32 %p1, %t, 9; @!%p1 bra all; ld.shared.f64 %d1, [s]; all: bar.warp.sync -1;
+    mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%d3, %d4}, {%d1}, {%d2}, {%d2, %d2};
+    cvt.rn.f32.f64 %f1, %d3; setp.eq.u32 %p1, %t, <>; @%p1 st.global.f32 [%at], %f1;"""
+    out = np.zeros(32, np.float32)
+    run(body.replace("<>", "12"), out)  # lane 9 has row 2
+    assert out[12] == 5
+    with pytest.raises(em.PtxError, match="nobody has written"):
+        run(body.replace("<>", "8"), out)
+
+
 # --- refused --------------------------------------------------------------------------------------
 
 GOOD = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {D}, {A}, {B}, {C};"
@@ -328,12 +400,19 @@ def refused(line: str, message: str, target: str = "sm_90a", block: int = 32, **
         ("row.col", "col.row", "expected .aligned and .row.col"),
         ("row.col", "row.row", "expected .aligned and .row.col"),
         ("row.col.", "", "expected .aligned and .row.col"),
-        ("m16n8k16", "m8n8k4", "expected a shape .m16n8kK and the types of D, A, B and C"),
-        ("f32.f16.f16.f32", "f64.f64.f64.f64", "expected a shape .m16n8kK and the types"),
-        ("f32.f16.f16.f32", "f32.f16.f16", "expected a shape .m16n8kK and the types"),
+        ("m16n8k16", "m8n8k4", r"shape \.m8n8k4: \.f16\.f16 takes \.m16n8k8, \.m16n8k16"),
+        ("m16n8k16", "m8n8k16", r"shape \.m8n8k16: \.f16\.f16 takes \.m16n8k8, \.m16n8k16"),
+        (
+            "m16n8k16",
+            "m16n8",
+            "expected a shape .m16n8kK or .m8n8k4 and the types of D, A, B and C",
+        ),
+        ("f32.f16.f16.f32", "f64.f64.f64.f64", "register %f0 has type .f32, not 64 bits"),
+        ("f32.f16.f16.f32", "f32.f16.f16", "expected a shape .m16n8kK or .m8n8k4 and the types"),
+        ("f32.f16.f16.f32", "f32.f16.f16.f32.rz", "unsupported modifier .rz"),
         ("m16n8k16.row.col.f32.f16.f16.f32", "m16n8k64.row.col.s32.s4.s4.s32", "the types of D"),
-        ("m16n8k16", "m16n8k32", "K is 32; .f16.f16 takes 8 and 16"),
-        ("f32.f16.f16.f32", "f32.tf32.tf32.f32", "K is 16; .tf32.tf32 takes 4 and 8"),
+        ("m16n8k16", "m16n8k32", r"shape \.m16n8k32: \.f16\.f16 takes \.m16n8k8, \.m16n8k16"),
+        ("f32.f16.f16.f32", "f32.tf32.tf32.f32", r"\.tf32\.tf32 takes \.m16n8k4, \.m16n8k8"),
         ("f32.f16.f16.f32", "f32.f16.f16.f16", "there is no .f32.f16.f16.f16"),
         ("f32.f16.f16.f32", "f16.bf16.bf16.f16", "there is no .f16.bf16.bf16.f16"),
         ("f32.f16.f16.f32", "f32.f16.bf16.f32", "there is no .f32.f16.bf16.f32"),
@@ -386,6 +465,8 @@ def test_counts_of_other_types() -> None:
         ("m16n8k16.row.col.f32.f16.f16.f32", "sm_75", "sm_80"),
         ("m16n8k8.row.col.f32.bf16.bf16.f32", "sm_75", "sm_80"),
         ("m16n8k8.row.col.f32.f16.f16.f32", "sm_70", "sm_75"),
+        ("m8n8k4.row.col.f64.f64.f64.f64", "sm_75", "sm_80"),
+        ("m16n8k4.row.col.f64.f64.f64.f64", "sm_80", "sm_90"),
     ],
 )
 def test_too_early_a_target(name: str, target: str, needed: str) -> None:

@@ -151,7 +151,7 @@ MALFORMED = [
     (".version 8.0\n.global .u32 x", "expected ';'", 2, 15),
     (".version 8.0\n.global .u99 x;", "unknown type .u99", 2, 1),
     (".version 8.0\n.global .u32 x[-1];", "a length of -1", 2, 16),
-    (".version 8.0\n.global .u32 x = y;", "there is no variable 'y'", 2, 18),
+    (".version 8.0\n.global .u32 x = y;", "there is no variable or function 'y'", 2, 18),
     (".version 8.0\n.func f(.param .b8 a) { }\n.func f() { ret; }", "'f' is defined twice", 3, 7),
     (".version 8.0\n.entry k() {", "a block is not closed", 2, 13),
     (".version 8.0\n.entry k() { ret }", "expected ','|expected an operand", 2, 18),

@@ -34,9 +34,7 @@ class Copies:
 
     def __init__(self, order: Order, agents: np.ndarray, site: Site, reading: np.ndarray) -> None:
         self.order, self.agents, self.reading = order, agents, reading
-        before = order.columns
         self.columns = order.who.lanes(agents)
-        order.version += order.columns > before
         self.event = order.event(site)
         self._at = Snapshot(order, agents)
         self._view: View | None = None

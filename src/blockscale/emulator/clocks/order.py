@@ -247,9 +247,7 @@ class Order(Tables):
         have one column: who has waited for a phase knows those of it and of earlier ones, and
         events of later ones are later.
         """
-        before = self.columns
         column = self.who.copy(generic, told)
-        self.version += self.columns > before
         tensor &= self.tensor
         known, shares = self._at_issue(issuers, tensor), told is not None
         return Actor(column, known, int(issuers[0]), None, tensor, generic, code, shares)

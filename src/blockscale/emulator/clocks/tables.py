@@ -36,12 +36,17 @@ class Tables(Events):
         self._own_at_fence = np.zeros((scopes, who.agents), np.uint32)
         #: Rows of what a thread knows that waited for its cp.async.
         self.waited = [row for row in range(min(rows, TENSOR)) if copies_fence or row != FENCED]
-        self.version = 0  # of what agents know
+        self._learned = 0  # how often agents got other tables
 
     @property
     def columns(self) -> int:
         """How many there are now."""
         return self.who.count
+
+    @property
+    def version(self) -> int:
+        """Of what agents know, in tables of so many columns: both numbers only grow."""
+        return self._learned + self.who.count
 
     def _fit(self, known: Knowledge) -> Knowledge:
         """With a column for everybody there is now."""
@@ -108,7 +113,7 @@ class Tables(Events):
             self._table_of[agents] = changed[int(tables[0])]
         else:
             self._table_of[agents] = [changed[old] for old in tables.tolist()]
-        self.version += 1
+        self._learned += 1
 
     def _copy_row(self, agents: np.ndarray, source: int, into: int) -> None:
         def copy(known: Knowledge) -> Knowledge:
@@ -152,4 +157,4 @@ class Tables(Events):
             known[lanes[lacks], row, columns[lacks]] = events[lacks]
         for lane in lanes[lacks].tolist():
             self._table_of[agents[lane]] = self._number(known[lane])
-        self.version += 1
+        self._learned += 1

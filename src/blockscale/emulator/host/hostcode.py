@@ -23,7 +23,14 @@ import numpy as np
 from ..launches.device import Device
 from ..observe.report import Report
 from ..ptx.program import PtxError
-from .runtime import c_function, device_attribute, read_launch, read_parameters
+from .runtime import (
+    c_function,
+    device_attribute,
+    does_nothing,
+    read_launch,
+    read_parameters,
+    writes,
+)
 
 __all__ = ["HostCode", "landing", "settings"]
 
@@ -202,30 +209,19 @@ def _load_once(call: _Call, state: int, init: int, load: int, set_error: int) ->
         loaded.value = 1
 
 
-def _writes(value: int) -> Callable[..., None]:
-    def function(call: _Call, out: int) -> None:
-        ctypes.c_int32.from_address(out).value = value
-
-    return function
-
-
-def _nothing(call: _Call, *_: int) -> None:
-    """Limits that Device.launch checks itself; streams, which have nothing left to do."""
-
-
 _RUNTIME: dict[str, tuple[Callable[..., None], str]] = {  # kinds of c_function
     "_cudaLaunchKernelEx": (_launch, "ppp"),
-    "_cudaLibraryLoadData": (_nothing, "ppppippi"),
+    "_cudaLibraryLoadData": (does_nothing, "ppppippi"),
     "_cudaLibraryGetKernel": (_get_kernel, "ppp"),
     "_cudaDeviceGetAttribute": (_device_attribute, "pii"),
     "_cuKernelGetAttribute": (_kernel_attribute, "pipi"),
-    "_cudaKernelSetAttributeForDevice": (_nothing, "piii"),
-    "_cudaFuncSetAttribute": (_nothing, "pii"),
-    "_cudaGetDevice": (_writes(0), "p"),
-    "_cudaGetDeviceCount": (_writes(1), "p"),
-    "_cudaSetDevice": (_nothing, "i"),
-    "_cudaDeviceSynchronize": (_nothing, ""),
-    "_cudaStreamSynchronize": (_nothing, "p"),
+    "_cudaKernelSetAttributeForDevice": (does_nothing, "piii"),
+    "_cudaFuncSetAttribute": (does_nothing, "pii"),
+    "_cudaGetDevice": (writes(0), "p"),
+    "_cudaGetDeviceCount": (writes(1), "p"),
+    "_cudaSetDevice": (does_nothing, "i"),
+    "_cudaDeviceSynchronize": (does_nothing, ""),
+    "_cudaStreamSynchronize": (does_nothing, "p"),
     "cuda_dialect_init_library_once": (_load_once, "pppp"),
 }
 

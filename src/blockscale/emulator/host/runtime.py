@@ -12,7 +12,15 @@ from typing import Any
 from ..ptx.parse import parse_once
 from ..ptx.program import PtxError
 
-__all__ = ["c_function", "device_attribute", "device_attributes", "read_launch", "read_parameters"]
+__all__ = [
+    "c_function",
+    "device_attribute",
+    "device_attributes",
+    "does_nothing",
+    "read_launch",
+    "read_parameters",
+    "writes",
+]
 
 _FAILED = 719  # cudaErrorLaunchFailure: makes host code return; what went wrong is raised after
 
@@ -101,6 +109,20 @@ def read_parameters(ptx: str, name: str, address: int) -> list[bytes]:
     wanted = parse_once(ptx, name).functions[name].parameters
     places = (ctypes.c_void_p * len(wanted)).from_address(address) if wanted else ()
     return [ctypes.string_at(at, p.nbytes) for at, p in zip(places, wanted, strict=True)]
+
+
+def does_nothing(current: Any, *_: int) -> None:
+    """Limits that Device.launch checks itself; modules that are known already; waits for streams,
+    which have nothing left to do."""
+
+
+def writes(value: int) -> Callable[..., None]:
+    """A function whose one argument is the place of an int, which gets the value."""
+
+    def function(current: Any, out: int) -> None:
+        ctypes.c_int32.from_address(out).value = value
+
+    return function
 
 
 def c_function(function: Callable[..., int | None], kinds: str, current: Callable[[], Any]) -> Any:

@@ -195,6 +195,8 @@ def atomic(form: Form) -> Step:
         where = checked(w, form, address(w), size)
         operands = [_columns(w, values, dtype) for values in gets]
         before = np.empty((w.n, count), dtype)
+        engine, memory, changed = w.cta.cluster.engine, w.cta.launch.memory, False
+        stores = engine.stores, memory.stores
         for turn in turns(where):
             part = w if len(turn) == w.n else w.part(turn, w.pc)
             old = np.ascontiguousarray(read(part, where[turn], size)).view(dtype)
@@ -202,9 +204,11 @@ def atomic(form: Form) -> Step:
             flushed = np.repeat(where[turn] >> np.uint64(56) == 0, count) & (space in _GLOBAL)
             new = combine(flushed, old.reshape(-1), *elements)
             before[turn] = old
-            write(
-                part, where[turn], np.ascontiguousarray(new, dtype).view(np.uint8).reshape(-1, size)
-            )
+            values = np.ascontiguousarray(new, dtype).view(np.uint8).reshape(-1, size)
+            changed |= values.tobytes() != old.tobytes()
+            write(part, where[turn], values)
+        if not changed:
+            engine.stores, memory.stores = stores
         for i, put in enumerate(puts):
             put(w, before[:, i])
 

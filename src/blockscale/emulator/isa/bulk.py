@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..machine.engine import Work
 from ..machine.mbarriers import MBarrier
 from ..machine.ports import read_global, read_shared, write_global, write_shared
 from ..machine.state import CTA, Fragment, Step
-from ..machine.undefined import fetched, used
+from ..machine.undefined import Undefined, fetched, used
 from ..memory.buffers import RANK_SHIFT, MemoryFault
 from .access import combiner
 from .copies import groups
@@ -175,27 +176,84 @@ def _checked(form: Form, size: int, **addresses: int) -> None:
             raise MemoryFault(f"{name} {address:#x} of {form.ins.opcode} is not a multiple of 16")
 
 
-@instruction("cp.async.bulk", "cp.reduce.async.bulk")
-def bulk(form: Form) -> Step:
-    """[dst], [src], size, then [mbar] and a CTA mask, or nothing, or a byte mask; cache policy."""
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From where to where, and what a reduction does there."""
+
+    target: str
+    source: str
+    operation: str | None  # None: it copies
+    combine: Callable[[np.ndarray, np.ndarray], np.ndarray]  # what was there, with what comes
+    how: Strength | None  # it reaches global memory, if it reduces
+
+
+def _way(form: Form) -> _Way:
     spaces = form.several(*_SPACES)
     if tuple(spaces) not in _WAYS:
         raise form.error("expected the state spaces of destination and source")
     target, source = spaces
-    operation = None
-    type = "b32"
-    if form.parts[1] == "reduce":
-        operation = form.one(*REDUCTIONS)
-        if operation is None:
-            raise form.error(f"expected one of {', '.join(REDUCTIONS)}")
-        noftz = form.has("noftz")
-        type = form.type(*REDUCTIONS[operation])
-        if noftz != (operation == "add" and type in ("f16", "bf16")):
-            raise form.error("expected .noftz with .add of .f16 and .bf16 only")
-        if source == "global" or (type == "s64" and operation == "add"):
-            raise form.error(f"there is no .{operation} of .{type} from .{source} to .{target}")
-        if target != "global" and (operation, type) not in _IN_SHARED:
-            raise form.error(f"there is no .{operation} of .{type} in shared memory")
+    if form.parts[1] != "reduce":
+        return _Way(target, source, None, reduced(None, "b32"), None)
+    operation = form.one(*REDUCTIONS)
+    if operation is None:
+        raise form.error(f"expected one of {', '.join(REDUCTIONS)}")
+    noftz = form.has("noftz")
+    type = form.type(*REDUCTIONS[operation])
+    if noftz != (operation == "add" and type in ("f16", "bf16")):
+        raise form.error("expected .noftz with .add of .f16 and .bf16 only")
+    if source == "global" or (type == "s64" and operation == "add"):
+        raise form.error(f"there is no .{operation} of .{type} from .{source} to .{target}")
+    if target != "global" and (operation, type) not in _IN_SHARED:
+        raise form.error(f"there is no .{operation} of .{type} in shared memory")
+    return _Way(target, source, operation, reduced(operation, type), strength_of(operation, type))
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One copy or reduction with everything it was given."""
+
+    way: _Way
+    start: int
+    to: int
+    size: int
+    keep: np.ndarray  # which bytes of each 16 are written
+
+    def read(self, work: Work) -> Any:
+        """Fetch the source; what is returned writes the destination."""
+        where, found = pieces(self.start, self.size), None
+        if self.way.source == "global":
+            values = read_global(work, work.issuer[0].launch, where, _PIECE)
+        else:
+            values, found = fetched(work, lambda: read_shared(work, where, _PIECE))
+        write = self._into_global if self.way.target == "global" else self._into_shared
+        return partial(write, values, found)
+
+    def _into_shared(
+        self, values: np.ndarray, found: Undefined | None, work: Work, address: int
+    ) -> None:
+        where = pieces(address, self.size)
+        if self.way.operation is not None:
+            old = read_shared(work, where, _PIECE)
+            if found is not None:
+                used(work.issuer[0].launch.alarms, work.site(), "reduces {}", found.origin)
+            values = self.way.combine(old, values)
+        write_shared(work, where, values, found=found)
+
+    def _into_global(self, values: np.ndarray, found: Undefined | None, work: Work) -> None:
+        launch, where, keep = work.issuer[0].launch, pieces(self.to, self.size), self.keep
+        with launch.lock:
+            if self.way.operation is not None or not keep.all():
+                old = launch.memory.load(where, _PIECE)
+                values = np.where(keep, self.way.combine(old, values), old)
+            kept = found and found.through(lambda bits: bits * keep)
+            write_global(work, launch, where, values, kept, self.way.how)
+
+
+@instruction("cp.async.bulk", "cp.reduce.async.bulk")
+def bulk(form: Form) -> Step:
+    """[dst], [src], size, then [mbar] and a CTA mask, or nothing, or a byte mask; cache policy."""
+    way = _way(form)
+    target, source = way.target, way.source
     told = form.has("mbarrier::complete_tx::bytes")
     grouped = form.has("bulk_group")
     if told == grouped or grouped != (target == "global"):
@@ -203,7 +261,7 @@ def bulk(form: Form) -> Step:
             "expected .mbarrier::complete_tx::bytes into shared, .bulk_group into global memory"
         )
     multicast = (target, source) == _WAYS[0] and form.has("multicast::cluster")
-    masked = target == "global" and operation is None and form.has("cp_mask")
+    masked = target == "global" and way.operation is None and form.has("cp_mask")
     if masked:
         form.needs("sm_100")
     at = 3
@@ -213,56 +271,26 @@ def bulk(form: Form) -> Step:
     at += told
     ctas = form.get(at, "u16") if multicast else None
     at += multicast
-    if "global" in spaces and form.has("L2::cache_hint"):
+    if "global" in (target, source) and form.has("L2::cache_hint"):
         form.get(at, "b64")
         at += 1
     bytes_of = form.get(at, "b16") if masked else None
-    combine_bytes = reduced(operation, type)
-    how = strength_of(operation, type)
 
     def run(w: Fragment) -> None:
         size, begin, last = first(size_of(w)), first(start(w)), first(to(w))
         _checked(form, size, destination=last, source=begin)
-        launch = w.cta.launch
         if size == 0:
             return
         keep = np.ones(_PIECE, bool)
         if bytes_of is not None:
             keep = (first(bytes_of(w)) >> np.arange(_PIECE) & 1).astype(bool)
-
-        def read(work: Work) -> Any:
-            if source == "global":
-                values, found = read_global(work, launch, pieces(begin, size), _PIECE), None
-            else:
-                values, found = fetched(
-                    work, lambda: read_shared(work, pieces(begin, size), _PIECE)
-                )
-
-            def into_shared(work: Work, address: int) -> None:
-                where = pieces(address, size)
-                old = values if operation is None else read_shared(work, where, _PIECE)
-                if operation is not None and found is not None:
-                    used(launch.alarms, work.site(), "reduces {}", found.origin)
-                write_shared(work, where, combine_bytes(old, values), found=found)
-
-            def into_global(work: Work) -> None:
-                where = pieces(last, size)
-                new = values
-                with launch.lock:
-                    if operation is not None or not keep.all():
-                        old = launch.memory.load(where, _PIECE)
-                        new = np.where(keep, combine_bytes(old, values), old)
-                    kept = found and found.through(lambda bits: bits * keep)
-                    write_global(work, launch, where, new, kept, how)
-
-            return into_global if target == "global" else into_shared
-
+        copy = _Copy(way, begin, last, size, keep)
         if bar is None:
-            send(w, read)
+            send(w, copy.read)
             return
         mask = None if ctas is None else first(ctas(w))
         needs = () if source == "global" else (w.cta,)
-        deliver(w, size, read, landings(w, last, first(bar(w)), mask), needs)
+        deliver(w, size, copy.read, landings(w, last, first(bar(w)), mask), needs)
 
     return one_by_one(run)
 

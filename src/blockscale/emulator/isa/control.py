@@ -30,19 +30,10 @@ def mov(form: Form) -> Step:
     if isinstance(source, Symbol) and source.name in form.machine.program.module.functions:
         if type not in ("u64", "s64", "b64") or source.offset:
             raise form.error(f"the address of the function {source.name} has 64 bits")
-        address = np.uint64(_addresses(form)[source.name])
+        address = np.uint64(form.machine.program.module.addresses[source.name])
         return lambda w: put(w, address)
     get = form.get(1, type)
     return lambda w: put(w, get(w))
-
-
-_FUNCTIONS = 0x0300_0000_0000_0000  # where their addresses start; nothing can be loaded from there
-
-
-def _addresses(form: Form) -> dict[str, int]:
-    """Of every function of the module."""
-    functions = form.machine.program.module.functions
-    return {name: _FUNCTIONS + 16 * i for i, name in enumerate(functions)}
 
 
 def _part_type(type: str, parts: int) -> str:
@@ -218,7 +209,7 @@ def call(form: Form) -> Step:
     if len(operands) != 1 or not isinstance(operands[0], Symbol):
         raise form.error("expected a function, or a register and a prototype")
     get = form.get(target, "u64")
-    functions = {address: name for name, address in _addresses(form).items()}
+    functions = {at: name for name, at in machine.program.module.addresses.items()}
 
     def run(w: Fragment) -> Any:
         where = np.broadcast_to(get(w), w.n)

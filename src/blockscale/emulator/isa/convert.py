@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -74,11 +75,20 @@ def _element(part: str) -> str:
     return name if name in (*NARROW, "ue8m0", "tf32") else ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Modifiers:
+    rounding: str | None
+    ftz: bool
+    sat: bool
+    relu: bool
+    satfinite: bool
+
+
 @instruction("cvt")
 def cvt(form: Form) -> Step:
     """9.7.9."""
     rounding = form.one(*ROUNDINGS, "rna", *_INTEGER_ROUNDING)
-    ftz, sat, relu, satfinite = (form.has(n) for n in ("ftz", "sat", "relu", "satfinite"))
+    by = _Modifiers(rounding, *(form.has(n) for n in ("ftz", "sat", "relu", "satfinite")))
     types = [part for part in form.left if part in TYPES or _element(part)]
     if len(types) != 2:
         raise form.error(f"expected two types, found {', '.join(types) or 'none'}")
@@ -86,25 +96,25 @@ def cvt(form: Form) -> Step:
         form.left.remove(part)
     to, source = types
     narrow_forms = _element(to) or _element(source)
-    if narrow_forms and (ftz or sat):
+    if narrow_forms and (by.ftz or by.sat):
         raise form.error("unsupported modifier with this type")
     if not {_element(to), _element(source)} <= {"", "tf32", "e4m3", "e5m2"}:
         form.needs("sm_100f")
     if to == "tf32":
-        if satfinite and rounding != "rna":
+        if by.satfinite and rounding != "rna":
             form.needs("sm_100")
-        return _tf32(form, rounding or "rn", relu, satfinite)
+        return _tf32(form, rounding or "rn", by.relu, by.satfinite)
     if _element(to):
-        return _to_narrow(form, _element(to), source, rounding, relu, satfinite)
+        return _to_narrow(form, _element(to), source, by)
     if _element(source):
-        if rounding != "rn" or satfinite:
+        if rounding != "rn" or by.satfinite:
             raise form.error("expected .rn without .satfinite")
-        return _from_narrow(form, _element(source), to, relu)
+        return _from_narrow(form, _element(source), to, by.relu)
     if to in ("bf16x2", "f16x2") and source == "f32":
-        if ftz or sat:
+        if by.ftz or by.sat:
             raise form.error("unsupported modifier with this type")
-        return _pair(form, to[:-2], relu, satfinite, rounding or "rn")
-    return _scalar(form, source, to, rounding, ftz, sat, relu, satfinite)
+        return _pair(form, to[:-2], by)
+    return _scalar(form, source, to, by)
 
 
 _FLOATS = ("f16", "bf16", "f32", "f64")
@@ -135,79 +145,75 @@ def _may_saturate(source: str, to: str) -> bool:
     return bool(own.min < info.min or own.max > info.max)
 
 
-def _scalar(
-    form: Form,
-    source: str,
-    to: str,
-    rounding: str | None,
-    ftz: bool,
-    sat: bool,
-    relu: bool,
-    satfinite: bool,
-) -> Step:
+def _check_scalar(form: Form, source: str, to: str, by: _Modifiers) -> None:
+    """What may go together."""
     for name in (source, to):
         if name not in (*_FLOATS, *_INTEGERS):
             raise form.error(f"type .{name} is not supported")
-    from_float, to_float = source in _FLOATS, to in _FLOATS
-    whole = rounding in _INTEGER_ROUNDING
     allowed = _roundings(source, to)
-    if rounding not in allowed:
+    if by.rounding not in allowed:
         raise form.error(
-            f"unsupported modifier .{rounding}"
-            if rounding
+            f"unsupported modifier .{by.rounding}"
+            if by.rounding
             else f"needs .{', .'.join(filter(None, allowed))}"
         )
+    halves = source == "f32" and to in ("f16", "bf16") and not (by.ftz or by.sat)
     if (
-        (ftz and "f32" not in (source, to))
-        or (sat and not _may_saturate(source, to))
-        or ((relu or satfinite) and (source != "f32" or to not in ("f16", "bf16") or ftz or sat))
-        or ((relu or satfinite) and rounding not in ("rn", "rz"))
+        (by.ftz and "f32" not in (source, to))
+        or (by.sat and not _may_saturate(source, to))
+        or ((by.relu or by.satfinite) and not (halves and by.rounding in ("rn", "rz")))
     ):
         raise form.error("unsupported modifier with this type")
-    if source in ("s64", "u64") and to == "f64" and rounding not in (None, "rn"):
-        raise form.error(f"rounding .{rounding} of 64-bit integers is not supported")
+    if source in ("s64", "u64") and to == "f64" and by.rounding not in (None, "rn"):
+        raise form.error(f"rounding .{by.rounding} of 64-bit integers is not supported")
+
+
+def _scalar(form: Form, source: str, to: str, by: _Modifiers) -> Step:
+    """From one register to one."""
+    _check_scalar(form, source, to, by)
     get = form.get(1, {"bf16": "b16", "f16": "b16"}.get(source, source))
     put = form.set(0, {"bf16": "b16", "f16": "b16"}.get(to, to))
+    converted = _conversion(source, to, by)
+    return lambda w: put(w, converted(np.asarray(get(w))))
 
-    def exact(w: Fragment) -> np.ndarray:
-        """The source as fp64, exact or rounded to odd, to an integer where the rounding says so."""
-        value = np.atleast_1d(np.asarray(get(w)))
-        if not from_float:
-            return _from_integer(value)
-        if source in ("f16", "bf16"):
-            value = ieee.split(value, source)[:, 0]
-        elif ftz and source == "f32":
-            value = ieee.flush(value)
-        wide = value.astype(np.float64)
-        return _INTEGER_ROUNDING[rounding](wide) if whole and rounding else wide
 
-    near = rounding if rounding in ROUNDINGS else "rn"
+def _conversion(source: str, to: str, by: _Modifiers) -> Callable[[np.ndarray], np.ndarray]:
+    if to in _INTEGERS:
+        if source in _INTEGERS:
+            return lambda value: _between_integers(value, to, by.sat)
+        return lambda value: _to_integer(_exact(value, source, by), to, source)
+    if source in _INTEGERS and by.rounding == "rn" and to in ("f32", "f64") and not by.sat:
+        return lambda value: value.astype(TYPES[to])
+    if source == "bf16" and to == "f32" and not (by.rounding in _INTEGER_ROUNDING or by.sat):
+        return _bf16_to_f32  # the bits as they are, those of a NaN too
+    return lambda value: _to_float(_exact(value, source, by), source, to, by)
 
-    def run(w: Fragment) -> None:
-        if not to_float:
-            if from_float:
-                put(w, _to_integer(exact(w), to, source))
-            else:
-                put(w, _between_integers(np.asarray(get(w)), to, sat))
-            return
-        if not from_float and near == "rn" and to in ("f32", "f64") and not sat:
-            put(w, np.asarray(get(w)).astype(TYPES[to]))
-            return
-        if source == "bf16" and to == "f32" and not (whole or sat):
-            put(w, _bf16_to_f32(np.asarray(get(w))))  # the bits as they are, those of a NaN too
-            return
-        value = ieee.clamp(exact(w), sat, relu)
-        if to == "f64":
-            put(w, value)
-        elif to == "f32":
-            out = ieee.to_float32(value, near)
-            out = out if source == "f64" else ieee.canonical(out)  # a NaN keeps its payload
-            put(w, ieee.flush(out) if ftz else out)
-        else:
-            out = _half(value, to, near, satfinite)
-            put(w, _with_payload(value, out, to) if source == "f64" else out)
 
-    return run
+def _exact(value: np.ndarray, source: str, by: _Modifiers) -> np.ndarray:
+    """The source as fp64, exact or rounded to odd, to an integer where the rounding says so."""
+    value = np.atleast_1d(value)
+    if source in _INTEGERS:
+        return _from_integer(value)
+    if source in ("f16", "bf16"):
+        value = ieee.split(value, source)[:, 0]
+    elif by.ftz and source == "f32":
+        value = ieee.flush(value)
+    wide = value.astype(np.float64)
+    return _INTEGER_ROUNDING.get(by.rounding or "", np.asarray)(wide)
+
+
+def _to_float(value: np.ndarray, source: str, to: str, by: _Modifiers) -> np.ndarray:
+    """fp64 -> one of the larger formats."""
+    value = ieee.clamp(value, by.sat, by.relu)
+    near = by.rounding if by.rounding in ROUNDINGS else "rn"
+    if to == "f64":
+        return value
+    if to == "f32":
+        out = ieee.to_float32(value, near)
+        out = out if source == "f64" else ieee.canonical(out)  # a NaN keeps its payload
+        return ieee.flush(out) if by.ftz else out
+    out = _half(value, to, near, by.satfinite)
+    return _with_payload(value, out, to) if source == "f64" else out
 
 
 def _between_integers(value: np.ndarray, to: str, sat: bool) -> np.ndarray:
@@ -276,23 +282,25 @@ def _two(form: Form, source: str) -> Callable[[Fragment], tuple[np.ndarray, np.n
     return both
 
 
-def _pair(form: Form, half: str, relu: bool, satfinite: bool, rounding: str) -> Step:
+def _pair(form: Form, half: str, by: _Modifiers) -> Step:
     """cvt.rn.bf16x2.f32 d, a, b: a goes to the upper half."""
+    rounding = by.rounding or "rn"
     if rounding not in ("rn", "rz"):
         raise form.error(f"unsupported modifier .{rounding}")
     both, put = _two(form, "f32"), form.set(0, "b32")
 
     def run(w: Fragment) -> None:
-        low, high = (_half(ieee.clamp(v, False, relu), half, rounding, satfinite) for v in both(w))
+        low, high = (
+            _half(ieee.clamp(v, False, by.relu), half, rounding, by.satfinite) for v in both(w)
+        )
         put(w, low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16))
 
     return run
 
 
-def _to_narrow(
-    form: Form, element: str, source: str, rounding: str | None, relu: bool, satfinite: bool
-) -> Step:
+def _to_narrow(form: Form, element: str, source: str, by: _Modifiers) -> Step:
     """e4m3x2.f32 and the like. ``a`` goes to the upper half."""
+    rounding, relu, satfinite = by.rounding, by.relu, by.satfinite
     scale = element == "ue8m0"
     if (rounding not in ("rz", "rp") or relu) if scale else (rounding != "rn" or not satfinite):
         raise form.error("expected .rz or .rp" if scale else "expected .rn.satfinite")

@@ -133,6 +133,7 @@ def init(form: Form) -> Step:
 
 def _mark(w: Fragment, i: int, cta: CTA, offset: int, again: bool = False) -> None:
     """Its 8 bytes are written; what they hold is opaque. ``again``: the mbarrier was there."""
+    cta.cluster.engine.stores += 1
     cta.shared[offset : offset + 8] = np.frombuffer(OPAQUE, np.uint8)
     if cta.shadow is not None:
         cells = np.arange(offset // cta.shadow.size, (offset + 8) // cta.shadow.size)[None]
@@ -243,6 +244,35 @@ def pending_count(form: Form) -> Step:
     return lambda w: put(w, (get(w) & mask).astype(np.uint32))
 
 
+def _phase(form: Form, barrier: MBarrier, what: int, parity: bool) -> Phase:
+    """The phase that an operand means, a parity or a state: this one or the one before."""
+    if parity and what > 1:
+        raise form.error(f"phase parity {what}; allowed are 0 and 1")
+    number = what if parity else what >> COUNT_BITS
+    if not parity and barrier.phase - number not in (0, 1):
+        raise form.error(
+            f"the state is of phase {number} of {barrier}, which is in phase "
+            f"{barrier.phase}: only that and the one before can be waited for"
+        )
+    return barrier.last if (barrier.phase - number) & 1 else barrier.current
+
+
+def _why(form: Form, phases: list[Phase], thread: int, parity: bool) -> str:
+    """What a thread waits for that waits for these."""
+    phase = next(phase for phase in phases if not phase.over)
+    text = f"the phase of parity {phase.number & 1} of " if parity else ""
+    return text + phase.barrier.describe() + phase.barrier.missed(thread, form.ins.line)
+
+
+def _distinct(places: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of operands, each once, and which is that of each thread."""
+    pairs = np.stack([places, tokens.astype(np.uint64)], 1)
+    if (pairs == pairs[0]).all():
+        return pairs[:1], np.zeros(len(pairs), np.int64)
+    pairs, whose = np.unique(pairs, axis=0, return_inverse=True)
+    return pairs, whose.reshape(-1)
+
+
 @instruction("mbarrier.test_wait", "mbarrier.try_wait", control=True)
 def wait(form: Form) -> Step:
     """True once the phase has ended. try_wait suspends its threads until the phase ends that they
@@ -258,30 +288,12 @@ def wait(form: Form) -> Step:
     if suspends and len(form.ins.operands) > 3:
         form.get(3, "u32")  # a hint how long
 
-    def named(barrier: MBarrier, what: int) -> Phase:
-        """The phase that an operand means: this one or the one before."""
-        if parity and what > 1:
-            raise form.error(f"phase parity {what}; allowed are 0 and 1")
-        number = what if parity else what >> COUNT_BITS
-        if not parity and barrier.phase - number not in (0, 1):
-            raise form.error(
-                f"the state is of phase {number} of {barrier}, which is in phase "
-                f"{barrier.phase}: only that and the one before can be waited for"
-            )
-        return barrier.last if (barrier.phase - number) & 1 else barrier.current
-
     def waited(w: Fragment) -> np.ndarray:
         """The phase that each thread waits for: who was suspended, for the one it began with."""
         places, tokens = where(w), np.broadcast_to(token(w), w.n)
         phases: np.ndarray = w.cta.awaited[w.threads]
         begins = phases == None  # noqa: E711 (each of an array)
-        pairs = np.stack([places, tokens.astype(np.uint64)], 1)
-        whose = np.zeros(w.n, np.int64)
-        if (pairs == pairs[0]).all():
-            pairs = pairs[:1]
-        else:
-            pairs, whose = np.unique(pairs, axis=0, return_inverse=True)
-            whose = whose.reshape(-1)
+        pairs, whose = _distinct(places, tokens)
         for i, (place, what) in enumerate(pairs):
             barrier, users = find(w.cta, int(place)), whose == i
             visible(w, barrier, users)
@@ -289,7 +301,7 @@ def wait(form: Form) -> Step:
                 raise form.error("waits for an mbarrier of another CTA")
             users &= begins
             if users.any():
-                phases[users] = named(barrier, int(what))
+                phases[users] = _phase(form, barrier, int(what), parity)
         return phases
 
     def run(w: Fragment) -> Any:
@@ -305,7 +317,7 @@ def wait(form: Form) -> Step:
                 return Split(over)
             return Wait(
                 lambda: any(phase.over for phase in each),
-                lambda: why(each, int(threads[0])),
+                lambda: _why(form, each, int(threads[0]), parity),
                 may_fail=True,
             )
         w.gives_up = False
@@ -317,11 +329,5 @@ def wait(form: Form) -> Step:
                 (order.hear if relaxed else order.acquire)(w.agents()[here], phase.known)
         put(w, over)
         return None
-
-    def why(phases: list[Phase], thread: int) -> str:
-        phase = next(phase for phase in phases if not phase.over)
-        barrier = phase.barrier
-        text = f"the phase of parity {phase.number & 1} of " if parity else ""
-        return text + barrier.describe() + barrier.missed(thread, form.ins.line)
 
     return run

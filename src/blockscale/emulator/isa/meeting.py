@@ -76,71 +76,96 @@ def gathered(
     ``gives``: what a lane gives to the others, operand 1.
     """
     get = (lambda w: _ALL) if mask_at is None else form.get(mask_at, "b32")
-    given = form.operand(1) if gives is not None else None
-    given = given.register if isinstance(given, Not) else given
-    slot = given.slot if isinstance(given, Register) else None
+    meets = mask_at is not None and not form.of_masks
+    place = _Place(form, run, gives)
 
     def step(w: Fragment) -> Any:
-        cta, threads = w.cta, w.threads
-        if cta.meetings:
-            complete = {id(each) for each in elsewhere(w) if each.complete}
-            over = np.array([id(each) in complete for each in cta.met[threads]])
-            if over.any():
-                if not over.all():
-                    return Split(over)
-                if form.of_masks or has_masks(w.frame) or given_undefined(w) is None:
-                    return leave(w)
-                masks_of(w.frame)  # in a function that had none: once more, with care
-                return Switch()
+        cta = w.cta
+        over = place.over(w)
+        if over.any():
+            return place.resume(w) if over.all() else Split(over)
         masks = np.broadcast_to(get(w), w.n)
         if w.n == cta.size and w.n % 32 == 0 and (masks == _ALL).all():
-            return leave(w)
-        if not (masks >> (threads % 32).astype(np.uint32) & np.uint32(1)).all():
+            return place.leave(w)
+        if not (masks >> (w.threads % 32).astype(np.uint32) & np.uint32(1)).all():
             raise form.error("a lane that executes it is not in its mask")
-        missing = _missing(w, masks, [threads])
+        missing = _missing(w, masks, [w.threads])
         if not missing.any():
-            return leave(w)
+            return place.leave(w)
         if not missing.all():
             return Split(missing == 0)
-        if mask_at is not None and not form.of_masks:
-            enter(w, masks)
+        if meets:
+            place.enter(w, masks)
+        return _wait(w, masks)
 
-        def lacking() -> np.ndarray:
-            others = [f.threads for f in cta.fragments if f is not w and f.same_place(w)]
-            return _missing(w, masks, [threads, *others])
+    return step
 
-        def ready() -> bool:
-            return not lacking().all() or any(each.complete for each in elsewhere(w))
 
-        def why() -> str:
-            lanes = int(np.bitwise_or.reduce(lacking()))
-            return f"lanes {lanes:#010x} of its mask {int(masks[0]):#010x}"
+def _wait(w: Fragment, masks: np.ndarray) -> Wait:
+    """For lanes of each mask: here, or where a meeting takes place."""
+    cta, threads = w.cta, w.threads
 
-        return Wait(ready, why)
+    def lacking() -> np.ndarray:
+        others = [f.threads for f in cta.fragments if f is not w and f.same_place(w)]
+        return _missing(w, masks, [threads, *others])
 
-    def enter(w: Fragment, masks: np.ndarray) -> None:
+    def ready() -> bool:
+        return not lacking().all() or any(each.complete for each in elsewhere(w))
+
+    def why() -> str:
+        lanes = int(np.bitwise_or.reduce(lacking()))
+        return f"lanes {lanes:#010x} of its mask {int(masks[0]):#010x}"
+
+    return Wait(ready, why)
+
+
+class _Place:
+    """An instruction, from where lanes enter meetings and leave them."""
+
+    def __init__(self, form: Form, run: Step, gives: Callable[[Fragment], Any] | None) -> None:
+        self._parts, self._of_masks = form.parts, form.of_masks
+        self._run, self._gives = run, gives
+        given = form.operand(1) if gives is not None else None
+        given = given.register if isinstance(given, Not) else given
+        self._slot = given.slot if isinstance(given, Register) else None
+
+    def over(self, w: Fragment) -> np.ndarray:
+        """Which threads have met all others of their mask."""
+        complete = {id(each) for each in elsewhere(w) if each.complete}
+        if not complete:
+            return np.zeros(w.n, bool)
+        return np.array([id(each) in complete for each in w.cta.met[w.threads]])
+
+    def resume(self, w: Fragment) -> Any:
+        """Threads have met: they go on."""
+        if self._of_masks or has_masks(w.frame) or given_undefined(w) is None:
+            return self.leave(w)
+        masks_of(w.frame)  # in a function that had none: once more, with care
+        return Switch()
+
+    def enter(self, w: Fragment, masks: np.ndarray) -> None:
+        """Threads come, each to the meeting of its mask, if they have not."""
         new = w.cta.met[w.threads] == None  # noqa: E711 (each of an array)
-        value = None if gives is None or not new.any() else gives(w)
+        value = None if self._gives is None or not new.any() else self._gives(w)
         for warp, mask in {*zip((w.threads[new] // 32).tolist(), masks[new].tolist(), strict=True)}:
-            key = form.parts, warp, mask
+            key = self._parts, warp, mask
             meeting = w.cta.meetings.get(key)
             if meeting is None or meeting.complete:
                 meeting = w.cta.meetings[key] = Meeting(w.cta, *key)
             here = new & (w.threads // 32 == warp) & (masks == mask)
-            meeting.add(w, here, value, slot)
+            meeting.add(w, here, value, self._slot)
             w.cta.met[w.threads[here]] = meeting
 
-    def leave(w: Fragment) -> Any:
-        result, cta = run(w), w.cta
-        if cta.meetings and not form.of_masks:
+    def leave(self, w: Fragment) -> Any:
+        """Do it, and leave the meeting; who is the last one there ends it."""
+        result, cta = self._run(w), w.cta
+        if cta.meetings and not self._of_masks:
             over = elsewhere(w)
             cta.met[w.threads] = None
             for meeting in over:
                 if cta.meetings.get(meeting.key) is meeting and meeting not in cta.met:
                     del cta.meetings[meeting.key]
         return result
-
-    return step
 
 
 def _missing(w: Fragment, masks: np.ndarray, here: list[np.ndarray]) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Functions that the driver's runtime gives to kernels: vprintf and __assertfail; trap and brkpt.
+"""Functions that the driver's runtime gives to kernels: vprintf, malloc, free and __assertfail;
+trap and brkpt.
 
 CUDA C++ Programming Guide, "Formatted Output" and "Assertion"; PTX ISA 9.7.19 (brkpt, trap).
 """
@@ -15,6 +16,7 @@ import numpy as np
 
 from ..machine.state import Fragment, Step
 from ..memory.buffers import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW, MemoryFault
+from ..memory.heap import Heap
 from ..ptx.program import PtxError
 from .registry import Form, instruction
 
@@ -175,9 +177,31 @@ def _assertfail(
     )
 
 
+# --- malloc ---------------------------------------------------------------------------------------
+
+
+def _heap(w: Fragment) -> Heap:
+    launch = w.cta.launch
+    if launch.peers is not None:
+        raise PtxError("malloc: the processes of a launch have no heap in common: give workers=1")
+    assert launch.heap is not None
+    return launch.heap
+
+
+def _malloc(w: Fragment, thread: int, size: int) -> int:
+    return _heap(w).allocate(size, _place(w, thread))
+
+
+def _free(w: Fragment, thread: int, address: int) -> int:
+    _heap(w).free(address, _place(w, thread))
+    return 0
+
+
 #: Name -> bytes of the parameters, bytes of the result, what one thread does.
 _CALLS: Mapping[str, tuple[tuple[int, ...], int, Callable[..., int]]] = {
     "vprintf": ((8, 8), 4, _vprintf),
+    "malloc": ((8,), 8, _malloc),
+    "free": ((8,), 0, _free),
     "__assertfail": ((8, 8, 4, 8, 8), 0, _assertfail),
 }
 

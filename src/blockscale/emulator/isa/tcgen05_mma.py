@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -188,6 +189,45 @@ def _major(transposed: bool) -> str:
     return "mn" if transposed else "k"
 
 
+def _scale_vector(form: Form, kind: str) -> str:
+    """Scales of a row, as the qualifiers say or leave to the kind; "" without block scaling."""
+    scaled = form.has("block_scale")
+    if scaled != (kind in _VECTORS):
+        raise form.error(f".block_scale goes with the kinds {', '.join(_VECTORS)}")
+    if not scaled:
+        return ""
+    given = form.one("block16", "block32", *(f"scale_vec::{n}X" for n in (1, 2, 4))) or ""
+    if given not in _VECTORS[kind]:
+        raise form.error(f"kind::{kind} takes one of .{', .'.join(_VECTORS[kind])}")
+    if given.startswith("scale_vec"):  # the family has .block16 and .block32 alone
+        form.needs("sm_100a", "sm_103a")
+    return _VECTORS[kind][given]
+
+
+def _disabled_lanes(form: Form, at: int, group: int) -> Callable[[Fragment], np.ndarray]:
+    """Which lanes of D are not written: (group, 128), from the words of an operand."""
+    gets = [form.get(item, "b32") for item in form.items(at)]
+    if len(gets) != 4 * group:
+        raise form.error(f"has {len(gets)} words of lanes, .cta_group::{group} takes {4 * group}")
+
+    def lanes(w: Fragment) -> np.ndarray:
+        words = np.array([first(get(w)) for get in gets], "<u4")
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        return bits.astype(bool).reshape(group, 128)
+
+    return lanes
+
+
+def _scale_of_d(form: Form, at: int, kind: str) -> int:
+    """D is scaled by two to the minus this: an operand of two kinds, which may be left out."""
+    if kind not in ("f16", "tf32") or len(form.ins.operands) <= at:
+        return 0
+    scale = form.operand(at)
+    if not isinstance(scale, Immediate) or not 0 <= scale.value <= 15:
+        raise form.error("scale-input-d must be an immediate from 0 to 15")
+    return int(scale.value)
+
+
 @instruction("tcgen05.mma")
 def mma(form: Form) -> Step:
     """[d], a-desc or [a], b-desc, idesc, then [scale-a], [scale-b], enable-d; or, without scales,
@@ -198,40 +238,21 @@ def mma(form: Form) -> Step:
     if kind is None or kind == "kind::i8":
         raise form.error(f"expected one of .kind::{', .kind::'.join(_KINDS)}; i8 is not supported")
     kind = kind.removeprefix("kind::")
-    scaled = form.has("block_scale")
-    if scaled != (kind in _VECTORS):
-        raise form.error(f".block_scale goes with the kinds {', '.join(_VECTORS)}")
-    vector = ""
-    if scaled:
-        given = form.one("block16", "block32", *(f"scale_vec::{n}X" for n in (1, 2, 4))) or ""
-        if given not in _VECTORS[kind]:
-            raise form.error(f"kind::{kind} takes one of .{', .'.join(_VECTORS[kind])}")
-        if given.startswith("scale_vec"):  # the family has .block16 and .block32 alone
-            form.needs("sm_100a", "sm_103a")
-        vector = _VECTORS[kind][given]
+    vector = _scale_vector(form, kind)
     form.one(*_COLLECTORS)
-    operands = form.ins.operands
     d, b_of, shape_of = form.address(0), form.get(2, "b64"), form.get(3, "b32")
     in_tensor = isinstance(form.operand(1), Address)
     a_of = form.address(1) if in_tensor else form.get(1, "b64")
     at = 4
-    scales = (form.address(4), form.address(5)) if scaled else None
-    at += 2 * scaled
-    lanes_of = None
-    if not scaled and isinstance(form.operand(at), Vector):
-        lanes_of = [form.get(item, "b32") for item in form.items(at)]
-        if len(lanes_of) != 4 * group:
-            raise form.error(
-                f"has {len(lanes_of)} words of lanes, .cta_group::{group} takes {4 * group}"
-            )
+    scales = lanes_of = None
+    if vector:
+        scales = form.address(4), form.address(5)
+        at += 2
+    elif isinstance(form.operand(at), Vector):
+        lanes_of = _disabled_lanes(form, at, group)
         at += 1
     enable = form.get(at, "pred")
-    scale_d = 0
-    if kind in ("f16", "tf32") and len(operands) > at + 1:
-        scale = form.operand(at + 1)
-        if not isinstance(scale, Immediate) or not 0 <= scale.value <= 15:
-            raise form.error("scale-input-d must be an immediate from 0 to 15")
-        scale_d = int(scale.value)
+    scale_d = _scale_of_d(form, at + 1, kind)
 
     def described(w: Fragment) -> Multiplication:
         shape = instruction_descriptor(first(shape_of(w)), kind, group)
@@ -240,11 +261,7 @@ def mma(form: Form) -> Step:
         a: SharedDescriptor | int = first(a_of(w))
         if not in_tensor:
             a = tcgen05_descriptor(first(a_of(w)))
-        disabled = None
-        if lanes_of is not None:
-            words = np.array([first(get(w)) for get in lanes_of], "<u4")
-            bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-            disabled = bits.astype(bool).reshape(group, 128)
+        disabled = None if lanes_of is None else lanes_of(w)
         return Multiplication(
             shape, group, vector, a, tcgen05_descriptor(first(b_of(w))), first(d(w)),
             None if scales is None else (first(scales[0](w)), first(scales[1](w))),

@@ -325,14 +325,14 @@ def _shape(form: Form) -> tuple[int, str, str, str]:
     return n, d_type, a_type, b_type
 
 
-def words_of(form: Form, operand: int, count: int) -> tuple[Any, ...]:
-    """The registers of an operand: so many, of 32 bits."""
+def words_of(form: Form, operand: int, count: int, size: int = 4) -> tuple[Any, ...]:
+    """The registers of an operand: so many, of ``size`` bytes."""
     items = form.items(operand)
     if len(items) != count:
         raise form.error(f"operand {operand} has {len(items)} registers, {count} are expected")
     for item in items:
-        if isinstance(item, Register) and (item.type == "pred" or type_bytes(item.type) != 4):
-            raise form.error(f"register {item.name} has type .{item.type}, not 32 bits")
+        if isinstance(item, Register) and (item.type == "pred" or type_bytes(item.type) != size):
+            raise form.error(f"register {item.name} has type .{item.type}, not {8 * size} bits")
     return items
 
 

@@ -1,5 +1,4 @@
-"""The arguments of a launch: buffers, tensor maps and numbers, as the kernel sees them; and the
-variables of its module."""
+"""The arguments of a launch: buffers, tensor maps and numbers, as the kernel sees them."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ import numpy as np
 
 from ..memory.buffers import Buffer, GlobalMemory
 from ..memory.tensormap import TensorMap
-from ..ptx.program import Function, Module, Parameter, PtxError, Variable
+from ..ptx.program import Function, Parameter
 
-__all__ = ["add_memory", "lay_out", "place_variables", "place_workspace"]
+__all__ = ["add_buffers", "flat_bytes", "lay_out"]
 
 
 def lay_out(
@@ -57,7 +56,7 @@ def _bytes(
             raise ValueError(
                 f"{name}: got an array; {parameter.name} has {size} bytes, a pointer has 8"
             )
-        flat = add_memory(arg, name, memory)
+        flat = _add_memory(arg, name, memory)
         alive.append(flat)
         return int(flat.ctypes.data).to_bytes(8, "little")
     if (
@@ -87,15 +86,31 @@ def _bytes(
     return (int(arg) & (1 << 8 * size) - 1).to_bytes(size, "little")
 
 
-def add_memory(array: Any, name: str, memory: GlobalMemory) -> np.ndarray:
+def add_buffers(
+    buffers: Mapping[str, Any] | Sequence[tuple[str, Any]], memory: GlobalMemory, whose: str
+) -> None:
+    """Make the memory of named arrays known, which the kernel reaches by no argument."""
+    pairs = list(buffers.items() if isinstance(buffers, Mapping) else buffers)
+    for i, pair in enumerate(pairs):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(
+                f"buffers[{i}]: got {type(pair).__name__}; expected a name and an array, as in "
+                'buffers={"weights": array}'
+            )
+    for label, array in pairs:
+        _add_memory(array, f"buffers: {label}{whose}", memory)
+
+
+def _add_memory(array: Any, name: str, memory: GlobalMemory) -> np.ndarray:
     """Make the memory of an array or tensor known; its bytes."""
-    flat = _flat(array, name)
+    flat = flat_bytes(array, name)
     if len(flat):
         memory.add(Buffer(name, flat.ctypes.data, flat, flat.flags.writeable))
     return flat
 
 
-def _flat(array: Any, name: str) -> np.ndarray:
+def flat_bytes(array: Any, name: str) -> np.ndarray:
+    """The bytes of an array or tensor, in place."""
     if hasattr(array, "detach"):  # a torch tensor, without importing torch
         array = _tensor_bytes(array, name)
     if array.dtype.hasobject:
@@ -136,63 +151,3 @@ def _tensor_bytes(tensor: Any, name: str) -> np.ndarray:
                 f"tensor.resolve_{lazy}()"
             )
     return tensor.detach().flatten().view(torch.uint8).numpy()
-
-
-def place_variables(
-    module: Module, memory: GlobalMemory, given: Mapping[str, Any]
-) -> dict[str, Buffer]:
-    """Memory for the .global and .const variables of a module: arrays that are given, others with
-    their initial values."""
-    wanted = {v.name: v for v in module.variables.values() if v.space in ("global", "const")}
-    for name in given:
-        if name not in wanted:
-            raise ValueError(
-                f"variables: the kernel reaches no {name!r} in global or constant memory; what it "
-                f"reaches is {', '.join(wanted) or 'none'}"
-            )
-    places: dict[str, Buffer] = {}
-    for variable in wanted.values():
-        if variable.name in given:
-            places[variable.name] = _given(variable, given[variable.name], memory)
-            continue
-        data = np.zeros(max(variable.nbytes, 1) + variable.align, np.uint8)
-        lead = -data.ctypes.data % variable.align
-        data = data[lead : lead + max(variable.nbytes, 1)]
-        if variable.data:
-            data[: len(variable.data)] = np.frombuffer(variable.data, np.uint8)
-        places[variable.name] = memory.add(
-            Buffer(variable.name, data.ctypes.data, data, variable.space == "global")
-        )
-    for name, place in places.items():
-        for link in () if name in given else wanted[name].links:
-            if link.symbol not in places:
-                raise PtxError(
-                    f"the initial value of {name} is the address of {link.symbol}, which is in "
-                    "neither global nor constant memory"
-                )
-            lowest = (link.mask & -link.mask).bit_length() - 1
-            value = ((places[link.symbol].base + link.addend) & link.mask) >> lowest
-            value &= (1 << 8 * link.size) - 1
-            where = slice(link.at, link.at + link.size)
-            place.data[where] = np.frombuffer(value.to_bytes(link.size, "little"), np.uint8)
-    return places
-
-
-def _given(variable: Variable, array: Any, memory: GlobalMemory) -> Buffer:
-    name = f"variables: {variable.name}"
-    flat = _flat(array, name)
-    if len(flat) != variable.nbytes:
-        raise ValueError(f"{name}: got {len(flat)} bytes; it has {variable.nbytes}")
-    if flat.ctypes.data % variable.align:
-        raise ValueError(f"{name}: the array begins at no multiple of {variable.align} bytes")
-    writable = variable.space == "global" and flat.flags.writeable
-    return memory.add(Buffer(variable.name, flat.ctypes.data, flat, writable))
-
-
-def place_workspace(ptx: str, memory: GlobalMemory) -> Buffer | None:
-    """Memory behind %envreg1 and %envreg2, if the module has them: there cooperative groups keep
-    the barrier of the grid."""
-    if "%envreg" not in ptx:
-        return None
-    data = np.zeros(1, np.uint64).view(np.uint8)
-    return memory.add(Buffer("the grid's workspace", data.ctypes.data, data))

@@ -7,7 +7,7 @@ computes gives values that are undefined as a whole where an operand is; what ac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..isa import Built
     from .code import Code
 
-__all__ = ["careful", "reads"]
+__all__ = ["careful", "only_gives", "reads"]
 
 #: Which operands are moved; those not named are control, and undefined they make all of it so.
 _MOVED = {
@@ -52,6 +52,11 @@ _INTEGERS = frozenset(f"{kind}{bits}" for kind in "us" for bits in (8, 16, 32, 6
 def reads(ins: Instruction) -> bool:
     """Whether masks are kept of what the instruction loads."""
     return ins.parts[0] in _LOADS and _PLAIN_SPACES.isdisjoint(ins.parts)
+
+
+def only_gives(ins: Instruction, results: Sequence[int]) -> bool:
+    """Whether an instruction with such results does no more than give them, whoever is there."""
+    return bool(results) and ins.parts[0] not in (*_ACTS, *_GATHER)
 
 
 def _moved(ins: Instruction) -> tuple[int, ...] | None:

@@ -20,6 +20,7 @@ from ..machine.state import CTA, Diverge, Event, Exit, Fragment, Split, State, S
 from ..memory.buffers import RANK_SHIFT, SYSTEM_SHARED, MemoryFault
 from ..ptx.program import PtxError
 from .launch import Launch
+from .spins import Turn
 
 __all__ = ["Cluster"]
 
@@ -223,8 +224,17 @@ def _run(cta: CTA, fragment: Fragment) -> None:
     steps, counts, pc, n = code.steps, code.counts, fragment.pc, fragment.n
     before, engine, clock = fragment.used, cta.cluster.engine, cta.launch.clock
     engine.base = engine.tick - before
+    used, quantum, turn = before, cta.cluster.quantum, Turn()
+    spins = fragment.spins
+    if spins is not None and not spins.goes_on(fragment, meet):
+        spins = fragment.spins = None
     try:
-        for used in range(fragment.used + 1, cta.cluster.quantum + 1):
+        while used < quantum:
+            if spins is not None:
+                pc = spins.count(fragment, pc, quantum - used)
+                fragment.used = quantum
+                break
+            used += 1
             fragment.pc, fragment.used = pc, used
             result = steps[pc](fragment)
             if result is None:
@@ -232,6 +242,8 @@ def _run(cta: CTA, fragment: Fragment) -> None:
                 pc += 1
             elif type(result) is int:
                 counts[pc] += n
+                if result <= pc < meet:
+                    spins = fragment.spins = turn.jumps(fragment, pc, result)
                 pc = result
             elif type(result) is Split:
                 cta.fragments.append(fragment.part(~result.go, pc + result.skip))

@@ -28,6 +28,7 @@ from ..memory.buffers import LOCAL_WINDOW, SHARED_WINDOW
 from ..ptx.program import Address, Function, Module, PtxError, Symbol
 from .careful import careful, reads
 from .launch import Launch
+from .spins import Spin, spin
 
 __all__ = ["Code", "Program"]
 
@@ -88,6 +89,8 @@ class Code:
                     if kept is not self._careful[i]:
                         self.steps[i] = self._careful[i] = kept
         self.steps.append(leave)  # who runs past the end returns
+        self._results = [each.results for each in built]
+        self._spins: dict[tuple[int, int], Spin | None] = {}
         self._sites: dict[tuple[int, tuple[int, int, int]], Site] = {}
 
     def _built(self, pc: int) -> isa.Built:
@@ -107,6 +110,13 @@ class Code:
     def reads(self, pc: int) -> bool:
         """Whether masks are kept of what the instruction there loads."""
         return reads(self.function.instructions[pc])
+
+    def spin(self, first: int, last: int) -> Spin | None:
+        """The loop between two instructions, if it may spin."""
+        key = first, last
+        if key not in self._spins:
+            self._spins[key] = spin(self.function.instructions, self._results, first, last)
+        return self._spins[key]
 
     # --- symbols ---
 
@@ -252,14 +262,13 @@ class Code:
 
     def special(self, name: str, dtype: np.dtype, form: Any) -> Callable[[Fragment], Any]:
         launch = self.launch
-        clusters = [-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True)]
         base, _, axis = name[1:].partition(".")
         at = "xyz".find(axis) if axis else 0
         constant: dict[str, Any] = {
             "ntid": launch.block[at],
             "nctaid": launch.grid[at],
             "cluster_nctaid": launch.cluster[at],
-            "nclusterid": clusters[at],
+            "nclusterid": launch.clusters_along[at],
             "cluster_nctarank": int(np.prod(launch.cluster)),
             "is_explicit_cluster": int(np.prod(launch.cluster)) > 1,
             "nwarpid": 64,

@@ -89,8 +89,8 @@ class _Grid:
         self.launch: Launch = code.launch
         self._code = code
         launch = self.launch
-        counts = [-(-g // c) for g, c in zip(launch.grid, launch.cluster, strict=True)]
-        for z, y, x in itertools.islice(np.ndindex(*reversed(counts)), first, None, step):
+        places = np.ndindex(*reversed(launch.clusters_along))
+        for z, y, x in itertools.islice(places, first, None, step):
             launch.waiting.append((x, y, z))
         self._turns = _Turns(launch.settings, first)
         self._most = _under_way(launch)

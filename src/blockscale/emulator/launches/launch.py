@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..alarms.alarm import Alarms
 from ..memory.buffers import Buffer, GlobalMemory
+from ..memory.heap import Heap
 from .clock import Clock
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Launch:
     parameters: Buffer
     parameter_offsets: dict[str, int]
     module_variables: dict[str, Buffer]
+    heap: Heap | None  # of malloc, if the module calls it
     workspace: Buffer | None  # what the driver gives a cooperative launch, if the module asks
     settings: Settings
     cell: int  # bytes of shared memory that the checks tell apart
@@ -63,5 +65,11 @@ class Launch:
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     @property
+    def clusters_along(self) -> tuple[int, int, int]:
+        """How many clusters the grid is long, along x, y and z: a cluster divides the grid."""
+        (x, y, z), (cx, cy, cz) = self.grid, self.cluster
+        return x // cx, y // cy, z // cz
+
+    @property
     def clusters(self) -> int:
-        return math.prod(-(-g // c) for g, c in zip(self.grid, self.cluster, strict=True))
+        return math.prod(self.clusters_along)

@@ -137,6 +137,8 @@ class Engine:
         self._held: list[Work] = []  # until others are done
         self.tick = 0  # instructions that the cluster had run when the last turn ended
         self.moved = 0  # that, when work last completed, a wait ended or threads exited
+        #: Stores to shared memory but for atomics that changed nothing, and phases that ended.
+        self.stores = 0
         self.base = 0  # and those before the fragment that is running now began its quantum
 
     @property

@@ -114,5 +114,6 @@ class MBarrier:
             )
         if self.bytes == 0:
             self.current.over = True
+            self.cta.cluster.engine.stores += 1
             self.last, self.current = self.current, Phase(self, self.phase + 1)
             self.pending = self.count

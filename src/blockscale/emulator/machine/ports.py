@@ -89,6 +89,7 @@ def write_shared(
     size = values.shape[1]
     for cta, chosen, offsets in _owners(by, where, size):
         new = values[chosen]
+        cta.cluster.engine.stores += 1
         same: np.ndarray | None = None
         if cta.shadow is None or (isinstance(by, Work) and not isinstance(by.actor, Copies)):
             scatter(cta.shared, offsets, new)

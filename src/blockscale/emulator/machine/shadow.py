@@ -84,7 +84,7 @@ class Shadow:
         late = self._unordered(cells, at, view, code)
         if late is not None:
             self._after_write(cells, at, late, "reads", site)
-        self._after_others(cells, at, view, "reads", site, code)
+        self._after_others(self._others_unordered(cells, at, view, code), "reads", site)
         event = self.order.event(site, code)
         if not _updates(site):  # the write that follows says all
             readers = self.strong.kept(code, False) if code else self.readers
@@ -141,7 +141,7 @@ class Shadow:
         same: np.ndarray | None, copies: Copies | None = None,
     ) -> None:  # fmt: skip
         """Check a write against those before, and keep those that it does not stand for."""
-        late = self._unordered(cells, at, view, code, 0 if copies is None else _NONE)
+        late = self._unordered(cells, at, view, code, _own_since(copies))
         changes = None if same is None else ~same[0]
         kept = None
         if late is not None:
@@ -150,7 +150,8 @@ class Shadow:
             if np.count_nonzero(late):
                 self._after_write(cells, at, late, "writes", site, copies)
         if changes is None or np.count_nonzero(changes):
-            self._after_others(cells, at, view, "writes", site, code, copies, chosen=changes)
+            others = self._others_unordered(cells, at, view, code, copies, changes)
+            self._after_others(others, "writes", site, copies)
             if self._others is not None and not code:
                 self._others.clear(cells if changes is None else cells[changes])
         if kept is not None and np.count_nonzero(kept):
@@ -185,17 +186,24 @@ class Shadow:
         if np.count_nonzero(lost):
             self._after_write(cells, at, lost, "writes", site, copies)
 
-    def _after_others(
-        self, cells: np.ndarray, at: Any, view: View, verb: str, site: Site, code: int,
-        by: Actor | Copies | None = None, lacks: str = "race", chosen: np.ndarray | None = None,
-    ) -> bool:  # fmt: skip
-        """Check an access, by agents, a work or copies, against writers besides the last, of the
-        cells that are ``chosen``; whether there was one unordered."""
-        since = by.since if isinstance(by, Actor) else 0
+    def _others_unordered(
+        self, cells: np.ndarray, at: Any, view: View, code: int,
+        by: Actor | Copies | None = None, chosen: np.ndarray | None = None,
+    ) -> list[tuple[int, int, int, int]]:  # fmt: skip
+        """Writes besides the last, of the cells that are ``chosen``, that an access by agents, a
+        work or copies is not ordered after; as Readers.unseen gives them."""
+        since = _own_since(by)
         found = self.strong.unseen(cells, at, view, since, code, True, chosen)
         if self._others is not None:
             races = partial(self.strong.races, code=code)
             found += self._others.unseen(cells, at, view, since, races, chosen)
+        return found
+
+    def _after_others(
+        self, found: list[tuple[int, int, int, int]], verb: str, site: Site,
+        by: Actor | Copies | None = None, lacks: str = "race",
+    ) -> bool:  # fmt: skip
+        """Tell of those; whether there are any."""
         for cell, column, writer, event in found:
             self.race(cell, _who(column, by), verb, site, "write", writer, event, lacks)
         return bool(found)
@@ -265,7 +273,8 @@ class Shadow:
             self._after_write(cells, at, late, verb, site, actor, "fence")
             return seen
         for view, lacks in ((seen, "race"), (through_proxy, "fence")):
-            if self._after_others(cells, at, (view[None], None), verb, site, code, actor, lacks):
+            others = self._others_unordered(cells, at, (view[None], None), code, actor)
+            if self._after_others(others, verb, site, actor, lacks):
                 return seen
         tensor = self.order.tensor_view(actor)
         if tensor is not None:
@@ -375,6 +384,14 @@ class Shadow:
 def _updates(site: Site) -> bool:
     """Whether threads read, modify and write there."""
     return site.opcode.startswith(("atom", "red"))
+
+
+def _own_since(by: Actor | Copies | None) -> int:
+    """The event from which on writes of an accessor's column are its own, and ordered: for agents
+    all; none for a cp.async, which no other of its lane is ordered with (8.9.1.1)."""
+    if isinstance(by, Actor):
+        return by.since
+    return 0 if by is None else _NONE
 
 
 def _who(column: int, by: Actor | Copies | None) -> int | Actor:

@@ -31,6 +31,7 @@ from .users import Users
 if TYPE_CHECKING:
     from ..launches.cluster import Cluster
     from ..launches.launch import Launch
+    from ..launches.spins import Spinning
     from .engine import Work
 
 __all__ = [
@@ -189,8 +190,8 @@ class Fragment:
     """Threads of a CTA that are at the same instruction of the same frames."""
 
     __slots__ = (
-        "R", "_agents", "_agents_of", "cta", "frame", "gives_up", "n", "pc", "sel", "stack",
-        "threads", "used", "wait",
+        "R", "_agents", "_agents_of", "cta", "frame", "gives_up", "n", "pc", "sel", "spins",
+        "stack", "threads", "used", "wait",
     )  # fmt: skip
 
     def __init__(self, cta: CTA, threads: np.ndarray, frame: Frame, pc: int, stack: Stack) -> None:
@@ -198,6 +199,7 @@ class Fragment:
         self.wait: Wait | None = None
         self.gives_up = False  # on what it waited for: mbarrier.try_wait
         self.used = 0  # instructions of its quantum
+        self.spins: Spinning | None = None  # on what nobody has changed since
         self._agents_of = self._agents = threads[:0]
         self.enter(frame, pc, stack)
         self.select(threads)

@@ -192,28 +192,36 @@ def fill(
 
 
 def fill_masks(frame: Frame, slots: Iterable[int], threads: Any, found: Undefined | None) -> None:
-    """What is undefined of registers of 32 bits that were written in these threads."""
+    """What is undefined of registers of one size that were written in these threads."""
     slots = tuple(slots)
     if found is None and frame.undefined.keys().isdisjoint(slots):
         return
     behind = masks(frame)
     for i, slot in enumerate(slots):
         bits = 0 if found is None else found.bits[:, i]
-        frame.registers[behind + slot].view(np.uint32)[threads] = bits
+        _bits_of(frame.registers[behind + slot])[threads] = bits
     mark(frame, slots, None if found is None else found.origin)
 
 
+def _bits_of(register: np.ndarray) -> np.ndarray:
+    return register.view(f"u{register.itemsize}")
+
+
 def gathered(frame: Frame, slots: Iterable[int | None], threads: Any) -> Undefined | None:
-    """Masks (threads, registers) of registers of 32 bits; slot None: of something else."""
+    """Masks (threads, registers) of registers of one size; slot None: of something else."""
     slots = list(slots)
     if not frame.undefined or frame.undefined.keys().isdisjoint(slots):
         return None
     behind = masks(frame)
     number = len(frame.registers[0][threads])
-    bits = np.zeros((number, len(slots)), np.uint32)
-    for i, slot in enumerate(slots):
-        if slot is not None:
-            bits[:, i] = frame.registers[behind + slot].view(np.uint32)[threads]
+    rows = {
+        i: _bits_of(frame.registers[behind + slot])
+        for i, slot in enumerate(slots)
+        if slot is not None
+    }
+    bits = np.zeros((number, len(slots)), next(iter(rows.values())).dtype)
+    for i, row in rows.items():
+        bits[:, i] = row[threads]
     if not bits.any():
         return None
     return Undefined(bits, next(frame.undefined[s] for s in slots if s in frame.undefined))

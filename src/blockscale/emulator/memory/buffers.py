@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,8 @@ class Buffer:
     writable: bool = True
     parts: tuple[Buffer, ...] = ()  # keeps alive what ``data`` looks at
     closed: tuple[Range, ...] = ()  # what of a writable one is read-only
+    #: Raises MemoryFault unless so many bytes are there at each address, of a heap.
+    check: Callable[[np.ndarray, int], None] | None = None
 
     @property
     def end(self) -> int:
@@ -112,6 +114,7 @@ class GlobalMemory:
     def __init__(self) -> None:
         #: How often a store changed something, while somebody wants to know.
         self.changes: int | None = None
+        self.stores = 0  # but for atomics that changed nothing
         self._bases: list[int] = []
         self._buffers: list[Buffer] = []
 
@@ -173,6 +176,8 @@ class GlobalMemory:
         for i, address in enumerate(addresses.tolist()):
             try:
                 buffer = self.find(address, size)
+                if buffer.check is not None:
+                    buffer.check(addresses[i : i + 1], size)
                 held[i] = not (to_write and buffer.refuses(address, size))
             except MemoryFault:
                 continue
@@ -182,10 +187,14 @@ class GlobalMemory:
         pieces = self.each(addresses, size)
         if len(pieces) == 1:
             (buffer, _), *_ = pieces
+            if buffer.check is not None:
+                buffer.check(addresses, size)
             offsets = (addresses - np.uint64(buffer.base)).astype(np.int64)
             return gather(buffer.data, offsets, size)
         out = np.empty((len(addresses), size), np.uint8)
         for buffer, threads in pieces:
+            if buffer.check is not None:
+                buffer.check(addresses[threads], size)
             offsets = (addresses[threads] - np.uint64(buffer.base)).astype(np.int64)
             out[threads] = gather(buffer.data, offsets, size)
         return out
@@ -193,6 +202,8 @@ class GlobalMemory:
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
         for buffer, threads in self.each(addresses, values.shape[1]):
             refused = not buffer.writable
+            if buffer.check is not None:
+                buffer.check(addresses[threads], values.shape[1])
             if buffer.closed:
                 size = values.shape[1]
                 refused = any(buffer.refuses(at, size) for at in addresses[threads].tolist())
@@ -203,3 +214,4 @@ class GlobalMemory:
                 old = gather(buffer.data, offsets, values.shape[1])
                 self.changes += bool((old != values[threads]).any())
             scatter(buffer.data, offsets, values[threads])
+        self.stores += 1

@@ -247,18 +247,27 @@ def _check(tensor: TensorMap) -> None:
         ("l2_promotion", bits.PROMOTIONS),
     ):
         _choice(name, getattr(tensor, name), allowed)
-    rank, padded = len(tensor.shape), tensor.element in _PAYLOAD
-    plain = tensor.interleave == "none"
-    if not (1 if plain else 3) <= rank <= 5:
+    rank = len(tensor.shape)
+    if not (1 if tensor.interleave == "none" else 3) <= rank <= 5:
         raise ValueError(f"shape: got {rank} dimensions; 1 to 5, and 3 or more to interleave")
     for name, count in {"strides": rank - 1, "box": rank, "element_strides": rank}.items():
         if len(getattr(tensor, name)) != count:
             raise ValueError(f"{name}: got {getattr(tensor, name)}; {rank} dimensions need {count}")
+    for holds, name, must in _rules(tensor):
+        if not holds:
+            raise ValueError(f"{name}: got {getattr(tensor, name)!r}; must be {must}")
+    if _driver_bytes(tensor) > _MOST_BOX:
+        raise ValueError(f"box: got {tensor.box}; must be at most {_MOST_BOX} bytes in all")
+
+
+def _rules(tensor: TensorMap) -> tuple[tuple[bool, str, str], ...]:
+    """Of its numbers: whether each holds, of what it is, and what that must be."""
+    padded, plain = tensor.element in _PAYLOAD, tensor.interleave == "none"
     align = 32 if padded or tensor.interleave == "32B" else 16
     multiple = {"b4x16_align8": 2}.get(tensor.element, 128 if padded else 1)
     width, inner = _BITS[tensor.element], tensor.box[0] * _BITS[tensor.element] // 8
     span = SPANS[tensor.swizzle]
-    rules = (
+    return (
         (0 <= tensor.address < 1 << 57, "address", "0 to 2**57 - 1"),
         (tensor.address % align == 0, "address", f"a multiple of {align}"),
         (all(1 <= n <= 1 << 32 for n in tensor.shape), "shape", "1 to 2**32 each"),
@@ -294,11 +303,6 @@ def _check(tensor: TensorMap) -> None:
             f"none where elements are {tensor.element}",
         ),
     )
-    for holds, name, must in rules:
-        if not holds:
-            raise ValueError(f"{name}: got {getattr(tensor, name)!r}; must be {must}")
-    if _driver_bytes(tensor) > _MOST_BOX:
-        raise ValueError(f"box: got {tensor.box}; must be at most {_MOST_BOX} bytes in all")
 
 
 def _driver_bytes(tensor: TensorMap) -> int:

@@ -20,7 +20,7 @@ class DeclarationParser(OperandParser):
     """Reads what both modules and functions declare.
 
     Args:
-        taken: names of variables, unique in the module; grows.
+        taken: names of variables and functions, unique in the module; grows.
     """
 
     def __init__(self, source: Source, tokens: Tokens, taken: set[str]) -> None:
@@ -156,7 +156,9 @@ class DeclarationParser(OperandParser):
             name, offset = self.name(), self.plus()
             self.expect(")")
         if name not in self.taken:
-            raise self.fail(f"there is no variable {name!r} to take the address of", token)
+            raise self.fail(
+                f"there is no variable or function {name!r} to take the address of", token
+            )
         return Link(at, size, name, offset + self.plus(), mask)
 
     # --- functions ---

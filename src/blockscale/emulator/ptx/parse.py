@@ -104,6 +104,7 @@ class _ModuleParser(DeclarationParser):
         results = self.parameter_list() if self.text == "(" else ()
         token = self.token
         name = self.name()
+        self.taken.add(name)
         parameters = self.parameter_list() if self.text == "(" else ()
         self.scopes = []
         function = Function(name, is_entry, parameters, results)

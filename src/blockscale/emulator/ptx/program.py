@@ -219,6 +219,14 @@ class Module:
     variables: dict[str, Variable]
     files: dict[int, str]
 
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Of its functions."""
+        return {name: _FUNCTIONS + 16 * i for i, name in enumerate(self.functions)}
+
+
+_FUNCTIONS = 0x0300_0000_0000_0000  # where they start; nothing can be loaded from there
+
 
 _BYTES = {
     "pred": 1,

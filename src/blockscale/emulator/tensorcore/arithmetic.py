@@ -27,9 +27,9 @@ from typing import Literal
 
 import numpy as np
 
-from .elements import NO_EXPONENT, decode
-from .sums import aligned_sum, exact_sum, narrow_sum, toward_zero
-from .terms import Operand, narrowed, operand, terms_of
+from .elements import decode
+from .factors import Factors, factors
+from .sums import Rule, aligned_sum, exact_sum, toward_zero
 
 __all__ = ["Instruction", "Unit", "multiply", "multiply_integers"]
 
@@ -169,9 +169,10 @@ def multiply(
         if kind.widened and not exact:
             d = _widened(a, b, c, a_type, b_type, d_type)
         else:
-            group = kind.model.group
-            left = operand(a, a_type, sfa, scale_type, vector, group)
-            right = operand(b, b_type, sfb, scale_type, vector, group)
+            left, right = (
+                factors(codes, type, scales, scale_type, kind.model.group > 1)
+                for codes, type, scales in ((a, a_type, sfa), (b, b_type, sfb))
+            )
             d = _sums(kind.model, left, right, c, d_type, exact)
     d += 0  # -0 becomes +0
     bits = d.view(f"u{d.itemsize}")
@@ -226,56 +227,16 @@ def _widened(
 
 
 def _sums(
-    model: Model, left: Operand, right: Operand, c: np.ndarray | None, d_type: str, exact: bool
+    model: Model, left: Factors, right: Factors, c: np.ndarray | None, d_type: str, exact: bool
 ) -> np.ndarray:
-    """D but for the signs of zeros and the bits of NaNs.
-
-    Where no term has bits that are cut, the order of the sum is of no matter: a product of matrices
-    gives it. Elsewhere it is made of the terms.
-    """
+    """D but for the signs of zeros and the bits of NaNs."""
     result = _RESULTS[d_type]
-    floor = model.floor if d_type == "f32" else _FLOOR_F16
     if c is None:
-        c = np.zeros((*left.values.shape[:-1], right.values.shape[-2]), result.dtype)
-    least = np.maximum(_exponents(c, result.smallest), np.int16(floor))
-    cut = _may_be_cut(left, right, c, least, model.fraction)
-    total = left.values @ right.values.swapaxes(-1, -2)
-    total += c
-    shift = None
-    if not exact and model.group == 1 and cut.any():
-        left, right, shift = narrowed(left, right)
-    for terms, top, place in terms_of(left, right, cut, model.group):
-        addend = c[place].astype(np.float64)
-        if exact:
-            total[place] = exact_sum(terms, addend)
-            continue
-        top = np.maximum(top, least[place]).astype(np.int32)
-        if shift is None:
-            total[place] = aligned_sum(terms, addend, top, model.fraction)
-        else:
-            total[place] = narrow_sum(terms, addend, top, shift[place], model.fraction)
-    return (
-        total.astype(result.dtype) if exact or d_type == "f16" else toward_zero(total, model.result)
-    )
-
-
-def _may_be_cut(
-    left: Operand, right: Operand, c: np.ndarray, least: np.ndarray, fraction: int
-) -> np.ndarray:
-    """Elements of D with a term that may have bits more than ``fraction`` below the largest
-    exponent: bounds by row and column are enough to say that there are none."""
-    highest = left.exponents.max(axis=-1)[..., None] + right.exponents.max(axis=-1)[..., None, :]
-    last = np.maximum(highest, least) - np.int16(fraction)
-    lowest = left.lowest[..., None] + right.lowest[..., None, :]
-    scaled = c * (1023 - last.astype(np.int64) << 52).view(np.float64)
-    return np.asarray((lowest < last) | (scaled != np.trunc(scaled)))
-
-
-def _exponents(c: np.ndarray, smallest: int) -> np.ndarray:
-    """The exponents (int16) of C; zero has none."""
-    bits = c.astype(np.float32, copy=False).view(np.int32)
-    exponents = (bits >> 23 & 0xFF).astype(np.int16)
-    exponents -= 127
-    np.maximum(exponents, np.int16(smallest), out=exponents)
-    exponents[c == 0] = NO_EXPONENT
-    return exponents
+        c = np.zeros((*left.values.shape[:-1], right.values.shape[-2]), np.float32)
+    addend = np.ascontiguousarray(c, np.float32)
+    if exact:
+        return exact_sum(left, right, addend).astype(result.dtype)
+    floor = model.floor if d_type == "f32" else _FLOOR_F16
+    rule = Rule(result.smallest, floor, model.fraction, model.group)
+    sums = aligned_sum(left, right, addend, rule)
+    return sums.astype(result.dtype) if d_type == "f16" else toward_zero(sums, model.result)

@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-__all__ = ["ELEMENTS", "NO_EXPONENT", "Element", "decode", "lowest_bits"]
+__all__ = ["ELEMENTS", "NO_EXPONENT", "Element", "decode"]
 
 NO_EXPONENT = -(1 << 13)  # of zeros, infinities and NaNs: a sum of two still loses every maximum
 
@@ -60,35 +60,14 @@ def decode(codes: np.ndarray, type: str) -> tuple[np.ndarray, np.ndarray]:
     element = ELEMENTS[type]
     if element.bits > 16:
         return _read(codes, element)
-    values, exponents, _ = _table(element)
+    values, exponents = _table(element)
     index = codes & (len(values) - 1)
     return values.take(index), exponents.take(index)
 
 
-def lowest_bits(codes: np.ndarray, type: str) -> np.ndarray:
-    """The exponent (int16) of the lowest bit that is set in each of ``codes``: of zero above, of
-    infinity and NaN below all others, also after some of these were added."""
-    element = ELEMENTS[type]
-    if element.bits > 16:
-        values, exponents = _read(codes, element)
-        return _lowest_bits(values, exponents, element)
-    lowest = _table(element)[2]
-    return lowest.take(codes & (len(lowest) - 1))
-
-
 @cache
-def _table(element: Element) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    values, exponents = _read(np.arange(1 << element.bits, dtype=np.uint32), element)
-    return values, exponents, _lowest_bits(values, exponents, element)
-
-
-def _lowest_bits(values: np.ndarray, exponents: np.ndarray, element: Element) -> np.ndarray:
-    known = exponents != NO_EXPONENT
-    last = np.where(known, exponents, 0) - element.fraction
-    significand = np.ldexp(np.where(known, np.abs(values), 1), -last).astype(np.int64)
-    zeros = np.frexp((significand & -significand).astype(np.float64))[1] - 1
-    unknown = np.where(values == 0, -NO_EXPONENT - 1, NO_EXPONENT)
-    return np.where(known, last + zeros, unknown).astype(np.int16)
+def _table(element: Element) -> tuple[np.ndarray, np.ndarray]:
+    return _read(np.arange(1 << element.bits, dtype=np.uint32), element)
 
 
 def _read(codes: np.ndarray, element: Element) -> tuple[np.ndarray, np.ndarray]:

@@ -1,41 +1,79 @@
-"""Sums of terms in float64 as a tensor core makes them: aligned and cut, or exact."""
+"""The sum of c and all products of one instruction, as a tensor core makes it or exact."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..ieee import two_sum_error, two_sum_to_odd
+from ..ieee import two_sum_to_odd
+from .factors import Factors
 
-__all__ = ["aligned_sum", "exact_sum", "narrow_sum", "toward_zero"]
-
-
-def aligned_sum(
-    terms: np.ndarray, addend: np.ndarray, top: np.ndarray, fraction: int
-) -> np.ndarray:
-    """Sum of what the terms have above ``fraction`` bits below ``top``; overwrites the terms."""
-    scale = np.ldexp(1.0, fraction - top)
-    terms *= scale
-    np.trunc(terms, out=terms)
-    return np.ldexp(terms.sum(axis=0) + np.trunc(addend * scale), top - fraction)
+__all__ = ["Rule", "aligned_sum", "exact_sum", "toward_zero"]
 
 
-def narrow_sum(
-    terms: np.ndarray, addend: np.ndarray, top: np.ndarray, shift: np.ndarray, fraction: int
-) -> np.ndarray:
-    """The same of terms in float32, divided by 2^shift.
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How terms are aligned to the largest exponent among them and cut."""
 
-    Aligned, a term is less than 2^27, so that 16 of them fit into 32 bits. Below the least normal
-    number, where the scale stays, nothing of a term is left.
+    smallest: int  # exponent of a normal c
+    floor: int  # the least exponent to align to
+    fraction: int  # bits below the largest exponent
+    group: int  # products that are summed exactly before they are aligned
+
+
+def aligned_sum(left: Factors, right: Factors, c: np.ndarray, rule: Rule) -> np.ndarray:
+    """The sum (..., M, N) in float64, of terms that are cut.
+
+    left (..., M, K), right (..., N, K), c (..., M, N): of float32.
     """
-    exponents = np.clip(fraction - top + shift, -126, 127)
-    terms *= (exponents + 127 << 23).astype(np.int32, copy=False).view(np.float32)
-    whole = terms.astype(np.int32)  # cuts toward zero
-    total = np.trunc(addend * np.ldexp(1.0, fraction - top))
-    for first in range(0, len(whole), 16):
-        total += whole[first : first + 16].sum(axis=0, dtype=np.int32)
-    return np.ldexp(total, top - fraction)
+    from . import loops  # numba is imported by the first product
+
+    addend, columns = _batched(c), c.shape[-1]
+    sums, (part, scale) = np.empty(addend.shape), np.empty((2, columns))
+    loops.aligned(
+        (_batched(left.values), _batched(left.exponents)),
+        (_k_first(right.values), _k_first(right.exponents)),
+        (addend, addend.view(np.int32)),
+        (rule.smallest, rule.floor, rule.fraction, rule.group),
+        (np.empty(columns, np.float32), part, scale, scale.view(np.int64)),
+        sums,
+    )
+    return sums.reshape(c.shape)
+
+
+def exact_sum(left: Factors, right: Factors, c: np.ndarray) -> np.ndarray:
+    """The sum (..., M, N) in float64 rounded to odd: one more rounding, to fp32 or fp16, is then
+    the only one.
+
+    High and low parts together hold most sums; where they do not, fsum decides.
+    """
+    from . import loops
+
+    a, b, addend = _batched(left.values), _batched(right.values), _batched(c)
+    high, low, lost = (np.empty(addend.shape, dtype) for dtype in (float, float, bool))
+    loops.exact(a, _k_first(b), addend, high, low, lost)
+    finite = np.isfinite(high)
+    rounded = two_sum_to_odd(high, low)
+    for i, m, n in np.argwhere(lost & finite).tolist():
+        terms = a[i, m] * b[i, n]
+        rounded[i, m, n] = _exact_element([float(addend[i, m, n]), *terms.tolist()])
+    return np.where(finite, rounded, high).reshape(c.shape)
+
+
+def _batched(rows: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(rows).reshape(-1, *rows.shape[-2:])
+
+
+def _k_first(rows: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(_batched(rows).swapaxes(1, 2))
+
+
+def _exact_element(terms: list[float]) -> float:
+    total = math.fsum(terms)
+    error = np.array(math.fsum([*terms, -total]))
+    return float(two_sum_to_odd(np.array(total), error))
 
 
 def toward_zero(values: np.ndarray, fraction: int) -> np.ndarray:
@@ -47,28 +85,3 @@ def toward_zero(values: np.ndarray, fraction: int) -> np.ndarray:
         kept = np.where(np.abs(values) < 2.0**-126, np.trunc(values / step) * step, kept)
         found = kept.astype(np.float32)
     return found
-
-
-def exact_sum(terms: np.ndarray, addend: np.ndarray) -> np.ndarray:
-    """The sum in float64 rounded to odd: one more rounding, to fp32 or fp16, is then the only one.
-
-    High and low parts together hold most sums; where they do not, fsum decides.
-    """
-    high, low, lost = addend, np.zeros_like(addend), np.zeros(addend.shape, bool)
-    for term in terms:
-        total = high + term
-        error = two_sum_error(high, term, total)
-        rest = low + error
-        lost |= two_sum_error(low, error, rest) != 0
-        high, low = total, rest
-    finite = np.isfinite(high)
-    rounded = two_sum_to_odd(high, low)
-    for place in map(tuple, np.argwhere(lost & finite)):
-        rounded[place] = _exact_element([addend[place], *terms[(slice(None), *place)]])
-    return np.where(finite, rounded, high)
-
-
-def _exact_element(terms: list[float]) -> float:
-    total = math.fsum(terms)
-    error = np.array(math.fsum([*terms, -total]))
-    return float(two_sum_to_odd(np.array(total), error))

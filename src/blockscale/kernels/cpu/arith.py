@@ -13,8 +13,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from ...jit import compiled, inlined, spliced
 from .intrinsics import as_bits, as_float, shl, shr
-from .jit import compiled, inlined, spliced
 
 INF = 0x7F800000
 NAN = 0x7FC00000

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ...error_sums import BINS
+from ...jit import compiled, spliced
 from . import decoding
 from .arith import INF, fp32
 from .intrinsics import as_bits, as_float, fill16, shr, squares16
-from .jit import compiled, spliced
 from .spec import Geometry
 
 _MASK = 0x7FFFFFFF

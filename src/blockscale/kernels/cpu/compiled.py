@@ -1,40 +1,15 @@
 # mypy: ignore-errors
-"""The compiled functions that Python calls, cached on disk so that a second process starts at once.
-
-numba's cache watches only the file that a function is in, and its index names classes of this
-folder: one that was renamed since makes it unreadable. So each version of the sources has files of
-its own, told apart by a checksum in the functions' names.
-"""
+"""The compiled functions that Python calls."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
-from ... import error_sums
-from . import arith, comparing, decoding, encoding, jit, multiplying
+from ... import error_sums, jit
+from . import arith, comparing, decoding, encoding, multiplying
 
 _sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(error_sums.__file__)]
-_version = hashlib.sha256(b"".join(path.read_bytes() for path in _sources)).hexdigest()[:16]
-
-
-def _cached(function):
-    function.__qualname__ = f"{function.__name__}-{_version}"
-    try:
-        kernel = jit.entry(function)
-    except RuntimeError:  # none of the folders that numba tries can be written to
-        return jit.entry_without_cache(function)
-
-    def call(*args):
-        try:
-            return kernel(*args)
-        except OSError:  # a full disk: the function is compiled by now, only not saved
-            return kernel(*args)
-        except Exception:  # a damaged file raises anything when it is unpickled
-            kernel._cache.flush()
-            return kernel(*args)
-
-    return call
+_cached = jit.cached([*_sources, Path(jit.__file__)])
 
 
 @_cached

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...jit import compiled, spliced
 from .arith import INF, exact_multiply, store
 from .intrinsics import as_bits, as_float, fill16, shl
-from .jit import compiled, spliced
 from .packing import unpack
 
 

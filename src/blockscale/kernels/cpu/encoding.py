@@ -19,6 +19,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from ...jit import OPTIONS, compiled, spliced
 from ..common.spec import NEAREST_FP32, POWER_OF_TWO, Spec
 from . import stochastic
 from .arith import (
@@ -33,7 +34,6 @@ from .arith import (
     magnitude,
 )
 from .intrinsics import amax16, amax32, as_bits, as_float, fill16, shl, shr
-from .jit import OPTIONS, compiled, spliced
 from .packing import pack, pack_columns
 from .spec import Geometry
 

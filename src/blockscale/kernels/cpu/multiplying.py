@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...jit import compiled, spliced
 from . import decoding
 from .intrinsics import dot32
-from .jit import compiled, spliced
 
 SEGMENT = 2048  # columns; whole blocks of each format
 LANES = 32  # partial sums of a segment

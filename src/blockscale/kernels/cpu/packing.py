@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...jit import compiled
 from .intrinsics import shl, shr, transpose16
-from .jit import compiled
 
 
 @compiled

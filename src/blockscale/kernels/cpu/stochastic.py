@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...jit import compiled, inlined
 from .arith import cut, fp32, parts
 from .intrinsics import as_bits, as_float, shl, shr
-from .jit import compiled, inlined
 
 ROOM = 8  # items that random bits of a row need beyond it: counters stand for four elements
 _MASK = 0xFFFFFFFF

@@ -1,0 +1,89 @@
+# mypy: ignore-errors
+"""The loops over the products of a sum, compiled: rows of D are vectors.
+
+A is (batch, M, K), B is (batch, K, N); c and the sums are (batch, M, N). One row's scratch comes
+from the caller.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ... import jit
+
+__all__ = ["aligned", "exact"]
+
+_cached = jit.cached([Path(__file__), Path(jit.__file__)])
+
+
+@_cached
+def aligned(left, right, addend, rule, row, sums):
+    """Each ``group`` of products summed, cut toward zero at ``fraction`` bits below the largest
+    exponent of the element, and summed with c.
+
+    left, right: values of A and B in float64, and their exponents in float32. addend: c in float32,
+    and the same bits as int32. rule: smallest exponent of c, floor, fraction, group. row: (N,) of
+    float32, float64, float64, and the same memory as int64.
+    """
+    a, a_exponents = left
+    b, b_exponents = right
+    c, c_bits = addend
+    top, part, scale, scale_bits = row
+    smallest, floor = np.float32(rule[0]), np.float32(rule[1])
+    fraction, group = rule[2], rule[3]
+    for i in range(a.shape[0]):
+        for m in range(a.shape[1]):
+            total = sums[i, m]
+            for n in range(b.shape[2]):
+                exponent = np.float32((c_bits[i, m, n] >> 23 & 0xFF) - 127)
+                top[n] = max(exponent, smallest, floor) if c[i, m, n] != 0 else floor
+            for k in range(a.shape[2]):
+                exponent = a_exponents[i, m, k]
+                for n in range(b.shape[2]):
+                    top[n] = max(top[n], exponent + b_exponents[i, k, n])
+            for n in range(b.shape[2]):
+                scale_bits[n] = np.int64(1023 + fraction - top[n]) << 52
+            for n in range(b.shape[2]):
+                total[n] = np.trunc(c[i, m, n] * scale[n])
+            for first in range(0, a.shape[2], group):
+                value = a[i, m, first]
+                for n in range(b.shape[2]):
+                    part[n] = value * b[i, first, n]
+                for k in range(first + 1, first + group):
+                    value = a[i, m, k]
+                    for n in range(b.shape[2]):
+                        part[n] += value * b[i, k, n]
+                for n in range(b.shape[2]):
+                    total[n] += np.trunc(part[n] * scale[n])
+            for n in range(b.shape[2]):
+                scale_bits[n] = np.int64(1023 - fraction + top[n]) << 52
+            for n in range(b.shape[2]):
+                total[n] *= scale[n]
+
+
+@_cached
+def exact(a, b, c, high, low, lost):
+    """The sum of c and all products in two parts, and whether something is in neither."""
+    for i in range(a.shape[0]):
+        for m in range(a.shape[1]):
+            upper, lower, rest = high[i, m], low[i, m], lost[i, m]
+            for n in range(b.shape[2]):
+                upper[n], lower[n], rest[n] = c[i, m, n], 0, False
+            for k in range(a.shape[2]):
+                value = a[i, m, k]
+                for n in range(b.shape[2]):
+                    error, total = _two_sum(upper[n], value * b[i, k, n])
+                    upper[n] = total
+                    error, total = _two_sum(lower[n], error)
+                    lower[n] = total
+                    rest[n] |= error != 0
+
+
+@jit.spliced
+def _two_sum(a, b):
+    """What the rounded sum lacks, and that sum."""
+    total = a + b
+    of_b = total - a
+    return (a - (total - of_b)) + (b - of_b), total

@@ -1,0 +1,126 @@
+"""Loops that spin on memory are counted, not run, while nothing changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blockscale import emulator as em
+from blockscale.emulator.launches import spins
+from kernels import text
+
+#: Every lane takes the lock, as nvcc compiles ``while (atomicCAS(lock, 0, 1)) {}``.
+LOCK = """
+    ld.param.u64 %rd1, [lock]; ld.param.u64 %rd2, [count];
+    take: atom.global.cas.b32 %r1, [%rd1], 0, 1; setp.ne.s32 %p1, %r1, 0; @%p1 bra take;
+    membar.gl;
+    ld.volatile.global.u32 %r2, [%rd2]; add.s32 %r3, %r2, 1; st.volatile.global.u32 [%rd2], %r3;
+    membar.gl;
+    atom.global.exch.b32 %r4, [%rd1], 0;
+    mov.u32 %r5, %ctaid.x; mov.u32 %r6, %ntid.x; mad.lo.u32 %r5, %r5, %r6, %t;
+    mul.wide.u32 %rd3, %r5, 4; add.u64 %rd3, %out, %rd3; st.global.u32 [%rd3], %r2;
+"""
+#: The same with the critical section inside of the loop.
+INSIDE = """
+    ld.param.u64 %rd1, [lock]; ld.param.u64 %rd2, [count];
+    mov.u32 %r5, %ctaid.x; mov.u32 %r6, %ntid.x; mad.lo.u32 %r5, %r5, %r6, %t;
+    mul.wide.u32 %rd3, %r5, 4; add.u64 %rd3, %out, %rd3;
+    take: atom.global.cas.b32 %r1, [%rd1], 0, 1; setp.ne.s32 %p1, %r1, 0; @%p1 bra again;
+    membar.gl;
+    ld.volatile.global.u32 %r2, [%rd2]; add.s32 %r3, %r2, 1; st.volatile.global.u32 [%rd2], %r3;
+    st.global.u32 [%rd3], %r2;
+    membar.gl;
+    atom.global.exch.b32 %r4, [%rd1], 0;
+    again: @%p1 bra take;
+"""
+
+
+def locked(body: str, ctas: int, lanes: int = 32, **more: Any) -> em.Report:
+    lock, count = np.zeros((2, 1), np.uint32)
+    out = np.zeros(lanes * ctas, np.uint32)
+    source = text(body, ".param .u64 lock, .param .u64 count")
+    report = em.Device(**more).launch(source, "k", ctas, lanes, [out, lock, count])
+    assert count == len(out)
+    assert sorted(out.tolist()) == list(range(len(out)))
+    assert lock == 0
+    return report
+
+
+@pytest.mark.parametrize("completion", ["eager", "late", "random"])
+@pytest.mark.parametrize("body", [LOCK, INSIDE], ids=["before", "inside"])
+def test_a_lock_that_every_lane_takes(
+    body: str, completion: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not run is counted: the order is the same as if all had been."""
+    launch = partial(locked, body, 3, 8, completion=completion, check="none")
+    counted = launch().instructions
+    monkeypatch.setattr(spins.Turn, "jumps", lambda *_: None)
+    assert counted == launch().instructions
+
+
+@pytest.mark.parametrize("completion", ["eager", "late", "random"])
+def test_a_lock_that_every_lane_takes_has_no_race(completion: str) -> None:
+    locked(LOCK, 2, completion=completion)
+
+
+def is_found(body: str, out: np.ndarray) -> bool:
+    """Whether instructions of a launch are counted and not run."""
+    found: list[Any] = []
+    kept = spins.Turn.jumps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spins.Turn, "jumps", lambda *args: found.append(kept(*args)) or found[-1])
+        em.Device(completion="late").launch(text(body), "k", 1, 64, [out])
+    return any(found)
+
+
+_SPINNER = """
+    .shared .u32 flag; .shared .b64 bar; mov.u32 %r5, bar;
+    setp.eq.u32 %p1, %t, 0; @%p1 mbarrier.init.shared.b64 [%r5], 32;
+    setp.eq.u32 %p1, %t, 0; @%p1 st.volatile.shared.u32 [flag], 0; bar.sync 0;
+    mov.u32 %r2, 0; setp.lt.u32 %p1, %t, 32; @%p1 bra spin; mov.u32 %r9, 0;
+    work: add.u32 %r9, %r9, 1; setp.lt.u32 %p1, %r9, 1000; @%p1 bra work;
+    st.volatile.shared.u32 [flag], 1; mbarrier.arrive.shared.b64 _, [%r5]; bra end;
+    spin: {spin} @%p2 bra spin;
+    st.global.u32 [%at], %r1; end:
+"""
+
+
+@pytest.mark.parametrize(
+    ("spin", "skips"),
+    [
+        ("ld.volatile.shared.u32 %r1, [flag]; setp.eq.u32 %p2, %r1, 0;", True),
+        ("ld.acquire.cta.shared.u32 %r1, [flag]; membar.cta; setp.eq.u32 %p2, %r1, 0;", True),
+        ("atom.shared.or.b32 %r1, [flag], 0; setp.eq.u32 %p2, %r1, 0;", True),
+        (
+            "mov.u32 %r1, 1; mbarrier.test_wait.parity.shared.b64 %p3, [%r5], 0; "
+            "not.pred %p2, %p3;",
+            True,
+        ),
+        # A store, if another value has come; one in each iteration; tries that are counted; time;
+        # a warp that is told what others think of it; a register with two values.
+        (
+            "ld.volatile.shared.u32 %r1, [flag]; setp.eq.u32 %p2, %r1, 0; @%p2 bra over;"
+            "st.global.u32 [%at], 7; over:",
+            True,
+        ),
+        ("ld.volatile.shared.u32 %r1, [flag]; st.global.u32 [%at], 7; "
+         "setp.eq.u32 %p2, %r1, 0;", False),
+        ("ld.volatile.shared.u32 %r1, [flag]; add.u32 %r2, %r2, 1; "
+         "setp.eq.u32 %p2, %r1, 0;", False),
+        ("ld.volatile.shared.u32 %r1, [flag]; mov.u64 %rd1, %globaltimer; "
+         "setp.eq.u32 %p2, %r1, 0;", False),
+        ("ld.volatile.shared.u32 %r1, [flag]; setp.eq.u32 %p3, %r1, 0; "
+         "vote.sync.any.pred %p2, %p3, -1;", False),
+        ("ld.volatile.shared.u32 %r3, [flag]; mov.u32 %r1, 5; mov.u32 %r1, %r3; "
+         "setp.eq.u32 %p2, %r1, 0;", False),
+        ("atom.shared.or.b32 %r1, [flag], 0; atom.global.add.u32 %r2, [%at], 1; "
+         "setp.eq.u32 %p2, %r1, 0;", False),
+    ],
+)  # fmt: skip
+def test_what_need_not_be_run(spin: str, skips: bool) -> None:
+    out = np.zeros(64, np.uint32)
+    assert is_found(_SPINNER.format(spin=spin), out) is skips
+    assert (out[:32] == 1).all()
