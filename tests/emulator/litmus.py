@@ -54,6 +54,14 @@ class Program:
         self._odd = rng.choice((0.0, 0.0, 0.1))  # accesses of other widths
         self._weak = rng.choice((0.0, 0.1, 0.3))  # weak accesses to flags
         self._shared = rng.choice((0.0, 0.5, 1.0))
+        #: Whether data is passed on: the first thread stores it, others load it in the end, and
+        #: between there are strong accesses to few flags of one width, and fences.
+        self._passes = rng.random() < 0.5
+        if self._passes:
+            self._odd = self._weak = 0.0
+            self._shared = rng.choice((0.0, 1.0)) if self.clusters * self.devices == 1 else 0.0
+            self._scopes = [self._common()] * 50 + ["cta", "cluster", "gpu", "sys"]
+        self._flags = rng.choice((1, 2)) if self._passes else 2
         self._meets = [rng.choice((None, None, None, "cta", "cluster", "warp")) for _ in range(3)]
         self._bodies = list(self._placed())
         for body in self._bodies:
@@ -71,13 +79,30 @@ class Program:
                     yield _Body(first, [(*place, lane) for lane in lanes])
                     first += 1
 
+    def _common(self) -> str:
+        """The narrowest scope that includes all."""
+        if self.devices > 1:
+            return "sys"
+        return "gpu" if self.clusters > 1 else "cluster" if self.cluster > 1 else "cta"
+
+    def _passed(self) -> tuple[str, str]:
+        """Where the data is that is passed on."""
+        if self._shared:
+            return "shared::cluster", f"[%r21+{_DATA}]"
+        return "global", f"[%out+{_DATA}]"
+
     def _write(self, body: _Body) -> None:
+        space, where = self._passed()
+        if self._passes and not body.first:
+            body.lines += [*self._value(), f"st.{space}.u32 {where}, %r2;"]
         for i, meet in enumerate(self._meets):
             for _ in range(self.rng.randrange(1, 4 if len(self._bodies) > 4 else 6)):
                 body.lines.append(f"nanosleep.u32 {self.rng.randrange(120)};")
                 body.lines += self._operation(body)
             if i < 2:
                 body.lines += _meeting(meet)
+        if self._passes and body.first and self.rng.random() < 0.8:
+            body.lines.append(f"ld.{space}.u32 %r1, {where};")
 
     def _value(self) -> list[str]:
         """A value in %r2 and %rd2 no byte of which anybody else writes."""
@@ -89,6 +114,8 @@ class Program:
     def _operation(self, body: _Body) -> list[str]:
         rng = self.rng
         kind = rng.choice(("flag",) * 6 + ("data", "data", "fence", "fence", "copy"))
+        if self._passes:
+            kind = rng.choice(("flag", "flag", "fence"))
         if not self._values:
             kind = "fence"
         if kind == "fence":
@@ -106,7 +133,7 @@ class Program:
             if rng.random() < 0.5:
                 return [f"ld.{space}.u32 %r1, {where};"]
             return [*self._value(), f"st.{space}.u32 {where}, %r2;"]
-        return self._flag(space, f"[{base}+{8 * rng.randrange(2)}{{}}]")
+        return self._flag(space, f"[{base}+{8 * rng.randrange(self._flags)}{{}}]")
 
     def _flag(self, space: str, place: str) -> list[str]:
         rng = self.rng
