@@ -132,6 +132,8 @@ def test_calls_through_a_table() -> None:
     function = """.func (.param .b32 back) {name}(.param .b32 x) {{ {more} .reg .b32 %v, %w;
         ld.param.u32 %v, [x]; {does} st.param.b32 [back], %v; ret; }}\n"""
     before = """.func (.param .b32 back) later(.param .b32 x);
+        .func (.param .b32 back) twice(.param .b32 x);
+        .func (.param .b32 back) through(.param .b32 x);
         .global .u64 table[3] = {later, twice, generic(through)}; .const .u64 one = later;
     """
     before += function.format(name="twice", more="", does="shl.b32 %v, %v, 1;")

@@ -39,11 +39,11 @@ from gpu import Gpu, GpuError, Map, Memory, Request, assembled, content, pack
 
 HERE = Path(__file__).resolve().parent
 #: Tests of the emulator alone: of its errors, its reading of text, its checks, the order and the
-#: time in which it runs what is not ordered, and of sm_100a.
+#: time in which it runs what is not ordered, its heap, and of sm_100a.
 _NOT_FOR_A_GPU = (
     r"errors|parse|docs|cutedsl|tcgen05|tensorcore|tensormap|mutat|race|check|report|given|foreign"
     r"|programs|alarms|fence|undefined|poison|sentences|flags|litmus|exit|dependent|time|devices"
-    r"|turns|resident"
+    r"|turns|resident|heap|spins"
 )
 _MOST_FAILURES = 25  # each costs a new context
 
