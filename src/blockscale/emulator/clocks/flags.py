@@ -23,7 +23,6 @@ from .total_fences import Knows, TotalFences
 __all__ = ["Flags"]
 
 M = TypeVar("M")
-_JOINED = 64  # messages of several patterns that are kept
 #: Values that a thread has read and may still acquire, and reads of a place. Earlier ones are
 #: forgotten: who relies on them after so many more is accused of a race, but none is missed.
 _KEPT = 1024
@@ -51,7 +50,6 @@ class Flags(Generic[M]):
         self._heard: dict[int, dict[int, list[Value[M]]]] = {}
         #: By address: chains of values that were read, by whom and when first.
         self._reads: dict[int, list[tuple[int, int, int, int]]] = {}
-        self._joined: dict[tuple[Pattern[M], ...], M] = {}
         self._taken: dict[int, tuple[Pattern[M], ...]] = {}  # the last that each acquired
 
     @property
@@ -200,15 +198,8 @@ class Flags(Generic[M]):
             self._taken.update(dict.fromkeys(lacking, patterns))
 
     def message(self, patterns: tuple[Pattern[M], ...]) -> M:
-        """What they say; the same for the same ones."""
-        if len(patterns) == 1:
-            return patterns[0].message()
-        found = self._joined.get(patterns)
-        if found is None:
-            if len(self._joined) >= _JOINED:
-                self._joined.clear()
-            found = self._joined[patterns] = self._knows.join([each.message() for each in patterns])
-        return found
+        """What these patterns pass on; the same message for the same patterns."""
+        return self.fences.join([each.message() for each in patterns])
 
     @property
     def were_read(self) -> bool:

@@ -24,7 +24,9 @@ being there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -38,11 +40,15 @@ __all__ = [
     "SEEN",
     "TENSOR",
     "Actor",
+    "Joins",
     "Knowledge",
     "Pipe",
     "executed",
     "joined",
 ]
+
+M = TypeVar("M")
+_JOINED = 64  # joined messages that are kept
 
 SEEN, FENCED, INITS, RUN, PASSED, TENSOR = range(6)
 _NEVER = 0xFFFFFFFF
@@ -58,6 +64,24 @@ def joined(first: Knowledge, second: Knowledge) -> Knowledge:
     part = both[:, : second.shape[1]]
     np.maximum(part, second, out=part)
     return both
+
+
+class Joins(Generic[M]):
+    """What several messages say together, made once for the same ones."""
+
+    def __init__(self, join: Callable[[list[M]], M]) -> None:
+        self._make = join
+        self._made: dict[frozenset[int], tuple[list[M], M]] = {}  # with what the numbers are of
+
+    def __call__(self, messages: list[M]) -> M:
+        key = frozenset(map(id, messages))
+        if len(key) == 1:
+            return messages[0]
+        if key not in self._made:
+            if len(self._made) >= _JOINED:
+                self._made.clear()
+            self._made[key] = messages, self._make(messages)
+        return self._made[key][1]
 
 
 def executed(message: Knowledge) -> Knowledge:

@@ -17,13 +17,13 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from .knowledge import Joins
 from .patterns import Moment, Value
 from .scopes import Place, scope_between
 
 __all__ = ["Knows", "TotalFences"]
 
 M = TypeVar("M")
-_JOINED = 64  # messages of several fences that are kept
 
 
 class Knows(Protocol[M]):
@@ -58,17 +58,20 @@ class _Group(NamedTuple, Generic[M]):
 
 
 class TotalFences(Generic[M]):
-    """Those of the threads that share a memory."""
+    """Those of the threads that share a memory.
+
+    Attributes:
+        join: what several messages say.
+    """
 
     def __init__(self, knows: Knows[M]) -> None:
-        self._knows = knows
+        self._knows, self.join = knows, Joins(knows.join)
         self._groups: dict[tuple[bytes, int], _Group[M]] = {}
         #: Of each thread: events of its reads, of where, and the values.
         self._reads: dict[int, tuple[list[int], list[tuple[int, Value[M]]]]] = {}
         self._decided: dict[tuple[int, int], M] = {}  # by a thread and the number of its reads
         #: By group, number and threads: what these knew at their fences.
         self._known: dict[tuple[int, int, bytes], M] = {}
-        self._joined: dict[tuple[int, ...], tuple[list[M], M]] = {}
 
     @property
     def any(self) -> bool:
@@ -108,7 +111,7 @@ class TotalFences(Generic[M]):
                 found = self._before(each[0], place, scope)
                 if not found:
                     break
-                self._knows.learn(each, self._join(found))
+                self._knows.learn(each, self.join(found))
 
     def _before(self, thread: int, place: Place, scope: int) -> list[M]:
         """What was known at fences that come before one of a thread, if some is new to that."""
@@ -124,8 +127,9 @@ class TotalFences(Generic[M]):
             if told.max() < group.events[0]:
                 continue
             seen = self._knows.saw_of(thread, group.threads)
-            count = np.searchsorted(group.events, told, "right")
-            some |= bool(np.any(np.array([0, *group.events])[count] > seen))
+            events = np.array([0, *group.events])
+            count = np.searchsorted(events[1:], told, "right")
+            some |= bool(np.any(events[count] > seen))
             for at in np.unique(count[count > 0]).tolist():
                 found.append(self._message(number, group, at - 1, count == at))
         return found if some else []
@@ -137,17 +141,6 @@ class TotalFences(Generic[M]):
             every = [moments[i].everything() for i in np.flatnonzero(which).tolist()]
             self._known[key] = self._knows.join(every) if len(every) > 1 else every[0]
         return self._known[key]
-
-    def _join(self, messages: list[M]) -> M:
-        """The same for the same ones."""
-        if len(messages) == 1:
-            return messages[0]
-        key = tuple(map(id, messages))
-        if key not in self._joined:
-            if len(self._joined) >= _JOINED:
-                self._joined.clear()
-            self._joined[key] = messages, self._knows.join(messages)
-        return self._joined[key][1]
 
     def _decides(self, reader: int, count: int) -> list[M]:
         """What the first reads of a thread decide: all that was known at the values."""
@@ -170,4 +163,4 @@ class TotalFences(Generic[M]):
         for reader, (events, _) in self._reads.items():
             at = bisect_right(events, self._knows.saw(thread, reader))
             found += self._decides(reader, at) if at else []
-        return self._join(found) if found else None
+        return self.join(found) if found else None

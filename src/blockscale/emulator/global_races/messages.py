@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..clocks.knowledge import SEEN, joined
+from ..clocks.knowledge import SEEN, Joins, joined
 
 if TYPE_CHECKING:
     from ..clocks.order import Order
@@ -68,7 +68,7 @@ class Learned:
         self._events: dict[int, list[int]] = {}  # of each agent that acquired, ascending
         self._messages: dict[int, list[Message]] = {}  # all that it had acquired by then
         self._taken: dict[int, Message] = {}  # the last one alone
-        self._joined: dict[frozenset[int], Message] = {}
+        self._join = Joins(together)
         self._version = -1
         self._views: dict[int, tuple[np.ndarray, list[Message], np.ndarray | None]] = {}
 
@@ -108,16 +108,6 @@ class Learned:
             at = len(events) if seen >= events[-1] else bisect_right(events, seen)
             if at:
                 found.append(self._messages[agent][at - 1])
-        return found
-
-    def _join(self, messages: list[Message]) -> Message:
-        key = frozenset(map(id, messages))
-        found = self._joined.get(key)
-        if found is None:
-            if len(self._joined) >= _VIEWS:
-                self._joined.clear()
-            each = {id(message): message for message in messages}
-            found = self._joined[key] = together(each.values())
         return found
 
     def known(self, seen: np.ndarray) -> Message:

@@ -84,7 +84,7 @@ class Shadow:
         late = self._unordered(cells, at, view, code)
         if late is not None:
             self._after_write(cells, at, late, "reads", site)
-        self._after_others(self._others_unordered(cells, at, view, code), "reads", site)
+        self._tell(self._others_unordered(cells, at, view, code), "reads", site, "write")
         event = self.order.event(site, code)
         if not _updates(site):  # the write that follows says all
             readers = self.strong.kept(code, False) if code else self.readers
@@ -124,8 +124,7 @@ class Shadow:
         self, cells: np.ndarray, at: Any, view: View, event: int, site: Site, code: int
     ) -> int:
         """A strong write at an event; the event of those whose value is left."""
-        kept = self.strong.kept(code, True)
-        kept.read(cells, at, event, view)
+        self.strong.kept(code, True).read(cells, at, event, view)
         written, writer = self.written.take(cells), self.writer.take(cells)
         self.writer[cells] = at
         if np.count_nonzero(self.writer.take(cells) != at):  # of several lanes nobody reads some
@@ -151,7 +150,7 @@ class Shadow:
                 self._after_write(cells, at, late, "writes", site, copies)
         if changes is None or np.count_nonzero(changes):
             others = self._others_unordered(cells, at, view, code, copies, changes)
-            self._after_others(others, "writes", site, copies)
+            self._tell(others, "writes", site, "write", copies)
             if self._others is not None and not code:
                 self._others.clear(cells if changes is None else cells[changes])
         if kept is not None and np.count_nonzero(kept):
@@ -198,15 +197,6 @@ class Shadow:
             races = partial(self.strong.races, code=code)
             found += self._others.unseen(cells, at, view, since, races, chosen)
         return found
-
-    def _after_others(
-        self, found: list[tuple[int, int, int, int]], verb: str, site: Site,
-        by: Actor | Copies | None = None, lacks: str = "race",
-    ) -> bool:  # fmt: skip
-        """Tell of those; whether there are any."""
-        for cell, column, writer, event in found:
-            self.race(cell, _who(column, by), verb, site, "write", writer, event, lacks)
-        return bool(found)
 
     def _unordered(
         self, cells: np.ndarray, at: Any, view: View, code: int, since: int = 0
@@ -274,7 +264,8 @@ class Shadow:
             return seen
         for view, lacks in ((seen, "race"), (through_proxy, "fence")):
             others = self._others_unordered(cells, at, (view[None], None), code, actor)
-            if self._after_others(others, verb, site, actor, lacks):
+            if others:
+                self._tell(others, verb, site, "write", actor, lacks)
                 return seen
         tensor = self.order.tensor_view(actor)
         if tensor is not None:
@@ -308,8 +299,7 @@ class Shadow:
                 through_proxy = self._view_of(actor)[1]
                 found = self.readers.unseen(cells, at, (through_proxy[None], None), actor.since)
                 lacks = "proxy_reads"
-        for cell, writer, column, event in found:
-            self.race(cell, _who(writer, by), "writes", site, "read", column, event, lacks)
+        self._tell(found, "writes", site, "read", by, lacks)
         if not code:
             self.strong.clear(cells)
             self.readers.clear(cells)
@@ -342,6 +332,14 @@ class Shadow:
 
     def cell_name(self, cell: int) -> str:
         return f"{cell * self.size:#x}"
+
+    def _tell(
+        self, found: list[tuple[int, int, int, int]], verb: str, site: Site, other: str,
+        by: Actor | Copies | None = None, lacks: str = "race",
+    ) -> None:  # fmt: skip
+        """Of the accesses that are ``found``, as Readers.unseen gives them."""
+        for cell, who, column, event in found:
+            self.race(cell, _who(who, by), verb, site, other, column, event, lacks)
 
     def race(
         self, cell: int, who: int | Actor, verb: str, site: Site, other: str, column: int,

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from ... import jit
+from .. import ieee
 
 __all__ = ["aligned", "exact"]
 
-_cached = jit.cached([Path(__file__), Path(jit.__file__)])
+_cached = jit.cached([Path(each) for each in (__file__, jit.__file__, ieee.__file__)])
+_two_sum_error = jit.spliced(ieee.two_sum_error)
 
 
 @_cached
@@ -74,16 +76,9 @@ def exact(a, b, c, high, low, lost):
             for k in range(a.shape[2]):
                 value = a[i, m, k]
                 for n in range(b.shape[2]):
-                    error, total = _two_sum(upper[n], value * b[i, k, n])
-                    upper[n] = total
-                    error, total = _two_sum(lower[n], error)
-                    lower[n] = total
-                    rest[n] |= error != 0
-
-
-@jit.spliced
-def _two_sum(a, b):
-    """What the rounded sum lacks, and that sum."""
-    total = a + b
-    of_b = total - a
-    return (a - (total - of_b)) + (b - of_b), total
+                    term = value * b[i, k, n]
+                    total = upper[n] + term
+                    error = _two_sum_error(upper[n], term, total)
+                    both = lower[n] + error
+                    rest[n] |= _two_sum_error(lower[n], error, both) != 0
+                    upper[n], lower[n] = total, both
