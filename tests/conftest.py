@@ -51,8 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: the collector need not walk over them again and again."""
+    """Modules and tests stay to the end: the collector need not walk over them again and again, nor
+    so often over what compiled kernels keep."""
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def mark_all_but_a_sample_slow(cases: list[pytest.Item]) -> None:

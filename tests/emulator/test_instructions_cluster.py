@@ -134,7 +134,7 @@ def test_calls_through_a_table() -> None:
     before = """.func (.param .b32 back) later(.param .b32 x);
         .func (.param .b32 back) twice(.param .b32 x);
         .func (.param .b32 back) through(.param .b32 x);
-        .global .u64 table[3] = {later, twice, generic(through)}; .const .u64 one = later;
+        .global .u64 table[3] = {later, twice, through}; .const .u64 one = later;
     """
     before += function.format(name="twice", more="", does="shl.b32 %v, %v, 1;")
     before += function.format(name="later", more="", does="add.u32 %v, %v, 100;")
@@ -156,6 +156,18 @@ def test_calls_through_a_table() -> None:
         out, before=before,
     )  # fmt: skip
     assert out.tolist() == [(i + 100, 2 * i, 7)[i % 3] for i in range(31)] + [131]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("generic(other)", "other is a function"), ("kept", "kept, which is no function")],
+)
+def test_initial_values_that_ptxas_refuses(value: str, message: str) -> None:
+    with pytest.raises(em.PtxError, match=message):
+        run(
+            "mov.u64 %rd1, table; ld.global.u64 %rd2, [%rd1];", np.zeros(32, np.uint32),
+            before=f".func other() {{ ret; }} .shared .u32 kept; .global .u64 table = {value};",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

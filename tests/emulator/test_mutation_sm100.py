@@ -14,7 +14,7 @@ from mutation import Mutant, reason
 from mutation_sm100 import KERNELS, REASONS, RESULTS, attempt, every
 
 RESULT = json.loads(RESULTS.read_text())
-_SAMPLE = 40  # every so many-th mutant
+_SAMPLE = 80  # every so many-th mutant
 
 
 @cache

@@ -50,6 +50,11 @@ def place_variables(
                     f"the initial value of {name} is the address of {link.symbol}, which is no "
                     "function and in neither global nor constant memory"
                 )
+            if link.generic and link.symbol in module.addresses:
+                raise PtxError(
+                    f"the initial value of {name} is generic({link.symbol}), and {link.symbol} is "
+                    "a function: name it without generic()"
+                )
             lowest = (link.mask & -link.mask).bit_length() - 1
             value = ((addresses[link.symbol] + link.addend) & link.mask) >> lowest
             value &= (1 << 8 * link.size) - 1

@@ -150,6 +150,7 @@ class DeclarationParser(OperandParser):
             raise self.fail(f"a mask of {mask}")
         token, offset = self.token, 0
         name = "" if self.text == "(" else self.name()
+        generic = name == "generic"
         if name in ("", "generic"):  # generic addresses of global memory are its own
             self.expect("(")
             token = self.token
@@ -159,7 +160,7 @@ class DeclarationParser(OperandParser):
             raise self.fail(
                 f"there is no variable or function {name!r} to take the address of", token
             )
-        return Link(at, size, name, offset + self.plus(), mask)
+        return Link(at, size, name, offset + self.plus(), mask, generic)
 
     # --- functions ---
 

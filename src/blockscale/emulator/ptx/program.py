@@ -165,6 +165,7 @@ class Link:
     symbol: str
     addend: int
     mask: int
+    generic: bool  # written generic(symbol)
 
 
 @dataclass(frozen=True, slots=True)

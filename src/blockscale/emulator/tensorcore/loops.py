@@ -20,6 +20,44 @@ _cached = jit.cached([Path(each) for each in (__file__, jit.__file__, ieee.__fil
 _two_sum_error = jit.spliced(ieee.two_sum_error)
 
 
+@jit.inlined
+def _largest_exponent(top, row, columns):
+    """Raise top[n] to the largest exponent of row * columns; K is a multiple of 4."""
+    for k in range(0, row.shape[0], 4):
+        first, second, third, fourth = row[k], row[k + 1], row[k + 2], row[k + 3]
+        for n in range(top.shape[0]):
+            one = max(first + columns[k, n], second + columns[k + 1, n])
+            other = max(third + columns[k + 2, n], fourth + columns[k + 3, n])
+            top[n] = max(top[n], one, other)
+
+
+@jit.inlined
+def _add_products(total, row, columns, scale):
+    """Add each product, scaled and cut. Sums of a few integers are exact in any order."""
+    for k in range(0, row.shape[0], 4):
+        first, second, third, fourth = row[k], row[k + 1], row[k + 2], row[k + 3]
+        for n in range(total.shape[0]):
+            one = np.trunc(first * columns[k, n] * scale[n])
+            one += np.trunc(second * columns[k + 1, n] * scale[n])
+            other = np.trunc(third * columns[k + 2, n] * scale[n])
+            other += np.trunc(fourth * columns[k + 3, n] * scale[n])
+            total[n] += one + other
+
+
+@jit.inlined
+def _add_groups(total, row, columns, scale, group, part):
+    """Add the sum of each group of products, scaled and cut."""
+    for first in range(0, row.shape[0], group):
+        for n in range(total.shape[0]):
+            part[n] = row[first] * columns[first, n]
+        for k in range(first + 1, first + group):
+            value = row[k]
+            for n in range(total.shape[0]):
+                part[n] += value * columns[k, n]
+        for n in range(total.shape[0]):
+            total[n] += np.trunc(part[n] * scale[n])
+
+
 @_cached
 def aligned(left, right, addend, rule, row, sums):
     """Each ``group`` of products summed, cut toward zero at ``fraction`` bits below the largest
@@ -41,24 +79,15 @@ def aligned(left, right, addend, rule, row, sums):
             for n in range(b.shape[2]):
                 exponent = np.float32((c_bits[i, m, n] >> 23 & 0xFF) - 127)
                 top[n] = max(exponent, smallest, floor) if c[i, m, n] != 0 else floor
-            for k in range(a.shape[2]):
-                exponent = a_exponents[i, m, k]
-                for n in range(b.shape[2]):
-                    top[n] = max(top[n], exponent + b_exponents[i, k, n])
+            _largest_exponent(top, a_exponents[i, m], b_exponents[i])
             for n in range(b.shape[2]):
                 scale_bits[n] = np.int64(1023 + fraction - top[n]) << 52
             for n in range(b.shape[2]):
                 total[n] = np.trunc(c[i, m, n] * scale[n])
-            for first in range(0, a.shape[2], group):
-                value = a[i, m, first]
-                for n in range(b.shape[2]):
-                    part[n] = value * b[i, first, n]
-                for k in range(first + 1, first + group):
-                    value = a[i, m, k]
-                    for n in range(b.shape[2]):
-                        part[n] += value * b[i, k, n]
-                for n in range(b.shape[2]):
-                    total[n] += np.trunc(part[n] * scale[n])
+            if group == 1:
+                _add_products(total, a[i, m], b[i], scale)
+            else:
+                _add_groups(total, a[i, m], b[i], scale, group, part)
             for n in range(b.shape[2]):
                 scale_bits[n] = np.int64(1023 - fraction + top[n]) << 52
             for n in range(b.shape[2]):
