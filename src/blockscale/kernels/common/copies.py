@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""Tiles between global and shared memory by TMA: rows of 128 or 64 bytes, swizzled, or scales."""
+"""Tiles between global and shared memory by TMA: rows of 128, 64 or 32 bytes, swizzled, or
+scales."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from . import shared
 
 __all__ = ["Copies", "Panels", "TmaTiles"]
 
-_SWIZZLES = {64: 2}  # bits that are changed, for rows of so many bytes
+_SWIZZLES = {64: 2, 32: 1}  # bits that are changed, for rows of so many bytes
 
 
 class Copies:

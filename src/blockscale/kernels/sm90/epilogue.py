@@ -122,7 +122,7 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc, warpgroup, thread, row, column):
-        """Store boxes of 64 rows x 128 bytes, ``epilogue_stages`` at a time."""
+        """Store boxes of 64 rows, ``epilogue_stages`` at a time."""
         config, nbytes = self.config, self.boxes.copies.nbytes
         first = warpgroup * config.epilogue_stages
         across = config.tile[1] // config.box_columns
@@ -152,24 +152,25 @@ class Epilogue:
     def put(self, acc, address, row_step: int, column: int, thread) -> None:
         """Put a box's values into shared memory, swizzled."""
         config, kind = self.config, self.kind
-        warp, lane = thread // 32, thread % 32
+        warp, lane, nbytes = thread // 32, thread % 32, config.box_bytes
         if kind == "f32":
             row = warp * 16 + lane // 4
-            line = address + row * 128 + lane % 2 * 8
+            line, swizzle = address + row * nbytes + lane % 2 * 8, swizzle_of(row, nbytes)
             for group in range(config.box_columns // 8):
-                chunk = (2 * group + lane % 4 // 2) ^ (row % 8)
+                chunk = (2 * group + lane % 4 // 2) ^ swizzle
                 values = self.values(acc, row_step, column + 8 * group)
                 ptx.st_shared(line + chunk * 16, values[:2])
-                ptx.st_shared(line + 8 * 128 + chunk * 16, values[2:])
+                ptx.st_shared(line + 8 * nbytes + chunk * 16, values[2:])
             return
         row = warp * 16 + lane % 16
+        swizzle = swizzle_of(row, nbytes)
         for group in range(0, config.box_columns // 8, 2):
-            chunk = (group + lane // 16) ^ (row % 8)
+            chunk = (group + lane // 16) ^ swizzle
             words = []
             for j in (0, 1):
                 values = self.values(acc, row_step, column + 8 * (group + j))
                 words += [ptx.cvt_rn_x2(*values[i : i + 2], kind) for i in (0, 2)]
-            ptx.stmatrix(address + row * 128 + chunk * 16, words)
+            ptx.stmatrix(address + row * nbytes + chunk * 16, words)
 
     @cute.jit
     def store_each(self, acc, thread, row, column):
@@ -187,3 +188,9 @@ class Epilogue:
                         if const_expr(config.accumulate):
                             value = value + Float32(d[r, c])
                         d[r, c] = d.element_type(value)
+
+
+def swizzle_of(row, nbytes: int):
+    """What 16-byte chunks of a row of so many bytes are moved by: Swizzle<B, 4, 3> of CuTe, whose B
+    is 3, 2 or 1 for 128, 64 or 32 bytes."""
+    return row // (128 // nbytes) % (nbytes // 16)

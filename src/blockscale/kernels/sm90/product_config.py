@@ -27,7 +27,8 @@ __all__ = [
 
 ROW = 128  # bytes of a row of a tile in shared memory
 ROWS = 64  # of one wgmma
-BOX = 128  # bytes of a row of the output that one instruction stores
+BOX = 128  # bytes of a row of a swizzled box, at most
+BOXES = (BOX, 64, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class ProductConfig:
             "cluster": self.cluster not in ((1, 1), (2, 1), (1, 2)),
             "stages": self.shared_bytes > SHARED,
             "epilogue_stages": self.boxes % self.epilogue_stages
-            or columns * self.out_dtype.itemsize % BOX,
+            or columns * self.out_dtype.itemsize % min(BOXES),
         }
 
     @property
@@ -158,8 +159,14 @@ class ProductConfig:
         return self.tma_store and self.split_k == 1
 
     @property
+    def box_bytes(self) -> int:
+        """Of a row of the output that one instruction stores."""
+        row = self.tile[1] * self.out_dtype.itemsize
+        return next((nbytes for nbytes in BOXES if row % nbytes == 0), min(BOXES))
+
+    @property
     def box_columns(self) -> int:
-        return BOX // self.out_dtype.itemsize
+        return self.box_bytes // self.out_dtype.itemsize
 
     @property
     def boxes(self) -> int:
@@ -169,7 +176,7 @@ class ProductConfig:
     @property
     def output_bytes(self) -> int:
         """Room in shared memory to put the output together."""
-        return self.row_warpgroups * self.epilogue_stages * ROWS * BOX if self.stores_tiles else 0
+        return self.row_warpgroups * self.epilogue_stages * ROWS * self.box_bytes if self.stores_tiles else 0
 
     @property
     def column_steps(self) -> int:
