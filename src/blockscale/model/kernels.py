@@ -50,7 +50,7 @@ def hopper_fp8(config: sm90.Config, shape: Shape) -> Launch:
     """FP8 with scales of 128: a warpgroup's four warps read scales of its rows and columns."""
     rows, columns = config.tile
     each = config.b_block[0] == 1
-    reads = columns // 8 * _PAIR_CYCLES if each else columns // config.segment
+    reads = columns // 8 * _PAIR_CYCLES if each else config.b_scales
     wavefronts = rows // ROWS * (8 + 4 * reads)
     return Launch(
         unit="fp8",

@@ -81,8 +81,8 @@ class Mainloop:
         return ptx.wgmma_descriptor(address, 16 if major == "k" else BLOCK_K * ROW)
 
     @cute.jit
-    def __call__(self, acc, k_blocks, stage, phase):
-        """Add ``k_blocks`` to ``acc``; the next stage and phase."""
+    def __call__(self, acc, tile, k_blocks, stage, phase):
+        """Add ``k_blocks`` of a tile to ``acc``; the next stage and phase."""
         mma_tiles = self.config.mma_tiles
         before = stage
         for i in range(k_blocks):

@@ -50,8 +50,10 @@ class Config(ProductConfig):
 
     @property
     def b_scales(self) -> int:
-        """Scales of B in a stage."""
-        return self.tile[1] if self.b_block[0] == 1 else self.tile[1] // self.segment
+        """Scales of B in a stage: of columns, or of all blocks that a tile may reach into."""
+        if self.b_block[0] == 1:
+            return self.tile[1]
+        return -(-(128 - self.segment + self.tile[1]) // 128)
 
     @property
     def scale_bytes(self) -> tuple[int, int]:

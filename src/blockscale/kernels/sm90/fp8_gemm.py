@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, tee
+from itertools import groupby, islice, tee
 from typing import Any
 
 import cutlass
@@ -92,7 +92,7 @@ class ScaleFetcher:
             for k_block in range(tile.k_begin, tile.k_end, 32):
                 for i in range_constexpr(config.b_scales):
                     values[i] = Float32(0)
-                    row = (tile.column + i * config.segment) // 128
+                    row = tile.column // 128 + i
                     if row < source.shape[0] and k_block + lane < tile.k_end:
                         values[i] = source[row, k_block + lane]
                 for i in range(cutlass.min(tile.k_end - k_block, Int32(32))):
@@ -127,9 +127,10 @@ class Mainloop:
         self.partial_acc = accumulators(config)
 
     @cute.jit
-    def __call__(self, acc, k_blocks, stage, phase):
-        """Add ``k_blocks`` to ``acc``; the next stage and phase."""
+    def __call__(self, acc, tile, k_blocks, stage, phase):
+        """Add ``k_blocks`` of a tile to ``acc``; the next stage and phase."""
         unroll = self.config.unroll
+        self.column = ptx.pin(tile.column % 128)  # of a block
         if k_blocks > 0:
             self.pipeline.consumer_wait(stage, phase)
         whole = k_blocks // unroll
@@ -155,7 +156,7 @@ class Mainloop:
                 self.mma(here, row_step, column_step)
                 if const_expr(i == 0):
                     rows = self.row_scales(here)
-                columns = self.column_scales(here, row_step, column_step, pairs)
+                scales = self.scales(here, row_step, column_step, rows, pairs)
                 if const_expr(last):
                     stage, phase = self.pipeline.consumer_next(stage, phase)
                     if const_expr(k_block < count - 1):
@@ -164,7 +165,7 @@ class Mainloop:
                         if more:
                             self.pipeline.consumer_wait(stage, phase)
                 ptx.wgmma_wait_group(0)
-                self.promote(acc[i], rows[row_step], columns, here if last else None)
+                self.promote(acc[i], scales, here if last else None)
         return stage, phase
 
     def mma(self, stage, row_step: int, column_step: int) -> None:
@@ -187,10 +188,13 @@ class Mainloop:
             for step in range(self.config.row_steps)
         ]
 
-    def column_scales(self, stage, row_step: int, column_step: int, pairs: dict) -> Iterator[list]:
-        """Of B, for each eight columns of a wgmma: one, or those of a thread's two columns. Some of
-        these are read at once, while the tensor cores work; the others as they are needed. All
-        steps down the rows have those that are read in the first one: ``pairs``, of a stage.
+    def scales(
+        self, stage, row_step: int, column_step: int, rows: list, pairs: dict
+    ) -> Iterator[list]:
+        """For each eight columns of a wgmma: what a thread's two rows are scaled by, or its four
+        values. Some of B's scales are read at once, while the tensor cores work; the others as they
+        are needed. All steps down the ``rows`` have those that are read in the first one:
+        ``pairs``, of a stage.
         """
         config = self.config
         address, first = self.b_scale + stage * config.scale_bytes[1], column_step * config.mma_n
@@ -199,29 +203,41 @@ class Mainloop:
             if row_step == 0:
                 read = _ahead(ptx.ld_shared(address, 4 * column, 2) for column in columns)
                 pairs[column_step] = tee(read, config.row_steps)
-            return pairs[column_step][row_step]
+            here = pairs[column_step][row_step]
+            return ([ptx.mul(row, each) for row in rows[row_step] for each in pair] for pair in here)
         # Read again in each step: with few rows, the first wgmmas would wait for all of it.
-        segments = [column // config.segment for column in columns]
-        found = {
-            i: [ptx.ld_shared_broadcast(address, 4 * i, self.lane, self.rank)]
-            for i in dict.fromkeys(segments)
-        }
-        return iter([found[i] for i in segments])
+        found = [
+            ptx.ld_shared_broadcast(address, 4 * i, self.lane, self.rank)
+            for i in range(config.b_scales)
+        ]
+        return self.block_scales(rows[row_step], found, columns)
 
-    def promote(self, acc, rows: list, columns: Iterator[list], release) -> None:
+    def block_scales(self, rows: list, found: list, columns: range) -> Iterator[list]:
+        """The same of 128 x 128 scales, ``found`` for the blocks that the tile may reach into: which
+        block a segment of columns is in depends on where the tile begins."""
+        segment = self.config.segment
+        scaled = [[ptx.mul(row, each) for row in rows] for each in found]
+        for at, alike in groupby(column // segment for column in columns):
+            scales = scaled[0]
+            for block in range(1, len(scaled)):
+                least = 128 * block - at * segment  # of where the tile begins in its first block
+                if least <= 0:
+                    scales = scaled[block]
+                elif least <= 128 - segment:
+                    scales = ptx.select_ge(self.column, least, scaled[block], scales)
+            for _ in alike:
+                yield scales
+
+    def promote(self, acc, scales: Iterator[list], release) -> None:
         """Scale the partial accumulator and add it. ``release``: the stage, if it is not needed
         after this."""
         early = self.config.b_block[0] > 1 or self.config.row_steps > 1  # nothing more is read
         if release is not None and early:
             self.release(release)
-        scales, scaled = None, None
-        for group, column in enumerate(columns):
-            if scaled is not column:
-                scaled = column
-                scales = [ptx.mul(row, each) for row in rows for each in column]
+        for group, each in enumerate(scales):
             where = range(4 * group, 4 * group + 4)
             partial_acc = [self.partial_acc[i] for i in where]
-            added = ptx.fma4([acc[i] for i in where], partial_acc, scales)
+            added = ptx.fma4([acc[i] for i in where], partial_acc, each)
             for i, value in zip(where, added, strict=True):
                 acc[i] = value
         if release is not None and not early:

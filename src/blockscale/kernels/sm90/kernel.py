@@ -232,7 +232,7 @@ class Consumer:
             if const_expr(config.warpgroup_split_k):
                 taken = taken + tile.k_blocks
                 count = (taken + 1 - k_turn) // 2 - (taken - tile.k_blocks + 1 - k_turn) // 2
-            stage, phase = self.mainloop(acc, count, stage, phase)
+            stage, phase = self.mainloop(acc, tile, count, stage, phase)
             row, column = tile.row + self.first_row, tile.column + self.k_part * config.own_columns
             if const_expr(config.split_k > 1):
                 filled = tile.row + thread // 32 * 16 < self.epilogue.d.shape[0]

@@ -191,6 +191,14 @@ def fma4(acc: list, partial_acc: list, scales: list) -> list:
     return _asm(code, [Float32] * 4, [*partial_acc, *scales, *acc], constraints)
 
 
+def select_ge(value, least: int, chosen: list, others: list) -> list:
+    """``chosen`` fp32 where ``value``, the same in all lanes, is at least so much, else
+    ``others``."""
+    code = f"{{ .reg .pred p; setp.ge.s32 p, $3, {least}; selp.f32 $0, $1, $2, p; }}"
+    given = zip(chosen, others, strict=True)
+    return [_asm(code, [Float32], [a, b, value], ["f", "f", "r"])[0] for a, b in given]
+
+
 def mul(a, b):
     return _asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b], ["f", "f"])[0]
 
