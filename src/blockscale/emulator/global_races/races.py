@@ -149,8 +149,9 @@ class Races:
         )
 
     def write(
-        self, by: Any, where: np.ndarray, size: int, how: Strength | None, same: np.ndarray
-    ) -> None:
+        self, by: Any, where: np.ndarray, size: int, how: Strength | None, same: np.ndarray,
+        verb: str = "writes",
+    ) -> None:  # fmt: skip
         """(n,) pieces were written. ``same`` (2, n, size): the byte held the value before, and it
         holds it now that all threads have written."""
         who = Accessor(self, by, how)
@@ -159,16 +160,16 @@ class Races:
             kept = np.all(same[:, chosen].reshape(2, *cells.shape, -1), axis=-1)
             last = self._written.take(cells)
             if np.count_nonzero(last):
-                self._after_writes(buffer, cells, part, "writes", last, kept[0])
+                self._after_writes(buffer, cells, part, verb, last, kept[0])
             for at, reads in self._reads.before(cells):
-                self._tell(buffer, at, part, part.races_with(reads), "writes", "read", reads)
+                self._tell(buffer, at, part, part.races_with(reads), verb, "read", reads)
             self._follow(cells, last, part, how)
             made = self._add(part, True)
             self._written[cells] = made
             if how is None and who.actor is None:
                 lost = self._written.take(cells) != made
                 lost &= ~kept[1]
-                self._tell(buffer, cells, part, lost, "writes", "write", self._written[cells])
+                self._tell(buffer, cells, part, lost, verb, "write", self._written[cells])
             elif how is not None:
                 lost = np.any(self._written.take(cells) != made, axis=1)
                 if np.count_nonzero(lost):  # strong ones of several lanes: nobody reads some
@@ -176,6 +177,12 @@ class Races:
                     self._updates.add(cells[lost], both[lost], rows.unseen, rows.code)
                 if not part.proxy:
                     self._publish(part, where[chosen], last, cells, how)
+
+    def free(self, by: Any, address: int, size: int) -> None:
+        """A thread gives a block of the heap back: all that others do there must come before."""
+        size = -(-size // self.cell) * self.cell  # there is room between blocks
+        never = np.zeros((2, 1, size), bool)
+        self.write(by, np.array([address], np.uint64), size, None, never, "frees")
 
     def waited(self, actors: Iterable[Actor], event: int) -> None:
         """Who issued these has waited for them at an event, and others know of them by it."""

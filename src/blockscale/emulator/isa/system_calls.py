@@ -193,7 +193,14 @@ def _malloc(w: Fragment, thread: int, size: int) -> int:
 
 
 def _free(w: Fragment, thread: int, address: int) -> int:
-    _heap(w).free(address, _place(w, thread))
+    launch = w.cta.launch
+    try:
+        size = _heap(w).free(address, _place(w, thread))
+    except MemoryFault as fault:
+        launch.alarms.tell("bounds", fault, w.site())
+        return 0
+    if size and launch.races is not None:
+        launch.races.free(w.part(w.threads == thread, w.pc), address, size)
     return 0
 
 
