@@ -127,14 +127,18 @@ class SharedFlags(Flags[Knowledge]):
         if last is None and self.is_idle:
             return
         place, event = self.place(int(agents[0])), self.order.now + 1
-        for addresses, words in scalars(where, size, how.width, last):
+        both = zip(
+            scalars(where, size, how.width, last), scalars(where, size, how.width, first),
+            strict=True,
+        )  # fmt: skip
+        for (addresses, words), (_, firsts) in both:
             before = None if words is None else whole(words)
             whose: dict[int, list[int]] = {}
             for i, address in enumerate(addresses.tolist()):
                 whose.setdefault(address, []).append(i)
             for address, readers in whose.items():
                 write = self._last(address, how, place) if before is None else before[readers[0]]
-                chain = int(first[readers[0], 0]) if first is not None else 0
+                chain = int(firsts[readers[0], 0]) if firsts is not None else 0
                 each = agents[readers].tolist()
                 self.read(address, each, place, how, write, chain, event)
 
