@@ -48,8 +48,9 @@ class Flags(Generic[M]):
         self._own: dict[tuple[int, int], dict[int, Pattern[M]]] = {}
         #: By thread and address: values that it has read and may acquire.
         self._heard: dict[int, dict[int, list[Value[M]]]] = {}
-        #: By address: chains of values that were read, by whom and when first.
-        self._reads: dict[int, list[tuple[int, int, int, int]]] = {}
+        #: By address: chains of values that were read, by whom, when first, and whether who reads
+        #: comes after them at once.
+        self._reads: dict[int, list[tuple[int, int, int, int, bool]]] = {}
         self._taken: dict[int, tuple[Pattern[M], ...]] = {}  # the last that each acquired
 
     @property
@@ -66,7 +67,7 @@ class Flags(Generic[M]):
 
     def write(
         self, address: int, who: Who, how: Strength, old: int, write: int, moment: Moment[M],
-        tells: bool = True, ordered: bool = True,
+        tells: bool = True, ordered: bool = True, first: int = 0,
     ) -> None:  # fmt: skip
         """A strong write.
 
@@ -76,9 +77,11 @@ class Flags(Generic[M]):
             write: that of this one.
             tells: whether the moment may have fences.
             ordered: whether it stands in the program of its thread: not so work.
+            first: of a scalar of a vector the number of the first write of its chain, else 0. The
+                other scalars are not before it (8.2.4): the moment is that before all of them.
         """
         before = self.value(address, old) if how.updates else None
-        own = self._releases(address, who, how, moment, ordered)
+        own = self._releases(address, who, how, moment, ordered, (first, write) if first else None)
         if not (own or tells or self.fences.any or before is not None):
             self._values.pop(address, None)
             return
@@ -87,14 +90,15 @@ class Flags(Generic[M]):
         self._values[address] = Value(write, who, how.code, own, before, moment)
 
     def _releases(
-        self, address: int, who: Who, how: Strength, moment: Moment[M], ordered: bool
-    ) -> list[Pattern[M]]:
+        self, address: int, who: Who, how: Strength, moment: Moment[M], ordered: bool,
+        writes: tuple[int, int] | None,
+    ) -> list[Pattern[M]]:  # fmt: skip
         """The releases of a thread itself that a write of its own passes on."""
         if not ordered:
             return [Pattern(who, how.scope, moment.everything)] if how.releases else []
         if how.releases:
             kept = self._own.setdefault((address, who.agent), {})
-            kept[how.code] = Pattern(who, how.scope, moment.everything)
+            kept[how.code] = Pattern(who, how.scope, moment.everything, writes)
         own = self._own.get((address, who.agent), {})
         return [each for code, each in own.items() if code >> 3 == how.code >> 3]
 
@@ -128,11 +132,11 @@ class Flags(Generic[M]):
         for agent in readers if how.acquires and self._heard else ():
             for earlier in self._heard.get(agent, {}).get(address, ()):  # a strong read before
                 if earlier.code >> 3 == how.code >> 3:
-                    self._acquire([agent], earlier, place, how.scope)
+                    self._acquire(address, [agent], earlier, place, how.scope, event)
         if value is None:
             return
         if how.acquires:
-            self._acquire(readers, value, place, how.scope)
+            self._acquire(address, readers, value, place, how.scope, event)
         else:
             self._executed(readers, value, place, how.scope)
         self.fences.read(address, readers, value, event)
@@ -145,13 +149,16 @@ class Flags(Generic[M]):
         """What a relaxed read tells: nothing of memory."""
 
     def _observe(
-        self, address: int, readers: list[int], first: int, write: int, event: int
+        self, address: int, readers: list[int], first: int, write: int, event: int,
+        at_once: bool = False,
     ) -> None:  # fmt: skip
         reads = self._reads.setdefault(address, [])
-        last = {agent: last for _, last, agent, _ in reads[-2 * len(readers) :]}
-        reads += [
-            (first, write, agent, event) for agent in readers if last.get(agent) != write
-        ]  # fmt: skip
+        last = {each[2]: each for each in reads[-2 * len(readers) :]}
+        for agent in readers:
+            new = first, write, agent, event, at_once
+            before = last.get(agent)
+            if before is None or before[1] != write or before[4] < at_once:
+                reads.append(new)
         del reads[:-_KEPT]
 
     def _hear(self, address: int, agent: int, value: Value[M]) -> None:
@@ -165,17 +172,17 @@ class Flags(Generic[M]):
 
     # --- fences ---
 
-    def acquire(self, agents: Iterable[int], place: Place, scope: int) -> None:
-        """A fence: what these threads of a place have read before it is acquired."""
+    def acquire(self, agents: Iterable[int], place: Place, scope: int, event: int) -> None:
+        """A fence after an event: what these threads of a place have read before it is acquired."""
         if not self._heard:
             return
-        whose: dict[int, tuple[Value[M], list[int]]] = {}
+        whose: dict[int, tuple[int, Value[M], list[int]]] = {}
         for agent in dict.fromkeys(agents):
             heard = self._heard.get(agent)
             for address, values in list((heard or {}).items()):
                 left = []
                 for value in values:
-                    whose.setdefault(id(value), (value, []))[1].append(agent)
+                    whose.setdefault(id(value), (address, value, []))[2].append(agent)
                     if value.told(place, self._widest) != value.told(place, scope):
                         left.append(value)
                 assert heard is not None
@@ -183,12 +190,15 @@ class Flags(Generic[M]):
                     heard[address] = left
                 else:
                     del heard[address]
-        for value, readers in whose.values():
-            self._acquire(readers, value, place, scope)
+        for address, value, readers in whose.values():
+            self._acquire(address, readers, value, place, scope, event)
 
     # --- what is known ---
 
-    def _acquire(self, readers: list[int], value: Value[M], place: Place, scope: int) -> None:
+    def _acquire(
+        self, address: int, readers: list[int], value: Value[M], place: Place, scope: int,
+        event: int,
+    ) -> None:  # fmt: skip
         patterns = value.told(place, scope)
         if not patterns:
             return
@@ -196,6 +206,9 @@ class Flags(Generic[M]):
         if lacking:
             self._knows.learn(lacking, self.message(patterns))
             self._taken.update(dict.fromkeys(lacking, patterns))
+            for each in patterns:
+                if each.writes is not None:
+                    self._observe(address, lacking, *each.writes, event, True)
 
     def message(self, patterns: tuple[Pattern[M], ...]) -> M:
         """What these patterns pass on; the same message for the same patterns."""
@@ -211,6 +224,10 @@ class Flags(Generic[M]):
         observed its value before."""
         return any(
             first <= write <= last
-            and (event < began if reader == agent else self._knows.saw(agent, reader) >= event)
-            for first, last, reader, event in self._reads.get(address, ())
+            and (
+                event < began + at_once
+                if reader == agent
+                else self._knows.saw(agent, reader) >= event
+            )
+            for first, last, reader, event, at_once in self._reads.get(address, ())
         )

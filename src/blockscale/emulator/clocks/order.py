@@ -146,7 +146,7 @@ class Order(Tables):
     ) -> None:  # fmt: skip
         """What relaxed waits and reads before it heard of is known; ``total``: to a fence.sc."""
         place, each = self.flags.place(int(agents[0])), agents.tolist()
-        self.flags.acquire(each, place, scope)
+        self.flags.acquire(each, place, scope, self.now)
         if total:
             self.flags.fences.learn(each, place, scope)
         heard = self._heard[agents]

@@ -31,12 +31,19 @@ class Moment(Protocol[M]):
 
 class Pattern(Generic[M]):
     """A release pattern, by its first operation: who made it, with which scope, and what it
-    passes on."""
+    passes on.
 
-    __slots__ = ("_known", "_make", "scope", "who")
+    Attributes:
+        writes: the numbers of its write and of the first one of the chain of that, if they are not
+            among what it passes on.
+    """
 
-    def __init__(self, who: Who, scope: int, make: Callable[[], M]) -> None:
-        self.who, self.scope, self._make = who, scope, make
+    __slots__ = ("_known", "_make", "scope", "who", "writes")
+
+    def __init__(
+        self, who: Who, scope: int, make: Callable[[], M], writes: tuple[int, int] | None = None
+    ) -> None:
+        self.who, self.scope, self._make, self.writes = who, scope, make, writes
         self._known: list[M] = []
 
     def message(self) -> M:

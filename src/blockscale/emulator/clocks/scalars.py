@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["scalars", "whole"]
+__all__ = ["of_one_write", "scalars", "whole"]
 
 
 def scalars(
@@ -34,3 +34,12 @@ def whole(words: np.ndarray) -> list[int]:
     if words.shape[1] == 1:
         return words[:, 0].tolist()
     return np.where((words == words[:, :1]).all(axis=1), words[:, 0], 0).tolist()
+
+
+def of_one_write(words: np.ndarray, each: int) -> np.ndarray:
+    """Words (n, k), 0 for those of scalars of ``each`` words that have several numbers."""
+    if each == 1:
+        return words
+    parts = words.reshape(len(words), -1, each)
+    alike = np.all(parts == parts[..., :1], axis=-1, keepdims=True)
+    return np.where(alike, parts, 0).reshape(words.shape)

@@ -95,28 +95,41 @@ class SharedFlags(Flags[Knowledge]):
 
     def writes(
         self, where: np.ndarray, agents: np.ndarray, how: Strength, size: int,
-        last: np.ndarray | None = None, event: int = 0,
+        last: np.ndarray | None = None, event: int = 0, first: np.ndarray | None = None,
+        began: int = 0,
     ) -> None:  # fmt: skip
-        """(n,) places of ``size`` bytes were written at an event by agents of a CTA.
+        """(n,) places of ``size`` bytes were written at an event by agents of a CTA, after the
+        event ``began``.
 
         ``last`` (n, k): of the words there the events of the writes before, 0 for those that are
-        not morally strong with it. None: no event tells the writes there apart.
+        not morally strong with it; ``first``: those of the first writes of their chains. None: no
+        event tells the writes there apart.
         """
         runs, place = self._runs(), self.place(int(agents[0]))
-        at = Snapshot(self.order, agents)
+        part = last is not None and size > how.width
+        at = Snapshot(self.order, agents, began if part else None)
         tells = runs or at.have_fences()
         if last is None and self.is_idle and not (how.releases or tells):
             return
-        for addresses, words in scalars(where, size, how.width, last):
+        both = zip(
+            scalars(where, size, how.width, last), scalars(where, size, how.width, first),
+            strict=True,
+        )  # fmt: skip
+        for (addresses, words), (_, firsts) in both:
             before = None if words is None else whole(words)
             for i, address in enumerate(addresses.tolist()):
-                old, write = 0, event
+                old, write, chain = 0, event, 0
                 if before is not None:
                     old = before[i]
                 else:
                     old, write = self._last(address, how, place), next(self._numbers)
+                if part and firsts is not None:
+                    chain = int(firsts[i, 0]) if old and how.updates else write
                 moment = SharedMoment(at, i, runs)
-                self.write(address, Who(int(agents[i]), place), how, old, write, moment, tells)
+                self.write(
+                    address, Who(int(agents[i]), place), how, old, write, moment, tells,
+                    first=chain,
+                )  # fmt: skip
 
     def reads(
         self, where: np.ndarray, agents: np.ndarray, how: Strength, size: int,

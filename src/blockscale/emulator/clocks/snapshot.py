@@ -15,12 +15,16 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """Of some agents, each by its number among them."""
+    """Of some agents, each by its number among them.
+
+    Args:
+        now: of their own events the last one that counts, if that is not the last of all.
+    """
 
     __slots__ = ("_at_fences", "_fenced", "_inits", "_own", "agents", "now", "tables", "which")
 
-    def __init__(self, order: Order, agents: np.ndarray) -> None:
-        self.agents, self.now = agents, order.now
+    def __init__(self, order: Order, agents: np.ndarray, now: int | None = None) -> None:
+        self.agents, self.now = agents, order.now if now is None else now
         self.tables, self.which = order.tables_of(agents)
         self._at_fences, self._own = order.at_fences(agents)
         self._fenced, self._inits = order.fenced_by(agents)

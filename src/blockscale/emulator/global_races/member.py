@@ -96,7 +96,7 @@ class Member:
     def fence_acquire(self, agents: np.ndarray, scope: int, total: bool) -> None:
         """A fence of memory acquires what flags told before it; ``total``: a fence.sc."""
         each, place = self.numbers(agents), self.place(self.order.cta_of(int(agents[0])))
-        self.flags.acquire(each, place, scope)
+        self.flags.acquire(each, place, scope, self.order.now)
         if total:
             self.flags.fences.learn(each, place, scope)
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..alarms.errors import DataRace, MissingFence, unfenced, unordered
 from ..clocks.order import named
 from ..clocks.patterns import Who
-from ..clocks.scalars import scalars, whole
+from ..clocks.scalars import of_one_write, scalars, whole
 from ..clocks.scopes import ASYNC, CLUSTER, CTA, GPU, SCOPE, SYS, Strength
 from ..clocks.snapshot import Snapshot
 from ..machine.engine import Work
@@ -63,6 +63,7 @@ class Races:
             self._starts[buffer.base] = count
             count += len(buffer.data) // self.cell + 2
         self._written = np.zeros(count, np.uint32)
+        self._chained = np.zeros(count, np.uint32)  # the first write of a strong one's chain
         self._reads = Past(count, self.accesses)
         self._updates = Past(count, self.accesses)  # strong writes that others followed
         self._made = True
@@ -171,12 +172,24 @@ class Races:
                 lost &= ~kept[1]
                 self._tell(buffer, cells, part, lost, verb, "write", self._written[cells])
             elif how is not None:
-                lost = np.any(self._written.take(cells) != made, axis=1)
+                written = self._written.take(cells)
+                self._chain(cells, self._strong(part, last), written, how)
+                lost = np.any(written != made, axis=1)
                 if np.count_nonzero(lost):  # strong ones of several lanes: nobody reads some
                     both, rows = np.broadcast_to(made, cells.shape), part.part(lost)
                     self._updates.add(cells[lost], both[lost], rows.unseen, rows.code)
                 if not part.proxy:
                     self._publish(part, where[chosen], last, cells, how)
+
+    def _chain(
+        self, cells: np.ndarray, last: np.ndarray, written: np.ndarray, how: Strength
+    ) -> None:
+        """A strong write: it begins a chain, or is an update of the last one's value."""
+        if not how.updates:
+            self._chained[cells] = written
+            return
+        before = of_one_write(last, max(how.width // self.cell, 1))
+        self._chained[cells] = np.where(before > 0, self._chained.take(cells), written)
 
     def free(self, by: Any, address: int, size: int) -> None:
         """A thread gives a block of the heap back: all that others do there must come before."""
@@ -201,15 +214,21 @@ class Races:
         """Strong reads of flags."""
         place, each = by.member.place(by.cta.rank), by.member.numbers(by.at[:, 0])
         last = self._strong(by, self._written.take(cells))
-        for addresses, words in scalars(where, size, how.width, last):
+        firsts = self._chained.take(cells)
+        both = zip(
+            scalars(where, size, how.width, last), scalars(where, size, how.width, firsts),
+            strict=True,
+        )  # fmt: skip
+        for (addresses, words), (_, chains) in both:
             assert words is not None
+            assert chains is not None
             before = whole(words)
             whose: dict[int, list[int]] = {}
             for i, address in enumerate(addresses.tolist()):
                 whose.setdefault(address, []).append(i)
             for address, readers in whose.items():
                 write = before[readers[0]]
-                first, agents = int(self.accesses.first[write]), [each[i] for i in readers]
+                first, agents = int(chains[readers[0], 0]), [each[i] for i in readers]
                 self.flags.read(address, agents, place, how, write, first, by.began)
 
     def _publish(
@@ -218,31 +237,30 @@ class Races:
         """Strong writes of flags; ``last``: what had written the cells before."""
         member, actor, place = by.member, by.actor, by.member.place(by.cta.rank)
         size = self.cell * cells.shape[1]
+        part = size > how.width
         written, last = self._written.take(cells), self._strong(by, last)
         if actor is None:
             agents = by.at[:, 0]
-            at = Snapshot(member.order, agents)
+            at = Snapshot(member.order, agents, by.began - 1 if part else None)
             each: Sequence[Moment[Message]] = moments(member, at)
             tells = at.have_fences()
         else:
             agents, tells = np.full(len(where), actor.issuer), False
             each = [WorkMoment(member, actor)] * len(where)
         whose = member.numbers(agents)
-        both = zip(
-            scalars(where, size, how.width, last), scalars(where, size, how.width, written),
-            strict=True,
-        )  # fmt: skip
-        for (addresses, before), (_, now) in both:
+        words = (last, written, self._chained.take(cells))
+        for each_of in zip(*(scalars(where, size, how.width, word) for word in words), strict=True):
+            addresses = each_of[0][0]
+            before, now, firsts = (found for _, found in each_of)
             assert before is not None
             assert now is not None
+            assert firsts is not None
             old, made = np.array(whole(before)), now[:, 0]
-            if how.updates:
-                chains = old > 0
-                self.accesses.first[made[chains]] = self.accesses.first[old[chains]]
             for i, address in enumerate(addresses.tolist()):
                 who, write = Who(whose[i], place), int(made[i])
                 self.flags.write(
-                    address, who, how, int(old[i]), write, each[i], tells, actor is None
+                    address, who, how, int(old[i]), write, each[i], tells, actor is None,
+                    int(firsts[i, 0]) if part else 0,
                 )  # fmt: skip
 
     # --- messages ---

@@ -16,6 +16,7 @@ from ..clocks.knowledge import Actor
 from ..clocks.lane_copies import Copies
 from ..clocks.order import Order
 from ..clocks.readers import Readers, View, seen_events
+from ..clocks.scalars import of_one_write
 from ..clocks.scopes import WEAK
 from .strong_accesses import StrongAccesses
 from .undefined import Blanks
@@ -131,7 +132,9 @@ class Shadow:
             event = self.order.event(site, code)
         chains = np.zeros(cells.shape, bool)
         if _updates(site):
-            chains = (written > 0) & self.strong.morally_strong(written, writer, at, code)
+            strong = (written > 0) & self.strong.morally_strong(written, writer, at, code)
+            each = max((1 << (code >> 4) - 1) // self.size, 1)
+            chains = of_one_write(np.where(strong, written, 0), each) > 0
         self.chained[cells] = np.where(chains, self.chained.take(cells), event)
         return event
 
