@@ -553,7 +553,9 @@ W:  ld.acquire.gpu.SPACE.u32 %r1, [AT+4]; setp.ne.u32 %p3, %r1, LAST; @%p3 bra W
 def test_a_scalar_releases_nothing_of_the_others(
     space: str, again: str, later: str, race: bool
 ) -> None:
-    body = PAIR.replace("AGAIN", again).replace("LATER", later).replace("LAST", "2" if again else "1")
+    body = (
+        PAIR.replace("AGAIN", again).replace("LATER", later).replace("LAST", "2" if again else "1")
+    )
     if space == "shared":
         start = ".shared .align 8 .b32 s[2]; setp.eq.u32 %p1, %t, 0; mov.u32 %r3, 0; @%p1 st.shared.v2.u32 [s], {%r3, %r3}; bar.sync 0;"
         body = start + body

@@ -125,11 +125,16 @@ class Shadow:
         self, cells: np.ndarray, at: Any, view: View, event: int, site: Site, code: int
     ) -> int:
         """A strong write at an event; the event of those whose value is left."""
-        self.strong.kept(code, True).read(cells, at, event, view)
+        kept = self.strong.kept(code, True)
+        kept.read(cells, at, event, view)
         written, writer = self.written.take(cells), self.writer.take(cells)
         self.writer[cells] = at
-        if np.count_nonzero(self.writer.take(cells) != at):  # of several lanes nobody reads some
-            event = self.order.event(site, code)
+        left = np.all(self.writer.take(cells) == at, axis=1)
+        if not left.all():  # of several lanes nobody reads some
+            event, (tables, which) = self.order.event(site, code), view
+            kept.read(
+                cells[left], at[left], event, (tables, None if which is None else which[left])
+            )
         chains = np.zeros(cells.shape, bool)
         if _updates(site):
             strong = (written > 0) & self.strong.morally_strong(written, writer, at, code)
