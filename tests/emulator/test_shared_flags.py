@@ -350,6 +350,6 @@ def test_a_scalar_of_a_vector_observes_its_own_word() -> None:
 def test_the_lane_whose_value_is_left_is_observed() -> None:
     """Several lanes write a word at once; who reads it comes after the one that did so last."""
     body = """.shared .b32 s; setp.gt.u32 %p1, %t, 1; @%p1 bra E; st.volatile.shared.u32 [s], %t;
-    ld.volatile.shared.u32 %r8, [s]; setp.eq.u32 %p1, %r8, %t; @%p1 bra E;
+    setp.eq.u32 %p1, %t, 1; @%p1 bra E; ld.volatile.shared.u32 %r8, [s];
     st.shared.u32 [s], 7; E:"""
     outcome(text(body), [np.zeros(32, np.uint32)])
