@@ -67,7 +67,8 @@ class Flags(Generic[M]):
 
     def write(
         self, address: int, who: Who, how: Strength, old: int, write: int, moment: Moment[M],
-        tells: bool = True, ordered: bool = True, first: int = 0,
+        tells: bool = True, ordered: bool = True,
+        writes: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """A strong write.
 
@@ -77,11 +78,11 @@ class Flags(Generic[M]):
             write: that of this one.
             tells: whether the moment may have fences.
             ordered: whether it stands in the program of its thread: not so work.
-            first: of a scalar of a vector the number of the first write of its chain, else 0. The
-                other scalars are not before it (8.2.4): the moment is that before all of them.
+            writes: of a scalar of a vector, see Pattern. The other scalars are not before it
+                (8.2.4): the moment is that before all of them.
         """
         before = self.value(address, old) if how.updates else None
-        own = self._releases(address, who, how, moment, ordered, (first, write) if first else None)
+        own = self._releases(address, who, how, moment, ordered, writes)
         if not (own or tells or self.fences.any or before is not None):
             self._values.pop(address, None)
             return

@@ -34,8 +34,8 @@ class Pattern(Generic[M]):
     passes on.
 
     Attributes:
-        writes: the numbers of its write and of the first one of the chain of that, if they are not
-            among what it passes on.
+        writes: the numbers of the first write of the chain of its own one, and of that, if they
+            are not among what it passes on.
     """
 
     __slots__ = ("_known", "_make", "scope", "who", "writes")

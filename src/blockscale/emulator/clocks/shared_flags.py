@@ -117,18 +117,20 @@ class SharedFlags(Flags[Knowledge]):
         )  # fmt: skip
         for (addresses, words), (_, firsts) in both:
             before = None if words is None else whole(words)
+            left = {address: i for i, address in enumerate(addresses.tolist())}
             for i, address in enumerate(addresses.tolist()):
-                old, write, chain = 0, event, 0
+                old, write, writes = 0, event, None
                 if before is not None:
                     old = before[i]
                 else:
                     old, write = self._last(address, how, place), next(self._numbers)
                 if part and firsts is not None:
-                    chain = int(firsts[i, 0]) if old and how.updates else write
+                    mine = event if left[address] == i else began + 1  # see Shadow
+                    writes = (int(firsts[i, 0]) if old and how.updates else mine), mine
                 moment = SharedMoment(at, i, runs)
                 self.write(
                     address, Who(int(agents[i]), place), how, old, write, moment, tells,
-                    first=chain,
+                    writes=writes,
                 )  # fmt: skip
 
     def reads(

@@ -179,7 +179,7 @@ class Races:
                     both, rows = np.broadcast_to(made, cells.shape), part.part(lost)
                     self._updates.add(cells[lost], both[lost], rows.unseen, rows.code)
                 if not part.proxy:
-                    self._publish(part, where[chosen], last, cells, how)
+                    self._publish(part, where[chosen], last, cells, how, made[:, 0])
 
     def _chain(
         self, cells: np.ndarray, last: np.ndarray, written: np.ndarray, how: Strength
@@ -232,9 +232,11 @@ class Races:
                 self.flags.read(address, agents, place, how, write, first, by.began)
 
     def _publish(
-        self, by: Accessor, where: np.ndarray, last: np.ndarray, cells: np.ndarray, how: Strength
-    ) -> None:
-        """Strong writes of flags; ``last``: what had written the cells before."""
+        self, by: Accessor, where: np.ndarray, last: np.ndarray, cells: np.ndarray, how: Strength,
+        own: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Strong writes of flags; ``last``: what had written the cells before; ``own`` (n,): the
+        write of each thread, whoever's is left, or of a work."""
         member, actor, place = by.member, by.actor, by.member.place(by.cta.rank)
         size = self.cell * cells.shape[1]
         part = size > how.width
@@ -257,10 +259,11 @@ class Races:
             assert firsts is not None
             old, made = np.array(whole(before)), now[:, 0]
             for i, address in enumerate(addresses.tolist()):
-                who, write = Who(whose[i], place), int(made[i])
+                who, write, mine = Who(whose[i], place), int(made[i]), int(own[i % len(own)])
+                first = int(firsts[i, 0]) if mine == write else mine
                 self.flags.write(
                     address, who, how, int(old[i]), write, each[i], tells, actor is None,
-                    int(firsts[i, 0]) if part else 0,
+                    (first, mine) if part else None,
                 )  # fmt: skip
 
     # --- messages ---
