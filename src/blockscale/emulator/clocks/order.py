@@ -145,10 +145,10 @@ class Order(Tables):
         self, agents: np.ndarray, scope: int = CLUSTER, total: bool = False
     ) -> None:  # fmt: skip
         """What relaxed waits and reads before it heard of is known; ``total``: to a fence.sc."""
-        place, each = self.flags.place(int(agents[0])), agents.tolist()
-        self.flags.acquire(each, place, scope, self.now)
+        threads = self.flags.threads(agents)
+        self.flags.acquire(threads, scope, self.now)
         if total:
-            self.flags.fences.learn(each, place, scope)
+            self.flags.fences.learn(threads, scope)
         heard = self._heard[agents]
         for message in {id(each): each for each in heard if each is not None}.values():
             whose = agents[[each is message for each in heard]]

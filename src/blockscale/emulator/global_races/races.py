@@ -14,7 +14,7 @@ import numpy as np
 
 from ..alarms.errors import DataRace, MissingFence, unfenced, unordered
 from ..clocks.order import named
-from ..clocks.patterns import Who
+from ..clocks.patterns import Threads, Who, Write
 from ..clocks.scalars import of_one_write, scalars, whole
 from ..clocks.scopes import ASYNC, CLUSTER, CTA, GPU, SCOPE, SYS, Strength
 from ..clocks.snapshot import Snapshot
@@ -228,8 +228,8 @@ class Races:
                 whose.setdefault(address, []).append(i)
             for address, readers in whose.items():
                 write = before[readers[0]]
-                first, agents = int(chains[readers[0], 0]), [each[i] for i in readers]
-                self.flags.read(address, agents, place, how, write, first, by.began)
+                first, threads = int(chains[readers[0], 0]), [each[i] for i in readers]
+                self.flags.read(address, Threads(threads, place), how, write, first, by.began)
 
     def _publish(
         self, by: Accessor, where: np.ndarray, last: np.ndarray, cells: np.ndarray, how: Strength,
@@ -261,10 +261,9 @@ class Races:
             for i, address in enumerate(addresses.tolist()):
                 who, write, mine = Who(whose[i], place), int(made[i]), int(own[i % len(own)])
                 first = int(firsts[i, 0]) if mine == write else mine
-                self.flags.write(
-                    address, who, how, int(old[i]), write, each[i], tells, actor is None,
-                    (first, mine) if part else None,
-                )  # fmt: skip
+                writes = (first, mine) if part else None
+                one = Write(write, who, how, each[i], tells, actor is None, writes)
+                self.flags.write(address, int(old[i]), one)
 
     # --- messages ---
 
