@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..alarms.errors import DataRace, MissingFence, unfenced, unordered
 from ..clocks.order import named
-from ..clocks.patterns import Who
+from ..clocks.patterns import Threads, Who, Write
 from ..clocks.scalars import of_one_write, scalars, whole
 from ..clocks.scopes import ASYNC, CLUSTER, CTA, GPU, SCOPE, SYS, Strength
 from ..clocks.snapshot import Snapshot
@@ -37,6 +37,18 @@ __all__ = ["Races"]
 
 _MOST_CLUSTERS = 1 << 16  # an access names its cluster and column in 32 bits
 _NAMES = {CTA: ".cta", CLUSTER: ".cluster", GPU: ".gpu", SYS: ".sys"}
+
+
+class _Earlier(NamedTuple):
+    """Earlier accesses to cells of a buffer; ``kind`` is "read" or "write", for messages.
+
+    ``cells`` and ``accesses`` have one shape, with the threads of a later access first; 0 is none.
+    """
+
+    buffer: Buffer
+    cells: np.ndarray
+    accesses: np.ndarray
+    kind: str
 
 
 class Races:
@@ -119,17 +131,17 @@ class Races:
         """(n,) pieces are read by a fragment or a work."""
         if how is not None and not how.updates and self._polled(by, where):
             return
-        parts, who, polled = self._parts(where, size), Accessor(self, by, how), []
+        parts, who, polled = self._parts(where, size), Accessor(self, by, how, "reads"), []
         if how is not None and not isinstance(by, Work):
             for _, chosen, cells in parts:  # an acquire comes after what it synchronizes with
                 self._hear(who.part(chosen), where[chosen], cells, size, how)
-            began, who = who.began, Accessor(self, by, how)
+            began, who = who.began, Accessor(self, by, how, "reads")
             who.began = began
         for buffer, chosen, cells in parts:
             part = who.part(chosen)
             last = self._written.take(cells)
             if np.count_nonzero(last):
-                self._after_writes(buffer, cells, part, "reads", last)
+                self._after_writes(part, _Earlier(buffer, cells, last, "write"))
             if how is None or not how.updates:
                 made = self._add(part, False)
                 self._reads.add(cells, np.broadcast_to(made, cells.shape), part.unseen, part.code)
@@ -155,22 +167,23 @@ class Races:
     ) -> None:  # fmt: skip
         """(n,) pieces were written. ``same`` (2, n, size): the byte held the value before, and it
         holds it now that all threads have written."""
-        who = Accessor(self, by, how)
+        who = Accessor(self, by, how, verb)
         for buffer, chosen, cells in self._parts(where, size):
             part = who.part(chosen)
             kept = np.all(same[:, chosen].reshape(2, *cells.shape, -1), axis=-1)
             last = self._written.take(cells)
             if np.count_nonzero(last):
-                self._after_writes(buffer, cells, part, verb, last, kept[0])
+                self._after_writes(part, _Earlier(buffer, cells, last, "write"), kept[0])
             for at, reads in self._reads.before(cells):
-                self._tell(buffer, at, part, part.races_with(reads), verb, "read", reads)
+                earlier = _Earlier(buffer, at, reads, "read")
+                self._tell(part, earlier, part.races_with(reads))
             self._follow(cells, last, part, how)
             made = self._add(part, True)
             self._written[cells] = made
             if how is None and who.actor is None:
                 lost = self._written.take(cells) != made
                 lost &= ~kept[1]
-                self._tell(buffer, cells, part, lost, verb, "write", self._written[cells])
+                self._tell(part, _Earlier(buffer, cells, self._written[cells], "write"), lost)
             elif how is not None:
                 written = self._written.take(cells)
                 self._chain(cells, self._strong(part, last), written, how)
@@ -228,8 +241,8 @@ class Races:
                 whose.setdefault(address, []).append(i)
             for address, readers in whose.items():
                 write = before[readers[0]]
-                first, agents = int(chains[readers[0], 0]), [each[i] for i in readers]
-                self.flags.read(address, agents, place, how, write, first, by.began)
+                first, threads = int(chains[readers[0], 0]), [each[i] for i in readers]
+                self.flags.read(address, Threads(threads, place), how, write, first, by.began)
 
     def _publish(
         self, by: Accessor, where: np.ndarray, last: np.ndarray, cells: np.ndarray, how: Strength,
@@ -261,33 +274,32 @@ class Races:
             for i, address in enumerate(addresses.tolist()):
                 who, write, mine = Who(whose[i], place), int(made[i]), int(own[i % len(own)])
                 first = int(firsts[i, 0]) if mine == write else mine
-                self.flags.write(
-                    address, who, how, int(old[i]), write, each[i], tells, actor is None,
-                    (first, mine) if part else None,
-                )  # fmt: skip
+                writes = (first, mine) if part else None
+                one = Write(write, who, how, each[i], tells, actor is None, writes)
+                self.flags.write(address, int(old[i]), one)
 
     # --- messages ---
 
     def _after_writes(
-        self, buffer: Buffer, cells: np.ndarray, by: Accessor, verb: str, last: np.ndarray,
-        kept: np.ndarray | None = None,
+        self, by: Accessor, last: _Earlier, kept: np.ndarray | None = None
     ) -> None:  # fmt: skip
         """Check an access against the last writes, and strong ones before. ``kept``: cells that
         hold the value already."""
-        for at, writes in itertools.chain(((cells, last),), self._updates.before(cells)):
+        buffer, cells, written, kind = last
+        for at, writes in itertools.chain(((cells, written),), self._updates.before(cells)):
+            earlier = _Earlier(buffer, at, writes, kind)
             late = by.races_with(writes)
             if self.flags.were_read and np.count_nonzero(late):
-                late &= ~self._observed(buffer, at, by, writes, late)
+                late &= ~self._observed(by, earlier, late)
             if kept is not None:
                 late &= ~kept if at is cells else True
-            self._tell(buffer, at, by, late, verb, "write", writes)
-            self._tell(buffer, at, by, by.unfenced(writes) & ~late, verb, "write", writes, True)
+            self._tell(by, earlier, late)
+            self._tell(by, earlier, by.unfenced(writes) & ~late, True)
 
-    def _observed(
-        self, buffer: Buffer, cells: np.ndarray, by: Accessor, writes: np.ndarray, late: np.ndarray
-    ) -> np.ndarray:
+    def _observed(self, by: Accessor, earlier: _Earlier, late: np.ndarray) -> np.ndarray:
         """Which of the writes that seem late somebody has observed who comes before an access."""
         found = np.zeros(late.shape, bool)
+        buffer, cells, writes, _ = earlier
         codes = self.accesses.code.take(writes)
         if by.actor is not None:
             return found
@@ -311,34 +323,33 @@ class Races:
             self._updates.add(cells, last, by.unseen, by.code)
 
     def _tell(
-        self, buffer: Buffer, cells: np.ndarray, by: Accessor, late: np.ndarray, verb: str,
-        other: str, accesses: np.ndarray, fence: bool = False,
+        self, by: Accessor, earlier: _Earlier, late: np.ndarray, fence: bool = False
     ) -> None:  # fmt: skip
-        """``by`` accesses cells; those that are ``late`` were accessed before: an alarm for each
-        place in the program where they were, for one may be suppressed."""
+        """An access comes too early after those that are ``late``: an alarm for each instruction
+        that made some of these, for one may be suppressed. ``fence``: only a fence is missing."""
         if not np.count_nonzero(late):
             return
-        sites = np.where(late, self.accesses.site.take(accesses), -1)
+        sites = np.where(late, self.accesses.site.take(earlier.accesses), -1)
         for site in np.unique(sites[late]).tolist():
-            self._tell_one(buffer, cells, by, sites == site, verb, other, accesses, fence)
+            self._tell_one(by, earlier, sites == site, fence)
 
     def _tell_one(
-        self, buffer: Buffer, cells: np.ndarray, by: Accessor, late: np.ndarray, verb: str,
-        other: str, accesses: np.ndarray, fence: bool,
+        self, by: Accessor, earlier: _Earlier, late: np.ndarray, fence: bool
     ) -> None:  # fmt: skip
+        buffer, cells, accesses, other = earlier
         at, access = np.argwhere(late)[0], int(accesses[late][0])
         cell = int(cells[late][0]) - self._starts[buffer.base]
         byte = max(cell * self.cell - buffer.base % self.cell, 0)
-        who, earlier = int(self.accesses.who[access]), self.accesses.site_of(access)
+        who, site = int(self.accesses.who[access]), self.accesses.site_of(access)
         column = int(by.at[at[0] if len(by.at) > 1 else 0, 0])
         here = by.member.order.named(by.site, column)
-        there = named(earlier, who % COLUMNS, *self._naming[who // COLUMNS])
+        there = named(site, who % COLUMNS, *self._naming[who // COLUMNS])
         place = f"byte {byte:#x} of {buffer.name}"
         if fence:
-            message = unfenced(here, verb, place, other, there)
-            by.member.alarms.tell("global", MissingFence(message, by.site.line), by.site, earlier)
+            message = unfenced(here, by.verb, place, other, there)
+            by.member.alarms.tell("global", MissingFence(message, by.site.line), by.site, site)
             return
-        message = unordered(here, verb, place, other, there)
+        message = unordered(here, by.verb, place, other, there)
         code = int(self.accesses.code[access])
         if code & SCOPE and by.code & SCOPE:
             if (code ^ by.code) >> 3:
@@ -348,4 +359,4 @@ class Races:
                 message += f": the scope {narrow} of one does not include the other"
         elif int(self.accesses.event[access]) == NEVER and code & ASYNC:
             message += ": its thread must wait for it by cp.async.bulk.wait_group without .read"
-        by.member.alarms.tell("global", DataRace(message, by.site.line), by.site, earlier)
+        by.member.alarms.tell("global", DataRace(message, by.site.line), by.site, site)
