@@ -271,7 +271,8 @@ class _Recorder:
         else:
             threads = [(*place, thread) for thread in by.threads[chosen].tolist()]
         parts = site.opcode.split(".")
-        items = 1 if "v2" not in parts else 2
+        items = 1 + ("v2" in parts) + 3 * ("v4" in parts)
+        items *= 1 + parts[-1].endswith("x2")  # 8.2.5
         for thread, address in zip(threads, where.tolist(), strict=True):
             for item in range(items):
                 start = int(address) + item * (size // items)

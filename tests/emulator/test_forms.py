@@ -282,6 +282,14 @@ def test_vprintf_of_zero(form: str, printed: str, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == printed + "\n"
 
 
+@pytest.mark.parametrize("form", ["%hhd", "%zu", "%jd", "%td", "%.*f"])
+def test_vprintf_of_what_a_gpu_does_not_print(form: str) -> None:
+    """An H100 printed nonsense for the argument after each of these."""
+    before = RUNTIME + string("fmt", form + "\n") + string("word", "ab")
+    with pytest.raises(em.PtxError, match=re.escape(f"printf: {form}: CUDA's printf knows")):
+        run(PRINT, np.zeros(32, np.uint32), block=1, before=before)
+
+
 def test_vprintf_of_floats_in_hexadecimal(capsys: pytest.CaptureFixture[str]) -> None:
     before = RUNTIME + string("fmt", "%a\n") + string("word", "ab")
     body = PRINT.replace("st.local.u32 [args], %t; mov.f64 %d, 2.5; st.local.f64 [args+8], %d;",

@@ -527,3 +527,56 @@ def test_processes_do_not_share_it() -> None:
         ValueError, match="global looks at all clusters in one process; got workers=2"
     ):
         em.Device(check="global", workers=2)
+
+
+# --- vectors: each scalar is an operation of its own (8.2.4) ---------------------------------------
+
+#: Warp 0 writes two words at once, and warp 1 waits for the second one and loads LATER.
+PAIR = """mov.u32 %r3, 0; mov.u32 %r4, 1; and.b32 %r5, %t, 31; setp.ne.u32 %p1, %r5, 0; @%p1 ret;
+    setp.ge.u32 %p1, %t, 32; @%p1 bra W;
+    st.release.gpu.SPACE.v2.u32 [AT], {%r4, %r4}; AGAIN ret;
+W:  ld.acquire.gpu.SPACE.u32 %r1, [AT+4]; setp.ne.u32 %p3, %r1, LAST; @%p3 bra W;
+    ld.SPACE.u32 %r2, LATER; st.global.u32 [%out+64], %r2;"""
+
+
+@pytest.mark.parametrize(
+    ("again", "later", "race"),
+    [
+        ("", "[AT]", True),
+        ("", "[AT+4]", False),
+        ("st.relaxed.gpu.SPACE.u32 [AT+4], 2;", "[AT]", True),
+        ("st.relaxed.gpu.SPACE.u32 [AT+4], 2;", "[AT+4]", False),
+        ("st.release.gpu.SPACE.u32 [AT+4], 2;", "[AT]", False),
+    ],
+)
+@pytest.mark.parametrize("space", ["global", "shared"])
+def test_a_scalar_releases_nothing_of_the_others(
+    space: str, again: str, later: str, race: bool
+) -> None:
+    body = (
+        PAIR.replace("AGAIN", again).replace("LATER", later).replace("LAST", "2" if again else "1")
+    )
+    if space == "shared":
+        start = ".shared .align 8 .b32 s[2]; setp.eq.u32 %p1, %t, 0; mov.u32 %r3, 0; @%p1 st.shared.v2.u32 [s], {%r3, %r3}; bar.sync 0;"
+        body = start + body
+    body = body.replace("SPACE", space).replace("AT", "%out" if space == "global" else "s")
+    for completion, seed in ORDERS:
+        device = em.Device(
+            "sm_90a", completion=completion, seed=seed, check="all,global", on_error="collect"
+        )
+        report = device.launch(text(body), "k", 1, 64, [np.zeros(64, np.uint32)])
+        assert bool(report.alarms) == race
+
+
+def test_a_scalar_is_of_its_own_chain_of_updates() -> None:
+    """The last update of the first word is not of the chain that the first update began; that of
+    the second word is."""
+    turn = "setp.ne.u32 %p1, %r5, {}; @%p1 bra L{}; nanosleep.u32 {}; {} ret; L{}:"
+    update = "atom.relaxed.gpu.global.add.v2.f32 {%f1, %f2}, [%out], {%f3, %f3};"
+    store = "st.relaxed.gpu.global.f32 [%out], %f3;"
+    load = "ld.relaxed.gpu.global.f32 %f1, [%out]; st.global.f32 [%out], %f1;"
+    steps = [update, store, store, update, load]
+    body = "shr.u32 %r5, %t, 5; and.b32 %r6, %t, 31; setp.ne.u32 %p1, %r6, 0; @%p1 ret; mov.f32 %f3, 0f3F800000;"
+    body += "\n".join(turn.format(i, i, 3000 * i, each, i) for i, each in enumerate(steps))
+    second = body.splitlines()[1]
+    races(body, f"write by {second.split('; ')[3].split()[0]} of thread 32", grid=1, block=160)

@@ -83,3 +83,62 @@ def test_processes_have_no_heap_in_common() -> None:
         em.Device("sm_90a", workers=2).launch(
             text(malloc(4), before=EXTERN), "k", 4, 32, [np.zeros(32, np.uint32)]
         )
+
+
+# --- races ----------------------------------------------------------------------------------------
+
+#: One thread allocates, another one accesses the block; the first one frees it much later.
+SHARED = (
+    ".shared .u64 block; .shared .align 16 .b8 data[16]; setp.ne.u32 %p1, %t, 0; @%p1 bra MADE;"
+    + malloc(64)
+    + """st.shared.u64 [block], %rd1;
+    MADE: bar.sync 0; ld.shared.u64 %rd1, [block]; setp.eq.u32 %p2, %t, 32; @!%p2 bra USED;
+    ACCESS
+    USED: BETWEEN @%p1 bra END;
+    mov.u32 %r1, 0; wait: add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 3000; @%p3 bra wait;
+"""
+    + free()
+    + "END:"
+)
+BULK = """mov.u32 %r3, data; st.shared.v4.u32 [%r3], {1, 2, 3, 4}; fence.proxy.async;
+    cvta.to.global.u64 %rd2, %rd1; cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r3], 16;
+    cp.async.bulk.commit_group; WAIT"""
+
+
+def shares(access: str, between: str) -> None:
+    for completion in ("eager", "late"):
+        device = em.Device("sm_90a", check="all,global", completion=completion)
+        body = SHARED.replace("ACCESS", access).replace("BETWEEN", between)
+        source = text(body, before=EXTERN)
+        device.launch(source, "k", 1, 64, [np.zeros(64, np.uint32)])
+
+
+@pytest.mark.parametrize("access", ["ld.u32 %r2, [%rd1+60];", "st.global.u32 [%rd1+60], 1;",
+                                    "atom.add.u32 %r2, [%rd1+60], 1;"])  # fmt: skip
+def test_a_block_is_freed_after_its_last_use(access: str) -> None:
+    """Whoever happens to come first."""
+    shares(access, "bar.sync 0;")
+    with pytest.raises(em.DataRace, match="frees byte 0x7c of the heap; nothing orders it after"):
+        shares(access, "")
+
+
+def test_a_block_is_freed_after_the_copies_into_it() -> None:
+    shares(BULK.replace("WAIT", "cp.async.bulk.wait_group 0;"), "bar.sync 0;")
+    with pytest.raises(em.DataRace, match=r"frees byte 0x40 .*must wait for it by cp.async.bulk"):
+        shares(BULK.replace("WAIT", "cp.async.bulk.wait_group.read 0;"), "bar.sync 0;")
+
+
+def test_the_kernel_before_does_not_use_the_heap_of_this_one() -> None:
+    """Such a launch may allocate before it waits."""
+    out = np.zeros(32, np.uint32)
+    body = malloc(4) + "st.u32 [%rd1], 7; griddepcontrol.wait; ld.u32 %r1, [%rd1];"
+    run(body + "st.global.u32 [%at], %r1;", out, before=EXTERN, programmatic=True)
+    assert (out == 7).all()
+
+
+def test_what_is_freed_twice_may_be_collected() -> None:
+    out = np.zeros(32, np.uint32)
+    source = text(malloc(20) + free() + free() + "st.global.u32 [%at], 1;", before=EXTERN)
+    report = em.Device("sm_90a", on_error="collect").launch(source, "k", 1, 32, [out])
+    assert [(alarm.kind, alarm.count) for alarm in report.alarms] == [("bounds", 32)]
+    assert (out == 1).all()

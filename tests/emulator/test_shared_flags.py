@@ -322,3 +322,34 @@ def test_a_total_fence_of_another_thread_than_the_reader(
         assert (outcome(kernel, [out], block=96)[0][64:] == 7).all()
     else:
         refusal(kernel, [out], DataRace, block=96)
+
+
+#: Warps 0 and 1 write the second word, and warp 2 loads both later on.
+PAIR = """.shared .align 8 .b32 s[2]; and.b32 %r6, %t, 31; shr.u32 %r7, %t, 5; mov.u32 %r5, 0;
+    setp.eq.u32 %p1, %t, 0; @%p1 st.volatile.shared.v2.u32 [s], {%r5, %r5}; bar.sync 0;
+    setp.ne.u32 %p1, %r6, 0; @%p1 bra E; setp.eq.u32 %p2, %r7, 2; @%p2 bra L;
+    setp.eq.u32 %p2, %r7, 1; @%p2 bra B; <first> bra E;
+    B: add.u32 %r5, %r5, 1; setp.lt.u32 %p3, %r5, 3000; @%p3 bra B; st.volatile.shared.u32 [s+4], 2;
+    bra E;
+    L: add.u32 %r5, %r5, 1; setp.lt.u32 %p3, %r5, 9000; @%p3 bra L;
+    W: <before> ld.volatile.shared.v2.u32 {%r8, %r9}, [s]; setp.ne.u32 %p3, %r9, 2; @%p3 bra W;
+    st.shared.u32 [s+4], 3; E:"""
+
+
+def pair(first: str, before: str) -> str:
+    return text(PAIR.replace("<first>", first).replace("<before>", before))
+
+
+def test_a_scalar_of_a_vector_observes_its_own_word() -> None:
+    """Whatever is written to the other one meanwhile, 8.2.4."""
+    refusal(pair("st.volatile.shared.u32 [s+4], 1;", ""), [np.zeros(96, np.uint32)], DataRace,
+            block=96)  # fmt: skip
+    outcome(pair("", "st.volatile.shared.u32 [s], 1;"), [np.zeros(96, np.uint32)], block=96)
+
+
+def test_the_lane_whose_value_is_left_is_observed() -> None:
+    """Several lanes write a word at once; who reads it comes after the one that did so last."""
+    body = """.shared .b32 s; setp.gt.u32 %p1, %t, 1; @%p1 bra E; st.volatile.shared.u32 [s], %t;
+    setp.eq.u32 %p1, %t, 1; @%p1 bra E; ld.volatile.shared.u32 %r8, [s];
+    st.shared.u32 [s], 7; E:"""
+    outcome(text(body), [np.zeros(32, np.uint32)])

@@ -132,3 +132,18 @@ def test_the_clock_never_goes_back(completion: str, seed: int) -> None:
     times = out[2:32].astype(np.int64)
     assert (np.diff(times) > 0).all()
     assert times[-1] > 700
+
+
+def test_who_looks_at_the_clock_after_some_polls_times_out_as_soon() -> None:
+    """30 polls of 5 instructions: a round is no multiple of anything that the emulator has."""
+    body = """.shared .u32 flag; setp.ne.u32 %p1, %t, 0; @%p1 bra END; mov.u32 %r1, 0;
+    st.volatile.shared.u32 [flag], %r1; mov.u64 %rd1, %globaltimer;
+    AGAIN: mov.u32 %r2, 0;
+    POLL: ld.volatile.shared.u32 %r1, [flag]; setp.ne.u32 %p2, %r1, 0; @%p2 bra END;
+    add.u32 %r2, %r2, 1; setp.lt.u32 %p3, %r2, 30; @%p3 bra POLL;
+    mov.u64 %rd2, %globaltimer; sub.u64 %rd2, %rd2, %rd1; setp.lt.u64 %p4, %rd2, 100000;
+    @%p4 bra AGAIN; st.global.u32 [%out], 1; END:"""
+    out = np.zeros(32, np.uint32)
+    report = em.Device("sm_90a").launch(text(body), "k", 1, 32, [out])
+    assert out[0] == 1
+    assert sum(report.instructions.values()) < 10**6

@@ -19,11 +19,11 @@ _COPIES = 64  # at the start
 
 
 class Columns:
-    """Those of a cluster: agents first, pipes, the kernel before, and copies.
+    """The columns of a cluster, in this order: agents, pipes, the kernel before, copies.
 
     Args:
-        agents, pipes: their numbers.
-        programmatic: whether the kernel before has a column, too.
+        agents, pipes: how many there are.
+        programmatic: whether the kernel before this one has a column, too.
     """
 
     def __init__(self, agents: int, pipes: int, programmatic: bool) -> None:
@@ -41,7 +41,7 @@ class Columns:
         self.users: list[Callable[[], Iterable[int]]] = []
 
     def pipe(self, name: Hashable) -> int:
-        """That of a new pipe."""
+        """The column of a new pipe; ``name`` is for the error where there is none left."""
         column = self._next_pipe
         self._next_pipe += 1
         if self._next_pipe > self._first_copy:
@@ -49,7 +49,13 @@ class Columns:
         return column
 
     def copy(self, generic: bool, told: Hashable = None) -> int:
-        """One that nobody has, or that of earlier copies that tell the same mbarriers."""
+        """A column for a copy: one that nobody has, or the one of earlier copies that tell the same
+        mbarriers.
+
+        Args:
+            generic: whether it works through the generic proxy.
+            told: the mbarriers that it tells; None: others learn of it in some other way.
+        """
         column = None if told is None else self._told.get((told, generic))
         if column is None:
             if not self._free:
@@ -61,7 +67,7 @@ class Columns:
         return column
 
     def lanes(self, agents: np.ndarray) -> np.ndarray:
-        """Those of the cp.async of agents."""
+        """The columns of the cp.async of agents (n,): each has one for all of its copies."""
         for agent in agents[self.of_lanes[agents] == 0].tolist():
             self.of_lanes[agent] = self.copy(True, ("cp.async", agent))
         return np.asarray(self.of_lanes[agents])

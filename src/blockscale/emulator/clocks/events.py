@@ -13,7 +13,7 @@ __all__ = ["Events"]
 
 
 class Events:
-    """Numbered as they happen; the kernel before is event 1."""
+    """The events of a cluster, numbered as they happen; all of the kernel before is event 1."""
 
     def __init__(self) -> None:
         self.now = 1  # the last event
@@ -23,7 +23,7 @@ class Events:
         self._codes = np.zeros(256, np.uint8)  # by number of the site
 
     def event(self, site: Site, code: int = WEAK) -> int:
-        """A new event: an access made at ``site``; for its code see scopes."""
+        """The number of a new event: an access made at ``site``; for its code see scopes."""
         number = self._numbers.get((site, code))
         if number is None:
             number = self._numbers[site, code] = len(self._sites)
@@ -36,7 +36,7 @@ class Events:
         return self.now
 
     def tick(self) -> int:
-        """A new event that is no access."""
+        """The number of a new event that is no access: something was learned."""
         self._site_of.append(self._site_of[-1])
         self.now += 1
         return self.now

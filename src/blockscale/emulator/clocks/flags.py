@@ -1,30 +1,36 @@
 """Flags, by which threads tell each other what they know: PTX ISA 8.8 and 8.9.
 
-A place is an address that strong accesses write. Its value comes with release patterns: the write
-itself, a release by the same thread there before it, or a fence of that thread before it. An
-acquire pattern that observes the value, through read-modify-writes too, learns what each pattern
-passes on whose first operation is morally strong with its own last one.
+A flag is a scalar in memory that is accessed by strong operations; it is named by its address. A
+write of it may end release patterns, which begin with one of three operations of its thread: the
+write itself, an earlier release of the same flag, or an earlier fence. Each pattern passes on what
+the thread knew at that first operation.
 
-Who has observed a value at some place comes after its write there, whatever it acquires (8.9.5).
+An acquire pattern begins with a strong read of the flag and ends with the same read, if it
+acquires, or with a later fence. Its thread learns what a release pattern passes on if the read
+observes the write, or a read-modify-write that followed it, and if the first operation of the
+release pattern and the last one of the acquire pattern are morally strong.
 
-Flags of shared and of global memory differ in what knowledge is, and in how it is told: that is
-their ``Moment`` and their ``Knows``. For fence.sc see ``total_fences``.
+A thread that has observed a value comes after the write of that value, even if it acquires nothing
+(8.9.5).
+
+Flags of shared and of global memory differ in what knowledge is, and in how a thread learns it:
+these are their ``Moment`` and their ``Knows``. For fence.sc see ``total_fences``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-from .patterns import LONGEST, Moment, Pattern, Value, Who
-from .scopes import Place, Strength
+from .patterns import LONGEST, Pattern, Threads, Value, Write
+from .scopes import Strength
 from .total_fences import Knows, TotalFences
 
 __all__ = ["Flags"]
 
 M = TypeVar("M")
-#: Values that a thread has read and may still acquire, and reads of a place. Earlier ones are
-#: forgotten: who relies on them after so many more is accused of a race, but none is missed.
+#: How many values a thread has read and may still acquire, and how many reads of a flag, are kept.
+#: Earlier ones are forgotten: a thread that relies on one of them is accused of a race that is
+#: none, but no race is missed.
 _KEPT = 1024
 
 
@@ -32,25 +38,27 @@ class Flags(Generic[M]):
     """The flags of one memory.
 
     Args:
-        widest: the scope that includes all who share it.
-        knows: what is known to whom.
+        widest: the narrowest scope that includes all threads that share the memory.
+        knows: what each of these threads knows, and how it learns more.
 
     Attributes:
-        fences: the fence.sc of those who share it.
+        fences: the fence.sc of these threads.
     """
 
     def __init__(self, widest: int, knows: Knows[M]) -> None:
         self._widest, self._knows = widest, knows
         self.fences = TotalFences(knows)
         self._values: dict[int, Value[M]] = {}
-        #: By address and thread: its own releases there, which later strong writes of its own pass
-        #: on, too, whoever has written between; by their code, the last of each.
+        #: By address and thread: the last release of the flag by the thread with each code. Its
+        #: later strong writes of the flag pass that on, too, even if others have written between.
         self._own: dict[tuple[int, int], dict[int, Pattern[M]]] = {}
-        #: By thread and address: values that it has read and may acquire.
+        #: By thread and address: values that the thread has read, and that a fence may acquire.
         self._heard: dict[int, dict[int, list[Value[M]]]] = {}
-        #: By address: chains of values that were read, by whom and when first.
-        self._reads: dict[int, list[tuple[int, int, int, int]]] = {}
-        self._taken: dict[int, tuple[Pattern[M], ...]] = {}  # the last that each acquired
+        #: By address: chains of values that were read, by whom, when first, and whether who reads
+        #: comes after them at once.
+        self._reads: dict[int, list[tuple[int, int, int, int, bool]]] = {}
+        #: By thread: the patterns that it acquired last. To acquire them again tells it nothing.
+        self._taken: dict[int, tuple[Pattern[M], ...]] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -58,48 +66,40 @@ class Flags(Generic[M]):
         return not (self._values or self._own or self.fences.any)
 
     def value(self, address: int, write: int) -> Value[M] | None:
-        """What a place holds, if that write was the last there."""
+        """What a flag holds, if it is what the write of that number left."""
         value = self._values.get(address)
         return value if value is not None and value.write == write else None
 
     # --- writing ---
 
-    def write(
-        self, address: int, who: Who, how: Strength, old: int, write: int, moment: Moment[M],
-        tells: bool = True, ordered: bool = True,
-    ) -> None:  # fmt: skip
-        """A strong write.
-
-        Args:
-            old: the number of the write before at this place; 0 if it is not morally strong with
-                this one.
-            write: that of this one.
-            tells: whether the moment may have fences.
-            ordered: whether it stands in the program of its thread: not so work.
-        """
-        before = self.value(address, old) if how.updates else None
-        own = self._releases(address, who, how, moment, ordered)
-        if not (own or tells or self.fences.any or before is not None):
+    def write(self, address: int, old: int, write: Write[M]) -> None:
+        """A strong write of a flag; ``old``: the number of the write before, 0 if that is not
+        morally strong with this one."""
+        before = self.value(address, old) if write.how.updates else None
+        own = self._releases(address, write)
+        if not (own or write.tells or self.fences.any or before is not None):
             self._values.pop(address, None)
             return
         if before is not None and before.length > before.limit:
             before = self._shortened(before)
-        self._values[address] = Value(write, who, how.code, own, before, moment)
+        self._values[address] = Value(
+            write.number, write.who, write.how.code, own, before, write.moment
+        )
 
-    def _releases(
-        self, address: int, who: Who, how: Strength, moment: Moment[M], ordered: bool
-    ) -> list[Pattern[M]]:
-        """The releases of a thread itself that a write of its own passes on."""
-        if not ordered:
-            return [Pattern(who, how.scope, moment.everything)] if how.releases else []
+    def _releases(self, address: int, write: Write[M]) -> list[Pattern[M]]:
+        """The patterns that a write ends and that begin with a release of the same flag by the same
+        thread, itself among them."""
+        who, how, make = write.who, write.how, write.moment.everything
+        if not write.ordered:
+            return [Pattern(who, how.scope, make)] if how.releases else []
         if how.releases:
             kept = self._own.setdefault((address, who.agent), {})
-            kept[how.code] = Pattern(who, how.scope, moment.everything)
+            kept[how.code] = Pattern(who, how.scope, make, write.writes)
         own = self._own.get((address, who.agent), {})
         return [each for code, each in own.items() if code >> 3 == how.code >> 3]
 
     def _shortened(self, value: Value[M]) -> Value[M]:
-        """The same in one link."""
+        """One value that stands for a value and all those of its chain."""
         short = Value(value.write, value.who, value.code, value.chain(), None, None)
         short.start = value.start
         short.keep(value.known(self._knows.join))
@@ -109,17 +109,17 @@ class Flags(Generic[M]):
     # --- reading ---
 
     def read(
-        self, address: int, readers: list[int], place: Place, how: Strength, write: int, first: int,
-        event: int,
-    ) -> None:  # fmt: skip
-        """Threads of a place make a strong read.
+        self, address: int, threads: Threads, how: Strength, write: int, first: int, event: int
+    ) -> None:
+        """Threads make a strong read of a flag.
 
         Args:
-            write: the number of the write whose value it is; 0 if it is not morally strong with
-                this.
-            first: that of the first write of its chain of read-modify-writes.
+            write: the number of the write whose value they read; 0 if that write is not morally
+                strong with the read.
+            first: the number of the first write of its chain of read-modify-writes.
             event: of the read.
         """
+        readers, place = threads
         if write and first:
             self._observe(address, readers, first, write, event)
         if not how.returns:
@@ -128,33 +128,39 @@ class Flags(Generic[M]):
         for agent in readers if how.acquires and self._heard else ():
             for earlier in self._heard.get(agent, {}).get(address, ()):  # a strong read before
                 if earlier.code >> 3 == how.code >> 3:
-                    self._acquire([agent], earlier, place, how.scope)
+                    self._acquire(address, Threads([agent], place), earlier, how.scope, event)
         if value is None:
             return
         if how.acquires:
-            self._acquire(readers, value, place, how.scope)
+            self._acquire(address, threads, value, how.scope, event)
         else:
-            self._executed(readers, value, place, how.scope)
+            self._executed(threads, value, how.scope)
         self.fences.read(address, readers, value, event)
         if how.acquires and value.told(place, self._widest) == value.told(place, how.scope):
             return
         for agent in readers:
             self._hear(address, agent, value)
 
-    def _executed(self, readers: list[int], value: Value[M], place: Place, scope: int) -> None:
-        """What a relaxed read tells: nothing of memory."""
+    def _executed(self, threads: Threads, value: Value[M], scope: int) -> None:
+        """Threads learn by a relaxed read what was executed before: see SharedFlags. Of memory it
+        tells nothing."""
 
     def _observe(
-        self, address: int, readers: list[int], first: int, write: int, event: int
+        self, address: int, readers: list[int], first: int, write: int, event: int,
+        at_once: bool = False,
     ) -> None:  # fmt: skip
+        """Keep that threads have observed the writes of a chain, from ``first`` to ``write``."""
         reads = self._reads.setdefault(address, [])
-        last = {agent: last for _, last, agent, _ in reads[-2 * len(readers) :]}
-        reads += [
-            (first, write, agent, event) for agent in readers if last.get(agent) != write
-        ]  # fmt: skip
+        last = {each[2]: each for each in reads[-2 * len(readers) :]}
+        for agent in readers:
+            new = first, write, agent, event, at_once
+            before = last.get(agent)
+            if before is None or before[1] != write or before[4] < at_once:
+                reads.append(new)
         del reads[:-_KEPT]
 
     def _hear(self, address: int, agent: int, value: Value[M]) -> None:
+        """Keep a value that a thread has read: a later fence may acquire it."""
         heard = self._heard.setdefault(agent, {}).setdefault(address, [])
         if heard and heard[-1] is value:
             return
@@ -165,17 +171,18 @@ class Flags(Generic[M]):
 
     # --- fences ---
 
-    def acquire(self, agents: Iterable[int], place: Place, scope: int) -> None:
-        """A fence: what these threads of a place have read before it is acquired."""
+    def acquire(self, threads: Threads, scope: int, event: int) -> None:
+        """Threads execute a fence after an event: they acquire what they have read before."""
         if not self._heard:
             return
-        whose: dict[int, tuple[Value[M], list[int]]] = {}
+        agents, place = threads
+        whose: dict[int, tuple[int, Value[M], list[int]]] = {}
         for agent in dict.fromkeys(agents):
             heard = self._heard.get(agent)
             for address, values in list((heard or {}).items()):
                 left = []
                 for value in values:
-                    whose.setdefault(id(value), (value, []))[1].append(agent)
+                    whose.setdefault(id(value), (address, value, []))[2].append(agent)
                     if value.told(place, self._widest) != value.told(place, scope):
                         left.append(value)
                 assert heard is not None
@@ -183,34 +190,45 @@ class Flags(Generic[M]):
                     heard[address] = left
                 else:
                     del heard[address]
-        for value, readers in whose.values():
-            self._acquire(readers, value, place, scope)
+        for address, value, readers in whose.values():
+            self._acquire(address, Threads(readers, place), value, scope, event)
 
     # --- what is known ---
 
-    def _acquire(self, readers: list[int], value: Value[M], place: Place, scope: int) -> None:
-        patterns = value.told(place, scope)
+    def _acquire(
+        self, address: int, threads: Threads, value: Value[M], scope: int, event: int
+    ) -> None:  # fmt: skip
+        """Threads learn what the release patterns of a value pass on to an acquire pattern whose
+        last operation has that scope."""
+        patterns = value.told(threads.place, scope)
         if not patterns:
             return
-        lacking = [agent for agent in readers if self._taken.get(agent) != patterns]
+        lacking = [agent for agent in threads.agents if self._taken.get(agent) != patterns]
         if lacking:
             self._knows.learn(lacking, self.message(patterns))
             self._taken.update(dict.fromkeys(lacking, patterns))
+            for each in patterns:
+                if each.writes is not None:
+                    self._observe(address, lacking, *each.writes, event, True)
 
     def message(self, patterns: tuple[Pattern[M], ...]) -> M:
-        """What these patterns pass on; the same message for the same patterns."""
+        """What these patterns pass on together; the same object for the same patterns."""
         return self.fences.join([each.message() for each in patterns])
 
     @property
     def were_read(self) -> bool:
-        """Whether any value was."""
+        """Whether any thread has observed a value of any flag."""
         return bool(self._reads)
 
     def observed(self, address: int, write: int, agent: int, began: int) -> bool:
-        """Whether what a thread began to do at an event comes after a write because somebody has
-        observed its value before."""
+        """Whether a write of a flag comes before what a thread began to do at an event, because the
+        thread has observed the value, or has seen a read by another thread that did (8.9.5)."""
         return any(
             first <= write <= last
-            and (event < began if reader == agent else self._knows.saw(agent, reader) >= event)
-            for first, last, reader, event in self._reads.get(address, ())
+            and (
+                event < began + at_once
+                if reader == agent
+                else self._knows.saw(agent, reader) >= event
+            )
+            for first, last, reader, event, at_once in self._reads.get(address, ())
         )

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .knowledge import SEEN, Actor, Knowledge
-from .readers import View
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:
     from ..alarms.errors import Site
     from .order import Order
+    from .readers import View
 
 __all__ = ["Copies"]
 

@@ -46,15 +46,17 @@ class Order(Tables):
         ctas: CTAs of the cluster.
         warps: warps of each.
         lanes: lanes of a warp that are told apart: 32, or 1, which makes a warp one agent.
-        programmatic: whether the kernel before has a column, too.
-        tensor: whether there are the rows of tcgen05.fence.
-        scopes: fences that are told apart: those that reach a CTA, the cluster, and more.
-        runs: whether somebody may ask what was executed: see SharedFlags.
-        copies_fence: whether the wait for a cp.async is a proxy fence, too.
+        programmatic: whether the kernel before this one has a column, too: it may still run when a
+            programmatic launch begins.
+        tensor: whether tables have the rows PASSED and TENSOR, for the check tcgen05_order.
+        scopes: how many scopes of fences are told apart, from the narrowest one, CTA, on.
+        runs: says whether a relaxed read must tell what was executed before: see SharedFlags.
+        copies_fence: whether the wait for a cp.async is a proxy fence, too; not so for the check
+            cp_async_proxy.
     """
 
     def __init__(
-        self, ctas: int, warps: int, lanes: int = 32, programmatic: bool = False,
+        self, ctas: int, warps: int, *, lanes: int = 32, programmatic: bool = False,
         tensor: bool = False, scopes: int = CLUSTER, runs: Callable[[], bool] = lambda: False,
         copies_fence: bool = True,
     ) -> None:  # fmt: skip
@@ -78,7 +80,8 @@ class Order(Tables):
     # --- what agents know ---
 
     def view(self, agents: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """What agents have seen: (tables, columns), and whose is which, None if there is one."""
+        """What agents (n,) have seen: rows of SEEN (rows, columns), and the number of each agent's
+        row (n,), or None if all have the same."""
         if self._viewed != self.version:
             self._views.clear()
             self._viewed = self.version
@@ -112,7 +115,7 @@ class Order(Tables):
         return joined(message, executed(self.release(agents))) if relaxed else message
 
     def cta_of(self, agent: Any) -> Any:
-        """The number of its CTA, of one or of an array."""
+        """The rank of the CTA of an agent, or of each of an array of agents."""
         return agent // (self.warps * self.lanes)
 
     def saw(self, agent: int, other: int) -> int:
@@ -145,10 +148,10 @@ class Order(Tables):
         self, agents: np.ndarray, scope: int = CLUSTER, total: bool = False
     ) -> None:  # fmt: skip
         """What relaxed waits and reads before it heard of is known; ``total``: to a fence.sc."""
-        place, each = self.flags.place(int(agents[0])), agents.tolist()
-        self.flags.acquire(each, place, scope)
+        threads = self.flags.threads(agents)
+        self.flags.acquire(threads, scope, self.now)
         if total:
-            self.flags.fences.learn(each, place, scope)
+            self.flags.fences.learn(threads, scope)
         heard = self._heard[agents]
         for message in {id(each): each for each in heard if each is not None}.values():
             whose = agents[[each is message for each in heard]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from .scopes import Place, morally_strong, scope_between
+from .scopes import Place, Strength, morally_strong, scope_between
 
-__all__ = ["LONGEST", "Moment", "Pattern", "Value", "Who"]
+__all__ = ["LONGEST", "Moment", "Pattern", "Threads", "Value", "Who", "Write"]
 
 M = TypeVar("M")
 LONGEST = 64  # links of a chain of read-modify-writes, at least, before it is made shorter
@@ -17,6 +17,13 @@ class Who(NamedTuple):
     """A thread: its number among all that share the flags, and where it runs."""
 
     agent: int
+    place: Place
+
+
+class Threads(NamedTuple):
+    """Threads of one CTA: their numbers, as in Who, and where they run."""
+
+    agents: list[int]
     place: Place
 
 
@@ -31,12 +38,19 @@ class Moment(Protocol[M]):
 
 class Pattern(Generic[M]):
     """A release pattern, by its first operation: who made it, with which scope, and what it
-    passes on."""
+    passes on.
 
-    __slots__ = ("_known", "_make", "scope", "who")
+    Attributes:
+        writes: the numbers of the first write of the chain of its own one, and of that, if they
+            are not among what it passes on.
+    """
 
-    def __init__(self, who: Who, scope: int, make: Callable[[], M]) -> None:
-        self.who, self.scope, self._make = who, scope, make
+    __slots__ = ("_known", "_make", "scope", "who", "writes")
+
+    def __init__(
+        self, who: Who, scope: int, make: Callable[[], M], writes: tuple[int, int] | None = None
+    ) -> None:
+        self.who, self.scope, self._make, self.writes = who, scope, make, writes
         self._known: list[M] = []
 
     def message(self) -> M:
@@ -45,16 +59,43 @@ class Pattern(Generic[M]):
         return self._known[0]
 
 
-class Value(Generic[M]):
-    """What a place holds.
+class Write(NamedTuple, Generic[M]):
+    """A strong write of one scalar.
 
     Attributes:
-        write: the number of the write, later ones being larger.
-        code: of the write, see scopes.
-        before: the value that a read-modify-write replaced.
-        length, limit: of the chain, and when it is made shorter.
-        moment: of the write.
-        start: the number of the first write of its chain.
+        number: of the write; that of a later one is larger.
+        who: the thread that makes it, or whose work does.
+        how: how strong it is.
+        moment: what its thread, or its work when it was issued, knew.
+        tells: whether the moment may have fences; False saves looking for them.
+        ordered: whether it stands in the program of its thread. Work does not: no release or
+            fence of the thread is passed on with it.
+        writes: of a scalar of a vector, see Pattern. The other scalars are not before it (8.2.4):
+            the moment is that before all of them.
+    """
+
+    number: int
+    who: Who
+    how: Strength
+    moment: Moment[M]
+    tells: bool = True
+    ordered: bool = True
+    writes: tuple[int, int] | None = None
+
+
+class Value(Generic[M]):
+    """What a flag holds.
+
+    Attributes:
+        write: the number of the write that left it; that of a later one is larger.
+        who: the thread that made it.
+        code: how it was made, see scopes.
+        before: the value that it replaced, if it is a read-modify-write; these values are a chain,
+            and whoever reads the last one synchronizes with the releases of all (8.8).
+        length: how many values the chain has.
+        limit: the length at which it is replaced by one value that stands for all.
+        moment: what was known at the write; None of a value that stands for a chain.
+        start: the number of the first write of the chain.
     """
 
     __slots__ = (

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .access import Conflict
 from .columns import MOST_COLUMNS
 
 if TYPE_CHECKING:
     from ..alarms.errors import Site
+    from .access import Access
     from .order import Order
 
 __all__ = ["Readers", "View", "seen_events"]
@@ -176,19 +178,20 @@ class Readers:
     # --- writing ---
 
     def unseen(
-        self, cells: np.ndarray, at: Any, view: View, since: int = 0, which: Which | None = None,
-        chosen: np.ndarray | None = None,
-    ) -> list[tuple[int, int, int, int]]:  # fmt: skip
-        """Cells, who writes each, and the column and event of a read that the writer has not seen:
-        one for each place in the program where such reads were.
+        self, access: Access, which: Which | None = None, chosen: np.ndarray | None = None
+    ) -> list[Conflict]:
+        """Reads that an access to their cells has not seen: one for each instruction that made
+        such reads.
 
-        Reads by ``at`` are its own from the event ``since`` on. ``which`` of the reads count:
-        None, all. ``chosen``: the cells that are meant, if not all.
+        Args:
+            which: says which of the reads conflict with it; None: all.
+            chosen: which of its cells are meant; None: all.
         """
+        cells, at, view, since = access.cells, access.at, access.view, access.since
         events = self.event.take(cells)
         if chosen is not None:
             events = np.where(chosen, events, 0)
-        found: dict[Site, tuple[int, int, int, int]] = {}
+        found: dict[Site, Conflict] = {}
         if not np.count_nonzero(events):
             return []
         columns = self.column.take(cells)
@@ -203,7 +206,7 @@ class Readers:
             who = np.broadcast_to(at, cells.shape)[late]
             for i in np.sort(np.unique(events[late], return_index=True)[1]).tolist():
                 column, event = int(columns[late][i]), int(events[late][i])
-                one = int(cells[late][i]), int(who[i]), column, event
+                one = Conflict(int(cells[late][i]), int(who[i]), column, event)
                 found.setdefault(self.order.site(event), one)
         if not crowded.any():
             return list(found.values())
@@ -221,6 +224,6 @@ class Readers:
                 same = np.full((2, np.count_nonzero(late)), ((flat[i],), (writers[i],)))
                 late[late] = which(reads[late], crowd[late], *same)
             for column, event in zip(crowd[late].tolist(), reads[late].tolist(), strict=True):
-                one = int(flat[i]), int(writers[i]), column, event
+                one = Conflict(int(flat[i]), int(writers[i]), column, event)
                 found.setdefault(self.order.site(event), one)
         return list(found.values())

@@ -6,14 +6,24 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["scalars", "whole"]
+__all__ = ["of_one_write", "scalars", "whole"]
 
 
 def scalars(
     where: np.ndarray, size: int, width: int, words: np.ndarray | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Accesses (n,) of ``size`` bytes, one scalar of each after the other: addresses, and what is
-    said of its words."""
+    """The scalars of accesses (n,) of ``size`` bytes: first that of the lowest address of each,
+    then the next one of each.
+
+    Args:
+        where: addresses of the accesses.
+        width: bytes of a scalar.
+        words: (n, k), something about each word of the accesses; a word may be wider than a
+            scalar.
+
+    Yields:
+        The addresses (n,) of the scalars, and what is said of their words.
+    """
     each = max(size // width, 1)
     for i in range(each):
         at = where + np.uint64(i * width) if i else where
@@ -30,7 +40,17 @@ def scalars(
 
 
 def whole(words: np.ndarray) -> list[int]:
-    """The number that all words of a scalar have, or 0."""
+    """Of each row (n, k) the number that all words of a scalar have, or 0 if they differ: then
+    several writes have made what it holds."""
     if words.shape[1] == 1:
         return words[:, 0].tolist()
     return np.where((words == words[:, :1]).all(axis=1), words[:, 0], 0).tolist()
+
+
+def of_one_write(words: np.ndarray, each: int) -> np.ndarray:
+    """Words (n, k), 0 for those of scalars of ``each`` words that have several numbers."""
+    if each == 1:
+        return words
+    parts = words.reshape(len(words), -1, each)
+    alike = np.all(parts == parts[..., :1], axis=-1, keepdims=True)
+    return np.where(alike, parts, 0).reshape(words.shape)

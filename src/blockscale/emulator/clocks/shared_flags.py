@@ -14,7 +14,7 @@ import numpy as np
 
 from .flags import Flags
 from .knowledge import SEEN, Knowledge, executed
-from .patterns import Value, Who
+from .patterns import Threads, Value, Who, Write
 from .scalars import scalars, whole
 from .scopes import CLUSTER, CTA, Place, Strength
 from .snapshot import Snapshot
@@ -83,68 +83,84 @@ class SharedFlags(Flags[Knowledge]):
         self.order, self._runs = order, runs
         self._numbers = count(1)
 
-    def _executed(
-        self, readers: list[int], value: Value[Knowledge], place: Place, scope: int
-    ) -> None:
-        patterns = value.told(place, scope) if self._runs() else ()
+    def _executed(self, threads: Threads, value: Value[Knowledge], scope: int) -> None:
+        patterns = value.told(threads.place, scope) if self._runs() else ()
         if patterns:
-            self.order.acquire(np.array(readers), executed(self.message(patterns)))
+            self.order.acquire(np.array(threads.agents), executed(self.message(patterns)))
 
-    def place(self, agent: int) -> Place:
-        return Place(self.order.cta_of(agent), 0, 0)
+    def threads(self, agents: np.ndarray) -> Threads:
+        """Agents (n,) of one CTA."""
+        return Threads(agents.tolist(), Place(self.order.cta_of(int(agents[0])), 0, 0))
 
     def writes(
         self, where: np.ndarray, agents: np.ndarray, how: Strength, size: int,
-        last: np.ndarray | None = None, event: int = 0,
+        last: np.ndarray | None = None, event: int = 0, first: np.ndarray | None = None,
+        began: int = 0,
     ) -> None:  # fmt: skip
-        """(n,) places of ``size`` bytes were written at an event by agents of a CTA.
+        """Each of agents (n,) of a CTA has written ``size`` bytes at its address at an event, after
+        the event ``began``.
 
         ``last`` (n, k): of the words there the events of the writes before, 0 for those that are
-        not morally strong with it. None: no event tells the writes there apart.
+        not morally strong with it; ``first``: those of the first writes of their chains. None: no
+        event tells the writes there apart.
         """
-        runs, place = self._runs(), self.place(int(agents[0]))
-        at = Snapshot(self.order, agents)
+        runs, (who, place) = self._runs(), self.threads(agents)
+        part = last is not None and size > how.width
+        at = Snapshot(self.order, agents, began if part else None)
         tells = runs or at.have_fences()
         if last is None and self.is_idle and not (how.releases or tells):
             return
-        for addresses, words in scalars(where, size, how.width, last):
+        both = zip(
+            scalars(where, size, how.width, last), scalars(where, size, how.width, first),
+            strict=True,
+        )  # fmt: skip
+        for (addresses, words), (_, firsts) in both:
             before = None if words is None else whole(words)
+            left = {address: i for i, address in enumerate(addresses.tolist())}
             for i, address in enumerate(addresses.tolist()):
-                old, write = 0, event
+                old, write, writes = 0, event, None
                 if before is not None:
                     old = before[i]
                 else:
                     old, write = self._last(address, how, place), next(self._numbers)
+                if part and firsts is not None:
+                    mine = event if left[address] == i else began + 1  # see Shadow
+                    writes = (int(firsts[i, 0]) if old and how.updates else mine), mine
                 moment = SharedMoment(at, i, runs)
-                self.write(address, Who(int(agents[i]), place), how, old, write, moment, tells)
+                made = Write(write, Who(who[i], place), how, moment, tells, writes=writes)
+                self.write(address, old, made)
 
     def reads(
         self, where: np.ndarray, agents: np.ndarray, how: Strength, size: int,
         last: np.ndarray | None = None, first: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """(n,) places are read by agents of a CTA. ``last``: as for ``writes``; ``first``: the
-        events of the first writes of their chains."""
+        """Each of agents (n,) of a CTA reads ``size`` bytes at its address; ``last`` and ``first``
+        as for ``writes``."""
         if last is None and self.is_idle:
             return
-        place, event = self.place(int(agents[0])), self.order.now + 1
-        for addresses, words in scalars(where, size, how.width, last):
+        (who, place), event = self.threads(agents), self.order.now + 1
+        both = zip(
+            scalars(where, size, how.width, last), scalars(where, size, how.width, first),
+            strict=True,
+        )  # fmt: skip
+        for (addresses, words), (_, firsts) in both:
             before = None if words is None else whole(words)
             whose: dict[int, list[int]] = {}
             for i, address in enumerate(addresses.tolist()):
                 whose.setdefault(address, []).append(i)
             for address, readers in whose.items():
                 write = self._last(address, how, place) if before is None else before[readers[0]]
-                chain = int(first[readers[0], 0]) if first is not None else 0
-                each = agents[readers].tolist()
-                self.read(address, each, place, how, write, chain, event)
+                chain = int(firsts[readers[0], 0]) if firsts is not None else 0
+                threads = Threads([who[i] for i in readers], place)
+                self.read(address, threads, how, write, chain, event)
 
     def _last(self, address: int, how: Strength, place: Place) -> int:
-        """The number of the last write to a place, if a strong access observes it."""
+        """The number of the last write of a flag, if a strong access from a place observes it."""
         value = self._values.get(address)
         return value.write if value is not None and value.observed_by(how.code, place) else 0
 
     def add_totals(self, agents: np.ndarray, scope: int, event: int) -> None:
-        """They have executed a fence.sc at an event."""
-        at, place = Snapshot(self.order, agents), self.place(int(agents[0]))
+        """Agents of a CTA have executed a fence.sc at an event."""
+        at = Snapshot(self.order, agents)
         moments = [SharedMoment(at, i) for i in range(len(agents))]
-        self.fences.add(agents.tolist(), place, scope, event, moments)
+        self.fences.add(self.threads(agents), scope, event, moments)

@@ -15,12 +15,16 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """Of some agents, each by its number among them."""
+    """Of some agents, each by its number among them.
+
+    Args:
+        now: of their own events the last one that counts, if that is not the last of all.
+    """
 
     __slots__ = ("_at_fences", "_fenced", "_inits", "_own", "agents", "now", "tables", "which")
 
-    def __init__(self, order: Order, agents: np.ndarray) -> None:
-        self.agents, self.now = agents, order.now
+    def __init__(self, order: Order, agents: np.ndarray, now: int | None = None) -> None:
+        self.agents, self.now = agents, order.now if now is None else now
         self.tables, self.which = order.tables_of(agents)
         self._at_fences, self._own = order.at_fences(agents)
         self._fenced, self._inits = order.fenced_by(agents)
@@ -34,7 +38,8 @@ class Snapshot:
         return bool(self._inits[i])
 
     def fences(self, i: int) -> list[int]:
-        """Of the last fences of one of them those that nothing wider came after, by number."""
+        """The scopes, counted from CTA, of the fences of one of them that no fence of a wider scope
+        came after: what a narrower one passes on, the wider one does, too."""
         found, last = [], 0
         own = self._own[:, i].tolist()
         for fence in range(len(own) - 1, -1, -1):
@@ -44,8 +49,14 @@ class Snapshot:
         return found
 
     def message(self, i: int, fence: int | None = None, relaxed: bool = False) -> Knowledge:
-        """What one of them passes on; ``fence``: of memory only what its last fence of that number
-        precedes; ``relaxed``: nothing of it."""
+        """What one of them passes on.
+
+        Args:
+            i: its number among the agents.
+            fence: a scope, counted from CTA: of memory it passes on only what comes before its
+                last fence of that scope.
+            relaxed: of memory it passes on nothing, only what was executed.
+        """
         agent, own = int(self.agents[i]), self.now
         known = self.tables[self.which[i]].copy()
         if relaxed:

@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from .knowledge import Joins
-from .patterns import Moment, Value
+from .patterns import Moment, Threads, Value
 from .scopes import Place, scope_between
 
 __all__ = ["Knows", "TotalFences"]
@@ -78,13 +78,12 @@ class TotalFences(Generic[M]):
         return bool(self._groups)
 
     def add(
-        self, threads: list[int], place: Place, scope: int, event: int,
-        moments: Sequence[Moment[M]],
+        self, threads: Threads, scope: int, event: int, moments: Sequence[Moment[M]]
     ) -> None:  # fmt: skip
-        """Threads of a place execute a fence.sc at an event."""
-        who, first = np.unique(threads, return_index=True)  # a warp may be one
+        """Threads execute a fence.sc at an event; ``moments``: what each of them knew then."""
+        who, first = np.unique(threads.agents, return_index=True)  # a warp may be one
         moments, key = [moments[i] for i in first.tolist()], (who.tobytes(), scope)
-        group = self._groups.setdefault(key, _Group(who, place, scope, [], []))
+        group = self._groups.setdefault(key, _Group(who, threads.place, scope, [], []))
         group.events.append(event)
         group.moments.append(moments)
 
@@ -98,17 +97,17 @@ class TotalFences(Generic[M]):
                 events.append(event)
                 values.append((address, value))
 
-    def learn(self, threads: list[int], place: Place, scope: int) -> None:
-        """Threads of a place execute a fence.sc: those before it synchronize with it."""
+    def learn(self, threads: Threads, scope: int) -> None:
+        """Threads execute a fence.sc: the ones before it in the order synchronize with it."""
         if not self._reads:
             return
         alike: dict[Hashable, list[int]] = {}
-        for thread in threads:
+        for thread in threads.agents:
             key = ("reads", thread) if thread in self._reads else self._knows.alike(thread)
             alike.setdefault(key, []).append(thread)
         for each in alike.values():
             for _ in range(len(self._groups) + 1):  # what they learn may decide the order of others
-                found = self._before(each[0], place, scope)
+                found = self._before(each[0], threads.place, scope)
                 if not found:
                     break
                 self._knows.learn(each, self.join(found))

@@ -16,9 +16,7 @@ NEVER = 0xFFFFFFFF
 COLUMNS = 1 << 16  # of a cluster; who accesses is a column of a cluster
 
 _MOST = 1 << 31  # numbers from there on are those of nodes: see past
-_KINDS = {
-    "who": np.uint32, "event": np.uint32, "site": np.uint32, "first": np.uint32, "code": np.uint8,
-}  # fmt: skip
+_KINDS = {"who": np.uint32, "event": np.uint32, "site": np.uint32, "code": np.uint8}
 
 
 class Accesses:
@@ -27,7 +25,7 @@ class Accesses:
 
     def __init__(self) -> None:
         self.count = 1
-        self.who, self.event, self.site, self.first, self.code = (
+        self.who, self.event, self.site, self.code = (
             np.zeros(1 << 12, kind) for kind in _KINDS.values()
         )
         self._sites: list[Site] = []
@@ -49,9 +47,7 @@ class Accesses:
         self.who[first:last], self.event[first:last] = who, event
         self.site[first:last], self.code[first:last] = number, code
         self.count = last
-        made = np.arange(first, last, dtype=np.uint32)
-        self.first[first:last] = made  # of a chain of read-modify-writes: see flags
-        return made
+        return np.arange(first, last, dtype=np.uint32)
 
     def site_of(self, access: int) -> Site:
         return self._sites[int(self.site[access])]

@@ -31,15 +31,16 @@ class Accessor:
         messages, whose: of others.
         proxy: whether it works in the asynchronous proxy.
         code: see scopes.
+        verb: what it does, for messages: "reads", "writes" or "frees".
         began: the first event that is not before it.
     """
 
-    def __init__(self, races: Races, by: Any, how: Strength | None) -> None:
+    def __init__(self, races: Races, by: Any, how: Strength | None, verb: str) -> None:
         cta: CTA = by.issuer[0] if isinstance(by, Work) else by.cta
         member = cta.cluster.member
         assert member is not None
         self.member, self.cta, self.site = member, cta, by.site()
-        self.races, order = races, member.order
+        self.races, self.verb, order = races, verb, member.order
         self.actor = self.event = None
         copies = None
         if isinstance(by, Work):

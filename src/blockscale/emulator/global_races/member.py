@@ -8,6 +8,7 @@ import numpy as np
 
 from ..alarms.errors import Site
 from ..clocks.knowledge import SEEN, Knowledge
+from ..clocks.patterns import Threads
 from ..clocks.scopes import Place
 from ..clocks.snapshot import Snapshot
 from .accesses import COLUMNS
@@ -41,7 +42,12 @@ class Member:
         self.polls: dict[Site, tuple[np.ndarray, np.ndarray, list[Any], int]] = {}
 
     def place(self, rank: int) -> Place:
+        """Where the threads of a CTA run, by its rank in the cluster."""
         return Place(self.number * _CTAS + rank, self.number, self.device)
+
+    def threads(self, agents: np.ndarray) -> Threads:
+        """Agents (n,) of one CTA."""
+        return Threads(self.numbers(agents), self.place(self.order.cta_of(int(agents[0]))))
 
     def numbers(self, agents: np.ndarray) -> list[int]:
         """Those of its agents among all that share global memory."""
@@ -95,13 +101,12 @@ class Member:
 
     def fence_acquire(self, agents: np.ndarray, scope: int, total: bool) -> None:
         """A fence of memory acquires what flags told before it; ``total``: a fence.sc."""
-        each, place = self.numbers(agents), self.place(self.order.cta_of(int(agents[0])))
-        self.flags.acquire(each, place, scope)
+        threads = self.threads(agents)
+        self.flags.acquire(threads, scope, self.order.now)
         if total:
-            self.flags.fences.learn(each, place, scope)
+            self.flags.fences.learn(threads, scope)
 
     def add_totals(self, agents: np.ndarray, scope: int, event: int) -> None:
         """Agents have executed a fence.sc at an event."""
-        place = self.place(self.order.cta_of(int(agents[0])))
         at = moments(self, Snapshot(self.order, agents))
-        self.flags.fences.add(self.numbers(agents), place, scope, event, at)
+        self.flags.fences.add(self.threads(agents), scope, event, at)

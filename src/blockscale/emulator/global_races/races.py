@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..alarms.errors import DataRace, MissingFence, unfenced, unordered
 from ..clocks.order import named
-from ..clocks.patterns import Who
-from ..clocks.scalars import scalars, whole
+from ..clocks.patterns import Threads, Who, Write
+from ..clocks.scalars import of_one_write, scalars, whole
 from ..clocks.scopes import ASYNC, CLUSTER, CTA, GPU, SCOPE, SYS, Strength
 from ..clocks.snapshot import Snapshot
 from ..machine.engine import Work
@@ -37,6 +37,18 @@ __all__ = ["Races"]
 
 _MOST_CLUSTERS = 1 << 16  # an access names its cluster and column in 32 bits
 _NAMES = {CTA: ".cta", CLUSTER: ".cluster", GPU: ".gpu", SYS: ".sys"}
+
+
+class _Earlier(NamedTuple):
+    """Earlier accesses to cells of a buffer; ``kind`` is "read" or "write", for messages.
+
+    ``cells`` and ``accesses`` have one shape, with the threads of a later access first; 0 is none.
+    """
+
+    buffer: Buffer
+    cells: np.ndarray
+    accesses: np.ndarray
+    kind: str
 
 
 class Races:
@@ -63,6 +75,7 @@ class Races:
             self._starts[buffer.base] = count
             count += len(buffer.data) // self.cell + 2
         self._written = np.zeros(count, np.uint32)
+        self._chained = np.zeros(count, np.uint32)  # the first write of a strong one's chain
         self._reads = Past(count, self.accesses)
         self._updates = Past(count, self.accesses)  # strong writes that others followed
         self._made = True
@@ -118,17 +131,17 @@ class Races:
         """(n,) pieces are read by a fragment or a work."""
         if how is not None and not how.updates and self._polled(by, where):
             return
-        parts, who, polled = self._parts(where, size), Accessor(self, by, how), []
+        parts, who, polled = self._parts(where, size), Accessor(self, by, how, "reads"), []
         if how is not None and not isinstance(by, Work):
             for _, chosen, cells in parts:  # an acquire comes after what it synchronizes with
                 self._hear(who.part(chosen), where[chosen], cells, size, how)
-            began, who = who.began, Accessor(self, by, how)
+            began, who = who.began, Accessor(self, by, how, "reads")
             who.began = began
         for buffer, chosen, cells in parts:
             part = who.part(chosen)
             last = self._written.take(cells)
             if np.count_nonzero(last):
-                self._after_writes(buffer, cells, part, "reads", last)
+                self._after_writes(part, _Earlier(buffer, cells, last, "write"))
             if how is None or not how.updates:
                 made = self._add(part, False)
                 self._reads.add(cells, np.broadcast_to(made, cells.shape), part.unseen, part.code)
@@ -149,33 +162,53 @@ class Races:
         )
 
     def write(
-        self, by: Any, where: np.ndarray, size: int, how: Strength | None, same: np.ndarray
-    ) -> None:
+        self, by: Any, where: np.ndarray, size: int, how: Strength | None, same: np.ndarray,
+        verb: str = "writes",
+    ) -> None:  # fmt: skip
         """(n,) pieces were written. ``same`` (2, n, size): the byte held the value before, and it
         holds it now that all threads have written."""
-        who = Accessor(self, by, how)
+        who = Accessor(self, by, how, verb)
         for buffer, chosen, cells in self._parts(where, size):
             part = who.part(chosen)
             kept = np.all(same[:, chosen].reshape(2, *cells.shape, -1), axis=-1)
             last = self._written.take(cells)
             if np.count_nonzero(last):
-                self._after_writes(buffer, cells, part, "writes", last, kept[0])
+                self._after_writes(part, _Earlier(buffer, cells, last, "write"), kept[0])
             for at, reads in self._reads.before(cells):
-                self._tell(buffer, at, part, part.races_with(reads), "writes", "read", reads)
+                earlier = _Earlier(buffer, at, reads, "read")
+                self._tell(part, earlier, part.races_with(reads))
             self._follow(cells, last, part, how)
             made = self._add(part, True)
             self._written[cells] = made
             if how is None and who.actor is None:
                 lost = self._written.take(cells) != made
                 lost &= ~kept[1]
-                self._tell(buffer, cells, part, lost, "writes", "write", self._written[cells])
+                self._tell(part, _Earlier(buffer, cells, self._written[cells], "write"), lost)
             elif how is not None:
-                lost = np.any(self._written.take(cells) != made, axis=1)
+                written = self._written.take(cells)
+                self._chain(cells, self._strong(part, last), written, how)
+                lost = np.any(written != made, axis=1)
                 if np.count_nonzero(lost):  # strong ones of several lanes: nobody reads some
                     both, rows = np.broadcast_to(made, cells.shape), part.part(lost)
                     self._updates.add(cells[lost], both[lost], rows.unseen, rows.code)
                 if not part.proxy:
-                    self._publish(part, where[chosen], last, cells, how)
+                    self._publish(part, where[chosen], last, cells, how, made[:, 0])
+
+    def _chain(
+        self, cells: np.ndarray, last: np.ndarray, written: np.ndarray, how: Strength
+    ) -> None:
+        """A strong write: it begins a chain, or is an update of the last one's value."""
+        if not how.updates:
+            self._chained[cells] = written
+            return
+        before = of_one_write(last, max(how.width // self.cell, 1))
+        self._chained[cells] = np.where(before > 0, self._chained.take(cells), written)
+
+    def free(self, by: Any, address: int, size: int) -> None:
+        """A thread gives a block of the heap back: all that others do there must come before."""
+        size = -(-size // self.cell) * self.cell  # there is room between blocks
+        never = np.zeros((2, 1, size), bool)
+        self.write(by, np.array([address], np.uint64), size, None, never, "frees")
 
     def waited(self, actors: Iterable[Actor], event: int) -> None:
         """Who issued these has waited for them at an event, and others know of them by it."""
@@ -194,72 +227,79 @@ class Races:
         """Strong reads of flags."""
         place, each = by.member.place(by.cta.rank), by.member.numbers(by.at[:, 0])
         last = self._strong(by, self._written.take(cells))
-        for addresses, words in scalars(where, size, how.width, last):
+        firsts = self._chained.take(cells)
+        both = zip(
+            scalars(where, size, how.width, last), scalars(where, size, how.width, firsts),
+            strict=True,
+        )  # fmt: skip
+        for (addresses, words), (_, chains) in both:
             assert words is not None
+            assert chains is not None
             before = whole(words)
             whose: dict[int, list[int]] = {}
             for i, address in enumerate(addresses.tolist()):
                 whose.setdefault(address, []).append(i)
             for address, readers in whose.items():
                 write = before[readers[0]]
-                first, agents = int(self.accesses.first[write]), [each[i] for i in readers]
-                self.flags.read(address, agents, place, how, write, first, by.began)
+                first, threads = int(chains[readers[0], 0]), [each[i] for i in readers]
+                self.flags.read(address, Threads(threads, place), how, write, first, by.began)
 
     def _publish(
-        self, by: Accessor, where: np.ndarray, last: np.ndarray, cells: np.ndarray, how: Strength
-    ) -> None:
-        """Strong writes of flags; ``last``: what had written the cells before."""
+        self, by: Accessor, where: np.ndarray, last: np.ndarray, cells: np.ndarray, how: Strength,
+        own: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Strong writes of flags; ``last``: what had written the cells before; ``own`` (n,): the
+        write of each thread, whoever's is left, or of a work."""
         member, actor, place = by.member, by.actor, by.member.place(by.cta.rank)
         size = self.cell * cells.shape[1]
+        part = size > how.width
         written, last = self._written.take(cells), self._strong(by, last)
         if actor is None:
             agents = by.at[:, 0]
-            at = Snapshot(member.order, agents)
+            at = Snapshot(member.order, agents, by.began - 1 if part else None)
             each: Sequence[Moment[Message]] = moments(member, at)
             tells = at.have_fences()
         else:
             agents, tells = np.full(len(where), actor.issuer), False
             each = [WorkMoment(member, actor)] * len(where)
         whose = member.numbers(agents)
-        both = zip(
-            scalars(where, size, how.width, last), scalars(where, size, how.width, written),
-            strict=True,
-        )  # fmt: skip
-        for (addresses, before), (_, now) in both:
+        words = (last, written, self._chained.take(cells))
+        for each_of in zip(*(scalars(where, size, how.width, word) for word in words), strict=True):
+            addresses = each_of[0][0]
+            before, now, firsts = (found for _, found in each_of)
             assert before is not None
             assert now is not None
+            assert firsts is not None
             old, made = np.array(whole(before)), now[:, 0]
-            if how.updates:
-                chains = old > 0
-                self.accesses.first[made[chains]] = self.accesses.first[old[chains]]
             for i, address in enumerate(addresses.tolist()):
-                who, write = Who(whose[i], place), int(made[i])
-                self.flags.write(
-                    address, who, how, int(old[i]), write, each[i], tells, actor is None
-                )  # fmt: skip
+                who, write, mine = Who(whose[i], place), int(made[i]), int(own[i % len(own)])
+                first = int(firsts[i, 0]) if mine == write else mine
+                writes = (first, mine) if part else None
+                one = Write(write, who, how, each[i], tells, actor is None, writes)
+                self.flags.write(address, int(old[i]), one)
 
     # --- messages ---
 
     def _after_writes(
-        self, buffer: Buffer, cells: np.ndarray, by: Accessor, verb: str, last: np.ndarray,
-        kept: np.ndarray | None = None,
+        self, by: Accessor, last: _Earlier, kept: np.ndarray | None = None
     ) -> None:  # fmt: skip
         """Check an access against the last writes, and strong ones before. ``kept``: cells that
         hold the value already."""
-        for at, writes in itertools.chain(((cells, last),), self._updates.before(cells)):
+        buffer, cells, written, kind = last
+        for at, writes in itertools.chain(((cells, written),), self._updates.before(cells)):
+            earlier = _Earlier(buffer, at, writes, kind)
             late = by.races_with(writes)
             if self.flags.were_read and np.count_nonzero(late):
-                late &= ~self._observed(buffer, at, by, writes, late)
+                late &= ~self._observed(by, earlier, late)
             if kept is not None:
                 late &= ~kept if at is cells else True
-            self._tell(buffer, at, by, late, verb, "write", writes)
-            self._tell(buffer, at, by, by.unfenced(writes) & ~late, verb, "write", writes, True)
+            self._tell(by, earlier, late)
+            self._tell(by, earlier, by.unfenced(writes) & ~late, True)
 
-    def _observed(
-        self, buffer: Buffer, cells: np.ndarray, by: Accessor, writes: np.ndarray, late: np.ndarray
-    ) -> np.ndarray:
+    def _observed(self, by: Accessor, earlier: _Earlier, late: np.ndarray) -> np.ndarray:
         """Which of the writes that seem late somebody has observed who comes before an access."""
         found = np.zeros(late.shape, bool)
+        buffer, cells, writes, _ = earlier
         codes = self.accesses.code.take(writes)
         if by.actor is not None:
             return found
@@ -283,34 +323,33 @@ class Races:
             self._updates.add(cells, last, by.unseen, by.code)
 
     def _tell(
-        self, buffer: Buffer, cells: np.ndarray, by: Accessor, late: np.ndarray, verb: str,
-        other: str, accesses: np.ndarray, fence: bool = False,
+        self, by: Accessor, earlier: _Earlier, late: np.ndarray, fence: bool = False
     ) -> None:  # fmt: skip
-        """``by`` accesses cells; those that are ``late`` were accessed before: an alarm for each
-        place in the program where they were, for one may be suppressed."""
+        """An access comes too early after those that are ``late``: an alarm for each instruction
+        that made some of these, for one may be suppressed. ``fence``: only a fence is missing."""
         if not np.count_nonzero(late):
             return
-        sites = np.where(late, self.accesses.site.take(accesses), -1)
+        sites = np.where(late, self.accesses.site.take(earlier.accesses), -1)
         for site in np.unique(sites[late]).tolist():
-            self._tell_one(buffer, cells, by, sites == site, verb, other, accesses, fence)
+            self._tell_one(by, earlier, sites == site, fence)
 
     def _tell_one(
-        self, buffer: Buffer, cells: np.ndarray, by: Accessor, late: np.ndarray, verb: str,
-        other: str, accesses: np.ndarray, fence: bool,
+        self, by: Accessor, earlier: _Earlier, late: np.ndarray, fence: bool
     ) -> None:  # fmt: skip
+        buffer, cells, accesses, other = earlier
         at, access = np.argwhere(late)[0], int(accesses[late][0])
         cell = int(cells[late][0]) - self._starts[buffer.base]
         byte = max(cell * self.cell - buffer.base % self.cell, 0)
-        who, earlier = int(self.accesses.who[access]), self.accesses.site_of(access)
+        who, site = int(self.accesses.who[access]), self.accesses.site_of(access)
         column = int(by.at[at[0] if len(by.at) > 1 else 0, 0])
         here = by.member.order.named(by.site, column)
-        there = named(earlier, who % COLUMNS, *self._naming[who // COLUMNS])
+        there = named(site, who % COLUMNS, *self._naming[who // COLUMNS])
         place = f"byte {byte:#x} of {buffer.name}"
         if fence:
-            message = unfenced(here, verb, place, other, there)
-            by.member.alarms.tell("global", MissingFence(message, by.site.line), by.site, earlier)
+            message = unfenced(here, by.verb, place, other, there)
+            by.member.alarms.tell("global", MissingFence(message, by.site.line), by.site, site)
             return
-        message = unordered(here, verb, place, other, there)
+        message = unordered(here, by.verb, place, other, there)
         code = int(self.accesses.code[access])
         if code & SCOPE and by.code & SCOPE:
             if (code ^ by.code) >> 3:
@@ -320,4 +359,4 @@ class Races:
                 message += f": the scope {narrow} of one does not include the other"
         elif int(self.accesses.event[access]) == NEVER and code & ASYNC:
             message += ": its thread must wait for it by cp.async.bulk.wait_group without .read"
-        by.member.alarms.tell("global", DataRace(message, by.site.line), by.site, earlier)
+        by.member.alarms.tell("global", DataRace(message, by.site.line), by.site, site)

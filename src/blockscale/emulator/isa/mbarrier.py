@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..clocks.access import Access, Conflict
 from ..clocks.scopes import SYS, WEAK, Strength
 from ..machine.mbarriers import COUNT_BITS, MOST, OPAQUE, MBarrier, Phase
 from ..machine.state import CTA, Fragment, Split, Step, Wait
@@ -148,9 +149,11 @@ def _all_uses_are_over(w: Fragment, i: int, barrier: MBarrier) -> None:
     if shadow is None or not shadow.races:
         return
     cell, seen = barrier.offset // shadow.size, shadow.order.seen_by(agent)
+    view = shadow.order.view(agent)
+    access = Access(np.array([[cell]]), agent[:, None], view, w.site(), "ends")
     for user, event in barrier.uses.items():
         if event > seen[user]:
-            shadow.race(cell, int(agent[0]), "ends", w.site(), "use", user, event)
+            shadow.race(access, Conflict(cell, int(agent[0]), user, event), "use")
 
 
 @instruction("mbarrier.inval")

@@ -26,7 +26,7 @@ _CONVERSION = re.compile(
     r"%(?P<flags>[-+ #0]*)(?P<width>\*|\d*)(?:\.(?P<precision>\*|\d*))?"
     r"(?P<length>hh|h|ll|l|j|z|t|L)?(?P<kind>[diouxXeEfFgGaAcsp%])"
 )
-_LONG = ("l", "ll", "j", "z", "t")
+_LENGTHS = (None, "h", "l", "ll")  # an H100 prints nonsense from any other of C's on, and from .*
 
 
 class KernelStopped(PtxError):
@@ -99,15 +99,15 @@ class _Arguments:
 
 def _formatted(given: str, arguments: _Arguments) -> str:
     def one(match: re.Match[str]) -> str:
-        kind, long = match["kind"], match["length"] in _LONG
+        kind, precision, length = match["kind"], match["precision"], match["length"]
         if kind == "%":
             return "%"
-        width, precision = (
-            str(arguments.take("i")) if part == "*" else part
-            for part in (match["width"], match["precision"])
-        )
-        if precision is not None and precision.startswith("-"):
-            precision = None  # as if there was none
+        if length not in _LENGTHS or precision == "*":
+            raise PtxError(
+                f"printf: {match[0]}: CUDA's printf knows the sizes h, l and ll, and no .*; of "
+                "others a GPU prints nonsense: cast the argument, as to long long for %lld"
+            )
+        width = str(arguments.take("i")) if match["width"] == "*" else match["width"]
         spec = "%" + match["flags"] + width + (f".{precision}" if precision is not None else "")
         if kind == "s":
             address = arguments.take("Q")
@@ -122,9 +122,11 @@ def _formatted(given: str, arguments: _Arguments) -> str:
             return (spec + "s") % (value.upper() if kind == "A" else value)
         if kind in "eEfFgG":
             return (spec + kind) % arguments.take("d")
+        long = length in ("l", "ll")
         value = arguments.take(("iq" if kind in "di" else "IQ")[long])
-        short = _short(value, match["length"], kind)
-        return _integer(short, match["flags"], int(width or 0), precision, kind)
+        if length == "h":  # an int is passed, its low bits are meant
+            value = (value & 0xFFFF ^ 0x8000) - 0x8000 if kind in "di" else value & 0xFFFF
+        return _integer(value, match["flags"], int(width or 0), precision, kind)
 
     return _CONVERSION.sub(one, given)
 
@@ -146,15 +148,6 @@ def _integer(value: int, flags: str, width: int, precision: str | None, kind: st
     if "0" in flags and precision is None:
         digits = digits.zfill(width - len(before))
     return (before + digits).rjust(width)
-
-
-def _short(value: int, length: str | None, kind: str) -> int:
-    """hh and h: an int is passed, its low bits are meant."""
-    bits = {"hh": 8, "h": 16}.get(length or "")
-    if bits is None:
-        return value
-    value &= (1 << bits) - 1
-    return value - (value >> (bits - 1) << bits) if kind in "di" else value
 
 
 def _vprintf(w: Fragment, thread: int, form: int, arguments: int) -> int:
@@ -193,7 +186,14 @@ def _malloc(w: Fragment, thread: int, size: int) -> int:
 
 
 def _free(w: Fragment, thread: int, address: int) -> int:
-    _heap(w).free(address, _place(w, thread))
+    launch = w.cta.launch
+    try:
+        size = _heap(w).free(address, _place(w, thread))
+    except MemoryFault as fault:
+        launch.alarms.tell("bounds", fault, w.site())
+        return 0
+    if size and launch.races is not None:
+        launch.races.free(w.part(w.threads == thread, w.pc), address, size)
     return 0
 
 

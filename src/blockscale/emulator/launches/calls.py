@@ -155,6 +155,8 @@ def _prepare(
     variables = place_variables(module, memory, call.variables or {})
     static, shared = place_shared(module, function, call.shared)
     owner = call.device
+    heap = place_heap(module, memory, whose) if owner.workers == 1 else None
+    own = [parameters, *(b for b in variables.values() if not b.writable)]
     return Launch(
         *dims,
         shared_bytes=shared,
@@ -164,7 +166,7 @@ def _prepare(
         parameters=parameters,
         parameter_offsets=offsets,
         module_variables=variables,
-        heap=place_heap(module, memory, whose) if owner.workers == 1 else None,
+        heap=heap,
         workspace=place_workspace(call.ptx, memory),
         settings=owner.settings,
         cell=cell_size([module], "shared"),
@@ -177,5 +179,5 @@ def _prepare(
             owner.collecting,
             [entry for entry in owner.suppressions if entry.is_for(call.name)],
         ),
-        constants=(parameters, *(b for b in variables.values() if not b.writable)),
+        own=(*own, heap.buffer) if heap else tuple(own),
     )

@@ -59,11 +59,15 @@ class Cluster:
         if launch.alarms.checks & CLOCKED or launch.races is not None:
             lanes = 32 if "lanes" in launch.alarms.checks else 1
             self.order = Order(
-                len(self.ctas), self.ctas[0].warps, lanes, launch.programmatic,
-                "tcgen05_order" in launch.alarms.checks, CLUSTER if launch.races is None else SYS,
-                lambda: any(cta.tensor is not None for cta in self.ctas),
-                "cp_async_proxy" not in launch.alarms.checks,
-            )  # fmt: skip
+                len(self.ctas),
+                self.ctas[0].warps,
+                lanes=lanes,
+                programmatic=launch.programmatic,
+                tensor="tcgen05_order" in launch.alarms.checks,
+                scopes=CLUSTER if launch.races is None else SYS,
+                runs=lambda: any(cta.tensor is not None for cta in self.ctas),
+                copies_fence="cp_async_proxy" not in launch.alarms.checks,
+            )
             if launch.races is not None:
                 self.member = launch.races.enter(self)
             cells = SYSTEM_SHARED + launch.shared_bytes

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .. import isa
 from ..alarms.errors import Site
-from ..clocks.scopes import Strength, strength
+from ..clocks.scopes import strength
 from ..isa.control import leave
-from ..machine.ports import (
-    read_global,
-    read_local,
-    read_own,
-    read_shared,
-    write_global,
-    write_local,
-    write_own,
-    write_shared,
-)
+from ..machine.ports import read_own, write_own
 from ..machine.registers import guarded
 from ..machine.state import CTA, Fragment
-from ..memory.buffers import LOCAL_WINDOW, SHARED_WINDOW
 from ..ptx.program import Address, Function, Module, PtxError, Symbol
 from .careful import careful, reads
 from .launch import Launch
 from .spins import Spin, spin
+from .state_spaces import SPACES, Part, Reader, Writer, by_window
 
 __all__ = ["Code", "Program"]
 
@@ -176,70 +166,22 @@ class Code:
 
     @staticmethod
     def window(space: str | None) -> int:
-        if space in ("shared", "shared::cta", "shared::cluster"):
-            return SHARED_WINDOW
-        return LOCAL_WINDOW if space == "local" else 0
+        """The generic address of address 0 of a state space."""
+        return SPACES[space].window
 
-    def reader(
-        self, form: Any, space: str | None, operand: int
-    ) -> Callable[[Fragment, np.ndarray, int], np.ndarray]:
-        """A function (fragment, addresses, size) -> bytes (threads, size)."""
-        name, how = _symbol(form, operand), strength(form.parts)
+    def reader(self, form: Any, space: str | None, operand: int) -> Reader:
+        """The function by which an instruction loads from its operand, an address."""
+        name = _symbol(form, operand)
         if name is not None and self.is_frame(name):
             return lambda w, where, size: read_own(w.frame.variable(name), w, where, size)
-        if space in ("shared", "shared::cta", "shared::cluster"):
-            return lambda w, where, size: read_shared(w, where, size, how)
-        if space == "local":
-            return read_local
-        if space is None:
-            return partial(self._read_generic, how)
-        launch = self.launch
-        if space.startswith("param") or space == "const":
-            return lambda w, where, size: launch.memory.load(where, size)
-        return lambda w, where, size: read_global(w, launch, where, size, how)
+        return SPACES[space].reader(self.launch, strength(form.parts))
 
-    def writer(
-        self, form: Any, space: str | None, operand: int
-    ) -> Callable[[Fragment, np.ndarray, np.ndarray], None]:
-        name, how = _symbol(form, operand), strength(form.parts)
+    def writer(self, form: Any, space: str | None, operand: int) -> Writer:
+        """The function by which an instruction stores to its operand, an address."""
+        name = _symbol(form, operand)
         if name is not None and self.is_frame(name):
             return lambda w, where, values: write_own(w.frame.variable(name), w, where, values)
-        if space in ("shared", "shared::cta", "shared::cluster"):
-            return lambda w, where, values: write_shared(w, where, values, how)
-        if space == "local":
-            return write_local
-        if space is None:
-            return partial(self._write_generic, how)
-        launch = self.launch
-        return lambda w, where, values: write_global(w, launch, where, values, None, how)
-
-    def _read_generic(
-        self, how: Strength | None, w: Fragment, where: np.ndarray, size: int
-    ) -> np.ndarray:
-        out = np.empty((len(where), size), np.uint8)
-        for chosen, window in _windows(where):
-            part = _Part(w, chosen)
-            at = where[chosen] - np.uint64(window)
-            if window == SHARED_WINDOW:
-                out[chosen] = read_shared(part, at, size, how)
-            elif window == LOCAL_WINDOW:
-                out[chosen] = read_local(part, at, size)
-            else:
-                out[chosen] = read_global(part, self.launch, at, size, how)
-        return out
-
-    def _write_generic(
-        self, how: Strength | None, w: Fragment, where: np.ndarray, values: np.ndarray
-    ) -> None:
-        for chosen, window in _windows(where):
-            part = _Part(w, chosen)
-            at = where[chosen] - np.uint64(window)
-            if window == SHARED_WINDOW:
-                write_shared(part, at, values[chosen], how)
-            elif window == LOCAL_WINDOW:
-                write_local(part, at, values[chosen])
-            else:
-                write_global(part, self.launch, at, values[chosen], None, how)
+        return SPACES[space].writer(self.launch, strength(form.parts))
 
     def names_frame(self, form: Any, operand: int) -> bool:
         """Whether an address is that of a .param variable of a call."""
@@ -254,8 +196,8 @@ class Code:
         if space is not None:
             return [(w, where, slice(None), Code.window(space))]
         return [
-            (_Part(w, chosen), where[chosen] - np.uint64(window), chosen, window)
-            for chosen, window in _windows(where)
+            (Part(w, chosen), where[chosen] - np.uint64(window), chosen, window)
+            for chosen, window in by_window(where)
         ]
 
     # --- special registers ---
@@ -312,22 +254,6 @@ class Code:
         raise form.error(f"special register {name} is not supported")
 
 
-class _Part:
-    """Some threads of a fragment, for memory functions."""
-
-    def __init__(self, w: Fragment, chosen: np.ndarray) -> None:
-        self.cta, self.frame, self.pc, self.used = w.cta, w.frame, w.pc, w.used
-        self.threads = w.threads[chosen]
-        self.sel, self.n = self.threads, len(self.threads)
-        self.agents, self.site = lambda: w.agents()[chosen], w.site
-
-
 def _symbol(form: Any, operand: int) -> str | None:
     op = form.operand(operand)
     return op.base.name if isinstance(op, Address) and isinstance(op.base, Symbol) else None
-
-
-def _windows(where: np.ndarray) -> list[tuple[np.ndarray, int]]:
-    top = where >> np.uint64(56)
-    parts = [(np.nonzero(top == value)[0], int(value) << 56) for value in np.unique(top)]
-    return [(at, top if top in (SHARED_WINDOW, LOCAL_WINDOW) else 0) for at, top in parts]

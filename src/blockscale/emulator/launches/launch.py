@@ -59,8 +59,8 @@ class Launch:
     watch: Watch | None = None
     alarms: Alarms = field(default_factory=Alarms)
     races: Races | None = None  # in global memory, of all launches that run together
-    #: Memory at global addresses that no kernel writes.
-    constants: tuple[Buffer, ...] = ()
+    #: Memory at global addresses that no other launch of its stream writes.
+    own: tuple[Buffer, ...] = ()
     #: Around atomic operations on global memory.
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
 

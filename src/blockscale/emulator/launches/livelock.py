@@ -172,7 +172,7 @@ class LivelockDetector:
 
 def _state(cluster: Cluster) -> Iterator[Any]:
     """In pieces: what differs soonest comes first."""
-    yield cluster.to_patience, [[_place(f) for f in cta.fragments] for cta in cluster.ctas]
+    yield [[_place(f) for f in cta.fragments] for cta in cluster.ctas]
     yield [_barriers(cta) for cta in cluster.ctas]
     yield [_registers(cta) for cta in cluster.ctas]
     yield [cta.shared.tobytes() for cta in cluster.ctas]

@@ -220,9 +220,11 @@ def _observe(
                     flags.reads(where[chosen], agents, how, size, *last)
                 shadow.read(touched, agents, site, code)
             else:
+                began = shadow.order.now
                 shadow.write(touched, agents, site, code, same)
                 if how is not None and last is not None:
-                    flags.writes(where[chosen], agents, how, size, last[0], shadow.order.now)
+                    now = shadow.order.now
+                    flags.writes(where[chosen], agents, how, size, last[0], now, last[1], began)
             if cta is not by.cta:
                 cta.visit(agents, site)
     _tell(by, "shared", kind, offsets, size, cta, chosen, cta.launch)

@@ -38,8 +38,8 @@ def follows(by: Any, launch: Launch, verb: str, where: np.ndarray) -> None:
         by: a fragment, each of its threads one address, or a work.
         launch: a programmatic one.
         verb: "reads" or "writes".
-        where: (n,) addresses in global memory. Parameters and constants, which no kernel writes,
-            may be among them.
+        where: (n,) addresses in global memory. What is the launch's own, as parameters, constants
+            and its heap, may be among them.
     """
     works = isinstance(by, Work)
     cta: CTA = by.issuer[0] if works else by.cta
@@ -86,9 +86,9 @@ def unchanged(w: Fragment, where: np.ndarray) -> None:
 def _refuse(
     site: Site, threads: np.ndarray, launch: Launch, verb: str, where: np.ndarray, why: str
 ) -> None:
-    """Raise EarlyAccess for the first address that a kernel may have written."""
+    """Raise EarlyAccess for the first address that the kernel before may have written."""
     for thread, address in zip(threads.tolist(), where.tolist(), strict=True):
-        if any(buffer.base <= address < buffer.end for buffer in launch.constants):
+        if any(buffer.base <= address < buffer.end for buffer in launch.own):
             continue
         buffer = launch.memory.find(address)
         launch.alarms.tell(

@@ -7,15 +7,17 @@ a race if one of those is not known to happen before it; both sides are named.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..alarms.errors import Site, unfenced, unordered
+from ..clocks.access import Access, Conflict
 from ..clocks.knowledge import Actor
 from ..clocks.lane_copies import Copies
 from ..clocks.order import Order
-from ..clocks.readers import Readers, View, seen_events
+from ..clocks.readers import Readers, seen_events
+from ..clocks.scalars import of_one_write
 from ..clocks.scopes import WEAK
 from .strong_accesses import StrongAccesses
 from .undefined import Blanks
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Shadow"]
 
 
-_NONE = 0xFFFFFFFF  # of the writes of a column are the accessor's own
 _RACES = ("race", "lanes", "fence")
 
 
@@ -80,15 +81,15 @@ class Shadow:
         """Cells (n, k) are read by agents (n,); for the code see scopes."""
         if not self.races:
             return
-        at, view = agents[:, None], self.order.view(agents)
-        late = self._unordered(cells, at, view, code)
+        access = Access(cells, agents[:, None], self.order.view(agents), site, "reads", code)
+        late = self._unordered(access)
         if late is not None:
-            self._after_write(cells, at, late, "reads", site)
-        self._tell(self._others_unordered(cells, at, view, code), "reads", site, "write")
+            self._after_write(access, late)
+        self._tell(access, self._others_unordered(access), "write")
         event = self.order.event(site, code)
         if not _updates(site):  # the write that follows says all
             readers = self.strong.kept(code, False) if code else self.readers
-            readers.read(cells, at, event, view)
+            readers.read(cells, access.at, event, access.view)
 
     def write(
         self, cells: np.ndarray, agents: np.ndarray, site: Site, code: int = WEAK,
@@ -100,16 +101,18 @@ class Shadow:
         threads having written. That is no race.
         """
         at = agents[:, None]
-        if self.races:
-            view = self.order.view(agents)
-            self._before_write(cells, at, view, site, code, same)
-            self._after_reads(cells, at, view, site, code)
+        if not self.races:
+            self.writer[cells], self.written[cells] = at, self.order.event(site, code)
+            return
+        access = Access(cells, at, self.order.view(agents), site, "writes", code)
+        self._before_write(access, same)
+        self._after_reads(access)
         event = self.order.event(site, code)
-        if code and self.races and not site.opcode.startswith("mbarrier"):  # whose users ask seen
-            event = self._write_strong(cells, at, view, event, site, code)
+        if code and not site.opcode.startswith("mbarrier"):  # whose users ask seen
+            event = self._write_strong(access, event)
         self.writer[cells], self.written[cells] = at, event
-        if self.races and not code:
-            self._lost(cells, at, view, event, site, same)
+        if not code:
+            self._lost(access, event, same)
 
     def last(
         self, cells: np.ndarray, agents: np.ndarray, code: int
@@ -120,37 +123,40 @@ class Shadow:
         strong = self.strong.morally_strong(written, writer, agents[:, None], code)
         return np.where(strong, written, 0), self.chained.take(cells)
 
-    def _write_strong(
-        self, cells: np.ndarray, at: Any, view: View, event: int, site: Site, code: int
-    ) -> int:
+    def _write_strong(self, access: Access, event: int) -> int:
         """A strong write at an event; the event of those whose value is left."""
-        self.strong.kept(code, True).read(cells, at, event, view)
+        cells, at, code, site = access.cells, access.at, access.code, access.site
+        kept = self.strong.kept(code, True)
+        kept.read(cells, at, event, access.view)
         written, writer = self.written.take(cells), self.writer.take(cells)
         self.writer[cells] = at
-        if np.count_nonzero(self.writer.take(cells) != at):  # of several lanes nobody reads some
-            event = self.order.event(site, code)
+        left = np.all(self.writer.take(cells) == at, axis=1)
+        if not left.all():  # of several lanes nobody reads some
+            event, (tables, which) = self.order.event(site, code), access.view
+            kept.read(
+                cells[left], at[left], event, (tables, None if which is None else which[left])
+            )
         chains = np.zeros(cells.shape, bool)
         if _updates(site):
-            chains = (written > 0) & self.strong.morally_strong(written, writer, at, code)
+            strong = (written > 0) & self.strong.morally_strong(written, writer, at, code)
+            each = max((1 << (code >> 4) - 1) // self.size, 1)
+            chains = of_one_write(np.where(strong, written, 0), each) > 0
         self.chained[cells] = np.where(chains, self.chained.take(cells), event)
         return event
 
-    def _before_write(
-        self, cells: np.ndarray, at: Any, view: View, site: Site, code: int,
-        same: np.ndarray | None, copies: Copies | None = None,
-    ) -> None:  # fmt: skip
+    def _before_write(self, access: Access, same: np.ndarray | None) -> None:
         """Check a write against those before, and keep those that it does not stand for."""
-        late = self._unordered(cells, at, view, code, _own_since(copies))
+        cells, code = access.cells, access.code
+        late = self._unordered(access)
         changes = None if same is None else ~same[0]
         kept = None
         if late is not None:
             if changes is not None:
                 kept, late = late & ~changes, late & changes
             if np.count_nonzero(late):
-                self._after_write(cells, at, late, "writes", site, copies)
+                self._after_write(access, late)
         if changes is None or np.count_nonzero(changes):
-            others = self._others_unordered(cells, at, view, code, copies, changes)
-            self._tell(others, "writes", site, "write", copies)
+            self._tell(access, self._others_unordered(access, changes), "write")
             if self._others is not None and not code:
                 self._others.clear(cells if changes is None else cells[changes])
         if kept is not None and np.count_nonzero(kept):
@@ -169,47 +175,41 @@ class Shadow:
         for pair in np.unique(pairs).tolist():
             others.read(np.unique(cells[pairs == pair]), pair & 0xFFFF, pair >> 16, nothing)
 
-    def _lost(
-        self, cells: np.ndarray, at: Any, view: View, event: int, site: Site,
-        same: np.ndarray | None, copies: Copies | None = None,
-    ) -> None:  # fmt: skip
+    def _lost(self, access: Access, event: int, same: np.ndarray | None) -> None:
         """Several threads of one instruction have written a cell: a race, or all the same."""
-        lost = self.writer.take(cells) != at
+        lost = self.writer.take(access.cells) != access.at
         if not np.count_nonzero(lost):
             return
         if same is not None:
             if np.count_nonzero(lost & same[1]):
                 others = self._others = self._others or Readers(len(self.writer), self.order)
-                others.read(cells, at, event, view)
+                others.read(access.cells, access.at, event, access.view)
             lost &= ~same[1]
         if np.count_nonzero(lost):
-            self._after_write(cells, at, lost, "writes", site, copies)
+            self._after_write(access, lost)
 
     def _others_unordered(
-        self, cells: np.ndarray, at: Any, view: View, code: int,
-        by: Actor | Copies | None = None, chosen: np.ndarray | None = None,
-    ) -> list[tuple[int, int, int, int]]:  # fmt: skip
-        """Writes besides the last, of the cells that are ``chosen``, that an access by agents, a
-        work or copies is not ordered after; as Readers.unseen gives them."""
-        since = _own_since(by)
-        found = self.strong.unseen(cells, at, view, since, code, True, chosen)
+        self, access: Access, chosen: np.ndarray | None = None
+    ) -> list[Conflict]:  # fmt: skip
+        """Writes besides the last, of the cells that are ``chosen``, that an access is not ordered
+        after."""
+        found = self.strong.unseen(access, True, chosen)
         if self._others is not None:
-            races = partial(self.strong.races, code=code)
-            found += self._others.unseen(cells, at, view, since, races, chosen)
+            races = partial(self.strong.races, code=access.code)
+            found += self._others.unseen(access, races, chosen)
         return found
 
-    def _unordered(
-        self, cells: np.ndarray, at: Any, view: View, code: int, since: int = 0
-    ) -> np.ndarray | None:
-        """Which cells somebody else wrote, unseen, so that an access with a code races with it;
-        None: none of them. Writes of ``at`` are its own from the event ``since`` on."""
+    def _unordered(self, access: Access) -> np.ndarray | None:
+        """Which cells somebody else wrote, unseen, so that an access races with it; None: none of
+        them."""
+        cells, at = access.cells, access.at
         writer, written = self.writer.take(cells), self.written.take(cells)
-        late = written > seen_events(view, writer)
+        late = written > seen_events(access.view, writer)
         if not np.count_nonzero(late):
             return None
-        late &= (writer != at) | (written < since)
+        late &= (writer != at) | (written < access.since)
         if np.count_nonzero(late):
-            who = np.broadcast_to(at, cells.shape)[late]
+            who, code = np.broadcast_to(at, cells.shape)[late], access.code
             late[late] = self.strong.races(written[late], writer[late], cells[late], who, code)
         return late if np.count_nonzero(late) else None
 
@@ -218,19 +218,17 @@ class Shadow:
     def read_by(self, cells: np.ndarray, actor: Actor, site: Site) -> None:
         """Cells, of any shape, are read."""
         cells = cells.reshape(-1)
-        seen = self._ordered(cells, actor, "reads", site) if self.races else None
+        access = self._ordered(cells, actor, "reads", site) if self.races else None
         event = self.order.event(site, actor.code)
         actor.did(event)
-        if seen is not None and not actor.code:
-            self.readers.read(cells, actor.column, event, (seen[None], None))
+        if access is not None and not actor.code:
+            self.readers.read(cells, actor.column, event, access.view)
 
     def write_by(self, cells: np.ndarray, actor: Actor, site: Site) -> None:
         """Cells, of any shape, are written."""
         cells = cells.reshape(-1)
         if self.races:
-            seen = self._ordered(cells, actor, "writes", site)
-            view = seen[None], None
-            self._after_reads(cells, actor.column, view, site, actor.code, actor)
+            self._after_reads(self._ordered(cells, actor, "writes", site))
             if self._others is not None:
                 self._others.clear(cells)
         event = self.order.event(site, actor.code)
@@ -242,37 +240,40 @@ class Shadow:
     ) -> None:  # fmt: skip
         """Cells (n, k) are written by the cp.async of n lanes; ``same`` as for ``write``."""
         at, event = copies.columns[:, None], copies.event
-        if self.races:
-            view = copies.view()
-            self._before_write(cells, at, view, site, WEAK, same, copies)
-            self._after_reads(cells, at, view, site, WEAK, copies)
+        if not self.races:
+            self.writer[cells], self.written[cells] = at, event
+            return
+        access = Access(cells, at, copies.view(), site, "writes", work=copies)
+        self._before_write(access, same)
+        self._after_reads(access)
         self.writer[cells], self.written[cells] = at, event
-        if self.races:
-            self._lost(cells, at, view, event, site, same, copies)
+        self._lost(access, event, same)
 
-    def _ordered(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> np.ndarray:
-        """Check an access against the writes before; what the work has seen."""
+    def _ordered(self, cells: np.ndarray, actor: Actor, verb: str, site: Site) -> Access:
+        """An access by a work, checked against the writes before."""
         seen, through_proxy = self._view_of(actor)
-        at, code, since = actor.column, actor.code, actor.since
-        late = self._unordered(cells, at, (through_proxy[None], None), code, since)
+        view = seen[None], None
+        access = Access(cells, actor.column, view, site, verb, actor.code, actor)
+        fenced = access.seeing(through_proxy)
+        late = self._unordered(fenced)
         if late is not None:
-            racing = self._unordered(cells, at, (seen[None], None), code, since)
+            racing = self._unordered(access)
             if racing is not None:
-                self._after_write(cells, at, racing, verb, site, actor)
+                self._after_write(access, racing)
                 late &= ~racing
-            self._after_write(cells, at, late, verb, site, actor, "fence")
-            return seen
-        for view, lacks in ((seen, "race"), (through_proxy, "fence")):
-            others = self._others_unordered(cells, at, (view[None], None), code, actor)
+            self._after_write(access, late, "fence")
+            return access
+        for each, lacks in ((access, "race"), (fenced, "fence")):
+            others = self._others_unordered(each)
             if others:
-                self._tell(others, verb, site, "write", actor, lacks)
-                return seen
+                self._tell(access, others, "write", lacks)
+                return access
         tensor = self.order.tensor_view(actor)
         if tensor is not None:
-            late = self._unordered(cells, at, (tensor[None], None), code, since)
+            late = self._unordered(access.seeing(tensor))
             if late is not None:
-                self._after_write(cells, at, late, verb, site, actor, "tcgen05_order")
-        return seen
+                self._after_write(access, late, "tcgen05_order")
+        return access
 
     def _view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
         """What a work has seen, and what of that through its own proxy; Tensor Memory has its own
@@ -281,43 +282,35 @@ class Shadow:
 
     # --- both ---
 
-    def _after_reads(
-        self, cells: np.ndarray, at: Any, view: View, site: Site, code: int,
-        by: Actor | Copies | None = None,
-    ) -> None:  # fmt: skip
-        """Check a write, by agents, a work or copies, against the reads before; a weak one stands
-        for them then."""
-        actor, lacks = by if isinstance(by, Actor) else None, "race"
-        since = 0 if actor is None else actor.since
-        found = self.readers.unseen(cells, at, view, since)
-        found += self.strong.unseen(cells, at, view, since, code, False)
-        if not found and actor is not None:
-            tensor = self.order.tensor_view(actor)
+    def _after_reads(self, access: Access) -> None:
+        """Check a write against the reads before; a weak one stands for them then."""
+        work, lacks = access.work, "race"
+        found = self.readers.unseen(access)
+        found += self.strong.unseen(access, False)
+        if not found and isinstance(work, Actor):
+            tensor = self.order.tensor_view(work)
             if tensor is not None:
-                found, lacks = self.readers.unseen(cells, at, (tensor[None], None)), "tcgen05_order"
+                found, lacks = self.readers.unseen(access.seeing(tensor)), "tcgen05_order"
             if not found and "proxy_reads" in self.alarms.checks:
-                through_proxy = self._view_of(actor)[1]
-                found = self.readers.unseen(cells, at, (through_proxy[None], None), actor.since)
+                found = self.readers.unseen(access.seeing(self._view_of(work)[1]))
                 lacks = "proxy_reads"
-        self._tell(found, "writes", site, "read", by, lacks)
-        if not code:
-            self.strong.clear(cells)
-            self.readers.clear(cells)
+        self._tell(access, found, "read", lacks)
+        if not access.code:
+            self.strong.clear(access.cells)
+            self.readers.clear(access.cells)
 
-    def _after_write(
-        self, cells: np.ndarray, at: Any, late: np.ndarray, verb: str, site: Site,
-        by: Actor | Copies | None = None, lacks: str = "race",
-    ) -> None:  # fmt: skip
-        """Complain of an access, by agents, a work or copies, to the cells that are ``late``: of
-        each place in the program where they were written, for one may be suppressed."""
-        places = cells[late]
+    def _after_write(self, access: Access, late: np.ndarray, lacks: str = "race") -> None:
+        """Complain of an access to the cells that are ``late``: of each instruction by which they
+        were written, for one may be suppressed."""
+        written_to = access.cells[late]
         sites: dict[Site, int] = {}
-        for i in np.sort(np.unique(self.written[places], return_index=True)[1]).tolist():
-            sites.setdefault(self.order.site(int(self.written[places[i]])), i)
+        for i in np.sort(np.unique(self.written[written_to], return_index=True)[1]).tolist():
+            sites.setdefault(self.order.site(int(self.written[written_to[i]])), i)
+        by = np.broadcast_to(access.at, access.cells.shape)[late]
         for i in sites.values():
-            cell, own = int(places[i]), int(np.broadcast_to(at, cells.shape)[late][i])
+            cell = int(written_to[i])
             column, event = int(self.writer[cell]), int(self.written[cell])
-            self.race(cell, _who(own, by), verb, site, "write", column, event, lacks)
+            self.race(access, Conflict(cell, int(by[i]), column, event), "write", lacks)
 
     def seen(self, cell: int, agents: np.ndarray) -> np.ndarray:
         """Which of the agents (n,) have seen the last write to a cell, one that was made."""
@@ -334,23 +327,26 @@ class Shadow:
         return f"{cell * self.size:#x}"
 
     def _tell(
-        self, found: list[tuple[int, int, int, int]], verb: str, site: Site, other: str,
-        by: Actor | Copies | None = None, lacks: str = "race",
+        self, access: Access, found: list[Conflict], other: str, lacks: str = "race"
     ) -> None:  # fmt: skip
-        """Of the accesses that are ``found``, as Readers.unseen gives them."""
-        for cell, who, column, event in found:
-            self.race(cell, _who(who, by), verb, site, other, column, event, lacks)
+        for conflict in found:
+            self.race(access, conflict, other, lacks)
 
     def race(
-        self, cell: int, who: int | Actor, verb: str, site: Site, other: str, column: int,
-        event: int, lacks: str = "race",
+        self, access: Access, conflict: Conflict, other: str, lacks: str = "race"
     ) -> None:  # fmt: skip
-        """``who`` accesses at ``site``; the other access is that event, of ``column``.
-        ``lacks``: the kind that is found; it is lanes where nothing orders those of a warp."""
+        """An alarm: an access conflicts with an earlier one, and nothing orders them.
+
+        Args:
+            other: what the earlier one was: a "read", a "write", or a "use" of an mbarrier.
+            lacks: the kind of the alarm; it is lanes where nothing orders those of a warp.
+        """
         order = self.order
-        place, earlier = self.name.format(self.cell_name(cell)), order.site(event)
+        column, event, verb = conflict.column, conflict.event, access.verb
+        place, earlier = self.name.format(self.cell_name(conflict.cell)), order.site(event)
+        who = access.who(conflict.by)
         agent, own = (who.issuer, who.column) if isinstance(who, Actor) else (who, who)
-        here, there = order.named(site, own), order.named(earlier, column)
+        here, there = order.named(access.site, own), order.named(earlier, column)
         kind = lacks
         if lacks == "tcgen05_order":
             assert isinstance(who, Actor)
@@ -376,24 +372,9 @@ class Shadow:
             message = unordered(here, verb, place, other, there)
             if earlier.opcode.startswith("mbarrier.init"):
                 message += ": before a relaxed arrival, fence.mbarrier_init must come between"
-        self.alarms.tell(kind, message, site, earlier)
+        self.alarms.tell(kind, message, access.site, earlier)
 
 
 def _updates(site: Site) -> bool:
     """Whether threads read, modify and write there."""
     return site.opcode.startswith(("atom", "red"))
-
-
-def _own_since(by: Actor | Copies | None) -> int:
-    """The event from which on writes of an accessor's column are its own, and ordered: for agents
-    all; none for a cp.async, which no other of its lane is ordered with (8.9.1.1)."""
-    if isinstance(by, Actor):
-        return by.since
-    return 0 if by is None else _NONE
-
-
-def _who(column: int, by: Actor | Copies | None) -> int | Actor:
-    """An agent, a work, or the lane whose copies have the column."""
-    if by is None or isinstance(by, Actor):
-        return column if by is None else by
-    return by.lane(column)

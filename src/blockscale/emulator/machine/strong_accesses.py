@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..clocks.readers import Readers, View
+from ..clocks.access import Access, Conflict
+from ..clocks.readers import Readers
 from ..clocks.scopes import CLUSTER, CTA, SCOPE, morally_strong
 
 if TYPE_CHECKING:
@@ -46,15 +47,16 @@ class StrongAccesses:
             each.clear(cells)
 
     def unseen(
-        self, cells: np.ndarray, at: Any, view: View, since: int, code: int, writes: bool,
-        chosen: np.ndarray | None = None,
-    ) -> list[tuple[int, int, int, int]]:  # fmt: skip
-        """Of writes, or reads, those that an access with a code has not seen, and races with."""
+        self, access: Access, writes: bool, chosen: np.ndarray | None = None
+    ) -> list[Conflict]:  # fmt: skip
+        """Of writes, or reads, those that an access has not seen, and races with. ``chosen``: which
+        of its cells are meant; None: all."""
+        code = access.code
         found, which = [], partial(self.races, code=code, writes=writes)
         for (kept, were_writes), readers in self._kept.items():
             never = code and (code ^ kept) >> 3 == 0 and min(code & SCOPE, kept & SCOPE) >= CLUSTER
             if were_writes == writes and not never:
-                found += readers.unseen(cells, at, view, since, which, chosen)
+                found += readers.unseen(access, which, chosen)
         return found
 
     def races(

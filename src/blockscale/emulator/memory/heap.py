@@ -34,13 +34,17 @@ class _Block:
 
 
 class Heap:
-    """The heap of a launch, in its global memory."""
+    """The heap of a launch, in its global memory.
+
+    Attributes:
+        buffer: all of it.
+    """
 
     def __init__(self, memory: GlobalMemory, whose: str = "") -> None:
         self._memory = memory
         data = np.zeros(_ROOM, np.uint8)  # pages that nobody touches cost nothing
         self._data, self._base = data, data.ctypes.data
-        memory.add(Buffer(f"the heap{whose}", self._base, data, check=self.check))
+        self.buffer = memory.add(Buffer(f"the heap{whose}", self._base, data, check=self.check))
         self._blocks: list[_Block] = []
         self._starts: list[int] = []
         self._next = self._base + _GAP + -self._base % _ALIGNMENT
@@ -64,10 +68,11 @@ class Heap:
         self._changed()
         return start
 
-    def free(self, address: int, owner: str) -> None:
-        """MemoryFault unless a block begins there that is not free yet; 0 is nothing."""
+    def free(self, address: int, owner: str) -> int:
+        """The bytes of the block that begins there; MemoryFault unless there is one that is not
+        free yet. 0 is nothing."""
         if not address:
-            return
+            return 0
         block = self._before(address)
         if block is None or block.start != address:
             raise MemoryFault(f"free: no block of malloc begins at {address:#x}")
@@ -76,6 +81,7 @@ class Heap:
         block.freed = owner
         self._used -= block.size
         self._changed()
+        return block.size
 
     def check(self, addresses: np.ndarray, size: int) -> None:
         """MemoryFault unless each of ``size`` bytes there is in a block."""

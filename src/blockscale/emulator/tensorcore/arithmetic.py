@@ -29,7 +29,7 @@ import numpy as np
 
 from .elements import decode
 from .factors import Factors, factors
-from .sums import Rule, aligned_sum, exact_sum, toward_zero
+from .sums import Model, aligned_sum, exact_sum, toward_zero
 
 __all__ = ["Instruction", "Unit", "multiply", "multiply_integers"]
 
@@ -55,16 +55,6 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What a unit keeps of a sum."""
-
-    fraction: int  # bits below the largest exponent
-    result: int  # fraction bits of a result in fp32
-    floor: int  # the least exponent to align to, when D is fp32
-    group: int = 1  # products that are summed exactly before they are aligned
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     """A type of C and D."""
 
@@ -77,11 +67,12 @@ _RESULTS: Mapping[str, Result] = {
     "f32": Result(np.dtype(np.float32), -126, 0x7FFFFFFF),
     "f16": Result(np.dtype(np.float16), -14, 0x7FFF),
 }
-_FLOOR_F16 = -21
+_FLOOR_F16 = -21  # of a model, when D is fp16
+_FRACTION_F32 = 23
 
-_FULL = Model(25, 23, -133)
-_HOPPER_FP8 = Model(13, 13, -133)
-_FP4 = Model(35, 23, -139, group=16)
+_FULL = Model(25, -133)
+_HOPPER_FP8 = Model(13, -133)
+_FP4 = Model(35, -139, group=16)
 
 _FP8 = ("e4m3", "e5m2")
 _FP8_FP6_FP4 = (*_FP8, "e3m2", "e2m3", "e2m1")
@@ -236,7 +227,9 @@ def _sums(
     addend = np.ascontiguousarray(c, np.float32)
     if exact:
         return exact_sum(left, right, addend).astype(result.dtype)
-    floor = model.floor if d_type == "f32" else _FLOOR_F16
-    rule = Rule(result.smallest, floor, model.fraction, model.group)
-    sums = aligned_sum(left, right, addend, rule)
-    return sums.astype(result.dtype) if d_type == "f16" else toward_zero(sums, model.result)
+    if d_type == "f16":
+        model = model._replace(floor=_FLOOR_F16)
+    sums = aligned_sum(left, right, addend, result.smallest, model)
+    if d_type == "f16":
+        return sums.astype(result.dtype)
+    return toward_zero(sums, min(model.fraction, _FRACTION_F32))

@@ -59,26 +59,27 @@ def _add_groups(total, row, columns, scale, group, part):
 
 
 @_cached
-def aligned(left, right, addend, rule, row, sums):
+def aligned(left, right, addend, smallest, model, row, sums):
     """Each ``group`` of products summed, cut toward zero at ``fraction`` bits below the largest
     exponent of the element, and summed with c.
 
     left, right: values of A and B in float64, and their exponents in float32. addend: c in float32,
-    and the same bits as int32. rule: smallest exponent of c, floor, fraction, group. row: (N,) of
-    float32, float64, float64, and the same memory as int64.
+    and the same bits as int32. smallest: exponent of the smallest normal c. model: a
+    sums.Model, as a plain tuple. row: (N,) of float32, float64, float64, and the same memory as
+    int64.
     """
     a, a_exponents = left
     b, b_exponents = right
     c, c_bits = addend
     top, part, scale, scale_bits = row
-    smallest, floor = np.float32(rule[0]), np.float32(rule[1])
-    fraction, group = rule[2], rule[3]
+    fraction, floor, group = model
+    least, lowest = np.float32(smallest), np.float32(floor)
     for i in range(a.shape[0]):
         for m in range(a.shape[1]):
             total = sums[i, m]
             for n in range(b.shape[2]):
                 exponent = np.float32((c_bits[i, m, n] >> 23 & 0xFF) - 127)
-                top[n] = max(exponent, smallest, floor) if c[i, m, n] != 0 else floor
+                top[n] = max(exponent, least, lowest) if c[i, m, n] != 0 else lowest
             _largest_exponent(top, a_exponents[i, m], b_exponents[i])
             for n in range(b.shape[2]):
                 scale_bits[n] = np.int64(1023 + fraction - top[n]) << 52

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ..ieee import two_sum_to_odd
 from .factors import Factors
 
-__all__ = ["Rule", "aligned_sum", "exact_sum", "toward_zero"]
+__all__ = ["Model", "aligned_sum", "exact_sum", "toward_zero"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How terms are aligned to the largest exponent among them and cut."""
+class Model(NamedTuple):
+    """How a tensor core aligns the terms of a sum to the largest exponent among them and cuts them.
 
-    smallest: int  # exponent of a normal c
-    floor: int  # the least exponent to align to
-    fraction: int  # bits below the largest exponent
-    group: int  # products that are summed exactly before they are aligned
+    Attributes:
+        fraction: bits that are kept below the largest exponent.
+        floor: the least exponent to align to.
+        group: products that are summed exactly before they are aligned.
+    """
+
+    fraction: int
+    floor: int
+    group: int = 1
 
 
-def aligned_sum(left: Factors, right: Factors, c: np.ndarray, rule: Rule) -> np.ndarray:
+def aligned_sum(
+    left: Factors, right: Factors, c: np.ndarray, smallest: int, model: Model
+) -> np.ndarray:
     """The sum (..., M, N) in float64, of terms that are cut.
 
-    left (..., M, K), right (..., N, K), c (..., M, N): of float32.
+    left (..., M, K), right (..., N, K), c (..., M, N): of float32. smallest: the exponent of the
+    smallest normal number of the type of c.
     """
     from . import loops  # numba is imported by the first product
 
@@ -36,7 +43,8 @@ def aligned_sum(left: Factors, right: Factors, c: np.ndarray, rule: Rule) -> np.
         (_batched(left.values), _batched(left.exponents)),
         (_k_first(right.values), _k_first(right.exponents)),
         (addend, addend.view(np.int32)),
-        (rule.smallest, rule.floor, rule.fraction, rule.group),
+        smallest,
+        tuple(model),  # which numba finds the compiled loop of sooner
         (np.empty(columns, np.float32), part, scale, scale.view(np.int64)),
         sums,
     )
