@@ -50,6 +50,14 @@ VARIANTS = {
         BFLOAT16, tile=(192, 128), cluster=(1, 2), stages=4, warpgroups=3, epilogue_stages=2
     ),
     "192 columns": Config(BFLOAT16, tile=(128, 192), stages=4, mma_n=192, epilogue_stages=3),
+    # boxes of 64 and 32 bytes; the tile reaches into two and three blocks of B's scales
+    "112 columns": Config(
+        BFLOAT16, tile=(128, 112), cluster=(1, 2), stages=7, mma_n=112, epilogue_stages=1
+    ),
+    "176 columns": Config(BFLOAT16, tile=(128, 176), stages=5, mma_n=176, epilogue_stages=1),
+    "three warpgroups, 96 columns": Config(
+        BFLOAT16, tile=(192, 96), stages=5, warpgroups=3, mma_n=96, epilogue_stages=1
+    ),
     "square": SQUARE,
 }
 
@@ -85,6 +93,7 @@ ALTERNATE = {
         accumulate=True,
         **_TURNS,
     ),
+    "48 columns, fp32": Config(FLOAT32, tile=(128, 48), stages=6, mma_n=48, **_TURNS),
     "one by one": Config(BFLOAT16, tile=(64, 64), stages=7, mma_n=64, tma_store=False, **_TURNS),
 }
 
