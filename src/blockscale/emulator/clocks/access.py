@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .knowledge import Actor
+from .knowledge import NEVER, Actor
 from .lane_copies import Copies
 from .scopes import WEAK
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .readers import View
 
 __all__ = ["Access", "Conflict"]
-
-_NEVER = 0xFFFFFFFF
 
 
 class Conflict(NamedTuple):
@@ -68,7 +66,7 @@ class Access(NamedTuple):
         """
         if self.work is None:
             return 0
-        return self.work.since if isinstance(self.work, Actor) else _NEVER
+        return self.work.since if isinstance(self.work, Actor) else NEVER
 
     def seeing(self, seen: np.ndarray) -> Access:
         """The same access, as if its work had seen only ``seen``, an event of each column."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 from .patterns import LONGEST, Pattern, Threads, Value, Write
-from .scopes import Strength
+from .scopes import Strength, alike
 from .total_fences import Knows, TotalFences
 
 __all__ = ["Flags"]
@@ -96,7 +96,7 @@ class Flags(Generic[M]):
             kept = self._own.setdefault((address, who.agent), {})
             kept[how.code] = Pattern(who, how.scope, make, write.writes)
         own = self._own.get((address, who.agent), {})
-        return [each for code, each in own.items() if code >> 3 == how.code >> 3]
+        return [each for code, each in own.items() if alike(code, how.code)]
 
     def _shortened(self, value: Value[M]) -> Value[M]:
         """One value that stands for a value and all those of its chain."""
@@ -127,7 +127,7 @@ class Flags(Generic[M]):
         value = self.value(address, write)
         for agent in readers if how.acquires and self._heard else ():
             for earlier in self._heard.get(agent, {}).get(address, ()):  # a strong read before
-                if earlier.code >> 3 == how.code >> 3:
+                if alike(earlier.code, how.code):
                     self._acquire(address, Threads([agent], place), earlier, how.scope, event)
         if value is None:
             return

@@ -35,6 +35,7 @@ from .scopes import WEAK
 __all__ = [
     "FENCED",
     "INITS",
+    "NEVER",
     "PASSED",
     "RUN",
     "SEEN",
@@ -51,7 +52,8 @@ M = TypeVar("M")
 _JOINED = 64  # joined messages that are kept
 
 SEEN, FENCED, INITS, RUN, PASSED, TENSOR = range(6)
-_NEVER = 0xFFFFFFFF
+#: An event later than any that happens: nobody has seen it.
+NEVER = 0xFFFFFFFF
 
 Knowledge = np.ndarray  # (rows, columns) uint32, rows as above; columns that are not there are 0
 
@@ -126,7 +128,7 @@ class Actor:
     @property
     def since(self) -> int:
         """From which event on those of its column are its own, or ordered by their pipe."""
-        return (self.first or _NEVER) if self.shares else 0
+        return (self.first or NEVER) if self.shares else 0
 
     def unknown(self, known: np.ndarray) -> bool:
         """Whether the last events of the columns that are known leave its own out."""

@@ -24,12 +24,14 @@ __all__ = [
     "WEAK",
     "Place",
     "Strength",
+    "alike",
     "morally_strong",
     "needed",
     "scope_between",
     "scope_of",
     "strength",
     "width_of",
+    "width_of_code",
 ]
 
 #: Scopes of accesses; a wider one includes a narrower one.
@@ -81,6 +83,17 @@ def width_of(type: str) -> int:
     return int(re.findall(r"\d+", type)[0]) // 8
 
 
+def width_of_code(code: int) -> int:
+    """Bytes of the scalars of a strong access."""
+    return 1 << (code >> 4) - 1
+
+
+def alike(code: Any, other: Any) -> Any:
+    """Whether accesses with these codes differ at most in their scopes: one proxy, and one width,
+    which weak ones do not have; numbers or arrays."""
+    return (code ^ other) >> 3 == 0
+
+
 def strength(parts: tuple[str, ...]) -> Strength | None:
     """Of a load, store or atomic; None if it is weak."""
     names = set(parts)
@@ -113,5 +126,4 @@ def needed(same_cta: np.ndarray, same_cluster: np.ndarray, same_device: np.ndarr
 def morally_strong(code: Any, other: Any, between: Any) -> Any:
     """Whether accesses with these codes to one byte are, by threads that such scopes are between;
     numbers or arrays."""
-    alike = (code ^ other) >> 3 == 0
-    return alike & (np.minimum(code & SCOPE, other & SCOPE) >= between)
+    return alike(code, other) & (np.minimum(code & SCOPE, other & SCOPE) >= between)

@@ -9,10 +9,8 @@ import numpy as np
 from ..alarms.errors import Site
 from ..ptx.program import PtxError
 
-__all__ = ["COLUMNS", "NEVER", "Accesses"]
+__all__ = ["COLUMNS", "Accesses"]
 
-#: Of work that nobody has waited for: no accessor has seen so late an event.
-NEVER = 0xFFFFFFFF
 COLUMNS = 1 << 16  # of a cluster; who accesses is a column of a cluster
 
 _MOST = 1 << 31  # numbers from there on are those of nodes: see past

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..clocks.knowledge import SEEN
+from ..clocks.knowledge import NEVER, SEEN
 from ..clocks.lane_copies import Copies
 from ..clocks.readers import View, seen_events
 from ..clocks.scopes import ASYNC, SCOPE, Strength, morally_strong, needed
 from ..machine.engine import Work
-from .accesses import COLUMNS, NEVER
+from .accesses import COLUMNS
 from .messages import THROUGH
 
 if TYPE_CHECKING:

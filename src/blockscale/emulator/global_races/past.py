@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..clocks.scopes import SCOPE
+from ..clocks.scopes import SCOPE, alike
 from .accesses import Accesses
 
 __all__ = ["Past"]
@@ -27,8 +27,8 @@ Unseen = Callable[[np.ndarray], np.ndarray]
 
 def _stands_for(code: Any, earlier: np.ndarray) -> np.ndarray:
     """Whether accesses do with such codes for earlier ones, if they come after them."""
-    alike = (code ^ earlier) >> 3 == 0
-    return np.asarray((code & SCOPE == 0) | (alike & (code & SCOPE <= earlier & SCOPE)))
+    no_wider = code & SCOPE <= earlier & SCOPE
+    return np.asarray((code & SCOPE == 0) | (alike(code, earlier) & no_wider))
 
 
 class Past:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..alarms.errors import DataRace, MissingFence, unfenced, unordered
+from ..clocks.knowledge import NEVER
 from ..clocks.order import named
 from ..clocks.patterns import Threads, Who, Write
 from ..clocks.scalars import of_one_write, scalars, whole
-from ..clocks.scopes import ASYNC, CLUSTER, CTA, GPU, SCOPE, SYS, Strength
+from ..clocks.scopes import ASYNC, CLUSTER, CTA, GPU, SCOPE, SYS, Strength, alike, width_of_code
 from ..clocks.snapshot import Snapshot
 from ..machine.engine import Work
 from ..ptx.program import PtxError
-from .accesses import COLUMNS, NEVER, Accesses
+from .accesses import COLUMNS, Accesses
 from .accessor import Accessor
 from .global_flags import GlobalFlags, WorkMoment, moments
 from .member import Member
@@ -305,7 +306,7 @@ class Races:
             return found
         for i, j in np.argwhere(late & (codes & SCOPE > 0)).tolist():
             offset = (int(cells[i, j]) - self._starts[buffer.base]) * self.cell
-            width = 1 << (int(codes[i, j]) >> 4) - 1
+            width = width_of_code(int(codes[i, j]))
             address = (buffer.base - buffer.base % self.cell + offset) // width * width
             (agent,) = by.member.numbers(by.at[i if len(by.at) > 1 else 0])
             found[i, j] = self.flags.observed(address, int(writes[i, j]), agent, by.began)
@@ -352,7 +353,7 @@ class Races:
         message = unordered(here, by.verb, place, other, there)
         code = int(self.accesses.code[access])
         if code & SCOPE and by.code & SCOPE:
-            if (code ^ by.code) >> 3:
+            if not alike(code, by.code):
                 message += ": one is wider than the other, or goes through another proxy"
             else:
                 narrow = _NAMES[min(code & SCOPE, by.code & SCOPE)]

@@ -17,22 +17,11 @@ from ..machine.state import CTA, Fragment
 from ..ptx.program import Address, Function, Module, PtxError, Symbol
 from .careful import careful, reads
 from .launch import Launch
+from .special_registers import special_register
 from .spins import Spin, spin
 from .state_spaces import SPACES, Part, Reader, Writer, by_window
 
 __all__ = ["Code", "Program"]
-
-
-_HALF = (1 << 32) - 1
-#: Registers that say the time, which is that of one clock, and which bits: a shift and a mask.
-_CLOCKS = {
-    "clock": (0, _HALF),
-    "clock_hi": (32, _HALF),
-    "clock64": (0, (1 << 64) - 1),
-    "globaltimer": (0, (1 << 64) - 1),
-    "globaltimer_lo": (0, _HALF),
-    "globaltimer_hi": (32, _HALF),
-}
 
 
 class Program:
@@ -203,55 +192,11 @@ class Code:
     # --- special registers ---
 
     def special(self, name: str, dtype: np.dtype, form: Any) -> Callable[[Fragment], Any]:
-        launch = self.launch
-        base, _, axis = name[1:].partition(".")
-        at = "xyz".find(axis) if axis else 0
-        constant: dict[str, Any] = {
-            "ntid": launch.block[at],
-            "nctaid": launch.grid[at],
-            "cluster_nctaid": launch.cluster[at],
-            "nclusterid": launch.clusters_along[at],
-            "cluster_nctarank": int(np.prod(launch.cluster)),
-            "is_explicit_cluster": int(np.prod(launch.cluster)) > 1,
-            "nwarpid": 64,
-            "nsmid": 132,
-            "smid": 0,
-            "gridid": 0,
-            "dynamic_smem_size": launch.dynamic_shared,
-            "total_smem_size": launch.shared_bytes,
-        }
-        if launch.workspace is not None:
-            place = launch.workspace.base
-            constant |= {"envreg1": place >> 32, "envreg2": place & _HALF}
-        if base in constant:
-            value = dtype.type(constant[base])
-            return lambda w: value
-        if base in _CLOCKS:
-            shift, mask = _CLOCKS[base]
-            return lambda w: dtype.type(launch.clock.read(w) >> shift & mask)
-        of_cta: dict[str, Callable[[CTA], int]] = {
-            "ctaid": lambda cta: cta.index[at],
-            "clusterid": lambda cta: cta.cluster.index[at],
-            "cluster_ctaid": lambda cta: cta.index[at] % launch.cluster[at],
-            "cluster_ctarank": lambda cta: cta.rank,
-        }
-        if base in of_cta:
-            function = of_cta[base]
-            return lambda w: dtype.type(function(w.cta))
-        of_thread: dict[str, Callable[[CTA], np.ndarray]] = {
-            "tid": lambda cta: cta.tid[at],
-            "laneid": lambda cta: cta.lane,
-            "warpid": lambda cta: cta.linear // 32,
-            "lanemask_eq": lambda cta: np.uint32(1) << cta.lane,
-            "lanemask_lt": lambda cta: (np.uint32(1) << cta.lane) - np.uint32(1),
-            "lanemask_le": lambda cta: (np.uint32(2) << cta.lane) - np.uint32(1),
-            "lanemask_gt": lambda cta: ~((np.uint32(2) << cta.lane) - np.uint32(1)),
-            "lanemask_ge": lambda cta: ~((np.uint32(1) << cta.lane) - np.uint32(1)),
-        }
-        if base in of_thread:
-            values = of_thread[base]
-            return lambda w: values(w.cta)[w.sel].astype(dtype)
-        raise form.error(f"special register {name} is not supported")
+        """The function that reads a special register."""
+        read = special_register(self.launch, name, dtype)
+        if read is None:
+            raise form.error(f"special register {name} is not supported")
+        return read
 
 
 def _symbol(form: Any, operand: int) -> str | None:

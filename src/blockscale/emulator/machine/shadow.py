@@ -18,7 +18,7 @@ from ..clocks.lane_copies import Copies
 from ..clocks.order import Order
 from ..clocks.readers import Readers, seen_events
 from ..clocks.scalars import of_one_write
-from ..clocks.scopes import WEAK
+from ..clocks.scopes import WEAK, width_of_code
 from .strong_accesses import StrongAccesses
 from .undefined import Blanks
 
@@ -139,7 +139,7 @@ class Shadow:
         chains = np.zeros(cells.shape, bool)
         if _updates(site):
             strong = (written > 0) & self.strong.morally_strong(written, writer, at, code)
-            each = max((1 << (code >> 4) - 1) // self.size, 1)
+            each = max(width_of_code(code) // self.size, 1)
             chains = of_one_write(np.where(strong, written, 0), each) > 0
         self.chained[cells] = np.where(chains, self.chained.take(cells), event)
         return event

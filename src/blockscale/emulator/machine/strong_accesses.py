@@ -13,7 +13,7 @@ import numpy as np
 
 from ..clocks.access import Access, Conflict
 from ..clocks.readers import Readers
-from ..clocks.scopes import CLUSTER, CTA, SCOPE, morally_strong
+from ..clocks.scopes import CLUSTER, CTA, SCOPE, alike, morally_strong, width_of_code
 
 if TYPE_CHECKING:
     from ..clocks.order import Order
@@ -54,7 +54,7 @@ class StrongAccesses:
         code = access.code
         found, which = [], partial(self.races, code=code, writes=writes)
         for (kept, were_writes), readers in self._kept.items():
-            never = code and (code ^ kept) >> 3 == 0 and min(code & SCOPE, kept & SCOPE) >= CLUSTER
+            never = code and alike(code, kept) and min(code & SCOPE, kept & SCOPE) >= CLUSTER
             if were_writes == writes and not never:
                 found += readers.unseen(access, which, chosen)
         return found
@@ -72,7 +72,7 @@ class StrongAccesses:
         if writes and self.order.flags.were_read:
             who = np.broadcast_to(who, events.shape)
             for i in np.flatnonzero(late & (kept > 0)).tolist():
-                width = 1 << (int(kept[i]) >> 4) - 1
+                width = width_of_code(int(kept[i]))
                 address = self._base | int(cells[i]) * self._size // width * width
                 late[i] = not self._observed(address, int(events[i]), int(who[i]))
         return late
