@@ -128,7 +128,10 @@ def measured(shape: Shape, configs: list[Config], timer: Timer) -> dict[str, Any
             failed[name] = one
         else:
             calls[name] = one
-    took = turns(calls, timer, 8)
+    took = {
+        name: time if isinstance(time, str) else round(time, 2)
+        for name, time in turns(calls, timer, 8).items()
+    }
     return {"shape": shape, "chosen": describe(chosen), "microseconds": took, "failed": failed}
 
 
