@@ -203,8 +203,8 @@ class Mainloop:
             if row_step == 0:
                 read = _ahead(ptx.ld_shared(address, 4 * column, 2) for column in columns)
                 pairs[column_step] = tee(read, config.row_steps)
-            here = pairs[column_step][row_step]
-            return ([ptx.mul(row, each) for row in rows[row_step] for each in pair] for pair in here)
+            here, own = pairs[column_step][row_step], rows[row_step]
+            return ([ptx.mul(row, each) for row in own for each in pair] for pair in here)
         # Read again in each step: with few rows, the first wgmmas would wait for all of it.
         found = [
             ptx.ld_shared_broadcast(address, 4 * i, self.lane, self.rank)
@@ -213,8 +213,8 @@ class Mainloop:
         return self.block_scales(rows[row_step], found, columns)
 
     def block_scales(self, rows: list, found: list, columns: range) -> Iterator[list]:
-        """The same of 128 x 128 scales, ``found`` for the blocks that the tile may reach into: which
-        block a segment of columns is in depends on where the tile begins."""
+        """The same of 128 x 128 scales, ``found`` for the blocks that the tile may reach into:
+        which block a segment of columns is in depends on where the tile begins."""
         segment = self.config.segment
         scaled = [[ptx.mul(row, each) for row in rows] for each in found]
         for at, alike in groupby(column // segment for column in columns):

@@ -176,7 +176,8 @@ class ProductConfig:
     @property
     def output_bytes(self) -> int:
         """Room in shared memory to put the output together."""
-        return self.row_warpgroups * self.epilogue_stages * ROWS * self.box_bytes if self.stores_tiles else 0
+        boxes = self.row_warpgroups * self.epilogue_stages if self.stores_tiles else 0
+        return boxes * ROWS * self.box_bytes
 
     @property
     def column_steps(self) -> int:
