@@ -136,6 +136,15 @@ def test_a_suppression_elsewhere_covers_nothing(tmp_path: Path) -> None:
         launch(RACY, suppress=file)
 
 
+@pytest.mark.parametrize("source", ["kernel.cu:7", "wrappers.h:5"])
+def test_a_suppression_names_a_line_or_where_it_was_inlined(source: str) -> None:
+    inlined = ".loc 1 7 0\n.loc 2 5 9, function_name $L__info_string0, inlined_at 1 7 0\n"
+    files = '.file 1 "kernel.cu"\n.file 2 "wrappers.h"\n'
+    racy = text(RACE.replace(".loc 1 7 0\n", inlined), before=SHARED + files)
+    lines = [f"race source={source} # one value", f"uninitialized source={source} # padding"]
+    assert launch(racy, suppress=lines).alarms == ()
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

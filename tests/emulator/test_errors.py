@@ -92,6 +92,33 @@ def test_source_lines() -> None:
         run("\n.loc 1 77 3\ntrap;", OUT, before='.file 1 "kernel.cu"\n\n')
 
 
+def test_source_lines_of_what_is_inlined() -> None:
+    """A wrapper of a library, called by a function in the kernel's file, called by the kernel."""
+    files = '.file 1 "kernel.cu"\n.file 2 "wrappers.h"\n'
+    body = """
+    .loc 1 77 3
+    .loc 1 12 5, function_name $L__info_string0, inlined_at 1 77 3
+    .loc 2 8 1, function_name $L__info_string1, inlined_at 1 12 5
+    .loc 2 5 9, function_name $L__info_string2, inlined_at 2 8 1
+    trap;"""
+    with pytest.raises(
+        em.PtxError, match=r", wrappers\.h:5, inlined at kernel\.cu:12, kernel\.cu:77: trap"
+    ):
+        run(body, OUT, before=files)
+
+
+def test_a_source_line_is_inlined_where_the_last_location_before_it_says() -> None:
+    body = """
+    .loc 1 77 3
+    .loc 1 12 5, function_name $L__info_string0, inlined_at 1 77 3
+    .loc 1 90 3
+    .loc 1 12 5, function_name $L__info_string0, inlined_at 1 90 3
+    .loc 1 3 1, function_name $L__info_string1, inlined_at 1 12 5
+    trap;"""
+    with pytest.raises(em.PtxError, match=r"kernel\.cu:3, inlined at .*:12, .*:90: trap"):
+        run(body, OUT, before='.file 1 "kernel.cu"\n')
+
+
 def test_store_to_a_read_only_array() -> None:
     out = np.zeros(32, np.uint32)
     out.flags.writeable = False

@@ -107,7 +107,7 @@ def test_operands() -> None:
     assert unpack.operands[0].items[1] is None
     assert branch.negated
     assert branch.operands[0].target == len(code) - 1  # type: ignore[union-attr]
-    assert (unpack.source, branch.line - unpack.line) == ((1, 13), 1)
+    assert (unpack.source, branch.line - unpack.line) == (((1, 13), (1, 12)), 1)
     # Two blocks, two registers %r1 and two labels of one name.
     assert first.operands[0] != second.operands[0]
     assert again.operands[0].target == code.index(first)  # type: ignore[union-attr]

@@ -1,8 +1,9 @@
 """Alarms that are known, each with the reason why it may stand, from a file or lines of text.
 
 A line is ``kind [key=pattern ...]  # reason``. The keys are ``kernel`` and ``opcode`` (globs),
-``line`` (a number, of the PTX) and ``source`` (a glob of file:line, or the end of one). All that
-are there must fit, one of the two accesses of a race. Lines that begin with # are comments.
+``line`` (a number, of the PTX) and ``source`` (a glob of file:line, or the end of one, of the line
+itself or of one where it was inlined). All that are there must fit, one of the two accesses of a
+race. Lines that begin with # are comments.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Suppression:
     opcode: str = ""
 
     def covers(self, kind: str, site: Site) -> bool:
-        source = site.source.removeprefix(", ")
+        sources = site.source.removeprefix(", ").replace("inlined at ", "").split(", ")
         return (
             kind == self.kind
             and self.line in ("", str(site.line))
-            and (not self.source or fnmatchcase(source, f"*{self.source}"))
+            and (not self.source or any(fnmatchcase(s, f"*{self.source}") for s in sources))
             and (not self.opcode or fnmatchcase(site.opcode, self.opcode))
         )
 

@@ -137,11 +137,8 @@ class Code:
         return f"line {ins.line}{self._source(pc)}: {ins.opcode}"
 
     def _source(self, pc: int) -> str:
-        found = self.function.instructions[pc].source
-        if not found:
-            return ""
-        file, line = found
-        return f", {self.program.module.files.get(file, f'file {file}')}:{line}"
+        source = self.program.module.source(self.function.instructions[pc].source)
+        return source and f", {source}"
 
     def site(self, pc: int, cta: CTA) -> Site:
         """Where an access is made, for the checks."""

@@ -136,13 +136,11 @@ class Collector(Watch):
 
     def _place(self, code: Code, pc: int) -> Place:
         if (code, pc) not in self._places:
-            function, source = code.function, ""
+            function = code.function
             if pc >= len(function.instructions):
                 return Place(function.name, 0, "ret")
             ins = function.instructions[pc]
-            if ins.source:
-                file, line = ins.source
-                source = f"{code.program.module.files.get(file, f'file {file}')}:{line}"
+            source = code.program.module.source(ins.source)
             self._places[code, pc] = Place(function.name, ins.line, ins.opcode, source)
         return self._places[code, pc]
 

@@ -21,6 +21,7 @@ __all__ = [
     "Parameter",
     "PtxError",
     "Register",
+    "SourceLines",
     "Special",
     "Symbol",
     "Variable",
@@ -122,6 +123,10 @@ Operand = (
 )
 
 
+#: (file number, line) of .loc, and where that was inlined, and so on outwards.
+SourceLines = tuple[tuple[int, int], ...]
+
+
 @dataclass(slots=True)
 class Instruction:
     opcode: str  # as written, with all modifiers
@@ -129,7 +134,7 @@ class Instruction:
     predicate: Register | None
     negated: bool
     line: int
-    source: tuple[int, int] | None  # (file number, line) of .loc
+    source: SourceLines
     carry: Register | None = None  # the condition code, where it is taken or given
 
     @property
@@ -224,6 +229,19 @@ class Module:
     def addresses(self) -> dict[str, int]:
         """Of its functions."""
         return {name: _FUNCTIONS + 16 * i for i, name in enumerate(self.functions)}
+
+    def source(self, lines: SourceLines) -> str:
+        """file:line, and the lines of the kernel's own file where that was inlined: what stands
+        between, as in CUTLASS, would hide them."""
+        if not lines:
+            return ""
+        places = [f"{self.files.get(file, f'file {file}')}:{line}" for file, line in lines]
+        own = [
+            place
+            for place, (file, _) in zip(places[1:], lines[1:], strict=True)
+            if file == lines[-1][0]
+        ]
+        return places[0] + (f", inlined at {', '.join(own)}" if own else "")
 
 
 _FUNCTIONS = 0x0300_0000_0000_0000  # where they start; nothing can be loaded from there

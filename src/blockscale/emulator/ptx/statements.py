@@ -10,13 +10,16 @@ import re
 
 from .declarations import STATE_SPACES, DeclarationParser
 from .operands import Scope
-from .program import Function, Instruction, Operand, Register, has_carry
+from .program import Function, Instruction, Operand, Register, SourceLines, has_carry
 from .tokens import Source, Token
 
 __all__ = ["BodyParser"]
 
 _CARRY = "(carry)"  # no register has such a name
-_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
+_LOC = re.compile(
+    r"\.loc\s+(\d+)\s+(\d+)(?:\s+(\d+))?"
+    r"(?:.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?"
+)
 
 
 class BodyParser(DeclarationParser):
@@ -32,7 +35,8 @@ class BodyParser(DeclarationParser):
         super().__init__(source, source.inside(body), taken)
         self.body, self.scopes = function, [scope]
         self.function = function
-        self.loc: tuple[int, int] | None = None
+        self.loc: SourceLines = ()
+        self.locs: dict[tuple[str, ...], SourceLines] = {}  # by file, line and column
 
     def block(self) -> None:
         self.expect("{")
@@ -57,15 +61,24 @@ class BodyParser(DeclarationParser):
         if text == "{":
             self.block()
         elif kind == "loc":
-            numbers = _LOC.match(self.take())
-            if numbers:
-                self.loc = int(numbers.group(1)), int(numbers.group(2))
+            self.location()
         elif kind == "name" and text[0] == ".":
             self.directive()
         elif kind == "name" and self.texts[self.at + 1] == ":":
             self.label()
         else:
             self.instruction()
+
+    def location(self) -> None:
+        """.loc: 11.5.4. Where its function is inlined, a location before it tells the rest."""
+        found = _LOC.match(self.take())
+        if found:
+            here, caller = found.groups()[:3], found.groups()[3:]
+            self.loc = ((int(here[0]), int(here[1])),)
+            if caller[0] is not None:
+                outer = ((int(caller[0]), int(caller[1])),)
+                self.loc += self.locs.get(caller, outer)
+            self.locs[here] = self.loc
 
     def directive(self) -> None:
         if self.accept(".reg"):
