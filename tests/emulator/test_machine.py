@@ -406,3 +406,30 @@ def test_what_is_kept_of_a_kernel_is_right_for_other_launches() -> None:
         args = [out, add, np.full(1, far, np.uint32)]
         em.Device().launch(source, "k", grid, block, args, shared=shared)
         assert (out[:block] == add + 1000 * grid + 100000 * block + shared + far).all()
+
+
+def test_tiles_of_several_warps_have_shared_memory_of_the_system() -> None:
+    """Cooperative groups find it by %reserved_smem_offset_1, PTX ISA 10.29: 288 bytes."""
+    body = """mov.u32 %r1, %reserved_smem_offset_1; shl.b32 %r2, %t, 2; add.u32 %r2, %r1, %r2;
+        st.shared.u32 [%r2], %t; bar.sync 0; ld.shared.u32 %r3, [%r2+PLUS];"""
+    out = np.zeros(32, np.uint32)
+    run(f"{body.replace('PLUS', '0')} st.global.u32 [%at], %r3;", out)
+    assert (out == np.arange(32)).all()
+    beyond = "mov.u32 %r1, %reserved_smem_offset_1; st.shared.u32 [%r1+288], %t;"
+    with pytest.raises(em.MemoryFault, match="out of bounds"):
+        run(beyond, out)
+    with pytest.raises(em.MemoryFault, match="out of bounds"):
+        run(beyond.replace("+288", "-4"), out)
+    with pytest.raises(em.MemoryFault, match="out of bounds"):  # who has not asked for it
+        run("mov.u32 %r1, 0x3f0; st.shared.u32 [%r1], %t;", out)
+
+
+def test_the_first_words_there_are_zero_and_the_others_nobody_has_written() -> None:
+    body = """mov.u32 %r1, %reserved_smem_offset_1; setp.ge.u32 %p1, %t, 5; @%p1 bra E;
+        shl.b32 %r2, %t, 2; add.u32 %r2, %r1, %r2; atom.shared.or.b32 %r3, [%r2+PLUS], 1;
+        st.global.u32 [%at], %r3; E:"""
+    out = np.ones(32, np.uint32)
+    run(body.replace("PLUS", "0"), out)
+    assert (out[:5] == 0).all()
+    with pytest.raises(em.Uninitialized):
+        run(body.replace("PLUS", "4"), out)

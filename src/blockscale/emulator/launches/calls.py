@@ -26,7 +26,7 @@ from .code import Program
 from .dimensions import dimensions
 from .grid import run_grids
 from .launch import Launch
-from .variables import place_heap, place_shared, place_variables, place_workspace
+from .variables import place_heap, place_shared, place_variables, place_workspace, shared_start
 from .workers import Peers, run_forked
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def _prepare(
         *dims,
         shared_bytes=shared,
         dynamic_shared=call.shared,
+        shared_start=shared_start(call.ptx),
         static_shared=static,
         memory=memory,
         parameters=parameters,

@@ -77,6 +77,8 @@ class Cluster:
                     -(-cells // launch.cell), self.order, launch.alarms, launch.cell,
                     cta.shared_base,
                 )  # fmt: skip
+                given = np.arange(cells)[launch.given_shared]
+                cta.shadow.given = np.unique(given // launch.cell)
             self.order.who.users += [self._in_flight, *(cta.users.columns for cta in self.ctas)]
         self._forced = 0  # laps when a copy was last made to complete
         self._failures = 0  # rounds of waits that gave up since anything moved
@@ -126,7 +128,7 @@ class Cluster:
         if rank >= len(self.ctas):
             raise MemoryFault(f"shared address {address:#x} names CTA {rank} of {len(self.ctas)}")
         cta = self.ctas[rank]
-        if offset < SYSTEM_SHARED or offset + size > len(cta.shared):
+        if offset < self.launch.shared_start or offset + size > len(cta.shared):
             none = "" if self.launch.dynamic_shared else ", none of them dynamic (shared=)"
             raise MemoryFault(
                 f"shared address {address:#x} (+{size}) is out of bounds: {cta} has "

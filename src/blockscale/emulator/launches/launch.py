@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..alarms.alarm import Alarms
-from ..memory.buffers import Buffer, GlobalMemory
+from ..memory.buffers import SYSTEM_SHARED, Buffer, GlobalMemory
 from ..memory.heap import Heap
 from .clock import Clock
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .workers import Peers
 
 __all__ = ["Launch", "Settings"]
+
+_TILE_BARRIERS = 20  # bytes: a word for each size of such a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Launch:
     cluster: tuple[int, int, int]
     shared_bytes: int  # static and dynamic
     dynamic_shared: int
+    shared_start: int  # the first address that the kernel may reach
     static_shared: dict[str, int]  # name -> offset in shared memory
     memory: GlobalMemory
     parameters: Buffer
@@ -63,6 +66,13 @@ class Launch:
     own: tuple[Buffer, ...] = ()
     #: Around atomic operations on global memory.
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+    @property
+    def given_shared(self) -> slice:
+        """Bytes that are zero when a CTA starts: barriers of tiles of cooperative groups, which
+        nobody initializes."""
+        start = self.shared_start
+        return slice(start, min(start + _TILE_BARRIERS, SYSTEM_SHARED))
 
     @property
     def clusters_along(self) -> tuple[int, int, int]:

@@ -35,6 +35,7 @@ _OF_LAUNCH: Mapping[str, Callable[[Launch, int], int]] = {
     "smid": lambda launch, axis: 0,
     "gridid": lambda launch, axis: 0,
     "dynamic_smem_size": lambda launch, axis: launch.dynamic_shared,
+    "reserved_smem_offset_1": lambda launch, axis: launch.shared_start,
     "total_smem_size": lambda launch, axis: launch.shared_bytes,
 }
 #: Halves of the address of the workspace that cooperative launches have: shifts.

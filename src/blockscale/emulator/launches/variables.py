@@ -12,9 +12,10 @@ from ..memory.heap import Heap
 from ..ptx.program import Address, Function, Module, PtxError, Symbol, Variable
 from .arguments import flat_bytes
 
-__all__ = ["place_heap", "place_shared", "place_variables", "place_workspace"]
+__all__ = ["place_heap", "place_shared", "place_variables", "place_workspace", "shared_start"]
 
 _MOST_SHARED = 227 * 1024
+_TILES_SHARED = 288  # bytes that CUDA promises to tiles of cooperative groups
 
 
 def place_variables(
@@ -81,6 +82,12 @@ def place_workspace(ptx: str, memory: GlobalMemory) -> Buffer | None:
         return None
     data = np.zeros(1, np.uint64).view(np.uint8)
     return memory.add(Buffer("the grid's workspace", data.ctypes.data, data))
+
+
+def shared_start(ptx: str) -> int:
+    """Where the shared memory that a kernel may reach starts: behind that of the system, in which
+    cooperative groups keep what tiles of several warps share, at %reserved_smem_offset_1."""
+    return SYSTEM_SHARED - (_TILES_SHARED if "%reserved_smem_offset_1" in ptx else 0)
 
 
 def place_heap(module: Module, memory: GlobalMemory, whose: str) -> Heap | None:

@@ -53,6 +53,7 @@ class Shadow:
             self.blanks = self._blanks(cells)
         self.writer = np.zeros(cells, np.uint16)  # the column of who wrote last
         self.written = np.zeros(cells, np.uint32)  # the event of the write, 0: never
+        self.given = np.zeros(0, np.int64)  # cells that hold something from the start
         #: Of strong writes: the event of the first of their chain of read-modify-writes.
         self.chained = np.zeros(cells, np.uint32)
         self.readers = Readers(cells if self.races else 0, order)  # weak ones
@@ -63,6 +64,11 @@ class Shadow:
     def _blanks(self, cells: int) -> Blanks:
         """With a mask for each byte."""
         return Blanks(self, cells * self.size, np.uint8)
+
+    def unwritten(self, cells: np.ndarray) -> np.ndarray:
+        """Which of the cells hold nothing that anybody gave them."""
+        blank: np.ndarray = self.written[cells] == 0
+        return blank & ~np.isin(cells, self.given) if len(self.given) else blank
 
     def cells_of(self, items: np.ndarray) -> np.ndarray:
         """The cells that hold these bytes."""

@@ -93,13 +93,13 @@ class Blanks:
 
     def has(self, cells: np.ndarray, items: Callable[[], np.ndarray]) -> bool:
         """Whether any of the cells, which are those items, has undefined bits."""
-        if not self._shadow.written[cells].all():
+        if not self._shadow.written[cells].all() and self._shadow.unwritten(cells).any():
             return True
         return self._bits is not None and bool(self._bits[items()].any())
 
     def masks(self, items: np.ndarray, site: Site) -> Undefined:
         """Of items of which some are undefined, read at ``site``."""
-        blank = self._shadow.written[self._shadow.cells_of(items)] == 0
+        blank = self._shadow.unwritten(self._shadow.cells_of(items))
         bits = np.where(blank, np.invert(self._dtype.type(0)), self._dtype.type(0))
         if self._bits is not None:
             bits |= self._bits[items]
