@@ -422,7 +422,7 @@ def refused(line: str, message: str, target: str = "sm_90a", block: int = 32, **
         ("row.col", "row.col.kind::f8f6f4", "unsupported modifier .kind::f8f6f4"),
         ("row.col", "row.col.xor.popc", "unsupported modifier .xor, .popc"),
         ("mma.sync", "mma.sp.sync", "unsupported instruction mma.sp.sync"),
-        ("mma.sync", "wmma.mma.sync", "unsupported instruction wmma"),
+        ("mma.sync", "wmma.xor.popc.sync", "unsupported instruction wmma"),
         (", {C}", "", "has 3 operands, too few"),
         ("{C}", "{C}, 0", "has 5 operands, 4 are expected"),
     ],

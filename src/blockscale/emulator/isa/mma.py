@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ _DTYPES: Mapping[str, np.dtype] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Matrix:
+class WarpMatrix:
     """A, C or D, or B by its columns, as the lanes of a warp hold it."""
 
     rows: int
@@ -102,9 +103,22 @@ def mma(form: Form) -> Step:
     if saturate and d_type != "s32":
         raise form.error(".satfinite goes with .s32")
     rounding = form.one(*ROUNDINGS) if d_type == "f64" else None
-    sums = _Matrix(m, _N, d_type, True)
-    matrices = (sums, _Matrix(m, k, a_type, False), _Matrix(_N, k, b_type, False), sums)
+    sums = WarpMatrix(m, _N, d_type, True)
+    matrices = (sums, WarpMatrix(m, k, a_type, False), WarpMatrix(_N, k, b_type, False), sums)
     items = [words_of(form, i, each.registers, each.word) for i, each in enumerate(matrices)]
+    return gathered(form, None, product(form, matrices, items, saturate, rounding))
+
+
+def product(
+    form: Form,
+    matrices: Sequence[WarpMatrix],
+    items: Sequence[Sequence[Any]],
+    saturate: bool,
+    rounding: str | None,
+) -> Step:
+    """What the whole warps of a fragment do: D, A, B by its columns and C, and their registers."""
+    sums, a_type, b_type = matrices[0], matrices[1].type, matrices[2].type
+    m, n, k, d_type = sums.rows, sums.columns, matrices[1].columns, sums.type
     type, word = f"b{8 * sums.word}", np.dtype(f"u{sums.word}")
     put = [form.set(item, type) for item in items[0]]
     gets = [[form.get(item, type) for item in each] for each in items[1:]]
@@ -122,7 +136,7 @@ def mma(form: Form) -> Step:
             else matrix.of(each.bits.reshape(warps, 32, -1))
             for each, matrix in zip(found, matrices[1:], strict=True)
         )  # fmt: skip
-        out = np.zeros((warps, m, _N), bool)
+        out = np.zeros((warps, m, n), bool)
         for i in range(warps):
             out[i] = undefined_products(
                 (a[i], None if of_a is None else Undefined(of_a[i], first.origin)),
@@ -154,9 +168,9 @@ def mma(form: Form) -> Step:
         for i, setter in enumerate(put):
             setter(w, words[..., i].reshape(-1))
         if launch.watch is not None:
-            launch.watch.multiplied(form.ins.opcode, warps, 2 * warps * m * _N * k)
+            launch.watch.multiplied(form.ins.opcode, warps, 2 * warps * m * n * k)
 
-    return gathered(form, None, run)
+    return run
 
 
 def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str) -> np.ndarray:

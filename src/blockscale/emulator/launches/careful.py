@@ -32,9 +32,9 @@ __all__ = ["careful", "only_gives", "reads"]
 _MOVED = {
     "mov": (1,), "selp": (1, 2), "shfl": (1,), "prmt": (1, 2), "shl": (1,), "shr": (1,),
     "shf": (1, 2), "bfe": (1,), "bfi": (1, 2), "brev": (1,), "movmatrix": (1,), "ld": (),
-    "ldu": (), "ldmatrix": (), "st": (1,), "stmatrix": (1,),
+    "ldu": (), "ldmatrix": (), "st": (1,), "stmatrix": (1,), "wmma.load": (), "wmma.store": (1,),
 }  # fmt: skip
-_LOADS, _STORES = ("ld", "ldu", "ldmatrix"), ("st", "stmatrix")
+_LOADS, _STORES = ("ld", "ldu", "ldmatrix", "wmma.load"), ("st", "stmatrix", "wmma.store")
 _BITWISE = {"and": 0xC0, "or": 0xFC, "xor": 0x3C, "not": 0x0F}  # as tables of lop3
 _ACROSS = ("vote", "match", "redux")  # a warp gives its lanes one result
 _GATHER = ("shfl", *_ACROSS)  # lanes that may stand at other instructions
@@ -42,21 +42,27 @@ _GATHER = ("shfl", *_ACROSS)  # lanes that may stand at other instructions
 #: are Vectors, may be undefined.
 _ACTS = (
     "atom", "bar", "barrier", "clusterlaunchcontrol", "elect", "mbarrier", "mma", "tcgen05",
-    "wgmma",
+    "wgmma", "wmma.mma",
 )  # fmt: skip
-_CARRY = (("tcgen05", "ld"), ("tcgen05", "st"), ("wgmma", "mma_async"), ("mma", "sync"))
+_CARRY = (
+    ("tcgen05", "ld"), ("tcgen05", "st"), ("wgmma", "mma_async"), ("mma", "sync"), ("wmma", "mma"),
+)  # fmt: skip
 _PLAIN_SPACES = {"global", "const", "param", "param::entry", "param::func"}
 _INTEGERS = frozenset(f"{kind}{bits}" for kind in "us" for bits in (8, 16, 32, 64))
 
 
+def _family(ins: Instruction) -> str:
+    return ".".join(ins.parts[: 2 if ins.parts[0] == "wmma" else 1])
+
+
 def reads(ins: Instruction) -> bool:
     """Whether masks are kept of what the instruction loads."""
-    return ins.parts[0] in _LOADS and _PLAIN_SPACES.isdisjoint(ins.parts)
+    return _family(ins) in _LOADS and _PLAIN_SPACES.isdisjoint(ins.parts)
 
 
 def only_gives(ins: Instruction, results: Sequence[int]) -> bool:
     """Whether an instruction with such results does no more than give them, whoever is there."""
-    return bool(results) and ins.parts[0] not in (*_ACTS, *_GATHER)
+    return bool(results) and _family(ins) not in (*_ACTS, *_GATHER)
 
 
 def _moved(ins: Instruction) -> tuple[int, ...] | None:
@@ -65,7 +71,7 @@ def _moved(ins: Instruction) -> tuple[int, ...] | None:
         return None
     if parts[0] == "cvt" and len(parts) == 3 and _INTEGERS.issuperset(parts[1:]):
         return (1,)
-    return _MOVED.get(parts[0])
+    return _MOVED.get(_family(ins))
 
 
 def careful(built: Built, ins: Instruction, code: Code) -> Step:
@@ -95,9 +101,9 @@ class _Rule:
 
     def __init__(self, built: Built, ins: Instruction, code: Code) -> None:
         self.step, self.ins, self.code = built.step, ins, code
-        self.loads, self.stores = reads(ins), ins.parts[0] in _STORES
+        self.loads, self.stores = reads(ins), _family(ins) in _STORES
         moved = _moved(ins)
-        self.acts = ins.parts[0] in _ACTS or (not built.results and moved is None)
+        self.acts = _family(ins) in _ACTS or (not built.results and moved is None)
         operands = ins.operands
         carries = ins.parts[:2] in _CARRY
         gives = bool(built.results) and not carries
