@@ -130,6 +130,13 @@ def clipped(value: int) -> int:
     return max(-(2**31), min(2**31 - 1, value))
 
 
+def nth_set(mask: int, base: int, nth: int) -> int:
+    nth = signed(nth, 32)
+    way = range(base, -1, -1) if nth < 0 else range(base, 32) if nth else (base,)
+    found = [i for i in way if mask >> i & 1]
+    return found[max(abs(nth), 1) - 1] if len(found) >= max(abs(nth), 1) else 2**32 - 1
+
+
 def forms() -> list[Form]:
     found = []
 
@@ -166,6 +173,12 @@ def forms() -> list[Form]:
         if t[0] == "u":
             for name, same in (("lo", "lt"), ("ls", "le"), ("hi", "gt"), ("hs", "ge")):
                 form(f"setp.{name}.{t}", "pred", two, getattr(operator, same))
+    pools = (
+        (0, 1, 0xAAAAAAAA, 2**31, 2**32 - 1, 0x5A5A),
+        range(32),
+        (0, 1, 2, 40, 2**32 - 1, 2**32 - 7),
+    )
+    form("fns.b32", "b32", "b32 u32 s32", nth_set, pools=pools)
     for t in ("b16", "b32", "b64"):
         form(f"and.{t}", t, f"{t} {t}", operator.and_)
         form(f"or.{t}", t, f"{t} {t}", operator.or_)

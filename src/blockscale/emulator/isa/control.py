@@ -176,6 +176,7 @@ def leave(w: Fragment) -> Any:
     *stack, (frame, pc, results) = w.stack
     for here, there in results:
         frame.variable(here)[w.threads] = w.frame.variable(there)[w.threads]
+    w.cta.stack.leave(w.frame, w.threads)
     w.enter(frame, pc, tuple(stack))
     return Switch()
 
@@ -235,6 +236,7 @@ def _enter(
             f"{len(wanted.results)} results"
         )
     callee = w.cta.frame(code, w.frame.depth + 1)
+    w.cta.stack.enter(callee, w.threads)
     for given, parameter in zip(arguments, wanted.parameters, strict=True):
         value = w.frame.variable(given)[w.threads]
         if value.shape[1] != parameter.nbytes:

@@ -41,8 +41,8 @@ _GATHER = ("shfl", *_ACROSS)  # lanes that may stand at other instructions
 #: What does more than give a value, as all that gives none; operands that it only carries, which
 #: are Vectors, may be undefined.
 _ACTS = (
-    "atom", "bar", "barrier", "clusterlaunchcontrol", "elect", "mbarrier", "mma", "tcgen05",
-    "wgmma", "wmma.mma",
+    "alloca", "atom", "bar", "barrier", "clusterlaunchcontrol", "elect", "mbarrier", "mma",
+    "tcgen05", "wgmma", "wmma.mma",
 )  # fmt: skip
 _CARRY = (
     ("tcgen05", "ld"), ("tcgen05", "st"), ("wgmma", "mma_async"), ("mma", "sync"), ("wmma", "mma"),

@@ -24,6 +24,7 @@ import numpy as np
 from ..alarms.errors import Site
 from ..memory.buffers import RANK_SHIFT, SYSTEM_SHARED
 from ..ptx.program import Function, PtxError, Register, type_bytes
+from .local_stack import LocalStack
 from .shadow import Shadow
 from .undefined import Origin
 from .users import Users
@@ -143,7 +144,7 @@ class Frame:
 
     __slots__ = (
         "code", "depth", "flights", "function", "knowing", "local_offsets", "origin", "registers",
-        "threads", "undefined", "variables", "written",
+        "stack_tops", "threads", "undefined", "variables", "written",
     )  # fmt: skip
 
     def __init__(self, code: Any, threads: int, depth: int) -> None:
@@ -153,6 +154,7 @@ class Frame:
         self.registers = _poisoned(threads, self.function.registers)
         self.variables: dict[str, np.ndarray] = {}  # .param of calls, (threads, bytes)
         self.local_offsets: dict[str, int] = {}
+        self.stack_tops = np.zeros(threads, np.int64)  # as they were when it was called
         self.undefined: dict[int, Origin] = {}  # slots of registers with undefined bits
         self.origin: Origin | None = None  # of the undefined bits that are being moved
         self.knowing = False  # that what it reads now has undefined bits
@@ -277,6 +279,7 @@ class CTA:
         self.shared[launch.given_shared] = 0
         self.frames: dict[tuple[str, int], Frame] = {}
         self.local = np.full((self.size, 0), 0xFF, np.uint8)
+        self.stack = LocalStack(self)
         self.local_blanks: tuple[np.ndarray, Origin] | None = None  # masks of what was stored there
         self.exited = np.zeros(self.size, bool)
         #: The phase of an mbarrier that a suspended thread waits for.
@@ -303,13 +306,14 @@ class CTA:
             frame = self.frames[key] = Frame(code, self.size, depth)
             for variable in code.function.variables.values():
                 if variable.space == "local":
-                    frame.local_offsets[variable.name] = self.grow_local(variable)
+                    offset = self.grow_local(variable.nbytes, variable.align)
+                    frame.local_offsets[variable.name] = offset
         return self.frames[key]
 
-    def grow_local(self, variable: Any) -> int:
-        """Room for a .local variable in every thread; its offset."""
-        start = -(-self.local.shape[1] // variable.align) * variable.align
-        more = np.full((self.size, start + variable.nbytes - self.local.shape[1]), 0xFF, np.uint8)
+    def grow_local(self, nbytes: int, align: int) -> int:
+        """Room in the local memory of every thread; its offset."""
+        start = -(-self.local.shape[1] // align) * align
+        more = np.full((self.size, start + nbytes - self.local.shape[1]), 0xFF, np.uint8)
         self.local = np.concatenate([self.local, more], axis=1)
         return start
 
