@@ -249,6 +249,23 @@ def test_an_mbarrier_is_invalidated_after_its_uses() -> None:
     refusal(kernel, [words()], DataRace, block=64)
 
 
+@pytest.mark.parametrize("sync", ["match.any.sync.b32 %r5, 1, -1;", "bar.warp.sync -1;", ""])
+def test_an_mbarrier_is_invalidated_after_a_match(sync: str) -> None:
+    """9.7.13.10: match.sync waits for all lanes of its mask, and so what they did is over; that is
+    how the lanes of a warp leave a cuda::pipeline before one of them invalidates its mbarriers."""
+    kernel = text(
+        HEAD
+        + f"""@%p1 mbarrier.init.shared.b64 [bar], 32; bar.sync 0;
+    mbarrier.arrive.shared.b64 %rd2, [bar];
+    W: mbarrier.try_wait.shared.b64 %p3, [bar], %rd2; @!%p3 bra W;
+    {sync} @%p1 mbarrier.inval.shared.b64 [bar];"""
+    )
+    if sync:
+        outcome(kernel, [words(32)])
+    else:
+        refusal(kernel, [words(32)], LaneRace)
+
+
 def test_a_bounded_number_of_tries() -> None:
     """9.7.13.15.16: "Suspended thread resumes execution when the specified phase completes OR
     before the phase completes following a system-dependent time limit"."""

@@ -211,6 +211,11 @@ class Order(Tables):
         known[agents] = self.now
         return known
 
+    def over_for(self, agent: int) -> np.ndarray:
+        """The last event of each column that is over for an agent, whatever it sees of memory."""
+        known = self._fit(self.table(agent))
+        return np.maximum(known[SEEN], known[RUN])
+
     # --- what passes through global memory ---
 
     def passed(self, agent: int) -> Knowledge:

@@ -144,15 +144,16 @@ def _mark(w: Fragment, i: int, cta: CTA, offset: int, again: bool = False) -> No
 
 
 def _all_uses_are_over(w: Fragment, i: int, barrier: MBarrier) -> None:
-    """A race, unless a thread knows of all that was done with the mbarrier."""
+    """A race, unless all that was done with the mbarrier is over: what is performed on one that is
+    not there is undefined (9.7.13.15.10), and no sentence asks for an order of memory beyond."""
     shadow, agent = barrier.cta.shadow, w.agents()[i : i + 1]
     if shadow is None or not shadow.races:
         return
-    cell, seen = barrier.offset // shadow.size, shadow.order.seen_by(agent)
+    cell, over = barrier.offset // shadow.size, shadow.order.over_for(int(agent[0]))
     view = shadow.order.view(agent)
     access = Access(np.array([[cell]]), agent[:, None], view, w.site(), "ends")
     for user, event in barrier.uses.items():
-        if event > seen[user]:
+        if user != agent[0] and event > over[user]:
             shadow.race(access, Conflict(cell, int(agent[0]), user, event), "use")
 
 

@@ -13,11 +13,18 @@ from typing import Any
 import numpy as np
 
 from .. import ieee
+from ..clocks.knowledge import Knowledge, executed
 from ..machine.state import Fragment, Step
 from ..machine.undefined import Origin, Undefined, fill_masks
 from ..ptx.program import Pair, Register
 from .meeting import elsewhere, gathered, present, rows, spread
 from .registry import BITS, TYPES, Form, instruction
+
+_Part = Callable[[Knowledge], Knowledge]
+
+
+def _everything(known: Knowledge) -> Knowledge:
+    return known
 
 
 @instruction("shfl.sync", control=True)
@@ -100,7 +107,8 @@ def vote(form: Form) -> Step:
 
 @instruction("match.any.sync", "match.all.sync", control=True)
 def match(form: Form) -> Step:
-    """9.7.13."""
+    """9.7.13. It waits for the lanes, so that what they did before is over, which libcu++'s
+    pipelines rely on before one lane of them invalidates their mbarriers."""
     every, type = form.parts[1] == "all", form.type(*BITS[1:])
     target = form.operand(0)
     put = form.set(target.first if isinstance(target, Pair) else target, "b32")
@@ -120,6 +128,9 @@ def match(form: Form) -> Step:
             if put_p is not None:
                 put_p(w, agree)
         put(w, bits)
+        if not form.of_masks:
+            meet(w, np.broadcast_to(mask(w), w.n), executed)
+            _hear_elsewhere(w, executed)
 
     return gathered(form, 2, run, a)
 
@@ -215,17 +226,22 @@ def warp_sync(form: Form) -> Step:
     mask = form.get(0, "b32")
 
     def run(w: Fragment) -> None:
-        order, agents = w.cta.cluster.order, w.agents()
         meet(w, np.broadcast_to(mask(w), w.n))
-        for meeting in elsewhere(w):
-            if order is not None and meeting.known is not None:
-                order.acquire(agents[w.cta.met[w.threads] == meeting], meeting.known)
+        _hear_elsewhere(w)
 
     return gathered(form, 0, run)
 
 
-def meet(w: Fragment, masks: np.ndarray | None = None) -> None:
-    """The lanes of each mask, or warp, know what all of them know, and have done."""
+def _hear_elsewhere(w: Fragment, of: _Part = _everything) -> None:
+    """Threads learn of those that they meet at other instructions."""
+    order, agents = w.cta.cluster.order, w.agents()
+    for meeting in elsewhere(w):
+        if order is not None and meeting.known is not None:
+            order.acquire(agents[w.cta.met[w.threads] == meeting], of(meeting.known))
+
+
+def meet(w: Fragment, masks: np.ndarray | None = None, of: _Part = _everything) -> None:
+    """The lanes of each mask, or warp, know what all of them know, and have done: ``of`` that."""
     order = w.cta.cluster.order
     if order is None or order.lanes == 1:
         return
@@ -234,4 +250,4 @@ def meet(w: Fragment, masks: np.ndarray | None = None) -> None:
         groups = groups << 32 | masks.astype(np.int64)
     for group in np.unique(groups):
         lanes = agents[groups == group]
-        order.acquire(lanes, order.release(lanes))
+        order.acquire(lanes, of(order.release(lanes)))
