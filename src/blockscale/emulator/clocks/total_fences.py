@@ -69,7 +69,8 @@ class TotalFences(Generic[M]):
         self._groups: dict[tuple[bytes, int], _Group[M]] = {}
         #: Of each thread: events of its reads, of where, and the values.
         self._reads: dict[int, tuple[list[int], list[tuple[int, Value[M]]]]] = {}
-        self._decided: dict[tuple[int, int], M] = {}  # by a thread and the number of its reads
+        #: Of each thread: numbers of its reads, ascending, and what so many decide.
+        self._decided: dict[int, tuple[list[int], list[list[M]]]] = {}
         #: By group, number and threads: what these knew at their fences.
         self._known: dict[tuple[int, int, bytes], M] = {}
 
@@ -143,17 +144,20 @@ class TotalFences(Generic[M]):
 
     def _decides(self, reader: int, count: int) -> list[M]:
         """What the first reads of a thread decide: all that was known at the values."""
-        if (reader, count) in self._decided:
-            return [self._decided[reader, count]]
-        found: list[M] = []
+        counts, decided = self._decided.setdefault(reader, ([0], [[]]))
+        last = bisect_right(counts, count) - 1
+        if counts[last] == count:
+            return decided[last]
+        found = list(decided[last])
         starts: dict[int, int] = {}  # by address: of the chain that earlier values may be of
-        for address, value in reversed(self._reads[reader][1][:count]):
+        for address, value in reversed(self._reads[reader][1][counts[last] : count]):
             if value.write < starts.get(address, value.write + 1):
                 starts[address] = value.start
                 found += value.known(self._knows.join)
-        if found:
-            self._decided[reader, count] = self._knows.join(found) if len(found) > 1 else found[0]
-            found = [self._decided[reader, count]]
+        if len(found) > 1:
+            found = [self._knows.join(found)]
+        counts.insert(last + 1, count)
+        decided.insert(last + 1, found)
         return found
 
     def _before_reads(self, thread: int) -> M | None:
