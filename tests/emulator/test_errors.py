@@ -87,6 +87,12 @@ def test_faults_name_the_line(body: str, message: str) -> None:
     assert f"(line {error.line})" in str(error)
 
 
+@pytest.mark.parametrize("wrong", ["tex.2d.v4.f32.f32 %r1, %r2;", "add.u32.xyz %r1, %r1, %r1;"])
+def test_the_source_line_of_what_is_refused(wrong: str) -> None:
+    with pytest.raises(em.PtxError, match=r", kernel\.cu:77 \(line \d+\)$"):
+        run(f"\n.loc 1 77 3\n{wrong}", OUT, before='.file 1 "kernel.cu"\n\n')
+
+
 def test_source_lines() -> None:
     with pytest.raises(em.PtxError, match=r"line 14, kernel.cu:77: trap"):
         run("\n.loc 1 77 3\ntrap;", OUT, before='.file 1 "kernel.cu"\n\n')

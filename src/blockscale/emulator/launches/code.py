@@ -77,7 +77,10 @@ class Code:
         kept = self.function.built
         if pc in kept:
             return kept[pc]
-        built = isa.build(self.function.instructions[pc], self.resolve, self)
+        try:
+            built = isa.build(self.function.instructions[pc], self.resolve, self)
+        except PtxError as error:
+            raise PtxError(error.message + self._source(pc), error.line, error.column) from None
         if not built.bound:
             kept[pc] = built
         return built
