@@ -100,7 +100,7 @@ _SPINNER = """
             True,
         ),
         # A store, if another value has come; one in each iteration; tries that are counted; time;
-        # a warp that is told what others think of it; a register with two values.
+        # lanes of one warp that vote; a register with two values.
         (
             "ld.volatile.shared.u32 %r1, [flag]; setp.eq.u32 %p2, %r1, 0; @%p2 bra over;"
             "st.global.u32 [%at], 7; over:",
@@ -113,7 +113,9 @@ _SPINNER = """
         ("ld.volatile.shared.u32 %r1, [flag]; mov.u64 %rd1, %globaltimer; "
          "setp.eq.u32 %p2, %r1, 0;", False),
         ("ld.volatile.shared.u32 %r1, [flag]; setp.eq.u32 %p3, %r1, 0; "
-         "vote.sync.any.pred %p2, %p3, -1;", False),
+         "vote.sync.any.pred %p2, %p3, -1;", True),
+        ("ld.volatile.shared.u32 %r1, [flag]; shfl.sync.idx.b32 %r1, %r1, 3, 31, -1; "
+         "setp.eq.u32 %p2, %r1, 0;", False),
         ("ld.volatile.shared.u32 %r3, [flag]; mov.u32 %r1, 5; mov.u32 %r1, %r3; "
          "setp.eq.u32 %p2, %r1, 0;", False),
         ("atom.shared.or.b32 %r1, [flag], 0; atom.global.add.u32 %r2, [%at], 1; "
@@ -124,3 +126,35 @@ def test_what_need_not_be_run(spin: str, skips: bool) -> None:
     out = np.zeros(64, np.uint32)
     assert is_found(_SPINNER.format(spin=spin), out) is skips
     assert (out[:32] == 1).all()
+
+
+def test_lanes_that_vote_with_others_are_run() -> None:
+    """Half of a warp is told by a vote, and by nothing else, what the other half has read."""
+    halves = """setp.lt.u32 %p4, %t, 16; @%p4 bra low;
+    high: ld.volatile.shared.u32 %r1, [flag]; setp.eq.u32 %p3, %r1, 0;
+    vote.sync.any.pred %p2, %p3, -1; @%p2 bra high; bra out;
+    low: ld.volatile.shared.u32 %r6, [unused]; setp.ne.u32 %p3, %r6, 0;
+    vote.sync.any.pred %p2, %p3, -1; @%p2 bra low; mov.u32 %r1, 1;
+    out: setp.ne.u32 %p2, 0, 0;"""
+    out = np.zeros(64, np.uint32)
+    body = ".shared .u32 unused; st.volatile.shared.u32 [unused], 0;" + _SPINNER
+    assert not is_found(body.format(spin=halves), out)
+    assert (out[:32] == 1).all()
+
+
+@pytest.mark.parametrize("completion", ["eager", "late", "random"])
+def test_a_vote_that_is_not_run_is_counted(
+    completion: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in look-back: a warp waits until none of its lanes has read a zero."""
+    vote = """ld.volatile.shared.u32 %r1, [flag]; setp.eq.u32 %p3, %r1, 0;
+    vote.sync.any.pred %p2, %p3, -1;"""
+    source = text(_SPINNER.format(spin=vote))
+
+    def launch() -> em.Report:
+        out = np.zeros(64, np.uint32)
+        return em.Device(completion=completion, check="none").launch(source, "k", 1, 64, [out])
+
+    counted = launch().instructions
+    monkeypatch.setattr(spins.Turn, "jumps", lambda *_: None)
+    assert counted == launch().instructions

@@ -37,7 +37,7 @@ _MOVED = {
 _LOADS, _STORES = ("ld", "ldu", "ldmatrix", "wmma.load"), ("st", "stmatrix", "wmma.store")
 _BITWISE = {"and": 0xC0, "or": 0xFC, "xor": 0x3C, "not": 0x0F}  # as tables of lop3
 _ACROSS = ("vote", "match", "redux")  # a warp gives its lanes one result
-_GATHER = ("shfl", *_ACROSS)  # lanes that may stand at other instructions
+GATHER = ("shfl", *_ACROSS)  # lanes that may stand at other instructions
 #: What does more than give a value, as all that gives none; operands that it only carries, which
 #: are Vectors, may be undefined.
 _ACTS = (
@@ -62,7 +62,7 @@ def reads(ins: Instruction) -> bool:
 
 def only_gives(ins: Instruction, results: Sequence[int]) -> bool:
     """Whether an instruction with such results does no more than give them, whoever is there."""
-    return bool(results) and _family(ins) not in (*_ACTS, *_GATHER)
+    return bool(results) and _family(ins) not in (*_ACTS, *GATHER)
 
 
 def _moved(ins: Instruction) -> tuple[int, ...] | None:
@@ -78,7 +78,7 @@ def careful(built: Built, ins: Instruction, code: Code) -> Step:
     """The step of an instruction, with what it does to masks."""
     rule: _Rule | None = None
     loads, step = reads(ins), built.step
-    gathers = ins.parts[0] in _GATHER
+    gathers = ins.parts[0] in GATHER
 
     def run(w: Fragment) -> Any:
         nonlocal rule
@@ -125,7 +125,7 @@ class _Rule:
 
     def run(self, w: Fragment) -> Any:
         frame, ins = w.frame, self.ins
-        given = given_undefined(w) if ins.parts[0] in _GATHER else None
+        given = given_undefined(w) if ins.parts[0] in GATHER else None
         if given is None and not self.loads and frame.undefined.keys().isdisjoint(self.touched):
             return self.step(w)
         behind, every = masks(frame), w.threads

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..clocks.scopes import strength
 from ..machine.state import Fragment
 from ..ptx.program import Instruction, Label, Special
-from .careful import only_gives
+from .careful import GATHER, only_gives
 
 __all__ = ["Spin", "Spinning", "Turn", "spin"]
 
@@ -29,10 +31,12 @@ class Spin:
     Attributes:
         slots: registers that it writes.
         acts: places of instructions that a spinning iteration passes over.
+        together: whether lanes give something to each other there.
     """
 
     slots: tuple[int, ...]
     acts: tuple[int, ...]
+    together: bool
 
 
 def spin(
@@ -49,7 +53,7 @@ def spin(
     written = [slot for slots in results[first : last + 1] for slot in slots]
     if len(set(written)) < len(written):  # then its registers are not the same all the way
         return None
-    looks, passed_over, acts = False, first, []
+    looks, together, passed_over, acts = False, False, first, []
     for pc in range(first, last + 1):
         ins = instructions[pc]
         family, waits = ins.parts[0], ins.parts[:2] == ("mbarrier", "test_wait")
@@ -59,12 +63,13 @@ def spin(
         if any(isinstance(op, Special) and op.name.startswith(_CLOCKS) for op in ins.operands):
             return None  # time may pass
         looks |= waits or (family in ("ld", "atom") and strength(ins.parts) is not None)
-        if waits or family in ("atom", *_IDEMPOTENT) or only_gives(ins, results[pc]):
+        together |= family in GATHER
+        if waits or family in ("atom", *_IDEMPOTENT, *GATHER) or only_gives(ins, results[pc]):
             continue
         if pc >= passed_over:
             return None
         acts.append(pc)
-    return Spin(tuple(written), tuple(acts)) if looks else None
+    return Spin(tuple(written), tuple(acts), together) if looks else None
 
 
 class Spinning:
@@ -87,6 +92,15 @@ class Spinning:
         for i, place in enumerate(path):
             counts[place] += w.n * (times + ((i - at) % len(path) < rest))
         return path[(at + rest) % len(path)]
+
+
+def _whole(w: Fragment) -> bool:
+    """Whether no lane of its warps is elsewhere, so that nobody else has a part in what they do
+    together."""
+    living = ~w.cta.exited
+    warps = np.zeros(w.cta.warps, bool)
+    warps[w.threads // 32] = True
+    return bool(np.count_nonzero(living & warps[np.arange(w.cta.size) // 32]) == w.n)
 
 
 def _stores(w: Fragment) -> tuple[int, int]:
@@ -113,6 +127,7 @@ class Turn:
             or w.frame.undefined
             or launch.watch is not None
             or launch.peers is not None
+            or (spin.together and not _whole(w))
         ):
             return None
         here = [_stores(w), *(code.counts[at] for at in spin.acts)]
