@@ -51,6 +51,15 @@ def bmsk(clamp: bool) -> Model:
     return run
 
 
+def vabsdiff(size: int, adds: bool) -> Model:
+    def run(a: int, b: int, c: int) -> int:
+        pairs = zip(fields(a, size, "u32"), fields(b, size, "u32"), strict=True)
+        found = [abs(x - y) for x, y in pairs]
+        return c + sum(found) if adds else sum(x << size * i for i, x in enumerate(found))
+
+    return run
+
+
 def szext(type: str, clamp: bool) -> Model:
     def run(a: int, b: int) -> int:
         length = min(b, 32) if clamp else b % 32
@@ -97,6 +106,10 @@ def forms() -> list[Form]:
             values = (0, 1, 0x80000000, 0x7FFFFFFF, 0xFFFFFFFF, 0xA5A55A5A)
             model = szext(t, clamp)
             form(f"szext.{mode}.{t}", "b32", "b32 b32", model, pools=(values, SHIFTS))
+    for count in (2, 4):
+        for add in ("", ".add"):
+            model = vabsdiff(32 // count, bool(add))
+            form(f"vabsdiff{count}.u32.u32.u32{add}", "u32", "u32 u32 u32", model)
     values = (0, 1, 7, 200, 0xFFFFFFFF, 0x80000000, 0xFFFFFFF9)
     for kind in "us":
         form(f"cvt.pack.sat.{kind}16.s32", "b32", "s32 s32", pack(kind, 16))

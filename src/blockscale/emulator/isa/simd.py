@@ -99,6 +99,24 @@ def szext(form: Form) -> Step:
     return simple(form, "b32", run)
 
 
+@instruction("vabsdiff2", "vabsdiff4")
+def vabsdiff(form: Form) -> Step:
+    """9.7.18.2, without masks and selectors: all that nvcc makes of __vabsdiffu4 and its kind."""
+    dtype = {"vabsdiff2": np.uint16, "vabsdiff4": np.uint8}[form.parts[0]]
+    if (given := form.types()) != ["u32"] * 3:
+        raise form.error(f"expected the types u32, u32 and u32, found {', '.join(given) or 'none'}")
+    adds = form.has("add")
+
+    def run(a: Any, b: Any, c: Any) -> np.ndarray:
+        first, second = _fields(a, dtype), _fields(b, dtype)
+        found = np.maximum(first, second) - np.minimum(first, second)
+        if adds:
+            return np.asarray(c + found.sum(1, dtype=np.uint32))
+        return np.ascontiguousarray(found).view(np.uint32)[:, 0]
+
+    return simple(form, "u32", run, 3)
+
+
 _SUBWORD = {f"{kind}{bits}": (kind, bits) for kind in "us" for bits in (2, 4, 8, 16)}
 
 
