@@ -249,6 +249,24 @@ def test_an_mbarrier_is_invalidated_after_its_uses() -> None:
     refusal(kernel, [words()], DataRace, block=64)
 
 
+def test_a_relaxed_arrival_is_not_enough_to_invalidate_what_another_warp_used() -> None:
+    """The arrival says that the wait is over, and orders no memory: 8.7.1."""
+    kernel = text(
+        """.shared .align 8 .b8 bars[16]; mov.u32 %r3, bars; setp.eq.u32 %p1, %t, 0;
+    @%p1 mbarrier.init.shared.b64 [%r3], 1; @%p1 mbarrier.init.shared.b64 [%r3+8], 1; bar.sync 0;
+    @%p1 mbarrier.arrive.shared.b64 %rd2, [%r3];
+    setp.lt.u32 %p2, %t, 32; @%p2 bra FIRST;
+    setp.ne.u32 %p2, %t, 32; @%p2 bra E;
+    W: mbarrier.try_wait.parity.shared.b64 %p3, [%r3], 0; @!%p3 bra W;
+    mbarrier.arrive.ORDER.cta.shared.b64 %rd2, [%r3+8]; bra E;
+    FIRST: @!%p1 bra E;
+    V: mbarrier.try_wait.parity.shared.b64 %p3, [%r3+8], 0; @!%p3 bra V;
+    mbarrier.inval.shared.b64 [%r3]; E:"""
+    )
+    outcome(kernel.replace("ORDER", "release"), [words()], block=64)
+    refusal(kernel.replace("ORDER", "relaxed"), [words()], DataRace, block=64)
+
+
 @pytest.mark.parametrize("sync", ["match.any.sync.b32 %r5, 1, -1;", "bar.warp.sync -1;", ""])
 def test_an_mbarrier_is_invalidated_after_a_match(sync: str) -> None:
     """9.7.13.10: match.sync waits for all lanes of its mask, and so what they did is over; that is

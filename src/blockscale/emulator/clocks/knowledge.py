@@ -11,7 +11,7 @@ the last event of a column that happens before whatever its owner does next:
 - ``RUN``: events that are over, whatever is said of memory: a relaxed arrival passes them on, and
   so do match.sync and the exit of a thread that others wait for. Tensor Memory is ordered by
   execution, for "tcgen05.fence composes with execution ordering instructions" (9.7.16.6.3), the
-  ISA's example being a relaxed store and load; so are the uses of an mbarrier and its inval;
+  ISA's example being a relaxed store and load. An mbarrier.inval asks no more of its own warp;
 - ``PASSED``: those that a release tells to tcgen05 instructions elsewhere: all that do without
   tcgen05.fence::before_thread_sync, and those that had one, or a tcgen05.commit, after them;
 - ``TENSOR``: those that the owner's next tcgen05 instruction may rely on: what it waited for

@@ -212,9 +212,13 @@ class Order(Tables):
         return known
 
     def over_for(self, agent: int) -> np.ndarray:
-        """The last event of each column that is over for an agent, whatever it sees of memory."""
+        """The last event of each column that an agent has seen, or, of its own warp, that is over,
+        whatever it sees of memory."""
         known = self._fit(self.table(agent))
-        return np.maximum(known[SEEN], known[RUN])
+        over, first = known[SEEN].copy(), agent // self.lanes * self.lanes
+        warp = slice(first, first + self.lanes)
+        np.maximum(over[warp], known[RUN, warp], out=over[warp])
+        return over
 
     # --- what passes through global memory ---
 

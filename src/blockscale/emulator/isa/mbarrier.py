@@ -144,8 +144,8 @@ def _mark(w: Fragment, i: int, cta: CTA, offset: int, again: bool = False) -> No
 
 
 def _all_uses_are_over(w: Fragment, i: int, barrier: MBarrier) -> None:
-    """A race, unless all that was done with the mbarrier is over: what is performed on one that is
-    not there is undefined (9.7.13.15.10), and no sentence asks for an order of memory beyond."""
+    """A race, unless a thread knows of all that was done with the mbarrier. Of what its own warp
+    did it is enough that it is over: libcu++'s pipelines only match.sync before."""
     shadow, agent = barrier.cta.shadow, w.agents()[i : i + 1]
     if shadow is None or not shadow.races:
         return
