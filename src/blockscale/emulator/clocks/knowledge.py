@@ -59,7 +59,7 @@ Knowledge = np.ndarray  # (rows, columns) uint32, rows as above; columns that ar
 
 
 def joined(first: Knowledge, second: Knowledge) -> Knowledge:
-    """What both say."""
+    """Knowledge of all that one message or the other tells."""
     if first.shape[1] < second.shape[1]:
         first, second = second, first
     both = first.copy()
@@ -69,7 +69,7 @@ def joined(first: Knowledge, second: Knowledge) -> Knowledge:
 
 
 class Joins(Generic[M]):
-    """What several messages say together, made once for the same ones."""
+    """Joins messages, and keeps the result for when the same ones are joined again."""
 
     def __init__(self, join: Callable[[list[M]], M]) -> None:
         self._make = join
@@ -87,7 +87,7 @@ class Joins(Generic[M]):
 
 
 def executed(message: Knowledge) -> Knowledge:
-    """What of it needs no order of memory."""
+    """The part of a message that needs no order of memory: the rows from RUN on."""
     left = message.copy()
     left[:RUN] = 0
     return left
@@ -139,7 +139,7 @@ class Actor:
         return [self.column]
 
     def message(self) -> Knowledge:
-        """What those who wait for this work learn, once it is done."""
+        """Knowledge that those acquire who wait for this work, once it is done."""
         if not self.event and self.pipe is not None:  # it accessed nothing: what came before it
             self.event = self.pipe.event
         known = self.known.copy()

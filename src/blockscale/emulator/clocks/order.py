@@ -126,11 +126,11 @@ class Order(Tables):
         return int(row[other]) if other < len(row) else 0
 
     def table(self, agent: int) -> Knowledge:
-        """What an agent knows, but for what it did itself."""
+        """The knowledge of an agent, in which its own events are not."""
         return self._tables[self._table_of[agent]]
 
     def fence_proxy(self, agents: np.ndarray) -> None:
-        """What was seen, the asynchronous proxy may rely on."""
+        """Agents execute a proxy fence: work of theirs may rely on what they have seen."""
         self._copy_row(agents, SEEN, FENCED)
         self._own_fenced[agents] = self.now
 
@@ -147,7 +147,8 @@ class Order(Tables):
     def fence_acquire(
         self, agents: np.ndarray, scope: int = CLUSTER, total: bool = False
     ) -> None:  # fmt: skip
-        """What relaxed waits and reads before it heard of is known; ``total``: to a fence.sc."""
+        """Agents execute a fence, which acquires what their relaxed waits and reads have heard;
+        ``total``: a fence.sc."""
         threads = self.flags.threads(agents)
         self.flags.acquire(threads, scope, self.now)
         if total:
@@ -214,11 +215,14 @@ class Order(Tables):
     def over_for(self, agent: int) -> np.ndarray:
         """The last event of each column that an agent has seen, or, of its own warp, that is over,
         whatever it sees of memory."""
-        known = self._fit(self.table(agent))
-        over, first = known[SEEN].copy(), agent // self.lanes * self.lanes
-        warp = slice(first, first + self.lanes)
-        np.maximum(over[warp], known[RUN, warp], out=over[warp])
-        return over
+        known, warp = self.seen_by(np.array([agent])), self._warp(agent)
+        known[warp] = np.maximum(known[warp], self._fit(self.table(agent))[RUN, warp])
+        return known
+
+    def _warp(self, agent: int) -> np.ndarray:
+        """The agents of its warp."""
+        first = agent // self.lanes * self.lanes
+        return np.arange(first, first + self.lanes)
 
     # --- what passes through global memory ---
 
@@ -242,7 +246,7 @@ class Order(Tables):
     # --- asynchronous work ---
 
     def _at_issue(self, issuers: np.ndarray, tensor: bool) -> Knowledge:
-        """What is known to work that these agents issue."""
+        """The knowledge of a work that these agents issue: theirs, and what they did."""
         known = self.release(issuers)
         if tensor:
             known[TENSOR] = self._together(self._table_of[issuers])[TENSOR]
@@ -283,11 +287,12 @@ class Order(Tables):
         return Actor(agent, known, agent, None, self.tensor, generic=True)
 
     def run_before(self, actor: Actor) -> np.ndarray:
-        """What is over when a work begins, whatever it may see of memory."""
+        """The last event of each column that is over when a work begins, whatever it may see."""
         return np.asarray(self._fit(actor.known)[RUN])
 
     def view_of(self, actor: Actor) -> tuple[np.ndarray, np.ndarray]:
-        """What a work has seen, and what of that through its own proxy."""
+        """The last event of each column that a work has seen, and those it has seen through its own
+        proxy."""
         view = actor.view
         if view is None or len(view[0]) < self.columns:
             known = self._fit(actor.known)
@@ -314,9 +319,7 @@ class Order(Tables):
         """Whether the event of ``column`` is by a lane of the agent's warp, or known to one."""
         if self.lanes == 1:
             return False
-        first = agent // self.lanes * self.lanes
-        together = self.seen_by(np.arange(first, first + self.lanes))
-        return bool(event <= together[column])
+        return bool(event <= self.seen_by(self._warp(agent))[column])
 
 
 def named(site: Site, column: int, agents: int, of_cta: int, lanes: int) -> str:

@@ -153,7 +153,7 @@ def _all_uses_are_over(w: Fragment, i: int, barrier: MBarrier) -> None:
     view = shadow.order.view(agent)
     access = Access(np.array([[cell]]), agent[:, None], view, w.site(), "ends")
     for user, event in barrier.uses.items():
-        if user != agent[0] and event > over[user]:
+        if event > over[user]:
             shadow.race(access, Conflict(cell, int(agent[0]), user, event), "use")
 
 

@@ -19,7 +19,9 @@ from ..machine.undefined import masks as masks_of
 from ..ptx.program import Not, Register
 from .registry import Form
 
-__all__ = ["Meeting", "elsewhere", "gathered", "given_undefined", "present", "rows", "spread"]
+__all__ = [
+    "Meeting", "elsewhere", "gathered", "given_undefined", "present", "rows", "spread", "whole",
+]  # fmt: skip
 
 _ALL = np.uint32(0xFFFFFFFF)
 
@@ -177,6 +179,11 @@ def _missing(w: Fragment, masks: np.ndarray, here: list[np.ndarray]) -> np.ndarr
         present[threads] = True
     lanes = (present.reshape(-1, 32) << np.arange(32, dtype=np.uint32)).sum(1).astype(np.uint32)
     return masks & ~lanes[w.threads // 32]
+
+
+def whole(w: Fragment) -> bool:
+    """Whether all lanes of its warps that have not exited are in a fragment."""
+    return not _missing(w, np.full(w.n, _ALL), [w.threads]).any()
 
 
 # --- what they give each other --------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..machine.state import Step
+from ..machine.state import Fragment, Step
 from .integer import simple
 from .registry import TYPES, Form, instruction
 
@@ -97,6 +97,25 @@ def szext(form: Form) -> Step:
         return np.where(negative, a | ~low, a & low)
 
     return simple(form, "b32", run)
+
+
+@instruction("fns")
+def fns(form: Form) -> Step:
+    """9.7.1.17: from bit ``base`` on, itself the first one, up or down by the sign of ``nth``."""
+    form.type("b32")
+    a, b, c, put = form.get(1, "u32"), form.get(2, "u32"), form.get(3, "s32"), form.set(0, "u32")
+    bits = np.arange(32)
+
+    def run(w: Fragment) -> None:
+        mask, base = (np.broadcast_to(get(w), w.n).astype(np.int64)[:, None] for get in (a, b))
+        nth = np.broadcast_to(c(w), w.n).astype(np.int64)[:, None]
+        ahead = np.where(nth < 0, bits <= base, bits >= base) & ((nth != 0) | (bits == base))
+        found = (mask >> bits & 1 == 1) & ahead
+        count = np.where(nth < 0, found[:, ::-1].cumsum(1)[:, ::-1], found.cumsum(1))
+        found &= count == np.maximum(np.abs(nth), 1)
+        put(w, np.where(found.any(1), found.argmax(1), 0xFFFF_FFFF).astype(np.uint32))
+
+    return run
 
 
 @instruction("vabsdiff2", "vabsdiff4")

@@ -130,7 +130,6 @@ def match(form: Form) -> Step:
         put(w, bits)
         if not form.of_masks:
             meet(w, np.broadcast_to(mask(w), w.n), executed)
-            _hear_elsewhere(w, executed)
 
     return gathered(form, 2, run, a)
 
@@ -227,21 +226,13 @@ def warp_sync(form: Form) -> Step:
 
     def run(w: Fragment) -> None:
         meet(w, np.broadcast_to(mask(w), w.n))
-        _hear_elsewhere(w)
 
     return gathered(form, 0, run)
 
 
-def _hear_elsewhere(w: Fragment, of: _Part = _everything) -> None:
-    """Threads learn of those that they meet at other instructions."""
-    order, agents = w.cta.cluster.order, w.agents()
-    for meeting in elsewhere(w):
-        if order is not None and meeting.known is not None:
-            order.acquire(agents[w.cta.met[w.threads] == meeting], of(meeting.known))
-
-
 def meet(w: Fragment, masks: np.ndarray | None = None, of: _Part = _everything) -> None:
-    """The lanes of each mask, or warp, know what all of them know, and have done: ``of`` that."""
+    """The lanes of each mask, or warp, learn what all of them know and have done, those at another
+    instruction, too; ``of``: the part of it that they learn."""
     order = w.cta.cluster.order
     if order is None or order.lanes == 1:
         return
@@ -251,3 +242,6 @@ def meet(w: Fragment, masks: np.ndarray | None = None, of: _Part = _everything) 
     for group in np.unique(groups):
         lanes = agents[groups == group]
         order.acquire(lanes, of(order.release(lanes)))
+    for meeting in elsewhere(w):
+        assert meeting.known is not None  # lanes are told apart
+        order.acquire(agents[w.cta.met[w.threads] == meeting], of(meeting.known))

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..clocks.scopes import strength
+from ..isa.meeting import whole
 from ..machine.state import Fragment
 from ..ptx.program import Instruction, Label, Special
 from .careful import GATHER, only_gives
@@ -94,15 +93,6 @@ class Spinning:
         return path[(at + rest) % len(path)]
 
 
-def _whole(w: Fragment) -> bool:
-    """Whether no lane of its warps is elsewhere, so that nobody else has a part in what they do
-    together."""
-    living = ~w.cta.exited
-    warps = np.zeros(w.cta.warps, bool)
-    warps[w.threads // 32] = True
-    return bool(np.count_nonzero(living & warps[np.arange(w.cta.size) // 32]) == w.n)
-
-
 def _stores(w: Fragment) -> tuple[int, int]:
     return w.cta.cluster.engine.stores, w.cta.launch.memory.stores
 
@@ -127,7 +117,7 @@ class Turn:
             or w.frame.undefined
             or launch.watch is not None
             or launch.peers is not None
-            or (spin.together and not _whole(w))
+            or (spin.together and not whole(w))
         ):
             return None
         here = [_stores(w), *(code.counts[at] for at in spin.acts)]
