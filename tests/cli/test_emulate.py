@@ -241,6 +241,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"args": [], "outputs": [], "expected": {}}, "args: got 0, scale takes 4"),
     ({"outputs": [["out"]]}, "outputs: ['out']"),
     ({"expected": ["out"]}, "expected: got ['out']; expected an object"),
+    ({"args": [40]}, 'args[0]: got 40; expected an object, such as {"array": "x"}'),
     ({"expected": {"out": ["twice"]}}, "expected['out']: ['twice']"),
     (args_of({"array": ["x"]}), "args[0]: ['x']"),
     ({"outputs": ["nosuch"]}, "outputs: 'nosuch'"),

@@ -154,6 +154,7 @@ UNSUPPORTED = [
     ("fence.of.cows;", "there is no such fence"),
     ("mov.of.cows.u32 %r1, %r2;", "unsupported modifier .of, .cows"),
     ("call.uni nowhere, (%r1);", "function 'nowhere' is not in the module"),
+    ("call.uni __cudaCDP2LaunchDeviceV2_ptsz, (%r1);", "launches kernels"),
     ("mov.u32 %r1, {%h1};", "register %h1 of type .b16 read as .b32"),
     ("cvt.u32.f32 %r1, %f1;", "needs .rni"),
     ("cvt.rna.f16.f32 %h1, %f1;", "unsupported modifier .rna"),
@@ -227,6 +228,12 @@ LAUNCHES = [
     ({"grid": 32, "cluster": 32}, "cluster: 32 CTAs; at most 16"),
     ({"shared": 300000}, "at most 232448 in all"),
 ]
+
+
+@pytest.mark.parametrize("size", ["grid", "block", "cluster"])
+def test_sizes_are_integers(size: str) -> None:
+    with pytest.raises(TypeError, match=f"{size}: got 1.5; expected one to three integers"):
+        run("", OUT, **{size: 1.5})
 
 
 @pytest.mark.parametrize(("launch", "message"), LAUNCHES)

@@ -31,6 +31,7 @@ KIND = {
     "address-then-copy": "fence",
     "map-then-copy": "fence",
     "commit-nobody-waits-for": "exit",
+    "slot-after-vote": "lanes",
 }
 FIX = "// fix: "
 

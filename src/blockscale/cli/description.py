@@ -72,7 +72,7 @@ def read_case(
         raise ValueError(f"block: {entry} does not require one; give --block")
     arrays: dict[str, np.ndarray] = {}
     args = [
-        _argument(_object(spec, f"args[{i}]"), f"args[{i}]", arrays, data)
+        _argument(_object(spec, f"args[{i}]", _AN_ARGUMENT), f"args[{i}]", arrays, data)
         for i, spec in enumerate(_given(description, "args", list) or [])
     ]
     outputs = _given(description, "outputs", list)
@@ -149,7 +149,7 @@ def _argument(
             raise ValueError(f"{where}: bytes are hexadecimal digits: {spec['bytes']!r}") from None
     if kinds[0] == "struct":
         return _struct(spec["struct"], where, arrays, data)
-    return _tensor_map(_object(spec["tensor_map"], where), where, arrays, data)
+    return _tensor_map(_object(spec["tensor_map"], where, _A_MAP), where, arrays, data)
 
 
 def _struct(
@@ -160,7 +160,8 @@ def _struct(
         raise ValueError(f"{where}: struct is a list: {parts!r}")
     out = b""
     for i, part in enumerate(parts):
-        value = _argument(_object(part, f"{where}.struct[{i}]"), where, arrays, data)
+        part = _object(part, f"{where}.struct[{i}]", _AN_ARGUMENT)
+        value = _argument(part, where, arrays, data)
         if isinstance(value, np.ndarray):
             out += int(value.ctypes.data).to_bytes(8, "little")
         elif isinstance(value, bytes):
@@ -283,9 +284,13 @@ def _only(spec: Mapping[str, Any], where: str, *allowed: str) -> None:
         )
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+_AN_ARGUMENT = '{"array": "x"} or {"scalar": 1, "type": "u32"}'
+_A_MAP = '{"array": "x", "box": [32, 8]}'
+
+
+def _object(value: Any, where: str, example: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: got {value!r}; expected an object")
+        raise ValueError(f"{where}: got {value!r}; expected an object, such as {example}")
     return value
 
 

@@ -24,6 +24,9 @@ from .state_spaces import SPACES, Part, Reader, Writer, by_window
 __all__ = ["Code", "Program"]
 
 
+_DEVICE_RUNTIME = ("cudaCDP", "__cudaCDP")  # functions of libcudadevrt
+
+
 class Program:
     """A module bound to one launch; functions are compiled when they are first needed."""
 
@@ -34,7 +37,12 @@ class Program:
     def code(self, name: str) -> Code:
         if name not in self._codes:
             if name not in self.module.functions:
-                raise PtxError(f"function {name!r} is not in the module")
+                more = (
+                    ": a kernel that launches kernels (dynamic parallelism) is not supported"
+                    if name.startswith(_DEVICE_RUNTIME)
+                    else ""
+                )
+                raise PtxError(f"function {name!r} is not in the module{more}")
             self._codes[name] = Code(self, self.module.functions[name])
         return self._codes[name]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 from ..ptx.program import Function
 
@@ -18,6 +19,8 @@ Dim = tuple[int, int, int]
 
 def _three(value: int | Sequence[int], what: str) -> Dim:
     given = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not all(isinstance(n, SupportsIndex) for n in given):
+        raise TypeError(f"{what}: got {value!r}; expected one to three integers")
     if not 1 <= len(given) <= 3 or any(operator.index(n) < 1 for n in given):
         raise ValueError(f"{what}: got {value!r}; expected one to three positive numbers")
     x, y, z = (*map(operator.index, given), 1, 1)[:3]
