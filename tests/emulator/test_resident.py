@@ -111,10 +111,10 @@ def wrong(body: str, grid: int, at: int, want: int, resident: int, orders: Any =
 
 
 def test_two_add_to_the_same_line() -> None:
-    """A sum is lost as soon as two are there at once."""
+    """A sum is lost as soon as two are there at once, in many orders."""
     assert wrong(ADDS, 6, 0, 6, resident=1) == 0
     for resident in (2, 3):
-        assert wrong(ADDS, 6, 0, 6, resident) > len(ORDERS) // 2
+        assert wrong(ADDS, 6, 0, 6, resident) >= 4
 
 
 def test_one_does_not_wait_for_the_other() -> None:

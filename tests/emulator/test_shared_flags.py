@@ -79,13 +79,16 @@ def test_no_acquire(acquire: tuple[str, str]) -> None:
     refusal(kernel(RELEASES[2], acquire), [np.zeros(64, np.uint32)], DataRace, block=64)
 
 
-CHAIN = """.shared .b32 flag; .shared .align 128 .b8 s[256];
+#: C waits for ``last``, which tells nothing: whoever saw the first value of the flag would know.
+CHAIN = """.shared .b32 flag; .shared .b32 last; .shared .align 128 .b8 s[256];
     and.b32 %r6, %t, 31; setp.eq.u32 %p1, %r6, 0; shr.u32 %r7, %t, 5; mov.u32 %r5, 1;
-    @%p1 st.shared.u32 [flag], 0; bar.sync 0; @!%p1 bra E; setp.eq.u32 %p4, %r7, 1; @%p4 bra B;
-    setp.eq.u32 %p4, %r7, 2; @%p4 bra C;
+    @%p1 st.shared.u32 [flag], 0; @%p1 st.shared.u32 [last], 0; bar.sync 0; @!%p1 bra E;
+    setp.eq.u32 %p4, %r7, 1; @%p4 bra B; setp.eq.u32 %p4, %r7, 2; @%p4 bra C;
     st.shared.u32 [s], 7; st.release.cta.shared.u32 [flag], 1; bra E;
-    B: ld.relaxed.cta.shared.u32 %r4, [flag]; setp.ne.u32 %p3, %r4, 1; @%p3 bra B; <second> bra E;
-    C: ld.acquire.cta.shared.u32 %r4, [flag]; setp.ne.u32 %p3, %r4, 2; @%p3 bra C;
+    B: ld.relaxed.cta.shared.u32 %r4, [flag]; setp.ne.u32 %p3, %r4, 1; @%p3 bra B; <second>
+    st.relaxed.cta.shared.u32 [last], 1; bra E;
+    C: ld.relaxed.cta.shared.u32 %r4, [last]; setp.ne.u32 %p3, %r4, 1; @%p3 bra C;
+    ld.acquire.cta.shared.u32 %r4, [flag]; setp.ne.u32 %p3, %r4, 2; @%p3 trap;
     ld.shared.u32 %r8, [s]; st.global.u32 [%out], %r8; E:"""
 
 

@@ -73,6 +73,15 @@ def test_a_phase_that_was_not_missed_is_not_named() -> None:
     assert "waited for" not in str(caught.value)
 
 
+def test_a_random_order_may_let_the_readers_run_ahead() -> None:
+    """Strong accesses are no race; that a barrier is missing shows in what is read."""
+    body = """.shared .b32 word; setp.eq.u32 %p1, %t, 0; @%p1 st.volatile.shared.u32 [word], 0; bar.sync 0;
+    @!%p1 bra READ; mov.u32 %r1, 7; st.volatile.shared.u32 [word], %r1;
+    READ: ld.volatile.shared.u32 %r2, [word]; st.global.u32 [%at], %r2;"""
+    assert run(body, "eager", 0)[32] == run(body, "late", 0)[32] == 7
+    assert {int(run(body, "random", seed)[32]) for seed in range(4)} == {0, 7}
+
+
 # --- spins that never end -------------------------------------------------------------------------
 
 SPIN = "S: ld.relaxed.gpu.global.u32 %r5, [%out+WORD]; setp.eq.u32 %p4, %r5, 0; @%p4 bra S;"

@@ -3,8 +3,9 @@
 The unit of execution is a *fragment*: threads of one CTA that stand at the same instruction,
 executed together as numpy vectors. A divergent branch splits a fragment; fragments that meet merge.
 In a CTA the fragment with the smallest program counter runs first, which brings diverged threads
-together again after a loop or an if; whoever must wait is passed over, and whoever has run a
-quantum of instructions stands back until all others have had theirs.
+together again after a loop or an if (under some random orders that with the largest, which does
+not); whoever must wait is passed over, and whoever has run a quantum of instructions stands back
+until all others have had theirs.
 
 An instruction is compiled once into a *step*, a function of the fragment. It returns None (go on),
 an int (jump), or an :class:`Event`.
@@ -364,7 +365,8 @@ class CTA:
         )
 
     def pick(self) -> Fragment | None:
-        """The next fragment to run, merged with its equals: the deepest call, then the smallest pc.
+        """The next fragment to run, merged with its equals: the deepest call, then the smallest pc,
+        or the largest.
 
         Fragments that have used up a quantum stand back until the others have had theirs.
         """
@@ -378,7 +380,8 @@ class CTA:
             for fragment in can:
                 fragment.used = 0
             fresh = can
-        best = max(fresh, key=lambda f: (len(f.stack), -f.pc))
+        ahead = self.cluster.ahead
+        best = max(fresh, key=lambda f: (len(f.stack), ahead * f.pc))
         if best.wait is not None and best.wait.until is None:
             self.cluster.resumed()
         twins = [f for f in can if f is not best and f.same_place(best)]
