@@ -143,6 +143,24 @@ def test_lanes_that_vote_with_others_are_run() -> None:
 
 
 @pytest.mark.parametrize("completion", ["eager", "late", "random"])
+def test_half_a_warp_that_votes_is_run(completion: str) -> None:
+    """The other half votes elsewhere, as often as it wants, and then ends the spin."""
+    body = """.shared .u32 flag; st.volatile.shared.u32 [flag], 0; bar.sync 0; mov.u32 %r2, 0;
+    setp.lt.u32 %p4, %t, 16; @%p4 bra low;
+    high: ld.volatile.shared.u32 %r1, [flag]; setp.eq.u32 %p3, %r1, 0;
+    vote.sync.any.pred %p2, %p3, -1; @%p2 bra high; bra out;
+    low: setp.ne.u32 %p3, %r2, %r2; vote.sync.any.pred %p5, %p3, -1;
+    add.u32 %r2, %r2, 1; setp.lt.u32 %p3, %r2, 2000; @%p3 bra low;
+    st.volatile.shared.u32 [flag], 1;
+    setp.ne.u32 %p3, %r2, %r2; vote.sync.any.pred %p5, %p3, -1; @%p5 bra last; bra out;
+    last: vote.sync.any.pred %p5, %p3, -1;
+    out: bar.warp.sync -1; st.global.u32 [%at], 1;"""
+    out = np.zeros(32, np.uint32)
+    em.Device(completion=completion).launch(text(body), "k", 1, 32, [out])
+    assert out.all()
+
+
+@pytest.mark.parametrize("completion", ["eager", "late", "random"])
 def test_a_vote_that_is_not_run_is_counted(
     completion: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,9 +20,12 @@ from ..ptx.program import Not, Register
 from .registry import Form
 
 __all__ = [
-    "Meeting", "elsewhere", "gathered", "given_undefined", "present", "rows", "spread", "whole",
+    "ACROSS", "GATHER", "Meeting", "elsewhere", "gathered", "given_undefined", "present", "rows",
+    "spread",
 ]  # fmt: skip
 
+ACROSS = ("vote", "match", "redux")  # the lanes get one result
+GATHER = ("shfl", *ACROSS)  # the lanes give values
 _ALL = np.uint32(0xFFFFFFFF)
 
 
@@ -179,11 +182,6 @@ def _missing(w: Fragment, masks: np.ndarray, here: list[np.ndarray]) -> np.ndarr
         present[threads] = True
     lanes = (present.reshape(-1, 32) << np.arange(32, dtype=np.uint32)).sum(1).astype(np.uint32)
     return masks & ~lanes[w.threads // 32]
-
-
-def whole(w: Fragment) -> bool:
-    """Whether all lanes of its warps that have not exited are in a fragment."""
-    return not _missing(w, np.full(w.n, _ALL), [w.threads]).any()
 
 
 # --- what they give each other --------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import isa
-from ..isa.meeting import given_undefined
+from ..isa.meeting import ACROSS, GATHER, given_undefined
 from ..machine.ports import STORED, mask_local, mask_shared, masks_of_local, masks_of_shared
 from ..machine.registers import registers_of
 from ..machine.state import Event, Fragment, Step
@@ -36,8 +36,6 @@ _MOVED = {
 }  # fmt: skip
 _LOADS, _STORES = ("ld", "ldu", "ldmatrix", "wmma.load"), ("st", "stmatrix", "wmma.store")
 _BITWISE = {"and": 0xC0, "or": 0xFC, "xor": 0x3C, "not": 0x0F}  # as tables of lop3
-_ACROSS = ("vote", "match", "redux")  # a warp gives its lanes one result
-GATHER = ("shfl", *_ACROSS)  # lanes that may stand at other instructions
 #: What does more than give a value, as all that gives none; operands that it only carries, which
 #: are Vectors, may be undefined.
 _ACTS = (
@@ -191,7 +189,7 @@ class _Rule:
         table = self._table()
         if table is not None:
             found = [self._bitwise(w, threads, *table)]
-        elif self.ins.parts[0] in _ACROSS and len(whole) + len(elsewhere):
+        elif self.ins.parts[0] in ACROSS and len(whole) + len(elsewhere):
             groups = self._groups(w, threads)
             whole = np.union1d(whole, elsewhere)
             whole = threads[np.isin(groups, groups[np.isin(threads, whole)])]

@@ -3,6 +3,8 @@
 A loop of loads, of atomics that change nothing and of what only gives values does the same again
 and again, once an iteration has left the registers that it writes as they were, until somebody
 stores something. Till then its turns are counted and not run: the same happens, in less time.
+Lanes that meet others at another instruction wait there, and their iterations are in several turns:
+those are run.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..clocks.scopes import strength
-from ..isa.meeting import whole
+from ..isa.meeting import GATHER
 from ..machine.state import Fragment
 from ..ptx.program import Instruction, Label, Special
-from .careful import GATHER, only_gives
+from .careful import only_gives
 
 __all__ = ["Spin", "Spinning", "Turn", "spin"]
 
@@ -30,12 +32,10 @@ class Spin:
     Attributes:
         slots: registers that it writes.
         acts: places of instructions that a spinning iteration passes over.
-        together: whether lanes give something to each other there.
     """
 
     slots: tuple[int, ...]
     acts: tuple[int, ...]
-    together: bool
 
 
 def spin(
@@ -52,7 +52,7 @@ def spin(
     written = [slot for slots in results[first : last + 1] for slot in slots]
     if len(set(written)) < len(written):  # then its registers are not the same all the way
         return None
-    looks, together, passed_over, acts = False, False, first, []
+    looks, passed_over, acts = False, first, []
     for pc in range(first, last + 1):
         ins = instructions[pc]
         family, waits = ins.parts[0], ins.parts[:2] == ("mbarrier", "test_wait")
@@ -62,13 +62,12 @@ def spin(
         if any(isinstance(op, Special) and op.name.startswith(_CLOCKS) for op in ins.operands):
             return None  # time may pass
         looks |= waits or (family in ("ld", "atom") and strength(ins.parts) is not None)
-        together |= family in GATHER
         if waits or family in ("atom", *_IDEMPOTENT, *GATHER) or only_gives(ins, results[pc]):
             continue
         if pc >= passed_over:
             return None
         acts.append(pc)
-    return Spin(tuple(written), tuple(acts), together) if looks else None
+    return Spin(tuple(written), tuple(acts)) if looks else None
 
 
 class Spinning:
@@ -117,7 +116,6 @@ class Turn:
             or w.frame.undefined
             or launch.watch is not None
             or launch.peers is not None
-            or (spin.together and not whole(w))
         ):
             return None
         here = [_stores(w), *(code.counts[at] for at in spin.acts)]
