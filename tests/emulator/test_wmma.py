@@ -90,14 +90,14 @@ def test_products(
 def test_shared_memory_generic_addresses_and_what_nobody_wrote() -> None:
     """A comes from shared memory, of which the last row may be blank."""
     body = """
-        .shared .align 32 .b8 s[512]; .reg .b32 %a<8>, %b<8>, %c<8>; .reg .b64 %B, %S;
+        .shared .align 32 .b8 s[512]; .reg .b32 %a<8>, %b<8>, %c<8>, %zero; .reg .b64 %B, %S;
         ld.param.u64 %B, [b]; setp.ge.u32 %p1, %t, ROWS; mov.u64 %rd1, s; cvta.shared.u64 %S, %rd1;
         mad.wide.u32 %rd2, %t, 16, %S; mov.b32 %r1, 0x3c003c00; @!%p1 st.v4.b32 [%rd2], {%r1, %r1, %r1, %r1}; bar.warp.sync -1;
         wmma.load.a.sync.aligned.row.m16n16k16.f16 {%a0, %a1, %a2, %a3, %a4, %a5, %a6, %a7}, [%S];
         wmma.load.b.sync.aligned.col.m16n16k16.f16 {%b0, %b1, %b2, %b3, %b4, %b5, %b6, %b7}, [%B];
-        mov.b32 %c0, 0;
+        mov.b32 %zero, 0;
         wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32 {%c0, %c1, %c2, %c3, %c4, %c5, %c6, %c7}, {%a0, %a1, %a2, %a3, %a4, %a5, %a6, %a7},
-            {%b0, %b1, %b2, %b3, %b4, %b5, %b6, %b7}, {%c0, %c0, %c0, %c0, %c0, %c0, %c0, %c0};
+            {%b0, %b1, %b2, %b3, %b4, %b5, %b6, %b7}, {%zero, %zero, %zero, %zero, %zero, %zero, %zero, %zero};
         wmma.store.d.sync.aligned.row.m16n16k16.f32 [%out], {%c0, %c1, %c2, %c3, %c4, %c5, %c6, %c7};"""
     out, b = aligned(np.zeros((16, 16), np.float32)), aligned(np.ones((16, 16), np.float16))
     source = text(body.replace("ROWS", "32"), ".param .u64 b")

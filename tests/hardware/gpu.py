@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 _ARENA = 64 << 20  # bytes of device memory, from which every launch takes its buffers
+_STACK = 64 << 10  # bytes of a thread, for tests that recurse
 _LIMIT = 10.0  # seconds that a launch may take
 
 
@@ -319,6 +320,7 @@ class _Config(ctypes.Structure):
 _CLUSTER_DIMENSION = 4
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14
 _ERROR_LOG, _ERROR_LOG_BYTES = 5, 6
+_STACK_SIZE = 0
 _TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5}
 _TYPES |= {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 _SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
@@ -334,6 +336,7 @@ class _Driver:
         self.call("cuDeviceGet", ctypes.byref(device), 0)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.call("cuCtxSetCurrent", context)
+        self.call("cuCtxSetLimit", _STACK_SIZE, ctypes.c_size_t(_STACK))
         self.call("cuMemAlloc_v2", ctypes.byref(base), ctypes.c_size_t(_ARENA))
         self.device, self.base = device, -(-base.value // 1024) * 1024
 

@@ -69,8 +69,8 @@ class Launch:
 
     @property
     def given_shared(self) -> slice:
-        """Bytes that are zero when a CTA starts: barriers of tiles of cooperative groups, which
-        nobody initializes."""
+        """Bytes that may be read before anybody has written them: barriers of tiles of cooperative
+        groups, in which each warp clears its bit; what was there an H100 does not clear."""
         start = self.shared_start
         return slice(start, min(start + _TILE_BARRIERS, SYSTEM_SHARED))
 

@@ -277,7 +277,6 @@ class CTA:
         self.warps = -(-self.size // 32)
         self.shared_base = rank << RANK_SHIFT
         self.shared = np.full(SYSTEM_SHARED + launch.shared_bytes, 0xFF, np.uint8)
-        self.shared[launch.given_shared] = 0
         self.frames: dict[tuple[str, int], Frame] = {}
         self.local = np.full((self.size, 0), 0xFF, np.uint8)
         self.stack = LocalStack(self)
