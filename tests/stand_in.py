@@ -32,7 +32,7 @@ def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
 @cache
 def chip(arch: str, multiprocessors: int | None = None) -> Gpu:
     """A GPU that kernels are chosen and compiled for, to run in the emulator."""
-    usual = GPUS.get(arch, Gpu(arch, 1))
+    usual = GPUS.get(arch, Gpu(arch, 1, 1.0))
     return usual if multiprocessors is None else replace(usual, multiprocessors=multiprocessors)
 
 

@@ -320,7 +320,7 @@ def kernels(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(chooser, "gpu_of", lambda device: Gpu("sm_90a", 132, load))
+    monkeypatch.setattr(chooser, "gpu_of", lambda device: Gpu("sm_90a", 132, 4814, load))
     monkeypatch.setattr(chooser, "compile_all", list)
     monkeypatch.setattr(chooser, "_candidates", lambda shape: CANDIDATES)
 

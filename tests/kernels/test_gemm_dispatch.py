@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import driver
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
@@ -177,8 +178,17 @@ def test_the_kernels_of_a_device(monkeypatch, capability, found):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**fields)
     )
+    asked = driver.CUdevice_attribute
+    memory = {  # of an H100
+        asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: 2_619_000,
+        asked.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: 5120,
+    }
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda index: (0, index))
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda what, device: (0, memory[what]))
     of_gpu = products_on(torch.device("cuda", 0))
-    assert runtime.gpu_of(torch.device("cuda", 0)).multiprocessors == 100
+    gpu = runtime.gpu_of(torch.device("cuda", 0))
+    assert gpu.multiprocessors == 100
+    assert gpu.dram_rate == pytest.approx(3352.32)
     if found:
         assert of_gpu is {"sm_90a": gemm_sm90}.get(found, gemm_sm100).PRODUCTS
     else:

@@ -42,12 +42,14 @@ class Gpu:
     Attributes:
         arch: the target that kernels are compiled for.
         multiprocessors: that it has.
+        dram_rate: bytes that its memory moves in a nanosecond, at most.
         load: makes of a configuration a kernel that runs on it; for the emulator where it is left
             out.
     """
 
     arch: str
     multiprocessors: int
+    dram_rate: float
     load: Callable[[Any], Callable[..., Any]] = _build
 
     def max_active_clusters(self, ctas: int) -> int:
@@ -56,10 +58,13 @@ class Gpu:
         return _H200[ctas] * self.multiprocessors // _H200[1]
 
 
-#: By target, what kernels are chosen for where there is no such GPU: an H200 (and an H100 SXM), a
-#: B200, a B300.
+#: By target, what kernels are chosen for where there is no such GPU: an H200, a B200, a B300.
 GPUS: Mapping[str, Gpu] = MappingProxyType(
-    {"sm_90a": Gpu("sm_90a", 132), "sm_100a": Gpu("sm_100a", 148), "sm_103a": Gpu("sm_103a", 148)}
+    {
+        "sm_90a": Gpu("sm_90a", 132, 4814),
+        "sm_100a": Gpu("sm_100a", 148, 8000),
+        "sm_103a": Gpu("sm_103a", 148, 8000),
+    }
 )
 
 # What products need of an architecture's own features, and what ptxas of CUDA 13.0 says of their

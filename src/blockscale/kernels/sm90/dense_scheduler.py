@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
+from cutlass import Int32, cute
 
 from ..common.persistent import cluster_id_and_count
 from ..common.schedule import Raster
 from .product_config import ProductConfig
 
 __all__ = ["DenseScheduler", "DenseTiles", "Tile"]
+
+
+_ALIGNMENT = 8  # rows: TMA loads scales of A, and columns of bf16, from multiples of 16 bytes on
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class DenseTiles:
     Attributes:
         clusters: of tiles, down and across the output.
         rank: of the CTA among those that share tiles of A or B.
+        last_row: where the last tiles begin, or None. They reach up into those before them rather
+            than below the matrix: TMA fills rows that are not there with zeros, which takes longer
+            than to load some. What two CTAs store is the same.
         k_begin, k_end: of all of its tiles.
     """
 
@@ -51,6 +58,7 @@ class DenseTiles:
     cluster_size: int
     clusters: tuple
     rank: Any
+    last_row: Any
     k_begin: Any
     k_end: Any
 
@@ -64,6 +72,8 @@ class DenseTiles:
 
     def tile(self, index) -> Tile:
         row, column = self.raster.tile(index, self.clusters, self.rank)
+        if self.last_row is not None:
+            row = cutlass.min(row, self.last_row)
         return Tile(row, column, self.k_begin, self.k_end)
 
 
@@ -85,5 +95,9 @@ class DenseScheduler:
         begin, end = 0, k_blocks
         if split > 1:
             begin, end = k_part * k_blocks // split, (k_part + 1) * k_blocks // split
+        last_row = None
+        if not self.config.accumulate:  # what is stored twice would be added twice
+            least = cutlass.max(Int32(d.shape[0]) - self.config.tile[0], Int32(0))
+            last_row = cute.round_up(least, _ALIGNMENT)
         size = self.config.cluster_size
-        return DenseTiles(self.raster, size, clusters, rank, begin, end)
+        return DenseTiles(self.raster, size, clusters, rank, last_row, begin, end)

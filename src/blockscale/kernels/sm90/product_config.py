@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -219,13 +219,13 @@ class Candidate:
         )
 
     def oob_fill_ns(self, m: int, n: int) -> float:
-        """More for a K block of tiles that reach below the last row of A. TMA fills these rows with
-        zeros, the slower, the more tiles do so at once (measured in FP8). Larger tiles hide it."""
+        """More for a K block of tiles that have more rows than A. TMA fills the others with zeros,
+        the slower, the more tiles do so at once (measured in FP8). Larger tiles hide it."""
         rows, columns = self.config.tile
-        if not self.config.warpgroup_split_k or self.loads_few(m):
+        if not self.config.warpgroup_split_k or self.loads_few(m) or m > rows:
             return 0
         blocks = -(-n // columns) * self.config.split_k
-        return -m % rows * 4 * (blocks / 112) ** 1.5
+        return (rows - m) * 4 * (blocks / 112) ** 1.5
 
     def clusters(self, m: int, n: int) -> int:
         rows, columns = self.config.tile
@@ -251,9 +251,19 @@ class Candidate:
         return turns * (loops + self.tile_ns) + self.cluster_sync_ns
 
 
+class Estimated(Protocol):
+    """What :class:`Candidate` and ``estimate.Tiling`` have in common."""
+
+    def is_legal(self, m: int, n: int, gpu: Gpu) -> bool: ...
+    def nanoseconds(self, shape: tuple[int, int, int], block_k: int, gpu: Gpu) -> float: ...
+
+
+_E = TypeVar("_E", bound=Estimated)
+
+
 def by_estimate(
-    candidates: Iterable[Candidate], shape: tuple[int, int, int], block_k: int, gpu: Gpu
-) -> list[Candidate]:
+    candidates: Iterable[_E], shape: tuple[int, int, int], block_k: int, gpu: Gpu
+) -> list[_E]:
     """Those that are legal, the one of least estimated time first."""
     suiting = (each for each in candidates if each.is_legal(*shape[:2], gpu))
     return sorted(suiting, key=lambda each: each.nanoseconds(shape, block_k, gpu))
