@@ -20,10 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from blockscale.bench.chooser import describe
+from blockscale.bench.chooser import described
 from blockscale.bench.contest import OURS
-from blockscale.kernels.common.epilogue import Epilogue
-from blockscale.kernels.sm90.config import candidates
 from blockscale.model import Launch, Machine, Traffic, estimate, launch, walk
 from blockscale.model.kernels import hopper_fp8
 from blockscale.model.machine import FITTED, H200
@@ -64,11 +62,9 @@ def chooser_points() -> Iterator[Point]:
     for i, choice in enumerate(_load("chooser_h200.json")["choices"]):
         shape = choice["m"], choice["n"], choice["k"]
         part = "held out" if i % 2 else "fitted"
-        for config in candidates(shape, Epilogue()):
-            took = choice["candidates"].get(describe(config))
-            if took is not None:
-                counts = hopper_fp8(config, shape)
-                yield Point(part, describe(config), counts, walk(counts, H200), took)
+        for name, took in choice["candidates"].items():
+            counts = hopper_fp8(described(name), shape)
+            yield Point(part, name, counts, walk(counts, H200), took)
 
 
 def gemm_points() -> Iterator[Point]:

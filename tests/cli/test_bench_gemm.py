@@ -32,7 +32,7 @@ from blockscale.bench.llm_shapes import LLM_SHAPES
 from blockscale.cli.bench import bench
 from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common.gpu import Gpu
-from blockscale.kernels.sm90.config import Config
+from blockscale.kernels.sm90.config import TILINGS, Config
 from blockscale.ops import FallbackWarning
 from blockscale.ops.operand_layout import OperandLayout
 
@@ -298,6 +298,11 @@ def test_shapes_of_language_models():
     assert len(LLM_SHAPES) == len(shapes) == 40
     assert len({s.model for s in LLM_SHAPES}) > 5
     assert all(s.k % 128 == 0 and s.n % 8 == 0 for s in LLM_SHAPES)
+
+
+def test_a_configuration_is_found_again_by_what_is_said_of_it():
+    for config in (*CANDIDATES, *(each.config for each in TILINGS)):
+        assert chooser.described(chooser.describe(config)) == config
 
 
 CANDIDATES = [Config(BFLOAT16, group=group) for group in (8, 4, 2, 1)]

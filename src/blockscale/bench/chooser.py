@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -9,6 +10,7 @@ from functools import partial
 
 import torch
 
+from ..dtypes import BFLOAT16
 from ..kernels.common.compile_all import compile_all
 from ..kernels.common.epilogue import Epilogue
 from ..kernels.common.runtime import gpu_of
@@ -18,7 +20,7 @@ from .contest import Call, ready, turns
 from .llm_shapes import LlmShape
 from .timing import Timer
 
-__all__ = ["Choice", "compare", "describe", "summary"]
+__all__ = ["Choice", "compare", "describe", "described", "summary"]
 
 _REPEATS = 12  # of each of many
 
@@ -116,6 +118,14 @@ def describe(config: Config) -> str:
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name)]
     pairs = [f"{_RESULTS.get(name, name)}={getattr(config, name)}" for name in changed]
     return " ".join(pair.replace(" ", "") for pair in pairs)
+
+
+def described(name: str) -> Config:
+    """The configuration that :func:`describe` said, to bf16: that of a file of results, which the
+    chooser may not take any more."""
+    known = {_RESULTS.get(f.name, f.name): f.name for f in fields(Config)}
+    pairs = (pair.split("=") for pair in name.split())
+    return Config(BFLOAT16, **{known[key]: ast.literal_eval(value) for key, value in pairs})
 
 
 def summary(found: Iterable[Choice]) -> tuple[float, float]:
