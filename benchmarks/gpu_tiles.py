@@ -1,5 +1,5 @@
 """Tiles of the FP8 product on Hopper, 1x128 by 128x128, at shapes drawn at random: the chosen one,
-and a grid of tiles and clusters that the chooser does not know yet, beside DeepGEMM and bf16.
+and a grid of tiles and clusters, of which it knows some, beside DeepGEMM and bf16.
 
     PYTHONPATH=src python3 benchmarks/gpu_tiles.py FILE.json [--shapes 40] [--seed 22]
         [--rows 65 1024] [--named] [--peers DeepGEMM bf16]
@@ -134,8 +134,7 @@ def measured(
     call(configs[0])()
     want, calls, failed = d.float(), {}, {}
     for config in configs:
-        tiles = -(-m // config.tile[0]) * -(-n // config.tile[1])
-        if config.split_k > 1 and tiles > gpu.max_active_clusters(config.split_k):
+        if config.split_k > 1 and not config.runs_at_once(m, n, gpu):
             continue
         d.fill_(math.nan)
         one = ready(partial(call, config))

@@ -47,7 +47,7 @@ def test_what_is_chosen_is_nearly_the_best(files: str, shapes: int) -> None:
 
 
 def test_beside_deep_gemm() -> None:
-    """65 to 1024 rows, then 1024 to 16384; docs/performance.md says how much of that was fitted."""
+    """65 to 1024 rows, then 1024 to 16384; docs/lab/chooser.md says how much of that was fitted."""
     ratios: tuple[list[float], list[float]] = [], []
     for row, chosen in rows("h200_20*"):
         ratios[row["shape"][0] > 1024].append(row["peers"]["DeepGEMM"] / chosen)

@@ -113,7 +113,7 @@ _RESULTS = {
 
 
 def describe(config: Config) -> str:
-    """What of a configuration is not the default."""
+    """Names the fields of a configuration that are not the default's, as ``name=value``."""
     plain = Config(config.out_dtype)
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name)]
     pairs = [f"{_RESULTS.get(name, name)}={getattr(config, name)}" for name in changed]

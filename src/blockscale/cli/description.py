@@ -129,7 +129,7 @@ def _argument(
     arrays: dict[str, np.ndarray],
     data: Mapping[str, np.ndarray],
 ) -> Any:
-    """What the kernel gets for one entry of ``args``."""
+    """Makes the argument of the kernel that one entry of ``args`` describes."""
     kinds = [kind for kind in _KINDS if kind in spec]
     if len(kinds) != 1:
         raise ValueError(

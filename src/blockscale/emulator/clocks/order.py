@@ -302,7 +302,8 @@ class Order(Tables):
         return view
 
     def tensor_view(self, actor: Actor) -> np.ndarray | None:
-        """What a tcgen05 instruction may rely on; None where that is all it has seen."""
+        """The last event of each column on which a tcgen05 instruction may rely; None where that is
+        all it has seen."""
         return self._fit(actor.known)[TENSOR] if actor.tensor else None
 
     def was_passed(self, actor: Actor, column: int, event: int) -> bool:

@@ -262,7 +262,7 @@ def _phase(form: Form, barrier: MBarrier, what: int, parity: bool) -> Phase:
 
 
 def _why(form: Form, phases: list[Phase], thread: int, parity: bool) -> str:
-    """What a thread waits for that waits for these."""
+    """Names the phase that a thread waits for: the first of these that is not over."""
     phase = next(phase for phase in phases if not phase.over)
     text = f"the phase of parity {phase.number & 1} of " if parity else ""
     return text + phase.barrier.describe() + phase.barrier.missed(thread, form.ins.line)

@@ -95,7 +95,7 @@ def careful(built: Built, ins: Instruction, code: Code) -> Step:
 
 
 class _Rule:
-    """What one instruction does to masks, and which of its operands it uses."""
+    """Runs one instruction on masks: moves them as its data, and looks at those of what it uses."""
 
     def __init__(self, built: Built, ins: Instruction, code: Code) -> None:
         self.step, self.ins, self.code = built.step, ins, code

@@ -152,7 +152,7 @@ class Code:
         return source and f", {source}"
 
     def site(self, pc: int, cta: CTA) -> Site:
-        """Where an access is made, for the checks."""
+        """The place of an instruction in a CTA, as alarms name it."""
         key = (pc, cta.index)
         if key not in self._sites:
             ins = self.function.instructions[pc]

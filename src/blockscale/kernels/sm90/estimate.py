@@ -75,19 +75,12 @@ class Tiling:
         """Whether there are kernels that load no more than ``m`` rows of A."""
         return self.config.multicast_ctas == 1 and m < self.config.tile[0]
 
-    def _down(self, m: int) -> int:
-        """Clusters, one below the other."""
-        return -(-m // (self.config.tile[0] * self.config.cluster[0]))
-
-    def clusters(self, m: int, n: int) -> int:
-        return self._down(m) * -(-n // (self.config.tile[1] * self.config.cluster[1]))
-
     def is_legal(self, m: int, n: int, gpu: Gpu) -> bool:
         """Whether there are rows for the CTAs of a cluster; and whether all clusters run at once
         where CTAs split K."""
         config = self.config
         if config.split_k > 1:
-            return self.clusters(m, n) <= gpu.max_active_clusters(config.split_k)
+            return config.runs_at_once(m, n, gpu)
         return -(-m // config.tile[0]) >= config.cluster[0]
 
     def nanoseconds(self, shape: tuple[int, int, int], block_k: int, gpu: Gpu) -> float:
@@ -96,21 +89,23 @@ class Tiling:
         (m, n, k), config, costs = shape, self.config, self.costs
         k_blocks = -(-k // (block_k * config.split_k))
         at_once = gpu.max_active_clusters(config.cluster_size)
-        waves, rest = divmod(self.clusters(m, n), at_once)
-        time = waves * self._wave(m, k_blocks, at_once)
+        down, across = config.clusters(m, n)
+        waves, rest = divmod(down * across, at_once)
+        rows = m if self.loads_few(m) else config.tile[0]
+        time = waves * self._wave(rows, down, k_blocks, at_once)
         if rest:
-            time += self._wave(m, k_blocks, rest)
+            time += self._wave(rows, down, k_blocks, rest)
         if config.split_k > 1:
             time += costs.split_ns * config.split_k
         nbytes = m * k + n * k + config.out_dtype.itemsize * m * n
         return _longer(time, nbytes / gpu.dram_rate + costs.start_ns, _WAVES_OR_DRAM)
 
-    def _wave(self, m: int, k_blocks: int, clusters: int) -> float:
-        """Of tiles that so many clusters take at once."""
+    def _wave(self, rows: int, down: int, k_blocks: int, clusters: int) -> float:
+        """Nanoseconds of tiles that so many clusters take at once, where a CTA loads ``rows`` of A
+        and ``down`` clusters are one below the other."""
         config, costs = self.config, self.costs
-        rows = m if self.loads_few(m) else config.tile[0]
         counted = rows * costs.a[config.cluster] + config.tile[1] * costs.b[config.cluster]
-        counted *= ROW * (1 + costs.again * math.log2(self._down(m)))
+        counted *= ROW * (1 + costs.again * math.log2(down))
         rate = min(costs.load_rate, costs.l2_rate / (clusters * config.cluster_size))
         return k_blocks * _longer(self.k_block_ns, counted / rate, _WORK_OR_L2) + self.tile_ns
 

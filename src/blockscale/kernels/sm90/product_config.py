@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -183,6 +184,16 @@ class ProductConfig:
     def column_steps(self) -> int:
         return self.tile[1] // self.mma_n
 
+    def clusters(self, m: int, n: int) -> tuple[int, int]:
+        """How many there are down and across an output (M, N)."""
+        rows, columns = self.tile
+        down, across = self.cluster
+        return -(-m // (rows * down)), -(-n // (columns * across))
+
+    def runs_at_once(self, m: int, n: int, gpu: Gpu) -> bool:
+        """Whether all clusters do, as they must where CTAs split K."""
+        return math.prod(self.clusters(m, n)) <= gpu.max_active_clusters(self.cluster_size)
+
     @property
     def stage_bytes(self) -> int:
         return sum(self.tile) * ROW
@@ -227,24 +238,20 @@ class Candidate:
         blocks = -(-n // columns) * self.config.split_k
         return (rows - m) * 4 * (blocks / 112) ** 1.5
 
-    def clusters(self, m: int, n: int) -> int:
-        rows, columns = self.config.tile
-        down, across = self.config.cluster
-        return -(-m // (rows * down)) * -(-n // (columns * across))
-
     def is_legal(self, m: int, n: int, gpu: Gpu) -> bool:
         """Whether every CTA of a cluster has rows (of large tiles: whether one has); and whether
         all clusters run at once where CTAs split K."""
         config = self.config
         if config.split_k > 1:
-            return self.clusters(m, n) <= gpu.max_active_clusters(config.split_k)
+            return config.runs_at_once(m, n, gpu)
         tiles, down = -(-m // config.tile[0]), config.cluster[0]
         return tiles % down == 0 if config.warpgroup_split_k else tiles >= down
 
     def nanoseconds(self, shape: tuple[int, int, int], block_k: int, gpu: Gpu) -> float:
         """An estimate for a product of ``shape`` (M, N, K), in K blocks of ``block_k``."""
         m, n, k = shape
-        turns = -(-self.clusters(m, n) // gpu.max_active_clusters(self.config.cluster_size))
+        clusters = math.prod(self.config.clusters(m, n))
+        turns = -(-clusters // gpu.max_active_clusters(self.config.cluster_size))
         loops = -(-k // (block_k * self.config.split_k)) * (
             self.k_block_ns + self.oob_fill_ns(m, n)
         )
