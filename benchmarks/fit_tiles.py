@@ -1,10 +1,10 @@
-"""Fit the constants of ``kernels/sm90/estimate.py`` and ``config.TILINGS`` to measured times.
+"""Fit the constants of a product's tilings (``kernels/sm90``) to measured times.
 
     PYTHONPATH=src python3 benchmarks/fit_tiles.py FILE.json ...
 
-FILEs are of ``gpu_tiles.py``. Prints the constants, and how good the choice is: the time of the
-best tiling that was measured, over that of the one with the least estimate; also of shapes that
-were left out of the fit, in four parts.
+FILEs are of ``gpu_tiles.py``, of one product. Prints the constants, and how good the choice is: the
+time of the best tiling that was measured, over that of the one with the least estimate; also of
+shapes that were left out of the fit, in four parts.
 
 Least squares of the logarithm of the time, by Levenberg and Marquardt; a time weighs the less, the
 longer it is than the shortest of its shape.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
@@ -25,123 +25,144 @@ import numpy as np
 from gpu_tiles import FIELDS
 
 from blockscale.kernels.common.gpu import GPUS, Gpu
-from blockscale.kernels.sm90.config import BLOCK_K, TILINGS
-from blockscale.kernels.sm90.estimate import COSTS, Costs, Tiling
+from blockscale.kernels.sm90 import bf16_config
+from blockscale.kernels.sm90 import config as fp8_config
+from blockscale.kernels.sm90.estimate import Costs, Tiling
 
+#: Tilings of a product, and columns of a K block.
+PRODUCTS: dict[str, tuple[Sequence[Tiling], int]] = {
+    "fp8": (fp8_config.TILINGS[128, 128], fp8_config.BLOCK_K),
+    "fp8_1x128": (fp8_config.TILINGS[1, 128], fp8_config.BLOCK_K),
+    "bf16": (bf16_config.TILINGS, bf16_config.BLOCK_K),
+}
 LAUNCH_NS = 5600.0  # what all have in common: it is fitted, too, and not used
 PARTS = 4
 _MATTERS = 10.0  # a time that is so many percent longer weighs a third
 _STEP, _ROUNDS = 1e-4, 40
+_LEAST = 1e-3  # of a constant
 
 
 @dataclass(frozen=True)
 class Time:
     shape: tuple[int, int, int]
     gpu: Gpu
-    tiling: int  # of TILINGS
+    tiling: int
     nanoseconds: float
     best: float  # of its shape
 
 
-def times(files: Sequence[str]) -> list[Time]:
-    """Of tilings in TILINGS."""
-    known = {tuple(getattr(t.config, name) for name in FIELDS): i for i, t in enumerate(TILINGS)}
-    found = []
-    for file in files:
-        data = json.loads(Path(file).read_text())
-        gpu = replace(GPUS["sm_90a"], dram_rate=data["dram_rate"])
-        names = [
-            tuple(tuple(v) if isinstance(v, list) else v for v in each.values())
-            for each in data["tilings"]
-        ]
-        for row in data["shapes"]:
-            took = dict(zip(names, row["microseconds"], strict=True))
-            best = min(filter(None, took.values()))
-            found += [
-                Time(tuple(row["shape"]), gpu, known[name], 1e3 * time, 1e3 * best)
-                for name, time in took.items()
-                if time and name in known
-            ]
-    return found
-
-
-# --- the constants as a vector --------------------------------------------------------------------
-
-KINDS = list(dict.fromkeys((t.config.tile, t.config.warpgroups) for t in TILINGS))
-
-
-def kind(tiling: Tiling) -> int:
-    return KINDS.index((tiling.config.tile, tiling.config.warpgroups))
-
-
-def start() -> np.ndarray:
-    """Logarithms of today's constants."""
-    of_kinds = {kind(each): each for each in TILINGS}
-    values = [of_kinds[i].k_block_ns for i in range(len(KINDS))]
-    values += [of_kinds[i].tile_ns for i in range(len(KINDS))]
-    values += [*COSTS.a.values(), *COSTS.b.values(), COSTS.again, COSTS.l2_rate, COSTS.load_rate]
-    return np.log([*values, COSTS.start_ns, COSTS.split_ns, LAUNCH_NS])
-
-
-def constants(vector: np.ndarray) -> tuple[list[Tiling], Costs, float]:
-    values = np.exp(vector).tolist()
-    n = len(KINDS)
-    blocks, tiles, rest = values[:n], values[n : 2 * n], values[2 * n :]
-    costs = Costs(
-        dict(zip(COSTS.a, rest[:3], strict=True)), dict(zip(COSTS.b, rest[3:6], strict=True)),
-        *rest[6:11],
-    )  # fmt: skip
-    tilings = [
-        replace(each, k_block_ns=blocks[kind(each)], tile_ns=tiles[kind(each)], costs=costs)
-        for each in TILINGS
+def read(file: str | Path) -> tuple[str, Gpu, Iterator[tuple[dict[str, Any], dict[Any, float]]]]:
+    """The product that was measured, the GPU, and what a row says of a shape, with the times of
+    tilings: values of FIELDS."""
+    data = json.loads(Path(file).read_text())
+    names = [
+        tuple(tuple(v) if isinstance(v, list) else v for v in each.values())
+        for each in data["tilings"]
     ]
-    return tilings, costs, rest[11]
-
-
-def estimates(vector: np.ndarray, measured: Sequence[Time]) -> np.ndarray:
-    tilings, _, launch = constants(vector)
-    return np.array(
-        [launch + tilings[t.tiling].nanoseconds(t.shape, BLOCK_K, t.gpu) for t in measured]
+    rows = (
+        (row, {n: t for n, t in zip(names, row["microseconds"], strict=True) if t})
+        for row in data["shapes"]
     )
+    return data["product"], replace(GPUS["sm_90a"], dram_rate=data["dram_rate"]), rows
 
 
-def fitted(measured: Sequence[Time]) -> np.ndarray:
-    took = np.array([t.nanoseconds for t in measured])
-    best = np.array([t.best for t in measured])
-    weight = np.exp(-_MATTERS / 2 * np.minimum(took / best - 1, 1.5))
-
-    def residual(vector: np.ndarray) -> np.ndarray:
-        wrong: np.ndarray = weight * np.log(estimates(vector, measured) / took)
-        return wrong
-
-    vector, damping = start(), 1e-2
-    here = residual(vector)
-    for _ in range(_ROUNDS):
-        columns = [(residual(vector + _STEP * unit) - here) / _STEP for unit in np.eye(len(vector))]
-        slope = np.stack(columns, 1)
-        square = slope.T @ slope
-        step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-6), -slope.T @ here)
-        there = residual(vector + step)
-        if there @ there < here @ here:
-            done = 1 - (there @ there) / (here @ here) < 1e-4
-            vector, here, damping = vector + step, there, damping / 3
-            if done:
-                break
-        else:
-            damping *= 4
-    return vector
+def times(files: Sequence[str]) -> tuple[str, list[Time]]:
+    """The product, and the times of its tilings."""
+    products, found = set(), []
+    for file in files:
+        product, gpu, rows = read(file)
+        products.add(product)
+        known = {name(each): i for i, each in enumerate(PRODUCTS[product][0])}
+        for row, took in rows:
+            best = min(took.values())
+            found += [
+                Time(tuple(row["shape"]), gpu, known[each], 1e3 * time, 1e3 * best)
+                for each, time in took.items()
+                if each in known
+            ]
+    (product,) = products
+    return product, found
 
 
-# --- how good it is -------------------------------------------------------------------------------
+def name(tiling: Tiling) -> tuple[Any, ...]:
+    return tuple(getattr(tiling.config, each) for each in FIELDS)
 
 
-def shares(vector: np.ndarray, measured: Sequence[Time]) -> list[float]:
-    """The best time over the chosen one's, of each shape."""
-    least: dict[Any, tuple[float, float]] = {}
-    for time, estimate in zip(measured, estimates(vector, measured), strict=True):
-        found, where = (estimate, time.best / time.nanoseconds), (time.shape, time.gpu.dram_rate)
-        least[where] = min(least.get(where, (math.inf, 0.0)), found)
-    return [share for _, share in least.values()]
+class Fit:
+    """Of the tilings of a product: their constants as a vector of logarithms."""
+
+    def __init__(self, product: str):
+        self.tilings, self.block_k = PRODUCTS[product]
+        #: All but the CTAs that split K, which is FIELDS' last.
+        self.kinds = list(dict.fromkeys(name(each)[:-1] for each in self.tilings))
+
+    def kind(self, tiling: Tiling) -> int:
+        return self.kinds.index(name(tiling)[:-1])
+
+    def start(self) -> np.ndarray:
+        """Today's constants."""
+        of_kinds = {self.kind(each): each for each in self.tilings}
+        ordered, costs = [of_kinds[i] for i in range(len(self.kinds))], self.tilings[0].costs
+        values = [each.k_block_ns for each in ordered] + [each.tile_ns for each in ordered]
+        values += [costs.a, costs.l2_rate, costs.start_ns, costs.split_ns, LAUNCH_NS]
+        return np.log(np.maximum(values, _LEAST))
+
+    def constants(self, vector: np.ndarray) -> tuple[list[Tiling], float]:
+        values, n = np.exp(vector).tolist(), len(self.kinds)
+        blocks, tiles, rest = values[:n], values[n : 2 * n], values[2 * n :]
+        found = [
+            replace(each, k_block_ns=blocks[i], tile_ns=tiles[i], costs=Costs(*rest[:4]))
+            for each in self.tilings
+            for i in [self.kind(each)]
+        ]
+        return found, rest[4]
+
+    def estimates(self, vector: np.ndarray, measured: Sequence[Time]) -> np.ndarray:
+        tilings, launch = self.constants(vector)
+        return np.array(
+            [launch + tilings[t.tiling].nanoseconds(t.shape, self.block_k, t.gpu) for t in measured]
+        )
+
+    def fitted(self, measured: Sequence[Time]) -> np.ndarray:
+        took = np.array([t.nanoseconds for t in measured])
+        best = np.array([t.best for t in measured])
+        weight = np.exp(-_MATTERS / 2 * np.minimum(took / best - 1, 1.5))
+
+        def residual(vector: np.ndarray) -> np.ndarray:
+            wrong: np.ndarray = weight * np.log(self.estimates(vector, measured) / took)
+            return wrong
+
+        vector, damping = self.start(), 1e-2
+        here = residual(vector)
+        for _ in range(_ROUNDS):
+            columns = [
+                (residual(vector + _STEP * unit) - here) / _STEP for unit in np.eye(len(vector))
+            ]
+            slope = np.stack(columns, 1)
+            square = slope.T @ slope
+            step = np.linalg.solve(
+                square + damping * np.diag(np.diag(square) + 1e-6), -slope.T @ here
+            )
+            there = residual(vector + step)
+            if there @ there < here @ here:
+                done = 1 - (there @ there) / (here @ here) < 1e-4
+                vector, here, damping = vector + step, there, damping / 3
+                if done:
+                    break
+            else:
+                damping *= 4
+        return vector
+
+    def shares(self, vector: np.ndarray, measured: Sequence[Time]) -> list[float]:
+        """The best time over the chosen one's, of each shape."""
+        least: dict[Any, tuple[float, float]] = {}
+        for time, estimate in zip(measured, self.estimates(vector, measured), strict=True):
+            found, where = (
+                (estimate, time.best / time.nanoseconds),
+                (time.shape, time.gpu.dram_rate),
+            )
+            least[where] = min(least.get(where, (math.inf, 0.0)), found)
+        return [share for _, share in least.values()]
 
 
 def said(what: str, found: Sequence[float]) -> str:
@@ -149,22 +170,22 @@ def said(what: str, found: Sequence[float]) -> str:
 
 
 def main(*files: str) -> None:
-    measured = times(files)
+    product, measured = times(files)
+    fit = Fit(product)
     shapes = sorted({time.shape for time in measured})
-    print(said("today's constants", shares(start(), measured)))
+    print(said("today's constants", fit.shares(fit.start(), measured)))
     left_out: list[float] = []
     for part in range(PARTS):
         test = set(shapes[part::PARTS])
-        vector = fitted([t for t in measured if t.shape not in test])
-        left_out += shares(vector, [t for t in measured if t.shape in test])
+        vector = fit.fitted([t for t in measured if t.shape not in test])
+        left_out += fit.shares(vector, [t for t in measured if t.shape in test])
     print(said("shapes that were left out", left_out))
-    vector = fitted(measured)
-    print(said("fitted", shares(vector, measured)))
-    tilings, costs, launch = constants(vector)
-    for each in {kind(t): t for t in tilings}.values():
-        config = each.config
-        print(f"{config.tile}, {config.warpgroups}: {each.k_block_ns:.0f}, {each.tile_ns:.0f}")
-    print(costs, f"launch {launch:.0f}")
+    vector = fit.fitted(measured)
+    print(said("fitted", fit.shares(vector, measured)))
+    tilings, launch = fit.constants(vector)
+    for each in tilings:
+        print(f"{name(each)}: {each.k_block_ns:.0f}, {each.tile_ns:.0f}")
+    print(tilings[0].costs, f"launch {launch:.0f}")
 
 
 if __name__ == "__main__":

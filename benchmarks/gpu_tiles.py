@@ -1,8 +1,8 @@
-"""Tiles of the FP8 product on Hopper, 1x128 by 128x128, at shapes drawn at random: the chosen one,
-and a grid of tiles and clusters, of which it knows some, beside DeepGEMM and bf16.
+"""Tiles of Hopper's products at shapes drawn at random: the chosen one, and a grid of tiles, of
+which the chooser knows some, beside other libraries.
 
-    PYTHONPATH=src python3 benchmarks/gpu_tiles.py FILE.json [--shapes 40] [--seed 22]
-        [--rows 65 1024] [--named] [--peers DeepGEMM bf16]
+    PYTHONPATH=src python3 benchmarks/gpu_tiles.py FILE.json [--product fp8] [--shapes 40]
+        [--seed 22] [--rows 65 1024] [--weights 8 64] [--named] [--clusters] [--no-peers]
 
 Microseconds with a cold L2 cache. Every kernel's result is compared with the chosen one's first.
 """
@@ -13,33 +13,37 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from itertools import product as product_of
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockscale.bench import peers_gemm
-from blockscale.bench.chooser import describe
 from blockscale.bench.contest import Call, ready, turns
 from blockscale.bench.timing import Timer
-from blockscale.dtypes import BFLOAT16
+from blockscale.dtypes import FLOAT32
 from blockscale.kernels.common.compile_all import compile_all
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.loadable import rows_to_load
 from blockscale.kernels.common.runtime import gpu_of
-from blockscale.kernels.sm90.config import Config, choose_config
-from blockscale.kernels.sm90.product_config import fit
+from blockscale.kernels.sm90 import bf16_config
+from blockscale.kernels.sm90 import config as fp8_config
+from blockscale.kernels.sm90.bf16_config import Bf16Config
+from blockscale.kernels.sm90.config import Config
+from blockscale.kernels.sm90.product_config import ProductConfig, fit
 from blockscale.quantize import quantize
 
 Shape = tuple[int, int, int]
 Tiling = tuple[Any, ...]  # values of FIELDS
 
-WEIGHTS = 8 << 20, 64 << 20  # N * K
+WEIGHTS = 8, 64  # of 2^20 elements
 DIMENSION = 1024, 28672
 MULTIPLES = 16, 32, 128
 CLUSTERS = (1, 1), (2, 1), (1, 2)
@@ -50,23 +54,89 @@ NAMED: tuple[Shape, ...] = (
 #: Fields, and the columns of tiles.
 GRID: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = (
     ({"rows": 128}, (64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)),
-    ({"rows": 192, "warpgroups": 3}, (48, 64, 80, 96, 112, 128)),
+    ({"rows": 192, "warpgroups": 3}, (48, 64, 80, 96, 112, 128, 160, 192)),
     ({"rows": 256}, (64, 96, 112, 128)),
     ({"rows": 64, "warpgroups": 1}, (64, 96, 128, 160, 192, 256)),
-    ({"rows": 64, **SPLIT}, (48, 64, 80, 96, 112, 128, 192)),
+    ({"rows": 64, **SPLIT}, (16, 32, 48, 64, 80, 96, 112, 128, 192)),
     ({"rows": 128, **SPLIT}, (48, 64, 96, 128)),
 )
-SPLIT_K = (64, 2), (64, 4), (96, 2), (96, 3), (128, 2), (128, 4)  # columns, CTAs
-PEERS = {"DeepGEMM": peers_gemm.deep_gemm, "bf16": peers_gemm.bf16}
+SPLIT_K = (64, 2), (64, 4), (64, 8), (96, 2), (96, 3), (128, 2), (128, 4)  # columns, CTAs
 #: That tell a tiling.
 FIELDS = ("tile", "cluster", "warpgroups", "warpgroup_split_k", "split_k")
-_MOST_STAGES = 10
+_MOST_STAGES = 12
+_STEPS = 1, 2, 3  # wgmmas across a tile
+_REGISTERS = {1: 192, 2: 192, 3: 128}  # for sums, by warpgroups
 _DIFFERS = 0.02  # of the largest value: sums in another order differ less
 
+Operands = tuple[Tensor, ...]
 
-def shapes(seed: int, count: int, rows: tuple[int, int] = (65, 1024)) -> Iterator[Shape]:
-    """M (of ``rows``), N and K with equally likely logarithms; K is a multiple of 128, as the
-    format wants it."""
+
+@dataclass(frozen=True)
+class Product:
+    """What is measured.
+
+    Attributes:
+        module: has ``choose_config``.
+        kind: of a configuration.
+        operands: of matrices (M, K) and (N, K) of bf16, as a kernel takes them.
+        partial: whether a wgmma's sums are added to others, which want registers, too.
+        fields: of ``kind``, for a tile.
+        choices: of ``choose_config``.
+        epilogue: of all.
+        peers: name -> a function that makes what is needed and returns the call to time.
+    """
+
+    module: Any
+    kind: type[ProductConfig]
+    operands: Callable[[Tensor, Tensor], Operands]
+    partial: bool
+    peers: Mapping[str, Callable[[Tensor, Tensor], Call]]
+    fields: Callable[[int, int], dict[str, Any]] = lambda rows, columns: {}
+    choices: dict[str, Any] = field(default_factory=dict)
+    epilogue: Epilogue = field(default_factory=Epilogue)
+
+    def choose(self, shape: Shape, gpu: Any) -> Any:
+        return self.module.choose_config(shape, self.epilogue, gpu=gpu, **self.choices)
+
+
+def _fp8(x: Tensor, w: Tensor) -> Operands:
+    a, b = quantize(x, "fp8_1x128", layout="sm90"), quantize(w, "fp8_128x128")
+    return a.qdata.view(torch.uint8), a.scale, b.qdata.view(torch.uint8), b.scale
+
+
+def _fp8_1x128(x: Tensor, w: Tensor) -> Operands:
+    both = (quantize(each, "fp8_1x128", layout="sm90") for each in (x, w))
+    return tuple(each for q in both for each in (q.qdata.view(torch.uint8), q.scale))
+
+
+def _of_columns(rows: int, columns: int) -> dict[str, Any]:
+    """Scales of each column want registers, too: large tiles are unrolled less."""
+    unroll = {256: 1, 192: 2 if columns >= 128 else 4}
+    return {"b_block": (1, 128), "unroll": unroll.get(rows, 4)}
+
+
+_ADDED = Epilogue(FLOAT32, accumulate=True)
+PRODUCTS = {
+    "fp8": Product(
+        fp8_config, Config, _fp8, True,
+        {"DeepGEMM": peers_gemm.deep_gemm, "bf16": peers_gemm.bf16},
+    ),
+    "fp8_1x128": Product(
+        fp8_config, Config, _fp8_1x128, True,
+        {"DeepGEMM": peers_gemm.deep_gemm_added, "cuBLASLt": peers_gemm.cublaslt_1x128},
+        _of_columns, {"b_block": (1, 128)}, _ADDED,
+    ),
+    "bf16": Product(
+        bf16_config, Bf16Config, lambda x, w: (x, w), False, {"bf16": peers_gemm.bf16}
+    ),
+}  # fmt: skip
+
+
+def shapes(
+    seed: int, count: int, rows: tuple[int, int], weights: tuple[int, int]
+) -> Iterator[Shape]:
+    """M (of ``rows``), N and K with equally likely logarithms, so that N * K is one of ``weights``;
+    K is a multiple of 128, as the format wants it."""
     rng = random.Random(seed)
 
     def draw(low: int, high: int, multiple: int) -> int:
@@ -76,39 +146,45 @@ def shapes(seed: int, count: int, rows: tuple[int, int] = (65, 1024)) -> Iterato
     while count:
         m = draw(*rows, rng.choice(MULTIPLES))
         n, k = draw(*DIMENSION, rng.choice(MULTIPLES)), draw(*DIMENSION, 128)
-        if rows[0] <= m <= rows[1] and WEIGHTS[0] <= n * k <= WEIGHTS[1]:
+        if rows[0] <= m <= rows[1] and weights[0] << 20 <= n * k <= weights[1] << 20:
             count -= 1
             yield m, n, k
 
 
-def tile(rows: int, columns: int, **fields: Any) -> Config | None:
+def tile(product: Product, rows: int, columns: int, **fields: Any) -> ProductConfig | None:
     """With as many stages as there is room for; None where there is no such kernel."""
-    steps = 1 if columns <= 192 else 2  # accumulators and a partial one fit in registers
-    for stages in range(_MOST_STAGES, 1, -1):
+    split = fields.get("warpgroup_split_k")
+    warpgroups = fields.get("warpgroups", 2)
+    accumulators = rows // (1 if split else warpgroups) * columns // 128
+    room = _REGISTERS[warpgroups] - accumulators
+    for steps, stages in product_of(_STEPS, range(_MOST_STAGES, 1, -1)):
+        mma_n = columns // steps
+        if columns % (16 * steps) or (product.partial and mma_n // 2 > room):
+            continue
         try:
-            least = Config(
-                BFLOAT16, tile=(rows, columns), mma_n=columns // steps, stages=stages,
-                epilogue_stages=1, **fields,
+            least = product.kind(
+                tile=(rows, columns), mma_n=mma_n, stages=stages, epilogue_stages=1,
+                **product.epilogue._asdict(), **product.fields(rows, columns), **fields,
             )  # fmt: skip
         except ValueError:
             continue
-        found: Config = fit(least)
+        found: ProductConfig = fit(least)
         return found
     return None
 
 
-def grid(m: int) -> list[Config]:
+def grid(product: Product, m: int, clusters: Sequence[tuple[int, int]]) -> list[ProductConfig]:
     """For ``m`` rows, of which tiles that have more load no others."""
     found = [
-        tile(columns=columns, cluster=cluster, **fields)
+        tile(product, columns=columns, cluster=cluster, **fields)
         for fields, widths in GRID
         for columns in widths
-        for cluster in CLUSTERS
+        for cluster in clusters
     ]
-    found += [tile(64, n, cluster=(1, 1), split_k=ctas, **SPLIT) for n, ctas in SPLIT_K]
+    found += [tile(product, 64, n, cluster=(1, 1), split_k=ctas, **SPLIT) for n, ctas in SPLIT_K]
     return [
         replace(config, loaded_rows=rows_to_load(m, config.tile[0]))
-        if m < config.tile[0] and config.multicast_ctas == 1
+        if isinstance(config, Config) and m < config.tile[0] and config.multicast_ctas == 1
         else config
         for config in dict.fromkeys(found)
         if config is not None
@@ -116,40 +192,44 @@ def grid(m: int) -> list[Config]:
 
 
 def measured(
-    shape: Shape, configs: list[Config], peers: Sequence[str], timer: Timer
+    product: Product, shape: Shape, configs: list[Any], peers: bool, timer: Timer
 ) -> tuple[dict[Any, float], dict[str, str]]:
     """Microseconds of tilings and peers; and what could not run, and why. The first of ``configs``
     gives the result that the others must give, too."""
     m, n, k = shape
     x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
-    a, b = quantize(x, "fp8_1x128", layout="sm90"), quantize(w, "fp8_128x128")
-    given = a.qdata.view(torch.uint8), a.scale, b.qdata.view(torch.uint8), b.scale
-    d = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    given, added = product.operands(x, w), product.epilogue.accumulate
+    d = torch.zeros(m, n, device="cuda", dtype=torch.float32 if added else torch.bfloat16)
     gpu = gpu_of(x.device)
     assert gpu is not None
 
-    def call(config: Config) -> Call:
+    def call(config: Any) -> Call:
         return partial(gpu.load(config), *given, d, None, None, gpu.multiprocessors)
 
     call(configs[0])()
-    want, calls, failed = d.float(), {}, {}
+    want, failed = d.float(), {}
+    calls: dict[Any, Call] = {}
     for config in configs:
         if config.split_k > 1 and not config.runs_at_once(m, n, gpu):
             continue
-        d.fill_(math.nan)
-        one = ready(partial(call, config))
-        error = float((d.float() - want).abs().max() / want.abs().max())
-        if isinstance(one, str) or not error < _DIFFERS:
-            failed[describe(config)] = one if isinstance(one, str) else f"differs by {error}"
+        d.fill_(0 if added else math.nan)
+        try:
+            call(config)()
+            error = float((d.float() - want).abs().max() / want.abs().max())
+        except Exception as wrong:
+            failed[str(tiling(config))] = str(wrong)
+            continue
+        if error < _DIFFERS:
+            calls[tiling(config)] = call(config)
         else:
-            calls[tiling(config)] = one
-    for name in peers:
-        one = ready(partial(PEERS[name], x, w))
+            failed[str(tiling(config))] = f"differs by {error}"
+    for name, prepare in product.peers.items() if peers else ():
+        one = ready(partial(prepare, x, w))
         if isinstance(one, str):
             failed[name] = one
         else:
             calls[name] = one
-    took = {}
+    took: dict[Any, float] = {}
     for name, time in turns(calls, timer, 8).items():
         if isinstance(time, str):
             failed[str(name)] = time
@@ -158,47 +238,56 @@ def measured(
     return took, failed
 
 
-def tiling(config: Config) -> Tiling:
+def tiling(config: ProductConfig) -> Tiling:
     return tuple(getattr(config, name) for name in FIELDS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
+    parser.add_argument("--product", choices=PRODUCTS, default="fp8")
     parser.add_argument("--shapes", type=int, default=40)
     parser.add_argument("--seed", type=int, default=22)
     parser.add_argument("--rows", type=int, nargs=2, default=(65, 1024))
+    parser.add_argument("--weights", type=int, nargs=2, default=WEIGHTS, help="of 2^20 elements")
     parser.add_argument("--named", action="store_true", help="and squares")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--clusters", action="store_true", help="of two CTAs, too")
+    parser.add_argument("--no-peers", action="store_true")
     args = parser.parse_args()
-    gpu = gpu_of(torch.device("cuda", 0))
-    wanted = [*shapes(args.seed, args.shapes, args.rows), *(NAMED if args.named else ())]
-    configs = []
+    product, clusters = PRODUCTS[args.product], CLUSTERS if args.clusters else CLUSTERS[:1]
+    gpu: Any = gpu_of(torch.device("cuda", 0))
+    wanted = [
+        *shapes(args.seed, args.shapes, args.rows, args.weights),
+        *(NAMED if args.named else ()),
+    ]
+    configs: list[dict[Any, Any]] = []
     for shape in wanted:
-        found = [choose_config(shape, Epilogue(), gpu=gpu), *grid(shape[0])]
+        found = [product.choose(shape, gpu), *grid(product, shape[0], clusters)]
         configs.append({tiling(each): each for each in (*found, found[0])})
     compile_all(dict.fromkeys(chain.from_iterable(each.values() for each in configs)))
     tilings = list(dict.fromkeys(chain.from_iterable(configs)))
-    timer, rows = Timer(), []
+    timer = Timer()
+    rows: list[dict[str, Any]] = []
     for shape, these in zip(wanted, configs, strict=True):
         chosen = next(iter(these))
-        took, failed = measured(shape, list(these.values()), args.peers, timer)
+        took, failed = measured(product, shape, list(these.values()), not args.no_peers, timer)
         rows.append({
             "shape": shape,
             "chosen": tilings.index(chosen),
             "microseconds": [took.get(each) for each in tilings],
-            "peers": {name: took[name] for name in args.peers if name in took},
+            "peers": {name: took[name] for name in product.peers if name in took},
             "failed": failed,
         })  # fmt: skip
-    result = {
+    result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "dram_rate": gpu.dram_rate,
+        "product": args.product,
         "seed": args.seed,
         "tilings": [dict(zip(FIELDS, each, strict=True)) for each in tilings],
         "shapes": rows,
     }
     args.file.write_text(_lines(result), encoding="utf-8")
-    for peer in args.peers:
+    for peer in product.peers:
         having = [row for row in rows if peer in row["peers"]]
         for what, best in (("the chosen one", False), ("the best tile", True)):
             if having:

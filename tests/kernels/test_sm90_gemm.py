@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import cache
@@ -35,8 +36,9 @@ from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.common.machine_code import disassemble
 from blockscale.kernels.common.rounds import rounds
 from blockscale.kernels.sm90 import calls as sm90
-from blockscale.kernels.sm90.config import CANDIDATES, TILINGS, Config, choose_config
-from blockscale.kernels.sm90.product_config import Candidate, fit
+from blockscale.kernels.sm90.config import TILINGS, Config, choose_config
+from blockscale.kernels.sm90.estimate import Costs, Tiling
+from blockscale.kernels.sm90.product_config import fit
 from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -75,7 +77,7 @@ def test_variants(name):
     assert_no_spills(config)
 
 
-@pytest.mark.parametrize("each", TILINGS, ids=lambda each: " ".join(
+@pytest.mark.parametrize("each", TILINGS[128, 128], ids=lambda each: " ".join(
     map(str, (each.config.tile, each.config.cluster, each.config.warpgroups, each.config.split_k))
 ))  # fmt: skip
 def test_tilings(each):
@@ -248,27 +250,27 @@ def test_no_such_split(name, wrong):
 
 
 def test_time_of_split():
-    """30 clusters of four blocks run at once, and each block has a fourth of K."""
-    config = Config(BFLOAT16, tile=(64, 64), split_k=4, **_SPLIT)
-    shape = Candidate(config, k_block_ns=100, tile_ns=10)
-    assert shape.nanoseconds((8, 30 * 64, 9 * 128), 128, chip("sm_90a")) == 310
-    assert shape.nanoseconds((8, 31 * 64, 8 * 128), 128, chip("sm_90a")) == 420
-    fewer = chip("sm_90a", 114)  # multiprocessors, of an H100 on PCIe
-    assert shape.nanoseconds((8, 26 * 64, 8 * 128), 128, fewer) == 420
-    assert shape.loads_few(8)
+    """30 clusters of four CTAs run at once, and each CTA has a fourth of K."""
+    config = Config(BFLOAT16, tile=(64, 64), cluster=(1, 1), split_k=4, **_SPLIT)
+    free = Costs(a=0, l2_rate=math.inf, start_ns=0, split_ns=5)
+    tiling = Tiling(config, k_block_ns=100, tile_ns=10, costs=free)
+    fast = replace(chip("sm_90a"), dram_rate=math.inf)
+    assert tiling.nanoseconds((8, 30 * 64, 9 * 128), 128, fast) == 330
+    assert tiling.nanoseconds((8, 31 * 64, 8 * 128), 128, fast) == 440
+    assert tiling.is_legal(8, 30 * 64, fast)
+    assert not tiling.is_legal(8, 31 * 64, fast)
+    fewer = replace(chip("sm_90a", 114), dram_rate=math.inf)  # of an H100 on PCIe
+    assert tiling.nanoseconds((8, 26 * 64, 8 * 128), 128, fewer) == 440
 
 
 def test_choice_for_few_rows():
-    """As many rows as there are, or a few more; no cluster that has less to do than it has blocks;
-    and TMA fills no more than it has time for."""
+    """As many rows as there are, or a few more: TMA fills none with zeros that it need not."""
     for m in range(1, 300):
         for n, k in ((7168, 16384), (2112, 7168), (576, 7168), (24576, 1536)):
             config = choose_config((m, n, k), Epilogue(BFLOAT16))
             rows, tiles = config.tile[0], -(-m // config.tile[0])
             assert not config.loaded_rows or m <= config.loaded_rows < min(m + 8, rows)
-            if config.warpgroup_split_k:
-                assert tiles >= config.cluster[0]
-                assert config.loaded_rows or tiles > 1 or m > rows - 8
+            assert config.loaded_rows or tiles > 1 or m > rows - 8
     assert choose_config((1, 7168, 16384), Epilogue(BFLOAT16)).loaded_rows == 1
 
 
@@ -409,7 +411,7 @@ def test_shapes(shape):
 
 
 @pytest.mark.parametrize(
-    "each", CANDIDATES[1, 128], ids=lambda each: f"{each.config.tile}, {each.config.split_k}"
+    "each", TILINGS[1, 128], ids=lambda each: f"{each.config.tile}, {each.config.cluster}"
 )
 def test_one_for_each_row(each):
     """Of what is chosen among where B has 1 x 128 scales, nothing is spilled. A whole tile and a

@@ -29,7 +29,6 @@ def _common(config: Any, shape: Shape) -> dict[str, Any]:
         "shape": shape,
         "tile": config.tile,
         "cluster": config.cluster,
-        "group": config.group,
         "stages": config.stages,
         "out_bytes": config.out_dtype.itemsize,
         "accumulate": config.accumulate,
@@ -37,7 +36,7 @@ def _common(config: Any, shape: Shape) -> dict[str, Any]:
 
 
 def _hopper(config: ProductConfig, shape: Shape) -> dict[str, Any]:
-    return {**_common(config, shape), "split": config.split_k}
+    return {**_common(config, shape), "group": config.group(*shape[:2]), "split": config.split_k}
 
 
 def _wgmma_bytes(config: ProductConfig) -> int:
@@ -83,6 +82,7 @@ def tcgen05(config: sm100.Config, shape: Shape) -> Launch:
         operand_bytes=(_stored_bytes(config.a_format), _stored_bytes(config.b_format)),
         exposed=0.0 if config.acc_stages > 1 else config.early_release / config.subtiles,
         **_common(config, shape),
+        group=config.group,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from cutlass import Int32, const_expr, cute
 
-__all__ = ["advance_pipeline", "cluster_id_and_count", "cluster_sync"]
+__all__ = ["advance_pipeline", "cluster_id_and_count", "cluster_shape", "cluster_sync"]
 
 
 def advance_pipeline(stage, phase, stages: int):
@@ -18,6 +18,12 @@ def advance_pipeline(stage, phase, stages: int):
 def cluster_id_and_count(ctas: int):
     """This cluster, of ``ctas`` CTAs, and how many there are."""
     return cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
+
+
+def cluster_shape(ctas: int):
+    """Of a launch. CTAs that are alone get none: neighbours are then the two of a TPC, whose loads
+    of the same bytes become one. As clusters of one they would be spread over TPCs."""
+    return (ctas, 1, 1) if ctas > 1 else None
 
 
 @cute.jit

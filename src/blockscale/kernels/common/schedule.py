@@ -20,6 +20,9 @@ class Raster:
     def __init__(self, tile: tuple[int, int], cluster: tuple[int, int], group: int):
         self.tile_shape, self.cluster, self.group = tile, cluster, group
 
+    def grouped(self, group) -> Raster:
+        return Raster(self.tile_shape, self.cluster, group)
+
     def clusters(self, m, n):
         """Clusters of tiles down and across a matrix."""
         down = cute.ceil_div(m, self.tile_shape[0] * self.cluster[0])

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...dtypes import BFLOAT16
+from ...dtypes import BFLOAT16, FLOAT32
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
 from ..common.loadable import rows_to_load
 from . import product_config
-from .estimate import Tiling
-from .product_config import Candidate, ProductConfig, by_estimate, fit
+from .estimate import Costs, Tiling, by_estimate
+from .product_config import ProductConfig, fit
 
 __all__ = ["BLOCK_K", "Config", "candidates", "choose_config", "why_not"]
 
@@ -43,7 +42,12 @@ class Config(ProductConfig):
 
     def wrong(self) -> dict[str, Any]:
         few = range(self.tile[0] if self.multicast_ctas == 1 else 1)
-        return {**ProductConfig.wrong(self), "loaded_rows": self.loaded_rows not in few}
+        return {
+            **ProductConfig.wrong(self),
+            "loaded_rows": self.loaded_rows not in few,
+            # TMA loads scales of columns to multiples of 128 bytes
+            "b_block": self.b_block[0] == 1 and self.tile[1] % 32,
+        }
 
     @property
     def segment(self) -> int:
@@ -79,90 +83,66 @@ def why_not(k: int, out_dtype: np.dtype, b_format: str | None, arch: str) -> str
     return ""
 
 
-def _candidate(k_block_ns: int, tile_ns: int, cluster_sync_ns: int = 0, **fields: Any) -> Candidate:
-    return Candidate(
-        Config(BFLOAT16, epilogue_stages=1, **fields), k_block_ns, tile_ns, cluster_sync_ns
-    )
+_OF_BLOCKS = Costs(a=1.597, l2_rate=23404, start_ns=1820, split_ns=392)
+_OF_COLUMNS = Costs(a=1.124, l2_rate=19632, start_ns=3001, split_ns=0)
+_SPLIT: dict[str, Any] = {"warpgroup_split_k": True}
+_ADDED: dict[str, Any] = {"b_block": (1, 128), "out_dtype": FLOAT32, "accumulate": True}
 
 
-_WIDE = {"tile": (128, 256), "stages": 4}
-_THREE = {"tile": (192, 128), "cluster": (1, 2), "stages": 4, "warpgroups": 3}
-_SQUARE = {"tile": (128, 128), "stages": 5}
-_FEW = {"cluster": (1, 1), "warpgroup_split_k": True, "stages": 7}
-_SMALL = {"tile": (64, 64), "mma_n": 64, "warpgroup_split_k": True, "stages": 9}
+def _tiling(
+    tile: tuple[int, int], stages: int, k_block_ns: int, tile_ns: int, **fields: Any
+) -> Tiling:
+    columns = {256: 128, 160: 80 if tile[0] == 192 else 160}  # what registers have room for
+    mma_n = columns.get(tile[1], tile[1])
+    fields = {"out_dtype": BFLOAT16, "cluster": (1, 1), "mma_n": mma_n, **fields}
+    config = Config(tile=tile, stages=stages, epilogue_stages=1, **fields)
+    costs = _OF_BLOCKS if config.b_block[0] > 1 else _OF_COLUMNS
+    return Tiling(config, k_block_ns, tile_ns, costs)
 
-CANDIDATES = {  # for scales of B
-    # Of few rows. Fitted to the times of all of them at 40 shapes of LLMs and 70 of few tiles on an
-    # H200.
+
+#: For scales of B: of some 50 tilings those among which the estimate chooses best, at shapes drawn
+#: at random on an H100 (152, and 38).
+TILINGS: dict[tuple[int, int], tuple[Tiling, ...]] = {
     (128, 128): (
-        _candidate(780, 1560, 250, **_WIDE),
-        _candidate(861, 629, **_WIDE, cluster=(1, 1)),
-        _candidate(607, 527, 250, **_THREE),
-        _candidate(477, 214, 250, **_SQUARE),
-        _candidate(469, 656, **_SQUARE, cluster=(1, 1)),
-        _candidate(251, 1915, **_FEW, tile=(128, 64), mma_n=64),
-        _candidate(319, 1888, **_FEW, tile=(64, 128)),
-        _candidate(168, 2333, **_SMALL, cluster=(1, 1)),
-        _candidate(140, 2936, 250, **_SMALL),
-        _candidate(280, 3083, **_SMALL, cluster=(1, 1), split_k=2),
-        _candidate(439, 2767, **_SMALL, cluster=(1, 1), split_k=4),
-        _candidate(669, 3568, **_SMALL, cluster=(1, 1), split_k=8),
+        _tiling((64, 16), 12, 90, 316, **_SPLIT),
+        _tiling((64, 32), 12, 103, 300, **_SPLIT),
+        _tiling((64, 48), 12, 113, 476, **_SPLIT),
+        _tiling((64, 96), 9, 161, 720, **_SPLIT),
+        _tiling((64, 64), 11, 125, 0, **_SPLIT, split_k=4),
+        _tiling((64, 64), 11, 125, 0, **_SPLIT, split_k=8),
+        _tiling((64, 96), 8, 161, 720, **_SPLIT, split_k=3),
+        _tiling((64, 64), 12, 139, 426, warpgroups=1),
+        _tiling((64, 128), 8, 218, 685, warpgroups=1),
+        _tiling((64, 160), 7, 266, 1597, warpgroups=1),
+        _tiling((128, 96), 7, 314, 806),
+        _tiling((128, 128), 6, 349, 833),
+        _tiling((128, 144), 6, 415, 1246),
+        _tiling((128, 160), 5, 440, 1215),
+        _tiling((128, 192), 5, 517, 1264),
+        _tiling((128, 256), 4, 700, 1421),
+        _tiling((192, 96), 5, 440, 662, warpgroups=3),
+        _tiling((192, 128), 4, 520, 957, warpgroups=3),
+        _tiling((256, 128), 4, 701, 1553),
     ),
-    # Fitted at 17 shapes, to bf16 and added to fp32, but for 4 us of a launch; where K is split, in
-    # the proportions above. Unrolled more, the first two would not fit the registers.
+    # Added to fp32, as gradients of weights are. What is unrolled less has no registers for more.
     (1, 128): (
-        _candidate(911, 4750, tile=(256, 128), cluster=(1, 2), stages=4, unroll=1),
-        _candidate(711, 3627, **_THREE, unroll=2),
-        _candidate(510, 2345, **_SQUARE, cluster=(1, 1)),
-        _candidate(324, 1000, **_FEW, tile=(128, 64), mma_n=64),
-        _candidate(336, 1000, **_FEW, tile=(64, 128)),
-        _candidate(207, 1000, **_SMALL, cluster=(1, 1)),
-        _candidate(345, 1100, **_SMALL, cluster=(1, 1), split_k=2),
-        _candidate(548, 1150, **_SMALL, cluster=(1, 1), split_k=4),
-        _candidate(853, 1300, **_SMALL, cluster=(1, 1), split_k=8),
+        _tiling((64, 64), 12, 186, 589, **_SPLIT, **_ADDED),
+        _tiling((64, 96), 9, 223, 1176, **_SPLIT, **_ADDED),
+        _tiling((64, 128), 7, 265, 2026, **_SPLIT, **_ADDED),
+        _tiling((64, 128), 8, 302, 1584, **_ADDED, warpgroups=1),
+        _tiling((128, 64), 7, 285, 1845, **_SPLIT, **_ADDED),
+        _tiling((128, 128), 6, 519, 2896, **_ADDED),
+        _tiling((128, 160), 5, 607, 4517, **_ADDED),
+        _tiling((128, 192), 5, 703, 5384, **_ADDED),
+        _tiling((128, 256), 4, 937, 8368, **_ADDED),
+        _tiling((192, 96), 5, 587, 3664, **_ADDED, warpgroups=3),
+        _tiling((192, 128), 4, 716, 5886, **_ADDED, warpgroups=3, unroll=2),
+        _tiling((192, 160), 4, 979, 6909, **_ADDED, warpgroups=3, unroll=2),
+        _tiling((256, 128), 4, 950, 7159, **_ADDED, unroll=1),
+        _tiling((256, 128), 4, 921, 7632, **_ADDED, unroll=1, cluster=(2, 1)),
+        _tiling((256, 128), 4, 903, 7848, **_ADDED, unroll=1, cluster=(1, 2)),
     ),
 }
-
-
-_ALONE, _DOWN, _ACROSS = (1, 1), (2, 1), (1, 2)
-_FEW_ROWS = 64
-
-
-def _tilings(
-    tile: tuple[int, int], stages: int, k_block_ns: int, tile_ns: int, *clusters: tuple[int, int],
-    **fields: Any,
-) -> list[Tiling]:  # fmt: skip
-    fields |= {"tile": tile, "stages": stages, "epilogue_stages": 1}
-    fields["mma_n"] = tile[1] if tile[1] <= 192 else tile[1] // 2  # what registers have room for
-    return [
-        Tiling(Config(BFLOAT16, cluster=each, **fields), k_block_ns, tile_ns) for each in clusters
-    ]
-
-
-_SPLIT: dict[str, Any] = {"warpgroup_split_k": True}
-
-#: Of more rows, with scales of 128 x 128. Of 120 tilings those among which the estimate chooses
-#: best, at 362 random shapes on an H200 and 110 on an H100; and four CTAs that split K, for fewer
-#: columns than those shapes have.
-TILINGS = (
-    *_tilings((64, 48), 10, 99, 204, _ALONE, _DOWN, **_SPLIT),
-    *_tilings((64, 64), 10, 107, 231, _ALONE, _DOWN, **_SPLIT),
-    *_tilings((64, 64), 10, 107, 231, _ALONE, **_SPLIT, split_k=2),
-    *_tilings((64, 64), 10, 107, 231, _ALONE, **_SPLIT, split_k=4),
-    *_tilings((64, 96), 9, 138, 447, _DOWN, **_SPLIT),
-    *_tilings((64, 96), 8, 138, 447, _ALONE, **_SPLIT, split_k=3),
-    *_tilings((64, 128), 7, 187, 630, _DOWN, **_SPLIT),
-    *_tilings((64, 128), 8, 192, 326, _DOWN, warpgroups=1),
-    *_tilings((64, 160), 7, 233, 1252, _DOWN, warpgroups=1),
-    *_tilings((128, 96), 7, 280, 399, _ALONE),
-    *_tilings((128, 128), 6, 289, 593, _ALONE, _DOWN, _ACROSS),
-    *_tilings((128, 160), 5, 379, 1080, _ALONE, _DOWN, _ACROSS),
-    *_tilings((128, 192), 5, 451, 1004, _ALONE, _ACROSS),
-    *_tilings((128, 256), 4, 636, 1198, _ALONE),
-    *_tilings((192, 96), 5, 380, 463, _ALONE, warpgroups=3),
-    *_tilings((192, 128), 4, 447, 764, _DOWN, _ACROSS, warpgroups=3),
-    *_tilings((256, 128), 4, 638, 1417, _ALONE, _DOWN),
-)
 
 
 def candidates(
@@ -174,23 +154,16 @@ def candidates(
 ) -> list[Config]:
     """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first."""
     fields = {"b_block": b_block, **epilogue._asdict()}
-    return [_fitted(each, shape[0], **fields) for each in _ranked(shape, b_block, gpu)]
+    ranked = by_estimate(TILINGS[b_block], shape, BLOCK_K, gpu)
+    return [_fitted(each, shape[0], **fields) for each in ranked]
 
 
-def _ranked(
-    shape: tuple[int, int, int], b_block: tuple[int, int], gpu: Gpu
-) -> Sequence[Candidate | Tiling]:
-    many = b_block == (128, 128) and shape[0] > _FEW_ROWS
-    known: Sequence[Candidate | Tiling] = TILINGS if many else CANDIDATES[b_block]
-    return by_estimate(known, shape, BLOCK_K, gpu)
-
-
-def _fitted(candidate: Candidate | Tiling, m: int, **fields: Any) -> Config:
-    """The kernel of a candidate for ``m`` rows."""
-    if candidate.loads_few(m):
-        fields["loaded_rows"] = rows_to_load(m, candidate.config.tile[0])
-    config: Config = fit(candidate.config, **fields)
-    return config
+def _fitted(config: ProductConfig, m: int, **fields: Any) -> Config:
+    """The kernel for ``m`` rows, which loads no others."""
+    if config.multicast_ctas == 1 and m < config.tile[0]:
+        fields["loaded_rows"] = rows_to_load(m, config.tile[0])
+    fitted: Config = fit(config, **fields)
+    return fitted
 
 
 def choose_config(
@@ -201,5 +174,5 @@ def choose_config(
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
     """The kernel for a product of ``shape`` (M, N, K)."""
-    chosen = _ranked(shape, b_block, gpu)[0]
+    chosen = by_estimate(TILINGS[b_block], shape, BLOCK_K, gpu)[0]
     return _fitted(chosen, shape[0], b_block=b_block, **epilogue._asdict())

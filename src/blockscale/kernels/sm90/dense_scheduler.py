@@ -14,7 +14,7 @@ from cutlass import Int32, cute
 
 from ..common.persistent import cluster_id_and_count
 from ..common.schedule import Raster
-from .product_config import ProductConfig
+from .product_config import GROUP, WIDE, WIDE_GROUP, ProductConfig
 
 __all__ = ["DenseScheduler", "DenseTiles", "Tile"]
 
@@ -82,7 +82,7 @@ class DenseScheduler:
 
     def __init__(self, config: ProductConfig):
         self.config = config
-        self.raster = Raster(config.tile, config.cluster, config.group)
+        self.raster = Raster(config.tile, config.cluster, GROUP)
 
     def grid(self, d, multiprocessors):
         """On the host: how many CTAs there are."""
@@ -92,6 +92,7 @@ class DenseScheduler:
     def tiles(self, d, k_blocks, rank, k_part) -> DenseTiles:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
         clusters, split = self.raster.clusters(*d.shape), self.config.split_k
+        group = cutlass.select_(clusters[1] < WIDE, Int32(GROUP), Int32(WIDE_GROUP))
         begin, end = 0, k_blocks
         if split > 1:
             begin, end = k_part * k_blocks // split, (k_part + 1) * k_blocks // split
@@ -100,4 +101,4 @@ class DenseScheduler:
             least = cutlass.max(Int32(d.shape[0]) - self.config.tile[0], Int32(0))
             last_row = cute.round_up(least, _ALIGNMENT)
         size = self.config.cluster_size
-        return DenseTiles(self.raster, size, clusters, rank, last_row, begin, end)
+        return DenseTiles(self.raster.grouped(group), size, clusters, rank, last_row, begin, end)

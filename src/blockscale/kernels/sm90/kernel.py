@@ -23,7 +23,7 @@ from ..common.copies import Copies, TmaTiles
 from ..common.factor import any_added
 from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
-from ..common.persistent import cluster_sync
+from ..common.persistent import cluster_shape, cluster_sync
 from ..common.pipeline import Pipeline
 from ..common.tensor_specs import any_source, compile_for
 from . import ptx
@@ -85,7 +85,7 @@ class Gemm:
         self.kernel(atoms, views, *store, fetched, output, k_blocks).launch(
             grid=(self.scheduler(config).grid(d, multiprocessors), 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.cluster_size, 1, 1),
+            cluster=cluster_shape(config.cluster_size),
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=True,

@@ -24,7 +24,7 @@ from ..common import shared
 from ..common.copies import Copies, TmaTiles
 from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
-from ..common.persistent import cluster_sync
+from ..common.persistent import cluster_shape, cluster_sync
 from ..common.pipeline import Pipeline
 from ..common.tensor_specs import any_tensor
 from . import ptx
@@ -72,7 +72,7 @@ class MixedGemm:
         self.kernel(atoms, views, *store, b_scale, output, extent, k_blocks).launch(
             grid=(self.scheduler.grid(extent, multiprocessors), 1, 1),
             block=(self.threads, 1, 1),
-            cluster=(config.split_k, 1, 1),
+            cluster=cluster_shape(config.split_k),
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=True,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +16,12 @@ from ..common.rounds import rounds
 
 __all__ = [
     "BOX",
+    "GROUP",
     "ROW",
     "ROWS",
-    "Candidate",
+    "WIDE",
+    "WIDE_GROUP",
     "ProductConfig",
-    "by_estimate",
     "fit",
     "why_not",
 ]
@@ -30,6 +30,9 @@ ROW = 128  # bytes of a row of a tile in shared memory
 ROWS = 64  # of one wgmma
 BOX = 128  # bytes of a row of a swizzled box, at most
 BOXES = (BOX, 64, 32)
+# Clusters down that are taken before the next ones across; as measured, more where so many are
+# across.
+GROUP, WIDE_GROUP, WIDE = 4, 8, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,6 @@ class ProductConfig:
         epilogue_stages: boxes of 64 rows x 128 bytes in which a warpgroup puts its output together.
         skew: nanoseconds by which a warpgroup starts after the one before it, so that one works
             while another stores.
-        group: tiles along M that are taken before the next ones along N.
         tma_store: the output is stored by TMA, where CTAs split K in pairs; else an element at a
             time.
         bias: the type of a vector that is added to each row, if there is one.
@@ -68,7 +70,6 @@ class ProductConfig:
     mma_n: int = 256
     epilogue_stages: int = 2
     skew: int = 0
-    group: int = 8
     tma_store: bool = True
     bias: np.dtype | None = None
     alpha: int = 0
@@ -190,6 +191,10 @@ class ProductConfig:
         down, across = self.cluster
         return -(-m // (rows * down)), -(-n // (columns * across))
 
+    def group(self, m: int, n: int) -> int:
+        """Clusters down that are taken before the next ones across."""
+        return GROUP if self.clusters(m, n)[1] < WIDE else WIDE_GROUP
+
     def runs_at_once(self, m: int, n: int, gpu: Gpu) -> bool:
         """Whether all clusters do, as they must where CTAs split K."""
         return math.prod(self.clusters(m, n)) <= gpu.max_active_clusters(self.cluster_size)
@@ -203,77 +208,6 @@ class ProductConfig:
         """With the barriers of each stage."""
         stages = self.stages * (self.stage_bytes + 8 * (1 + rounds(self.stages, self.k_turns)))
         return stages + self.output_bytes + self.reduce_bytes + 256
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A way to cut a product into tiles, and what it costs.
-
-    Attributes:
-        config: with one epilogue stage.
-        k_block_ns: nanoseconds of a K block.
-        tile_ns: of a tile, beside its K blocks.
-        cluster_sync_ns: until the CTAs of a cluster have met.
-    """
-
-    config: ProductConfig
-    k_block_ns: int
-    tile_ns: int
-    cluster_sync_ns: int = 0
-
-    def loads_few(self, m: int) -> bool:
-        """Whether there are kernels that load no more than ``m`` rows of A."""
-        return (
-            self.config.warpgroup_split_k
-            and self.config.multicast_ctas == 1
-            and m < self.config.tile[0]
-        )
-
-    def oob_fill_ns(self, m: int, n: int) -> float:
-        """More for a K block of tiles that have more rows than A. TMA fills the others with zeros,
-        the slower, the more tiles do so at once (measured in FP8). Larger tiles hide it."""
-        rows, columns = self.config.tile
-        if not self.config.warpgroup_split_k or self.loads_few(m) or m > rows:
-            return 0
-        blocks = -(-n // columns) * self.config.split_k
-        return (rows - m) * 4 * (blocks / 112) ** 1.5
-
-    def is_legal(self, m: int, n: int, gpu: Gpu) -> bool:
-        """Whether every CTA of a cluster has rows (of large tiles: whether one has); and whether
-        all clusters run at once where CTAs split K."""
-        config = self.config
-        if config.split_k > 1:
-            return config.runs_at_once(m, n, gpu)
-        tiles, down = -(-m // config.tile[0]), config.cluster[0]
-        return tiles % down == 0 if config.warpgroup_split_k else tiles >= down
-
-    def nanoseconds(self, shape: tuple[int, int, int], block_k: int, gpu: Gpu) -> float:
-        """An estimate for a product of ``shape`` (M, N, K), in K blocks of ``block_k``."""
-        m, n, k = shape
-        clusters = math.prod(self.config.clusters(m, n))
-        turns = -(-clusters // gpu.max_active_clusters(self.config.cluster_size))
-        loops = -(-k // (block_k * self.config.split_k)) * (
-            self.k_block_ns + self.oob_fill_ns(m, n)
-        )
-        return turns * (loops + self.tile_ns) + self.cluster_sync_ns
-
-
-class Estimated(Protocol):
-    """What :class:`Candidate` and ``estimate.Tiling`` have in common."""
-
-    def is_legal(self, m: int, n: int, gpu: Gpu) -> bool: ...
-    def nanoseconds(self, shape: tuple[int, int, int], block_k: int, gpu: Gpu) -> float: ...
-
-
-_E = TypeVar("_E", bound=Estimated)
-
-
-def by_estimate(
-    candidates: Iterable[_E], shape: tuple[int, int, int], block_k: int, gpu: Gpu
-) -> list[_E]:
-    """Those that are legal, the one of least estimated time first."""
-    suiting = (each for each in candidates if each.is_legal(*shape[:2], gpu))
-    return sorted(suiting, key=lambda each: each.nanoseconds(shape, block_k, gpu))
 
 
 def fit(config: ProductConfig, **fields: Any) -> Any:
