@@ -2,7 +2,8 @@
 which the chooser knows some, beside other libraries.
 
     PYTHONPATH=src python3 benchmarks/gpu_tiles.py FILE.json [--product fp8] [--shapes 40]
-        [--seed 22] [--rows 65 1024] [--weights 8 64] [--named] [--clusters] [--no-peers]
+        [--seed 22] [--rows 65 1024] [--weights 8 64] [--columns 1024 28672] [--named]
+        [--clusters] [--no-peers]
 
 Microseconds with a cold L2 cache. Every kernel's result is compared with the chosen one's first.
 """
@@ -44,7 +45,7 @@ Shape = tuple[int, int, int]
 Tiling = tuple[Any, ...]  # values of FIELDS
 
 WEIGHTS = 8, 64  # of 2^20 elements
-DIMENSION = 1024, 28672
+COLUMNS = DEPTH = 1024, 28672  # N and K
 MULTIPLES = 16, 32, 128
 CLUSTERS = (1, 1), (2, 1), (1, 2)
 SPLIT = {"warpgroup_split_k": True}
@@ -133,7 +134,7 @@ PRODUCTS = {
 
 
 def shapes(
-    seed: int, count: int, rows: tuple[int, int], weights: tuple[int, int]
+    seed: int, count: int, rows: tuple[int, int], weights: tuple[int, int], columns: tuple[int, int]
 ) -> Iterator[Shape]:
     """M (of ``rows``), N and K with equally likely logarithms, so that N * K is one of ``weights``;
     K is a multiple of 128, as the format wants it."""
@@ -145,7 +146,7 @@ def shapes(
 
     while count:
         m = draw(*rows, rng.choice(MULTIPLES))
-        n, k = draw(*DIMENSION, rng.choice(MULTIPLES)), draw(*DIMENSION, 128)
+        n, k = draw(*columns, rng.choice(MULTIPLES)), draw(*DEPTH, 128)
         if rows[0] <= m <= rows[1] and weights[0] << 20 <= n * k <= weights[1] << 20:
             count -= 1
             yield m, n, k
@@ -250,6 +251,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=22)
     parser.add_argument("--rows", type=int, nargs=2, default=(65, 1024))
     parser.add_argument("--weights", type=int, nargs=2, default=WEIGHTS, help="of 2^20 elements")
+    parser.add_argument("--columns", type=int, nargs=2, default=COLUMNS)
     parser.add_argument("--named", action="store_true", help="and squares")
     parser.add_argument("--clusters", action="store_true", help="of two CTAs, too")
     parser.add_argument("--no-peers", action="store_true")
@@ -257,7 +259,7 @@ def main() -> None:
     product, clusters = PRODUCTS[args.product], CLUSTERS if args.clusters else CLUSTERS[:1]
     gpu: Any = gpu_of(torch.device("cuda", 0))
     wanted = [
-        *shapes(args.seed, args.shapes, args.rows, args.weights),
+        *shapes(args.seed, args.shapes, args.rows, args.weights, args.columns),
         *(NAMED if args.named else ()),
     ]
     configs: list[dict[Any, Any]] = []

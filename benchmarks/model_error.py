@@ -32,6 +32,7 @@ GROUPS = {  # of gemm_h200.json -> the format of its rows in the model, by case
     "1x128 by 1x128, added to fp32": {"fp8_1x128": "fp8_1x128"},
 }
 
+_GROUP = 8  # tiles down that the kernels took which were measured
 #: `ncu --section MemoryWorkloadAnalysis` on that H200, caches flushed: L2 Hit Rate, with the tile
 #: and the cluster that were chosen then.
 HIT_RATES = (
@@ -63,7 +64,7 @@ def chooser_points() -> Iterator[Point]:
         shape = choice["m"], choice["n"], choice["k"]
         part = "held out" if i % 2 else "fitted"
         for name, took in choice["candidates"].items():
-            counts = hopper_fp8(described(name), shape)
+            counts = replace(hopper_fp8(described(name), shape), group=_GROUP)
             yield Point(part, name, counts, walk(counts, H200), took)
 
 
@@ -71,7 +72,7 @@ def gemm_points() -> Iterator[Point]:
     for row in _load("gemm_h200.json")["rows"]:
         format = GROUPS.get(row["group"], {}).get(row["case"])
         if format and row["who"] == OURS:
-            counts = launch("sm_90a", format, (row["m"], row["n"], row["k"]))
+            counts = launch("sm_90a", format, (row["m"], row["n"], row["k"]), group=_GROUP)
             yield Point(format, "chosen", counts, walk(counts, H200), row["microseconds"])
 
 
@@ -116,7 +117,8 @@ def hit_rates() -> list[dict[str, Any]]:
             "shape": shape,
             "ncu": measured,
             "model": walk(
-                replace(launch("sm_90a", format, shape), tile=tile, cluster=cluster), H200
+                replace(launch("sm_90a", format, shape, group=_GROUP), tile=tile, cluster=cluster),
+                H200,
             ).hit_rate,
         }
         for format, shape, tile, cluster, measured in HIT_RATES

@@ -251,7 +251,7 @@ def test_no_such_split(name, wrong):
 
 def test_time_of_split():
     """30 clusters of four CTAs run at once, and each CTA has a fourth of K."""
-    config = Config(BFLOAT16, tile=(64, 64), cluster=(1, 1), split_k=4, **_SPLIT)
+    config = Config(BFLOAT16, tile=(64, 64), split_k=4, **_SPLIT)
     free = Costs(a=0, l2_rate=math.inf, start_ns=0, split_ns=5)
     tiling = Tiling(config, k_block_ns=100, tile_ns=10, costs=free)
     fast = replace(chip("sm_90a"), dram_rate=math.inf)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["loadable", "rows_to_load"]
 
-_ROWS = (1, 2, 4, *range(8, 128, 8))  # a kernel for each
+_ROWS = (1, 2, 4, *range(8, 256, 8))  # a kernel for each
 
 
 def loadable(x: Tensor, apart: int = 16) -> Tensor:
