@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Which tiles of a product of few rows a CTA takes: all that share rows of B, then the next ones.
+"""Which tiles of a product whose B is widened a CTA takes.
 
 As ``dense_scheduler``, but for CTAs of a cluster that share a tile, each with a part of K.
 """
@@ -13,33 +13,52 @@ import cutlass
 from cutlass import Int32, cute
 
 from ..common.persistent import cluster_id_and_count
+from ..common.schedule import Raster
 from .dense_scheduler import Tile
 from .mixed_config import B_ROWS, Config
 
 __all__ = ["ColumnScheduler", "ColumnTiles"]
 
 
+_GROUP = 8  # tiles of B that are taken before the next rows of A
+
+
 @dataclass(frozen=True)
 class ColumnTiles:
-    """The tiles of a CTA: every so many-th of ``count``, which are ``down`` one above the other."""
+    """The tiles of a CTA: every so many-th of ``count``.
+
+    Attributes:
+        tiles: across the output, and down.
+        last: column and row where the last tiles begin, or None. They reach back into those before
+            them rather than out of the matrix, as those of ``dense_scheduler`` do.
+    """
 
     config: Config
-    count: Any
-    down: Any
+    tiles: tuple
+    last: Any
     k_begin: Any
     k_end: Any
+
+    @property
+    def count(self):
+        return self.tiles[0] * self.tiles[1]
 
     def first(self):
         """The CTA's first one, and how far its others are apart."""
         return cluster_id_and_count(self.config.split_k)
 
     def k_blocks(self, index):
-        """Those of ``tile(index)``, without its division."""
+        """Those of ``tile(index)``, without its divisions."""
         return self.k_end - self.k_begin
 
     def tile(self, index) -> Tile:
-        """A division: not for each K block."""
-        row, column = index % self.down * self.config.rows, index // self.down * B_ROWS
+        """Divisions: not for each K block. Neighbours share rows of A, which are more bytes."""
+        raster = Raster((B_ROWS, self.config.rows), (1, 1), _GROUP)
+        column, row = raster.tile(index, self.tiles, Int32(0))
+        if self.last is not None:
+            column, row = (
+                cutlass.min(*each) for each in zip((column, row), self.last, strict=True)
+            )
         return Tile(row, column, self.k_begin, self.k_end)
 
 
@@ -48,15 +67,25 @@ class ColumnScheduler:
     config: Config
 
     def extent(self, a, b) -> tuple:
-        """On the host: how many tiles there are, and how many of them one above the other."""
-        down = cute.ceil_div(a.shape[0], self.config.rows)
-        return Int32(down * cute.ceil_div(b.shape[0], B_ROWS)), Int32(down)
+        """On the host: rows of B and of A."""
+        return Int32(b.shape[0]), Int32(a.shape[0])
+
+    def tiles_of(self, extent) -> tuple:
+        n, m = extent
+        return cute.ceil_div(n, B_ROWS), cute.ceil_div(m, self.config.rows)
 
     def grid(self, extent, multiprocessors):
         """On the host: how many CTAs there are."""
-        return cutlass.min(extent[0], multiprocessors // self.config.split_k) * self.config.split_k
+        across, down = self.tiles_of(extent)
+        return (
+            cutlass.min(across * down, multiprocessors // self.config.split_k) * self.config.split_k
+        )
 
     def tiles(self, extent, k_blocks, k_part) -> ColumnTiles:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
-        k_begin, k_end = (each * k_blocks // self.config.split_k for each in (k_part, k_part + 1))
-        return ColumnTiles(self.config, *extent, k_begin, k_end)
+        config, (n, m) = self.config, extent
+        k_begin, k_end = (each * k_blocks // config.split_k for each in (k_part, k_part + 1))
+        last = None
+        if not config.accumulate:  # what is stored twice would be added twice
+            last = tuple(cutlass.max(x - y, Int32(0)) for x, y in ((n, B_ROWS), (m, config.rows)))
+        return ColumnTiles(config, self.tiles_of(extent), last, k_begin, k_end)

@@ -178,19 +178,21 @@ def ue4m3_factors(pair) -> list:
 def place(row, part, row_bytes: int):
     """Where the ``part`` of a row is that one of its four lanes has, in a swizzled tile. Of 8 bits
     it has 16 bytes more, at the same address but for the bit of 16."""
+    if row_bytes == 32:
+        return row * 32 + ((part // 2) ^ (row // 4 % 2)) * 16 + part % 2 * 8
     chunk = (2 * part) ^ (row % 8) if row_bytes == 128 else part ^ (row // 2 % 4)
     return row * row_bytes + chunk * 16
 
 
 class Rows:
-    """``steps`` times two rows of a thread, on the device."""
+    """``steps`` times two rows of a thread, on the device. ``units``: of a stage."""
 
-    def __init__(self, format: Format, steps: int):
+    def __init__(self, format: Format, steps: int, units: int = 2):
         self.widener = WIDENERS[format.element.name]
         self.fine = format.scale.name == "UE4M3"  # a scale for each unit
-        self.kept = 4 if self.fine else 3  # registers for the scales of two rows
-        self.scale_bytes = 2 if self.fine else 1  # of a lane's part of a row
-        self.steps = steps
+        self.kept = 2 * units if self.fine else 3  # registers for the scales of two rows
+        self.scale_bytes = units if self.fine else 1  # of a lane's part of a row
+        self.steps, self.units = steps, units
         self.one = cute.arch.grid_dim()[1]
         self.seen = cute.make_rmem_tensor((2 * self.steps,), Int32)
 
@@ -198,7 +200,8 @@ class Rows:
         """Of the scales of two rows: a factor for each row and unit; or one for each row, and a
         word of both scales, and of whether these are left out of the factors."""
         if self.fine:
-            return [each for pair in (low, high) for each in ue4m3_factors(pair)]
+            pairs = (low, high) if self.units > 1 else (high * 256 + low,)
+            return [each for pair in pairs for each in ue4m3_factors(pair)]
         scales = high * 256 + low
         *factors, left_out = self.widener.e8m0_factors(scales, 2)
         return [*factors, left_out * 0x10000 + scales]
@@ -222,7 +225,7 @@ class Rows:
         row, count = i % 2, self.widener.words
         own = words[(2 * row + i // 2) * count :][:count]
         self.seen[2 * step + row] = self.widener.marked(self.seen[2 * step + row], own, self.one)
-        factor = factors[2 * row + unit] if self.fine else factors[row]
+        factor = factors[self.units * row + unit] if self.fine else factors[row]
         return self.widener.octet(own, factor)
 
     @cute.jit

@@ -39,7 +39,7 @@ __all__ = ["MixedGemm", "compile_config"]
 
 # of threads that load, and of those that multiply, as many as there are for such warpgroups
 _REGISTERS = {1: (40, 232), 2: (32, 112)}
-_PANELS = 2  # of a stage of A: tiles of 128 bytes a row
+_PANEL = 64  # columns of A in rows of 128 bytes
 _SCALE_THREADS = 96
 
 
@@ -50,8 +50,8 @@ class MixedGemm:
         self.config = config
         self.threads = 128 * (1 + WARPGROUPS * config.warpgroup_split_k)
         self.scheduler = ColumnScheduler(config)
-        panel, slots = BLOCK_K // _PANELS, config.stages * _PANELS
-        self.a = Copies(cutlass.BFloat16, (config.rows, panel), slots, rows=config.loaded_rows)
+        slots = config.stages * (config.block_k // _PANEL)
+        self.a = Copies(cutlass.BFloat16, (config.rows, _PANEL), slots, rows=config.loaded_rows)
         self.b = Copies(cutlass.Uint8, (B_ROWS, config.row_bytes), config.stages)
         self.out = Copies(NUMERIC[config.out_dtype], (64, 64), config.own_shares)
 
@@ -68,7 +68,10 @@ class MixedGemm:
             store = self.out.describe(d, cpasync.CopyBulkTensorTileS2GOp())
         extent = self.scheduler.extent(a, b)
         atoms, views = zip(*loads, strict=True)
-        output, k_blocks = (d, bias, alpha), cute.ceil_div(b.shape[1], config.row_bytes)
+        output, k_blocks = (
+            (d, bias, alpha),
+            cute.ceil_div(b.shape[1], config.turns * config.row_bytes),
+        )
         self.kernel(atoms, views, *store, b_scale, output, extent, k_blocks).launch(
             grid=(self.scheduler.grid(extent, multiprocessors), 1, 1),
             block=(self.threads, 1, 1),
@@ -144,27 +147,28 @@ class Loader:
     @cute.jit
     def __call__(self):
         config, row_bytes = self.config, self.config.row_bytes
-        nbytes = _PANELS * self.a.copies.moved + self.b.copies.moved
+        turns, panels = config.turns, config.block_k // _PANEL
+        nbytes = panels * self.a.copies.moved + self.b.copies.moved
         lane = cute.arch.lane_idx()
         start, step = self.schedule.first()
         tile = self.schedule.tile(start)
         with cute.arch.elect_one():
-            end = cutlass.min(tile.k_end, tile.k_begin + config.stages)
-            for k_block in range(tile.k_begin, end):
-                self.b.prefetch((tile.column, k_block * row_bytes))
+            begin, end = tile.k_begin * turns, tile.k_end * turns
+            for i in range(begin, cutlass.min(end, begin + config.stages)):
+                self.b.prefetch((tile.column, i * row_bytes))
         pdl_wait()
         stage, phase = Int32(0), Int32(1)
         for index in range(start, self.schedule.count, step):
             tile = self.schedule.tile(index)
-            for k_block in range(tile.k_begin, tile.k_end):
+            for i in range(tile.k_begin * turns, tile.k_end * turns):
                 self.pipeline.producer_acquire(stage, phase)
                 barrier = self.pipeline.producer_barrier(stage, phase)
                 if lane == 0:
                     ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
-                self.b.load(stage, (tile.column, k_block * row_bytes), barrier)
-                for i in range_constexpr(_PANELS):
-                    column = (k_block * _PANELS + i) * (BLOCK_K // _PANELS)
-                    self.a.load(stage * _PANELS + i, (tile.row, column), barrier)
+                self.b.load(stage, (tile.column, i * row_bytes), barrier)
+                for j in range_constexpr(panels):
+                    column = (i * panels + j) * _PANEL
+                    self.a.load(stage * panels + j, (tile.row, column), barrier)
                 stage, phase = self.pipeline.producer_next(stage, phase)
 
 
@@ -188,18 +192,20 @@ class ScaleLoader:
         pdl_wait()
         for index in range(start, self.schedule.count, step):
             tile = self.schedule.tile(index)
-            for k_block in range(tile.k_begin, tile.k_end):
+            turns = self.config.turns
+            for i in range(tile.k_begin * turns, tile.k_end * turns):
                 self.pipeline.producer_acquire(stage, phase)
                 target = self.address + stage * self.config.scale_bytes
-                self.load(target, tile.column, k_block, thread)
+                self.load(target, tile.column, i // self.config.shared_scales, thread)
                 self.arrive(self.pipeline.producer_barrier(stage, phase).toint())
                 stage, phase = self.pipeline.producer_next(stage, phase)
 
     @cute.jit
-    def load(self, target, first, k_block, thread):
-        """A tile's rows from ``first`` on; zeros outside of ``b_scale``."""
+    def load(self, target, first, index, thread):
+        """A tile's rows from ``first`` on, the ``index``-th part of each; zeros outside of
+        ``b_scale``."""
         nbytes, scale = self.config.scale_row, self.b_scale
-        column = k_block * nbytes
+        column = index * nbytes
         for i in range_constexpr(-(-B_ROWS // _SCALE_THREADS)):
             row = i * _SCALE_THREADS + thread
             if row < B_ROWS:
@@ -223,7 +229,8 @@ class ScaleLoader:
         for i in range_constexpr(-(-B_ROWS // _SCALE_THREADS)):
             row = i * _SCALE_THREADS + thread
             if row < B_ROWS and first + row < scale.shape[0]:
-                place = scale.layout((first + row, k_block * self.config.scale_row))
+                column = k_block * (BLOCK_K // self.config.format.block_size)
+                place = scale.layout((first + row, column))
                 ptx.prefetch_l2(scale.iterator.toint() + place)
 
     def arrive(self, barrier) -> None:

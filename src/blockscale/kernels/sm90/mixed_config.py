@@ -1,4 +1,5 @@
-"""What to compile for a product of few rows of bf16, and how it is chosen."""
+"""What to compile for a product of bf16 by a matrix that is widened in registers, and how it is
+chosen."""
 
 from __future__ import annotations
 
@@ -26,20 +27,21 @@ __all__ = [
     "why_not",
 ]
 
-BLOCK_K = 128  # columns of a stage
+BLOCK_K = 128  # columns of a K block
 BF16 = "bf16"  # where the name of a format is expected: an operand without scales
-MAX_MIXED_M = 128  # rows of A with which B is widened where it is multiplied
+MAX_MIXED_M = 4096  # rows of A with which B is widened where it is multiplied
 B_ROWS = 128  # of a tile
 WARPGROUPS = 2  # that share these
-_A_ROWS = (8, 16, 32, 64, 128)  # of a tile
+_A_ROWS = (8, 16, 32, 64, 128, 192, 256)  # of a tile
+_MANY = 128  # with more rows, a stage is half of a K block
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
 _PARTS = (1, 2)
 _STAGES = 3, 12  # at least, at most
 # As measured: warpgroup split-K pays with so many bytes in flight and K blocks of a CTA, at least;
-# a K block takes so much longer with MAX_MIXED_M rows than with half of them; and to add up a CTA's
-# accumulators of less than ROWS rows takes so much of a K block.
+# a K block takes longer with more rows than these; and to add up a CTA's accumulators of less than
+# ROWS rows takes so much of a K block.
 _TWO_PARTS = 120 << 10, 8
-_LONGER = 4 / 3
+_FREE_ROWS = 96
 _FEW_SUMS = 0.45
 _MOST_ODD = 5  # stages that parts take in turn: one more, which is odd, pays where they are so few
 
@@ -86,9 +88,10 @@ class Config:
             "rows": self.rows not in _A_ROWS,
             "split_k": self.split_k not in CLUSTERS,
             "warpgroup_split_k": self.warpgroup_split_k not in _PARTS
-            or self.warpgroup_split_k * self.rows > MAX_MIXED_M,  # these have half of the registers
-            # a warpgroup may keep one until it has the next one
-            "stages": self.stages < 2 or self.shared_bytes > SHARED,
+            # these have half of the registers
+            or (self.warpgroup_split_k > 1 and self.warpgroup_split_k * self.rows > _MANY),
+            # a warpgroup may keep a K block's until it has the next one
+            "stages": self.stages < 1 + self.turns or self.shared_bytes > SHARED,
             "tma_store": self.tma_store
             and (self.out_dtype.itemsize > 2 or self.accumulate or self.rows < ROWS),
             "loaded_rows": self.loaded_rows not in range(self.rows),
@@ -100,14 +103,30 @@ class Config:
         return get_format(self.b_format)
 
     @property
+    def block_k(self) -> int:
+        """Columns of a stage."""
+        return BLOCK_K if self.rows <= _MANY else BLOCK_K // 2
+
+    @property
+    def turns(self) -> int:
+        """Stages of a K block."""
+        return BLOCK_K // self.block_k
+
+    @property
     def row_bytes(self) -> int:
         """Of B in a stage."""
-        return BLOCK_K * self.format.element.bits // 8
+        return self.block_k * self.format.element.bits // 8
 
     @property
     def scale_row(self) -> int:
-        """Bytes of scales of a row of B in a stage."""
-        return BLOCK_K // self.format.block_size
+        """Bytes of scales of a row of B in a stage: four at least, which may be those of the next
+        stage, too, as no fewer are copied at once."""
+        return max(self.block_k // self.format.block_size, 4)
+
+    @property
+    def shared_scales(self) -> int:
+        """Stages that have the same scales."""
+        return self.scale_row * self.format.block_size // self.block_k
 
     @property
     def scale_bytes(self) -> int:
@@ -143,7 +162,7 @@ class Config:
     def stage_bytes(self) -> int:
         """With barriers, at most."""
         return (
-            self.rows * 2 * BLOCK_K
+            self.rows * 2 * self.block_k
             + B_ROWS * self.row_bytes
             + self.scale_bytes
             + 8 * (1 + max(_PARTS))
@@ -179,15 +198,17 @@ def why_not(a_format: str, b_format: str, out_dtype: np.dtype, arch: str) -> str
 
 def _split(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> tuple[float, Config]:
     """The kernel, in which as many CTAs split K as is best, if all run at once; and an estimate: K
-    blocks that one of them takes time for. To add up what each of them has takes time, too: as much
-    as a K block where rows are many."""
+    blocks of few rows that one of them takes time for. To add up what each of them has takes time,
+    too: as much as a K block where rows are many."""
     m, n, k = shape
     tiles, blocks = -(-m // config.rows) * -(-n // B_ROWS), -(-k // BLOCK_K)
     room = SHARED - config.shared_bytes
-    sums = 1 if config.rows >= ROWS else _FEW_SUMS
+    longer = max(1, config.rows / _FREE_ROWS)
+    sums = longer if config.rows >= ROWS else _FEW_SUMS
 
     def loops(split: int) -> float:
-        return -(-tiles // gpu.max_active_clusters(split)) * (-(-blocks // split) + split * sums)
+        turns = -(-tiles // gpu.max_active_clusters(split))
+        return turns * (-(-blocks // split) * longer + split * sums)
 
     split = min(
         (
@@ -198,8 +219,7 @@ def _split(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> tuple[float
         ),
         key=loops,
     )
-    longer = _LONGER if config.rows == MAX_MIXED_M else 1
-    return longer * loops(split), replace(config, split_k=split)
+    return loops(split), replace(config, split_k=split)
 
 
 def _most_stages(config: Config, parts: int) -> int:
@@ -208,6 +228,18 @@ def _most_stages(config: Config, parts: int) -> int:
     room = SHARED - config.shared_bytes + sums[0] - sums[1]
     most = min(_STAGES[1], config.stages + room // config.stage_bytes)
     return most - most % parts if most > _MOST_ODD else most
+
+
+def _fitted(m: int, rows: int, b_format: str, epilogue: Epilogue, async_scales: bool) -> Config:
+    """With tiles of ``rows``, not split."""
+    stored = epilogue.tma_store and rows >= ROWS and epilogue.out_dtype.itemsize == 2
+    return Config(
+        b_format,
+        rows=rows,
+        **epilogue._replace(tma_store=stored and not epilogue.accumulate)._asdict(),
+        async_scales=async_scales,
+        loaded_rows=rows_to_load(m, rows) if rows >= ROWS and m < rows else 0,
+    )
 
 
 def choose_config(
@@ -227,23 +259,14 @@ def choose_config(
         raise Unsupported(
             f"a_data: has {m} rows; there are kernels for {MAX_MIXED_M} at most: call exact_gemm"
         )
-    rows = next(each for each in _A_ROWS if each >= m)
-    stored = epilogue.tma_store and rows >= ROWS and epilogue.out_dtype.itemsize == 2
-    stored = stored and not epilogue.accumulate
-    config = Config(
-        b_format,
-        rows=rows,
-        **epilogue._replace(tma_store=stored)._asdict(),
-        async_scales=async_scales,
-        loaded_rows=rows_to_load(m, rows) if rows >= ROWS else 0,
-    )
-    options = [config]
-    if 4 * m > 3 * MAX_MIXED_M:  # else the second tile lacks most rows, which TMA fills with zeros
-        options.append(replace(config, rows=MAX_MIXED_M // 2, loaded_rows=0))
-    _, config = min((_split(each, shape, gpu) for each in options), key=lambda each: each[0])
+    least = next((each for each in _A_ROWS if each >= m), _A_ROWS[-1])
+    # with fewer, where tiles are few, or where the last one of them lacks most rows
+    options = [least] if 4 * m <= 3 * _MANY else [each for each in _A_ROWS if ROWS <= each <= least]
+    ways = [_fitted(m, rows, b_format, epilogue, async_scales) for rows in options]
+    _, config = min((_split(each, shape, gpu) for each in ways), key=lambda each: each[0])
     stages = {parts: _most_stages(config, parts) for parts in _PARTS}
     nbytes, blocks = _TWO_PARTS
     pays = stages[2] * config.stage_bytes >= nbytes and k > BLOCK_K * (blocks * config.split_k - 1)
     # adding to the output wants registers for addresses
-    parts = 2 if pays and 2 * config.rows <= MAX_MIXED_M and not epilogue.accumulate else 1
+    parts = 2 if pays and 2 * config.rows <= _MANY and not epilogue.accumulate else 1
     return replace(config, warpgroup_split_k=parts, stages=stages[parts])

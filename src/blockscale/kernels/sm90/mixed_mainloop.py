@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """Products of a tile's K blocks: B dequantized in registers, while wgmmas run.
 
-A unit of work is 64 rows of B and half a stage of K: four wgmmas. A thread has 16 neighbours along
-K of two rows, which lie together in memory and share a scale each: two octets. Octets of the next
+A unit of work is 64 rows of B and 64 columns of K, half a stage or all of it: four wgmmas. A thread
+has 16 neighbours along K of two rows, which lie together in memory and share a scale each: two
+octets. Octets of the next
 unit are widened while a unit's wgmmas run. The last wgmmas of a K block are in flight when the next
 one starts, unless more warpgroups take stages in turn, which keep tensor cores busy meanwhile.
 
@@ -33,9 +34,11 @@ class Mainloop:
         self.count = config.rows // 2  # of a thread's accumulators
         own, part = row + thread // 32 * 16 + thread % 32 // 4, thread % 4
         self.b = ptx.pin(b + place(own, part, config.row_bytes))
-        self.b_scale = ptx.pin(b_scale + own * config.scale_row + part * (config.scale_row // 4))
+        scale_row = config.scale_row // config.shared_scales
+        self.b_scale = ptx.pin(b_scale + own * config.scale_row + part * scale_row // 4)
         self.a = cute.arch.make_warp_uniform(ptx.wgmma_descriptor(a))
-        self.rows = Rows(config.format, 1)
+        self.units = config.block_k // 64
+        self.rows = Rows(config.format, 1, self.units)
         self.next = cute.make_rmem_tensor((16 + self.rows.kept,), Int32)
 
     def accumulators(self):
@@ -48,17 +51,17 @@ class Mainloop:
         stage, phase = (cute.arch.make_warp_uniform(each) for each in (stage, phase))
         self.rows.seen.fill(0)
         self.pipeline.consumer_wait(stage, phase)
-        words, scales = self.load(stage, 0), self.read_scales(stage)
+        words, scales = self.load(stage, 0), self.read_scales(stage, 0)
         self.keep(self.rows.widen(words, scales, 0, 0), scales)
         used = Int32(0)
         for i in range(k_blocks - 1):
-            last = stage
-            stage, phase = self.body(acc, used, i, False, stage, phase)
-            used = last
-        last = stage
-        stage, phase = self.body(acc, used, k_blocks - 1, True, stage, phase)
+            used, stage, phase = self.body(acc, used, i, False, stage, phase)
+        first = stage
+        last, stage, phase = self.body(acc, used, k_blocks - 1, True, stage, phase)
         self.finish(acc)
         if const_expr(self.config.warpgroup_split_k == 1):
+            if const_expr(self.units == 1):
+                self.free(first)
             self.free(last)
         self.rows.poison([acc])
         return stage, phase
@@ -73,27 +76,36 @@ class Mainloop:
     def body(self, acc, used, block, last: cutlass.Constexpr, stage, phase):
         """The ``block``-th K block, whose first unit is widened; or the ``last`` one. Where its own
         last wgmmas are in flight at its end, the stage that they read is ``used`` until the first
-        ones of the next K block are.
+        ones of the next K block are. Both units are of one stage, or each of its own. The last
+        stage, the next one, and its phase.
         """
         fragments = [self.next[i] for i in range(16)]
         scales = [self.next[16 + i] for i in range(self.rows.kept)]
-        words = self.load(stage, 1)
-        self.products(acc, stage, 0, fragments)
+        first, half = stage, self.units - 1
+        if const_expr(self.units == 1):
+            stage, phase = self.pipeline.consumer_next(stage, phase)
+            self.pipeline.consumer_wait(stage, phase)
+            scales = self.read_scales(stage, 1)
+        words = self.load(stage, half)
+        self.products(acc, first, 0, fragments)
         ptx.wgmma_wait_group(1)  # of the unit before: its registers are free
         if const_expr(self.config.warpgroup_split_k == 1):
             self.free(used, block)
-        fragments = self.rows.widen(words, scales, 0, 1)
-        self.products(acc, stage, 1, fragments)
+        fragments = self.rows.widen(words, scales, 0, half)
+        self.products(acc, stage, half, fragments)
         if const_expr(self.config.warpgroup_split_k > 1):
             ptx.wgmma_wait_group(0)
             self.free(stage)
+        used = stage
         stage, phase = self.pipeline.consumer_next(stage, phase)
         if const_expr(not last):
             self.pipeline.consumer_wait(stage, phase)
-            words, scales = self.load(stage, 0), self.read_scales(stage)
+            words, scales = self.load(stage, 0), self.read_scales(stage, 0)
             ptx.wgmma_wait_group(1)
+            if const_expr(self.units == 1):
+                self.free(first)
             self.keep(self.rows.widen(words, scales, 0, 0), scales)
-        return stage, phase
+        return used, stage, phase
 
     def free(self, stage, wanted=1) -> None:
         """Arrive when a stage has been read, unless ``wanted`` is 0: each thread by itself, which
@@ -120,16 +132,17 @@ class Mainloop:
             for word in ptx.ld_shared(address, row * nbytes + offset, words, Int32)
         ]
 
-    def read_scales(self, stage) -> list:
-        """For a thread's two rows."""
+    def read_scales(self, stage, turn: int) -> list:
+        """For a thread's two rows; ``turn``: of the stage among those of a K block."""
         config, nbytes = self.config, self.rows.scale_bytes
         address = self.b_scale + stage * config.scale_bytes
-        offsets = 0, 8 * config.scale_row
+        first = turn % config.shared_scales * (config.scale_row // config.shared_scales)
+        offsets = first, first + 8 * config.scale_row
         return self.rows.factors(*(ptx.ld_shared_bytes(address, i, nbytes) for i in offsets))
 
     def products(self, acc, stage, half: int, fragments: list) -> None:
         """Start the wgmmas of a unit."""
-        b = self.a + (2 * stage + half) * (self.config.rows * 8)
+        b = self.a + (self.units * stage + half) * (self.config.rows * 8)
         values = ptx.wgmma_rs([acc[i] for i in range(self.count)], fragments, b)
         for i, value in enumerate(values):
             acc[i] = value

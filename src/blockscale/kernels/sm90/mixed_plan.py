@@ -102,7 +102,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     run = gpu.load(config)
     if a_format is not None or not decodes:
         values = template((m, -(-k // BLOCK_K) * BLOCK_K), torch.bfloat16, call.device)
-        widen = gpu.load(PermuteConfig(a_format or BF16, permuted=not decodes))
+        widen = gpu.load(PermuteConfig(a_format or BF16, 0 if decodes else config.block_k))
         run = _Widened(widen, run, values)
     return CompiledGemm(config, run, like, octets, (gpu.multiprocessors,))
 

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """A of few rows, widened to bf16 once for all tiles of B, its columns in the order of B's.
 
-Each of the four threads that share a row of B in a wgmma has 32 neighbours of 128 columns of K. A
-chunk of 16 bytes of A has a pair of each of these four blocks: seen as (4, 2, 2, 4, 2), columns
-a, b, c, d, e are stored as b, c, d, a, e. A thread takes the same octet of each block, and writes
-64 bytes. Columns past K, up to a multiple of 128, are zeros. (A product that takes columns as they
-are gets them so.)
+Each of the four threads that share a row of B in a wgmma has 32 neighbours of 128 columns of K, or
+16 of 64. A chunk of 16 bytes of A has a pair of each of these four blocks: seen as (4, 2, 2, 4, 2),
+columns a, b, c, d, e are stored as b, c, d, a, e; without b where it is 64. A thread takes the same
+octet of each block, and writes 64 bytes. Columns past K, up to a multiple of 128, are zeros. (A
+product that takes columns as they are gets them so.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class PermuteActivations:
     """The kernel of a :class:`PermuteConfig` and the host code that launches it."""
 
     def __init__(self, config: PermuteConfig):
-        self.permuted, self.wide = config.permuted, config.a_format == BF16
+        self.block_k, self.wide = config.block_k, config.a_format == BF16
+        self.apart = (config.block_k or BLOCK_K) // 4  # columns, of what two lanes have
         if not self.wide:
             self.format = get_format(config.a_format)
             self.widener = WIDENERS[self.format.element.name]
@@ -61,17 +62,18 @@ class PermuteActivations:
         row, place = index // across, index % across
         k = a.shape[1] * (1 if self.bits == 16 else 8 // self.bits)
         k = cutlass.select_(index < threads, Int32(k), Int32(0))
-        first = place // 4 * BLOCK_K + place % 4 * 8
+        own = self.apart // 8  # octets of a lane
+        first = place // own * (4 * self.apart) + place % own * 8
 
         line = a.iterator.toint() + Int64(row) * a.stride[0] * (2 if self.wide else 1)
         start = line + (first * self.bits >> 3)
-        octets = [self.load(start, 32 * i, first, k) for i in range(4)]
+        octets = [self.load(start, self.apart * i, first, k) for i in range(4)]
         if const_expr(self.wide):
-            octets = [self.tail(octets[i], start, 32 * i, first, k) for i in range(4)]
+            octets = [self.tail(octets[i], start, self.apart * i, first, k) for i in range(4)]
         else:
             octets = self.widen(octets, self.scales(scale, row, first, k))
-        column, step, chunks = first, 32, octets
-        if const_expr(self.permuted):
+        column, step, chunks = first, self.apart, octets
+        if const_expr(self.block_k > 0):
             column, step, chunks = 32 * place, 8, zip(*octets, strict=True)
         target = out.iterator.toint() + (Int64(row) * out.stride[0] + column) * 2
         if index < threads:
@@ -99,8 +101,10 @@ class PermuteActivations:
     def scales(self, scale, row, first, k):
         """Those of four octets, as bytes of a word."""
         size = self.format.block_size
-        start = scale.iterator.toint() + Int64(row) * scale.stride[0] + first // size
-        found = [_load(start, 32 * i // size, 1, first + 32 * i < k)[0] for i in range(4)]
+        line, found = scale.iterator.toint() + Int64(row) * scale.stride[0], []
+        for i in range(4):
+            column = first + self.apart * i
+            found += _load(line + column // size, 0, 1, column < k)
         return found[0] | found[1] << 8 | found[2] << 16 | found[3] << 24
 
     def widen(self, octets: list, scales) -> list:

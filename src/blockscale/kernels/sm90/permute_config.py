@@ -13,9 +13,10 @@ class PermuteConfig:
 
     Attributes:
         a_format: the name of a format for which ``mixed_config.why_not`` is empty, or "bf16".
-        permuted: columns in the order of B's lanes; else they stay where they are.
+        block_k: columns that are put in the order of B's lanes together; 0: they stay where they
+            are.
     """
 
     a_format: str
-    permuted: bool = True
+    block_k: int = 128
     arch: str = "sm_90a"
