@@ -29,13 +29,14 @@ class ColumnTiles:
 
     Attributes:
         tiles: across the output, and down.
-        last: column and row where the last tiles begin, or None. They reach back into those before
-            them rather than out of the matrix, as those of ``dense_scheduler`` do.
+        last_column, last_row: where the last tiles begin, if they reach back into those before them
+            rather than out of the matrix, as those of ``dense_scheduler`` do.
     """
 
     config: Config
     tiles: tuple
-    last: Any
+    last_column: Any
+    last_row: Any
     k_begin: Any
     k_end: Any
 
@@ -55,10 +56,10 @@ class ColumnTiles:
         """Divisions: not for each K block. Neighbours share rows of A, which are more bytes."""
         raster = Raster((B_ROWS, self.config.rows), (1, 1), _GROUP)
         column, row = raster.tile(index, self.tiles, Int32(0))
-        if self.last is not None:
-            column, row = (
-                cutlass.min(*each) for each in zip((column, row), self.last, strict=True)
-            )
+        if self.last_column is not None:
+            column = cutlass.min(column, self.last_column)
+        if self.last_row is not None:
+            row = cutlass.min(row, self.last_row)
         return Tile(row, column, self.k_begin, self.k_end)
 
 
@@ -85,7 +86,12 @@ class ColumnScheduler:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
         config, (n, m) = self.config, extent
         k_begin, k_end = (each * k_blocks // config.split_k for each in (k_part, k_part + 1))
-        last = None
-        if not config.accumulate:  # what is stored twice would be added twice
-            last = tuple(cutlass.max(x - y, Int32(0)) for x, y in ((n, B_ROWS), (m, config.rows)))
-        return ColumnTiles(config, self.tiles_of(extent), last, k_begin, k_end)
+        # What is stored twice would be added twice; and has to be the same, while the order of sums
+        # depends on a tile's warpgroups, and on its columns where CTAs split K.
+        last_column = last_row = None
+        if not config.accumulate and config.sources == 1:
+            last_column = cutlass.max(n - B_ROWS, Int32(0))
+        if not config.accumulate and config.warpgroup_split_k == 1:
+            last_row = cutlass.max(m - config.rows, Int32(0))
+        tiles = self.tiles_of(extent)
+        return ColumnTiles(config, tiles, last_column, last_row, k_begin, k_end)

@@ -37,12 +37,13 @@ _MANY = 128  # with more rows, a stage is half of a K block
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
 _PARTS = (1, 2)
 _STAGES = 3, 12  # at least, at most
-# As measured: warpgroup split-K pays with so many bytes in flight and K blocks of a CTA, at least;
-# a K block takes longer with more rows than these; and to add up a CTA's accumulators of less than
-# ROWS rows takes so much of a K block.
+# As measured: warpgroup split-K pays with so many bytes in flight and K blocks of a CTA, at least.
 _TWO_PARTS = 120 << 10, 8
-_FREE_ROWS = 96
-_FEW_SUMS = 0.45
+# Fitted to times of 64 to 256 rows at 45 shapes on an H100: nanoseconds of a K block, and more for
+# each of a tile's rows (fewer than these take no less); of a tile; and of a row of the accumulators
+# of each CTA that splits K, fewer than these again taking no less.
+_K_BLOCK_NS, _ROW_NS, _TILE_NS, _SUM_NS = 220, 3.8, 3000, 5.3
+_LEAST_ROWS, _LEAST_SUMS = 64, 40
 _MOST_ODD = 5  # stages that parts take in turn: one more, which is odd, pays where they are so few
 
 
@@ -197,18 +198,18 @@ def why_not(a_format: str, b_format: str, out_dtype: np.dtype, arch: str) -> str
 
 
 def _split(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> tuple[float, Config]:
-    """The kernel, in which as many CTAs split K as is best, if all run at once; and an estimate: K
-    blocks of few rows that one of them takes time for. To add up what each of them has takes time,
-    too: as much as a K block where rows are many."""
+    """The kernel, in which as many CTAs split K as is best, if all run at once; and an estimate of
+    nanoseconds."""
     m, n, k = shape
     tiles, blocks = -(-m // config.rows) * -(-n // B_ROWS), -(-k // BLOCK_K)
     room = SHARED - config.shared_bytes
-    longer = max(1, config.rows / _FREE_ROWS)
-    sums = longer if config.rows >= ROWS else _FEW_SUMS
+    block_ns = _K_BLOCK_NS + _ROW_NS * max(config.rows, _LEAST_ROWS)
+    sums_ns = _SUM_NS * max(config.rows, _LEAST_SUMS)
 
-    def loops(split: int) -> float:
+    def nanoseconds(split: int) -> float:
         turns = -(-tiles // gpu.max_active_clusters(split))
-        return turns * (-(-blocks // split) * longer + split * sums)
+        sums = split * sums_ns if split > 1 else 0
+        return turns * (-(-blocks // split) * block_ns + _TILE_NS) + sums
 
     split = min(
         (
@@ -217,9 +218,9 @@ def _split(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> tuple[float
             if each == 1
             or (tiles <= gpu.max_active_clusters(each) and config.reduce_bytes(each, 1) <= room)
         ),
-        key=loops,
+        key=nanoseconds,
     )
-    return loops(split), replace(config, split_k=split)
+    return nanoseconds(split), replace(config, split_k=split)
 
 
 def _most_stages(config: Config, parts: int) -> int:
@@ -238,6 +239,7 @@ def _fitted(m: int, rows: int, b_format: str, epilogue: Epilogue, async_scales: 
         rows=rows,
         **epilogue._replace(tma_store=stored and not epilogue.accumulate)._asdict(),
         async_scales=async_scales,
+        stages=_STAGES[0] if rows <= _MANY else _STAGES[0] + 1,  # of half a K block each
         loaded_rows=rows_to_load(m, rows) if rows >= ROWS and m < rows else 0,
     )
 

@@ -11,16 +11,17 @@ product that takes columns as they are gets them so.)
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, Int64, const_expr, cute
+from cutlass import Int32, Int64, const_expr, cute, range_constexpr
 
 from ...formats import get_format
+from ..common import shared
 from ..common.pdl import pdl_launch_dependents, pdl_wait
-from ..common.ptx import store_global
+from ..common.ptx import store_global, store_shared
 from ..common.tensor_specs import any_tensor, compile_for
 from .dequant import WIDENERS, ue4m3_factors
 from .mixed_config import BF16, BLOCK_K
 from .permute_config import PermuteConfig
-from .ptx import _asm
+from .ptx import _asm, ld_shared
 
 __all__ = ["PermuteActivations", "compile_config"]
 
@@ -72,13 +73,33 @@ class PermuteActivations:
             octets = [self.tail(octets[i], start, self.apart * i, first, k) for i in range(4)]
         else:
             octets = self.widen(octets, self.scales(scale, row, first, k))
-        column, step, chunks = first, self.apart, octets
+        target, line = out.iterator.toint(), Int64(row) * out.stride[0]
         if const_expr(self.block_k > 0):
-            column, step, chunks = 32 * place, 8, zip(*octets, strict=True)
-        target = out.iterator.toint() + (Int64(row) * out.stride[0] + column) * 2
-        if index < threads:
-            for i, chunk in enumerate(chunks):
-                store_global(target + i * step * 2, list(chunk), 16)
+            chunk = Int32((line + 32 * place) // 8)
+            self.store_in_order(target, list(zip(*octets, strict=True)), chunk, index, threads)
+        elif index < threads:
+            target = target + (line + first) * 2
+            for i, octet in enumerate(octets):
+                store_global(target + i * self.apart * 2, octet, 16)
+
+    @cute.jit
+    def store_in_order(self, target, chunks: cutlass.Constexpr, chunk, index, threads):
+        """Four chunks of 16 bytes that follow each other, the ``chunk``-th ones, of all threads of
+        a warp: through shared memory, so that neighbours store neighbours, and whole sectors."""
+        memory = cutlass.memory.SmemAllocator()
+        place = shared.allocate(memory, _THREADS * 64)
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        # chunks of two threads fill 128 bytes: the next two have theirs in another order
+        for i in range_constexpr(4):
+            own = place + thread * 64 + ((thread // 2 % 4) ^ i) * 16
+            store_shared(own, list(chunks[i]), 16)
+        cute.arch.sync_warp()
+        first = place + (thread - lane) * 64 + lane // 4 * 64 + ((lane % 4) ^ (lane // 8)) * 16
+        for i in range_constexpr(4):
+            words, other = ld_shared(first, i * 512, 4, Int32), i * 8 + lane // 4  # whose it is
+            found = cute.arch.shuffle_sync(chunk, other) + lane % 4
+            if index - lane + other < threads:
+                store_global(target + Int64(found) * 16, words, 16)
 
     # --- elements ---------------------------------------------------------------------------------
 
