@@ -25,7 +25,7 @@ from blockscale.kernels.common.compile_all import compile_all
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.gpu import CLUSTERS, GPUS
 from blockscale.kernels.common.runtime import gpu_of
-from blockscale.kernels.sm90.mixed_config import B_ROWS, BF16, MAX_MIXED_M, Config, choose_config
+from blockscale.kernels.sm90.mixed_config import B_ROWS, BF16, Config, choose_config
 from blockscale.kernels.sm90.permute_config import PermuteConfig
 
 FORMATS = ("mxfp8", "nvfp4")
@@ -57,7 +57,7 @@ def candidates(m: int, n: int, k: int, format: str) -> dict[str, Config]:
     """The chosen one first."""
     chosen = choose_config((m, n, k), format, Epilogue())
     found = {name(chosen): chosen}
-    for rows in (m, m // 2) if m == MAX_MIXED_M else (m,):
+    for rows in (m, m // 2) if m == ROWS[-1] else (m,):
         tiles = -(-m // rows) * -(-n // B_ROWS)
         for split in CLUSTERS:
             for parts in (1, 2):

@@ -51,13 +51,14 @@ def dequantized(name: str, data: Tensor, scale: Tensor | None) -> Tensor:
     return values * factors.repeat_interleave(format.block_size, 1)
 
 
-def ordered(x: Tensor) -> Tensor:
-    """Rows of bf16, padded to blocks of 128 columns, and each of these put in order: what four
-    lanes have, 32 neighbours each, taken in turn, a pair at a time."""
+def ordered(x: Tensor, block_k: int = 128) -> Tensor:
+    """Rows of bf16, padded to blocks of 128 columns, and each 128 or 64 of these put in order: what
+    four lanes have, 32 or 16 neighbours each, taken in turn, a pair at a time."""
     m, k = x.shape
     padded = x.new_zeros(m, -(-k // 128) * 128)
     padded[:, :k] = x
-    return padded.view(m, -1, 4, 2, 2, 4, 2).permute(0, 1, 3, 4, 5, 2, 6).reshape(m, -1)
+    seen = padded.view(m, -1, 4, block_k // 64, 2, 4, 2)
+    return seen.permute(0, 1, 3, 4, 5, 2, 6).reshape(m, -1)
 
 
 def emulated(

@@ -75,7 +75,8 @@ def test_widened_formats(launches, left, right):
 )
 def test_widened_in_memory(launches, monkeypatch, left, right):
     """Where that is faster: two dequantizers at most, and a product of bf16 matrices."""
-    monkeypatch.setattr(exact_gemm, "MAX_MIXED_M", 33)
+    monkeypatch.setattr(exact_gemm, "_FEW", 33)
+    monkeypatch.setattr(exact_gemm, "_MOST", 0)
     x, w = matrix(34, 248), matrix(141, 248, seed=1)
     a = x if left is None else bs.quantize(x, left, pad=True)
     b = bs.quantize(w, right, pad=True).mT

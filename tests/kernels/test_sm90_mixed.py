@@ -37,7 +37,7 @@ from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, from_torch, to_torch
 from blockscale.kernels.common import calls
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.gpu import Unsupported
-from blockscale.kernels.sm90.mixed_config import B_ROWS, MAX_MIXED_M, Config, choose_config, why_not
+from blockscale.kernels.sm90.mixed_config import B_ROWS, Config, choose_config, why_not
 from blockscale.kernels.sm90.mixed_gemm import mixed_gemm
 from stand_in import chip
 
@@ -52,7 +52,7 @@ def operands(config: Config, m: int, n: int, k: int) -> tuple[Tensor, Operand]:
 
 
 def product(config: Config, a: Tensor, b: Operand, **kwargs) -> Tensor:
-    return emulated(config, (ordered(a), None), b, **kwargs)
+    return emulated(config, (ordered(a, config.block_k), None), b, **kwargs)
 
 
 def check(config: Config, a: Tensor, b: Operand, got: Tensor) -> None:
@@ -71,6 +71,11 @@ CASES = [  # B, rows of A, blocks that split K, K, type of the output, stored by
     ("random", "mxfp8", 64, 6, 1152, FP32, False),
     ("random", "mxfp4", 64, 1, 128, BF16, True),
     ("late", "mxfp8", 128, 2, 384, BF16, True),
+    ("random", "mxfp8", 256, 1, 640, BF16, True),
+    ("late", "nvfp4", 192, 2, 512, FP32, False),
+    ("eager", "nvfp4", 256, 1, 256, FP16, True),
+    ("random", "mxfp8_e5m2", 192, 1, 384, BF16, True),
+    ("late", "mxfp4", 256, 1, 384, FP32, False),
 ]
 
 
@@ -83,6 +88,21 @@ def test_formats(case):
     config = Config(b_format, from_torch(dtype), rows, split, tma_store=tma_store)
     a, b = operands(config, rows - 3, B_ROWS + 8, k)
     check(config, a, b, product(config, a, b, completion=completion, multiprocessors=split))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_last_tiles_reach_back(name):
+    """Rows and columns of a tile and a few more; what two CTAs store is the same, or the check of
+    global memory would say so. Not where it is added to the output."""
+    for rows, accumulate in ((192, False), (256, False), (192, True)):
+        config = Config(name, FLOAT32, rows, accumulate=accumulate)
+        a, b = operands(config, rows + 11, B_ROWS + 9, 320 if rows == 192 else 256)
+        if a.shape[1] % 128:
+            config = replace(config, async_scales=False)
+        start = torch.zeros(len(a), len(b[0])) if accumulate else None
+        check(
+            config, a, b, product(config, a, b, start=start, completion="random", multiprocessors=3)
+        )
 
 
 IN_TURN = [  # B, rows of A, blocks that split K, stages, K, type of the output, stored by TMA
@@ -233,8 +253,6 @@ def test_bad_input():
         call(a, "mxfp8", b, "nvfp4")
     assert "sm_100a" in why_not("mxfp8", "mxfp8", BFLOAT16, "sm_100a")
     assert "float64" in why_not("mxfp8", "mxfp8", torch.float64, "sm_90a")
-    with pytest.raises(Unsupported, match=r"129 rows.*call exact_gemm"):
-        call(operand("mxfp8", MAX_MIXED_M + 1, 128, 1), "mxfp8", b, "mxfp8")
 
 
 @pytest.mark.parametrize("wrong", [
@@ -263,11 +281,12 @@ def test_chosen_fill_the_machine(format, n):
 
 
 def test_chosen_take_all_rows():
-    """In one tile; and each CTA has a part of K."""
-    for m in range(1, MAX_MIXED_M + 1):
+    """A few in one tile; and each CTA has a part of K."""
+    for m in (*range(1, 129), 130, 192, 200, 300, 5000):
         for blocks in range(1, 40):
             config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", Epilogue(FLOAT32))
-            assert m <= config.rows < max(2 * m, 9)
+            assert config.rows < max(2 * m, 9)
+            assert config.rows >= m or m > 96
             assert config.split_k * config.warpgroup_split_k <= blocks
 
 
@@ -275,7 +294,7 @@ def test_chosen_take_all_rows():
 def test_chosen_fit(format):
     """Every product of few rows has a kernel, for which there is shared memory."""
     columns = 1, 128, 576, 2112, 4096, 7168, 24576
-    sizes = itertools.product((1, 16, 33, 65, 128), columns, (32, 640, 7168))
+    sizes = itertools.product((1, 16, 33, 65, 128, 190, 256, 1000), columns, (32, 640, 7168))
     for shape, dtype in itertools.product(sizes, (BF16, FP32)):
         for added, aligned, whole in itertools.product((False, True), repeat=3):
             how = Epilogue(from_torch(dtype), accumulate=added, tma_store=aligned)
@@ -308,7 +327,9 @@ def test_chosen_split_k():
         ((64, 10240), 64, 1),
         ((96, 2112), 128, 3),
         ((97, 2112), 64, 3),
-        ((128, 4096), 128, 3),
+        ((128, 4096), 64, 2),
+        ((256, 4096), 128, 2),
+        ((1024, 7168), 256, 1),
     ):
         config = choose_config((m, n, 7168), "mxfp8", Epilogue(BFLOAT16))
         assert (config.rows, config.split_k) == (rows, split)

@@ -28,9 +28,11 @@ BF16, BYTE = torch.bfloat16, torch.uint8
 NANS = {"mxfp8": (0x7F,), "mxfp8_e5m2": (0x7D, 0x7E, 0x7F), "mxfp4": (), "nvfp4": ()}
 
 
-def emulated(name: str, a: Tensor, scale: Tensor | None, k: int, completion: str) -> Tensor:
+def emulated(
+    name: str, a: Tensor, scale: Tensor | None, k: int, completion: str, block_k: int = 128
+) -> Tensor:
     """Bits that the kernel leaves in poisoned memory."""
-    config = PermuteConfig(name)
+    config = PermuteConfig(name, block_k)
     with guarded((len(a), -(-k // 128) * 128), BF16, None) as out:
         with em.cutedsl(em.Device("sm_90a", completion=completion, check="all,exit_stores")):
             compile_cache.build(config)(a, scale, out)
@@ -48,7 +50,12 @@ def apart(x: Tensor, columns: int) -> Tensor:
 
 
 def check(
-    name: str, codes: Tensor, scale: Tensor, spaces: int = 0, completion: str = "late"
+    name: str,
+    codes: Tensor,
+    scale: Tensor,
+    spaces: int = 0,
+    completion: str = "late",
+    block_k: int = 128,
 ) -> None:
     """What differs from the reference is NaN in an octet that has one. ``spaces``: bytes between
     rows, beside those without which no row starts at a multiple of 16."""
@@ -58,11 +65,12 @@ def check(
     values = reference.dequantize(
         data.view(format.element.dtype), scale.view(format.scale.dtype), format, shape=codes.shape
     )
-    nan = ordered(values.isnan().view(m, -1, 8).any(-1).repeat_interleave(8, 1).to(torch.int16))
+    octets = values.isnan().view(m, -1, 8).any(-1).repeat_interleave(8, 1)
+    nan = ordered(octets.to(torch.int16), block_k)
     data, scale = apart(data, -data.shape[1] % 16 + spaces), apart(scale, spaces % 7)
-    got = emulated(name, data, scale, k, completion)
+    got = emulated(name, data, scale, k, completion, block_k)
     assert torch.equal(got.view(BF16).isnan(), nan.bool())
-    want = ordered(values.to(BF16)).view(torch.int16)
+    want = ordered(values.to(BF16), block_k).view(torch.int16)
     assert torch.equal(got.where(nan == 0, 0), want.where(nan == 0, 0))
 
 
@@ -70,8 +78,9 @@ def check(
 
 
 @pytest.mark.parametrize("case", [(1, 1, 0, "eager"), (17, 9, 16, "random"), (128, 73, 0, "late")])
+@pytest.mark.parametrize("block_k", [128, 64])
 @pytest.mark.parametrize("name", NANS)
-def test_shapes(name, case):
+def test_shapes(name, case, block_k):
     """Random bytes of all kinds; some columns of 128, the last ones not all there."""
     m, blocks, spaces, completion = case
     size = get_format(name).block_size
@@ -82,7 +91,7 @@ def test_shapes(name, case):
 
     codes = integers(0, 1 << get_format(name).element.bits, blocks * size)
     scales = (0, 256) if name == "nvfp4" else (100, 129)
-    check(name, codes, integers(*scales, blocks), spaces, completion)
+    check(name, codes, integers(*scales, blocks), spaces, completion, block_k)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,9 @@ def test_bf16(shape):
     generator = torch.Generator().manual_seed(shape[1])
     bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
     a = apart(bits.view(BF16), -shape[1] % 8 + 8 * (shape[1] % 16 == 0))
-    assert torch.equal(emulated("bf16", a, None, shape[1], "late"), ordered(bits))
+    for block_k in (128, 64):
+        got = emulated("bf16", a, None, shape[1], "late", block_k)
+        assert torch.equal(got, ordered(bits, block_k))
 
 
 def test_compact():

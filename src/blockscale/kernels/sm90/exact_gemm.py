@@ -1,7 +1,8 @@
 """Products of MXFP8, MXFP4 and NVFP4 matrices on Hopper, widened to bf16: exact.
 
-``mixed_gemm`` widens in its kernel, once for each tile that needs an element. With more rows than
-a few it is faster to write bf16 matrices once, at the speed of memory, and to multiply these.
+``mixed_gemm`` writes A in bf16, and widens B in its kernel, once for each tile that needs an
+element. Where B has far fewer rows than A, or lies otherwise, both are written in bf16 and
+multiplied.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from ..common.calls import CompiledGemm, GemmCall, Operand, multiply
 from ..common.loadable import loadable
 from ..common.runtime import Described, describe
 from .dequant_plan import plan_dequant
-from .mixed_config import MAX_MIXED_M
 from .mixed_plan import plan_mixed
 
 __all__ = ["exact_gemm", "lay", "plan_exact"]
 
+_FEW = 128  # rows of A, with which copies of what TMA cannot load pay
+_MOST = 2  # rows of A for each of B: as measured, with more it takes longer to write A
+
 
 def plan_exact(call: GemmCall) -> CompiledGemm:
-    """The plan of what is faster. Raises as ``mixed_gemm`` does, but neither for many rows nor
-    for rows that lie anyhow; Unsupported where TMA cannot load A that is bf16."""
-    few = _suits_few(call.a.data, call.b.data)
-    return (plan_mixed if few else plan_dequant)(call)
+    """The plan of what is faster. Raises as ``mixed_gemm`` does, but not for rows that lie anyhow;
+    Unsupported where TMA cannot load A that is bf16."""
+    return (plan_mixed if _widens(call.a.data, call.b.data) else plan_dequant)(call)
 
 
 def lay(a: Operand, b: Operand) -> tuple[Operand, Operand]:
     """Operands as ``plan_exact`` takes them: copies where they lie otherwise."""
-    if not _suits_few(describe(a.data), describe(b.data)):
+    if not _widens(describe(a.data), describe(b.data)):
         return a._replace(data=loadable(a.data)) if a.format is None else a, b
     left, right = (
         each._replace(
@@ -51,6 +53,14 @@ def exact_gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
     return multiply(plan_exact, *lay(a, b), **options)
 
 
-def _suits_few(a: Described, b: Described) -> bool:
-    """Whether ``plan_mixed`` takes these, and is faster."""
-    return a[0][0] <= MAX_MIXED_M and a[1][1] == 1 and b[1][1] == 1
+def _widens(a: Described, b: Described) -> bool:
+    """Whether ``plan_mixed`` takes these, copied if need be, and is faster."""
+    if a[1][1] != 1 or b[1][1] != 1:
+        return False
+    rows = a[0][0]
+    return rows <= _FEW or (rows <= _MOST * b[0][0] and _is_loadable(a) and _is_loadable(b))
+
+
+def _is_loadable(x: Described) -> bool:
+    """Whether its rows start at multiples of 16 bytes."""
+    return not (x[3] % 16 or x[1][0] * x[2].itemsize % 16)

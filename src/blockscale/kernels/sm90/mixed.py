@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""Few rows of bf16 times MXFP8, MXFP4 and NVFP4, which are dequantized to bf16 in registers.
+"""bf16 times MXFP8, MXFP4 and NVFP4, which are dequantized to bf16 in registers.
 
 A CTA has a warp that loads tiles by TMA (``Loader``), three that load block scales
 (``ScaleLoader``), and consumer warpgroups that dequantize B, multiply (``mixed_mainloop``) and
-store (``mixed_epilogue``). CTAs are persistent; a tile is rows of A, all in most cases, and
-some of B. CTAs of a cluster each take a part of K, and so may warpgroups of a CTA, which take
-stages in turn (``mixed_reduce``).
+store (``mixed_epilogue``). CTAs are persistent; a tile is rows of A and of B. CTAs of a cluster
+each take a part of K, and so may warpgroups of a CTA, which take stages in turn
+(``mixed_reduce``).
 
 A has been permuted, and dequantized, by a kernel that this one follows: while it runs, B's first
 stages are brought as near as the L2 cache.

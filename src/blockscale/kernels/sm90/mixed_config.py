@@ -9,7 +9,7 @@ import numpy as np
 
 from ...formats import Format, formats, get_format
 from ..common.epilogue import Epilogue
-from ..common.gpu import CLUSTERS, GPUS, SHARED, Gpu, Unsupported
+from ..common.gpu import CLUSTERS, GPUS, SHARED, Gpu
 from ..common.loadable import rows_to_load
 from ..common.refuse import refuse
 from . import product_config
@@ -19,7 +19,6 @@ __all__ = [
     "BF16",
     "BLOCK_K",
     "B_ROWS",
-    "MAX_MIXED_M",
     "WARPGROUPS",
     "Config",
     "choose_config",
@@ -29,7 +28,6 @@ __all__ = [
 
 BLOCK_K = 128  # columns of a K block
 BF16 = "bf16"  # where the name of a format is expected: an operand without scales
-MAX_MIXED_M = 4096  # rows of A with which B is widened where it is multiplied
 B_ROWS = 128  # of a tile
 WARPGROUPS = 2  # that share these
 _A_ROWS = (8, 16, 32, 64, 128, 192, 256)  # of a tile
@@ -252,15 +250,11 @@ def choose_config(
     async_scales: bool = True,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
-    """The kernel for a product of ``shape`` (M, N, K); Unsupported for M above ``MAX_MIXED_M``.
+    """The kernel for a product of ``shape`` (M, N, K).
 
     ``async_scales``: rows of B's scales start at multiples of a stage's bytes, and all are whole.
     """
     m, _, k = shape
-    if m > MAX_MIXED_M:
-        raise Unsupported(
-            f"a_data: has {m} rows; there are kernels for {MAX_MIXED_M} at most: call exact_gemm"
-        )
     least = next((each for each in _A_ROWS if each >= m), _A_ROWS[-1])
     # with fewer, where tiles are few, or where the last one of them lacks most rows
     options = [least] if 4 * m <= 3 * _MANY else [each for each in _A_ROWS if ROWS <= each <= least]

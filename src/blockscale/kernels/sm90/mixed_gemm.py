@@ -1,4 +1,5 @@
-"""Products of few rows of MXFP8, MXFP4, NVFP4 or bf16 by matrices of these, on Hopper: exact.
+"""Products of MXFP8, MXFP4, NVFP4 or bf16 by matrices that are widened in registers, on Hopper:
+exact.
 
 Hopper's tensor cores know no block scales. An element times its block's scale has few bits (E4M3
 times a power of two: four; E2M1 times UE4M3: six), so bf16 holds it, and bf16 products are the same
@@ -27,13 +28,12 @@ def mixed_gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
     A, or of B, NaN; so do NaN scales; infinities of E5M2 stay infinite.
 
     Args:
-        a: data (M, K) as bytes of elements, two in a byte where they have four bits; or bf16. M is
-            128 at most. Scales compact, (M, K / block) bytes. Of format "mxfp8", "mxfp8_e5m2",
+        a: data (M, K) as bytes of elements, two in a byte where they have four bits; or bf16.
+            Scales compact, (M, K / block) bytes. Of format "mxfp8", "mxfp8_e5m2",
             "mxfp4" or "nvfp4".
         b: likewise, (N, K) and (N, K / block); not bf16.
         options: of ``common.calls.multiply``.
 
-    Raises as that does: Unsupported for more rows of A (``exact_gemm`` takes them), and for data
-    whose rows do not start at a multiple of 16 bytes.
+    Raises as that does: Unsupported for data whose rows do not start at a multiple of 16 bytes.
     """
     return multiply(plan_mixed, a, b, **options)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A of few rows, widened to bf16 once for all tiles of B, its columns in the order of B's.
+"""A, widened to bf16 once for all tiles of B, its columns in the order of B's.
 
 Each of the four threads that share a row of B in a wgmma has 32 neighbours of 128 columns of K, or
 16 of 64. A chunk of 16 bytes of A has a pair of each of these four blocks: seen as (4, 2, 2, 4, 2),

@@ -1,4 +1,4 @@
-"""What to compile to widen A, and put it in order, for a product of few rows."""
+"""What to compile to widen A, and put it in order, for a product that widens B."""
 
 from __future__ import annotations
 
