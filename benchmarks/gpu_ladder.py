@@ -17,7 +17,7 @@ from blockscale.bench.contest import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
-from examples.ladder.bench import draw  # noqa: E402
+from examples.ladder.bench import PEERS, draw  # noqa: E402
 from examples.ladder.steps import STEPS, Step  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "ladder_h200.json"
@@ -44,7 +44,8 @@ def _step(step: Step) -> str:
 def results(found: dict[str, Any], rows: Sequence[Row]) -> str:
     """The machine, a table of what was predicted and what came, what could not run, the picture."""
     measured = {(row.who, row.m): row.tflops for row in rows}
-    names = dict.fromkeys([step.name for step in STEPS] + [row.who for row in rows])
+    others = {row.who for row in rows}
+    names = [*(step.name for step in STEPS), *(who for who in PEERS if who in others)]
     known = {step.name: step for step in STEPS}
     head = ["step"]
     head += [f"{size}^3, {what}" for size in _SIZES for what in ("predicted", "TFLOP/s", "gain")]

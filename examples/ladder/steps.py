@@ -117,11 +117,9 @@ _ALONE = Config(
     warpgroups=1,
     unroll=1,
     epilogue_stages=1,
-    group=1,
 )
 _PAIR = replace(_ALONE, tile=(128, 256), warpgroups=2)
-_BANDS = replace(_PAIR, group=8)
-_SHARED = replace(_BANDS, cluster=(2, 1))
+_SHARED = replace(_PAIR, cluster=(2, 1))
 _UNROLLED = replace(_SHARED, unroll=4)
 _WHOLE = replace(_UNROLLED, stages=3, epilogue_stages=4)
 _SKEWED = replace(_WHOLE, skew=500)
@@ -262,19 +260,8 @@ STEPS: tuple[Step, ...] = (
         persistent=True,
     ),
     Step(
-        "raster",
-        "two warpgroups",
-        "Tiles are taken eight down before the next ones across.",
-        _OURS,
-        (790, 1060),
-        "16.5 rows and 8 columns of tiles at once instead of 8 and 16: 10% fewer different bytes, "
-        "but all 34 MB fit into the L2 cache. It is for larger matrices.",
-        _BANDS,
-        persistent=True,
-    ),
-    Step(
         "multicast",
-        "raster",
+        "two warpgroups",
         "Two blocks of a cluster, one above the other, load half of B each for both.",
         _OURS,
         (900, 1300),
