@@ -275,21 +275,23 @@ def test_choice_for_few_rows():
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "split"),
+    ("shape", "tile", "split"),
     [
-        (1, 576, 8),
-        (64, 896, 8),
-        (16, 1536, 4),
-        (128, 576, 4),
-        (1, 2112, 2),
-        (8, 4096, 2),
-        (8, 8192, 1),
+        ((1, 576, 16384), (64, 64), 8),
+        ((1, 576, 7168), (64, 64), 4),
+        ((16, 1536, 7168), (64, 64), 4),
+        ((128, 576, 7168), (64, 64), 4),
+        ((1, 2112, 7168), (64, 96), 3),
+        ((8, 4096, 7168), (64, 32), 1),
+        ((8, 8192, 7168), (64, 64), 1),
     ],
 )
-def test_choice_for_few_tiles(m, n, split):
-    """K is split among as many blocks as run at once."""
-    config = choose_config((m, n, 7168), Epilogue(BFLOAT16))
-    assert (config.tile, config.split_k) == ((64, 64), split)
+def test_choice_for_few_tiles(shape, tile, split):
+    """K is split among more CTAs, the fewer tiles there are and the longer it is, and only among as
+    many as run at once."""
+    config = choose_config(shape, Epilogue(BFLOAT16))
+    assert (config.tile, config.split_k) == (tile, split)
+    assert split == 1 or config.runs_at_once(*shape[:2], chip("sm_90a"))
 
 
 @pytest.mark.parametrize("wrong", [{"loaded_rows": 64}, {"loaded_rows": -8}])

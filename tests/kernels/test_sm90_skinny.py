@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
@@ -42,8 +43,20 @@ pytestmark = pytest.mark.usefixtures("keep_code")
 FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 
 
-def weight(name: str, rows: int, k: int) -> Operand:
-    return spaced(*operand(name, rows, k, 2))
+def weight(name: str, rows: int, k: int, tma_scales: bool = True) -> Operand:
+    given = operand(name, rows, k, 2)
+    return spaced(*given) if tma_scales else adrift(*given)
+
+
+def adrift(data: Tensor, scale: Tensor) -> Operand:
+    """The same operand, whose scales are at odd addresses, rows three bytes apart, and at the end
+    of what is allocated."""
+    rows, blocks = scale.shape
+    apart = blocks + 3 + blocks % 2
+    whole = torch.full((1 + rows * apart - (apart - blocks),), 0xFF, dtype=torch.uint8)
+    placed = whole.as_strided((rows, blocks), (apart, 1), 1)
+    placed.copy_(scale)
+    return data, placed
 
 
 CASES = [  # completion; kernel; M, N, K
@@ -68,12 +81,14 @@ CASES = [  # completion; kernel; M, N, K
 ]
 
 
+@pytest.mark.parametrize("tma_scales", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_products(case):
+def test_products(case, tma_scales):
     """Tails in M, N and K; stages that are used again and again; fewer K blocks than warps, and no
-    multiple of them."""
+    multiple of them; scales that TMA cannot load."""
     completion, config, (m, n, k) = case
-    a, b = operand("bf16", m, k, 1), weight(config.b_format, n, k)
+    config = replace(config, tma_scales=tma_scales)
+    a, b = operand("bf16", m, k, 1), weight(config.b_format, n, k, tma_scales)
     got = emulated(config, a, b, completion=completion)
     assert_close(got, a[0].double(), dequantized(config.b_format, *b))
 
@@ -86,15 +101,33 @@ def test_same_bits():
     assert torch.equal(first, other)
 
 
+@pytest.mark.parametrize("tma_scales", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_element(name):
+def test_every_element(name, tma_scales):
     """Exact; infinite where fp32 cannot hold it, and in steps of bf16's least number; NaN spoils
     its column of the output and no other."""
-    b, a = spaced(*every_code(name)), torch.zeros(len(COLUMNS), 128)
+    given, a = every_code(name), torch.zeros(len(COLUMNS), 128)
+    b = spaced(*given) if tma_scales else adrift(*given)
     for i, column in enumerate(COLUMNS):
         a[i, column] = 1
-    got = emulated(Config(name, FLOAT32, warps=2), (a.to(BF16), None), b)
+    config = Config(name, FLOAT32, warps=2, tma_scales=tma_scales)
+    got = emulated(config, (a.to(BF16), None), b)
     assert_exact(got, name, a.double(), b)
+
+
+@pytest.mark.parametrize(("name", "nan"), [("mxfp8", 0xFF), ("nvfp4", 0x7F)])
+def test_nan_at_the_edge(name, nan):
+    """A NaN in the last scale of a row, which is read for what is behind it, too, and of the last
+    row, which is read for those after it."""
+    config = Config(name, FLOAT32, warps=2, tma_scales=False)
+    data, scale = operand(name, 33, 1056, 2)
+    scale[5, -1] = scale[-1, 0] = nan
+    a, b = operand("bf16", 3, 1056, 1), adrift(data, scale)
+    got = emulated(config, a, b)
+    spoilt = torch.tensor([5, 32])
+    assert bool(got[:, spoilt].isnan().all())
+    others = torch.ones(33, dtype=torch.bool).index_fill(0, spoilt, False)
+    assert_close(got[:, others], a[0].double(), dequantized(name, *b)[others])
 
 
 EPILOGUES = [
@@ -118,10 +151,11 @@ def test_epilogue(fields):
     assert_close(got, factor * a[0].double(), dequantized("nvfp4", *b), added)
 
 
+@pytest.mark.parametrize("k", [512, 544])
 @pytest.mark.parametrize("format", FORMATS)
-def test_through_the_host_function(format):
-    """A product that this kernel is chosen for."""
-    a, b = operand("bf16", 2, 512, 1), operand(format, 24, 512, 2)
+def test_through_the_host_function(format, k):
+    """A product that this kernel is chosen for, whether TMA can load its scales or not."""
+    a, b = operand("bf16", 2, k, 1), operand(format, 24, k, 2)
     with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")) as reports:
         got = mixed_gemm(Given(*a), Given(*b, format), out_dtype=FP32, gpu=chip("sm_90a"))
     assert_close(got, a[0].double(), dequantized(format, *b))
@@ -143,8 +177,8 @@ def chosen(m: int, n: int, k: int, a_format: str | None = None, pad: int = 0):
 
 
 def test_choice():
-    """For up to 16 rows, where TMA can load the scales; for quantized ones, which are widened
-    first, unless so few blocks would have all of K."""
+    """For up to 16 rows; for quantized ones, which are widened first, unless so few blocks would
+    have all of K. Threads read the scales where TMA cannot load them."""
     for m, rows in ((1, 8), (8, 8), (9, 16), (16, 16)):
         config = chosen(m, 8192, 1024)
         assert config == choose_config(m, 8192, "mxfp8", Epilogue(BFLOAT16))
@@ -153,12 +187,10 @@ def test_choice():
         assert chosen(m, 4096, 1024, a_format="mxfp8") == choose_config(
             m, 4096, "mxfp8", Epilogue(BFLOAT16)
         )
-    for config in (
-        chosen(17, 8192, 1024),
-        chosen(1, 2112, 1024, a_format="mxfp8"),
-        chosen(1, 8192, 1024, pad=4),
-        chosen(1, 8192, 1024 + 32),
-    ):
+    aligned = chosen(1, 8192, 1024)
+    for config in (chosen(1, 8192, 1024, pad=4), chosen(1, 8192, 1024 + 32)):
+        assert config == replace(aligned, tma_scales=False)
+    for config in (chosen(17, 8192, 1024), chosen(1, 2112, 1024, a_format="mxfp8")):
         assert isinstance(config, mixed_config.Config)
 
 

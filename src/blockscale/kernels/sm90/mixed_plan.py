@@ -85,18 +85,24 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, octets)
     check_loadable(a_data=a, b_data=b)
-    decodes = skinny_config.is_legal(m, b_scale) and (
+    decodes = m <= skinny_config.MAX_SKINNY_M and (
         a_format is None or skinny_config.fills_gpu(n, gpu.multiprocessors)
     )
     if decodes:
-        config: Any = skinny_config.choose_config(m, n, b_format, call.epilogue(n), gpu)
+        config: Any = skinny_config.choose_config(
+            m,
+            n,
+            b_format,
+            call.epilogue(n),
+            tma_scales=_apart(b_scale, skinny_config.SCALE_ROW),
+            gpu=gpu,
+        )
     else:
-        row = BLOCK_K // format.block_size
         config = choose_config(
             (m, n, k),
             b_format,
             call.epilogue(n),
-            async_scales=k % BLOCK_K == 0 and not (b_scale[1][0] % row or b_scale[3] % row),
+            async_scales=k % BLOCK_K == 0 and _apart(b_scale, BLOCK_K // format.block_size),
             gpu=gpu,
         )
     run = gpu.load(config)
@@ -105,6 +111,11 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
         widen = gpu.load(PermuteConfig(a_format or BF16, 0 if decodes else config.block_k))
         run = _Widened(widen, run, values)
     return CompiledGemm(config, run, like, octets, (gpu.multiprocessors,))
+
+
+def _apart(x: Described, nbytes: int) -> bool:
+    """Whether rows of bytes start at multiples of so many."""
+    return not (x[1][0] % nbytes or x[3] % nbytes)
 
 
 def _check_scale(name: str, x: Described, wanted: tuple[int, int], format: Format) -> None:

@@ -27,6 +27,7 @@ from . import ptx
 from .dequant import Rows, place
 from .mixed_config import BLOCK_K
 from .skinny_config import SCALE_ROW, Config
+from .skinny_scales import HeldScales, StagedScales
 
 __all__ = ["SkinnyGemm", "compile_config"]
 
@@ -44,19 +45,20 @@ class SkinnyGemm:
         self.copies = [
             Copies(cutlass.Uint8, b, config.slots),
             Panels(cutlass.BFloat16, box, config.slots, _PANELS, rows=rows),
-            Copies(cutlass.Uint8, scales, config.slots, swizzled=False),
         ]
+        if config.tma_scales:
+            self.copies.append(Copies(cutlass.Uint8, scales, config.slots, swizzled=False))
 
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
         """Launch. ``a`` (M, K) bf16, ``b`` (N, K) as bytes, ``b_scale`` (N, K / block); ``d``
         (M, N); ``bias`` (N,) and ``alpha``, or None. M is ``rows`` at most; there is no
         ``a_scale``, and ``multiprocessors`` take as many CTAs as they can."""
-        loaded = zip(self.copies, (b, a, b_scale), strict=True)
+        loaded = zip(self.copies, (b, a, b_scale), strict=False)
         loads = [each.describe(tensor) for each, tensor in loaded]
         atoms, views = zip(*loads, strict=True)
         k_blocks = cute.ceil_div(b.shape[1], self.config.row_bytes)
-        self.kernel(atoms, views, (d, bias, alpha), k_blocks).launch(
+        self.kernel(atoms, views, b_scale, (d, bias, alpha), k_blocks).launch(
             grid=(cute.ceil_div(b.shape[0], self.config.b_rows), 1, 1),
             block=(32 * self.config.warps, 1, 1),
             stream=stream,
@@ -64,7 +66,7 @@ class SkinnyGemm:
         )
 
     @cute.kernel
-    def kernel(self, atoms, views, output, k_blocks):
+    def kernel(self, atoms, views, b_scale, output, k_blocks):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
@@ -75,7 +77,7 @@ class SkinnyGemm:
         if const_expr(config.unused_shared):
             memory.allocate_array(cutlass.Uint8, config.unused_shared)
         loads = [TmaTiles(*each) for each in zip(self.copies, atoms, views, tiles, strict=True)]
-        b, a, scales = loads
+        b, a = loads[:2]
 
         # barriers
         full = barriers + warp * config.stages
@@ -92,7 +94,7 @@ class SkinnyGemm:
 
         # each warp loads, multiplies and stores
         column = cute.arch.block_idx()[0] * config.b_rows
-        loader = Loader(config, b, a, scales, full, warp, column, k_blocks)
+        loader = Loader(config, loads, full, warp, column, k_blocks)
         for i in range_constexpr(config.stages):
             loader(i * config.warps + warp, Int32(i))
         b_tiles, a_tiles = config.mma_tiles
@@ -101,7 +103,11 @@ class SkinnyGemm:
             each.fill(0.0)
         rows = Rows(config.format, b_tiles)
         rows.seen.fill(0)
-        Mainloop(config, loader, rows)(acc)
+        if const_expr(config.tma_scales):
+            scales = StagedScales(config, loads[2], rows.scale_bytes)
+        else:
+            scales = HeldScales(config, b_scale, column, rows.scale_bytes)
+        Mainloop(config, loader, rows, scales)(acc)
         pdl_launch_dependents()
         rows.poison(acc)
         Epilogue(config, b.address, warp, column, *output)(acc)
@@ -109,12 +115,11 @@ class SkinnyGemm:
 
 @dataclass(frozen=True)
 class Loader:
-    """Keeps a warp's stages filled. ``full``: its mbarriers; ``k_blocks``: of all warps."""
+    """Keeps a warp's stages filled. ``loads``: of B, of A, and of block scales if TMA loads them;
+    ``full``: the warp's mbarriers; ``k_blocks``: of all warps."""
 
     config: Config
-    b: TmaTiles
-    a: TmaTiles
-    scales: TmaTiles
+    loads: list[TmaTiles]
     full: Any
     warp: Any
     column: Any
@@ -126,17 +131,16 @@ class Loader:
         config = self.config
         if k_block < self.k_blocks:
             barrier, slot = self.full + stage, self.warp * config.stages + stage
-            loads = self.b, self.a, self.scales
             if cute.arch.lane_idx() == 0:
                 ptx.mbarrier_arrive_expect_tx(
-                    barrier.toint(), sum(each.copies.moved for each in loads)
+                    barrier.toint(), sum(each.copies.moved for each in self.loads)
                 )
             origins = (
                 (self.column, k_block * config.row_bytes),
                 (Int32(0), k_block * BLOCK_K),
                 (self.column, k_block * config.scale_bytes // SCALE_ROW * SCALE_ROW),
             )
-            for load, origin in zip(loads, origins, strict=True):
+            for load, origin in zip(self.loads, origins, strict=False):
                 load.load(slot, origin, barrier)
 
 
@@ -147,41 +151,37 @@ class Mainloop:
     config: Config
     loader: Loader
     rows: Rows
+    scales: StagedScales | HeldScales
 
     @cute.jit
     def __call__(self, acc):
         config, loader = self.config, self.loader
         lane = cute.arch.lane_idx()
         row, part = lane // 4, lane % 4
-        b, a, scales = (each.address for each in (loader.b, loader.a, loader.scales))
-        b = ptx.pin(b + place(row, part, config.row_bytes))
-        panel = part // 2 * (loader.a.copies.nbytes // _PANELS) + row * 128
-        a = ptx.pin(a + panel + ((part % 2 * 4) ^ row) * 16)
-        scales = ptx.pin(scales + row * SCALE_ROW + part * self.rows.scale_bytes)
+        b, a = loader.loads[:2]
+        b_tile, a_tile = b.copies.nbytes, a.copies.nbytes
+        b = ptx.pin(b.address + place(row, part, config.row_bytes))
+        panel = part // 2 * (a_tile // _PANELS) + row * 128
+        a = ptx.pin(a.address + panel + ((part % 2 * 4) ^ row) * 16)
         stage, phase = Int32(0), Int32(0)
+        self.scales.ask(loader.warp)
         for k_block in range(loader.warp, loader.k_blocks, config.warps):
+            held = self.scales.held()
+            self.scales.ask(k_block + config.warps)
             cute.arch.mbarrier_wait(loader.full + stage, phase)
             slot = loader.warp * config.stages + stage
-            of_block = k_block * config.scale_bytes % SCALE_ROW
-            self.add(
-                acc,
-                b + slot * loader.b.copies.nbytes,
-                a + slot * loader.a.copies.nbytes,
-                scales + slot * loader.scales.copies.nbytes + of_block,
-            )
+            scales = self.scales.of(k_block, slot, held)
+            self.add(acc, b + slot * b_tile, a + slot * a_tile, scales)
             cute.arch.sync_warp()
             loader(k_block + config.slots, stage)
             stage, phase = advance_pipeline(stage, phase, config.stages)
 
     def add(self, acc, b, a, scales) -> None:
-        """A K block, given by addresses of what a thread has of it."""
-        nbytes, own = self.config.row_bytes, self.rows.scale_bytes
+        """A K block, given by addresses of what a thread has of it, and its scales of B."""
+        nbytes = self.config.row_bytes
         b_tiles, a_tiles = self.config.mma_tiles
         rows = [(16 * tile, 16 * tile + 8) for tile in range(b_tiles)]
-        factors = [
-            self.rows.factors(*(ptx.ld_shared_bytes(scales, r * SCALE_ROW, own) for r in pair))
-            for pair in rows
-        ]
+        factors = [self.rows.factors(*pair) for pair in scales]
         at_once = 2 * 64 // nbytes  # units of 16 bytes of a row
         for chunk in range(2 // at_once):
             words = [
@@ -270,7 +270,7 @@ def compile_config(config: Config):
         any_tensor(cutlass.BFloat16, 2, 16, True),
         None,
         any_tensor(cutlass.Uint8, 2, 16, True),
-        any_tensor(cutlass.Uint8, 2, 16, True),
+        any_tensor(cutlass.Uint8, 2, 16 if config.tma_scales else 1, True),
         any_source(config.out_dtype, False),
         *any_added(config),
         Int32(1),

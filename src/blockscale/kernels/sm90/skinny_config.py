@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,10 +13,7 @@ from ..common.loadable import rows_to_load
 from ..common.refuse import refuse
 from .mixed_config import BLOCK_K, gain
 
-if TYPE_CHECKING:
-    from ..common.runtime import Described
-
-__all__ = ["MAX_SKINNY_M", "SCALE_ROW", "Config", "choose_config", "fills_gpu", "is_legal"]
+__all__ = ["MAX_SKINNY_M", "SCALE_ROW", "Config", "choose_config", "fills_gpu"]
 
 SCALE_ROW = 16  # bytes of block scales of a row, which TMA loads at least
 _A_ROWS = (8, 16)  # of a tile
@@ -37,6 +33,8 @@ class Config:
         b_rows: of B, that a CTA takes.
         warps: that take stages along K in turn.
         stages: of each warp, in flight.
+        tma_scales: TMA brings block scales of B with a stage, which their rows have to be aligned
+            for; else threads read their own.
         resident: CTAs on a multiprocessor at once, at most; 0 for as many as fit. With room for
             more, those of the next kernel, which come early, would not be spread evenly.
         accumulate: add to the output.
@@ -51,6 +49,7 @@ class Config:
     b_rows: int = _B_ROWS[0]
     warps: int = 8
     stages: int = 2
+    tma_scales: bool = True
     resident: int = 0
     accumulate: bool = False
     bias: np.dtype | None = None
@@ -94,7 +93,8 @@ class Config:
     @property
     def slot_bytes(self) -> int:
         """With a barrier."""
-        return self.b_rows * (self.row_bytes + SCALE_ROW) + self.rows * 2 * BLOCK_K + 8
+        scales = SCALE_ROW if self.tma_scales else 0
+        return self.b_rows * (self.row_bytes + scales) + self.rows * 2 * BLOCK_K + 8
 
     @property
     def unused_shared(self) -> int:
@@ -112,11 +112,6 @@ class Config:
     def gain(self) -> float:
         """What the accumulators lack."""
         return gain(self.format)
-
-
-def is_legal(m: int, scale: Described) -> bool:
-    """Whether there is a kernel for ``m`` bf16 rows, and TMA can load the block ``scale``."""
-    return m <= MAX_SKINNY_M and not (scale[1][0] % 16 or scale[3] % 16)
 
 
 def fills_gpu(n: int, multiprocessors: int) -> bool:
@@ -151,9 +146,12 @@ def choose_config(
     n: int,
     b_format: str,
     epilogue: Epilogue,
+    *,
+    tma_scales: bool = True,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
-    """The kernel for a product of ``m`` rows by a matrix of ``n``."""
+    """The kernel for a product of ``m`` rows by a matrix of ``n``. ``tma_scales``: whether TMA can
+    load its block scales."""
     rows, format = next(each for each in _A_ROWS if each >= m), get_format(b_format)
     b_rows = _rows_of_b(n, rows, format, gpu.multiprocessors)
     tiles = -(-n // b_rows)
@@ -165,6 +163,7 @@ def choose_config(
         loaded_rows=rows_to_load(m, rows),
         b_rows=b_rows,
         warps=_warps(tiles, b_rows, rows, format.element.bits, gpu.multiprocessors),
+        tma_scales=tma_scales,
         resident=resident if resident < 4 else 0,
         accumulate=epilogue.accumulate,
         bias=epilogue.bias,
