@@ -85,6 +85,23 @@ def test_every_bf16(arch):
         check(each, "mxfp8", arch, BOTH, layout="tcgen05")
 
 
+@pytest.mark.parametrize("axes", [(-1,), BOTH])
+@pytest.mark.parametrize("times", [1.0, 2.0**20])
+def test_ties_of_e2m1(times, axes):
+    """Halfway between two E2M1 values, and next to it; where the scale is 1, and where it is as
+    large as can be, and values are too large for it."""
+    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    above, below = (torch.nextafter(between, torch.tensor(end)) for end in (9.0, 0.0))
+    values = torch.cat([between, above, below, torch.tensor([0.0, 6.0])])
+    x = torch.stack([values.roll(i)[:16] * sign for i in range(23) for sign in (1, -1)])
+    x[:, 0] = 6.0
+    x = torch.cat([x, x.flip(0)]).repeat(1, 2)[:64].contiguous() * times
+    check(x, "nvfp4", "sm_90a", axes, layout="tcgen05", global_scale=torch.tensor(1.0))
+    check(
+        x.mT.contiguous(), "nvfp4", "sm_90a", axes, layout="tcgen05", global_scale=torch.tensor(1.0)
+    )
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("format", "axes", "layout"),

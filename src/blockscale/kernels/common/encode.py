@@ -18,6 +18,7 @@ from ...formats import get_format
 from ...rounding import FP32_INF, FP32_MAX, FP32_NAN
 from . import ptx
 from .arithmetic import element
+from .e2m1 import e2m1_of_eight
 from .spec import NEAREST_FP32, NEAREST_UE4M3, POWER_OF_TWO, Spec
 
 __all__ = ["Encoder"]
@@ -86,6 +87,11 @@ class Encoder:
 
     def states(self, words: list):
         """The state of several words."""
+        if self.per_word == 2 and self.spec.propagate:
+            kind, found = "bf16" if self.dtype == BFLOAT16 else "f16", words[0]
+            for word in words[1:]:
+                found = ptx.absmax_pairs(found, word, kind)
+            return self._magnitude(found)
         state = self.state(words[0])
         for word in words[1:]:
             state = self.merge(state, self.state(word))
@@ -159,7 +165,7 @@ class Encoder:
         ``amax`` and ``reciprocal`` are fp32 bits, one for each element; those of E2M1 elements in a
         word of codes are of one block.
         """
-        return self._codes(self._all_bits(words), amax, reciprocal)
+        return self._codes(self._all_bits(words), amax, reciprocal, words)
 
     def elements_of_columns(self, rows: list, amax: list, reciprocal: list) -> list:
         """Codes, packed into words, of each column of ``rows``, which are words of input each.
@@ -192,14 +198,21 @@ class Encoder:
     def _all_bits(self, words: list) -> list:
         return [self._bits(word, i) for word in words for i in range(self.per_word)]
 
-    def _codes(self, bits: list, amax: list, reciprocal: list) -> list:
+    def _codes(self, bits: list, amax: list, reciprocal: list, words: list | None = None) -> list:
+        """``words``: those that ``bits`` are of, if they follow each other there."""
         scaled = []
         for i in range(0, len(bits), 2):
             scaled += self._multiply(bits[i : i + 2], reciprocal[i : i + 2])
         if not self.spec.propagate:
             scaled = [self._te(*each) for each in zip(bits, scaled, amax, strict=True)]
-        size = self.per_code_word
-        return [self._pack(scaled[i : i + size], amax[i]) for i in range(0, len(scaled), size)]
+        if words is None or not self.spec.propagate:  # te changes signs
+            words = [each.bitcast(Uint32) for each in scaled]
+        size, count = self.per_code_word, len(scaled) // self.per_code_word
+        signed = len(words) // count
+        return [
+            self._pack(scaled[i * size :][:size], amax[i * size], words[i * signed :][:signed])
+            for i in range(count)
+        ]
 
     def _multiply(self, bits: list, reciprocal: list) -> list:
         values = [each.bitcast(Float32) for each in bits]
@@ -217,10 +230,14 @@ class Encoder:
         nan = FP32_INF if self.element == "e2m1" else FP32_NAN
         return _select(magnitude > inf, Uint32(nan), found).bitcast(Float32)
 
-    def _pack(self, values: list, amax):
+    def _pack(self, values: list, amax, signed: list):
+        """A word of codes. ``signed``: words that have the signs of ``values``."""
         if self.element != "e2m1":
             return ptx.fp8_of_four(values, self.element)
-        word = ptx.e2m1_of_eight(values) if self.blackwell else _e2m1_of_eight(values)
+        if self.blackwell:
+            word = ptx.e2m1_of_eight(values)
+        else:
+            word = e2m1_of_eight(values, signed)
         if self.spec.propagate:  # E2M1 has no NaN: only the block's scale says so
             word = _select(amax >= Uint32(FP32_INF), Uint32(0), word)
         return word
@@ -233,13 +250,3 @@ def _select(condition, a, b):
 def _at_most_max(value):
     """A positive value, infinity replaced by the largest finite one."""
     return cutlass.min(value.bitcast(Uint32), Uint32(FP32_MAX)).bitcast(Float32)
-
-
-def _e2m1_of_eight(values: list):
-    """Eight fp32 values, no NaN, to E2M1 as ``ptx.e2m1_of_eight`` does: 8 instructions each."""
-    word = Uint32(0)
-    for i, value in enumerate(values):
-        word = word + ((ptx.e2m1_steps(value) - ptx.E2M1_BASE) << (4 * i))
-    bits = [value.bitcast(Uint32) for value in values]
-    even, odd = (ptx.top_bytes(bits[i::2]) & Uint32(0x80808080) for i in (0, 1))
-    return word | odd | (even >> 4)

@@ -10,14 +10,12 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.arch import inline_ptx
 
 __all__ = [
-    "E2M1_BASE",
     "add",
     "add_pairs",
     "below",
     "copy_bulk",
     "divide",
     "e2m1_of_eight",
-    "e2m1_steps",
     "e4m3_value",
     "fma",
     "fma_pairs",
@@ -39,7 +37,6 @@ __all__ = [
     "square_root",
     "store_global",
     "store_shared",
-    "top_bytes",
 ]
 
 _VECTOR = {1: "b8", 2: "b16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
@@ -121,41 +118,21 @@ def max_u16x2(a, b):
     return _one("max.u16x2 {$w0}, {$r0}, {$r1};", Uint32, a, b)
 
 
+def absmax_pairs(a, b, kind: str):
+    """The larger magnitudes of two pairs of ``kind`` ("f16" or "bf16"), their signs anything; NaN
+    where one is."""
+    return _one(f"max.NaN.xorsign.abs.{kind}x2 {{$w0}}, {{$r0}}, {{$r1}};", Uint32, a, b)
+
+
 def half_to_float(word, upper: bool):
     """fp32 value of one half of a word; exact."""
     code = "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, PART; }"
     return _one(code.replace("PART", "h" if upper else "l"), Float32, word)
 
 
-#: Bits of the number to which ``e2m1_steps`` adds: 1.5 * 2^23, whose last bit is worth 1.
-E2M1_BASE = 0x4B400000
-
-
-def e2m1_steps(value):
-    """``E2M1_BASE`` plus the E2M1 code of a magnitude, to nearest even, saturating.
-
-    The codes 0-4, 4-6 and 6-7 are evenly spaced, by 0.5, 1 and 2: the code is the least of three
-    straight lines, of which the last is cut off by saturation to [0, 1]. Each line is rounded to
-    an integer as it is added; rounding keeps the order, so the least is the rounded least.
-    """
-    code = (
-        "{ .reg .f32 a, n, t; .reg .s32 i, j, k; abs.f32 a, {$r0};"
-        " fma.rn.f32 n, a, 0f40000000, 0f4B400000; mov.b32 i, n;"
-        " add.rn.f32 n, a, 0f4B400002; mov.b32 j, n;"
-        " fma.rn.sat.f32 t, a, 0f3F000000, 0fC0000000;"
-        " add.rn.f32 n, t, 0f4B400006; mov.b32 k, n;"
-        " min.s32 i, i, j; min.s32 {$w0}, i, k; }"
-    )
-    return _one(code, Uint32, value)
-
-
-def top_bytes(words: list):
-    """The top byte of each of four words, the first one's lowest."""
-    code = (
-        "{ .reg .b32 l, h; prmt.b32 l, {$r0}, {$r1}, 0x0073; prmt.b32 h, {$r2}, {$r3}, 0x0073;"
-        " prmt.b32 {$w0}, l, h, 0x5410; }"
-    )
-    return _one(code, Uint32, *words)
+def permute(a, b, order: int):
+    """Bytes of ``a`` (0 to 3) and ``b`` (4 to 7) that the digits of ``order`` name, lowest first."""
+    return _one(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, 0x{order:04x};", Uint32, a, b)
 
 
 def fp8_of_four(values: list, element: str):
