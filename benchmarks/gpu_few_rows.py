@@ -25,7 +25,7 @@ from blockscale.kernels.common.compile_all import compile_all
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.gpu import CLUSTERS, GPUS
 from blockscale.kernels.common.runtime import gpu_of
-from blockscale.kernels.sm90.mixed_config import B_ROWS, BF16, Config, choose_config
+from blockscale.kernels.sm90.mixed_config import B_ROWS, BF16, BLOCK_K, Config, choose_config
 from blockscale.kernels.sm90.permute_config import PermuteConfig
 
 FORMATS = ("mxfp8", "nvfp4")
@@ -75,7 +75,7 @@ def calls(m: int, n: int, k: int, format: str) -> Iterator[tuple[str, Call]]:
     a, d = torch.empty_like(x), torch.empty(m, n, device=device, dtype=torch.bfloat16)
     gpu = gpu_of(x.device)
     assert gpu is not None
-    gpu.load(PermuteConfig(BF16))(x, None, a)
+    gpu.load(PermuteConfig(BF16, BLOCK_K))(x, None, a)
     for label, config in candidates(m, n, k, format).items():
         run = gpu.load(config)
         yield label, partial(run, a, None, b, scale, d, None, None, gpu.multiprocessors)

@@ -66,7 +66,7 @@ SPLIT_K = (64, 2), (64, 4), (64, 8), (96, 2), (96, 3), (128, 2), (128, 4)  # col
 FIELDS = ("tile", "cluster", "warpgroups", "warpgroup_split_k", "split_k")
 _MOST_STAGES = 12
 _STEPS = 1, 2, 3  # wgmmas across a tile
-_REGISTERS = {1: 192, 2: 192, 3: 128}  # for sums, by warpgroups
+_REGISTERS = {1: 192, 2: 192, 3: 128}  # for accumulators, by warpgroups
 _DIFFERS = 0.02  # of the largest value: sums in another order differ less
 
 Operands = tuple[Tensor, ...]
@@ -80,7 +80,7 @@ class Product:
         module: has ``choose_config``.
         kind: of a configuration.
         operands: of matrices (M, K) and (N, K) of bf16, as a kernel takes them.
-        partial: whether a wgmma's sums are added to others, which want registers, too.
+        promotes: whether a wgmma's accumulators are added to others, which want registers, too.
         fields: of ``kind``, for a tile.
         choices: of ``choose_config``.
         epilogue: of all.
@@ -90,7 +90,7 @@ class Product:
     module: Any
     kind: type[ProductConfig]
     operands: Callable[[Tensor, Tensor], Operands]
-    partial: bool
+    promotes: bool
     peers: Mapping[str, Callable[[Tensor, Tensor], Call]]
     fields: Callable[[int, int], dict[str, Any]] = lambda rows, columns: {}
     choices: dict[str, Any] = field(default_factory=dict)
@@ -160,7 +160,7 @@ def tile(product: Product, rows: int, columns: int, **fields: Any) -> ProductCon
     room = _REGISTERS[warpgroups] - accumulators
     for steps, stages in product_of(_STEPS, range(_MOST_STAGES, 1, -1)):
         mma_n = columns // steps
-        if columns % (16 * steps) or (product.partial and mma_n // 2 > room):
+        if columns % (16 * steps) or (product.promotes and mma_n // 2 > room):
             continue
         try:
             least = product.kind(
@@ -285,6 +285,9 @@ def main() -> None:
         "dram_rate": gpu.dram_rate,
         "product": args.product,
         "seed": args.seed,
+        "rows": args.rows,
+        "weights": args.weights,
+        "columns": args.columns,
         "tilings": [dict(zip(FIELDS, each, strict=True)) for each in tilings],
         "shapes": rows,
     }

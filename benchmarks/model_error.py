@@ -1,7 +1,7 @@
 """How far the performance model is from measured times, for Hopper's kernels on an H200.
 
-Reads benchmarks/results/chooser_h200.json (all configurations of the FP8 kernel at 40 shapes) and
-gemm_h200.json, writes model_h200.json. The constants named in ``blockscale.model.machine.FITTED``
+Reads benchmarks/results/chooser_h200.json (all configurations of the FP8 kernel at 40 shapes),
+writes model_h200.json. The constants named in ``blockscale.model.machine.FITTED``
 were fitted to every other shape of the first file; the error is told for the other half, too.
 Needs no GPU.
 
@@ -21,17 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from blockscale.bench.chooser import described
-from blockscale.bench.contest import OURS
 from blockscale.model import Launch, Machine, Traffic, estimate, launch, walk
 from blockscale.model.kernels import hopper_fp8
 from blockscale.model.machine import FITTED, H200
 
 RESULTS = Path(__file__).resolve().parent / "results"
-GROUPS = {  # of gemm_h200.json -> the format of its rows in the model, by case
-    "Operands quantized beforehand": {"fp8_block": "fp8_block"},
-    "1x128 by 1x128, added to fp32": {"fp8_1x128": "fp8_1x128"},
-}
-
 _GROUP = 8  # tiles down that the kernels took which were measured
 #: `ncu --section MemoryWorkloadAnalysis` on that H200, caches flushed: L2 Hit Rate, with the tile
 #: and the cluster that were chosen then.
@@ -66,14 +60,6 @@ def chooser_points() -> Iterator[Point]:
         for name, took in choice["candidates"].items():
             counts = replace(hopper_fp8(described(name), shape), group=_GROUP)
             yield Point(part, name, counts, walk(counts, H200), took)
-
-
-def gemm_points() -> Iterator[Point]:
-    for row in _load("gemm_h200.json")["rows"]:
-        format = GROUPS.get(row["group"], {}).get(row["case"])
-        if format and row["who"] == OURS:
-            counts = launch("sm_90a", format, (row["m"], row["n"], row["k"]), group=_GROUP)
-            yield Point(format, "chosen", counts, walk(counts, H200), row["microseconds"])
 
 
 def summary(points: Sequence[Point], machine: Machine) -> dict[str, Any]:
@@ -138,15 +124,15 @@ def _parts(points: Sequence[Point], key: Callable[[Point], str]) -> dict[str, li
 
 
 def main() -> None:
-    chooser, gemm = list(chooser_points()), list(gemm_points())
+    points = list(chooser_points())
     constants = {name: getattr(H200, name) for name in FITTED}
-    parts = _parts([*chooser, *gemm], lambda each: each.part)
-    by_config = _parts(chooser, lambda each: each.config)
+    parts = _parts(points, lambda each: each.part)
+    by_config = _parts(points, lambda each: each.config)
     result = {
         "machine": H200.name,
         "constants": constants,
-        "parts": {name: summary(points, H200) for name, points in parts.items()},
-        "configs": {name: summary(points, H200) for name, points in by_config.items()},
+        "parts": {name: summary(those, H200) for name, those in parts.items()},
+        "configs": {name: summary(those, H200) for name, those in by_config.items()},
         "hit_rates": hit_rates(),
         "launches": [
             {
@@ -156,7 +142,7 @@ def main() -> None:
                 "measured": round(each.microseconds, 2),
                 "estimated": round(each.ratio(H200) * each.microseconds, 2),
             }
-            for each in [*chooser, *gemm]
+            for each in points
         ],
     }
     if "--fit" in sys.argv[1:]:

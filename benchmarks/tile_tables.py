@@ -159,7 +159,7 @@ def main() -> None:
     parts = []
     for product, found in products.items():
         parts += [f"### {TITLES[product]}", distribution(found)]
-        for peer in [who for who in found[0].others if who != _BEST][:1]:
+        for peer in [who for who in found[0].others if who != _BEST]:
             parts += [f"Where {peer} is ahead most:", worst(found, peer)]
         if any(each.shape in NAMED for each in found):
             parts += ["Squares, and one named shape:", named(found)]

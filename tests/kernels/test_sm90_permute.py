@@ -20,6 +20,7 @@ from blockscale import emulator as em
 from blockscale import reference
 from blockscale.formats import get_format
 from blockscale.kernels.common import compile_cache
+from blockscale.kernels.sm90.mixed_config import BLOCK_K
 from blockscale.kernels.sm90.permute_config import PermuteConfig
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -113,7 +114,7 @@ def test_compact():
         a = torch.randn(m, 256).to(BF16)
         out = torch.full((m, 256), float("nan"), dtype=BF16)
         with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
-            compile_cache.build(PermuteConfig("bf16"))(a, None, out)
+            compile_cache.build(PermuteConfig("bf16", BLOCK_K))(a, None, out)
         assert torch.equal(out.view(torch.int16), ordered(a.view(torch.int16)))
 
 
@@ -173,6 +174,6 @@ def test_nan_scales():
 def test_follows_then_precedes(name):
     """The next kernel comes early, but not before the one before this one is over."""
     with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
-        code = built(PermuteConfig(name)).__ptx__
+        code = built(PermuteConfig(name, BLOCK_K)).__ptx__
     wait, launch = (code.index(f"griddepcontrol.{each}") for each in ("wait", "launch_dependents"))
     assert wait < launch < code.index("ld.global")

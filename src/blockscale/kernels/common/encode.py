@@ -87,7 +87,8 @@ class Encoder:
 
     def states(self, words: list):
         """The state of several words."""
-        if self.per_word == 2 and self.spec.propagate:
+        # blocks of eight bits along columns take the same words' magnitudes, which are then there
+        if self.per_word == 2 and self.spec.propagate and self.spec.bits < 8:
             kind, found = "bf16" if self.dtype == BFLOAT16 else "f16", words[0]
             for word in words[1:]:
                 found = ptx.absmax_pairs(found, word, kind)

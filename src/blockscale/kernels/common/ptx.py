@@ -131,7 +131,7 @@ def half_to_float(word, upper: bool):
 
 
 def permute(a, b, order: int):
-    """Bytes of ``a`` (0 to 3) and ``b`` (4 to 7) that the digits of ``order`` name, lowest first."""
+    """Bytes of ``a`` (0 to 3) and ``b`` (4 to 7), which digits of ``order`` name, lowest first."""
     return _one(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, 0x{order:04x};", Uint32, a, b)
 
 

@@ -10,7 +10,13 @@ from __future__ import annotations
 from cutlass import Int32, cute
 from cutlass import min as least
 
-__all__ = ["Raster"]
+__all__ = ["Raster", "clusters_of"]
+
+
+def clusters_of(tile: tuple[int, int], cluster: tuple[int, int], m, n):
+    """Clusters of tiles down and across a matrix (M, N)."""
+    down, across = (cute.ceil_div(x, t * c) for x, t, c in zip((m, n), tile, cluster, strict=True))
+    return Int32(down), Int32(across)
 
 
 class Raster:
@@ -20,14 +26,9 @@ class Raster:
     def __init__(self, tile: tuple[int, int], cluster: tuple[int, int], group: int):
         self.tile_shape, self.cluster, self.group = tile, cluster, group
 
-    def grouped(self, group) -> Raster:
-        return Raster(self.tile_shape, self.cluster, group)
-
     def clusters(self, m, n):
         """Clusters of tiles down and across a matrix."""
-        down = cute.ceil_div(m, self.tile_shape[0] * self.cluster[0])
-        across = cute.ceil_div(n, self.tile_shape[1] * self.cluster[1])
-        return Int32(down), Int32(across)
+        return clusters_of(self.tile_shape, self.cluster, m, n)
 
     def tile(self, index, clusters, rank):
         """First row and column of the tile of block ``rank`` in the ``index``-th cluster."""

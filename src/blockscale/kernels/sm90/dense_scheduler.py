@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from ..common.persistent import cluster_id_and_count
-from ..common.schedule import Raster
+from ..common.schedule import Raster, clusters_of
 from .product_config import GROUP, WIDE, WIDE_GROUP, ProductConfig
 
 __all__ = ["DenseScheduler", "DenseTiles", "Tile"]
@@ -82,23 +82,25 @@ class DenseScheduler:
 
     def __init__(self, config: ProductConfig):
         self.config = config
-        self.raster = Raster(config.tile, config.cluster, GROUP)
 
     def grid(self, d, multiprocessors):
         """On the host: how many CTAs there are."""
-        size, clusters = self.config.cluster_size, self.raster.clusters(*d.shape)
-        return cutlass.min(clusters[0] * clusters[1], multiprocessors // size) * size
+        config, size = self.config, self.config.cluster_size
+        down, across = clusters_of(config.tile, config.cluster, *d.shape)
+        return cutlass.min(down * across, multiprocessors // size) * size
 
     def tiles(self, d, k_blocks, rank, k_part) -> DenseTiles:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
-        clusters, split = self.raster.clusters(*d.shape), self.config.split_k
+        config, split = self.config, self.config.split_k
+        clusters = clusters_of(config.tile, config.cluster, *d.shape)
+        # as ``config.group``
         group = cutlass.select_(clusters[1] < WIDE, Int32(GROUP), Int32(WIDE_GROUP))
         begin, end = 0, k_blocks
         if split > 1:
             begin, end = k_part * k_blocks // split, (k_part + 1) * k_blocks // split
         last_row = None
-        if not self.config.accumulate:  # what is stored twice would be added twice
-            least = cutlass.max(Int32(d.shape[0]) - self.config.tile[0], Int32(0))
+        if not config.accumulate:  # what is stored twice would be added twice
+            least = cutlass.max(Int32(d.shape[0]) - config.tile[0], Int32(0))
             last_row = cute.round_up(least, _ALIGNMENT)
-        size = self.config.cluster_size
-        return DenseTiles(self.raster.grouped(group), size, clusters, rank, last_row, begin, end)
+        raster = Raster(config.tile, config.cluster, group)
+        return DenseTiles(raster, config.cluster_size, clusters, rank, last_row, begin, end)

@@ -13,8 +13,9 @@ Hopper does logic, shifts and additions of integers at half the rate of other in
 what widens is bound by them: multiplications take their place where they can.
 
 ``Rows`` are a thread's rows of B as tensor cores take them: two of them, eight apart. Four lanes
-share these, and have 32 neighbours along K of each in a stage. A unit is 16 of them, two octets of
-each row: what four products of 16 columns of K want in four registers each.
+share these, and have 32 neighbours along K of each in a stage, or 16 where it is half a K block. A
+unit is 16 of them, two octets of each row: what four products of 16 columns of K want in four
+registers each.
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ def ue4m3_factors(pair) -> list:
 
 
 def place(row, part, row_bytes: int):
-    """Where the ``part`` of a row is that one of its four lanes has, in a swizzled tile. Of 8 bits
-    it has 16 bytes more, at the same address but for the bit of 16."""
+    """Where the ``part`` of a row is that one of its four lanes has, in a swizzled tile. Of rows
+    of 128 bytes it has 16 bytes more, at the same address but for the bit of 16."""
     if row_bytes == 32:
         return row * 32 + ((part // 2) ^ (row // 4 % 2)) * 16 + part % 2 * 8
     chunk = (2 * part) ^ (row % 8) if row_bytes == 128 else part ^ (row // 2 % 4)

@@ -45,7 +45,7 @@ class Tiling:
     """A way to cut a product into tiles, and what it costs.
 
     Attributes:
-        config: as it was measured, with one epilogue stage.
+        config: with one epilogue stage; ``product_config.fit`` makes more where there is room.
         k_block_ns: nanoseconds of a K block that is in shared memory.
         tile_ns: of a tile, beside its K blocks.
     """

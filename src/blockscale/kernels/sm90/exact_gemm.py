@@ -1,8 +1,8 @@
 """Products of MXFP8, MXFP4 and NVFP4 matrices on Hopper, widened to bf16: exact.
 
 ``mixed_gemm`` writes A in bf16, and widens B in its kernel, once for each tile that needs an
-element. Where B has far fewer rows than A, or lies otherwise, both are written in bf16 and
-multiplied.
+element. Where B has less than half as many rows as A, where K is not contiguous, or where TMA
+cannot load more than 128 rows, both are written in bf16 and multiplied.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .mixed_plan import plan_mixed
 
 __all__ = ["exact_gemm", "lay", "plan_exact"]
 
-_FEW = 128  # rows of A, with which copies of what TMA cannot load pay
-_MOST = 2  # rows of A for each of B: as measured, with more it takes longer to write A
+_COPIED_ROWS = 128  # of A, at most, with which copies of what TMA cannot load pay
+_ROWS_FOR_ONE = 2  # of A for each of B, at most: with more it takes longer to write A, as measured
 
 
 def plan_exact(call: GemmCall) -> CompiledGemm:
@@ -45,8 +45,9 @@ def lay(a: Operand, b: Operand) -> tuple[Operand, Operand]:
 
 def exact_gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
     """``alpha * A @ B.mT + bias`` of operands that may also have their other dimension contiguous:
-    a view ``data.mT``, with scales ``scale.mT``. 4-bit elements are packed along K. With many rows
-    takes two bytes for each element of a quantized operand while it runs.
+    a view ``data.mT``, with scales ``scale.mT``. 4-bit elements are packed along K. Takes two bytes
+    for each element of A while it runs, unless that is bf16 of at most 16 rows; and for each of B,
+    where that is written in bf16, too.
 
     ``options`` are those of ``common.calls.multiply``. Raises as ``plan_exact`` does.
     """
@@ -58,7 +59,9 @@ def _widens(a: Described, b: Described) -> bool:
     if a[1][1] != 1 or b[1][1] != 1:
         return False
     rows = a[0][0]
-    return rows <= _FEW or (rows <= _MOST * b[0][0] and _is_loadable(a) and _is_loadable(b))
+    return rows <= _COPIED_ROWS or (
+        rows <= _ROWS_FOR_ONE * b[0][0] and _is_loadable(a) and _is_loadable(b)
+    )
 
 
 def _is_loadable(x: Described) -> bool:

@@ -57,7 +57,7 @@ class MixedGemm:
 
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
-        """Launch. ``a`` (M, K) bf16, permuted and padded with zeros to whole stages; ``b`` (N, K)
+        """Launch. ``a`` (M, K) bf16, permuted and padded with zeros to whole K blocks; ``b`` (N, K)
         as bytes, ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha``, or None.
         There is no ``a_scale``.
         """
@@ -68,10 +68,8 @@ class MixedGemm:
             store = self.out.describe(d, cpasync.CopyBulkTensorTileS2GOp())
         extent = self.scheduler.extent(a, b)
         atoms, views = zip(*loads, strict=True)
-        output, k_blocks = (
-            (d, bias, alpha),
-            cute.ceil_div(b.shape[1], config.turns * config.row_bytes),
-        )
+        output = d, bias, alpha
+        k_blocks = cute.ceil_div(b.shape[1], config.stages_per_k_block * config.row_bytes)
         self.kernel(atoms, views, *store, b_scale, output, extent, k_blocks).launch(
             grid=(self.scheduler.grid(extent, multiprocessors), 1, 1),
             block=(self.threads, 1, 1),
@@ -147,7 +145,7 @@ class Loader:
     @cute.jit
     def __call__(self):
         config, row_bytes = self.config, self.config.row_bytes
-        turns, panels = config.turns, config.block_k // _PANEL
+        turns, panels = config.stages_per_k_block, config.block_k // _PANEL
         nbytes = panels * self.a.copies.moved + self.b.copies.moved
         lane = cute.arch.lane_idx()
         start, step = self.schedule.first()
@@ -192,11 +190,11 @@ class ScaleLoader:
         pdl_wait()
         for index in range(start, self.schedule.count, step):
             tile = self.schedule.tile(index)
-            turns = self.config.turns
+            turns = self.config.stages_per_k_block
             for i in range(tile.k_begin * turns, tile.k_end * turns):
                 self.pipeline.producer_acquire(stage, phase)
                 target = self.address + stage * self.config.scale_bytes
-                self.load(target, tile.column, i // self.config.shared_scales, thread)
+                self.load(target, tile.column, i // self.config.stages_per_scale_row, thread)
                 self.arrive(self.pipeline.producer_barrier(stage, phase).toint())
                 stage, phase = self.pipeline.producer_next(stage, phase)
 

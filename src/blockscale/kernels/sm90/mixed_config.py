@@ -31,15 +31,17 @@ BF16 = "bf16"  # where the name of a format is expected: an operand without scal
 B_ROWS = 128  # of a tile
 WARPGROUPS = 2  # that share these
 _A_ROWS = (8, 16, 32, 64, 128, 192, 256)  # of a tile
-_MANY = 128  # with more rows, a stage is half of a K block
+_WHOLE_ROWS = 128  # with more, a stage is half of a K block
+_SPLIT_ROWS = 64  # with more, warpgroups that split K have no registers for them
+_ONE_TILE_ROWS = 96  # with more, smaller tiles may be better than one
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
 _PARTS = (1, 2)
 _STAGES = 3, 12  # at least, at most
 # As measured: warpgroup split-K pays with so many bytes in flight and K blocks of a CTA, at least.
 _TWO_PARTS = 120 << 10, 8
-# Fitted to times of 64 to 256 rows at 45 shapes on an H100: nanoseconds of a K block, and more for
-# each of a tile's rows (fewer than these take no less); of a tile; and of a row of the accumulators
-# of each CTA that splits K, fewer than these again taking no less.
+# Fitted to times of 64 to 256 rows at 45 shapes on an H100, which are not kept: nanoseconds of a K
+# block, and more for each of a tile's rows (fewer than these take no less); of a tile; and of a row
+# of the accumulators of each CTA that splits K, fewer than these again taking no less.
 _K_BLOCK_NS, _ROW_NS, _TILE_NS, _SUM_NS = 220, 3.8, 3000, 5.3
 _LEAST_ROWS, _LEAST_SUMS = 64, 40
 _MOST_ODD = 5  # stages that parts take in turn: one more, which is odd, pays where they are so few
@@ -49,8 +51,8 @@ _MOST_ODD = 5  # stages that parts take in turn: one more, which is odd, pays wh
 class Config:
     """A kernel: all that its code depends on.
 
-    The rows of B are those of a wgmma: it is widened in registers. The rows of A, which are few
-    tiles', are the columns of a wgmma: they are bf16. The accumulators are those of the
+    The rows of B are those of a wgmma: it is widened in registers. The rows of A
+    are the columns of a wgmma: they are bf16. The accumulators are those of the
     output transposed.
 
     Attributes:
@@ -88,9 +90,9 @@ class Config:
             "split_k": self.split_k not in CLUSTERS,
             "warpgroup_split_k": self.warpgroup_split_k not in _PARTS
             # these have half of the registers
-            or (self.warpgroup_split_k > 1 and self.warpgroup_split_k * self.rows > _MANY),
+            or (self.warpgroup_split_k > 1 and self.rows > _SPLIT_ROWS),
             # a warpgroup may keep a K block's until it has the next one
-            "stages": self.stages < 1 + self.turns or self.shared_bytes > SHARED,
+            "stages": self.stages < 1 + self.stages_per_k_block or self.shared_bytes > SHARED,
             "tma_store": self.tma_store
             and (self.out_dtype.itemsize > 2 or self.accumulate or self.rows < ROWS),
             "loaded_rows": self.loaded_rows not in range(self.rows),
@@ -104,10 +106,10 @@ class Config:
     @property
     def block_k(self) -> int:
         """Columns of a stage."""
-        return BLOCK_K if self.rows <= _MANY else BLOCK_K // 2
+        return BLOCK_K if self.rows <= _WHOLE_ROWS else BLOCK_K // 2
 
     @property
-    def turns(self) -> int:
+    def stages_per_k_block(self) -> int:
         """Stages of a K block."""
         return BLOCK_K // self.block_k
 
@@ -123,8 +125,8 @@ class Config:
         return max(self.block_k // self.format.block_size, 4)
 
     @property
-    def shared_scales(self) -> int:
-        """Stages that have the same scales."""
+    def stages_per_scale_row(self) -> int:
+        """Stages whose scales are in the same bytes of a row, of which each has a copy."""
         return self.scale_row * self.format.block_size // self.block_k
 
     @property
@@ -205,9 +207,9 @@ def _split(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> tuple[float
     sums_ns = _SUM_NS * max(config.rows, _LEAST_SUMS)
 
     def nanoseconds(split: int) -> float:
-        turns = -(-tiles // gpu.max_active_clusters(split))
+        waves = -(-tiles // gpu.max_active_clusters(split))
         sums = split * sums_ns if split > 1 else 0
-        return turns * (-(-blocks // split) * block_ns + _TILE_NS) + sums
+        return waves * (-(-blocks // split) * block_ns + _TILE_NS) + sums
 
     split = min(
         (
@@ -237,7 +239,7 @@ def _fitted(m: int, rows: int, b_format: str, epilogue: Epilogue, async_scales: 
         rows=rows,
         **epilogue._replace(tma_store=stored and not epilogue.accumulate)._asdict(),
         async_scales=async_scales,
-        stages=_STAGES[0] if rows <= _MANY else _STAGES[0] + 1,  # of half a K block each
+        stages=_STAGES[0] if rows <= _WHOLE_ROWS else _STAGES[0] + 1,  # of half a K block each
         loaded_rows=rows_to_load(m, rows) if rows >= ROWS and m < rows else 0,
     )
 
@@ -252,17 +254,19 @@ def choose_config(
 ) -> Config:
     """The kernel for a product of ``shape`` (M, N, K).
 
-    ``async_scales``: rows of B's scales start at multiples of a stage's bytes, and all are whole.
+    ``async_scales``: rows of B's scales start at multiples of a K block's bytes, and all are whole.
     """
     m, _, k = shape
     least = next((each for each in _A_ROWS if each >= m), _A_ROWS[-1])
     # with fewer, where tiles are few, or where the last one of them lacks most rows
-    options = [least] if 4 * m <= 3 * _MANY else [each for each in _A_ROWS if ROWS <= each <= least]
+    options = (
+        [least] if m <= _ONE_TILE_ROWS else [each for each in _A_ROWS if ROWS <= each <= least]
+    )
     ways = [_fitted(m, rows, b_format, epilogue, async_scales) for rows in options]
     _, config = min((_split(each, shape, gpu) for each in ways), key=lambda each: each[0])
     stages = {parts: _most_stages(config, parts) for parts in _PARTS}
     nbytes, blocks = _TWO_PARTS
     pays = stages[2] * config.stage_bytes >= nbytes and k > BLOCK_K * (blocks * config.split_k - 1)
     # adding to the output wants registers for addresses
-    parts = 2 if pays and 2 * config.rows <= _MANY and not epilogue.accumulate else 1
+    parts = 2 if pays and config.rows <= _SPLIT_ROWS and not epilogue.accumulate else 1
     return replace(config, warpgroup_split_k=parts, stages=stages[parts])

@@ -3,13 +3,13 @@
 
 A unit of work is 64 rows of B and 64 columns of K, half a stage or all of it: four wgmmas. A thread
 has 16 neighbours along K of two rows, which lie together in memory and share a scale each: two
-octets. Octets of the next
-unit are widened while a unit's wgmmas run. The last wgmmas of a K block are in flight when the next
-one starts, unless more warpgroups take stages in turn, which keep tensor cores busy meanwhile.
+octets. Octets of the next unit are widened while a unit's wgmmas run. The last wgmmas of a K block
+are in flight when the next one starts, unless more warpgroups take stages in turn, which keep
+tensor cores busy meanwhile.
 
 These are no columns that wgmmas take together: those of A lie in an order in which they are. Of 128
 columns, seen as (4, 2, 2, 4, 2), the second, third and fourth place come first: what lanes of the
-first place have follows each other.
+first place have follows each other. The second place is missing where a stage has 64.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mainloop:
         self.count = config.rows // 2  # of a thread's accumulators
         own, part = row + thread // 32 * 16 + thread % 32 // 4, thread % 4
         self.b = ptx.pin(b + place(own, part, config.row_bytes))
-        scale_row = config.scale_row // config.shared_scales
+        scale_row = config.scale_row // config.stages_per_scale_row
         self.b_scale = ptx.pin(b_scale + own * config.scale_row + part * scale_row // 4)
         self.a = cute.arch.make_warp_uniform(ptx.wgmma_descriptor(a))
         self.units = config.block_k // 64
@@ -132,11 +132,13 @@ class Mainloop:
             for word in ptx.ld_shared(address, row * nbytes + offset, words, Int32)
         ]
 
-    def read_scales(self, stage, turn: int) -> list:
-        """For a thread's two rows; ``turn``: of the stage among those of a K block."""
+    def read_scales(self, stage, index: int) -> list:
+        """For a thread's two rows; ``index``: of the stage among those of a K block."""
         config, nbytes = self.config, self.rows.scale_bytes
         address = self.b_scale + stage * config.scale_bytes
-        first = turn % config.shared_scales * (config.scale_row // config.shared_scales)
+        first = (
+            index % config.stages_per_scale_row * (config.scale_row // config.stages_per_scale_row)
+        )
         offsets = first, first + 8 * config.scale_row
         return self.rows.factors(*(ptx.ld_shared_bytes(address, i, nbytes) for i in offsets))
 

@@ -18,5 +18,5 @@ class PermuteConfig:
     """
 
     a_format: str
-    block_k: int = 128
+    block_k: int
     arch: str = "sm_90a"

@@ -2,7 +2,8 @@
 """bf16 times MXFP8, MXFP4 and NVFP4, at most 16 rows: as fast as memory gives what B has.
 
 Reading B is all the time there is, so that nothing may stand between: each warp loads its own
-stages by TMA, asks for the next one when it has read one, and waits for no other warp. The warps of
+stages by TMA, block scales too where it can (else threads read their own: ``skinny_scales``), asks
+for the next one when it has read one, and waits for no other warp. The warps of
 a CTA take turns along K; they have all of the CTA's rows of B, which it is alone to read, so that
 what they read of A serves as many of them as there are registers for. B is dequantized in registers
 (``dequant``) and multiplied by mma.sync, whose accumulators, of the output transposed, are
@@ -54,7 +55,7 @@ class SkinnyGemm:
         """Launch. ``a`` (M, K) bf16, ``b`` (N, K) as bytes, ``b_scale`` (N, K / block); ``d``
         (M, N); ``bias`` (N,) and ``alpha``, or None. M is ``rows`` at most; there is no
         ``a_scale``, and ``multiprocessors`` take as many CTAs as they can."""
-        loaded = zip(self.copies, (b, a, b_scale), strict=False)
+        loaded = zip(self.copies, (b, a, b_scale)[: len(self.copies)], strict=True)
         loads = [each.describe(tensor) for each, tensor in loaded]
         atoms, views = zip(*loads, strict=True)
         k_blocks = cute.ceil_div(b.shape[1], self.config.row_bytes)
@@ -140,7 +141,7 @@ class Loader:
                 (Int32(0), k_block * BLOCK_K),
                 (self.column, k_block * config.scale_bytes // SCALE_ROW * SCALE_ROW),
             )
-            for load, origin in zip(self.loads, origins, strict=False):
+            for load, origin in zip(self.loads, origins[: len(self.loads)], strict=True):
                 load.load(slot, origin, barrier)
 
 
@@ -166,11 +167,10 @@ class Mainloop:
         stage, phase = Int32(0), Int32(0)
         self.scales.ask(loader.warp)
         for k_block in range(loader.warp, loader.k_blocks, config.warps):
-            held = self.scales.held()
-            self.scales.ask(k_block + config.warps)
+            held = self.scales.take(k_block + config.warps)
             cute.arch.mbarrier_wait(loader.full + stage, phase)
             slot = loader.warp * config.stages + stage
-            scales = self.scales.of(k_block, slot, held)
+            scales = self.scales.read(held, k_block, slot)
             self.add(acc, b + slot * b_tile, a + slot * a_tile, scales)
             cute.arch.sync_warp()
             loader(k_block + config.slots, stage)

@@ -31,13 +31,13 @@ class StagedScales:
         self.address = ptx.pin(tiles.address + row * SCALE_ROW + part * nbytes)
 
     def ask(self, k_block) -> None:
-        """They come with the stage."""
+        """Nothing: they come with the stage."""
 
-    def held(self) -> None:
-        """None are."""
+    def take(self, next_k_block) -> None:
+        """Nothing: they are in the stage."""
 
-    def of(self, k_block, slot, held) -> list:
-        """Of a K block that is there."""
+    def read(self, taken, k_block, slot) -> list:
+        """Those of a K block whose stage has come to ``slot``."""
         of_block = k_block * self.config.scale_bytes % SCALE_ROW
         address = self.address + slot * self.tiles.copies.nbytes + of_block
         rows = [(16 * i, 16 * i + 8) for i in range(self.config.mma_tiles[0])]
@@ -70,9 +70,12 @@ class HeldScales:
                 word = word | (Int32(byte) << (8 * j))
             self.words[i] = word
 
-    def held(self) -> list:
-        """Those that were asked for last."""
-        return [self.words[i] for i in range(2 * self.config.mma_tiles[0])]
+    def take(self, next_k_block) -> list:
+        """Those that were asked for last; and ask for those of the next K block."""
+        taken = [self.words[i] for i in range(2 * self.config.mma_tiles[0])]
+        self.ask(next_k_block)
+        return taken
 
-    def of(self, k_block, slot, held) -> list:
-        return [held[2 * i : 2 * i + 2] for i in range(self.config.mma_tiles[0])]
+    def read(self, taken, k_block, slot) -> list:
+        """Those that were taken, in pairs."""
+        return [taken[2 * i : 2 * i + 2] for i in range(self.config.mma_tiles[0])]
