@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import blockscale
 from blockscale import reference
 from blockscale.bench import cases, cpu, host, peers, quantize, timing
 from blockscale.bench.cases import GROUPS, Case, Group, expert_ends, prepare
@@ -127,6 +128,30 @@ def test_peers_stand_beside_the_case_they_do(kernels):
     ours = found[0]
     assert (ours.microseconds, ours.copy_microseconds, ours.of_copy) == (2.0, 3.0, 1.5)
     assert ours.gigabytes_per_second == pytest.approx(64 * 96 * (3 + 1 / 32) / 2e3)
+
+
+def test_scales_packed_by_a_kernel_of_their_own(monkeypatch):
+    """The cast that has no tiles of scales, and then torchao's pack: our bytes of the case."""
+    kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels")
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
+    monkeypatch.setattr(kernels, "triton_mx_block_rearrange", utils.to_blocked)
+    x = torch.randn(200, 288, dtype=torch.bfloat16)
+
+    def ours(case, rows, columns, device):
+        assert (case.layout, rows, columns, device) == ("compact", 200, 288, "cpu")
+        given = {"global_scale": torch.ones(())} if case.format == "nvfp4" else {}
+        q = blockscale.quantize(x, case.format, layout="compact", **given)
+        return lambda: [(q.qdata.view(torch.uint8), q.scale.view(torch.uint8))]
+
+    monkeypatch.setattr(peers, "prepare_case", ours)
+    found = [each for each in peers.PEERS if each.name == "ours compact, and torchao's pack"]
+    assert len(found) == 2
+    for peer in found:
+        given = {"global_scale": torch.ones(())} if peer.case.format == "nvfp4" else {}
+        q = blockscale.quantize(x, peer.case.format, layout=peer.case.layout, **given)
+        ((data, scale),) = peer.prepare(x)()
+        assert torch.equal(data, q.qdata.view(torch.uint8))
+        assert torch.equal(scale.flatten(), q.scale.view(torch.uint8).flatten())
 
 
 def test_a_case_without_a_kernel_says_why():

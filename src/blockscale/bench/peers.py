@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .cases import Case
+from .cases import prepare as prepare_case
 
 __all__ = ["PEERS", "Peer"]
 
@@ -72,17 +73,45 @@ def _compiled_back(x: Tensor) -> Callable[[], object]:
     return lambda: compiled(data, octets)
 
 
+def _packed(cast: Callable[[Tensor], Callable[[], object]]) -> Callable[[Tensor], Any]:
+    """A cast with compact scales, and a kernel that puts these where tensor cores read them: what a
+    library does whose quantizers do not write such tiles."""
+
+    def prepare(x: Tensor) -> Callable[[], object]:
+        kernels: Any = import_module(f"{_MX}.kernels")
+        call: Callable[[], Any] = cast(x)
+
+        def quantize() -> list[tuple[Tensor, Tensor]]:
+            return [(q, kernels.triton_mx_block_rearrange(scale)) for q, scale in call()]
+
+        return quantize
+
+    return prepare
+
+
+def _ours(case: Case) -> Callable[[Tensor], Callable[[], object]]:
+    return lambda x: prepare_case(case, x.shape[0], x.shape[1], x.device.type)
+
+
 def _blockwise(x: Tensor) -> Callable[[], object]:
     kernels: Any = import_module("torchao.prototype.blockwise_fp8_training.kernels")
     return lambda: kernels.triton_fp8_blockwise_act_quant_lhs(x)
 
 
 _ROWS, _COLUMNS, _BOTH = (Case("mxfp8", axes, "compact") for axes in ((-1,), (-2,), (-1, -2)))
+_TILES = Case("mxfp8", (-1,), "tcgen05")
 PEERS = (
     Peer("torchao, Triton", _ROWS, _triton("triton_to_mxfp8_dim0")),
     Peer("torchao, torch.compile", _ROWS, _compiled),
     Peer("torchao, Triton", _COLUMNS, _triton("triton_to_mxfp8_dim1")),
     Peer("torchao, Triton twice", _BOTH, _triton("triton_to_mxfp8_dim0", "triton_to_mxfp8_dim1")),
+    Peer("torchao, Triton, and its pack", _TILES, _packed(_triton("triton_to_mxfp8_dim0"))),
+    Peer("ours compact, and torchao's pack", _TILES, _packed(_ours(_ROWS))),
+    Peer(
+        "ours compact, and torchao's pack",
+        Case("nvfp4", (-1,), "tcgen05"),
+        _packed(_ours(Case("nvfp4", (-1,), "compact"))),
+    ),
     Peer("torchao, Triton", Case("fp8_1x128", (-1,), "sm90"), _blockwise),
     Peer("torch.compile", Case("mxfp8", (-1,), "compact", back=True), _compiled_back),
 )
