@@ -305,12 +305,13 @@ def test_a_configuration_is_found_again_by_what_is_said_of_it():
         assert chooser.described(chooser.describe(config)) == config
 
 
-CANDIDATES = [Config(BFLOAT16, skew=skew) for skew in (0, 4, 2, 1)]
+MICROSECONDS = {4: 8.0, 2: 4.0, 8: 2.0}  # by how far a kernel is unrolled
+CANDIDATES = [Config(BFLOAT16, unroll=unroll) for unroll in (*MICROSECONDS, 1)]
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Kernels that write the product, and take as long as their ``skew`` says, 0 being 8; no 1."""
+    """Kernels that write the product in ``MICROSECONDS``, or do not start."""
 
     def load(config):
         def run(a, a_scale, b, b_scale, d, bias, alpha, multiprocessors):
@@ -319,9 +320,9 @@ def kernels(monkeypatch):
             assert a_scale.shape == (a.shape[1] // 128, a.shape[0])
             assert b_scale.shape == (-(-b.shape[0] // 128), b.shape[1] // 128)
             assert d.shape == (a.shape[0], b.shape[0])
-            if config.skew == 1:
+            if config.unroll not in MICROSECONDS:
                 raise RuntimeError("too many registers")
-            return float(config.skew or 8)
+            return MICROSECONDS[config.unroll]
 
         return run
 
@@ -330,19 +331,19 @@ def kernels(monkeypatch):
     monkeypatch.setattr(chooser, "_candidates", lambda shape: CANDIDATES)
 
 
-@pytest.mark.parametrize("skew", [0, 4, 1])
-def test_choice_beside_the_best(kernels, monkeypatch, skew):
-    monkeypatch.setattr(chooser, "_chosen", lambda shape: Config(BFLOAT16, skew=skew))
+@pytest.mark.parametrize("unroll", [4, 2, 1])
+def test_choice_beside_the_best(kernels, monkeypatch, unroll):
+    monkeypatch.setattr(chooser, "_chosen", lambda shape: Config(BFLOAT16, unroll=unroll))
     shape = replace(LLM_SHAPES[0], m=64, n=256, k=512)
     (found,) = chooser.compare([shape], Clock(), 132)
-    if skew == 1:
+    if unroll == 1:
         assert found == f"{shape.model}, qkv, 64 tokens: RuntimeError: too many registers"
         return
-    took = float(skew or 8)
+    took = MICROSECONDS[unroll]
     assert found.of_best == 2 / took
-    assert (found.best, found.microseconds) == ("skew=2", took)
-    assert found.candidates == {"": 8.0, "skew=4": 4.0, "skew=2": 2.0}
-    assert found.failed == {"skew=1": "RuntimeError: too many registers"}
+    assert (found.best, found.microseconds) == ("unroll=8", took)
+    assert found.candidates == {"": 8.0, "unroll=2": 4.0, "unroll=8": 2.0}
+    assert found.failed == {"unroll=1": "RuntimeError: too many registers"}
     assert found.tflops == pytest.approx(2 * 64 * 256 * 512 / took / 1e6)
     assert chooser.summary([found, replace(found, of_best=1.0)]) == (
         pytest.approx((2 / took) ** 0.5),

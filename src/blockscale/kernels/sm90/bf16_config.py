@@ -87,8 +87,13 @@ def candidates(
     ``majors``: of A and of B.
     """
     fields = {"a_major": majors[0], "b_major": majors[1], **epilogue._asdict()}
+    return [fit(each, **fields) for each in _ranked(shape, majors, gpu)]
+
+
+def _ranked(shape: tuple[int, int, int], majors: tuple[str, str], gpu: Gpu) -> list[ProductConfig]:
+    """Those that can load B, the one of least estimated time first."""
     known = [each for each in TILINGS if majors[1] == "k" or each.config.tile[1] % BLOCK_K == 0]
-    return [fit(each, **fields) for each in by_estimate(known, shape, BLOCK_K, gpu)]
+    return by_estimate(known, shape, BLOCK_K, gpu)
 
 
 def choose_config(
@@ -99,4 +104,6 @@ def choose_config(
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Bf16Config:
     """The kernel for a product of ``shape`` (M, N, K)."""
-    return candidates(shape, epilogue, majors=majors, gpu=gpu)[0]
+    fields = {"a_major": majors[0], "b_major": majors[1], **epilogue._asdict()}
+    config: Bf16Config = fit(_ranked(shape, majors, gpu)[0], **fields)
+    return config
