@@ -13,7 +13,7 @@ from .formats import NONFINITE, Format, get_format
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
 from .tensor import ScaledTensor
-from .tensor_checks import DTYPES, check_offsets
+from .tensor_checks import DTYPES, check_is_tensor, check_offsets
 from .watching import is_dtensor
 
 __all__ = [
@@ -114,8 +114,8 @@ def _check_names(request: Arguments) -> Call:
 
 def check_tensor(x: Tensor) -> None:
     """Raise unless ``x`` is a dense tensor, contiguous in its last dimension."""
-    if type(x) is not Tensor and not isinstance(x, Tensor):
-        raise TypeError(f"x: got {type(x).__name__}; expected a torch.Tensor")
+    if type(x) is not Tensor:  # isinstance takes longer
+        check_is_tensor("x", x)
     if type(x) is ScaledTensor:
         raise TypeError(
             "x: is a ScaledTensor already; quantizing it again rounds twice: quantize the "

@@ -7,12 +7,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "VALUE_DTYPES", "check_offsets"]
+__all__ = ["DTYPES", "VALUE_DTYPES", "check_is_tensor", "check_offsets"]
 
 #: Of what is quantized, and of products.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Of what a quantized tensor stands for.
 VALUE_DTYPES = (*DTYPES, torch.float64)
+
+
+def check_is_tensor(name: str, given: object) -> None:
+    """TypeError unless it is a tensor, of whatever kind."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: got {type(given).__name__}; expected a torch.Tensor")
 
 
 def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:

@@ -184,6 +184,17 @@ def test_a_scripted_part_is_reported(change):
     assert torch.equal(model[0](X), part(X))
 
 
+@pytest.mark.parametrize("wrong", [3, "0", lambda module: True, lambda: True, {"0": True}])
+def test_a_filter_that_is_none_is_refused(wrong):
+    model = pair()
+    for change in (bs.convert, bs.quantize_):
+        with pytest.raises(TypeError, match=r"filter_fn: got .*; .* \(module, name\) -> bool"):
+            change(model, RECIPE, wrong)
+    bs.convert(model, RECIPE)
+    with pytest.raises(TypeError, match=r"filter_fn: got .*; .* \(module, name\) -> bool"):
+        bs.convert(model, None, wrong)
+
+
 @pytest.mark.parametrize("model", [pair().state_dict(), [nn.Linear(64, 64)], nn.Linear])
 def test_what_is_no_module_is_refused(model):
     for change in changes():

@@ -286,6 +286,46 @@ def test_dtypes_that_cannot_be_quantized(dtype):
         linear(other, one, recipe=bs.Recipe())
 
 
+@pytest.mark.parametrize("wrong", ["mxfp8", None, torch.float8_e4m3fn])
+def test_a_recipe_that_is_none(wrong):
+    x, w = torch.randn(4, 64), torch.randn(32, 64)
+    with pytest.raises(TypeError, match=r"recipe: got .*; expected blockscale\.Recipe"):
+        linear(x, w, recipe=wrong)
+    if wrong is not None:
+        with pytest.raises(TypeError, match=r"recipe: got .*; expected blockscale\.Recipe"):
+            Linear(64, 32, recipe=wrong)
+    with pytest.raises(ValueError, match=r"recipe: .*quantizes weights only"):
+        Linear(64, 32, recipe=bs.Recipe("nvfp4", activations="bfloat16"))
+
+
+def holding_quantized():
+    return bs.nn.QuantizedLinear(bs.quantize(torch.randn(32, 64)), recipe=bs.Recipe("mxfp8"))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Linear(64, 32), holding_quantized], ids=["Linear", "quantized"]
+)
+def test_inputs_that_no_layer_takes(make):
+    layer, x = make(), torch.randn(4, 64)
+    for wrong in ("x", x.numpy(), [1.0], None):
+        with pytest.raises(TypeError, match=r"x: got .*; expected a torch\.Tensor"):
+            layer(wrong)
+    with pytest.raises(TypeError, match=r"x: is a ScaledTensor, .*pass the high-precision tensor"):
+        layer(bs.quantize(x))
+    with pytest.raises(TypeError, match=r"x: got torch.float64; .*cast the model and its inputs"):
+        layer(x.double())
+
+
+def test_operands_that_are_no_tensors():
+    x, w = torch.randn(4, 64), torch.randn(32, 64)
+    with pytest.raises(TypeError, match=r"weight: got ndarray; expected a torch\.Tensor"):
+        linear(x, w.numpy(), recipe=bs.Recipe())
+    with pytest.raises(TypeError, match=r"bias: got float; expected a torch\.Tensor"):
+        linear(x, w, 1.0, recipe=bs.Recipe())
+    with pytest.raises(TypeError, match=r"weight: is a ScaledTensor; .*quantized_linear"):
+        linear(x, bs.quantize(w), recipe=bs.Recipe())
+
+
 def test_repr_names_the_recipe():
     assert "recipe=Recipe('mxfp8', scale_rounding='floor')" in repr(
         Linear(32, 64, recipe=bs.Recipe(scale_rounding="floor"))

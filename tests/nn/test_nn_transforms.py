@@ -162,6 +162,21 @@ def test_forward_mode(layer):
         assert layer(X[0]).shape == (40, 32)  # nothing is asked for
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("change", [bs.convert, bs.quantize_])
+def test_jit_script(change):
+    model = change(torch.nn.Sequential(torch.nn.Linear(64, 32)), RECIPES["mxfp8"])
+    with pytest.raises(NotImplementedError, match=r"torch\.export or torch\.compile"):
+        torch.jit.script(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_jit_script_of_attention():
+    attention = bs.convert(torch.nn.MultiheadAttention(64, 2), RECIPES["mxfp8"])
+    with pytest.raises(NotImplementedError, match=r"torch\.export or torch\.compile"):
+        torch.jit.script(attention)
+
+
 def test_jit_trace(layer):
     with pytest.raises(NotImplementedError, match=r"torch\.export or torch\.compile"):
         torch.jit.trace(layer, (X[0],))

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from .autocast import autocast
 from .recipe import Recipe
+from .unscripted import Unscripted
 
 __all__ = ["MultiheadAttention", "set_fast_paths"]
 
 
-class MultiheadAttention(torch.nn.MultiheadAttention):
+class MultiheadAttention(Unscripted, torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention whose projections are block-scaled; made by :func:`convert`.
 
     >>> attention = bs.convert(torch.nn.MultiheadAttention(512, 8), bs.Recipe("mxfp8"))

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from .linear import linear
 from .recipe import Recipe
+from .unscripted import Unscripted
 
 __all__ = ["Conv1D"]
 
 
-class Conv1D(torch.nn.Module):
+class Conv1D(Unscripted, torch.nn.Module):
     """A linear layer whose weight is (in, out), as transformers' Conv1D; made by :func:`convert`.
 
     Its weight is transposed in every forward pass.

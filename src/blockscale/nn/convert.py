@@ -12,6 +12,7 @@ from .recipe import Recipe, check_training_recipe
 from .report import ConversionReport, Entry, publish
 from .survey import (
     FilterFn,
+    check_filter,
     check_lazy,
     check_model,
     entry_of,
@@ -60,11 +61,12 @@ def convert(
             (logger "blockscale"): as a warning where less than half of the parameters of matrix
             products are in converted layers.
 
-    Returns the model. Raises TypeError for a model or a recipe that is none, ValueError where no
-    layer can be converted (those whose weight is quantized already are for
+    Returns the model. Raises TypeError for a model, a recipe or a filter_fn that is none,
+    ValueError where no layer can be converted (those whose weight is quantized already are for
     :func:`blockscale.quantize_`), and for lazy layers that have no shape yet.
     """
     check_model(model)
+    check_filter(filter_fn)
     if recipe is None:
         return _convert_back(model, filter_fn, report)
     check_training_recipe(recipe)

@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantize_checks import DTYPES
+from ..tensor import ScaledTensor
+from ..tensor_checks import DTYPES, check_is_tensor
 from ..watching import has_tangent, is_dtensor, is_transformed
 from .compiled import compiled_linear
 from .functions import PlannedLinear, QuantizedLinear, TransformedLinear
 from .layer_plan import LayerPlan, find_plan, make_plan, plan_key
 from .output_dtype import output_dtype
-from .recipe import Recipe
+from .recipe import Recipe, check_recipe, check_training_recipe
 from .reuse import forget_weights, hint_at_reuse
+from .unscripted import Unscripted
 
-__all__ = ["Linear", "check_operands", "linear"]
+__all__ = ["Linear", "check_dtype", "check_operands", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -43,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     plan = find_plan(key)
     if plan is not None:
         return _planned(plan, x, weight, bias)
-    _check(x, weight, bias)
+    _check(x, weight, bias, recipe)
     out_dtype = output_dtype(x)
     if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
         b = None if bias is None else bias.to(out_dtype)
@@ -74,29 +76,47 @@ def _planned(plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     return PlannedLinear.apply(x, weight, bias, plan, dgrad)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+    check_recipe(recipe)
     check_operands(x, weight, bias)
     if has_tangent(x, weight, bias):
         raise NotImplementedError(
             "blockscale.nn.linear has no forward-mode derivative (jvp, jacfwd, dual tensors); "
             "differentiate in reverse (backward, torch.func.grad), or leave the layer in torch.nn"
         )
-    for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.dtype not in DTYPES:
-            raise TypeError(
-                f"{name}: got {tensor.dtype}; expected one of {', '.join(map(str, DTYPES))}: cast "
-                "the model and its inputs, or leave the layer in torch.nn (filter_fn)"
-            )
+    if isinstance(weight, ScaledTensor):
+        raise TypeError(
+            "weight: is a ScaledTensor; call blockscale.nn.quantized_linear (of a model: "
+            "blockscale.quantize_), or pass the high-precision weight"
+        )
+    check_dtype("x", x)
+    check_dtype("weight", weight)
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """TypeError unless a layer can quantize it."""
+    if tensor.dtype not in DTYPES:
+        raise TypeError(
+            f"{name}: got {tensor.dtype}; expected one of {', '.join(map(str, DTYPES))}: cast "
+            "the model and its inputs, or leave the layer in torch.nn (filter_fn)"
+        )
 
 
 def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise unless these are tensors that a layer can multiply and add, in rows."""
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if name != "bias" or tensor is not None:
+            check_is_tensor(name, tensor)
         if is_dtensor(tensor):
             raise TypeError(
                 f"{name}: is a DTensor, whose shards cannot be quantized one by one in general; "
                 "use FSDP, or call .full_tensor() or .to_local() first"
             )
+    if isinstance(x, ScaledTensor):
+        raise TypeError(
+            "x: is a ScaledTensor, and a layer quantizes its input itself; pass the high-precision "
+            "tensor, or multiply by blockscale.gemm"
+        )
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
             "torch.jit.trace cannot record block-scaled products; use torch.export or torch.compile"
@@ -114,7 +134,7 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"bias: got {tuple(bias.shape)}; expected ({weight.shape[0]},)")
 
 
-class Linear(torch.nn.Linear):
+class Linear(Unscripted, torch.nn.Linear):
     """torch.nn.Linear with block-scaled products.
 
     >>> layer = bs.nn.Linear(512, 256, recipe=bs.Recipe("mxfp8"))
@@ -122,6 +142,7 @@ class Linear(torch.nn.Linear):
 
     Parameters, their names and the state_dict are those of torch.nn.Linear: the weight stays in
     high precision. ``recipe`` is a :class:`Recipe`; the other arguments are torch.nn.Linear's.
+    Raises TypeError for a recipe that is none, ValueError for one that quantizes weights only.
     """
 
     def __init__(
@@ -134,8 +155,10 @@ class Linear(torch.nn.Linear):
         *,
         recipe: Recipe | None = None,
     ) -> None:
+        recipe = Recipe() if recipe is None else recipe
+        check_training_recipe(recipe)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.recipe = Recipe() if recipe is None else recipe
+        self.recipe = recipe
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, recipe=self.recipe)

@@ -20,6 +20,7 @@ from .report import ConversionReport, publish
 from .survey import (
     FilterFn,
     Layer,
+    check_filter,
     check_lazy,
     check_model,
     entry_of,
@@ -57,12 +58,13 @@ def quantize_(
         filter_fn, report: as of :func:`blockscale.convert`, with the same layers left alone by
             default.
 
-    Returns the model. Raises TypeError for a model or a recipe that is none; ValueError where no
-    layer can be quantized, for lazy layers that have no shape yet, for ``high_precision`` with
-    fprop, and for weights that are quantized otherwise than ``recipe`` says. Then the model is as
-    it was.
+    Returns the model. Raises TypeError for a model, a recipe or a filter_fn that is none;
+    ValueError where no layer can be quantized, for lazy layers that have no shape yet, for
+    ``high_precision`` with fprop, and for weights that are quantized otherwise than ``recipe``
+    says. Then the model is as it was.
     """
     check_model(model)
+    check_filter(filter_fn)
     check_recipe(recipe)
     if "fprop" in recipe.high_precision:
         raise ValueError(

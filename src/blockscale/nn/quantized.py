@@ -12,14 +12,14 @@ from .. import reference
 from ..gemm import gemm
 from ..ops.backends import fall_back
 from ..ops.operand_layout import operand_layout
-from ..quantize_checks import DTYPES
 from ..tensor import ScaledTensor
 from ..watching import has_tangent, is_transformed
 from .forms import quantize_forms
-from .linear import check_operands
+from .linear import check_dtype, check_operands
 from .output_dtype import output_dtype
 from .passes import unflatten_rows
 from .recipe import Recipe, check_recipe
+from .unscripted import Unscripted
 
 __all__ = ["QuantizedConv1D", "QuantizedLinear", "quantized_linear"]
 
@@ -46,13 +46,13 @@ def quantized_linear(
     in torch.export where activations are quantized and ``weight`` is a parameter still.
     """
     check_operands(x, weight, bias)
+    check_recipe(recipe)
     if not isinstance(weight, ScaledTensor):
         raise TypeError(
             f"weight: got a plain {weight.dtype} tensor; expected a ScaledTensor: call "
             "blockscale.quantize, or blockscale.nn.linear for a high-precision weight"
         )
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x: got {x.dtype}; expected float32, bfloat16 or float16")
+    check_dtype("x", x)
     if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "weight: is quantized and has no gradient; call weight.requires_grad_(False), or train "
@@ -151,7 +151,7 @@ def _transposed(weight: ScaledTensor) -> ScaledTensor:
     return weight.mT
 
 
-class _HoldsQuantized(torch.nn.Module):
+class _HoldsQuantized(Unscripted, torch.nn.Module):
     """What layers with a quantized weight do when they are moved and loaded."""
 
     recipe: Recipe

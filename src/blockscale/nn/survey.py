@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from .report import ConversionReport, Entry, grouped, matrices
 __all__ = [
     "FilterFn",
     "Layer",
+    "check_filter",
     "check_lazy",
     "check_model",
     "entry_of",
@@ -114,6 +116,25 @@ def check_model(model: object) -> None:
         f"model: got {getattr(model, '__name__', type(model).__name__)}; expected a "
         f"torch.nn.Module, whose layers are changed in place{remedy}"
     )
+
+
+def check_filter(filter_fn: object) -> None:
+    """TypeError unless it is None or can be called with a module and its name."""
+    if filter_fn is None:
+        return
+    given = type(filter_fn).__name__
+    if callable(filter_fn):
+        try:
+            signature = inspect.signature(filter_fn)
+        except ValueError:  # of what is written in C
+            return
+        try:
+            signature.bind(None, "")
+        except TypeError:
+            given = f"a function of {signature}"
+        else:
+            return
+    raise TypeError(f"filter_fn: got {given}; expected a function of (module, name) -> bool")
 
 
 def check_lazy(name: str, module: torch.nn.Module) -> None:
