@@ -142,3 +142,11 @@ def test_bad_input(given, message):
     found = CliRunner().invoke(app, ["warm", *given])
     assert isinstance(found.exception, ValueError)
     assert message in str(found.exception)
+
+
+def test_the_command_without_a_gpu_lists_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = CliRunner().invoke(app, ["warm", "256x256"])
+    assert isinstance(found.exception, ValueError)
+    assert "arch: there is no GPU" in str(found.exception)
+    assert "one of sm_90a, sm_100a, sm_103a" in str(found.exception)

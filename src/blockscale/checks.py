@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["check_axis", "check_flag", "choose"]
+__all__ = ["check_axis", "check_flag", "check_target", "choose", "reading"]
 
 _AXES = {"-1": -1, "-2": -2}
 
@@ -30,3 +32,24 @@ def choose(what: str, given: object, known: Mapping[str, T]) -> T:
 def check_axis(axis: int) -> int:
     """-1 or -2; anything else is a ValueError."""
     return choose("axis (of the contraction, counted from the end)", str(axis), _AXES)
+
+
+def check_target(name: str, path: Path) -> None:
+    """OSError where no file can be made at ``path``, so that nothing is computed in vain."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{name}: {path} is a directory; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"{name}: the directory {path.parent} does not exist; make it first"
+        )
+
+
+@contextmanager
+def reading(name: str, path: Path) -> Iterator[None]:
+    """Turns the system's error for a file that cannot be read into a ValueError with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{name}: cannot read {path} ({error.strerror}); name a readable file"
+        ) from None

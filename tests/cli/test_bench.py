@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,10 +224,49 @@ def test_bad_input(arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("arguments", [["quantize", "--device", "cuda"], ["gemm"]])
-def test_needs_a_gpu(arguments):
-    with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize", "--device", "cuda"], "device: got 'cuda', .*no GPU here; choose 'cpu'"),
+        (["gemm"], "needs an NVIDIA GPU"),
+    ],
+)
+def test_needs_a_gpu(arguments, message):
+    with pytest.raises(ValueError, match=message):
         CliRunner().invoke(bench, arguments, catch_exceptions=False)
+
+
+WRONG_FILES = [
+    ("json", "no/out.json", "json: the directory .*no does not exist; make it first"),
+    ("json", ".", r"json: .* is a directory; name a file in it"),
+    ("json", "locked.json", r"json: .*locked\.json must not be written; choose another place"),
+    ("plot", "no/out.png", "plot: the directory .*no does not exist; make it first"),
+    ("plot", "out.foo", r"plot: .*out\.foo does not end in \.png; name it so"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "argument", "path", "message"),
+    [
+        (command, *wrong)
+        for command in ("quantize", "gemm", "linear", "host", "model")
+        for wrong in WRONG_FILES
+        if wrong[0] == "json" or command not in ("host", "model")  # which draw nothing
+    ],
+)
+def test_nothing_is_measured_for_files_that_cannot_be(
+    command, argument, path, message, monkeypatch, tmp_path
+):
+    locked = tmp_path / "locked.json"
+    monkeypatch.setattr(os, "access", lambda at, mode: (Path(at), mode) != (locked, os.W_OK))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cpu, "measure", lambda *_: pytest.fail("it is measured"))
+    locked.touch()
+    given = {"json": tmp_path / "good.json"} | {argument: tmp_path / path}
+    arguments = [each for name, file in given.items() for each in (f"--{name}", str(file))]
+    with pytest.raises((ValueError, OSError), match=message):
+        CliRunner().invoke(bench, [command, *arguments], catch_exceptions=False)
+    assert [each.name for each in tmp_path.iterdir()] == [locked.name]
 
 
 # --- on a CPU -------------------------------------------------------------------------------------

@@ -282,7 +282,13 @@ def test_a_bad_description_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("nosuch.ptx",), "nosuch.ptx"),
+        (("nosuch.ptx",), "file: cannot read nosuch.ptx (No such file or directory); name a"),
+        ((".",), "file: cannot read . (Is a directory); name a"),
+        (("k.ptx", "--args", "no.json"), "args: cannot read no.json (No such file or directory)"),
+        (("k.ptx", "--data", "no.npz"), "data: cannot read no.npz (No such file or directory)"),
+        (("k.ptx", *CASE, "--suppress", "no"), "suppress: cannot read no (No such file"),
+        (("k.ptx", *CASE, "--save", "no/out.npz"), "save: the directory no does not exist"),
+        (("k.ptx", *CASE, "--trace", "."), "trace: . is a directory"),
         (("k.npz",), "file: k.npz is not text"),
         (("k.ptx", "--args", "k.ptx"), "args: k.ptx is not JSON"),
         (("k.ptx", "--args", "k.npz"), "args: k.npz is not text"),

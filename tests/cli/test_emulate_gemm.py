@@ -151,8 +151,11 @@ def test_faults_are_told(kernel):
             "shape: N = 96; to be quantized so it has to be a multiple of 64",
         ),
         (("--arch", "sm_120a"), "neither tcgen05 nor Tensor Memory"),
-        (("--ptx", "nowhere/kernel.ptx"), "ptx: there is no folder nowhere; make it first"),
-        (("--cubin", "."), "cubin: . is a folder"),
+        (
+            ("--ptx", "nowhere/kernel.ptx"),
+            "ptx: the directory nowhere does not exist; make it first",
+        ),
+        (("--cubin", "."), "cubin: . is a directory"),
         (("--transpose", "NN"), "k_major=True"),
         (("--transpose", "NT", "--format", "fp8_block"), "k_major=True"),
         (("--completion", "soon"), "completion"),
@@ -160,7 +163,7 @@ def test_faults_are_told(kernel):
 )
 def test_bad_input(arguments, message):
     error = invoke(*arguments).exception
-    assert isinstance(error, ValueError)
+    assert isinstance(error, ValueError | OSError)
     assert message in str(error)
 
 

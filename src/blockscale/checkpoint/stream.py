@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..checks import check_target
 from ..formats import Format, formats, get_format
 from ..quantize import quantize
 from .convention import (
@@ -32,7 +33,7 @@ from .orientation import outputs_last
 from .reader import PIECE, Reader
 from .selection import reason, select, why_nothing
 from .statistics import ErrorStatistics, error_bin_edges
-from .writer import Output, beside, check_target, locked, tensor_bytes
+from .writer import Output, beside, locked, tensor_bytes
 
 __all__ = ["CHUNK", "Progress", "chunks", "quantize_file"]
 
@@ -132,7 +133,7 @@ def quantize_file(
     tell = progress or (lambda event: None)
     with Reader(source, "source") as file:
         plan = _plan(file, fmt, include, exclude, statistics)
-        check_target(target, "target")
+        check_target("target", target)
         _check_distinct(file.path, target)
         with locked(target):
             made = read_manifest(target) if os.path.lexists(target) else None

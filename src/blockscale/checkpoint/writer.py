@@ -29,6 +29,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from ..checks import check_target
 from ..memory import memory_of
 from .header import Header, Stored
 from .manifest import write_manifest
@@ -36,7 +37,6 @@ from .reader import Reader
 
 __all__ = [
     "Output",
-    "check_target",
     "format_bytes",
     "locked",
     "replacing",
@@ -65,16 +65,6 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memory_of(tensor.detach(), np.uint8, tensor.nbytes).data
 
 
-def check_target(target: Path, argument: str) -> None:
-    """ValueError or OSError where no file can be made under this name."""
-    if target.is_dir():
-        raise IsADirectoryError(f"{argument}: {target} is a directory; name a file in it")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(
-            f"{argument}: the directory {target.parent} does not exist; make it first"
-        )
-
-
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
     """Hold ``OUT.lock``. ValueError at once if another process (or thread) holds it."""
@@ -99,7 +89,7 @@ def locked(target: Path) -> Iterator[None]:
 @contextmanager
 def replacing(path: Path, argument: str) -> Iterator[BinaryIO]:
     """A file to write; it gets its name, and replaces what had it, when all is on disk."""
-    check_target(path, argument)
+    check_target(argument, path)
     temporary = beside(path, f".{secrets.token_hex(4)}.tmp")
     try:
         with _explained(path, argument):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import bench_output as output
+from .outputs import check_output
 from .sizes import parse_sizes
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def quantize(
     from ..bench.quantize import Absent, Row, draw, measure
     from ..bench.timing import Timer
 
+    _check_outputs(json, plot)
     chosen = PEERS if _wanted(peers) else ()
     sizes = None
     if shapes:
@@ -69,7 +71,6 @@ def quantize(
     if not _device(device):
         _quantize_on_cpu(sizes, bool(chosen), json, plot)
         return
-    _need_gpu("quantize")
     timer, rows, absent = Timer(), list[Row](), list[Absent]()
     for group in GROUPS:
         mine = list(measure(group, sizes, chosen, timer))
@@ -145,11 +146,12 @@ def gemm(
     from ..bench.pictures import draw
     from ..checks import choose
 
+    _check_outputs(json, plot)
     names = format.split(",") if format else list(FORMATS)
     for name in names:
         choose("format", name, FORMATS)
     wanted, sizes = _wanted(peers), _products(shapes)
-    timer = _need_gpu("gemm")
+    timer = _need_gpu()
     if chooser:
         _chooser(timer, json)
         return
@@ -178,11 +180,12 @@ def linear(
     from ..bench.pictures import draw
     from ..checks import choose
 
+    _check_outputs(json, plot)
     names = recipe.split(",") if recipe else list(RECIPES)
     for name in names:
         choose("recipe", name, RECIPES)
     wanted, sizes = _wanted(peers), _products(shapes) or SHAPES
-    timer = _need_gpu("gemm")
+    timer = _need_gpu()
     rows, _ = _measure(contests(names, sizes, peers=wanted), timer, json)
     if plot is not None:
         draw(rows).savefig(plot, dpi=150)
@@ -198,7 +201,8 @@ def host(json: Json = None) -> None:
     from ..bench.host import HostCall
     from ..bench.host_layers import layer_calls, measure_layers
 
-    _need_gpu("gemm")
+    _check_outputs(json)
+    _need_gpu()
     found = list[HostCall]()
     for compiled in (False, True):
         found += measure_layers(layer_calls(compiled=compiled))
@@ -254,6 +258,11 @@ def _chooser(timer: Timer, json: Path | None) -> None:
 # --- input ----------------------------------------------------------------------------------------
 
 
+def _check_outputs(json: Path | None, plot: Path | None = None) -> None:
+    check_output("json", json)
+    check_output("plot", plot, ".png")
+
+
 def _wanted(peers: str) -> bool:
     if peers not in ("all", "none"):
         raise ValueError(f"peers: got {peers!r}; choose all or none")
@@ -267,23 +276,26 @@ def _products(shapes: str) -> list[tuple[int, int, int]] | None:
 
 
 def _device(name: str) -> bool:
-    """Whether it is a GPU; ValueError for another name."""
+    """Whether it is a GPU; ValueError for another name, and for one that is not there."""
     import torch
 
     from ..checks import choose
 
     choose("device", name, dict.fromkeys(("auto", "cpu", "cuda")))
-    return torch.cuda.is_available() if name == "auto" else name == "cuda"
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise ValueError("device: got 'cuda', and torch finds no GPU here; choose 'cpu'")
+    return there if name == "auto" else name == "cuda"
 
 
-def _need_gpu(emulated: str) -> Timer:
-    """ValueError without one; ``emulated`` names the command that needs none."""
+def _need_gpu() -> Timer:
+    """ValueError without one."""
     import torch
 
     from ..bench.timing import Timer
 
     if not torch.cuda.is_available():
-        raise ValueError(f"bench: needs an NVIDIA GPU; `blockscale emulate {emulated}` needs none")
+        raise ValueError("bench: needs an NVIDIA GPU; `blockscale emulate gemm` needs none")
     return Timer()
 
 

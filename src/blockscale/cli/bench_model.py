@@ -11,6 +11,7 @@ import typer
 
 from .bench_output import print_lines, print_table
 from .emulate_ours import choose_arch
+from .outputs import check_output
 from .sizes import parse_sizes
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def model(
     from ..checks import choose
     from ..model import FORMATS, MACHINES, estimate, launch
 
+    check_output("json", json)
     known = choose_arch(arch, FORMATS, "there are models of")
     names = format.split(",") if format else list(known)
     for name in names:

@@ -16,7 +16,9 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from ..checks import reading
 from .description import read_case
+from .outputs import check_output
 
 __all__ = ["Output", "emulate", "examine", "run", "show"]
 
@@ -100,6 +102,8 @@ def run(
     from ..emulator import Device, PtxError
     from ..emulator.ptx.parse import outline
 
+    check_output("save", save)
+    check_output("trace", trace)
     given: dict[str, Any] = {
         "entry": entry,
         "grid": _dimensions(grid, "grid"),
@@ -118,7 +122,7 @@ def run(
             seed=seed,
             check=check,
             on_error="collect" if collect else "raise",
-            suppress=() if suppress is None else suppress,
+            suppress=() if suppress is None else _read_text(suppress, "suppress").splitlines(),
             exact=exact,
         )
         report = device.launch(
@@ -225,7 +229,8 @@ def _dimensions(text: str | None, name: str) -> list[int] | None:
 
 def _read_text(path: Path, name: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with reading(name, path):
+            return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{name}: {path} is not text") from None
 
@@ -245,8 +250,9 @@ def _read_json(path: Path | None) -> dict[str, Any]:
 def _read_npz(path: Path | None) -> dict[str, np.ndarray]:
     if path is None:
         return {}
-    try:
-        with np.load(path) as file:
-            return {name: file[name] for name in file.files}
-    except (BadZipFile, ValueError, AttributeError):
-        raise ValueError(f"data: {path} is not an NPZ file of plain arrays") from None
+    with reading("data", path):
+        try:
+            with np.load(path) as file:
+                return {name: file[name] for name in file.files}
+        except (BadZipFile, ValueError, AttributeError, EOFError):
+            raise ValueError(f"data: {path} is not an NPZ file of plain arrays") from None

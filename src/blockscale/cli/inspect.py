@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .outputs import check_output
+
 if TYPE_CHECKING:
     from ..checkpoint import FileReport, TensorReport
 
@@ -40,8 +42,7 @@ def inspect(
     """
     from ..checkpoint import inspect_file
 
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise ValueError(f"plot: {plot} does not end in .png; name it so")
+    check_output("plot", plot, ".png")
     err = Console(stderr=True)
     with err.status("reading", spinner="line") if err.is_terminal else _Quiet() as status:
         report = inspect_file(

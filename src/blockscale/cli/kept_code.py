@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .outputs import check_output
+
 __all__ = ["CubinOption", "KeptCode", "PtxOption", "SassOption"]
 
 CubinOption = Annotated[
@@ -21,7 +23,7 @@ PtxOption = Annotated[Path | None, typer.Option(help="File to write: the PTX of 
 
 @dataclass(frozen=True, slots=True)
 class KeptCode:
-    """Files to write, where they are given; ValueError at once where one cannot be."""
+    """Files to write, where they are given; an error at once where one cannot be."""
 
     cubin: Path | None
     sass: Path | None
@@ -29,12 +31,7 @@ class KeptCode:
 
     def __post_init__(self) -> None:
         for name, path in (("cubin", self.cubin), ("sass", self.sass), ("ptx", self.ptx)):
-            if path is None:
-                continue
-            if path.is_dir():
-                raise ValueError(f"{name}: {path} is a folder; name a file in it")
-            if not path.parent.is_dir():
-                raise ValueError(f"{name}: there is no folder {path.parent}; make it first")
+            check_output(name, path)
         if self.sass is not None:
             from ..kernels.common.machine_code import disassembler
 

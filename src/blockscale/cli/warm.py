@@ -48,7 +48,10 @@ def warm(
         raise ValueError(f"kernels cannot be compiled: {missing()}")
     gpu = choose_arch(arch, GPUS) if arch else gpu_of(device)
     if gpu is None:
-        raise ValueError("arch: there is no GPU here; name the one that will load the kernels")
+        raise ValueError(
+            "arch: there is no GPU with kernels here; name the one that will load them, one of "
+            f"{', '.join(GPUS)}"
+        )
     start = time.perf_counter()
     with standing_in(lambda _: gpu), warming(processes=processes) as found:
         for n, k in shapes:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..checks import reading
+
 __all__ = ["Corpus", "Text", "read_text"]
 
 #: The last tenth of a file is held out for validation.
@@ -44,16 +46,13 @@ def read_text(path: Path | None = None) -> Text:
     if path is None:
         packed = files("blockscale").joinpath("data", "shakespeare.txt.gz").read_bytes()
         return Text.of(gzip.decompress(packed), "Shakespeare, seven plays (packaged)")
-    try:
+    with reading("data", path):
         content = path.read_bytes()
+    try:
         text = gzip.decompress(content) if path.suffix == ".gz" else content
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(
             f"data: {path} is not a whole gzip file ({error}); rename it if it is not compressed"
-        ) from None
-    except OSError as error:
-        raise ValueError(
-            f"data: cannot read {path} ({error.strerror}); name a readable file"
         ) from None
     if not text:
         raise ValueError(f"data: {path} is empty; name a file with text to learn from")
