@@ -374,7 +374,7 @@ def test_layouts_of_both():
     with pytest.raises(ValueError, match=r"layout: got .*choose one of 'compact'"):
         bs.quantize_both(x, layout=("tcgen05", "nosuch"))
     row, column = bs.quantize_both(x, layout=("packed", get_layout("tcgen05")))
-    assert (row.layout.name, column.layout.name) == ("packed", "tcgen05")
+    assert (row.layout_name, column.layout_name) == ("packed", "tcgen05")
     row, column = bs.quantize_both(x, layout=("tcgen05", "compact"), offsets=ends)
     assert same(row, bs.quantize(x, layout="tcgen05", offsets=ends))
     assert same(column, bs.quantize(x, axis=-2, offsets=ends))

@@ -210,7 +210,7 @@ def test_out_of_a_remembered_call(calls, pair):
             *(inside if each is part else each for each in parts(q)),
             format=q.format,
             shape=q.shape,
-            layout=q.layout,
+            layout=q.scale_layout,
         )
         pair = (again, other.mT) if name == "a" else (other, again.mT)
         apart = memory[2 * M * N : 3 * M * N].view(M, N)

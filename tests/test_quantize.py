@@ -224,7 +224,7 @@ def test_pad(backend, name, axis, k):
 def test_layout_is_what_to_layout_makes(backend, axis, name, layout):
     x = realistic((384, 640), 7)
     q = bs.quantize(x, name, axis, layout=layout)
-    assert q.layout.name == layout
+    assert q.layout_name == layout
     assert torch.equal(q, bs.quantize(x, name, axis).to_layout(layout))
 
 

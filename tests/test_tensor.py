@@ -57,7 +57,8 @@ def test_attributes(name, axis):
     assert q.device.type == "cpu"
     assert q.axis == axis
     assert q.format is format
-    assert q.layout is layouts["compact"]
+    assert q.scale_layout is layouts["compact"]
+    assert q.layout is torch.strided  # torch's own
     assert q.data is q.qdata
     assert q.qdata.dtype == format.element.dtype
     assert q.scale.dtype == format.scale.dtype
@@ -96,7 +97,7 @@ def test_clone_detach_deepcopy(name, layout):
         assert not any(
             a.data_ptr() == b.data_ptr() for a, b in zip(parts(q), parts(copied), strict=True)
         )
-        assert copied.layout is q.layout
+        assert copied.scale_layout is q.scale_layout
     assert torch.equal(q.detach(), q)
     assert shares_memory(q.detach(), q)
     assert torch.equal(copy.copy(q), q)
@@ -382,7 +383,7 @@ def test_to_layout(name, axis):
                 q.to_layout(layout)
             continue
         moved = q.to_layout(layout)
-        assert moved.layout.name == layout
+        assert moved.layout_name == layout
         assert moved.qdata is q.qdata
         assert torch.equal(moved.to_layout("compact"), q)
         assert torch.equal(moved.dequantize(), q.dequantize())

@@ -228,11 +228,17 @@ def test_T_and_bytes():
 
 
 def test_safetensors_own_save_file_is_refused(tmp_path):
+    """With the remedy; a file of it would lack the scales."""
     q = bs.quantize(values(64, 128))
-    with pytest.raises(ValueError, match=r"to_dense"):
-        safetensors.torch.save_file({"w": q}, tmp_path / "w.safetensors")
-    with pytest.raises(TypeError, match=r"blockscale\.checkpoint\.save_file"):
-        q.to_dense()
+    layer = bs.nn.QuantizedLinear(q, recipe=bs.Recipe("mxfp8"))
+    for write in (
+        lambda: safetensors.torch.save_file({"w": q}, tmp_path / "w.safetensors"),
+        lambda: safetensors.torch.save({"plain": values(4, 4), "w": q}),
+        lambda: safetensors.torch.save_model(layer, tmp_path / "w.safetensors"),
+    ):
+        with pytest.raises(TypeError, match=r"storage: .*blockscale\.checkpoint\.save_file"):
+            write()
+    assert not list(tmp_path.iterdir())
 
 
 # --- batched products -----------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_numpy_and_bool():
 def rebuild(q, **changes):
     parts = {
         "data": q.qdata, "scale": q.scale, "format": q.format, "shape": q.shape, "axis": q.axis,
-        "global_scale": q.global_scale, "layout": q.layout,
+        "global_scale": q.global_scale, "layout": q.scale_layout,
     }  # fmt: skip
     return ScaledTensor(**{**parts, **changes})
 

@@ -30,9 +30,9 @@ def error_sums(x: Tensor, q: ScaledTensor) -> ErrorSums:
     Results do not depend on the number of threads. Raises ValueError unless ``q`` has the shape of
     ``x``, compact scales and blocks along -1.
     """
-    if x.shape != q.shape or q.axis != -1 or q.layout.name != "compact" or q.offsets is not None:
+    if x.shape != q.shape or q.axis != -1 or q.layout_name != "compact" or q.offsets is not None:
         raise ValueError(
-            f"q: is {tuple(q.shape)} along axis {q.axis} with {q.layout.name!r} scales; expected "
+            f"q: is {tuple(q.shape)} along axis {q.axis} with {q.layout_name!r} scales; expected "
             f"the shape of x, {tuple(x.shape)}, axis -1 and 'compact'"
         )
     return measure.error_sums(x.detach(), q.qdata, q.scale, q.format, q.global_scale)

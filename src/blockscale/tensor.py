@@ -124,7 +124,7 @@ class ScaledTensor(torch.Tensor):
     @property
     def scale(self) -> Tensor:
         """The stored scales, see the class. ``qscale`` is the same, one-byte floats as uint8."""
-        return self.qscale.view(self.layout.stored_dtype(self.format.scale.dtype))
+        return self.qscale.view(self.scale_layout.stored_dtype(self.format.scale.dtype))
 
     @property
     def mT(self) -> ScaledTensor:  # type: ignore[override]
@@ -167,8 +167,8 @@ class ScaledTensor(torch.Tensor):
         return sum(part.nbytes for part in self._parts().values())
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """Where the scales lie. (Of a plain tensor, torch would say strided here.)"""
+    def scale_layout(self) -> Layout:
+        """Where the scales lie. (``layout`` is torch's, strided as of any dense tensor.)"""
         return get_layout(self.layout_name)
 
     @property
@@ -197,7 +197,7 @@ class ScaledTensor(torch.Tensor):
             return self.qscale
         dtype = torch.uint8 if self.format.scale.nbytes == 1 else self.format.scale.dtype
         return unswizzle_scale(
-            self.qscale, self.axis, self.layout, self.compact_shape, dtype, self.offsets
+            self.qscale, self.axis, self.scale_layout, self.compact_shape, dtype, self.offsets
         )
 
     def to_layout(self, layout: str | Layout) -> ScaledTensor:
@@ -207,7 +207,7 @@ class ScaledTensor(torch.Tensor):
         because there are leading dimensions or groups along the contraction).
         """
         layout = get_layout(layout)
-        if layout == self.layout:
+        if layout == self.scale_layout:
             return self
         if layout.name != "compact" and (self.dim() != 2 or self.k_grouped):
             raise ValueError(
@@ -239,11 +239,11 @@ class ScaledTensor(torch.Tensor):
             dtype,
         )
 
-    def to_dense(self, *_: Any, **__: Any) -> Any:
-        """Refused; safetensors' own save_file advises it."""
+    def storage(self) -> Any:
+        """Refused; safetensors' own save_file asks for it."""
         raise TypeError(
-            f"to_dense: {self} is dense already, of elements and scales; store it by "
-            "blockscale.checkpoint.save_file, or .dequantize() for its values"
+            f"storage: {self} has none of its own, but elements and scales; write it by "
+            "blockscale.checkpoint.save_file, or take .qdata and .qscale"
         )
 
     def share_memory_(self) -> ScaledTensor:
@@ -256,7 +256,7 @@ class ScaledTensor(torch.Tensor):
         grouped = f", groups={len(self.offsets)}" if self.offsets is not None else ""
         return (
             f"ScaledTensor({self.format.name}, shape={tuple(self.shape)}, axis={self.axis}, "
-            f"layout={self.layout.name}, dtype={self.dtype}, device={self.device}{grouped})"
+            f"layout={self.layout_name}, dtype={self.dtype}, device={self.device}{grouped})"
         )
 
     # --- parts, for torch.compile and for copies --------------------------------------------------

@@ -26,7 +26,7 @@ def same(a: bs.ScaledTensor, b: torch.Tensor) -> bool:
     """Bytes and meaning; whatever the layout of the scales was."""
     return (
         isinstance(b, bs.ScaledTensor)
-        and b.layout.name == "compact"
+        and b.layout_name == "compact"
         and torch.equal(a.to_layout("compact"), b)
     )
 

@@ -63,8 +63,8 @@ def quantized(x: Tensor, format: str = "mxfp8", layout: str = "compact") -> bs.S
 
 def assert_same(got: bs.ScaledTensor, want: bs.ScaledTensor) -> None:
     """Their bytes, layouts and strides."""
-    assert (got.format, got.layout, got.axis, got.shape) == (
-        *(want.format, want.layout, want.axis),
+    assert (got.format, got.scale_layout, got.axis, got.shape) == (
+        *(want.format, want.scale_layout, want.axis),
         want.shape,
     )
     parts = zip(got._parts().values(), want._parts().values(), strict=True)

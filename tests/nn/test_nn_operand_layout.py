@@ -98,7 +98,7 @@ def test_every_operand_lies_as_products_read_it(arch, seen, name, m):
                 assert q.qdata.stride(-1) == 1
             if q.format.element.bits == 8:  # lines begin where TMA reads them; of any M
                 assert max(q.qdata.stride()) % 16 == 0
-            assert q.layout.name == tiled[arch].get(q.format_name, "compact")
+            assert q.layout_name == tiled[arch].get(q.format_name, "compact")
 
 
 @pytest.mark.parametrize("name", RECIPES)

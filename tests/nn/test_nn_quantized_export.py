@@ -48,10 +48,14 @@ def test_from_a_file(recipe, dtype):
 @pytest.mark.parametrize("recipe", WEIGHT_ONLY, ids=str)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weight_only_in_this_process(recipe, strict, dtype):
+def test_weight_only_whole(recipe, strict, dtype):
     m = model(recipe, dtype)
-    exported = torch.export.export(m, (x(dtype=dtype),), strict=strict).module()
-    assert torch.equal(exported(x(dtype=dtype)), m(x(dtype=dtype)))
+    program = torch.export.export(m, (x(dtype=dtype),), strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    for exported in (program, torch.export.load(file)):
+        assert torch.equal(exported.module()(x(dtype=dtype)), m(x(dtype=dtype)))
 
 
 @pytest.mark.sampled(2)

@@ -191,7 +191,7 @@ class _HoldsQuantized(Unscripted, torch.nn.Module):
             if why:
                 error_msgs.append(f"{name}: {why}")
                 return
-            given = given.to_layout(held.layout)
+            given = given.to_layout(held.layout_name)
             if not local_metadata.get("assign_to_params_buffers", False):
                 given = given._with(dtype=held.dtype)  # only what dequantize() returns
             state_dict = {**state_dict, name: given}
