@@ -78,7 +78,7 @@ def test_not_contiguous(make):
 
 @pytest.mark.parametrize("shape", [(0,), (0, 32), (4, 0), (2, 0, 32)], ids=str)
 def test_zero_size(shape):
-    with pytest.raises(ValueError, match=r"x: has shape .*nothing to quantize"):
+    with pytest.raises(ValueError, match=r"x: has shape .*nothing to quantize; leave empty"):
         bs.quantize(torch.ones(shape))
 
 
@@ -102,7 +102,7 @@ def test_contraction_that_is_no_multiple_of_the_block(name, axis):
         assert bs.quantize(y, name, axis, pad=True).shape == y.shape
 
 
-@pytest.mark.parametrize("axis", [0, 1, -3, None, "rows", 1.5, True])
+@pytest.mark.parametrize("axis", [0, 1, -3, None, "rows", "-1", 1.5, True])
 def test_axis(axis):
     with pytest.raises(ValueError, match=r"axis .*choose one of '?-1'?, '?-2'?"):
         bs.quantize(x(), axis=axis)
@@ -113,6 +113,29 @@ def test_unknown_format_lists_the_known(wrong):
     with pytest.raises(ValueError, match=r"format: got .*choose one of") as error:
         bs.quantize(x(), wrong)
     assert all(repr(name) in str(error.value) for name in formats)
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [
+    ("mxpf8", "mxfp8"), ("MXFP8", "mxfp8"), ("nvpf4", "nvfp4"), ("fp8_128", "fp8_1x128"),
+])  # fmt: skip
+def test_a_near_miss_is_answered_with_what_was_meant(wrong, meant):
+    with pytest.raises(ValueError, match=rf"got '{wrong}'; .* \(did you mean '{meant}'\?\)$"):
+        bs.quantize(x(), wrong)
+    with pytest.raises(ValueError, match=r"choose one of [^?]*$"):
+        bs.quantize(x(), "int")
+
+
+def test_the_name_of_a_recipe_is_no_format():
+    q = bs.quantize(x(128, 128), "fp8_1x128")
+    for call in (
+        lambda: bs.quantize(x(), "fp8_block"),
+        lambda: bs.quantize_both(x(), "fp8_block"),
+        lambda: bs.ScaledTensor(q.data, q.scale, format="fp8_block", shape=q.shape),
+    ):
+        with pytest.raises(
+            ValueError, match=r"format: 'fp8_block' is a recipe .*'fp8_1x128', or 'fp8_128x128' for"
+        ):
+            call()
 
 
 @pytest.mark.parametrize("name", formats)
@@ -180,6 +203,15 @@ def test_seed(seed):
 def test_offsets(offsets, axis, layout):
     with pytest.raises((ValueError, TypeError), match="offsets: "):
         bs.quantize(x(), axis=axis, offsets=offsets, layout=layout)
+
+
+@pytest.mark.parametrize(("offsets", "given"), [
+    ([64], "list"), (i32(64).long(), "torch.int64 of 1 dim"), (i32(64)[None], "torch.int32 of 2"),
+])  # fmt: skip
+def test_offsets_say_what_was_given(offsets, given):
+    for call in (bs.quantize, lambda x, offsets: bs.grouped_gemm(q(64, 128), experts(), offsets)):
+        with pytest.raises(TypeError, match=f"offsets: got {given}.*; expected a torch.int32 tens"):
+            call(x(), offsets=offsets)
 
 
 def test_offsets_where_groups_cannot_be():
@@ -262,7 +294,7 @@ def test_padded_contractions_must_agree():
     ({"out_dtype": torch.float64}, TypeError, "out_dtype: got .*; choose torch.bfloat16"),
     ({"out_dtype": torch.float8_e4m3fn}, TypeError, "out_dtype: got .*; choose"),
     ({"out": torch.ones(64, 31)}, ValueError, r"out: has shape \(64, 31\); .* \(64, 32\)"),
-    ({"out": torch.ones(64, 32, dtype=torch.int32)}, TypeError, "out"),
+    ({"out": torch.ones(64, 32, dtype=torch.int32)}, TypeError, "out: got torch.int32; choose"),
     ({"out": torch.ones(64, 32), "out_dtype": torch.bfloat16}, TypeError, "out: is .*out_dtype"),
     ({"out": torch.ones(64, 32, device="meta")}, ValueError, "out: is on meta, a on cpu; move it"),
     ({"accumulate": True}, ValueError, "accumulate: needs out"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -142,6 +143,11 @@ def test_views_that_move_the_contraction(shape):
         make().view(shape)
 
 
+def test_a_flat_view_says_where_the_values_are():
+    with pytest.raises(TypeError, match=r"\.dequantize\(\)\.flatten\(\)\. Where Distributed"):
+        make().reshape(-1)
+
+
 @pytest.mark.parametrize("kwargs", [
     {"axis": -2}, {"layout": "tcgen05"}, {"format": "fp8_128x128"},
     {"offsets": torch.tensor([64], dtype=torch.int32)},
@@ -177,6 +183,7 @@ def rebuild(q, **changes):
 def test_finished_parts():
     for q in (make(), make(format="nvfp4", layout="tcgen05"), make(128, 128, axis=-2)):
         assert torch.equal(rebuild(q), q)
+        assert torch.equal(rebuild(q, shape=[np.int64(n) for n in q.shape]), q)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -185,6 +192,7 @@ def test_finished_parts():
     ({"data": torch.zeros(64, 128, dtype=torch.float8_e5m2)}, "data: got .*float8_e5m2; "),
     ({"scale": torch.ones(64, 4)}, r"scale: got \(64, 4\) torch.float32; .* layout 'compact'"),
     ({"scale": torch.ones(64, 3).to(torch.float8_e8m0fnu)}, r"scale: got \(64, 3\)"),
+    ({"scale": torch.ones(64, 3, dtype=torch.uint8)}, r"is \(64, 4\) .*e8m0fnu or torch.u"),
     ({"layout": "tcgen05"}, r"scale: got .* in layout 'tcgen05'"),
     ({"layout": "mine"}, r"layout: got 'mine'; choose one of 'compact'"),
     ({"format": "mxfp9"}, r"format: got 'mxfp9'; choose one of 'mxfp8'"),
@@ -198,6 +206,23 @@ def test_finished_parts():
 def test_parts_that_do_not_belong_together(changes, message):
     with pytest.raises(ValueError, match=message):
         rebuild(make(), **changes)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"dtype": torch.int32}, r"dtype: got torch\.int32, .*choose torch\.float32, bfloat16"),
+    ({"dtype": "bfloat16"}, r"dtype: got bfloat16, .*choose torch\.float32, bfloat16"),
+    ({"shape": "ab"}, r"shape: got 'ab'; expected the sizes of a tensor, as \(256, 512\)"),
+    ({"shape": 64}, r"shape: got 64; expected the sizes"),
+    ({"shape": (-64, 128)}, r"shape: got \(-64, 128\); expected the sizes"),
+    ({"shape": (64, 128.0)}, r"shape: got \(64, 128\.0\); expected the sizes"),
+    ({"data": [1.0]}, r"data: got list; expected a torch\.Tensor"),
+    ({"scale": None}, r"scale: got NoneType; expected a torch\.Tensor"),
+])  # fmt: skip
+def test_parts_of_another_type(changes, message):
+    q = make()
+    parts = {"data": q.qdata, "scale": q.scale, "format": "mxfp8", "shape": q.shape}
+    with pytest.raises(TypeError, match=message):
+        ScaledTensor(**{**parts, **changes})
 
 
 def test_global_scale_that_is_no_fp32_scalar():

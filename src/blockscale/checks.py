@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["check_axis", "check_flag", "check_target", "choose", "reading"]
 
-_AXES = {"-1": -1, "-2": -2}
+_AXES = {-1: -1, -2: -2}
 
 T = TypeVar("T")
 
@@ -20,18 +21,27 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: got {value!r}; expected True or False")
 
 
-def choose(what: str, given: object, known: Mapping[str, T]) -> T:
+def choose(what: str, given: object, known: Mapping[Any, T]) -> T:
     """``known[given]``, or a ValueError that names the argument and lists what it may be."""
     try:
-        return known[given]  # type: ignore[index]
+        return known[given]
     except (KeyError, TypeError):
         names = ", ".join(repr(k) for k in known)
-        raise ValueError(f"{what}: got {given!r}; choose one of {names}") from None
+        guess = f" (did you mean {close!r}?)" if (close := _closest(given, known)) else ""
+        raise ValueError(f"{what}: got {given!r}; choose one of {names}{guess}") from None
+
+
+def _closest(given: object, known: Iterable[object]) -> str | None:
+    """The name that was meant, if one is nearly what was given."""
+    if not isinstance(given, str):
+        return None
+    names = [name for name in known if isinstance(name, str)]
+    return next(iter(get_close_matches(given.lower(), names, 1)), None)
 
 
 def check_axis(axis: int) -> int:
     """-1 or -2; anything else is a ValueError."""
-    return choose("axis (of the contraction, counted from the end)", str(axis), _AXES)
+    return choose("axis (of the contraction, counted from the end)", axis, _AXES)
 
 
 def check_target(name: str, path: Path) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ __all__ = [
     "E4M3",
     "E5M2",
     "E8M0",
+    "FP8_BLOCK",
     "FP32",
     "NONFINITE",
     "UE4M3",
@@ -237,9 +238,28 @@ formats: Mapping[str, Format] = MappingProxyType(
 )
 
 
-def get_format(format: str | Format) -> Format:
+#: What recipes call a pair of formats: 1x128 blocks, and 128x128 of weights. It is no format.
+FP8_BLOCK = "fp8_block"
+
+
+def get_format(
+    format: str | Format, argument: str = "format", others: Sequence[str] = ()
+) -> Format:
     """Look a format up by name; a :class:`Format` is passed through.
+
+    Args:
+        argument: of the caller, for messages.
+        others: what the caller takes beside formats, for messages.
 
     Raises ValueError for an unknown name and lists the known ones.
     """
-    return format if isinstance(format, Format) else choose("format", format, formats)
+    if isinstance(format, Format):
+        return format
+    if format == FP8_BLOCK:
+        raise ValueError(
+            f"{argument}: {FP8_BLOCK!r} is a recipe of two formats; choose 'fp8_1x128', or "
+            "'fp8_128x128' for weights"
+        )
+    known: Mapping[str, Any] = {**formats, **dict.fromkeys(others)} if others else formats
+    chosen: Format = choose(argument, format, known)
+    return chosen

@@ -30,8 +30,8 @@ def check_product(
     """The type of the product of ``gemm``; raises as it does."""
     _check_types(a, b, out, bias)
     choose("backend", backend, dict.fromkeys(ops.BACKENDS))
-    dtype = out_dtype or (torch.bfloat16 if out is None else out.dtype)
-    _check_operands(a, b, dtype)
+    dtype = _product_dtype(out_dtype, out)
+    _check_operands(a, b)
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; expected (M, K) @ (K, N)")
     _check_rest((a.shape[0], b.shape[1]), a.device, dtype, out, accumulate, bias)
@@ -45,7 +45,7 @@ def _check_types(a: Any, b: Any, out: Any, bias: Any) -> None:
             raise TypeError(f"{name}: got {type(x).__name__}; expected {wanted}")
 
 
-def _check_operands(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
+def _check_operands(a: Tensor, b: Tensor) -> None:
     """Raise unless ``a`` and ``b`` are quantized so that they can be multiplied."""
     if isinstance(a, ScaledTensor):
         _check_operand("a", a, -1)
@@ -58,7 +58,6 @@ def _check_operands(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
     _check_pair(a, b)
     if any(isinstance(x, ScaledTensor) and x.k_grouped for x in (a, b)):
         raise ValueError("a, b: blocks start anew in groups along K; use grouped_gemm")
-    _check_out_dtype(dtype)
 
 
 def _check_rest(
@@ -107,8 +106,8 @@ def check_batch(
             f"{remedy if b.dim() == 2 else ''}"
         )
     choose("backend", backend, dict.fromkeys(ops.BACKENDS))
-    dtype = out_dtype or (torch.bfloat16 if out is None else out.dtype)
-    _check_operands(a, b, dtype)
+    dtype = _product_dtype(out_dtype, out)
+    _check_operands(a, b)
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(
             f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; expected (..., M, K) @ (..., K, N)"
@@ -127,8 +126,7 @@ def check_grouped(
             raise TypeError(f"{name}: got {type(q).__name__}; expected {_QUANTIZED}")
         _check_operand(name, q, axis)
     _check_pair(a, b)
-    dtype = out_dtype or torch.bfloat16
-    _check_out_dtype(dtype)
+    dtype = _product_dtype(out_dtype, None)
     k_grouped = b.dim() == 2
     check_offsets(offsets, a.shape[-1 if k_grouped else 0], a.device)
     shapes = f"got {tuple(a.shape)} and {tuple(b.shape)} with {len(offsets)} groups"
@@ -181,6 +179,12 @@ def _check_pair(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"a, b: are on {a.device} and {b.device}; move one of them")
 
 
-def _check_out_dtype(dtype: torch.dtype) -> None:
+def _product_dtype(out_dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
+    """What is asked for, else that of ``out``, else bfloat16; TypeError where no product has it."""
+    if out is None or out_dtype is not None:
+        name, dtype = "out_dtype", out_dtype or torch.bfloat16
+    else:
+        name, dtype = "out", out.dtype
     if dtype not in DTYPES:
-        raise TypeError(f"out_dtype: got {dtype}; choose torch.bfloat16, float16 or float32")
+        raise TypeError(f"{name}: got {dtype}; choose torch.bfloat16, float16 or float32")
+    return dtype

@@ -71,7 +71,8 @@ def gemm_quantize(
     shape = a.shape[0], _columns(b.shape[1], get_format(name), swiglu)
     if 0 in shape:
         raise ValueError(
-            f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; there is nothing to quantize"
+            f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; there is nothing to quantize, leave "
+            "empty tensors out"
         )
     asked = Arguments((-1,), name, scale_rounding, (layout,), nonfinite, backend=backend)
     call = check_call(shape, torch.float32, asked)

@@ -140,7 +140,9 @@ def _check_shape(
                 f"x: has {len(shape)} dimension(s); axis={axis} needs at least {-axis}"
             )
     if 0 in shape:
-        raise ValueError(f"x: has shape {tuple(shape)}, there is nothing to quantize")
+        raise ValueError(
+            f"x: has shape {tuple(shape)}, there is nothing to quantize; leave empty tensors out"
+        )
     for axis in call.axes:
         if grouped:
             _check_groups(shape, fmt, axis, k_major)

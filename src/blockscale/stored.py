@@ -94,7 +94,7 @@ def check_parts(q: ScaledTensor, shape: tuple[int, ...], scale_dtype: torch.dtyp
         raise ValueError(
             f"scale: got {tuple(scale.shape)} {scale_dtype}; {name!r} in layout "
             f"{q.layout_name!r} for {shape} along axis {q.axis} is {want.scale} "
-            f"{want.scale_dtypes[0]}"
+            f"{' or '.join(map(str, want.scale_dtypes))}"
         )
     device = data.device
     for part, tensor in (("scale", scale), ("global_scale", scalar), ("offsets", offsets)):

@@ -13,7 +13,7 @@ from .formats import Format, get_format
 from .layouts import Layout, get_layout, swizzle_scale, unswizzle_scale
 from .memory import as_bytes
 from .stored import check_parts, strides_like
-from .tensor_checks import VALUE_DTYPES
+from .tensor_checks import check_is_tensor, check_shape, check_value_dtype
 from .tensor_refusals import refusal
 from .watching import is_transformed, unwatched
 
@@ -62,7 +62,7 @@ class ScaledTensor(torch.Tensor):
     (take it in compiled code, too).
 
     Raises ValueError where the parts do not fit ``format``, ``shape``, ``axis`` and ``layout``, and
-    for unknown names.
+    for unknown names; TypeError for parts, a ``shape`` or a ``dtype`` that are none.
     """
 
     axis: int
@@ -95,6 +95,10 @@ class ScaledTensor(torch.Tensor):
         offsets: Tensor | None = None,
         k_grouped: bool = False,
     ) -> ScaledTensor:
+        check_is_tensor("data", data)
+        check_is_tensor("scale", scale)
+        check_shape(shape)
+        check_value_dtype(dtype)
         self = _wrap(
             cls,
             (data, scale if scale.dtype is torch.uint8 else as_bytes(scale), global_scale, offsets),
@@ -224,10 +228,7 @@ class ScaledTensor(torch.Tensor):
         Raises TypeError where ``dtype`` is not float32, bfloat16, float16 or float64.
         """
         dtype = self.dtype if dtype is None else dtype
-        if dtype not in VALUE_DTYPES:
-            raise TypeError(
-                f"dtype: got {dtype}; choose torch.float32, bfloat16, float16 or float64"
-            )
+        check_value_dtype(dtype)
         return torch.ops.blockscale.dequantize(
             as_bytes(self.qdata),
             self.compact_bytes(),

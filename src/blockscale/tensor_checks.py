@@ -7,7 +7,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "VALUE_DTYPES", "check_is_tensor", "check_offsets"]
+__all__ = [
+    "DTYPES",
+    "VALUE_DTYPES",
+    "check_is_tensor",
+    "check_offsets",
+    "check_shape",
+    "check_value_dtype",
+]
 
 #: Of what is quantized, and of products.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,13 +28,37 @@ def check_is_tensor(name: str, given: object) -> None:
         raise TypeError(f"{name}: got {type(given).__name__}; expected a torch.Tensor")
 
 
+def check_value_dtype(dtype: torch.dtype) -> None:
+    """TypeError unless a quantized tensor can stand for values of ``dtype``."""
+    if dtype not in VALUE_DTYPES:
+        raise TypeError(
+            f"dtype: got {dtype}, and a ScaledTensor stands for floating-point values; choose "
+            "torch.float32, bfloat16, float16 or float64"
+        )
+
+
+def check_shape(shape: object) -> None:
+    """TypeError unless it is the shape of a tensor."""
+    if isinstance(shape, torch.Size):
+        return
+    sizes = isinstance(shape, tuple | list) and all(hasattr(n, "__index__") for n in shape)
+    if not sizes or any(isinstance(n, int) and n < 0 for n in shape):  # type: ignore[attr-defined]
+        raise TypeError(f"shape: got {shape!r}; expected the sizes of a tensor, as (256, 512)")
+
+
 def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
     """Raise unless ``offsets`` are ascending int32 ends of groups, at most ``rows``.
 
     Their values are looked at only on a CPU: elsewhere that would wait for the device.
     """
     if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
-        raise TypeError("offsets: expected an int32 tensor of one dimension, the end of each group")
+        given = type(offsets).__name__
+        if isinstance(offsets, Tensor):
+            given = f"{offsets.dtype} of {offsets.dim()} dimension(s)"
+        raise TypeError(
+            f"offsets: got {given}; expected a torch.int32 tensor of one dimension, the end of "
+            "each group"
+        )
     if not len(offsets):
         raise ValueError("offsets: is empty; expected the end of at least one group")
     if offsets.device != device:

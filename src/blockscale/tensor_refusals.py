@@ -27,8 +27,9 @@ _FSDP2 = (
     "FSDP leaves quantized weights whole: fully_shard(model, ignored_params={p for p in "
     "model.parameters() if isinstance(p, blockscale.ScaledTensor)})"
 )
-_DDP = (
-    ". DistributedDataParallel leaves them alone after DistributedDataParallel."
+_FLAT = (
+    "; its values in one row are .dequantize().flatten(). Where DistributedDataParallel does this, "
+    "quantized weights are left alone after DistributedDataParallel."
     "_set_params_and_buffers_to_ignore_for_model(model, [name for name, p in "
     "model.named_parameters() if isinstance(p, blockscale.ScaledTensor)])"
 )
@@ -46,4 +47,4 @@ def refusal(func: Any) -> str:
 
 def of_flat(shape: Sequence[int]) -> str:
     """More for a refused view of one dimension, as DDP takes it; "" for others."""
-    return _DDP if len(shape) == 1 else ""
+    return _FLAT if len(shape) == 1 else ""

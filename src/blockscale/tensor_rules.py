@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .tensor import RULES, ScaledTensor, transposed
-from .tensor_checks import VALUE_DTYPES
+from .tensor_checks import check_value_dtype
 from .tensor_refusals import of_flat
 
 __all__ = ["check_dim", "check_whole", "extent_of", "same_scalar", "slice_of"]
@@ -53,11 +53,8 @@ def _map_rule(func: Any) -> Callable[..., ScaledTensor]:
 
 def _to_copy(q: ScaledTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> ScaledTensor:
     """Moves the parts; a dtype only changes what ``dequantize()`` returns."""
-    if dtype not in (None, *VALUE_DTYPES):
-        raise TypeError(
-            f"dtype: got {dtype}; a ScaledTensor stands for floating-point values: choose "
-            "torch.float32, bfloat16, float16 or float64"
-        )
+    if dtype is not None:
+        check_value_dtype(dtype)
     moved = q._map(lambda part: aten._to_copy.default(part, **kwargs))
     return moved if dtype is None else moved._with(dtype=dtype)
 

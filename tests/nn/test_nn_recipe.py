@@ -51,6 +51,16 @@ def test_formats_of_a_recipe_must_multiply(one, two):
         ({"format": "mxfp7"}, "format: got 'mxfp7'; choose one of 'mxfp8'.*'fp8_block'"),
         ({"format": None}, "format: got None"),
         ({"activations": "fp8"}, "activations: got 'fp8'; choose one of 'mxfp8'"),
+        (
+            {"activations": "bf16"},
+            r"activations: got 'bf16'.*\(did you mean 'bfloat16'",
+        ),
+        ({"activations": "float16"}, "activations: got 'float16'; .* 'bfloat16'"),
+        ({"activations": torch.bfloat16}, "activations: got torch.bfloat16; .* 'bfloat16'"),
+        (
+            {"weights": "fp8_block"},
+            "weights: 'fp8_block' is a recipe of two formats",
+        ),
         ({"weights": 8}, "weights: got 8"),
         ({"gradients": ""}, "gradients: got ''"),
         ({"gradients": ["mxfp8"]}, "gradients: got"),

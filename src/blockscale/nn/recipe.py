@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from ..checks import choose
-from ..formats import Format, formats, get_format
+from ..formats import FP8_BLOCK, Format, formats, get_format
 
 __all__ = ["PRODUCTS", "Recipe", "check_recipe", "check_training_recipe"]
 
@@ -14,7 +14,6 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 _ROLES = ("activations", "weights", "gradients")
 _AS_THEY_ARE = "bfloat16"  # of activations: not quantized
-_FP8_BLOCK = "fp8_block"  # the name of a pair: 1x128 blocks, 128x128 of weights
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,8 +47,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
-            choose("format", self.format, {**formats, _FP8_BLOCK: None})
-        if self.format == _FP8_BLOCK:
+            choose("format", self.format, {**formats, FP8_BLOCK: None})
+        if self.format == FP8_BLOCK:
             object.__setattr__(self, "format", "fp8_1x128")
             if self.weights is None:
                 object.__setattr__(self, "weights", "fp8_128x128")
@@ -107,7 +106,9 @@ class Recipe:
                 f"recipe: {self} quantizes weights only, which is for inference: call "
                 "blockscale.quantize_(model, recipe), or name a format for activations"
             )
-        return get_format(self.format) if given is None else choose(role, given, formats)
+        if given is None:
+            return get_format(self.format)
+        return get_format(given, role, [_AS_THEY_ARE] if role == "activations" else [])
 
 
 def check_recipe(recipe: object) -> None:
