@@ -217,6 +217,7 @@ def whole(source: Path, tmp_path: Path, **options) -> bytes:
 def test_the_same_job_is_resumed(source: Path, stopped: Path, tmp_path: Path):
     assert notes(source, stopped, "mxfp8") == "resumed: 6 tensors are finished"
     assert stopped.read_bytes() == whole(source, tmp_path)
+    assert notes(source, stopped, "mxfp8") == f"nothing to do: {stopped} is finished already"
 
 
 def test_another_format_is_started_anew(source: Path, stopped: Path, tmp_path: Path):

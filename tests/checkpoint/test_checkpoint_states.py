@@ -139,6 +139,9 @@ def test_files_of_others_are_plain_tensors(tmp_path: Path):
 @pytest.mark.parametrize(
     ("state", "error", "why"),
     [
+        (torch.zeros(2), TypeError, r"tensors: got Tensor; expected a dictionary .*: tensor}"),
+        (torch.nn.Linear(2, 2), TypeError, r"got Linear; expected .* as model\.state_dict\(\)"),
+        ([("w", torch.zeros(2))], TypeError, "tensors: got list; expected a dictionary"),
         ({"w": 1.0}, TypeError, "tensors: 'w' is float"),
         ({"w": torch.eye(2).to_sparse()}, TypeError, "dense"),
         ({3: torch.eye(2)}, ValueError, "name"),

@@ -9,6 +9,7 @@ import typer
 from rich.markup import render
 from typer.testing import CliRunner
 
+import blockscale
 from blockscale.cli import main
 from blockscale.cli.doctor import Facts, advice, gather
 
@@ -90,6 +91,7 @@ def test_this_machine_as_json(run):
     assert (code, errors) == (0, "")
     found = json.loads(output)
     assert found["python"] == gather().python
+    assert found["packages"]["blockscale"] == blockscale.__version__
     fused = {"swiglu_quantize", "swiglu_backward_quantize", "rmsnorm_quantize"}
     assert {row["operation"] for row in found["backends"]} >= {"quantize", "gemm", *fused}
     assert all(row["why"] for row in found["backends"])

@@ -115,7 +115,10 @@ def test_weight_only_is_not_for_training():
 def test_the_recipe_of_fp8_blocks_has_a_name():
     named = bs.Recipe("fp8_block")
     assert named == bs.Recipe("fp8_1x128", weights="fp8_128x128")
-    assert eval(repr(named), {"Recipe": bs.Recipe}) == named
+    assert repr(named) == "Recipe('fp8_block')"
+    changed = bs.Recipe("fp8_block", high_precision=("wgrad",))
+    assert repr(changed) == "Recipe('fp8_block', high_precision=('wgrad',))"
+    assert repr(bs.Recipe("fp8_1x128")) == "Recipe('fp8_1x128')"
     assert bs.Recipe("fp8_block", weights="fp8_1x128") == bs.Recipe(
         "fp8_1x128", weights="fp8_1x128"
     )

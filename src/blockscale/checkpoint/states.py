@@ -51,10 +51,18 @@ def save_file(
         metadata: strings for the header.
 
     Raises:
-        TypeError: something is no dense tensor, or of a dtype that the format lacks.
+        TypeError: ``tensors`` is no dictionary, or something in it no dense tensor, or of a dtype
+            that the format lacks.
         ValueError: a name is taken twice (``w`` quantized and another tensor ``w_scale``).
         OSError: no such directory, or no room.
     """
+    if not isinstance(tensors, Mapping):
+        example = (
+            "model.state_dict()" if isinstance(tensors, torch.nn.Module) else '{"weight": tensor}'
+        )
+        raise TypeError(
+            f"tensors: got {type(tensors).__name__}; expected a dictionary of tensors, as {example}"
+        )
     parts: dict[str, Tensor] = {}
     descriptions = {}
     names: list[str] = []

@@ -48,7 +48,7 @@ class Progress:
     """How far :func:`quantize_file` is: handed to its ``progress``.
 
     ``bytes`` of ``total_bytes`` of the source are dealt with. ``note`` tells what became of an
-    earlier attempt (resumed, or why it was started anew).
+    earlier attempt (finished, resumed, or why it was started anew).
     """
 
     phase: str  # "check" while the source is summed, then "quantize"
@@ -152,6 +152,7 @@ def quantize_file(
                 _check_same(target, made, identity, plan.head)
                 for name in ".journal", ".partial":  # of a process that was killed at the very end
                     beside(target, name).unlink(missing_ok=True)
+                tell(Progress("check", note=f"nothing to do: {target} is finished already"))
                 return made
             with Output(target, plan.head, plan.header, identity) as out:
                 _write(file, out, plan, tell)

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .. import __version__
+
 __all__ = ["Facts", "advice", "doctor", "gather"]
 
 _DSL = ("nvidia-cutlass-dsl", "apache-tvm-ffi")  # what GPU kernels need
@@ -64,7 +66,7 @@ def gather() -> Facts:
     return Facts(
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
-        packages={name: _version(name) for name in _PACKAGES},
+        packages={"blockscale": __version__, **{name: _version(name) for name in _PACKAGES}},
         cuda=torch.version.cuda,
         gpu=torch.cuda.get_device_name() if has_gpu else None,
         capability=torch.cuda.get_device_capability() if has_gpu else None,

@@ -13,6 +13,7 @@ __all__ = ["PRODUCTS", "Recipe", "check_recipe", "check_training_recipe"]
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 _ROLES = ("activations", "weights", "gradients")
+_FP8_PAIR = "fp8_1x128", "fp8_128x128"  # what FP8_BLOCK stands for: the format, and of weights
 _AS_THEY_ARE = "bfloat16"  # of activations: not quantized
 
 
@@ -49,9 +50,9 @@ class Recipe:
         if not isinstance(self.format, Format):
             choose("format", self.format, {**formats, FP8_BLOCK: None})
         if self.format == FP8_BLOCK:
-            object.__setattr__(self, "format", "fp8_1x128")
+            object.__setattr__(self, "format", _FP8_PAIR[0])
             if self.weights is None:
-                object.__setattr__(self, "weights", "fp8_128x128")
+                object.__setattr__(self, "weights", _FP8_PAIR[1])
         used = {
             role: self.format_of(role)
             for role in _ROLES
@@ -83,12 +84,13 @@ class Recipe:
             choose("high_precision", product, dict.fromkeys(PRODUCTS))
 
     def __repr__(self) -> str:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if (self.format, self.weights) == _FP8_PAIR:
+            values |= {"format": FP8_BLOCK, "weights": None}
         changed = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in fields(self)[1:]
-            if getattr(self, f.name) != f.default
+            f"{f.name}={values[f.name]!r}" for f in fields(self)[1:] if values[f.name] != f.default
         ]
-        return f"Recipe({', '.join([repr(self.format), *changed])})"
+        return f"Recipe({', '.join([repr(values['format']), *changed])})"
 
     @property
     def weight_only(self) -> bool:
