@@ -12,14 +12,14 @@ longer it is than the shortest of its shape.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gpu_tiles import FIELDS
@@ -51,26 +51,35 @@ class Time:
     best: float  # of its shape
 
 
-def read(file: str | Path) -> tuple[str, Gpu, Iterator[tuple[dict[str, Any], dict[Any, float]]]]:
-    """The product that was measured, the GPU, and what a row says of a shape, with the times of
-    tilings: values of FIELDS."""
+class Run(NamedTuple):
+    """What one run of ``gpu_tiles.py`` measured."""
+
+    product: str
+    name: str  # of the GPU
+    gpu: Gpu
+    rows: list[tuple[dict[str, Any], dict[Any, float]]]  # of a shape, and times by FIELDS' values
+
+
+def read(file: str | Path) -> Run:
+    """Read a file of ``gpu_tiles.py``."""
     data = json.loads(Path(file).read_text())
     names = [
         tuple(tuple(v) if isinstance(v, list) else v for v in each.values())
         for each in data["tilings"]
     ]
-    rows = (
+    rows = [
         (row, {n: t for n, t in zip(names, row["microseconds"], strict=True) if t})
         for row in data["shapes"]
-    )
-    return data["product"], replace(GPUS["sm_90a"], dram_rate=data["dram_rate"]), rows
+    ]
+    gpu = replace(GPUS["sm_90a"], dram_rate=data["dram_rate"])
+    return Run(data["product"], data["gpu"], gpu, rows)
 
 
-def times(files: Sequence[str]) -> tuple[str, list[Time]]:
+def times(files: Sequence[Path]) -> tuple[str, list[Time]]:
     """The product, and the times of its tilings."""
     products, found = set(), []
     for file in files:
-        product, gpu, rows = read(file)
+        product, _, gpu, rows = read(file)
         products.add(product)
         known = {name(each): i for i, each in enumerate(PRODUCTS[product][0])}
         for row, took in rows:
@@ -169,8 +178,10 @@ def said(what: str, found: Sequence[float]) -> str:
     return f"{what}: {geometric_mean(found):.4f} of the best, least {min(found):.3f}"
 
 
-def main(*files: str) -> None:
-    product, measured = times(files)
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fit the constants of a product's tilings.")
+    parser.add_argument("files", nargs="+", type=Path, help="of gpu_tiles.py, of one product")
+    product, measured = times(parser.parse_args().files)
     fit = Fit(product)
     shapes = sorted({time.shape for time in measured})
     print(said("today's constants", fit.shares(fit.start(), measured)))
@@ -189,4 +200,4 @@ def main(*files: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

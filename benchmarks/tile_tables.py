@@ -2,14 +2,14 @@
 
 Writes tables of docs/lab/chooser.md, and docs/assets/tiles.png, from what ``gpu_tiles.py`` measured
 (benchmarks/results/tiles). A time of ours is that of the tiling with the least estimate today, of
-those that were measured. Needs no GPU.
+those that were measured. A shape that was measured again counts once, as it was last. Needs no GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean, quantiles
+from statistics import geometric_mean, median, quantiles
 from typing import Any
 
 from fit_tiles import PRODUCTS, name, read
@@ -30,13 +30,18 @@ TITLES = {
 _SMALL = 8 << 20  # elements of weights
 _WORST = 5
 _BEST = "best tiling"
+# Okabe-Ito: told apart by colour-blind readers. One for each, in all panels.
+_COLOURS = {"DeepGEMM": "#E69F00", "cuBLASLt": "#009E73", "bf16": "#56B4E9", _BEST: "#0072B2"}
+_LABELS = {"bf16": "torch's bf16", _BEST: "best tiling of ours"}
 
 
 @dataclass(frozen=True)
 class Measured:
     """Microseconds at a shape: of the chosen tiling, and of others by name."""
 
+    gpu: str
     shape: Shape
+    tilings: int  # that were measured
     tiling: tuple[Any, ...]
     chosen: float
     others: dict[str, float]
@@ -55,10 +60,15 @@ PLACES: dict[str, Callable[[int, int, int], bool]] = {
 }
 
 
-def measured(product: str) -> Iterator[Measured]:
+def measured(product: str) -> list[Measured]:
+    found = {(each.gpu, each.shape): each for each in _measured(product)}
+    return list(found.values())
+
+
+def _measured(product: str) -> Iterator[Measured]:
     tilings, block_k = PRODUCTS[product]
     for file in sorted(RESULTS.glob(f"{product}_h*.json")):
-        _, gpu, rows = read(file)
+        _, name_of_gpu, gpu, rows = read(file)
         for row, took in rows:
             shape = m, n, _ = tuple(row["shape"])
             times = {
@@ -68,7 +78,7 @@ def measured(product: str) -> Iterator[Measured]:
             }
             chosen = min(times, key=times.__getitem__)
             others = {**row["peers"], _BEST: min(took.values())}
-            yield Measured(shape, chosen, took[chosen], others)
+            yield Measured(name_of_gpu, shape, len(took), chosen, took[chosen], others)
 
 
 def place(shape: Shape) -> str:
@@ -79,6 +89,20 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Numbers from the third column on."""
     marks = ["---" if i < 2 else "---:" for i in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, marks, *lines])
+
+
+def overview(product: str, found: Sequence[Measured]) -> str:
+    """How much was measured."""
+    counts = sorted(each.tilings for each in found)
+    return (
+        f"{len(found)} shapes on {_gpus(found)}, {counts[0]} to {counts[-1]} tilings measured at "
+        f"each, {median(counts):.0f} in the median; the estimate chooses among "
+        f"{len(PRODUCTS[product][0])}."
+    )
+
+
+def _gpus(found: Sequence[Measured]) -> str:
+    return " and ".join(dict.fromkeys(each.gpu for each in found))
 
 
 def distribution(found: Sequence[Measured]) -> str:
@@ -138,29 +162,34 @@ def named(found: Sequence[Measured]) -> str:
 
 def draw(products: dict[str, list[Measured]]) -> Figure:
     """How many shapes have a ratio of at most so much, for each peer."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, len(products), sharey=True)
     for axes, (product, found) in zip(panels, products.items(), strict=True):
         for who in dict.fromkeys(who for each in found for who in each.others):
             ratios = sorted(each.ratio(who) for each in found if who in each.others)
             shares = [100 * (i + 1) / len(ratios) for i in range(len(ratios))]
-            axes.step(ratios, shares, where="post", label=who)
+            label = _LABELS.get(who, who)
+            axes.step(ratios, shares, where="post", color=_COLOURS[who], label=label)
         axes.axvline(1, color="gray", linewidth=0.8)
         axes.set_xlim(0.6, 2.2)
         axes.set_title(TITLES[product], fontsize=9)
-        axes.set_xlabel("its time over ours")
+        axes.set_xlabel("its time / ours; above 1 ours is faster", fontsize=8)
         axes.legend(fontsize=7, loc="lower right")
-    panels[0].set_ylabel("shapes, %")
+    panels[0].set_ylabel("shapes with at most this ratio, %", fontsize=8)
+    figure.suptitle(_gpus([each for found in products.values() for each in found]), fontsize=10)
     return figure
 
 
 def main() -> None:
-    products = {product: list(measured(product)) for product in PRODUCTS}
+    products = {product: measured(product) for product in PRODUCTS}
     parts = []
     for product, found in products.items():
-        parts += [f"### {TITLES[product]}", distribution(found)]
+        parts += [f"### {TITLES[product]}", overview(product, found), distribution(found)]
         for peer in [who for who in found[0].others if who != _BEST]:
-            parts += [f"Where {peer} is ahead most:", worst(found, peer)]
+            ratios = [each.ratio(peer) for each in found if peer in each.others]
+            ahead = f"{sum(ratio < 1 for ratio in ratios)} of {len(ratios)} shapes"
+            parts += [f"{peer} is ahead at {ahead}. Its best five:"]
+            parts += [worst(found, peer)]
         if any(each.shape in NAMED for each in found):
             parts += ["Squares, and one named shape:", named(found)]
     rewrite(PAGE, "\n\n".join(parts), BEGIN, END)
