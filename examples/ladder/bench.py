@@ -16,6 +16,7 @@ from blockscale.bench import peers_gemm
 from blockscale.bench.contest import BASELINE, Absent, Call, Contest, Row, Where, contest
 from blockscale.bench.timing import Timer
 from blockscale.cli import bench_output as output
+from blockscale.cli.outputs import check_output
 from blockscale.cli.sizes import parse_sizes
 from blockscale.kernels.common.compile_all import compile_all
 from blockscale.quantize import quantize
@@ -68,8 +69,17 @@ def draw(rows: Sequence[Row], steps: Sequence[Step] = STEPS) -> Figure:
         found = {row.who: row.tflops for row in rows if row.m == size}
         mine = [(found[name], at) for at, name in enumerate(names) if name in found]
         axes.plot(*zip(*mine, strict=True), "o-", color=f"C{i}", label=f"{size}^3")
-        for tflops, at in mine:
-            axes.annotate(f"{tflops:.0f}", (tflops, at), (4, -9), textcoords="offset points")
+        for (tflops, at), side in zip(mine, _sides([tflops for tflops, _ in mine]), strict=True):
+            axes.annotate(
+                f"{tflops:.0f}",
+                (tflops, at),
+                (7 * side, 0),
+                textcoords="offset points",
+                ha="left" if side > 0 else "right",
+                va="center",
+                color=f"C{i}",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )
         for who, style in zip(PEERS, (":", "--", "-."), strict=True):
             if who in found:
                 label = f"{who}, {size}^3: {found[who]:.0f}"
@@ -82,6 +92,16 @@ def draw(rows: Sequence[Row], steps: Sequence[Step] = STEPS) -> Figure:
     return figure
 
 
+def _sides(values: Sequence[float]) -> list[int]:
+    """Where the label of each point of a line goes, 1: right, -1: left: away from its flatter
+    neighbour, whose line would cross it."""
+    sides = []
+    for i, value in enumerate(values):
+        neighbours = [*values[max(i - 1, 0) : i], *values[i + 1 : i + 2]]
+        sides.append(-1 if max((n - value for n in neighbours), key=abs, default=0) > 0 else 1)
+    return sides
+
+
 def main(
     sizes: Annotated[str, typer.Option(help="Of M = N = K.")] = "2048,4096",
     json: Annotated[Path | None, typer.Option(help="JSON to write.")] = None,
@@ -92,6 +112,8 @@ def main(
     Beside them torch's bf16 product, cuBLASLt and DeepGEMM. What cannot run is listed with the
     reason. Needs a Hopper GPU.
     """
+    check_output("json", json)
+    check_output("plot", plot, ".png")
     chosen = [size for (size,) in parse_sizes("sizes", sizes, "sizes", "4096")]
     if not torch.cuda.is_available():
         raise ValueError("ladder: needs an NVIDIA GPU; tests/examples runs its kernels without one")

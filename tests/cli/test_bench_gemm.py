@@ -6,11 +6,13 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from typer.testing import CliRunner
 
 import stand_in
@@ -139,6 +141,31 @@ def test_pictures():
     figure = pictures.draw([*rows, Row("a group", "without it", 1, 8, 16, OURS, 1.0, 1.0)])
     (axes,) = figure.axes
     assert sorted(bar.get_height() for bar in axes.patches) == [0.5, 0.5, 2.0, 2.0]
+
+
+def test_nothing_in_a_picture_covers_a_name_or_a_number():
+    """Neither the line at 1 nor each other; the names are the longest of the docs."""
+    names = OURS, "torchao's cast, cuBLASLt blockwise", "torch.compile's cast, cuBLASLt blockwise"
+    group = "Activations quantized in the call, bf16 in and out"
+    rows = [
+        Row(group, "fp8_block", m, 8192, 16384, who, time, 1234.0)
+        for m in (1024, 2048, 4096, 8192)
+        for who, time in ((BASELINE, 1.0), *((name, 1.02) for name in names), ("ours cast", 0.9))
+    ]
+    figure = pictures.draw(rows)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (axes,) = figure.axes
+    renderer = canvas.get_renderer()
+    line = axes.lines[0].get_window_extent(renderer)
+    numbers = [text.get_window_extent(renderer) for text in axes.texts]
+    assert len(numbers) == 16
+    assert not any(number.overlaps(line) for number in numbers)
+    ticks = [label.get_window_extent(renderer) for label in axes.get_xticklabels()]
+    legend = [text.get_window_extent(renderer) for text in axes.get_legend().get_texts()]
+    title = axes._left_title.get_window_extent(renderer)
+    texts = [title, *numbers, *ticks, *legend]
+    assert not any(a.overlaps(b) for a, b in combinations(texts, 2))
 
 
 # --- products -------------------------------------------------------------------------------------

@@ -85,6 +85,25 @@ def test_command(monkeypatch, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_labels_stay_beside_the_line():
+    """On the side of a point where its flatter neighbour is not."""
+    rows = [
+        Row(bench.GROUP, "fp8_block", 1024, 1024, 1024, step.name, 1.0, tflops)
+        for step, tflops in zip(STEPS, (400, 440, 600, 620, 300), strict=False)
+    ]
+    labels = bench.draw(rows).axes[0].texts
+    assert [(label.get_text(), label.get_ha()) for label in labels] == [
+        ("400", "right"), ("440", "right"), ("600", "left"), ("620", "left"), ("300", "right"),
+    ]  # fmt: skip
+
+
+def test_nothing_is_measured_for_files_that_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match=r"plot: .* does not end in \.png"):
+        invoke("--plot", str(tmp_path / "out.foo"), "--json", str(tmp_path / "out.json"))
+    with pytest.raises(FileNotFoundError, match=r"json: the directory .* does not exist"):
+        invoke("--json", str(tmp_path / "no" / "out.json"))
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="sizes: got '2048x2048'"):
         invoke("--sizes", "2048x2048")
