@@ -63,6 +63,20 @@ def test_cp_async(level: str, size: int, more: str, kept: object, hints: str) ->
     assert (out == np.where(np.arange(size) < length[:, None], data, 0)).all()
 
 
+def test_bytes_that_are_not_taken_may_lie_outside() -> None:
+    """src-size 2 of what ends after two bytes; other lanes take all, or nothing."""
+    body = """mad.lo.u32 %r3, %t, 4, %r1; mad.wide.u32 %rd2, %t, 4, %rd1;
+    mov.u32 %r5, 4; setp.eq.u32 %p2, %t, 31; selp.u32 %r5, 2, %r5, %p2;
+    setp.eq.u32 %p2, %t, 3; selp.u32 %r5, 0, %r5, %p2;
+    cp.async.ca.shared.global [%r3], [%rd2], 4, %r5; cp.async.wait_all; bar.warp.sync -1;
+    ld.shared.u32 %r7, [%r3]; mad.wide.u32 %rd3, %t, 4, %out; st.global.u32 [%rd3], %r7;"""
+    data = RNG.integers(1, 1 << 16, 63, np.uint16)
+    out = outcome(kernel(body), [np.ones(64, np.uint16), data])[0]
+    want = np.append(data, np.uint16(0))
+    want[6:8] = 0
+    assert (out == want).all()
+
+
 def test_a_source_that_is_not_read_may_be_anywhere() -> None:
     body = """mov.u64 %rd5, 64; cp.async.cg.shared.global [%r1], [%rd5], 16, 0; cp.async.wait_all;
     bar.warp.sync -1; ld.shared.u32 %r3, [%r1+12]; st.global.u32 [%at], %r3;"""

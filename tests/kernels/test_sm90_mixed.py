@@ -187,10 +187,10 @@ def test_epilogue(fields):
     assert_close(got, 0.75 * a.double(), dequantized("nvfp4", *b), added)
 
 
-@pytest.mark.parametrize("m", [33, 65])
-def test_few_rows_loaded(m):
+@pytest.mark.parametrize(("m", "n"), [(33, 136), (65, 16384)])
+def test_few_rows_loaded(m, n):
     """The others of a tile are zeros, and not stored."""
-    config = choose_config((m, 136, 384), "mxfp8", Epilogue(BFLOAT16))
+    config = choose_config((m, n, 384), "mxfp8", Epilogue(BFLOAT16))
     assert config.loaded_rows == m + 7
     a, b = operands(config, m, 136, 384)
     got = product(config, a, b, completion="random", multiprocessors=config.split_k)
@@ -324,15 +324,15 @@ def test_chosen_split_k():
         ((64, 2112), 64, 6),
         ((64, 4096), 64, 3),
         ((64, 5120), 64, 2),
-        ((64, 10240), 64, 1),
-        ((96, 2112), 128, 3),
+        ((64, 16384), 64, 1),
+        ((96, 2112), 64, 3),
         ((97, 2112), 64, 3),
-        ((128, 4096), 64, 2),
+        ((128, 4096), 128, 3),
         ((256, 4096), 128, 2),
-        ((1024, 7168), 256, 1),
+        ((1024, 8192), 256, 1),
     ):
         config = choose_config((m, n, 7168), "mxfp8", Epilogue(BFLOAT16))
-        assert (config.rows, config.split_k) == (rows, split)
+        assert (config.rows, config.split_k, config.stream_k) == (rows, split, False)
 
 
 @pytest.mark.parametrize("case", [

@@ -20,7 +20,7 @@ from blockscale import emulator as em
 from blockscale import reference
 from blockscale.formats import get_format
 from blockscale.kernels.common import compile_cache
-from blockscale.kernels.sm90.mixed_config import BLOCK_K
+from blockscale.kernels.sm90.mixed_config import BLOCK_K, COUNTERS
 from blockscale.kernels.sm90.permute_config import PermuteConfig
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -36,7 +36,7 @@ def emulated(
     config = PermuteConfig(name, block_k)
     with guarded((len(a), -(-k // 128) * 128), BF16, None) as out:
         with em.cutedsl(em.Device("sm_90a", completion=completion, check="all,exit_stores")):
-            compile_cache.build(config)(a, scale, out)
+            compile_cache.build(config)(a, scale, out, None)
         got = out.clone()
     assert_no_spills(config)
     return got.view(torch.int16)
@@ -114,7 +114,7 @@ def test_compact():
         a = torch.randn(m, 256).to(BF16)
         out = torch.full((m, 256), float("nan"), dtype=BF16)
         with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
-            compile_cache.build(PermuteConfig("bf16", BLOCK_K))(a, None, out)
+            compile_cache.build(PermuteConfig("bf16", BLOCK_K))(a, None, out, None)
         assert torch.equal(out.view(torch.int16), ordered(a.view(torch.int16)))
 
 
@@ -126,10 +126,22 @@ def test_not_ordered(name):
     out = torch.full((5, 640), float("nan"), dtype=BF16)
     with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
         compile_cache.build(PermuteConfig(name, block_k=0))(
-            q.qdata.view(BYTE), q.scale.view(BYTE), out
+            q.qdata.view(BYTE), q.scale.view(BYTE), out, None
         )
     want = reference.dequantize(q.qdata, q.scale, format, shape=(5, 640))
     assert torch.equal(out.float(), want)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_counters(rows):
+    """Become zero, and nothing after them changes: by fewer threads than there are, and by more."""
+    a, words = torch.randn(rows, 128).to(BF16), torch.full((COUNTERS + 64,), -1, dtype=torch.int32)
+    out = torch.empty(rows, 128, dtype=BF16)
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
+        compile_cache.build(PermuteConfig("bf16", BLOCK_K, clears=True))(a, None, out, words)
+    assert bool((words[:COUNTERS] == 0).all())
+    assert bool((words[COUNTERS:] == -1).all())
+    assert torch.equal(out, ordered(a))
 
 
 # --- numbers --------------------------------------------------------------------------------------

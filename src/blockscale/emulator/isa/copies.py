@@ -137,35 +137,38 @@ def cp_async(form: Form) -> Step:
 
     def run(w: Fragment) -> None:
         for part in warps(w):
-            issue(part)
+            size = int(np.max(size_of(part)))
+            if size not in ((16,) if level == "cg" else (4, 8, 16)):
+                raise form.error(f"copies {size} bytes; allowed are 16, with .ca also 4 and 8")
+            lengths = np.full(part.n, size)
+            if given is not None:
+                value = np.broadcast_to(given(part), part.n)
+                lengths = np.where(value, 0, size) if ignores else value.astype(np.int64)
+            if (lengths > size).any():
+                raise form.error(f"src-size {int(lengths.max())} is larger than the size {size}")
+            each = np.unique(lengths)
+            for length in each:
+                whose = part if len(each) == 1 else part.part(lengths == length, part.pc)
+                issue(whose, size, int(length))
 
-    def issue(w: Fragment) -> None:
-        size = int(np.max(size_of(w)))
-        if size not in ((16,) if level == "cg" else (4, 8, 16)):
-            raise form.error(f"copies {size} bytes; allowed are 16, with .ca also 4 and 8")
+    def issue(w: Fragment, size: int, length: int) -> None:
+        """Copies of ``size`` bytes, of which all lanes read ``length``."""
         to = checked(w, form, np.array(target(w)), size)
         at = checked(w, form, np.array(source(w)), size)
-        length = np.full(w.n, size)
-        if given is not None:
-            value = np.broadcast_to(given(w), w.n)
-            length = np.where(value, 0, size) if ignores else value.astype(np.int64)
-        if (length > size).any():
-            raise form.error(f"src-size {int(length.max())} is larger than the size {size}")
         cluster, launch = w.cta.cluster, w.cta.launch
         for address in (to.min(), to.max()):
             cluster.shared(int(address), size)
 
         def copy(work: Work) -> None:
             values = np.zeros((len(to), size), np.uint8)
-            some = np.nonzero(length > 0)[0]
-            if len(some):
-                values[some] = read_global(work, launch, at[some], size)
-            values[np.arange(size) >= length[:, None]] = 0
+            if length:
+                values[:, :length] = read_global(work, launch, at, length)
             write_shared(work, to, values)
 
         actor = None
         if cluster.order is not None:
-            actor = Copies(cluster.order, w.agents(), w.site(), np.nonzero(length > 0)[0])
+            reading = np.arange(len(to) if length else 0)
+            actor = Copies(cluster.order, w.agents(), w.site(), reading)
         work = Work(w, copy, needs=(w.cta,), actor=actor)
         groups(w.cta, "cp.async").add(w.threads, work)
         cluster.engine.submit(work)

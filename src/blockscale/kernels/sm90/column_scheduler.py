@@ -16,6 +16,7 @@ from ..common.persistent import cluster_id_and_count
 from ..common.schedule import Raster
 from .dense_scheduler import Tile
 from .mixed_config import B_ROWS, Config
+from .stream_scheduler import StreamTiles
 
 __all__ = ["ColumnScheduler", "ColumnTiles"]
 
@@ -77,21 +78,23 @@ class ColumnScheduler:
 
     def grid(self, extent, multiprocessors):
         """On the host: how many CTAs there are."""
+        if self.config.stream_k:
+            return multiprocessors
         across, down = self.tiles_of(extent)
         return (
             cutlass.min(across * down, multiprocessors // self.config.split_k) * self.config.split_k
         )
 
-    def tiles(self, extent, k_blocks, k_part) -> ColumnTiles:
+    def tiles(self, extent, k_blocks, k_part) -> ColumnTiles | StreamTiles:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
         config, (n, m) = self.config, extent
         k_begin, k_end = (each * k_blocks // config.split_k for each in (k_part, k_part + 1))
         # What is stored twice would be added twice; and has to be the same, while the order of sums
         # depends on a tile's warpgroups, and on its columns where CTAs split K.
         last_column = last_row = None
-        if not config.accumulate and config.sources == 1:
+        if not config.accumulate and config.sources == 1 and not config.stream_k:
             last_column = cutlass.max(n - B_ROWS, Int32(0))
-        if not config.accumulate and config.warpgroup_split_k == 1:
+        if not config.accumulate and config.warpgroup_split_k == 1 and not config.stream_k:
             last_row = cutlass.max(m - config.rows, Int32(0))
-        tiles = self.tiles_of(extent)
-        return ColumnTiles(config, tiles, last_column, last_row, k_begin, k_end)
+        tiles = ColumnTiles(config, self.tiles_of(extent), last_column, last_row, k_begin, k_end)
+        return StreamTiles.of(tiles) if config.stream_k else tiles

@@ -5,7 +5,7 @@ A CTA has a warp that loads tiles by TMA (``Loader``), three that load block sca
 (``ScaleLoader``), and consumer warpgroups that dequantize B, multiply (``mixed_mainloop``) and
 store (``mixed_epilogue``). CTAs are persistent; a tile is rows of A and of B. CTAs of a cluster
 each take a part of K, and so may warpgroups of a CTA, which take stages in turn
-(``mixed_reduce``).
+(``mixed_reduce``); or all CTAs take equal shares of all K blocks (``stream_scheduler``).
 
 A has been permuted, and dequantized, by a kernel that this one follows: while it runs, B's first
 stages are brought as near as the L2 cache.
@@ -34,6 +34,7 @@ from .mixed_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
 from .mixed_epilogue import MixedEpilogue
 from .mixed_mainloop import Mainloop
 from .mixed_reduce import MixedReduce
+from .stream_reduce import StreamReduce
 
 __all__ = ["MixedGemm", "compile_config"]
 
@@ -56,10 +57,10 @@ class MixedGemm:
         self.out = Copies(NUMERIC[config.out_dtype], (64, 64), config.own_shares)
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
-        """Launch. ``a`` (M, K) bf16, permuted and padded with zeros to whole K blocks; ``b`` (N, K)
-        as bytes, ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha``, or None.
-        There is no ``a_scale``.
+    def __call__(self, a, partials, b, b_scale, d, bias, alpha, multiprocessors, stream):
+        """Launch. ``a`` (M, K) bf16, permuted and padded with zeros to whole K blocks; ``partials``
+        as ``StreamReduce`` takes them, its counters zero, or None; ``b`` (N, K) as bytes,
+        ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha``, or None.
         """
         config = self.config
         loads = [self.a.describe(a), self.b.describe(b)]
@@ -68,7 +69,7 @@ class MixedGemm:
             store = self.out.describe(d, cpasync.CopyBulkTensorTileS2GOp())
         extent = self.scheduler.extent(a, b)
         atoms, views = zip(*loads, strict=True)
-        output = d, bias, alpha
+        output = d, bias, alpha, partials
         k_blocks = cute.ceil_div(b.shape[1], config.stages_per_k_block * config.row_bytes)
         self.kernel(atoms, views, *store, b_scale, output, extent, k_blocks).launch(
             grid=(self.scheduler.grid(extent, multiprocessors), 1, 1),
@@ -82,6 +83,7 @@ class MixedGemm:
     @cute.kernel
     def kernel(self, atoms, views, store_atom, store_view, b_scale, output, extent, k_blocks):
         config = self.config
+        *output, partials = output
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         k_part = Int32(0)
         if const_expr(config.split_k > 1):
@@ -97,7 +99,7 @@ class MixedGemm:
             boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
         scales = shared.allocate(memory, config.stages * config.scale_bytes, 128)
         pipeline = Pipeline.allocate(memory, config.stages, config.warpgroup_split_k)
-        reduce = None
+        reduce = StreamReduce(config, partials) if config.stream_k else None
         if const_expr(config.sources > 1):
             reduce = MixedReduce.allocate(config, memory)
 
@@ -278,7 +280,14 @@ class Consumer:
             here = ptx.pin(thread)
             tile = self.schedule.tile(index)
             column = tile.column + share * 64
-            if const_expr(config.sources > 1):
+            if const_expr(config.stream_k):
+                cta = self.schedule.cta
+                if tile.k_begin > 0:
+                    self.reduce.send(share, acc, here, cta)
+                else:
+                    self.reduce.receive(share, acc, here, cta + 1, self.schedule.last(index))
+                    self.epilogue(acc, share, here, tile.row, column)
+            elif const_expr(config.sources > 1):
                 if turn == 0 and self.k_part == share % config.split_k:
                     more = index + step < self.schedule.count
                     self.reduce.receive(share, acc, here, reduce_phase, more)
@@ -298,7 +307,7 @@ def compile_config(config: Config):
     return compile_gemm(
         MixedGemm(config),
         any_tensor(cutlass.BFloat16, 2, 16, True),
-        None,
+        any_tensor(cutlass.Int32, 1, 16) if config.stream_k else None,
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(cutlass.Uint8, 2, align, True),
     )

@@ -3,7 +3,10 @@ chosen."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 
@@ -19,6 +22,7 @@ __all__ = [
     "BF16",
     "BLOCK_K",
     "B_ROWS",
+    "COUNTERS",
     "WARPGROUPS",
     "Config",
     "choose_config",
@@ -30,20 +34,23 @@ BLOCK_K = 128  # columns of a K block
 BF16 = "bf16"  # where the name of a format is expected: an operand without scales
 B_ROWS = 128  # of a tile
 WARPGROUPS = 2  # that share these
+COUNTERS = 1024  # of stream-K: words, one for each share of a CTA's tile
 _A_ROWS = (8, 16, 32, 64, 128, 192, 256)  # of a tile
 _WHOLE_ROWS = 128  # with more, a stage is half of a K block
 _SPLIT_ROWS = 64  # with more, warpgroups that split K have no registers for them
-_ONE_TILE_ROWS = 96  # with more, smaller tiles may be better than one
+_ONE_TILE_ROWS = 64  # with more, smaller tiles may be better than one
 _ELEMENTS = ("E4M3", "E5M2", "E2M1")
 _PARTS = (1, 2)
 _STAGES = 3, 12  # at least, at most
 # As measured: warpgroup split-K pays with so many bytes in flight and K blocks of a CTA, at least.
 _TWO_PARTS = 120 << 10, 8
-# Fitted to times of 64 to 256 rows at 45 shapes on an H100, which are not kept: nanoseconds of a K
-# block, and more for each of a tile's rows (fewer than these take no less); of a tile; and of a row
-# of the accumulators of each CTA that splits K, fewer than these again taking no less.
-_K_BLOCK_NS, _ROW_NS, _TILE_NS, _SUM_NS = 220, 3.8, 3000, 5.3
-_LEAST_ROWS, _LEAST_SUMS = 64, 40
+# Fitted to benchmarks/results/mixed_tiles_h200.json: nanoseconds of a K block of a tile, by its
+# rows of A, of which fewer take no less; of a tile; of a row of the accumulators of each CTA that
+# splits K; and of the sums of stream-K, whose CTAs seldom load the same at the same time.
+_K_BLOCK_NS = {64: 520, 128: 575, 192: 810, 256: 1080}
+_TILE_NS, _SUM_NS, _STREAM_NS, _STREAM_TIMES = 2000, 8.5, 7300, 1.06
+_STREAM_BYTES = 20 << 20  # of A, at most: more does not stay in the L2 cache, as measured
+_LEAST_SHARE = 2  # K blocks of a CTA with stream-K
 _MOST_ODD = 5  # stages that parts take in turn: one more, which is odd, pays where they are so few
 
 
@@ -68,6 +75,8 @@ class Config:
         tma_store: the output is stored by TMA; else an element at a time.
         async_scales: rows of B's scales lie so that those of a stage can be copied at once.
         loaded_rows: of A; 0 for all of a tile's. Fewer where there are no more, and that pays.
+        stream_k: CTAs have equal shares of all K blocks, and add up accumulators of tiles that
+            they share in global memory.
     """
 
     b_format: str
@@ -82,6 +91,7 @@ class Config:
     tma_store: bool = False
     async_scales: bool = True
     loaded_rows: int = 0
+    stream_k: bool = False
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -96,6 +106,7 @@ class Config:
             "tma_store": self.tma_store
             and (self.out_dtype.itemsize > 2 or self.accumulate or self.rows < ROWS),
             "loaded_rows": self.loaded_rows not in range(self.rows),
+            "stream_k": self.stream_k and self.sources > 1,
         }
         refuse(self, wrong)
 
@@ -155,6 +166,10 @@ class Config:
         """Room for another warpgroup's accumulators."""
         return 4 * ROWS * self.rows
 
+    def partials(self, ctas: int) -> int:
+        """Words that CTAs which share tiles take for their sums."""
+        return COUNTERS + ctas * WARPGROUPS * self.share_bytes // 4 if self.stream_k else 0
+
     def reduce_bytes(self, split: int, parts: int) -> int:
         """For the accumulators of others, if so many CTAs, and warpgroups of each, split K."""
         return (split * parts - 1) * -(-WARPGROUPS // split) * self.share_bytes
@@ -197,30 +212,31 @@ def why_not(a_format: str, b_format: str, out_dtype: np.dtype, arch: str) -> str
     return ""
 
 
-def _split(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> tuple[float, Config]:
-    """The kernel, in which as many CTAs split K as is best, if all run at once; and an estimate of
-    nanoseconds."""
+def _ways(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> Iterator[tuple[float, Config]]:
+    """The kernel with each way to split K, and an estimate of nanoseconds."""
     m, n, k = shape
     tiles, blocks = -(-m // config.rows) * -(-n // B_ROWS), -(-k // BLOCK_K)
-    room = SHARED - config.shared_bytes
-    block_ns = _K_BLOCK_NS + _ROW_NS * max(config.rows, _LEAST_ROWS)
-    sums_ns = _SUM_NS * max(config.rows, _LEAST_SUMS)
+    block_ns = _K_BLOCK_NS[max(config.rows, min(_K_BLOCK_NS))]
+    for split in CLUSTERS:
+        at_once = gpu.max_active_clusters(split)
+        room = SHARED - config.shared_bytes
+        if split > 1 and (tiles > at_once or config.reduce_bytes(split, 1) > room):
+            continue
+        sums_ns = _SUM_NS * config.rows * split if split > 1 else 0
+        tile_ns = -(-blocks // split) * block_ns + _TILE_NS
+        yield -(-tiles // at_once) * tile_ns + sums_ns, replace(config, split_k=split)
+    if _streams(tiles, blocks, m, gpu):
+        share = tiles / gpu.multiprocessors
+        ns = share * blocks * block_ns * _STREAM_TIMES + max(share, 1) * _TILE_NS + _STREAM_NS
+        yield ns, replace(config, stream_k=True)
 
-    def nanoseconds(split: int) -> float:
-        waves = -(-tiles // gpu.max_active_clusters(split))
-        sums = split * sums_ns if split > 1 else 0
-        return waves * (-(-blocks // split) * block_ns + _TILE_NS) + sums
 
-    split = min(
-        (
-            each
-            for each in CLUSTERS
-            if each == 1
-            or (tiles <= gpu.max_active_clusters(each) and config.reduce_bytes(each, 1) <= room)
-        ),
-        key=nanoseconds,
-    )
-    return nanoseconds(split), replace(config, split_k=split)
+def _streams(tiles: int, blocks: int, m: int, gpu: Gpu) -> bool:
+    """Whether stream-K may pay: CTAs have something to do, counters and numbers suffice, and A,
+    which CTAs read at different times, stays in the L2 cache."""
+    ctas, k = gpu.multiprocessors, blocks * BLOCK_K
+    enough = tiles * blocks >= _LEAST_SHARE * ctas
+    return enough and ctas * WARPGROUPS <= COUNTERS and m * k * 2 <= _STREAM_BYTES
 
 
 def _most_stages(config: Config, parts: int) -> int:
@@ -262,11 +278,13 @@ def choose_config(
     options = (
         [least] if m <= _ONE_TILE_ROWS else [each for each in _A_ROWS if ROWS <= each <= least]
     )
-    ways = [_fitted(m, rows, b_format, epilogue, async_scales) for rows in options]
-    _, config = min((_split(each, shape, gpu) for each in ways), key=lambda each: each[0])
+    fitted = (_fitted(m, rows, b_format, epilogue, async_scales) for rows in options)
+    ways = chain.from_iterable(_ways(each, shape, gpu) for each in fitted)
+    _, config = min(ways, key=itemgetter(0))
     stages = {parts: _most_stages(config, parts) for parts in _PARTS}
     nbytes, blocks = _TWO_PARTS
     pays = stages[2] * config.stage_bytes >= nbytes and k > BLOCK_K * (blocks * config.split_k - 1)
     # adding to the output wants registers for addresses
-    parts = 2 if pays and config.rows <= _SPLIT_ROWS and not epilogue.accumulate else 1
+    one = epilogue.accumulate or config.stream_k or config.rows > _SPLIT_ROWS
+    parts = 2 if pays and not one else 1
     return replace(config, warpgroup_split_k=parts, stages=stages[parts])

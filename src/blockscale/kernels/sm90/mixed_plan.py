@@ -39,16 +39,19 @@ class _Widened:
         widen: writes them, as ``multiply`` wants them.
         multiply: the product.
         like: a template of them.
+        partials: a template of what ``stream_reduce.StreamReduce`` takes, or None.
     """
 
     widen: Callable[..., Any]
     multiply: Callable[..., Any]
     like: Tensor
+    partials: Tensor | None
 
     def __call__(self, a: Tensor, a_scale: Tensor | None, *rest: Any) -> None:
         values = torch.empty_like(self.like)
-        self.widen(a, a_scale, values)
-        self.multiply(values, None, *rest)
+        partials = None if self.partials is None else torch.empty_like(self.partials)
+        self.widen(a, a_scale, values, partials)
+        self.multiply(values, partials, *rest)
 
 
 @lru_cache(maxsize=4096)
@@ -108,8 +111,11 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     run = gpu.load(config)
     if a_format is not None or not decodes:
         values = template((m, -(-k // BLOCK_K) * BLOCK_K), torch.bfloat16, call.device)
-        widen = gpu.load(PermuteConfig(a_format or BF16, 0 if decodes else config.block_k))
-        run = _Widened(widen, run, values)
+        words = 0 if decodes else config.partials(gpu.multiprocessors)
+        partials = template((words,), torch.int32, call.device) if words else None
+        block_k = 0 if decodes else config.block_k
+        widen = gpu.load(PermuteConfig(a_format or BF16, block_k, clears=words > 0))
+        run = _Widened(widen, run, values, partials)
     return CompiledGemm(config, run, like, octets, (gpu.multiprocessors,))
 
 

@@ -6,6 +6,8 @@ Each of the four threads that share a row of B in a wgmma has 32 neighbours of 1
 columns a, b, c, d, e are stored as b, c, d, a, e; without b where it is 64. A thread takes the same
 octet of each block, and writes 64 bytes. Columns past K, up to a multiple of 128, are zeros. (A
 product that takes columns as they are gets them so.)
+
+Of a product whose CTAs share tiles it sets the counters to zero, too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.ptx import store_global, store_shared
 from ..common.tensor_specs import any_tensor, compile_for
 from .dequant import WIDENERS, ue4m3_factors
-from .mixed_config import BF16, BLOCK_K
+from .mixed_config import BF16, BLOCK_K, COUNTERS
 from .permute_config import PermuteConfig
 from .ptx import _asm, ld_shared
 
@@ -41,11 +43,12 @@ class PermuteActivations:
         self.bits = 16 if self.wide else self.widener.bits
 
     @cute.jit
-    def __call__(self, a, scale, out, stream):
+    def __call__(self, a, scale, out, counters, stream):
         """Launch. ``a`` (M, K) as bytes, or bf16; ``scale`` (M, K / block), None for bf16; ``out``
-        (M, K rounded up to 128)."""
+        (M, K rounded up to 128); ``counters``: words, the first ``COUNTERS`` of which become zero,
+        or None."""
         threads = out.shape[0] * (out.shape[1] // 32)
-        self.kernel(a, scale, out, Int32(threads)).launch(
+        self.kernel(a, scale, out, counters, Int32(threads)).launch(
             grid=(cute.ceil_div(threads, _THREADS), 1, 1),
             block=(_THREADS, 1, 1),
             stream=stream,
@@ -53,11 +56,14 @@ class PermuteActivations:
         )
 
     @cute.kernel
-    def kernel(self, a, scale, out, threads):
+    def kernel(self, a, scale, out, counters, threads):
         pdl_wait()
         # a product may come, and bring B; for what is written here it waits
         pdl_launch_dependents()
         index = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
+        if const_expr(counters is not None):
+            for first in range(index * 4, COUNTERS, cute.arch.grid_dim()[0] * _THREADS * 4):
+                store_global(counters.iterator.toint() + Int64(first) * 4, [Int32(0)] * 4, 16)
         # threads past the last vote, too: they read nothing
         across = Int32(out.shape[1]) // 32
         row, place = index // across, index % across
@@ -184,4 +190,5 @@ def compile_config(config: PermuteConfig):
         any_tensor(cutlass.BFloat16 if wide else cutlass.Uint8, 2, 16, True),
         None if wide else any_tensor(cutlass.Uint8, 2, 1),
         any_tensor(cutlass.BFloat16, 2, 16, True),
+        any_tensor(cutlass.Int32, 1, 16) if config.clears else None,
     )

@@ -15,8 +15,10 @@ class PermuteConfig:
         a_format: the name of a format for which ``mixed_config.why_not`` is empty, or "bf16".
         block_k: columns that are put in the order of B's lanes together; 0: they stay where they
             are.
+        clears: sets counters of the product that follows to zero.
     """
 
     a_format: str
     block_k: int
+    clears: bool = False
     arch: str = "sm_90a"

@@ -12,10 +12,12 @@ from cutlass._mlir.dialects import llvm
 
 __all__ = [
     "bar_warp_sync",
+    "count_up",
     "cp_async",
     "cp_async_mbarrier_arrive",
     "cvt_rn_x2",
     "fma4",
+    "ld_global",
     "ld_global_pair",
     "ld_shared",
     "ld_shared_broadcast",
@@ -33,11 +35,13 @@ __all__ = [
     "pin",
     "prefetch_l2",
     "st_async",
+    "st_global",
     "st_global_pair",
     "st_shared",
     "st_shared_byte",
     "stmatrix",
     "stmatrix_trans",
+    "wait_counted",
     "wgmma_bf16",
     "wgmma_descriptor",
     "wgmma_fp8",
@@ -301,6 +305,34 @@ def st_global_pair(address, offset: int, wanted, values: list, kind: str) -> Non
         f" @p st.global.{word[1]} [$0 + {offset}], {word[2]}; }}"
     )
     _asm(code, [], [address, wanted, *values], ["l", "r", "f", "f"], memory=True)
+
+
+def ld_global(address, offset: int, count: int) -> list:
+    """Two or four fp32 of global memory, ``offset`` bytes after ``address``."""
+    names = ", ".join(f"${i}" for i in range(count))
+    code = f"ld.global.v{count}.f32 {{{names}}}, [${count} + {offset}];"
+    return _asm(code, [Float32] * count, [address], ["l"], memory=True)
+
+
+def st_global(address, offset: int, values: list) -> None:
+    """Two or four fp32, ``offset`` bytes after ``address`` in global memory."""
+    count, names = len(values), ", ".join(f"${1 + i}" for i in range(len(values)))
+    code = f"st.global.v{count}.f32 [$0 + {offset}], {{{names}}};"
+    _asm(code, [], [address, *values], ["l"] + ["f"] * count, memory=True)
+
+
+def count_up(address) -> None:
+    """Add one to a counter in global memory, when all is there that was written before."""
+    _asm("red.release.gpu.global.add.u32 [$0], 1;", [], [address], ["l"], memory=True)
+
+
+def wait_counted(address) -> None:
+    """Until a counter is no longer zero; what was written before it was is seen."""
+    code = (
+        "{ .reg .pred p; .reg .b32 n; AGAIN: ld.acquire.gpu.global.u32 n, [$0];"
+        " setp.eq.u32 p, n, 0; @p bra AGAIN; }"
+    )
+    _asm(code, [], [address], ["l"], memory=True)
 
 
 # --- barriers -------------------------------------------------------------------------------------
