@@ -47,9 +47,9 @@ _TWO_PARTS = 120 << 10, 8
 # Fitted to benchmarks/results/mixed_tiles_h200.json: nanoseconds of a K block of a tile, by its
 # rows of A, of which fewer take no less; of a tile; of a row of the accumulators of each CTA that
 # splits K; and of the sums of stream-K, whose CTAs seldom load the same at the same time.
-_K_BLOCK_NS = {64: 520, 128: 575, 192: 810, 256: 1080}
-_TILE_NS, _SUM_NS, _STREAM_NS, _STREAM_TIMES = 2000, 8.5, 7300, 1.06
-_STREAM_BYTES = 20 << 20  # of A, at most: more does not stay in the L2 cache, as measured
+_K_BLOCK_NS = {64: 480, 128: 540, 192: 770, 256: 1010}
+_TILE_NS, _SUM_NS, _STREAM_NS, _STREAM_TIMES = 2900, 6.9, 8300, 1.05
+_STREAM_BYTES = 28 << 20  # of A, at most, as measured: more does not stay in the L2 cache
 _LEAST_SHARE = 2  # K blocks of a CTA with stream-K
 _MOST_ODD = 5  # stages that parts take in turn: one more, which is odd, pays where they are so few
 
