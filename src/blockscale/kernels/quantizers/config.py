@@ -238,9 +238,9 @@ def _occupancy(request: Request, arch: str) -> tuple[bool, int]:
     """Whether 128 x 128 elements take eight warps or four, and blocks on a multiprocessor at once.
 
     What was fastest on an H200 (docs/lab/quantize-h200.md): loads of more blocks than three get in
-    the way of stores; more warps or blocks hide what else takes time: instructions (producers, four
-    bits), barriers (tall blocks), finding an expert, lanes that share a row's blocks. Four warps
-    take the fewest instructions.
+    the way of stores; more warps or blocks hide what else takes time: instructions (producers,
+    columns of four bits), barriers (tall blocks, columns that lie K-major), finding an expert,
+    lanes that share a row's blocks. Four warps take the fewest instructions.
     """
     format, axes, grouped = request.fmt, request.axes, request.grouped
     both, four_bits = len(axes) == 2, format.element.bits < 8
@@ -252,7 +252,9 @@ def _occupancy(request: Request, arch: str) -> tuple[bool, int]:
         across = axes == (-1,) and format.block[0] == 1
         eight = four_bits or across or (set(request.layouts) == {"compact"} if both else grouped)
     if four_bits:
-        resident = 0 if -2 in axes else 5
+        resident = 0 if -2 in axes else 3 if request.producer == "load" else 5
+    elif both and request.turned and not grouped:
+        resident = 5
     elif grouped:
         resident = 5 if both else 4
     else:
