@@ -14,6 +14,7 @@ from sm90_inputs import BF16, FP32, assert_close
 
 import blockscale as bs
 from blockscale import gemm_launch
+from blockscale.kernels.common.runtime import describe
 from blockscale.kernels.sm90 import exact_gemm
 from stand_in import emulated, matrix
 
@@ -68,6 +69,16 @@ def test_widened_formats(launches, left, right):
     bs.gemm(a, b, out=out, accumulate=True, bias=bias)
     assert_close(out, want + 1 + bias.double(), FP32)
     assert len(launches) == 2 * 3  # A is put in order by itself
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "widens"),
+    [(100, 8, True), (4096, 2048, True), (4096, 2047, False), (4097, 8192, False)],
+)
+def test_many_rows_are_written_out(m, n, widens):
+    """Both operands, with more than 4096 rows of A, or two for each of B."""
+    a, b = (describe(torch.empty(rows, 128, dtype=torch.uint8)) for rows in (m, n))
+    assert exact_gemm._widens(a, b) is widens
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Products of MXFP8, MXFP4 and NVFP4 matrices on Hopper, widened to bf16: exact.
 
 ``mixed_gemm`` writes A in bf16, and widens B in its kernel, once for each tile that needs an
-element. Where B has less than half as many rows as A, where K is not contiguous, or where TMA
-cannot load more than 128 rows, both are written in bf16 and multiplied.
+element. Of more than 4096 rows, where B has less than half as many rows as A, where K is not
+contiguous, or where TMA cannot load more than 128 rows, both are written in bf16 and multiplied.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ __all__ = ["exact_gemm", "lay", "plan_exact"]
 
 _COPIED_ROWS = 128  # of A, at most, with which copies of what TMA cannot load pay
 _ROWS_FOR_ONE = 2  # of A for each of B, at most: with more it takes longer to write A, as measured
+# Of A, at most: with more the tensor cores run at the limit of power, and cool down while both are
+# written, as measured (docs/lab/products-h200.md).
+_MOST_ROWS = 4096
 
 
 def plan_exact(call: GemmCall) -> CompiledGemm:
@@ -60,7 +63,7 @@ def _widens(a: Described, b: Described) -> bool:
         return False
     rows = a[0][0]
     return rows <= _COPIED_ROWS or (
-        rows <= _ROWS_FOR_ONE * b[0][0] and _is_loadable(a) and _is_loadable(b)
+        rows <= min(_MOST_ROWS, _ROWS_FOR_ONE * b[0][0]) and _is_loadable(a) and _is_loadable(b)
     )
 
 
