@@ -112,9 +112,9 @@ def test_call():
     """From values to a product: the kernel that puts A in order sets the counters to zero."""
     gpu = Gpu("sm_90a", 3, GPUS["sm_90a"].dram_rate)
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(rows, 6656, generator=generator) for rows in (24, 200))
+    x, w = (torch.randn(rows, 8192, generator=generator) for rows in (24, 200))
     a, b = bs.quantize(x, "mxfp8"), bs.quantize(w, "mxfp8")
-    assert choose_config((24, 200, 6656), "mxfp8", Epilogue(FLOAT32), gpu=gpu).stream_k
+    assert choose_config((24, 200, 8192), "mxfp8", Epilogue(FLOAT32), gpu=gpu).stream_k
     left, right = (calls.Operand(q.qdata, q.scale, "mxfp8") for q in (a, b))
     with em.cutedsl(em.Device("sm_90a", check="all,exit_stores", completion="random")):
         got = mixed_gemm(left, right, out_dtype=FP32, gpu=gpu)

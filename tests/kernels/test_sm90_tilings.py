@@ -126,6 +126,14 @@ def test_of_any_chip(shape: tuple[int, int, int], gpu: Gpu) -> None:
         assert each.nanoseconds(shape, BLOCK_K, slower) > here
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_of_one_multiprocessor(shape: tuple[int, int, int]) -> None:
+    """No cluster of two fits."""
+    gpu = chip("sm_90a", 1)
+    for choose in (fp8_config.choose_config, bf16_config.choose_config):
+        assert choose(shape, Epilogue(), gpu=gpu).cluster_size == 1
+
+
 def tiling(config: Any) -> tuple[Any, ...]:
     return config.tile, config.cluster, config.warpgroups, config.warpgroup_split_k, config.split_k
 

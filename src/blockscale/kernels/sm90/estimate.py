@@ -56,11 +56,13 @@ class Tiling:
     costs: Costs
 
     def is_legal(self, m: int, n: int, gpu: Gpu) -> bool:
-        """Whether there are rows for the CTAs of a cluster; and whether all clusters run at once
-        where CTAs split K."""
+        """Whether a cluster fits, and there are rows for its CTAs; and whether all clusters run at
+        once where CTAs split K."""
         config = self.config
         if config.split_k > 1:
             return config.runs_at_once(m, n, gpu)
+        if not gpu.max_active_clusters(config.cluster_size):
+            return False
         return -(-m // config.tile[0]) >= config.cluster[0]
 
     def nanoseconds(self, shape: tuple[int, int, int], block_k: int, gpu: Gpu) -> float:
