@@ -232,11 +232,11 @@ def _ways(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> Iterator[tup
 
 
 def _streams(tiles: int, blocks: int, m: int, gpu: Gpu) -> bool:
-    """Whether stream-K may pay: CTAs have something to do, counters and numbers suffice, and A,
-    which CTAs read at different times, stays in the L2 cache."""
+    """Whether stream-K may pay: CTAs have something to do, A, which they read at different times,
+    stays in the L2 cache, and there are counters, and 32 bits for what CTAs count."""
     ctas, k = gpu.multiprocessors, blocks * BLOCK_K
-    enough = tiles * blocks >= _LEAST_SHARE * ctas
-    return enough and ctas * WARPGROUPS <= COUNTERS and m * k * 2 <= _STREAM_BYTES
+    pays = tiles * blocks >= _LEAST_SHARE * ctas and m * k * 2 <= _STREAM_BYTES
+    return pays and ctas * WARPGROUPS <= COUNTERS and 2 * ctas * ctas * blocks < 1 << 31
 
 
 def _most_stages(config: Config, parts: int) -> int:
