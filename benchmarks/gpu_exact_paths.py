@@ -63,16 +63,16 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, default=24)
     parser.add_argument("--seed", type=int, default=26)
     args = parser.parse_args()
-    timer, rows = Timer(), []
+    head = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "seed": args.seed}
+    timer, rows = Timer(), list[dict[str, Any]]()
     for shape in cases(args.shapes, args.seed):
         for format in FORMATS:
             us = turns(dict(calls(shape, format)), timer, REPEATS)
             rows.append({"format": format, "shape": shape, "us": us})
             print(f"{format}, {' x '.join(map(str, shape))}: {us}", flush=True)
-    head = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "seed": args.seed}
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    text = json.dumps(head)[:-1] + f', "rows": [\n{lines}\n]}}\n'
-    args.file.write_text(text, encoding="utf-8")
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        text = json.dumps(head)[:-1] + f', "rows": [\n{lines}\n]}}\n'
+        args.file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

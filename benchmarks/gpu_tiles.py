@@ -268,6 +268,16 @@ def main() -> None:
         configs.append({tiling(each): each for each in (*found, found[0])})
     compile_all(dict.fromkeys(chain.from_iterable(each.values() for each in configs)))
     tilings = list(dict.fromkeys(chain.from_iterable(configs)))
+    head: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "dram_rate": gpu.dram_rate,
+        "product": args.product,
+        "seed": args.seed,
+        "rows": args.rows,
+        "weights": args.weights,
+        "columns": args.columns,
+        "tilings": [dict(zip(FIELDS, each, strict=True)) for each in tilings],
+    }
     timer = Timer()
     rows: list[dict[str, Any]] = []
     for shape, these in zip(wanted, configs, strict=True):
@@ -280,18 +290,7 @@ def main() -> None:
             "peers": {name: took[name] for name in product.peers if name in took},
             "failed": failed,
         })  # fmt: skip
-    result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "dram_rate": gpu.dram_rate,
-        "product": args.product,
-        "seed": args.seed,
-        "rows": args.rows,
-        "weights": args.weights,
-        "columns": args.columns,
-        "tilings": [dict(zip(FIELDS, each, strict=True)) for each in tilings],
-        "shapes": rows,
-    }
-    args.file.write_text(_lines(result), encoding="utf-8")
+        args.file.write_text(_lines({**head, "shapes": rows}), encoding="utf-8")
     for peer in product.peers:
         having = [row for row in rows if peer in row["peers"]]
         for what, best in (("the chosen one", False), ("the best tile", True)):

@@ -1,6 +1,6 @@
 """The quantizers' kernels on a GPU beside the reference: every byte, and what CI cannot run.
 
-    PYTHONPATH=src:tests/kernels python3 tests/hardware/quantizers.py --json FILE
+    PYTHONPATH=src:tests:tests/kernels python3 tests/hardware/quantizers.py --json FILE
 
 Compiles all kernels first, in several processes at once, into the cache on disk. With --launch it
 only launches each kernel on small inputs, for compute-sanitizer.

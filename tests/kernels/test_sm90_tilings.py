@@ -89,6 +89,9 @@ def test_what_is_chosen_is_nearly_the_best(name: str) -> None:
         ("fp8", "h100_302*", "DeepGEMM", 1.02),  # 1024 to 16384, and squares
         ("fp8", "h100_303*", "DeepGEMM", 1.11),  # up to 64
         ("fp8", "h100_310*", "DeepGEMM", 1.02),  # up to 1024 rows, weights of 1 to 8 M elements
+        ("fp8", "h200_311*", "DeepGEMM", 1.07),  # 65 to 1024 rows; these had no part in the fit
+        ("fp8", "h200_312*", "DeepGEMM", 1.04),  # 1024 to 16384, and squares
+        ("fp8", "h200_313*", "DeepGEMM", 1.25),  # up to 64
         ("fp8_1x128", "h100_*", "DeepGEMM", 1.09),
         ("bf16", "h100_*", "bf16", 1.02),
     ],
