@@ -23,7 +23,7 @@ class Traffic:
     """Bytes of a launch.
 
     Attributes:
-        read: of A and B, asked of the L2 cache.
+        read: of A and B, asked of the L2 cache: once by a cluster, or by CTAs of a TPC.
         missed: of these, read from memory.
         output: written, and read before that if it is added to.
         hit_rate: as ncu seems to count it (``L2 Hit Rate``): a line has its place in one part of
@@ -69,19 +69,27 @@ def walk(launch: Launch, machine: Machine) -> Traffic:
     """The traffic of all clusters, in their order."""
     (m, n, k), tile = launch.shape, launch.cluster_tile
     edges, operands = (m, n), [k * each for each in launch.operand_bytes]
+    together = machine.tpc if launch.blocks == 1 else 1
     chunks = min(_CHUNKS, launch.k_blocks)
-    recent, missed, far = _Recent(machine.l2_bytes), 0.0, 0.0
+    recent, read, missed, far = _Recent(machine.l2_bytes), 0.0, 0.0, 0.0
+
+    def lines(side: int, place: int) -> int:
+        return min(tile[side], edges[side] - place * tile[side])
+
     raster, at_once = launch.raster(), machine.multiprocessors // launch.blocks
     while wave := list(islice(raster, at_once)):
         readers = [Counter(each) for each in zip(*wave, strict=True)]
+        for first in range(0, len(wave), together):
+            for side, places in enumerate(zip(*wave[first : first + together], strict=True)):
+                read += operands[side] * sum(lines(side, place) for place in set(places))
         for chunk in range(chunks):
             for side in (0, 1):
                 for place, several in readers[side].items():
-                    lines = min(tile[side], edges[side] - place * tile[side])
-                    lost = recent.use((side, place, chunk), lines * operands[side] / chunks)
+                    nbytes = lines(side, place) * operands[side] / chunks
+                    lost = recent.use((side, place, chunk), nbytes)
                     missed += lost
                     far += lost * (1 - machine.l2_parts**-several)
-    read, output = launch.read_bytes, float(launch.output_bytes)
+    output = float(launch.output_bytes)
     elsewhere = output * (1 - 1 / machine.l2_parts)
     rate = 1 - (missed + far + elsewhere) / (read + far + output)
     return Traffic(read, missed, output * (1 + launch.accumulate), rate)

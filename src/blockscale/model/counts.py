@@ -73,13 +73,6 @@ class Launch:
         return -(-self.shape[2] // (self.block_k * self.split))
 
     @property
-    def read_bytes(self) -> float:
-        """Of A and B, asked of the L2 cache: A by each cluster across, B by each one down."""
-        (m, n, k), (down, across) = self.shape, self.clusters
-        a, b = self.operand_bytes
-        return k * (m * a * across + n * b * down)
-
-    @property
     def compulsory_bytes(self) -> float:
         """Of A and B, if memory is read once."""
         (m, n, k), (a, b) = self.shape, self.operand_bytes

@@ -23,6 +23,8 @@ class Machine:
         shared_rate: bytes that shared memory reads or writes.
         l2_bytes: of A and B that stay in the cache, in ``l2_parts`` that each keep what their
             multiprocessors read: less than it has, as what both read is there twice.
+        tpc: multiprocessors that ask for what they share once, if they have a CTA each that is
+            alone in its cluster.
         memory_rate: bytes a second that a copy reaches.
         latency: until a stage that is asked for is there, from the L2 cache and from memory.
         clock: cycles a second, where power does not limit it.
@@ -41,6 +43,7 @@ class Machine:
     shared_rate: int
     l2_bytes: int
     l2_parts: int
+    tpc: int
     memory_rate: float
     latency: tuple[float, float]
     clock: float
@@ -64,6 +67,7 @@ H200 = Machine(
     shared_rate=128,
     l2_bytes=int(_KEPT * (50 << 20)),
     l2_parts=2,
+    tpc=2,
     memory_rate=4.26e12,
     latency=(0.5, 1.5),
     clock=1.865 * _GHZ,
@@ -76,8 +80,9 @@ H200 = Machine(
 
 #: NVIDIA's data sheet of the HGX B200 (4.5 and 9 PFLOP/s of dense FP8 and FP4, which are 16384 and
 #: 32768 a cycle and multiprocessor at 1.86 GHz; 8 TB/s). Assumed, for want of measurements: memory
-#: reaches the share that it does on an H200; a multiprocessor gets as much of the L2 cache; clocks
-#: are to the data sheet's as on an H200; the other constants are the H200's.
+#: reaches the share that it does on an H200; a multiprocessor gets as much of the L2 cache, and
+#: shares loads within its cluster alone; clocks are to the data sheet's as on an H200; the other
+#: constants are the H200's.
 B200 = Machine(
     name="B200",
     multiprocessors=GPUS["sm_100a"].multiprocessors,
@@ -85,6 +90,7 @@ B200 = Machine(
     shared_rate=128,
     l2_bytes=int(_KEPT * 126_000_000),
     l2_parts=2,
+    tpc=1,
     memory_rate=8e12 * H200.memory_rate / 4.8e12,
     latency=H200.latency,
     clock=1.86 / 1.83 * H200.clock,
