@@ -10,14 +10,13 @@ cache; ``exact_gemm`` chooses by what this measures.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_tiles import COLUMNS, Shape, shapes
+from gpu_tiles import COLUMNS, Shape, json_lines, shapes
 
 from blockscale.bench.contest import BASELINE, Call, turns
 from blockscale.bench.peers_gemm import bf16
@@ -70,9 +69,7 @@ def main() -> None:
             us = turns(dict(calls(shape, format)), timer, REPEATS)
             rows.append({"format": format, "shape": shape, "us": us})
             print(f"{format}, {' x '.join(map(str, shape))}: {us}", flush=True)
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        text = json.dumps(head)[:-1] + f', "rows": [\n{lines}\n]}}\n'
-        args.file.write_text(text, encoding="utf-8")
+        args.file.write_text(json_lines({**head, "rows": rows}), encoding="utf-8")
 
 
 if __name__ == "__main__":

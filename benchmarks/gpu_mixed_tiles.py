@@ -10,7 +10,6 @@ kernel's result is compared with the chosen one's first.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from statistics import geometric_mean
 from typing import Any
 
 import torch
-from gpu_tiles import COLUMNS, Shape, shapes
+from gpu_tiles import COLUMNS, Shape, json_lines, shapes
 from torch import Tensor
 
 import blockscale as bs
@@ -160,9 +159,7 @@ def main() -> None:
         )
     print(f"the mean of {len(ratios)}: {geometric_mean(ratios):.4f}, the least {min(ratios):.3f}")
     head = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "seed": args.seed}
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    text = json.dumps(head)[:-1] + f', "products": [\n{lines}\n]}}\n'
-    args.file.write_text(text, encoding="utf-8")
+    args.file.write_text(json_lines({**head, "products": rows}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -290,7 +290,7 @@ def main() -> None:
             "peers": {name: took[name] for name in product.peers if name in took},
             "failed": failed,
         })  # fmt: skip
-        args.file.write_text(_lines({**head, "shapes": rows}), encoding="utf-8")
+        args.file.write_text(json_lines({**head, "shapes": rows}), encoding="utf-8")
     for peer in product.peers:
         having = [row for row in rows if peer in row["peers"]]
         for what, best in (("the chosen one", False), ("the best tile", True)):
@@ -299,8 +299,8 @@ def main() -> None:
                 print(f"{peer}, {what}: {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
 
 
-def _lines(result: dict[str, Any]) -> str:
-    """JSON with a line for each shape and each tiling."""
+def json_lines(result: dict[str, Any]) -> str:
+    """JSON with a line for each item of each list."""
     parts = []
     for key, value in result.items():
         if isinstance(value, list):

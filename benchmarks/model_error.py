@@ -2,7 +2,8 @@
 
 Reads benchmarks/results/chooser_h200.json (all configurations of the FP8 kernel at 40 shapes),
 writes model_h200.json. The constants named in ``blockscale.model.machine.FITTED``
-were fitted to every other shape of the first file; the error is told for the other half, too.
+were fitted to such times of earlier kernels, which had clusters; ``fitted`` are every other shape,
+which a new fit would take, and ``held out`` the rest.
 Needs no GPU.
 
     python benchmarks/model_error.py          the error of the constants as they stand
@@ -26,9 +27,9 @@ from blockscale.model.kernels import hopper_fp8
 from blockscale.model.machine import FITTED, H200
 
 RESULTS = Path(__file__).resolve().parent / "results"
-_GROUP = 8  # tiles down that the kernels took which were measured
-#: `ncu --section MemoryWorkloadAnalysis` on that H200, caches flushed: L2 Hit Rate, with the tile
-#: and the cluster that were chosen then.
+#: `ncu --section MemoryWorkloadAnalysis` on an H200, caches flushed: L2 Hit Rate, with the tile and
+#: the cluster that were chosen then, and clusters down that were taken before the next ones across.
+_GROUP = 8
 HIT_RATES = (
     ("fp8_block", (4096, 4096, 4096), (128, 256), (2, 1), 0.8196),
     ("fp8_1x128", (4096, 4096, 4096), (128, 256), (2, 1), 0.8172),
@@ -58,7 +59,7 @@ def chooser_points() -> Iterator[Point]:
         shape = choice["m"], choice["n"], choice["k"]
         part = "held out" if i % 2 else "fitted"
         for name, took in choice["candidates"].items():
-            counts = replace(hopper_fp8(described(name), shape), group=_GROUP)
+            counts = hopper_fp8(described(name), shape)
             yield Point(part, name, counts, walk(counts, H200), took)
 
 

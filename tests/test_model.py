@@ -138,7 +138,7 @@ def test_reads_are_those_of_each_tile(one):
         min(rows, m - i * rows) * k * a + min(columns, n - j * columns) * k * b
         for i, j in one.raster()
     )
-    assert walk(one, replace(H200, tpc=1)).read == pytest.approx(sum(each))
+    assert walk(one, replace(H200, load_sharers=1)).read == pytest.approx(sum(each))
 
 
 def test_neighbours_of_a_tpc_share_loads():
@@ -148,9 +148,11 @@ def test_neighbours_of_a_tpc_share_loads():
     down, across = one.clusters
     assert down == 2
     assert walk(one, H200).read == pytest.approx(k * (m * a * across + n * b))
-    assert walk(one, replace(H200, tpc=1)).read == pytest.approx(k * (m * a * across + 2 * n * b))
+    assert walk(one, replace(H200, load_sharers=1)).read == pytest.approx(
+        k * (m * a * across + 2 * n * b)
+    )
     wide = replace(one, cluster=(2, 1))
-    assert walk(wide, H200).read == walk(wide, replace(H200, tpc=1)).read
+    assert walk(wide, H200).read == walk(wide, replace(H200, load_sharers=1)).read
 
 
 def test_what_is_added_to_is_read_as_well():

@@ -48,7 +48,7 @@ class Traffic:
 
 
 class _Recent:
-    """What was used last, ``size`` bytes of it."""
+    """A cache of ``size`` bytes that forgets what was used longest ago."""
 
     def __init__(self, size: float):
         self.free, self.kept = size, OrderedDict[tuple[int, int, int], float]()
@@ -69,24 +69,25 @@ def walk(launch: Launch, machine: Machine) -> Traffic:
     """The traffic of all clusters, in their order."""
     (m, n, k), tile = launch.shape, launch.cluster_tile
     edges, operands = (m, n), [k * each for each in launch.operand_bytes]
-    together = machine.tpc if launch.blocks == 1 else 1
+    sharers = machine.load_sharers if launch.blocks == 1 else 1
     chunks = min(_CHUNKS, launch.k_blocks)
     recent, read, missed, far = _Recent(machine.l2_bytes), 0.0, 0.0, 0.0
 
-    def lines(side: int, place: int) -> int:
-        return min(tile[side], edges[side] - place * tile[side])
+    def nbytes(side: int, place: int) -> float:
+        """Of A's rows of tiles or B's columns, at their place."""
+        return min(tile[side], edges[side] - place * tile[side]) * operands[side]
 
     raster, at_once = launch.raster(), machine.multiprocessors // launch.blocks
     while wave := list(islice(raster, at_once)):
+        for first in range(0, len(wave), sharers):
+            neighbours = wave[first : first + sharers]
+            loads = {load for places in neighbours for load in enumerate(places)}
+            read += sum(nbytes(*load) for load in loads)
         readers = [Counter(each) for each in zip(*wave, strict=True)]
-        for first in range(0, len(wave), together):
-            for side, places in enumerate(zip(*wave[first : first + together], strict=True)):
-                read += operands[side] * sum(lines(side, place) for place in set(places))
         for chunk in range(chunks):
             for side in (0, 1):
                 for place, several in readers[side].items():
-                    nbytes = lines(side, place) * operands[side] / chunks
-                    lost = recent.use((side, place, chunk), nbytes)
+                    lost = recent.use((side, place, chunk), nbytes(side, place) / chunks)
                     missed += lost
                     far += lost * (1 - machine.l2_parts**-several)
     output = float(launch.output_bytes)

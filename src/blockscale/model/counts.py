@@ -58,23 +58,23 @@ class Launch:
 
     @property
     def clusters(self) -> tuple[int, int]:
-        """Of tiles, down and across the output."""
+        """How many clusters the output takes: down, and across."""
         (m, n, _), (rows, columns) = self.shape, self.cluster_tile
         return -(-m // rows), -(-n // columns)
 
     @property
     def blocks(self) -> int:
-        """Of threads, in a cluster."""
+        """How many CTAs a cluster has."""
         return self.cluster[0] * self.cluster[1] * self.split
 
     @property
     def k_blocks(self) -> int:
-        """Of a CTA."""
+        """How many K blocks a CTA multiplies for a tile."""
         return -(-self.shape[2] // (self.block_k * self.split))
 
     @property
     def compulsory_bytes(self) -> float:
-        """Of A and B, if memory is read once."""
+        """The bytes of A and B: what memory gives at least."""
         (m, n, k), (a, b) = self.shape, self.operand_bytes
         return k * (m * a + n * b)
 

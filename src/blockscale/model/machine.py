@@ -23,8 +23,8 @@ class Machine:
         shared_rate: bytes that shared memory reads or writes.
         l2_bytes: of A and B that stay in the cache, in ``l2_parts`` that each keep what their
             multiprocessors read: less than it has, as what both read is there twice.
-        tpc: multiprocessors that ask for what they share once, if they have a CTA each that is
-            alone in its cluster.
+        load_sharers: multiprocessors of a TPC whose loads of the same bytes become one, where
+            their CTAs are alone in their clusters; 1 where that has not been measured.
         memory_rate: bytes a second that a copy reaches.
         latency: until a stage that is asked for is there, from the L2 cache and from memory.
         clock: cycles a second, where power does not limit it.
@@ -43,7 +43,7 @@ class Machine:
     shared_rate: int
     l2_bytes: int
     l2_parts: int
-    tpc: int
+    load_sharers: int
     memory_rate: float
     latency: tuple[float, float]
     clock: float
@@ -67,7 +67,7 @@ H200 = Machine(
     shared_rate=128,
     l2_bytes=int(_KEPT * (50 << 20)),
     l2_parts=2,
-    tpc=2,
+    load_sharers=2,
     memory_rate=4.26e12,
     latency=(0.5, 1.5),
     clock=1.865 * _GHZ,
@@ -90,7 +90,7 @@ B200 = Machine(
     shared_rate=128,
     l2_bytes=int(_KEPT * 126_000_000),
     l2_parts=2,
-    tpc=1,
+    load_sharers=1,
     memory_rate=8e12 * H200.memory_rate / 4.8e12,
     latency=H200.latency,
     clock=1.86 / 1.83 * H200.clock,
