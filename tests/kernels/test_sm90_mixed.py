@@ -281,13 +281,21 @@ def test_chosen_fill_the_machine(format, n):
 
 
 def test_chosen_take_all_rows():
-    """A few in one tile; and each CTA has a part of K."""
+    """A few in one tile; and each CTA has a part of K, and each of its warpgroups."""
     for m in (*range(1, 129), 130, 192, 200, 300, 5000):
-        for blocks in range(1, 40):
-            config = choose_config((m, 64 * 133, 128 * blocks), "mxfp4", Epilogue(FLOAT32))
+        for n, blocks in itertools.product((64, 1000, 64 * 133), range(1, 40)):
+            config = choose_config((m, n, 128 * blocks), "mxfp4", Epilogue(FLOAT32))
             assert config.rows < max(2 * m, 9)
-            assert config.rows >= m or m > 96
+            assert config.rows >= m or m > (96 if n > 1000 else 64)
             assert config.split_k * config.warpgroup_split_k <= blocks
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_fewer_k_blocks_than_ctas_of_a_cluster(blocks):
+    """With seven, eight CTAs were chosen, and one waited for ever for its first K block."""
+    config = choose_config((5, 128, 128 * blocks), "mxfp8", Epilogue(BFLOAT16))
+    a, b = operands(config, 5, 128, 128 * blocks)
+    check(config, a, b, product(config, a, b, multiprocessors=config.split_k))
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])

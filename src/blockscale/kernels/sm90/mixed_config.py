@@ -222,6 +222,8 @@ def _ways(config: Config, shape: tuple[int, int, int], gpu: Gpu) -> Iterator[tup
         room = SHARED - config.shared_bytes
         if split > 1 and (tiles > at_once or config.reduce_bytes(split, 1) > room):
             continue
+        if split > blocks:  # a CTA waits for its first K block
+            break
         sums_ns = _SUM_NS * config.rows * split if split > 1 else 0
         tile_ns = -(-blocks // split) * block_ns + _TILE_NS
         yield -(-tiles // at_once) * tile_ns + sums_ns, replace(config, split_k=split)
