@@ -158,6 +158,12 @@ def test_shapes_of_rows():
     check(x[0], "mxfp8", "sm_90a")
 
 
+def test_batches_of_blocks():
+    """A batch is one matrix to a kernel, as long as no block of rows reaches from one of its
+    matrices into the next."""
+    check(nasty(256, 128, BF16).view(2, 128, 128), "fp8_128x128", "sm_90a")
+
+
 def test_same_bytes_again():
     x = nasty(128, 128, BF16)
     first, second = (emulated(x, "mxfp8", "sm_90a", completion="random")[0] for _ in range(2))
@@ -177,6 +183,7 @@ def test_same_bytes_again():
         (torch.zeros(64), "mxfp8", (-2,), "compact", "sm_90a", "need a matrix"),
         (torch.zeros(2, 64), "nvfp4", (-1,), "compact", "sm_90a", "needs one"),
         (torch.zeros(64, 2).mT, "mxfp8", (-1,), "compact", "sm_90a", "not contiguous"),
+        (torch.zeros(2, 136, 128), "fp8_128x128", (-1,), "compact", "sm_90a", "one by one"),
     ],
 )
 def test_refusals(x, format, axes, layout, arch, message):

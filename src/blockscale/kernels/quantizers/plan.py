@@ -86,6 +86,11 @@ def _unsupported(
     matrix = request.producer != "load" or request.grouped or not compact or -2 in axes
     if len(shape) > 2 and matrix:
         return f"x has shape {tuple(shape)}: the kernels take matrices, or rows with compact scales"
+    if len(shape) > 2 and shape[-2] % format.block[0]:
+        return (
+            f"x has shape {tuple(shape)}: blocks of {format.block[0]} rows would reach from one "
+            "matrix into the next; quantize them one by one and torch.stack the results"
+        )
     if len(shape) < 2 and matrix:
         return f"x has shape {tuple(shape)}: blocks along columns need a matrix"
     if stride[-1] != 1 and shape[-1] > 1:
