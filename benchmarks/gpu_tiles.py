@@ -205,7 +205,8 @@ def measured(
     assert gpu is not None
 
     def call(config: Any) -> Call:
-        return partial(gpu.load(config), *given, d, None, None, gpu.multiprocessors)
+        groups = (None, None) if isinstance(config, Config) else ()
+        return partial(gpu.load(config), *given, d, None, None, *groups, gpu.multiprocessors)
 
     call(configs[0])()
     want, failed = d.float(), {}

@@ -140,10 +140,10 @@ def test_opcheck_gemm_gradients(backend):
 def test_opcheck_grouped(backend):
     ends = i32(10, 10, 60)
     a, b = bs.quantize(matrix(64, 128)), bs.quantize(matrix(3, 32, 128, seed=1)).mT
-    args = (*side(a), *side(b), ends, False, torch.bfloat16)
+    args = (*side(a, **COMPACT), *side(b, **COMPACT), ends, False, torch.bfloat16)
     torch.library.opcheck(OPS.grouped_gemm.default, args)
     a, b = (bs.quantize(matrix(64, 32, seed=s), axis=-2, offsets=ends) for s in (0, 1))
-    args = (*side(a.mT), *side(b), ends, True, torch.bfloat16)
+    args = (*side(a.mT, **COMPACT), *side(b, **COMPACT), ends, True, torch.bfloat16)
     torch.library.opcheck(OPS.grouped_gemm.default, args)
 
 

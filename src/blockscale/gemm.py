@@ -155,7 +155,12 @@ def grouped_gemm(
 
     m_grouped (fprop, dgrad): ``a`` (M, K) whose rows are grouped, ``b`` (G, K, N) -> (M, N), rows
     past the last offset zero. k_grouped (wgrad): ``a`` (M, K) and ``b`` (K, N), both quantized with
-    ``offsets`` along K -> (G, M, N).
+    ``offsets`` along K -> (G, M, N). Groups may have any number of rows, none too.
+
+    On Hopper one kernel multiplies all groups of fp8_1x128 rows (layout "sm90") by fp8_128x128
+    weights; it reads the offsets on the device, so that the host waits for nothing and a CUDA graph
+    may change them. Other formats, k_grouped, and other GPUs run as plain torch, which reads the
+    offsets back. On a CPU each group has the bits of :func:`gemm`.
 
     >>> ends = torch.tensor([96, 256], dtype=torch.int32)  # rows of two experts
     >>> x, w = torch.randn(256, 512), torch.randn(2, 128, 512)
@@ -164,15 +169,24 @@ def grouped_gemm(
 
     Args:
         a, b: blocked along axes -1 and -2.
-        offsets: int32 (G,), on the device of ``a``: the end of each group.
+        offsets: int32 (G,), on the device of ``a``: the end of each group, ascending. Their values
+            are looked at on a CPU alone: on a GPU that would wait for it. A kernel takes one that
+            is less than the one before, or more than M, for the nearest that is not; with
+            BLOCKSCALE_CHECK_OFFSETS=1 in the environment it is a ValueError there, too.
         out_dtype: bfloat16 (default), float16 or float32.
-        backend: as of :func:`gemm`; plain torch is all there is yet.
+        backend: as of :func:`gemm`.
 
     Raises ValueError or TypeError as :func:`gemm`.
     """
+    call = find_call(a, b, out_dtype, None, False, None, backend, offsets)
+    if call is not None and call[0] is not None:
+        return call[0](call[1], call[2], None, None, offsets)
     dtype, k_grouped = check_grouped(a, b, offsets, out_dtype, backend)
-    left, right = _compact(a), _compact(b)
-    return ops.grouped_gemm(*left, *right, offsets, k_grouped, dtype, backend)
+    left, right = _compact(a) if k_grouped else side(a), _compact(b)
+    product = ops.grouped_gemm(*left, *right, offsets, k_grouped, dtype, backend)
+    if call is not None and not k_grouped:
+        remember(call, Side(*left), Side(*right), None, None, dtype, False, offsets)
+    return product
 
 
 def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
@@ -190,6 +204,6 @@ def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
     )
 
 
-def _compact(q: ScaledTensor) -> tuple[Any, Any, Any, str, Any]:
-    """An operand of a grouped product."""
-    return as_bytes(q.qdata), q.compact_bytes(), q.global_scale, q.format_name, q.shape
+def _compact(q: ScaledTensor) -> tuple[Any, Any, Any, Any, str, Any]:
+    """An operand as the ops take it, whose scales are compact."""
+    return as_bytes(q.qdata), q.compact_bytes(), q.global_scale, q.format_name, "compact", q.shape

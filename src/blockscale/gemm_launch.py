@@ -22,6 +22,7 @@ from .ops.gemm import check_apart, mark_written, span
 from .ops.gemm_kernels import products_on
 from .ops.gemm_operands import Reading, Side, Take, detached, global_scales
 from .tensor import ScaledTensor
+from .tensor_checks import checks_values
 from .watching import unwatched
 
 __all__ = ["Call", "find_call", "forget_launches", "remember"]
@@ -68,8 +69,10 @@ def find_call(
     accumulate: bool,
     bias: Tensor | None,
     backend: str,
+    offsets: Any = None,
 ) -> Call | None:
-    """None where a call has to go through all checks, and torch's dispatcher maybe."""
+    """None where a call has to go through all checks, and torch's dispatcher maybe. ``offsets``:
+    those of ``grouped_gemm``."""
     if not unwatched() or backend not in _BACKENDS or type(out_dtype) not in _DTYPES:
         return None
     left = _operand(a, -1)
@@ -78,7 +81,11 @@ def find_call(
     right = _operand(b, -2)
     if right is None:
         return None
-    out_place = bias_place = None
+    out_place = bias_place = offsets_place = None
+    if offsets is not None:
+        offsets_place = _place(offsets)
+        if offsets_place is None or checks_values():
+            return None
     if out is not None:
         out_place = _place(out)
         if out_place is None or out.data_ptr() % 16:
@@ -87,7 +94,8 @@ def find_call(
         bias_place = _place(bias)
         if bias_place is None:
             return None
-    key = left.number, right.number, out_dtype, not accumulate, out_place, bias_place
+    places = out_place, bias_place, offsets_place
+    key = left.number, right.number, out_dtype, not accumulate, places
     launch = _launches.get(key, _UNKNOWN)
     if launch is None:
         return None
@@ -102,21 +110,31 @@ def remember(
     bias: Tensor | None,
     dtype: torch.dtype,
     accumulate: bool,
+    offsets: Tensor | None = None,
 ) -> None:
     """Find the kernel for calls to come, after one that has passed all checks."""
     _, left, right, key = call
-    compiled = _compile(a, b, out, bias, dtype, accumulate)
+    compiled = _compile(a, b, out, bias, dtype, accumulate, offsets)
     if len(_launches) >= _LIMIT:
         _launches.clear()
     _launches[key] = None if compiled is None else _launch(compiled, left, right, out, bias)
 
 
 def _compile(
-    a: Side, b: Side, out: Tensor | None, bias: Tensor | None, dtype: torch.dtype, accumulate: bool
+    a: Side,
+    b: Side,
+    out: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    accumulate: bool,
+    offsets: Tensor | None,
 ) -> CompiledGemm | None:
     """What takes operands where they are; None where there is no kernel that does."""
-    products = products_on(b.data.device)
-    if isinstance(products, str) or (a.format, b.format) not in products.pairs:
+    found = products_on(b.data.device)
+    if isinstance(found, str):
+        return None
+    products = found if offsets is None else found.grouped
+    if products is None or (a.format, b.format) not in products.pairs:
         return None
     try:
         laid = products.lay(a, b)
@@ -130,6 +148,7 @@ def _compile(
                 alpha=global_scales(a.global_scale, b.global_scale),
                 out_dtype=dtype,
                 accumulate=accumulate,
+                offsets=offsets,
             )
         )
     except (TypeError, ValueError):  # of what has to be rewritten first
@@ -203,14 +222,16 @@ def _kind(
     device: torch.device,
 ) -> _Kind | None:
     products = products_on(device)
-    if len(shape) != 2 or isinstance(products, str):
+    if isinstance(products, str):
         return None
-    reading = products.readings.get((format, axis))
+    readings = {2: products.readings, 3: products.grouped and products.grouped.readings}
+    reading = (readings.get(len(shape)) or {}).get((format, axis))
     if reading is None or reading.layout != layout:
         return None
     if reading.scale_stride not in (None, scale_stride):
         return None
-    return _Kind(next(_numbers), reading, reading.taken(shape, stride))
+    take = reading.taken(shape, stride)
+    return None if take is None else _Kind(next(_numbers), reading, take)
 
 
 def _plain(x: Any) -> _Operand | None:
@@ -234,7 +255,9 @@ def _launch(
     out_span = 0 if out is None else span(out)
     spans = [0 if x is None else span(x) for x in (a.data, a.scale, b.data, b.scale, bias)]
 
-    def launch(a: _Operand, b: _Operand, out: Tensor | None, bias: Tensor | None) -> Tensor:
+    def launch(
+        a: _Operand, b: _Operand, out: Tensor | None, bias: Tensor | None, *offsets: Tensor
+    ) -> Tensor:
         if out is None:
             result = written = torch.empty_like(like)
         else:
@@ -249,6 +272,7 @@ def _launch(
             written,
             None if bias is None else detached(bias),
             global_scales(a.global_scale, b.global_scale),
+            *offsets,
             *rest,
         )
         return result

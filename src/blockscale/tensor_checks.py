@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,7 @@ __all__ = [
     "check_offsets",
     "check_shape",
     "check_value_dtype",
+    "checks_values",
 ]
 
 #: Of what is quantized, and of products.
@@ -49,7 +51,8 @@ def check_shape(shape: object) -> None:
 def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
     """Raise unless ``offsets`` are ascending int32 ends of groups, at most ``rows``.
 
-    Their values are looked at only on a CPU: elsewhere that would wait for the device.
+    Their values are looked at only on a CPU: elsewhere that would wait for the device, which
+    ``BLOCKSCALE_CHECK_OFFSETS=1`` does.
     """
     if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
         given = type(offsets).__name__
@@ -63,8 +66,13 @@ def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
         raise ValueError("offsets: is empty; expected the end of at least one group")
     if offsets.device != device:
         raise ValueError(f"offsets: is on {offsets.device}, the data on {device}; move it there")
-    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
+    if torch.compiler.is_compiling() or not (offsets.device.type == "cpu" or checks_values()):
         return
     ends = [0, *offsets.tolist()]
     if any(end < start for start, end in pairwise(ends)) or ends[-1] > rows:
         raise ValueError(f"offsets: got {ends[1:]}; expected ascending ends, at most {rows}")
+
+
+def checks_values() -> bool:
+    """Whether offsets on a GPU are looked at."""
+    return os.environ.get("BLOCKSCALE_CHECK_OFFSETS", "") not in ("", "0")

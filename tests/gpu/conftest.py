@@ -13,7 +13,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
             elif item.get_closest_marker("alone") and _others():
-                item.add_marker(pytest.mark.skip(reason="times the host: pytest tests/gpu -m alone"))
+                item.add_marker(
+                    pytest.mark.skip(reason="times the host: pytest tests/gpu -m alone")
+                )
 
 
 def _others() -> bool:

@@ -69,7 +69,7 @@ def emulated(
     a, a_scale, b, b_scale = given
     data = [x.view(torch.uint8) for x in (a, b)]
     operands = data[0], a_scale, data[1], b_scale
-    shape, rest = (a.shape[0], b.shape[0]), (bias, alpha, multiprocessors)
+    shape, rest = (a.shape[0], b.shape[0]), (bias, alpha, None, None, multiprocessors)
     return launched(config, shape, operands, start, rest, completion, seed)
 
 

@@ -95,8 +95,8 @@ def backend(operation: str, device: str) -> tuple[str, str]:
         return _products(torch.empty(0, device=device).device)
     if operation == "gemm_quantize":
         return _quantized_products(torch.empty(0, device=device).device)
-    if operation not in _ON_GPU:
-        return "reference", "plain torch on the device; its kernels are not part of this release"
+    if operation == "grouped_gemm":
+        return _grouped_products(torch.empty(0, device=device).device)
     probe = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
     reason = quantizers.unsupported(probe, quantizers.Request("mxfp8"))
     if reason:
@@ -109,6 +109,16 @@ def _products(device: torch.device) -> tuple[str, str]:
     if isinstance(found, str):
         return "reference", found
     return "CuTe DSL", "; ".join(filter(None, (found.formats, "reference for others", found.proof)))
+
+
+def _grouped_products(device: torch.device) -> tuple[str, str]:
+    found = products_on(device)
+    if isinstance(found, str):
+        return "reference", found
+    if found.grouped is None:
+        return "reference", f"plain torch on the device: no kernel multiplies groups on {found.gpu}"
+    pairs = " and ".join(f"{a} by {b}" for a, b in sorted(found.grouped.pairs, key=str))
+    return "CuTe DSL", f"groups of rows of {pairs}; reference for others, and for groups along K"
 
 
 def _quantized_products(device: torch.device) -> tuple[str, str]:

@@ -15,7 +15,14 @@ from ..kernels.common.runtime import gpu_of, missing
 from ..tensor_checks import DTYPES
 from .gemm_operands import Products, Quantization, Side, detached, global_scales
 
-__all__ = ["ARCHITECTURES", "multiply", "multiply_quantized", "products_of", "products_on"]
+__all__ = [
+    "ARCHITECTURES",
+    "multiply",
+    "multiply_groups",
+    "multiply_quantized",
+    "products_of",
+    "products_on",
+]
 
 #: The module that has an architecture's products. It is imported when a GPU asks for it: the plans
 #: and configurations of all of them take a third of the time of ``import blockscale``.
@@ -65,6 +72,28 @@ def multiply(
         accumulate=accumulate,
     )
     return product if out is None or rows is out else out.copy_(product)
+
+
+def multiply_groups(a: Side, b: Side, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``a @ b[i]`` of each group's rows by one kernel; Unsupported if there is none."""
+    found = products_on(a.data.device)
+    if isinstance(found, str):
+        raise Unsupported(found)
+    grouped = found.grouped
+    if grouped is None or (a.format, b.format) not in grouped.pairs:
+        known = "none" if grouped is None else " and ".join(f"{x} by {y}" for x, y in grouped.pairs)
+        raise Unsupported(
+            f"no kernel multiplies groups of {a.format} by {b.format} on {found.gpu}; there are "
+            f"kernels for {known}"
+        )
+    a, b, _ = _taken(a, b, None)
+    return calls.multiply(
+        grouped.plan,
+        *grouped.lay(a, b),
+        alpha=global_scales(a.global_scale, b.global_scale),
+        out_dtype=out_dtype,
+        offsets=detached(offsets),
+    )
 
 
 def multiply_quantized(

@@ -14,6 +14,7 @@ from ..kernels.common.calls import Alpha, CompiledGemm, GemmCall, Operand
 from ..layouts import get_layout
 
 __all__ = [
+    "GroupedProducts",
     "Products",
     "Quantization",
     "Reading",
@@ -52,13 +53,13 @@ class Reading(NamedTuple):
     Attributes:
         layout: of its scales.
         taken: given its shape and the strides of its data, what makes of its data, as bytes, and of
-            its scales what the kernel takes, by views.
+            its scales what the kernel takes, by views; None where views do not do.
         data_apart, scale_apart: bytes; it starts at multiples of them.
         scale_stride: of its scales, if only one will do.
     """
 
     layout: str
-    taken: Callable[[torch.Size, tuple[int, ...]], Take]
+    taken: Callable[[torch.Size, tuple[int, ...]], Take | None]
     data_apart: int = 16
     scale_apart: int = 16
     scale_stride: tuple[int, ...] | None = None
@@ -72,6 +73,20 @@ class Quantization(NamedTuple):
     scale_rounding: str
     nonfinite: str
     global_scale: Tensor | None
+
+
+class GroupedProducts(NamedTuple):
+    """What multiplies groups of rows, each by its own matrix: see ``grouped_gemm``.
+
+    Attributes:
+        pairs, lay, plan: as of ``Products``; B is (groups, N, K).
+        readings: of B.
+    """
+
+    pairs: Collection[tuple[str | None, str | None]]
+    lay: Callable[[Side, Side], tuple[Operand, Operand]]
+    plan: Callable[[GemmCall], CompiledGemm]
+    readings: Mapping[tuple[str, int], Reading]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +105,7 @@ class Products:
         proof: where they have run, if not on such a GPU.
         quantize: multiplies and quantizes by one kernel: gives data, and scales in layout
             "tcgen05", or Unsupported.
+        grouped: what multiplies groups of rows, if anything does.
     """
 
     gpu: str
@@ -103,6 +119,7 @@ class Products:
     quantize: Callable[[Side, Side, Tensor | None, Quantization], tuple[Tensor, Tensor]] | None = (
         None
     )
+    grouped: GroupedProducts | None = None
 
     def scale_layout(self, format: str) -> str:
         """In which scales of ``format`` are read as they are."""

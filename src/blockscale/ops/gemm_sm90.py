@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from ..formats import formats
@@ -11,9 +12,10 @@ from ..kernels.common.calls import CompiledGemm, GemmCall, Operand
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.loadable import loadable
 from ..kernels.sm90 import exact_gemm
+from ..kernels.sm90.grouped_plan import plan_grouped
 from ..kernels.sm90.plan import plan_gemm
 from ..layouts import get_layout
-from .gemm_operands import Products, Reading, Side, Take, scale_matrix
+from .gemm_operands import GroupedProducts, Products, Reading, Side, Take, scale_matrix
 
 __all__ = ["PRODUCTS"]
 
@@ -71,6 +73,15 @@ def _plan(call: GemmCall) -> CompiledGemm:
     return plan_gemm(call) if call.b.format in _FP8 else exact_gemm.plan_exact(call)
 
 
+def _lay_groups(a: Side, b: Side) -> tuple[Operand, Operand]:
+    if b.scale is None:
+        raise TypeError("b: is not quantized")
+    return (
+        Operand(_along_k("a", a.data), _by_rows(a, -1), a.format),
+        Operand(b.data.mT, b.scale.mT, b.format),
+    )
+
+
 # --- calls alike ----------------------------------------------------------------------------------
 
 
@@ -85,6 +96,13 @@ def _columns(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def _columns_by_rows(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Of scales in layout "sm90", which are not transposed."""
     return data.mT, scale
+
+
+def _below_each_other(shape: torch.Size, stride: tuple[int, ...]) -> Take | None:
+    """Matrices of all groups, one below the other."""
+    if stride[0] != shape[2] * stride[2]:
+        return None
+    return lambda data, scale: (data.mT.flatten(0, 1), scale.mT)
 
 
 def _read(layout: str, take: Take, scale_apart: int = 16) -> Reading:
@@ -116,4 +134,10 @@ PRODUCTS = Products(
         **{(name, -2): _read("compact", _columns) for name in _WIDENED},
     },
     k_major=True,
+    grouped=GroupedProducts(
+        {("fp8_1x128", "fp8_128x128")},
+        _lay_groups,
+        plan_grouped,
+        {("fp8_128x128", -2): Reading("compact", _below_each_other, scale_apart=1)},
+    ),
 )

@@ -58,6 +58,7 @@ class GemmCall(NamedTuple):
         out: (M, N), where it is given.
         alpha: of each scalar.
         gpu: None where kernels do not run.
+        offsets: the end of each group, where rows of A are grouped; B is then (groups, N, K).
     """
 
     a: OperandSpec
@@ -69,6 +70,7 @@ class GemmCall(NamedTuple):
     accumulate: bool
     device: torch.device
     gpu: Gpu | None
+    offsets: Described | None = None
 
     def supported(self, why_not: Callable[[str], str]) -> Gpu:
         """The GPU that multiplies; Unsupported where there is none, or ``why_not`` has a reason
@@ -115,11 +117,12 @@ def describe_call(
     out_dtype: torch.dtype = torch.bfloat16,
     accumulate: bool = False,
     gpu: Gpu | None = None,
+    offsets: Tensor | None = None,
 ) -> GemmCall:
     """The call of ``alpha * A @ B.mT + bias``.
 
     Args:
-        a, b: (M, K) and (N, K).
+        a, b: (M, K) and (N, K); or (groups, N, K) with ``offsets``.
         out: written to and returned, (M, N); may have rows that lie apart, and shares no memory
             with the other tensors (not looked at here).
         bias: (N,) in bfloat16, float16 or float32.
@@ -127,6 +130,8 @@ def describe_call(
         out_dtype: bfloat16, float16 or float32.
         accumulate: add to ``out`` instead of overwriting it.
         gpu: to choose the kernel for where the tensors are on a CPU, for the emulator.
+        offsets: (groups,) int32, the end of each group of rows of A, on its device; rows after the
+            last one's end are set to zero.
     """
     scalars = alpha if isinstance(alpha, tuple) else () if alpha is None else (alpha,)
     return GemmCall(
@@ -139,6 +144,7 @@ def describe_call(
         accumulate,
         a.data.device,
         gpu or gpu_of(a.data.device),
+        describe(offsets),
     )
 
 
@@ -149,7 +155,8 @@ class CompiledGemm:
     Attributes:
         config: of its kernel.
         run: takes data and scales of A and B as ``views`` makes them of those that were described,
-            the output, bias, alpha, and the ``rest``; None where nothing is to be multiplied.
+            the output, bias, alpha, offsets if rows are grouped, and the ``rest``; None where
+            nothing is to be multiplied.
         out: the output's template.
     """
 
@@ -166,11 +173,13 @@ class CompiledGemm:
         bias: Tensor | None,
         alpha: Alpha,
         accumulate: bool,
+        offsets: Tensor | None = None,
     ) -> Tensor:
         """The product of data and scales of A and B, in ``out`` or in new memory."""
         written = torch.empty_like(self.out) if out is None else out
         if self.run is not None:
-            self.run(*self.views(*operands), written, bias, alpha, *self.rest)
+            groups = () if offsets is None else (offsets,)
+            self.run(*self.views(*operands), written, bias, alpha, *groups, *self.rest)
             return written
         if not accumulate:
             written.zero_()
@@ -185,6 +194,7 @@ def multiply(
     out: Tensor | None = None,
     bias: Tensor | None = None,
     alpha: Alpha = None,
+    offsets: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias``: (M, N), by what ``plan`` finds; arguments of ``describe_call``.
@@ -193,8 +203,9 @@ def multiply(
     run. Raises Unsupported, a ValueError, where there is no kernel; ValueError or TypeError where
     shapes, strides or dtypes do not belong together.
     """
-    call = describe_call(a, b, out=out, bias=bias, alpha=alpha, **options)
-    return plan(call)((a.data, a.scale, b.data, b.scale), out, bias, alpha, call.accumulate)
+    call = describe_call(a, b, out=out, bias=bias, alpha=alpha, offsets=offsets, **options)
+    operands = a.data, a.scale, b.data, b.scale
+    return plan(call)(operands, out, bias, alpha, call.accumulate, offsets)
 
 
 def check_loadable(**operands: Described) -> None:

@@ -23,14 +23,23 @@ class Copies:
 
     A tile has ``tile`` (rows, columns) and is moved by one box, or by ``shares`` of them one above
     the other, each loaded by another block of a cluster for all of them. Only its first ``rows``
-    are moved, all by default: TMA takes longer to fill a row with zeros than to load it.
+    and ``columns`` are moved, all by default: TMA takes longer to fill a row with zeros than to
+    load it.
     """
 
     def __init__(
-        self, kind, tile, slots: int, *, rows: int = 0, shares: int = 1, swizzled: bool = True
+        self,
+        kind,
+        tile,
+        slots: int,
+        *,
+        rows: int = 0,
+        columns: int = 0,
+        shares: int = 1,
+        swizzled: bool = True,
     ):
         self.kind, self.tile, self.slots, self.shares = kind, tile, slots, shares
-        self.rows, self.swizzled = rows or tile[0], swizzled
+        self.rows, self.columns, self.swizzled = rows or tile[0], columns or tile[1], swizzled
 
     @property
     def swizzle(self):
@@ -39,7 +48,7 @@ class Copies:
 
     @property
     def box(self):
-        return self.rows // self.shares, self.tile[1]
+        return self.rows // self.shares, self.columns
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +58,7 @@ class Copies:
     @property
     def moved(self) -> int:
         """Bytes of a tile that are."""
-        return self.nbytes // self.tile[0] * self.rows
+        return self.nbytes // (self.tile[0] * self.tile[1]) * self.rows * self.columns
 
     def describe(self, tensor, op=None):
         """On the host: atom and tensor of coordinates. ``op``: a store; else it loads."""

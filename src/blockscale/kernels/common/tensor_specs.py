@@ -12,7 +12,7 @@ from ...dtypes import FLOAT8_E4M3FN, FLOAT8_E5M2, UINT8
 from ...formats import Format
 from .numeric import NUMERIC
 
-__all__ = ["any_matrix", "any_outputs", "any_source", "any_tensor", "compile_for"]
+__all__ = ["any_outputs", "any_source", "any_strided", "any_tensor", "compile_for"]
 
 _ELEMENTS = {
     FLOAT8_E4M3FN: cutlass.Float8E4M3FN,
@@ -30,10 +30,10 @@ def any_tensor(dtype, rank: int, align: int, spaced: bool = False):
     return make_fake_tensor(dtype, sizes, (apart, 1)[2 - rank :], assumed_align=align)
 
 
-def any_matrix(dtype, align: int):
-    """A matrix with any strides."""
-    sizes = tuple(cute.sym_int32() for _ in range(2))
-    strides = tuple(cute.sym_int64() for _ in range(2))
+def any_strided(dtype, rank: int, align: int):
+    """A tensor with any strides."""
+    sizes = tuple(cute.sym_int32() for _ in range(rank))
+    strides = tuple(cute.sym_int64() for _ in range(rank))
     return make_fake_tensor(dtype, sizes, strides, assumed_align=align)
 
 

@@ -33,8 +33,8 @@ class Bf16Gemm:
         a = self.copies(config, config.tile[0], config.a_major, across)
         b = self.copies(config, config.tile[1], config.b_major, down)
         operands = (
-            Operand(a, lambda row, column, k_block: self.origin(config.a_major, row, k_block)),
-            Operand(b, lambda row, column, k_block: self.origin(config.b_major, column, k_block)),
+            Operand(a, lambda tile, k_block: self.origin(config.a_major, tile.row, k_block)),
+            Operand(b, lambda tile, k_block: self.origin(config.b_major, tile.column, k_block)),
         )
         self.config, self.gemm = config, Gemm(config, operands, Mainloop)
 
@@ -59,7 +59,8 @@ class Bf16Gemm:
         loads = [(promote_l2(atom), view) for atom, view in loads]
         k = a.shape[1 if self.config.a_major == "k" else 0]
         k_blocks = cute.ceil_div(k, BLOCK_K)
-        self.gemm.launch(loads, None, (d, bias, alpha), k_blocks, multiprocessors, stream)
+        rest = k_blocks, None, multiprocessors, stream
+        self.gemm.launch(loads, None, (d, bias, alpha), *rest)
 
 
 class Mainloop:

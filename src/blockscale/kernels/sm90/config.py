@@ -16,7 +16,7 @@ from . import product_config
 from .estimate import Costs, Tiling, by_estimate
 from .product_config import ProductConfig, fit
 
-__all__ = ["BLOCK_K", "Config", "candidates", "choose_config", "why_not"]
+__all__ = ["BLOCK_K", "TILINGS", "Config", "candidates", "choose_config", "why_not"]
 
 BLOCK_K = 128  # columns of a scale, and of a stage
 FORMATS = ("fp8_1x128", "fp8_128x128")  # of B; A has the first
@@ -45,6 +45,7 @@ class Config(ProductConfig):
         return {
             **ProductConfig.wrong(self),
             "loaded_rows": self.loaded_rows not in few,
+            "tile": ProductConfig.wrong(self)["tile"] or self.a_scales > 256,  # of a box
             # TMA loads scales of columns to multiples of 128 bytes
             "b_block": self.b_block[0] == 1 and self.tile[1] % 32,
         }
@@ -53,6 +54,12 @@ class Config(ProductConfig):
     def segment(self) -> int:
         """Columns of a tile that have a 128 x 128 scale in common, whichever tile it is."""
         return math.gcd(self.tile[1], 128)
+
+    @property
+    def a_scales(self) -> int:
+        """Scales of A in a stage: where rows are grouped, tiles start anywhere, but loads of scales
+        at every fourth row."""
+        return self.tile[0] + (4 if self.grouped else 0)
 
     @property
     def b_scales(self) -> int:
@@ -64,7 +71,14 @@ class Config(ProductConfig):
     @property
     def scale_bytes(self) -> tuple[int, int]:
         """Of A and of B in a stage."""
-        return 4 * self.tile[0], -(-4 * self.b_scales // 128) * 128
+        if self.grouped:  # those of B are behind those of A
+            return -(-4 * (self.a_scales + self.b_scales) // 128) * 128, 0
+        return 4 * self.a_scales, -(-4 * self.b_scales // 128) * 128
+
+    @property
+    def b_scales_apart(self) -> int:
+        """Bytes from one stage to the next."""
+        return self.scale_bytes[1] or self.scale_bytes[0]
 
     @property
     def stage_bytes(self) -> int:

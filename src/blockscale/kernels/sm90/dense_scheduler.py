@@ -29,12 +29,18 @@ class Tile:
     Attributes:
         row, column: the first ones, of the output.
         k_begin, k_end: its K blocks.
+        end: the row before which it ends, if not where the output does.
+        group: whose rows these are, if rows are grouped.
+        b_row: the first one of B, which has those of all groups one after another.
     """
 
     row: Any
     column: Any
     k_begin: Any
     k_end: Any
+    end: Any = None
+    group: Any = None
+    b_row: Any = None
 
     @property
     def k_blocks(self):
@@ -74,7 +80,7 @@ class DenseTiles:
         row, column = self.raster.tile(index, self.clusters, self.rank)
         if self.last_row is not None:
             row = cutlass.min(row, self.last_row)
-        return Tile(row, column, self.k_begin, self.k_end)
+        return Tile(row, column, self.k_begin, self.k_end, b_row=column)
 
 
 class DenseScheduler:
@@ -83,13 +89,13 @@ class DenseScheduler:
     def __init__(self, config: ProductConfig):
         self.config = config
 
-    def grid(self, d, multiprocessors):
+    def grid(self, d, multiprocessors, groups=None):
         """On the host: how many CTAs there are."""
         config, size = self.config, self.config.cluster_size
         down, across = clusters_of(config.tile, config.cluster, *d.shape)
         return cutlass.min(down * across, multiprocessors // size) * size
 
-    def tiles(self, d, k_blocks, rank, k_part) -> DenseTiles:
+    def tiles(self, d, k_blocks, rank, k_part, groups=None, ring=None) -> DenseTiles:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
         config, split = self.config, self.config.split_k
         clusters = clusters_of(config.tile, config.cluster, *d.shape)

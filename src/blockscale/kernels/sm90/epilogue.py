@@ -13,6 +13,7 @@ from cutlass import Float32, const_expr, cute, range_constexpr
 from ...dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..common.copies import TmaTiles
 from ..common.factor import factor_of
+from ..common.ptx import load_shared, store_global
 from . import ptx
 from .product_config import ProductConfig
 
@@ -40,8 +41,9 @@ class Epilogue:
         return _KINDS[self.config.out_dtype]
 
     @cute.jit
-    def __call__(self, acc, warpgroup, thread, row, column):
-        """Store what starts at ``row`` and ``column``, all of a warpgroup's."""
+    def __call__(self, acc, warpgroup, thread, row, column, end=None):
+        """Store what starts at ``row`` and ``column``, all of a warpgroup's; but nothing from row
+        ``end`` on, if that is given."""
         config = self.config
         if const_expr(self.late):
             thread = ptx.pin(thread)
@@ -50,11 +52,11 @@ class Epilogue:
             if const_expr(config.accumulate and not config.reduces):
                 self.add(acc, thread, row, column)
             if const_expr(config.stores_tiles):
-                self.store(acc, warpgroup, thread, row, column)
+                self.store(acc, warpgroup, thread, row, column, end)
             else:
                 self.store_pairs(acc, thread, row, column)
         else:
-            self.store_each(acc, thread, row, column)
+            self.store_each(acc, thread, row, column, end)
 
     def values(self, acc, row_step: int, column: int) -> list:
         """A thread's four values in the eight columns from ``column`` on."""
@@ -121,7 +123,7 @@ class Epilogue:
         return found
 
     @cute.jit
-    def store(self, acc, warpgroup, thread, row, column):
+    def store(self, acc, warpgroup, thread, row, column, end):
         """Store boxes of 64 rows, ``epilogue_stages`` at a time."""
         config, nbytes = self.config, self.boxes.copies.nbytes
         first = warpgroup * config.epilogue_stages
@@ -139,12 +141,42 @@ class Epilogue:
                 self.put(acc, base + i * nbytes, down, right, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync(warpgroup)
-            if warp == 0:
-                for i in range_constexpr(config.epilogue_stages):
-                    box = start + i
-                    down, right = box // across * 64, box % across * config.box_columns
-                    self.boxes.store(first + i, (row + down, column + right))
-                cute.arch.cp_async_bulk_commit_group()
+            if const_expr(end is None):
+                self.send(warp, first, start, row, column)
+            else:
+                if row + 64 * config.row_steps <= end:
+                    self.send(warp, first, start, row, column)
+                else:
+                    for i in range_constexpr(config.epilogue_stages):
+                        place = self.place(start + i, row, column)
+                        self.store_rows(base + i * nbytes, thread, *place, end)
+
+    @cute.jit
+    def send(self, warp, first, start: cutlass.Constexpr, row, column):
+        """Store boxes by TMA: the ``start``-th and those after it, from buffer ``first`` on."""
+        if warp == 0:
+            for i in range_constexpr(self.config.epilogue_stages):
+                self.boxes.store(first + i, self.place(start + i, row, column))
+            cute.arch.cp_async_bulk_commit_group()
+
+    def place(self, box: int, row, column) -> tuple:
+        """Where a box begins, of what starts at ``row`` and ``column``."""
+        across = self.config.tile[1] // self.config.box_columns
+        return row + box // across * 64, column + box % across * self.config.box_columns
+
+    @cute.jit
+    def store_rows(self, address, thread, row, column, end):
+        """Store a box but for its rows from ``end`` on, which TMA cannot leave out."""
+        d, itemsize, nbytes = self.d, self.config.out_dtype.itemsize, self.config.box_bytes
+        chunks = nbytes // 16  # of a row
+        chunk, first = thread % chunks, thread // chunks
+        c = column + chunk * (16 // itemsize)
+        for down in range_constexpr(0, 64, 128 // chunks):
+            r = first + down
+            if row + r < end and c < d.shape[1]:
+                words = load_shared(address + r * nbytes + (chunk ^ swizzle_of(r, nbytes)) * 16, 16)
+                target = d.iterator.toint() + d.layout((row + r, c)) * itemsize
+                store_global(target, words, 16)
 
     def sync(self, warpgroup):
         cute.arch.barrier(barrier_id=warpgroup + 1, number_of_threads=128)
@@ -173,9 +205,10 @@ class Epilogue:
             ptx.stmatrix(address + row * nbytes + chunk * 16, words)
 
     @cute.jit
-    def store_each(self, acc, thread, row, column):
+    def store_each(self, acc, thread, row, column, end):
         """Store where rows may start anywhere."""
         config, d = self.config, self.d
+        end = d.shape[0] if end is None else end
         warp, lane = thread // 32, thread % 32
         for row_step in range_constexpr(config.row_steps):
             for group in range_constexpr(config.own_columns // 8):
@@ -183,7 +216,7 @@ class Epilogue:
                 for i in range_constexpr(4):
                     r = row + row_step * 64 + warp * 16 + lane // 4 + i // 2 * 8
                     c = column + group * 8 + lane % 4 * 2 + i % 2
-                    if r < d.shape[0] and c < d.shape[1]:
+                    if r < end and c < d.shape[1]:
                         value = values[i]
                         if const_expr(config.accumulate):
                             value = value + Float32(d[r, c])

@@ -10,7 +10,6 @@ one counts, the shorter one adds a little where both are alike: ``_longer``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -65,21 +64,29 @@ class Tiling:
             return False
         return -(-m // config.tile[0]) >= config.cluster[0]
 
-    def nanoseconds(self, shape: tuple[int, int, int], block_k: int, gpu: Gpu) -> float:
+    def nanoseconds(
+        self, shape: tuple[int, int, int], block_k: int, gpu: Gpu, groups: int = 1
+    ) -> float:
         """An estimate for a product of ``shape`` (M, N, K), in K blocks of ``block_k``; without
-        what is the same for all tiles."""
+        what is the same for all tiles. ``groups``: products of so many rows each in the mean."""
         (m, n, k), config, costs = shape, self.config, self.costs
         k_blocks = -(-k // (block_k * config.split_k))
         at_once = gpu.max_active_clusters(config.cluster_size)
-        waves, rest = divmod(math.prod(config.clusters(m, n)), at_once)
+        down, across = config.clusters(m, n)
         rows = min(m, config.tile[0])
-        time = waves * self._wave(rows, k_blocks, at_once)
-        if rest:
-            time += self._wave(rows, k_blocks, rest)
+        if groups == 1:
+            waves, rest = divmod(down * across, at_once)
+            time = waves * self._wave(rows, k_blocks, at_once)
+            if rest:
+                time += self._wave(rows, k_blocks, rest)
+        else:  # in the mean half a tile of a group is missing, and half a wave
+            tiles = groups * max(1, m / config.tile[0] + 0.5) * across
+            waves = max(1, tiles / at_once + 0.5)
+            time = waves * self._wave(rows, k_blocks, min(round(tiles), at_once))
         if config.split_k > 1:
             time += costs.split_ns * config.split_k
         output = m * n * config.out_dtype.itemsize * (2 if config.accumulate else 1)
-        nbytes = (m + n) * k * ROW // block_k + output
+        nbytes = groups * ((m + n) * k * ROW // block_k + output)
         return _longer(time, nbytes / gpu.dram_rate + costs.start_ns, _WAVES_OR_DRAM)
 
     def _wave(self, rows: int, k_blocks: int, clusters: int) -> float:
@@ -96,9 +103,13 @@ def _longer(one: float, other: float, exponent: float) -> float:
 
 
 def by_estimate(
-    tilings: Iterable[Tiling], shape: tuple[int, int, int], block_k: int, gpu: Gpu
+    tilings: Iterable[Tiling],
+    shape: tuple[int, int, int],
+    block_k: int,
+    gpu: Gpu,
+    groups: int = 1,
 ) -> list[ProductConfig]:
     """Configurations of those that are legal, the one of least estimated time first."""
     suiting = (each for each in tilings if each.is_legal(*shape[:2], gpu))
-    ranked = sorted(suiting, key=lambda each: each.nanoseconds(shape, block_k, gpu))
+    ranked = sorted(suiting, key=lambda each: each.nanoseconds(shape, block_k, gpu, groups))
     return [each.config for each in ranked]

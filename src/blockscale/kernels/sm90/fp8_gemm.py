@@ -21,10 +21,11 @@ from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from ..common.copies import Copies
 from ..common.pipeline import Pipeline
 from ..common.promotion import promote_l2
-from ..common.tensor_specs import any_matrix, any_tensor
+from ..common.tensor_specs import any_strided, any_tensor
 from . import ptx
 from .config import BLOCK_K, Config
-from .dense_scheduler import DenseTiles
+from .dense_scheduler import DenseScheduler, DenseTiles
+from .grouped_scheduler import GroupedScheduler
 from .kernel import Gemm, Operand, accumulators, compile_gemm
 
 __all__ = ["Fp8Gemm", "compile_config"]
@@ -40,31 +41,54 @@ class Fp8Gemm:
         (rows, columns), stages, (down, across) = config.tile, config.stages, config.cluster
         a = Copies(cutlass.Uint8, (rows, BLOCK_K), stages, rows=config.loaded_rows, shares=across)
         b = Copies(cutlass.Uint8, (columns, BLOCK_K), stages, shares=down)
-        a_scale = Copies(Float32, (1, rows), stages, swizzled=False)
+        slot = config.scale_bytes[0] // 4
+        a_scale = Copies(Float32, (1, slot), stages, columns=config.a_scales, swizzled=False)
         b_scale = Copies(Float32, (1, columns), stages, swizzled=False)
         operands = (
-            Operand(a, lambda row, column, k_block: (row, k_block * BLOCK_K)),
-            Operand(b, lambda row, column, k_block: (column, k_block * BLOCK_K)),
-            Operand(a_scale, lambda row, column, k_block: (k_block, row)),
-            Operand(b_scale, lambda row, column, k_block: (k_block, column)),
+            Operand(a, lambda tile, k_block: (tile.row, k_block * BLOCK_K)),
+            Operand(b, lambda tile, k_block: (tile.b_row, k_block * BLOCK_K)),
+            Operand(a_scale, lambda tile, k_block: (k_block, self.first_scale(tile))),
+            Operand(b_scale, lambda tile, k_block: (k_block, tile.column)),
         )
+        scheduler = GroupedScheduler if config.grouped else DenseScheduler
         self.config = config
         if config.b_block[0] == 1:
-            self.gemm = Gemm(config, operands, Mainloop)
+            self.gemm = Gemm(config, operands, Mainloop, scheduler=scheduler)
         else:
-            self.gemm = Gemm(config, operands[:3], Mainloop, ScaleFetcher, config.scale_bytes[1])
+            fetched = ScaleFetcher, config.scale_bytes[1]
+            self.gemm = Gemm(config, operands[:3], Mainloop, *fetched, scheduler)
+
+    def first_scale(self, tile):
+        """Of A, that is loaded for a tile: TMA wants multiples of 16 bytes."""
+        return tile.row // 4 * 4 if self.config.grouped else tile.row
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, multiprocessors, stream):
+    def __call__(
+        self,
+        a,
+        a_scale,
+        b,
+        b_scale,
+        d,
+        bias,
+        alpha,
+        offsets,
+        supergroup,
+        multiprocessors,
+        stream,
+    ):
         """Launch. ``a`` (M, K) and ``b`` (N, K) as bytes; ``a_scale`` (K / 128, M padded to 4);
-        ``b_scale`` (N / 128, K / 128), or as that of A; ``d`` (M, N); ``bias`` (N,) and
-        ``alpha``, or None.
+        ``b_scale`` (N / 128, K / 128), or as that of A; ``d`` (M, N); ``bias`` (N,), ``alpha``, or
+        None. Where rows are grouped, ``b`` is (groups * N, K), ``b_scale`` (groups, N / 128, K /
+        128), ``offsets`` (groups,) int32, and ``supergroup`` as of ``GroupedTiles``; else None.
         """
         operands = zip(self.gemm.operands, (a, b, a_scale, b_scale), strict=False)
         loads = [operand.copies.describe(tensor) for operand, tensor in operands]
         loads[:2] = [(promote_l2(atom), view) for atom, view in loads[:2]]
         k_blocks = cute.ceil_div(a.shape[1], BLOCK_K)
-        self.gemm.launch(loads, b_scale, (d, bias, alpha), k_blocks, multiprocessors, stream)
+        groups = (offsets, supergroup) if self.config.grouped else None
+        rest = k_blocks, groups, multiprocessors, stream
+        self.gemm.launch(loads, b_scale, (d, bias, alpha), *rest)
 
 
 @dataclass(frozen=True)
@@ -82,13 +106,16 @@ class ScaleFetcher:
 
     @cute.jit
     def __call__(self):
-        config, source = self.config, self.b_scale
+        config = self.config
         lane = cute.arch.lane_idx()
         start, step = self.schedule.first()
         stage, phase = Int32(0), Int32(1)
         values = cute.make_rmem_tensor((config.b_scales,), Float32)
         for index in range(start, self.schedule.count, step):
             tile = self.schedule.tile(index)
+            source = self.b_scale
+            if const_expr(tile.group is not None):
+                source = source[(cutlass.min(tile.group, source.shape[0] - 1), None, None)]
             for k_block in range(tile.k_begin, tile.k_end, 32):
                 for i in range_constexpr(config.b_scales):
                     values[i] = Float32(0)
@@ -98,7 +125,7 @@ class ScaleFetcher:
                 for i in range(cutlass.min(tile.k_end - k_block, Int32(32))):
                     self.pipeline.producer_acquire(stage, phase)
                     if lane == i:
-                        target = self.address + stage * config.scale_bytes[1]
+                        target = self.address + stage * config.b_scales_apart
                         for j in range_constexpr(config.b_scales):
                             ptx.st_shared(target + 4 * j, [values[j]])
                         ptx.mbarrier_arrive(self.pipeline.producer_barrier(stage, phase).toint())
@@ -131,6 +158,9 @@ class Mainloop:
         """Add ``k_blocks`` of a tile to ``acc``; the next stage and phase."""
         unroll = self.config.unroll
         self.column = ptx.pin(tile.column % 128)  # of a block
+        self.a_scale_of_tile = self.a_scale
+        if const_expr(self.config.grouped):
+            self.a_scale_of_tile = ptx.pin(self.a_scale + tile.row % 4 * 4)
         if k_blocks > 0:
             self.pipeline.consumer_wait(stage, phase)
         whole = k_blocks // unroll
@@ -182,7 +212,7 @@ class Mainloop:
 
     def row_scales(self, stage) -> list[list[Any]]:
         """Of A, two for each step down the rows."""
-        address = self.a_scale + stage * self.config.scale_bytes[0]
+        address = self.a_scale_of_tile + stage * self.config.scale_bytes[0]
         return [
             [ptx.ld_shared(address, 256 * step + offset)[0] for offset in (0, 32)]
             for step in range(self.config.row_steps)
@@ -197,7 +227,8 @@ class Mainloop:
         ``pairs``, of a stage.
         """
         config = self.config
-        address, first = self.b_scale + stage * config.scale_bytes[1], column_step * config.mma_n
+        first = column_step * config.mma_n
+        address = self.b_scale + stage * config.b_scales_apart
         columns = range(first, first + config.mma_n, _COLUMNS)
         if config.b_block[0] == 1:
             if row_step == 0:
@@ -265,6 +296,8 @@ def _ahead(items: Iterator[Any]) -> Iterator[Any]:
 def compile_config(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
 
+    grouped = bool(config.grouped)
+
     def scales():
         return any_tensor(Float32, 2, 16, True)
 
@@ -273,5 +306,6 @@ def compile_config(config: Config):
         any_tensor(cutlass.Uint8, 2, 16, True),
         scales(),
         any_tensor(cutlass.Uint8, 2, 16, True),
-        scales() if config.b_block[0] == 1 else any_matrix(Float32, 4),
+        scales() if config.b_block[0] == 1 else any_strided(Float32, 2 + grouped, 4),
+        groups=(any_tensor(Int32, 1, 4), Int32(1)) if grouped else (None, None),
     )

@@ -26,9 +26,11 @@ from ..common.pdl import pdl_wait
 from ..common.persistent import cluster_shape, cluster_sync
 from ..common.pipeline import Pipeline
 from ..common.tensor_specs import any_source, compile_for
+from ..common.tile_ring import TileRing
 from . import ptx
 from .dense_scheduler import DenseScheduler, DenseTiles
 from .epilogue import Epilogue
+from .grouped_scheduler import TileFinder
 from .product_config import ProductConfig
 from .split_k_reduce import ClusterReduce, CtaReduce, Room
 
@@ -37,8 +39,7 @@ __all__ = ["Gemm", "Operand", "accumulators", "compile_gemm"]
 
 @dataclass(frozen=True)
 class Operand:
-    """What TMA loads for a stage. ``origin``: its first element, of a tile's row and column and of
-    a K block."""
+    """What TMA loads for a stage. ``origin``: its first element, of a tile and a K block."""
 
     copies: Copies
     origin: Callable[..., tuple]
@@ -52,7 +53,8 @@ class Gemm:
         operands: of a stage: tiles of A and of B, then others.
         mainloop: its class, as ``fp8_gemm.Mainloop``.
         fetcher: the class of what the second warp does, as ``fp8_gemm.ScaleFetcher``, if it does
-            anything; ``fetched_bytes``: room for that in a stage.
+            anything; ``fetched_bytes``: room for that in a stage, or 0 if it is behind what is
+            loaded of the last operand.
         scheduler: its class, which tells what tiles a CTA takes.
     """
 
@@ -70,9 +72,10 @@ class Gemm:
         slots = config.epilogue_stages * config.row_warpgroups
         return Copies(NUMERIC[config.out_dtype], (64, config.box_columns), slots)
 
-    def launch(self, loads, fetched, output, k_blocks, multiprocessors, stream) -> None:
+    def launch(self, loads, fetched, output, k_blocks, groups, multiprocessors, stream) -> None:
         """Launch. ``loads``: atom and view of each operand. ``fetched``: what the fetcher reads.
-        ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha``, or None.
+        ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha``, or None. ``groups`` of rows, if there
+        are any: their ends, and their supergroup.
         """
         config, d = self.config, output[0]
         store = None, None
@@ -82,8 +85,8 @@ class Gemm:
                 op = cpasync.CopyReduceBulkTensorTileS2GOp()
             store = self.out.describe(d, op)
         atoms, views = zip(*loads, strict=True)
-        self.kernel(atoms, views, *store, fetched, output, k_blocks).launch(
-            grid=(self.scheduler(config).grid(d, multiprocessors), 1, 1),
+        self.kernel(atoms, views, *store, fetched, output, k_blocks, groups).launch(
+            grid=(self.scheduler(config).grid(d, multiprocessors, groups), 1, 1),
             block=(config.threads, 1, 1),
             cluster=cluster_shape(config.cluster_size),
             min_blocks_per_mp=1,
@@ -92,7 +95,7 @@ class Gemm:
         )
 
     @cute.kernel
-    def kernel(self, atoms, views, store_atom, store_view, fetched, output, k_blocks):
+    def kernel(self, atoms, views, store_atom, store_view, fetched, output, k_blocks, groups):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank, k_part = Int32(0), Int32(0)
@@ -112,11 +115,16 @@ class Gemm:
         loads = [TmaTiles(*each) for each in zip(copies, atoms, views, tiles, strict=True)]
         addresses = [each.address for each in loads]
         if const_expr(self.fetcher is not None):
-            addresses.append(shared.allocate(memory, config.stages * self.fetched_bytes, 128))
+            if const_expr(self.fetched_bytes):
+                addresses.append(shared.allocate(memory, config.stages * self.fetched_bytes, 128))
+            else:
+                addresses.append(addresses[-1] + loads[-1].copies.moved)
         pipeline = Pipeline.allocate(memory, config.stages, config.k_turns)
-        room = None
+        room = ring = None
         if const_expr(config.warpgroup_split_k):
             room = Room.of_product(memory, config)
+        if const_expr(config.grouped):
+            ring = TileRing.allocate(memory)
 
         # barriers
         if warp == 0:
@@ -129,6 +137,8 @@ class Gemm:
                     if const_expr(i < config.stages):
                         consumer_warps = 4 * config.row_warpgroups * config.multicast_ctas
                         cute.arch.mbarrier_init(pipeline.empty + i, consumer_warps)
+                if const_expr(config.grouped):
+                    ring.init_barriers(1 + (self.fetcher is not None) + 4 * config.warpgroups)
                 if const_expr(config.warpgroup_split_k):
                     # threads of the CTA; or bytes, and other CTAs
                     arrivals = (128, 128) if config.split_k == 1 else (1, config.split_k)
@@ -142,7 +152,8 @@ class Gemm:
         pdl_wait()
 
         # roles
-        schedule = self.scheduler(config).tiles(output[0], k_blocks, rank, k_part)
+        given = k_blocks, rank, k_part, groups, ring
+        schedule = self.scheduler(config).tiles(output[0], *given)
         low, high = config.registers
         if warp < 4:
             cute.arch.setmaxregister_decrease(low)
@@ -151,6 +162,9 @@ class Gemm:
             if const_expr(self.fetcher is not None):  # noqa: SIM102 - one is known when compiling
                 if warp == 1:
                     self.fetcher(config, pipeline, schedule, fetched, addresses[-1])()
+            if const_expr(config.grouped):  # noqa: SIM102
+                if warp == 2:
+                    TileFinder(schedule)()
             if const_expr(config.split_k > 1):
                 cute.arch.cluster_wait()
         else:
@@ -186,7 +200,7 @@ class Loader:
                 if lane == 0:
                     ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
                 for operand, load in zip(self.operands, self.loads, strict=True):
-                    origin = operand.origin(tile.row, tile.column, k_block)
+                    origin = operand.origin(tile, k_block)
                     load.load(stage, origin, barrier, self.schedule.rank)
                 stage, phase = self.pipeline.producer_next(stage, phase)
         if const_expr(self.config.multicast_ctas > 1):  # stay until no other CTA signals any more
@@ -240,15 +254,15 @@ class Consumer:
                 if k_turn == 0:
                     more = index + step < self.schedule.count
                     self.reduce.receive(acc, turn, filled, more)
-                    self.epilogue(acc, self.warpgroup, thread, row, column)
+                    self.epilogue(acc, self.warpgroup, thread, row, column, tile.end)
             elif const_expr(config.warpgroup_split_k):
                 if k_turn > 0:
                     self.reduce.send(acc, turn)
                 else:
                     self.reduce.receive(acc, turn)
-                    self.epilogue(acc, self.warpgroup, thread, row, column)
+                    self.epilogue(acc, self.warpgroup, thread, row, column, tile.end)
             else:
-                self.epilogue(acc, self.warpgroup, thread, row, column)
+                self.epilogue(acc, self.warpgroup, thread, row, column, tile.end)
             turn = turn ^ 1
         if const_expr(config.stores_tiles):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -261,9 +275,9 @@ def accumulators(config: ProductConfig):
     return acc
 
 
-def compile_gemm(gemm, *operands):
+def compile_gemm(gemm, *operands, groups=()):
     """The host function of a kernel, which takes tensors of any shape: ``operands``, the output,
-    bias, alpha, and how many multiprocessors there are."""
+    bias, alpha, what tells ``groups``, and how many multiprocessors there are."""
     config = gemm.config
     return compile_for(
         config.arch,
@@ -271,5 +285,6 @@ def compile_gemm(gemm, *operands):
         *operands,
         any_source(config.out_dtype, config.tma_store),
         *any_added(config),
+        *groups,
         Int32(1),
     )

@@ -15,9 +15,9 @@ from ..common.runtime import Described
 from ..common.template import template
 from .config import BLOCK_K, choose_config, why_not
 
-__all__ = ["octets", "plan_gemm"]
+__all__ = ["BYTES", "check_rows", "check_scale", "octets", "plan_gemm"]
 
-_BYTES = (torch.uint8, torch.float8_e4m3fn)
+BYTES = (torch.uint8, torch.float8_e4m3fn)
 
 
 def octets(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -30,7 +30,7 @@ def plan_gemm(call: GemmCall) -> CompiledGemm:
     """The plan of a call of ``gemm``; raises as it does."""
     a, b, m, n = call.a, call.b, call.a.data[0][0], call.b.data[0][0]
     for name, each in (("a_data", a), ("b_data", b)):
-        check_matrix(name, each.data, _BYTES)
+        check_matrix(name, each.data, BYTES)
     k = a.data[0][1]
     if b.data[0][1] != k:
         raise ValueError(
@@ -38,30 +38,31 @@ def plan_gemm(call: GemmCall) -> CompiledGemm:
         )
     gpu = call.supported(partial(why_not, k, from_torch(call.out_dtype), b.format))
     block, blocks = get_format(b.format).block, -(-k // BLOCK_K)
-    _check_rows("a_scale", a.scale, (blocks, -(-m // 4) * 4))
+    check_rows("a_scale", a.scale, (blocks, -(-m // 4) * 4))
     if block[0] == 1:
-        _check_rows("b_scale", b.scale, (blocks, -(-n // 4) * 4))
+        check_rows("b_scale", b.scale, (blocks, -(-n // 4) * 4))
     else:
-        _check_scale("b_scale", b.scale, (-(-n // block[0]), blocks), "compact scales")
+        check_scale("b_scale", b.scale, (-(-n // block[0]), blocks), "compact scales")
     call.check_rest((m, n))
     like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, octets)
     check_loadable(a_data=a.data, b_data=b.data)
     config = choose_config((m, n, k), call.epilogue(n), b_block=block, gpu=gpu)
-    return CompiledGemm(config, gpu.load(config), like, octets, (gpu.multiprocessors,))
+    return CompiledGemm(config, gpu.load(config), like, octets, (None, None, gpu.multiprocessors))
 
 
-def _check_scale(name: str, x: Described, wanted: tuple[int, int], kind: str) -> None:
+def check_scale(name: str, x: Described, wanted: tuple[int, ...], kind: str) -> None:
+    """Raise unless ``x`` is fp32 of the shape ``wanted``, which a ``kind`` of scales has."""
     if x[2] != torch.float32:
         raise TypeError(f"{name}: got {x[2]}; expected torch.float32")
     if tuple(x[0]) != wanted:
         raise ValueError(f"{name}: has shape {tuple(x[0])}; expected {wanted}, {kind}")
 
 
-def _check_rows(name: str, x: Described, wanted: tuple[int, int]) -> None:
-    """Of scales that are loaded by TMA."""
-    _check_scale(name, x, wanted, 'layout "sm90"')
+def check_rows(name: str, x: Described, wanted: tuple[int, int]) -> None:
+    """The same of scales that are loaded by TMA."""
+    check_scale(name, x, wanted, 'layout "sm90"')
     stride, address = x[1], x[3]
     if 0 in wanted:
         return

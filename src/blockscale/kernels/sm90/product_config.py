@@ -57,6 +57,7 @@ class ProductConfig:
             time.
         bias: the type of a vector that is added to each row, if there is one.
         alpha: how many scalars the accumulators are multiplied by, two at most.
+        grouped: rows are in groups, each of which has its own B.
     """
 
     out_dtype: np.dtype
@@ -73,6 +74,7 @@ class ProductConfig:
     tma_store: bool = True
     bias: np.dtype | None = None
     alpha: int = 0
+    grouped: bool = False
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -90,6 +92,7 @@ class ProductConfig:
             "mma_n": self.mma_n % 16 or self.mma_n > 256,
             "cluster": self.cluster not in ((1, 1), (2, 1), (1, 2)),
             "stages": self.shared_bytes > SHARED,
+            "grouped": self.grouped and self.cluster_size > 1,
             "epilogue_stages": self.boxes % self.epilogue_stages
             or columns * self.out_dtype.itemsize % min(BOXES),
         }
@@ -207,7 +210,8 @@ class ProductConfig:
     def shared_bytes(self) -> int:
         """With the barriers of each stage."""
         stages = self.stages * (self.stage_bytes + 8 * (1 + rounds(self.stages, self.k_turns)))
-        return stages + self.output_bytes + self.reduce_bytes + 256
+        ring = 128 if self.grouped else 0  # ``tile_ring``
+        return stages + self.output_bytes + self.reduce_bytes + ring + 256
 
 
 def fit(config: ProductConfig, **fields: Any) -> Any:

@@ -1,0 +1,167 @@
+# mypy: ignore-errors
+"""Which tiles a CTA takes of products whose rows are grouped, each group's with its own B.
+
+As ``dense_scheduler``, group after group, and the rows after the last one's end, the rest, which
+are set to zero. Tiles begin where groups do: the last one of a group reaches up into those before
+it; a group that has fewer rows than a tile ends within it.
+
+Where groups end is known to the device alone. A warp finds the tiles, ahead of those that work on
+them: a lane has a group, and 32 of them find theirs at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+
+from ..common.persistent import cluster_id_and_count
+from ..common.schedule import Raster
+from ..common.tile_ring import TileRing
+from .dense_scheduler import Tile
+from .product_config import ProductConfig
+
+__all__ = ["GroupedScheduler", "GroupedTiles", "TileFinder"]
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """The tiles of a CTA: every so many-th of ``count``, which a ring gives.
+
+    Attributes:
+        offsets: (groups,) int32, the end of each group. One that is less than the one before, or
+            beyond the matrix, is taken for the nearest that is not.
+        supergroup: tiles down a group that are taken before the next ones across, about.
+        extent: rows and columns of the output.
+        rank: 0, as no CTAs share tiles.
+    """
+
+    config: ProductConfig
+    ring: TileRing
+    offsets: Any
+    supergroup: Any
+    extent: tuple
+    k_blocks: Any
+    rank: int = 0
+
+    @property
+    def groups(self):
+        return Int32(self.offsets.shape[0])
+
+    @property
+    def across(self):
+        return Int32(cute.ceil_div(self.extent[1], self.config.tile[1]))
+
+    @property
+    def count(self):
+        """Called by a warp."""
+        return self.down() * self.across
+
+    @cute.jit
+    def down(self):
+        """Tiles down all groups and the rest."""
+        tiles, before = Int32(0), Int32(0)
+        for chunk in range(0, self.groups + 1, 32):
+            begin, end = self.bounds(chunk, before)
+            tiles = tiles + cute.ceil_div(end - begin, self.config.tile[0])
+            before = cute.arch.shuffle_sync(end, 31)
+        return cute.arch.warp_redux_sync(tiles, "add")
+
+    @cute.jit
+    def bounds(self, chunk, before):
+        """Of 32 groups from ``chunk`` on, one a lane: the first row, and the one after the last;
+        groups before them end at row ``before``. The rest is the last group; those after it have no
+        rows."""
+        rows, group = self.extent[0], chunk + cute.arch.lane_idx()
+        end = rows
+        if group < self.groups:
+            end = cutlass.min(self.offsets[group], rows)
+        end = _of_lanes_to(cutlass.max(end, before), cutlass.max)
+        begin = cute.arch.shuffle_sync_up(end, 1, mask_and_clamp=0)
+        return Int32(cutlass.select_(cute.arch.lane_idx() == 0, before, begin)), end
+
+    def first(self):
+        """The CTA's first one, and how far its others are apart."""
+        return cluster_id_and_count(1)
+
+    def turn(self, index):
+        """How many tiles of the CTA come before."""
+        first, step = self.first()
+        return (index - first) // step
+
+    def tile(self, index) -> Tile:
+        """Called by a warp, once. In the rest there is nothing to add up."""
+        row, column, end, group = self.ring.read(self.turn(index))
+        k_end = cutlass.select_(group == self.groups, Int32(0), self.k_blocks)
+        return Tile(row, column, Int32(0), k_end, end, group, group * self.extent[1] + column)
+
+
+@dataclass(frozen=True)
+class TileFinder:
+    """Fills the ring: a warp's work."""
+
+    tiles: GroupedTiles
+
+    @cute.jit
+    def __call__(self):
+        tiles, rows, across = self.tiles, self.tiles.config.tile[0], self.tiles.across
+        start, step = tiles.first()
+        chunk = Int32(0)
+        begin, end = tiles.bounds(chunk, chunk)
+        after = _sums(cute.ceil_div(end - begin, rows))  # the first tile down of the next group
+        for index in range(start, tiles.count, step):
+            down = index // across
+            while cute.arch.shuffle_sync(after, 31) <= down:
+                chunk, before = chunk + 32, cute.arch.shuffle_sync(after, 31)
+                begin, end = tiles.bounds(chunk, cute.arch.shuffle_sync(end, 31))
+                after = before + _sums(cute.ceil_div(end - begin, rows))
+            owner = cute.arch.popc(cute.arch.vote_ballot_sync(after <= down))
+            values = [cute.arch.shuffle_sync(each, owner) for each in (after, begin, end)]
+            place = self.place(index, *values)
+            tiles.ring.write(tiles.turn(index), (*place, values[2], chunk + owner))
+
+    def place(self, index, after, begin, end) -> tuple:
+        """First row and column of a tile of the group whose rows begin and end there."""
+        config, across = self.tiles.config, self.tiles.across
+        rows = config.tile[0]
+        down = cute.ceil_div(end - begin, rows)
+        # bands that are alike, each about as high as is wanted
+        height = self.tiles.supergroup
+        bands = cutlass.max((down + height // 2) // height, Int32(1))
+        raster = Raster(config.tile, (1, 1), cute.ceil_div(down, bands))
+        row, column = raster.tile(index - (after - down) * across, (down, across), 0)
+        return begin + cutlass.min(row, cutlass.max(end - begin - rows, Int32(0))), column
+
+
+def _sums(value):
+    return _of_lanes_to(value, lambda x, y: x + y)
+
+
+def _of_lanes_to(value, combine):
+    """What ``combine`` makes of the values of all lanes up to one; none is negative."""
+    lane = cute.arch.lane_idx()
+    for i in range(5):
+        other = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
+        value = combine(value, Int32(cutlass.select_(lane >= (1 << i), other, Int32(0))))
+    return value
+
+
+class GroupedScheduler:
+    """All tiles of a matrix (M, N), in the order of a :class:`Raster` in each group."""
+
+    def __init__(self, config: ProductConfig):
+        self.config = config
+
+    def grid(self, d, multiprocessors, groups):
+        """On the host, which does not know how many tiles there are: the most, or one for each
+        multiprocessor."""
+        down = cute.ceil_div(d.shape[0], self.config.tile[0]) + groups[0].shape[0]
+        across = cute.ceil_div(d.shape[1], self.config.tile[1])
+        return cutlass.min(Int32(down * across), multiprocessors)
+
+    def tiles(self, d, k_blocks, rank, k_part, groups, ring) -> GroupedTiles:
+        """On the device."""
+        extent = Int32(d.shape[0]), Int32(d.shape[1])
+        return GroupedTiles(self.config, ring, *groups, extent, k_blocks)

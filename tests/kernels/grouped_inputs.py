@@ -1,0 +1,98 @@
+"""Help for tests of products of grouped rows: operands, their product, a kernel in the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from sm90_inputs import launched
+from torch import Tensor
+
+from blockscale.kernels.sm90.config import Config
+from blockscale.layouts import get_layout
+
+__all__ = ["Grouped", "assert_groups_close", "emulated_groups", "grouped"]
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Rows (M, K) of fp8_1x128, weights (groups, N, K) of fp8_128x128, and the ends of groups."""
+
+    a: Tensor
+    a_scale: Tensor  # (M, K / 128)
+    b: Tensor
+    b_scale: Tensor
+    offsets: Tensor
+
+    @property
+    def bounds(self) -> list[int]:
+        return [0, *self.offsets.tolist()]
+
+    def product(self) -> Tensor:
+        """In fp64; zeros after the last group."""
+        k, n = self.a.shape[1], self.b.shape[1]
+        a = self.a.double() * self.a_scale.double().repeat_interleave(128, 1)[:, :k]
+        wide = self.b_scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+        b = self.b.double() * wide[:, :n, :k]
+        out = torch.zeros(self.a.shape[0], n, dtype=torch.float64)
+        for w, (start, end) in zip(b, pairwise(self.bounds), strict=True):
+            out[start:end] = a[start:end] @ w.T
+        return out
+
+    def with_offsets(self, *offsets: int) -> Grouped:
+        return replace(self, offsets=torch.tensor(offsets, dtype=torch.int32))
+
+
+def grouped(sizes: Sequence[int], n: int, k: int, rest: int = 0, spread: float = 2.0) -> Grouped:
+    """Random; exponents of scales have deviation ``spread``."""
+    generator = torch.Generator().manual_seed(sum(sizes) + n + k)
+    groups, m, blocks = len(sizes), sum(sizes) + rest, -(-k // 128)
+
+    def elements(*shape: int) -> Tensor:
+        values = 100 * torch.randn(*shape, generator=generator)
+        return values.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    def scales(*shape: int) -> Tensor:
+        return torch.exp2(torch.randn(*shape, generator=generator) * spread)
+
+    return Grouped(
+        elements(m, k),
+        scales(m, blocks),
+        elements(groups, n, k),
+        scales(groups, -(-n // 128), blocks),
+        torch.tensor(sizes).cumsum(0).int(),
+    )
+
+
+def emulated_groups(
+    config: Config,
+    given: Grouped,
+    *,
+    completion: str = "late",
+    seed: int = 0,
+    multiprocessors: int = 3,
+    supergroup: int = 4,
+) -> Tensor:
+    """What the kernel leaves in poisoned memory; nothing around it may change."""
+    m, n = given.a.shape[0], given.b.shape[1]
+    operands = (
+        given.a.view(torch.uint8),
+        get_layout("sm90").swizzle(given.a_scale),
+        given.b.view(torch.uint8).flatten(0, 1),
+        given.b_scale,
+    )
+    rest = None, None, given.offsets, supergroup, multiprocessors
+    return launched(config, (m, n), operands, None, rest, completion, seed)
+
+
+def assert_groups_close(got: Tensor, given: Grouped) -> None:
+    """Each group's error is that of rounding to bf16, and of sums of FP8; the rest is zero."""
+    want = given.product()
+    assert bool((got[given.bounds[-1] :] == 0).all())
+    for start, end in pairwise(given.bounds):
+        if start < end:
+            exact = want[start:end]
+            error = (got[start:end].double() - exact).norm() / exact.norm()
+            assert error <= (2**-8 / 3**0.5) * 1.1 + 3e-4, (start, end, error)
