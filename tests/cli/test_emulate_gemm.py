@@ -60,6 +60,17 @@ def test_error_is_at_the_floor(arch, format, transpose, launches, opcode):
     assert sum(p["flops"] for p in used) >= 2 * 48 * 80 * 288
 
 
+@needs_dsl
+@pytest.mark.parametrize("groups", ["0,1,33", "0,0", "48"])
+def test_groups(groups):
+    found = command("--groups", groups, "--shape", "48x80x288", "--completion", "random", "--json")
+    assert found.returncode == 0, found.stderr
+    product = json.loads(found.stdout)
+    assert product["groups"] == [int(each) for each in groups.split(",")]
+    assert product["launches"] == 1
+    assert product["error"] <= product["allowed"]
+
+
 class Compiled:
     """What the DSL makes of a kernel."""
 
@@ -159,6 +170,10 @@ def test_faults_are_told(kernel):
         (("--transpose", "NN"), "k_major=True"),
         (("--transpose", "NT", "--format", "fp8_block"), "k_major=True"),
         (("--completion", "soon"), "completion"),
+        (("--groups", "1,-2"), "groups: got '1,-2'; expected rows of each group, as in 0,1,129"),
+        (("--groups", "1,192"), "193 rows, and shape has M = 192"),
+        (("--groups", "1", "--format", "nvfp4"), "choose format fp8_block"),
+        (("--groups", "1", "--arch", "sm_100a"), "choose arch sm_90a"),
     ],
 )
 def test_bad_input(arguments, message):

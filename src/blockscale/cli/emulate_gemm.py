@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
 from .emulate_epilogues import EPILOGUES
+from .emulate_groups import Groups, parse_groups
 from .emulate_ours import choose_arch, emulated, tell
 from .emulate_products import PRODUCTS, TRANSPOSES, Kernel, make_operands
 from .kept_code import CubinOption, KeptCode, PtxOption, SassOption
@@ -31,6 +33,7 @@ class Product:
     epilogue: str
     shape: tuple[int, int, int]  # M, N, K
     dtype: str
+    groups: tuple[int, ...]  # rows of each; empty where they are not grouped
     error: float
     floor: float
     allowed: float
@@ -58,6 +61,10 @@ def gemm(
             help="TN: both operands lie along K; NN: A alone does; TT: B alone; NT: neither."
         ),
     ] = "TN",
+    groups: Annotated[
+        str,
+        typer.Option(help="Rows of each group, as in 0,1,129: each is multiplied by its matrix."),
+    ] = "",
     ctas: Annotated[
         int | None,
         typer.Option(help="From sm_100a on: blocks whose tensor cores work together, 1 or 2."),
@@ -98,21 +105,29 @@ def gemm(
     m, n, k = parse_size("shape", shape, "M, N and K", "192x320x384")
     _check(kernel, arch, format, transpose, epilogue, ctas)
     kept = KeptCode(cubin, sass, ptx)
-    a, b = make_operands(kernel, (m, n, k), strided, seed)
-    want = made.exact(a.dequantize(torch.float64) @ b.dequantize(torch.float64))
+    if groups:
+        _check_groups(products, format, transpose, epilogue)
+        made = each = Groups(sizes=parse_groups(groups, m))
+        a, b = each.operands(kernel, (m, n, k), seed)
+        want = each.product(a.dequantize(torch.float64), b.dequantize(torch.float64))
+    else:
+        a, b = make_operands(kernel, (m, n, k), strided, seed)
+        want = made.exact(a.dequantize(torch.float64) @ b.dequantize(torch.float64))
     rounded = made.rounded(want)
     start = time.perf_counter()
     with emulated(arch, completion, seed, keep_code=kept.wanted) as reports:
         got = made.run(kernel, a, b, GPUS[arch], ctas, rounded)
     seconds = time.perf_counter() - start
     kept.write(last_built())  # what multiplies comes after what widens its operands
-    errors = [float((made.wide(x) - want).norm() / want.norm()) for x in (got, rounded)]
+    norm = want.norm() or 1.0  # groups may have no rows at all
+    errors = [float((made.wide(x) - want).norm() / norm) for x in (got, rounded)]
     product = Product(
         format,
         transpose,
         epilogue,
         (m, n, k),
         made.dtype,
+        made.sizes if isinstance(made, Groups) else (),
         error=errors[0],
         floor=errors[1],
         allowed=made.allowed(errors[1], kernel.sums(k)),
@@ -152,11 +167,24 @@ def _check(
         raise ValueError(f"ctas: got {ctas}; choose 1 or 2")
 
 
+def _check_groups(
+    products: Mapping[str, Kernel], format: str, transpose: str, epilogue: str
+) -> None:
+    """ValueError where no kernel multiplies groups so."""
+    able = [name for name, kernel in products.items() if kernel.grouped is not None]
+    if format not in able:
+        known = f"choose format {' or '.join(able)}" if able else "choose arch sm_90a"
+        raise ValueError(f"groups: no kernel multiplies groups of {format} here; {known}")
+    if transpose != "TN" or epilogue != "none":
+        raise ValueError("groups: leave transpose and epilogue out")
+
+
 def _show(product: Product) -> None:
     verdict = "as small as it can be" if product.right else "too large"
     lines = (
         f"{product.format} {product.transpose} {'x'.join(map(str, product.shape))}, "
-        f"epilogue {product.epilogue}, {product.dtype} out",
+        f"epilogue {product.epilogue}, {product.dtype} out"
+        + (f", groups of {', '.join(map(str, product.groups))} rows" if product.groups else ""),
         f"error    {product.error:.3e}, {verdict}: at most {product.allowed:.3e}",
         f"floor    {product.floor:.3e}, the exact result rounded to {product.dtype}",
         f"launches {product.launches}, without races or reads of what was not written",

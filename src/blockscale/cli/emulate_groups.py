@@ -1,0 +1,75 @@
+"""What ``blockscale emulate gemm --groups`` multiplies: rows of each group by its own matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from .emulate_epilogues import Plain
+from .emulate_products import make_operands
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..kernels.common.gpu import Gpu
+    from ..tensor import ScaledTensor
+    from .emulate_products import Kernel
+
+__all__ = ["Groups", "parse_groups"]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups(Plain):
+    """The products in bf16. ``sizes``: rows of each group; those after them are zeros."""
+
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> list[int]:
+        return list(accumulate(self.sizes))
+
+    def operands(
+        self, kernel: Kernel, shape: tuple[int, int, int], seed: int
+    ) -> tuple[ScaledTensor, ScaledTensor]:
+        """A (M, K), and B (groups, K, N)."""
+        import torch
+
+        _, n, k = shape
+        a, _ = make_operands(kernel, shape, (False, False), seed)
+        matrices = [
+            make_operands(kernel, (1, n, k), (False, False), seed + 1 + i)[1].mT
+            for i in range(len(self.sizes))
+        ]
+        stacked: Any = torch.stack(matrices)  # type: ignore[arg-type]
+        return a, stacked.mT
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Of dequantized operands."""
+        out = a.new_zeros(a.shape[0], b.shape[2])
+        for matrix, (start, end) in zip(b, pairwise([0, *self.ends]), strict=True):
+            out[start:end] = a[start:end] @ matrix
+        return out
+
+    def run(
+        self, kernel: Kernel, a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None, _: Any
+    ) -> Any:
+        import torch
+
+        assert kernel.grouped is not None  # else it was refused
+        return kernel.grouped(a, b, torch.tensor(self.ends, dtype=torch.int32), gpu)
+
+
+def parse_groups(text: str, m: int) -> tuple[int, ...]:
+    """Rows of each group, of ``m`` in all, from ``--groups``."""
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = (-1,)
+    if min(sizes) < 0:
+        raise ValueError(f"groups: got {text!r}; expected rows of each group, as in 0,1,129")
+    if sum(sizes) > m:
+        raise ValueError(
+            f"groups: {text} are {sum(sizes)} rows, and shape has M = {m}; give shape as many"
+        )
+    return sizes
