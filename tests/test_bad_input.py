@@ -351,8 +351,16 @@ def test_offsets_of_grouped_gemm(offsets):
 
 def test_operands_of_grouped_gemm():
     a, offsets = q(64, 128), i32(32, 64)
-    with pytest.raises(TypeError, match="a: got Tensor; expected a ScaledTensor"):
+    with pytest.raises(TypeError, match=r"a: got torch\.float32; expected a ScaledTensor"):
         bs.grouped_gemm(x(), experts(), offsets)
+    with pytest.raises(TypeError, match="a: got list; expected a ScaledTensor"):
+        bs.grouped_gemm([1.0], experts(), offsets)
+    with pytest.raises(TypeError, match=r"b: got torch\.float32; expected a ScaledTensor"):
+        bs.grouped_gemm(a, torch.ones(2, 128, 32), offsets)
+    with pytest.raises(
+        TypeError, match=r"a: got torch\.bfloat16; expected .* with offsets=offsets"
+    ):
+        bs.grouped_gemm(x().bfloat16(), q(128, 32, axis=-2, offsets=offsets), offsets)
     with pytest.raises(ValueError, match=r"b: is blocked along axis -1, .*pass b\.mT"):
         bs.grouped_gemm(a, q(2, 128, 32), offsets)
     with pytest.raises(ValueError, match="a, b: formats 'mxfp8' and 'nvfp4' cannot be multiplied"):

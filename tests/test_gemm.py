@@ -307,6 +307,26 @@ def test_groups_are_products_of_their_own(backend, offsets):
 
 
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
+def test_grouped_plain_rows(backend, offsets, name):
+    """Weight-only, and the gradient of the rows: that of fp64 through the dequantized weights."""
+    x = matrix(256, 128).bfloat16().requires_grad_()
+    b = bs.quantize(matrix(len(offsets), 64, 128, seed=1), name).mT
+    y = bs.grouped_gemm(x, b, i32(offsets), torch.float32)
+    grad = matrix(256, 64, seed=2)
+    y.backward(grad)
+    wide = x.detach().double().requires_grad_()
+    want = torch.zeros(256, 64, dtype=torch.float64)
+    for i, rows in enumerate(slices(offsets)):
+        want[rows] = wide[rows] @ b[i].dequantize(torch.float64)
+        assert_product(y[rows].detach(), wide[rows].detach(), b[i].dequantize(torch.float64))
+    want.backward(grad.double())
+    assert x.grad.dtype == torch.bfloat16
+    assert (x.grad - wide.grad).norm() <= 2**-8 * wide.grad.norm()
+    assert not y[offsets[-1] :].any()
+
+
+@pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_grouped_layout_of_the_rows(backend, offsets, name):
     """Scales swizzled with every group on its own tiles give the same product."""

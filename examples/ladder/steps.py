@@ -96,7 +96,7 @@ class Step:
             run(a, a_scale, b, b_scale, d)
         else:
             run(
-                *(a, a_scale, b, b_scale, d, None, None),
+                *(a, a_scale, b, b_scale, d, None, None, None, None),
                 multiprocessors if self.persistent else _ALL,
             )
 

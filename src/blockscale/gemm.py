@@ -144,7 +144,7 @@ def _empty_batch(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 
 def grouped_gemm(
-    a: ScaledTensor,
+    a: ScaledTensor | Tensor,
     b: ScaledTensor,
     offsets: Tensor,
     out_dtype: torch.dtype | None = None,
@@ -157,10 +157,12 @@ def grouped_gemm(
     past the last offset zero. k_grouped (wgrad): ``a`` (M, K) and ``b`` (K, N), both quantized with
     ``offsets`` along K -> (G, M, N). Groups may have any number of rows, none too.
 
-    On Hopper one kernel multiplies all groups of fp8_1x128 rows (layout "sm90") by fp8_128x128
-    weights; it reads the offsets on the device, so that the host waits for nothing and a CUDA graph
-    may change them. Other formats, k_grouped, and other GPUs run as plain torch, which reads the
-    offsets back. On a CPU each group has the bits of :func:`gemm`.
+    On Hopper one kernel multiplies all groups of rows: of fp8_1x128 (layout "sm90") by fp8_128x128
+    weights; of mxfp8, mxfp8_e5m2 and mxfp4 in any pair, nvfp4 by nvfp4, and bf16 by any of these,
+    exactly, after a kernel that writes ``a`` in bf16. It reads the offsets on the device, so that
+    the host waits for nothing and a CUDA graph may change them. k_grouped, 128 x 128 blocks of
+    ``a``, and other GPUs run as plain torch, which reads the offsets back. On a CPU each group has
+    the bits of :func:`gemm`.
 
     >>> ends = torch.tensor([96, 256], dtype=torch.int32)  # rows of two experts
     >>> x, w = torch.randn(256, 512), torch.randn(2, 128, 512)
@@ -168,7 +170,8 @@ def grouped_gemm(
     torch.Size([256, 128])
 
     Args:
-        a, b: blocked along axes -1 and -2.
+        a, b: blocked along axes -1 and -2. Where rows are grouped ``a`` may be a plain bfloat16
+            matrix, which is multiplied as it is (weight-only) and gets a gradient.
         offsets: int32 (G,), on the device of ``a``: the end of each group, ascending. Their values
             are looked at on a CPU alone: on a GPU that would wait for it. A kernel takes one that
             is less than the one before, or more than M, for the nearest that is not; with
@@ -204,6 +207,6 @@ def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
     )
 
 
-def _compact(q: ScaledTensor) -> tuple[Any, Any, Any, Any, str, Any]:
+def _compact(q: Any) -> tuple[Any, Any, Any, Any, str, Any]:
     """An operand as the ops take it, whose scales are compact."""
     return as_bytes(q.qdata), q.compact_bytes(), q.global_scale, q.format_name, "compact", q.shape

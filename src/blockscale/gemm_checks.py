@@ -45,7 +45,7 @@ def _check_types(a: Any, b: Any, out: Any, bias: Any) -> None:
             raise TypeError(f"{name}: got {type(x).__name__}; expected {wanted}")
 
 
-def _check_operands(a: Tensor, b: Tensor) -> None:
+def _check_operands(a: Tensor, b: Tensor, grouped: bool = False) -> None:
     """Raise unless ``a`` and ``b`` are quantized so that they can be multiplied."""
     if isinstance(a, ScaledTensor):
         _check_operand("a", a, -1)
@@ -56,7 +56,7 @@ def _check_operands(a: Tensor, b: Tensor) -> None:
         )
     _check_operand("b", b, -2)
     _check_pair(a, b)
-    if any(isinstance(x, ScaledTensor) and x.k_grouped for x in (a, b)):
+    if not grouped and any(isinstance(x, ScaledTensor) and x.k_grouped for x in (a, b)):
         raise ValueError("a, b: blocks start anew in groups along K; use grouped_gemm")
 
 
@@ -121,13 +121,12 @@ def check_grouped(
 ) -> tuple[torch.dtype, bool]:
     """The type of the product of ``grouped_gemm``, and whether K is grouped; raises as it does."""
     choose("backend", backend, dict.fromkeys(ops.BACKENDS))
-    for name, q, axis in (("a", a, -1), ("b", b, -2)):
-        if not isinstance(q, ScaledTensor):
-            raise TypeError(f"{name}: got {type(q).__name__}; expected {_QUANTIZED}")
-        _check_operand(name, q, axis)
-    _check_pair(a, b)
+    _check_types(a, b, None, None)
+    _check_operands(a, b, grouped=True)
     dtype = _product_dtype(out_dtype, None)
     k_grouped = b.dim() == 2
+    if k_grouped and not isinstance(a, ScaledTensor):
+        raise TypeError(f"a: got {a.dtype}; expected {_QUANTIZED} with offsets=offsets, as b")
     check_offsets(offsets, a.shape[-1 if k_grouped else 0], a.device)
     shapes = f"got {tuple(a.shape)} and {tuple(b.shape)} with {len(offsets)} groups"
     if a.dim() != 2 or b.dim() not in (2, 3) or a.shape[1] != b.shape[-2]:
@@ -135,6 +134,8 @@ def check_grouped(
     if not k_grouped and b.shape[0] != len(offsets):
         raise ValueError(f"offsets: {shapes}; expected one offset for each matrix of b")
     for name, q in (("a", a), ("b", b)):
+        if not isinstance(q, ScaledTensor):
+            continue
         if k_grouped != q.k_grouped:
             raise ValueError(
                 f"{name}: its blocks {'do not ' * k_grouped}start anew in each group along K; "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .kernels.common.calls import CompiledGemm, Operand, describe_call
 from .kernels.common.gpu import Gpu
-from .kernels.common.runtime import gpu_of
+from .kernels.common.runtime import describe, gpu_of
 from .ops.gemm import check_apart, mark_written, span
 from .ops.gemm_kernels import products_on
 from .ops.gemm_operands import Reading, Side, Take, detached, global_scales
@@ -140,17 +140,15 @@ def _compile(
         laid = products.lay(a, b)
         if _copied(laid[0], a) or _copied(laid[1], b):
             return None
-        compiled = products.plan(
-            describe_call(
-                *laid,
-                out=out,
-                bias=bias,
-                alpha=global_scales(a.global_scale, b.global_scale),
-                out_dtype=dtype,
-                accumulate=accumulate,
-                offsets=offsets,
-            )
+        described = describe_call(
+            *laid,
+            out=out,
+            bias=bias,
+            alpha=global_scales(a.global_scale, b.global_scale),
+            out_dtype=dtype,
+            accumulate=accumulate,
         )
+        compiled = products.plan(described._replace(offsets=describe(offsets)))
     except (TypeError, ValueError):  # of what has to be rewritten first
         return None
     return None if compiled.run is None else compiled

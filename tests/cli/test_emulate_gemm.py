@@ -61,13 +61,17 @@ def test_error_is_at_the_floor(arch, format, transpose, launches, opcode):
 
 
 @needs_dsl
-@pytest.mark.parametrize("groups", ["0,1,33", "0,0", "48"])
-def test_groups(groups):
-    found = command("--groups", groups, "--shape", "48x80x288", "--completion", "random", "--json")
+@pytest.mark.parametrize(
+    ("format", "groups", "launches"),
+    [("fp8_block", "0,1,33", 1), ("fp8_block", "0,0", 1), ("mxfp8", "48", 2), ("nvfp4", "3,4", 2)],
+)
+def test_groups(format, groups, launches):
+    given = "--format", format, "--groups", groups, "--shape", "48x80x288"
+    found = command(*given, "--completion", "random", "--json")
     assert found.returncode == 0, found.stderr
     product = json.loads(found.stdout)
     assert product["groups"] == [int(each) for each in groups.split(",")]
-    assert product["launches"] == 1
+    assert product["launches"] == launches
     assert product["error"] <= product["allowed"]
 
 
@@ -172,7 +176,7 @@ def test_faults_are_told(kernel):
         (("--completion", "soon"), "completion"),
         (("--groups", "1,-2"), "groups: got '1,-2'; expected rows of each group, as in 0,1,129"),
         (("--groups", "1,192"), "193 rows, and shape has M = 192"),
-        (("--groups", "1", "--format", "nvfp4"), "choose format fp8_block"),
+        (("--groups", "1", "--transpose", "NN", "--format", "mxfp8"), "leave transpose and"),
         (("--groups", "1", "--arch", "sm_100a"), "choose arch sm_90a"),
     ],
 )

@@ -63,6 +63,28 @@ def test_200_groupings(seed):
         assert torch.equal(got, bs.grouped_gemm(a, b, offsets))
 
 
+@pytest.mark.parametrize(("left", "right"), [
+    ("mxfp8", "mxfp8"), ("mxfp8_e5m2", "mxfp4"), ("nvfp4", "nvfp4"), (None, "mxfp8"),
+    (None, "nvfp4"),
+], ids=str)  # fmt: skip
+def test_exact_groupings(left, right):
+    """Weights widened in registers."""
+    rng = random.Random(0)
+    for i in range(20):
+        sizes = [rng.choice((0, 1, 31, 33, 127, 129, 300)) for _ in range(rng.choice((1, 7, 40)))]
+        rest = rng.choice((0, 1, 200)) or not sum(sizes)
+        n, k = 8 * rng.randint(1, 80), 32 * rng.randint(1, 40)
+        x, w = normal(sum(sizes) + rest, k, seed=i), normal(len(sizes), n, k, seed=i + 1)
+        b, offsets = bs.quantize(w, right).mT, ends(*sizes)
+        a = x if left is None else bs.quantize(x, left)
+        got = bs.grouped_gemm(a, b, offsets, backend="kernel")
+        wide, want = x if left is None else a.dequantize(FP32), torch.zeros_like(got).double()
+        for j, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):
+            want[start:end] = wide[start:end].double() @ b[j].dequantize(FP32).double()
+        check(got, want, (sizes, n, k))
+        assert bool((got[sum(sizes) :] == 0).all())
+
+
 @pytest.mark.parametrize("sizes", [(8192,), (4096, 0, 4096), (1000,) * 8, (128,) * 64])
 def test_large(sizes):
     a, b = quantized(sum(sizes), len(sizes), 1536, 2048)

@@ -74,7 +74,8 @@ def emulated(
 ) -> Tensor:
     """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
     between them may change."""
-    shape, rest = (a[0].shape[0], b[0].shape[0]), (bias, alpha, multiprocessors)
+    groups = (None, None) if hasattr(config, "grouped") else ()  # kernels for decoding have none
+    shape, rest = (a[0].shape[0], b[0].shape[0]), (bias, alpha, *groups, multiprocessors)
     out = launched(config, shape, (*a, *b), start, rest, completion)
     assert_no_spills(config)
     return out

@@ -246,9 +246,9 @@ def test_dgrad(launches):
 
 def test_no_kernel(launches):
     ends = torch.tensor([40, 64], dtype=torch.int32)
-    a = bs.quantize(matrix(64, 256), "mxfp8")
-    b = bs.quantize(matrix(2, 136, 256), "mxfp8").mT
-    with pytest.raises(ValueError, match="no kernel multiplies groups of mxfp8 by mxfp8"):
+    a = bs.quantize(matrix(64, 256), "fp8_1x128", layout="sm90")
+    b = bs.quantize(matrix(2, 136, 256), "fp8_1x128").mT
+    with pytest.raises(ValueError, match="no kernel multiplies groups of fp8_1x128 by fp8_1x128"):
         bs.grouped_gemm(a, b, ends, backend="kernel")
 
 

@@ -35,14 +35,13 @@ class Groups(Plain):
         """A (M, K), and B (groups, K, N)."""
         import torch
 
+        from ..quantize import quantize
+
         _, n, k = shape
         a, _ = make_operands(kernel, shape, (False, False), seed)
-        matrices = [
-            make_operands(kernel, (1, n, k), (False, False), seed + 1 + i)[1].mT
-            for i in range(len(self.sizes))
-        ]
-        stacked: Any = torch.stack(matrices)  # type: ignore[arg-type]
-        return a, stacked.mT
+        generator = torch.Generator().manual_seed(seed + 1)
+        w = torch.randn(len(self.sizes), n, k, generator=generator).bfloat16()
+        return a, quantize(w, kernel.weights, layout=kernel.layouts[1], pad=True).mT
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Of dequantized operands."""

@@ -40,13 +40,13 @@ def _fp8_block(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> 
     return sm90.gemm(left, Operand(b.qdata.mT, b.scale.mT, b.format_name), gpu=gpu)
 
 
-def _fp8_groups(a: ScaledTensor, b: ScaledTensor, offsets: Tensor, gpu: Gpu) -> Tensor:
+def _groups(a: ScaledTensor, b: ScaledTensor, offsets: Tensor, gpu: Gpu) -> Tensor:
     from ..kernels.common.calls import Operand
-    from ..kernels.sm90 import calls as sm90
+    from ..kernels.sm90.grouped_gemm import grouped_gemm
 
-    left = Operand(a.qdata, a.scale, a.format_name)
-    right = Operand(b.qdata.mT, b.scale.mT, b.format_name)
-    return sm90.grouped_gemm(left, right, offsets, gpu=gpu)
+    left = Operand(a.qdata, a.qscale, a.format_name)
+    right = Operand(b.qdata.mT, b.qscale.mT, b.format_name)
+    return grouped_gemm(left, right, offsets, alpha=alpha_of(a, b), gpu=gpu)
 
 
 def _widened(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
@@ -99,10 +99,12 @@ def _blackwell(a: str, b: str) -> Kernel:
 _HOPPER = {
     "fp8_block": Kernel(
         *("fp8_1x128", "fp8_128x128", ("sm90", "compact"), _fp8_block, _of_fp8, (False, False)),
-        grouped=_fp8_groups,
+        grouped=_groups,
     ),
-    "mxfp8": Kernel("mxfp8", "mxfp8", ("compact", "compact"), _widened, _of_bf16),
-    "nvfp4": Kernel("nvfp4", "nvfp4", ("compact", "compact"), _widened, _of_bf16),
+    **{
+        name: Kernel(name, name, ("compact", "compact"), _widened, _of_bf16, grouped=_groups)
+        for name in ("mxfp8", "nvfp4")
+    },
 }
 _BLACKWELL = {
     "mxfp8": _blackwell("mxfp8", "mxfp8"),

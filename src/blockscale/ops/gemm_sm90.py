@@ -12,7 +12,7 @@ from ..kernels.common.calls import CompiledGemm, GemmCall, Operand
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.loadable import loadable
 from ..kernels.sm90 import exact_gemm
-from ..kernels.sm90.grouped_plan import plan_grouped
+from ..kernels.sm90.grouped_gemm import plan_groups
 from ..kernels.sm90.plan import plan_gemm
 from ..layouts import get_layout
 from .gemm_operands import GroupedProducts, Products, Reading, Side, Take, scale_matrix
@@ -23,6 +23,13 @@ __all__ = ["PRODUCTS"]
 _FP8 = ("fp8_1x128", "fp8_128x128")
 # Formats whose elements, times their scales, are exact in bf16.
 _WIDENED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
+
+
+_WIDENED_PAIRS = [
+    (x, y)
+    for x, y in product((None, *_WIDENED), _WIDENED)
+    if x is None or formats[x].multiplies(formats[y])
+]
 
 
 # --- FP8 with fp32 scales per 128 -----------------------------------------------------------------
@@ -76,10 +83,12 @@ def _plan(call: GemmCall) -> CompiledGemm:
 def _lay_groups(a: Side, b: Side) -> tuple[Operand, Operand]:
     if b.scale is None:
         raise TypeError("b: is not quantized")
-    return (
-        Operand(_along_k("a", a.data), _by_rows(a, -1), a.format),
-        Operand(b.data.mT, b.scale.mT, b.format),
-    )
+    if b.format in _FP8:
+        left = Operand(_along_k("a", a.data), _by_rows(a, -1), a.format)
+    else:
+        left = Operand(a.data, None if a.scale is None else scale_matrix(a, -1), a.format)
+        left = left._replace(data=loadable(left.data))
+    return left, Operand(b.data.mT, b.scale.mT, b.format)
 
 
 # --- calls alike ----------------------------------------------------------------------------------
@@ -96,6 +105,13 @@ def _columns(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def _columns_by_rows(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Of scales in layout "sm90", which are not transposed."""
     return data.mT, scale
+
+
+def _all_below_each_other(shape: torch.Size, stride: tuple[int, ...]) -> Take | None:
+    """And their scales."""
+    if stride[0] != shape[2] * stride[2]:
+        return None
+    return lambda data, scale: (data.mT.flatten(0, 1), scale.mT.flatten(0, 1))
 
 
 def _below_each_other(shape: torch.Size, stride: tuple[int, ...]) -> Take | None:
@@ -118,11 +134,7 @@ PRODUCTS = Products(
     ),
     pairs={
         *product(_FP8, _FP8),
-        *(
-            (x, y)
-            for x, y in product((None, *_WIDENED), _WIDENED)
-            if x is None or formats[x].multiplies(formats[y])
-        ),
+        *_WIDENED_PAIRS,
     },
     lay=_lay,
     plan=_plan,
@@ -135,9 +147,12 @@ PRODUCTS = Products(
     },
     k_major=True,
     grouped=GroupedProducts(
-        {("fp8_1x128", "fp8_128x128")},
+        {("fp8_1x128", "fp8_128x128"), *_WIDENED_PAIRS},
         _lay_groups,
-        plan_grouped,
-        {("fp8_128x128", -2): Reading("compact", _below_each_other, scale_apart=1)},
+        plan_groups,
+        {
+            ("fp8_128x128", -2): Reading("compact", _below_each_other, scale_apart=1),
+            **{(name, -2): Reading("compact", _all_below_each_other) for name in _WIDENED},
+        },
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from .gemm_operands import Side, scale_matrix
 from .operation import operation
 
 __all__ = ["grouped_gemm"]
+
+_A_DATA, _B, _OFFSETS = 0, slice(6, 12), 12  # of its inputs
 
 
 def _fake(
@@ -28,12 +32,29 @@ def _fake(
     return a_data.new_empty([offsets.shape[0], *shape] if k_grouped else shape, dtype=out_dtype)
 
 
-@operation(_fake)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    if inputs[_A_DATA].requires_grad:
+        data, scale, scalar, *ctx.b = inputs[_B]
+        ctx.save_for_backward(data, scale, scalar, inputs[_OFFSETS])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of a plain ``a``: quantized operands have no gradient."""
+    gradients: list[Tensor | None] = [None] * 16
+    if ctx.needs_input_grad[_A_DATA]:
+        *parts, offsets = ctx.saved_tensors
+        b = _values(Side(*parts, *ctx.b), -2, None)
+        product = reference.grouped_gemm(grad, b.mT, offsets, out_dtype=torch.bfloat16)
+        gradients[_A_DATA] = product
+    return tuple(gradients)
+
+
+@operation(_fake, gradient=(_backward, _keep))
 def grouped_gemm(
     a_data: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     a_global: Tensor | None,
-    a_format: str,
+    a_format: str | None,
     a_layout: str,
     a_shape: list[int],
     b_data: Tensor,
@@ -63,8 +84,16 @@ def grouped_gemm(
                 return gemm_cpu.multiply_groups(a, b, [0, *offsets.tolist()], out_dtype)
         except Unsupported as why:
             fall_back("grouped_gemm", a_data, backend, str(why))
-    cut, f32 = offsets if k_grouped else None, torch.float32
-    a_scale = scale_matrix(a, -1)
-    x = dequantize(a_data, a_scale, a_format, a_shape, -1, a_global, cut, f32)
-    w = dequantize(b_data, b_scale, b_format, b_shape, -2, b_global, cut, f32)
+    cut = offsets if k_grouped else None
+    x, w = _values(a, -1, cut), _values(b, -2, cut)
     return reference.grouped_gemm(x, w, offsets, out_dtype=out_dtype)
+
+
+def _values(side: Side, axis: int, offsets: Tensor | None) -> Tensor:
+    """What an operand stands for; blocks start anew at ``offsets``, if they are given."""
+    if side.format is None:
+        return side.data
+    scale = side.scale if side.layout == "compact" else scale_matrix(side, axis)
+    assert scale is not None
+    stored = side.data, scale, side.format, list(side.shape), axis, side.global_scale
+    return dequantize(*stored, offsets, torch.float32)

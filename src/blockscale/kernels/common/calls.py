@@ -20,6 +20,7 @@ __all__ = [
     "GemmCall",
     "Operand",
     "OperandSpec",
+    "below_each_other",
     "check_loadable",
     "check_matrix",
     "describe_call",
@@ -117,12 +118,11 @@ def describe_call(
     out_dtype: torch.dtype = torch.bfloat16,
     accumulate: bool = False,
     gpu: Gpu | None = None,
-    offsets: Tensor | None = None,
 ) -> GemmCall:
     """The call of ``alpha * A @ B.mT + bias``.
 
     Args:
-        a, b: (M, K) and (N, K); or (groups, N, K) with ``offsets``.
+        a, b: (M, K) and (N, K).
         out: written to and returned, (M, N); may have rows that lie apart, and shares no memory
             with the other tensors (not looked at here).
         bias: (N,) in bfloat16, float16 or float32.
@@ -130,8 +130,6 @@ def describe_call(
         out_dtype: bfloat16, float16 or float32.
         accumulate: add to ``out`` instead of overwriting it.
         gpu: to choose the kernel for where the tensors are on a CPU, for the emulator.
-        offsets: (groups,) int32, the end of each group of rows of A, on its device; rows after the
-            last one's end are set to zero.
     """
     scalars = alpha if isinstance(alpha, tuple) else () if alpha is None else (alpha,)
     return GemmCall(
@@ -144,7 +142,6 @@ def describe_call(
         accumulate,
         a.data.device,
         gpu or gpu_of(a.data.device),
-        describe(offsets),
     )
 
 
@@ -198,14 +195,25 @@ def multiply(
     **options: Any,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias``: (M, N), by what ``plan`` finds; arguments of ``describe_call``.
+    With ``offsets``, (groups,) int32, the end of each group of rows of A, B is (groups, N, K); rows
+    after the last one's end are set to zero.
 
     The accumulator is multiplied and added to in fp32, and rounded once: the same bits in every
     run. Raises Unsupported, a ValueError, where there is no kernel; ValueError or TypeError where
     shapes, strides or dtypes do not belong together.
     """
-    call = describe_call(a, b, out=out, bias=bias, alpha=alpha, offsets=offsets, **options)
+    call = describe_call(a, b, out=out, bias=bias, alpha=alpha, **options)
+    call = call._replace(offsets=describe(offsets))
     operands = a.data, a.scale, b.data, b.scale
     return plan(call)(operands, out, bias, alpha, call.accumulate, offsets)
+
+
+def below_each_other(name: str, x: Described) -> Described:
+    """A batch of matrices as one; Unsupported where they do not lie together."""
+    (groups, rows, columns), stride, *rest = x
+    if groups > 1 and stride[0] != rows * stride[1]:
+        raise Unsupported(f"{name}: has strides {stride}; its matrices must lie together")
+    return (torch.Size((groups * rows, columns)), tuple(stride[1:]), *rest)
 
 
 def check_loadable(**operands: Described) -> None:

@@ -55,11 +55,16 @@ class TileRing:
     @cute.jit
     def read(self, turn):
         """The four integers of a tile; by a warp, once."""
+        values = self.peek(turn)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + turn % _SLOTS)
+        return values
+
+    @cute.jit
+    def peek(self, turn):
+        """The same, by a warp that has not read them yet, and will."""
         slot, phase = turn % _SLOTS, turn // _SLOTS % 2
         cute.arch.mbarrier_wait(self.full + slot, phase)
         words = ptx.load_shared(self.slots + slot * _BYTES, _BYTES)
-        values = [cute.arch.make_warp_uniform(Int32(each)) for each in words]
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + slot)
-        return values
+        return [cute.arch.make_warp_uniform(Int32(each)) for each in words]

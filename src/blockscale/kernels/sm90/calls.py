@@ -7,10 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ..common.calls import Operand, multiply
-from .grouped_plan import plan_grouped
 from .plan import plan_gemm
 
-__all__ = ["gemm", "grouped_gemm"]
+__all__ = ["gemm"]
 
 
 def gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
@@ -30,18 +29,3 @@ def gemm(a: Operand, b: Operand, **options: Any) -> Tensor:
     multiple of 16 bytes.
     """
     return multiply(plan_gemm, a, b, **options)
-
-
-def grouped_gemm(a: Operand, b: Operand, offsets: Tensor, **options: Any) -> Tensor:
-    """``A[start:end] @ B[i].mT`` of each group of rows: (M, N); zeros after the last one.
-
-    Args:
-        a: as of :func:`gemm`.
-        b: data (groups, N, K), its matrices one after another; scales of format "fp8_128x128",
-            compact: fp32 (groups, ceil(N / 128), ceil(K / 128)), with any strides.
-        offsets: int32 (groups,), the end of each group, on the device of ``a``.
-        options: of ``common.calls.multiply``.
-
-    Raises as that does.
-    """
-    return multiply(plan_grouped, a, b, offsets=offsets, **options)

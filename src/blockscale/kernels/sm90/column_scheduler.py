@@ -15,13 +15,10 @@ from cutlass import Int32, cute
 from ..common.persistent import cluster_id_and_count
 from ..common.schedule import Raster
 from .dense_scheduler import Tile
-from .mixed_config import B_ROWS, Config
+from .mixed_config import B_ROWS, SUPERGROUP, Config
 from .stream_scheduler import StreamTiles
 
 __all__ = ["ColumnScheduler", "ColumnTiles"]
-
-
-_GROUP = 8  # tiles of B that are taken before the next rows of A
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,13 @@ class ColumnTiles:
 
     def tile(self, index) -> Tile:
         """Divisions: not for each K block. Neighbours share rows of A, which are more bytes."""
-        raster = Raster((B_ROWS, self.config.rows), (1, 1), _GROUP)
+        raster = Raster((B_ROWS, self.config.rows), (1, 1), SUPERGROUP)
         column, row = raster.tile(index, self.tiles, Int32(0))
         if self.last_column is not None:
             column = cutlass.min(column, self.last_column)
         if self.last_row is not None:
             row = cutlass.min(row, self.last_row)
-        return Tile(row, column, self.k_begin, self.k_end)
+        return Tile(row, column, self.k_begin, self.k_end, b_row=column)
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class ColumnScheduler:
         n, m = extent
         return cute.ceil_div(n, B_ROWS), cute.ceil_div(m, self.config.rows)
 
-    def grid(self, extent, multiprocessors):
+    def grid(self, extent, multiprocessors, groups=None):
         """On the host: how many CTAs there are."""
         if self.config.stream_k:
             return multiprocessors
@@ -85,7 +82,9 @@ class ColumnScheduler:
             cutlass.min(across * down, multiprocessors // self.config.split_k) * self.config.split_k
         )
 
-    def tiles(self, extent, k_blocks, k_part) -> ColumnTiles | StreamTiles:
+    def tiles(
+        self, extent, k_blocks, rank, k_part, groups=None, ring=None
+    ) -> ColumnTiles | StreamTiles:
         """On the device: those of a CTA that has the ``k_part``-th part of K."""
         config, (n, m) = self.config, extent
         k_begin, k_end = (each * k_blocks // config.split_k for each in (k_part, k_part + 1))

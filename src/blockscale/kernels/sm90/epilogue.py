@@ -17,7 +17,7 @@ from ..common.ptx import load_shared, store_global
 from . import ptx
 from .product_config import ProductConfig
 
-__all__ = ["Epilogue"]
+__all__ = ["Epilogue", "store_rows"]
 
 _KINDS = {BFLOAT16: "bf16", FLOAT16: "f16", FLOAT32: "f32"}
 
@@ -123,7 +123,7 @@ class Epilogue:
         return found
 
     @cute.jit
-    def store(self, acc, warpgroup, thread, row, column, end):
+    def store(self, acc, warpgroup, thread, row, column, end=None):
         """Store boxes of 64 rows, ``epilogue_stages`` at a time."""
         config, nbytes = self.config, self.boxes.copies.nbytes
         first = warpgroup * config.epilogue_stages
@@ -149,7 +149,7 @@ class Epilogue:
                 else:
                     for i in range_constexpr(config.epilogue_stages):
                         place = self.place(start + i, row, column)
-                        self.store_rows(base + i * nbytes, thread, *place, end)
+                        store_rows(self.d, base + i * nbytes, config.box_bytes, thread, *place, end)
 
     @cute.jit
     def send(self, warp, first, start: cutlass.Constexpr, row, column):
@@ -163,20 +163,6 @@ class Epilogue:
         """Where a box begins, of what starts at ``row`` and ``column``."""
         across = self.config.tile[1] // self.config.box_columns
         return row + box // across * 64, column + box % across * self.config.box_columns
-
-    @cute.jit
-    def store_rows(self, address, thread, row, column, end):
-        """Store a box but for its rows from ``end`` on, which TMA cannot leave out."""
-        d, itemsize, nbytes = self.d, self.config.out_dtype.itemsize, self.config.box_bytes
-        chunks = nbytes // 16  # of a row
-        chunk, first = thread % chunks, thread // chunks
-        c = column + chunk * (16 // itemsize)
-        for down in range_constexpr(0, 64, 128 // chunks):
-            r = first + down
-            if row + r < end and c < d.shape[1]:
-                words = load_shared(address + r * nbytes + (chunk ^ swizzle_of(r, nbytes)) * 16, 16)
-                target = d.iterator.toint() + d.layout((row + r, c)) * itemsize
-                store_global(target, words, 16)
 
     def sync(self, warpgroup):
         cute.arch.barrier(barrier_id=warpgroup + 1, number_of_threads=128)
@@ -227,3 +213,18 @@ def swizzle_of(row, nbytes: int):
     """What 16-byte chunks of a row of so many bytes are moved by: Swizzle<B, 4, 3> of CuTe, whose B
     is 3, 2 or 1 for 128, 64 or 32 bytes."""
     return row // (128 // nbytes) % (nbytes // 16)
+
+
+@cute.jit
+def store_rows(d, address, nbytes: cutlass.Constexpr, thread, row, column, end):
+    """Store a swizzled box of 64 rows of ``nbytes``, but for its rows from ``end`` on, which TMA
+    cannot leave out; by a warpgroup."""
+    itemsize = d.element_type.width // 8
+    chunks = nbytes // 16  # of a row
+    chunk, first = thread % chunks, thread // chunks
+    c = column + chunk * (16 // itemsize)
+    for down in range_constexpr(0, 64, 128 // chunks):
+        r = first + down
+        if row + r < end and c < d.shape[1]:
+            words = load_shared(address + r * nbytes + (chunk ^ swizzle_of(r, nbytes)) * 16, 16)
+            store_global(d.iterator.toint() + d.layout((row + r, c)) * itemsize, words, 16)

@@ -24,8 +24,7 @@ from ..common.promotion import promote_l2
 from ..common.tensor_specs import any_strided, any_tensor
 from . import ptx
 from .config import BLOCK_K, Config
-from .dense_scheduler import DenseScheduler, DenseTiles
-from .grouped_scheduler import GroupedScheduler
+from .dense_scheduler import DenseTiles
 from .kernel import Gemm, Operand, accumulators, compile_gemm
 
 __all__ = ["Fp8Gemm", "compile_config"]
@@ -50,13 +49,11 @@ class Fp8Gemm:
             Operand(a_scale, lambda tile, k_block: (k_block, self.first_scale(tile))),
             Operand(b_scale, lambda tile, k_block: (k_block, tile.column)),
         )
-        scheduler = GroupedScheduler if config.grouped else DenseScheduler
         self.config = config
         if config.b_block[0] == 1:
-            self.gemm = Gemm(config, operands, Mainloop, scheduler=scheduler)
+            self.gemm = Gemm(config, operands, Mainloop)
         else:
-            fetched = ScaleFetcher, config.scale_bytes[1]
-            self.gemm = Gemm(config, operands[:3], Mainloop, *fetched, scheduler)
+            self.gemm = Gemm(config, operands[:3], Mainloop, ScaleFetcher, config.scale_bytes[1])
 
     def first_scale(self, tile):
         """Of A, that is loaded for a tile: TMA wants multiples of 16 bytes."""

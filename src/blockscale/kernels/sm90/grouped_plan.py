@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from torch import Tensor
 
 from ...dtypes import from_torch
-from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
+from ..common.calls import CompiledGemm, GemmCall, below_each_other, check_loadable, check_matrix
 from ..common.gpu import Unsupported
 from ..common.template import template
 from .config import BLOCK_K, why_not
@@ -19,7 +19,7 @@ __all__ = ["plan_grouped"]
 
 @lru_cache(maxsize=4096)
 def plan_grouped(call: GemmCall) -> CompiledGemm:
-    """The plan of a call of ``grouped_gemm`` with fp8_1x128 by fp8_128x128; raises as it does."""
+    """The plan of a call of ``grouped_gemm``, of fp8_1x128 by fp8_128x128; raises as it does."""
     a, b = call.a, call.b
     check_matrix("a_data", a.data, BYTES)
     (m, k), (groups, n, _) = a.data[0], b.data[0]
@@ -38,9 +38,7 @@ def plan_grouped(call: GemmCall) -> CompiledGemm:
     like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, _views)
-    if not (b.data[1][2] == 1 and b.data[1][0] == n * b.data[1][1]):
-        raise Unsupported(f"b_data: has strides {b.data[1]}; its matrices must lie together")
-    check_loadable(a_data=a.data, b_data=(b.data[0][1:], b.data[1][1:], *b.data[2:]))
+    check_loadable(a_data=a.data, b_data=below_each_other("b_data", b.data))
     config = choose_grouped((m, n, k), groups, call.epilogue(n), gpu=gpu)
     rest = supergroup(config.tile, k, gpu.multiprocessors), gpu.multiprocessors
     return CompiledGemm(config, gpu.load(config), like, _views, rest)

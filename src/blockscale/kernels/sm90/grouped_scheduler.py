@@ -21,7 +21,6 @@ from ..common.persistent import cluster_id_and_count
 from ..common.schedule import Raster
 from ..common.tile_ring import TileRing
 from .dense_scheduler import Tile
-from .product_config import ProductConfig
 
 __all__ = ["GroupedScheduler", "GroupedTiles", "TileFinder"]
 
@@ -31,19 +30,24 @@ class GroupedTiles:
     """The tiles of a CTA: every so many-th of ``count``, which a ring gives.
 
     Attributes:
+        shape: rows and columns of a tile.
         offsets: (groups,) int32, the end of each group. One that is less than the one before, or
             beyond the matrix, is taken for the nearest that is not.
         supergroup: tiles down a group that are taken before the next ones across, about.
         extent: rows and columns of the output.
+        across_first: the supergroup is of tiles across, which are taken before the next ones down.
+        rest_k_blocks: of tiles of the rest, whose sums are not those of the output.
         rank: 0, as no CTAs share tiles.
     """
 
-    config: ProductConfig
+    shape: tuple[int, int]
     ring: TileRing
     offsets: Any
     supergroup: Any
     extent: tuple
-    k_blocks: Any
+    k_blocks_of_tile: Any
+    across_first: bool = False
+    rest_k_blocks: int = 0
     rank: int = 0
 
     @property
@@ -52,7 +56,7 @@ class GroupedTiles:
 
     @property
     def across(self):
-        return Int32(cute.ceil_div(self.extent[1], self.config.tile[1]))
+        return Int32(cute.ceil_div(self.extent[1], self.shape[1]))
 
     @property
     def count(self):
@@ -65,7 +69,7 @@ class GroupedTiles:
         tiles, before = Int32(0), Int32(0)
         for chunk in range(0, self.groups + 1, 32):
             begin, end = self.bounds(chunk, before)
-            tiles = tiles + cute.ceil_div(end - begin, self.config.tile[0])
+            tiles = tiles + cute.ceil_div(end - begin, self.shape[0])
             before = cute.arch.shuffle_sync(end, 31)
         return cute.arch.warp_redux_sync(tiles, "add")
 
@@ -92,10 +96,18 @@ class GroupedTiles:
         return (index - first) // step
 
     def tile(self, index) -> Tile:
-        """Called by a warp, once. In the rest there is nothing to add up."""
+        """Called by a warp, once."""
         row, column, end, group = self.ring.read(self.turn(index))
-        k_end = cutlass.select_(group == self.groups, Int32(0), self.k_blocks)
-        return Tile(row, column, Int32(0), k_end, end, group, group * self.extent[1] + column)
+        b_row = group * self.extent[1] + column
+        return Tile(row, column, Int32(0), self._k_blocks(group), end, group, b_row)
+
+    def k_blocks(self, index):
+        """Those of ``tile(index)``; called by a warp, before that."""
+        return self._k_blocks(self.ring.peek(self.turn(index))[3])
+
+    def _k_blocks(self, group):
+        rest = Int32(self.rest_k_blocks)
+        return Int32(cutlass.select_(group == self.groups, rest, self.k_blocks_of_tile))
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,7 @@ class TileFinder:
 
     @cute.jit
     def __call__(self):
-        tiles, rows, across = self.tiles, self.tiles.config.tile[0], self.tiles.across
+        tiles, rows, across = self.tiles, self.tiles.shape[0], self.tiles.across
         start, step = tiles.first()
         chunk = Int32(0)
         begin, end = tiles.bounds(chunk, chunk)
@@ -124,14 +136,17 @@ class TileFinder:
 
     def place(self, index, after, begin, end) -> tuple:
         """First row and column of a tile of the group whose rows begin and end there."""
-        config, across = self.tiles.config, self.tiles.across
-        rows = config.tile[0]
+        tiles, across = self.tiles, self.tiles.across
+        rows = tiles.shape[0]
         down = cute.ceil_div(end - begin, rows)
+        shape, extent, height = tiles.shape, (down, across), tiles.supergroup
+        if tiles.across_first:
+            shape, extent = shape[::-1], extent[::-1]
         # bands that are alike, each about as high as is wanted
-        height = self.tiles.supergroup
-        bands = cutlass.max((down + height // 2) // height, Int32(1))
-        raster = Raster(config.tile, (1, 1), cute.ceil_div(down, bands))
-        row, column = raster.tile(index - (after - down) * across, (down, across), 0)
+        bands = cutlass.max((extent[0] + height // 2) // height, Int32(1))
+        raster = Raster(shape, (1, 1), cute.ceil_div(extent[0], bands))
+        place = raster.tile(index - (after - down) * across, extent, 0)
+        row, column = place[::-1] if tiles.across_first else place
         return begin + cutlass.min(row, cutlass.max(end - begin - rows, Int32(0))), column
 
 
@@ -149,19 +164,20 @@ def _of_lanes_to(value, combine):
 
 
 class GroupedScheduler:
-    """All tiles of a matrix (M, N), in the order of a :class:`Raster` in each group."""
+    """All tiles of a matrix (M, N), in the order of a :class:`Raster` in each group. ``options`` of
+    ``GroupedTiles``."""
 
-    def __init__(self, config: ProductConfig):
-        self.config = config
+    def __init__(self, shape: tuple[int, int], **options: Any):
+        self.shape, self.options = shape, options
 
     def grid(self, d, multiprocessors, groups):
         """On the host, which does not know how many tiles there are: the most, or one for each
         multiprocessor."""
-        down = cute.ceil_div(d.shape[0], self.config.tile[0]) + groups[0].shape[0]
-        across = cute.ceil_div(d.shape[1], self.config.tile[1])
-        return cutlass.min(Int32(down * across), multiprocessors)
+        (rows, columns), (m, n) = self.shape, d.shape
+        down = cute.ceil_div(m, rows) + groups[0].shape[0]
+        return cutlass.min(Int32(down * cute.ceil_div(n, columns)), multiprocessors)
 
     def tiles(self, d, k_blocks, rank, k_part, groups, ring) -> GroupedTiles:
         """On the device."""
         extent = Int32(d.shape[0]), Int32(d.shape[1])
-        return GroupedTiles(self.config, ring, *groups, extent, k_blocks)
+        return GroupedTiles(self.shape, ring, *groups, extent, k_blocks, **self.options)

@@ -30,7 +30,7 @@ from ..common.tile_ring import TileRing
 from . import ptx
 from .dense_scheduler import DenseScheduler, DenseTiles
 from .epilogue import Epilogue
-from .grouped_scheduler import TileFinder
+from .grouped_scheduler import GroupedScheduler, TileFinder
 from .product_config import ProductConfig
 from .split_k_reduce import ClusterReduce, CtaReduce, Room
 
@@ -55,7 +55,6 @@ class Gemm:
         fetcher: the class of what the second warp does, as ``fp8_gemm.ScaleFetcher``, if it does
             anything; ``fetched_bytes``: room for that in a stage, or 0 if it is behind what is
             loaded of the last operand.
-        scheduler: its class, which tells what tiles a CTA takes.
     """
 
     config: ProductConfig
@@ -63,7 +62,12 @@ class Gemm:
     mainloop: type
     fetcher: type | None = None
     fetched_bytes: int = 0
-    scheduler: type = DenseScheduler
+
+    @property
+    def scheduler(self):
+        """Tells what tiles a CTA takes."""
+        config = self.config
+        return GroupedScheduler(config.tile) if config.grouped else DenseScheduler(config)
 
     @property
     def out(self) -> Copies:
@@ -86,7 +90,7 @@ class Gemm:
             store = self.out.describe(d, op)
         atoms, views = zip(*loads, strict=True)
         self.kernel(atoms, views, *store, fetched, output, k_blocks, groups).launch(
-            grid=(self.scheduler(config).grid(d, multiprocessors, groups), 1, 1),
+            grid=(self.scheduler.grid(d, multiprocessors, groups), 1, 1),
             block=(config.threads, 1, 1),
             cluster=cluster_shape(config.cluster_size),
             min_blocks_per_mp=1,
@@ -153,7 +157,7 @@ class Gemm:
 
         # roles
         given = k_blocks, rank, k_part, groups, ring
-        schedule = self.scheduler(config).tiles(output[0], *given)
+        schedule = self.scheduler.tiles(output[0], *given)
         low, high = config.registers
         if warp < 4:
             cute.arch.setmaxregister_decrease(low)

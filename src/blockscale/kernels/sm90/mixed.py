@@ -27,8 +27,10 @@ from ..common.pdl import pdl_wait
 from ..common.persistent import cluster_shape, cluster_sync
 from ..common.pipeline import Pipeline
 from ..common.tensor_specs import any_tensor
+from ..common.tile_ring import TileRing
 from . import ptx
 from .column_scheduler import ColumnScheduler, ColumnTiles
+from .grouped_scheduler import GroupedScheduler, TileFinder
 from .kernel import compile_gemm
 from .mixed_config import B_ROWS, BLOCK_K, WARPGROUPS, Config
 from .mixed_epilogue import MixedEpilogue
@@ -41,7 +43,6 @@ __all__ = ["MixedGemm", "compile_config"]
 # of threads that load, and of those that multiply, as many as there are for such warpgroups
 _REGISTERS = {1: (40, 232), 2: (32, 112)}
 _PANEL = 64  # columns of A in rows of 128 bytes
-_SCALE_THREADS = 96
 
 
 class MixedGemm:
@@ -50,29 +51,49 @@ class MixedGemm:
     def __init__(self, config: Config):
         self.config = config
         self.threads = 128 * (1 + WARPGROUPS * config.warpgroup_split_k)
-        self.scheduler = ColumnScheduler(config)
+        self.scheduler: Any = ColumnScheduler(config)
+        if config.grouped:  # neighbours share rows of A, which are more bytes
+            shape = config.rows, B_ROWS
+            self.scheduler = GroupedScheduler(shape, across_first=True, rest_k_blocks=1)
         slots = config.stages * (config.block_k // _PANEL)
         self.a = Copies(cutlass.BFloat16, (config.rows, _PANEL), slots, rows=config.loaded_rows)
         self.b = Copies(cutlass.Uint8, (B_ROWS, config.row_bytes), config.stages)
         self.out = Copies(NUMERIC[config.out_dtype], (64, 64), config.own_shares)
 
     @cute.jit
-    def __call__(self, a, partials, b, b_scale, d, bias, alpha, multiprocessors, stream):
+    def __call__(
+        self,
+        a,
+        partials,
+        b,
+        b_scale,
+        d,
+        bias,
+        alpha,
+        offsets,
+        supergroup,
+        multiprocessors,
+        stream,
+    ):
         """Launch. ``a`` (M, K) bf16, permuted and padded with zeros to whole K blocks; ``partials``
         as ``StreamReduce`` takes them, its counters zero, or None; ``b`` (N, K) as bytes,
-        ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha``, or None.
+        ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha``, or None. Where rows
+        are grouped, ``b`` and ``b_scale`` have groups * N rows, ``offsets`` (groups,) int32, and
+        ``supergroup`` as of ``GroupedTiles``; else None.
         """
         config = self.config
         loads = [self.a.describe(a), self.b.describe(b)]
         store = None, None
         if const_expr(config.tma_store):
             store = self.out.describe(d, cpasync.CopyBulkTensorTileS2GOp())
-        extent = self.scheduler.extent(a, b)
+        groups = (offsets, supergroup) if config.grouped else None
+        extent = d if config.grouped else self.scheduler.extent(a, b)
         atoms, views = zip(*loads, strict=True)
         output = d, bias, alpha, partials
         k_blocks = cute.ceil_div(b.shape[1], config.stages_per_k_block * config.row_bytes)
-        self.kernel(atoms, views, *store, b_scale, output, extent, k_blocks).launch(
-            grid=(self.scheduler.grid(extent, multiprocessors), 1, 1),
+        work = extent, k_blocks, groups
+        self.kernel(atoms, views, *store, b_scale, output, work).launch(
+            grid=(self.scheduler.grid(extent, multiprocessors, groups), 1, 1),
             block=(self.threads, 1, 1),
             cluster=cluster_shape(config.split_k),
             min_blocks_per_mp=1,
@@ -81,9 +102,10 @@ class MixedGemm:
         )
 
     @cute.kernel
-    def kernel(self, atoms, views, store_atom, store_view, b_scale, output, extent, k_blocks):
+    def kernel(self, atoms, views, store_atom, store_view, b_scale, output, work):
         config = self.config
         *output, partials = output
+        extent, k_blocks, groups = work
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         k_part = Int32(0)
         if const_expr(config.split_k > 1):
@@ -99,6 +121,7 @@ class MixedGemm:
             boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
         scales = shared.allocate(memory, config.stages * config.scale_bytes, 128)
         pipeline = Pipeline.allocate(memory, config.stages, config.warpgroup_split_k)
+        ring = TileRing.allocate(memory) if config.grouped else None
         reduce = StreamReduce(config, partials) if config.stream_k else None
         if const_expr(config.sources > 1):
             reduce = MixedReduce.allocate(config, memory)
@@ -109,24 +132,29 @@ class MixedGemm:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for i in range_constexpr(pipeline.full_barriers):
-                    cute.arch.mbarrier_init(pipeline.full + i, 1 + _SCALE_THREADS)
+                    cute.arch.mbarrier_init(pipeline.full + i, 1 + config.scale_threads)
                 for i in range_constexpr(config.stages):
                     cute.arch.mbarrier_init(pipeline.empty + i, 128 * WARPGROUPS)
                 if const_expr(config.sources > 1):
                     reduce.init_barriers()
+                if const_expr(config.grouped):
+                    ring.init_barriers(1 + config.scale_threads // 32 + 4 * WARPGROUPS)
             cute.arch.mbarrier_init_fence()
         a.copies.clear(a.tiles, self.threads)
         cluster_sync(config.split_k)
 
         # roles
-        schedule = self.scheduler.tiles(extent, k_blocks, k_part)
+        schedule = self.scheduler.tiles(extent, k_blocks, Int32(0), k_part, groups, ring)
         few, many = _REGISTERS[config.warpgroup_split_k]
         if warp < 4:
             cute.arch.setmaxregister_decrease(few)
             if warp == 0:
                 Loader(config, pipeline, schedule, a, b)()
-            else:
+            elif warp <= config.scale_threads // 32:
                 ScaleLoader(config, pipeline, schedule, b_scale, scales)()
+            elif const_expr(config.grouped):
+                pdl_wait()
+                TileFinder(schedule)()
         else:
             cute.arch.setmaxregister_increase(many)
             epilogue = MixedEpilogue(config, boxes, *output)
@@ -151,11 +179,12 @@ class Loader:
         nbytes = panels * self.a.copies.moved + self.b.copies.moved
         lane = cute.arch.lane_idx()
         start, step = self.schedule.first()
-        tile = self.schedule.tile(start)
-        with cute.arch.elect_one():
-            begin, end = tile.k_begin * turns, tile.k_end * turns
-            for i in range(begin, cutlass.min(end, begin + config.stages)):
-                self.b.prefetch((tile.column, i * row_bytes))
+        if const_expr(not config.grouped):  # groups may come from the kernel before
+            near = self.schedule.tile(start)
+            with cute.arch.elect_one():
+                begin, end = near.k_begin * turns, near.k_end * turns
+                for i in range(begin, cutlass.min(end, begin + config.stages)):
+                    self.b.prefetch((near.b_row, i * row_bytes))
         pdl_wait()
         stage, phase = Int32(0), Int32(1)
         for index in range(start, self.schedule.count, step):
@@ -165,7 +194,7 @@ class Loader:
                 barrier = self.pipeline.producer_barrier(stage, phase)
                 if lane == 0:
                     ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
-                self.b.load(stage, (tile.column, i * row_bytes), barrier)
+                self.b.load(stage, (tile.b_row, i * row_bytes), barrier)
                 for j in range_constexpr(panels):
                     column = (i * panels + j) * _PANEL
                     self.a.load(stage * panels + j, (tile.row, column), barrier)
@@ -174,7 +203,8 @@ class Loader:
 
 @dataclass(frozen=True)
 class ScaleLoader:
-    """Brings block scales of B (N, K / block) to the stages, at ``address``: three warps."""
+    """Brings block scales of B (N, K / block) to the stages, at ``address``: two or three
+    warps."""
 
     config: Config
     pipeline: Pipeline
@@ -187,8 +217,9 @@ class ScaleLoader:
         thread = cute.arch.thread_idx()[0] - 32
         start, step = self.schedule.first()
         stage, phase = Int32(0), Int32(1)
-        tile = self.schedule.tile(start)
-        self.prefetch(tile.column, tile.k_begin, thread)
+        if const_expr(not self.config.grouped):
+            near = self.schedule.tile(start)
+            self.prefetch(near.b_row, near.k_begin, thread)
         pdl_wait()
         for index in range(start, self.schedule.count, step):
             tile = self.schedule.tile(index)
@@ -196,7 +227,7 @@ class ScaleLoader:
             for i in range(tile.k_begin * turns, tile.k_end * turns):
                 self.pipeline.producer_acquire(stage, phase)
                 target = self.address + stage * self.config.scale_bytes
-                self.load(target, tile.column, i // self.config.stages_per_scale_row, thread)
+                self.load(target, tile.b_row, i // self.config.stages_per_scale_row, thread)
                 self.arrive(self.pipeline.producer_barrier(stage, phase).toint())
                 stage, phase = self.pipeline.producer_next(stage, phase)
 
@@ -206,8 +237,8 @@ class ScaleLoader:
         ``b_scale``."""
         nbytes, scale = self.config.scale_row, self.b_scale
         column = index * nbytes
-        for i in range_constexpr(-(-B_ROWS // _SCALE_THREADS)):
-            row = i * _SCALE_THREADS + thread
+        for i in range_constexpr(-(-B_ROWS // self.config.scale_threads)):
+            row = i * self.config.scale_threads + thread
             if row < B_ROWS:
                 inside = Int32(first + row < scale.shape[0])
                 own = target + row * nbytes
@@ -226,8 +257,8 @@ class ScaleLoader:
     def prefetch(self, first, k_block, thread):
         """Bring scales of the same rows, of this K block and some after it, to the L2 cache."""
         scale = self.b_scale
-        for i in range_constexpr(-(-B_ROWS // _SCALE_THREADS)):
-            row = i * _SCALE_THREADS + thread
+        for i in range_constexpr(-(-B_ROWS // self.config.scale_threads)):
+            row = i * self.config.scale_threads + thread
             if row < B_ROWS and first + row < scale.shape[0]:
                 column = k_block * (BLOCK_K // self.config.format.block_size)
                 place = scale.layout((first + row, column))
@@ -295,7 +326,10 @@ class Consumer:
                 else:
                     self.reduce.send(share, acc, here, reduce_phase, self.k_part, turn)
             else:
-                self.epilogue(acc, share, here, tile.row, column)
+                if const_expr(config.grouped):  # noqa: SIM102 - one is known when compiling
+                    if tile.group == self.schedule.groups:  # the rest
+                        acc.fill(0.0)
+                self.epilogue(acc, share, here, tile.row, column, tile.end)
             reduce_phase = reduce_phase ^ 1
         if const_expr(config.tma_store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -310,4 +344,5 @@ def compile_config(config: Config):
         any_tensor(cutlass.Int32, 1, 16) if config.stream_k else None,
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(cutlass.Uint8, 2, align, True),
+        groups=(any_tensor(Int32, 1, 4), Int32(1)) if config.grouped else (None, None),
     )

@@ -23,9 +23,11 @@ __all__ = [
     "BLOCK_K",
     "B_ROWS",
     "COUNTERS",
+    "SUPERGROUP",
     "WARPGROUPS",
     "Config",
     "choose_config",
+    "choose_grouped",
     "gain",
     "why_not",
 ]
@@ -34,6 +36,7 @@ BLOCK_K = 128  # columns of a K block
 BF16 = "bf16"  # where the name of a format is expected: an operand without scales
 B_ROWS = 128  # of a tile
 WARPGROUPS = 2  # that share these
+SUPERGROUP = 8  # tiles of B that are taken before the next rows of A
 COUNTERS = 1024  # of stream-K: words, one for each share of a CTA's tile
 _A_ROWS = (8, 16, 32, 64, 128, 192, 256)  # of a tile
 _WHOLE_ROWS = 128  # with more, a stage is half of a K block
@@ -77,6 +80,7 @@ class Config:
         loaded_rows: of A; 0 for all of a tile's. Fewer where there are no more, and that pays.
         stream_k: CTAs have equal shares of all K blocks, and add up accumulators of tiles that
             they share in global memory.
+        grouped: rows of A are in groups, each of which has its own B.
     """
 
     b_format: str
@@ -92,6 +96,7 @@ class Config:
     async_scales: bool = True
     loaded_rows: int = 0
     stream_k: bool = False
+    grouped: bool = False
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -107,8 +112,16 @@ class Config:
             and (self.out_dtype.itemsize > 2 or self.accumulate or self.rows < ROWS),
             "loaded_rows": self.loaded_rows not in range(self.rows),
             "stream_k": self.stream_k and self.sources > 1,
+            # sums of what is stored twice have one order
+            "grouped": self.grouped
+            and (self.sources > 1 or self.stream_k or self.accumulate or self.loaded_rows),
         }
         refuse(self, wrong)
+
+    @property
+    def scale_threads(self) -> int:
+        """That load scales of B; a warp finds tiles instead, where rows are grouped."""
+        return 64 if self.grouped else 96
 
     @property
     def format(self) -> Format:
@@ -260,6 +273,36 @@ def _fitted(m: int, rows: int, b_format: str, epilogue: Epilogue, async_scales: 
         stages=_STAGES[0] if rows <= _WHOLE_ROWS else _STAGES[0] + 1,  # of half a K block each
         loaded_rows=rows_to_load(m, rows) if rows >= ROWS and m < rows else 0,
     )
+
+
+def choose_grouped(
+    shape: tuple[int, int, int],
+    groups: int,
+    b_format: str,
+    epilogue: Epilogue,
+    *,
+    async_scales: bool = True,
+    gpu: Gpu = GPUS["sm_90a"],
+) -> Config:
+    """The kernel for a product of ``shape`` (M, N, K) whose rows are in ``groups``."""
+    m, n, k = shape
+    each, at_once, blocks = m / groups, gpu.max_active_clusters(1), -(-k // BLOCK_K)
+
+    def nanoseconds(rows: int) -> float:
+        # in the mean half a tile of a group is missing, and half a wave
+        tiles = groups * max(1, each / rows + 0.5) * -(-n // B_ROWS)
+        tile_ns = blocks * _K_BLOCK_NS[max(rows, min(_K_BLOCK_NS))] + _TILE_NS
+        return max(1, tiles / at_once + 0.5) * tile_ns
+
+    # some groups have twice as many rows; and fewer than 64 take no less time
+    least = next((rows for rows in _A_ROWS if rows >= 2 * each), ROWS)
+    options = [least] if least < ROWS else [rows for rows in _A_ROWS if rows >= ROWS]
+    config = replace(
+        _fitted(m, min(options, key=nanoseconds), b_format, epilogue, async_scales),
+        loaded_rows=0,
+        grouped=True,
+    )
+    return replace(config, stages=_most_stages(config, 1))
 
 
 def choose_config(

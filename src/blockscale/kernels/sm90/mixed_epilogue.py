@@ -18,6 +18,7 @@ from ...dtypes import BFLOAT16, FLOAT16
 from ..common.copies import TmaTiles
 from ..common.factor import factor_of
 from . import ptx
+from .epilogue import store_rows
 from .mixed_config import Config
 
 __all__ = ["MixedEpilogue"]
@@ -37,13 +38,14 @@ class MixedEpilogue:
     alpha: Any
 
     @cute.jit
-    def __call__(self, acc, share, thread, row, column):
-        """Store a tile's rows of the output, and 64 columns, from ``row`` and ``column`` on."""
+    def __call__(self, acc, share, thread, row, column, end=None):
+        """Store a tile's rows of the output, and 64 columns, from ``row`` and ``column`` on; but
+        nothing from row ``end`` on, if that is given."""
         self.scale(acc, thread, column)
         if const_expr(self.config.tma_store):
-            self.store(acc, share, thread, row, column)
+            self.store(acc, share, thread, row, column, end)
         else:
-            self.store_each(acc, thread, row, column)
+            self.store_each(acc, thread, row, column, end)
 
     @cute.jit
     def scale(self, acc, thread, column):
@@ -66,7 +68,7 @@ class MixedEpilogue:
                 acc[4 * group + i] = value
 
     @cute.jit
-    def store(self, acc, share, thread, row, column):
+    def store(self, acc, share, thread, row, column, end):
         """Store boxes of 64 rows x 64 columns."""
         for down in range_constexpr(0, self.config.rows, 64):
             if thread < 32:  # the last store has read the buffer
@@ -77,9 +79,20 @@ class MixedEpilogue:
             self.put(acc, address, down, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync(share)
-            if thread < 32:
-                self.boxes.store(box, (row + down, column))
-                cute.arch.cp_async_bulk_commit_group()
+            if const_expr(end is None):
+                self.send(thread, box, row + down, column)
+            else:
+                if row + down + 64 <= end:
+                    self.send(thread, box, row + down, column)
+                else:
+                    store_rows(self.d, address, 128, thread, row + down, column, end)
+
+    @cute.jit
+    def send(self, thread, box, row, column):
+        """Store a box by TMA."""
+        if thread < 32:
+            self.boxes.store(box, (row, column))
+            cute.arch.cp_async_bulk_commit_group()
 
     def sync(self, share):
         cute.arch.barrier(barrier_id=share + 1, number_of_threads=128)
@@ -99,15 +112,16 @@ class MixedEpilogue:
             ptx.stmatrix_trans(line + group * 8 * 128, words)
 
     @cute.jit
-    def store_each(self, acc, thread, row, column):
+    def store_each(self, acc, thread, row, column, end):
         """Store where rows may start anywhere."""
         config, d = self.config, self.d
+        end = d.shape[0] if end is None else end
         warp, lane = thread // 32, thread % 32
         for group in range_constexpr(config.rows // 8):
             for i in range_constexpr(4):
                 r = row + group * 8 + lane % 4 * 2 + i % 2
                 c = column + warp * 16 + lane // 4 + i // 2 * 8
-                if r < d.shape[0] and c < d.shape[1]:
+                if r < end and c < d.shape[1]:
                     value = acc[4 * group + i]
                     if const_expr(config.accumulate):
                         value = value + Float32(d[r, c])

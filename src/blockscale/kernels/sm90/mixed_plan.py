@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...dtypes import from_torch
 from ...formats import Format, get_format
-from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
+from ..common.calls import CompiledGemm, GemmCall, below_each_other, check_loadable, check_matrix
 from ..common.runtime import Described
 from ..common.template import template
 from . import skinny_config
-from .mixed_config import BF16, BLOCK_K, choose_config, why_not
+from .mixed_config import BF16, BLOCK_K, SUPERGROUP, choose_config, choose_grouped, why_not
 from .permute_config import PermuteConfig
 from .plan import octets
 
@@ -56,10 +56,15 @@ class _Widened:
 
 @lru_cache(maxsize=4096)
 def plan_mixed(call: GemmCall) -> CompiledGemm:
-    """The plan of a call of ``mixed_gemm``; raises as it does."""
+    """The plan of a call of ``mixed_gemm``, or of one whose rows of A are grouped; raises as it
+    does."""
     (a, a_scale, a_format), (b, b_scale, b_format) = call.a, call.b
     assert b_format is not None
     assert b_scale is not None
+    groups, views = 1, octets
+    if call.offsets is not None:
+        groups, views = b[0][0], _below
+        b, b_scale = below_each_other("b_data", b), below_each_other("b_scale", b_scale)
     gpu = call.supported(partial(why_not, a_format or BF16, b_format, from_torch(call.out_dtype)))
     for name, data in (("a_data", a), ("b_data", b)):
         if len(data[0]) == 2 and data[1][1] != 1 and data[0][1] > 1:
@@ -69,7 +74,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
             )
     check_matrix("a_data", a, (torch.bfloat16,) if a_format is None else _BYTES)
     check_matrix("b_data", b, _BYTES)
-    m, n, format = a[0][0], b[0][0], get_format(b_format)
+    m, n, format = a[0][0], b[0][0] // groups, get_format(b_format)
     k = format.element.elements(b[0][1])
     a_k = a[0][1] if a_format is None else get_format(a_format).element.elements(a[0][1])
     padded = -(-a_k // format.block_size) * format.block_size
@@ -80,16 +85,20 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
         )
     if (a_format is None) != (a_scale is None):
         raise ValueError("a_scale: belongs to quantized data, bf16 data has None")
-    given = [("b_scale", b_scale, n)] + ([("a_scale", a_scale, m)] if a_scale is not None else [])
+    given = [("b_scale", b_scale, groups * n)]
+    if a_scale is not None:
+        given.append(("a_scale", a_scale, m))
     for name, scale, rows in given:
         _check_scale(name, scale, (rows, k // format.block_size), format)
     call.check_rest((m, n))
     like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
-        return CompiledGemm(None, None, like, octets)
+        return CompiledGemm(None, None, like, views)
     check_loadable(a_data=a, b_data=b)
-    decodes = m <= skinny_config.MAX_SKINNY_M and (
-        a_format is None or skinny_config.fills_gpu(n, gpu.multiprocessors)
+    decodes = (
+        call.offsets is None
+        and m <= skinny_config.MAX_SKINNY_M
+        and (a_format is None or skinny_config.fills_gpu(n, gpu.multiprocessors))
     )
     if decodes:
         config: Any = skinny_config.choose_config(
@@ -101,10 +110,13 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
             gpu=gpu,
         )
     else:
-        config = choose_config(
-            (m, n, k),
-            b_format,
-            call.epilogue(n),
+        choose = choose_config
+        if call.offsets is not None:
+            choose = partial(choose_grouped, groups=groups)
+        config = choose(
+            shape=(m, n, k),
+            b_format=b_format,
+            epilogue=call.epilogue(n),
             async_scales=k % BLOCK_K == 0 and _apart(b_scale, BLOCK_K // format.block_size),
             gpu=gpu,
         )
@@ -116,7 +128,17 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
         block_k = 0 if decodes else config.block_k
         widen = gpu.load(PermuteConfig(a_format or BF16, block_k, clears=words > 0))
         run = _Widened(widen, run, values, partials)
-    return CompiledGemm(config, run, like, octets, (gpu.multiprocessors,))
+    rest: tuple[Any, ...] = (gpu.multiprocessors,)
+    if call.offsets is not None:
+        rest = (SUPERGROUP, *rest)
+    elif not decodes:
+        rest = (None, None, *rest)
+    return CompiledGemm(config, run, like, views, rest)
+
+
+def _below(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Matrices of all groups below each other."""
+    return octets(*(x.flatten(0, 1) if x is not None and x.dim() == 3 else x for x in operands))
 
 
 def _apart(x: Described, nbytes: int) -> bool:

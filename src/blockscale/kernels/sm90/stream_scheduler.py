@@ -83,6 +83,7 @@ class StreamTiles:
             tile.column,
             cutlass.select_(shared, begin, Int32(0)),
             cutlass.select_(shared, end, blocks),
+            b_row=tile.b_row,
         )
 
     def k_blocks(self, index):
