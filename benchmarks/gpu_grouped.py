@@ -16,15 +16,16 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_tiles import json_lines
 
+from blockscale.bench import peers_grouped
 from blockscale.bench.contest import Call, ready, turns
+from blockscale.bench.grouped import skewed
 from blockscale.bench.timing import Timer
 from blockscale.kernels.common.compile_all import compile_all
 from blockscale.kernels.common.epilogue import Epilogue
@@ -33,7 +34,7 @@ from blockscale.kernels.sm90.config import Config, choose_config
 from blockscale.kernels.sm90.grouped_config import grouped_candidates, supergroup
 from blockscale.quantize import quantize
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16 = torch.bfloat16
 Way = tuple[Config, int]  # a kernel, and its supergroup
 
 ROWS = 32768
@@ -57,21 +58,12 @@ class Case:
         return sum(self.sizes)
 
 
-def skewed(groups: int, rows: int, multiple: int, seed: int = 0) -> tuple[int, ...]:
-    """Multiples with log-normal sizes, of ``rows`` in all."""
-    rng = random.Random(groups + seed)
-    weights = [math.exp(rng.gauss(0, 1)) for _ in range(groups)]
-    units = rows // multiple
-    sizes = [max(1, int(each / sum(weights) * units)) for each in weights]
-    for i in range(10**6):
-        if sum(sizes) == units:
-            break
-        at = i % groups
-        if sum(sizes) < units:
-            sizes[at] += 1
-        elif sizes[at] > 1:
-            sizes[at] -= 1
-    return tuple(each * multiple for each in sizes)
+def any_size(groups: int, rows: int) -> tuple[int, ...]:
+    """Of skewed groups, whose ends are moved by up to 63 rows."""
+    rng = random.Random(groups)
+    ends = list(accumulate(skewed(groups, rows)))
+    moved = sorted(end + rng.randint(-63, 63) for end in ends[:-1])
+    return tuple(end - start for start, end in pairwise([0, *moved, rows]))
 
 
 def cases() -> Iterator[Case]:
@@ -80,8 +72,8 @@ def cases() -> Iterator[Case]:
             half = (ROWS // 2, *[ROWS // 2 // (groups - 1) // 128 * 128] * (groups - 1))
             for name, sizes in (
                 ("equal", (ROWS // groups,) * groups),
-                ("skewed", skewed(groups, ROWS, 128)),
-                ("any size", skewed(groups, ROWS, 1, seed=1)),
+                ("skewed", skewed(groups, ROWS)),
+                ("any size", any_size(groups, ROWS)),
                 ("half in one", half),
             ):
                 yield Case(name, sizes, n, k)
@@ -96,13 +88,14 @@ class Operands:
     def __init__(self, case: Case):
         torch.manual_seed(0)
         groups, n, k = len(case.sizes), case.n, case.k
-        x = torch.randn(case.m, k, device="cuda", dtype=BF16)
-        a = quantize(x, "fp8_1x128", layout="sm90")
+        self.x = torch.randn(case.m, k, device="cuda", dtype=BF16)
+        self.w = torch.randn(groups, n, k, device="cuda", dtype=BF16)
+        a = quantize(self.x, "fp8_1x128", layout="sm90")
         self.a, self.a_scale = a.qdata.view(torch.uint8), a.scale
         self.b = torch.empty(groups, n, k, device="cuda", dtype=torch.uint8)
         self.b_scale = torch.empty(groups, -(-n // 128), -(-k // 128), device="cuda")
-        for b, scale in zip(self.b, self.b_scale, strict=True):
-            q = quantize(torch.randn(n, k, device="cuda", dtype=BF16), "fp8_128x128")
+        for w, b, scale in zip(self.w, self.b, self.b_scale, strict=True):
+            q = quantize(w, "fp8_128x128")
             b.copy_(q.qdata.view(torch.uint8))
             scale.copy_(q.scale)
         self.offsets = torch.tensor(case.sizes, device="cuda").cumsum(0).int()
@@ -120,35 +113,11 @@ class Operands:
         return partial(gpu.load(config), *given, None, None, None, None, gpu.multiprocessors)
 
 
-def deep_gemm(case: Case, given: Operands) -> Call:
-    library: Any = import_module("deep_gemm")
-    if any(size % 128 for size in case.sizes):
-        raise ValueError("sizes are no multiples of 128")
-    owner = torch.repeat_interleave(
-        torch.arange(len(case.sizes), dtype=torch.int32), torch.tensor(case.sizes)
-    ).int().cuda()  # fmt: skip
-    a = given.a.view(FP8), given.a_scale[:, : case.m].mT
-    b = given.b.view(FP8), given.b_scale
-    d = torch.empty_like(given.d)
-    return lambda: library.m_grouped_fp8_gemm_nt_contiguous(a, b, d, owner)
-
-
-def torch_rowwise(case: Case, given: Operands) -> Call:
-    a, b = given.a.view(FP8), given.b.view(FP8).mT
-    a_scale = torch.ones(case.m, device="cuda")
-    b_scale = torch.ones(len(case.sizes), case.n, device="cuda")
-    product: Any = torch._scaled_grouped_mm
-    return lambda: product(
-        a, b, a_scale, b_scale, offs=given.offsets, out_dtype=BF16, use_fast_accum=True
-    )
-
-
-def torch_bf16(case: Case, given: Operands) -> Call:
-    a, b = given.a.view(FP8).bfloat16(), given.b.view(FP8).bfloat16().mT
-    return lambda: torch._grouped_mm(a, b, offs=given.offsets, out_dtype=BF16)
-
-
-PEERS = {"DeepGEMM": deep_gemm, "torch FP8 row-wise": torch_rowwise, "torch bf16": torch_bf16}
+PEERS = {
+    "DeepGEMM": peers_grouped.deep_gemm,
+    "torch FP8 row-wise": peers_grouped.row_wise,
+    "torch bf16": peers_grouped.bf16,
+}
 
 
 def ways(case: Case, gpu: Any, supergroups: Sequence[int]) -> list[Way]:
@@ -181,7 +150,7 @@ def measured(
     dense = choose_config((case.m, case.n, case.k), Epilogue(), gpu=gpu)
     calls["one product"] = given.dense(dense, gpu)
     for name, prepare in PEERS.items() if peers else ():
-        one = ready(partial(prepare, case, given))
+        one = ready(partial(prepare, given.x, given.w, case.sizes))
         if isinstance(one, str):
             failed[name] = one
         else:

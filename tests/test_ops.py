@@ -142,6 +142,9 @@ def test_opcheck_grouped(backend):
     a, b = bs.quantize(matrix(64, 128)), bs.quantize(matrix(3, 32, 128, seed=1)).mT
     args = (*side(a, **COMPACT), *side(b, **COMPACT), ends, False, torch.bfloat16)
     torch.library.opcheck(OPS.grouped_gemm.default, args)
+    plain = matrix(64, 128).bfloat16().requires_grad_()
+    args = (*side(plain), *side(b, **COMPACT), ends, False, torch.bfloat16)
+    torch.library.opcheck(OPS.grouped_gemm.default, args)
     a, b = (bs.quantize(matrix(64, 32, seed=s), axis=-2, offsets=ends) for s in (0, 1))
     args = (*side(a.mT, **COMPACT), *side(b, **COMPACT), ends, True, torch.bfloat16)
     torch.library.opcheck(OPS.grouped_gemm.default, args)

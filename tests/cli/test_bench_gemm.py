@@ -341,7 +341,7 @@ def kernels(monkeypatch):
     """Kernels that write the product in ``MICROSECONDS``, or do not start."""
 
     def load(config):
-        def run(a, a_scale, b, b_scale, d, bias, alpha, multiprocessors):
+        def run(a, a_scale, b, b_scale, d, bias, alpha, offsets, supergroup, multiprocessors):
             assert multiprocessors == 132
             assert a.dtype == b.dtype == torch.uint8
             assert a_scale.shape == (a.shape[1] // 128, a.shape[0])
@@ -480,6 +480,8 @@ def test_host_command(gpu, monkeypatch, tmp_path):
         (["gemm", "--peers", "some"], "peers: got 'some'"),
         (["gemm", "--shapes", "128x128"], "shapes: got '128x128'; expected M, N and K"),
         (["gemm", "--format", "fp8"], "format: got 'fp8'"),
+        (["grouped", "--shapes", "8x16x16"], "shapes: got '8x16x16'; expected groups, M, N and K"),
+        (["grouped", "--format", "fp8"], "format: got 'fp8'"),
         (["linear", "--recipe", "fp8"], "recipe: got 'fp8'"),
         (["linear", "--shapes", "0x1x1"], "shapes: got '0x1x1'"),
     ],
@@ -490,7 +492,7 @@ def test_bad_input(arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["gemm", "linear", "host"])
+@pytest.mark.parametrize("command", ["gemm", "grouped", "linear", "host"])
 def test_needs_a_gpu(command):
     with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
         CliRunner().invoke(bench, [command], catch_exceptions=False)

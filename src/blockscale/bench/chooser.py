@@ -89,7 +89,7 @@ def _calls(shape: LlmShape, device: str, multiprocessors: int) -> Iterator[tuple
         def prepare(config: Config = config) -> Call:
             gpu = gpu_of(x.device)
             assert gpu is not None
-            return partial(gpu.load(config), *given, d, None, None, multiprocessors)
+            return partial(gpu.load(config), *given, d, None, None, None, None, multiprocessors)
 
         yield describe(config), ready(prepare)
 

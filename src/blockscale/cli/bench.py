@@ -34,7 +34,7 @@ Plot = Annotated[Path | None, typer.Option(help="PNG to draw.")]
 def _all(context: typer.Context) -> None:
     """Measure speed; without a command, all there is to measure: on a CPU the quantizers."""
     if context.invoked_subcommand is None:
-        for command in (quantize, gemm, linear, host) if _device("auto") else (quantize,):
+        for command in (quantize, gemm, grouped, linear, host) if _device("auto") else (quantize,):
             command()
 
 
@@ -165,6 +165,34 @@ def gemm(
 
 
 @bench.command()
+def grouped(
+    shapes: Annotated[
+        str, typer.Option(help="Groups x M x N x K, all groups' rows: 8x32768x4096x7168,...")
+    ] = "",
+    format: Annotated[
+        str, typer.Option(help="fp8_block, mxfp8 or nvfp4, or several; default: all.")
+    ] = "",
+    peers: Peers = "none",
+    json: Json = None,
+) -> None:
+    """Measure products of groups of rows (experts) beside torch's in bf16, and others'.
+
+    Groups have as many rows each, then log-normal numbers of them. Beside them is our product of
+    all rows by one matrix, which shows what groups cost.
+    """
+    from ..bench.grouped import FORMATS, SHAPES, contests
+    from ..checks import choose
+
+    _check_outputs(json)
+    names = format.split(",") if format else list(FORMATS)
+    for name in names:
+        choose("format", name, FORMATS)
+    wanted, sizes = _wanted(peers), _groups(shapes) or SHAPES
+    timer = _need_gpu()
+    _measure(contests(names, sizes, peers=wanted), timer, json)
+
+
+@bench.command()
 def linear(
     shapes: Annotated[str, typer.Option(help="Rows x outputs x inputs: 16384x7168x4096,...")] = "",
     recipe: Annotated[str, typer.Option(help="fp8_block or mxfp8; default: both.")] = "",
@@ -273,6 +301,13 @@ def _products(shapes: str) -> list[tuple[int, int, int]] | None:
     if not shapes:
         return None
     return [(m, n, k) for m, n, k in parse_sizes("shapes", shapes, *_PRODUCT)]
+
+
+def _groups(shapes: str) -> list[tuple[int, int, int, int]] | None:
+    if not shapes:
+        return None
+    found = parse_sizes("shapes", shapes, "groups, M, N and K", "8x32768x4096x7168")
+    return [(groups, m, n, k) for groups, m, n, k in found]
 
 
 def _device(name: str) -> bool:
