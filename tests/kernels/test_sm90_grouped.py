@@ -24,6 +24,7 @@ from blockscale.kernels.sm90 import grouped_scheduler
 from blockscale.kernels.sm90.config import Config
 from blockscale.kernels.sm90.epilogue import Epilogue as Stores
 from blockscale.kernels.sm90.grouped_config import choose_grouped, grouped_candidates, supergroup
+from blockscale.ops import backends
 from stand_in import emulated, matrix
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -249,6 +250,21 @@ def test_no_kernel(launches):
     a = bs.quantize(matrix(64, 256), "fp8_1x128", layout="sm90")
     b = bs.quantize(matrix(2, 136, 256), "fp8_1x128").mT
     with pytest.raises(ValueError, match="no kernel multiplies groups of fp8_1x128 by fp8_1x128"):
+        bs.grouped_gemm(a, b, ends, backend="kernel")
+
+
+def test_what_the_doctor_says():
+    for arch, name in (("sm_90a", "CuTe DSL"), ("sm_100a", "reference"), ("sm_80", "reference")):
+        with emulated(arch):
+            found = backends._grouped_products(torch.device("cpu"))
+        assert found[0] == name
+        assert found[1]
+
+
+def test_no_groups_on_blackwell():
+    a, b = bs.quantize(matrix(64, 256)), bs.quantize(matrix(2, 136, 256)).mT
+    ends = torch.tensor([40, 64], dtype=torch.int32)
+    with emulated("sm_100a"), pytest.raises(ValueError, match="no kernel multiplies groups on"):
         bs.grouped_gemm(a, b, ends, backend="kernel")
 
 

@@ -117,8 +117,8 @@ def _grouped_products(device: torch.device) -> tuple[str, str]:
         return "reference", found
     if found.grouped is None:
         return "reference", f"plain torch on the device: no kernel multiplies groups on {found.gpu}"
-    pairs = " and ".join(f"{a} by {b}" for a, b in sorted(found.grouped.pairs, key=str))
-    return "CuTe DSL", f"groups of rows of {pairs}; reference for others, and for groups along K"
+    known = f"groups of rows: {found.grouped.formats}"
+    return "CuTe DSL", f"{known}; reference for others, and for groups along K"
 
 
 def _quantized_products(device: torch.device) -> tuple[str, str]:

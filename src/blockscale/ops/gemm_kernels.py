@@ -80,11 +80,12 @@ def multiply_groups(a: Side, b: Side, offsets: Tensor, out_dtype: torch.dtype) -
     if isinstance(found, str):
         raise Unsupported(found)
     grouped = found.grouped
-    if grouped is None or (a.format, b.format) not in grouped.pairs:
-        known = "none" if grouped is None else " and ".join(f"{x} by {y}" for x, y in grouped.pairs)
+    if grouped is None:
+        raise Unsupported(f"no kernel multiplies groups on {found.gpu} yet")
+    if (a.format, b.format) not in grouped.pairs:
         raise Unsupported(
-            f"no kernel multiplies groups of {a.format} by {b.format} on {found.gpu}; there are "
-            f"kernels for {known}"
+            f"no kernel multiplies groups of {a.format or 'bf16'} by {b.format} on {found.gpu}; "
+            f"there are kernels for {grouped.formats}"
         )
     a, b, _ = _taken(a, b, None)
     return calls.multiply(

@@ -79,10 +79,11 @@ class GroupedProducts(NamedTuple):
     """What multiplies groups of rows, each by its own matrix: see ``grouped_gemm``.
 
     Attributes:
-        pairs, lay, plan: as of ``Products``; B is (groups, N, K).
+        formats, pairs, lay, plan: as of ``Products``; B is (groups, N, K).
         readings: of B.
     """
 
+    formats: str
     pairs: Collection[tuple[str | None, str | None]]
     lay: Callable[[Side, Side], tuple[Operand, Operand]]
     plan: Callable[[GemmCall], CompiledGemm]

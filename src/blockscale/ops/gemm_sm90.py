@@ -147,6 +147,8 @@ PRODUCTS = Products(
     },
     k_major=True,
     grouped=GroupedProducts(
+        "fp8_1x128 by fp8_128x128; mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by nvfp4; bf16 "
+        "by any of these but FP8",
         {("fp8_1x128", "fp8_128x128"), *_WIDENED_PAIRS},
         _lay_groups,
         plan_groups,
