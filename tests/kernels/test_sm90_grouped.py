@@ -25,7 +25,7 @@ from blockscale.kernels.sm90.config import Config
 from blockscale.kernels.sm90.epilogue import Epilogue as Stores
 from blockscale.kernels.sm90.grouped_config import choose_grouped, grouped_candidates, supergroup
 from blockscale.ops import backends
-from stand_in import emulated, matrix
+from stand_in import emulated, gpu, matrix
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -255,7 +255,7 @@ def test_no_kernel(launches):
 
 def test_what_the_doctor_says():
     for arch, name in (("sm_90a", "CuTe DSL"), ("sm_100a", "reference"), ("sm_80", "reference")):
-        with emulated(arch):
+        with gpu(arch):
             found = backends._grouped_products(torch.device("cpu"))
         assert found[0] == name
         assert found[1]
