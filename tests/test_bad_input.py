@@ -349,6 +349,27 @@ def test_offsets_of_grouped_gemm(offsets):
         bs.grouped_gemm(q(64, 128), experts(), offsets)
 
 
+@pytest.mark.parametrize("counts", [
+    [16, 1], i32(16, 1).long(), i32(), i32(17, 1), i32(-1, 1), i32(16, 1, device="meta"), i32(16),
+    i32(1, 2, 3),
+], ids=str)  # fmt: skip
+def test_counts_of_grouped_gemm(counts):
+    with pytest.raises((ValueError, TypeError), match="counts: "):
+        bs.grouped_gemm(q(2, 16, 128), experts(), counts=counts)
+
+
+def test_masked_grouped_gemm():
+    a, counts = q(2, 16, 128), i32(16, 1)
+    for given in ({}, {"offsets": i32(16, 32), "counts": counts}):
+        with pytest.raises(TypeError, match=r"offsets, counts: got (neither|both)"):
+            bs.grouped_gemm(a, experts(), **given)
+    for rows in (q(3, 16, 128), q(33, 128), q(2, 16, 64), q(1, 2, 16, 128)):
+        with pytest.raises(ValueError, match=r"a, b: got .* with counts; expected"):
+            bs.grouped_gemm(rows, experts(), counts=counts)
+    with pytest.raises(ValueError, match=r"a, b: got .* with counts; expected"):
+        bs.grouped_gemm(a, q(32, 128).mT, counts=counts)
+
+
 def test_operands_of_grouped_gemm():
     a, offsets = q(64, 128), i32(32, 64)
     with pytest.raises(TypeError, match=r"a: got torch\.float32; expected a ScaledTensor"):

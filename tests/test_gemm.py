@@ -326,6 +326,32 @@ def test_grouped_plain_rows(backend, offsets, name):
     assert not y[offsets[-1] :].any()
 
 
+@pytest.mark.parametrize("counts", [(16, 3, 0), (0, 0, 0), (1, 16, 16)], ids=str)
+@pytest.mark.parametrize("name", [None, "mxfp8", "nvfp4", "fp8_1x128"])
+def test_masked(backend, counts, name):
+    """The first rows of each group, of a batch or of one matrix; plain ones have a gradient."""
+    weights = "fp8_128x128" if name == "fp8_1x128" else name or "mxfp8"
+    x = matrix(3, 16, 128)
+    b = bs.quantize(matrix(3, 64, 128, seed=1), weights, pad=True).mT
+    a = x.bfloat16().detach().requires_grad_() if name is None else bs.quantize(x, name)
+    y = bs.grouped_gemm(a, b, counts=i32(counts), out_dtype=torch.float32)
+    assert y.shape == (3, 16, 64)
+    rows = bs.grouped_gemm(a.flatten(0, 1), b, counts=i32(counts), out_dtype=torch.float32)
+    assert torch.equal(rows.unflatten(0, (3, 16)), y)
+    wide = x.bfloat16().double().detach().requires_grad_()
+    left = wide if name is None else a.dequantize(torch.float64)
+    taken = torch.arange(16) < i32(counts)[:, None]
+    want = (left * taken[:, :, None]) @ b.dequantize(torch.float64)
+    for i, n in enumerate(counts):
+        if n:
+            assert_product(y[i, :n].detach(), left[i, :n].detach(), b[i].dequantize(torch.float64))
+    if name is None:
+        grad = matrix(3, 16, 64, seed=2)
+        y.backward(grad)
+        want.backward(grad.double())
+        assert (a.grad - wide.grad).norm() <= 2**-8 * wide.grad.norm()
+
+
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_grouped_layout_of_the_rows(backend, offsets, name):

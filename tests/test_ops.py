@@ -140,13 +140,16 @@ def test_opcheck_gemm_gradients(backend):
 def test_opcheck_grouped(backend):
     ends = i32(10, 10, 60)
     a, b = bs.quantize(matrix(64, 128)), bs.quantize(matrix(3, 32, 128, seed=1)).mT
-    args = (*side(a, **COMPACT), *side(b, **COMPACT), ends, False, torch.bfloat16)
+    args = (*side(a, **COMPACT), *side(b, **COMPACT), ends, "m", torch.bfloat16)
     torch.library.opcheck(OPS.grouped_gemm.default, args)
     plain = matrix(64, 128).bfloat16().requires_grad_()
-    args = (*side(plain), *side(b, **COMPACT), ends, False, torch.bfloat16)
+    args = (*side(plain), *side(b, **COMPACT), ends, "m", torch.bfloat16)
+    torch.library.opcheck(OPS.grouped_gemm.default, args)
+    plain = matrix(60, 128).bfloat16().requires_grad_()
+    args = (*side(plain), *side(b, **COMPACT), i32(20, 0, 7), "masked", torch.bfloat16)
     torch.library.opcheck(OPS.grouped_gemm.default, args)
     a, b = (bs.quantize(matrix(64, 32, seed=s), axis=-2, offsets=ends) for s in (0, 1))
-    args = (*side(a.mT, **COMPACT), *side(b, **COMPACT), ends, True, torch.bfloat16)
+    args = (*side(a.mT, **COMPACT), *side(b, **COMPACT), ends, "k", torch.bfloat16)
     torch.library.opcheck(OPS.grouped_gemm.default, args)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .checks import check_flag
-from .gemm_checks import check_batch, check_grouped, check_product
+from .gemm_checks import check_batch, check_grouped, check_groups_given, check_product
 from .gemm_launch import find_call, remember
 from .memory import as_bytes
 from .ops.gemm import check_out
@@ -146,9 +146,10 @@ def _empty_batch(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 def grouped_gemm(
     a: ScaledTensor | Tensor,
     b: ScaledTensor,
-    offsets: Tensor,
+    offsets: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     *,
+    counts: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """One product a group (expert), as torch's grouped_mm.
@@ -157,10 +158,16 @@ def grouped_gemm(
     past the last offset zero. k_grouped (wgrad): ``a`` (M, K) and ``b`` (K, N), both quantized with
     ``offsets`` along K -> (G, M, N). Groups may have any number of rows, none too.
 
+    masked (decoding): ``a`` (G, capacity, K), ``b`` (G, K, N) and ``counts`` -> (G, capacity, N):
+    the first ``counts[g]`` rows of each group are multiplied. What the others hold is not defined:
+    kernels do not write them, and plain torch and CPUs set them to zero.
+
     On Hopper one kernel multiplies all groups of rows: of fp8_1x128 (layout "sm90") by fp8_128x128
     weights; of mxfp8, mxfp8_e5m2 and mxfp4 in any pair, nvfp4 by nvfp4, and bf16 by any of these,
     exactly, after a kernel that writes ``a`` in bf16. It reads the offsets on the device, so that
-    the host waits for nothing and a CUDA graph may change them. k_grouped, 128 x 128 blocks of
+    the host waits for nothing and a CUDA graph may change them. Scales of a batch are compact: give
+    fp8_1x128, whose kernel reads those of a matrix, as (G * capacity, K) in layout "sm90", for a
+    product (G * capacity, N); else they are rewritten in every call. k_grouped, 128 x 128 blocks of
     ``a``, and other GPUs run as plain torch, which reads the offsets back. On a CPU each group has
     the bits of :func:`gemm`.
 
@@ -168,6 +175,9 @@ def grouped_gemm(
     >>> x, w = torch.randn(256, 512), torch.randn(2, 128, 512)
     >>> bs.grouped_gemm(bs.quantize(x, "mxfp8"), bs.quantize(w, "mxfp8").mT, ends).shape
     torch.Size([256, 128])
+    >>> counts = torch.tensor([3, 16], dtype=torch.int32)
+    >>> bs.grouped_gemm(torch.randn(2, 16, 512).bfloat16(), bs.quantize(w).mT, counts=counts).shape
+    torch.Size([2, 16, 128])
 
     Args:
         a, b: blocked along axes -1 and -2. Where rows are grouped ``a`` may be a plain bfloat16
@@ -177,19 +187,24 @@ def grouped_gemm(
             is less than the one before, or more than M, for the nearest that is not; with
             BLOCKSCALE_CHECK_OFFSETS=1 in the environment it is a ValueError there, too.
         out_dtype: bfloat16 (default), float16 or float32.
+        counts: instead of ``offsets``, int32 (G,): how many rows each group has. Looked at as those
+            are; a kernel takes one above the capacity for the capacity.
         backend: as of :func:`gemm`.
 
     Raises ValueError or TypeError as :func:`gemm`.
     """
-    call = find_call(a, b, out_dtype, None, False, None, backend, offsets)
+    groups = check_groups_given(offsets, counts)
+    call = find_call(a, b, out_dtype, None, False, None, backend, groups)
     if call is not None and call[0] is not None:
-        return call[0](call[1], call[2], None, None, offsets)
-    dtype, k_grouped = check_grouped(a, b, offsets, out_dtype, backend)
-    left, right = _compact(a) if k_grouped else side(a), _compact(b)
-    product = ops.grouped_gemm(*left, *right, offsets, k_grouped, dtype, backend)
-    if call is not None and not k_grouped:
-        remember(call, Side(*left), Side(*right), None, None, dtype, False, offsets)
-    return product
+        product = call[0](call[1], call[2], None, None, groups.offsets)
+        return product if a.dim() == 2 else product.unflatten(0, a.shape[:2])
+    dtype, grouping = check_grouped(a, b, groups, out_dtype, backend)
+    rows = a.flatten(0, 1) if a.dim() == 3 else a
+    left, right = _compact(a) if grouping == "k" else side(rows), _compact(b)
+    product = ops.grouped_gemm(*left, *right, groups.offsets, grouping, dtype, backend)
+    if call is not None and grouping != "k":
+        remember(call, Side(*left), Side(*right), None, None, dtype, False, groups)
+    return product if a.dim() == 2 else product.unflatten(0, a.shape[:2])
 
 
 def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:

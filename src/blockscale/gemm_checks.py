@@ -10,10 +10,11 @@ from torch import Tensor
 from . import ops
 from .checks import choose
 from .formats import get_format
+from .kernels.common.calls import Groups
 from .tensor import ScaledTensor
-from .tensor_checks import DTYPES, check_offsets
+from .tensor_checks import DTYPES, check_counts, check_offsets
 
-__all__ = ["check_batch", "check_grouped", "check_product"]
+__all__ = ["check_batch", "check_grouped", "check_groups_given", "check_product"]
 
 _QUANTIZED = "a ScaledTensor: call blockscale.quantize"
 
@@ -116,15 +117,29 @@ def check_batch(
     return dtype
 
 
+def check_groups_given(offsets: Any, counts: Any) -> Groups:
+    """How rows are grouped; TypeError unless one of the two is given."""
+    if (offsets is None) == (counts is None):
+        raise TypeError(
+            f"offsets, counts: got {'neither' if counts is None else 'both'}; expected offsets, "
+            "the end of each group, or counts, how many rows each has of (G, capacity, K)"
+        )
+    return Groups(offsets) if counts is None else Groups(counts, masked=True)
+
+
 def check_grouped(
-    a: Any, b: Any, offsets: Tensor, out_dtype: torch.dtype | None, backend: str
-) -> tuple[torch.dtype, bool]:
-    """The type of the product of ``grouped_gemm``, and whether K is grouped; raises as it does."""
+    a: Any, b: Any, groups: Groups, out_dtype: torch.dtype | None, backend: str
+) -> tuple[torch.dtype, str]:
+    """The type of the product of ``grouped_gemm``, and what is grouped: "m", "k", or "masked";
+    raises as it does."""
     choose("backend", backend, dict.fromkeys(ops.BACKENDS))
     _check_types(a, b, None, None)
     _check_operands(a, b, grouped=True)
     dtype = _product_dtype(out_dtype, None)
-    k_grouped = b.dim() == 2
+    if groups.masked:
+        _check_masked(a, b, groups.offsets)
+        return dtype, "masked"
+    offsets, k_grouped = groups.offsets, b.dim() == 2
     if k_grouped and not isinstance(a, ScaledTensor):
         raise TypeError(f"a: got {a.dtype}; expected {_QUANTIZED} with offsets=offsets, as b")
     check_offsets(offsets, a.shape[-1 if k_grouped else 0], a.device)
@@ -147,7 +162,28 @@ def check_grouped(
             )
         if k_grouped and not _same(q.offsets, offsets):
             raise ValueError(f"offsets: differ from those that {name} was quantized with")
-    return dtype, k_grouped
+    return dtype, "k" if k_grouped else "m"
+
+
+def _check_masked(a: Tensor, b: Tensor, counts: Tensor) -> None:
+    shapes = f"got {tuple(a.shape)} and {tuple(b.shape)}"
+    groups = b.shape[0] if b.dim() == 3 else 0
+    rows = a.shape[0] * a.shape[1] if a.dim() == 3 else a.shape[0]
+    lead = a.dim() == 3 and a.shape[0] == groups
+    if not groups or not (lead or a.dim() == 2) or a.shape[-1] != b.shape[1] or rows % groups:
+        raise ValueError(
+            f"a, b: {shapes} with counts; expected (G, capacity, K) and (G, K, N), or the rows of "
+            "all groups as one matrix, (G * capacity, K)"
+        )
+    check_counts(counts, rows // groups, a.device)
+    if len(counts) != groups:
+        raise ValueError(f"counts: {shapes} with {len(counts)} counts; expected one for each of b")
+    for name, q in (("a", a), ("b", b)):
+        if isinstance(q, ScaledTensor) and q.k_grouped:
+            raise ValueError(
+                f"{name}: its blocks start anew in each group along K; quantize it without offsets "
+                "along the contraction"
+            )
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels.common.calls import CompiledGemm, Operand, describe_call
+from .kernels.common.calls import CompiledGemm, Groups, Operand, describe_call
 from .kernels.common.gpu import Gpu
-from .kernels.common.runtime import describe, gpu_of
+from .kernels.common.runtime import gpu_of
 from .ops.gemm import check_apart, mark_written, span
 from .ops.gemm_kernels import products_on
 from .ops.gemm_operands import Reading, Side, Take, detached, global_scales
@@ -69,10 +69,10 @@ def find_call(
     accumulate: bool,
     bias: Tensor | None,
     backend: str,
-    offsets: Any = None,
+    groups: Groups | None = None,
 ) -> Call | None:
-    """None where a call has to go through all checks, and torch's dispatcher maybe. ``offsets``:
-    those of ``grouped_gemm``."""
+    """None where a call has to go through all checks, and torch's dispatcher maybe. ``groups``:
+    of rows."""
     if not unwatched() or backend not in _BACKENDS or type(out_dtype) not in _DTYPES:
         return None
     left = _operand(a, -1)
@@ -81,11 +81,12 @@ def find_call(
     right = _operand(b, -2)
     if right is None:
         return None
-    out_place = bias_place = offsets_place = None
-    if offsets is not None:
-        offsets_place = _place(offsets)
+    out_place = bias_place = offsets_place = masked = None
+    if groups is not None:
+        offsets_place = _place(groups.offsets)
         if offsets_place is None or checks_values():
             return None
+        masked = groups.masked
     if out is not None:
         out_place = _place(out)
         if out_place is None or out.data_ptr() % 16:
@@ -94,7 +95,7 @@ def find_call(
         bias_place = _place(bias)
         if bias_place is None:
             return None
-    places = out_place, bias_place, offsets_place
+    places = out_place, bias_place, offsets_place, masked
     key = left.number, right.number, out_dtype, not accumulate, places
     launch = _launches.get(key, _UNKNOWN)
     if launch is None:
@@ -110,11 +111,11 @@ def remember(
     bias: Tensor | None,
     dtype: torch.dtype,
     accumulate: bool,
-    offsets: Tensor | None = None,
+    groups: Groups | None = None,
 ) -> None:
     """Find the kernel for calls to come, after one that has passed all checks."""
     _, left, right, key = call
-    compiled = _compile(a, b, out, bias, dtype, accumulate, offsets)
+    compiled = _compile(a, b, out, bias, dtype, accumulate, groups)
     if len(_launches) >= _LIMIT:
         _launches.clear()
     _launches[key] = None if compiled is None else _launch(compiled, left, right, out, bias)
@@ -127,13 +128,13 @@ def _compile(
     bias: Tensor | None,
     dtype: torch.dtype,
     accumulate: bool,
-    offsets: Tensor | None,
+    groups: Groups | None,
 ) -> CompiledGemm | None:
     """What takes operands where they are; None where there is no kernel that does."""
     found = products_on(b.data.device)
     if isinstance(found, str):
         return None
-    products = found if offsets is None else found.grouped
+    products = found if groups is None else found.grouped
     if products is None or (a.format, b.format) not in products.pairs:
         return None
     try:
@@ -148,7 +149,9 @@ def _compile(
             out_dtype=dtype,
             accumulate=accumulate,
         )
-        compiled = products.plan(described._replace(offsets=describe(offsets)))
+        if groups is not None:
+            described = described.grouped(groups)
+        compiled = products.plan(described)
     except (TypeError, ValueError):  # of what has to be rewritten first
         return None
     return None if compiled.run is None else compiled
@@ -236,7 +239,12 @@ def _plain(x: Any) -> _Operand | None:
     place = _place(x)
     if place is None or x.dtype != torch.bfloat16 or x.data_ptr() % 16:
         return None
-    return _Operand._make((_plain_number(place), detached(x), None, None, None, None))
+    rows = detached(x)
+    if x.dim() == 3:  # of equal groups
+        if x.stride(0) != x.shape[1] * x.stride(1):
+            return None
+        rows = rows.flatten(0, 1)
+    return _Operand._make((_plain_number(place), rows, None, None, None, None))
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = [
     "DTYPES",
     "VALUE_DTYPES",
+    "check_counts",
     "check_is_tensor",
     "check_offsets",
     "check_shape",
@@ -54,25 +55,46 @@ def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
     Their values are looked at only on a CPU: elsewhere that would wait for the device, which
     ``BLOCKSCALE_CHECK_OFFSETS=1`` does.
     """
-    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
-        given = type(offsets).__name__
-        if isinstance(offsets, Tensor):
-            given = f"{offsets.dtype} of {offsets.dim()} dimension(s)"
-        raise TypeError(
-            f"offsets: got {given}; expected a torch.int32 tensor of one dimension, the end of "
-            "each group"
-        )
-    if not len(offsets):
-        raise ValueError("offsets: is empty; expected the end of at least one group")
-    if offsets.device != device:
-        raise ValueError(f"offsets: is on {offsets.device}, the data on {device}; move it there")
-    if torch.compiler.is_compiling() or not (offsets.device.type == "cpu" or checks_values()):
+    _check_groups("offsets", "the end of each group", offsets, device)
+    if not _looked_at(offsets):
         return
     ends = [0, *offsets.tolist()]
     if any(end < start for start, end in pairwise(ends)) or ends[-1] > rows:
         raise ValueError(f"offsets: got {ends[1:]}; expected ascending ends, at most {rows}")
 
 
+def check_counts(counts: Tensor, capacity: int, device: torch.device) -> None:
+    """The same of ``counts``: how many rows each group has, at most ``capacity``."""
+    _check_groups("counts", "how many rows each group has", counts, device)
+    if not _looked_at(counts):
+        return
+    rows = counts.tolist()
+    if min(rows) < 0 or max(rows) > capacity:
+        raise ValueError(
+            f"counts: got {rows}; expected 0 to {capacity} rows, which a group has room for: give "
+            "it more, or drop rows"
+        )
+
+
+def _check_groups(name: str, meaning: str, given: Tensor, device: torch.device) -> None:
+    if not isinstance(given, Tensor) or given.dtype != torch.int32 or given.dim() != 1:
+        kind = type(given).__name__
+        if isinstance(given, Tensor):
+            kind = f"{given.dtype} of {given.dim()} dimension(s)"
+        raise TypeError(
+            f"{name}: got {kind}; expected a torch.int32 tensor of one dimension, {meaning}"
+        )
+    if not len(given):
+        raise ValueError(f"{name}: is empty; expected {meaning}, of one at least")
+    if given.device != device:
+        raise ValueError(f"{name}: is on {given.device}, the data on {device}; move it there")
+
+
+def _looked_at(given: Tensor) -> bool:
+    compiling = torch.compiler.is_compiling()
+    return not compiling and (given.device.type == "cpu" or checks_values())
+
+
 def checks_values() -> bool:
-    """Whether offsets on a GPU are looked at."""
+    """Whether offsets and counts on a GPU are looked at."""
     return os.environ.get("BLOCKSCALE_CHECK_OFFSETS", "") not in ("", "0")

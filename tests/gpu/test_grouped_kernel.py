@@ -85,6 +85,38 @@ def test_exact_groupings(left, right):
         assert bool((got[sum(sizes) :] == 0).all())
 
 
+@pytest.mark.parametrize(("left", "right"), [
+    (ROWS, BLOCKS), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), (None, "mxfp8"), (None, "mxfp4"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("capacity", [1, 16, 150])
+def test_masked(left, right, capacity):
+    """A graph whose counts change; rows past them are not written."""
+    n, k, groups = 384, 512, 9
+    x, w = normal(groups * capacity, k), normal(groups, n, k, seed=1)
+    layout = "sm90" if left == ROWS else "compact"
+    a = x if left is None else bs.quantize(x, left, layout=layout)
+    b, counts = bs.quantize(w, right).mT, torch.zeros(groups, device=DEVICE, dtype=torch.int32)
+    bs.grouped_gemm(a, b, counts=counts, backend="kernel")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = bs.grouped_gemm(a, b, counts=counts, backend="kernel")
+    wide = x.float() if left is None else a.dequantize(FP32)
+    rng = random.Random(0)
+    for _ in range(5):
+        sizes = [rng.choice((0, 1, capacity, rng.randint(0, capacity))) for _ in range(groups)]
+        counts.copy_(torch.tensor([each + (each == capacity) for each in sizes]))
+        out.fill_(7)
+        graph.replay()
+        for i, size in enumerate(sizes):
+            rows = slice(i * capacity, i * capacity + size)
+            if size:
+                want = wide[rows].double() @ b[i].dequantize(FP32).double()
+                rounding = (want.to(BF16).double() - want).norm()  # of few values: no mean
+                limit = (rounding**2 + (WGMMA * want.norm()) ** 2) ** 0.5
+                assert (out[rows].double() - want).norm() <= 1.02 * limit, (sizes, i)
+            assert bool((out[rows.stop : (i + 1) * capacity] == 7).all()), (sizes, i)
+
+
 @pytest.mark.parametrize("sizes", [(8192,), (4096, 0, 4096), (1000,) * 8, (128,) * 64])
 def test_large(sizes):
     a, b = quantized(sum(sizes), len(sizes), 1536, 2048)

@@ -13,7 +13,7 @@ from torch import Tensor
 from blockscale.kernels.sm90.config import Config
 from blockscale.layouts import get_layout
 
-__all__ = ["Grouped", "assert_groups_close", "emulated_groups", "grouped"]
+__all__ = ["Grouped", "assert_counted", "assert_groups_close", "emulated_groups", "grouped"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,10 @@ def emulated_groups(
     seed: int = 0,
     multiprocessors: int = 3,
     supergroup: int = 4,
+    start: Tensor | None = None,
 ) -> Tensor:
-    """What the kernel leaves in poisoned memory; nothing around it may change."""
+    """What the kernel leaves in poisoned memory, or in that of ``start``; nothing around it may
+    change."""
     m, n = given.a.shape[0], given.b.shape[1]
     operands = (
         given.a.view(torch.uint8),
@@ -84,7 +86,7 @@ def emulated_groups(
         given.b_scale,
     )
     rest = None, None, given.offsets, supergroup, multiprocessors
-    return launched(config, (m, n), operands, None, rest, completion, seed)
+    return launched(config, (m, n), operands, start, rest, completion, seed)
 
 
 def assert_groups_close(got: Tensor, given: Grouped) -> None:
@@ -96,3 +98,16 @@ def assert_groups_close(got: Tensor, given: Grouped) -> None:
             exact = want[start:end]
             error = (got[start:end].double() - exact).norm() / exact.norm()
             assert error <= (2**-8 / 3**0.5) * 1.1 + 3e-4, (start, end, error)
+
+
+def assert_counted(got: Tensor, given: Grouped, counts: Sequence[int], untouched: float) -> None:
+    """The same of the first rows of equal groups, as ``counts`` has them; others are untouched."""
+    capacity = given.a.shape[0] // len(counts)
+    ends = [capacity * (i + 1) for i in range(len(counts))]
+    want = given.with_offsets(*ends).product()
+    for i, count in enumerate(counts):
+        rows = slice(i * capacity, i * capacity + count)
+        assert bool((got[rows.stop : ends[i]] == untouched).all()), i
+        if count:
+            error = (got[rows].double() - want[rows]).norm() / want[rows].norm()
+            assert error <= (2**-8 / 3**0.5) * 1.1 + 3e-4, i

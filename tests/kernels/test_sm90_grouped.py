@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from grouped_inputs import assert_groups_close, emulated_groups, grouped
+from grouped_inputs import assert_counted, assert_groups_close, emulated_groups, grouped
 from sm90_inputs import BF16, FP32, assert_no_spills
 
 import blockscale as bs
@@ -121,6 +121,43 @@ def test_offsets_that_no_host_has_seen(offsets):
     )
 
 
+# --- masked ---------------------------------------------------------------------------------------
+
+MASKED = replace(SMALL, masked=True)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "counts", "taken"),
+    [
+        (16, (3, 0, 16, 1), None),
+        (130, (130, 64, 0, 65, 129), None),
+        (7, (1,) * 70, None),
+        (40, (41, -1, 2**31 - 1, -(2**31)), (40, 0, 40, 0)),
+        (64, (0, 0), None),
+    ],
+    ids=["few", "many", "groups", "wrong", "none"],
+)
+@pytest.mark.parametrize("completion", ["eager", "late", "random"])
+def test_masked(capacity, counts, taken, completion):
+    """Rows from a group's count on are not written, and those past its capacity are others'."""
+    given = grouped((capacity,) * len(counts), 136, 272)
+    start = torch.full((given.a.shape[0], 136), 7.0, dtype=BF16)
+    got = emulated_groups(MASKED, given.with_offsets(*counts), completion=completion, start=start)
+    assert_counted(got, given, taken or counts, untouched=7.0)
+
+
+@pytest.mark.parametrize(
+    "config", grouped_candidates((2048, 4096, 7168), 32, Epilogue(), masked=True)[:4],
+    ids=lambda each: str(each.tile),
+)  # fmt: skip
+def test_masked_candidates(config):
+    counts = 5, 0, 150, 64, 1
+    given = grouped((150,) * 5, 264, 336)
+    start = torch.full((750, 264), 7.0, dtype=BF16)
+    got = emulated_groups(config, given.with_offsets(*counts), completion="random", start=start)
+    assert_counted(got, given, counts, untouched=7.0)
+
+
 # --- mutants --------------------------------------------------------------------------------------
 
 
@@ -221,6 +258,43 @@ def test_matrices_apart(launches):
     for _ in range(2):
         with pytest.raises(ValueError, match="its matrices must lie together"):
             bs.grouped_gemm(a, apart.mT, ends, backend="kernel")
+    assert not launches
+
+
+@pytest.mark.parametrize(("left", "right"), [
+    ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), (None, "mxfp8"),
+    (None, "nvfp4"), (None, "mxfp4"),
+], ids=str)  # fmt: skip
+def test_masked_dispatch(launches, left, right):
+    """A call, one like it, and one of the same rows as ends: each by its own kernel."""
+    counts = torch.tensor([16, 0, 5], dtype=torch.int32)
+    x, b = matrix(48, 256), bs.quantize(matrix(3, 128, 256, seed=1), right).mT
+    layout = "sm90" if left == "fp8_1x128" else "compact"
+    a = x if left is None else bs.quantize(x, left, layout=layout)
+    if layout == "compact":
+        a = a.unflatten(0, (3, 16))
+    want = bs.grouped_gemm(a, b, counts=counts, out_dtype=FP32, backend="reference").view(48, 128)
+    for _ in range(2):
+        got = bs.grouped_gemm(a, b, counts=counts)
+        assert got.shape == (*a.shape[:-1], 128)
+        for i, count in enumerate(counts.tolist()):
+            rows = slice(16 * i, 16 * i + count)
+            error = (got.view(48, 128)[rows] - want[rows]).norm()
+            assert error <= 3e-3 * want[rows].norm()
+    assert len(gemm_launch._launches) == 1
+    assert launches[-1].masked
+    ends = torch.tensor([16, 32, 37], dtype=torch.int32)
+    rows = bs.grouped_gemm(a.flatten(0, 1) if a.dim() == 3 else a, b, ends)
+    assert not launches[-1].masked
+    assert torch.equal(rows[:16], got.view(48, 128)[:16])
+    assert bool((rows[37:] == 0).all())
+
+
+def test_counts_are_checked_where_asked_for(launches, monkeypatch):
+    b = bs.quantize(matrix(2, 128, 256, seed=1)).mT
+    monkeypatch.setenv("BLOCKSCALE_CHECK_OFFSETS", "1")
+    with pytest.raises(ValueError, match=r"counts: got .* expected 0 to 75 rows"):
+        bs.grouped_gemm(matrix(150, 256), b, counts=torch.tensor([40, 76], dtype=torch.int32))
     assert not launches
 
 

@@ -41,12 +41,12 @@ def _fp8_block(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> 
 
 
 def _groups(a: ScaledTensor, b: ScaledTensor, offsets: Tensor, gpu: Gpu) -> Tensor:
-    from ..kernels.common.calls import Operand
+    from ..kernels.common.calls import Groups, Operand
     from ..kernels.sm90.grouped_gemm import grouped_gemm
 
     left = Operand(a.qdata, a.qscale, a.format_name)
     right = Operand(b.qdata.mT, b.qscale.mT, b.format_name)
-    return grouped_gemm(left, right, offsets, alpha=alpha_of(a, b), gpu=gpu)
+    return grouped_gemm(left, right, Groups(offsets), alpha=alpha_of(a, b), gpu=gpu)
 
 
 def _widened(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:

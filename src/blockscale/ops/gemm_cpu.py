@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,13 +36,15 @@ def multiply(
     return product if out is None else out.copy_(product)
 
 
-def multiply_groups(a: Side, b: Side, bounds: Sequence[int], out_dtype: torch.dtype) -> Tensor:
-    """Rows ``bounds[i]`` to ``bounds[i + 1]`` of ``a`` (M, K) by ``b[i]`` (K, N), each group with
-    the bits of a product of its own; rows past the last bound are zero."""
+def multiply_groups(
+    a: Side, b: Side, bounds: Sequence[tuple[int, int]], out_dtype: torch.dtype
+) -> Tensor:
+    """Rows of ``a`` (M, K) between the ``bounds[i]`` by ``b[i]`` (K, N), each group with the bits
+    of a product of its own; other rows are zero."""
     rows, (_, k, n) = values(a, -1), b.shape
     out = torch.zeros(a.shape[0], n, dtype=out_dtype)
     assert b.scale is not None
-    for data, scale, (start, end) in zip(b.data, b.scale, pairwise(bounds), strict=True):
+    for data, scale, (start, end) in zip(b.data, b.scale, bounds, strict=True):
         if start < end:
             group = Side(rows[start:end], None, None, None, "compact", (end - start, k))
             expert = b._replace(data=data, scale=scale, shape=(k, n))

@@ -74,7 +74,7 @@ def multiply(
     return product if out is None or rows is out else out.copy_(product)
 
 
-def multiply_groups(a: Side, b: Side, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+def multiply_groups(a: Side, b: Side, groups: calls.Groups, out_dtype: torch.dtype) -> Tensor:
     """``a @ b[i]`` of each group's rows by one kernel; Unsupported if there is none."""
     found = products_on(a.data.device)
     if isinstance(found, str):
@@ -93,7 +93,7 @@ def multiply_groups(a: Side, b: Side, offsets: Tensor, out_dtype: torch.dtype) -
         *grouped.lay(a, b),
         alpha=global_scales(a.global_scale, b.global_scale),
         out_dtype=out_dtype,
-        offsets=detached(offsets),
+        groups=groups._replace(offsets=detached(groups.offsets)),
     )
 
 

@@ -80,7 +80,7 @@ class GroupedProducts(NamedTuple):
 
     Attributes:
         formats, pairs, lay, plan: as of ``Products``; B is (groups, N, K).
-        readings: of B.
+        readings: of B, and of a batch of rows.
     """
 
     formats: str

@@ -121,6 +121,13 @@ def _below_each_other(shape: torch.Size, stride: tuple[int, ...]) -> Take | None
     return lambda data, scale: (data.mT.flatten(0, 1), scale.mT)
 
 
+def _all_rows(shape: torch.Size, stride: tuple[int, ...]) -> Take | None:
+    """Of a batch, whose scales are compact."""
+    if stride[0] != shape[1] * stride[1]:
+        return None
+    return lambda data, scale: (data.flatten(0, 1), scale.flatten(0, 1))
+
+
 def _read(layout: str, take: Take, scale_apart: int = 16) -> Reading:
     """However it is shaped."""
     return Reading(layout, lambda shape, stride: take, scale_apart=scale_apart)
@@ -154,6 +161,7 @@ PRODUCTS = Products(
         plan_groups,
         {
             ("fp8_128x128", -2): Reading("compact", _below_each_other, scale_apart=1),
+            **{(name, -1): Reading("compact", _all_rows) for name in _WIDENED},
             **{(name, -2): Reading("compact", _all_below_each_other) for name in _WIDENED},
         },
     ),

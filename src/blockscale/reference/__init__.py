@@ -2,11 +2,12 @@
 
 from .compare import amax, error_sums
 from .fused import rmsnorm, swiglu, swiglu_backward
-from .gemm import epilogue, gemm, grouped_gemm
+from .gemm import bounds, epilogue, gemm, grouped_gemm
 from .quantize import dequantize, global_scale, quantize
 
 __all__ = [
     "amax",
+    "bounds",
     "dequantize",
     "epilogue",
     "error_sums",

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["epilogue", "gemm", "grouped_gemm"]
+__all__ = ["bounds", "epilogue", "gemm", "grouped_gemm"]
 
 
 def gemm(
@@ -44,17 +44,19 @@ def grouped_gemm(
     b: Tensor,
     offsets: Tensor,
     *,
+    masked: bool = False,
     out_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """One product a group; ``offsets`` (G,) int32 holds the end of each group.
+    """One product a group; ``offsets`` (G,) int32 holds the end of each group, or, of ``masked``
+    ones, how many rows it has.
 
     m_grouped (fprop, dgrad): ``a`` (M, K) whose rows are grouped, ``b`` (G, K, N) -> (M, N);
     rows past the last offset are zero. k_grouped (wgrad): ``a`` (M, K), ``b`` (K, N), grouped along
-    K -> (G, M, N); an empty group gives zeros.
+    K -> (G, M, N); an empty group gives zeros. masked: as m_grouped, but each group has the same
+    share of the rows, of which the first ones are multiplied; the others are zero here.
     """
-    bounds = [0, *offsets.tolist()]
-    groups = list(pairwise(bounds))
+    groups = bounds(offsets, a.shape[0], masked)
     if b.ndim == 3:
         out = a.new_zeros(a.shape[0], b.shape[-1], dtype=out_dtype)
         for i, (start, end) in enumerate(groups):
@@ -68,3 +70,11 @@ def grouped_gemm(
             for s, e in groups
         ]
     )
+
+
+def bounds(offsets: Tensor, rows: int, masked: bool = False) -> list[tuple[int, int]]:
+    """First row of each group and the one after its last, of ``grouped_gemm``."""
+    if masked:
+        capacity = rows // len(offsets)
+        return [(i * capacity, i * capacity + n) for i, n in enumerate(offsets.tolist())]
+    return list(pairwise([0, *offsets.tolist()]))

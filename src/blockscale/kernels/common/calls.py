@@ -18,6 +18,7 @@ __all__ = [
     "Alpha",
     "CompiledGemm",
     "GemmCall",
+    "Groups",
     "Operand",
     "OperandSpec",
     "below_each_other",
@@ -51,6 +52,20 @@ class OperandSpec(NamedTuple):
         return cls(describe(operand.data), describe(operand.scale), operand.format)
 
 
+class Groups(NamedTuple):
+    """How rows of A are grouped, each of which B has a matrix for.
+
+    Attributes:
+        offsets: (groups,) int32, the end of each group; rows after the last one's end are set to
+            zero.
+        masked: each group has an equal share of the rows, and ``offsets`` tells how many of these
+            there are; others are not written.
+    """
+
+    offsets: Tensor
+    masked: bool = False
+
+
 class GemmCall(NamedTuple):
     """All that decides which kernel computes ``alpha * A @ B.mT + bias``, and how it is launched.
 
@@ -59,7 +74,7 @@ class GemmCall(NamedTuple):
         out: (M, N), where it is given.
         alpha: of each scalar.
         gpu: None where kernels do not run.
-        offsets: the end of each group, where rows of A are grouped; B is then (groups, N, K).
+        offsets, masked: of ``Groups``, where rows of A are grouped; B is then (groups, N, K).
     """
 
     a: OperandSpec
@@ -72,6 +87,11 @@ class GemmCall(NamedTuple):
     device: torch.device
     gpu: Gpu | None
     offsets: Described | None = None
+    masked: bool = False
+
+    def grouped(self, groups: Groups) -> GemmCall:
+        """The same, of rows in ``groups``."""
+        return self._replace(offsets=describe(groups.offsets), masked=groups.masked)
 
     def supported(self, why_not: Callable[[str], str]) -> Gpu:
         """The GPU that multiplies; Unsupported where there is none, or ``why_not`` has a reason
@@ -191,19 +211,20 @@ def multiply(
     out: Tensor | None = None,
     bias: Tensor | None = None,
     alpha: Alpha = None,
-    offsets: Tensor | None = None,
+    groups: Groups | None = None,
     **options: Any,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias``: (M, N), by what ``plan`` finds; arguments of ``describe_call``.
-    With ``offsets``, (groups,) int32, the end of each group of rows of A, B is (groups, N, K); rows
-    after the last one's end are set to zero.
+    With ``groups``, of rows of A, B is (groups, N, K).
 
     The accumulator is multiplied and added to in fp32, and rounded once: the same bits in every
     run. Raises Unsupported, a ValueError, where there is no kernel; ValueError or TypeError where
     shapes, strides or dtypes do not belong together.
     """
     call = describe_call(a, b, out=out, bias=bias, alpha=alpha, **options)
-    call = call._replace(offsets=describe(offsets))
+    offsets = None if groups is None else groups.offsets
+    if groups is not None:
+        call = call.grouped(groups)
     operands = a.data, a.scale, b.data, b.scale
     return plan(call)(operands, out, bias, alpha, call.accumulate, offsets)
 

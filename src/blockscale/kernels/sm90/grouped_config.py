@@ -4,6 +4,7 @@ how many rows and groups there are, not how many rows a group has."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
@@ -18,21 +19,28 @@ _BAND_BYTES = 16 << 20  # of A, which stay in an H200's L2 cache
 
 
 def grouped_candidates(
-    shape: tuple[int, int, int], groups: int, epilogue: Epilogue, *, gpu: Gpu = GPUS["sm_90a"]
+    shape: tuple[int, int, int],
+    groups: int,
+    epilogue: Epilogue,
+    *,
+    masked: bool = False,
+    gpu: Gpu = GPUS["sm_90a"],
 ) -> list[Config]:
-    """Configurations for a product of ``shape`` (M, N, K) whose rows are in ``groups``; the one
-    first that is chosen, as if all had as many rows."""
+    """Configurations for a product of ``shape`` (M, N, K) whose rows are in ``groups``, ``masked``
+    or not; the one first that is chosen, as if all had as many rows."""
     m, n, k = shape
     tilings = [each for each in TILINGS[128, 128] if _takes_groups(each.config)]
     ranked = by_estimate(tilings, (-(-m // groups), n, k), BLOCK_K, gpu, groups)
-    return [_grouped(each, epilogue) for each in ranked]
+    fields = {"grouped": True, "masked": masked, **epilogue._asdict()}
+    return [fit(each, **fields) for each in ranked]
 
 
 def choose_grouped(
-    shape: tuple[int, int, int], groups: int, epilogue: Epilogue, *, gpu: Gpu = GPUS["sm_90a"]
+    shape: tuple[int, int, int], groups: int, epilogue: Epilogue, **options: Any
 ) -> Config:
-    """The kernel for a product of ``shape`` (M, N, K) whose rows are in ``groups``."""
-    return grouped_candidates(shape, groups, epilogue, gpu=gpu)[0]
+    """The kernel for a product of ``shape`` (M, N, K) whose rows are in ``groups``; ``options`` of
+    ``grouped_candidates``."""
+    return grouped_candidates(shape, groups, epilogue, **options)[0]
 
 
 def supergroup(tile: tuple[int, int], k: int, multiprocessors: int) -> int:
@@ -47,8 +55,3 @@ def supergroup(tile: tuple[int, int], k: int, multiprocessors: int) -> int:
 def _takes_groups(config: ProductConfig) -> bool:
     """A box of A's scales has four more than rows, and 256 at most."""
     return config.cluster_size == 1 and config.tile[0] < 256
-
-
-def _grouped(config: ProductConfig, epilogue: Epilogue) -> Config:
-    fitted: Config = fit(config, grouped=True, **epilogue._asdict())
-    return fitted

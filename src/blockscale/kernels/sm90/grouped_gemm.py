@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..common.calls import CompiledGemm, GemmCall, Operand, multiply
+from ..common.calls import CompiledGemm, GemmCall, Groups, Operand, multiply
 from .config import FORMATS
 from .grouped_plan import plan_grouped
 from .mixed_plan import plan_mixed
@@ -19,18 +19,18 @@ def plan_groups(call: GemmCall) -> CompiledGemm:
     return (plan_grouped if call.b.format in FORMATS else plan_mixed)(call)
 
 
-def grouped_gemm(a: Operand, b: Operand, offsets: Tensor, **options: Any) -> Tensor:
-    """``A[start:end] @ B[i].mT`` of each group of rows: (M, N); zeros after the last one. Takes two
-    bytes for each element of A while it runs, unless that is FP8.
+def grouped_gemm(a: Operand, b: Operand, groups: Groups, **options: Any) -> Tensor:
+    """``A[start:end] @ B[i].mT`` of each group of rows: (M, N); zeros after the last one, unless
+    groups are masked. Takes two bytes for each element of A while it runs, unless that is FP8.
 
     Args:
         a: as of ``calls.gemm``, or of ``mixed_gemm``.
         b: data (groups, N, K), its matrices one after another. Of format "fp8_128x128" with fp32
             scales (groups, ceil(N / 128), ceil(K / 128)), with any strides; or as of
             ``mixed_gemm``, with scales (groups, N, K / block), one after another.
-        offsets: int32 (groups,), the end of each group, on the device of ``a``.
+        groups: whose offsets are on the device of ``a``.
         options: of ``common.calls.multiply``.
 
     Raises as that does: Unsupported for matrices that do not lie together.
     """
-    return multiply(plan_groups, a, b, offsets=offsets, **options)
+    return multiply(plan_groups, a, b, groups=groups, **options)

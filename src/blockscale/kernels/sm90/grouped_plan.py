@@ -39,7 +39,7 @@ def plan_grouped(call: GemmCall) -> CompiledGemm:
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, _views)
     check_loadable(a_data=a.data, b_data=below_each_other("b_data", b.data))
-    config = choose_grouped((m, n, k), groups, call.epilogue(n), gpu=gpu)
+    config = choose_grouped((m, n, k), groups, call.epilogue(n), masked=call.masked, gpu=gpu)
     rest = supergroup(config.tile, k, gpu.multiprocessors), gpu.multiprocessors
     return CompiledGemm(config, gpu.load(config), like, _views, rest)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, const_expr, cute
 
 from ..common.persistent import cluster_id_and_count
 from ..common.schedule import Raster
@@ -32,7 +32,8 @@ class GroupedTiles:
     Attributes:
         shape: rows and columns of a tile.
         offsets: (groups,) int32, the end of each group. One that is less than the one before, or
-            beyond the matrix, is taken for the nearest that is not.
+            beyond the matrix, is taken for the nearest that is not. Or, ``masked``, how many rows
+            each group has, of an equal share of all; there is no rest then.
         supergroup: tiles down a group that are taken before the next ones across, about.
         extent: rows and columns of the output.
         across_first: the supergroup is of tiles across, which are taken before the next ones down.
@@ -48,6 +49,7 @@ class GroupedTiles:
     k_blocks_of_tile: Any
     across_first: bool = False
     rest_k_blocks: int = 0
+    masked: bool = False
     rank: int = 0
 
     @property
@@ -79,12 +81,19 @@ class GroupedTiles:
         groups before them end at row ``before``. The rest is the last group; those after it have no
         rows."""
         rows, group = self.extent[0], chunk + cute.arch.lane_idx()
-        end = rows
-        if group < self.groups:
-            end = cutlass.min(self.offsets[group], rows)
-        end = _of_lanes_to(cutlass.max(end, before), cutlass.max)
-        begin = cute.arch.shuffle_sync_up(end, 1, mask_and_clamp=0)
-        return Int32(cutlass.select_(cute.arch.lane_idx() == 0, before, begin)), end
+        begin, end = Int32(0), rows
+        if const_expr(self.masked):
+            count, capacity = Int32(0), rows // self.groups
+            if group < self.groups:
+                count = cutlass.max(cutlass.min(self.offsets[group], capacity), Int32(0))
+            begin, end = group * capacity, group * capacity + count
+        else:
+            if group < self.groups:
+                end = cutlass.min(self.offsets[group], rows)
+            end = _of_lanes_to(cutlass.max(end, before), cutlass.max)
+            begin = cute.arch.shuffle_sync_up(end, 1, mask_and_clamp=0)
+            begin = Int32(cutlass.select_(cute.arch.lane_idx() == 0, before, begin))
+        return begin, end
 
     def first(self):
         """The CTA's first one, and how far its others are apart."""

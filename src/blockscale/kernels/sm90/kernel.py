@@ -67,7 +67,9 @@ class Gemm:
     def scheduler(self):
         """Tells what tiles a CTA takes."""
         config = self.config
-        return GroupedScheduler(config.tile) if config.grouped else DenseScheduler(config)
+        if config.grouped:
+            return GroupedScheduler(config.tile, masked=config.masked)
+        return DenseScheduler(config)
 
     @property
     def out(self) -> Copies:

@@ -54,7 +54,8 @@ class MixedGemm:
         self.scheduler: Any = ColumnScheduler(config)
         if config.grouped:  # neighbours share rows of A, which are more bytes
             shape = config.rows, B_ROWS
-            self.scheduler = GroupedScheduler(shape, across_first=True, rest_k_blocks=1)
+            order = {"across_first": True, "rest_k_blocks": 1}
+            self.scheduler = GroupedScheduler(shape, masked=config.masked, **order)
         slots = config.stages * (config.block_k // _PANEL)
         self.a = Copies(cutlass.BFloat16, (config.rows, _PANEL), slots, rows=config.loaded_rows)
         self.b = Copies(cutlass.Uint8, (B_ROWS, config.row_bytes), config.stages)

@@ -81,6 +81,7 @@ class Config:
         stream_k: CTAs have equal shares of all K blocks, and add up accumulators of tiles that
             they share in global memory.
         grouped: rows of A are in groups, each of which has its own B.
+        masked: and each group has an equal share of them, but fewer are multiplied.
     """
 
     b_format: str
@@ -97,6 +98,7 @@ class Config:
     loaded_rows: int = 0
     stream_k: bool = False
     grouped: bool = False
+    masked: bool = False
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -115,6 +117,7 @@ class Config:
             # sums of what is stored twice have one order
             "grouped": self.grouped
             and (self.sources > 1 or self.stream_k or self.accumulate or self.loaded_rows),
+            "masked": self.masked and not self.grouped,
         }
         refuse(self, wrong)
 
@@ -281,10 +284,12 @@ def choose_grouped(
     b_format: str,
     epilogue: Epilogue,
     *,
+    masked: bool = False,
     async_scales: bool = True,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
-    """The kernel for a product of ``shape`` (M, N, K) whose rows are in ``groups``."""
+    """The kernel for a product of ``shape`` (M, N, K) whose rows are in ``groups``; of ``masked``
+    ones, none has more than an equal share."""
     m, n, k = shape
     each, at_once, blocks = m / groups, gpu.max_active_clusters(1), -(-k // BLOCK_K)
 
@@ -294,13 +299,15 @@ def choose_grouped(
         tile_ns = blocks * _K_BLOCK_NS[max(rows, min(_K_BLOCK_NS))] + _TILE_NS
         return max(1, tiles / at_once + 0.5) * tile_ns
 
-    # some groups have twice as many rows; and fewer than 64 take no less time
-    least = next((rows for rows in _A_ROWS if rows >= 2 * each), ROWS)
+    # where they may, some groups have twice as many rows; and fewer than 64 take no less time
+    most = each if masked else 2 * each
+    least = next((rows for rows in _A_ROWS if rows >= most), ROWS)
     options = [least] if least < ROWS else [rows for rows in _A_ROWS if rows >= ROWS]
     config = replace(
         _fitted(m, min(options, key=nanoseconds), b_format, epilogue, async_scales),
         loaded_rows=0,
         grouped=True,
+        masked=masked,
     )
     return replace(config, stages=_most_stages(config, 1))
 

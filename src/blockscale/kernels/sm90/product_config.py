@@ -58,6 +58,7 @@ class ProductConfig:
         bias: the type of a vector that is added to each row, if there is one.
         alpha: how many scalars the accumulators are multiplied by, two at most.
         grouped: rows are in groups, each of which has its own B.
+        masked: and each group has an equal share of them, but fewer are multiplied.
     """
 
     out_dtype: np.dtype
@@ -75,6 +76,7 @@ class ProductConfig:
     bias: np.dtype | None = None
     alpha: int = 0
     grouped: bool = False
+    masked: bool = False
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -93,6 +95,7 @@ class ProductConfig:
             "cluster": self.cluster not in ((1, 1), (2, 1), (1, 2)),
             "stages": self.shared_bytes > SHARED,
             "grouped": self.grouped and self.cluster_size > 1,
+            "masked": self.masked and not self.grouped,
             "epilogue_stages": self.boxes % self.epilogue_stages
             or columns * self.out_dtype.itemsize % min(BOXES),
         }
