@@ -24,6 +24,7 @@ from blockscale.bench.contest import Call
 from blockscale.bench.timing import Timer
 
 BF16 = torch.bfloat16
+Quantized = dict[str, bs.ScaledTensor]
 ROWS, FORMATS = 32768, ("mxfp8", "nvfp4", "mxfp4")
 WEIGHTS = (4096, 7168), (7168, 2048)  # N, K
 DECODED = 1, 4, 16, 64  # rows of a group
@@ -34,36 +35,41 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=BF16)
 
 
-def many(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> Iterator[tuple[str, Call]]:
+def ends_of(groups: int, rows: int) -> torch.Tensor:
+    """Ends of groups of so many rows."""
+    return torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * rows
+
+
+def many(x: torch.Tensor, w: torch.Tensor, quantized: Quantized) -> Iterator[tuple[str, Call]]:
+    ends = ends_of(len(w), ROWS // len(w))
     yield "torch bf16", partial(torch._grouped_mm, x, w.mT, ends)
-    for format in FORMATS:
-        b, a = bs.quantize(w, format).mT, bs.quantize(x, format)
+    for format, q in quantized.items():
+        a, b = bs.quantize(x, format), q.mT
         grouped = partial(bs.grouped_gemm, offsets=ends, backend="kernel")
         yield format, partial(grouped, a, b)
         yield f"bf16 x {format}", partial(grouped, x, b)
         yield f"one product, {format}", partial(bs.gemm, a, b[0], backend="kernel")
 
 
-def few(x: torch.Tensor, w: torch.Tensor, rows: int) -> Iterator[tuple[str, Call]]:
-    ends = torch.arange(1, len(w) + 1, device="cuda", dtype=torch.int32) * rows
+def few(x: torch.Tensor, w: torch.Tensor, quantized: Quantized) -> Iterator[tuple[str, Call]]:
+    groups, rows, _ = x.shape
+    ends = ends_of(groups, rows)
     counts = torch.full_like(ends, rows)
     yield "torch bf16", partial(torch._grouped_mm, x.flatten(0, 1), w.mT, ends)
     yield "torch bf16, bmm", partial(torch.bmm, x, w.mT)
-    for format in FORMATS:
-        b = bs.quantize(w, format).mT
-        yield f"bf16 x {format}", partial(bs.grouped_gemm, x, b, counts=counts, backend="kernel")
+    for format, q in quantized.items():
+        product = partial(bs.grouped_gemm, x, q.mT, counts=counts, backend="kernel")
+        yield f"bf16 x {format}", product
 
 
-def nbytes(w: torch.Tensor) -> dict[str, float]:
-    """Microseconds of the bytes of weights."""
-    found = {"bf16": 2 * w.numel() / _RATE}
-    for format in FORMATS:
-        q = bs.quantize(w[0], format)
-        found[format] = len(w) * (q.qdata.nbytes + q.qscale.nbytes) / _RATE
-    return {name: round(each, 1) for name, each in found.items()}
+def floors(w: torch.Tensor, quantized: Quantized) -> dict[str, float]:
+    """Microseconds that the bytes of the weights take."""
+    found = {"bf16": w.nbytes}
+    found |= {format: q.qdata.nbytes + q.qscale.nbytes for format, q in quantized.items()}
+    return {name: round(each / _RATE, 1) for name, each in found.items()}
 
 
-def checked(calls: dict[str, Call], w: torch.Tensor) -> None:
+def check(calls: dict[str, Call]) -> None:
     """Each quantized product is near the one in bf16, as near as its format is."""
     want = calls["torch bf16"]().float().flatten(0, -2)
     for name, call in calls.items():
@@ -77,16 +83,17 @@ def measured(timer: Timer, rounds: int) -> Iterator[dict[str, Any]]:
     for groups in (8, 32):
         for n, k in WEIGHTS:
             w = normal(groups, n, k) / 8
-            ends = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (ROWS // groups)
-            given = {ROWS: dict(many(normal(ROWS, k), w, ends))}
-            given |= {groups * m: dict(few(normal(groups, m, k), w, m)) for m in DECODED}
+            quantized = {format: bs.quantize(w, format) for format in FORMATS}
+            weights = w, quantized
+            given = {ROWS: dict(many(normal(ROWS, k), *weights))}
+            given |= {groups * m: dict(few(normal(groups, m, k), *weights)) for m in DECODED}
             for m, calls in given.items():
-                checked(calls, w)
+                check(calls)
                 took = in_any_order(calls, timer, rounds, random.Random(repr((groups, m, n, k))))
                 rounded = {name: round(each, 1) for name, each in took.items()}
                 shape = groups, m, n, k
-                yield {"shape": shape, "microseconds": rounded, "bytes": nbytes(w)}
-            del given, calls
+                yield {"shape": shape, "microseconds": rounded, "bytes": floors(*weights)}
+            del given, calls, weights, quantized
 
 
 def main() -> None:

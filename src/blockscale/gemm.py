@@ -197,13 +197,13 @@ def grouped_gemm(
     call = find_call(a, b, out_dtype, None, False, None, backend, groups)
     if call is not None and call[0] is not None:
         product = call[0](call[1], call[2], None, None, groups.offsets)
-        return product if a.dim() == 2 else product.unflatten(0, a.shape[:2])
-    dtype, grouping = check_grouped(a, b, groups, out_dtype, backend)
-    rows = a.flatten(0, 1) if a.dim() == 3 else a
-    left, right = _compact(a) if grouping == "k" else side(rows), _compact(b)
-    product = ops.grouped_gemm(*left, *right, groups.offsets, grouping, dtype, backend)
-    if call is not None and grouping != "k":
-        remember(call, Side(*left), Side(*right), None, None, dtype, False, groups)
+    else:
+        dtype, grouping = check_grouped(a, b, groups, out_dtype, backend)
+        rows = a.flatten(0, 1) if a.dim() == 3 else a
+        left, right = _compact(a) if grouping == "k" else side(rows), _compact(b)
+        product = ops.grouped_gemm(*left, *right, groups.offsets, grouping, dtype, backend)
+        if call is not None and grouping != "k":
+            remember(call, Side(*left), Side(*right), None, None, dtype, False, groups)
     return product if a.dim() == 2 else product.unflatten(0, a.shape[:2])
 
 

@@ -118,7 +118,7 @@ def check_batch(
 
 
 def check_groups_given(offsets: Any, counts: Any) -> Groups:
-    """How rows are grouped; TypeError unless one of the two is given."""
+    """Tells how rows are grouped; raises TypeError unless exactly one of the two is given."""
     if (offsets is None) == (counts is None):
         raise TypeError(
             f"offsets, counts: got {'neither' if counts is None else 'both'}; expected offsets, "
@@ -148,20 +148,7 @@ def check_grouped(
         raise ValueError(f"a, b: {shapes}; expected (M, K) and (G, K, N), or (M, K) and (K, N)")
     if not k_grouped and b.shape[0] != len(offsets):
         raise ValueError(f"offsets: {shapes}; expected one offset for each matrix of b")
-    for name, q in (("a", a), ("b", b)):
-        if not isinstance(q, ScaledTensor):
-            continue
-        if k_grouped != q.k_grouped:
-            raise ValueError(
-                f"{name}: its blocks {'do not ' * k_grouped}start anew in each group along K; "
-                + (
-                    "quantize it with axis=-2 and offsets=offsets"
-                    if k_grouped
-                    else "quantize it without offsets along the contraction"
-                )
-            )
-        if k_grouped and not _same(q.offsets, offsets):
-            raise ValueError(f"offsets: differ from those that {name} was quantized with")
+    _check_blocks(a, b, offsets if k_grouped else None)
     return dtype, "k" if k_grouped else "m"
 
 
@@ -178,12 +165,26 @@ def _check_masked(a: Tensor, b: Tensor, counts: Tensor) -> None:
     check_counts(counts, rows // groups, a.device)
     if len(counts) != groups:
         raise ValueError(f"counts: {shapes} with {len(counts)} counts; expected one for each of b")
+    _check_blocks(a, b, None)
+
+
+def _check_blocks(a: Tensor, b: Tensor, offsets: Tensor | None) -> None:
+    """Raise unless blocks start anew at ``offsets`` along K, if these are given, and only then."""
+    k_grouped = offsets is not None
     for name, q in (("a", a), ("b", b)):
-        if isinstance(q, ScaledTensor) and q.k_grouped:
+        if not isinstance(q, ScaledTensor):
+            continue
+        if k_grouped != q.k_grouped:
             raise ValueError(
-                f"{name}: its blocks start anew in each group along K; quantize it without offsets "
-                "along the contraction"
+                f"{name}: its blocks {'do not ' * k_grouped}start anew in each group along K; "
+                + (
+                    "quantize it with axis=-2 and offsets=offsets"
+                    if k_grouped
+                    else "quantize it without offsets along the contraction"
+                )
             )
+        if offsets is not None and not _same(q.offsets, offsets):
+            raise ValueError(f"offsets: differ from those that {name} was quantized with")
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:

@@ -149,9 +149,7 @@ def _compile(
             out_dtype=dtype,
             accumulate=accumulate,
         )
-        if groups is not None:
-            described = described.grouped(groups)
-        compiled = products.plan(described)
+        compiled = products.plan(described.grouped(groups))
     except (TypeError, ValueError):  # of what has to be rewritten first
         return None
     return None if compiled.run is None else compiled

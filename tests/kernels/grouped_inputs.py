@@ -94,10 +94,7 @@ def assert_groups_close(got: Tensor, given: Grouped) -> None:
     want = given.product()
     assert bool((got[given.bounds[-1] :] == 0).all())
     for start, end in pairwise(given.bounds):
-        if start < end:
-            exact = want[start:end]
-            error = (got[start:end].double() - exact).norm() / exact.norm()
-            assert error <= (2**-8 / 3**0.5) * 1.1 + 3e-4, (start, end, error)
+        _assert_rows_close(got, want, slice(start, end))
 
 
 def assert_counted(got: Tensor, given: Grouped, counts: Sequence[int], untouched: float) -> None:
@@ -108,6 +105,10 @@ def assert_counted(got: Tensor, given: Grouped, counts: Sequence[int], untouched
     for i, count in enumerate(counts):
         rows = slice(i * capacity, i * capacity + count)
         assert bool((got[rows.stop : ends[i]] == untouched).all()), i
-        if count:
-            error = (got[rows].double() - want[rows]).norm() / want[rows].norm()
-            assert error <= (2**-8 / 3**0.5) * 1.1 + 3e-4, i
+        _assert_rows_close(got, want, rows)
+
+
+def _assert_rows_close(got: Tensor, want: Tensor, rows: slice) -> None:
+    if rows.start < rows.stop:
+        error = (got[rows].double() - want[rows]).norm() / want[rows].norm()
+        assert error <= (2**-8 / 3**0.5) * 1.1 + 3e-4, (rows, error)

@@ -89,8 +89,10 @@ class GemmCall(NamedTuple):
     offsets: Described | None = None
     masked: bool = False
 
-    def grouped(self, groups: Groups) -> GemmCall:
-        """The same, of rows in ``groups``."""
+    def grouped(self, groups: Groups | None) -> GemmCall:
+        """The same call, of rows in ``groups``, if there are any."""
+        if groups is None:
+            return self
         return self._replace(offsets=describe(groups.offsets), masked=groups.masked)
 
     def supported(self, why_not: Callable[[str], str]) -> Gpu:
@@ -221,10 +223,8 @@ def multiply(
     run. Raises Unsupported, a ValueError, where there is no kernel; ValueError or TypeError where
     shapes, strides or dtypes do not belong together.
     """
-    call = describe_call(a, b, out=out, bias=bias, alpha=alpha, **options)
+    call = describe_call(a, b, out=out, bias=bias, alpha=alpha, **options).grouped(groups)
     offsets = None if groups is None else groups.offsets
-    if groups is not None:
-        call = call.grouped(groups)
     operands = a.data, a.scale, b.data, b.scale
     return plan(call)(operands, out, bias, alpha, call.accumulate, offsets)
 

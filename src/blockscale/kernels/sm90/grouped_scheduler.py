@@ -78,16 +78,16 @@ class GroupedTiles:
     @cute.jit
     def bounds(self, chunk, before):
         """Of 32 groups from ``chunk`` on, one a lane: the first row, and the one after the last;
-        groups before them end at row ``before``. The rest is the last group; those after it have no
-        rows."""
+        groups before them end at row ``before``. The rest is the last group, unless groups are
+        masked; those after it have no rows."""
         rows, group = self.extent[0], chunk + cute.arch.lane_idx()
-        begin, end = Int32(0), rows
         if const_expr(self.masked):
             count, capacity = Int32(0), rows // self.groups
             if group < self.groups:
                 count = cutlass.max(cutlass.min(self.offsets[group], capacity), Int32(0))
             begin, end = group * capacity, group * capacity + count
         else:
+            end = rows
             if group < self.groups:
                 end = cutlass.min(self.offsets[group], rows)
             end = _of_lanes_to(cutlass.max(end, before), cutlass.max)
