@@ -112,14 +112,18 @@ def test_fused_producers(name):
 
 
 @pytest.mark.parametrize("function", [bs.quantize_both, bs.swiglu_quantize])
-def test_groups_are_refused(function):
-    offsets = torch.tensor([7, 64], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"offsets: with k_major=True.*quantize each group alone"):
-        function(matrix(64, 64), offsets=offsets, k_major=True)
-    with pytest.raises(ValueError, match="offsets: with k_major=True"):
-        bs.quantize(matrix(64, 64), axis=-2, offsets=offsets, k_major=True)
-    rows = bs.quantize(matrix(64, 64), layout="tcgen05", offsets=offsets, k_major=True)
-    assert same(rows, bs.quantize(matrix(64, 64), layout="tcgen05", offsets=offsets))
+def test_groups(function):
+    """Values are those of columns in the order of x."""
+    x, ends = matrix(64, 64), torch.tensor([7, 60], dtype=torch.int32)
+    found = function(x, offsets=ends, k_major=True)
+    assert is_k_major(found[1])
+    assert found[1].groups_apart
+    wanted = function(x, offsets=ends)
+    assert same(found[0], wanted[0])
+    assert torch.equal(found[1].scale.view(torch.uint8), wanted[1].scale.view(torch.uint8))
+    assert torch.equal(octets(found[1].dequantize()), octets(wanted[1].dequantize()))
+    rows = bs.quantize(x, layout="tcgen05", offsets=ends, k_major=True)
+    assert same(rows, bs.quantize(x, layout="tcgen05", offsets=ends))
 
 
 # --- what a ScaledTensor does ---------------------------------------------------------------------

@@ -295,20 +295,31 @@ def test_dtype_and_device_are_kept(dtype):
 
 
 @pytest.mark.parametrize("offsets", [[64, 128], [0, 40, 40, 90], [5, 37, 128], [128], [0, 0, 33]])
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "fp8_1x128"])
-def test_groups_along_the_contraction_start_their_own_blocks(name, offsets):
+@pytest.mark.parametrize("k_major", [False, True])
+@pytest.mark.parametrize("name", [name for name in formats if name != "fp8_128x128"])
+def test_groups_along_the_contraction_start_their_own_blocks(name, k_major, offsets):
     """Each group has the bytes that it has alone, padded; what is in no group is zero."""
-    x = realistic((128, 48), 11)
-    ends = torch.tensor(offsets, dtype=torch.int32)
-    q = bs.quantize(x, name, -2, offsets=ends)
+    x, fmt = realistic((128, 48), 11), formats[name]
+    ends, scalar = torch.tensor(offsets, dtype=torch.int32), 0.37 if name == "nvfp4" else None
+    given = {"global_scale": scalar, "k_major": k_major}
+    q = bs.quantize(x, name, -2, offsets=ends, **given)
     assert q.k_grouped
-    back, start = q.dequantize(), 0
-    block = formats[name].block_size
+    assert q.groups_apart == (k_major or fmt.element.bits < 8)
+    back, start, used = q.dequantize(), 0, 0
     for i, end in enumerate(offsets):
         if end > start:
-            alone = bs.quantize(x[start:end], name, -2, pad=True)
-            assert_same_bytes((q.qdata[start:end],), (alone.qdata[: end - start],))
-            first = start // block + i
+            alone = bs.quantize(x[start:end], name, -2, pad=True, **given)
+            apart = (start // 128 + i) * 128
+            if q.groups_apart:
+                data = q.qdata[fmt.element.stored(apart) :][: len(alone.qdata)]
+                assert_same_bytes((data,), (alone.qdata,))
+                used += alone.qdata.view(torch.uint8).count_nonzero()
+            else:
+                assert_same_bytes((q.qdata[start:end],), (alone.qdata[: end - start],))
+            first = apart // fmt.block_size
             assert_same_bytes((q.scale[first : first + len(alone.scale)],), (alone.scale,))
             assert torch.equal(back[start:end], alone.dequantize())
         start = end
+    assert not back[start:].any()
+    if q.groups_apart:
+        assert q.qdata.view(torch.uint8).count_nonzero() == used

@@ -36,6 +36,7 @@ __all__ = [
     "E8M0",
     "FP8_BLOCK",
     "FP32",
+    "GROUP_TILE",
     "NONFINITE",
     "UE4M3",
     "Element",
@@ -43,7 +44,12 @@ __all__ = [
     "Scale",
     "formats",
     "get_format",
+    "padded_groups",
 ]
+
+#: Groups along a contraction are moved apart to multiples of so many elements: what tensor cores
+#: take at once, and what a tile of scales in layout "tcgen05" has of MXFP8.
+GROUP_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -184,24 +190,30 @@ class Format:
     def default_scale_rounding(self) -> str:
         return self.scale.roundings[0]
 
-    def data_shape(self, shape: Sequence[int], axis: int, groups: int = 0) -> tuple[int, ...]:
+    def data_shape(
+        self, shape: Sequence[int], axis: int, groups: int = 0, apart: bool = False
+    ) -> tuple[int, ...]:
         """Shape of the stored data: the contraction is padded to whole blocks and packed.
 
-        With ``groups`` (blocks start anew in each of them) the data is not padded.
+        With ``groups`` (blocks start anew in each of them) it is not padded; or, if they are moved
+        ``apart``, as those of 4 bits are, padded to the length of :func:`padded_groups`.
         """
         out = list(shape)
-        out[axis] = self.element.stored(out[axis] if groups else self._padded(out[axis]))
+        if not groups:
+            out[axis] = self._padded(out[axis])
+        elif apart or self.element.bits < 8:
+            out[axis] = padded_groups(out[axis], groups)
+        out[axis] = self.element.stored(out[axis])
         return tuple(out)
 
     def scale_shape(self, shape: Sequence[int], axis: int, groups: int = 0) -> tuple[int, ...]:
         """Shape of the compact scales: ``shape`` over ``block``, rounded up.
 
-        With ``groups``, group i (rows from ``offsets[i-1]``) has its first block at index
-        ``offsets[i-1] // block_size + i``: room for a partial block in each, known without a sync.
+        With ``groups``, those of the contraction moved apart as :func:`padded_groups` does.
         """
         out = list(shape)
-        blocks = out[axis] // self.block_size + groups
-        out[axis] = blocks if groups else self._padded(out[axis]) // self.block_size
+        n = padded_groups(out[axis], groups) if groups else self._padded(out[axis])
+        out[axis] = n // self.block_size
         if len(out) > 1:
             out[-3 - axis] = -(-out[-3 - axis] // self.block[0])
         return tuple(out)
@@ -216,6 +228,16 @@ class Format:
     def multiplies(self, other: Format) -> bool:
         """Whether a product may mix the two: blocks along K and scale types must be the same."""
         return self.block_size == other.block_size and self.scale == other.scale
+
+
+def padded_groups(n: int, groups: int) -> int:
+    """Length of a contraction of ``n`` whose groups are moved apart.
+
+    Group i, from ``offsets[i-1]`` on, then begins at
+    ``(offsets[i-1] // GROUP_TILE + i) * GROUP_TILE``: room for a partial tile in each, known
+    without reading the offsets back. There are zeros in between.
+    """
+    return (n // GROUP_TILE + groups) * GROUP_TILE
 
 
 formats: Mapping[str, Format] = MappingProxyType(

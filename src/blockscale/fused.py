@@ -50,8 +50,7 @@ def swiglu_quantize(
     Args:
         x: float32, bfloat16 or float16, last dimension contiguous and even, not empty.
         axes: of the contractions to come: (-1,), (-2,), or (-1, -2) for both from one read.
-        layout: of all scales, or one for each of ``axes``. With ``offsets``, those along axis -2
-            are compact.
+        layout: of all scales, or one for each of ``axes``.
         global_scale: as in :func:`blockscale.quantize`; its default, from the product, costs a
             second read of ``x``.
         backend: as in :func:`blockscale.quantize`. On a CPU plain torch makes the product, and

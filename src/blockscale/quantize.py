@@ -53,8 +53,10 @@ def quantize(
         pad: allow a contraction that is not a multiple of the block: the data is then padded with
             zeros to whole blocks, ``shape`` stays that of ``x``.
         offsets: int32 (groups,), ascending: the end of each expert's rows (dimension -2). With
-            ``axis=-2`` blocks start anew in each group (no padding needed); with ``axis=-1`` the
-            scales of each group start on a 128-row tile in every layout but compact.
+            ``axis=-2`` blocks start anew in each group (no padding needed), and groups are moved
+            apart to tiles of 128 (docs/layouts.md), but for 8-bit data that is not ``k_major``;
+            with ``axis=-1`` the scales of each group start on a 128-row tile in every layout but
+            compact.
         seed: round elements stochastically with this seed instead of to nearest even.
         k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8
             tensor cores read them: ``qdata`` is then the ``mT`` of a contiguous tensor, each of
@@ -119,9 +121,7 @@ def quantize_both(
     :func:`quantize` but ``axis``; NVFP4's global scale is found once.
 
     Args:
-        layout: of both, or a pair: of the rows' and of the columns' scales. With ``offsets`` the
-            columns' are compact, so that the rows' tiles are asked for by ``("tcgen05",
-            "compact")``.
+        layout: of both, or a pair: of the rows' and of the columns' scales.
 
     Returns: the tensors along -1 and along -2. Raises TypeError or ValueError as :func:`quantize`.
     """

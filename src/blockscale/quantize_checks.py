@@ -86,7 +86,7 @@ def check_call(
     if dtype not in DTYPES:
         names = ", ".join(str(d) for d in DTYPES)
         raise TypeError(f"x: got {dtype}; expected one of {names}: cast it first")
-    _check_shape(shape, call, request.pad, grouped, request.k_major)
+    _check_shape(shape, call, request.pad, grouped)
     return call
 
 
@@ -130,9 +130,7 @@ def check_tensor(x: Tensor) -> None:
         _check_memory(x)
 
 
-def _check_shape(
-    shape: tuple[int, ...], call: Call, pad: bool, grouped: bool, k_major: bool
-) -> None:
+def _check_shape(shape: tuple[int, ...], call: Call, pad: bool, grouped: bool) -> None:
     fmt = call.format
     for axis in call.axes:
         if len(shape) < -axis:
@@ -145,41 +143,26 @@ def _check_shape(
         )
     for axis in call.axes:
         if grouped:
-            _check_groups(shape, fmt, axis, k_major)
+            _check_groups(shape, fmt)
         if not pad and not (grouped and axis == -2) and shape[axis] % fmt.block_size:
             raise ValueError(
                 f"x: dimension {axis} is {shape[axis]}, not a multiple of {fmt.name}'s block of "
                 f"{fmt.block_size}; pass pad=True to pad it with zeros"
             )
-    for axis, layout in zip(call.axes, call.layouts, strict=True):
-        k_grouped = grouped and axis == -2
-        if layout.name == "compact" or (len(shape) == 2 and not k_grouped):
-            continue
-        remedy = "flatten leading dimensions first, or keep 'compact'"
-        if k_grouped and len(call.axes) == 2:
-            remedy = f"pass layout=({call.layouts[0].name!r}, 'compact'), of rows and of columns"
-        raise ValueError(
-            f"layout: {layout.name!r} stores the scales of one matrix; x has shape "
-            f"{tuple(shape)}{' and groups along the contraction' * k_grouped}: {remedy}"
-        )
+    for layout in call.layouts:
+        if layout.name != "compact" and len(shape) != 2:
+            raise ValueError(
+                f"layout: {layout.name!r} stores the scales of one matrix; x has shape "
+                f"{tuple(shape)}: flatten leading dimensions first, or keep 'compact'"
+            )
 
 
-def _check_groups(shape: tuple[int, ...], fmt: Format, axis: int, k_major: bool) -> None:
+def _check_groups(shape: tuple[int, ...], fmt: Format) -> None:
     if len(shape) != 2:
         raise ValueError(f"offsets: x has shape {tuple(shape)}; groups cut the rows of a matrix")
     if fmt.block[0] > 1:
         raise ValueError(
             f"offsets: blocks of {fmt.name!r} span {fmt.block[0]} rows; groups cannot cut them"
-        )
-    if axis == -2 and fmt.element.bits < 8:
-        raise ValueError(
-            f"offsets: {fmt.name!r} packs several elements a byte along the contraction, which "
-            "groups cannot cut; quantize each group alone, or use an 8-bit format"
-        )
-    if axis == -2 and k_major:
-        raise ValueError(
-            "offsets: with k_major=True, groups along the contraction would start at any byte of a "
-            "line, where no tensor core reads them; quantize each group alone, or leave k_major out"
         )
 
 

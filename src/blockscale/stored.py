@@ -21,7 +21,7 @@ __all__ = ["StoredParts", "check_parts", "stored_parts", "strides_like"]
 class StoredParts(NamedTuple):
     """Shapes and dtypes of the parts of a ScaledTensor."""
 
-    data: tuple[int, ...]
+    data: tuple[tuple[int, ...], ...]  # any of these: groups may be moved apart, or not
     data_dtype: torch.dtype
     scale: tuple[int, ...]
     scale_dtypes: tuple[torch.dtype, ...]  # that of the layout; one-byte scales as uint8 too
@@ -44,22 +44,23 @@ def stored_parts(
     if fmt.has_global_scale != has_global_scale:
         verb = "needs" if fmt.has_global_scale else "has no"
         raise ValueError(f"global_scale: format {format!r} {verb} global_scale")
-    if layout != "compact" and (len(shape) != 2 or k_grouped):
+    if layout != "compact" and len(shape) != 2:
         raise ValueError(
-            f"layout: {layout!r} stores the scales of one matrix; with leading "
-            "dimensions, or groups along the contraction, scales are compact"
+            f"layout: {layout!r} stores the scales of one matrix; with leading dimensions, scales "
+            "are compact"
         )
     k_groups = groups if groups is not None and k_grouped else 0
     scale = fmt.scale_shape(shape, axis, k_groups)
     if layout != "compact":
         matrix = (scale[0], scale[1]) if axis == -1 else (scale[1], scale[0])
-        if groups is None:
+        if groups is None or k_grouped:
             scale = where.stored_shape(matrix)
         else:
             scale = Grouped(where).stored_shape(matrix, groups)
     dtype = where.stored_dtype(fmt.scale.dtype)
+    ways = (False, True) if k_groups else (False,)
     return StoredParts(
-        fmt.data_shape(shape, axis, k_groups),
+        tuple(fmt.data_shape(shape, axis, k_groups, apart) for apart in ways),
         fmt.element.dtype,
         scale,
         (dtype, torch.uint8) if dtype.itemsize == 1 else (dtype,),
@@ -85,10 +86,10 @@ def check_parts(q: ScaledTensor, shape: tuple[int, ...], scale_dtype: torch.dtyp
     want = stored_parts(name, q.layout_name, shape, q.axis, groups, q.k_grouped, scalar is not None)
     if scalar is not None and (scalar.dtype != torch.float32 or scalar.numel() != 1):
         raise ValueError("global_scale: expected an fp32 scalar tensor")
-    if data.shape != want.data or data.dtype != want.data_dtype:
+    if data.shape not in want.data or data.dtype != want.data_dtype:
         raise ValueError(
             f"data: got {tuple(data.shape)} {data.dtype}; {name!r} stores "
-            f"{shape} along axis {q.axis} as {want.data} {want.data_dtype}"
+            f"{shape} along axis {q.axis} as {' or '.join(map(str, want.data))} {want.data_dtype}"
         )
     if scale.shape != want.scale or scale_dtype not in want.scale_dtypes:
         raise ValueError(

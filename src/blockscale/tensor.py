@@ -49,8 +49,9 @@ class ScaledTensor(torch.Tensor):
         layout: name or :class:`Layout` of ``scale``.
         global_scale: fp32 scalar that dequantizes; given exactly where the format has one.
         offsets: int32 (groups,), the end of each expert's rows. With ``k_grouped`` they cut the
-            contraction and blocks start anew in each group; else they cut the other axis, and
-            every layout but compact starts each group on a 128-row tile of scales.
+            contraction, blocks start anew in each group, and groups are moved apart to tiles of
+            128; else they cut the other axis, and every layout but compact starts each group on a
+            128-row tile of scales.
 
     It moves, copies, saves, loads, compiles, reshapes in front of the contraction, transposes
     together with its contraction (``mT``), and along whole blocks slices, splits and joins
@@ -187,6 +188,17 @@ class ScaledTensor(torch.Tensor):
         return self.offsets.shape[0] if self.k_grouped and self.offsets is not None else 0
 
     @property
+    def _of_rows(self) -> Tensor | None:
+        """Offsets, if they cut what is not contracted."""
+        return None if self.k_grouped else self.offsets
+
+    @property
+    def groups_apart(self) -> bool:
+        """Whether the data has groups along the contraction moved apart."""
+        stored = self.qdata.shape[self.axis]
+        return self.k_grouped and self.format.element.elements(stored) != self.shape[self.axis]
+
+    @property
     def compact_shape(self) -> tuple[int, ...]:
         """Shape of the scales in the compact layout."""
         return self.format.scale_shape(self.shape, self.axis, self._k_groups)
@@ -201,25 +213,25 @@ class ScaledTensor(torch.Tensor):
             return self.qscale
         dtype = torch.uint8 if self.format.scale.nbytes == 1 else self.format.scale.dtype
         return unswizzle_scale(
-            self.qscale, self.axis, self.scale_layout, self.compact_shape, dtype, self.offsets
+            self.qscale, self.axis, self.scale_layout, self.compact_shape, dtype, self._of_rows
         )
 
     def to_layout(self, layout: str | Layout) -> ScaledTensor:
         """The same tensor with its scales stored in another layout; data is shared.
 
         Raises ValueError for an unknown layout, one that cannot hold these scales (by size, or
-        because there are leading dimensions or groups along the contraction).
+        because there are leading dimensions).
         """
         layout = get_layout(layout)
         if layout == self.scale_layout:
             return self
-        if layout.name != "compact" and (self.dim() != 2 or self.k_grouped):
+        if layout.name != "compact" and self.dim() != 2:
             raise ValueError(
                 f"layout: {layout.name!r} stores the scales of one matrix; this tensor has shape "
-                f"{tuple(self.shape)}{' and grouped blocks' * self.k_grouped}: flatten leading "
-                "dimensions before quantizing, or keep 'compact'"
+                f"{tuple(self.shape)}: flatten leading dimensions before quantizing, or keep "
+                "'compact'"
             )
-        scale = swizzle_scale(self.compact_bytes(), self.axis, layout, self.offsets)
+        scale = swizzle_scale(self.compact_bytes(), self.axis, layout, self._of_rows)
         return self._with(scale=scale, layout=layout)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -75,15 +75,22 @@ def test_every_layout_is_stored_compact(format: str, layout: str, axis: int, tmp
     assert plain.read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
-def test_grouped(axis: int, tmp_path: Path):
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("format", "axis", "k_major"),
+    [("mxfp8", -1, False), ("mxfp8", -2, False), ("mxfp8", -2, True), ("mxfp4", -2, False)],
+)
+def test_grouped(format: str, axis: int, k_major: bool, turned: bool, tmp_path: Path):
     offsets = torch.tensor([40, 40, 200], dtype=torch.int32)
-    q = bs.quantize(randn(200, 128), "mxfp8", axis, offsets=offsets)
+    q = bs.quantize(randn(200, 128), format, axis, offsets=offsets, k_major=k_major)
+    q = q.mT if turned else q
     checkpoint.save_file({"q": q}, tmp_path / "x.safetensors")
     loaded = checkpoint.load_file(tmp_path / "x.safetensors")["q"]
     assert same(q, loaded)
     assert loaded.k_grouped == q.k_grouped
     assert torch.equal(loaded.offsets, offsets)
+    if q.k_grouped:  # kernels read the contraction where it is contiguous
+        assert loaded.qdata.stride() == q.qdata.stride()
 
 
 def test_other_tools_see_the_names_of_the_field(tmp_path: Path):

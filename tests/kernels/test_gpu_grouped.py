@@ -1,7 +1,8 @@
 """Rows of experts, by the GPU quantizers in the emulator: the reference's bytes and scales.
 
 An expert's ends are known to the device alone; along rows its scales start on a tile of 128 rows,
-along columns its blocks start anew, and rows past the last end belong to nobody.
+along columns its blocks start anew, K-major its data, too, and rows past the last end belong to
+nobody.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from blockscale import emulator as em
 from blockscale.formats import formats
 from blockscale.kernels.common import compile_cache, ptx
 from blockscale.kernels.common.tensor_specs import any_tensor
+from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers import plan
+from blockscale.kernels.quantizers.config import Request
 from blockscale.kernels.quantizers.groups import find_rows
+from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
@@ -51,6 +55,13 @@ CASES: list[tuple[str, tuple[int, ...], Any, torch.dtype, dict[str, Any]]] = [
     ("mxfp8", ROWS, "tcgen05", FP32, {}),
     ("mxfp4", ROWS, "packed", FP16, {"nonfinite": "te"}),
     ("nvfp4", ROWS, "tcgen05", BF16, {"global_scale": torch.tensor(0.37)}),
+    ("fp8_1x128", BOTH, "sm90", BF16, {"k_major": True}),
+    ("fp8_1x128", COLUMNS, "compact", FP32, {"k_major": True, "nonfinite": "te"}),
+    ("mxfp8", BOTH, ("packed", "packed"), BF16, {"k_major": True}),
+    ("mxfp8_e5m2", COLUMNS, "tcgen05", FP16, {"k_major": True, "scale_rounding": "floor"}),
+    ("mxfp4", COLUMNS, "tcgen05", BF16, {}),
+    ("mxfp4", BOTH, "compact", FP16, {"nonfinite": "te"}),
+    ("nvfp4", BOTH, "tcgen05", BF16, {"global_scale": torch.tensor(0.37)}),
 ]
 
 
@@ -86,6 +97,7 @@ def test_groups(name):
     x, arch, completion = nasty(rows, 48, BF16, seed=i), ARCHITECTURES[i % 2], COMPLETIONS[i % 3]
     given = {"layout": MIXED, "offsets": ends(*offsets), "completion": completion}
     check(x, "mxfp8", arch, BOTH, **given)
+    check(x, "mxfp8", arch, BOTH, **given | {"layout": "tcgen05"}, k_major=True)
 
 
 @st.composite
@@ -102,8 +114,22 @@ def grouped_rows(draw: st.DrawFn) -> tuple[int, list[int]]:
 def test_random_groups(groups, columns, completion):
     rows, offsets = groups
     x = nasty(rows, columns, BF16, seed=rows)
-    given = {"layout": MIXED, "offsets": ends(*offsets), "completion": completion}
-    check(x, "mxfp8", "sm_90a", BOTH, **given)
+    given = {"offsets": ends(*offsets), "completion": completion}
+    check(x, "mxfp8", "sm_90a", BOTH, layout=MIXED, **given)
+    check(x, "fp8_1x128", "sm_90a", BOTH, layout="sm90", k_major=True, **given)
+
+
+@pytest.mark.parametrize(
+    "offsets", [(100, 40, 140), (50, 500, 600), (-7, 20, 10), (2**31 - 1, -(2**31), 0)]
+)
+def test_offsets_that_no_host_has_seen(offsets):
+    """They decrease, or overrun: the emulator finds no access outside of a tensor."""
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
+        for format, layout in (("mxfp8", "tcgen05"), ("fp8_1x128", "sm90")):
+            for k_major in (False, True):
+                asked = Request(format, BOTH, (layout,) * 2, grouped=True, k_major=k_major)
+                given = {"offsets": ends(*offsets), "gpu": chip("sm_90a")}
+                quantizers.quantize(nasty(140, 48, BF16), asked, **given)
 
 
 def test_strided_misaligned_and_odd():
@@ -172,7 +198,7 @@ def test_sectors(offsets, again, arch):
     (report,) = check(x, "mxfp8", arch, BOTH, **given)
     write = report.global_memory("write")
     padded = (rows + len(offsets) * 127) // 128 * 128
-    scales = padded * columns // 32 + (rows // 32 + len(offsets)) * columns
+    scales = padded * columns // 32 + (rows // 128 + len(offsets)) * 4 * columns
     assert write.asked == 32 * write.sectors == 2 * rows * columns + scales
     copied = [s for s in report.sectors if s.place.opcode.startswith("cp.async.bulk")]
     assert sum(s.asked for s in copied) == 2 * (rows + again) * columns
@@ -185,13 +211,13 @@ def test_sectors(offsets, again, arch):
 
 # --- which rows a tile has ------------------------------------------------------------------------
 
-FIELDS = ("start", "stop", "scale_stop", "scale_start", "block")
+FIELDS = ("start", "stop", "scale_stop", "scale_start", "apart")
 
 
 @cute.kernel
-def _find(offsets, rows: Int32, size: cutlass.Constexpr, out):
+def _find(offsets, rows: Int32, out):
     tile = cute.arch.block_idx()[0]
-    found = find_rows(tile, offsets, rows, size)
+    found = find_rows(tile, offsets, rows)
     if cute.arch.thread_idx()[0] == 0:
         values = [getattr(found, name) for name in FIELDS]
         values += [bound for pair in found.unused for bound in pair]
@@ -200,21 +226,18 @@ def _find(offsets, rows: Int32, size: cutlass.Constexpr, out):
 
 
 @cute.jit
-def _find_all(offsets, rows: Int32, size: cutlass.Constexpr, out, stream):
+def _find_all(offsets, rows: Int32, out, stream):
     grid = (out.shape[0], 1, 1)
-    _find(offsets, rows, size, out).launch(grid=grid, block=(32, 1, 1), stream=stream)
+    _find(offsets, rows, out).launch(grid=grid, block=(32, 1, 1), stream=stream)
 
 
 @pytest.fixture(scope="module")
 def find():
-    """Block size -> a function (offsets, rows, out (tiles, 9)) that fills ``out``."""
-    found = {}
+    """A function (offsets, rows, out (tiles, 9)) that fills ``out``."""
     with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
-        for size in (32, 128):
-            given = any_tensor(Int32, 1, 4), Int32(0), size, any_tensor(Int32, 2, 4)
-            stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-            found[size] = cute.compile(_find_all, *given, stream, options="--enable-tvm-ffi")
-    return found
+        given = any_tensor(Int32, 1, 4), Int32(0), any_tensor(Int32, 2, 4)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return cute.compile(_find_all, *given, stream, options="--enable-tvm-ffi")
 
 
 @st.composite
@@ -236,32 +259,32 @@ def many_groups(draw: st.DrawFn) -> tuple[int, list[int]]:
 
 
 @settings(max_examples=6)
-@given(many_groups(), st.sampled_from((32, 128)))
-def test_tiles_of_groups(find, groups, size):
-    """Each row is in one tile, each expert's tiles follow those before, and each block of scales
-    along columns is written or cleared, once.
+@given(many_groups())
+def test_tiles_of_groups(find, groups):
+    """Each row is in one tile, each expert's tiles follow those before, and each tile of groups
+    moved apart is written or cleared, once.
     """
     rows, offsets = groups
     tiles = (rows + (len(offsets) + 1) * 127) // 128
     out = torch.full((tiles, 9), -(1 << 30), dtype=torch.int32)
     with em.cutedsl(em.Device("sm_90a", check="all,exit_stores")):
-        find[size](ends(*offsets), rows, out)
+        find(ends(*offsets), rows, out)
     found = [dict(zip(FIELDS, line, strict=False)) for line in out.tolist()]
-    wanted, written = [], []  # first row, row after the last, that of rows with scales, block
+    wanted, written = [], []  # first row, row after the last, that of rows with scales, tile
     for group, (start, end) in enumerate(pairwise((0, *offsets))):
         for first in range(start, end, 128):
             last = min(first + 128, end)
-            block = start // size + group + (first - start) // size
-            wanted.append((first, last, last, block))
-            written += range(block, block - (first - last) // size)
+            written.append(start // 128 + group + (first - start) // 128)
+            wanted.append((first, last, last, 128 * written[-1]))
     assert len(wanted) <= tiles
-    for i, (tile, (start, stop, scale_stop, block)) in enumerate(zip(found, wanted, strict=False)):
+    for i, (tile, (start, stop, scale_stop, apart)) in enumerate(zip(found, wanted, strict=False)):
         assert (tile["start"], tile["stop"]) == (start, stop)
-        assert (tile["scale_stop"], tile["block"]) == (scale_stop, block)
+        assert (tile["scale_stop"], tile["apart"]) == (scale_stop, apart)
         assert tile["scale_start"] == 128 * i
     tail = [i for tile in found[len(wanted) :] for i in range(tile["start"], tile["stop"])]
     assert tail == list(range(offsets[-1], rows))
     for tile in found[len(wanted) :]:
         assert tile["scale_stop"] <= tile["start"]  # no row has a scale
+        assert tile["apart"] == (rows // 128 + len(offsets)) * 128
     cleared = [i for line in out.tolist() for j in (5, 7) for i in range(line[j], line[j + 1])]
-    assert sorted(written + cleared) == list(range(rows // size + len(offsets)))
+    assert sorted(written + cleared) == list(range(rows // 128 + len(offsets)))

@@ -14,10 +14,7 @@ from gpu_bench import assert_same, emulated, expected, nasty, produced
 
 from blockscale.dtypes import BFLOAT16
 from blockscale.formats import formats
-from blockscale.kernels.common.gpu import Unsupported
-from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.config import Request, choose_config
-from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 COMPLETIONS = ("late", "eager", "random")
@@ -138,12 +135,3 @@ def test_the_same_kernels():
             for k in (False, True)
         ]
         assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("axes", [COLUMNS, BOTH])
-def test_groups_are_refused(axes):
-    x, layouts = torch.zeros(64, 64), ("compact",) * len(axes)
-    offsets = torch.tensor([7, 64], dtype=torch.int32)
-    given = {"offsets": offsets, "gpu": chip("sm_90a")}
-    with pytest.raises(Unsupported, match="k_major: no kernel stores groups"):
-        quantizers.quantize(x, quantizers.Request("mxfp8", axes, layouts, k_major=True), **given)

@@ -92,7 +92,7 @@ def parts_of(
     ``groups`` is their number where they cut the contraction.
     """
     parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "data": (format.element.dtype, format.data_shape(shape, axis, groups)),
+        "data": (format.element.dtype, format.data_shape(shape, axis, groups, axis == -1)),
         "scale": (_as_stored(format.scale.dtype), format.scale_shape(shape, axis, groups)),
     }
     if format.has_global_scale:
@@ -122,7 +122,11 @@ def describe(q: ScaledTensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
     extra: dict[str, Any] = {}
     if q.offsets is not None:
         extra["groups"] = "contraction" if q.k_grouped else "rows"
-    elif not q.qdata.is_contiguous() and q.qdata.mT.is_contiguous():
+    if q.k_grouped:  # the contraction is last exactly where groups are apart
+        turned = (q.axis == -1) != q.groups_apart
+    else:
+        turned = q.offsets is None and not q.qdata.is_contiguous() and q.qdata.mT.is_contiguous()
+    if turned:
         q, extra["transposed"] = q.mT, True
     parts = {
         "data": q.qdata,

@@ -17,7 +17,7 @@ def empty(
     """Data and scales as ``quantize`` returns them, without their values."""
     groups = offsets.shape[0] if offsets is not None else 0
     k_groups = groups if axis == -2 else 0
-    data_shape = fmt.data_shape(x.shape, axis, k_groups)
+    data_shape = fmt.data_shape(x.shape, axis, k_groups, k_major)
     if fmt.turned(axis, k_major):
         flipped = (*data_shape[:-2], data_shape[-1], data_shape[-2])
         data = x.new_empty(flipped, dtype=fmt.element.dtype).mT
@@ -31,7 +31,7 @@ def empty(
     where = get_layout(layout)
     stored = (
         where.stored_shape(matrix)
-        if offsets is None
+        if offsets is None or axis == -2
         else Grouped(where).stored_shape(matrix, groups)
     )
     return data, x.new_empty(stored, dtype=where.stored_dtype(scale_dtype))

@@ -64,7 +64,8 @@ def quantize(
         seed=seed,
         k_major=k_major,
     )
-    return data, swizzle_scale(as_bytes(scale), axis, get_layout(layout), offsets)
+    of_rows = offsets if axis == -1 else None
+    return data, swizzle_scale(as_bytes(scale), axis, get_layout(layout), of_rows)
 
 
 @operation(fakes.quantize_both)

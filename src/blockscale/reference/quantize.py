@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..formats import FP32, Format
+from ..formats import FP32, GROUP_TILE, Format, padded_groups
 from ..rounding import (
     FP32_INF,
     block_scale,
@@ -43,14 +43,17 @@ def quantize(
     The contraction is padded with zeros to whole blocks; where the data is packed it is packed
     along the contraction. Shapes: ``format.data_shape`` and ``format.scale_shape``. Strides:
     contiguous, or ``mT`` of a contiguous tensor where ``format.turned``.
+
+    With ``offsets`` along the contraction each group has what it has alone, padded, and the groups
+    are moved apart as ``formats.padded_groups`` says; but 8-bit data, unless it is ``k_major``,
+    stays where it is.
     """
     noise = None if seed is None else random_bits(seed, x)
     if axis == -2:  # from here on the contraction is the last axis
         x, noise = x.mT, noise.mT if noise is not None else None
     bounds = [0, x.shape[-1]] if offsets is None else [0, *offsets.tolist()]
-    data, scales = [], []
-    for start, end in pairwise(bounds):
-        codes, scale = _quantize_blocks(
+    groups = [
+        _quantize_blocks(
             x[..., start:end],
             format,
             scale_rounding,
@@ -58,16 +61,21 @@ def quantize(
             None if global_scale is None else float32_bits(global_scale),
             None if noise is None else noise[..., start:end],
         )
-        data.append(codes if offsets is None else codes[..., : end - start])
-        scales.append(scale)
-    if offsets is not None:  # what follows the last group belongs to nobody
-        data.append(data[0].new_zeros(*x.shape[:-1], x.shape[-1] - bounds[-1]))
-    codes = torch.cat(data, -1)
-    scale = scales[0] if offsets is None else _place_groups(scales, bounds, x.shape[-1], format)
-    stored = pack(codes, format.element)
+        for start, end in pairwise(bounds)
+    ]
+    turned = format.turned(axis, k_major)
+    codes, scale = (
+        groups[0]
+        if offsets is None
+        else _move_apart(groups, bounds, x.shape[-1], format.block_size)
+    )
+    if offsets is not None and not (turned or format.element.bits < 8):
+        codes = codes[..., _position(offsets, x.shape[-1])]
+        codes[..., bounds[-1] :] = 0  # what follows the last group belongs to nobody
+    stored = pack(codes.contiguous(), format.element)
     if axis == -2:
         # packed data stays contraction-major, as FP4 units read it; 8-bit data is as x is
-        stored = stored.mT if format.turned(axis, k_major) else stored.mT.contiguous()
+        stored = stored.mT if turned else stored.mT.contiguous()
         scale = scale.mT.contiguous()
     return stored, _store_scale(scale, format)
 
@@ -121,14 +129,18 @@ def _blocks(bits: Tensor, format: Format) -> Tensor:
     return bits.reshape(*bits.shape[:-2], m // rows, rows, k // columns, columns)
 
 
-def _place_groups(scales: list[Tensor], bounds: list[int], k: int, format: Format) -> Tensor:
-    """Scales of groups along the contraction, each at the block that its first row dictates."""
-    blocks = k // format.block_size + len(scales)
-    out = scales[0].new_zeros(*scales[0].shape[:-1], blocks)
-    for i, scale in enumerate(scales):
-        first = bounds[i] // format.block_size + i
-        out[..., first : first + scale.shape[-1]] = scale
-    return out
+def _move_apart(
+    groups: list[tuple[Tensor, Tensor]], bounds: list[int], k: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of groups along the contraction, each where its first row dictates."""
+    parts = []
+    for each, size in zip(zip(*groups, strict=True), (1, block_size), strict=True):
+        out = each[0].new_zeros(*each[0].shape[:-1], padded_groups(k, len(groups)) // size)
+        for i, part in enumerate(each):
+            first = (bounds[i] // GROUP_TILE + i) * GROUP_TILE // size
+            out[..., first : first + part.shape[-1]] = part
+        parts.append(out)
+    return parts[0], parts[1]
 
 
 def _store_scale(code: Tensor, format: Format) -> Tensor:
@@ -162,7 +174,10 @@ def dequantize(
     values = decode(unpack(data, format.element), format.element)
     block = torch.arange(values.shape[-1], device=data.device) // columns
     if offsets is not None:
-        block = _grouped_block_index(offsets, k, columns).clamp(max=scale.shape[-1] - 1)
+        position = _position(offsets, k)
+        block = position // columns
+        if values.shape[-1] != k:
+            values = values[..., position]
     per_element = decode_scale(scale, format.scale)[..., block]
     if len(shape) > 1:
         per_element = per_element[..., torch.arange(m, device=data.device) // rows, :]
@@ -175,10 +190,11 @@ def dequantize(
     return out.mT if axis == -2 else out
 
 
-def _grouped_block_index(offsets: Tensor, k: int, block_size: int) -> Tensor:
-    """Index of the block that holds each of the ``k`` positions when blocks start with groups."""
-    position = torch.arange(k, device=offsets.device)
-    group = torch.searchsorted(offsets.to(torch.int64), position, right=True)
+def _position(offsets: Tensor, k: int) -> Tensor:
+    """Where each of ``k`` elements lies whose groups are moved apart; those of none, anywhere."""
+    element = torch.arange(k, device=offsets.device)
+    group = torch.searchsorted(offsets.to(torch.int64), element, right=True)
     ends = torch.cat((offsets.new_zeros(1), offsets)).to(torch.int64)
     start = ends[group]
-    return start // block_size + group + (position - start) // block_size
+    position = (start // GROUP_TILE + group) * GROUP_TILE + element - start
+    return position.clamp(max=padded_groups(k, len(offsets)) - 1)

@@ -111,7 +111,7 @@ class Columns:
             if const_expr(not self.tall):  # else all have met already
                 cute.arch.sync_threads()
             for k in range_constexpr(len(parts)):
-                self.pieces.copy(parts[k], targets[k].blocks[1], rows)
+                self.pieces.copy(parts[k], targets[k].blocks[1], rows.apart)
 
     @cute.jit
     def finish(self, part, states, where, output, maxima, rows, width, order):

@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...formats import Format, get_format
+from ...formats import GROUP_TILE, Format, get_format
 from ...layouts import get_layout
 from ..common.gpu import GPUS, SHARED, Gpu, no_kernels
 from ..common.spec import Spec, specify
 
 __all__ = [
     "BAND",
-    "GROUP_ROWS",
     "PANEL",
     "PRODUCERS",
     "AmaxConfig",
@@ -29,7 +28,6 @@ __all__ = [
 
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 BAND = 32  # rows that a warp takes at once along columns
-GROUP_ROWS = 128  # an expert's scales start at a multiple of it
 _TILE = 128 * 128  # elements that a CTA takes
 _FEW_ROWS = 16
 _SECTOR = 32
@@ -196,7 +194,7 @@ def choose_config(
     format, axes, layouts = request.fmt, request.axes, request.layouts
     plain = request.producer == "load" and not request.grouped and format.block[0] == 1
     few = plain and -2 not in axes and shape[0] <= _FEW_ROWS
-    rows, columns = (GROUP_ROWS, PANEL) if few else _tile(shape, request, gpu.arch)
+    rows, columns = (GROUP_TILE, PANEL) if few else _tile(shape, request, gpu.arch)
     eight, resident = _occupancy(request, gpu.arch)
     warps = (8 if eight and not few else 4) * max(1, rows * columns // _TILE)
     tiles = -(-shape[0] // rows) * -(-shape[1] // columns)
@@ -219,7 +217,7 @@ def choose_config(
         warps=warps,
         resident=resident,
         tma=all(address % 16 == 0 and apart % 16 == 0 for address, apart in sources),
-        column_store=_column_store(shape, format, axes, request.turned),
+        column_store=_column_store(shape, request),
         scale_stores=tuple(
             _scale_store(shape, columns, format, axis, layout)
             for axis, layout in zip(axes, layouts, strict=True)
@@ -281,14 +279,13 @@ def _tile(shape: tuple[int, int], request: Request, arch: str) -> tuple[int, int
     return (max(rows, 32) if -2 in axes else rows), columns
 
 
-def _column_store(
-    shape: tuple[int, int], format: Format, axes: tuple[int, ...], turned: bool
-) -> int:
+def _column_store(shape: tuple[int, int], request: Request) -> int:
     """The widest store of column-wise data, whose lines are rows, or columns where turned."""
-    if -2 not in axes and format.block[0] == 1:
+    format = request.fmt
+    if -2 not in request.axes and format.block[0] == 1:
         return 16  # there is none
-    if turned:
-        return math.gcd(16, format.data_shape(shape, -2)[0])
+    if request.turned:
+        return 16 if request.grouped else math.gcd(16, format.data_shape(shape, -2)[0])
     return 16 if shape[1] % 16 == 0 else 1
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Int32, cute, range_constexpr, select_
 
+from ...formats import GROUP_TILE
 from ..common import ptx
-from .config import GROUP_ROWS
 
 __all__ = ["TileRows", "find_rows", "scale_rows", "tile_count"]
 
@@ -26,66 +27,64 @@ class TileRows:
         start, stop: the first row, and the one after the last.
         scale_stop: the one after the last that has a scale.
         scale_start: the tile's first row among scales along rows.
-        block: the tile's first block among scales along columns.
-        unused: blocks that belong to no row, as two ranges (first, stop), the tile's to clear.
+        apart: the first row where groups are moved apart, as scales along columns have them;
+            beyond all, of the tail.
+        unused: tiles of no row there, as two ranges (first, stop), this one's to clear.
     """
 
     start: Any
     stop: Any
     scale_stop: Any
     scale_start: Any
-    block: Any
+    apart: Any
     unused: Any = None
 
 
 def scale_rows(rows, groups):
     """Rows of the buffer of scales, as ``layouts.Grouped.padded_rows``."""
-    return (rows + groups * (GROUP_ROWS - 1)) // GROUP_ROWS * GROUP_ROWS
+    return (rows + groups * (GROUP_TILE - 1)) // GROUP_TILE * GROUP_TILE
 
 
 def tile_count(rows, groups):
     """Tiles that experts and tail may take."""
-    return scale_rows(rows, groups + 1) // GROUP_ROWS
+    return scale_rows(rows, groups + 1) // GROUP_TILE
 
 
-def find_rows(tile, offsets, rows, block_size: int) -> TileRows:
+def find_rows(tile, offsets, rows) -> TileRows:
     """Rows of tile ``tile``, found by every warp for itself.
 
     ``offsets`` int32 (groups,) has the end of each expert's rows, ascending; ``rows`` is the
     number of all rows.
     """
-    group, first, begin, end, empty = _find(tile, offsets)
+    group, first, begin, end, empty = _find(tile, offsets, rows)
     groups, owned = Int32(offsets.shape[0]), group < offsets.shape[0]
     local = tile - first
-    start = begin + local * GROUP_ROWS
+    start = begin + local * GROUP_TILE
     end = Int32(select_(owned, end, rows))
-    stop = Int32(select_(start + GROUP_ROWS < end, start + GROUP_ROWS, end))
-    scale_stop = Int32(select_(owned, stop, Int32(0)))
-    block = begin // block_size + group + local * (GROUP_ROWS // block_size)
-    # Blocks between those of this group and the next one that is not empty; the tail's own.
-    used = Int32(select_(owned, block + cute.ceil_div(stop - start, block_size), block))
-    after = Int32(
-        select_(owned, end // block_size + group + 1 + empty, rows // block_size + groups)
-    )
-    last = Int32(select_(stop == end, after, used + GROUP_ROWS // block_size))
-    last = Int32(select_(last < after, last, after))
-    after = Int32(select_(owned, Int32(select_(stop == end, after, used)), last))
+    stop = Int32(select_(start + GROUP_TILE < end, start + GROUP_TILE, end))
+    apart = begin // GROUP_TILE + group + local
+    # Tiles between those of this group and the next one that is not empty; each of the tail.
+    used = Int32(select_(owned, apart + 1, apart))
+    count = rows // GROUP_TILE + groups
+    following = Int32(select_(stop == end, end // GROUP_TILE + group + 1 + empty, apart + 1))
+    after = Int32(select_(owned, following, cutlass.min(apart + 1, count)))
     # Those of empty groups before all others.
     leading = Int32(select_(start == 0, group, Int32(0)))
     return TileRows(
         start=start,
         stop=stop,
-        scale_stop=scale_stop,
-        scale_start=tile * GROUP_ROWS,
-        block=block,
+        scale_stop=Int32(select_(owned, stop, Int32(0))),
+        scale_start=tile * GROUP_TILE,
+        apart=Int32(select_(owned, apart, count)) * GROUP_TILE,
         unused=((Int32(0), leading), (used, after)),
     )
 
 
 @cute.jit
-def _find(tile, offsets):
+def _find(tile, offsets, rows):
     """Group of a tile, the group's first tile, its first row, the row after its last, and how many
-    empty groups follow. For the tail the number of groups, and nothing of the last two.
+    empty groups follow. For the tail the number of groups, and nothing of the last two. Offsets
+    that are none of these rows are taken for the nearest that is.
     """
     lane = cute.arch.lane_idx()
     count = Int32(offsets.shape[0])
@@ -95,9 +94,10 @@ def _find(tile, offsets):
         index = chunk * 32 + lane
         known = Int32(select_(index < count, index, count - 1))  # groups beyond have no rows
         last = Int32(ptx.load_global(offsets.iterator.toint() + known * 4, 4))
+        last = cutlass.max(cutlass.min(last, rows), Int32(0))
         previous = cute.arch.shuffle_sync_up(last, 1, mask_and_clamp=0)
         previous = Int32(select_(lane == 0, before, previous))
-        tiles = (last - previous + GROUP_ROWS - 1) // GROUP_ROWS
+        tiles = (last - previous + GROUP_TILE - 1) // GROUP_TILE
         total = tiles
         for i in range_constexpr(5):
             other = cute.arch.shuffle_sync_up(total, 1 << i, mask_and_clamp=0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
 
-from ...formats import get_format
+from ...formats import GROUP_TILE, get_format, padded_groups
 from ..common import ptx
 from ..common.encode import Encoder
 from ..common.pdl import pdl_wait
@@ -48,7 +48,7 @@ class Quantizer:
                 config.axes, config.layouts, config.scale_stores, strict=True
             )
         }
-        pieces = Pieces(config) if config.turned else None
+        self.pieces = pieces = Pieces(config) if config.turned else None
         self.rows = self.packed = None
         self.columns = {}
         for axis, place in self.stagings.items():
@@ -88,16 +88,16 @@ class Quantizer:
 
     @cute.kernel
     def kernel(self, atoms, views, sources, outputs, global_scale, offsets):
-        config, size = self.config, self.format.block_size
+        config = self.config
         pdl_wait()
         across, down, layer = cute.arch.block_idx()
         down = layer * _DEEP + down
         m, k = sources[0].shape
         row, column = down * config.tile_rows, across * config.tile_columns
         if const_expr(config.grouped):
-            rows = find_rows(down, offsets, m, size)
+            rows = find_rows(down, offsets, m)
         else:
-            rows = TileRows(row, m, m, row, row // size)
+            rows = TileRows(row, m, m, row, row)
 
         memory = cutlass.memory.SmemAllocator()
         tiles, barrier = self.tiles.allocate(memory)
@@ -127,6 +127,11 @@ class Quantizer:
             self.quantize(loading, parts, to, maxima, table, global_scale)
         cute.arch.sync_threads()
         self.write_scales(parts, staged, outputs, rows, (m, k * len(parts)), offsets)
+        if const_expr(config.grouped and config.turned):
+            for part in parts:
+                for first, stop in rows.unused:
+                    for tile in range(first, stop):
+                        self.pieces.copy(part, outputs[-2][0], tile * GROUP_TILE, made=False)
 
     @cute.jit
     def quantize(self, loading, parts, outputs, maxima, table, global_scale):
@@ -175,26 +180,27 @@ class Quantizer:
                 first, extent = (start, part.column // size), (stop, cute.ceil_div(width, size))
                 self.stagings[-1].copy(address, outputs[-1][1], first, extent, config.threads)
         if const_expr(-2 in config.axes):
-            blocks = cute.ceil_div(m, size)
+            stored = m
             if const_expr(config.grouped):
-                blocks = rows.block + cute.ceil_div(rows.scale_stop - rows.start, size)
+                stored = padded_groups(m, offsets.shape[0])
+            extent = cute.ceil_div(width, high), cute.ceil_div(stored, size)
             for part, address in zip(parts, staged[-2], strict=True):
-                first = part.column // high, rows.block
-                extent = cute.ceil_div(width, high), blocks
+                first = part.column // high, rows.apart // size
                 self.stagings[-2].copy(address, outputs[-2][1], first, extent, config.threads)
                 if const_expr(config.grouped):
-                    self.clear_unused(outputs[-2][1], part.column, width, rows.unused)
+                    self.clear_unused(outputs[-2][1], part.column, extent, rows.unused)
 
     @cute.jit
-    def clear_unused(self, scale, column, width, unused):
-        """Set compact scales along columns to zero in blocks that belong to no row."""
+    def clear_unused(self, scale, column, extent, unused):
+        """Set scales along columns to zero in tiles that belong to no row."""
         place, thread = self.stagings[-2], cute.arch.thread_idx()[0]
         pieces = place.line_bytes // place.vector
         for i in range_constexpr(2):
             first, stop = unused[i]
-            for index in range(thread, (stop - first) * pieces, self.config.threads):
-                within = index % pieces * place.vector
-                offset, valid = place.line(index // pieces, (column, first), (width, stop))
+            for index in range(thread, (stop - first) * place.lines * pieces, self.config.threads):
+                line, within = index // pieces, index % pieces * place.vector
+                block = (first + line // place.lines) * place.blocks
+                offset, valid = place.line(line % place.lines, (column, block), extent)
                 if within < valid:
                     zero = [Uint32(0)] * max(place.vector // 4, 1)
                     target = scale.iterator.toint() + offset + within

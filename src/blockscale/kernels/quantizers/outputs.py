@@ -49,7 +49,7 @@ def choose_output(
     ``k_major``: as :func:`blockscale.quantize` takes it.
     """
     k_groups = groups if groups is not None and axis == -2 else 0
-    data = format.data_shape(shape, axis, k_groups)
+    data = format.data_shape(shape, axis, k_groups, k_major)
     scale = format.scale_shape(shape, axis, k_groups)
     outer = (scale[0], scale[-1]) if axis == -1 else (scale[-1], scale[0])
     where, kept = get_layout(layout), format.scale.dtype

@@ -44,7 +44,7 @@ class PackedColumns:
             half, band = unit // self.bands, unit % self.bands
             self.quantize(part.address, staged, (half, band), encode_scale, table)
         cute.arch.sync_threads()
-        self.pieces.copy(part, data, rows)
+        self.pieces.copy(part, data, rows.apart)
 
     @cute.jit
     def quantize(self, address, staged, where, encode_scale, table):

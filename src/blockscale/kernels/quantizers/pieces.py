@@ -8,7 +8,8 @@ all of a column side by side.
 
 from __future__ import annotations
 
-from cutlass import Int64, const_expr, cute, range_constexpr
+import cutlass
+from cutlass import Int64, Uint32, const_expr, cute, range_constexpr
 
 from ..common import ptx
 from .config import BAND, PANEL, Config
@@ -46,9 +47,9 @@ class Pieces:
         return address + start + (lane % _CHUNKS ^ turn) * PIECE
 
     @cute.jit
-    def copy(self, part, data, rows):
-        """Copy all pieces of a part of the tile to ``data`` (K, bytes of M); ``rows`` says which
-        rows of the tensor they are.
+    def copy(self, part, data, row, made: cutlass.Constexpr = True):
+        """Copy all pieces of a part of the tile to ``data`` (K, bytes of M), from ``row`` on of M;
+        or zeros, if they were not ``made``.
         """
         config, store = self.config, self.config.column_store
         thread = cute.arch.thread_idx()[0]
@@ -57,9 +58,11 @@ class Pieces:
         stop = data.shape[0] if const_expr(part.stop is None) else part.stop
         for i in range_constexpr(config.tile_columns // step):
             lane, k = (first + i * step) % self.lanes, (first + i * step) // self.lanes
-            words = ptx.load_shared(self.at(part.address, lane, piece) + k * self.pitch, PIECE)
+            words = [Uint32(0)] * (PIECE // 4)
+            if const_expr(made):
+                words = ptx.load_shared(self.at(part.address, lane, piece) + k * self.pitch, PIECE)
             column = part.column + lane * self.apart + k
-            byte = rows.start // (8 // config.spec.bits) + piece * PIECE
+            byte = row // (8 // config.spec.bits) + piece * PIECE
             target = data.iterator.toint() + Int64(column) * pitch + byte
             for j in range_constexpr(PIECE // store):
                 if column < stop and byte + j * store < pitch:

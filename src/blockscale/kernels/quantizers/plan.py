@@ -99,13 +99,8 @@ def _unsupported(
         return f"x has strides {stride}: its rows do not lie at equal distances"
     if request.producer == "swiglu_backward" and shape[-1] % (2 * PANEL):
         return f"x has shape {tuple(shape)}: half of its columns are no multiple of {PANEL}"
-    if request.grouped and -2 in axes:
-        if format.element.bits < 8 or format.block[0] > 1:
-            return f"format {format.name} along axis -2: groups would cut its bytes or blocks"
-        if layouts[axes.index(-2)] != "compact":
-            return "layout of axis -2: scales of groups along columns are compact"
-        if request.k_major:
-            return "k_major: no kernel stores groups along the contraction column by column"
+    if request.grouped and -2 in axes and format.block[0] > 1:
+        return f"format {format.name} along axis -2: groups would cut its blocks"
     if dtype not in FLOATS:
         return f"dtype {dtype}: there are kernels for {', '.join(map(str, FLOATS))}"
     return why_not(request, gpu.arch)
