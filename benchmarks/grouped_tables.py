@@ -1,4 +1,4 @@
-"""Show what ``gpu_grouped.py`` and ``gpu_grouped_l2.py`` measured on an H200.
+"""Show what ``gpu_grouped.py``, ``gpu_grouped_l2.py`` and ``gpu_wgrad.py`` measured on an H200.
 
 Writes tables of docs/lab/grouped.md, and its picture. Needs no GPU.
 """
@@ -32,6 +32,24 @@ def speeds(cases: list[dict[str, Any]]) -> str:
             ]
         )
     return table(["", "TFLOP/s", *PEERS], lines)
+
+
+def gradients(cases: list[dict[str, Any]]) -> str:
+    """TFLOP/s of products along K, and the time of others over theirs."""
+    lines = []
+    for case in cases:
+        us, m, n = case["microseconds"], *case["shape"][:2]
+        tera = case["teraflops"]
+        line = [f"{case['groups']} groups, {case['kind']}, {m} x {n}"]
+        for ours, dense, peer in (
+            ("bf16", "dense", "torch FP8 row-wise"),
+            ("+=", "dense +=", "DeepGEMM +="),
+        ):
+            line += [str(tera[ours]), f"{tera[ours] / tera[dense]:.2f}"]
+            line.append(f"{us[peer] / us[ours]:.2f}" if peer in us else "")
+        lines.append(line)
+    heads = "to bf16", "one product", "torch FP8 row-wise", "added to fp32", "one", "DeepGEMM"
+    return table(["", *heads], lines)
 
 
 def draw(launches: list[dict[str, Any]]) -> Figure:
@@ -69,6 +87,8 @@ def main() -> None:
     measured = json.loads((RESULTS / "grouped_h200.json").read_text())
     page = LAB / "grouped.md"
     rewrite(page, speeds(measured["cases"]), *(each.format("speeds") for each in MARKS))
+    gradient = json.loads((RESULTS / "wgrad_h200.json").read_text())["cases"]
+    rewrite(page, gradients(gradient), *(each.format("gradients") for each in MARKS))
     launches = json.loads((RESULTS / "grouped_l2_h200.json").read_text())["launches"]
     draw(launches).savefig(PICTURE, dpi=150)
 

@@ -219,9 +219,6 @@ def test_offsets_where_groups_cannot_be():
         bs.quantize(x(2, 64, 128), offsets=i32(64))
     with pytest.raises(ValueError, match=r"offsets: .* span 128 rows"):
         bs.quantize(x(128, 128), "fp8_128x128", offsets=i32(64))
-    for name in ("nvfp4", "mxfp4", "mxfp6_e2m3"):
-        with pytest.raises(ValueError, match=r"offsets: .*packs several .*use an 8-bit format"):
-            bs.quantize(x(), name, -2, offsets=i32(64))
 
 
 # --- gemm -----------------------------------------------------------------------------------------
@@ -476,3 +473,22 @@ def test_a_sharded_tensor_says_what_to_do():
                 call()
     finally:
         dist.destroy_process_group()
+
+
+def test_out_of_groups():
+    a, b, ends = q(64, 128), bs.quantize(x(2, 32, 128)).mT, i32(30, 64)
+    with pytest.raises(ValueError, match="accumulate: groups of rows are not added to"):
+        bs.grouped_gemm(a, b, ends, out=torch.zeros(64, 32), accumulate=True)
+    with pytest.raises(ValueError, match=r"out: has shape \(64, 31\); the product is \(64, 32\)"):
+        bs.grouped_gemm(a, b, ends, out=torch.zeros(64, 31))
+    with pytest.raises(TypeError, match=r"out: got list; expected a torch\.Tensor"):
+        bs.grouped_gemm(a, b, ends, out=[])
+    with pytest.raises(TypeError, match=r"out: is torch\.float32, out_dtype asks for"):
+        bs.grouped_gemm(a, b, ends, torch.bfloat16, out=torch.zeros(64, 32))
+    a, b = (q(64, n, axis=-2, offsets=ends) for n in (32, 64))
+    with pytest.raises(ValueError, match=r"out: has shape .* the product is \(2, 32, 64\)"):
+        bs.grouped_gemm(a.mT, b, ends, out=torch.zeros(32, 64))
+    with pytest.raises(ValueError, match="accumulate: needs out"):
+        bs.grouped_gemm(a.mT, b, ends, accumulate=True)
+    with pytest.raises(TypeError, match="accumulate: "):
+        bs.grouped_gemm(a.mT, b, ends, out=torch.zeros(2, 32, 64), accumulate=1)

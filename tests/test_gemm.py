@@ -391,3 +391,53 @@ def test_nan_in_a_group_stays_there(backend):
     assert q.dequantize()[:32].isfinite().all()
     assert q.dequantize()[32].isnan().all()
     assert not q.dequantize()[33].any()
+
+
+# --- groups: out and accumulate -------------------------------------------------------------------
+
+
+def columns(rows: int, width: int, ends: torch.Tensor, seed: int = 0) -> bs.ScaledTensor:
+    return bs.quantize(matrix(rows, width, seed=seed), axis=-2, offsets=ends, k_major=True)
+
+
+def apart(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Ones, together, with rows apart, and with columns together."""
+    whole = torch.ones(*shape[:-1], shape[-1] + 8, dtype=dtype)
+    turned = torch.ones(*shape[:-2], shape[-1], shape[-2], dtype=dtype)
+    return [torch.ones(*shape, dtype=dtype), whole[..., : shape[-1]], turned.mT]
+
+
+def test_groups_are_written_where_asked(backend):
+    w = bs.quantize(matrix(2, 64, 128, seed=1)).mT
+    rows, ends, counts = bs.quantize(matrix(40, 128)), i32([7, 33]), i32([3, 20])
+    batch = matrix(40, 128).bfloat16().view(2, 20, 128)
+    want = bs.grouped_gemm(rows, w, ends, torch.float32)
+    masked = bs.grouped_gemm(batch, w, counts=counts, out_dtype=torch.float32)
+    for out, other in zip(apart(40, 64), apart(2, 20, 64), strict=True):
+        assert bs.grouped_gemm(rows, w, ends, out=out) is out
+        assert torch.equal(out, want)
+        assert bs.grouped_gemm(batch, w, counts=counts, out=other) is other
+        assert torch.equal(other[0, :3], masked[0, :3])
+        assert torch.equal(other[1], masked[1])
+
+
+def test_groups_along_k_are_added(backend):
+    ends = i32([7, 7, 33])
+    a, b = columns(40, 64, ends).mT, columns(40, 96, ends, seed=1)
+    want = bs.grouped_gemm(a, b, ends, torch.float32)
+    for out in apart(3, 64, 96):
+        bs.grouped_gemm(a, b, ends, out=out, accumulate=True)
+        torch.testing.assert_close(out, want + 1)
+    half = torch.full((3, 64, 96), 0.5, dtype=torch.bfloat16)
+    bs.grouped_gemm(a, b, ends, out=half, accumulate=True)  # rounded once
+    assert torch.equal(half, (want + 0.5).bfloat16())
+
+
+def test_groups_with_a_gradient_are_written_where_asked(backend):
+    x, w = matrix(40, 128).bfloat16().requires_grad_(), bs.quantize(matrix(2, 64, 128)).mT
+    out = torch.empty(40, 64, dtype=torch.bfloat16)
+    bs.grouped_gemm(x, w, i32([7, 33]), out=out)
+    out.float().sum().backward()
+    assert x.grad is not None
+    assert bool(x.grad[:33].any())
+    assert not x.grad[33:].any()

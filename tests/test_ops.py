@@ -107,6 +107,7 @@ def side(q, *, layout=()):
     return as_bytes(q.qdata), scale, q.global_scale, q.format_name, *layout, list(q.shape)
 
 
+zeros = torch.zeros
 COMPACT = {"layout": ("compact",)}
 
 
@@ -140,23 +141,30 @@ def test_opcheck_gemm_gradients(backend):
 def test_opcheck_grouped(backend):
     ends = i32(10, 10, 60)
     a, b = bs.quantize(matrix(64, 128)), bs.quantize(matrix(3, 32, 128, seed=1)).mT
-    args = (*side(a, **COMPACT), *side(b, **COMPACT), ends, "m", torch.bfloat16)
-    torch.library.opcheck(OPS.grouped_gemm.default, args)
+    sides = *side(a, **COMPACT), *side(b, **COMPACT)
+    torch.library.opcheck(OPS.grouped_gemm.default, (*sides, ends, "m", None, torch.bfloat16))
+    torch.library.opcheck(OPS.grouped_gemm_out.default, (*sides, ends, "m", zeros(64, 32), False))
     plain = matrix(64, 128).bfloat16().requires_grad_()
-    args = (*side(plain), *side(b, **COMPACT), ends, "m", torch.bfloat16)
+    args = (*side(plain), *side(b, **COMPACT), ends, "m", None, torch.bfloat16)
     torch.library.opcheck(OPS.grouped_gemm.default, args)
     plain = matrix(60, 128).bfloat16().requires_grad_()
-    args = (*side(plain), *side(b, **COMPACT), i32(20, 0, 7), "masked", torch.bfloat16)
+    args = (*side(plain), *side(b, **COMPACT), i32(20, 0, 7), "masked", None, torch.bfloat16)
     torch.library.opcheck(OPS.grouped_gemm.default, args)
-    a, b = (bs.quantize(matrix(64, 32, seed=s), axis=-2, offsets=ends) for s in (0, 1))
-    args = (*side(a.mT, **COMPACT), *side(b, **COMPACT), ends, "k", torch.bfloat16)
-    torch.library.opcheck(OPS.grouped_gemm.default, args)
+    for k_major in (False, True):
+        given = {"axis": -2, "offsets": ends, "k_major": k_major}
+        a, b = (bs.quantize(matrix(64, 32, seed=s), **given) for s in (0, 1))
+        sides = *side(a.mT, **COMPACT), *side(b, **COMPACT)
+        for c in (None, zeros(3, 32, 32).requires_grad_()):
+            args = (*sides, ends, "k", c, torch.float32)
+            torch.library.opcheck(OPS.grouped_gemm.default, args)
+        args = (*sides, ends, "k", zeros(3, 32, 32), True)
+        torch.library.opcheck(OPS.grouped_gemm_out.default, args)
 
 
 def test_every_op_is_checked_here():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name[:12] == "blockscale::"]
     here = ["dequantize", "gemm", "gemm_out", "global_scale", "grouped_gemm", "quantize"]
-    here += ["quantize_both"]
+    here += ["grouped_gemm_out", "quantize_both"]
     in_test_fused = ["rmsnorm_quantize", "swiglu_quantize"]
     in_test_nn_layer_ops = ["linear", "linear_fprop", "linear_backward"]
     elsewhere = [*in_test_fused, *in_test_nn_layer_ops, "gemm_quantize"]
@@ -271,6 +279,15 @@ def test_compile_wgrad(dynamic):
         (matrix(m, k), matrix(m, 64, seed=1), e) for (m, k), e in zip(SIZES, ends, strict=True)
     ]
     check(wgrad, inputs, dynamic)
+
+    def added(g, x, offsets):
+        given = {"axis": -2, "offsets": offsets, "layout": "sm90", "k_major": True}
+        g, x = (bs.quantize(each, "fp8_1x128", **given) for each in (g, x))
+        out = torch.ones(offsets.shape[0], g.shape[1], x.shape[1])
+        bs.grouped_gemm(g.mT, x, offsets, out=out, accumulate=True)
+        return out * 2
+
+    check(added, inputs, dynamic)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_1x128"])

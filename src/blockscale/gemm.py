@@ -13,6 +13,7 @@ from .gemm_checks import check_batch, check_grouped, check_groups_given, check_p
 from .gemm_launch import find_call, remember
 from .memory import as_bytes
 from .ops.gemm import check_out
+from .ops.gemm_kernels import as_rows
 from .ops.gemm_operands import Side
 from .ops.operation import needs_gradient
 from .tensor import ScaledTensor
@@ -93,7 +94,7 @@ def gemm(
         ops.gemm_out(*sides, bias, out, accumulate, backend)
         product = out
     if call is not None:
-        remember(call, Side(*sides[:6]), Side(*sides[6:]), out, bias, dtype, accumulate)
+        remember(call, (Side(*sides[:6]), Side(*sides[6:])), out, bias, dtype, accumulate)
     return product
 
 
@@ -150,6 +151,8 @@ def grouped_gemm(
     out_dtype: torch.dtype | None = None,
     *,
     counts: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """One product a group (expert), as torch's grouped_mm.
@@ -167,9 +170,10 @@ def grouped_gemm(
     exactly, after a kernel that writes ``a`` in bf16. It reads the offsets on the device, so that
     the host waits for nothing and a CUDA graph may change them. Scales of a batch are compact: give
     fp8_1x128, whose kernel reads those of a matrix, as (G * capacity, K) in layout "sm90", for a
-    product (G * capacity, N); else they are rewritten in every call. k_grouped, 128 x 128 blocks of
-    ``a``, and other GPUs run as plain torch, which reads the offsets back. On a CPU each group has
-    the bits of :func:`gemm`.
+    product (G * capacity, N); else they are rewritten in every call. One kernel multiplies groups
+    along K, too, of fp8_1x128 quantized with ``k_major=True`` (and layout "sm90"). Other formats
+    of these, 128 x 128 blocks of ``a``, and other GPUs run as plain torch, which reads the offsets
+    back. On a CPU each group has the bits of :func:`gemm`.
 
     >>> ends = torch.tensor([96, 256], dtype=torch.int32)  # rows of two experts
     >>> x, w = torch.randn(256, 512), torch.randn(2, 128, 512)
@@ -178,6 +182,10 @@ def grouped_gemm(
     >>> counts = torch.tensor([3, 16], dtype=torch.int32)
     >>> bs.grouped_gemm(torch.randn(2, 16, 512).bfloat16(), bs.quantize(w).mT, counts=counts).shape
     torch.Size([2, 16, 128])
+    >>> columns = {"axis": -2, "offsets": ends, "layout": "sm90", "k_major": True}
+    >>> x, g = (bs.quantize(torch.randn(256, n), "fp8_1x128", **columns) for n in (512, 128))
+    >>> bs.grouped_gemm(g.mT, x, ends, torch.float32).shape
+    torch.Size([2, 128, 512])
 
     Args:
         a, b: blocked along axes -1 and -2. Where rows are grouped ``a`` may be a plain bfloat16
@@ -189,29 +197,43 @@ def grouped_gemm(
         out_dtype: bfloat16 (default), float16 or float32.
         counts: instead of ``offsets``, int32 (G,): how many rows each group has. Looked at as those
             are; a kernel takes one above the capacity for the capacity.
+        out: write here, as of :func:`gemm`.
+        accumulate: add to ``out`` (in fp32, before the one rounding); of groups along K only.
         backend: as of :func:`gemm`.
 
     Raises ValueError or TypeError as :func:`gemm`.
     """
-    groups = check_groups_given(offsets, counts)
-    call = find_call(a, b, out_dtype, None, False, None, backend, groups)
+    check_flag("accumulate", accumulate)
+    groups = check_groups_given(b, offsets, counts)
+    call = find_call(a, b, out_dtype, out, accumulate, None, backend, groups)
     if call is not None and call[0] is not None:
-        product = call[0](call[1], call[2], None, None, groups.offsets)
+        return call[0](call[1], call[2], out, None, groups.offsets)
+    dtype = check_grouped(a, b, groups, out_dtype, out, accumulate, backend)
+    right = side(b) if groups.grouping == "k" else _compact(b)
+    sides = *side(a.flatten(0, 1) if a.dim() == 3 else a), *right
+    given = *sides, *groups
+    rows = None if out is None or needs_gradient(a, None, out) else as_rows(out)
+    if out is None or rows is None:
+        made = ops.grouped_gemm(*given, out if accumulate else None, dtype, backend)
+        made = made.unflatten(0, a.shape[:2]) if a.dim() == 3 else made
+        product = made if out is None else out.copy_(made)
     else:
-        dtype, grouping = check_grouped(a, b, groups, out_dtype, backend)
-        rows = a.flatten(0, 1) if a.dim() == 3 else a
-        left, right = _compact(a) if grouping == "k" else side(rows), _compact(b)
-        product = ops.grouped_gemm(*left, *right, groups.offsets, grouping, dtype, backend)
-        if call is not None and grouping != "k":
-            remember(call, Side(*left), Side(*right), None, None, dtype, False, groups)
-    return product if a.dim() == 2 else product.unflatten(0, a.shape[:2])
+        ops.grouped_gemm_out(*given, rows if a.dim() == 3 else out, accumulate, backend)
+        product = out
+    if call is not None:
+        operands = Side(*sides[:6]), Side(*sides[6:])
+        shape = product.shape if product.dim() == 3 else None
+        remember(call, operands, out, None, dtype, accumulate, groups, shape)
+    return product
 
 
 def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
     """An operand as the ops take it."""
     if not isinstance(x, ScaledTensor):
         return x, None, None, None, "compact", x.shape
-    direct = x.layout_name in _READ and x.offsets is None
+    direct = (
+        x.layout_name in _READ if x.offsets is None else x.k_grouped and x.layout_name == "sm90"
+    )
     return (
         as_bytes(x.qdata),
         x.qscale if direct else x.compact_bytes(),

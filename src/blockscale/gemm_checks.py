@@ -117,29 +117,45 @@ def check_batch(
     return dtype
 
 
-def check_groups_given(offsets: Any, counts: Any) -> Groups:
-    """Tells how rows are grouped; raises TypeError unless exactly one of the two is given."""
+def check_groups_given(b: Any, offsets: Any, counts: Any) -> Groups:
+    """Tells what is grouped of a product by ``b``; raises TypeError unless exactly one of the two
+    is given."""
     if (offsets is None) == (counts is None):
         raise TypeError(
             f"offsets, counts: got {'neither' if counts is None else 'both'}; expected offsets, "
             "the end of each group, or counts, how many rows each has of (G, capacity, K)"
         )
-    return Groups(offsets) if counts is None else Groups(counts, masked=True)
+    if counts is not None:
+        return Groups(counts, "masked")
+    return Groups(offsets, "k" if isinstance(b, Tensor) and b.dim() == 2 else "m")
 
 
 def check_grouped(
-    a: Any, b: Any, groups: Groups, out_dtype: torch.dtype | None, backend: str
-) -> tuple[torch.dtype, str]:
-    """The type of the product of ``grouped_gemm``, and what is grouped: "m", "k", or "masked";
-    raises as it does."""
+    a: Any,
+    b: Any,
+    groups: Groups,
+    out_dtype: torch.dtype | None,
+    out: Any,
+    accumulate: bool,
+    backend: str,
+) -> torch.dtype:
+    """The type of the product of ``grouped_gemm``; raises as it does."""
     choose("backend", backend, dict.fromkeys(ops.BACKENDS))
-    _check_types(a, b, None, None)
+    _check_types(a, b, out, None)
     _check_operands(a, b, grouped=True)
-    dtype = _product_dtype(out_dtype, None)
-    if groups.masked:
-        _check_masked(a, b, groups.offsets)
-        return dtype, "masked"
-    offsets, k_grouped = groups.offsets, b.dim() == 2
+    dtype = _product_dtype(out_dtype, out)
+    (_check_masked if groups.grouping == "masked" else _check_offsets)(a, b, groups)
+    lead = a.shape[:-1]
+    if groups.grouping == "k":
+        lead = groups.offsets.shape[0], a.shape[0]
+    elif accumulate:
+        raise ValueError("accumulate: groups of rows are not added to; only those along K are")
+    _check_rest((*lead, b.shape[-1]), a.device, dtype, out, accumulate, None)
+    return dtype
+
+
+def _check_offsets(a: Tensor, b: Tensor, groups: Groups) -> None:
+    offsets, k_grouped = groups.offsets, groups.grouping == "k"
     if k_grouped and not isinstance(a, ScaledTensor):
         raise TypeError(f"a: got {a.dtype}; expected {_QUANTIZED} with offsets=offsets, as b")
     check_offsets(offsets, a.shape[-1 if k_grouped else 0], a.device)
@@ -149,21 +165,21 @@ def check_grouped(
     if not k_grouped and b.shape[0] != len(offsets):
         raise ValueError(f"offsets: {shapes}; expected one offset for each matrix of b")
     _check_blocks(a, b, offsets if k_grouped else None)
-    return dtype, "k" if k_grouped else "m"
 
 
-def _check_masked(a: Tensor, b: Tensor, counts: Tensor) -> None:
+def _check_masked(a: Tensor, b: Tensor, groups: Groups) -> None:
+    counts = groups.offsets
     shapes = f"got {tuple(a.shape)} and {tuple(b.shape)}"
-    groups = b.shape[0] if b.dim() == 3 else 0
+    count = b.shape[0] if b.dim() == 3 else 0
     rows = a.shape[0] * a.shape[1] if a.dim() == 3 else a.shape[0]
-    lead = a.dim() == 3 and a.shape[0] == groups
-    if not groups or not (lead or a.dim() == 2) or a.shape[-1] != b.shape[1] or rows % groups:
+    lead = a.dim() == 3 and a.shape[0] == count
+    if not count or not (lead or a.dim() == 2) or a.shape[-1] != b.shape[1] or rows % count:
         raise ValueError(
             f"a, b: {shapes} with counts; expected (G, capacity, K) and (G, K, N), or the rows of "
             "all groups as one matrix, (G * capacity, K)"
         )
-    check_counts(counts, rows // groups, a.device)
-    if len(counts) != groups:
+    check_counts(counts, rows // count, a.device)
+    if len(counts) != count:
         raise ValueError(f"counts: {shapes} with {len(counts)} counts; expected one for each of b")
     _check_blocks(a, b, None)
 

@@ -19,7 +19,7 @@ from .kernels.common.calls import CompiledGemm, Groups, Operand, describe_call
 from .kernels.common.gpu import Gpu
 from .kernels.common.runtime import gpu_of
 from .ops.gemm import check_apart, mark_written, span
-from .ops.gemm_kernels import products_on
+from .ops.gemm_kernels import as_rows, products_on
 from .ops.gemm_operands import Reading, Side, Take, detached, global_scales
 from .tensor import ScaledTensor
 from .tensor_checks import checks_values
@@ -71,8 +71,7 @@ def find_call(
     backend: str,
     groups: Groups | None = None,
 ) -> Call | None:
-    """None where a call has to go through all checks, and torch's dispatcher maybe. ``groups``:
-    of rows."""
+    """None where a call has to go through all checks, and torch's dispatcher maybe."""
     if not unwatched() or backend not in _BACKENDS or type(out_dtype) not in _DTYPES:
         return None
     left = _operand(a, -1)
@@ -81,12 +80,12 @@ def find_call(
     right = _operand(b, -2)
     if right is None:
         return None
-    out_place = bias_place = offsets_place = masked = None
+    out_place = bias_place = offsets_place = grouping = None
     if groups is not None:
         offsets_place = _place(groups.offsets)
         if offsets_place is None or checks_values():
             return None
-        masked = groups.masked
+        grouping = groups.grouping
     if out is not None:
         out_place = _place(out)
         if out_place is None or out.data_ptr() % 16:
@@ -95,7 +94,7 @@ def find_call(
         bias_place = _place(bias)
         if bias_place is None:
             return None
-    places = out_place, bias_place, offsets_place, masked
+    places = out_place, bias_place, offsets_place, grouping
     key = left.number, right.number, out_dtype, not accumulate, places
     launch = _launches.get(key, _UNKNOWN)
     if launch is None:
@@ -105,20 +104,21 @@ def find_call(
 
 def remember(
     call: Call,
-    a: Side,
-    b: Side,
+    sides: tuple[Side, Side],
     out: Tensor | None,
     bias: Tensor | None,
     dtype: torch.dtype,
     accumulate: bool,
     groups: Groups | None = None,
+    shape: torch.Size | None = None,
 ) -> None:
-    """Find the kernel for calls to come, after one that has passed all checks."""
+    """Find the kernel for calls to come, after one that has passed all checks; ``shape``: of the
+    product, if it is not a matrix."""
     _, left, right, key = call
-    compiled = _compile(a, b, out, bias, dtype, accumulate, groups)
+    compiled = _compile(*sides, out, bias, dtype, accumulate, groups)
     if len(_launches) >= _LIMIT:
         _launches.clear()
-    _launches[key] = None if compiled is None else _launch(compiled, left, right, out, bias)
+    _launches[key] = None if compiled is None else _launch(compiled, left, right, out, bias, shape)
 
 
 def _compile(
@@ -134,16 +134,19 @@ def _compile(
     found = products_on(b.data.device)
     if isinstance(found, str):
         return None
-    products = found if groups is None else found.grouped
-    if products is None or (a.format, b.format) not in products.pairs:
+    rows = None if out is None else as_rows(out)
+    if out is not None and rows is None:
         return None
     try:
+        products = found if groups is None else found.of_groups(groups.grouping)
+        if (a.format, b.format) not in products.pairs:
+            return None
         laid = products.lay(a, b)
         if _copied(laid[0], a) or _copied(laid[1], b):
             return None
         described = describe_call(
             *laid,
-            out=out,
+            out=rows,
             bias=bias,
             alpha=global_scales(a.global_scale, b.global_scale),
             out_dtype=dtype,
@@ -186,7 +189,7 @@ def _operand(q: Any, axis: int) -> _Operand | None:
         and kept.global_scale is scalar
     ):
         return kept
-    if q.axis != axis or q.offsets is not None or type(data) is not Tensor:
+    if q.axis != axis or (q.offsets is not None and not q.k_grouped) or type(data) is not Tensor:
         return None
     kind = _kind(
         gpu_of(data.device),
@@ -194,9 +197,9 @@ def _operand(q: Any, axis: int) -> _Operand | None:
         q.format_name,
         q.layout_name,
         q.shape,
-        data.stride(),
-        scale.stride(),
+        (data.stride(), scale.stride()),
         data.device,
+        q.k_grouped,
     )
     if kind is None or (scalar is not None and scalar.dim()):
         return None
@@ -216,10 +219,11 @@ def _kind(
     format: str,
     layout: str,
     shape: torch.Size,
-    stride: tuple[int, ...],
-    scale_stride: tuple[int, ...],
+    strides: tuple[tuple[int, ...], tuple[int, ...]],
     device: torch.device,
+    k_grouped: bool,
 ) -> _Kind | None:
+    """``strides``: of data and scales. ``k_grouped`` ones are another kind that lies alike."""
     products = products_on(device)
     if isinstance(products, str):
         return None
@@ -227,9 +231,9 @@ def _kind(
     reading = (readings.get(len(shape)) or {}).get((format, axis))
     if reading is None or reading.layout != layout:
         return None
-    if reading.scale_stride not in (None, scale_stride):
+    if reading.scale_stride not in (None, strides[1]):
         return None
-    take = reading.taken(shape, stride)
+    take = reading.taken(shape, strides[0])
     return None if take is None else _Kind(next(_numbers), reading, take)
 
 
@@ -251,7 +255,12 @@ def _plain_number(place: tuple[Any, ...]) -> int:
 
 
 def _launch(
-    compiled: CompiledGemm, a: _Operand, b: _Operand, out: Tensor | None, bias: Tensor | None
+    compiled: CompiledGemm,
+    a: _Operand,
+    b: _Operand,
+    out: Tensor | None,
+    bias: Tensor | None,
+    shape: torch.Size | None,
 ) -> Launch:
     """What launches a kernel, given operands, output and bias that lie as these do."""
     run, like, rest = compiled.run, compiled.out, compiled.rest
@@ -264,10 +273,14 @@ def _launch(
     ) -> Tensor:
         if out is None:
             result = written = torch.empty_like(like)
+            if shape is not None:
+                result = written.view(shape)
         else:
             check_apart(out, out_span, (a.data, a.scale, b.data, b.scale, bias), spans)
             mark_written(out)
             result, written = out, detached(out)
+            if shape is not None:
+                written = written.flatten(0, 1)
         run(
             a.data,
             a.scale,

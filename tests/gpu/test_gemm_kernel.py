@@ -11,6 +11,11 @@ from gpu_inputs import DEVICE, normal, only_on, same
 
 import blockscale as bs
 from blockscale.bench.timing import host_microseconds
+from blockscale.dtypes import from_torch
+from blockscale.formats import formats
+from blockscale.kernels.common.epilogue import Epilogue
+from blockscale.kernels.common.runtime import gpu_of
+from blockscale.kernels.sm90.config import candidates
 
 only_on("sm_90a")
 
@@ -193,6 +198,32 @@ def check_widened(a, b, seed: int) -> None:
     want = want + bias.double() + out.double()
     gemm(a, b, out=out, accumulate=True, bias=bias)
     assert error(out, want) <= sums + 2**-23, (m, n, k)
+
+
+@pytest.mark.parametrize("right", ["fp8_1x128", "fp8_128x128"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_that_are_added_one_after_another(right, dtype):
+    """All kernels that may be chosen: while a warpgroup reads what its tile is added to, scales
+    that the other one reads come late, and must not have been overwritten."""
+    m, n, k = 16384, 2048, 1024
+    a, b = normal(m, k), normal(n, k, seed=1)
+    a = bs.quantize(a, "fp8_1x128", layout="sm90")
+    b = bs.quantize(b, right, layout="sm90" if right == "fp8_1x128" else "compact")
+    want = a.dequantize(torch.float32) @ b.dequantize(torch.float32).T
+    block = formats[right].block
+    epilogue = Epilogue(from_torch(dtype), accumulate=True)
+    gpu = gpu_of(a.device)
+    operands = a.qdata.view(torch.uint8), a.scale, b.qdata.view(torch.uint8), b.scale
+    for config in candidates((m, n, k), epilogue, b_block=block, gpu=gpu):
+        if not config.runs_at_once(m, n, gpu) and config.split_k > 1:
+            continue
+        for seed in range(2):
+            start = normal(m, n, seed=seed).to(dtype)
+            out = start.clone()
+            rest = None, None, None, None, gpu.multiprocessors
+            gpu.load(config)(*operands, out, *rest)
+            error = (out.float() - start.float() - want).abs() - 2**-8 * (out.float().abs() + 1)
+            assert float(error.max()) < 0.1, config
 
 
 @pytest.mark.parametrize("a_strided", [False, True])

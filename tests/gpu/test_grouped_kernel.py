@@ -11,6 +11,10 @@ from gpu_inputs import DEVICE, normal, only_on
 
 import blockscale as bs
 from blockscale.bench.timing import host_microseconds
+from blockscale.dtypes import from_torch
+from blockscale.kernels.common.epilogue import Epilogue
+from blockscale.kernels.common.runtime import gpu_of
+from blockscale.kernels.sm90.grouped_config import k_grouped_candidates
 
 only_on("sm_90a")
 
@@ -197,3 +201,150 @@ def test_host_time():
     bs.grouped_gemm(a, b, offsets, backend="kernel")
     took = [host_microseconds(lambda: bs.grouped_gemm(a, b, offsets), 200) for _ in range(10)]
     assert min(took) <= 15
+
+
+# --- groups along K -------------------------------------------------------------------------------
+
+
+def columns(rows: int, width: int, offsets: torch.Tensor, seed: int = 0) -> bs.ScaledTensor:
+    given = {"offsets": offsets, "layout": "sm90", "k_major": True, "backend": "kernel"}
+    return bs.quantize(normal(rows, width, seed=seed), ROWS, -2, **given)
+
+
+def k_product(a: bs.ScaledTensor, b: bs.ScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
+    """In fp64: (groups, M, N)."""
+    x, y = (each.dequantize(FP32).double() for each in (a, b))
+    bounds = pairwise([0, *offsets.tolist()])
+    return torch.stack([x[start:end].T @ y[start:end] for start, end in bounds])
+
+
+def check_k(got: torch.Tensor, want: torch.Tensor, what: object = None) -> None:
+    assert bool(torch.isfinite(got).all()), what
+    rounding = (want.to(got.dtype).double() - want).norm()
+    limit = (rounding**2 + (WGMMA * want.norm()) ** 2) ** 0.5
+    assert (got.double() - want).norm() <= 1.02 * limit, what
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_200_groupings_along_k(seed):
+    """50 in each of four; the quantizer's bytes are the reference's; the same bits again."""
+    rng = random.Random(seed)
+    for i in range(50):
+        groups = rng.choice((1, 2, 7, 33, 70))
+        most = rng.choice((3, 130, 300))
+        sizes = [rng.choice((0, 1, 31, 33, 127, 129, rng.randint(0, most))) for _ in range(groups)]
+        rest = rng.choice((0, 0, 1, 200)) or not sum(sizes)
+        m, n, offsets = rng.randint(1, 600), 8 * rng.randint(1, 80), ends(*sizes)
+        a, b = (
+            columns(sum(sizes) + rest, m, offsets, i),
+            columns(sum(sizes) + rest, n, offsets, i + 1),
+        )
+        got = bs.grouped_gemm(a.mT, b, offsets, backend="kernel")
+        want = k_product(a, b, offsets)
+        check_k(got, want, (sizes, m, n))
+        assert torch.equal(got, bs.grouped_gemm(a.mT, b, offsets))
+        out = torch.randn(groups, m, n, device=DEVICE)
+        want += out
+        bs.grouped_gemm(a.mT, b, offsets, out=out, accumulate=True)
+        check_k(out, want, (sizes, m, n))
+
+
+def test_columns_have_the_bytes_of_the_reference():
+    for sizes in ((5, 0, 130, 64, 1, 300), (128, 256), (0, 0, 7)):
+        offsets, x = ends(*sizes), normal(sum(sizes) + 70, 200)
+        for format in (ROWS, "mxfp8", "mxfp4"):
+            layouts = ("compact", "sm90") if format == ROWS else ("compact", "tcgen05", "packed")
+            for layout in layouts:
+                given = {"offsets": offsets, "layout": layout, "k_major": True}
+                here = bs.quantize_both(x, format, pad=True, backend="kernel", **given)
+                there = bs.quantize_both(x, format, pad=True, backend="reference", **given)
+                for q, want in zip(here, there, strict=True):
+                    assert torch.equal(q.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+                    if layout == "compact" or q.axis == -2:
+                        assert torch.equal(q.qscale, want.qscale)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_tiles_that_are_added_one_after_another(dtype):
+    """All kernels that may be chosen, of many short groups, as in ``test_gemm_kernel``."""
+    groups, k, m, n = 32, 1024, 1024, 2048
+    offsets = ends(*[k] * groups)
+    a, b = columns(groups * k, m, offsets), columns(groups * k, n, offsets, seed=1)
+    x, y = (q.dequantize(FP32).unflatten(0, (groups, k)) for q in (a, b))
+    want = (x.mT @ y).flatten(0, 1)
+    gpu = gpu_of(a.device)
+    operands = [part for q in (a, b) for part in (q.qdata.mT.view(torch.uint8), q.scale)]
+    epilogue = Epilogue(from_torch(dtype), accumulate=True)
+    for config in k_grouped_candidates((m, n, groups * k), groups, epilogue, gpu):
+        for seed in range(2):
+            start = normal(groups * m, n, seed=seed).to(dtype)
+            out = start.clone()
+            rest = None, None, offsets, 8, gpu.multiprocessors
+            gpu.load(config)(*operands, out, *rest)
+            error = (out.float() - start.float() - want).abs() - 2**-8 * (out.float().abs() + 1)
+            assert float(error.max()) < 0.1, config
+
+
+def test_graph_along_k():
+    """Quantizers and product: other offsets in the memory that was recorded give other groups."""
+    x, g, offsets = normal(512, 256), normal(512, 384, seed=1), ends(128, 128, 128, 128)
+    given = {"offsets": offsets, "layout": "sm90", "k_major": True, "backend": "kernel"}
+
+    def step() -> torch.Tensor:
+        a, b = (bs.quantize(each, ROWS, -2, **given) for each in (g, x))
+        return bs.grouped_gemm(a.mT, b, offsets, FP32, backend="kernel")
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for sizes in ((1, 200, 0, 300), (512, 0, 0, 0), (0, 0, 0, 3), (127, 129, 1, 255)):
+        offsets.copy_(ends(*sizes))
+        out.fill_(7)
+        graph.replay()
+        a, b = (bs.quantize(each, ROWS, -2, **given) for each in (g, x))
+        check_k(out, k_product(a, b, offsets), sizes)
+
+
+def test_compiled_along_k():
+    offsets = ends(100, 0, 156)
+
+    def step(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        given = {"offsets": offsets, "layout": "sm90", "k_major": True}
+        a, b = (bs.quantize(each, ROWS, -2, **given) for each in (g, x))
+        bs.grouped_gemm(a.mT, b, offsets, out=out, accumulate=True)
+        return bs.grouped_gemm(a.mT, b, offsets)
+
+    x, g = normal(256, 128), normal(256, 192, seed=1)
+    outs = [torch.ones(3, 192, 128, device=DEVICE) for _ in range(2)]
+    got = torch.compile(step, fullgraph=True)(x, g, outs[0])
+    assert torch.equal(got, step(x, g, outs[1]))
+    assert torch.equal(*outs)
+
+
+def test_more_than_2_31_elements():
+    """Of the output."""
+    groups, m, n = 40, 8192, 7168
+    offsets = ends(*[128] * groups)
+    a, b = columns(128 * groups, m, offsets), columns(128 * groups, n, offsets, seed=1)
+    got = bs.grouped_gemm(a.mT, b, offsets, backend="kernel")
+    for i in (0, groups - 1):
+        rows = slice(128 * i, 128 * i + 128)
+        x, y = (each.dequantize(FP32)[rows] for each in (a, b))
+        check_k(got[i], (x.T.double() @ y.double()))
+
+
+@pytest.mark.alone
+def test_host_time_along_k():
+    """Not much longer than a product of two matrices."""
+    offsets = ends(128, 128)
+    a, b = columns(256, 256, offsets).mT, columns(256, 256, offsets, seed=1)
+    given = {"layout": "sm90", "k_major": True}
+    x, y = (bs.quantize(normal(256, 256, seed=s), ROWS, -2, **given) for s in (0, 1))
+    out, one = (torch.zeros(*shape, 256, 256, device=DEVICE) for shape in ((2,), ()))
+    calls = [
+        lambda: bs.gemm(x.mT, y, out=one, accumulate=True),
+        lambda: bs.grouped_gemm(a, b, offsets, out=out, accumulate=True),
+    ]
+    dense, grouped = (min(host_microseconds(call, 200) for _ in range(10)) for call in calls)
+    assert grouped <= dense + 4

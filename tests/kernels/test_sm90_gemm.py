@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -562,3 +563,17 @@ def test_cached_by_its_code(monkeypatch):
     assert compile_cache._key(replace(config, stages=4)) != before
     monkeypatch.setattr(compile_cache, "_sources", lambda module: module.encode())
     assert compile_cache._key(config) != before
+
+
+@pytest.mark.parametrize(
+    "config", [SQUARE, replace(SQUARE, b_block=(1, 128))], ids=["blocks", "columns"]
+)
+def test_stages_are_released_when_reads_have_results(config):
+    """An arrival alone does not wait for reads before it: on an H200 TMA overtook them."""
+    emulated(config, operands(8, 8, 128, config.b_block))
+    sass = disassemble(built(config).__cubin__).splitlines()
+    found = [re.search(r"MEMBAR|LDS|SYNCS\.ARRIVE\S+A1T0", line) for line in sass]
+    order = [each.group() for each in found if each]
+    before = [x for x, y in pairwise(order) if y.startswith("SYNCS")]
+    assert before.count("MEMBAR") == config.unroll + 1
+    assert "LDS" not in before

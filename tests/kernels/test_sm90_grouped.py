@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("keep_code")
 
 SMALL = Config(
     BFLOAT16, tile=(64, 64), cluster=(1, 1), stages=3, warpgroups=1, mma_n=64, epilogue_stages=1,
-    grouped=True,
+    grouping="m",
 )  # fmt: skip
 EDGES = 5, 0, 130, 64, 1, 0, 31, 33, 127, 129
 CANDIDATES = grouped_candidates((32768, 4096, 7168), 8, Epilogue())
@@ -123,7 +123,7 @@ def test_offsets_that_no_host_has_seen(offsets):
 
 # --- masked ---------------------------------------------------------------------------------------
 
-MASKED = replace(SMALL, masked=True)
+MASKED = replace(SMALL, grouping="masked")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_masked(capacity, counts, taken, completion):
 
 
 @pytest.mark.parametrize(
-    "config", grouped_candidates((2048, 4096, 7168), 32, Epilogue(), masked=True)[:4],
+    "config", grouped_candidates((2048, 4096, 7168), 32, Epilogue(), grouping="masked")[:4],
     ids=lambda each: str(each.tile),
 )  # fmt: skip
 def test_masked_candidates(config):
@@ -173,13 +173,13 @@ def _broken(config: Config, given) -> bool:
     return False
 
 
-def _reach_too_far(finder, index, after, begin, end):
-    row, column = PLACE(finder, index, after, begin, end)
-    return row + 1, column
+def _reach_too_far(tiles, *given):
+    row, *rest = FOUND(tiles, *given)
+    return row + 1, *rest
 
 
-def _next_tile(finder, index, after, begin, end):
-    return PLACE(finder, index + 1, after, begin, end)
+def _next_tile(tiles, index, *given):
+    return FOUND(tiles, index + 1, *given)
 
 
 def _one_row_less(tiles, chunk, before):
@@ -191,12 +191,12 @@ def _one_row_more(stores, acc, warpgroup, thread, row, column, end):
     return STORE(stores, acc, warpgroup, thread, row, column, end + 1)
 
 
-PLACE = grouped_scheduler.TileFinder.place
+FOUND = grouped_scheduler.GroupedTiles.found
 BOUNDS = grouped_scheduler.GroupedTiles.bounds
 STORE = Stores.store
 MUTANTS = {
-    "tile reaches too far": (grouped_scheduler.TileFinder, "place", _reach_too_far),
-    "next tile": (grouped_scheduler.TileFinder, "place", _next_tile),
+    "tile reaches too far": (grouped_scheduler.GroupedTiles, "found", _reach_too_far),
+    "next tile": (grouped_scheduler.GroupedTiles, "found", _next_tile),
     "wrong bound": (grouped_scheduler.GroupedTiles, "bounds", _one_row_less),
     "tail stored past its group": (Stores, "store", _one_row_more),
 }
@@ -282,10 +282,10 @@ def test_masked_dispatch(launches, left, right):
             error = (got.view(48, 128)[rows] - want[rows]).norm()
             assert error <= 3e-3 * want[rows].norm()
     assert len(gemm_launch._launches) == 1
-    assert launches[-1].masked
+    assert launches[-1].grouping == "masked"
     ends = torch.tensor([16, 32, 37], dtype=torch.int32)
     rows = bs.grouped_gemm(a.flatten(0, 1) if a.dim() == 3 else a, b, ends)
-    assert not launches[-1].masked
+    assert launches[-1].grouping == "m"
     assert torch.equal(rows[:16], got.view(48, 128)[:16])
     assert bool((rows[37:] == 0).all())
 

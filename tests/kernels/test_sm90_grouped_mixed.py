@@ -26,8 +26,8 @@ from stand_in import emulated, matrix
 pytestmark = pytest.mark.usefixtures("keep_code")
 
 EDGES = 5, 0, 130, 64, 1, 0, 15, 17, 31, 33, 127, 129
-SMALL = Config("mxfp8", BFLOAT16, rows=64, stages=3, tma_store=True, grouped=True)
-FEW = Config("mxfp4", FLOAT32, rows=16, stages=3, grouped=True)
+SMALL = Config("mxfp8", BFLOAT16, rows=64, stages=3, tma_store=True, grouping="m")
+FEW = Config("mxfp4", FLOAT32, rows=16, stages=3, grouping="m")
 
 
 def product(
@@ -78,7 +78,7 @@ def test_chosen(config):
 
 
 def test_scales_that_are_not_copied():
-    product(Config("mxfp8", BFLOAT16, rows=64, async_scales=False, grouped=True), (5, 70), 72, 352)
+    product(Config("mxfp8", BFLOAT16, rows=64, async_scales=False, grouping="m"), (5, 70), 72, 352)
 
 
 @pytest.mark.parametrize("config", [SMALL, FEW], ids=["tiles", "one by one"])

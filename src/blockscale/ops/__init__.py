@@ -11,7 +11,7 @@ from .dequantize import dequantize
 from .fused import rmsnorm_quantize, swiglu_quantize
 from .gemm import gemm, gemm_out
 from .gemm_quantize import gemm_quantize
-from .grouped_gemm import grouped_gemm
+from .grouped_gemm import grouped_gemm, grouped_gemm_out
 from .quantize import global_scale, quantize, quantize_both
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "gemm_quantize",
     "global_scale",
     "grouped_gemm",
+    "grouped_gemm_out",
     "quantize",
     "quantize_both",
     "rmsnorm_quantize",

@@ -115,10 +115,10 @@ def _grouped_products(device: torch.device) -> tuple[str, str]:
     found = products_on(device)
     if isinstance(found, str):
         return "reference", found
-    if found.grouped is None:
+    if found.grouped is None or found.k_grouped is None:
         return "reference", f"plain torch on the device: no kernel multiplies groups on {found.gpu}"
-    known = f"groups of rows: {found.grouped.formats}"
-    return "CuTe DSL", f"{known}; reference for others, and for groups along K"
+    rows, columns = found.grouped.formats, found.k_grouped.formats
+    return "CuTe DSL", f"groups of rows: {rows}; along K: {columns}; reference for others"
 
 
 def _quantized_products(device: torch.device) -> tuple[str, str]:

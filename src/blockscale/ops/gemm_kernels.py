@@ -17,6 +17,7 @@ from .gemm_operands import Products, Quantization, Side, detached, global_scales
 
 __all__ = [
     "ARCHITECTURES",
+    "as_rows",
     "multiply",
     "multiply_groups",
     "multiply_quantized",
@@ -74,27 +75,45 @@ def multiply(
     return product if out is None or rows is out else out.copy_(product)
 
 
-def multiply_groups(a: Side, b: Side, groups: calls.Groups, out_dtype: torch.dtype) -> Tensor:
-    """``a @ b[i]`` of each group's rows by one kernel; Unsupported if there is none."""
+def multiply_groups(
+    a: Side,
+    b: Side,
+    groups: calls.Groups,
+    out: Tensor | None,
+    accumulate: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product of each group by one kernel, in ``out`` if that is given; Unsupported if there is
+    none."""
     found = products_on(a.data.device)
     if isinstance(found, str):
         raise Unsupported(found)
-    grouped = found.grouped
-    if grouped is None:
-        raise Unsupported(f"no kernel multiplies groups on {found.gpu} yet")
+    grouped = found.of_groups(groups.grouping)
     if (a.format, b.format) not in grouped.pairs:
+        along = " along K" if groups.grouping == "k" else ""
         raise Unsupported(
-            f"no kernel multiplies groups of {a.format or 'bf16'} by {b.format} on {found.gpu}; "
-            f"there are kernels for {grouped.formats}"
+            f"no kernel multiplies groups{along} of {a.format or 'bf16'} by {b.format} on "
+            f"{found.gpu}; there are kernels for {grouped.formats}"
         )
     a, b, _ = _taken(a, b, None)
-    return calls.multiply(
+    out = detached(out)
+    rows = None if out is None else as_rows(out)
+    if rows is None and accumulate and out is not None:
+        rows = out.contiguous().flatten(0, -2)
+    product = calls.multiply(
         grouped.plan,
         *grouped.lay(a, b),
+        out=rows,
         alpha=global_scales(a.global_scale, b.global_scale),
         out_dtype=out_dtype,
+        accumulate=accumulate,
         groups=groups._replace(offsets=detached(groups.offsets)),
     )
+    if groups.grouping == "k":
+        product = product.unflatten(0, (len(groups.offsets), -1))
+    if out is None:
+        return product
+    return out if rows is not None and rows.data_ptr() == out.data_ptr() else out.copy_(product)
 
 
 def multiply_quantized(
@@ -131,6 +150,16 @@ def _taken(a: Side, b: Side, bias: Tensor | None) -> tuple[Side, Side, Tensor | 
     if bias is not None and (bias.dtype not in DTYPES or bias.stride() != (1,)):
         bias = bias.float().contiguous()
     return a, b, bias
+
+
+def as_rows(out: Tensor) -> Tensor | None:
+    """Matrices one below the other as one, a view; None where they do not lie so."""
+    if out.stride(-1) != 1:
+        return None
+    if out.dim() == 2:
+        return out
+    apart = out.stride(0) == out.shape[1] * out.stride(1) or out.shape[0] == 1
+    return out.flatten(0, 1) if apart else None
 
 
 def _scalar(x: Tensor | None) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..formats import Format, get_format
 from ..kernels.common.calls import Alpha, CompiledGemm, GemmCall, Operand
+from ..kernels.common.gpu import Unsupported
 from ..layouts import get_layout
 
 __all__ = [
@@ -76,10 +77,10 @@ class Quantization(NamedTuple):
 
 
 class GroupedProducts(NamedTuple):
-    """What multiplies groups of rows, each by its own matrix: see ``grouped_gemm``.
+    """What multiplies groups: see ``grouped_gemm``.
 
     Attributes:
-        formats, pairs, lay, plan: as of ``Products``; B is (groups, N, K).
+        formats, pairs, lay, plan: as of ``Products``; where rows are grouped, B is (groups, N, K).
         readings: of B, and of a batch of rows.
     """
 
@@ -106,7 +107,7 @@ class Products:
         proof: where they have run, if not on such a GPU.
         quantize: multiplies and quantizes by one kernel: gives data, and scales in layout
             "tcgen05", or Unsupported.
-        grouped: what multiplies groups of rows, if anything does.
+        grouped, k_grouped: what multiplies groups of rows, and along K, if anything does.
     """
 
     gpu: str
@@ -121,6 +122,15 @@ class Products:
         None
     )
     grouped: GroupedProducts | None = None
+    k_grouped: GroupedProducts | None = None
+
+    def of_groups(self, grouping: str) -> GroupedProducts:
+        """What multiplies groups; Unsupported if nothing does."""
+        found = self.k_grouped if grouping == "k" else self.grouped
+        if found is None:
+            along = " along K" if grouping == "k" else ""
+            raise Unsupported(f"no kernel multiplies groups{along} on {self.gpu} yet")
+        return found
 
     def scale_layout(self, format: str) -> str:
         """In which scales of ``format`` are read as they are."""

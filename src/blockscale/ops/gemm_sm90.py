@@ -165,4 +165,11 @@ PRODUCTS = Products(
             **{(name, -2): Reading("compact", _all_below_each_other) for name in _WIDENED},
         },
     ),
+    k_grouped=GroupedProducts(
+        "fp8_1x128 by fp8_1x128, the contraction contiguous",
+        {("fp8_1x128", "fp8_1x128")},
+        _lay,
+        plan_groups,
+        {},
+    ),
 )

@@ -13,12 +13,13 @@ from ..kernels.common.gpu import Unsupported
 from . import gemm_cpu, gemm_kernels
 from .backends import fall_back, no_cpu_kernels, on_cpu
 from .dequantize import dequantize
+from .gemm import check_out, mark_written
 from .gemm_operands import Side, scale_matrix
 from .operation import operation
 
-__all__ = ["grouped_gemm"]
+__all__ = ["grouped_gemm", "grouped_gemm_out"]
 
-_A_DATA, _B, _OFFSETS, _GROUPING = 0, slice(6, 12), 12, 13  # of its inputs
+_A_DATA, _B, _OFFSETS, _GROUPING, _C = 0, slice(6, 12), 12, 13, 14  # of its inputs
 
 
 def _fake(
@@ -34,6 +35,7 @@ def _fake(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.c = None if inputs[_C] is None else inputs[_C].dtype
     if inputs[_A_DATA].requires_grad:
         data, scale, scalar, *ctx.b = inputs[_B]
         ctx.masked = inputs[_GROUPING] == "masked"
@@ -41,13 +43,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Of a plain ``a``: quantized operands have no gradient."""
-    gradients: list[Tensor | None] = [None] * 16
+    """Of a plain ``a``, and of c: quantized operands have no gradient."""
+    gradients: list[Tensor | None] = [None] * 17
     if ctx.needs_input_grad[_A_DATA]:
         *parts, offsets = ctx.saved_tensors
         b = _values(Side(*parts, *ctx.b), -2, None)
         how = {"masked": ctx.masked, "out_dtype": torch.bfloat16}
         gradients[_A_DATA] = reference.grouped_gemm(grad, b.mT, offsets, **how)
+    gradients[_C] = None if ctx.c is None else grad.to(ctx.c)
     return tuple(gradients)
 
 
@@ -67,38 +70,96 @@ def grouped_gemm(
     b_shape: list[int],
     offsets: Tensor,
     grouping: str,
+    c: Tensor | None,
     out_dtype: torch.dtype,
     backend: str = "auto",
 ) -> Tensor:
-    """Products of ``a`` (M, K), blocked along -1, and ``b`` (..., K, N), blocked along -2.
+    """Products of ``a`` (M, K), blocked along -1, and ``b`` (..., K, N), blocked along -2, added
+    to ``c`` where K is grouped.
 
-    Scales of ``b`` are compact, and those of ``a`` where K is grouped. ``grouping``: "m", "k" or
-    "masked", see reference.grouped_gemm.
+    Scales of ``b`` are compact where rows are grouped. ``grouping``: "m", "k" or "masked", see
+    reference.grouped_gemm.
     """
-    k_grouped, masked = grouping == "k", grouping == "masked"
     a = Side(a_data, a_scale, a_global, a_format, a_layout, a_shape)
     b = Side(b_data, b_scale, b_global, b_format, b_layout, b_shape)
+    out = None if c is None else c.to(out_dtype, copy=True)
+    return _product(a, b, Groups(offsets, grouping), out, c is not None, out_dtype, backend)
+
+
+def _fake_out() -> None:
+    return None
+
+
+@operation(_fake_out, mutates=("out",))
+def grouped_gemm_out(
+    a_data: Tensor,
+    a_scale: Tensor | None,
+    a_global: Tensor | None,
+    a_format: str | None,
+    a_layout: str,
+    a_shape: list[int],
+    b_data: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_format: str,
+    b_layout: str,
+    b_shape: list[int],
+    offsets: Tensor,
+    grouping: str,
+    out: Tensor,
+    accumulate: bool,
+    backend: str = "auto",
+) -> None:
+    """``grouped_gemm`` into ``out``, or added to it."""
+    a = Side(a_data, a_scale, a_global, a_format, a_layout, a_shape)
+    b = Side(b_data, b_scale, b_global, b_format, b_layout, b_shape)
+    check_out(out, (a_data, a_scale, b_data, b_scale, None))
+    mark_written(out)
+    _product(a, b, Groups(offsets, grouping), out, accumulate, out.dtype, backend)
+
+
+def _product(
+    a: Side,
+    b: Side,
+    groups: Groups,
+    out: Tensor | None,
+    accumulate: bool,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    """By a kernel where there is one, else by the reference."""
+    offsets, k_grouped, masked = groups.offsets, groups.grouping == "k", groups.grouping == "masked"
     if backend != "reference":
         try:
+            if not on_cpu(a.data):
+                return gemm_kernels.multiply_groups(a, b, groups, out, accumulate, out_dtype)
             if k_grouped:
-                raise Unsupported("no kernel multiplies groups along K yet")
-            if not on_cpu(a_data):
-                return gemm_kernels.multiply_groups(a, b, Groups(offsets, masked), out_dtype)
+                raise Unsupported("no CPU kernel multiplies groups along K")
             if not no_cpu_kernels():
-                bounds = reference.bounds(offsets, a_shape[0], masked)
-                return gemm_cpu.multiply_groups(a, b, bounds, out_dtype)
+                bounds = reference.bounds(offsets, a.shape[0], masked)
+                product = gemm_cpu.multiply_groups(a, b, bounds, out_dtype)
+                return product if out is None else out.copy_(product)
         except Unsupported as why:
-            fall_back("grouped_gemm", a_data, backend, str(why))
+            fall_back("grouped_gemm", a.data, backend, str(why))
     cut = offsets if k_grouped else None
-    x, w = _values(a, -1, cut), _values(b, -2, cut)
-    return reference.grouped_gemm(x, w, offsets, masked=masked, out_dtype=out_dtype)
+    product = reference.grouped_gemm(
+        _values(a, -1, cut),
+        _values(b, -2, cut),
+        offsets,
+        masked=masked,
+        out_dtype=out_dtype,
+        c=out if accumulate else None,
+    )
+    return product if out is None else out.copy_(product)
 
 
 def _values(side: Side, axis: int, offsets: Tensor | None) -> Tensor:
     """What an operand stands for; blocks start anew at ``offsets``, if they are given."""
     if side.format is None:
         return side.data
-    scale = side.scale if side.layout == "compact" else scale_matrix(side, axis)
+    scale = side.scale
+    if side.layout != "compact":
+        scale = scale_matrix(side, axis) if axis == -1 else scale_matrix(side, axis).mT
     assert scale is not None
     stored = side.data, scale, side.format, list(side.shape), axis, side.global_scale
     return dequantize(*stored, offsets, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -46,6 +47,7 @@ def grouped_gemm(
     *,
     masked: bool = False,
     out_dtype: torch.dtype = torch.float32,
+    c: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """One product a group; ``offsets`` (G,) int32 holds the end of each group, or, of ``masked``
@@ -53,8 +55,9 @@ def grouped_gemm(
 
     m_grouped (fprop, dgrad): ``a`` (M, K) whose rows are grouped, ``b`` (G, K, N) -> (M, N);
     rows past the last offset are zero. k_grouped (wgrad): ``a`` (M, K), ``b`` (K, N), grouped along
-    K -> (G, M, N); an empty group gives zeros. masked: as m_grouped, but each group has the same
-    share of the rows, of which the first ones are multiplied; the others are zero here.
+    K -> (G, M, N), to which ``c`` is added; an empty group gives zeros. masked: as m_grouped, but
+    each group has the same share of the rows, of which the first ones are multiplied; the others
+    are zero here.
     """
     groups = bounds(offsets, a.shape[0], masked)
     if b.ndim == 3:
@@ -64,10 +67,12 @@ def grouped_gemm(
                 a[start:end], b[i], out_dtype=out_dtype, compute_dtype=compute_dtype
             )
         return out
+    multiply = partial(gemm, out_dtype=out_dtype, compute_dtype=compute_dtype)
+    added = [None] * len(groups) if c is None else c.unbind()
     return torch.stack(
         [
-            gemm(a[:, s:e], b[s:e], out_dtype=out_dtype, compute_dtype=compute_dtype)
-            for s, e in groups
+            multiply(a[:, start:end], b[start:end], c=each)
+            for (start, end), each in zip(groups, added, strict=True)
         ]
     )
 

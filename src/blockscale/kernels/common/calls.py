@@ -53,17 +53,19 @@ class OperandSpec(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """How rows of A are grouped, each of which B has a matrix for.
+    """What is grouped of a product, by ``offsets`` (groups,) int32.
 
     Attributes:
-        offsets: (groups,) int32, the end of each group; rows after the last one's end are set to
-            zero.
-        masked: each group has an equal share of the rows, and ``offsets`` tells how many of these
-            there are; others are not written.
+        grouping: "m": rows of A, each of which B has a matrix for; offsets are the end of each
+            group, and rows after the last one's end are set to zero. "masked": the same, but each
+            group has an equal share of the rows, and offsets tell how many of these there are;
+            others are not written. "k": columns of A and of B, which are moved apart as
+            ``formats.padded_groups`` says; offsets are the ends in the contraction that was
+            quantized, and each group has a product.
     """
 
     offsets: Tensor
-    masked: bool = False
+    grouping: str = "m"
 
 
 class GemmCall(NamedTuple):
@@ -74,7 +76,9 @@ class GemmCall(NamedTuple):
         out: (M, N), where it is given.
         alpha: of each scalar.
         gpu: None where kernels do not run.
-        offsets, masked: of ``Groups``, where rows of A are grouped; B is then (groups, N, K).
+        offsets, grouping: of ``Groups``, if there are any. Where rows of A are grouped, B is
+            (groups, N, K); where columns are, ``out`` has the products of all groups one below the
+            other.
     """
 
     a: OperandSpec
@@ -87,13 +91,13 @@ class GemmCall(NamedTuple):
     device: torch.device
     gpu: Gpu | None
     offsets: Described | None = None
-    masked: bool = False
+    grouping: str = ""
 
     def grouped(self, groups: Groups | None) -> GemmCall:
-        """The same call, of rows in ``groups``, if there are any."""
+        """The same call of ``groups``, if there are any."""
         if groups is None:
             return self
-        return self._replace(offsets=describe(groups.offsets), masked=groups.masked)
+        return self._replace(offsets=describe(groups.offsets), grouping=groups.grouping)
 
     def supported(self, why_not: Callable[[str], str]) -> Gpu:
         """The GPU that multiplies; Unsupported where there is none, or ``why_not`` has a reason
@@ -174,7 +178,7 @@ class CompiledGemm:
     Attributes:
         config: of its kernel.
         run: takes data and scales of A and B as ``views`` makes them of those that were described,
-            the output, bias, alpha, offsets if rows are grouped, and the ``rest``; None where
+            the output, bias, alpha, offsets of groups, and the ``rest``; None where
             nothing is to be multiplied.
         out: the output's template.
     """
@@ -217,7 +221,7 @@ def multiply(
     **options: Any,
 ) -> Tensor:
     """``alpha * A @ B.mT + bias``: (M, N), by what ``plan`` finds; arguments of ``describe_call``.
-    With ``groups``, of rows of A, B is (groups, N, K).
+    With ``groups``, of rows of A, B is (groups, N, K); of columns, the product (groups * M, N).
 
     The accumulator is multiplied and added to in fp32, and rounded once: the same bits in every
     run. Raises Unsupported, a ValueError, where there is no kernel; ValueError or TypeError where

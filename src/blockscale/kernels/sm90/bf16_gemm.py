@@ -33,7 +33,7 @@ class Bf16Gemm:
         a = self.copies(config, config.tile[0], config.a_major, across)
         b = self.copies(config, config.tile[1], config.b_major, down)
         operands = (
-            Operand(a, lambda tile, k_block: self.origin(config.a_major, tile.row, k_block)),
+            Operand(a, lambda tile, k_block: self.origin(config.a_major, tile.a_row, k_block)),
             Operand(b, lambda tile, k_block: self.origin(config.b_major, tile.column, k_block)),
         )
         self.config, self.gemm = config, Gemm(config, operands, Mainloop)

@@ -58,7 +58,7 @@ class ColumnTiles:
             column = cutlass.min(column, self.last_column)
         if self.last_row is not None:
             row = cutlass.min(row, self.last_row)
-        return Tile(row, column, self.k_begin, self.k_end, b_row=column)
+        return Tile(row, column, self.k_begin, self.k_end, a_row=row, b_row=column)
 
 
 @dataclass(frozen=True)

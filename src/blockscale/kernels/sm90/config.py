@@ -16,7 +16,16 @@ from . import product_config
 from .estimate import Costs, Tiling, by_estimate
 from .product_config import ProductConfig, fit
 
-__all__ = ["BLOCK_K", "TILINGS", "Config", "candidates", "choose_config", "why_not"]
+__all__ = [
+    "BLOCK_K",
+    "TILINGS",
+    "Config",
+    "candidates",
+    "choose_config",
+    "fitted",
+    "tilings",
+    "why_not",
+]
 
 BLOCK_K = 128  # columns of a scale, and of a stage
 FORMATS = ("fp8_1x128", "fp8_128x128")  # of B; A has the first
@@ -59,7 +68,7 @@ class Config(ProductConfig):
     def a_scales(self) -> int:
         """Scales of A in a stage: where rows are grouped, tiles start anywhere, but loads of scales
         at every fourth row."""
-        return self.tile[0] + (4 if self.grouped else 0)
+        return self.tile[0] + (4 if self.rows_grouped else 0)
 
     @property
     def b_scales(self) -> int:
@@ -71,7 +80,7 @@ class Config(ProductConfig):
     @property
     def scale_bytes(self) -> tuple[int, int]:
         """Of A and of B in a stage."""
-        if self.grouped:  # those of B are behind those of A
+        if self.rows_grouped:  # those of B are behind those of A
             return -(-4 * (self.a_scales + self.b_scales) // 128) * 128, 0
         return 4 * self.a_scales, -(-4 * self.b_scales // 128) * 128
 
@@ -104,14 +113,19 @@ _ADDED: dict[str, Any] = {"b_block": (1, 128), "out_dtype": FLOAT32, "accumulate
 
 
 def _tiling(
-    tile: tuple[int, int], stages: int, k_block_ns: int, tile_ns: int, **fields: Any
+    tile: tuple[int, int],
+    stages: int,
+    k_block_ns: int,
+    tile_ns: int,
+    stored_ns: int = 0,
+    **fields: Any,
 ) -> Tiling:
     columns = {256: 128, 160: 80 if tile[0] == 192 else 160}  # what registers have room for
     mma_n = columns.get(tile[1], tile[1])
     fields = {"out_dtype": BFLOAT16, "cluster": (1, 1), "mma_n": mma_n, **fields}
     config = Config(tile=tile, stages=stages, epilogue_stages=1, **fields)
     costs = _OF_BLOCKS if config.b_block[0] > 1 else _OF_COLUMNS
-    return Tiling(config, k_block_ns, tile_ns, costs)
+    return Tiling(config, k_block_ns, tile_ns, costs, stored_ns)
 
 
 #: For scales of B: of some 50 tilings those among which the estimate chooses best, at 166 and 38
@@ -139,25 +153,34 @@ TILINGS: dict[tuple[int, int], tuple[Tiling, ...]] = {
         _tiling((192, 128), 4, 516, 1012, warpgroups=3),
         _tiling((256, 128), 4, 699, 1585),
     ),
-    # Added to fp32, as gradients of weights are. What is unrolled less has no registers for more.
+    # Times of tiles that are added to fp32, as gradients of weights are, and of those that are
+    # stored. What is unrolled less has no registers for more.
     (1, 128): (
-        _tiling((64, 64), 12, 186, 589, **_SPLIT, **_ADDED),
-        _tiling((64, 96), 9, 223, 1176, **_SPLIT, **_ADDED),
-        _tiling((64, 128), 7, 265, 2026, **_SPLIT, **_ADDED),
-        _tiling((64, 128), 8, 302, 1584, **_ADDED, warpgroups=1),
-        _tiling((128, 64), 7, 285, 1845, **_SPLIT, **_ADDED),
-        _tiling((128, 128), 6, 519, 2896, **_ADDED),
-        _tiling((128, 160), 5, 607, 4517, **_ADDED),
-        _tiling((128, 192), 5, 703, 5384, **_ADDED),
-        _tiling((128, 256), 4, 937, 8368, **_ADDED),
-        _tiling((192, 96), 5, 587, 3664, **_ADDED, warpgroups=3),
-        _tiling((192, 128), 4, 716, 5886, **_ADDED, warpgroups=3, unroll=2),
-        _tiling((192, 160), 4, 979, 6909, **_ADDED, warpgroups=3, unroll=2),
-        _tiling((256, 128), 4, 950, 7159, **_ADDED, unroll=1),
-        _tiling((256, 128), 4, 921, 7632, **_ADDED, unroll=1, cluster=(2, 1)),
-        _tiling((256, 128), 4, 903, 7848, **_ADDED, unroll=1, cluster=(1, 2)),
+        _tiling((64, 64), 12, 186, 589, 730, **_SPLIT, **_ADDED),
+        _tiling((64, 96), 9, 223, 1176, 950, **_SPLIT, **_ADDED),
+        _tiling((64, 128), 7, 265, 2026, 1080, **_SPLIT, **_ADDED),
+        _tiling((64, 128), 8, 302, 1584, 850, **_ADDED, warpgroups=1),
+        _tiling((128, 64), 7, 285, 1845, 1110, **_SPLIT, **_ADDED),
+        _tiling((128, 128), 6, 519, 2896, 1400, **_ADDED),
+        _tiling((128, 160), 5, 607, 4517, 2000, **_ADDED),
+        _tiling((128, 192), 5, 703, 5384, 2100, **_ADDED),
+        _tiling((128, 256), 4, 937, 8368, 2800, **_ADDED),
+        _tiling((192, 96), 5, 587, 3664, 1450, **_ADDED, warpgroups=3),
+        _tiling((192, 128), 4, 716, 5886, 1850, **_ADDED, warpgroups=3, unroll=2),
+        _tiling((192, 160), 4, 979, 6909, 2600, **_ADDED, warpgroups=3, unroll=2),
+        _tiling((256, 128), 4, 950, 7159, 2600, **_ADDED, unroll=1),
+        _tiling((256, 128), 4, 921, 7632, 2770, **_ADDED, unroll=1, cluster=(2, 1)),
+        _tiling((256, 128), 4, 903, 7848, 2850, **_ADDED, unroll=1, cluster=(1, 2)),
     ),
 }
+
+
+def tilings(b_block: tuple[int, int], epilogue: Epilogue) -> tuple[Tiling, ...]:
+    """Those for scales of B, and for what is done with an accumulator."""
+    found = TILINGS[b_block]
+    if b_block[0] > 1 or (epilogue.accumulate and epilogue.out_dtype == FLOAT32):
+        return found
+    return tuple(each.stored(epilogue.out_dtype, epilogue.accumulate) for each in found)
 
 
 def candidates(
@@ -169,16 +192,16 @@ def candidates(
 ) -> list[Config]:
     """Configurations for a product of ``shape`` (M, N, K), the one that is chosen first."""
     fields = {"b_block": b_block, **epilogue._asdict()}
-    ranked = by_estimate(TILINGS[b_block], shape, BLOCK_K, gpu)
-    return [_fitted(each, shape[0], **fields) for each in ranked]
+    ranked = by_estimate(tilings(b_block, epilogue), shape, BLOCK_K, gpu)
+    return [fitted(each, shape[0], **fields) for each in ranked]
 
 
-def _fitted(config: ProductConfig, m: int, **fields: Any) -> Config:
+def fitted(config: ProductConfig, m: int, **fields: Any) -> Config:
     """The kernel for ``m`` rows, which loads no others."""
     if config.multicast_ctas == 1 and m < config.tile[0]:
         fields["loaded_rows"] = rows_to_load(m, config.tile[0])
-    fitted: Config = fit(config, **fields)
-    return fitted
+    made: Config = fit(config, **fields)
+    return made
 
 
 def choose_config(
@@ -189,5 +212,5 @@ def choose_config(
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
     """The kernel for a product of ``shape`` (M, N, K)."""
-    chosen = by_estimate(TILINGS[b_block], shape, BLOCK_K, gpu)[0]
-    return _fitted(chosen, shape[0], b_block=b_block, **epilogue._asdict())
+    chosen = by_estimate(tilings(b_block, epilogue), shape, BLOCK_K, gpu)[0]
+    return fitted(chosen, shape[0], b_block=b_block, **epilogue._asdict())

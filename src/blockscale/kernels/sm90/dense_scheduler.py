@@ -31,7 +31,7 @@ class Tile:
         k_begin, k_end: its K blocks.
         end: the row before which it ends, if not where the output does.
         group: whose rows these are, if rows are grouped.
-        b_row: the first one of B, which has those of all groups one after another.
+        a_row, b_row: the first ones of A and of B, which has those of all groups one after another.
     """
 
     row: Any
@@ -40,6 +40,7 @@ class Tile:
     k_end: Any
     end: Any = None
     group: Any = None
+    a_row: Any = None
     b_row: Any = None
 
     @property
@@ -80,7 +81,7 @@ class DenseTiles:
         row, column = self.raster.tile(index, self.clusters, self.rank)
         if self.last_row is not None:
             row = cutlass.min(row, self.last_row)
-        return Tile(row, column, self.k_begin, self.k_end, b_row=column)
+        return Tile(row, column, self.k_begin, self.k_end, a_row=row, b_row=column)
 
 
 class DenseScheduler:

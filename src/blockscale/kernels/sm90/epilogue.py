@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 
 from ...dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ..common.copies import TmaTiles
@@ -50,7 +50,7 @@ class Epilogue:
         self.scale(acc, thread, column)
         if const_expr(config.tma_store):
             if const_expr(config.accumulate and not config.reduces):
-                self.add(acc, thread, row, column)
+                self.add(acc, thread, row, column, end)
             if const_expr(config.stores_tiles):
                 self.store(acc, warpgroup, thread, row, column, end)
             else:
@@ -90,10 +90,10 @@ class Epilogue:
                     values[first + i] = value
 
     @cute.jit
-    def add(self, acc, thread, row, column):
+    def add(self, acc, thread, row, column, end=None):
         """Add what the output holds, in pairs: its rows start at multiples of two elements and have
         an even number of columns."""
-        for values, i, *place in self.pairs(acc, thread, row, column):
+        for values, i, *place in self.pairs(acc, thread, row, column, end):
             pair = ptx.ld_global_pair(*place, self.kind)
             for j in range_constexpr(2):
                 values[i + j] = values[i + j] + pair[j]
@@ -104,10 +104,11 @@ class Epilogue:
         for values, i, *place in self.pairs(acc, thread, row, column):
             ptx.st_global_pair(*place, [values[i + j] for j in range(2)], self.kind)
 
-    def pairs(self, acc, thread, row, column) -> list:
+    def pairs(self, acc, thread, row, column, end=None) -> list:
         """Neighbours in a row: their tensor, the index of the first, its address and how far after
-        it, and whether they are in the matrix."""
+        it, and whether they are in the matrix, or before row ``end``."""
         config, d, found = self.config, self.d, []
+        end = d.shape[0] if end is None else end
         row = row + thread // 32 * 16 + thread % 32 // 4
         column = column + thread % 4 * 2
         itemsize = config.out_dtype.itemsize
@@ -117,7 +118,7 @@ class Epilogue:
                 address = d.iterator.toint() + d.layout((r, column)) * itemsize
                 for group in range(config.own_columns // 8):
                     c = column + group * 8
-                    inside = cutlass.Int32(r < d.shape[0]) & cutlass.Int32(c < d.shape[1])
+                    inside = cutlass.Int32(r < end) & cutlass.Int32(c < d.shape[1])
                     values, first = self.where(acc, row_step, group * 8)
                     found.append((values, first + 2 * half, address, group * 8 * itemsize, inside))
         return found
@@ -148,8 +149,9 @@ class Epilogue:
                     self.send(warp, first, start, row, column)
                 else:
                     for i in range_constexpr(config.epilogue_stages):
+                        given = base + i * nbytes, config.box_bytes, thread
                         place = self.place(start + i, row, column)
-                        store_rows(self.d, base + i * nbytes, config.box_bytes, thread, *place, end)
+                        store_rows(self.d, *given, *place, end, config.reduces)
 
     @cute.jit
     def send(self, warp, first, start: cutlass.Constexpr, row, column):
@@ -216,9 +218,18 @@ def swizzle_of(row, nbytes: int):
 
 
 @cute.jit
-def store_rows(d, address, nbytes: cutlass.Constexpr, thread, row, column, end):
-    """Store a swizzled box of 64 rows of ``nbytes``, but for its rows from ``end`` on, which TMA
-    cannot leave out; by a warpgroup."""
+def store_rows(
+    d,
+    address,
+    nbytes: cutlass.Constexpr,
+    thread,
+    row,
+    column,
+    end,
+    adds: cutlass.Constexpr = False,
+):
+    """Store a swizzled box of 64 rows of ``nbytes``, or add it to fp32, but for its rows from
+    ``end`` on, which TMA cannot leave out; by a warpgroup."""
     itemsize = d.element_type.width // 8
     chunks = nbytes // 16  # of a row
     chunk, first = thread % chunks, thread // chunks
@@ -226,5 +237,13 @@ def store_rows(d, address, nbytes: cutlass.Constexpr, thread, row, column, end):
     for down in range_constexpr(0, 64, 128 // chunks):
         r = first + down
         if row + r < end and c < d.shape[1]:
-            words = load_shared(address + r * nbytes + (chunk ^ swizzle_of(r, nbytes)) * 16, 16)
-            store_global(d.iterator.toint() + d.layout((row + r, c)) * itemsize, words, 16)
+            source = address + r * nbytes + (chunk ^ swizzle_of(r, nbytes)) * 16
+            target = d.iterator.toint() + d.layout((row + r, c)) * itemsize
+            if const_expr(adds):
+                for offset in (0, 8):
+                    pair = ptx.ld_shared(source, offset, 2)
+                    held = ptx.ld_global_pair(target, offset, Int32(1), "f32")
+                    added = [x + y for x, y in zip(pair, held, strict=True)]
+                    ptx.st_global_pair(target, offset, Int32(1), added, "f32")
+            else:
+                store_global(target, load_shared(source, 16), 16)

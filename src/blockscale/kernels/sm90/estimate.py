@@ -11,7 +11,9 @@ one counts, the shorter one adds a little where both are alike: ``_longer``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ..common.gpu import Gpu
 from .product_config import ROW, ProductConfig
@@ -47,12 +49,19 @@ class Tiling:
         config: with one epilogue stage; ``product_config.fit`` makes more where there is room.
         k_block_ns: nanoseconds of a K block that is in shared memory.
         tile_ns: of a tile, beside its K blocks.
+        stored_ns: the same of one that is not added to fp32, where ``tile_ns`` is of one that is.
     """
 
     config: ProductConfig
     k_block_ns: float
     tile_ns: float
     costs: Costs
+    stored_ns: float = 0
+
+    def stored(self, out_dtype: np.dtype, accumulate: bool) -> Tiling:
+        """Of tiles that are stored so, and not added to fp32."""
+        config = replace(self.config, out_dtype=out_dtype, accumulate=accumulate)
+        return replace(self, config=config, tile_ns=self.stored_ns)
 
     def is_legal(self, m: int, n: int, gpu: Gpu) -> bool:
         """Whether a cluster fits, and there are rows for its CTAs; and whether all clusters run at

@@ -44,7 +44,7 @@ class Fp8Gemm:
         a_scale = Copies(Float32, (1, slot), stages, columns=config.a_scales, swizzled=False)
         b_scale = Copies(Float32, (1, columns), stages, swizzled=False)
         operands = (
-            Operand(a, lambda tile, k_block: (tile.row, k_block * BLOCK_K)),
+            Operand(a, lambda tile, k_block: (tile.a_row, k_block * BLOCK_K)),
             Operand(b, lambda tile, k_block: (tile.b_row, k_block * BLOCK_K)),
             Operand(a_scale, lambda tile, k_block: (k_block, self.first_scale(tile))),
             Operand(b_scale, lambda tile, k_block: (k_block, tile.column)),
@@ -57,7 +57,7 @@ class Fp8Gemm:
 
     def first_scale(self, tile):
         """Of A, that is loaded for a tile: TMA wants multiples of 16 bytes."""
-        return tile.row // 4 * 4 if self.config.grouped else tile.row
+        return tile.a_row // 4 * 4 if self.config.rows_grouped else tile.a_row
 
     @cute.jit
     def __call__(
@@ -76,8 +76,9 @@ class Fp8Gemm:
     ):
         """Launch. ``a`` (M, K) and ``b`` (N, K) as bytes; ``a_scale`` (K / 128, M padded to 4);
         ``b_scale`` (N / 128, K / 128), or as that of A; ``d`` (M, N); ``bias`` (N,), ``alpha``, or
-        None. Where rows are grouped, ``b`` is (groups * N, K), ``b_scale`` (groups, N / 128, K /
-        128), ``offsets`` (groups,) int32, and ``supergroup`` as of ``GroupedTiles``; else None.
+        None. Where rows are grouped, ``b`` is (groups * N, K) and ``b_scale`` (groups, N / 128, K /
+        128); where columns are, ``d`` is (groups * M, N). Then ``offsets`` (groups,) int32, and
+        ``supergroup`` as of ``GroupedTiles``; else None.
         """
         operands = zip(self.gemm.operands, (a, b, a_scale, b_scale), strict=False)
         loads = [operand.copies.describe(tensor) for operand, tensor in operands]
@@ -156,8 +157,8 @@ class Mainloop:
         unroll = self.config.unroll
         self.column = ptx.pin(tile.column % 128)  # of a block
         self.a_scale_of_tile = self.a_scale
-        if const_expr(self.config.grouped):
-            self.a_scale_of_tile = ptx.pin(self.a_scale + tile.row % 4 * 4)
+        if const_expr(self.config.rows_grouped):
+            self.a_scale_of_tile = ptx.pin(self.a_scale + tile.a_row % 4 * 4)
         if k_blocks > 0:
             self.pipeline.consumer_wait(stage, phase)
         whole = k_blocks // unroll
@@ -272,7 +273,9 @@ class Mainloop:
             self.release(release)
 
     def release(self, stage) -> None:
-        """Called by whole warps: one lane arrives for what all of them have read."""
+        """Called by whole warps: one lane arrives for what all of them have read. What TMA writes
+        there next overtakes reads that have no result yet, as an arrival does not wait for them."""
+        cute.arch.fence_acq_rel_cta()
         cute.arch.sync_warp()
         barrier = (self.pipeline.empty + stage).toint()
         ptx.mbarrier_arrive_cluster(barrier, self.lane, self.config.multicast_ctas)

@@ -1,5 +1,5 @@
-"""What to compile for a product of grouped rows: a pure function of what the host knows, which is
-how many rows and groups there are, not how many rows a group has."""
+"""What to compile for a product of groups: a pure function of what the host knows, which is how
+many rows, or columns, and groups there are, not how many a group has."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
-from .config import BLOCK_K, TILINGS, Config
-from .estimate import by_estimate
+from .config import BLOCK_K, TILINGS, Config, fitted, tilings
+from .estimate import Tiling, by_estimate
 from .product_config import ProductConfig, fit
 
-__all__ = ["choose_grouped", "grouped_candidates", "supergroup"]
+__all__ = ["choose_grouped", "grouped_candidates", "k_grouped_candidates", "square", "supergroup"]
 
 
 _BAND_BYTES = 16 << 20  # of A, which stay in an H200's L2 cache
@@ -23,16 +23,34 @@ def grouped_candidates(
     groups: int,
     epilogue: Epilogue,
     *,
-    masked: bool = False,
+    grouping: str = "m",
     gpu: Gpu = GPUS["sm_90a"],
 ) -> list[Config]:
-    """Configurations for a product of ``shape`` (M, N, K) whose rows are in ``groups``, ``masked``
-    or not; the one first that is chosen, as if all had as many rows."""
+    """Configurations for a product of ``shape`` (M, N, K) whose rows are in ``groups``; the one
+    first that is chosen, as if all had as many rows."""
     m, n, k = shape
-    tilings = [each for each in TILINGS[128, 128] if _takes_groups(each.config)]
-    ranked = by_estimate(tilings, (-(-m // groups), n, k), BLOCK_K, gpu, groups)
-    fields = {"grouped": True, "masked": masked, **epilogue._asdict()}
+    suiting = [each for each in TILINGS[128, 128] if _takes_groups(each.config)]
+    ranked = by_estimate(suiting, (-(-m // groups), n, k), BLOCK_K, gpu, groups)
+    fields = {"grouping": grouping, **epilogue._asdict()}
     return [fit(each, **fields) for each in ranked]
+
+
+def k_grouped_candidates(
+    shape: tuple[int, int, int], groups: int, epilogue: Epilogue, gpu: Gpu = GPUS["sm_90a"]
+) -> list[Config]:
+    """Configurations for products (M, N) of ``shape`` (M, N, K) of each of ``groups`` of columns;
+    the one first that is chosen, as if all had as many columns, and were one below the other."""
+    m, n, k = shape
+
+    def nanoseconds(tiling: Tiling) -> float:
+        rows = tiling.config.tile[0] * tiling.config.cluster[0]
+        down = groups * -(-m // rows) * rows
+        return tiling.nanoseconds((down, n, -(-k // groups)), BLOCK_K, gpu)
+
+    suiting = [each for each in tilings((1, 128), epilogue) if each.is_legal(m, n, gpu)]
+    fields = {"b_block": (1, 128), "grouping": "k", **epilogue._asdict()}
+    ranked = sorted(suiting, key=nanoseconds)
+    return [fitted(each.config, m, **fields) for each in ranked]
 
 
 def choose_grouped(
@@ -47,9 +65,13 @@ def supergroup(tile: tuple[int, int], k: int, multiprocessors: int) -> int:
     """Tiles down a group that are taken before the next ones across, if it has so many: those whose
     rows of A stay in the L2 cache meanwhile. At least as many as are a square of the output, for
     which the tiles that run at once load the fewest rows of A and B."""
+    return max(square(tile, multiprocessors), _BAND_BYTES // (tile[0] * k))
+
+
+def square(tile: tuple[int, int], multiprocessors: int) -> int:
+    """Tiles down of as many as run at once, if they are a square of the output."""
     rows, columns = tile
-    square = max(1, round(math.sqrt(multiprocessors * columns / rows)))
-    return max(square, _BAND_BYTES // (rows * k))
+    return max(1, round(math.sqrt(multiprocessors * columns / rows)))
 
 
 def _takes_groups(config: ProductConfig) -> bool:

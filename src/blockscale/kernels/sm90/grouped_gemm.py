@@ -1,4 +1,4 @@
-"""Products of groups of rows, each by its own matrix, on Hopper: one launch for all of them."""
+"""Products of groups of rows, each by its own matrix, or of columns, on Hopper: one launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..common.calls import CompiledGemm, GemmCall, Groups, Operand, multiply
 from .config import FORMATS
-from .grouped_plan import plan_grouped
+from .grouped_plan import plan_grouped, plan_k_grouped
 from .mixed_plan import plan_mixed
 
 __all__ = ["grouped_gemm", "plan_groups"]
@@ -16,18 +16,22 @@ __all__ = ["grouped_gemm", "plan_groups"]
 
 def plan_groups(call: GemmCall) -> CompiledGemm:
     """The plan of a call of ``grouped_gemm``; raises as it does."""
+    if call.grouping == "k":
+        return plan_k_grouped(call)
     return (plan_grouped if call.b.format in FORMATS else plan_mixed)(call)
 
 
 def grouped_gemm(a: Operand, b: Operand, groups: Groups, **options: Any) -> Tensor:
     """``A[start:end] @ B[i].mT`` of each group of rows: (M, N); zeros after the last one, unless
     groups are masked. Takes two bytes for each element of A while it runs, unless that is FP8.
+    Or ``A[:, start:end] @ B[:, start:end].mT`` of each group of columns: (groups * M, N).
 
     Args:
         a: as of ``calls.gemm``, or of ``mixed_gemm``.
         b: data (groups, N, K), its matrices one after another. Of format "fp8_128x128" with fp32
             scales (groups, ceil(N / 128), ceil(K / 128)), with any strides; or as of
-            ``mixed_gemm``, with scales (groups, N, K / block), one after another.
+            ``mixed_gemm``, with scales (groups, N, K / block), one after another. Where columns
+            are grouped, as of ``calls.gemm``, both of "fp8_1x128".
         groups: whose offsets are on the device of ``a``.
         options: of ``common.calls.multiply``.
 

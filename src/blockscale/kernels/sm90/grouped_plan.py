@@ -1,4 +1,4 @@
-"""What a call of a product of grouped rows needs: its kernel and its checks."""
+"""What a call of a product of groups needs, of FP8: its kernel and its checks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from functools import lru_cache, partial
 from torch import Tensor
 
 from ...dtypes import from_torch
+from ...formats import GROUP_TILE
 from ..common.calls import CompiledGemm, GemmCall, below_each_other, check_loadable, check_matrix
 from ..common.gpu import Unsupported
 from ..common.template import template
 from .config import BLOCK_K, why_not
-from .grouped_config import choose_grouped, supergroup
+from .grouped_config import choose_grouped, k_grouped_candidates, square, supergroup
 from .plan import BYTES, check_rows, check_scale, octets
 
-__all__ = ["plan_grouped"]
+__all__ = ["plan_grouped", "plan_k_grouped"]
 
 
 @lru_cache(maxsize=4096)
 def plan_grouped(call: GemmCall) -> CompiledGemm:
-    """The plan of a call of ``grouped_gemm``, of fp8_1x128 by fp8_128x128; raises as it does."""
+    """The plan of a call of ``grouped_gemm``, of rows of fp8_1x128 by fp8_128x128; raises as it
+    does."""
     a, b = call.a, call.b
     check_matrix("a_data", a.data, BYTES)
     (m, k), (groups, n, _) = a.data[0], b.data[0]
@@ -39,9 +41,38 @@ def plan_grouped(call: GemmCall) -> CompiledGemm:
     if 0 in (m, n, k):
         return CompiledGemm(None, None, like, _views)
     check_loadable(a_data=a.data, b_data=below_each_other("b_data", b.data))
-    config = choose_grouped((m, n, k), groups, call.epilogue(n), masked=call.masked, gpu=gpu)
+    config = choose_grouped((m, n, k), groups, call.epilogue(n), grouping=call.grouping, gpu=gpu)
     rest = supergroup(config.tile, k, gpu.multiprocessors), gpu.multiprocessors
     return CompiledGemm(config, gpu.load(config), like, _views, rest)
+
+
+@lru_cache(maxsize=4096)
+def plan_k_grouped(call: GemmCall) -> CompiledGemm:
+    """The plan of a call of ``grouped_gemm``, of columns of fp8_1x128; raises as it does."""
+    a, b, groups = call.a, call.b, call.offsets[0][0] if call.offsets else 0
+    for name, each in (("a_data", a), ("b_data", b)):
+        check_matrix(name, each.data, BYTES)
+    (m, k), n = a.data[0], b.data[0][0]
+    if b.data[0][1] != k or k % GROUP_TILE or k < groups * GROUP_TILE:
+        raise Unsupported(
+            f"a_data, b_data: got {(m, k)} and {tuple(b.data[0])} with {groups} groups; expected "
+            f"(M, K) and (N, K), groups moved apart to multiples of {GROUP_TILE}: quantize with "
+            "axis=-2, offsets=offsets, k_major=True"
+        )
+    gpu = call.supported(partial(why_not, k, from_torch(call.out_dtype), b.format))
+    if b.format != a.format or b.format != "fp8_1x128":
+        raise Unsupported(f"formats {a.format}, {b.format}: there are kernels for fp8_1x128")
+    blocks = k // BLOCK_K
+    check_rows("a_scale", a.scale, (blocks, -(-m // 4) * 4))
+    check_rows("b_scale", b.scale, (blocks, -(-n // 4) * 4))
+    call.check_rest((groups * m, n))
+    like = template((groups * m, n), call.out_dtype, call.device)
+    if 0 in (groups, m, n, k):
+        return CompiledGemm(None, None, like, octets)
+    check_loadable(a_data=a.data, b_data=b.data)
+    config = k_grouped_candidates((m, n, k), groups, call.epilogue(n), gpu)[0]
+    rest = square(config.tile, gpu.multiprocessors), gpu.multiprocessors
+    return CompiledGemm(config, gpu.load(config), like, octets, rest)
 
 
 def _views(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor | None, ...]:

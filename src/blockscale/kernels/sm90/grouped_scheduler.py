@@ -1,5 +1,6 @@
 # mypy: ignore-errors
 """Which tiles a CTA takes of products whose rows are grouped, each group's with its own B.
+(``k_grouped_tiles`` has those whose columns are.)
 
 As ``dense_scheduler``, group after group, and the rows after the last one's end, the rest, which
 are set to zero. Tiles begin where groups do: the last one of a group reaches up into those before
@@ -38,7 +39,8 @@ class GroupedTiles:
         extent: rows and columns of the output.
         across_first: the supergroup is of tiles across, which are taken before the next ones down.
         rest_k_blocks: of tiles of the rest, whose sums are not those of the output.
-        rank: 0, as no CTAs share tiles.
+        cluster: tiles down and across that CTAs of a cluster take at once.
+        rank: of the CTA in its cluster.
     """
 
     shape: tuple[int, int]
@@ -50,15 +52,21 @@ class GroupedTiles:
     across_first: bool = False
     rest_k_blocks: int = 0
     masked: bool = False
-    rank: int = 0
+    cluster: tuple[int, int] = (1, 1)
+    rank: Any = 0
 
     @property
     def groups(self):
         return Int32(self.offsets.shape[0])
 
     @property
+    def grouped(self):
+        """What groups are of: rows."""
+        return self.extent[0]
+
+    @property
     def across(self):
-        return Int32(cute.ceil_div(self.extent[1], self.shape[1]))
+        return Int32(cute.ceil_div(self.extent[1], self.shape[1] * self.cluster[1]))
 
     @property
     def count(self):
@@ -71,16 +79,20 @@ class GroupedTiles:
         tiles, before = Int32(0), Int32(0)
         for chunk in range(0, self.groups + 1, 32):
             begin, end = self.bounds(chunk, before)
-            tiles = tiles + cute.ceil_div(end - begin, self.shape[0])
+            tiles = tiles + self.down_of(chunk, begin, end)
             before = cute.arch.shuffle_sync(end, 31)
         return cute.arch.warp_redux_sync(tiles, "add")
+
+    def down_of(self, chunk, begin, end):
+        """Tiles down the group of a lane, of 32 from ``chunk`` on."""
+        return cute.ceil_div(end - begin, self.shape[0])
 
     @cute.jit
     def bounds(self, chunk, before):
         """Of 32 groups from ``chunk`` on, one a lane: the first row, and the one after the last;
         groups before them end at row ``before``. The rest is the last group, unless groups are
         masked; those after it have no rows."""
-        rows, group = self.extent[0], chunk + cute.arch.lane_idx()
+        rows, group = self.grouped, chunk + cute.arch.lane_idx()
         if const_expr(self.masked):
             count, capacity = Int32(0), rows // self.groups
             if group < self.groups:
@@ -97,7 +109,7 @@ class GroupedTiles:
 
     def first(self):
         """The CTA's first one, and how far its others are apart."""
-        return cluster_id_and_count(1)
+        return cluster_id_and_count(self.cluster[0] * self.cluster[1])
 
     def turn(self, index):
         """How many tiles of the CTA come before."""
@@ -108,7 +120,29 @@ class GroupedTiles:
         """Called by a warp, once."""
         row, column, end, group = self.ring.read(self.turn(index))
         b_row = group * self.extent[1] + column
-        return Tile(row, column, Int32(0), self._k_blocks(group), end, group, b_row)
+        return Tile(row, column, Int32(0), self._k_blocks(group), end, group, row, b_row)
+
+    def found(self, index, group, after, begin, end) -> tuple:
+        """What the ring has of a tile of a group whose rows begin and end there, and after whose
+        last tile down is the ``after``-th of all."""
+        first = after - cute.ceil_div(end - begin, self.shape[0])
+        down = cute.ceil_div(end - begin, self.shape[0])
+        row, column = self.place(index - first * self.across, down)
+        reach = cutlass.max(end - begin - self.shape[0], Int32(0))
+        return begin + cutlass.min(row, reach), column, end, group
+
+    def place(self, index, down) -> tuple:
+        """Row and column in a group of so many clusters ``down`` where the CTA's tile of the
+        ``index``-th one begins."""
+        shape, extent = self.shape, (down, self.across)
+        if self.across_first:
+            shape, extent = shape[::-1], extent[::-1]
+        # bands that are alike, each about as high as is wanted
+        height = self.supergroup
+        bands = cutlass.max((extent[0] + height // 2) // height, Int32(1))
+        raster = Raster(shape, self.cluster, cute.ceil_div(extent[0], bands))
+        place = raster.tile(index, extent, self.rank)
+        return place[::-1] if self.across_first else place
 
     def k_blocks(self, index):
         """Those of ``tile(index)``; called by a warp, before that."""
@@ -127,36 +161,20 @@ class TileFinder:
 
     @cute.jit
     def __call__(self):
-        tiles, rows, across = self.tiles, self.tiles.shape[0], self.tiles.across
+        tiles, across = self.tiles, self.tiles.across
         start, step = tiles.first()
         chunk = Int32(0)
         begin, end = tiles.bounds(chunk, chunk)
-        after = _sums(cute.ceil_div(end - begin, rows))  # the first tile down of the next group
+        after = _sums(tiles.down_of(chunk, begin, end))  # the first tile down of the next group
         for index in range(start, tiles.count, step):
             down = index // across
             while cute.arch.shuffle_sync(after, 31) <= down:
                 chunk, before = chunk + 32, cute.arch.shuffle_sync(after, 31)
                 begin, end = tiles.bounds(chunk, cute.arch.shuffle_sync(end, 31))
-                after = before + _sums(cute.ceil_div(end - begin, rows))
+                after = before + _sums(tiles.down_of(chunk, begin, end))
             owner = cute.arch.popc(cute.arch.vote_ballot_sync(after <= down))
             values = [cute.arch.shuffle_sync(each, owner) for each in (after, begin, end)]
-            place = self.place(index, *values)
-            tiles.ring.write(tiles.turn(index), (*place, values[2], chunk + owner))
-
-    def place(self, index, after, begin, end) -> tuple:
-        """First row and column of a tile of the group whose rows begin and end there."""
-        tiles, across = self.tiles, self.tiles.across
-        rows = tiles.shape[0]
-        down = cute.ceil_div(end - begin, rows)
-        shape, extent, height = tiles.shape, (down, across), tiles.supergroup
-        if tiles.across_first:
-            shape, extent = shape[::-1], extent[::-1]
-        # bands that are alike, each about as high as is wanted
-        bands = cutlass.max((extent[0] + height // 2) // height, Int32(1))
-        raster = Raster(shape, (1, 1), cute.ceil_div(extent[0], bands))
-        place = raster.tile(index - (after - down) * across, extent, 0)
-        row, column = place[::-1] if tiles.across_first else place
-        return begin + cutlass.min(row, cutlass.max(end - begin - rows, Int32(0))), column
+            tiles.ring.write(tiles.turn(index), tiles.found(index, chunk + owner, *values))
 
 
 def _sums(value):
@@ -173,20 +191,22 @@ def _of_lanes_to(value, combine):
 
 
 class GroupedScheduler:
-    """All tiles of a matrix (M, N), in the order of a :class:`Raster` in each group. ``options`` of
-    ``GroupedTiles``."""
+    """All tiles of a matrix (M, N), in the order of a :class:`Raster` in each group: ``kind``, with
+    ``options`` of it."""
 
-    def __init__(self, shape: tuple[int, int], **options: Any):
-        self.shape, self.options = shape, options
+    def __init__(self, shape: tuple[int, int], kind: type = GroupedTiles, **options: Any):
+        self.shape, self.kind, self.options = shape, kind, options
 
     def grid(self, d, multiprocessors, groups):
-        """On the host, which does not know how many tiles there are: the most, or one for each
-        multiprocessor."""
+        """On the host, which does not know how many tiles there are: CTAs for the most, or one for
+        each multiprocessor."""
         (rows, columns), (m, n) = self.shape, d.shape
-        down = cute.ceil_div(m, rows) + groups[0].shape[0]
-        return cutlass.min(Int32(down * cute.ceil_div(n, columns)), multiprocessors)
+        high, wide = self.options.get("cluster", (1, 1))
+        down = cute.ceil_div(m, rows * high) + groups[0].shape[0]
+        clusters = Int32(down * cute.ceil_div(n, columns * wide))
+        return cutlass.min(clusters, multiprocessors // (high * wide)) * (high * wide)
 
     def tiles(self, d, k_blocks, rank, k_part, groups, ring) -> GroupedTiles:
         """On the device."""
         extent = Int32(d.shape[0]), Int32(d.shape[1])
-        return GroupedTiles(self.shape, ring, *groups, extent, k_blocks, **self.options)
+        return self.kind(self.shape, ring, *groups, extent, k_blocks, rank=rank, **self.options)

@@ -31,6 +31,7 @@ from . import ptx
 from .dense_scheduler import DenseScheduler, DenseTiles
 from .epilogue import Epilogue
 from .grouped_scheduler import GroupedScheduler, TileFinder
+from .k_grouped_tiles import KGroupedTiles
 from .product_config import ProductConfig
 from .split_k_reduce import ClusterReduce, CtaReduce, Room
 
@@ -67,8 +68,11 @@ class Gemm:
     def scheduler(self):
         """Tells what tiles a CTA takes."""
         config = self.config
+        if config.rows_grouped:
+            return GroupedScheduler(config.tile, masked=config.grouping == "masked")
         if config.grouped:
-            return GroupedScheduler(config.tile, masked=config.masked)
+            options = {"cluster": config.cluster, "skips_empty": config.accumulate}
+            return GroupedScheduler(config.tile, KGroupedTiles, **options)
         return DenseScheduler(config)
 
     @property
@@ -80,8 +84,8 @@ class Gemm:
 
     def launch(self, loads, fetched, output, k_blocks, groups, multiprocessors, stream) -> None:
         """Launch. ``loads``: atom and view of each operand. ``fetched``: what the fetcher reads.
-        ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha``, or None. ``groups`` of rows, if there
-        are any: their ends, and their supergroup.
+        ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha``, or None. ``groups``, if there are
+        any: their ends, and their supergroup.
         """
         config, d = self.config, output[0]
         store = None, None

@@ -55,7 +55,7 @@ class MixedGemm:
         if config.grouped:  # neighbours share rows of A, which are more bytes
             shape = config.rows, B_ROWS
             order = {"across_first": True, "rest_k_blocks": 1}
-            self.scheduler = GroupedScheduler(shape, masked=config.masked, **order)
+            self.scheduler = GroupedScheduler(shape, masked=config.grouping == "masked", **order)
         slots = config.stages * (config.block_k // _PANEL)
         self.a = Copies(cutlass.BFloat16, (config.rows, _PANEL), slots, rows=config.loaded_rows)
         self.b = Copies(cutlass.Uint8, (B_ROWS, config.row_bytes), config.stages)
@@ -198,7 +198,7 @@ class Loader:
                 self.b.load(stage, (tile.b_row, i * row_bytes), barrier)
                 for j in range_constexpr(panels):
                     column = (i * panels + j) * _PANEL
-                    self.a.load(stage * panels + j, (tile.row, column), barrier)
+                    self.a.load(stage * panels + j, (tile.a_row, column), barrier)
                 stage, phase = self.pipeline.producer_next(stage, phase)
 
 

@@ -80,8 +80,7 @@ class Config:
         loaded_rows: of A; 0 for all of a tile's. Fewer where there are no more, and that pays.
         stream_k: CTAs have equal shares of all K blocks, and add up accumulators of tiles that
             they share in global memory.
-        grouped: rows of A are in groups, each of which has its own B.
-        masked: and each group has an equal share of them, but fewer are multiplied.
+        grouping: as of ``ProductConfig``, of rows of A, if there are groups.
     """
 
     b_format: str
@@ -97,8 +96,7 @@ class Config:
     async_scales: bool = True
     loaded_rows: int = 0
     stream_k: bool = False
-    grouped: bool = False
-    masked: bool = False
+    grouping: str = ""
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -115,11 +113,14 @@ class Config:
             "loaded_rows": self.loaded_rows not in range(self.rows),
             "stream_k": self.stream_k and self.sources > 1,
             # sums of what is stored twice have one order
-            "grouped": self.grouped
+            "grouping": self.grouped
             and (self.sources > 1 or self.stream_k or self.accumulate or self.loaded_rows),
-            "masked": self.masked and not self.grouped,
         }
         refuse(self, wrong)
+
+    @property
+    def grouped(self) -> bool:
+        return self.grouping != ""
 
     @property
     def scale_threads(self) -> int:
@@ -284,11 +285,11 @@ def choose_grouped(
     b_format: str,
     epilogue: Epilogue,
     *,
-    masked: bool = False,
+    grouping: str = "m",
     async_scales: bool = True,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
-    """The kernel for a product of ``shape`` (M, N, K) whose rows are in ``groups``; of ``masked``
+    """The kernel for a product of ``shape`` (M, N, K) whose rows are in ``groups``; of "masked"
     ones, none has more than an equal share."""
     m, n, k = shape
     each, at_once, blocks = m / groups, gpu.max_active_clusters(1), -(-k // BLOCK_K)
@@ -300,14 +301,13 @@ def choose_grouped(
         return max(1, tiles / at_once + 0.5) * tile_ns
 
     # where they may, some groups have twice as many rows; and fewer than 64 take no less time
-    most = each if masked else 2 * each
+    most = each if grouping == "masked" else 2 * each
     least = next((rows for rows in _A_ROWS if rows >= most), ROWS)
     options = [least] if least < ROWS else [rows for rows in _A_ROWS if rows >= ROWS]
     config = replace(
         _fitted(m, min(options, key=nanoseconds), b_format, epilogue, async_scales),
         loaded_rows=0,
-        grouped=True,
-        masked=masked,
+        grouping=grouping,
     )
     return replace(config, stages=_most_stages(config, 1))
 

@@ -112,7 +112,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     else:
         choose = choose_config
         if call.offsets is not None:
-            choose = partial(choose_grouped, groups=groups, masked=call.masked)
+            choose = partial(choose_grouped, groups=groups, grouping=call.grouping)
         config = choose(
             shape=(m, n, k),
             b_format=b_format,

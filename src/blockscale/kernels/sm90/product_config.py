@@ -17,6 +17,7 @@ from ..common.rounds import rounds
 __all__ = [
     "BOX",
     "GROUP",
+    "GROUPINGS",
     "ROW",
     "ROWS",
     "WIDE",
@@ -30,6 +31,7 @@ ROW = 128  # bytes of a row of a tile in shared memory
 ROWS = 64  # of one wgmma
 BOX = 128  # bytes of a row of a swizzled box, at most
 BOXES = (BOX, 64, 32)
+GROUPINGS = ("", "m", "masked", "k")
 # Clusters down that are taken before the next ones across; as measured, more where so many are
 # across.
 GROUP, WIDE_GROUP, WIDE = 4, 8, 24
@@ -57,8 +59,9 @@ class ProductConfig:
             time.
         bias: the type of a vector that is added to each row, if there is one.
         alpha: how many scalars the accumulators are multiplied by, two at most.
-        grouped: rows are in groups, each of which has its own B.
-        masked: and each group has an equal share of them, but fewer are multiplied.
+        grouping: "m": rows of A are in groups, each of which has its own B. "masked": and each
+            group has an equal share of them, but fewer are multiplied. "k": columns of A and B are
+            in groups, each of which has its own output. Empty: there are no groups.
     """
 
     out_dtype: np.dtype
@@ -75,8 +78,7 @@ class ProductConfig:
     tma_store: bool = True
     bias: np.dtype | None = None
     alpha: int = 0
-    grouped: bool = False
-    masked: bool = False
+    grouping: str = ""
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -94,11 +96,21 @@ class ProductConfig:
             "mma_n": self.mma_n % 16 or self.mma_n > 256,
             "cluster": self.cluster not in ((1, 1), (2, 1), (1, 2)),
             "stages": self.shared_bytes > SHARED,
-            "grouped": self.grouped and self.cluster_size > 1,
-            "masked": self.masked and not self.grouped,
+            "grouping": self.grouping not in GROUPINGS
+            or (self.grouped and self.split_k > 1)
+            or (self.rows_grouped and self.multicast_ctas > 1),
             "epilogue_stages": self.boxes % self.epilogue_stages
             or columns * self.out_dtype.itemsize % min(BOXES),
         }
+
+    @property
+    def grouped(self) -> bool:
+        return self.grouping != ""
+
+    @property
+    def rows_grouped(self) -> bool:
+        """Whether tiles begin at any row of A."""
+        return self.grouping in ("m", "masked")
 
     @property
     def threads(self) -> int:

@@ -83,6 +83,7 @@ class StreamTiles:
             tile.column,
             cutlass.select_(shared, begin, Int32(0)),
             cutlass.select_(shared, end, blocks),
+            a_row=tile.a_row,
             b_row=tile.b_row,
         )
 
