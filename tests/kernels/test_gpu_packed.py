@@ -12,8 +12,6 @@ from gpu_bench import assert_same, check, emulated, expected, nasty
 
 from blockscale import reference
 from blockscale.formats import formats
-from blockscale.kernels.quantizers import calls as quantizers
-from stand_in import chip
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -130,12 +128,3 @@ def test_producers(producer, format):
         want_data, want_scale = expected(made, format, axis, "compact", nonfinite="te", **given)
         assert_same(data, want_data, f"data along {axis}")
         assert_same(scale, want_scale, f"scales along {axis}")
-
-
-@pytest.mark.parametrize("axes", [COLUMNS, BOTH])
-def test_groups_are_refused(axes):
-    x, asked = torch.zeros(64, 64), quantizers.Request("mxfp4", axes, ("compact",) * len(axes))
-    assert quantizers.unsupported(x, asked, chip("sm_90a")) == ""
-    offsets = torch.tensor([7, 64], dtype=torch.int32)
-    with pytest.raises(ValueError, match="groups would cut its bytes"):
-        quantizers.quantize(x, asked, offsets=offsets, gpu=chip("sm_90a"))
