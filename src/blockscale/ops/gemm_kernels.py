@@ -61,8 +61,7 @@ def multiply(
     products = _products_of(a, b)
     a, b, bias = _taken(a, b, bias)
     out = detached(out)
-    # rows that do not lie together are written by a copy
-    rows = out if out is None or out.stride(1) == 1 else out.contiguous() if accumulate else None
+    rows = _written(out, accumulate)
     product = calls.multiply(
         products.plan,
         *products.lay(a, b),
@@ -97,9 +96,7 @@ def multiply_groups(
         )
     a, b, _ = _taken(a, b, None)
     out = detached(out)
-    rows = None if out is None else as_rows(out)
-    if rows is None and accumulate and out is not None:
-        rows = out.contiguous().flatten(0, -2)
+    rows = _written(out, accumulate)
     product = calls.multiply(
         grouped.plan,
         *grouped.lay(a, b),
@@ -160,6 +157,15 @@ def as_rows(out: Tensor) -> Tensor | None:
         return out
     apart = out.stride(0) == out.shape[1] * out.stride(1) or out.shape[0] == 1
     return out.flatten(0, 1) if apart else None
+
+
+def _written(out: Tensor | None, accumulate: bool) -> Tensor | None:
+    """What a kernel writes of ``out``: its rows. Where these do not lie together, a copy that it
+    adds to, or new memory, which are copied to ``out`` then."""
+    if out is None:
+        return None
+    rows = as_rows(out)
+    return out.contiguous().flatten(0, -2) if rows is None and accumulate else rows
 
 
 def _scalar(x: Tensor | None) -> Tensor | None:

@@ -125,9 +125,8 @@ class GroupedTiles:
     def found(self, index, group, after, begin, end) -> tuple:
         """What the ring has of a tile of a group whose rows begin and end there, and after whose
         last tile down is the ``after``-th of all."""
-        first = after - cute.ceil_div(end - begin, self.shape[0])
         down = cute.ceil_div(end - begin, self.shape[0])
-        row, column = self.place(index - first * self.across, down)
+        row, column = self.place(index - (after - down) * self.across, down)
         reach = cutlass.max(end - begin - self.shape[0], Int32(0))
         return begin + cutlass.min(row, reach), column, end, group
 
