@@ -1,19 +1,31 @@
-"""Show what ``gpu_grouped.py``, ``gpu_grouped_l2.py`` and ``gpu_wgrad.py`` measured on an H200.
+"""Show what ``gpu_grouped.py``, ``gpu_grouped_l2.py`` and ``gpu_wgrad.py`` measured on an H200, and
+what the model says of a B200.
 
-Writes tables of docs/lab/grouped.md, and its picture. Needs no GPU.
+Writes tables of docs/lab/grouped.md, and its pictures. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from exact_tables import LAB, RESULTS, table
 from gpu_quantize import ROOT, rewrite
 from matplotlib.figure import Figure
 
+from blockscale.model import B200, H200, Launch, estimate, launch
+
 MARKS = "<!-- {}: made by benchmarks/grouped_tables.py -->", "<!-- {}: end -->"
 PICTURE = ROOT / "docs" / "assets" / "grouped_l2_h200.png"
+ORDERS = ROOT / "docs" / "assets" / "grouped_orders_model.png"
+#: Orders of tiles: fields of a launch that differ from what is chosen, and the line's looks.
+RASTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "supergroups in each group": ({}, "-o"),
+    "none: the next tile is the one across": ({"group": 1}, "--s"),
+    "one raster over all groups": ({"across_groups": True}, ":^"),
+}
+ROWS, COUNTS = 32768, (8, 16, 32, 64, 128, 256)
 PEERS = "one product", "DeepGEMM", "torch FP8 row-wise", "torch bf16"
 
 
@@ -78,6 +90,63 @@ def draw(launches: list[dict[str, Any]]) -> Figure:
     return figure
 
 
+def estimates() -> str:
+    """The model's TFLOP/s of a B200, by format and how many CTAs multiply together."""
+    lines = []
+    for groups in (8, 32, 256):
+        for n, k in ((4096, 7168), (7168, 2048)):
+            line = [f"{groups} groups, {n} x {k}"]
+            for name in ("mxfp8", "mxfp8_mxfp4", "nvfp4"):
+                for ctas in (1, 2):
+                    found = estimate(_launch("sm_100a", name, (ROWS, n, k), groups, ctas), B200)
+                    line.append(f"{found.tflops:.0f}")
+            lines.append(line)
+    heads = [f"{name}, {ctas}" for name in ("MXFP8", "by MXFP4", "NVFP4") for ctas in (1, 2)]
+    return table(["", *heads], lines)
+
+
+def draw_orders() -> Figure:
+    """What the model says of three orders of tiles: bytes read, hits and time."""
+    figure = Figure(figsize=(9.5, 5.2), layout="constrained")
+    axes = figure.subplots(2, 3, sharex=True)
+    for line, (arch, name, machine) in zip(
+        axes, (("sm_90a", "fp8_block", H200), ("sm_100a", "mxfp8", B200)), strict=True
+    ):
+        usual: list[float] = []
+        for label, (fields, style) in RASTERS.items():
+            found = []
+            for groups in COUNTS:
+                launch = _launch(arch, name, (ROWS, 4096, 7168), groups)
+                found.append((launch, estimate(replace(launch, **fields), machine)))
+            usual = usual or [one.microseconds for _, one in found]
+            values = (
+                [one.traffic.missed / launch.compulsory_bytes for launch, one in found],
+                [100 * one.traffic.hit_rate for _, one in found],
+                [one.microseconds / us for (_, one), us in zip(found, usual, strict=True)],
+            )
+            for part, each in zip(line, values, strict=True):
+                part.plot(COUNTS, each, style, label=label, markersize=4)
+        heads = "DRAM reads over operands", "L2 hits, %", "time over the first one's"
+        for part, head in zip(line, heads, strict=True):
+            part.set_title(f"{machine.name}: {head}", fontsize=9)
+            part.set_xscale("log", base=2)
+            part.set_xticks(COUNTS, map(str, COUNTS))
+            part.spines[["top", "right"]].set_visible(False)
+        line[0].set_ylim(0)
+    for part in axes[1]:
+        part.set_xlabel("groups")
+    axes[0][0].legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _launch(
+    arch: str, name: str, shape: tuple[int, int, int], groups: int, ctas: int | None = None
+) -> Launch:
+    """Of groups of as many rows."""
+    sizes = (shape[0] // groups,) * groups
+    return launch(arch, name, shape, groups=sizes, ctas=ctas)
+
+
 def operands(groups: int, m: int, n: int, k: int) -> int:
     """Their bytes."""
     return (m + groups * n) * k
@@ -91,6 +160,8 @@ def main() -> None:
     rewrite(page, gradients(gradient), *(each.format("gradients") for each in MARKS))
     launches = json.loads((RESULTS / "grouped_l2_h200.json").read_text())["launches"]
     draw(launches).savefig(PICTURE, dpi=150)
+    rewrite(page, estimates(), *(each.format("estimates") for each in MARKS))
+    draw_orders().savefig(ORDERS, dpi=150)
 
 
 if __name__ == "__main__":

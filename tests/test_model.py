@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from blockscale import cli
+from blockscale.bench.grouped import skewed
 from blockscale.cli.bench import bench
 from blockscale.dtypes import BFLOAT16
 from blockscale.kernels.common.epilogue import Epilogue
@@ -384,7 +385,52 @@ def test_bad_input_is_one_line(monkeypatch, capsys, options, told):
     assert told in error
 
 
+GROUPS = (0, 300, 4096, 1, 8192 - 4397)
+
+
+@pytest.mark.parametrize(("arch", "format"), [("sm_90a", "fp8_block"), ("sm_100a", "nvfp4")])
+@pytest.mark.parametrize("across_groups", [False, True])
+def test_groups(arch, format, across_groups):
+    """Each tile of each group is taken once, with a matrix of its own."""
+    one = launch(arch, format, (8192, 1000, 2048), groups=GROUPS)
+    one = replace(one, across_groups=across_groups)
+    rows, columns = one.extents
+    assert (sum(rows), sum(columns)) == (8192, 5 * 1000)
+    across = len(columns) // 5
+    heights = [-(-size // one.cluster_tile[0]) for size in GROUPS]
+    owners = [group for group, height in enumerate(heights) for _ in range(height)]
+    taken = list(one.raster())
+    assert len(taken) == len(set(taken)) == len(rows) * across
+    assert all(column // across == owners[row] for row, column in taken)
+    found = walk(one, MACHINES[arch])
+    assert one.compulsory_bytes * 0.99 <= found.missed <= found.read
+
+
+def test_one_group_is_a_product():
+    shape = 8192, 4096, 2048
+    one = launch("sm_100a", "mxfp8", shape)
+    grouped = replace(launch("sm_100a", "mxfp8", shape, groups=(8192,)), group=one.group)
+    assert estimate(grouped, B200).traffic.read == estimate(one, B200).traffic.read
+
+
+def test_the_cache_has_the_reads_of_groups():
+    """As ncu counted them on an H200 where K is long: where it is not, what is stored, which the
+    model leaves out, takes some of the cache."""
+    path = BENCHMARKS / "results" / "grouped_l2_h200.json"
+    for row in json.loads(path.read_text())["launches"]:
+        (groups, m, n, k), height = row["shape"], row["supergroup"]
+        sizes = tuple(skewed(groups, m) if row["name"] == "skewed" else (m // groups,) * groups)
+        one = launch("sm_90a", "fp8_block", (m, n, k), groups=sizes, group=height)
+        ratio = walk(one, H200).missed / row["dram_read_bytes"]
+        least = 0.55 if k < 4096 else 0.79 if height == 1 else 0.94
+        assert least <= ratio <= 1.04, row
+
+
 def test_bad_counts_are_named():
+    with pytest.raises(ValueError, match=r"groups: got \(3,\); expected M = 4 rows in all"):
+        replace(plain((4, 8, 8)), groups=(3,))
+    with pytest.raises(ValueError, match=r"format .of groups.: got 'bf16'; choose"):
+        launch("sm_90a", "bf16", (8, 8, 8), groups=(8,))
     with pytest.raises(ValueError, match=r"shape: got \(0, 1, 1\); expected positive M, N and K"):
         plain((0, 1, 1))
     with pytest.raises(ValueError, match="unit: got 'fp4'; the tensor cores of H200: bf16, fp8"):

@@ -14,7 +14,7 @@ from .gemm_launch import find_call, remember
 from .memory import as_bytes
 from .ops.gemm import check_out
 from .ops.gemm_kernels import as_rows
-from .ops.gemm_operands import Side
+from .ops.gemm_operands import GROUPED_TILES, Side
 from .ops.operation import needs_gradient
 from .tensor import ScaledTensor
 from .watching import unwatched
@@ -172,8 +172,14 @@ def grouped_gemm(
     fp8_1x128, whose kernel reads those of a matrix, as (G * capacity, K) in layout "sm90", for a
     product (G * capacity, N); else they are rewritten in every call. One kernel multiplies groups
     along K, too, of fp8_1x128 quantized with ``k_major=True`` (and layout "sm90"). Other formats
-    of these, 128 x 128 blocks of ``a``, and other GPUs run as plain torch, which reads the offsets
-    back. On a CPU each group has the bits of :func:`gemm`.
+    of these, and 128 x 128 blocks of ``a``, run as plain torch, which reads the offsets back.
+
+    On Blackwell one kernel multiplies groups of rows, masked ones and those along K of the formats
+    of :func:`gemm`, 8-bit data with the contraction contiguous (columns with ``k_major=True``).
+    Scales of ``a`` are read where they are in layout "tcgen05", quantized with these ``offsets``;
+    others, and those of ``b`` (G, K, N), are rewritten in every call. These kernels have run in the
+    emulator only. On a CPU each group has the bits of :func:`gemm`, and groups along K run as plain
+    torch, as on other GPUs.
 
     >>> ends = torch.tensor([96, 256], dtype=torch.int32)  # rows of two experts
     >>> x, w = torch.randn(256, 512), torch.randn(2, 128, 512)
@@ -210,7 +216,7 @@ def grouped_gemm(
         return call[0](call[1], call[2], out, None, groups.offsets)
     dtype = check_grouped(a, b, groups, out_dtype, out, accumulate, backend)
     right = side(b) if groups.grouping == "k" else _compact(b)
-    sides = *side(a.flatten(0, 1) if a.dim() == 3 else a), *right
+    sides = *_rows(a, groups.offsets), *right
     given = *sides, *groups
     rows = None if out is None or needs_gradient(a, None, out) else as_rows(out)
     if out is None or rows is None:
@@ -231,9 +237,7 @@ def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
     """An operand as the ops take it."""
     if not isinstance(x, ScaledTensor):
         return x, None, None, None, "compact", x.shape
-    direct = (
-        x.layout_name in _READ if x.offsets is None else x.k_grouped and x.layout_name == "sm90"
-    )
+    direct = x.layout_name in _READ and (x.offsets is None or x.k_grouped)
     return (
         as_bytes(x.qdata),
         x.qscale if direct else x.compact_bytes(),
@@ -242,6 +246,18 @@ def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
         x.layout_name if direct else "compact",
         x.shape,
     )
+
+
+def _rows(a: Tensor, offsets: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
+    """The rows of all groups, as the ops take them."""
+    if a.dim() == 3:
+        return side(a.flatten(0, 1))
+    if not isinstance(a, ScaledTensor) or a.k_grouped or a.offsets is None:
+        return side(a)
+    if a.layout_name != "tcgen05" or a.offsets is not offsets:
+        return side(a)  # whose compact scales are those of any groups
+    stored = as_bytes(a.qdata), a.qscale, a.global_scale
+    return *stored, a.format_name, GROUPED_TILES, a.shape
 
 
 def _compact(q: Any) -> tuple[Any, Any, Any, Any, str, Any]:

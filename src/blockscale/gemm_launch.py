@@ -20,7 +20,15 @@ from .kernels.common.gpu import Gpu
 from .kernels.common.runtime import gpu_of
 from .ops.gemm import check_apart, mark_written, span
 from .ops.gemm_kernels import as_rows, products_on
-from .ops.gemm_operands import Reading, Side, Take, detached, global_scales
+from .ops.gemm_operands import (
+    GroupedProducts,
+    Products,
+    Reading,
+    Side,
+    Take,
+    detached,
+    global_scales,
+)
 from .tensor import ScaledTensor
 from .tensor_checks import checks_values
 from .watching import unwatched
@@ -138,10 +146,13 @@ def _compile(
     if out is not None and rows is None:
         return None
     try:
-        products = found if groups is None else found.of_groups(groups.grouping)
+        products: Products | GroupedProducts = found
+        if groups is not None:
+            products = found.of_groups(groups.grouping)
         if (a.format, b.format) not in products.pairs:
             return None
-        laid = products.lay(a, b)
+        lay: Callable[..., tuple[Operand, Operand]] = products.lay
+        laid = lay(a, b) if groups is None else lay(a, b, groups)
         if _copied(laid[0], a) or _copied(laid[1], b):
             return None
         described = describe_call(

@@ -62,11 +62,18 @@ def test_error_is_at_the_floor(arch, format, transpose, launches, opcode):
 
 @needs_dsl
 @pytest.mark.parametrize(
-    ("format", "groups", "launches"),
-    [("fp8_block", "0,1,33", 1), ("fp8_block", "0,0", 1), ("mxfp8", "48", 2), ("nvfp4", "3,4", 2)],
+    ("arch", "format", "groups", "launches"),
+    [
+        ("sm_90a", "fp8_block", "0,1,33", 1),
+        ("sm_90a", "fp8_block", "0,0", 1),
+        ("sm_90a", "mxfp8", "48", 2),
+        ("sm_90a", "nvfp4", "3,4", 2),
+        ("sm_100a", "mxfp8_mxfp4", "0,1,33", 1),
+        ("sm_103a", "nvfp4", "3,4", 1),
+    ],
 )
-def test_groups(format, groups, launches):
-    given = "--format", format, "--groups", groups, "--shape", "48x80x288"
+def test_groups(arch, format, groups, launches):
+    given = "--arch", arch, "--format", format, "--groups", groups, "--shape", "48x80x288"
     found = command(*given, "--completion", "random", "--json")
     assert found.returncode == 0, found.stderr
     product = json.loads(found.stdout)
@@ -177,7 +184,6 @@ def test_faults_are_told(kernel):
         (("--groups", "1,-2"), "groups: got '1,-2'; expected rows of each group, as in 0,1,129"),
         (("--groups", "1,192"), "193 rows, and shape has M = 192"),
         (("--groups", "1", "--transpose", "NN", "--format", "mxfp8"), "leave transpose and"),
-        (("--groups", "1", "--arch", "sm_100a"), "choose arch sm_90a"),
     ],
 )
 def test_bad_input(arguments, message):

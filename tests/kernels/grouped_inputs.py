@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -10,10 +10,19 @@ import torch
 from sm90_inputs import launched
 from torch import Tensor
 
+from blockscale import emulator as em
+from blockscale.kernels.common import compile_cache
 from blockscale.kernels.sm90.config import Config
 from blockscale.layouts import get_layout
 
-__all__ = ["Grouped", "assert_counted", "assert_groups_close", "emulated_groups", "grouped"]
+__all__ = [
+    "Grouped",
+    "assert_counted",
+    "assert_groups_close",
+    "caught",
+    "emulated_groups",
+    "grouped",
+]
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,18 @@ def emulated_groups(
     )
     rest = None, None, given.offsets, supergroup, multiprocessors
     return launched(config, (m, n), operands, start, rest, completion, seed)
+
+
+def caught(check: Callable[[], None]) -> bool:
+    """Whether a check finds fault with kernels that are compiled anew."""
+    compile_cache.build.cache_clear()
+    try:
+        check()
+    except (AssertionError, em.PtxError):
+        return True
+    finally:
+        compile_cache.build.cache_clear()
+    return False
 
 
 def assert_groups_close(got: Tensor, given: Grouped) -> None:

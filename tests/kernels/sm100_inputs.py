@@ -3,7 +3,9 @@ arithmetic, a kernel in the emulator."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,10 +100,19 @@ def rounded(
     return values.to(dtype)
 
 
-def emulated(
+def emulated(config: Config, a: Operand, b: Operand, *start: Tensor, **options: Any) -> Tensor:
+    """What the kernel leaves of two operands; arguments of ``launched``."""
+    pairs = zip((a.data, b.data), config.majors, strict=True)
+    data = [x if major == "k" else x.T.contiguous() for x, major in pairs]
+    scales = [tiles(x.scale, len(x.codes)) for x in (a, b)]
+    return launched(config, (len(a.codes), len(b.codes)), data, scales, *start, **options)
+
+
+def launched(
     config: Config,
-    a: Operand,
-    b: Operand,
+    shape: tuple[int, int],
+    data: Sequence[Tensor],
+    scales: Sequence[Tensor],
     start: Tensor | None = None,
     *,
     bias: Tensor | None = None,
@@ -109,10 +120,10 @@ def emulated(
     completion: str = "late",
     seed: int = 0,
     resident: int | None = None,
+    groups: tuple[Tensor | None, int | None] = (None, None),
 ) -> Tensor:
     """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
-    between them may change."""
-    scales = [x.scale.view(torch.int64).view(-(-len(x.codes) // 128), -1) for x in (a, b)]
+    between them may change. ``groups``: their offsets and supergroup."""
     device = em.Device(
         config.arch,
         completion=completion,
@@ -120,9 +131,13 @@ def emulated(
         resident=resident,
         check="all,exit_stores,tcgen05_order,mbarrier_proxy,cp_async_proxy,proxy_reads,global",
     )
-    pairs = zip((a.data, b.data), config.majors, strict=True)
-    data = [x if major == "k" else x.T.contiguous() for x, major in pairs]
-    with guarded((len(a.codes), len(b.codes)), to_torch(config.out_dtype), start) as out:
+    with guarded(shape, to_torch(config.out_dtype), start) as out:
         with em.cutedsl(device):
-            compile_cache.build(config)(data[0], scales[0], data[1], scales[1], out, bias, alpha)
+            operands = data[0], scales[0], data[1], scales[1]
+            compile_cache.build(config)(*operands, out, bias, alpha, *groups)
         return out.clone()
+
+
+def tiles(scale: Tensor, rows: int) -> Tensor:
+    """Scales as kernels take them: tiles down and along K, in words of 8 bytes."""
+    return scale.view(torch.int64).view(-(-rows // 128), -1)

@@ -61,9 +61,8 @@ def emulated(
     ):
         with em.cutedsl(device):
             kernel = compile_cache.build(config)
-            kernel(
-                data[0], scales[0], data[1], scales[1], (out, scale[0], global_scale), bias, alpha
-            )
+            outputs = out, scale[0], global_scale
+            kernel(data[0], scales[0], data[1], scales[1], outputs, bias, alpha, None, None)
         return out.clone(), scale[0].clone()
 
 

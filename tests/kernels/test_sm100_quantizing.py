@@ -200,7 +200,7 @@ _FIELDS = [field.name for field in dataclasses.fields(Quantizing)]
         (Unsupported, "80 rows, so 80 columns .* multiple of 32: pad", 80, {}),
         (Unsupported, "40 columns .* each half", 80, {"swiglu": True}),
         (ValueError, "has 65 rows; expected as many for gate", 65, {"swiglu": True}),
-        (ValueError, r"b_scale: has shape \(512,\).*\(1024,\).*half", 64, {"swiglu": True}),
+        (ValueError, r"b_scale: has shape \(512,\).*\(1024,\).*halves", 64, {"swiglu": True}),
         (ValueError, "format: got 'fp8_1x128'", 64, {"format": "fp8_1x128"}),
         (ValueError, "scale_rounding .*got 'nearest'", 64, {"scale_rounding": "nearest"}),
         (ValueError, "nonfinite: got 'no'", 64, {"nonfinite": "no"}),

@@ -11,15 +11,14 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from grouped_inputs import assert_counted, assert_groups_close, emulated_groups, grouped
+from grouped_inputs import assert_counted, assert_groups_close, caught, emulated_groups, grouped
 from sm90_inputs import BF16, FP32, assert_no_spills
 
 import blockscale as bs
-from blockscale import emulator as em
 from blockscale import gemm_launch
 from blockscale.dtypes import BFLOAT16, FLOAT32
-from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.epilogue import Epilogue
+from blockscale.kernels.common.grouped_tiles import RowGroups
 from blockscale.kernels.sm90 import grouped_scheduler
 from blockscale.kernels.sm90.config import Config
 from blockscale.kernels.sm90.epilogue import Epilogue as Stores
@@ -161,18 +160,6 @@ def test_masked_candidates(config):
 # --- mutants --------------------------------------------------------------------------------------
 
 
-def _broken(config: Config, given) -> bool:
-    """Whether a kernel that is compiled anew does something wrong."""
-    compile_cache.build.cache_clear()
-    try:
-        assert_groups_close(emulated_groups(config, given, multiprocessors=1), given)
-    except (AssertionError, em.PtxError):
-        return True
-    finally:
-        compile_cache.build.cache_clear()
-    return False
-
-
 def _reach_too_far(tiles, *given):
     row, *rest = FOUND(tiles, *given)
     return row + 1, *rest
@@ -192,12 +179,12 @@ def _one_row_more(stores, acc, warpgroup, thread, row, column, end):
 
 
 FOUND = grouped_scheduler.GroupedTiles.found
-BOUNDS = grouped_scheduler.GroupedTiles.bounds
+BOUNDS = RowGroups.bounds
 STORE = Stores.store
 MUTANTS = {
     "tile reaches too far": (grouped_scheduler.GroupedTiles, "found", _reach_too_far),
     "next tile": (grouped_scheduler.GroupedTiles, "found", _next_tile),
-    "wrong bound": (grouped_scheduler.GroupedTiles, "bounds", _one_row_less),
+    "wrong bound": (RowGroups, "bounds", _one_row_less),
     "tail stored past its group": (Stores, "store", _one_row_more),
 }
 
@@ -205,9 +192,13 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(mutant, monkeypatch):
     given = grouped((5, 130, 64), 72, 144, rest=3)
-    assert not _broken(SMALL, given)
+
+    def check() -> None:
+        assert_groups_close(emulated_groups(SMALL, given, multiprocessors=1), given)
+
+    assert not caught(check)
     monkeypatch.setattr(*MUTANTS[mutant])
-    assert _broken(SMALL, given)
+    assert caught(check)
 
 
 # --- bs.grouped_gemm ------------------------------------------------------------------------------
@@ -328,18 +319,11 @@ def test_no_kernel(launches):
 
 
 def test_what_the_doctor_says():
-    for arch, name in (("sm_90a", "CuTe DSL"), ("sm_100a", "reference"), ("sm_80", "reference")):
+    for arch, name in (("sm_90a", "CuTe DSL"), ("sm_100a", "CuTe DSL"), ("sm_80", "reference")):
         with gpu(arch):
             found = backends._grouped_products(torch.device("cpu"))
         assert found[0] == name
         assert found[1]
-
-
-def test_no_groups_on_blackwell():
-    a, b = bs.quantize(matrix(64, 256)), bs.quantize(matrix(2, 136, 256)).mT
-    ends = torch.tensor([40, 64], dtype=torch.int32)
-    with emulated("sm_100a"), pytest.raises(ValueError, match="no kernel multiplies groups on"):
-        bs.grouped_gemm(a, b, ends, backend="kernel")
 
 
 # --- the choice -----------------------------------------------------------------------------------

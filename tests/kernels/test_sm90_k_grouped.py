@@ -15,15 +15,14 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from grouped_inputs import caught
 from sm90_inputs import BF16, FP32, WGMMA, assert_no_spills, launched
 
 import blockscale as bs
-from blockscale import emulator as em
 from blockscale import gemm_launch
 from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.epilogue import Epilogue
-from blockscale.kernels.sm90 import grouped_scheduler
+from blockscale.kernels.common.grouped_tiles import RowGroups
 from blockscale.kernels.sm90.config import Config
 from blockscale.kernels.sm90.epilogue import Epilogue as Stores
 from blockscale.kernels.sm90.grouped_config import k_grouped_candidates
@@ -224,21 +223,7 @@ def test_offsets_that_no_host_has_seen(offsets):
 # --- mutants --------------------------------------------------------------------------------------
 
 
-def _broken(config: Config, given: Columns) -> bool:
-    """Whether a kernel that is compiled anew does something wrong."""
-    compile_cache.build.cache_clear()
-    start = start_of(given, FP32) if config.accumulate else None
-    try:
-        got = emulated_columns(config, given, multiprocessors=1, start=start)
-        assert_groups_close(got, given, start)
-    except (AssertionError, em.PtxError):
-        return True
-    finally:
-        compile_cache.build.cache_clear()
-    return False
-
-
-FOUND, BOUNDS = KGroupedTiles.found, grouped_scheduler.GroupedTiles.bounds
+FOUND, BOUNDS = KGroupedTiles.found, RowGroups.bounds
 DOWN, TILE, STORE = KGroupedTiles.down_of, KGroupedTiles.tile, Stores.store
 
 
@@ -269,7 +254,7 @@ def _end_is_late(tiles, index):
 MUTANTS = {
     "a block of K is left out": (KGroupedTiles, "found", _one_block_less),
     "a block of K of another group": (KGroupedTiles, "found", _one_block_early),
-    "wrong bound": (grouped_scheduler.GroupedTiles, "bounds", _one_early),
+    "wrong bound": (RowGroups, "bounds", _one_early),
     "a tile is left out": (KGroupedTiles, "down_of", _one_tile_less),
     "tail stored past its group": (KGroupedTiles, "tile", _end_is_late),
 }
@@ -279,9 +264,15 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(mutant, config, monkeypatch):
     given = columns((128, 64, 256, 5), 72, 40, rest=3)
-    assert not _broken(config, given)
+    start = start_of(given, FP32) if config.accumulate else None
+
+    def check() -> None:
+        got = emulated_columns(config, given, multiprocessors=1, start=start)
+        assert_groups_close(got, given, start)
+
+    assert not caught(check)
     monkeypatch.setattr(*MUTANTS[mutant])
-    assert _broken(config, given)
+    assert caught(check)
 
 
 # --- bs.grouped_gemm ------------------------------------------------------------------------------

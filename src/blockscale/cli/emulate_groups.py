@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from .emulate_epilogues import Plain
-from .emulate_products import make_operands
+from .emulate_products import alpha_of, make_operands
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ class Groups(Plain):
     def operands(
         self, kernel: Kernel, shape: tuple[int, int, int], seed: int
     ) -> tuple[ScaledTensor, ScaledTensor]:
-        """A (M, K), and B (groups, K, N)."""
+        """A (M, K), and B (groups, K, N), whose scales are compact."""
         import torch
 
         from ..quantize import quantize
@@ -41,7 +42,7 @@ class Groups(Plain):
         a, _ = make_operands(kernel, shape, (False, False), seed)
         generator = torch.Generator().manual_seed(seed + 1)
         w = torch.randn(len(self.sizes), n, k, generator=generator).bfloat16()
-        return a, quantize(w, kernel.weights, layout=kernel.layouts[1], pad=True).mT
+        return a, quantize(w, kernel.weights, pad=True).mT
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Of dequantized operands."""
@@ -55,8 +56,19 @@ class Groups(Plain):
     ) -> Any:
         import torch
 
-        assert kernel.grouped is not None  # else it was refused
-        return kernel.grouped(a, b, torch.tensor(self.ends, dtype=torch.int32), gpu)
+        from ..gemm import side
+        from ..kernels.common import calls
+        from ..ops.gemm_kernels import products_of
+        from ..ops.gemm_operands import Side
+
+        products = products_of(gpu)
+        assert not isinstance(products, str)  # else it was refused
+        grouped = products.of_groups("m")
+        groups = calls.Groups(torch.tensor(self.ends, dtype=torch.int32))
+        laid = grouped.lay(Side(*side(a)), Side(*side(b)), groups)
+        plan: Any = grouped.plan
+        plan = plan if ctas is None else partial(plan, ctas=ctas)
+        return calls.multiply(plan, *laid, groups=groups, alpha=alpha_of(a, b), gpu=gpu)
 
 
 def parse_groups(text: str, m: int) -> tuple[int, ...]:

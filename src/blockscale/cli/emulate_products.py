@@ -28,8 +28,6 @@ class Kernel:
     sums: Callable[[int], float]  # relative error of the tensor cores' sums, of K
     strided: tuple[bool, bool] = (True, True)  # whether the contraction of A, of B may be
     pairs: bool = False  # two blocks' tensor cores can work together
-    # Of groups of rows: A (M, K), B (groups, K, N), the end of each group, the GPU.
-    grouped: Callable[[ScaledTensor, ScaledTensor, Tensor, Gpu], Tensor] | None = None
 
 
 def _fp8_block(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
@@ -38,15 +36,6 @@ def _fp8_block(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> 
 
     left = Operand(a.qdata, a.scale, a.format_name)
     return sm90.gemm(left, Operand(b.qdata.mT, b.scale.mT, b.format_name), gpu=gpu)
-
-
-def _groups(a: ScaledTensor, b: ScaledTensor, offsets: Tensor, gpu: Gpu) -> Tensor:
-    from ..kernels.common.calls import Groups, Operand
-    from ..kernels.sm90.grouped_gemm import grouped_gemm
-
-    left = Operand(a.qdata, a.qscale, a.format_name)
-    right = Operand(b.qdata.mT, b.qscale.mT, b.format_name)
-    return grouped_gemm(left, right, Groups(offsets), alpha=alpha_of(a, b), gpu=gpu)
 
 
 def _widened(a: ScaledTensor, b: ScaledTensor, gpu: Gpu, ctas: int | None) -> Tensor:
@@ -99,10 +88,9 @@ def _blackwell(a: str, b: str) -> Kernel:
 _HOPPER = {
     "fp8_block": Kernel(
         *("fp8_1x128", "fp8_128x128", ("sm90", "compact"), _fp8_block, _of_fp8, (False, False)),
-        grouped=_groups,
     ),
     **{
-        name: Kernel(name, name, ("compact", "compact"), _widened, _of_bf16, grouped=_groups)
+        name: Kernel(name, name, ("compact", "compact"), _widened, _of_bf16)
         for name in ("mxfp8", "nvfp4")
     },
 }

@@ -67,15 +67,14 @@ class _Recent:
 
 def walk(launch: Launch, machine: Machine) -> Traffic:
     """The traffic of all clusters, in their order."""
-    (m, n, k), tile = launch.shape, launch.cluster_tile
-    edges, operands = (m, n), [k * each for each in launch.operand_bytes]
+    extents, operands = launch.extents, [launch.shape[2] * x for x in launch.operand_bytes]
     sharers = machine.load_sharers if launch.blocks == 1 else 1
     chunks = min(_CHUNKS, launch.k_blocks)
     recent, read, missed, far = _Recent(machine.l2_bytes), 0.0, 0.0, 0.0
 
     def nbytes(side: int, place: int) -> float:
         """Of A's rows of tiles or B's columns, at their place."""
-        return min(tile[side], edges[side] - place * tile[side]) * operands[side]
+        return extents[side][place] * operands[side]
 
     raster, at_once = launch.raster(), machine.multiprocessors // launch.blocks
     while wave := list(islice(raster, at_once)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 __all__ = ["Launch"]
@@ -25,6 +25,9 @@ class Launch:
         split: blocks that have a part of K each, in the place of each block of ``cluster``.
         accumulate: the output is read, too.
         exposed: share of a tile's storing during which its tensor cores have nothing to do.
+        groups: rows of each group, which has a B of its own, M in all; none is one of M rows.
+        across_groups: bands of ``group`` clusters go on in the next group; else each group is cut
+            into bands that are alike.
     """
 
     unit: str
@@ -40,12 +43,16 @@ class Launch:
     split: int = 1
     accumulate: bool = False
     exposed: float = 1.0
+    groups: tuple[int, ...] = ()
+    across_groups: bool = False
 
     def __post_init__(self) -> None:
         if min(self.shape) < 1:
             raise ValueError(f"shape: got {self.shape}; expected positive M, N and K")
         if self.group < 1:
             raise ValueError(f"group: got {self.group}; expected 1 or more clusters")
+        if self.groups and (min(self.groups) < 0 or sum(self.groups) != self.shape[0]):
+            raise ValueError(f"groups: got {self.groups}; expected M = {self.shape[0]} rows in all")
 
     @property
     def flops(self) -> int:
@@ -57,10 +64,22 @@ class Launch:
         return self.tile[0] * self.cluster[0], self.tile[1] * self.cluster[1]
 
     @property
+    def heights(self) -> list[int]:
+        """How many clusters each group takes down."""
+        return [-(-rows // self.cluster_tile[0]) for rows in self.groups or self.shape[:1]]
+
+    @property
     def clusters(self) -> tuple[int, int]:
         """How many clusters the output takes: down, and across."""
+        return sum(self.heights), -(-self.shape[1] // self.cluster_tile[1])
+
+    @property
+    def extents(self) -> tuple[list[int], list[int]]:
+        """The rows of A of each cluster down, and the rows of B of each one across, one group's
+        after the other's."""
         (m, n, _), (rows, columns) = self.shape, self.cluster_tile
-        return -(-m // rows), -(-n // columns)
+        parts = self.groups or (m,)
+        return _cut(parts, rows), _cut((n,) * len(parts), columns)
 
     @property
     def blocks(self) -> int:
@@ -76,7 +95,7 @@ class Launch:
     def compulsory_bytes(self) -> float:
         """The bytes of A and B: what memory gives at least."""
         (m, n, k), (a, b) = self.shape, self.operand_bytes
-        return k * (m * a + n * b)
+        return k * (m * a + max(1, sum(rows > 0 for rows in self.groups)) * n * b)
 
     @property
     def output_bytes(self) -> int:
@@ -84,10 +103,33 @@ class Launch:
         return m * n * self.out_bytes
 
     def raster(self) -> Iterator[tuple[int, int]]:
-        """Clusters in the order in which they are taken, as ``kernels.common.schedule`` has it."""
-        down, across = self.clusters
-        for index in range(down * across):
-            first = index // (self.group * across) * self.group
-            height = min(self.group, down - first)
-            column, row = divmod(index - first * across, height)
+        """Clusters in the order in which they are taken, as ``kernels.common.schedule`` and
+        ``grouped_tiles`` have it: which of the rows of A, and of those of B."""
+        heights, across = self.heights, self.clusters[1]
+        if self.across_groups:
+            owners = [group for group, height in enumerate(heights) for _ in range(height)]
+            for row, column in _bands(len(owners), across, self.group):
+                yield row, owners[row] * across + column
+            return
+        first = 0
+        for group, down in enumerate(heights):
+            height = self.group
+            if self.groups:  # bands that are alike
+                height = -(-down // max(1, (down + height // 2) // height)) or 1
+            for row, column in _bands(down, across, height):
+                yield first + row, group * across + column
+            first += down
+
+
+def _cut(lengths: Iterable[int], size: int) -> list[int]:
+    """Pieces of a size, and what is left of each length."""
+    return [min(size, length - first) for length in lengths for first in range(0, length, size)]
+
+
+def _bands(down: int, across: int, group: int) -> Iterator[tuple[int, int]]:
+    """Rows and columns, ``group`` rows down before the next column."""
+    for first in range(0, down, group):
+        height = min(group, down - first)
+        for index in range(height * across):
+            column, row = divmod(index, height)
             yield first + row, column

@@ -11,13 +11,15 @@ from ..checks import choose
 from ..dtypes import FLOAT32
 from ..formats import get_format
 from ..kernels.common.epilogue import Epilogue
+from ..kernels.common.gpu import GPUS
 from ..kernels.sm90 import bf16_config
 from ..kernels.sm90 import config as sm90
+from ..kernels.sm90.grouped_config import choose_grouped, supergroup
 from ..kernels.sm90.product_config import ROW, ROWS, ProductConfig
 from ..kernels.sm100 import config as sm100
 from .counts import Launch
 
-__all__ = ["FORMATS", "hopper_bf16", "hopper_fp8", "launch", "tcgen05"]
+__all__ = ["FORMATS", "GROUPED", "hopper_bf16", "hopper_fp8", "launch", "tcgen05"]
 
 Shape = tuple[int, int, int]
 _PAIR_CYCLES = 2.5  # of shared memory, measured: a warp reads two scales a thread for eight columns
@@ -131,20 +133,64 @@ FORMATS: Mapping[str, Mapping[str, Callable[[Shape, int | None], Launch]]] = Map
 )
 
 
+def _fp8_block_groups(shape: Shape, ctas: int | None, groups: int) -> Launch:
+    config = choose_grouped(shape, groups, Epilogue())
+    made = hopper_fp8(config, shape)
+    return replace(made, group=supergroup(config.tile, shape[2], GPUS["sm_90a"].multiprocessors))
+
+
+def _blackwell_groups(a_format: str, b_format: str) -> Callable[[Shape, int | None, int], Launch]:
+    def build(shape: Shape, ctas: int | None, groups: int) -> Launch:
+        m, n, k = shape
+        each, formats = (-(-m // groups), n, k), (a_format, b_format)
+        config = sm100.choose_config(
+            each, formats, Epilogue(), ctas=ctas, groups=groups, grouping="m"
+        )
+        return replace(tcgen05(config, shape), group=sm100.supergroup(config, GPUS["sm_100a"]))
+
+    return build
+
+
+#: The same, of what is multiplied in groups of rows.
+GROUPED: Mapping[str, Mapping[str, Callable[[Shape, int | None, int], Launch]]] = MappingProxyType(
+    {
+        "sm_90a": {"fp8_block": _fp8_block_groups},
+        "sm_100a": {
+            "mxfp8": _blackwell_groups("mxfp8", "mxfp8"),
+            "mxfp8_mxfp4": _blackwell_groups("mxfp8", "mxfp4"),
+            "mxfp4": _blackwell_groups("mxfp4", "mxfp4"),
+            "nvfp4": _blackwell_groups("nvfp4", "nvfp4"),
+        },
+    }
+)
+
+
 def launch(
-    arch: str, format: str, shape: Shape, *, group: int | None = None, ctas: int | None = None
+    arch: str,
+    format: str,
+    shape: Shape,
+    *,
+    group: int | None = None,
+    ctas: int | None = None,
+    groups: tuple[int, ...] = (),
 ) -> Launch:
-    """What ``bs.gemm`` would launch for a product of ``shape`` (M, N, K), bf16 out.
+    """What ``bs.gemm`` would launch for a product of ``shape`` (M, N, K), bf16 out; or
+    ``bs.grouped_gemm`` for ``groups`` of so many rows, M in all.
 
     Args:
         arch: "sm_90a" or "sm_100a".
         format: a key of ``FORMATS[arch]``.
         group: clusters down that are taken before the next ones across; 1 is no supergroups.
         ctas: CTAs whose tensor cores work together, 1 or 2; sm_100a alone.
+        groups: of rows; format is then a key of ``GROUPED[arch]``.
     """
     choose("arch", arch, FORMATS)
     choose("format", format, FORMATS[arch])
     if ctas is not None and (arch != "sm_100a" or ctas not in (1, 2)):
         raise ValueError(f"ctas: got {ctas} for {arch}; choose 1 or 2, for sm_100a")
-    found = FORMATS[arch][format](shape, ctas)
+    if groups:
+        choose("format (of groups)", format, GROUPED[arch])
+        found = replace(GROUPED[arch][format](shape, ctas, len(groups)), groups=groups)
+    else:
+        found = FORMATS[arch][format](shape, ctas)
     return found if group is None else replace(found, group=group)

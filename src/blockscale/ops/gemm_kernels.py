@@ -97,14 +97,15 @@ def multiply_groups(
     a, b, _ = _taken(a, b, None)
     out = detached(out)
     rows = _written(out, accumulate)
+    groups = groups._replace(offsets=detached(groups.offsets))
     product = calls.multiply(
         grouped.plan,
-        *grouped.lay(a, b),
+        *grouped.lay(a, b, groups),
         out=rows,
         alpha=global_scales(a.global_scale, b.global_scale),
         out_dtype=out_dtype,
         accumulate=accumulate,
-        groups=groups._replace(offsets=detached(groups.offsets)),
+        groups=groups,
     )
     if groups.grouping == "k":
         product = product.unflatten(0, (len(groups.offsets), -1))

@@ -9,12 +9,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..formats import Format, get_format
-from ..kernels.common.calls import Alpha, CompiledGemm, GemmCall, Operand
+from ..formats import Format, get_format, padded_groups
+from ..kernels.common.calls import Alpha, CompiledGemm, GemmCall, Groups, Operand
 from ..kernels.common.gpu import Unsupported
-from ..layouts import get_layout
+from ..layouts import Grouped, get_layout
 
 __all__ = [
+    "GROUPED_TILES",
     "GroupedProducts",
     "Products",
     "Quantization",
@@ -25,6 +26,9 @@ __all__ = [
     "global_scales",
     "scale_matrix",
 ]
+
+#: Of scales in layout "tcgen05" that :class:`layouts.Grouped` has moved apart.
+GROUPED_TILES = "tcgen05+grouped"
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -80,13 +84,14 @@ class GroupedProducts(NamedTuple):
     """What multiplies groups: see ``grouped_gemm``.
 
     Attributes:
-        formats, pairs, lay, plan: as of ``Products``; where rows are grouped, B is (groups, N, K).
+        formats, pairs, plan: as of ``Products``; where rows are grouped, B is (groups, N, K).
+        lay: the same, given the groups, too.
         readings: of B, and of a batch of rows.
     """
 
     formats: str
     pairs: Collection[tuple[str | None, str | None]]
-    lay: Callable[[Side, Side], tuple[Operand, Operand]]
+    lay: Callable[[Side, Side, Groups], tuple[Operand, Operand]]
     plan: Callable[[GemmCall], CompiledGemm]
     readings: Mapping[tuple[str, int], Reading]
 
@@ -143,18 +148,22 @@ def detached(x: T) -> T:
     return x.detach() if x is not None and x.requires_grad else x
 
 
-def scale_matrix(side: Side, axis: int) -> Tensor:
-    """Scales (rows, blocks) of an operand, the contraction last; a view where they lie in rows."""
+def scale_matrix(side: Side, axis: int, groups: Groups | None = None) -> Tensor:
+    """Scales (rows, blocks) of an operand, the contraction last; a view where they lie in rows.
+    Groups of rows may be moved apart, in layout ``GROUPED_TILES``; those along K are."""
     if side.scale is None:
         raise TypeError("scale_matrix: a plain matrix has no scales")
     if side.layout == "compact":
         return side.scale if axis == -1 else side.scale.mT
-    rows, blocks = (
-        -(-side.shape[i] // extent)
-        for i, extent in zip((-3 - axis, axis), side.kind.block, strict=True)
-    )
+    rows, k = (side.shape[i] for i in (-3 - axis, axis))
+    if groups is not None and groups.grouping == "k":
+        k = padded_groups(k, len(groups.offsets))
+    rows, blocks = (-(-x // extent) for x, extent in zip((rows, k), side.kind.block, strict=True))
     if side.layout == "sm90":
         return side.scale.mT[:rows]
+    if side.layout == GROUPED_TILES and groups is not None:
+        apart = Grouped(get_layout("tcgen05"))
+        return apart.unswizzle(side.scale, (rows, blocks), side.scale.dtype, groups.offsets)
     return get_layout(side.layout).unswizzle(side.scale, (rows, blocks), side.scale.dtype)
 
 

@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, formats
-from ..kernels.common.calls import Operand
+from ..kernels.common.calls import Groups, Operand
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.loadable import loadable
 from ..kernels.sm100 import calls as sm100
+from ..kernels.sm100.grouped_gemm import plan_groups
 from ..kernels.sm100.kinds import find_kind
 from ..kernels.sm100.plan import plan_gemm
 from ..kernels.sm100.quantizing_config import FORMATS, Quantizing
-from ..layouts import TILE_BLOCKS, TILE_BYTES, TILE_ROWS, get_layout
+from ..layouts import TILE_ROWS, Grouped, get_layout
+from ..memory import as_bytes
 from .gemm_operands import (
+    GROUPED_TILES,
+    GroupedProducts,
     Products,
     Quantization,
     Reading,
@@ -51,18 +55,67 @@ def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tupl
 
 def _lay(a: Side, b: Side, halved: bool = False) -> tuple[Operand, Operand]:
     """``halved``: the first half of the columns of ``b`` and the others have tiles of their own."""
+    left, right = _matrices(a, b)
+    return (
+        Operand(left, _tiles(a, -1), a.format),
+        Operand(right, _tiles(b, -2, 1 + halved), b.format),
+    )
+
+
+def _lay_rows(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
+    """Of groups of rows; ``b`` (groups, K, N) has compact scales."""
+    if b.scale is None:
+        raise TypeError("b: is not quantized")
+    (m, _), (count, _, n) = a.shape, b.shape
+    weights = b.data.mT
+    _check_along_k(a.data, weights)
+    left, right = _matrices(a, b._replace(data=weights.flatten(0, 1).mT))
+    scale = a.scale
+    if groups.grouping == "masked":
+        scale = _tiles_of_parts(scale_matrix(a, -1), m // max(count, 1))
+    elif a.layout != GROUPED_TILES:
+        ends = groups.offsets.clamp(0, m).cummax(0).values  # inside, whatever the device has
+        scale = Grouped(get_layout("tcgen05")).swizzle(scale_matrix(a, -1), ends)
+    tiles = _tiles_of_parts(b.scale.mT.flatten(0, 1), n)
+    right = right.unflatten(0, (count, n))
+    return Operand(left, scale, a.format), Operand(right, tiles, b.format)
+
+
+def _lay_columns(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
+    """Of groups of columns."""
+    _check_along_k(a.data, b.data.mT)
+    return _lay(a, b)
+
+
+def _check_along_k(a: Tensor, b: Tensor) -> None:
+    for name, data in (("a", a), ("b", b)):
+        if data.stride(-1) != 1 and data.shape[-1] > 1:
+            raise Unsupported(
+                f"{name}: its contraction is not contiguous, and kernels take groups only so: "
+                "quantize columns (axis=-2) with k_major=True"
+            )
+
+
+def _matrices(a: Side, b: Side) -> tuple[Tensor, Tensor]:
+    """Data of A and of B as TMA loads it."""
     a_format, b_format = a.kind, b.kind
     kind = find_kind(a_format.name, b_format.name)
     assert kind is not None
     # beside 8-bit elements those of 4 bits take a byte each in shared memory
     spread = [not kind.packed and each.element.bits < 8 for each in (a_format, b_format)]
     whole = kind.block_k if any(spread) else 1
-    left = _matrix("a", a.data, a_format, whole, spread[0])
-    right = _matrix("b", b.data.mT, b_format, whole, spread[1])
     return (
-        Operand(left, _tiles(a, -1), a_format.name),
-        Operand(right, _tiles(b, -2, 1 + halved), b_format.name),
+        _matrix("a", a.data, a_format, whole, spread[0]),
+        _matrix("b", b.data.mT, b_format, whole, spread[1]),
     )
+
+
+def _tiles_of_parts(matrix: Tensor, rows: int) -> Tensor:
+    """Scales (rows, blocks) in layout "tcgen05", where so many rows each begin with a tile."""
+    parts = matrix.unflatten(0, (-1, rows)) if rows else matrix.reshape(0, 0, matrix.shape[1])
+    apart = as_bytes(parts)
+    apart = torch.nn.functional.pad(apart, (0, 0, 0, -rows % TILE_ROWS))
+    return get_layout("tcgen05").swizzle(apart.flatten(0, 1)).view(matrix.dtype)
 
 
 def _matrix(name: str, data: Tensor, format: Format, whole: int, spread: bool) -> Tensor:
@@ -100,19 +153,21 @@ def _taken(format: Format, axis: int, shape: torch.Size, stride: tuple[int, ...]
     """The order of data whose lines are contiguous, and scales as rows of tiles."""
     along_k = stride[axis] == 1
     turned = along_k != (axis == -1)
-    tiles = -(-shape[-3 - axis] // TILE_ROWS), -(-shape[axis] // (format.block_size * TILE_BLOCKS))
-    size = tiles[0], tiles[1] * (TILE_BYTES // _ITEM.itemsize)
+    down = -(-shape[-3 - axis] // TILE_ROWS)  # how many there are along K, groups decide, too
 
     def take(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        return data.mT if turned else data, scale.view(_ITEM).view(size)
+        return data.mT if turned else data, scale.view(_ITEM).view(down, -1)
 
     return take
 
 
+_FORMATS = "mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by nvfp4"
+_PAIRS = [pair for pair in product(formats, formats) if find_kind(*pair) is not None]
+
 PRODUCTS = Products(
     gpu="Blackwell",
-    formats="mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by nvfp4",
-    pairs=[pair for pair in product(formats, formats) if find_kind(*pair) is not None],
+    formats=_FORMATS,
+    pairs=_PAIRS,
     lay=_lay,
     plan=plan_gemm,
     readings={
@@ -127,6 +182,10 @@ PRODUCTS = Products(
         for axis in (-1, -2)
     },
     k_major=False,
+    grouped=GroupedProducts(_FORMATS, _PAIRS, _lay_rows, plan_groups, {}),
+    k_grouped=GroupedProducts(
+        f"{_FORMATS}, the contraction contiguous", _PAIRS, _lay_columns, plan_groups, {}
+    ),
     proof="run in the emulator only, never on such a GPU",
     quantize=_quantized,
 )

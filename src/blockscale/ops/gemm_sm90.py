@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats import formats
-from ..kernels.common.calls import CompiledGemm, GemmCall, Operand
+from ..kernels.common.calls import CompiledGemm, GemmCall, Groups, Operand
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.loadable import loadable
 from ..kernels.sm90 import exact_gemm
@@ -53,12 +53,12 @@ def _along_k(name: str, data: Tensor) -> Tensor:
     return loadable(data)
 
 
-def _by_rows(side: Side, axis: int) -> Tensor:
+def _by_rows(side: Side, axis: int, groups: Groups | None = None) -> Tensor:
     """A scale for each row and block, in layout "sm90", where they are read as they are."""
     rows = side.kind.block[0]
     if side.layout == "sm90" and rows == 1 and side.scale is not None:
         return side.scale
-    matrix = scale_matrix(side, axis)
+    matrix = scale_matrix(side, axis, groups)
     if rows > 1:
         matrix = matrix.repeat_interleave(rows, 0)[: side.shape[-3 - axis]]
     return get_layout("sm90").swizzle(matrix)
@@ -80,13 +80,14 @@ def _plan(call: GemmCall) -> CompiledGemm:
     return plan_gemm(call) if call.b.format in _FP8 else exact_gemm.plan_exact(call)
 
 
-def _lay_groups(a: Side, b: Side) -> tuple[Operand, Operand]:
+def _lay_groups(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
     if b.scale is None:
         raise TypeError("b: is not quantized")
     if b.format in _FP8:
-        left = Operand(_along_k("a", a.data), _by_rows(a, -1), a.format)
+        left = Operand(_along_k("a", a.data), _by_rows(a, -1, groups), a.format)
     else:
-        left = Operand(a.data, None if a.scale is None else scale_matrix(a, -1), a.format)
+        scale = None if a.scale is None else scale_matrix(a, -1, groups)
+        left = Operand(a.data, scale, a.format)
         left = left._replace(data=loadable(left.data))
     return left, Operand(b.data.mT, b.scale.mT, b.format)
 
@@ -168,7 +169,7 @@ PRODUCTS = Products(
     k_grouped=GroupedProducts(
         "fp8_1x128 by fp8_1x128, the contraction contiguous",
         {("fp8_1x128", "fp8_1x128")},
-        _lay,
+        lambda a, b, groups: _lay(a, b),
         plan_groups,
         {},
     ),

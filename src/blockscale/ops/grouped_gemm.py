@@ -137,14 +137,14 @@ def _product(
                 raise Unsupported("no CPU kernel multiplies groups along K")
             if not no_cpu_kernels():
                 bounds = reference.bounds(offsets, a.shape[0], masked)
+                a = a._replace(scale=_compact(a, -1, groups), layout="compact")
                 product = gemm_cpu.multiply_groups(a, b, bounds, out_dtype)
                 return product if out is None else out.copy_(product)
         except Unsupported as why:
             fall_back("grouped_gemm", a.data, backend, str(why))
-    cut = offsets if k_grouped else None
     product = reference.grouped_gemm(
-        _values(a, -1, cut),
-        _values(b, -2, cut),
+        _values(a, -1, groups),
+        _values(b, -2, groups),
         offsets,
         masked=masked,
         out_dtype=out_dtype,
@@ -153,13 +153,20 @@ def _product(
     return product if out is None else out.copy_(product)
 
 
-def _values(side: Side, axis: int, offsets: Tensor | None) -> Tensor:
-    """What an operand stands for; blocks start anew at ``offsets``, if they are given."""
+def _values(side: Side, axis: int, groups: Groups | None) -> Tensor:
+    """What an operand stands for; blocks start anew in ``groups`` along K, if there are any."""
     if side.format is None:
         return side.data
-    scale = side.scale
-    if side.layout != "compact":
-        scale = scale_matrix(side, axis) if axis == -1 else scale_matrix(side, axis).mT
+    scale = _compact(side, axis, groups)
     assert scale is not None
+    cuts = groups.offsets if groups is not None and groups.grouping == "k" else None
     stored = side.data, scale, side.format, list(side.shape), axis, side.global_scale
-    return dequantize(*stored, offsets, torch.float32)
+    return dequantize(*stored, cuts, torch.float32)
+
+
+def _compact(side: Side, axis: int, groups: Groups | None) -> Tensor | None:
+    """Scales of an operand, if it has any."""
+    if side.layout == "compact":
+        return side.scale
+    matrix = scale_matrix(side, axis, groups)
+    return matrix if axis == -1 else matrix.mT

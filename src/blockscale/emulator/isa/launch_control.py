@@ -52,6 +52,8 @@ def try_cancel(form: Form) -> Step:
             none = undefined[0] if random is None else int(random.choice(undefined))
             answer = np.array([none, none, none, 0], np.uint32)
             if launch.waiting:
+                if random is not None:  # nothing is said of which one it is
+                    launch.waiting.rotate(int(random.integers(len(launch.waiting))))
                 index = launch.waiting.popleft()
                 answer[:] = (*(i * c for i, c in zip(index, launch.cluster, strict=True)), 1)
             values = answer.view(np.uint8)[None]

@@ -12,9 +12,9 @@ from cutlass import Int32, cute
 
 from . import ptx
 
-__all__ = ["TileRing"]
+__all__ = ["TILE_SLOTS", "TileRing"]
 
-_SLOTS = 4  # tiles that may be ahead
+TILE_SLOTS = 4  # tiles that may be ahead
 _BYTES = 16  # of a slot: four integers
 
 
@@ -33,24 +33,20 @@ class TileRing:
 
     @classmethod
     def allocate(cls, memory) -> TileRing:
-        slots = memory.allocate_array(Int32, _SLOTS * _BYTES // 4, byte_alignment=_BYTES).toint()
-        barriers = memory.allocate_array(cutlass.Int64, 2 * _SLOTS)
-        return cls(slots, barriers, barriers + _SLOTS)
+        slots = memory.allocate_array(Int32, TILE_SLOTS * _BYTES // 4, byte_alignment=_BYTES)
+        barriers = memory.allocate_array(cutlass.Int64, 2 * TILE_SLOTS)
+        return cls(slots.toint(), barriers, barriers + TILE_SLOTS)
 
     def init_barriers(self, readers: int) -> None:
         """``readers``: warps that read each tile. One thread calls it."""
-        for i in range(_SLOTS):
+        for i in range(TILE_SLOTS):
             cute.arch.mbarrier_init(self.full + i, 1)
             cute.arch.mbarrier_init(self.empty + i, readers)
 
     @cute.jit
     def write(self, turn, values):
         """Put four integers where the tile before has been read; by a warp."""
-        slot, phase = turn % _SLOTS, turn // _SLOTS % 2
-        cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
-        with cute.arch.elect_one():
-            ptx.store_shared(self.slots + slot * _BYTES, [*values], _BYTES)
-            cute.arch.mbarrier_arrive(self.full + slot)
+        self.put(turn % TILE_SLOTS, turn // TILE_SLOTS % 2, values)
 
     @cute.jit
     def read(self, turn):
@@ -58,13 +54,31 @@ class TileRing:
         values = self.peek(turn)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + turn % _SLOTS)
+            self.free(turn % TILE_SLOTS)
         return values
 
     @cute.jit
     def peek(self, turn):
         """The same, by a warp that has not read them yet, and will."""
-        slot, phase = turn % _SLOTS, turn // _SLOTS % 2
+        words = self.look(turn % TILE_SLOTS, turn // TILE_SLOTS % 2)
+        return [cute.arch.make_warp_uniform(each) for each in words]
+
+    # --- by slot, and the parity of how often it has been used ---
+
+    @cute.jit
+    def put(self, slot, phase, values):
+        """As :meth:`write`."""
+        cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
+        with cute.arch.elect_one():
+            ptx.store_shared(self.slots + slot * _BYTES, [*values], _BYTES)
+            cute.arch.mbarrier_arrive(self.full + slot)
+
+    def look(self, slot, phase) -> list:
+        """The four integers of a tile; by any threads."""
         cute.arch.mbarrier_wait(self.full + slot, phase)
         words = ptx.load_shared(self.slots + slot * _BYTES, _BYTES)
-        return [cute.arch.make_warp_uniform(Int32(each)) for each in words]
+        return [Int32(each) for each in words]
+
+    def free(self, slot) -> None:
+        """Say that a warp has read a tile; by one of its threads."""
+        cute.arch.mbarrier_arrive(self.empty + slot)

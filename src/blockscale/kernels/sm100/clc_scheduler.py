@@ -40,6 +40,10 @@ class ClcPipeline:
         """The cluster's own tile, and the stage and phase of the first response."""
         return cute.arch.block_idx()[0] // self.config.cluster_size, Int32(0), Int32(0)
 
+    def more(self, index):
+        """Whether there is such a tile."""
+        return index >= 0
+
     def expect(self, stage) -> None:
         """Expect a response's bytes; one thread of each CTA calls it before it waits for them."""
         ptx.mbarrier_arrive_expect_tx(self.full + stage * 8, CLC_RESPONSE_BYTES)
@@ -53,12 +57,16 @@ class ClcPipeline:
         """Say that a warp has read a response; one of its threads calls it."""
         ptx.mbarrier_arrive_first_cta(self.empty + stage * 8, self.config.cluster_size)
 
+    def advance(self, stage, phase):
+        """The stage and phase of the response after."""
+        return advance_pipeline(stage, phase, CLC_STAGES)
+
     def next(self, stage, phase):
         """The next tile, for a role of one thread, and the stage and phase of the response
         after."""
         index = self.read(stage, phase)
         self.release(stage)
-        return index, *advance_pipeline(stage, phase, CLC_STAGES)
+        return index, *self.advance(stage, phase)
 
 
 class ClcScheduler:
@@ -76,4 +84,4 @@ class ClcScheduler:
             address = clc.responses + stage * CLC_RESPONSE_BYTES
             ptx.clc_try_cancel(address, clc.full + stage * 8, clc.config.cluster_size)
             index = clc.read(stage, phase)
-            stage, phase = advance_pipeline(stage, phase, CLC_STAGES)
+            stage, phase = clc.advance(stage, phase)

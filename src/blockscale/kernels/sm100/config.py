@@ -10,11 +10,12 @@ import numpy as np
 from ...dtypes import FLOAT32, UINT8
 from ..common.epilogue import OUT_DTYPES, Epilogue
 from ..common.gpu import GPUS, SHARED, Gpu, no_kernels
+from ..common.groupings import GROUPINGS, square
 from ..common.refuse import refuse
 from .kinds import Kind, find_kind
 from .quantizing_config import FORMATS, STORE_COLUMNS, SUBTILE_N, Quantizing
 
-__all__ = ["ARCHES", "EIGHT_BIT", "Config", "choose_config", "why_not"]
+__all__ = ["ARCHES", "EIGHT_BIT", "Config", "choose_config", "supergroup", "why_not"]
 
 ARCHES = ("sm_100a", "sm_103a")
 EIGHT_BIT = ("mxfp8", "mxfp8_e5m2")  # formats whose elements are bytes
@@ -50,6 +51,7 @@ class Config:
         bias: the dtype of a vector that is added to each row, if there is one.
         alpha: how many scalars the accumulator is multiplied by, two at most.
         quantizing: how the output is quantized, if it is; ``out_dtype`` is uint8 then.
+        grouping: of ``calls.Groups``, if there are groups.
     """
 
     a_format: str
@@ -68,6 +70,7 @@ class Config:
     alpha: int = 0
     arch: str = "sm_100a"
     quantizing: Quantizing | None = None
+    grouping: str = ""
 
     def __post_init__(self) -> None:
         plain = self.quantizing is None
@@ -89,6 +92,9 @@ class Config:
             "stages": self.stages < 2 or self.shared_bytes > SHARED,
             "epilogue_stages": self.store_tiles % self.epilogue_stages,
             "arch": self.arch not in ARCHES,
+            "grouping": self.grouping not in GROUPINGS
+            or (self.grouping and (not plain or self.majors != ("k", "k")))
+            or (self.accumulate and self.grouping not in ("", "k")),
         }
         refuse(self, wrong)
 
@@ -122,9 +128,14 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """The threads of a CTA: the epilogue's warps, and one warp each for the MMA, for TMA loads
-        and for the scheduler."""
-        return 32 * (EPILOGUE_WARPS + 3)
+        """The threads of a CTA: the epilogue's warps, and one warp each for the MMA, for TMA loads,
+        for the scheduler, and to find tiles of groups."""
+        return 32 * (EPILOGUE_WARPS + 3 + self.is_grouped)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether there are groups."""
+        return bool(self.grouping)
 
     @property
     def cluster_size(self) -> int:
@@ -156,7 +167,9 @@ class Config:
     @property
     def clc_arrivals(self) -> int:
         """The arrivals that free a response of the scheduler: of a cluster's epilogue warps,
-        loaders and MMA warps."""
+        loaders and MMA warps, or of the warps that find tiles for them."""
+        if self.is_grouped:
+            return self.cluster_size
         return self.cluster_size * (EPILOGUE_WARPS + 1) + self.cluster_size // self.ctas
 
     @property
@@ -265,7 +278,7 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """The shared memory that a CTA needs: stages with two mbarriers each, epilogue stages, the
-        table, and 1024 bytes for the scheduler's responses and other mbarriers."""
+        table, and 1024 bytes for tiles, the scheduler's responses and other mbarriers."""
         each = self.stage_bytes + 16
         return self.stages * each + self.output_bytes + self.table_bytes + 1024
 
@@ -286,8 +299,11 @@ def choose_config(
     quantizing: Quantizing | None = None,
     gpu: Gpu = GPUS["sm_100a"],
     ctas: int | None = None,
+    groups: int = 1,
+    grouping: str = "",
 ) -> Config:
-    """The kernel for a product of ``shape`` (M, N, K); with ``ctas`` as they are given.
+    """The kernel for a product of ``shape`` (M, N, K); with ``ctas`` as they are given. Of
+    ``groups``, the shape is that of each, as if all were alike.
 
     It takes pairs of CTAs with tiles of 256 x 256 where these keep all multiprocessors busy, since
     each then loads the fewest bytes for its accumulators; smaller ones below that. Not measured:
@@ -295,7 +311,7 @@ def choose_config(
     """
     m, n, _ = shape
     fields: dict[str, Any] = {"mma_n": 256, "epilogue_stages": 1}
-    small = -(-m // 256) * -(-n // 256) * 2 < gpu.multiprocessors
+    small = groups * -(-m // 256) * -(-n // 256) * 2 < gpu.multiprocessors
     if small and not (quantizing is not None and quantizing.swiglu):
         fields["mma_n"] = 128
     narrow = fields["mma_n"] < 256 and majors[1] == "mn"  # half of B is narrower than a row
@@ -310,12 +326,20 @@ def choose_config(
             **epilogue._asdict(),
             arch=gpu.arch,
             quantizing=quantizing,
+            grouping=grouping,
             ctas=ctas,
             cluster=(ctas, 1),
             stages=2,
             **fields,
         )
     )
+
+
+def supergroup(config: Config, gpu: Gpu) -> int:
+    """Clusters down a group that are taken before the next ones across, if it has so many: those of
+    a square of the output, for which what is in flight loads the fewest rows of A and B."""
+    tile = config.tile[0] * config.cluster[0], config.tile[1] * config.cluster[1]
+    return square(tile, gpu.multiprocessors // config.cluster_size)
 
 
 def why_not(a_format: str, b_format: str, out_dtype: np.dtype, arch: str) -> str:

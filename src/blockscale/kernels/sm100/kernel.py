@@ -10,6 +10,8 @@ is the scheduler; clusters are persistent, they stay until no tile is left.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
@@ -21,13 +23,16 @@ from ..common.persistent import cluster_sync
 from ..common.promotion import promote_l2
 from ..common.schedule import Raster
 from ..common.tensor_specs import any_source, any_tensor, compile_for
+from ..common.tile_ring import TileRing
 from . import ptx
 from .clc_scheduler import ClcPipeline, ClcScheduler
 from .config import CLC_RESPONSE_BYTES, CLC_STAGES, EPILOGUE_WARPS, ROW_BYTES, TMEM_COLUMNS, Config
 from .epilogue import Epilogue
+from .grouped_scheduler import GroupedTiles, GroupFinder, KGroupedTiles, TilePipeline, most_clusters
 from .quantizing import QuantizingEpilogue
 from .quantizing_config import STORE_COLUMNS
 from .roles import CtaCoord, Loader, Mma, Pipeline
+from .tiles import DenseTiles
 
 __all__ = ["Gemm", "compile_config"]
 
@@ -80,13 +85,15 @@ class Gemm:
         return kind(cutlass.Uint8, (height, ROW_BYTES), config.stages * count, shares=shares)
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, stream):
+    def __call__(self, a, a_scale, b, b_scale, d, bias, alpha, offsets, supergroup, stream):
         """Launch the kernel.
 
         ``a`` (M, K) and ``b`` (N, K) are bytes as stored, transposed where K is not contiguous;
         ``a_scale`` and ``b_scale`` have tiles down and along K, of 64 words of 8 bytes each; ``d``
         is (M, N), or data, scales and a global scale or None; ``bias`` is (N,) or None, as
-        ``alpha`` may be.
+        ``alpha`` may be. Where rows are grouped, ``b`` has the matrices of all groups, one below
+        the other; where columns are, ``d`` has their products. Then ``offsets`` (groups,) int32,
+        and ``supergroup`` as of ``RowGroups``; else None.
         """
         self.setup()
         config = self.config
@@ -94,15 +101,39 @@ class Gemm:
         pairs = zip(self.copies, (a, b, a_scale, b_scale), strict=True)
         atoms = [each.describe(tensor, op)[0] for each, tensor in pairs]
         atoms[:2] = [promote_l2(atom) for atom in atoms[:2]]
-        clusters = self.raster.clusters(*self.extent(d))
-        k_blocks = cute.ceil_div(a_scale.shape[1], config.scale_words)
-        self.kernel(atoms, *self.describe_store(d), (d, bias, alpha), Int32(k_blocks)).launch(
-            grid=(clusters[0] * clusters[1] * config.cluster_size, 1, 1),
+        if const_expr(config.is_grouped):
+            clusters = most_clusters(config, d, offsets.shape[0])
+        else:
+            down, across = self.raster.clusters(*self.extent(d))
+            clusters = down * across
+        k_blocks = Int32(cute.ceil_div(a_scale.shape[1], config.scale_words))
+        output, groups = (d, bias, alpha), (offsets, supergroup)
+        self.kernel(atoms, *self.describe_store(d), output, k_blocks, groups).launch(
+            grid=(clusters * config.cluster_size, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster_size, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    def tiles(self, extent: tuple, rank, k_blocks, groups) -> Any:
+        """Tells where the tiles of a CTA are."""
+        config = self.config
+        if not config.is_grouped:
+            return DenseTiles(self.raster, self.raster.clusters(*extent), rank, k_blocks)
+        given = {
+            "shape": config.tile,
+            "cluster": config.cluster,
+            "offsets": groups[0],
+            "supergroup": groups[1],
+            "extent": tuple(map(Int32, extent)),
+            "rank": rank,
+            "k_blocks": k_blocks,
+            "block_k": config.kind.block_k,
+        }
+        if config.grouping == "k":
+            return KGroupedTiles(**given, skips_empty=config.accumulate)
+        return GroupedTiles(**given, masked=config.grouping == "masked")
 
     def extent(self, d) -> tuple:
         """The rows and columns of the output."""
@@ -122,7 +153,7 @@ class Gemm:
         return self.out.describe(d, op)
 
     @cute.kernel
-    def kernel(self, atoms, store_atom, store_view, output, k_blocks):
+    def kernel(self, atoms, store_atom, store_view, output, k_blocks, groups):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = Int32(0)
@@ -149,6 +180,7 @@ class Gemm:
         acc_empty = acc_full + 16
         clc_full = acc_empty + config.acc_stages * 8
         clc = ClcPipeline(config, responses.toint(), clc_full, clc_full + CLC_STAGES * 8)
+        ring = TileRing.allocate(memory) if config.is_grouped else None
 
         if warp == EPILOGUE_WARPS:
             with cute.arch.elect_one():
@@ -157,6 +189,8 @@ class Gemm:
                 counts += [1] * CLC_STAGES + [config.clc_arrivals] * CLC_STAGES
                 for i in range_constexpr(count):
                     cute.arch.mbarrier_init(barriers + i, counts[i])
+                if const_expr(config.is_grouped):  # the MMA warp reads tiles of the even CTA
+                    ring.init_barriers(EPILOGUE_WARPS + 1 + Int32(rank % config.ctas == 0))
             cute.arch.mbarrier_init_fence()
             ptx.tcgen05_alloc(tmem.toint(), TMEM_COLUMNS, config.ctas)
         if warp == EPILOGUE_WARPS + 1:
@@ -170,14 +204,13 @@ class Gemm:
         tmem = tmem.load()
 
         extent = self.extent(output[0])
+        tiles = self.tiles(extent, rank, k_blocks, groups)
         pipeline = Pipeline(
             config,
-            self.raster,
             cta,
-            clc,
-            clusters=self.raster.clusters(*extent),
+            TilePipeline(ring) if config.is_grouped else clc,
+            tiles,
             extent=extent,
-            k_blocks=k_blocks,
             shared=shared,
             full=full,
             empty=empty,
@@ -201,6 +234,9 @@ class Gemm:
         if warp == EPILOGUE_WARPS + 2 and rank == 0:
             with cute.arch.elect_one():
                 ClcScheduler(clc)()
+        if const_expr(config.is_grouped):  # noqa: SIM102 - one is known when compiling
+            if warp == EPILOGUE_WARPS + 3:
+                GroupFinder(clc, tiles, ring)()
         ptx.fence_before_thread_sync()
         if const_expr(config.cluster_size > 1):  # no CTA exits while another one reads its memory
             cute.arch.cluster_arrive()
@@ -223,6 +259,7 @@ def _output(config: Config):
 def compile_config(config: Config):
     """The host function of a kernel, which takes tensors of any shape."""
     a, b = (any_tensor(cutlass.Uint8, 2, each, True) for each in config.alignments)
+    groups = (any_tensor(Int32, 1, 4), Int32(1)) if config.is_grouped else (None, None)
     return compile_for(
         config.arch,
         Gemm(config),
@@ -232,4 +269,5 @@ def compile_config(config: Config):
         any_tensor(cutlass.Int64, 2, 16, True),
         _output(config),
         *any_added(config),
+        *groups,
     )

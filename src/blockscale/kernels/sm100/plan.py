@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ...dtypes import from_torch
 from ...formats import Format, get_format
-from ...layouts import get_layout
+from ...layouts import TILE_ROWS, get_layout
 from ...memory import as_bytes
 from ..common.calls import CompiledGemm, GemmCall, check_matrix
 from ..common.gpu import Unsupported
@@ -32,16 +33,20 @@ class Operands:
         stored: how each lies in memory.
         majors: which dimension of each is contiguous: "k" or "mn".
         shape: M, N, K.
+        scale_tiles: of 128 rows, down the scales of each.
     """
 
     stored: tuple[Described, Described]
     majors: tuple[str, str]
     shape: tuple[int, int, int]
+    scale_tiles: tuple[int, int]
 
     @classmethod
-    def of(cls, call: GemmCall, halves: int = 1) -> Operands:
-        """Check those of a call; raises as ``gemm`` does. B has ``halves``, each with its own tiles
-        of scales."""
+    def of(
+        cls, call: GemmCall, parts: tuple[int, int] = (1, 1), a_scale_rows: int | None = None
+    ) -> Operands:
+        """Check those of a call; raises as ``gemm`` does. A and B have ``parts``, each with its own
+        tiles of scales; or A has tiles for as many rows as it says."""
         (a, a_scale, a_format), (b, b_scale, b_format) = call.a, call.b
         assert a_format is not None
         assert b_format is not None
@@ -63,11 +68,15 @@ class Operands:
                 "4 bits in a byte"
             )
         m, n, k = a[0][0], b[0][0], depths[0]
-        if n % halves:
-            raise ValueError(f"b_data: has {n} rows; expected as many for gate as for up")
-        _check_scale("a_scale", a_scale, (m, k), formats[0])
-        _check_scale("b_scale", b_scale, (n, k), formats[1], halves)
-        return cls((stored[0], stored[1]), majors, (m, n, k))
+        tiles = tiles_down(a_scale_rows or m, parts[0]), tiles_down(n, parts[1])
+        _check_scale("a_scale", a_scale, tiles[0], k, formats[0])
+        _check_scale("b_scale", b_scale, tiles[1], k, formats[1])
+        return cls((stored[0], stored[1]), majors, (m, n, k), tiles)
+
+    @property
+    def views(self) -> Callable[..., list[Tensor]]:
+        """How kernels take data and scales of these."""
+        return partial(views, majors=self.majors, scale_tiles=self.scale_tiles)
 
     def check_loadable(self, config: Config) -> None:
         """Raise Unsupported where TMA cannot load one."""
@@ -95,8 +104,7 @@ def plan_gemm(call: GemmCall, ctas: int | None = None) -> CompiledGemm:
         ctas=ctas,
     )
     operands.check_loadable(config)
-    take = partial(views, majors=operands.majors, scale_rows=(-(-m // 128), -(-n // 128)))
-    return CompiledGemm(config, gpu.load(config), like, take)
+    return CompiledGemm(config, gpu.load(config), like, operands.views, (None, None))
 
 
 def views(
@@ -106,13 +114,13 @@ def views(
     b_scale: Tensor,
     *,
     majors: tuple[str, str],
-    scale_rows: tuple[int, int],
+    scale_tiles: tuple[int, int],
 ) -> list[Tensor]:
-    """Data as bytes, transposed where ``majors`` says "mn", each with its scales as rows of tiles:
-    as kernels take them."""
+    """Data as bytes, matrices of groups below each other, transposed where ``majors`` says "mn",
+    each with its scales as rows of tiles: as kernels take them."""
     found = []
-    for x, scale, major, rows in zip((a, b), (a_scale, b_scale), majors, scale_rows, strict=True):
-        octets = as_bytes(x)
+    for x, scale, major, rows in zip((a, b), (a_scale, b_scale), majors, scale_tiles, strict=True):
+        octets = as_bytes(x).flatten(0, -2)
         found += [octets if major == "k" else octets.T, scale.view(torch.int64).view(rows, -1)]
     return found
 
@@ -134,21 +142,21 @@ def _transposed(x: Described) -> Described:
     return torch.Size(shape[::-1]), stride[::-1], dtype, address
 
 
-def _check_scale(
-    name: str, x: Described, shape: tuple[int, int], format: Format, halves: int = 1
-) -> None:
-    rows, k = shape
-    each = get_layout("tcgen05").stored_shape((rows // halves, -(-k // format.block[1])))
-    wanted = (halves * each[0],)
+def tiles_down(rows: int, parts: int = 1) -> int:
+    """Tiles of scales down so many rows, of which each of the ``parts`` begins with a tile."""
+    return parts * -(-rows // parts // TILE_ROWS)
+
+
+def _check_scale(name: str, x: Described, tiles: int, k: int, format: Format) -> None:
+    wanted = get_layout("tcgen05").stored_shape((tiles * TILE_ROWS, -(-k // format.block[1])))
     dtypes = _dtypes(format.scale.dtype)
     if x[2] not in dtypes:
         raise TypeError(f"{name}: got {x[2]}; expected {' or '.join(map(str, dtypes))}")
     if tuple(x[0]) != wanted or (x[1] != (1,) and wanted > (1,)):
         raise ValueError(
             f"{name}: has shape {tuple(x[0])} and strides {x[1]}; expected {wanted}, contiguous: "
-            f'{rows} x {k} elements of {format.name} in layout "tcgen05"'
-            + ", each half of the rows by itself"
-            * (halves > 1)
+            f'those of {format.name} in layout "tcgen05", {tiles} tiles down and K = {k}; halves '
+            "and groups begin with tiles of their own"
         )
     off = x[3] % 16
     if off:

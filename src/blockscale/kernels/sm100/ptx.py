@@ -286,3 +286,12 @@ def ld_global_v4(address, wanted) -> list:
     )
     code += " @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
     return _asm(code, [Int32] * 4, [address, wanted], [Int64, Int32])
+
+
+def st_global_v4(address, words: list, wanted) -> None:
+    """Store 16 bytes to global memory, of four ``words`` or fp32 values; nothing unless
+    ``wanted``."""
+    kind = type(words[0])
+    code = f"st.global.v4.{'f32' if kind is Float32 else 'b32'} [$0], {{$1, $2, $3, $4}};"
+    code = f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; @p {code} }}"
+    _asm(code, [], [address, *words, wanted], [Int64] + [kind] * 4 + [Int32])

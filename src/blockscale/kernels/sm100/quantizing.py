@@ -53,17 +53,17 @@ class QuantizingEpilogue(Epilogue):
             cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
     @cute.jit
-    def store_acc(self, acc, which, free, warp, row, column):
+    def store_acc(self, acc, which, free, warp, tile):
         """Quantize an accumulator, 32 columns after the other, and store what is complete.
 
         A row of a tile of scales has those of four blocks, a byte each.
         """
         config, width = self.config, self.quantizing.store_row_bytes
         steps, tile_steps = STORE_COLUMNS // SUBTILE_N, 4 // self.quantizing.subtile_scales
-        word = Uint32(0)
+        row, word = tile.row + warp * 32, Uint32(0)
         for i in cutlass.range(config.subtiles, unroll=1):
             subtile = self.order(i, which)
-            first, step = column + subtile * SUBTILE_N, subtile % steps
+            first, step = tile.column + subtile * SUBTILE_N, subtile % steps
             address = acc + subtile * SUBTILE_N
             found = ptx.tcgen05_ld(address, SUBTILE_N, config.b_halves, config.tile[1])
             if i + 1 == config.early_release:

@@ -62,7 +62,7 @@ def gemm_quantize(
     if plan.run is not None:
         given = plan.views(a.data, a.scale, b.data, b.scale)
         outputs = data, scale, global_scale
-        plan.run(*given, outputs, options.get("bias"), options.get("alpha"))
+        plan.run(*given, outputs, options.get("bias"), options.get("alpha"), None, None)
     return data.view(quantizing.stored.element.dtype), scale
 
 
@@ -84,7 +84,9 @@ def _plan(
     formats, device = (call.a.format, call.b.format), call.device
     gpu = call.supported(partial(why_not, *formats, BFLOAT16))
     _check_names(quantizing)
-    operands = Operands.of(call, quantizing.b_halves)
+    if (rows := call.b.data[0][0]) % quantizing.b_halves:
+        raise ValueError(f"b_data: has {rows} rows; expected as many for gate as for up")
+    operands = Operands.of(call, (1, quantizing.b_halves))
     m, n, k = operands.shape
     call.check_rest((m, n))
     columns = _columns(quantizing, n)
@@ -109,10 +111,7 @@ def _plan(
         ctas=ctas,
     )
     operands.check_loadable(config)
-    parts = quantizing.b_halves
-    rows = -(-m // 128), -(-n // parts // 128) * parts
-    take = partial(views, majors=operands.majors, scale_rows=rows)
-    return _Plan(gpu.load(config), take, *outputs)
+    return _Plan(gpu.load(config), operands.views, *outputs)
 
 
 def _check_names(quantizing: Quantizing) -> None:

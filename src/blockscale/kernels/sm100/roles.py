@@ -10,14 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, cute
+from cutlass import Int32, const_expr, cute
 
+from ...formats import GROUP_TILE
 from ..common.persistent import advance_pipeline
-from ..common.schedule import Raster
 from . import ptx
 from .clc_scheduler import ClcPipeline
 from .config import ROW_BYTES, SCALE_COLUMNS, SCALE_TILE_BYTES, Config
+from .grouped_scheduler import GroupedTiles, TilePipeline
 from .kinds import K_STEPS
+from .tiles import DenseTiles
 
 UNIT = 16  # bytes that one step of a descriptor's address is worth
 
@@ -76,9 +78,8 @@ class Pipeline:
     Attributes:
         cta: where the CTA is in its cluster.
         clc: gives the tiles that the cluster takes.
-        clusters: the number of clusters of tiles down and across the output.
+        tiles: tells where they are.
         extent: the rows and columns of the output.
-        k_blocks: the number of K blocks.
         shared: the addresses of A, of B and of their scales in shared memory, all stages.
         full, empty: the addresses of the stages' mbarriers.
         acc_full, acc_empty: the addresses of the accumulators' mbarriers.
@@ -86,22 +87,16 @@ class Pipeline:
     """
 
     config: Config
-    raster: Raster
     cta: CtaCoord
-    clc: ClcPipeline
-    clusters: Any
+    clc: ClcPipeline | TilePipeline
+    tiles: DenseTiles | GroupedTiles
     extent: tuple
-    k_blocks: Any
     shared: list
     full: Any
     empty: Any
     acc_full: Any
     acc_empty: Any
     tmem: Any
-
-    def tile(self, index):
-        """The first row and column of the CTA's tile in a cluster's."""
-        return self.raster.tile(index, self.clusters, self.cta.rank)
 
     def next_stage(self, stage, phase):
         """The stage and phase after these."""
@@ -119,23 +114,23 @@ class Loader:
         config = self.pipeline.config
         stage, phase = Int32(0), Int32(1)
         index, clc_stage, clc_phase = self.pipeline.clc.first()
-        while index >= 0:
+        while self.pipeline.clc.more(index):
             self.pipeline.clc.expect(clc_stage)
-            row, column = self.pipeline.tile(index)
-            for k_block in range(self.pipeline.k_blocks):
+            tile = self.pipeline.tiles.tile(index)
+            for k_block in range(tile.k_blocks):
                 ptx.mbarrier_wait_cta(self.pipeline.empty + stage * 8, phase)
                 barrier = self.pipeline.full + stage * 8
                 if self.pipeline.cta.rank % config.ctas == 0:
                     ptx.mbarrier_arrive_expect_tx(barrier, config.ctas * config.loaded_bytes)
-                self.fill(stage, barrier, (row, column), k_block)
+                self.fill(stage, barrier, tile, k_block)
                 stage, phase = self.pipeline.next_stage(stage, phase)
             index, clc_stage, clc_phase = self.pipeline.clc.next(clc_stage, clc_phase)
         for _ in range(config.stages):  # stay until no other CTA reads or signals any more
             ptx.mbarrier_wait_cta(self.pipeline.empty + stage * 8, phase)
             stage, phase = self.pipeline.next_stage(stage, phase)
 
-    def fill(self, stage, barrier, starts, k_block) -> None:
-        """Load a K block of the tile whose first row of A and first row of B are ``starts``."""
+    def fill(self, stage, barrier, tile, k_block) -> None:
+        """Load a K block of a tile."""
         config, cta = self.pipeline.config, self.pipeline.cta
         kind, ctas, shared = config.kind, config.ctas, self.pipeline.shared
         if ctas > 1:
@@ -155,31 +150,43 @@ class Loader:
                     for panel in range(rows // ROW_BYTES)
                 ]
                 boxes = [
-                    (line, (down, self.row(i, starts[i], first[i] + within)))
+                    (line, (down, self.row(i, tile.starts[i], first[i] + within)))
                     for line, down, within in boxes
                 ]
             else:
-                across = k_block * (kind.block_k if config.unpacked[i] else ROW_BYTES)
+                across = self.along(
+                    tile, k_block, kind.block_k if config.unpacked[i] else ROW_BYTES
+                )
                 count = rows // shares
                 lines = [share * count + line for line in range(0, count, config.box_rows[i])]
                 boxes = [
-                    (line, (self.row(i, starts[i], first[i] + line), across)) for line in lines
+                    (line, (self.row(i, tile.starts[i], first[i] + line), across)) for line in lines
                 ]
             for line, position in boxes:
                 ptx.tma_load(base + line * ROW_BYTES, self.maps[i], position, barrier, mask, ctas)
-            self.fill_scales(i, stage, barrier, starts[i], k_block)
+            self.fill_scales(i, stage, barrier, tile, k_block)
 
-    def fill_scales(self, i: int, stage, barrier, start, k_block) -> None:
+    def along(self, tile, k_block, width: int):
+        """Where a K block, of so much ``width``, begins along K."""
+        if tile.k_begin is None:
+            return k_block * width
+        return k_block * width + tile.k_begin * (width * GROUP_TILE // self.block_k)
+
+    @property
+    def block_k(self) -> int:
+        return self.pipeline.config.kind.block_k
+
+    def fill_scales(self, i: int, stage, barrier, tile, k_block) -> None:
         """Load a K block's scales of A or of B; those of B for all columns of the pair's tile."""
         config, words = self.pipeline.config, self.pipeline.config.scale_words
         boxes = (1, config.b_halves)[i]
         rows = config.scale_rows[i] // boxes
         for box in range(boxes):
             to = self.pipeline.shared[2 + i] + (stage * boxes + box) * (rows * words * 8)
-            row = start // 128
+            row = tile.scale_starts[i]
             if box > 0:
                 row = row + (self.pipeline.extent[1] + 127) // 128
-            position = row, k_block * words
+            position = row, self.along(tile, k_block, words)
             ptx.tma_load(to, self.maps[2 + i], position, barrier, None, config.ctas)
 
     def row(self, i: int, start, within):
@@ -201,6 +208,9 @@ class Mma:
         panels = [config.kind.block_k * ROW_BYTES if each == "mn" else 16 for each in config.majors]
         pairs = zip(pipeline.shared, [*panels, 16, 16], strict=True)
         self.descriptors = [ptx.smem_descriptor(*pair) for pair in pairs]
+        # the MMAs of a K block that are always of the same group
+        k_grouped = config.grouping == "k"
+        self.first_steps = min(GROUP_TILE // config.kind.k, K_STEPS) if k_grouped else K_STEPS
 
     @cute.jit
     def __call__(self):
@@ -208,13 +218,18 @@ class Mma:
         stage, phase = Int32(0), Int32(0)
         free, free_phase, acc = Int32(0), Int32(1), Int32(0)
         index, clc_stage, clc_phase = self.pipeline.clc.first()
-        while index >= 0:
+        while self.pipeline.clc.more(index):
+            tile = self.pipeline.tiles.tile(index)
             ptx.mbarrier_wait(self.pipeline.acc_empty + free * 8, free_phase, config.ctas)
             ptx.fence_after_thread_sync()
-            for k_block in range(self.pipeline.k_blocks):
+            for k_block in range(tile.k_blocks):
                 ptx.mbarrier_wait_cta(self.pipeline.full + stage * 8, phase)
                 ptx.fence_after_thread_sync()
-                self.multiply(stage, acc * config.acc_stride, k_block)
+                where = self.copy_scales(stage), acc * config.acc_stride, k_block
+                self.issue(0, self.first_steps, *where)
+                if const_expr(self.first_steps < K_STEPS):  # noqa: SIM102 - known when compiling
+                    if tile.k_begin + k_block * 2 + 1 < tile.k_end:  # else they are another group's
+                        self.issue(self.first_steps, K_STEPS, *where)
                 loaders = self.pipeline.cta.loader_mask()
                 ptx.tcgen05_commit(self.pipeline.empty + stage * 8, loaders, config.ctas)
                 stage, phase = self.pipeline.next_stage(stage, phase)
@@ -224,8 +239,9 @@ class Mma:
             free, free_phase = advance_pipeline(free, free_phase, config.acc_stages)
             index, clc_stage, clc_phase = self.pipeline.clc.next(clc_stage, clc_phase)
 
-    def multiply(self, stage, acc_column, k_block) -> None:
-        """Issue the MMAs of a K block, into the accumulator that begins at ``acc_column``."""
+    def copy_scales(self, stage) -> tuple[list, list]:
+        """Copy a stage's scales to Tensor Memory; the descriptors of A and B, and where their
+        scales are."""
         config, tmem = self.pipeline.config, self.pipeline.tmem
         kind, ctas = config.kind, config.ctas
         columns = [tmem + each for each in config.scale_columns]
@@ -241,10 +257,16 @@ class Mma:
                 # the tiles that one MMA reads are neighbours
                 to = columns[i] + (along * rows + down) * SCALE_COLUMNS
                 ptx.tcgen05_cp_scales(to, starts[2 + i] + tile * (SCALE_TILE_BYTES // UNIT), ctas)
+        return starts[:2], columns
+
+    def issue(self, first: int, end: int, operands, acc_column, k_block) -> None:
+        """Issue some of the MMAs, of ``operands`` as :meth:`copy_scales` has them."""
+        config, tmem = self.pipeline.config, self.pipeline.tmem
+        kind, ctas, (starts, columns) = config.kind, config.ctas, operands
         strides = [
             kind.k * ROW_BYTES if each == "mn" else ROW_BYTES // K_STEPS for each in config.majors
         ]
-        for step in range(K_STEPS):
+        for step in range(first, end):
             along, byte = kind.scale_place(step)
             descriptor = config.instruction_descriptor | byte << 4 | byte << 29
             scales = [

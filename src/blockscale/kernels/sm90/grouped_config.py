@@ -3,16 +3,16 @@ many rows, or columns, and groups there are, not how many a group has."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
+from ..common.groupings import square
 from .config import BLOCK_K, TILINGS, Config, fitted, tilings
 from .estimate import Tiling, by_estimate
 from .product_config import ProductConfig, fit
 
-__all__ = ["choose_grouped", "grouped_candidates", "k_grouped_candidates", "square", "supergroup"]
+__all__ = ["choose_grouped", "grouped_candidates", "k_grouped_candidates", "supergroup"]
 
 
 _BAND_BYTES = 16 << 20  # of A, which stay in an H200's L2 cache
@@ -66,12 +66,6 @@ def supergroup(tile: tuple[int, int], k: int, multiprocessors: int) -> int:
     rows of A stay in the L2 cache meanwhile. At least as many as are a square of the output, for
     which the tiles that run at once load the fewest rows of A and B."""
     return max(square(tile, multiprocessors), _BAND_BYTES // (tile[0] * k))
-
-
-def square(tile: tuple[int, int], multiprocessors: int) -> int:
-    """Tiles down of as many as run at once, if they are a square of the output."""
-    rows, columns = tile
-    return max(1, round(math.sqrt(multiprocessors * columns / rows)))
 
 
 def _takes_groups(config: ProductConfig) -> bool:

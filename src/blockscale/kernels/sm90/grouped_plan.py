@@ -10,9 +10,10 @@ from ...dtypes import from_torch
 from ...formats import GROUP_TILE
 from ..common.calls import CompiledGemm, GemmCall, below_each_other, check_loadable, check_matrix
 from ..common.gpu import Unsupported
+from ..common.groupings import square
 from ..common.template import template
 from .config import BLOCK_K, why_not
-from .grouped_config import choose_grouped, k_grouped_candidates, square, supergroup
+from .grouped_config import choose_grouped, k_grouped_candidates, supergroup
 from .plan import BYTES, check_rows, check_scale, octets
 
 __all__ = ["plan_grouped", "plan_k_grouped"]

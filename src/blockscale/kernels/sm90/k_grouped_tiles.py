@@ -1,52 +1,27 @@
 # mypy: ignore-errors
-"""Which tiles a CTA takes of products whose columns are grouped: each group has an output of its
-own, and these lie one below the other."""
+"""Which tiles a CTA takes of products whose columns are grouped."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import cutlass
-from cutlass import Int32, cute
+from cutlass import cute
 
 from ...formats import GROUP_TILE
+from ..common.grouped_tiles import ColumnGroups
 from .dense_scheduler import Tile
 from .grouped_scheduler import GroupedTiles
 
 __all__ = ["KGroupedTiles"]
 
 
-@dataclass(frozen=True)
-class KGroupedTiles(GroupedTiles):
-    """Those of groups that are moved apart in A and B, as ``formats.padded_groups`` says.
-
-    Attributes:
-        extent: rows of all outputs, and columns.
-        skips_empty: groups without columns have no tiles, as nothing is to be added to theirs.
-    """
-
-    skips_empty: bool = False
+@dataclass(frozen=True, kw_only=True)
+class KGroupedTiles(ColumnGroups, GroupedTiles):
+    """The tiles of a CTA, as of ``GroupedTiles``."""
 
     @property
-    def grouped(self):
-        """What groups are of: as many columns as there may be, without room between groups."""
-        return (self.k_blocks_of_tile - self.groups + 1) * GROUP_TILE - 1
-
-    @property
-    def rows(self):
-        """Of the output of a group."""
-        return self.extent[0] // self.groups
-
-    @property
-    def down_each(self):
-        """Clusters down a group."""
-        return Int32(cute.ceil_div(self.rows, self.shape[0] * self.cluster[0]))
-
-    def down_of(self, chunk, begin, end):
-        down = self.down_each
-        if self.skips_empty:
-            down = Int32(cutlass.select_(end > begin, down, Int32(0)))
-        return Int32(cutlass.select_(chunk + cute.arch.lane_idx() < self.groups, down, Int32(0)))
+    def k_tiles(self):
+        return self.k_blocks_of_tile
 
     def found(self, index, group, after, begin, end) -> tuple:
         first = after - self.down_each

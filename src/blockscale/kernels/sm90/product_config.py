@@ -11,13 +11,13 @@ import numpy as np
 from ...dtypes import FLOAT32
 from ..common.epilogue import OUT_DTYPES
 from ..common.gpu import CLUSTERS, SHARED, Gpu
+from ..common.groupings import GROUPINGS
 from ..common.refuse import refuse
 from ..common.rounds import rounds
 
 __all__ = [
     "BOX",
     "GROUP",
-    "GROUPINGS",
     "ROW",
     "ROWS",
     "WIDE",
@@ -31,7 +31,6 @@ ROW = 128  # bytes of a row of a tile in shared memory
 ROWS = 64  # of one wgmma
 BOX = 128  # bytes of a row of a swizzled box, at most
 BOXES = (BOX, 64, 32)
-GROUPINGS = ("", "m", "masked", "k")
 # Clusters down that are taken before the next ones across; as measured, more where so many are
 # across.
 GROUP, WIDE_GROUP, WIDE = 4, 8, 24
