@@ -22,7 +22,7 @@ import blockscale as bs
 from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.grouped_tiles import RowGroups
-from blockscale.kernels.sm100.config import Config, choose_config, supergroup
+from blockscale.kernels.sm100.config import Config, choose_grouped, supergroup
 from blockscale.kernels.sm100.epilogue import Epilogue as Stores
 from blockscale.kernels.sm100.grouped_scheduler import GroupedTiles, KGroupedTiles
 from stand_in import chip, emulated, matrix
@@ -371,8 +371,8 @@ def test_no_kernel(launches):
 def test_choice():
     """Two CTAs where groups have more rows than one takes, and tiles as large as keep all busy."""
 
-    def chosen(*shape, **options):
-        return choose_config(shape, FORMATS[0], Epilogue(), grouping="m", **options)
+    def chosen(*shape, groups):
+        return choose_grouped(shape, groups, FORMATS[0], Epilogue())
 
     gpu = chip("sm_100a")
     large = chosen(4096, 4096, 7168, groups=8)

@@ -65,7 +65,7 @@ def emulated(
     """What the kernel leaves in poisoned memory, or in a copy of ``start``."""
     a, b = given
     data = held(a, config.a_major), held(b, config.b_major)
-    shape, rest = (a.shape[0], b.shape[0]), (bias, alpha, multiprocessors)
+    shape, rest = (a.shape[0], b.shape[0]), (bias, alpha, None, None, multiprocessors)
     return launched(config, shape, data, start, rest, completion)
 
 

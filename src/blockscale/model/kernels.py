@@ -143,9 +143,7 @@ def _blackwell_groups(a_format: str, b_format: str) -> Callable[[Shape, int | No
     def build(shape: Shape, ctas: int | None, groups: int) -> Launch:
         m, n, k = shape
         each, formats = (-(-m // groups), n, k), (a_format, b_format)
-        config = sm100.choose_config(
-            each, formats, Epilogue(), ctas=ctas, groups=groups, grouping="m"
-        )
+        config = sm100.choose_grouped(each, groups, formats, Epilogue(), ctas=ctas)
         return replace(tcgen05(config, shape), group=sm100.supergroup(config, GPUS["sm_100a"]))
 
     return build

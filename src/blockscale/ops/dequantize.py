@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import Format, get_format
+from ..formats import Format, get_format, padded_groups
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu import calls as cpu
@@ -35,6 +35,12 @@ def dequantize(
 ) -> Tensor:
     """Values of quantized data with compact scales; ``offsets`` cut the contraction."""
     fmt, size = get_format(format), torch.Size(shape)
+    if offsets is not None:
+        wide = list(shape)
+        wide[axis] = padded_groups(shape[axis], len(offsets))
+        if fmt.element.elements(data.shape[axis]) == wide[axis]:  # whole groups, moved apart
+            apart = dequantize(data, scale, format, wide, axis, global_scale, None, dtype)
+            return _together(apart, shape[axis], axis, offsets)
     if data.device.type == "cpu" and offsets is None and not no_cpu_kernels():
         out = cpu.dequantize(
             data, scale, fmt, shape=size, axis=axis, global_scale=global_scale, dtype=dtype
@@ -49,6 +55,13 @@ def dequantize(
         data, scale, fmt, shape=size, axis=axis, global_scale=global_scale, offsets=offsets
     )
     return out.to(dtype).contiguous()
+
+
+def _together(apart: Tensor, k: int, axis: int, offsets: Tensor) -> Tensor:
+    """Values of groups that were moved apart along ``axis``; zeros past the last one."""
+    out = apart.index_select(axis, reference.apart_position(offsets, k))
+    inside = torch.arange(k, device=out.device) < offsets[-1]
+    return torch.where(inside if axis == -1 else inside[:, None], out, 0)
 
 
 def values(side: Side, axis: int) -> Tensor:
@@ -80,7 +93,10 @@ def _by_kernel(
 ) -> Tensor:
     """What the GPU kernel makes of it; Unsupported where there is none."""
     if offsets is not None:
-        raise Unsupported("offsets: no kernel dequantizes groups along the contraction")
+        raise Unsupported(
+            "offsets: kernels dequantize groups along the contraction that are moved apart: "
+            "quantize with k_major=True"
+        )
     made = torch.float32 if dtype == torch.float64 else dtype  # exact
     stored = quantizers.Stored(fmt.name, tuple(shape), axis)
     out = quantizers.dequantize(data, scale, stored, global_scale=global_scale, dtype=made)

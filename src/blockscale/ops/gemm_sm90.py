@@ -47,8 +47,8 @@ def _along_k(name: str, data: Tensor) -> Tensor:
     """A matrix whose contraction is contiguous; Unsupported otherwise."""
     if data.stride(1) != 1 and data.shape[1] > 1:
         raise Unsupported(
-            f"{name}: its contraction is not contiguous, as FP8 tensor cores need it: quantize "
-            "columns (axis=-2) with k_major=True"
+            f"{name}: its contraction is not contiguous, as this kernel takes it: quantize columns "
+            "(axis=-2) with k_major=True"
         )
     return loadable(data)
 
@@ -90,6 +90,16 @@ def _lay_groups(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
         left = Operand(a.data, scale, a.format)
         left = left._replace(data=loadable(left.data))
     return left, Operand(b.data.mT, b.scale.mT, b.format)
+
+
+def _lay_columns(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
+    """Of groups of columns, which are moved apart where K is contiguous."""
+    if b.format in _FP8:
+        return _lay_fp8(a, b)
+    return (
+        Operand(_along_k("a", a.data), scale_matrix(a, -1, groups), a.format),
+        Operand(_along_k("b", b.data.mT), scale_matrix(b, -2, groups), b.format),
+    )
 
 
 # --- calls alike ----------------------------------------------------------------------------------
@@ -167,9 +177,10 @@ PRODUCTS = Products(
         },
     ),
     k_grouped=GroupedProducts(
-        "fp8_1x128 by fp8_1x128, the contraction contiguous",
-        {("fp8_1x128", "fp8_1x128")},
-        lambda a, b, groups: _lay(a, b),
+        "fp8_1x128 by fp8_1x128; mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by nvfp4; the "
+        "contraction contiguous",
+        {("fp8_1x128", "fp8_1x128"), *(pair for pair in _WIDENED_PAIRS if pair[0])},
+        _lay_columns,
         plan_groups,
         {},
     ),

@@ -3,10 +3,11 @@
 from .compare import amax, error_sums
 from .fused import rmsnorm, swiglu, swiglu_backward
 from .gemm import bounds, epilogue, gemm, grouped_gemm
-from .quantize import dequantize, global_scale, quantize
+from .quantize import apart_position, dequantize, global_scale, quantize
 
 __all__ = [
     "amax",
+    "apart_position",
     "bounds",
     "dequantize",
     "epilogue",

@@ -23,7 +23,7 @@ from ..rounding import (
     unpack,
 )
 
-__all__ = ["dequantize", "global_scale", "quantize"]
+__all__ = ["apart_position", "dequantize", "global_scale", "quantize"]
 
 
 def quantize(
@@ -70,7 +70,7 @@ def quantize(
         else _move_apart(groups, bounds, x.shape[-1], format.block_size)
     )
     if offsets is not None and not (turned or format.element.bits < 8):
-        codes = codes[..., _position(offsets, x.shape[-1])]
+        codes = codes[..., apart_position(offsets, x.shape[-1])]
         codes[..., bounds[-1] :] = 0  # what follows the last group belongs to nobody
     stored = pack(codes.contiguous(), format.element)
     if axis == -2:
@@ -174,7 +174,7 @@ def dequantize(
     values = decode(unpack(data, format.element), format.element)
     block = torch.arange(values.shape[-1], device=data.device) // columns
     if offsets is not None:
-        position = _position(offsets, k)
+        position = apart_position(offsets, k)
         block = position // columns
         if values.shape[-1] != k:
             values = values[..., position]
@@ -190,7 +190,7 @@ def dequantize(
     return out.mT if axis == -2 else out
 
 
-def _position(offsets: Tensor, k: int) -> Tensor:
+def apart_position(offsets: Tensor, k: int) -> Tensor:
     """Where each of ``k`` elements lies whose groups are moved apart; those of none, anywhere."""
     element = torch.arange(k, device=offsets.device)
     group = torch.searchsorted(offsets.to(torch.int64), element, right=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import from_torch
+from ...formats import GROUP_TILE
 from .epilogue import Epilogue
 from .gpu import Gpu, Unsupported
 from .runtime import FLOATS, Described, describe, gpu_of, missing
@@ -22,6 +23,7 @@ __all__ = [
     "Operand",
     "OperandSpec",
     "below_each_other",
+    "check_apart",
     "check_loadable",
     "check_matrix",
     "describe_call",
@@ -239,6 +241,16 @@ def below_each_other(name: str, x: Described) -> Described:
     if groups > 1 and stride[0] != rows * stride[1]:
         raise Unsupported(f"{name}: has strides {stride}; its matrices must lie together")
     return (torch.Size((groups * rows, columns)), tuple(stride[1:]), *rest)
+
+
+def check_apart(k: int, groups: int) -> None:
+    """Unsupported where columns of groups cannot be moved apart as ``formats.padded_groups`` has
+    it."""
+    if k % GROUP_TILE or k < groups * GROUP_TILE:
+        raise Unsupported(
+            f"a_data, b_data: got K = {k} with {groups} groups; expected groups moved apart to "
+            f"multiples of {GROUP_TILE}: quantize with axis=-2, offsets=offsets, k_major=True"
+        )
 
 
 def check_loadable(**operands: Described) -> None:

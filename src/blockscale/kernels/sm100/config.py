@@ -15,7 +15,15 @@ from ..common.refuse import refuse
 from .kinds import Kind, find_kind
 from .quantizing_config import FORMATS, STORE_COLUMNS, SUBTILE_N, Quantizing
 
-__all__ = ["ARCHES", "EIGHT_BIT", "Config", "choose_config", "supergroup", "why_not"]
+__all__ = [
+    "ARCHES",
+    "EIGHT_BIT",
+    "Config",
+    "choose_config",
+    "choose_grouped",
+    "supergroup",
+    "why_not",
+]
 
 ARCHES = ("sm_100a", "sm_103a")
 EIGHT_BIT = ("mxfp8", "mxfp8_e5m2")  # formats whose elements are bytes
@@ -299,11 +307,8 @@ def choose_config(
     quantizing: Quantizing | None = None,
     gpu: Gpu = GPUS["sm_100a"],
     ctas: int | None = None,
-    groups: int = 1,
-    grouping: str = "",
 ) -> Config:
-    """The kernel for a product of ``shape`` (M, N, K); with ``ctas`` as they are given. Of
-    ``groups``, the shape is that of each, as if all were alike.
+    """The kernel for a product of ``shape`` (M, N, K); with ``ctas`` as they are given.
 
     It takes pairs of CTAs with tiles of 256 x 256 where these keep all multiprocessors busy, since
     each then loads the fewest bytes for its accumulators; smaller ones below that. Not measured:
@@ -311,7 +316,7 @@ def choose_config(
     """
     m, n, _ = shape
     fields: dict[str, Any] = {"mma_n": 256, "epilogue_stages": 1}
-    small = groups * -(-m // 256) * -(-n // 256) * 2 < gpu.multiprocessors
+    small = -(-m // 256) * -(-n // 256) * 2 < gpu.multiprocessors
     if small and not (quantizing is not None and quantizing.swiglu):
         fields["mma_n"] = 128
     narrow = fields["mma_n"] < 256 and majors[1] == "mn"  # half of B is narrower than a row
@@ -326,13 +331,30 @@ def choose_config(
             **epilogue._asdict(),
             arch=gpu.arch,
             quantizing=quantizing,
-            grouping=grouping,
             ctas=ctas,
             cluster=(ctas, 1),
             stages=2,
             **fields,
         )
     )
+
+
+def choose_grouped(
+    shape: tuple[int, int, int],
+    groups: int,
+    formats: tuple[str, str],
+    epilogue: Epilogue,
+    *,
+    grouping: str = "m",
+    gpu: Gpu = GPUS["sm_100a"],
+    ctas: int | None = None,
+) -> Config:
+    """The kernel for products of ``groups``, each of ``shape`` (M, N, K) as if all were alike:
+    that of one product of as many tiles across."""
+    m, n, k = shape
+    columns = groups * -(-n // 256) * 256
+    alike = choose_config((m, columns, k), formats, epilogue, gpu=gpu, ctas=ctas)
+    return replace(alike, grouping=grouping)
 
 
 def supergroup(config: Config, gpu: Gpu) -> int:

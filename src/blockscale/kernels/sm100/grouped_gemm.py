@@ -8,12 +8,19 @@ from typing import Any
 from torch import Tensor
 
 from ...dtypes import from_torch
-from ...formats import GROUP_TILE
 from ...layouts import Grouped, get_layout
-from ..common.calls import CompiledGemm, GemmCall, Groups, Operand, below_each_other, multiply
+from ..common.calls import (
+    CompiledGemm,
+    GemmCall,
+    Groups,
+    Operand,
+    below_each_other,
+    check_apart,
+    multiply,
+)
 from ..common.gpu import Unsupported
 from ..common.template import template
-from .config import choose_config, supergroup, why_not
+from .config import choose_grouped, supergroup, why_not
 from .plan import Operands, views
 
 __all__ = ["grouped_gemm", "plan_groups"]
@@ -32,15 +39,8 @@ def plan_groups(call: GemmCall, ctas: int | None = None) -> CompiledGemm:
     like = template((rows, n), call.out_dtype, call.device)
     if 0 in (groups, rows, *operands.shape):
         return CompiledGemm(None, None, like, views)
-    config = choose_config(
-        each,
-        formats,
-        call.epilogue(n),
-        gpu=gpu,
-        ctas=ctas,
-        groups=groups,
-        grouping=call.grouping,
-    )
+    how: dict[str, Any] = {"grouping": call.grouping, "gpu": gpu, "ctas": ctas}
+    config = choose_grouped(each, groups, formats, call.epilogue(n), **how)
     operands.check_loadable(config)
     rest = (supergroup(config, gpu),)
     return CompiledGemm(config, gpu.load(config), like, operands.views, rest)
@@ -67,11 +67,7 @@ def _columns(call: GemmCall, groups: int) -> tuple[Operands, int, tuple[int, int
     operands = Operands.of(call)
     _check_majors(operands)
     m, n, k = operands.shape
-    if k % GROUP_TILE or k < groups * GROUP_TILE:
-        raise Unsupported(
-            f"a_data, b_data: got K = {k} with {groups} groups; expected groups moved apart to "
-            f"multiples of {GROUP_TILE}: quantize with axis=-2, offsets=offsets, k_major=True"
-        )
+    check_apart(k, groups)
     return operands, groups * m, (m, n, -(-k // groups))
 
 

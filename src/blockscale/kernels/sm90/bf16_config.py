@@ -8,10 +8,10 @@ from typing import Any
 from ...dtypes import BFLOAT16
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
-from .estimate import Costs, Tiling, by_estimate
+from .estimate import Costs, Tiling, by_estimate, by_k_groups
 from .product_config import ROW, ProductConfig, fit
 
-__all__ = ["BLOCK_K", "Bf16Config", "candidates", "choose_config"]
+__all__ = ["BLOCK_K", "Bf16Config", "candidates", "choose_config", "k_grouped_candidates"]
 
 BLOCK_K = ROW // 2  # columns of a stage
 MAJORS = ("k", "mn")
@@ -29,8 +29,13 @@ class Bf16Config(ProductConfig):
     a_major: str = "k"
     b_major: str = "k"
 
+    @property
+    def block_k(self) -> int:
+        return BLOCK_K
+
     def wrong(self) -> dict[str, Any]:
         return ProductConfig.wrong(self) | {
+            "grouping": self.grouping not in ("", "k"),
             "a_major": self.a_major not in MAJORS,
             "b_major": self.b_major not in MAJORS
             or (self.b_major == "mn" and self.mma_n % BLOCK_K),
@@ -90,10 +95,28 @@ def candidates(
     return [fit(each, **fields) for each in _ranked(shape, majors, gpu)]
 
 
+def k_grouped_candidates(
+    shape: tuple[int, int, int],
+    groups: int,
+    epilogue: Epilogue,
+    majors: tuple[str, str] = ("k", "k"),
+    gpu: Gpu = GPUS["sm_90a"],
+) -> list[Bf16Config]:
+    """The same for products of each of ``groups`` of columns, as of
+    ``grouped_config.k_grouped_candidates``."""
+    fields = {"a_major": majors[0], "b_major": majors[1], **epilogue._asdict()}
+    ranked = by_k_groups(_able(majors), shape, groups, BLOCK_K, gpu)
+    return [fit(each, grouping="k", **fields) for each in ranked]
+
+
 def _ranked(shape: tuple[int, int, int], majors: tuple[str, str], gpu: Gpu) -> list[ProductConfig]:
-    """Those that can load B, the one of least estimated time first."""
-    known = [each for each in TILINGS if majors[1] == "k" or each.config.tile[1] % BLOCK_K == 0]
-    return by_estimate(known, shape, BLOCK_K, gpu)
+    """The one of least estimated time first."""
+    return by_estimate(_able(majors), shape, BLOCK_K, gpu)
+
+
+def _able(majors: tuple[str, str]) -> list[Tiling]:
+    """Those that can load B."""
+    return [each for each in TILINGS if majors[1] == "k" or each.config.tile[1] % BLOCK_K == 0]
 
 
 def choose_config(

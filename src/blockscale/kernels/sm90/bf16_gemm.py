@@ -50,16 +50,18 @@ class Bf16Gemm:
         return (row, k) if major == "k" else (k, row)
 
     @cute.jit
-    def __call__(self, a, b, d, bias, alpha, multiprocessors, stream):
+    def __call__(self, a, b, d, bias, alpha, offsets, supergroup, multiprocessors, stream):
         """Launch. ``a`` (M, K) and ``b`` (N, K), or transposed where K is not contiguous; ``d`` (M,
-        N); ``bias`` (N,) and ``alpha``, or None.
+        N); ``bias`` (N,) and ``alpha``, or None. Where columns are grouped, ``d`` is (groups * M,
+        N), ``offsets`` (groups,) int32, and ``supergroup`` as of ``RowGroups``; else None.
         """
         operands = zip(self.gemm.operands, (a, b), strict=True)
         loads = [operand.copies.describe(tensor) for operand, tensor in operands]
         loads = [(promote_l2(atom), view) for atom, view in loads]
         k = a.shape[1 if self.config.a_major == "k" else 0]
         k_blocks = cute.ceil_div(k, BLOCK_K)
-        rest = k_blocks, None, multiprocessors, stream
+        groups = (offsets, supergroup) if self.config.grouped else None
+        rest = k_blocks, groups, multiprocessors, stream
         self.gemm.launch(loads, None, (d, bias, alpha), *rest)
 
 

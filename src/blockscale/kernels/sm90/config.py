@@ -90,6 +90,11 @@ class Config(ProductConfig):
         return self.scale_bytes[1] or self.scale_bytes[0]
 
     @property
+    def block_k(self) -> int:
+        """Columns of a stage."""
+        return BLOCK_K
+
+    @property
     def stage_bytes(self) -> int:
         return sum(self.tile) * BLOCK_K + sum(self.scale_bytes)
 

@@ -18,7 +18,7 @@ import numpy as np
 from ..common.gpu import Gpu
 from .product_config import ROW, ProductConfig
 
-__all__ = ["Costs", "Tiling", "by_estimate"]
+__all__ = ["Costs", "Tiling", "by_estimate", "by_k_groups"]
 
 _WAVES_OR_DRAM, _WORK_OR_L2 = 3.5, 4.0  # exponents: the larger, the less the shorter time adds
 
@@ -122,3 +122,19 @@ def by_estimate(
     suiting = (each for each in tilings if each.is_legal(*shape[:2], gpu))
     ranked = sorted(suiting, key=lambda each: each.nanoseconds(shape, block_k, gpu, groups))
     return [each.config for each in ranked]
+
+
+def by_k_groups(
+    tilings: Iterable[Tiling], shape: tuple[int, int, int], groups: int, block_k: int, gpu: Gpu
+) -> list[ProductConfig]:
+    """The same for products (M, N) of each of ``groups`` of K columns in all, as if groups were
+    alike, and their products one below the other. CTAs do not split K."""
+    m, n, k = shape
+
+    def nanoseconds(tiling: Tiling) -> float:
+        rows = tiling.config.tile[0] * tiling.config.cluster[0]
+        down = groups * -(-m // rows) * rows
+        return tiling.nanoseconds((down, n, -(-k // groups)), block_k, gpu)
+
+    suiting = (each for each in tilings if each.config.split_k == 1 and each.is_legal(m, n, gpu))
+    return [each.config for each in sorted(suiting, key=nanoseconds)]

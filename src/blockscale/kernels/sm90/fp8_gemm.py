@@ -307,5 +307,4 @@ def compile_config(config: Config):
         scales(),
         any_tensor(cutlass.Uint8, 2, 16, True),
         scales() if config.b_block[0] == 1 else any_strided(Float32, 2 + grouped, 4),
-        groups=(any_tensor(Int32, 1, 4), Int32(1)) if grouped else (None, None),
     )

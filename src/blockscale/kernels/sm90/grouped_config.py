@@ -9,7 +9,7 @@ from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
 from ..common.groupings import square
 from .config import BLOCK_K, TILINGS, Config, fitted, tilings
-from .estimate import Tiling, by_estimate
+from .estimate import by_estimate, by_k_groups
 from .product_config import ProductConfig, fit
 
 __all__ = ["choose_grouped", "grouped_candidates", "k_grouped_candidates", "supergroup"]
@@ -40,17 +40,9 @@ def k_grouped_candidates(
 ) -> list[Config]:
     """Configurations for products (M, N) of ``shape`` (M, N, K) of each of ``groups`` of columns;
     the one first that is chosen, as if all had as many columns, and were one below the other."""
-    m, n, k = shape
-
-    def nanoseconds(tiling: Tiling) -> float:
-        rows = tiling.config.tile[0] * tiling.config.cluster[0]
-        down = groups * -(-m // rows) * rows
-        return tiling.nanoseconds((down, n, -(-k // groups)), BLOCK_K, gpu)
-
-    suiting = [each for each in tilings((1, 128), epilogue) if each.is_legal(m, n, gpu)]
     fields = {"b_block": (1, 128), "grouping": "k", **epilogue._asdict()}
-    ranked = sorted(suiting, key=nanoseconds)
-    return [fitted(each.config, m, **fields) for each in ranked]
+    ranked = by_k_groups(tilings((1, 128), epilogue), shape, groups, BLOCK_K, gpu)
+    return [fitted(each, shape[0], **fields) for each in ranked]
 
 
 def choose_grouped(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..common.calls import CompiledGemm, GemmCall, Groups, Operand, multiply
 from .config import FORMATS
+from .dequant_plan import plan_dequant
 from .grouped_plan import plan_grouped, plan_k_grouped
 from .mixed_plan import plan_mixed
 
@@ -16,9 +17,10 @@ __all__ = ["grouped_gemm", "plan_groups"]
 
 def plan_groups(call: GemmCall) -> CompiledGemm:
     """The plan of a call of ``grouped_gemm``; raises as it does."""
+    fp8, exact = plan_grouped, plan_mixed
     if call.grouping == "k":
-        return plan_k_grouped(call)
-    return (plan_grouped if call.b.format in FORMATS else plan_mixed)(call)
+        fp8, exact = plan_k_grouped, plan_dequant
+    return (fp8 if call.b.format in FORMATS else exact)(call)
 
 
 def grouped_gemm(a: Operand, b: Operand, groups: Groups, **options: Any) -> Tensor:
@@ -31,7 +33,8 @@ def grouped_gemm(a: Operand, b: Operand, groups: Groups, **options: Any) -> Tens
         b: data (groups, N, K), its matrices one after another. Of format "fp8_128x128" with fp32
             scales (groups, ceil(N / 128), ceil(K / 128)), with any strides; or as of
             ``mixed_gemm``, with scales (groups, N, K / block), one after another. Where columns
-            are grouped, as of ``calls.gemm``, both of "fp8_1x128".
+            are grouped, as of ``calls.gemm``, both of "fp8_1x128"; or as of ``exact_gemm``, which
+            takes two bytes for each element of both.
         groups: whose offsets are on the device of ``a``.
         options: of ``common.calls.multiply``.
 

@@ -7,8 +7,14 @@ from functools import lru_cache, partial
 from torch import Tensor
 
 from ...dtypes import from_torch
-from ...formats import GROUP_TILE
-from ..common.calls import CompiledGemm, GemmCall, below_each_other, check_loadable, check_matrix
+from ..common.calls import (
+    CompiledGemm,
+    GemmCall,
+    below_each_other,
+    check_apart,
+    check_loadable,
+    check_matrix,
+)
 from ..common.gpu import Unsupported
 from ..common.groupings import square
 from ..common.template import template
@@ -54,12 +60,11 @@ def plan_k_grouped(call: GemmCall) -> CompiledGemm:
     for name, each in (("a_data", a), ("b_data", b)):
         check_matrix(name, each.data, BYTES)
     (m, k), n = a.data[0], b.data[0][0]
-    if b.data[0][1] != k or k % GROUP_TILE or k < groups * GROUP_TILE:
-        raise Unsupported(
-            f"a_data, b_data: got {(m, k)} and {tuple(b.data[0])} with {groups} groups; expected "
-            f"(M, K) and (N, K), groups moved apart to multiples of {GROUP_TILE}: quantize with "
-            "axis=-2, offsets=offsets, k_major=True"
+    if b.data[0][1] != k:
+        raise ValueError(
+            f"a_data, b_data: got {(m, k)} and {tuple(b.data[0])}; expected (M, K) and (N, K)"
         )
+    check_apart(k, groups)
     gpu = call.supported(partial(why_not, k, from_torch(call.out_dtype), b.format))
     if b.format != a.format or b.format != "fp8_1x128":
         raise Unsupported(f"formats {a.format}, {b.format}: there are kernels for fp8_1x128")

@@ -17,11 +17,17 @@ __all__ = ["KGroupedTiles"]
 
 @dataclass(frozen=True, kw_only=True)
 class KGroupedTiles(ColumnGroups, GroupedTiles):
-    """The tiles of a CTA, as of ``GroupedTiles``."""
+    """The tiles of a CTA, as of ``GroupedTiles``.
+
+    Attributes:
+        blocks: of K, in ``GROUP_TILE`` columns.
+    """
+
+    blocks: int = 1
 
     @property
     def k_tiles(self):
-        return self.k_blocks_of_tile
+        return self.k_blocks_of_tile // self.blocks
 
     def found(self, index, group, after, begin, end) -> tuple:
         first = after - self.down_each
@@ -34,4 +40,5 @@ class KGroupedTiles(ColumnGroups, GroupedTiles):
         place, group, k_begin, k_end = self.ring.read(self.turn(index))
         row, column = (place & 0xFFFF) * self.shape[0], (place >> 16) * self.shape[1]
         first, end = group * self.rows, (group + 1) * self.rows
-        return Tile(first + row, column, k_begin, k_end, end, None, row, column)
+        part = k_begin * self.blocks, k_end * self.blocks
+        return Tile(first + row, column, *part, end, None, row, column)

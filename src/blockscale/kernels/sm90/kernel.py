@@ -18,6 +18,7 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
+from ...formats import GROUP_TILE
 from ..common import shared
 from ..common.copies import Copies, TmaTiles
 from ..common.factor import any_added
@@ -25,7 +26,7 @@ from ..common.numeric import NUMERIC
 from ..common.pdl import pdl_wait
 from ..common.persistent import cluster_shape, cluster_sync
 from ..common.pipeline import Pipeline
-from ..common.tensor_specs import any_source, compile_for
+from ..common.tensor_specs import any_source, any_tensor, compile_for
 from ..common.tile_ring import TileRing
 from . import ptx
 from .dense_scheduler import DenseScheduler, DenseTiles
@@ -71,7 +72,11 @@ class Gemm:
         if config.rows_grouped:
             return GroupedScheduler(config.tile, masked=config.grouping == "masked")
         if config.grouped:
-            options = {"cluster": config.cluster, "skips_empty": config.accumulate}
+            options = {
+                "cluster": config.cluster,
+                "skips_empty": config.accumulate,
+                "blocks": GROUP_TILE // config.block_k,
+            }
             return GroupedScheduler(config.tile, KGroupedTiles, **options)
         return DenseScheduler(config)
 
@@ -285,10 +290,11 @@ def accumulators(config: ProductConfig):
     return acc
 
 
-def compile_gemm(gemm, *operands, groups=()):
+def compile_gemm(gemm, *operands):
     """The host function of a kernel, which takes tensors of any shape: ``operands``, the output,
-    bias, alpha, what tells ``groups``, and how many multiprocessors there are."""
+    bias, alpha, what tells groups, and how many multiprocessors there are."""
     config = gemm.config
+    groups = (any_tensor(Int32, 1, 4), Int32(1)) if config.grouped else (None, None)
     return compile_for(
         config.arch,
         gemm,

@@ -345,5 +345,4 @@ def compile_config(config: Config):
         any_tensor(cutlass.Int32, 1, 16) if config.stream_k else None,
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(cutlass.Uint8, 2, align, True),
-        groups=(any_tensor(Int32, 1, 4), Int32(1)) if config.grouped else (None, None),
     )

@@ -217,6 +217,11 @@ class ProductConfig:
         return math.prod(self.clusters(m, n)) <= gpu.max_active_clusters(self.cluster_size)
 
     @property
+    def block_k(self) -> int:
+        """Columns of a stage."""
+        raise NotImplementedError
+
+    @property
     def stage_bytes(self) -> int:
         return sum(self.tile) * ROW
 
