@@ -70,6 +70,14 @@ def ours(g: Tensor, x: Tensor, offsets: Tensor) -> Iterator[tuple[str, Call]]:
     yield "copy of as many bytes", copied(3 * x.numel())
 
 
+def exact(g: Tensor, x: Tensor, offsets: Tensor) -> Iterator[tuple[str, Call]]:
+    """Of formats whose operands are written in bf16, to bf16."""
+    for name in ("mxfp8", "nvfp4"):
+        given = {"offsets": offsets, "k_major": True, "backend": "kernel"}
+        a, b = (bs.quantize(each, name, -2, **given) for each in (g, x))
+        yield name, partial(bs.grouped_gemm, a.mT, b, offsets, backend="kernel")
+
+
 def copied(nbytes: int) -> Call:
     half = torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(half)
@@ -153,7 +161,8 @@ def measured(
     torch.manual_seed(0)
     g, x = (torch.randn(ROWS, width, device="cuda", dtype=BF16) for width in (m, n))
     offsets = ends_of(sizes, x.device)
-    calls, failed = {**dense(), **dict(ours(g, x, offsets))}, {}
+    calls = {**dense(), **dict(ours(g, x, offsets)), **dict(exact(g, x, offsets))}
+    failed = {}
     if args.tiles:
         calls.update(tiles(g, x, offsets))
     for name, prepare in PEERS.items():

@@ -249,6 +249,26 @@ def test_200_groupings_along_k(seed):
         check_k(out, want, (sizes, m, n))
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
+def test_exact_groupings_along_k(name):
+    """Both operands are written in bf16."""
+    rng = random.Random(name)
+    for i in range(30):
+        groups = rng.choice((1, 2, 7, 33))
+        sizes = [rng.choice((0, 1, 31, 129, rng.randint(0, 300))) for _ in range(groups)]
+        m, n, offsets = 8 * rng.randint(1, 60), 8 * rng.randint(1, 80), ends(*sizes)
+        rows = sum(sizes) + rng.choice((1, 200))
+        layout = rng.choice(("compact", "tcgen05"))
+        how = {"axis": -2, "offsets": offsets, "layout": layout, "k_major": True}
+        a, b = (bs.quantize(normal(rows, w, seed=i + w), name, **how) for w in (m, n))
+        got = bs.grouped_gemm(a.mT, b, offsets, FP32, backend="kernel")
+        want = k_product(a, b, offsets)
+        assert (got.double() - want).norm() <= 1e-5 * want.norm(), (sizes, m, n)
+        out = got.clone()
+        bs.grouped_gemm(a.mT, b, offsets, out=out, accumulate=True, backend="kernel")
+        assert (out.double() - 2 * want).norm() <= 2e-5 * want.norm(), (sizes, m, n)
+
+
 def test_columns_have_the_bytes_of_the_reference():
     for sizes in ((5, 0, 130, 64, 1, 300), (128, 256), (0, 0, 7)):
         offsets, x = ends(*sizes), normal(sum(sizes) + 70, 200)

@@ -149,6 +149,9 @@ def test_choice():
     """Tiles of few rows for few; and no part of what dense products may do."""
     for m, groups, rows in ((32, 32, 8), (256, 32, 16), (1024, 32, 64), (32768, 8, 256)):
         assert choose_grouped((m, 4096, 7168), groups, "mxfp8", Epilogue()).rows == rows
+    for capacity, rows in ((1, 8), (16, 16), (64, 64), (128, 128), (192, 192)):  # none has more
+        shape = 32 * capacity, 4096, 7168
+        assert choose_grouped(shape, 32, "mxfp8", Epilogue(), grouping="masked").rows == rows
     for m in (1, 100, 5000, 10**6):
         for groups in (1, 8, 1000):
             config = choose_grouped((m, 136, 256), groups, "nvfp4", Epilogue(FLOAT32))

@@ -3,6 +3,7 @@ chosen."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -295,8 +296,9 @@ def choose_grouped(
     each, at_once, blocks = m / groups, gpu.max_active_clusters(1), -(-k // BLOCK_K)
 
     def nanoseconds(rows: int) -> float:
-        # in the mean half a tile of a group is missing, and half a wave
-        tiles = groups * max(1, each / rows + 0.5) * -(-n // B_ROWS)
+        # in the mean half a tile of a group is missing, unless no group has more; and half a wave
+        down = math.ceil(each / rows) if grouping == "masked" else max(1, each / rows + 0.5)
+        tiles = groups * down * -(-n // B_ROWS)
         tile_ns = blocks * _K_BLOCK_NS[max(rows, min(_K_BLOCK_NS))] + _TILE_NS
         return max(1, tiles / at_once + 0.5) * tile_ns
 
