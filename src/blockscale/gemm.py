@@ -171,8 +171,9 @@ def grouped_gemm(
     the host waits for nothing and a CUDA graph may change them. Scales of a batch are compact: give
     fp8_1x128, whose kernel reads those of a matrix, as (G * capacity, K) in layout "sm90", for a
     product (G * capacity, N); else they are rewritten in every call. One kernel multiplies groups
-    along K, too, of fp8_1x128 quantized with ``k_major=True`` (and layout "sm90"). Other formats
-    of these, and 128 x 128 blocks of ``a``, run as plain torch, which reads the offsets back.
+    along K, too, of columns quantized with ``k_major=True``: fp8_1x128 (in layout "sm90"), or the
+    exact formats, after kernels that write both in bf16. Others, and 128 x 128 blocks of ``a``, run
+    as plain torch, which reads the offsets back.
 
     On Blackwell one kernel multiplies groups of rows, masked ones and those along K of the formats
     of :func:`gemm`, 8-bit data with the contraction contiguous (columns with ``k_major=True``).
