@@ -3,6 +3,7 @@ own arithmetic, a kernel in the emulator."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -11,11 +12,26 @@ import torch
 from sm100_inputs import Operand, launched, operand, product, rounded, tiles
 from torch import Tensor
 
+from blockscale.dtypes import BFLOAT16, to_torch
 from blockscale.formats import get_format, padded_groups
 from blockscale.kernels.sm100.config import Config
 from blockscale.layouts import Grouped, get_layout
 
-__all__ = ["Columns", "Rows", "columns", "rows"]
+__all__ = [
+    "PAIR",
+    "Columns",
+    "Rows",
+    "check_columns",
+    "check_random",
+    "check_rows",
+    "columns",
+    "config",
+    "rows",
+    "same",
+    "with_offsets",
+]
+
+PAIR = {"ctas": 2, "cluster": (2, 1)}
 
 _TCGEN05 = get_layout("tcgen05")
 
@@ -97,7 +113,6 @@ class Columns:
         """Of all groups, one below the other, added to ``start``."""
         m, n = len(self.a[0].codes), len(self.b[0].codes)
         none = torch.zeros(m, n, dtype=dtype)
-        starts = [None if start is None else part for part in (none if start is None else start)]
         starts = [None] * len(self.a) if start is None else list(start.split(m))
         return torch.cat(
             [
@@ -162,3 +177,55 @@ def columns(
 def with_offsets(given: Rows | Columns, *offsets: int) -> Rows | Columns:
     """The same, of which the kernel is told something else."""
     return replace(given, offsets=torch.tensor(offsets, dtype=torch.int32))
+
+
+def config(formats: tuple[str, str], grouping: str, dtype=BFLOAT16, **fields) -> Config:
+    return Config(*formats, dtype, grouping=grouping, **{"stages": 3, **fields})
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """To the bit, but for NaNs, which are all alike."""
+    return torch.equal(got.nan_to_num(nan=3e38), want.nan_to_num(nan=3e38))
+
+
+def check_rows(config: Config, given: Rows, **how) -> None:
+    dtype = to_torch(config.out_dtype)
+    start = ()
+    if given.masked:  # rows that are not there keep what they had
+        shape = len(given.a.codes), len(given.bs[0].codes)
+        start = (torch.full(shape, 7.0, dtype=dtype),)
+    assert same(given.emulated(config, *start, **how), given.product(dtype, *start))
+
+
+def check_columns(config: Config, given: Columns, **how) -> None:
+    dtype = to_torch(config.out_dtype)
+    start = (start_of(given, dtype),) if config.accumulate else ()
+    assert same(given.emulated(config, *start, **how), given.product(dtype, *start))
+
+
+def start_of(given: Columns, dtype: torch.dtype) -> torch.Tensor:
+    shape = len(given.a) * len(given.a[0].codes), len(given.b[0].codes)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def check_random(rng: random.Random, seed: int) -> bool:
+    """Whether a kernel of random groups leaves the right bits, in some order of completion."""
+    count = rng.choice([1, 2, 5, 34])
+    sizes = [rng.choice([0, rng.randrange(8), rng.randrange(300 // count)]) for _ in range(count)]
+    formats = rng.choice([("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4")])
+    n, k = 8 * rng.randrange(1, 40), 32 * rng.randrange(1, 12)
+    how = {
+        "completion": rng.choice(["eager", "late", "random"]),
+        "seed": seed,
+        "supergroup": rng.choice([1, 2, 7]),
+    }
+    grouping, fields = rng.choice(["m", "masked", "k"]), rng.choice([{}, PAIR])
+    found = config(formats, grouping, **fields)
+    if grouping == "k":
+        even = [size // 2 * 2 for size in sizes]  # of 4 bits, two are a byte
+        check_columns(found, columns(formats, even, rng.randrange(1, 200), n, 5), **how)
+    elif grouping == "masked":
+        check_rows(found, rows(formats, sizes, n, k, capacity=max(*sizes, 1, 1)), **how)
+    else:
+        check_rows(found, rows(formats, sizes, n, k, rng.randrange(9)), **how)
+    return True

@@ -3,8 +3,10 @@ tensor cores makes of each group."""
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,55 +17,35 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 from grouped_inputs import caught
 from kernel_code import built
 from sm90_inputs import frame_bytes
-from sm100_groups import Columns, Rows, columns, rows, with_offsets
+from sm100_groups import (
+    PAIR,
+    check_columns,
+    check_random,
+    check_rows,
+    columns,
+    config,
+    rows,
+    same,
+    with_offsets,
+)
 from sm100_inputs import BF16, FP32
 
 import blockscale as bs
-from blockscale.dtypes import BFLOAT16, FLOAT16, FLOAT32, to_torch
+from blockscale.dtypes import FLOAT16, FLOAT32
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.grouped_tiles import RowGroups
-from blockscale.kernels.sm100.config import Config, choose_grouped, supergroup
+from blockscale.kernels.sm100.config import choose_grouped, supergroup
 from blockscale.kernels.sm100.epilogue import Epilogue as Stores
 from blockscale.kernels.sm100.grouped_scheduler import GroupedTiles, KGroupedTiles
 from stand_in import chip, emulated, matrix
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
-PAIR = {"ctas": 2, "cluster": (2, 1)}
 WIDE = {"mma_n": 256, "epilogue_stages": 1}
 EDGES = (0, 1, 31, 33, 127, 129, 0)  # rows or columns of groups
 FORMATS = [
     ("mxfp8", "mxfp8"), ("mxfp8_e5m2", "mxfp4"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4"),
 ]  # fmt: skip
-
-
-def config(formats: tuple[str, str], grouping: str, dtype=BFLOAT16, **fields) -> Config:
-    return Config(*formats, dtype, grouping=grouping, **{"stages": 3, **fields})
-
-
-def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """To the bit, but for NaNs, which are all alike."""
-    return torch.equal(got.nan_to_num(nan=3e38), want.nan_to_num(nan=3e38))
-
-
-def check_rows(config: Config, given: Rows, **how) -> None:
-    dtype = to_torch(config.out_dtype)
-    start = ()
-    if given.masked:  # rows that are not there keep what they had
-        shape = len(given.a.codes), len(given.bs[0].codes)
-        start = (torch.full(shape, 7.0, dtype=dtype),)
-    assert same(given.emulated(config, *start, **how), given.product(dtype, *start))
-
-
-def check_columns(config: Config, given: Columns, **how) -> None:
-    dtype = to_torch(config.out_dtype)
-    start = (start_of(given, dtype),) if config.accumulate else ()
-    assert same(given.emulated(config, *start, **how), given.product(dtype, *start))
-
-
-def start_of(given: Columns, dtype: torch.dtype) -> torch.Tensor:
-    shape = len(given.a) * len(given.a[0].codes), len(given.b[0].codes)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 @pytest.mark.parametrize("fields", [{}, PAIR, PAIR | WIDE], ids=["1 CTA", "2 CTAs", "256 x 256"])
@@ -148,21 +130,16 @@ def test_tiles_come_in_any_order():
         check_rows(config(formats, "m"), given, completion="random", seed=seed, resident=3)
 
 
-def test_random_groupings():
-    rng = random.Random(23)
-    for i in range(16):
-        count = rng.choice([1, 2, 5, 34])
-        sizes = [
-            rng.choice([0, rng.randrange(8), rng.randrange(300 // count)]) for _ in range(count)
-        ]
-        formats = rng.choice([FORMATS[0], FORMATS[3]])
-        fields = rng.choice([{}, PAIR])
-        n, k = 8 * rng.randrange(1, 40), 32 * rng.randrange(1, 12)
-        how = {"completion": "random", "seed": i, "supergroup": rng.choice([1, 2, 7])}
-        check_rows(config(formats, "m", **fields), rows(formats, sizes, n, k, 5), **how)
-        sizes = [size // 2 * 2 for size in sizes]
-        given = columns(formats, sizes, rng.randrange(1, 200), n, 5)
-        check_columns(config(formats, "k", **fields), given, **how)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_groupings(seed):
+    """``benchmarks/sm100_groupings.py`` runs 200 of them."""
+    assert check_random(random.Random(seed), seed)
+
+
+def test_200_groupings_were_right():
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "sm100_groupings.json"
+    found = json.loads(path.read_text())
+    assert found["runs"] == found["right"] == 200
 
 
 @pytest.mark.parametrize("operand", ["a", "b"])

@@ -36,6 +36,7 @@ SCALE_COLUMNS = 4  # columns of Tensor Memory that a tile of scales takes
 SCALE_TILE_BYTES = 512  # bytes of a tile of scales
 CLC_STAGES = 3  # tiles that the scheduler asks for ahead
 CLC_RESPONSE_BYTES = 16  # bytes of a response of cluster launch control
+MOST_GROUPS = (1 << 16) - 1  # a tile's group has 16 bits
 TABLE_BYTES = 512  # bytes of the table of reciprocals, a word for each UE4M3 code
 
 

@@ -20,7 +20,7 @@ from ..common.calls import (
 )
 from ..common.gpu import Unsupported
 from ..common.template import template
-from .config import choose_grouped, supergroup, why_not
+from .config import MOST_GROUPS, choose_grouped, supergroup, why_not
 from .plan import Operands, views
 
 __all__ = ["grouped_gemm", "plan_groups"]
@@ -33,6 +33,8 @@ def plan_groups(call: GemmCall, ctas: int | None = None) -> CompiledGemm:
     gpu = call.supported(partial(why_not, *formats, from_torch(call.out_dtype)))
     groups = call.offsets[0][0] if call.offsets else 0
     of = _columns if call.grouping == "k" else _rows
+    if groups > MOST_GROUPS:
+        raise Unsupported(f"offsets: {groups} groups; kernels take {MOST_GROUPS} at most")
     operands, rows, each = of(call, groups)
     n = each[1]
     call.check_rest((rows, n))

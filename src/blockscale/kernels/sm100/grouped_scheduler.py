@@ -57,7 +57,7 @@ class GroupedTiles(RowGroups):
         return [begin + row, self.packed(column, group), scales + row // TILE_M, end]
 
     def packed(self, column, group):
-        """Both in an integer."""
+        """Both in an integer: ``MOST_GROUPS`` at most, and the rest."""
         return column // self.shape[1] << 16 | group
 
     def unpacked(self, word) -> tuple:
@@ -68,6 +68,7 @@ class GroupedTiles(RowGroups):
         """Of what the ring has. The rest is no product."""
         row, word, scales, end = words
         column, group = self.unpacked(word)
+        # none of the rest; with a selection here CuTe DSL 4.8 crashes
         k_blocks = cutlass.min((self.groups - group) * self.k_blocks, self.k_blocks)
         b_scales = group * cute.ceil_div(self.extent[1], TILE_M) + column // TILE_M
         starts = row, group * self.extent[1] + column
