@@ -162,7 +162,8 @@ def _arguments(config: Config) -> list[Any]:
             torch.ones(()) if config.quantizing.has_table else None,
         )
     bias = None if config.bias is None else torch.zeros(size, dtype=to_torch(config.bias))
-    return [*given, out, bias, (torch.ones(()),) * 2 if config.alpha else None]
+    alpha = (torch.ones(()),) * 2 if config.alpha else None
+    return [*given, out, bias, alpha, None, None]
 
 
 def named(config: Config) -> dict[str, str | int | None]:

@@ -501,7 +501,8 @@ def test_each_operation_says_that_it_runs_as_plain_torch(on_gpu):
 
 
 def test_grouped_gemm_says_that_it_runs_as_plain_torch(on_gpu):
-    a, b = (bs.quantize(torch.randn(n), backend="reference") for n in ((64, 64), (2, 32, 64)))
+    shapes = (64, 64), (2, 32, 64)
+    a, b = (bs.quantize(torch.randn(n), "mxfp6_e2m3", backend="reference") for n in shapes)
     b = b.mT
     offsets = torch.tensor([30, 64], dtype=torch.int32)
     with pytest.warns(bs.FallbackWarning, match="^grouped_gemm on .* sums in fp32 but many times"):

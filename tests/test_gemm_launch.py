@@ -66,7 +66,7 @@ class Calls:
             data, scale, values, *_ = args
             self.widened[id(values)] = data, scale
             return
-        if len(args) == 6:  # bf16 matrices, no scales
+        if getattr(args[1], "dtype", None) == BF16:  # matrices without scales
             args = (args[0], None, args[1], None, *args[2:])
         a, b = (self.widened.pop(id(args[i]), args[i : i + 2]) for i in (0, 2))
         self.launched.append((*a, *b, *args[4:]))
