@@ -72,7 +72,7 @@ def _lay_rows(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
     left, right = _matrices(a, b._replace(data=weights.flatten(0, 1).mT))
     scale = a.scale
     if groups.grouping == "masked":
-        scale = _tiles_of_parts(scale_matrix(a, -1), m // max(count, 1))
+        scale = _tiles_of_parts(scale_matrix(a, -1, groups), m // max(count, 1))
     elif a.layout != GROUPED_TILES:
         ends = groups.offsets.clamp(0, m).cummax(0).values  # inside, whatever the device has
         scale = Grouped(get_layout("tcgen05")).swizzle(scale_matrix(a, -1), ends)
@@ -138,10 +138,7 @@ def _tiles(side: Side, axis: int, parts: int = 1) -> Tensor:
     rows = side.shape[-3 - axis] // parts
     alike = parts == 1 or rows % TILE_ROWS == 0  # then no tile has rows of two parts
     if side.layout != "tcgen05" or side.scale is None or not alike:
-        matrix, layout = scale_matrix(side, axis), get_layout("tcgen05")
-        if alike:
-            return layout.swizzle(matrix)
-        return torch.cat([layout.swizzle(part) for part in matrix.split(rows)])
+        return _tiles_of_parts(scale_matrix(side, axis), rows)
     tiles = side.scale.contiguous()
     return tiles.clone() if tiles.data_ptr() % 16 else tiles
 

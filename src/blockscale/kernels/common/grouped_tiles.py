@@ -187,6 +187,14 @@ class ColumnGroups(RowGroups):
             down = Int32(cutlass.select_(end > begin, down, Int32(0)))
         return Int32(cutlass.select_(chunk + cute.arch.lane_idx() < self.groups, down, Int32(0)))
 
+    def part(self, index, group, after, begin, end) -> tuple:
+        """Row and column in a group where the CTA's tile of the ``index``-th cluster of all begins,
+        and the group's first tile along K and the one after its last. The ``after``-th cluster down
+        follows the group, whose columns begin and end there."""
+        row, column = self.place(index - (after - self.down_each) * self.across, self.down_each)
+        k_begin = begin // GROUP_TILE + group
+        return row, column, k_begin, k_begin + cute.ceil_div(end - begin, GROUP_TILE)
+
 
 def _of_lanes_to(value, combine):
     """What ``combine`` makes of the values of all lanes up to one; none is negative."""

@@ -88,11 +88,8 @@ class KGroupedTiles(ColumnGroups, GroupedTiles):
         return (self.down_of(chunk, begin, end),)
 
     def found(self, index, group, begin, end, sums) -> list:
-        first = sums[0] - self.down_each
-        row, column = self.place(index - first * self.across, self.down_each)
-        k_begin = begin // GROUP_TILE + group
-        k_end = k_begin + cute.ceil_div(end - begin, GROUP_TILE)
-        return [row, self.packed(column, group), k_begin, k_end]
+        row, column, *k = self.part(index, group, sums[0], begin, end)
+        return [row, self.packed(column, group), *k]
 
     def tile(self, words) -> Tile:
         row, word, k_begin, k_end = words

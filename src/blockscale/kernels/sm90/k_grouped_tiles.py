@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import cute
-
-from ...formats import GROUP_TILE
 from ..common.grouped_tiles import ColumnGroups
 from .dense_scheduler import Tile
 from .grouped_scheduler import GroupedTiles
@@ -30,11 +27,8 @@ class KGroupedTiles(ColumnGroups, GroupedTiles):
         return self.k_blocks_of_tile // self.blocks
 
     def found(self, index, group, after, begin, end) -> tuple:
-        first = after - self.down_each
-        row, column = self.place(index - first * self.across, self.down_each)
-        place = row // self.shape[0] | column // self.shape[1] << 16
-        k_begin = begin // GROUP_TILE + group
-        return place, group, k_begin, k_begin + cute.ceil_div(end - begin, GROUP_TILE)
+        row, column, *k = self.part(index, group, after, begin, end)
+        return row // self.shape[0] | column // self.shape[1] << 16, group, *k
 
     def tile(self, index) -> Tile:
         place, group, k_begin, k_end = self.ring.read(self.turn(index))
