@@ -226,8 +226,14 @@ class Format:
         return -(-n // self.block_size) * self.block_size
 
     def multiplies(self, other: Format) -> bool:
-        """Whether a product may mix the two: blocks along K and scale types must be the same."""
-        return self.block_size == other.block_size and self.scale == other.scale
+        """Whether ``a`` of this format is multiplied by ``b`` of the other one: blocks along K and
+        scale types must be the same, but those of some weights."""
+        alike = self.block_size == other.block_size and self.scale == other.scale
+        return alike or (self.name, other.name) in _BY_WEIGHTS
+
+
+#: Formats of other blocks, whose scales are powers of two: of activations, and of weights.
+_BY_WEIGHTS = frozenset({("fp8_1x128", "mxfp4")})
 
 
 def padded_groups(n: int, groups: int) -> int:

@@ -145,6 +145,24 @@ def test_dispatch(left, right):
     assert (first.double() - want).norm() <= 1.7e-3 * want.norm()
 
 
+@pytest.mark.parametrize(("left", "right"), [
+    ("mxfp8", "mxfp8"), ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), (None, "mxfp4"),
+])  # fmt: skip
+def test_dgrad(left, right):
+    """Columns of each weight: their scales are put along the contraction."""
+    x, w = matrix(90, 256), matrix(2, 256, 136, seed=1)
+    a = x if left is None else bs.quantize(x, left)
+    ends = torch.tensor([30, 90], dtype=torch.int32)
+    with emulated("sm_90a") as launches:
+        b = bs.quantize(w, right, axis=-2, k_major=True)
+        got, want = (bs.grouped_gemm(a, b, ends, backend=each) for each in ("kernel", "reference"))
+        assert len(launches) == 2
+        assert (got.double() - want.double()).norm() <= 2e-3 * want.double().norm()
+        if right == "mxfp8":
+            with pytest.raises(ValueError, match=r"b: its contraction.*k_major=True"):
+                bs.grouped_gemm(a, bs.quantize(w, right, axis=-2), ends, backend="kernel")
+
+
 def test_choice():
     """Tiles of few rows for few; and no part of what dense products may do."""
     for m, groups, rows in ((32, 32, 8), (256, 32, 16), (1024, 32, 64), (32768, 8, 256)):

@@ -14,6 +14,7 @@ from ..kernels.common.loadable import loadable
 from ..kernels.sm90 import exact_gemm
 from ..kernels.sm90.grouped_gemm import plan_groups
 from ..kernels.sm90.plan import plan_gemm
+from ..kernels.sm90.upcast_plan import plan_upcast
 from ..layouts import get_layout
 from .gemm_operands import GroupedProducts, Products, Reading, Side, Take, scale_matrix
 
@@ -21,6 +22,8 @@ __all__ = ["PRODUCTS"]
 
 # Formats whose elements tensor cores take as they are, with scales per 128 along K.
 _FP8 = ("fp8_1x128", "fp8_128x128")
+# By 4 bits, which are exact in E4M3 times powers of two.
+_UPCAST = ("fp8_1x128", "mxfp4")
 # Formats whose elements, times their scales, are exact in bf16.
 _WIDENED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 
@@ -44,13 +47,13 @@ def _lay_fp8(a: Side, b: Side) -> tuple[Operand, Operand]:
 
 
 def _along_k(name: str, data: Tensor) -> Tensor:
-    """A matrix whose contraction is contiguous; Unsupported otherwise."""
-    if data.stride(1) != 1 and data.shape[1] > 1:
+    """A matrix, or a batch, whose contraction is contiguous; Unsupported otherwise."""
+    if data.stride(-1) != 1 and data.shape[-1] > 1:
         raise Unsupported(
             f"{name}: its contraction is not contiguous, as this kernel takes it: quantize columns "
             "(axis=-2) with k_major=True"
         )
-    return loadable(data)
+    return loadable(data) if data.dim() == 2 else data
 
 
 def _by_rows(side: Side, axis: int, groups: Groups | None = None) -> Tensor:
@@ -64,12 +67,28 @@ def _by_rows(side: Side, axis: int, groups: Groups | None = None) -> Tensor:
     return get_layout("sm90").swizzle(matrix)
 
 
+# --- FP8 by 4 bits, which become FP8 in the kernel ------------------------------------------------
+
+
+def _upcasts(a: Side, b: Side) -> bool:
+    return a.format in _FP8 and b.format not in _FP8
+
+
+def _lay_upcast(a: Side, b: Side) -> tuple[Operand, Operand]:
+    return (
+        Operand(_along_k("a", a.data), _by_rows(a, -1), a.format),
+        Operand(_along_k("b", b.data.mT), scale_matrix(b, -2).contiguous(), b.format),
+    )
+
+
 # --- all ------------------------------------------------------------------------------------------
 
 
 def _lay(a: Side, b: Side) -> tuple[Operand, Operand]:
     if b.format in _FP8:
         return _lay_fp8(a, b)
+    if _upcasts(a, b):
+        return _lay_upcast(a, b)
     return exact_gemm.lay(
         Operand(a.data, None if a.scale is None else scale_matrix(a, -1), a.format),
         Operand(b.data.mT, scale_matrix(b, -2), b.format),
@@ -77,19 +96,24 @@ def _lay(a: Side, b: Side) -> tuple[Operand, Operand]:
 
 
 def _plan(call: GemmCall) -> CompiledGemm:
-    return plan_gemm(call) if call.b.format in _FP8 else exact_gemm.plan_exact(call)
+    if call.b.format in _FP8:
+        return plan_gemm(call)
+    return (plan_upcast if call.a.format in _FP8 else exact_gemm.plan_exact)(call)
 
 
 def _lay_groups(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
     if b.scale is None:
         raise TypeError("b: is not quantized")
-    if b.format in _FP8:
+    if a.format in _FP8:
         left = Operand(_along_k("a", a.data), _by_rows(a, -1, groups), a.format)
     else:
         scale = None if a.scale is None else scale_matrix(a, -1, groups)
         left = Operand(a.data, scale, a.format)
         left = left._replace(data=loadable(left.data))
-    return left, Operand(b.data.mT, b.scale.mT, b.format)
+    blocks = b.scale.mT
+    if b.format not in _FP8:  # kernels read scales along the contraction
+        blocks = blocks.contiguous()
+    return left, Operand(_along_k("b", b.data.mT), blocks, b.format)
 
 
 def _lay_columns(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
@@ -147,11 +171,13 @@ def _read(layout: str, take: Take, scale_apart: int = 16) -> Reading:
 PRODUCTS = Products(
     gpu="Hopper",
     formats=(
-        "fp8_1x128 and fp8_128x128 in any pair, the contraction contiguous; mxfp8, mxfp8_e5m2 and "
-        "mxfp4 in any pair; nvfp4 by nvfp4; bf16 by any of these but FP8"
+        "fp8_1x128 and fp8_128x128 in any pair, and fp8_1x128 by mxfp4, the contraction "
+        "contiguous; mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by nvfp4; bf16 by any of these "
+        "but FP8"
     ),
     pairs={
         *product(_FP8, _FP8),
+        _UPCAST,
         *_WIDENED_PAIRS,
     },
     lay=_lay,
@@ -165,9 +191,9 @@ PRODUCTS = Products(
     },
     k_major=True,
     grouped=GroupedProducts(
-        "fp8_1x128 by fp8_128x128; mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by nvfp4; bf16 "
-        "by any of these but FP8",
-        {("fp8_1x128", "fp8_128x128"), *_WIDENED_PAIRS},
+        "fp8_1x128 by fp8_128x128 or mxfp4; mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by "
+        "nvfp4; bf16 by any of these but FP8",
+        {("fp8_1x128", "fp8_128x128"), _UPCAST, *_WIDENED_PAIRS},
         _lay_groups,
         plan_groups,
         {

@@ -17,6 +17,8 @@ BUILDERS = {
     "sm90.bf16_config.Bf16Config": "sm90.bf16_gemm",
     "sm90.mixed_config.Config": "sm90.mixed",
     "sm90.skinny_config.Config": "sm90.skinny",
+    "sm90.upcast_config.UpcastConfig": "sm90.upcast_gemm",
+    "sm90.upcast_config.KBlocksConfig": "sm90.k_blocks_kernel",
     "sm90.permute_config.PermuteConfig": "sm90.permute_activations",
     "sm100.config.Config": "sm100.kernel",
 }

@@ -120,8 +120,8 @@ class Panels(Copies):
     """Tiles wider than what a row of shared memory holds: ``panels`` of them side by side, which
     are one above the other there, each moved as a tile of :class:`Copies` is."""
 
-    def __init__(self, kind, tile, slots: int, panels: int, *, rows: int = 0, shares: int = 1):
-        super().__init__(kind, tile, slots * panels, rows=rows, shares=shares)
+    def __init__(self, kind, tile, slots: int, panels: int, **options):
+        super().__init__(kind, tile, slots * panels, **options)
         self.panels = panels
 
     @property

@@ -11,6 +11,7 @@ from .config import FORMATS
 from .dequant_plan import plan_dequant
 from .grouped_plan import plan_grouped, plan_k_grouped
 from .mixed_plan import plan_mixed
+from .upcast_plan import plan_upcast
 
 __all__ = ["grouped_gemm", "plan_groups"]
 
@@ -20,7 +21,9 @@ def plan_groups(call: GemmCall) -> CompiledGemm:
     fp8, exact = plan_grouped, plan_mixed
     if call.grouping == "k":
         fp8, exact = plan_k_grouped, plan_dequant
-    return (fp8 if call.b.format in FORMATS else exact)(call)
+    if call.b.format in FORMATS:
+        return fp8(call)
+    return (plan_upcast if call.a.format in FORMATS else exact)(call)
 
 
 def grouped_gemm(a: Operand, b: Operand, groups: Groups, **options: Any) -> Tensor:

@@ -20,7 +20,7 @@ from .mixed_config import BF16, BLOCK_K, SUPERGROUP, choose_config, choose_group
 from .permute_config import PermuteConfig
 from .plan import octets
 
-__all__ = ["plan_mixed"]
+__all__ = ["below", "check_bytes", "plan_mixed"]
 
 _BYTES = (
     torch.uint8,
@@ -63,7 +63,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     assert b_scale is not None
     groups, views = 1, octets
     if call.offsets is not None:
-        groups, views = b[0][0], _below
+        groups, views = b[0][0], below
         b, b_scale = below_each_other("b_data", b), below_each_other("b_scale", b_scale)
     gpu = call.supported(partial(why_not, a_format or BF16, b_format, from_torch(call.out_dtype)))
     for name, data in (("a_data", a), ("b_data", b)):
@@ -89,7 +89,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     if a_scale is not None:
         given.append(("a_scale", a_scale, m))
     for name, scale, rows in given:
-        _check_scale(name, scale, (rows, k // format.block_size), format)
+        check_bytes(name, scale, (rows, k // format.block_size), format)
     call.check_rest((m, n))
     like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
@@ -136,7 +136,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     return CompiledGemm(config, run, like, views, rest)
 
 
-def _below(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
+def below(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
     """Matrices of all groups below each other."""
     return octets(*(x.flatten(0, 1) if x is not None and x.dim() == 3 else x for x in operands))
 
@@ -146,7 +146,7 @@ def _apart(x: Described, nbytes: int) -> bool:
     return not (x[1][0] % nbytes or x[3] % nbytes)
 
 
-def _check_scale(name: str, x: Described, wanted: tuple[int, int], format: Format) -> None:
+def check_bytes(name: str, x: Described, wanted: tuple[int, int], format: Format) -> None:
     if x[2].itemsize != 1:
         raise TypeError(f"{name}: got {x[2]}; expected bytes of {format.scale.name}")
     if tuple(x[0]) != wanted:

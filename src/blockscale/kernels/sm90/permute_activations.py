@@ -21,6 +21,7 @@ from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.ptx import store_global, store_shared
 from ..common.tensor_specs import any_tensor, compile_for
 from .dequant import WIDENERS, ue4m3_factors
+from .load_if import load_if
 from .mixed_config import BF16, BLOCK_K, COUNTERS
 from .permute_config import PermuteConfig
 from .ptx import _asm, ld_shared
@@ -112,14 +113,14 @@ class PermuteActivations:
     def load(self, start, column: int, first, k) -> list:
         """Words of eight elements, ``column`` after those at ``start``; zeros unless all of them
         are there."""
-        return _load(start, column * self.bits // 8, self.bits, first + (column + 8) <= k)
+        return load_if(start, column * self.bits // 8, self.bits, first + (column + 8) <= k)
 
     @cute.jit
     def tail(self, words, start, column: cutlass.Constexpr, first, k):
         """Those of the first ``k`` columns, where an octet has others."""
         here = first + column
         if here < k and k < here + 8:
-            halves = [_load(start, 2 * (column + i), 2, here + i < k)[0] for i in range(8)]
+            halves = [load_if(start, 2 * (column + i), 2, here + i < k)[0] for i in range(8)]
             words = [halves[i] | halves[i + 1] << 16 for i in range(0, 8, 2)]
         return words
 
@@ -131,7 +132,7 @@ class PermuteActivations:
         line, found = scale.iterator.toint() + Int64(row) * scale.stride[0], []
         for i in range(4):
             column = first + self.apart * i
-            found += _load(line + column // size, 0, 1, column < k)
+            found += load_if(line + column // size, 0, 1, column < k)
         return found[0] | found[1] << 8 | found[2] << 16 | found[3] << 24
 
     def widen(self, octets: list, scales) -> list:
@@ -156,23 +157,6 @@ class PermuteActivations:
 
 
 # --- single instructions --------------------------------------------------------------------------
-
-
-def _load(address, offset: int, nbytes: int, wanted) -> list:
-    """1, 2, 4, 8 or 16 bytes of global memory, ``offset`` bytes after ``address``, as words,
-    zero-extended; zeros, and nothing read, unless ``wanted``."""
-    count = max(nbytes // 4, 1)
-    names = [f"w{i}" for i in range(count)]
-    kind = {1: "u8", 2: "u16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}[nbytes]
-    target = names[0] if count == 1 else "{" + ", ".join(names) + "}"
-    code = (
-        f"{{ .reg .pred p; .reg .b32 w<{count}>; setp.ne.b32 p, ${count + 1}, 0; "
-        + " ".join(f"mov.b32 {name}, 0;" for name in names)
-        + f" @p ld.global.{kind} {target}, [${count} + {offset}]; "
-        + " ".join(f"mov.b32 ${i}, {name};" for i, name in enumerate(names))
-        + " }"
-    )
-    return _asm(code, [Int32] * count, [address, Int32(wanted)], ["l", "r"], memory=True)
 
 
 def _gained(pair):

@@ -1,0 +1,174 @@
+# mypy: ignore-errors
+"""FP8 (M, K) with scales 1 x 128 by MXFP4 (N, K), at FP8's rate and half its bytes.
+
+As ``kernel``, but B is made E4M3 by a warpgroup of its own, which takes it from slots to which it
+is loaded as it is in memory: E2M1 times a power of two is exact in E4M3. What is a factor of 128 x
+128 elements, and how often they are multiplied, a list says (``k_blocks``).
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+
+from ..common import shared
+from ..common.copies import Copies, Panels, TmaTiles
+from ..common.pdl import pdl_wait
+from ..common.persistent import cluster_shape
+from ..common.pipeline import Pipeline
+from ..common.promotion import promote_l2
+from ..common.tensor_specs import any_tensor
+from ..common.tile_ring import TileRing
+from .config import BLOCK_K
+from .epilogue import Epilogue
+from .grouped_scheduler import TileFinder
+from .k_blocks import KBlocks
+from .kernel import Consumer, Gemm, Operand, compile_gemm
+from .upcast_config import A_BOX, B_ROWS, SCALE_BYTES, UpcastConfig
+from .upcast_mainloop import UpcastMainloop
+from .upcast_roles import ALoader, BLoader, RawB, Upcaster
+
+__all__ = ["UpcastGemm", "compile_config"]
+
+
+class UpcastGemm(Gemm):
+    """The kernel of an :class:`UpcastConfig` and the host code that launches it."""
+
+    def __init__(self, config: UpcastConfig):
+        rows, stages = config.tile[0], config.stages
+        a = Copies(cutlass.Uint8, (rows, BLOCK_K), stages, rows=config.loaded_rows)
+        grouped = config.rows_grouped
+        if grouped:
+            scale = Panels(Float32, (1, A_BOX), stages, config.a_boxes, swizzled=False)
+        else:
+            scale = Copies(Float32, (1, rows), stages, swizzled=False)
+        operands = (
+            Operand(a, lambda tile, k_block: (tile.a_row, k_block * BLOCK_K)),
+            # TMA wants multiples of 16 bytes
+            Operand(scale, lambda tile, k: (k, tile.a_row // 4 * 4 if grouped else tile.a_row)),
+        )
+        super().__init__(config, operands, UpcastMainloop)
+
+    @property
+    def raw(self) -> Copies:
+        """B as it is in memory."""
+        return Copies(cutlass.Uint8, (B_ROWS, BLOCK_K // 2), self.config.raw_slots, swizzled=False)
+
+    @cute.jit
+    def __call__(
+        self,
+        a,
+        a_scale,
+        b,
+        b_scale,
+        k_blocks,
+        d,
+        bias,
+        alpha,
+        offsets,
+        supergroup,
+        multiprocessors,
+        stream,
+    ):
+        """Launch. ``a`` (M, K) and ``b`` (N, K / 2), or (groups * N, K / 2), as bytes; ``a_scale``
+        (K / 128, M padded to 4); ``b_scale`` (lists, K blocks * 512) and ``k_blocks`` (lists,
+        length) as ``k_blocks_kernel`` makes them; the rest as of ``Fp8Gemm``."""
+        config = self.config
+        loads = [
+            each.copies.describe(tensor)
+            for each, tensor in zip(self.operands, (a, a_scale), strict=True)
+        ]
+        loads = [(promote_l2(loads[0][0]), loads[0][1]), loads[1], self.raw.describe(b)]
+        atoms, views = zip(*loads, strict=True)
+        groups = (offsets, supergroup) if config.grouped else None
+        k_count = cute.ceil_div(a.shape[1], BLOCK_K)
+        given = (b_scale, k_blocks), (d, bias, alpha), k_count, groups
+        self.kernel(atoms, views, *self.stores(d), *given).launch(
+            grid=(self.scheduler.grid(d, multiprocessors, groups), 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=cluster_shape(config.cluster_size),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, atoms, views, store_atom, store_view, listed, output, k_count, groups):
+        config, (b_scale, entries) = self.config, listed
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # shared memory
+        memory = cutlass.memory.SmemAllocator()
+        copies = [each.copies for each in self.operands]
+        loads = [TmaTiles(copies[0], atoms[0], views[0], copies[0].allocate(memory))]
+        upcast = shared.allocate(memory, config.stages * B_ROWS * BLOCK_K, 1024)
+        boxes = None
+        if const_expr(config.stores_tiles):
+            boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
+        data = TmaTiles(self.raw, atoms[2], views[2], self.raw.allocate(memory))
+        loads.append(TmaTiles(copies[1], atoms[1], views[1], copies[1].allocate(memory)))
+        raw = RawB(
+            Pipeline.allocate(memory, config.raw_slots, 1),
+            data,
+            shared.allocate(memory, config.raw_slots * SCALE_BYTES, 128),
+        )
+        factor = shared.allocate(memory, config.stages * 16)
+        pipeline = Pipeline.allocate(memory, config.stages, 1)
+        ring = None
+        if const_expr(config.grouped):
+            ring = TileRing.allocate(memory)
+
+        # barriers
+        if warp == 0:
+            for atom in [*atoms, *([store_atom] if config.stores_tiles else [])]:
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for i in range_constexpr(config.stages):
+                    cute.arch.mbarrier_init(pipeline.full + i, 1 + 4)
+                    cute.arch.mbarrier_init(pipeline.empty + i, 4 * config.warpgroups)
+                for i in range_constexpr(config.raw_slots):
+                    cute.arch.mbarrier_init(raw.pipeline.full + i, 1)
+                    cute.arch.mbarrier_init(raw.pipeline.empty + i, 4)
+                if const_expr(config.grouped):
+                    ring.init_barriers(2 + 4 + 4 * config.warpgroups)
+            cute.arch.mbarrier_init_fence()
+        copies[0].clear(loads[0].tiles, config.threads)
+        cute.arch.sync_threads()
+        pdl_wait()
+
+        # roles
+        schedule = self.scheduler.tiles(output[0], k_count, Int32(0), Int32(0), groups, ring)
+        k_blocks = KBlocks(entries, Int32(output[0].shape[1]))
+        low, high = config.registers
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(low)
+            if warp == 0:
+                ALoader(config, pipeline, schedule, k_blocks, self.operands, loads, factor)()
+            if warp == 1:
+                BLoader(config, schedule, k_blocks, raw, b_scale)()
+            if const_expr(config.grouped):  # noqa: SIM102 - one is known when compiling
+                if warp == 2:
+                    TileFinder(schedule)()
+        elif warp < 4 + 4 * config.warpgroups:
+            cute.arch.setmaxregister_increase(high)
+            epilogue = Epilogue(config, boxes, *output, self.mainloop.fills_registers)
+            addresses = [loads[0].address, upcast, loads[1].address, factor]
+            Consumer(
+                config, pipeline, schedule, Int32(0), addresses, self.mainloop, epilogue, None
+            )()
+        else:
+            cute.arch.setmaxregister_decrease(config.upcast_registers)
+            Upcaster(config, pipeline, schedule, k_blocks, raw, upcast)()
+
+
+def compile_config(config: UpcastConfig):
+    """The host function of a kernel, which takes tensors of any shape."""
+    return compile_gemm(
+        UpcastGemm(config),
+        any_tensor(cutlass.Uint8, 2, 16, True),
+        any_tensor(Float32, 2, 16, True),
+        any_tensor(cutlass.Uint8, 2, 16, True),
+        any_tensor(cutlass.Uint8, 2, 16, True),
+        any_tensor(Int32, 2, 16, True),
+    )
