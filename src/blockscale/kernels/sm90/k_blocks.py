@@ -6,7 +6,8 @@ which are 2^(e - 127), mostly span less than that: then 2^(r - 127), with r six 
 e, is a factor of all, and j is e - r. Where they span more, a K block is multiplied in more than
 one pass, each of which has a factor, and zeros for what another one has. A list says which K block
 comes next, with which largest e, whether all of its elements are normal numbers of E4M3, and
-whether it is the last: a word of an entry.
+whether it is the last: a word of an entry. A part of a list has 32 K blocks, and room for as many
+passes as they may have.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from ..common.ptx import load_global
-from .upcast_config import B_ROWS
+from .upcast_config import B_ROWS, PART, PASSES
 
 __all__ = [
+    "END",
     "HIGHEST",
     "LAST",
     "LEAST_NORMAL",
@@ -28,7 +30,6 @@ __all__ = [
     "NORMAL",
     "KBlocks",
     "exponent_of",
-    "is_last",
     "k_block_of",
     "of_pass",
 ]
@@ -37,6 +38,7 @@ LOWEST, HIGHEST = -8, 6  # j
 LEAST_NORMAL = -5  # from which on all magnitudes but zero are normal numbers of E4M3
 LAST = -0x80000000  # the sign of the last entry
 NORMAL = 0x40000000  # of an entry all of whose j are at least that, and none is of NaN
+END = 0x20000000  # of the last entry of a part of the list
 _SHIFT, _EXPONENT = 8, 0xFF  # of the K block, and where the largest e is
 
 
@@ -46,16 +48,12 @@ def of_pass(k_block, highest):
 
 
 def k_block_of(entry):
-    return (entry & (NORMAL - 1)) >> _SHIFT
+    return (entry & (END - 1)) >> _SHIFT
 
 
 def exponent_of(entry):
     """r of a pass."""
     return (entry & _EXPONENT) - HIGHEST
-
-
-def is_last(entry):
-    return entry < 0
 
 
 @dataclass(frozen=True)
@@ -85,15 +83,15 @@ class KBlocks:
         """``work(entry, state)``, which gives the next state, of each entry of a tile's list; by a
         warp, a lane of which reads each 32nd."""
         line, lane = self.line(self.index(tile)), cute.arch.lane_idx()
-        entry = Int32(LAST)
-        for first in range(0, tile.k_blocks, 32):
-            read = Int32(load_global(line + Int64(first + lane) * 4, 4))
-            for i in range(cutlass.min(tile.k_blocks - first, Int32(32))):
+        for first in range(0, tile.k_blocks, PART):
+            part = line + Int64(first) * (PASSES * 4)
+            read, entry = Int32(load_global(part + Int64(lane) * 4, 4)), Int32(END)
+            position = cutlass.min(tile.k_blocks - first, Int32(PART))
+            for i in range(position):
                 entry = cute.arch.shuffle_sync(read, i)
                 state = work(entry, state)
-        position = tile.k_blocks
-        while not is_last(entry):  # other passes, of few weights
-            entry = Int32(load_global(line + Int64(position) * 4, 4))
-            state = work(entry, state)
-            position = position + 1
+            while entry & END == 0:  # other passes, of few weights
+                entry = Int32(load_global(part + Int64(position) * 4, 4))
+                state = work(entry, state)
+                position = position + 1
         return state

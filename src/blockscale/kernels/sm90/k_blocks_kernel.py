@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Lists the K blocks of MXFP4 (``k_blocks``), and lays its scales out in tiles of 128 x 4.
 
-A CTA has 128 rows of B, a warp every so many-th K block. First passes come in the order of K;
-others, which few weights need, after all of these.
+A CTA has a part of a list, 128 rows of B and 32 K blocks, a warp for each. First passes come in the
+order of K; others, which few weights need, after them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from cutlass import Int32, Int64, cute, range_constexpr
 from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.ptx import load_shared, store_global, store_shared
 from ..common.tensor_specs import any_tensor, compile_for
-from .k_blocks import HIGHEST, LAST, LEAST_NORMAL, LOWEST, NORMAL, of_pass
+from .k_blocks import END, HIGHEST, LAST, LEAST_NORMAL, LOWEST, NORMAL, of_pass
 from .load_if import load_if
-from .upcast_config import B_ROWS, SCALE_BYTES, KBlocksConfig
+from .upcast_config import B_ROWS, PART, PASSES, SCALE_WORDS, KBlocksConfig
 
 __all__ = ["ListKBlocks", "compile_config"]
 
-_WARPS = 32
 _NAN = 255
 _LARGE = 127 + 64  # of zeros it could be, and overflow
 _SPAN = HIGHEST - LOWEST  # of a pass
@@ -37,65 +36,71 @@ class ListKBlocks:
     @cute.jit
     def __call__(self, data, scale, n, tiles, entries, stream):
         """Launch. ``data`` (groups * N, K / 2) and ``scale`` (groups * N, K / 32) bytes, ``n`` rows
-        of a group; ``tiles`` (lists, K blocks * 512) and ``entries`` (lists, length)."""
-        self.kernel(data, scale, n, tiles, entries).launch(
-            grid=(entries.shape[0], 1, 1), block=(32 * _WARPS, 1, 1), stream=stream, use_pdl=True
+        of a group; ``tiles`` (lists, K blocks * 128) and ``entries`` (lists, length), words."""
+        count = Int32(tiles.shape[1]) // SCALE_WORDS
+        self.kernel(data, scale, n, tiles, entries, count).launch(
+            grid=(entries.shape[0], cute.ceil_div(count, PART), 1),
+            block=(32 * PART, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, data, scale, n, tiles, entries):
+    def kernel(self, data, scale, n, tiles, entries, count):
         memory = cutlass.memory.SmemAllocator()
-        wide = memory.allocate_array(Int32, _WARPS).toint()
+        wide = memory.allocate_array(Int32, PART).toint()
         pdl_wait()
         # a product may come; for what is written here it waits
         pdl_launch_dependents()
         listed, lists = cute.arch.block_idx()[0], cute.ceil_div(n, B_ROWS)
+        first = cute.arch.block_idx()[1] * PART
+        here = cutlass.min(count - first, Int32(PART))
+        end = END | _if(first + here == count, LAST)
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rows = _Rows(
-            data, scale, listed // lists * n, listed % lists * B_ROWS + lane, n, self.whole
-        )
-        count = Int32(tiles.shape[1]) // SCALE_BYTES
-        tile = tiles.iterator.toint() + Int64(listed) * tiles.stride[0]
+        row = listed % lists * B_ROWS + lane
+        rows = _Rows(data, scale, listed // lists * n, row, n, self.whole)
         line = entries.iterator.toint() + Int64(listed) * entries.stride[0] * 4
-        wide_here = Int32(-1)
-        scales = rows.scales(warp)
-        for k_block in range(warp, count, _WARPS):
-            following = rows.scales(k_block + _WARPS)
-            store_global(tile + Int64(k_block) * SCALE_BYTES + Int64(lane) * 16, scales, 16)
+        line = line + Int64(first) * (PASSES * 4)
+        left = Int32(-1)
+        if warp < here:
+            k_block = first + warp
+            scales = rows.scales(k_block)
+            tile = tiles.iterator.toint() + Int64(listed) * tiles.stride[0] * 4
+            tile = tile + Int64(k_block) * (SCALE_WORDS * 4)
+            store_global(tile + Int64(lane) * 16, scales, 16)
             highest = rows.highest(scales, k_block)
             entry = of_pass(k_block, highest) | _if(_are_normal(scales, highest), NORMAL)
+            entry = entry | _if(warp == here - 1, end)
             if lane == 0:
-                entry = entry | _if(k_block == count - 1, LAST)
-                store_global(line + Int64(k_block) * 4, [entry], 4)
-            wide_here = cutlass.max(wide_here, rows.left(scales, k_block, highest))
-            scales = following
+                store_global(line + Int64(warp) * 4, [entry], 4)
+            left = rows.left(scales, k_block, highest)
         if lane == 0:
-            store_shared(wide + warp * 4, [wide_here], 4)
+            store_shared(wide + warp * 4, [left], 4)
         cute.arch.sync_threads()
         if warp == 0:
             found = Int32(load_shared(wide + lane * 4, 4)[0])
             if cute.arch.vote_any_sync(found >= 0):
-                self.list_passes(rows, line, count)
+                self.list_passes(rows, line, first, here, end)
 
     @cute.jit
-    def list_passes(self, rows, line, count):
+    def list_passes(self, rows, line, first, here, end):
         """List other passes than the first ones; a warp's work."""
         lane = cute.arch.lane_idx()
-        position, entry = count - 1, Int32(0)
-        for k_block in range(count):
+        position, entry = here - 1, Int32(0)
+        for k_block in range(first, first + here):
             scales = rows.scales(k_block)
-            first = rows.highest(scales, k_block)
-            highest = rows.left(scales, k_block, first)
+            highest = rows.highest(scales, k_block)
+            if lane == 0 and k_block == first + here - 1:  # it is not the end any more
+                store_global(line + Int64(here - 1) * 4, [of_pass(k_block, highest)], 4)
+            highest = rows.left(scales, k_block, highest)
             while highest >= 0:
                 entry, position = of_pass(k_block, highest), position + 1
                 if lane == 0:
                     store_global(line + Int64(position) * 4, [entry], 4)
                 highest = rows.left(scales, k_block, highest)
-            if lane == 0 and k_block == count - 1:
-                store_global(line + Int64(k_block) * 4, [of_pass(k_block, first)], 4)
         if lane == 0:
-            store_global(line + Int64(position) * 4, [entry | LAST], 4)
+            store_global(line + Int64(position) * 4, [entry | end], 4)
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,6 @@ def compile_config(config: KBlocksConfig):
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(cutlass.Uint8, 2, 4 if config.whole else 1, config.whole),
         Int32(1),
-        any_tensor(cutlass.Uint8, 2, 16, True),
+        any_tensor(Int32, 2, 16, True),
         any_tensor(Int32, 2, 16, True),
     )

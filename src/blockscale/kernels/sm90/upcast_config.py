@@ -18,8 +18,9 @@ from .product_config import why_not as why_no_product
 __all__ = [
     "A_BOX",
     "B_ROWS",
+    "PART",
     "PASSES",
-    "SCALE_BYTES",
+    "SCALE_WORDS",
     "KBlocksConfig",
     "UpcastConfig",
     "list_length",
@@ -28,13 +29,14 @@ __all__ = [
 ]
 
 B_ROWS = 128  # of B that a tile has, and that share a factor
-SCALE_BYTES = 512  # of 128 x 128 elements
+SCALE_WORDS = 128  # of the scales of 128 x 128 elements
+PART = 32  # K blocks of a part of a list
 #: How often at most a K block is multiplied: a pass takes 15 exponents of 254.
 PASSES = 17
 A_BOX = 160  # scales of A in a box, where rows are grouped: two boxes have those of 256 rows and 4
 
 _RAW_SLOTS = 4  # K blocks of B as it is in memory, in flight
-_UPCAST_REGISTERS = 56
+_UPCAST_REGISTERS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class UpcastConfig(Config):
 
     @property
     def registers(self) -> tuple[int, int]:
-        return 24, {1: 240, 2: 216}[self.warpgroups]
+        return 32, {1: 240, 2: 216}[self.warpgroups]
 
     @property
     def upcast_registers(self) -> int:
@@ -84,7 +86,7 @@ class UpcastConfig(Config):
     @property
     def shared_bytes(self) -> int:
         """With B as it is in memory, its scales and the barriers of each slot."""
-        raw = self.raw_slots * (B_ROWS * BLOCK_K // 2 + SCALE_BYTES + 2 * 8)
+        raw = self.raw_slots * (B_ROWS * BLOCK_K // 2 + 4 * SCALE_WORDS + 2 * 8)
         return ProductConfig.shared_bytes.fget(self) + raw + 128  # type: ignore[attr-defined]
 
 
@@ -101,8 +103,8 @@ class KBlocksConfig:
 
 
 def list_length(k: int) -> int:
-    """Room for the entries of 128 rows of B (N, K), 32 of which a warp reads at once."""
-    return -(-PASSES * -(-k // BLOCK_K) // 32) * 32
+    """Room for the entries of 128 rows of B (N, K)."""
+    return -(-k // (BLOCK_K * PART)) * PART * PASSES
 
 
 def why_not(k: int, out_dtype: np.dtype, b_format: str | None, arch: str) -> str:

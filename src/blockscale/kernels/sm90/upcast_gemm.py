@@ -25,7 +25,7 @@ from .epilogue import Epilogue
 from .grouped_scheduler import TileFinder
 from .k_blocks import KBlocks
 from .kernel import Consumer, Gemm, Operand, compile_gemm
-from .upcast_config import A_BOX, B_ROWS, SCALE_BYTES, UpcastConfig
+from .upcast_config import A_BOX, B_ROWS, SCALE_WORDS, UpcastConfig
 from .upcast_mainloop import UpcastMainloop
 from .upcast_roles import ALoader, BLoader, RawB, Upcaster
 
@@ -51,9 +51,13 @@ class UpcastGemm(Gemm):
         super().__init__(config, operands, UpcastMainloop)
 
     @property
-    def raw(self) -> Copies:
-        """B as it is in memory."""
-        return Copies(cutlass.Uint8, (B_ROWS, BLOCK_K // 2), self.config.raw_slots, swizzled=False)
+    def raw(self) -> tuple[Copies, Copies]:
+        """B as it is in memory, and its scales."""
+        slots = self.config.raw_slots
+        return (
+            Copies(cutlass.Uint8, (B_ROWS, BLOCK_K // 2), slots, swizzled=False),
+            Copies(Int32, (1, SCALE_WORDS), slots, swizzled=False),
+        )
 
     @cute.jit
     def __call__(
@@ -72,18 +76,21 @@ class UpcastGemm(Gemm):
         stream,
     ):
         """Launch. ``a`` (M, K) and ``b`` (N, K / 2), or (groups * N, K / 2), as bytes; ``a_scale``
-        (K / 128, M padded to 4); ``b_scale`` (lists, K blocks * 512) and ``k_blocks`` (lists,
+        (K / 128, M padded to 4); ``b_scale`` (lists, K blocks * 128) and ``k_blocks`` (lists,
         length) as ``k_blocks_kernel`` makes them; the rest as of ``Fp8Gemm``."""
         config = self.config
         loads = [
             each.copies.describe(tensor)
             for each, tensor in zip(self.operands, (a, a_scale), strict=True)
         ]
-        loads = [(promote_l2(loads[0][0]), loads[0][1]), loads[1], self.raw.describe(b)]
+        loads[0] = promote_l2(loads[0][0]), loads[0][1]
+        loads += [
+            copies.describe(tensor) for copies, tensor in zip(self.raw, (b, b_scale), strict=True)
+        ]
         atoms, views = zip(*loads, strict=True)
         groups = (offsets, supergroup) if config.grouped else None
         k_count = cute.ceil_div(a.shape[1], BLOCK_K)
-        given = (b_scale, k_blocks), (d, bias, alpha), k_count, groups
+        given = k_blocks, (d, bias, alpha), k_count, groups
         self.kernel(atoms, views, *self.stores(d), *given).launch(
             grid=(self.scheduler.grid(d, multiprocessors, groups), 1, 1),
             block=(config.threads, 1, 1),
@@ -94,8 +101,8 @@ class UpcastGemm(Gemm):
         )
 
     @cute.kernel
-    def kernel(self, atoms, views, store_atom, store_view, listed, output, k_count, groups):
-        config, (b_scale, entries) = self.config, listed
+    def kernel(self, atoms, views, store_atom, store_view, entries, output, k_count, groups):
+        config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         # shared memory
@@ -106,13 +113,12 @@ class UpcastGemm(Gemm):
         boxes = None
         if const_expr(config.stores_tiles):
             boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
-        data = TmaTiles(self.raw, atoms[2], views[2], self.raw.allocate(memory))
-        loads.append(TmaTiles(copies[1], atoms[1], views[1], copies[1].allocate(memory)))
-        raw = RawB(
-            Pipeline.allocate(memory, config.raw_slots, 1),
-            data,
-            shared.allocate(memory, config.raw_slots * SCALE_BYTES, 128),
+        data, scales = (
+            TmaTiles(copies, atom, view, copies.allocate(memory))
+            for copies, atom, view in zip(self.raw, atoms[2:], views[2:], strict=True)
         )
+        loads.append(TmaTiles(copies[1], atoms[1], views[1], copies[1].allocate(memory)))
+        raw = RawB(Pipeline.allocate(memory, config.raw_slots, 1), data, scales)
         factor = shared.allocate(memory, config.stages * 16)
         pipeline = Pipeline.allocate(memory, config.stages, 1)
         ring = None
@@ -146,7 +152,7 @@ class UpcastGemm(Gemm):
             if warp == 0:
                 ALoader(config, pipeline, schedule, k_blocks, self.operands, loads, factor)()
             if warp == 1:
-                BLoader(config, schedule, k_blocks, raw, b_scale)()
+                BLoader(config, schedule, k_blocks, raw)()
             if const_expr(config.grouped):  # noqa: SIM102 - one is known when compiling
                 if warp == 2:
                     TileFinder(schedule)()
@@ -169,6 +175,6 @@ def compile_config(config: UpcastConfig):
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(Float32, 2, 16, True),
         any_tensor(cutlass.Uint8, 2, 16, True),
-        any_tensor(cutlass.Uint8, 2, 16, True),
+        any_tensor(Int32, 2, 16, True),
         any_tensor(Int32, 2, 16, True),
     )

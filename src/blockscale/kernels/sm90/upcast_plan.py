@@ -21,7 +21,7 @@ from .mixed_plan import below, check_bytes
 from .plan import BYTES, check_rows
 from .upcast_config import (
     B_ROWS,
-    SCALE_BYTES,
+    SCALE_WORDS,
     KBlocksConfig,
     UpcastConfig,
     list_length,
@@ -70,7 +70,7 @@ def upcast_of(
         gpu.load(KBlocksConfig(whole)),
         gpu.load(config),
         n,
-        template((lists, blocks * SCALE_BYTES), torch.uint8, device),
+        template((lists, blocks * SCALE_WORDS), torch.int32, device),
         template((lists, list_length(k)), torch.int32, device),
     )
 

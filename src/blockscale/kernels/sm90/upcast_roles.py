@@ -12,17 +12,17 @@ from functools import partial
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, cute, range_constexpr
+from cutlass import Int32, cute, range_constexpr
 
 from ..common.copies import TmaTiles
 from ..common.pipeline import Pipeline
-from ..common.ptx import copy_bulk, store_shared
+from ..common.ptx import store_shared
 from . import ptx
 from .config import BLOCK_K
 from .dense_scheduler import DenseTiles
 from .k_blocks import LAST, NORMAL, KBlocks, exponent_of, k_block_of
 from .kernel import Operand
-from .upcast_config import B_ROWS, SCALE_BYTES, UpcastConfig
+from .upcast_config import B_ROWS, SCALE_WORDS, UpcastConfig
 from .upcast_ptx import bases, byte_of_word, codes, codes_of_normal, upcast
 
 __all__ = ["ALoader", "BLoader", "RawB", "Upcaster"]
@@ -37,12 +37,16 @@ class RawB:
     Attributes:
         pipeline: of them.
         data: tiles (128, 64 bytes).
-        scales: the address of 512 bytes of each slot.
+        scales: words of 128 x 128 elements.
     """
 
     pipeline: Pipeline
     data: TmaTiles
-    scales: Any
+    scales: TmaTiles
+
+    @property
+    def loads(self) -> tuple:
+        return self.data, self.scales
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,12 @@ class ALoader:
 
 @dataclass(frozen=True)
 class BLoader:
-    """Loads B as it is in memory, and ``scales`` (lists, K blocks, 512), to slots."""
+    """Loads B as it is in memory, and its scales, to slots."""
 
     config: UpcastConfig
     schedule: DenseTiles
     k_blocks: KBlocks
     raw: RawB
-    scales: Any
 
     @cute.jit
     def __call__(self):
@@ -97,22 +100,19 @@ class BLoader:
         state = Int32(0), Int32(1)
         for index in range(start, self.schedule.count, step):
             tile = self.schedule.tile(index)
-            listed = self.k_blocks.index(tile)
-            line = self.scales.iterator.toint() + Int64(listed) * self.scales.stride[0]
-            state = self.k_blocks.follow(tile, partial(self.load, tile, line), state)
+            work = partial(self.load, tile, self.k_blocks.index(tile))
+            state = self.k_blocks.follow(tile, work, state)
 
     @cute.jit
-    def load(self, tile, line, entry, state):
-        raw, (slot, phase) = self.raw, state
-        k_block = k_block_of(entry)
+    def load(self, tile, listed, entry, state):
+        raw, (slot, phase), k_block = self.raw, state, k_block_of(entry)
         raw.pipeline.producer_acquire(slot, phase)
         barrier = raw.pipeline.producer_barrier(slot, phase)
         if cute.arch.lane_idx() == 0:
-            nbytes = raw.data.copies.moved + SCALE_BYTES
+            nbytes = sum(each.copies.moved for each in raw.loads)
             ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
-            source = line + Int64(k_block) * SCALE_BYTES
-            copy_bulk(raw.scales + slot * SCALE_BYTES, source, SCALE_BYTES, barrier.toint())
         raw.data.load(slot, (tile.b_row, k_block * (BLOCK_K // 2)), barrier)
+        raw.scales.load(slot, (listed, k_block * SCALE_WORDS), barrier)
         return raw.pipeline.producer_next(slot, phase)
 
 
@@ -141,7 +141,12 @@ class Upcaster:
         places = [
             self.address + row * BLOCK_K + ((2 * part + half) ^ row % 8) * 16 for half in (0, 1)
         ]
-        own = places, raw.data.address + thread * 16, raw.scales + row * 16, byte_of_word(part)
+        own = (
+            places,
+            raw.data.address + thread * 16,
+            raw.scales.address + row * 16,
+            byte_of_word(part),
+        )
         tables = cute.make_rmem_tensor((2 * (B_ROWS // _ROWS),), Int32)
         start, step = self.schedule.first()
         state = Int32(0), Int32(1), Int32(0), Int32(0)
@@ -160,7 +165,7 @@ class Upcaster:
             ptx.ld_shared(data + slot * raw.data.copies.nbytes, i * _ROWS * 64, 4, Int32)
             for i in range(B_ROWS // _ROWS)
         ]
-        found = ptx.ld_shared(scales + slot * SCALE_BYTES, 0, 4, Int32)
+        found = ptx.ld_shared(scales + slot * raw.scales.copies.nbytes, 0, 4, Int32)
         self.look_up(tables, found, byte, entry)
         self.pipeline.producer_acquire(stage, phase)
         targets = [place + stage * (B_ROWS * BLOCK_K) for place in places]
