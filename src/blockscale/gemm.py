@@ -41,11 +41,12 @@ def gemm(
     torch.Size([64, 256])
 
     On Hopper kernels multiply all formats of 8 and 4 bits, and fp8_1x128 by mxfp4 weights at FP8's
-    rate, exactly. FP8 operands, and weights that they meet, have to lie with the contraction
-    contiguous: rows do, columns (axis=-2) do with ``quantize(..., k_major=True)``.
-    Scales of fp8_1x128 are read in layout "sm90" (``quantize(..., layout="sm90")``), others
-    compact; those that lie otherwise, and those of an ``a`` in 128 x 128 blocks, are rewritten in
-    every call, by one to three small kernels. docs/numerics.md says how exact the sums are.
+    rate, whose values are not rounded again. FP8 operands, and weights that they meet, have to lie
+    with the contraction contiguous: rows do, columns (axis=-2) do with ``quantize(...,
+    k_major=True)``. Scales of fp8_1x128 are read in layout "sm90" (``quantize(...,
+    layout="sm90")``), others compact; those that lie otherwise, and those of an ``a`` in 128 x 128
+    blocks, are rewritten in every call, by one to three small kernels. docs/numerics.md says how
+    exact the sums are.
 
     On Blackwell (sm_100a, sm_103a) kernels multiply mxfp8, mxfp8_e5m2 and mxfp4 in any pair, and
     nvfp4 by nvfp4, 8-bit data in either order. Scales are read in layout "tcgen05"

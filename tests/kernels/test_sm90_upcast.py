@@ -4,6 +4,7 @@ products against fp64."""
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -430,6 +431,19 @@ def test_dgrad(launches):
         for each in ("kernel", "reference")
     )
     assert_close(got, want.double(), FP32)
+
+
+def test_recipe(launches):
+    """A layer's three products by kernels: weights of 4 bits, activations and gradients of 8."""
+    layer = torch.nn.Linear(256, 384, dtype=BF16)
+    layer = bs.convert(torch.nn.Sequential(layer), bs.Recipe("fp8_1x128", weights="mxfp4"))
+    x = matrix(128, 256).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", bs.FallbackWarning)
+        layer(x).float().square().sum().backward()
+    used = [type(each).__name__ for each in launches]
+    assert used.count("UpcastConfig") == 2
+    assert bool(x.grad.isfinite().all())
 
 
 def test_weights_that_change(launches):
