@@ -90,7 +90,7 @@ def plan_upcast(call: GemmCall) -> CompiledGemm:
         )
     check_matrix("b_data", b_data, (torch.uint8, torch.float4_e2m1fn_x2))
     (m, k), rows = a.data[0], b_data[0][0]
-    n, blocks = rows // max(groups, 1), -(-k // BLOCK_K)
+    n, blocks = b.data[0][-2], -(-k // BLOCK_K)
     block, own = get_format("mxfp4").block_size, 2 * b_data[0][1]
     if own % block or -(-own // BLOCK_K) != blocks or own > k:
         raise ValueError(

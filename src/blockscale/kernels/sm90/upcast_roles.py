@@ -199,5 +199,5 @@ class Upcaster:
 
 def _power_of_two(exponent):
     """2^(exponent - 127) as fp32, which may be subnormal."""
-    subnormal = 1 << cutlass.max(22 + exponent, Int32(0))
+    subnormal = 1 << cutlass.min(22 + exponent, Int32(22))
     return Int32(cutlass.select_(exponent > 0, exponent << 23, subnormal))
