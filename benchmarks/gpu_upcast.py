@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_grouped import any_size, in_any_order
+from gpu_grouped import ROWS, WEIGHTS, any_size, in_any_order
+from gpu_grouped_exact import normal
 from gpu_tiles import json_lines
 
 import blockscale as bs
@@ -35,12 +36,7 @@ NAMED = (
     (4096, 4096, 4096), (8192, 4096, 7168), (4096, 7168, 2048), (2048, 14336, 4096),
     (1024, 8192, 8192), (256, 4096, 7168), (64, 4096, 7168),
 )  # fmt: skip
-ROWS, WEIGHTS = 32768, ((4096, 7168), (7168, 2048))  # of groups; N, K
 _NEAR = 3e-3  # an error that is that of rounding to bf16
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=BF16)
 
 
 def wide(w: torch.Tensor) -> torch.Tensor:

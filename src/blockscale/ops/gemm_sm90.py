@@ -39,7 +39,10 @@ _WIDENED_PAIRS = [
 
 
 def _lay_fp8(a: Side, b: Side) -> tuple[Operand, Operand]:
-    blocks = scale_matrix(b, -2) if b.kind.block[0] > 1 else _by_rows(b, -2)
+    if b.format in _FP8:
+        blocks = scale_matrix(b, -2) if b.kind.block[0] > 1 else _by_rows(b, -2)
+    else:  # kernels read scales along the contraction
+        blocks = scale_matrix(b, -2).contiguous()
     return (
         Operand(_along_k("a", a.data), _by_rows(a, -1), "fp8_1x128"),
         Operand(_along_k("b", b.data.mT), blocks, b.format),
@@ -67,28 +70,12 @@ def _by_rows(side: Side, axis: int, groups: Groups | None = None) -> Tensor:
     return get_layout("sm90").swizzle(matrix)
 
 
-# --- FP8 by 4 bits, which become FP8 in the kernel ------------------------------------------------
-
-
-def _upcasts(a: Side, b: Side) -> bool:
-    return a.format in _FP8 and b.format not in _FP8
-
-
-def _lay_upcast(a: Side, b: Side) -> tuple[Operand, Operand]:
-    return (
-        Operand(_along_k("a", a.data), _by_rows(a, -1), a.format),
-        Operand(_along_k("b", b.data.mT), scale_matrix(b, -2).contiguous(), b.format),
-    )
-
-
 # --- all ------------------------------------------------------------------------------------------
 
 
 def _lay(a: Side, b: Side) -> tuple[Operand, Operand]:
-    if b.format in _FP8:
+    if a.format in _FP8:
         return _lay_fp8(a, b)
-    if _upcasts(a, b):
-        return _lay_upcast(a, b)
     return exact_gemm.lay(
         Operand(a.data, None if a.scale is None else scale_matrix(a, -1), a.format),
         Operand(b.data.mT, scale_matrix(b, -2), b.format),

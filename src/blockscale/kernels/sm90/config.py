@@ -18,6 +18,7 @@ from .product_config import ProductConfig, fit
 
 __all__ = [
     "BLOCK_K",
+    "OF_BLOCKS",
     "TILINGS",
     "Config",
     "candidates",
@@ -111,7 +112,7 @@ def why_not(k: int, out_dtype: np.dtype, b_format: str | None, arch: str) -> str
     return ""
 
 
-_OF_BLOCKS = Costs(a=1.538, l2_rate=22298, start_ns=1935, split_ns=430)
+OF_BLOCKS = Costs(a=1.538, l2_rate=22298, start_ns=1935, split_ns=430)
 _OF_COLUMNS = Costs(a=1.124, l2_rate=19632, start_ns=3001, split_ns=0)
 _SPLIT: dict[str, Any] = {"warpgroup_split_k": True}
 _ADDED: dict[str, Any] = {"b_block": (1, 128), "out_dtype": FLOAT32, "accumulate": True}
@@ -129,7 +130,7 @@ def _tiling(
     mma_n = columns.get(tile[1], tile[1])
     fields = {"out_dtype": BFLOAT16, "cluster": (1, 1), "mma_n": mma_n, **fields}
     config = Config(tile=tile, stages=stages, epilogue_stages=1, **fields)
-    costs = _OF_BLOCKS if config.b_block[0] > 1 else _OF_COLUMNS
+    costs = OF_BLOCKS if config.b_block[0] > 1 else _OF_COLUMNS
     return Tiling(config, k_block_ns, tile_ns, costs, stored_ns)
 
 

@@ -27,7 +27,7 @@ from .config import BLOCK_K, Config
 from .dense_scheduler import DenseTiles
 from .kernel import Gemm, Operand, accumulators, compile_gemm
 
-__all__ = ["Fp8Gemm", "compile_config"]
+__all__ = ["Fp8Gemm", "compile_config", "first_scale"]
 
 _COLUMNS = 8  # of a wgmma's result, of which a thread has two, in two rows
 _AHEAD = 5  # pairs of scales that are read before they are needed: there are registers for so many
@@ -46,7 +46,7 @@ class Fp8Gemm:
         operands = (
             Operand(a, lambda tile, k_block: (tile.a_row, k_block * BLOCK_K)),
             Operand(b, lambda tile, k_block: (tile.b_row, k_block * BLOCK_K)),
-            Operand(a_scale, lambda tile, k_block: (k_block, self.first_scale(tile))),
+            Operand(a_scale, lambda tile, k_block: (k_block, first_scale(config, tile))),
             Operand(b_scale, lambda tile, k_block: (k_block, tile.column)),
         )
         self.config = config
@@ -54,10 +54,6 @@ class Fp8Gemm:
             self.gemm = Gemm(config, operands, Mainloop)
         else:
             self.gemm = Gemm(config, operands[:3], Mainloop, ScaleFetcher, config.scale_bytes[1])
-
-    def first_scale(self, tile):
-        """Of A, that is loaded for a tile: TMA wants multiples of 16 bytes."""
-        return tile.a_row // 4 * 4 if self.config.rows_grouped else tile.a_row
 
     @cute.jit
     def __call__(
@@ -87,6 +83,11 @@ class Fp8Gemm:
         groups = (offsets, supergroup) if self.config.grouped else None
         rest = k_blocks, groups, multiprocessors, stream
         self.gemm.launch(loads, b_scale, (d, bias, alpha), *rest)
+
+
+def first_scale(config: Config, tile):
+    """Of A, that is loaded for a tile: TMA wants multiples of 16 bytes."""
+    return tile.a_row // 4 * 4 if config.rows_grouped else tile.a_row
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,16 @@ class KBlocks:
         return index
 
     @cute.jit
-    def follow(self, tile, work: cutlass.Constexpr, state):
-        """``work(entry, state)``, which gives the next state, of each entry of a tile's list; by a
-        warp, a lane of which reads each 32nd."""
+    def follow(self, schedule, work: cutlass.Constexpr, state):
+        """``work(tile, entry, state)``, which gives the next state, of each entry of the lists of a
+        CTA's tiles; by a warp."""
+        start, step = schedule.first()
+        for index in range(start, schedule.count, step):
+            state = self.follow_tile(schedule.tile(index), work, state)
+
+    @cute.jit
+    def follow_tile(self, tile, work: cutlass.Constexpr, state):
+        """The same of a tile's list, of which a lane reads each 32nd entry."""
         line, lane = self.line(self.index(tile)), cute.arch.lane_idx()
         for first in range(0, tile.k_blocks, PART):
             part = line + Int64(first) * (PASSES * 4)
@@ -89,9 +96,9 @@ class KBlocks:
             position = cutlass.min(tile.k_blocks - first, Int32(PART))
             for i in range(position):
                 entry = cute.arch.shuffle_sync(read, i)
-                state = work(entry, state)
+                state = work(tile, entry, state)
             while entry & END == 0:  # other passes, of few weights
                 entry = Int32(load_global(part + Int64(position) * 4, 4))
-                state = work(entry, state)
+                state = work(tile, entry, state)
                 position = position + 1
         return state

@@ -87,22 +87,20 @@ class Gemm:
         slots = config.epilogue_stages * config.row_warpgroups
         return Copies(NUMERIC[config.out_dtype], (64, config.box_columns), slots)
 
-    def stores(self, d) -> tuple:
-        """On the host: atom and view of boxes of ``d``; None where TMA does not store it."""
-        if not self.config.stores_tiles:
-            return None, None
-        if self.config.reduces:
-            return self.out.describe(d, cpasync.CopyReduceBulkTensorTileS2GOp())
-        return self.out.describe(d, cpasync.CopyBulkTensorTileS2GOp())
-
     def launch(self, loads, fetched, output, k_blocks, groups, multiprocessors, stream) -> None:
         """Launch. ``loads``: atom and view of each operand. ``fetched``: what the fetcher reads.
         ``output``: ``d`` (M, N), ``bias`` (N,) and ``alpha``, or None. ``groups``, if there are
         any: their ends, and their supergroup.
         """
         config, d = self.config, output[0]
+        store = None, None
+        if config.stores_tiles:
+            op = cpasync.CopyBulkTensorTileS2GOp()
+            if config.reduces:
+                op = cpasync.CopyReduceBulkTensorTileS2GOp()
+            store = self.out.describe(d, op)
         atoms, views = zip(*loads, strict=True)
-        self.kernel(atoms, views, *self.stores(d), fetched, output, k_blocks, groups).launch(
+        self.kernel(atoms, views, *store, fetched, output, k_blocks, groups).launch(
             grid=(self.scheduler.grid(d, multiprocessors, groups), 1, 1),
             block=(config.threads, 1, 1),
             cluster=cluster_shape(config.cluster_size),

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from ...dtypes import from_torch
-from ...formats import Format, get_format
+from ...formats import get_format
 from ..common.calls import CompiledGemm, GemmCall, below_each_other, check_loadable, check_matrix
 from ..common.runtime import Described
 from ..common.template import template
 from . import skinny_config
 from .mixed_config import BF16, BLOCK_K, SUPERGROUP, choose_config, choose_grouped, why_not
 from .permute_config import PermuteConfig
-from .plan import octets
+from .plan import below, check_bytes, octets
 
-__all__ = ["below", "check_bytes", "plan_mixed"]
+__all__ = ["plan_mixed"]
 
 _BYTES = (
     torch.uint8,
@@ -136,22 +136,6 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     return CompiledGemm(config, run, like, views, rest)
 
 
-def below(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Matrices of all groups below each other."""
-    return octets(*(x.flatten(0, 1) if x is not None and x.dim() == 3 else x for x in operands))
-
-
 def _apart(x: Described, nbytes: int) -> bool:
     """Whether rows of bytes start at multiples of so many."""
     return not (x[1][0] % nbytes or x[3] % nbytes)
-
-
-def check_bytes(name: str, x: Described, wanted: tuple[int, int], format: Format) -> None:
-    if x[2].itemsize != 1:
-        raise TypeError(f"{name}: got {x[2]}; expected bytes of {format.scale.name}")
-    if tuple(x[0]) != wanted:
-        raise ValueError(f"{name}: has shape {tuple(x[0])}; expected {wanted}, compact scales")
-    if x[1][1] != 1 and wanted[1] > 1:
-        raise ValueError(
-            f"{name}: has strides {x[1]}; its last dimension must lie together: call contiguous()"
-        )

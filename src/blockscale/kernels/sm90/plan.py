@@ -8,14 +8,22 @@ import torch
 from torch import Tensor
 
 from ...dtypes import from_torch
-from ...formats import get_format
+from ...formats import Format, get_format
 from ...memory import as_bytes
 from ..common.calls import CompiledGemm, GemmCall, check_loadable, check_matrix
 from ..common.runtime import Described
 from ..common.template import template
 from .config import BLOCK_K, choose_config, why_not
 
-__all__ = ["BYTES", "check_rows", "check_scale", "octets", "plan_gemm"]
+__all__ = [
+    "BYTES",
+    "below",
+    "check_bytes",
+    "check_rows",
+    "check_scale",
+    "octets",
+    "plan_gemm",
+]
 
 BYTES = (torch.uint8, torch.float8_e4m3fn)
 
@@ -23,6 +31,11 @@ BYTES = (torch.uint8, torch.float8_e4m3fn)
 def octets(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
     """What has items of a byte, as bytes."""
     return tuple(None if x is None else as_bytes(x) for x in operands)
+
+
+def below(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Matrices of all groups below each other."""
+    return octets(*(x.flatten(0, 1) if x is not None and x.dim() == 3 else x for x in operands))
 
 
 @lru_cache(maxsize=4096)
@@ -70,4 +83,16 @@ def check_rows(name: str, x: Described, wanted: tuple[int, int]) -> None:
         raise ValueError(
             f"{name}: has strides {stride} and starts {address % 16} bytes after a multiple of 16; "
             'expected rows as those of layout "sm90": call contiguous()'
+        )
+
+
+def check_bytes(name: str, x: Described, wanted: tuple[int, int], format: Format) -> None:
+    """The same of compact scales of a byte."""
+    if x[2].itemsize != 1:
+        raise TypeError(f"{name}: got {x[2]}; expected bytes of {format.scale.name}")
+    if tuple(x[0]) != wanted:
+        raise ValueError(f"{name}: has shape {tuple(x[0])}; expected {wanted}, compact scales")
+    if x[1][1] != 1 and wanted[1] > 1:
+        raise ValueError(
+            f"{name}: has strides {x[1]}; its last dimension must lie together: call contiguous()"
         )

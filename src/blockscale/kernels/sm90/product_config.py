@@ -226,11 +226,16 @@ class ProductConfig:
         return sum(self.tile) * ROW
 
     @property
+    def raw_bytes(self) -> int:
+        """Room for an operand as it is in memory, where the kernel makes another type of it."""
+        return 0
+
+    @property
     def shared_bytes(self) -> int:
         """With the barriers of each stage."""
         stages = self.stages * (self.stage_bytes + 8 * (1 + rounds(self.stages, self.k_turns)))
         ring = 128 if self.grouped else 0  # ``tile_ring``
-        return stages + self.output_bytes + self.reduce_bytes + ring + 256
+        return stages + self.output_bytes + self.reduce_bytes + self.raw_bytes + ring + 256
 
 
 def fit(config: ProductConfig, **fields: Any) -> Any:

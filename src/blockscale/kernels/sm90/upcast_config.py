@@ -10,9 +10,9 @@ import numpy as np
 from ...dtypes import BFLOAT16
 from ..common.epilogue import Epilogue
 from ..common.gpu import GPUS, Gpu
-from .config import BLOCK_K, Config, fitted
-from .estimate import Costs, Tiling, by_estimate
-from .product_config import ProductConfig
+from .config import BLOCK_K, OF_BLOCKS, Config, fitted
+from .estimate import Tiling, by_estimate
+from .product_config import ProductConfig, fit
 from .product_config import why_not as why_no_product
 
 __all__ = [
@@ -20,7 +20,9 @@ __all__ = [
     "B_ROWS",
     "PART",
     "PASSES",
+    "RAW_SLOTS",
     "SCALE_WORDS",
+    "UPCAST_REGISTERS",
     "KBlocksConfig",
     "UpcastConfig",
     "list_length",
@@ -35,8 +37,8 @@ PART = 32  # K blocks of a part of a list
 PASSES = 17
 A_BOX = 160  # scales of A in a box, where rows are grouped: two boxes have those of 256 rows and 4
 
-_RAW_SLOTS = 4  # K blocks of B as it is in memory, in flight
-_UPCAST_REGISTERS = 48
+RAW_SLOTS = 4  # K blocks of B as it is in memory, in flight
+UPCAST_REGISTERS = 48  # of a thread that makes E4M3 of B
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class UpcastConfig(Config):
 
     def wrong(self) -> dict[str, Any]:
         return {
-            **ProductConfig.wrong(self),
+            **Config.wrong(self),
             "tile": self.tile[1] != B_ROWS or ProductConfig.wrong(self)["tile"],
             "cluster": self.cluster_size > 1,
             "warpgroup_split_k": self.warpgroup_split_k,
@@ -66,14 +68,6 @@ class UpcastConfig(Config):
         return 32, {1: 240, 2: 216}[self.warpgroups]
 
     @property
-    def upcast_registers(self) -> int:
-        return _UPCAST_REGISTERS
-
-    @property
-    def raw_slots(self) -> int:
-        return _RAW_SLOTS
-
-    @property
     def a_boxes(self) -> int:
         """Of scales of A, in a stage."""
         return -(-self.a_scales // A_BOX) if self.rows_grouped else 1
@@ -84,10 +78,9 @@ class UpcastConfig(Config):
         return 4 * (A_BOX * self.a_boxes if self.rows_grouped else self.a_scales), 16
 
     @property
-    def shared_bytes(self) -> int:
-        """With B as it is in memory, its scales and the barriers of each slot."""
-        raw = self.raw_slots * (B_ROWS * BLOCK_K // 2 + 4 * SCALE_WORDS + 2 * 8)
-        return ProductConfig.shared_bytes.fget(self) + raw + 128  # type: ignore[attr-defined]
+    def raw_bytes(self) -> int:
+        """With scales of B, and the barriers of each slot."""
+        return RAW_SLOTS * (B_ROWS * BLOCK_K // 2 + 4 * SCALE_WORDS + 2 * 8) + 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +112,10 @@ def why_not(k: int, out_dtype: np.dtype, b_format: str | None, arch: str) -> str
     return ""
 
 
-_COSTS = Costs(a=1.538, l2_rate=22298, start_ns=1935, split_ns=0)
-
-
 def _tiling(rows: int, stages: int, k_block_ns: int, tile_ns: int, warpgroups: int) -> Tiling:
     fields: dict[str, Any] = {"tile": (rows, B_ROWS), "stages": stages, "warpgroups": warpgroups}
     config = UpcastConfig(BFLOAT16, epilogue_stages=1, mma_n=B_ROWS, **fields)
-    return Tiling(config, k_block_ns, tile_ns, _COSTS)
+    return Tiling(config, k_block_ns, tile_ns, OF_BLOCKS)
 
 
 #: Times as those of 4096 x 4096 x 4096 on an H200 (``benchmarks/results/upcast_h200.json``).
@@ -149,5 +139,6 @@ def upcast_candidates(
     m, n, k = shape
     ranked = by_estimate(TILINGS, (-(-m // groups), n, k), BLOCK_K, gpu, groups)
     fields = {"grouping": grouping, **epilogue._asdict()}
-    rows = m if not grouping else max(each.tile[0] for each in ranked)
-    return [fitted(each, rows, **fields) for each in ranked]  # type: ignore[misc]
+    if grouping:
+        return [fit(each, **fields) for each in ranked]
+    return [fitted(each, m, **fields) for each in ranked]  # type: ignore[misc]

@@ -15,17 +15,17 @@ from cutlass.cute.nvgpu import cpasync
 from ..common import shared
 from ..common.copies import Copies, Panels, TmaTiles
 from ..common.pdl import pdl_wait
-from ..common.persistent import cluster_shape
 from ..common.pipeline import Pipeline
 from ..common.promotion import promote_l2
 from ..common.tensor_specs import any_tensor
 from ..common.tile_ring import TileRing
 from .config import BLOCK_K
 from .epilogue import Epilogue
+from .fp8_gemm import first_scale
 from .grouped_scheduler import TileFinder
 from .k_blocks import KBlocks
 from .kernel import Consumer, Gemm, Operand, compile_gemm
-from .upcast_config import A_BOX, B_ROWS, SCALE_WORDS, UpcastConfig
+from .upcast_config import A_BOX, B_ROWS, RAW_SLOTS, SCALE_WORDS, UPCAST_REGISTERS, UpcastConfig
 from .upcast_mainloop import UpcastMainloop
 from .upcast_roles import ALoader, BLoader, RawB, Upcaster
 
@@ -38,25 +38,22 @@ class UpcastGemm(Gemm):
     def __init__(self, config: UpcastConfig):
         rows, stages = config.tile[0], config.stages
         a = Copies(cutlass.Uint8, (rows, BLOCK_K), stages, rows=config.loaded_rows)
-        grouped = config.rows_grouped
-        if grouped:
+        if config.rows_grouped:
             scale = Panels(Float32, (1, A_BOX), stages, config.a_boxes, swizzled=False)
         else:
             scale = Copies(Float32, (1, rows), stages, swizzled=False)
         operands = (
             Operand(a, lambda tile, k_block: (tile.a_row, k_block * BLOCK_K)),
-            # TMA wants multiples of 16 bytes
-            Operand(scale, lambda tile, k: (k, tile.a_row // 4 * 4 if grouped else tile.a_row)),
+            Operand(scale, lambda tile, k_block: (k_block, first_scale(config, tile))),
         )
         super().__init__(config, operands, UpcastMainloop)
 
     @property
     def raw(self) -> tuple[Copies, Copies]:
         """B as it is in memory, and its scales."""
-        slots = self.config.raw_slots
         return (
-            Copies(cutlass.Uint8, (B_ROWS, BLOCK_K // 2), slots, swizzled=False),
-            Copies(Int32, (1, SCALE_WORDS), slots, swizzled=False),
+            Copies(cutlass.Uint8, (B_ROWS, BLOCK_K // 2), RAW_SLOTS, swizzled=False),
+            Copies(Int32, (1, SCALE_WORDS), RAW_SLOTS, swizzled=False),
         )
 
     @cute.jit
@@ -78,7 +75,6 @@ class UpcastGemm(Gemm):
         """Launch. ``a`` (M, K) and ``b`` (N, K / 2), or (groups * N, K / 2), as bytes; ``a_scale``
         (K / 128, M padded to 4); ``b_scale`` (lists, K blocks * 128) and ``k_blocks`` (lists,
         length) as ``k_blocks_kernel`` makes them; the rest as of ``Fp8Gemm``."""
-        config = self.config
         loads = [
             each.copies.describe(tensor)
             for each, tensor in zip(self.operands, (a, a_scale), strict=True)
@@ -87,18 +83,10 @@ class UpcastGemm(Gemm):
         loads += [
             copies.describe(tensor) for copies, tensor in zip(self.raw, (b, b_scale), strict=True)
         ]
-        atoms, views = zip(*loads, strict=True)
-        groups = (offsets, supergroup) if config.grouped else None
         k_count = cute.ceil_div(a.shape[1], BLOCK_K)
-        given = k_blocks, (d, bias, alpha), k_count, groups
-        self.kernel(atoms, views, *self.stores(d), *given).launch(
-            grid=(self.scheduler.grid(d, multiprocessors, groups), 1, 1),
-            block=(config.threads, 1, 1),
-            cluster=cluster_shape(config.cluster_size),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=True,
-        )
+        groups = (offsets, supergroup) if self.config.grouped else None
+        rest = k_count, groups, multiprocessors, stream
+        self.launch(loads, k_blocks, (d, bias, alpha), *rest)
 
     @cute.kernel
     def kernel(self, atoms, views, store_atom, store_view, entries, output, k_count, groups):
@@ -118,7 +106,7 @@ class UpcastGemm(Gemm):
             for copies, atom, view in zip(self.raw, atoms[2:], views[2:], strict=True)
         )
         loads.append(TmaTiles(copies[1], atoms[1], views[1], copies[1].allocate(memory)))
-        raw = RawB(Pipeline.allocate(memory, config.raw_slots, 1), data, scales)
+        raw = RawB(Pipeline.allocate(memory, RAW_SLOTS, 1), data, scales)
         factor = shared.allocate(memory, config.stages * 16)
         pipeline = Pipeline.allocate(memory, config.stages, 1)
         ring = None
@@ -133,7 +121,7 @@ class UpcastGemm(Gemm):
                 for i in range_constexpr(config.stages):
                     cute.arch.mbarrier_init(pipeline.full + i, 1 + 4)
                     cute.arch.mbarrier_init(pipeline.empty + i, 4 * config.warpgroups)
-                for i in range_constexpr(config.raw_slots):
+                for i in range_constexpr(RAW_SLOTS):
                     cute.arch.mbarrier_init(raw.pipeline.full + i, 1)
                     cute.arch.mbarrier_init(raw.pipeline.empty + i, 4)
                 if const_expr(config.grouped):
@@ -150,9 +138,9 @@ class UpcastGemm(Gemm):
         if warp < 4:
             cute.arch.setmaxregister_decrease(low)
             if warp == 0:
-                ALoader(config, pipeline, schedule, k_blocks, self.operands, loads, factor)()
+                ALoader(pipeline, schedule, k_blocks, self.operands, loads, factor)()
             if warp == 1:
-                BLoader(config, schedule, k_blocks, raw)()
+                BLoader(schedule, k_blocks, raw)()
             if const_expr(config.grouped):  # noqa: SIM102 - one is known when compiling
                 if warp == 2:
                     TileFinder(schedule)()
@@ -164,7 +152,7 @@ class UpcastGemm(Gemm):
                 config, pipeline, schedule, Int32(0), addresses, self.mainloop, epilogue, None
             )()
         else:
-            cute.arch.setmaxregister_decrease(config.upcast_registers)
+            cute.arch.setmaxregister_decrease(UPCAST_REGISTERS)
             Upcaster(config, pipeline, schedule, k_blocks, raw, upcast)()
 
 

@@ -17,8 +17,7 @@ from ..common.gpu import Gpu
 from ..common.template import template
 from .config import BLOCK_K
 from .grouped_config import supergroup
-from .mixed_plan import below, check_bytes
-from .plan import BYTES, check_rows
+from .plan import BYTES, below, check_bytes, check_rows
 from .upcast_config import (
     B_ROWS,
     SCALE_WORDS,

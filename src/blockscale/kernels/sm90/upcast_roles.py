@@ -54,7 +54,6 @@ class ALoader:
     """Loads A and its scales, and tells the factor of B, at ``factor``: negative in the last K
     block of a tile."""
 
-    config: UpcastConfig
     pipeline: Pipeline
     schedule: DenseTiles
     k_blocks: KBlocks
@@ -64,11 +63,7 @@ class ALoader:
 
     @cute.jit
     def __call__(self):
-        start, step = self.schedule.first()
-        state = Int32(0), Int32(1)
-        for index in range(start, self.schedule.count, step):
-            tile = self.schedule.tile(index)
-            state = self.k_blocks.follow(tile, partial(self.load, tile), state)
+        self.k_blocks.follow(self.schedule, self.load, (Int32(0), Int32(1)))
 
     @cute.jit
     def load(self, tile, entry, state):
@@ -89,22 +84,16 @@ class ALoader:
 class BLoader:
     """Loads B as it is in memory, and its scales, to slots."""
 
-    config: UpcastConfig
     schedule: DenseTiles
     k_blocks: KBlocks
     raw: RawB
 
     @cute.jit
     def __call__(self):
-        start, step = self.schedule.first()
-        state = Int32(0), Int32(1)
-        for index in range(start, self.schedule.count, step):
-            tile = self.schedule.tile(index)
-            work = partial(self.load, tile, self.k_blocks.index(tile))
-            state = self.k_blocks.follow(tile, work, state)
+        self.k_blocks.follow(self.schedule, self.load, (Int32(0), Int32(1)))
 
     @cute.jit
-    def load(self, tile, listed, entry, state):
+    def load(self, tile, entry, state):
         raw, (slot, phase), k_block = self.raw, state, k_block_of(entry)
         raw.pipeline.producer_acquire(slot, phase)
         barrier = raw.pipeline.producer_barrier(slot, phase)
@@ -112,7 +101,8 @@ class BLoader:
             nbytes = sum(each.copies.moved for each in raw.loads)
             ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
         raw.data.load(slot, (tile.b_row, k_block * (BLOCK_K // 2)), barrier)
-        raw.scales.load(slot, (listed, k_block * SCALE_WORDS), barrier)
+        place = self.k_blocks.index(tile), k_block * SCALE_WORDS
+        raw.scales.load(slot, place, barrier)
         return raw.pipeline.producer_next(slot, phase)
 
 
@@ -148,14 +138,11 @@ class Upcaster:
             byte_of_word(part),
         )
         tables = cute.make_rmem_tensor((2 * (B_ROWS // _ROWS),), Int32)
-        start, step = self.schedule.first()
         state = Int32(0), Int32(1), Int32(0), Int32(0)
-        for index in range(start, self.schedule.count, step):
-            tile = self.schedule.tile(index)
-            state = self.k_blocks.follow(tile, partial(self.upcast, own, tables), state)
+        self.k_blocks.follow(self.schedule, partial(self.upcast, own, tables), state)
 
     @cute.jit
-    def upcast(self, own, tables, entry, state):
+    def upcast(self, own, tables, tile, entry, state):
         """A K block, of which a thread's ``own`` are: where it puts half of 32 elements of a row,
         where data and scales are, and which of four scales."""
         raw, (places, data, scales, byte) = self.raw, own
