@@ -100,7 +100,7 @@ def product(
 
     def call() -> None:
         widen(x, None, a, partials)
-        run(a, partials, *weight, d, None, None, None, None, gpu.multiprocessors)
+        run(a, None, partials, *weight, d, None, None, None, None, gpu.multiprocessors)
 
     return call, d
 

@@ -26,15 +26,18 @@ from blockscale.bench.contest import Call
 from blockscale.bench.grouped import skewed
 from blockscale.bench.timing import Timer
 from blockscale.dtypes import BFLOAT16
+from blockscale.kernels.common.calls import Operand, multiply
 from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import gpu_of
+from blockscale.kernels.sm90.mixed_plan import plan_mixed
 from blockscale.kernels.sm90.upcast_config import upcast_candidates
-from blockscale.kernels.sm90.upcast_plan import upcast_of
+from blockscale.kernels.sm90.upcast_plan import plan_upcast, upcast_of
 
 BF16 = torch.bfloat16
 NAMED = (
     (4096, 4096, 4096), (8192, 4096, 7168), (4096, 7168, 2048), (2048, 14336, 4096),
-    (1024, 8192, 8192), (256, 4096, 7168), (64, 4096, 7168),
+    (1024, 8192, 8192), (768, 4096, 7168), (512, 4096, 7168), (384, 7168, 2048), (256, 4096, 7168),
+    (128, 7168, 2048), (64, 4096, 7168), (16, 4096, 7168),
 )  # fmt: skip
 _NEAR = 3e-3  # an error that is that of rounding to bf16
 
@@ -56,14 +59,20 @@ def drawn(count: int) -> Iterator[tuple[int, int, int]]:
 
 def dense(x: torch.Tensor, w: torch.Tensor, tiles: bool) -> Iterator[tuple[str, Call]]:
     a = bs.quantize(x, "fp8_1x128", layout="sm90")
-    q, q8, qw = (bs.quantize(each, f) for each, f in
-                 ((w, "mxfp4"), (w, "fp8_128x128"), (wide(w), "mxfp4")))  # fmt: skip
+    named = (w, "mxfp4"), (w, "fp8_128x128"), (wide(w), "mxfp4"), (w, "nvfp4")
+    q, q8, qw, qn = (bs.quantize(*each) for each in named)
+    left, right = (Operand(each.qdata, each.qscale, each.format.name) for each in (a, q))
     yield "torch bf16", partial(torch.mm, x, w.mT)
     yield "fp8_128x128", partial(bs.gemm, a, q8.mT, backend="kernel")
-    yield "mxfp4", partial(bs.gemm, a, q.mT, backend="kernel")
-    yield "mxfp4, wide", partial(bs.gemm, a, qw.mT, backend="kernel")
+    yield "mxfp4", partial(multiply, plan_upcast, left, right)
+    yield (
+        "mxfp4, wide",
+        partial(multiply, plan_upcast, left, right._replace(data=qw.qdata, scale=qw.qscale)),
+    )
+    yield "mxfp4, widened", partial(multiply, plan_mixed, left, right)
+    yield "nvfp4", partial(bs.gemm, a, qn.mT, backend="kernel")
     yield "bf16 x mxfp4", partial(bs.gemm, x, q.mT, backend="kernel")
-    for name, each in (("mxfp4", q), ("mxfp4, wide", qw)):
+    for name, each in (("mxfp4", q), ("mxfp4, wide", qw), ("nvfp4", qn)):
         want = a.dequantize(torch.float32) @ each.dequantize(torch.float32).T
         got = bs.gemm(a, each.mT, backend="kernel")
         error = (got.float() - want).norm() / want.norm()
@@ -110,7 +119,7 @@ def groups_of(
     a = bs.quantize(x, "fp8_1x128", layout="sm90")
     compact = a.to_layout("compact")
     yield "torch bf16", partial(torch._grouped_mm, x, w.mT, ends)
-    for format in ("fp8_128x128", "mxfp4"):
+    for format in ("fp8_128x128", "mxfp4", "nvfp4"):
         q = bs.quantize(w, format)
         yield format, partial(bs.grouped_gemm, a, q.mT, ends, backend="kernel")
         got = bs.grouped_gemm(a, q.mT, ends, backend="kernel")

@@ -232,8 +232,8 @@ class Format:
         return alike or (self.name, other.name) in _BY_WEIGHTS
 
 
-#: Formats of other blocks, whose scales are powers of two: of activations, and of weights.
-_BY_WEIGHTS = frozenset({("fp8_1x128", "mxfp4")})
+#: Formats whose blocks along K differ: of activations, and of weights of four bits.
+_BY_WEIGHTS = frozenset({("fp8_1x128", "mxfp4"), ("fp8_1x128", "nvfp4")})
 
 
 def padded_groups(n: int, groups: int) -> int:

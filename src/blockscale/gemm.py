@@ -40,13 +40,13 @@ def gemm(
     >>> bs.gemm(bs.quantize(x, "mxfp8"), bs.quantize(w, "mxfp8").mT).shape
     torch.Size([64, 256])
 
-    On Hopper kernels multiply all formats of 8 and 4 bits, and fp8_1x128 by mxfp4 weights at FP8's
-    rate, whose values are not rounded again. FP8 operands, and weights that they meet, have to lie
-    with the contraction contiguous: rows do, columns (axis=-2) do with ``quantize(...,
-    k_major=True)``. Scales of fp8_1x128 are read in layout "sm90" (``quantize(...,
-    layout="sm90")``), others compact; those that lie otherwise, and those of an ``a`` in 128 x 128
-    blocks, are rewritten in every call, by one to three small kernels. docs/numerics.md says how
-    exact the sums are.
+    On Hopper kernels multiply all formats of 8 and 4 bits, and fp8_1x128 by mxfp4 weights, at FP8's
+    rate, and by nvfp4 ones: their values are not rounded again. FP8 operands, and weights that they
+    meet, have to lie with the contraction contiguous: rows do, columns (axis=-2) do with
+    ``quantize(..., k_major=True)``. Scales of fp8_1x128 are read in layout "sm90"
+    (``quantize(..., layout="sm90")``), others compact; those that lie otherwise, and those of an
+    ``a`` in 128 x 128 blocks, are rewritten in every call, by one to three small kernels.
+    docs/numerics.md says how exact the sums are.
 
     On Blackwell (sm_100a, sm_103a) kernels multiply mxfp8, mxfp8_e5m2 and mxfp4 in any pair, and
     nvfp4 by nvfp4, 8-bit data in either order. Scales are read in layout "tcgen05"
@@ -168,7 +168,7 @@ def grouped_gemm(
     kernels do not write them, and plain torch and CPUs set them to zero.
 
     On Hopper one kernel multiplies all groups of rows: of fp8_1x128 (layout "sm90") by
-    fp8_128x128 or mxfp4 weights; of mxfp8, mxfp8_e5m2 and mxfp4 in any pair, nvfp4 by nvfp4,
+    fp8_128x128, mxfp4 or nvfp4 weights; of mxfp8, mxfp8_e5m2 and mxfp4 in any pair, nvfp4 by nvfp4,
     and bf16 by any of these, exactly, after a kernel that writes ``a`` in bf16. It reads the
     offsets on the device, so that the host waits for nothing and a CUDA graph may change them.
     Scales of a batch are compact: give fp8_1x128, whose kernel reads those of a matrix, as (G *

@@ -63,7 +63,7 @@ def ordered(x: Tensor, block_k: int = 128) -> Tensor:
 
 def emulated(
     config: Any,
-    a: Operand,
+    a: tuple[Tensor | None, ...],
     b: Operand,
     *,
     start: Tensor | None = None,
@@ -75,7 +75,7 @@ def emulated(
     """What the kernel leaves in poisoned memory, or in a copy of ``start``, its rows apart; nothing
     between them may change."""
     groups = (None, None) if hasattr(config, "grouped") else ()  # kernels for decoding have none
-    shape, rest = (a[0].shape[0], b[0].shape[0]), (bias, alpha, *groups, multiprocessors)
+    shape, rest = (len(a[0]), len(b[0])), (bias, alpha, *groups, multiprocessors)
     out = launched(config, shape, (*a, *b), start, rest, completion)
     assert_no_spills(config)
     return out

@@ -47,7 +47,7 @@ def product(
     b = spaced(data, scale) if config.async_scales else (data, scale)
     bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     ends = torch.tensor(bounds[1:], dtype=torch.int32)
-    left = ordered(a, config.block_k), None
+    left = ordered(a, config.block_k), None, None
     rest_of_all = None, None, ends, 2, multiprocessors
     got = launched(config, (m, n), (*left, *b), None, rest_of_all, completion, seed)
     values = dequantized(config.b_format, data, scale).unflatten(0, (len(sizes), n))

@@ -52,7 +52,7 @@ def operands(config: Config, m: int, n: int, k: int) -> tuple[Tensor, Operand]:
 
 
 def product(config: Config, a: Tensor, b: Operand, **kwargs) -> Tensor:
-    return emulated(config, (ordered(a, config.block_k), None), b, **kwargs)
+    return emulated(config, (ordered(a, config.block_k), None, None), b, **kwargs)
 
 
 def check(config: Config, a: Tensor, b: Operand, got: Tensor) -> None:

@@ -118,6 +118,18 @@ def test_compact():
         assert torch.equal(out.view(torch.int16), ordered(a.view(torch.int16)))
 
 
+def test_fp8_with_scales_of_k_blocks():
+    """Elements alone: each E4M3, and a NaN that takes its octet."""
+    every = torch.arange(256, dtype=torch.uint8)
+    codes = torch.stack([every.roll(i) for i in range(17)])
+    got = emulated("fp8_1x128", codes, None, 256, "random").view(BF16)
+    want = codes.view(torch.float8_e4m3fn).to(BF16)
+    nan = want.isnan().view(17, -1, 8).any(-1).repeat_interleave(8, 1)
+    assert torch.equal(got.isnan(), ordered(nan.to(torch.int16)).bool())
+    want = ordered(want.masked_fill(nan, 0))
+    assert torch.equal(got.nan_to_num(0).view(torch.int16), want.view(torch.int16))
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_not_ordered(name):
     """Columns stay where they are."""

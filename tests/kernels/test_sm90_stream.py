@@ -52,7 +52,7 @@ def partials(config: Config, ctas: int, counted: int = 0) -> Tensor:
 def product(
     config: Config, a: Tensor, b: Operand, ctas: int, counted: int = 0, **more: Any
 ) -> Tensor:
-    left = ordered(a, config.block_k), partials(config, ctas, counted)
+    left = ordered(a, config.block_k), None, partials(config, ctas, counted)
     return emulated(config, left, b, multiprocessors=ctas, **more)
 
 

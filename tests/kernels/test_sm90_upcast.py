@@ -4,7 +4,6 @@ products against fp64."""
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +19,6 @@ from grouped_inputs import caught
 from guarded import guarded
 from sm90_inputs import BF16, FP32, WGMMA, assert_no_spills, launched
 
-import blockscale as bs
 from blockscale import emulator as em
 from blockscale.dtypes import BFLOAT16, FLOAT32
 from blockscale.kernels.common import compile_cache
@@ -36,7 +34,6 @@ from blockscale.kernels.sm90.upcast_config import (
 )
 from blockscale.kernels.sm90.upcast_mainloop import UpcastMainloop
 from blockscale.layouts import get_layout
-from stand_in import emulated, matrix
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
@@ -373,96 +370,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
     assert caught(check)
 
 
-# --- dispatch -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def launches():
-    with emulated("sm_90a") as launched:
-        yield launched
-
-
-@pytest.mark.parametrize(("left", "right"), [
-    ("sm90", "compact"), ("compact", "compact"), ("sm90", "tcgen05"),
-])  # fmt: skip
-def test_layouts(launches, left, right):
-    """Calls alike are looked up where nothing is rewritten; a padded contraction, too."""
-    a = bs.quantize(matrix(34, 288), "fp8_1x128", layout=left, pad=True)
-    b = bs.quantize(matrix(136, 288, seed=1), "mxfp4", layout=right).mT
-    want = a.dequantize(torch.float64)[:, :288] @ b.dequantize(torch.float64)
-    for _ in range(2):
-        assert_close(bs.gemm(a, b, backend="kernel"), want, BF16)
-    bias = matrix(136, seed=2)
-    out = torch.ones(34, 136)
-    bs.gemm(a, b, out=out, accumulate=True, bias=bias)
-    assert_close(out, want + 1 + bias.double(), FP32)
-    assert len(launches) == 2 * 3
-
-
-def test_groups_and_batches(launches):
-    x, w = matrix(120, 256), matrix(3, 136, 256, seed=1)
-    a, b = bs.quantize(x, "fp8_1x128", layout="sm90"), bs.quantize(w, "mxfp4").mT
-    ends = torch.tensor([7, 7, 100], dtype=torch.int32)
-    for _ in range(2):
-        got = bs.grouped_gemm(a, b, ends, torch.float32, backend="kernel")
-        want = bs.grouped_gemm(a, b, ends, torch.float32, backend="reference").double()
-        assert_close(got[:100], want[:100], FP32)
-        assert not got[100:].any()
-    counts = torch.tensor([5, 0, 40], dtype=torch.int32)
-    masked = bs.grouped_gemm(a, b, counts=counts, out_dtype=torch.float32, backend="kernel")
-    want = bs.grouped_gemm(a, b, counts=counts, out_dtype=torch.float32, backend="reference")
-    for i, count in enumerate(counts.tolist()):
-        rows = slice(40 * i, 40 * i + count)
-        if count:
-            assert_close(masked[rows], want[rows].double(), FP32)
-
-
-def test_dgrad(launches):
-    """Columns of weights, of one matrix and of a batch."""
-    a = bs.quantize(matrix(90, 256), "fp8_1x128", layout="sm90")
-    one = bs.quantize(matrix(256, 136, seed=1), "mxfp4", axis=-2)
-    want = a.dequantize(torch.float64) @ one.dequantize(torch.float64)
-    assert_close(bs.gemm(a, one, backend="kernel"), want, BF16)
-    batch = bs.quantize(matrix(2, 256, 136, seed=1), "mxfp4", axis=-2)
-    ends = torch.tensor([30, 90], dtype=torch.int32)
-    got, want = (
-        bs.grouped_gemm(a, batch, ends, torch.float32, backend=each)
-        for each in ("kernel", "reference")
-    )
-    assert_close(got, want.double(), FP32)
-
-
-def test_recipe(launches):
-    """A layer's three products by kernels: weights of 4 bits, activations and gradients of 8."""
-    layer = torch.nn.Linear(256, 384, dtype=BF16)
-    layer = bs.convert(torch.nn.Sequential(layer), bs.Recipe("fp8_1x128", weights="mxfp4"))
-    x = matrix(128, 256).requires_grad_()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", bs.FallbackWarning)
-        layer(x).float().square().sum().backward()
-    used = [type(each).__name__ for each in launches]
-    assert used.count("UpcastConfig") == 2
-    assert bool(x.grad.isfinite().all())
-
-
-def test_weights_that_change(launches):
-    """Nothing of a weight is kept: scales written in place are those of the next product."""
-    a = bs.quantize(matrix(34, 256), "fp8_1x128", layout="sm90")
-    q = bs.quantize(matrix(136, 256, seed=1), "mxfp4")
-    bs.gemm(a, q.mT, backend="kernel")
-    q.copy_(bs.quantize(1000 * matrix(136, 256, seed=2), "mxfp4"))
-    want = a.dequantize(torch.float64) @ q.dequantize(torch.float64).T
-    assert_close(bs.gemm(a, q.mT, backend="kernel"), want, BF16)
-
-
-def test_no_kernel(launches):
-    a = bs.quantize(matrix(34, 256), "fp8_1x128", layout="sm90")
-    with pytest.raises(ValueError, match="'fp8_1x128' and 'nvfp4' cannot be multiplied"):
-        bs.gemm(a, bs.quantize(matrix(136, 256), "nvfp4").mT)
-    with pytest.raises(ValueError, match="'mxfp4' and 'fp8_1x128' cannot"):
-        bs.gemm(
-            bs.quantize(matrix(34, 256), "mxfp4"), bs.quantize(matrix(136, 256), "fp8_1x128").mT
-        )
+# --- choice ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from ..kernels.common.calls import CompiledGemm, GemmCall, Groups, Operand
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.loadable import loadable
 from ..kernels.sm90 import exact_gemm
+from ..kernels.sm90.fp8_by_weights import plan_fp8_by_weights
 from ..kernels.sm90.grouped_gemm import plan_groups
 from ..kernels.sm90.plan import plan_gemm
-from ..kernels.sm90.upcast_plan import plan_upcast
 from ..layouts import get_layout
 from .gemm_operands import GroupedProducts, Products, Reading, Side, Take, scale_matrix
 
@@ -22,8 +22,8 @@ __all__ = ["PRODUCTS"]
 
 # Formats whose elements tensor cores take as they are, with scales per 128 along K.
 _FP8 = ("fp8_1x128", "fp8_128x128")
-# By 4 bits, which are exact in E4M3 times powers of two.
-_UPCAST = ("fp8_1x128", "mxfp4")
+# By weights of 4 bits: widened, or, of many rows by mxfp4, by FP8's tensor cores.
+_BY_WEIGHTS = {("fp8_1x128", "mxfp4"), ("fp8_1x128", "nvfp4")}
 # Formats whose elements, times their scales, are exact in bf16.
 _WIDENED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 
@@ -85,7 +85,7 @@ def _lay(a: Side, b: Side) -> tuple[Operand, Operand]:
 def _plan(call: GemmCall) -> CompiledGemm:
     if call.b.format in _FP8:
         return plan_gemm(call)
-    return (plan_upcast if call.a.format in _FP8 else exact_gemm.plan_exact)(call)
+    return (plan_fp8_by_weights if call.a.format in _FP8 else exact_gemm.plan_exact)(call)
 
 
 def _lay_groups(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
@@ -158,13 +158,13 @@ def _read(layout: str, take: Take, scale_apart: int = 16) -> Reading:
 PRODUCTS = Products(
     gpu="Hopper",
     formats=(
-        "fp8_1x128 and fp8_128x128 in any pair, and fp8_1x128 by mxfp4, the contraction "
-        "contiguous; mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by nvfp4; bf16 by any of these "
-        "but FP8"
+        "fp8_1x128 and fp8_128x128 in any pair, and fp8_1x128 by mxfp4 or nvfp4, the "
+        "contraction contiguous; mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by nvfp4; bf16 by "
+        "any of these but FP8"
     ),
     pairs={
         *product(_FP8, _FP8),
-        _UPCAST,
+        *_BY_WEIGHTS,
         *_WIDENED_PAIRS,
     },
     lay=_lay,
@@ -178,9 +178,9 @@ PRODUCTS = Products(
     },
     k_major=True,
     grouped=GroupedProducts(
-        "fp8_1x128 by fp8_128x128 or mxfp4; mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 by "
-        "nvfp4; bf16 by any of these but FP8",
-        {("fp8_1x128", "fp8_128x128"), _UPCAST, *_WIDENED_PAIRS},
+        "fp8_1x128 by fp8_128x128, mxfp4 or nvfp4; mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 "
+        "by nvfp4; bf16 by any of these but FP8",
+        {("fp8_1x128", "fp8_128x128"), *_BY_WEIGHTS, *_WIDENED_PAIRS},
         _lay_groups,
         plan_groups,
         {

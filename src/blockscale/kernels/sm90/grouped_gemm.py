@@ -9,9 +9,9 @@ from torch import Tensor
 from ..common.calls import CompiledGemm, GemmCall, Groups, Operand, multiply
 from .config import FORMATS
 from .dequant_plan import plan_dequant
+from .fp8_by_weights import plan_fp8_by_weights
 from .grouped_plan import plan_grouped, plan_k_grouped
 from .mixed_plan import plan_mixed
-from .upcast_plan import plan_upcast
 
 __all__ = ["grouped_gemm", "plan_groups"]
 
@@ -23,12 +23,13 @@ def plan_groups(call: GemmCall) -> CompiledGemm:
         fp8, exact = plan_k_grouped, plan_dequant
     if call.b.format in FORMATS:
         return fp8(call)
-    return (plan_upcast if call.a.format in FORMATS else exact)(call)
+    return (plan_fp8_by_weights if call.a.format in FORMATS else exact)(call)
 
 
 def grouped_gemm(a: Operand, b: Operand, groups: Groups, **options: Any) -> Tensor:
     """``A[start:end] @ B[i].mT`` of each group of rows: (M, N); zeros after the last one, unless
-    groups are masked. Takes two bytes for each element of A while it runs, unless that is FP8.
+    groups are masked. Takes two bytes for each element of A while it runs, unless both are FP8, or
+    FP8 kernels multiply it by MXFP4.
     Or ``A[:, start:end] @ B[:, start:end].mT`` of each group of columns: (groups * M, N).
 
     Args:

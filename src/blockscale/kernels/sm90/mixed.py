@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common import shared
@@ -65,6 +65,7 @@ class MixedGemm:
     def __call__(
         self,
         a,
+        a_scale,
         partials,
         b,
         b_scale,
@@ -76,11 +77,12 @@ class MixedGemm:
         multiprocessors,
         stream,
     ):
-        """Launch. ``a`` (M, K) bf16, permuted and padded with zeros to whole K blocks; ``partials``
-        as ``StreamReduce`` takes them, its counters zero, or None; ``b`` (N, K) as bytes,
-        ``b_scale`` (N, K / block); ``d`` (M, N); ``bias`` (N,) and ``alpha``, or None. Where rows
-        are grouped, ``b`` and ``b_scale`` have groups * N rows, ``offsets`` (groups,) int32, and
-        ``supergroup`` as of ``GroupedTiles``; else None.
+        """Launch. ``a`` (M, K) bf16, permuted and padded with zeros to whole K blocks; ``a_scale``
+        fp32 (K blocks, M or more), or None; ``partials`` as ``StreamReduce`` takes them, its
+        counters zero, or None; ``b`` (N, K) as bytes, ``b_scale`` (N, K / block); ``d`` (M, N);
+        ``bias`` (N,) and ``alpha``, or None. Where rows are grouped, ``b`` and ``b_scale`` have
+        groups * N rows, ``offsets`` (groups,) int32, and ``supergroup`` as of ``GroupedTiles``;
+        else None.
         """
         config = self.config
         loads = [self.a.describe(a), self.b.describe(b)]
@@ -93,7 +95,7 @@ class MixedGemm:
         output = d, bias, alpha, partials
         k_blocks = cute.ceil_div(b.shape[1], config.stages_per_k_block * config.row_bytes)
         work = extent, k_blocks, groups
-        self.kernel(atoms, views, *store, b_scale, output, work).launch(
+        self.kernel(atoms, views, *store, (a_scale, b_scale), output, work).launch(
             grid=(self.scheduler.grid(extent, multiprocessors, groups), 1, 1),
             block=(self.threads, 1, 1),
             cluster=cluster_shape(config.split_k),
@@ -103,7 +105,7 @@ class MixedGemm:
         )
 
     @cute.kernel
-    def kernel(self, atoms, views, store_atom, store_view, b_scale, output, work):
+    def kernel(self, atoms, views, store_atom, store_view, scale, output, work):
         config = self.config
         *output, partials = output
         extent, k_blocks, groups = work
@@ -120,7 +122,10 @@ class MixedGemm:
         boxes = None
         if const_expr(config.tma_store):
             boxes = TmaTiles(self.out, store_atom, store_view, self.out.allocate(memory))
-        scales = shared.allocate(memory, config.stages * config.scale_bytes, 128)
+        scales: Any = [
+            shared.allocate(memory, config.stages * nbytes, 128) if nbytes else None
+            for nbytes in (config.a_scale_bytes, config.scale_bytes)
+        ]
         pipeline = Pipeline.allocate(memory, config.stages, config.warpgroup_split_k)
         ring = TileRing.allocate(memory) if config.grouped else None
         reduce = StreamReduce(config, partials) if config.stream_k else None
@@ -152,14 +157,14 @@ class MixedGemm:
             if warp == 0:
                 Loader(config, pipeline, schedule, a, b)()
             elif warp <= config.scale_threads // 32:
-                ScaleLoader(config, pipeline, schedule, b_scale, scales)()
+                ScaleLoader(config, pipeline, schedule, *scale, *scales)()
             elif const_expr(config.grouped):
                 pdl_wait()
                 TileFinder(schedule)()
         else:
             cute.arch.setmaxregister_increase(many)
             epilogue = MixedEpilogue(config, boxes, *output)
-            addresses = a.address, b.address, scales
+            addresses = a.address, scales[0], b.address, scales[1]
             Consumer(config, pipeline, schedule, k_part, addresses, epilogue, reduce)()
 
 
@@ -204,14 +209,16 @@ class Loader:
 
 @dataclass(frozen=True)
 class ScaleLoader:
-    """Brings block scales of B (N, K / block) to the stages, at ``address``: two or three
-    warps."""
+    """Brings block scales of B (N, K / block) to the stages, at ``b_address``, and those of A
+    (K blocks, M), if it has them: two or three warps."""
 
     config: Config
     pipeline: Pipeline
     schedule: ColumnTiles
+    a_scale: Any
     b_scale: Any
-    address: Any
+    a_address: Any
+    b_address: Any
 
     @cute.jit
     def __call__(self):
@@ -227,8 +234,11 @@ class ScaleLoader:
             turns = self.config.stages_per_k_block
             for i in range(tile.k_begin * turns, tile.k_end * turns):
                 self.pipeline.producer_acquire(stage, phase)
-                target = self.address + stage * self.config.scale_bytes
+                target = self.b_address + stage * self.config.scale_bytes
                 self.load(target, tile.b_row, i // self.config.stages_per_scale_row, thread)
+                if const_expr(self.config.promotes):
+                    target = self.a_address + stage * self.config.a_scale_bytes
+                    self.load_a(target, tile.a_row, i, thread)
                 self.arrive(self.pipeline.producer_barrier(stage, phase).toint())
                 stage, phase = self.pipeline.producer_next(stage, phase)
 
@@ -255,6 +265,24 @@ class ScaleLoader:
                         ptx.st_shared_byte(own + j, value)
 
     @cute.jit
+    def load_a(self, target, first, k_block, thread):
+        """Scales of a tile's rows from ``first`` on; zeros after the last one."""
+        scale, threads = self.a_scale, self.config.scale_threads
+        for i in range_constexpr(-(-self.config.rows // threads)):
+            row = i * threads + thread
+            if row < self.config.rows:
+                inside = Int32(first + row < scale.shape[1])
+                at = k_block, (first + row) * inside
+                if const_expr(self.config.async_scales):
+                    source = scale.iterator.toint() + scale.layout(at) * 4
+                    ptx.cp_async(target + row * 4, source, 4, inside)
+                else:
+                    value = Float32(0.0)
+                    if inside == 1:
+                        value = scale[at]
+                    ptx.st_shared(target + row * 4, [value])
+
+    @cute.jit
     def prefetch(self, first, k_block, thread):
         """Bring scales of the same rows, of this K block and some after it, to the L2 cache."""
         scale = self.b_scale
@@ -275,8 +303,8 @@ class ScaleLoader:
 class Consumer:
     """Multiplies and stores: a warpgroup.
 
-    ``k_part``: of this CTA, where those of a cluster split K; ``addresses``: of A, of B and of its
-    scales; ``reduce``: adds up what warpgroups have that split K, if they do.
+    ``k_part``: of this CTA, where those of a cluster split K; ``addresses``: of A and B, each with
+    that of its scales; ``reduce``: adds up what warpgroups have that split K, if they do.
     """
 
     def __init__(self, config, pipeline, schedule, k_part, addresses, epilogue, reduce):
@@ -342,6 +370,7 @@ def compile_config(config: Config):
     return compile_gemm(
         MixedGemm(config),
         any_tensor(cutlass.BFloat16, 2, 16, True),
+        any_tensor(cutlass.Float32, 2, 4) if config.promotes else None,
         any_tensor(cutlass.Int32, 1, 16) if config.stream_k else None,
         any_tensor(cutlass.Uint8, 2, 16, True),
         any_tensor(cutlass.Uint8, 2, align, True),

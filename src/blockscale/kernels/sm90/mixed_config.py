@@ -30,6 +30,7 @@ __all__ = [
     "choose_config",
     "choose_grouped",
     "gain",
+    "promotes",
     "why_not",
 ]
 
@@ -82,6 +83,8 @@ class Config:
         stream_k: CTAs have equal shares of all K blocks, and add up accumulators of tiles that
             they share in global memory.
         grouping: as of ``ProductConfig``, of rows of A, if there are groups.
+        promotes: A has a scale for each row and K block, by which sums of a K block are multiplied
+            before they are added to others.
     """
 
     b_format: str
@@ -98,6 +101,7 @@ class Config:
     loaded_rows: int = 0
     stream_k: bool = False
     grouping: str = ""
+    promotes: bool = False
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -112,6 +116,8 @@ class Config:
             "tma_store": self.tma_store
             and (self.out_dtype.itemsize > 2 or self.accumulate or self.rows < ROWS),
             "loaded_rows": self.loaded_rows not in range(self.rows),
+            # a stage has a K block, and a thread registers for its sums
+            "promotes": self.promotes and (self.rows > _WHOLE_ROWS or self.warpgroup_split_k > 1),
             "stream_k": self.stream_k and self.sources > 1,
             # sums of what is stored twice have one order
             "grouping": self.grouped
@@ -164,6 +170,11 @@ class Config:
         return B_ROWS * self.scale_row
 
     @property
+    def a_scale_bytes(self) -> int:
+        """Of A in a stage."""
+        return 4 * self.rows if self.promotes else 0
+
+    @property
     def gain(self) -> float:
         """What the accumulators lack."""
         return gain(self.format)
@@ -199,6 +210,7 @@ class Config:
             self.rows * 2 * self.block_k
             + B_ROWS * self.row_bytes
             + self.scale_bytes
+            + self.a_scale_bytes
             + 8 * (1 + max(_PARTS))
         )
 
@@ -216,13 +228,19 @@ def gain(format: Format) -> float:
     return 2.0**7 if format.scale.name == "UE4M3" else 1.0
 
 
+def promotes(a_format: str) -> bool:
+    """Whether A has scales of whole K blocks, by which sums are multiplied: bf16 does not hold an
+    element times one."""
+    return a_format != BF16 and get_format(a_format).block_size == BLOCK_K
+
+
 def why_not(a_format: str, b_format: str, out_dtype: np.dtype, arch: str) -> str:
     """Why there is no kernel for such a product; empty where there is one."""
     reason = product_config.why_not(out_dtype, arch)
     if reason:
         return reason
     known = [f.name for f in formats.values() if f.element.name in _ELEMENTS and f.block_size <= 32]
-    for name in (b_format,) if a_format == BF16 else (a_format, b_format):
+    for name in (b_format,) if a_format in (BF16, "fp8_1x128") else (a_format, b_format):
         if name not in known:
             return f"format {name}: there are kernels for {', '.join(known)}"
     if a_format != BF16 and not get_format(a_format).multiplies(get_format(b_format)):
@@ -267,7 +285,9 @@ def _most_stages(config: Config, parts: int) -> int:
     return most - most % parts if most > _MOST_ODD else most
 
 
-def _fitted(m: int, rows: int, b_format: str, epilogue: Epilogue, async_scales: bool) -> Config:
+def _fitted(
+    m: int, rows: int, b_format: str, epilogue: Epilogue, async_scales: bool, promotes: bool
+) -> Config:
     """With tiles of ``rows``, not split."""
     stored = epilogue.tma_store and rows >= ROWS and epilogue.out_dtype.itemsize == 2
     return Config(
@@ -277,7 +297,13 @@ def _fitted(m: int, rows: int, b_format: str, epilogue: Epilogue, async_scales: 
         async_scales=async_scales,
         stages=_STAGES[0] if rows <= _WHOLE_ROWS else _STAGES[0] + 1,  # of half a K block each
         loaded_rows=rows_to_load(m, rows) if rows >= ROWS and m < rows else 0,
+        promotes=promotes,
     )
+
+
+def _sizes(promotes: bool) -> list[int]:
+    """Rows of tiles."""
+    return [each for each in _A_ROWS if each <= _WHOLE_ROWS or not promotes]
 
 
 def choose_grouped(
@@ -288,6 +314,7 @@ def choose_grouped(
     *,
     grouping: str = "m",
     async_scales: bool = True,
+    promotes: bool = False,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
     """The kernel for a product of ``shape`` (M, N, K) whose rows are in ``groups``; of "masked"
@@ -304,10 +331,11 @@ def choose_grouped(
 
     # where they may, some groups have twice as many rows; and fewer than 64 take no less time
     most = each if grouping == "masked" else 2 * each
-    least = next((rows for rows in _A_ROWS if rows >= most), ROWS)
-    options = [least] if least < ROWS else [rows for rows in _A_ROWS if rows >= ROWS]
+    sizes = _sizes(promotes)
+    least = next((rows for rows in sizes if rows >= most), ROWS)
+    options = [least] if least < ROWS else [rows for rows in sizes if rows >= ROWS]
     config = replace(
-        _fitted(m, min(options, key=nanoseconds), b_format, epilogue, async_scales),
+        _fitted(m, min(options, key=nanoseconds), b_format, epilogue, async_scales, promotes),
         loaded_rows=0,
         grouping=grouping,
     )
@@ -320,6 +348,7 @@ def choose_config(
     epilogue: Epilogue,
     *,
     async_scales: bool = True,
+    promotes: bool = False,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
     """The kernel for a product of ``shape`` (M, N, K).
@@ -327,18 +356,17 @@ def choose_config(
     ``async_scales``: rows of B's scales start at multiples of a K block's bytes, and all are whole.
     """
     m, _, k = shape
-    least = next((each for each in _A_ROWS if each >= m), _A_ROWS[-1])
+    sizes = _sizes(promotes)
+    least = next((each for each in sizes if each >= m), sizes[-1])
     # with fewer, where tiles are few, or where the last one of them lacks most rows
-    options = (
-        [least] if m <= _ONE_TILE_ROWS else [each for each in _A_ROWS if ROWS <= each <= least]
-    )
-    fitted = (_fitted(m, rows, b_format, epilogue, async_scales) for rows in options)
+    options = [least] if m <= _ONE_TILE_ROWS else [each for each in sizes if ROWS <= each <= least]
+    fitted = (_fitted(m, each, b_format, epilogue, async_scales, promotes) for each in options)
     ways = chain.from_iterable(_ways(each, shape, gpu) for each in fitted)
     _, config = min(ways, key=itemgetter(0))
     stages = {parts: _most_stages(config, parts) for parts in _PARTS}
     nbytes, blocks = _TWO_PARTS
     pays = stages[2] * config.stage_bytes >= nbytes and k > BLOCK_K * (blocks * config.split_k - 1)
     # adding to the output wants registers for addresses
-    one = epilogue.accumulate or config.stream_k or config.rows > _SPLIT_ROWS
+    one = epilogue.accumulate or config.stream_k or config.rows > _SPLIT_ROWS or promotes
     parts = 2 if pays and not one else 1
     return replace(config, warpgroup_split_k=parts, stages=stages[parts])

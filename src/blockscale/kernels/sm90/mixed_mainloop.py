@@ -10,6 +10,9 @@ tensor cores busy meanwhile.
 These are no columns that wgmmas take together: those of A lie in an order in which they are. Of 128
 columns, seen as (4, 2, 2, 4, 2), the second, third and fourth place come first: what lanes of the
 first place have follows each other. The second place is missing where a stage has 64.
+
+Where A has a scale for each row and K block, sums of a K block are multiplied by them, and added to
+others: its last wgmmas finish while the first unit of the next one is widened.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ __all__ = ["Mainloop"]
 
 class Mainloop:
     """Adds products of K blocks to a thread's accumulators. Its warpgroup has the tile's rows from
-    ``row`` on; ``a``, ``b``, ``b_scale``: addresses in shared memory."""
+    ``row`` on; ``a``, ``a_scale``, ``b``, ``b_scale``: addresses in shared memory, the second one
+    None where A has no scales."""
 
-    def __init__(self, config: Config, pipeline: Pipeline, row, thread, a, b, b_scale):
+    def __init__(self, config: Config, pipeline: Pipeline, row, thread, a, a_scale, b, b_scale):
         self.config, self.pipeline = config, pipeline
         self.count = config.rows // 2  # of a thread's accumulators
         own, part = row + thread // 32 * 16 + thread % 32 // 4, thread % 4
@@ -37,6 +41,9 @@ class Mainloop:
         scale_row = config.scale_row // config.stages_per_scale_row
         self.b_scale = ptx.pin(b_scale + own * config.scale_row + part * scale_row // 4)
         self.a = cute.arch.make_warp_uniform(ptx.wgmma_descriptor(a))
+        if config.promotes:
+            self.a_scale = ptx.pin(a_scale + part * 8)
+            self.block = self.accumulators()
         self.units = config.block_k // 64
         self.rows = Rows(config.format, 1, self.units)
         self.next = cute.make_rmem_tensor((16 + self.rows.kept,), Int32)
@@ -50,6 +57,8 @@ class Mainloop:
         The next stage, and its phase."""
         stage, phase = (cute.arch.make_warp_uniform(each) for each in (stage, phase))
         self.rows.seen.fill(0)
+        if const_expr(self.config.promotes):
+            self.block.fill(0.0)
         self.pipeline.consumer_wait(stage, phase)
         words, scales = self.load(stage, 0), self.read_scales(stage, 0)
         self.keep(self.rows.widen(words, scales, 0, 0), scales)
@@ -58,7 +67,8 @@ class Mainloop:
             used, stage, phase = self.body(acc, used, i, False, stage, phase)
         first = stage
         last, stage, phase = self.body(acc, used, k_blocks - 1, True, stage, phase)
-        self.finish(acc)
+        if const_expr(not self.config.promotes):
+            self.finish(acc)
         if const_expr(self.config.warpgroup_split_k == 1):
             if const_expr(self.units == 1):
                 self.free(first)
@@ -79,6 +89,7 @@ class Mainloop:
         ones of the next K block are. Both units are of one stage, or each of its own. The last
         stage, the next one, and its phase.
         """
+        sums = self.block if self.config.promotes else acc
         fragments = [self.next[i] for i in range(16)]
         scales = [self.next[16 + i] for i in range(self.rows.kept)]
         first, half = stage, self.units - 1
@@ -87,16 +98,16 @@ class Mainloop:
             self.pipeline.consumer_wait(stage, phase)
             scales = self.read_scales(stage, 1)
         words = self.load(stage, half)
-        self.products(acc, first, 0, fragments)
+        self.products(sums, first, 0, fragments, keeps=not self.config.promotes)
         ptx.wgmma_wait_group(1)  # of the unit before: its registers are free
         if const_expr(self.config.warpgroup_split_k == 1):
             self.free(used, block)
         fragments = self.rows.widen(words, scales, 0, half)
-        self.products(acc, stage, half, fragments)
+        self.products(sums, stage, half, fragments)
         if const_expr(self.config.warpgroup_split_k > 1):
             ptx.wgmma_wait_group(0)
             self.free(stage)
-        used = stage
+        used, factors = stage, self.a_scales(stage)
         stage, phase = self.pipeline.consumer_next(stage, phase)
         if const_expr(not last):
             self.pipeline.consumer_wait(stage, phase)
@@ -105,7 +116,25 @@ class Mainloop:
             if const_expr(self.units == 1):
                 self.free(first)
             self.keep(self.rows.widen(words, scales, 0, 0), scales)
+        self.promote(acc, factors)
         return used, stage, phase
+
+    def a_scales(self, stage) -> list:
+        """For the columns of a thread's accumulators, of which it has pairs; where A has them."""
+        if not self.config.promotes:
+            return []
+        address = self.a_scale + stage * self.config.a_scale_bytes
+        return [ptx.ld_shared(address, 4 * i, 2) for i in range(0, self.config.rows, 8)]
+
+    def promote(self, acc, factors: list) -> None:
+        """Add sums of the K block times ``factors``, if there are any."""
+        if factors:
+            self.finish(self.block)
+        for i, pair in enumerate(factors):  # two rows of B by two of A
+            where = range(4 * i, 4 * i + 4)
+            sums = ptx.fma4([acc[j] for j in where], [self.block[j] for j in where], 2 * pair)
+            for j, value in zip(where, sums, strict=True):
+                acc[j] = value
 
     def free(self, stage, wanted=1) -> None:
         """Arrive when a stage has been read, unless ``wanted`` is 0: each thread by itself, which
@@ -142,9 +171,9 @@ class Mainloop:
         offsets = first, first + 8 * config.scale_row
         return self.rows.factors(*(ptx.ld_shared_bytes(address, i, nbytes) for i in offsets))
 
-    def products(self, acc, stage, half: int, fragments: list) -> None:
-        """Start the wgmmas of a unit."""
+    def products(self, acc, stage, half: int, fragments: list, keeps: bool = True) -> None:
+        """Start the wgmmas of a unit, which add to ``acc``, or overwrite it."""
         b = self.a + (self.units * stage + half) * (self.config.rows * 8)
-        values = ptx.wgmma_rs([acc[i] for i in range(self.count)], fragments, b)
+        values = ptx.wgmma_rs([acc[i] for i in range(self.count)], fragments, b, keeps)
         for i, value in enumerate(values):
             acc[i] = value

@@ -16,9 +16,17 @@ from ..common.calls import CompiledGemm, GemmCall, below_each_other, check_loada
 from ..common.runtime import Described
 from ..common.template import template
 from . import skinny_config
-from .mixed_config import BF16, BLOCK_K, SUPERGROUP, choose_config, choose_grouped, why_not
+from .mixed_config import (
+    BF16,
+    BLOCK_K,
+    SUPERGROUP,
+    choose_config,
+    choose_grouped,
+    promotes,
+    why_not,
+)
 from .permute_config import PermuteConfig
-from .plan import below, check_bytes, octets
+from .plan import below, check_bytes, check_rows, octets
 
 __all__ = ["plan_mixed"]
 
@@ -40,18 +48,23 @@ class _Widened:
         multiply: the product.
         like: a template of them.
         partials: a template of what ``stream_reduce.StreamReduce`` takes, or None.
+        promotes: scales of A go to the product.
+        decodes: the product is that of ``skinny``, which takes no partials.
     """
 
     widen: Callable[..., Any]
     multiply: Callable[..., Any]
     like: Tensor
     partials: Tensor | None
+    promotes: bool
+    decodes: bool
 
     def __call__(self, a: Tensor, a_scale: Tensor | None, *rest: Any) -> None:
         values = torch.empty_like(self.like)
         partials = None if self.partials is None else torch.empty_like(self.partials)
-        self.widen(a, a_scale, values, partials)
-        self.multiply(values, partials, *rest)
+        applied, later = (None, a_scale) if self.promotes else (a_scale, None)
+        self.widen(a, applied, values, partials)
+        self.multiply(values, later, *(() if self.decodes else (partials,)), *rest)
 
 
 @lru_cache(maxsize=4096)
@@ -76,20 +89,23 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     check_matrix("b_data", b, _BYTES)
     m, n, format = a[0][0], b[0][0] // groups, get_format(b_format)
     k = format.element.elements(b[0][1])
-    a_k = a[0][1] if a_format is None else get_format(a_format).element.elements(a[0][1])
-    padded = -(-a_k // format.block_size) * format.block_size
-    if k % format.block_size or k != (padded if a_format is None else a_k):
+    a_kind = None if a_format is None else get_format(a_format)
+    a_k = a[0][1] if a_kind is None else a_kind.element.elements(a[0][1])
+    block, a_block = format.block_size, 1 if a_kind is None else a_kind.block_size
+    whole = max(block, a_block)  # both are padded to blocks of their own
+    if k % block or a_k % a_block or -(-k // whole) != -(-a_k // whole):
         raise ValueError(
             f"a_data, b_data: got {(m, a_k)} and {(n, k)} elements; expected (M, K) and (N, K), "
-            f"quantized ones padded to blocks of {format.block_size}"
+            f"quantized ones padded to blocks of {a_block} and {block}"
         )
     if (a_format is None) != (a_scale is None):
         raise ValueError("a_scale: belongs to quantized data, bf16 data has None")
-    given = [("b_scale", b_scale, groups * n)]
-    if a_scale is not None:
-        given.append(("a_scale", a_scale, m))
-    for name, scale, rows in given:
-        check_bytes(name, scale, (rows, k // format.block_size), format)
+    check_bytes("b_scale", b_scale, (groups * n, k // block), format)
+    scaled = a_scale is not None and promotes(a_format or BF16)
+    if scaled:
+        check_rows("a_scale", a_scale, (a_k // a_block, -(-m // 4) * 4))
+    elif a_scale is not None:
+        check_bytes("a_scale", a_scale, (m, k // block), format)
     call.check_rest((m, n))
     like = template((m, n), call.out_dtype, call.device)
     if 0 in (m, n, k):
@@ -98,6 +114,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     decodes = (
         call.offsets is None
         and m <= skinny_config.MAX_SKINNY_M
+        and not scaled
         and (a_format is None or skinny_config.fills_gpu(n, gpu.multiprocessors))
     )
     if decodes:
@@ -118,6 +135,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
             b_format=b_format,
             epilogue=call.epilogue(n),
             async_scales=k % BLOCK_K == 0 and _apart(b_scale, BLOCK_K // format.block_size),
+            promotes=scaled,
             gpu=gpu,
         )
     run = gpu.load(config)
@@ -127,7 +145,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
         partials = template((words,), torch.int32, call.device) if words else None
         block_k = 0 if decodes else config.block_k
         widen = gpu.load(PermuteConfig(a_format or BF16, block_k, clears=words > 0))
-        run = _Widened(widen, run, values, partials)
+        run = _Widened(widen, run, values, partials, scaled, decodes)
     rest: tuple[Any, ...] = (gpu.multiprocessors,)
     if call.offsets is not None:
         rest = (SUPERGROUP, *rest)

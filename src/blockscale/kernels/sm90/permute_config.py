@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .mixed_config import BF16, promotes
+
 __all__ = ["PermuteConfig"]
 
 
@@ -22,3 +24,8 @@ class PermuteConfig:
     block_k: int
     clears: bool = False
     arch: str = "sm_90a"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether elements are multiplied by their block scales, which the product does not do."""
+        return self.a_format != BF16 and not promotes(self.a_format)

@@ -108,15 +108,17 @@ def wgmma_bf16(acc: list, a, b, steps: tuple[int, int], transposed: tuple[bool, 
     return _wgmmas(acc, a, b, "k16.f32.bf16.bf16", steps, ("q", "q"), more)
 
 
-def wgmma_rs(acc: list, fragments: list, b) -> list:
-    """Add products of 64 columns of K, four wgmmas of bf16, to a thread's ``acc`` in place.
+def wgmma_rs(acc: list, fragments: list, b, keeps: bool = True) -> list:
+    """Add products of 64 columns of K, four wgmmas of bf16, to a thread's ``acc`` in place, or,
+    unless it ``keeps`` that, write them there.
 
     ``fragments``: for each, four registers of the warpgroup's 64 rows; ``b``: a descriptor.
     """
     count = len(acc)
     names = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = [
-        f".reg .b64 b; mov.b64 b, {{${count + 16}, {_HIGH}}};",
+        ".reg .pred p, q; .reg .b64 b; setp.ne.b32 p, 0, 0; setp.ne.b32 q, 1, 0;",
+        f"mov.b64 b, {{${count + 16}, {_HIGH}}};",
         "wgmma.fence.sync.aligned;",
     ]
     for step in range(4):
@@ -125,7 +127,7 @@ def wgmma_rs(acc: list, fragments: list, b) -> list:
         lines += ["add.s64 b, b, 2;"] * (step > 0)
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 "
-            f"{names}, {left}, b, 1, 1, 1, 0;"
+            f"{names}, {left}, b, {'q' if keeps or step else 'p'}, 1, 1, 0;"
         )
     lines.append("wgmma.commit_group.sync.aligned;")
     code = "{ " + " ".join(lines) + " }"
