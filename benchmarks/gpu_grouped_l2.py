@@ -45,15 +45,33 @@ def launches(gpu: Any) -> Iterator[tuple[Case, Config, int]]:
                 yield case, wide, height
 
 
-def launch(gpu: Any) -> None:
-    compile_all(dict.fromkeys(config for _, config, _ in launches(gpu)))
+def launch(gpu: Any, found: list[tuple[Case, Config, int]]) -> None:
+    compile_all(dict.fromkeys(config for _, config, _ in found))
     given, last = None, None
-    for case, config, height in launches(gpu):
+    for case, config, height in found:
         if given is None or case != last:
             given = None  # before there are others
             given, last = Operands(case), case
         given.grouped(config, height, gpu)()
     torch.cuda.synchronize()
+
+
+def profiled(*command: str) -> list[dict[str, float]]:
+    """What ncu measures of each launch of a Python command."""
+    ncu = ["ncu", "--csv", "--print-units", "base", "--kernel-name", "regex:Gemmconfig"]
+    ncu += ["--metrics", ",".join(METRICS), sys.executable, *command]
+    said = subprocess.run(ncu, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in said.splitlines() if line.startswith('"')]
+    found: dict[int, dict[str, float]] = {}
+    for row in csv.DictReader(lines):
+        value = float(row["Metric Value"].replace(",", ""))
+        found.setdefault(int(row["ID"]), {})[METRICS[row["Metric Name"]]] = value
+    return list(found.values())
+
+
+def row_of(case: Case, height: int, measured: dict[str, float]) -> dict[str, Any]:
+    shape = len(case.sizes), case.m, case.n, case.k
+    return {"name": case.name, "shape": shape, "supergroup": height, **measured}
 
 
 def main() -> None:
@@ -62,25 +80,15 @@ def main() -> None:
     parser.add_argument("--launch", action="store_true")
     args = parser.parse_args()
     gpu: Any = gpu_of(torch.device("cuda", 0))
+    given = list(launches(gpu))
     if args.launch:
-        launch(gpu)
+        launch(gpu, given)
         return
-    ncu = ["ncu", "--csv", "--print-units", "base", "--kernel-name", "regex:Gemmconfig"]
-    ncu += ["--metrics", ",".join(METRICS), sys.executable, __file__, str(args.file), "--launch"]
-    said = subprocess.run(ncu, capture_output=True, text=True, check=True).stdout
-    lines = [line for line in said.splitlines() if line.startswith('"')]
-    found: dict[int, dict[str, float]] = {}
-    for row in csv.DictReader(lines):
-        value = float(row["Metric Value"].replace(",", ""))
-        found.setdefault(int(row["ID"]), {})[METRICS[row["Metric Name"]]] = value
     rows = [
-        {
-            "name": case.name,
-            "shape": (len(case.sizes), case.m, case.n, case.k),
-            "supergroup": height,
-            **measured,
-        }
-        for (case, _, height), measured in zip(launches(gpu), found.values(), strict=True)
+        row_of(case, height, measured)
+        for (case, _, height), measured in zip(
+            given, profiled(__file__, str(args.file), "--launch"), strict=True
+        )
     ]
     head = {"gpu": torch.cuda.get_device_name(), "tile": (128, 256)}
     args.file.write_text(json_lines({**head, "launches": rows}), encoding="utf-8")

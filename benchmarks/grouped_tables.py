@@ -1,5 +1,5 @@
-"""Show what ``gpu_grouped.py``, ``gpu_grouped_l2.py`` and ``gpu_wgrad.py`` measured on an H200, and
-what the model says of a B200.
+"""Show what ``gpu_grouped.py``, ``gpu_grouped_l2.py``, ``gpu_grouped_raster.py`` and
+``gpu_wgrad.py`` measured on an H200, and what the model says of a B200.
 
 Writes tables of docs/lab/grouped.md, and its pictures. Needs no GPU.
 """
@@ -62,6 +62,23 @@ def gradients(cases: list[dict[str, Any]]) -> str:
         lines.append(line)
     heads = "to bf16", "one product", "torch FP8 row-wise", "added to fp32", "one", "DeepGEMM"
     return table(["", *heads], lines)
+
+
+def rasters(launches: list[dict[str, Any]]) -> str:
+    """Of three orders of tiles: DRAM reads over operands, hits of L2, and time over the first's."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in launches:
+        found.setdefault((row["name"], *row["shape"]), []).append(row)
+    lines = []
+    for (name, groups, m, n, k), rows in found.items():
+        line = [f"{groups} groups, {name}, {n} x {k}"]
+        for row in rows:
+            reads = row["dram_read_bytes"] / operands(groups, m, n, k)
+            line.append(f"{reads:.2f}, {row['l2_hits_percent']:.0f} %")
+        first = rows[0]["nanoseconds"]
+        lines.append([*line, *(f"{row['nanoseconds'] / first:.2f}" for row in rows[1:])])
+    orders = "in each group", "none", "one over all"
+    return table(["", *orders, "time of none", "of one over all"], lines)
 
 
 def draw(launches: list[dict[str, Any]]) -> Figure:
@@ -161,6 +178,8 @@ def main() -> None:
     launches = json.loads((RESULTS / "grouped_l2_h200.json").read_text())["launches"]
     draw(launches).savefig(PICTURE, dpi=150)
     rewrite(page, estimates(), *(each.format("estimates") for each in MARKS))
+    orders = json.loads((RESULTS / "grouped_raster_h200.json").read_text())
+    rewrite(page, rasters(orders["launches"]), *(each.format("rasters") for each in MARKS))
     draw_orders().savefig(ORDERS, dpi=150)
 
 

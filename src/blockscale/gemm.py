@@ -203,7 +203,8 @@ def grouped_gemm(
         offsets: int32 (G,), on the device of ``a``: the end of each group, ascending. Their values
             are looked at on a CPU alone: on a GPU that would wait for it. A kernel takes one that
             is less than the one before, or more than M, for the nearest that is not; with
-            BLOCKSCALE_CHECK_OFFSETS=1 in the environment it is a ValueError there, too.
+            BLOCKSCALE_CHECK_OFFSETS=1 in the environment, which is read at the first call, it is a
+            ValueError there, too.
         out_dtype: bfloat16 (default), float16 or float32.
         counts: instead of ``offsets``, int32 (G,): how many rows each group has. Looked at as those
             are; a kernel takes one above the capacity for the capacity.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -95,6 +96,8 @@ def _looked_at(given: Tensor) -> bool:
     return not compiling and (given.device.type == "cpu" or checks_values())
 
 
+@cache
 def checks_values() -> bool:
-    """Whether offsets and counts on a GPU are looked at."""
+    """Whether offsets and counts on a GPU are looked at: as the environment says at the first call,
+    for to ask it takes the host a microsecond."""
     return os.environ.get("BLOCKSCALE_CHECK_OFFSETS", "") not in ("", "0")

@@ -24,6 +24,7 @@ from blockscale.kernels.sm90.config import Config
 from blockscale.kernels.sm90.epilogue import Epilogue as Stores
 from blockscale.kernels.sm90.grouped_config import choose_grouped, grouped_candidates, supergroup
 from blockscale.ops import backends
+from blockscale.tensor_checks import checks_values
 from stand_in import emulated, gpu, matrix
 
 pytestmark = pytest.mark.usefixtures("keep_code")
@@ -281,19 +282,26 @@ def test_masked_dispatch(launches, left, right):
     assert bool((rows[37:] == 0).all())
 
 
-def test_counts_are_checked_where_asked_for(launches, monkeypatch):
-    b = bs.quantize(matrix(2, 128, 256, seed=1)).mT
+@pytest.fixture
+def checked(monkeypatch):
+    """As the first call of a process would have it."""
     monkeypatch.setenv("BLOCKSCALE_CHECK_OFFSETS", "1")
+    checks_values.cache_clear()
+    yield
+    checks_values.cache_clear()
+
+
+def test_counts_are_checked_where_asked_for(launches, checked):
+    b = bs.quantize(matrix(2, 128, 256, seed=1)).mT
     with pytest.raises(ValueError, match=r"counts: got .* expected 0 to 75 rows"):
         bs.grouped_gemm(matrix(150, 256), b, counts=torch.tensor([40, 76], dtype=torch.int32))
     assert not launches
 
 
-def test_offsets_are_checked_where_asked_for(launches, monkeypatch):
+def test_offsets_are_checked_where_asked_for(launches, checked):
     a = bs.quantize(matrix(150, 256), "fp8_1x128", layout="sm90")
     b = bs.quantize(matrix(2, 128, 256, seed=1), "fp8_128x128").mT
     wrong = torch.tensor([40, 151], dtype=torch.int32)
-    monkeypatch.setenv("BLOCKSCALE_CHECK_OFFSETS", "1")
     with pytest.raises(ValueError, match="expected ascending ends, at most 150"):
         bs.grouped_gemm(a, b, wrong)
     assert not launches
