@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import blockscale as bs
 from blockscale.formats import formats
@@ -365,6 +366,42 @@ def test_masked_grouped_gemm():
             bs.grouped_gemm(rows, experts(), counts=counts)
     with pytest.raises(ValueError, match=r"a, b: got .* with counts; expected"):
         bs.grouped_gemm(a, q(32, 128).mT, counts=counts)
+
+
+def test_batches_with_offsets_and_matrices_without_groups():
+    with pytest.raises(ValueError, match=r"a, b: got .*a batch \(G, capacity, K\) wants counts="):
+        bs.grouped_gemm(q(2, 16, 128), experts(), i32(16, 32))
+    with pytest.raises(ValueError, match=r"where rows are grouped, b is \(G, K, N\)"):
+        bs.grouped_gemm(q(64, 128), q(32, 128).mT, i32(32, 64))
+
+
+@pytest.mark.parametrize("layout", ["tcgen05", "packed"])
+def test_scales_that_lie_as_other_groups_have_them(layout):
+    """Once read as if they lay as these have them."""
+    a = bs.quantize(torch.randn(64, 128), layout=layout, offsets=i32(10, 20))
+    with pytest.raises(ValueError, match="offsets: differ from those that a was quantized with"):
+        bs.grouped_gemm(a, experts(), i32(10, 64))
+    with pytest.raises(ValueError, match="a: was quantized with offsets"):
+        bs.grouped_gemm(a, experts(), counts=i32(10, 10))
+
+
+def test_tangents_of_products():
+    """Once dropped in silence."""
+    x = torch.randn(8, 128).bfloat16()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            bs.gemm(dual, q(32, 128).mT)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            bs.grouped_gemm(dual, experts(), i32(3, 8))
+
+
+def test_out_over_offsets():
+    memory = torch.zeros(64 * 32)
+    offsets = memory[:2].view(torch.int32)
+    offsets.copy_(i32(32, 64))
+    with pytest.raises(ValueError, match="out: shares memory with offsets or counts"):
+        bs.grouped_gemm(q(64, 128), experts(), offsets, out=memory.view(64, 32))
 
 
 def test_operands_of_grouped_gemm():

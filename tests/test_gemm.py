@@ -433,6 +433,34 @@ def test_groups_along_k_are_added(backend):
     assert torch.equal(half, (want + 0.5).bfloat16())
 
 
+def test_offsets_that_lie_apart(backend):
+    x, w = matrix(40, 128).bfloat16(), bs.quantize(matrix(2, 64, 128)).mT
+    apart = i32([7, 0, 33, 0])[::2]
+    assert torch.equal(bs.grouped_gemm(x, w, apart), bs.grouped_gemm(x, w, i32([7, 33])))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype(backend, dtype):
+    """Few rows were added up in memory of torch's default type, read as fp32."""
+    x, w = matrix(12, 128).bfloat16(), bs.quantize(matrix(2, 64, 128)).mT
+    want = bs.gemm(x, w[0], torch.float32), bs.grouped_gemm(x, w, i32([7, 12]), torch.float32)
+    torch.set_default_dtype(dtype)
+    try:
+        got = bs.gemm(x, w[0], torch.float32), bs.grouped_gemm(x, w, i32([7, 12]), torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, got, want))
+
+
+def test_memory_that_is_given_to_a_part(backend):
+    """What is kept of a quantized tensor is of its memory, not of the tensor that has it."""
+    x, q, other = matrix(40, 128).bfloat16(), bs.quantize(matrix(64, 128)), bs.quantize(
+        matrix(64, 128, seed=1))  # fmt: skip
+    bs.gemm(x, q.mT)
+    q.qdata.data, q.qscale.data = other.qdata, other.qscale
+    assert torch.equal(bs.gemm(x, q.mT), bs.gemm(x, other.mT))
+
+
 def test_groups_with_a_gradient_are_written_where_asked(backend):
     x, w = matrix(40, 128).bfloat16().requires_grad_(), bs.quantize(matrix(2, 64, 128)).mT
     out = torch.empty(40, 64, dtype=torch.bfloat16)

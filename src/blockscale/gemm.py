@@ -204,7 +204,8 @@ def grouped_gemm(
             are looked at on a CPU alone: on a GPU that would wait for it. A kernel takes one that
             is less than the one before, or more than M, for the nearest that is not; with
             BLOCKSCALE_CHECK_OFFSETS=1 in the environment, which is read at the first call, it is a
-            ValueError there, too.
+            ValueError there, too. Compiled code looks at none, on a CPU either; and on a GPU those
+            that ``a`` was quantized with are taken for these.
         out_dtype: bfloat16 (default), float16 or float32.
         counts: instead of ``offsets``, int32 (G,): how many rows each group has. Looked at as those
             are; a kernel takes one above the capacity for the capacity.

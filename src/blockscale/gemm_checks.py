@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from .formats import get_format
 from .kernels.common.calls import Groups
 from .tensor import ScaledTensor
 from .tensor_checks import DTYPES, check_counts, check_offsets
+from .watching import has_tangent
 
 __all__ = ["check_batch", "check_grouped", "check_groups_given", "check_product"]
 
@@ -40,10 +41,16 @@ def check_product(
 
 
 def _check_types(a: Any, b: Any, out: Any, bias: Any) -> None:
-    for name, x in (("a", a), ("b", b), ("out", out), ("bias", bias)):
+    given = ("a", a), ("b", b), ("out", out), ("bias", bias)
+    for name, x in given:
         if not isinstance(x, Tensor) and (x is not None or name in "ab"):
             wanted = _QUANTIZED if name in "ab" else "a torch.Tensor"
             raise TypeError(f"{name}: got {type(x).__name__}; expected {wanted}")
+    if has_tangent(*(x for _, x in given if not isinstance(x, ScaledTensor))):
+        raise NotImplementedError(
+            "block-scaled products have no forward-mode derivative (jvp, jacfwd, dual tensors): "
+            "differentiate in reverse (backward, torch.func.grad)"
+        )
 
 
 def _check_operands(a: Tensor, b: Tensor, grouped: bool = False) -> None:
@@ -126,8 +133,14 @@ def check_groups_given(b: Any, offsets: Any, counts: Any) -> Groups:
             "the end of each group, or counts, how many rows each has of (G, capacity, K)"
         )
     if counts is not None:
-        return Groups(counts, "masked")
-    return Groups(offsets, "k" if isinstance(b, Tensor) and b.dim() == 2 else "m")
+        return Groups(_together(counts), "masked")
+    return Groups(_together(offsets), "k" if isinstance(b, Tensor) and b.dim() == 2 else "m")
+
+
+def _together(given: Any) -> Any:
+    """Values that lie one after another, as kernels read them; what is wrong is for later."""
+    apart = isinstance(given, Tensor) and given.dim() == 1 and given.stride(0) != 1
+    return given.contiguous() if apart else given
 
 
 def check_grouped(
@@ -158,13 +171,22 @@ def _check_offsets(a: Tensor, b: Tensor, groups: Groups) -> None:
     offsets, k_grouped = groups.offsets, groups.grouping == "k"
     if k_grouped and not isinstance(a, ScaledTensor):
         raise TypeError(f"a: got {a.dtype}; expected {_QUANTIZED} with offsets=offsets, as b")
-    check_offsets(offsets, a.shape[-1 if k_grouped else 0], a.device)
-    shapes = f"got {tuple(a.shape)} and {tuple(b.shape)} with {len(offsets)} groups"
+    shapes = f"got {tuple(a.shape)} and {tuple(b.shape)}"
     if a.dim() != 2 or b.dim() not in (2, 3) or a.shape[1] != b.shape[-2]:
-        raise ValueError(f"a, b: {shapes}; expected (M, K) and (G, K, N), or (M, K) and (K, N)")
+        remedy = "; a batch (G, capacity, K) wants counts=" if a.dim() == 3 else ""
+        raise ValueError(
+            f"a, b: {shapes} with offsets; expected (M, K) and (G, K, N), whose rows are grouped, "
+            f"or (M, K) and (K, N), whose contraction is{remedy}"
+        )
+    check_offsets(offsets, a.shape[-1 if k_grouped else 0], a.device)
     if not k_grouped and b.shape[0] != len(offsets):
-        raise ValueError(f"offsets: {shapes}; expected one offset for each matrix of b")
+        raise ValueError(
+            f"offsets: {shapes} with {len(offsets)} groups; expected one offset for each matrix "
+            "of b"
+        )
     _check_blocks(a, b, offsets if k_grouped else None)
+    if not k_grouped:
+        _check_tiles(a, offsets)
 
 
 def _check_masked(a: Tensor, b: Tensor, groups: Groups) -> None:
@@ -182,6 +204,11 @@ def _check_masked(a: Tensor, b: Tensor, groups: Groups) -> None:
     if len(counts) != count:
         raise ValueError(f"counts: {shapes} with {len(counts)} counts; expected one for each of b")
     _check_blocks(a, b, None)
+    if _in_tiles(a):
+        raise ValueError(
+            "a: was quantized with offsets, by which its scales lie; counts are of equal parts of "
+            "the rows: quantize it without offsets"
+        )
 
 
 def _check_blocks(a: Tensor, b: Tensor, offsets: Tensor | None) -> None:
@@ -194,13 +221,27 @@ def _check_blocks(a: Tensor, b: Tensor, offsets: Tensor | None) -> None:
             raise ValueError(
                 f"{name}: its blocks {'do not ' * k_grouped}start anew in each group along K; "
                 + (
-                    "quantize it with axis=-2 and offsets=offsets"
+                    "quantize it with axis=-2 and offsets=offsets; or, where rows are grouped, b "
+                    "is (G, K, N), a matrix for each group"
                     if k_grouped
                     else "quantize it without offsets along the contraction"
                 )
             )
         if offsets is not None and not _same(q.offsets, offsets):
             raise ValueError(f"offsets: differ from those that {name} was quantized with")
+
+
+def _check_tiles(a: Tensor, offsets: Tensor) -> None:
+    """ValueError where scales of ``a`` lie as other groups of rows have them."""
+    if _in_tiles(a) and not _same(a.offsets, offsets):
+        raise ValueError(
+            "offsets: differ from those that a was quantized with, by which its scales lie"
+        )
+
+
+def _in_tiles(a: Tensor) -> TypeGuard[ScaledTensor]:
+    """Whether the scales of each group of rows begin with a tile of their own."""
+    return isinstance(a, ScaledTensor) and a.offsets is not None and a.layout_name != "compact"
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:
@@ -215,8 +256,9 @@ def _check_operand(name: str, q: Tensor, axis: int) -> None:
     if q.axis != axis:
         raise ValueError(
             f"{name}: is blocked along axis {q.axis}, but is contracted along axis {axis}; its "
-            "bytes cannot be blocked anew: quantize the high-precision tensor with "
-            f"axis={axis}, or pass {name}.mT if its other side is contracted"
+            "bytes cannot be blocked anew: quantize the high-precision tensor along its "
+            f"contraction (axis={axis}; of a transposed view, axis={-3 - axis} and then .mT), or "
+            f"pass {name}.mT if its other side is contracted"
         )
 
 

@@ -198,6 +198,8 @@ def _operand(q: Any, axis: int) -> _Operand | None:
         and kept.qdata is data
         and kept.qscale is scale
         and kept.global_scale is scalar
+        and kept.data.data_ptr() == data.data_ptr()  # not given other memory since
+        and kept.scale.data_ptr() == scale.data_ptr()
     ):
         return kept
     if q.axis != axis or (q.offsets is not None and not q.k_grouped) or type(data) is not Tensor:
@@ -287,7 +289,8 @@ def _launch(
             if shape is not None:
                 result = written.view(shape)
         else:
-            check_apart(out, out_span, (a.data, a.scale, b.data, b.scale, bias), spans)
+            given = a.data, a.scale, b.data, b.scale, bias, *offsets
+            check_apart(out, out_span, given, [*spans, *(x.nbytes for x in offsets)])
             mark_written(out)
             result, written = out, detached(out)
             if shape is not None:

@@ -146,6 +146,8 @@ class ScaledTensor(torch.Tensor):
             if (
                 data is self.qdata
                 and scale is self.qscale
+                and made.qdata.data_ptr() == data.data_ptr()  # not given other memory since
+                and made.qscale.data_ptr() == scale.data_ptr()
                 and made.global_scale is self.global_scale
                 and made.offsets is self.offsets
                 and not made.requires_grad

@@ -138,7 +138,7 @@ def describe(q: ScaledTensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if q.axis != -1 or q.offsets is not None:  # no weight that a server reads
         description.pop("input_scale", None)
     if "input_scale" in description:
-        parts["input_scale"] = torch.tensor(INPUT_SCALE)
+        parts["input_scale"] = torch.tensor(INPUT_SCALE, dtype=torch.float32)
     return description, {part: t.contiguous() for part, t in parts.items() if t is not None}
 
 

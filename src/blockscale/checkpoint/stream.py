@@ -287,7 +287,7 @@ def _quantize(
     if plan.scales is not None:
         scalar = plan.scales[name]
         parts["global_scale"].write(tensor_bytes(scalar))
-        parts["input_scale"].write(tensor_bytes(torch.tensor(INPUT_SCALE)))
+        parts["input_scale"].write(tensor_bytes(torch.tensor(INPUT_SCALE, dtype=torch.float32)))
     statistics = ErrorStatistics()
     for start, shape in chunks(tensor.shape, format):
         x = file.elements(name, start, math.prod(shape)).view(shape)

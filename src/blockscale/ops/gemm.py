@@ -27,7 +27,8 @@ __all__ = ["check_apart", "check_out", "gemm", "gemm_out", "mark_written", "span
 _A_DATA, _BIAS, _C = 0, 12, 13  # inputs of ``gemm`` that may have a gradient
 _B = slice(6, 12)
 
-_INPUTS = ("a", "a", "b", "b", "bias")  # of a product: data and scales, bias
+# Of a product: data and scales, bias, and what tells its groups, if there are any.
+_INPUTS = ("a", "a", "b", "b", "bias", "offsets or counts")
 
 
 def _fake(a_data: Tensor, a_shape: list[int], b_shape: list[int], out_dtype: torch.dtype) -> Tensor:
@@ -141,13 +142,13 @@ def check_out(out: Tensor, inputs: Sequence[Tensor | None]) -> None:
 def check_apart(
     out: Tensor, out_span: int, inputs: Sequence[Tensor | None], spans: Sequence[int]
 ) -> None:
-    """ValueError if ``out`` shares memory with data or scales of ``a`` or ``b``, or with bias.
+    """ValueError if ``out`` shares memory with one of ``inputs``, as many of ``_INPUTS``.
 
     ``spans``: of each input; 0 of those that are not there, or lie in another memory.
     """
     start = out.data_ptr()
     end = start + out_span
-    for name, x, n in zip(_INPUTS, inputs, spans, strict=True):
+    for name, x, n in zip(_INPUTS, inputs, spans, strict=False):
         if n and x is not None:
             other = x.data_ptr()
             if start < other + n and other < end:

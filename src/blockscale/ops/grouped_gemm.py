@@ -113,7 +113,7 @@ def grouped_gemm_out(
     """``grouped_gemm`` into ``out``, or added to it."""
     a = Side(a_data, a_scale, a_global, a_format, a_layout, a_shape)
     b = Side(b_data, b_scale, b_global, b_format, b_layout, b_shape)
-    check_out(out, (a_data, a_scale, b_data, b_scale, None))
+    check_out(out, (a_data, a_scale, b_data, b_scale, None, offsets))
     mark_written(out)
     _product(a, b, Groups(offsets, grouping), out, accumulate, out.dtype, backend)
 

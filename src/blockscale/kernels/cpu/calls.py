@@ -181,9 +181,11 @@ def multiply(
     from . import compiled, multiplying
 
     (m, k), n = x.shape, data.shape[0]
-    padded = torch.zeros(m, -(-k // multiplying.LANES) * multiplying.LANES)
+    # whatever torch's default is
+    whole = -(-k // multiplying.LANES) * multiplying.LANES
+    padded = torch.zeros(m, whole, dtype=torch.float32)
     padded[:, :k] = x
-    out = torch.empty(m, n)
+    out = torch.empty(m, n, dtype=torch.float32)
     grid = geometry(Strided((1, n, k), n * k, k), format, -1, in_rows=True)
     fixed = (
         memory_of(padded, np.float32, padded.numel()),
