@@ -20,6 +20,7 @@ from .layouts import layouts
 from .nn import Recipe, autocast, convert, quantize_, reuse_weights
 from .ops import FallbackWarning
 from .quantize import quantize, quantize_both
+from .routing import Routing, combine, route
 from .tensor import ScaledTensor
 from .warm import warm
 
@@ -32,9 +33,11 @@ __all__ = [
     "FallbackWarning",
     "Format",
     "Recipe",
+    "Routing",
     "ScaledTensor",
     "autocast",
     "checkpoint",
+    "combine",
     "convert",
     "formats",
     "gemm",
@@ -47,6 +50,7 @@ __all__ = [
     "quantize_both",
     "reuse_weights",
     "rmsnorm_quantize",
+    "route",
     "swiglu_backward_quantize",
     "swiglu_quantize",
     "warm",

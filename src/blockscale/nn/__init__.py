@@ -1,28 +1,44 @@
-"""Layers: Recipe, Linear, convert, autocast, reuse_weights and quantize_."""
+"""Layers: Recipe, Linear, GroupedLinear, experts, convert, autocast, reuse_weights, quantize_."""
 
 from .attention import MultiheadAttention
 from .autocast import autocast
 from .convert import convert
 from .exclude import DEFAULT_EXCLUDE
+from .experts import experts
+from .gated import SWIGLU, GatedActivation
+from .grouped import GroupedLinear, grouped_linear
+from .hf_experts import register_experts
 from .linear import Linear, linear
+from .moe import MoE
 from .quantize import quantize_
 from .quantized import QuantizedLinear, quantized_linear
 from .recipe import Recipe
 from .report import ConversionReport
 from .reuse import clear_weight_cache, reuse_weights
+from .router import Router, balancing_loss, choose_experts
 
 __all__ = [
     "DEFAULT_EXCLUDE",
+    "SWIGLU",
     "ConversionReport",
+    "GatedActivation",
+    "GroupedLinear",
     "Linear",
+    "MoE",
     "MultiheadAttention",
     "QuantizedLinear",
     "Recipe",
+    "Router",
     "autocast",
+    "balancing_loss",
+    "choose_experts",
     "clear_weight_cache",
     "convert",
+    "experts",
+    "grouped_linear",
     "linear",
     "quantize_",
     "quantized_linear",
+    "register_experts",
     "reuse_weights",
 ]

@@ -29,14 +29,17 @@ def quantize_forms(
     columns: bool = False,
     global_scale: Tensor | None = None,
 ) -> Forms:
-    """The forms of ``x`` (M, K) that are asked for, both from one read.
+    """The forms of ``x`` (M, K), or of a batch (G, M, K), that are asked for, both from one read.
 
-    They lie in memory as its device multiplies them. The contraction is padded with zeros to whole
-    blocks. ``global_scale`` is that of a form made before: NVFP4's costs a read of ``x``.
+    They lie in memory as its device multiplies them, a batch as products of groups read it. The
+    contraction is padded with zeros to whole blocks. ``global_scale`` is that of a form made
+    before: NVFP4's costs a read of ``x``.
     """
     if not (rows or columns):
         return Forms()
     layout, k_major = operand_layout(format, x.device)
+    if x.dim() > 2:  # scales of a batch have no other layout
+        layout, k_major = "compact", True
     how: Any = {"scale_rounding": scale_rounding, "layout": layout, "pad": True, "k_major": k_major}
     if global_scale is not None:
         how["global_scale"] = global_scale

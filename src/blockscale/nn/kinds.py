@@ -9,6 +9,7 @@ import torch
 from .attention import MultiheadAttention
 from .class_change import _new  # noqa: F401 - where files of whole models that are older look
 from .conv1d import Conv1D
+from .hf_experts import Experts, is_experts
 from .linear import Linear
 from .parametrized import parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
@@ -26,6 +27,7 @@ class Kind(NamedTuple):
 _LINEAR = Kind(Linear, QuantizedLinear)
 _CONV1D = Kind(Conv1D, QuantizedConv1D)
 _ATTENTION = Kind(MultiheadAttention, None)
+_EXPERTS = Kind(Experts, None)
 
 #: Of the class that defines ``forward``.
 _KINDS = {
@@ -36,9 +38,10 @@ _KINDS = {
     QuantizedConv1D: _CONV1D,
     torch.nn.MultiheadAttention: _ATTENTION,
     MultiheadAttention: _ATTENTION,
+    Experts: _EXPERTS,
 }
 
-CONVERTED = (Linear, Conv1D, MultiheadAttention)
+CONVERTED = (Linear, Conv1D, MultiheadAttention, Experts)
 QUANTIZED = (QuantizedLinear, QuantizedConv1D)
 
 _CONVOLUTIONS = torch.nn.modules.conv._ConvNd
@@ -56,6 +59,8 @@ def kind_of(module: torch.nn.Module) -> Kind | str | None:
     kind = _KINDS.get(definer) or (_CONV1D if _is_conv1d(module, definer) else None)
     if "forward" in module.__dict__:
         return "its forward was replaced by another (accelerate's hooks do that): convert before"
+    if kind is None and is_experts(module):
+        kind = _EXPERTS
     if kind is not None:
         return kind
     if isinstance(module, torch.nn.Linear | torch.nn.MultiheadAttention):

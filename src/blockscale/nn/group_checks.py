@@ -1,0 +1,135 @@
+"""Checks of what layers of grouped rows are given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..routing import Routing
+from ..tensor import ScaledTensor
+from ..tensor_checks import DTYPES, check_is_tensor, check_offsets
+from ..watching import has_tangent, is_dtensor
+from .recipe import Recipe, check_training_recipe
+
+__all__ = ["Held", "check_experts", "check_grouped", "check_plain", "check_recipe_of_groups"]
+
+
+class Held(NamedTuple):
+    """What experts hold."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def check_recipe_of_groups(recipe: Recipe | None) -> None:
+    """TypeError or ValueError unless all three products of groups can be quantized so."""
+    if recipe is None:
+        return
+    check_training_recipe(recipe)
+    activations, gradients = recipe.format_of("activations"), recipe.format_of("gradients")
+    for role, found in (("activations", activations), ("gradients", gradients)):
+        if found.block[0] > 1 or (found.element.bits not in (4, 8)):
+            raise ValueError(
+                f"recipe: {recipe} has {role} of {found.name!r}, which cannot be grouped along the "
+                'contraction; choose "mxfp8", "nvfp4", "mxfp4" or "fp8_block"'
+            )
+
+
+def check_plain(name: str, x: Tensor, recipe: Recipe | None) -> None:
+    """TypeError unless it is a dense tensor that can be quantized, or multiplied as it is."""
+    check_is_tensor(name, x)
+    if isinstance(x, ScaledTensor):
+        raise TypeError(f"{name}: is a ScaledTensor; pass the high-precision tensor")
+    if is_dtensor(x):
+        raise TypeError(f"{name}: is a DTensor; use FSDP, or call .to_local() or .full_tensor()")
+    allowed = DTYPES if recipe is not None else (*DTYPES, torch.float64)
+    if x.dtype not in allowed:
+        raise TypeError(f"{name}: got {x.dtype}; expected one of {', '.join(map(str, allowed))}")
+
+
+def check_grouped(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe | None
+) -> None:
+    """Raise unless these are operands of ``grouped_linear``."""
+    check_recipe_of_groups(recipe)
+    for name, each in (("x", x), ("weight", weight)):
+        check_plain(name, each, recipe)
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+        raise ValueError(
+            f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (M, K) and "
+            "(groups, N, K)"
+        )
+    _check_alike(x, weight=weight, bias=bias)
+    _check_bias("bias", bias, weight)
+    check_offsets(offsets, len(x), x.device)
+    _check_count("offsets", offsets, weight)
+
+
+def check_experts(
+    x: Tensor,
+    weights: Tensor,
+    routing: Routing,
+    held: Held,
+    recipe: Recipe | None,
+    transposed: bool,
+) -> None:
+    """Raise unless these are operands of ``experts``."""
+    up, down, up_bias, down_bias = held
+    check_recipe_of_groups(recipe)
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing: got {type(routing).__name__}; expected blockscale.route(...)")
+    for name, each in (("x", x), ("up", up), ("down", down)):
+        check_plain(name, each, recipe)
+    given = f"up: has shape {tuple(up.shape)}, x {tuple(x.shape)}; expected (experts, "
+    given += "H, 2 * I) and (tokens, H)" if transposed else "2 * I, H) and (tokens, H)"
+    if up.dim() != 3 or x.dim() != 2:
+        raise ValueError(given)
+    up, down = (each.mT if transposed else each for each in (up, down))
+    if x.shape[1] != up.shape[2] or up.shape[1] % 2:
+        raise ValueError(given)
+    wanted = up.shape[0], up.shape[2], up.shape[1] // 2
+    if tuple(down.shape) != wanted:
+        shape, want = ((n, *s[::-1]) if transposed else (n, *s)
+                       for n, *s in (down.shape, wanted))  # fmt: skip
+        raise ValueError(f"down: has shape {tuple(shape)}; expected {tuple(want)}, as up's")
+    slots = routing.slots
+    check_is_tensor("weights", weights)
+    if weights.shape != slots.shape or not weights.is_floating_point():
+        raise ValueError(
+            f"weights: got {weights.dtype} {tuple(weights.shape)}; expected floating numbers "
+            f"{tuple(slots.shape)}, one for each pair of the routing"
+        )
+    if len(slots) != len(x):
+        raise ValueError(f"routing: is of {len(slots)} tokens, x has {len(x)}")
+    _check_alike(x, weights=weights, up=up, down=down, up_bias=up_bias, down_bias=down_bias,
+                 routing=slots)  # fmt: skip
+    _check_bias("up_bias", up_bias, up)
+    _check_bias("down_bias", down_bias, down)
+    _check_count("routing", routing.offsets, up)
+    if has_tangent(x, weights, up, down):
+        raise NotImplementedError(
+            "blockscale.nn.experts has no forward-mode derivative; differentiate in reverse"
+        )
+
+
+def _check_alike(x: Tensor, **others: Tensor | None) -> None:
+    """ValueError unless all are on the device of ``x``."""
+    for name, each in others.items():
+        if each is not None and each.device != x.device:
+            raise ValueError(f"{name}: is on {each.device}, x on {x.device}; move it there")
+
+
+def _check_bias(name: str, bias: Tensor | None, weight: Tensor) -> None:
+    if bias is not None and tuple(bias.shape) != tuple(weight.shape[:2]):
+        raise ValueError(f"{name}: has shape {tuple(bias.shape)}; expected {weight.shape[:2]}")
+
+
+def _check_count(name: str, offsets: Tensor, weight: Tensor) -> None:
+    if len(offsets) != len(weight):
+        raise ValueError(
+            f"{name}: is of {len(offsets)} groups, the weights of {len(weight)}; pass as many"
+        )

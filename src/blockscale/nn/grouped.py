@@ -1,0 +1,170 @@
+"""A linear layer whose rows are grouped, each group with a weight of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import group_passes
+from .double_backward import refuse_double_backward
+from .group_checks import check_grouped, check_recipe_of_groups
+from .output_dtype import output_dtype
+from .recipe import Recipe
+from .reuse import forget_weights
+from .unscripted import Unscripted
+
+__all__ = ["GroupedLinear", "grouped_linear"]
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe | None,
+) -> Tensor:
+    """``x[start:end] @ weight[i].T + bias[i]`` of each group, differentiable once.
+
+    >>> ends = torch.tensor([3, 8], dtype=torch.int32)
+    >>> w = torch.randn(2, 32, 64)
+    >>> bs.nn.grouped_linear(torch.randn(8, 64), w, ends, recipe=bs.Recipe("mxfp8")).shape
+    torch.Size([8, 32])
+
+    Args:
+        x: (M, K), float32, bfloat16 or float16 (float64, too, without a recipe).
+        weight: (groups, N, K), the high-precision master, as of :func:`blockscale.nn.linear`.
+        offsets: int32 (groups,), on the device of ``x``: the end of each group. Groups may have no
+            rows. Rows after the last one give zeros.
+        bias: (groups, N) or None.
+        recipe: how the three products are quantized; None: not at all, one group after another.
+
+    Returns (M, N) in the dtype of ``x``, or that of torch.autocast. Until the backward, x is kept
+    quantized by columns.
+
+    Raises ValueError or TypeError as :func:`blockscale.nn.linear` and
+    :func:`blockscale.grouped_gemm`.
+    """
+    check_grouped(x, weight, offsets, bias, recipe)
+    return _GroupedLinear.apply(x, weight, bias, offsets, recipe, output_dtype(x))
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor,
+        recipe: Recipe | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        recipe = recipe if x.numel() and weight.numel() else None  # nothing to quantize
+        forms = group_passes.quantize_groups(
+            x,
+            recipe,
+            "activations",
+            offsets,
+            rows="fprop",
+            columns="wgrad" if ctx.needs_input_grad[1] else "",
+        )
+        rows = x.to(dtype) if forms.rows is None else forms.rows
+        y = group_passes.fprop(rows, weight, offsets, recipe, dtype)
+        if bias is not None:
+            y = (y + group_passes.of_rows(bias, len(x), offsets)).to(dtype)
+        kept = None
+        if ctx.needs_input_grad[1]:
+            kept = x if forms.columns is None else forms.columns
+        ctx.save_for_backward(kept, weight if ctx.needs_input_grad[0] else None, offsets)
+        ctx.how = recipe, x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, offsets = ctx.saved_tensors
+        recipe, x_dtype, w_dtype, bias_dtype = ctx.how
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        made: list[Tensor | None] = [None] * 3
+        with torch.no_grad():
+            g = grad.contiguous()
+            rows, columns = group_passes.quantize_groups(
+                g,
+                recipe,
+                "gradients",
+                offsets,
+                rows="dgrad" if of_x else "",
+                columns="wgrad" if of_weight else "",
+            )
+            if of_x:
+                left = g if rows is None else rows
+                made[0] = group_passes.dgrad(left, weight, offsets, recipe, x_dtype)
+            if of_weight:
+                left = g if columns is None else columns
+                made[1] = group_passes.wgrad(left, x, offsets, w_dtype)
+            if of_bias:
+                made[2] = group_passes.sum_groups(g, offsets, bias_dtype)
+        return *refuse_double_backward(tuple(made)), None, None, None
+
+
+class GroupedLinear(Unscripted, torch.nn.Module):
+    """Linear layers of as many groups of rows, as experts have them.
+
+    >>> layer = bs.nn.GroupedLinear(4, 64, 32, recipe=bs.Recipe("mxfp8"))
+    >>> layer(torch.randn(10, 64), torch.tensor([3, 3, 7, 10], dtype=torch.int32)).shape
+    torch.Size([10, 32])
+
+    Args:
+        num_groups, in_features, out_features: of ``weight`` (num_groups, out_features,
+            in_features), which is initialized as torch.nn.Linear's, each group's by itself.
+        bias: (num_groups, out_features), if there is one; not by default.
+        recipe: as of :func:`grouped_linear`; MXFP8 by default.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | None = Recipe(),  # noqa: B008 - a frozen value
+    ) -> None:
+        check_recipe_of_groups(recipe)
+        super().__init__()
+        self.in_features, self.out_features, self.recipe = in_features, out_features, recipe
+        how: Any = {"device": device, "dtype": dtype}
+        shape = num_groups, out_features, in_features
+        self.weight = torch.nn.Parameter(torch.empty(shape, **how))
+        of_bias = torch.nn.Parameter(torch.empty(shape[:2], **how)) if bias else None
+        self.register_parameter("bias", of_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for each in (self.weight, self.bias):
+            if each is not None:
+                bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
+                torch.nn.init.uniform_(each, -bound, bound)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return grouped_linear(x, self.weight, offsets, self.bias, recipe=self.recipe)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        forget_weights()
+        super()._load_from_state_dict(*args, **kwargs)
+        forget_weights()
+
+    def extra_repr(self) -> str:
+        groups = self.weight.shape[0]
+        return (
+            f"num_groups={groups}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.bias is not None}, recipe={self.recipe}"
+        )

@@ -1,0 +1,99 @@
+"""Tokens to experts and back: which rows an expert has, and what its tokens get of them.
+
+A token's ``top_k`` experts make as many pairs. Sorted by expert, and by token within an expert,
+they are the rows of grouped products, whose groups end at ``offsets``. Nothing is read back from
+the device, and the order of all sums is that of the experts a token names: the same bits in every
+run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .tensor_checks import check_is_tensor
+
+__all__ = ["Routing", "combine", "route"]
+
+_INTEGERS = (torch.int64, torch.int32)
+
+
+class Routing(NamedTuple):
+    """The rows of all experts, one expert after the other.
+
+    Attributes:
+        pairs: int64 (R,), which pair each row is: ``token * top_k + j``. R is tokens * top_k.
+        slots: int64 (tokens, top_k), the row of each pair: the inverse.
+        offsets: int32 (experts,), the end of each expert's rows. Rows after the last one are pairs
+            of no expert.
+    """
+
+    pairs: Tensor
+    slots: Tensor
+    offsets: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 (R,), the token that each row is of."""
+        return self.pairs // max(self.slots.shape[1], 1)
+
+
+def route(experts: Tensor, num_experts: int) -> Routing:
+    """The rows that experts have of the tokens that name them.
+
+    >>> routing = bs.route(torch.tensor([[1, 0], [1, 2]]), 3)
+    >>> routing.offsets, routing.tokens
+    (tensor([1, 3, 4], dtype=torch.int32), tensor([0, 0, 1, 1]))
+
+    Args:
+        experts: int64 or int32 (tokens, top_k), on any device. One that is negative, or
+            ``num_experts`` or more, is that of no expert: its row has no product, and gives its
+            token nothing.
+        num_experts: how many there are.
+
+    Raises TypeError or ValueError where these are something else.
+    """
+    check_is_tensor("experts", experts)
+    if experts.dtype not in _INTEGERS or experts.dim() != 2:
+        raise TypeError(
+            f"experts: got {experts.dtype} of shape {tuple(experts.shape)}; expected int64 or "
+            "int32 (tokens, top_k): the indices that topk gives"
+        )
+    if not isinstance(num_experts, int) or isinstance(num_experts, bool) or num_experts < 1:
+        raise ValueError(f"num_experts: got {num_experts!r}; expected a positive integer")
+    ids = experts.flatten().long()
+    ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
+    by_expert, pairs = torch.sort(ids, stable=True)
+    slots = torch.empty_like(pairs)
+    slots[pairs] = torch.arange(len(pairs), device=pairs.device)
+    every = torch.arange(num_experts, device=pairs.device)
+    offsets = torch.searchsorted(by_expert, every, right=True)
+    return Routing(pairs, slots.view(experts.shape), offsets.int())
+
+
+def combine(
+    y: Tensor, slots: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """What each token gets: the sum of its rows of ``y`` times ``weights``.
+
+    >>> routing = bs.route(torch.tensor([[1, 0], [1, 2]]), 3)
+    >>> bs.combine(torch.ones(4, 8), routing.slots, torch.tensor([[0.5, 0.5], [0.25, 0.5]]))[:, 0]
+    tensor([1.0000, 0.7500])
+
+    In fp32 (float64 of float64), each product and each sum rounded, in the order in which a token
+    names its experts, and rounded once to ``dtype``. No gradient; see ``nn.experts``.
+
+    Args:
+        y: (R, H), of any floating type.
+        slots: (tokens, top_k), as of :class:`Routing`.
+        weights: (tokens, top_k), or None for ones.
+        dtype: of the result, that of ``y`` by default.
+    """
+    wide = torch.promote_types(y.dtype, torch.float32)
+    total = y.new_zeros(slots.shape[0], y.shape[1], dtype=wide)
+    for j in range(slots.shape[1]):
+        row = y[slots[:, j]].to(wide)
+        total = total + (row if weights is None else row * weights[:, j, None].to(wide))
+    return total.to(dtype or y.dtype)

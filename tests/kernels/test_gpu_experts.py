@@ -1,0 +1,62 @@
+"""Experts by kernels of both architectures, in the emulator: no product falls to plain torch."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+import blockscale as bs
+from stand_in import emulated
+
+H, I, COUNT = 128, 128, 4  # noqa: E741
+
+
+def operands(transposed: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (40, H), (COUNT, 2 * I, H), (COUNT, H, I)
+    x, up, down = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    weights = torch.rand(40, 2, generator=generator).bfloat16()
+    if transposed:
+        up, down = up.mT.contiguous(), down.mT.contiguous()
+    return [x, weights, up, down]
+
+
+def run(recipe: bs.Recipe, transposed: bool) -> list[torch.Tensor]:
+    leaves = [t.requires_grad_() for t in operands(transposed)]
+    x, weights, up, down = leaves
+    ids = torch.rand(40, COUNT, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :2]
+    ids[ids == 2] = 1  # an expert without tokens
+    routing = bs.route(ids, COUNT)
+    y = bs.nn.experts(x, weights, routing, up, down, recipe=recipe, transposed=transposed)
+    y.backward(torch.randn(40, H, generator=torch.Generator().manual_seed(2)).bfloat16())
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+@pytest.mark.parametrize(
+    ("arch", "recipe", "transposed"),
+    [
+        ("sm_90a", bs.Recipe("fp8_block"), False),
+        ("sm_90a", bs.Recipe("fp8_block"), True),
+        ("sm_90a", bs.Recipe("mxfp8"), False),
+        ("sm_90a", bs.Recipe("nvfp4"), True),
+        ("sm_90a", bs.Recipe("fp8_1x128", weights="nvfp4"), False),
+        ("sm_100a", bs.Recipe("mxfp8"), False),
+        ("sm_100a", bs.Recipe("nvfp4"), True),
+    ],
+    ids=str,
+)
+def test_experts(arch, recipe, transposed):
+    want = run(recipe, transposed)
+    with emulated(arch) as launches, warnings.catch_warnings():
+        # the stand-in for a GPU has no quantizers of groups
+        warnings.filterwarnings("ignore", "quantize", bs.FallbackWarning)
+        warnings.filterwarnings("error", "grouped_gemm", bs.FallbackWarning)
+        got = run(recipe, transposed)
+    assert launches
+    for a, b in zip(got, want, strict=True):
+        assert (a.float() - b.float()).norm() <= 1e-2 * b.float().norm()

@@ -1,0 +1,269 @@
+"""Routers, the MoE layer, and experts of transformers."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blockscale as bs
+from blockscale.nn import GatedActivation, MoE, Router, balancing_loss, choose_experts
+from blockscale.nn.hf_experts import Experts
+
+RECIPE = bs.Recipe("mxfp8")
+
+
+def logits(tokens: int = 12, count: int = 8, seed: int = 0) -> Tensor:
+    return torch.randn(tokens, count, generator=torch.Generator().manual_seed(seed))
+
+
+# --- routers --------------------------------------------------------------------------------------
+
+
+def test_softmax():
+    weights, chosen, scores = choose_experts(logits(), Router(top_k=3))
+    want = logits().softmax(-1).topk(3)
+    assert torch.equal(chosen, want.indices)
+    assert torch.allclose(weights, want.values / want.values.sum(-1, keepdim=True))
+    assert torch.allclose(scores.sum(-1), torch.ones(12))
+    plain, *_ = choose_experts(logits(), Router(top_k=3, normalize=False, scale=2.0))
+    assert torch.allclose(plain, 2 * want.values)
+
+
+def test_softmax_of_those_that_are_taken():
+    weights, chosen, _ = choose_experts(logits(), Router(top_k=2, after=True))
+    want = logits().topk(2)
+    assert torch.equal(chosen, want.indices)
+    assert torch.allclose(weights, want.values.softmax(-1))
+
+
+def test_groups_of_experts():
+    """As DeepSeek-V3 chooses: a bias for the choice alone, and the best of the best groups."""
+    bias = torch.linspace(-1, 1, 8)
+    router = Router(top_k=2, scores="sigmoid", groups=4, top_groups=2, scale=2.5)
+    weights, chosen, scores = choose_experts(logits(), router, bias)
+    for token in range(12):
+        ranked = scores[token] + bias
+        sums = ranked.view(4, 2).sum(-1)
+        groups = sums.topk(2).indices.tolist()
+        allowed = [e for e in range(8) if e // 2 in groups]
+        want = sorted(allowed, key=lambda e: -ranked[e])[:2]
+        assert chosen[token].tolist() == want
+        own = scores[token, want]
+        assert torch.allclose(weights[token], 2.5 * own / own.sum())
+
+
+def test_equal_scores_take_the_first():
+    _, chosen, _ = choose_experts(torch.zeros(3, 8), Router(top_k=4))
+    assert chosen.tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_nan_is_named():
+    given = logits()
+    given[5, 2] = torch.nan
+    with pytest.raises(ValueError, match="logits: token 5 has NaN"):
+        choose_experts(given, Router(top_k=2))
+    weights, *_ = torch.compile(choose_experts, backend="eager")(given, Router(top_k=2))
+    assert weights[5].isnan().all()
+    assert weights[torch.arange(12) != 5].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": 9}, "top_k: got 9; there are 8"),
+        ({"top_k": 3, "groups": 4}, "top_k: got 3; there are 2 experts to choose from, in 1 of 4"),
+        ({"top_k": 2, "groups": 3}, "groups: got 3; 8 experts are no multiple"),
+        ({"top_k": 0}, "top_k: got 0"),
+        ({"top_k": 2, "scores": "tanh"}, "scores: got 'tanh'"),
+        ({"top_k": 2, "groups": 2, "top_groups": 3}, "top_groups: got 3"),
+    ],
+)
+def test_routers_that_are_none(fields, message):
+    with pytest.raises(ValueError, match=message):
+        choose_experts(logits(), Router(**fields))
+
+
+def test_balancing_loss():
+    """1 where all are alike; as many as there are experts where one has all."""
+    assert balancing_loss(torch.full((8, 4), 0.25), torch.arange(8)[:, None] % 4) == 1
+    scores = nn.functional.one_hot(torch.zeros(8, dtype=torch.int64), 4).float()
+    assert balancing_loss(scores, torch.zeros(8, 1, dtype=torch.int64)) == 4
+    assert balancing_loss(scores[:0], torch.zeros(0, 1, dtype=torch.int64)) == 0
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+
+def layer(recipe=RECIPE, **how) -> MoE:
+    torch.manual_seed(0)
+    return MoE(64, 32, 8, Router(top_k=2), recipe=recipe, **how)
+
+
+def test_layer():
+    moe, plain = layer(shared_size=48, bias=True), layer(None, shared_size=48, bias=True)
+    plain.load_state_dict(moe.state_dict())
+    x = torch.randn(2, 30, 64)
+    results = []
+    for each in (moe, plain):
+        own = x.clone().requires_grad_()
+        y = each(own)
+        assert y.shape == x.shape
+        (y.square().mean() + 0.01 * each.loss).backward()
+        assert int(each.load.sum()) == 2 * 60
+        results.append((y.detach(), own.grad, *(p.grad for p in each.parameters())))
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() <= 0.15 * want.norm()
+    assert moe.eval()(x).shape == x.shape
+    assert moe.loss is None
+
+
+def test_names_and_round_trip():
+    """Those of transformers; a state_dict is what it was, and a file of the whole layer loads."""
+    moe = layer(bias=True, shared_size=16)
+    names = {"gate.weight", "gate.e_score_correction_bias", "experts.gate_up_proj",
+             "experts.down_proj", "experts.gate_up_proj_bias", "experts.down_proj_bias",
+             "shared_experts.gate_up_proj", "shared_experts.down_proj"}  # fmt: skip
+    assert set(moe.state_dict()) == names
+    file = io.BytesIO()
+    torch.save(moe, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    x = torch.randn(5, 64)
+    assert torch.equal(other(x), moe(x))
+    assert torch.equal(copy.deepcopy(moe)(x), moe(x))
+
+
+def test_balance():
+    moe = layer()
+    with pytest.raises(RuntimeError, match="no forward has been run"):
+        moe.balance_()
+    moe(torch.randn(100, 64))
+    load = moe.load.float()
+    moe.balance_(0.5)
+    assert torch.equal(moe.gate.e_score_correction_bias, 0.5 * (load.mean() - load).sign())
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64), (1, 64)])
+def test_few_tokens(shape):
+    moe = layer(shared_size=16)
+    x = torch.randn(shape).requires_grad_()
+    y = moe(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert moe.experts["down_proj"].grad is not None
+
+
+def test_compile():
+    """Without breaks; the same bits."""
+    moe, x = layer(), torch.randn(20, 64)
+    torch._dynamo.reset()
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (moe, compiled):
+        own = x.clone().requires_grad_()
+        y = call(own)
+        y.square().sum().backward()
+        results.append((y.detach(), own.grad, moe.experts["down_proj"].grad.clone()))
+        moe.zero_grad()
+    for got, want in zip(*results, strict=True):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+
+class Marked(nn.Module):
+    """Experts as transformers marks them."""
+
+    def __init__(self, transposed: bool, interleaved: bool, bias: bool, gate=None) -> None:
+        super().__init__()
+        self.num_experts, self.has_gate, self.has_bias = 4, True, bias
+        self.is_transposed, self.is_concatenated = transposed, not interleaved
+        up, down = torch.randn(4, 64, 64) / 8, torch.randn(4, 64, 32) / 6
+        if transposed:
+            up, down = up.mT.contiguous(), down.mT.contiguous()
+        self.gate_up_proj, self.down_proj = nn.Parameter(up), nn.Parameter(down)
+        if bias:
+            self.gate_up_proj_bias = nn.Parameter(torch.randn(4, 64))
+            self.down_proj_bias = nn.Parameter(torch.randn(4, 64))
+        self.alpha, self.limit, self.gate = 1.702, 7.0, gate
+
+    def _apply_gate(self, h: Tensor) -> Tensor:
+        if self.gate is not None:
+            return self.gate(h)
+        if self.is_concatenated:
+            gate, up = h.chunk(2, -1)
+            return nn.functional.silu(gate) * up
+        gate, up = h[..., ::2].clamp(max=self.limit), h[..., 1::2].clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for e in range(4):
+            up, down = self.gate_up_proj[e], self.down_proj[e]
+            h = hidden_states @ (up if self.is_transposed else up.mT)
+            h = h + self.gate_up_proj_bias[e] if self.has_bias else h
+            y = self._apply_gate(h) @ (down if self.is_transposed else down.mT)
+            y = y + self.down_proj_bias[e] if self.has_bias else y
+            out = out + y * (top_k_weights * (top_k_index == e)).sum(-1, keepdim=True)
+        return out
+
+
+def _geglu(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return nn.functional.gelu(gate) * up
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [(False, False, False), (True, True, True), (True, False, False), (False, False, True, _geglu)],
+    ids=["concatenated", "gpt-oss", "transposed", "another activation"],
+)
+def test_experts_of_transformers(marks):
+    """Converted, and back; gradients of all parameters."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": Marked(*marks)})})
+    module = model["mlp"]["experts"]
+    x = torch.randn(50, 64)
+    index, weights = logits(50, 4).topk(2).indices, torch.rand(50, 2)
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        y = module(x, index, weights)
+        y.backward(torch.ones_like(y))
+        return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    want, names = run(), list(model.state_dict())
+    report = bs.nn.ConversionReport()
+    bs.convert(model, RECIPE, report=report)
+    assert [entry.name for entry in report.converted] == ["mlp.experts"]
+    assert report.share == 1
+    assert isinstance(module, Experts)
+    assert isinstance(module, Marked)
+    assert list(model.state_dict()) == names
+    got = run()
+    for a, b in zip(got, want, strict=True):
+        assert 0 < (a - b).norm() <= 0.12 * b.norm()
+    bs.convert(model, None)
+    assert type(module) is Marked
+    assert all(map(torch.equal, run(), want))
+
+
+def test_activations_are_found():
+    from blockscale.nn.hf_experts import _activation_of
+
+    x = torch.randn(1, 64)
+    assert _activation_of(Marked(False, False, False), x) == GatedActivation()
+    assert _activation_of(Marked(True, True, True), x) == GatedActivation(1.702, 7.0, 1.0, True)
+    assert _activation_of(Marked(False, False, False, _geglu), x) is None
+
+
+def test_register_without_transformers(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(__import__("sys").modules, "transformers.integrations.moe", None)
+    with pytest.raises(ImportError, match="transformers, of version 5 or later, is not installed"):
+        bs.nn.register_experts()
