@@ -327,7 +327,7 @@ def test_the_report_counts_parameters(caplog):
         "not converted: 1 Linear, 64 parameters (block.shared_expert_gate): left alone by default: "
         "router ('*_expert_gate')",
         "not converted: 1 Experts, 49,152 parameters (block.experts): stacked matrices of "
-        "[(4, 64, 64), (4, 128, 64)]; blockscale.grouped_gemm multiplies experts",
+        "[(4, 64, 64), (4, 128, 64)]; blockscale.nn.experts multiplies by such",
         "not converted: 1 Linear, 6,400 parameters (unembed): left alone by default: output head "
         "('unembed')",
     ]

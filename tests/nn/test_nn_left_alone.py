@@ -107,7 +107,7 @@ def test_positions_are_no_experts():
 def test_stacked_matrices(shape, stacked):
     model, report = nn.Sequential(nn.Linear(64, 64), Vectors(*shape)), ConversionReport()
     bs.convert(model, RECIPE, report=report)
-    assert ("grouped_gemm multiplies experts" in why(report)["1"]) == stacked
+    assert ("blockscale.nn.experts multiplies by such" in why(report)["1"]) == stacked
 
 
 def test_a_router_that_is_no_linear_layer():

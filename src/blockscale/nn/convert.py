@@ -36,7 +36,7 @@ def convert(
     *,
     report: ConversionReport | None = None,
 ) -> torch.nn.Module:
-    """Change the linear layers of ``model`` in place so that they multiply as ``recipe`` says.
+    """Change linear layers and experts of ``model`` in place: they multiply as ``recipe`` says.
 
     >>> bs.convert(model, bs.Recipe("mxfp8"))
     >>> bs.convert(model, bs.Recipe("nvfp4"))  # the same layers by another recipe
@@ -45,7 +45,8 @@ def convert(
     torch.nn.Linear becomes :class:`blockscale.nn.Linear`. torch.nn.MultiheadAttention (its
     projections) and Conv1D of transformers are converted, too, and subclasses of these three that
     have no ``forward`` of their own; also where torch.nn.utils.parametrize computes their weight,
-    before the conversion or after. A layer keeps its identity, parameters, hooks and buffers: an
+    before the conversion or after. Experts are those of transformers, all that it marks by
+    ``use_experts_implementation``. A layer keeps its identity, parameters, hooks and buffers: an
     optimizer made before stays valid, isinstance sees what it saw. torch's fused paths for
     evaluation around converted layers are off; that needs the whole torch.nn.TransformerEncoder
     to be in ``model``.

@@ -48,9 +48,9 @@ def is_experts(module: torch.nn.Module) -> bool:
 def register_experts(recipe: Recipe = Recipe()) -> None:  # noqa: B008 - a frozen value
     """Make ``experts_implementation="blockscale"`` known to transformers.
 
-    >>> bs.nn.register_experts(bs.Recipe("fp8_block"))  # doctest: +SKIP
-    >>> AutoModelForCausalLM.from_config(config, experts_implementation="blockscale")
+    >>> bs.nn.register_experts(bs.Recipe("fp8_block"))
 
+    Then ``AutoModelForCausalLM.from_config(config, experts_implementation="blockscale")``.
     Experts of such models multiply as ``recipe`` says; those that :func:`blockscale.convert`
     changed, as theirs does, whatever the implementation is called. A model's own code is not
     changed. Registering again changes the recipe of all.

@@ -71,7 +71,7 @@ def kind_of(module: torch.nn.Module) -> Kind | str | None:
         return "torch multiplies all its steps by one operation"
     stacks = [shape for shape in _shapes(module) if _is_stack(shape)]
     if stacks and not isinstance(module, _CONVOLUTIONS):
-        return f"stacked matrices of {stacks}; blockscale.grouped_gemm multiplies experts"
+        return f"stacked matrices of {stacks}; blockscale.nn.experts multiplies by such"
     return None
 
 
