@@ -294,6 +294,30 @@ def test_dtype_and_device_are_kept(dtype):
     assert q.dequantize().dtype == dtype
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "te"])
+@pytest.mark.parametrize("name", [name for name in formats if name != "fp8_128x128"])
+def test_groups_along_the_contraction_by_the_reference(name, nonfinite):
+    """The same bytes, also of what is not finite, and of rows of no group."""
+    x = realistic((300, 40), 3)
+    x[7, 3], x[150, 20:], x[299, 0] = torch.nan, torch.inf, torch.nan
+    for offsets in ([0, 131, 131, 290], [1, 2], [0, 0], [300]):
+        for k_major in (False, True):
+            results = [
+                bs.quantize(
+                    x,
+                    name,
+                    -2,
+                    offsets=torch.tensor(offsets, dtype=torch.int32),
+                    k_major=k_major,
+                    nonfinite=nonfinite,
+                    backend=backend,
+                )
+                for backend in ("auto", "reference")
+            ]
+            got, want = ((q.qdata, q.scale) for q in results)
+            assert_same_bytes(got, want)
+
+
 @pytest.mark.parametrize("offsets", [[64, 128], [0, 40, 40, 90], [5, 37, 128], [128], [0, 0, 33]])
 @pytest.mark.parametrize("k_major", [False, True])
 @pytest.mark.parametrize("name", [name for name in formats if name != "fp8_128x128"])

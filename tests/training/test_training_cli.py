@@ -20,7 +20,9 @@ def command(monkeypatch, capsys, tmp_path, small):
     monkeypatch.setattr(
         training.Settings,
         "on",
-        lambda device, **given: dataclasses.replace(small, device=device, **given),
+        lambda device, moe, **given: dataclasses.replace(
+            small, device=device, **({"experts": 4, "expert_size": 16} if moe else {}), **given
+        ),
     )
 
     def call(*arguments):
@@ -48,6 +50,19 @@ def here(monkeypatch):
         ]
 
     monkeypatch.setattr(training, "compare", compare)
+
+
+def test_experts(command, here, tmp_path):
+    """Their recipes, and how evenly tokens went."""
+    code, out, _ = command("--moe", "--seeds", 1, "--out", "moe", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert list(found["recipes"]) == ["bf16", "fp8_block", "mxfp8"]
+    for run in found["runs"]:
+        for loads in run["loads"]:
+            assert sum(loads) / len(loads) == pytest.approx(1)
+    page = (tmp_path / "moe" / "report.html").read_text()
+    assert "4 in each layer, 2 of them for a token" in page
 
 
 def test_the_default_recipes_in_processes(command, tmp_path):

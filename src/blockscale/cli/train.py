@@ -59,6 +59,9 @@ def train(
             "here. Default: Shakespeare, cuda site-packages."
         ),
     ] = None,
+    moe: Annotated[
+        bool, typer.Option("--moe", help="Blocks of experts: bf16, fp8_block, mxfp8; cuda 1 B.")
+    ] = False,
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile the model's blocks by torch.compile.")
     ] = False,
@@ -73,10 +76,10 @@ def train(
     """
     from .. import training
 
-    names = training.check_recipes(recipe or training.default_recipes(device))
+    names = training.check_recipes(recipe or training.default_recipes(device, moe))
     given = {"steps": steps, "seeds": seeds, "compile": compile or None}
     settings = training.Settings.on(
-        device, **{name: value for name, value in given.items() if value is not None}
+        device, moe, **{name: value for name, value in given.items() if value is not None}
     )
     text = training.choose_text(data, device)
     training.Corpus(text, settings.context)  # refuses a text that is too short

@@ -12,7 +12,7 @@ from ..tensor import ScaledTensor
 from . import group_passes
 from .double_backward import refuse_double_backward
 from .forms import Forms
-from .gated import SWIGLU, GatedActivation
+from .gated import SWIGLU, GatedActivation, exact
 from .group_checks import Held, check_experts
 from .output_dtype import output_dtype
 from .recipe import Recipe
@@ -63,7 +63,9 @@ def experts(
     """
     held = Held(up, down, up_bias, down_bias)
     check_experts(x, weights, routing, held, recipe, transposed)
-    how = _How(recipe if x.numel() else None, activation, output_dtype(x), transposed)
+    recipe = recipe if x.numel() else None
+    activation = activation if recipe is None else exact(activation)
+    how = _How(recipe, activation, output_dtype(x), transposed)
     return _Experts.apply(how, x, weights, *held, *routing)
 
 

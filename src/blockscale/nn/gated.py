@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 
-__all__ = ["SWIGLU", "GatedActivation"]
+__all__ = ["SWIGLU", "GatedActivation", "exact"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class GatedActivation:
             else the gate is in the first I columns, ``up`` in the others.
 
     All in fp32 (float64 of float64),
-    rounded once to the type of ``h``. Without arguments it is ``swiglu_quantize``'s SwiGLU, to the
-    bit, but of float64.
+    rounded once to the type of ``h``. Where products are quantized SwiGLU is
+    ``swiglu_quantize``'s, to the bit.
     """
 
     alpha: float = 1.0
@@ -37,20 +37,12 @@ class GatedActivation:
     shift: float = 0.0
     interleaved: bool = False
 
-    @property
-    def is_swiglu(self) -> bool:
-        return self == SWIGLU
-
     def __call__(self, h: Tensor) -> Tensor:
-        if self.is_swiglu and h.dtype != torch.float64:
-            return reference.swiglu(h)
         gate, up = self._limited(h)
         return (gate * torch.sigmoid(self.alpha * gate) * (up + self.shift)).to(h.dtype)
 
     def backward(self, grad: Tensor, h: Tensor) -> Tensor:
         """The gradient of ``h``, like it, from that of the result."""
-        if self.is_swiglu and h.dtype != torch.float64:
-            return reference.swiglu_backward(grad, h)
         gate, up = self._limited(h)
         grad, sigmoid = grad.to(gate.dtype), torch.sigmoid(self.alpha * gate)
         of_gate = grad * (up + self.shift) * sigmoid * (1 + self.alpha * gate * (1 - sigmoid))
@@ -78,3 +70,19 @@ class GatedActivation:
 
 
 SWIGLU = GatedActivation()
+
+
+@dataclass(frozen=True)
+class _Exact(GatedActivation):
+    """SwiGLU, the same bits on every machine."""
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return reference.swiglu(h)
+
+    def backward(self, grad: Tensor, h: Tensor) -> Tensor:
+        return reference.swiglu_backward(grad, h)
+
+
+def exact(activation: GatedActivation) -> GatedActivation:
+    """The same activation, or, of SwiGLU, that which fused quantizers have."""
+    return _Exact() if activation == SWIGLU else activation

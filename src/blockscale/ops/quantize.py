@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import Format, get_format
+from ..formats import Format, get_format, padded_groups
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu import calls as cpu
@@ -135,11 +136,9 @@ def _by_kernel(
             "seed: no kernel rounds stochastically on a GPU; leave it out to round to nearest even"
         )
     if gpu is None:
-        if offsets is not None and axes == (-2,):
-            raise Unsupported(
-                "offsets with axis=-2: no CPU kernel starts blocks anew in each group"
-            )
         require_cpu_kernels()
+        if offsets is not None and axes == (-2,):
+            return [_groups_of_columns(x, asked, global_scale, offsets, seed)]
         assert asked.scale_rounding is not None  # the op has its name
         data, scale = cpu.quantize(
             x,
@@ -163,6 +162,43 @@ def _by_kernel(
         (data, swizzle_scale(scale, axis, get_layout(layout), None))
         for (data, scale), axis, layout in zip(results, axes, layouts, strict=True)
     ]
+
+
+def _groups_of_columns(
+    x: Tensor,
+    asked: quantizers.Request,
+    global_scale: Tensor | None,
+    offsets: Tensor,
+    seed: int | None,
+) -> Pair:
+    """By the CPU's loops, of rows that are moved apart first: then blocks start anew by
+    themselves. Scales of blocks without rows are zeros."""
+    fmt, (m, n), groups = asked.fmt, x.shape, len(offsets)
+    if seed is not None or fmt.block[0] > 1:
+        raise Unsupported("offsets with axis=-2: no CPU kernel rounds stochastically, or has tiles")
+    inside = int(offsets[-1])
+    position = reference.apart_position(offsets, m)[:inside]
+    apart = x.new_zeros(padded_groups(m, groups), n)
+    apart[position] = x[:inside]
+    assert asked.scale_rounding is not None
+    data, scale = cpu.quantize(
+        apart,
+        fmt,
+        axis=-2,
+        scale_rounding=asked.scale_rounding,
+        nonfinite=asked.nonfinite,
+        global_scale=global_scale,
+    )
+    used = torch.zeros(len(scale), dtype=torch.bool)
+    used[position // fmt.block_size] = True
+    scale = torch.where(used[:, None], as_bytes(scale), 0)
+    if fmt.turned(-2, asked.k_major):
+        data = data if data.stride(-2) == 1 else data.mT.contiguous().mT
+    else:
+        octets = data.view(torch.uint8)
+        data = octets.new_zeros(m, n).index_copy_(0, torch.arange(inside), octets[position])
+        data = data.view(fmt.element.dtype)
+    return data, swizzle_scale(scale, -2, get_layout(asked.layouts[0]), None)
 
 
 def written_layouts(fmt: Format, layouts: tuple[str, ...]) -> tuple[str, ...]:

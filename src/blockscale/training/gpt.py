@@ -1,16 +1,22 @@
-"""A small GPT over bytes: RMSNorm, rotary positions, causal attention, GELU."""
+"""A small GPT over bytes: RMSNorm, rotary positions, causal attention, GELU, or experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "VOCABULARY", "in_block"]
+from ..nn import MoE, Router
+
+__all__ = ["GPT", "VOCABULARY", "Mixture", "in_block", "mixture", "mixtures"]
 
 VOCABULARY = 256
+
+#: Experts of a block of a width.
+Mixture = Callable[[int], MoE]
 
 #: Queries, keys and values (batch, heads, time, size), and what is to come, to the values attended.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -21,16 +27,23 @@ class GPT(nn.Module):
 
     Parameters and the residual stream are fp32. Run it under ``torch.autocast`` with bfloat16: what
     enters each linear layer, and each gradient that comes back to it, is then bfloat16.
-    ``fused_attention``: by torch's scaled_dot_product_attention, as a GPU wants it.
+    ``fused_attention``: by torch's scaled_dot_product_attention, as a GPU wants it. ``mixture``:
+    makes the experts of a block, instead of its perceptron.
     """
 
     def __init__(
-        self, width: int, layers: int, heads: int, context: int, fused_attention: bool = False
+        self,
+        width: int,
+        layers: int,
+        heads: int,
+        context: int,
+        fused_attention: bool = False,
+        mixture: Mixture | None = None,
     ) -> None:
         super().__init__()
         attend = _fused if fused_attention else _written_out
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, heads, attend) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, attend, mixture) for _ in range(layers))
         self.norm = Norm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.rotary: Tensor
@@ -39,9 +52,9 @@ class GPT(nn.Module):
         future = torch.ones(context, context, dtype=torch.bool).triu(1)
         self.register_buffer("future", future, persistent=False)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() > 1:
                 # what a block adds to the residual stream is small at first
-                residual = name.endswith(("out.weight", "down.weight"))
+                residual = name.endswith(("out.weight", "down.weight", "down_proj"))
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -53,20 +66,25 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added to the residual stream."""
+    """Attention, then a two-layer perceptron or experts, each added to the residual stream."""
 
-    def __init__(self, width: int, heads: int, attend: Attend) -> None:
+    def __init__(
+        self, width: int, heads: int, attend: Attend, mixture: Mixture | None = None
+    ) -> None:
         super().__init__()
         self.heads, self.attend = heads, attend
         self.attention_norm, self.mlp_norm = Norm(width), Norm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.moe = None if mixture is None else mixture(width)
+        if mixture is None:
+            self.up = nn.Linear(width, 4 * width, bias=False)
+            self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor, future: Tensor) -> Tensor:
         x = x + self._attention(self.attention_norm(x), rotary, future)
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        y = self.mlp_norm(x)
+        return x + (self.down(F.gelu(self.up(y))) if self.moe is None else self.moe(y))
 
     def _attention(self, x: Tensor, rotary: Tensor, future: Tensor) -> Tensor:
         batch, time, width = x.shape
@@ -108,6 +126,22 @@ def _turn(x: Tensor, rotary: Tensor) -> Tensor:
     cosine, sine = rotary
     a, b = x.chunk(2, -1)
     return torch.cat((a * cosine - b * sine, a * sine + b * cosine), -1)
+
+
+def mixture(experts: int, top_k: int, size: int) -> Mixture | None:
+    """Of so many experts, each of which is ``size`` wide inside; None of none."""
+    if not experts:
+        return None
+    return partial(_mixture, size=size, experts=experts, top_k=top_k)
+
+
+def _mixture(width: int, size: int, experts: int, top_k: int) -> MoE:
+    return MoE(width, size, experts, Router(top_k=top_k), recipe=None)
+
+
+def mixtures(model: nn.Module) -> Iterator[MoE]:
+    """The experts of all blocks."""
+    return (module for module in model.modules() if isinstance(module, MoE))
 
 
 def in_block(module: nn.Module, name: str) -> bool:

@@ -34,9 +34,9 @@ DEFAULT_RECIPES = (BASELINE, "mxfp8", "mxfp8_e5m2_grad", "mxfp8_floor")
 _GPU_RECIPES = (BASELINE, "fp8_block", "mxfp8")
 
 
-def default_recipes(device: str) -> tuple[str, ...]:
-    """Those of the docs, on a CPU and on a GPU."""
-    return DEFAULT_RECIPES if device == "cpu" else _GPU_RECIPES
+def default_recipes(device: str, moe: bool = False) -> tuple[str, ...]:
+    """Those of the docs, on a CPU and on a GPU, or of experts."""
+    return DEFAULT_RECIPES if device == "cpu" and not moe else _GPU_RECIPES
 
 
 def check_recipes(names: Iterable[str]) -> tuple[str, ...]:

@@ -107,6 +107,7 @@ def html(comparison: Comparison, picture: bytes) -> str:
     facts = {
         "model": f"{comparison.runs[0].parameters:,} parameters: {settings.layers} layers of width "
         f"{settings.width}, {settings.heads} heads, sequences of {settings.context} bytes",
+        **_experts(comparison),
         "training": f"{settings.steps} steps of {settings.batch} sequences, AdamW at "
         f"{settings.learning_rate:g}, warmup and cosine",
         "seeds": f"{settings.seeds}, each with the same batches for every recipe",
@@ -127,6 +128,23 @@ def html(comparison: Comparison, picture: bytes) -> str:
         picture=base64.b64encode(picture).decode("ascii"),
         facts=rows,
     )
+
+
+def _experts(comparison: Comparison) -> dict[str, str]:
+    """What a token meets, and how evenly, if there are experts."""
+    settings = comparison.settings
+    if not settings.experts:
+        return {}
+    most = {
+        name: max(max(load) for run in comparison.of(name) for load in run.loads)
+        for name in comparison.recipes
+    }
+    loads = ", ".join(f"{name} {value:.2f}" for name, value in most.items())
+    return {
+        "experts": f"{settings.experts} in each layer, {settings.top_k} of them for a token, "
+        f"{settings.expert_size} wide inside; balancing loss times {settings.balance:g}",
+        "the most tokens of an expert, over the mean, in the last validation": loads,
+    }
 
 
 _PAGE = """<!doctype html>

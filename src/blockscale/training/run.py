@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..nn import Recipe, convert
 from .data import Corpus
-from .gpt import GPT, VOCABULARY, in_block
+from .gpt import GPT, VOCABULARY, in_block, mixture, mixtures
 from .meter import Meter
 from .settings import Settings
 from .statistics import Statistics
@@ -35,6 +35,7 @@ class Run:
     tokens_per_second: float = 0.0  # in training steps, the rest left out
     peak_memory: int | None = None  # bytes of tensors in training steps; None on a CPU
     statistics: dict[str, dict[str, float]] = field(default_factory=dict)
+    loads: list[list[float]] = field(default_factory=list)  # of each block's experts; 1: the mean
 
     @property
     def final_train_loss(self) -> float:
@@ -89,7 +90,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate_at(step)
         loss = _loss(model, inputs, targets)
-        loss.backward()
+        (loss + settings.balance * _balancing(model)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -104,7 +105,7 @@ def train(
         validated = None
         if validates:
             with meter.paused():
-                validated = _validate(model, corpus, settings)
+                validated, run.loads = _validate(model, corpus, settings)
             run.validation.append((step, validated))
         report(Progress(name, seed, step, run.train_loss[-1], run.tokens_per_second, validated))
     run.peak_memory = meter.peak_memory
@@ -127,9 +128,12 @@ def _model(recipe: Recipe | None, seed: int, settings: Settings) -> torch.nn.Mod
             settings.heads,
             settings.context,
             settings.fused_attention,
+            mixture(settings.experts, settings.top_k, settings.expert_size),
         )
     if recipe is not None:
         convert(model, recipe, in_block)
+        for experts in mixtures(model):
+            experts.recipe = recipe
     if settings.compile:
         for block in model.blocks:  # one graph, compiled once, for all of them
             block.compile(fullgraph=True)
@@ -138,8 +142,8 @@ def _model(recipe: Recipe | None, seed: int, settings: Settings) -> torch.nn.Mod
 
 def _optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.AdamW:
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in model.parameters() if p.dim() == 2]},
-        {"params": [p for p in model.parameters() if p.dim() != 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         groups,
@@ -156,12 +160,23 @@ def _loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.flatten())
 
 
+def _balancing(model: torch.nn.Module) -> Tensor | float:
+    """The balancing losses of all experts in the last forward."""
+    return sum((each.loss for each in mixtures(model) if each.loss is not None), start=0.0)
+
+
 @torch.no_grad()
-def _validate(model: torch.nn.Module, corpus: Corpus, settings: Settings) -> float:
+def _validate(
+    model: torch.nn.Module, corpus: Corpus, settings: Settings
+) -> tuple[float, list[list[float]]]:
+    """The loss, and how many tokens each expert had, over the mean."""
     total, count = 0.0, 0
+    loads = [torch.zeros_like(each.gate.weight[:, 0]) for each in mixtures(model)]
     all_starts = corpus.validation_starts(settings.validation_sequences)
     for starts in all_starts.split(settings.validation_batch):
         inputs, targets = corpus.sequences(corpus.validation, starts)
         total += _loss(model, inputs, targets).item() * inputs.numel()
         count += inputs.numel()
-    return total / count
+        for load, each in zip(loads, mixtures(model), strict=True):
+            load += 0 if each.load is None else each.load
+    return total / count, [(load / load.mean()).tolist() for load in loads]

@@ -33,6 +33,10 @@ class Settings:
     context: int = 128
     fused_attention: bool = False  # on a CPU and at this size half as fast
     compile: bool = False  # the blocks, by torch.compile
+    experts: int = 0  # of a block; 0: a perceptron
+    top_k: int = 2  # experts of a token
+    expert_size: int = 0  # columns between the products of an expert
+    balance: float = 0.01  # what the balancing loss is multiplied by
     # the optimizer: AdamW, linear warmup, then a cosine down to zero
     batch: int = 4
     learning_rate: float = 1e-3  # three times this learns faster, but drowns what is compared
@@ -54,9 +58,12 @@ class Settings:
         check_device(self.device)
 
     @classmethod
-    def on(cls, device: str, **given: Any) -> Settings:
-        """What suits ``device``, but for what is given."""
-        return cls(device=device, **{**({} if device == "cpu" else _GPU), **given})
+    def on(cls, device: str, moe: bool = False, **given: Any) -> Settings:
+        """What suits ``device``, but for what is given; ``moe``: with experts."""
+        suits = {} if device == "cpu" else dict(_GPU)
+        if moe:
+            suits |= _CPU_EXPERTS if device == "cpu" else _GPU_EXPERTS
+        return cls(device=device, **{**suits, **given})
 
     def is_due(self, step: int, times: int) -> bool:
         """Whether one of ``times`` evenly spread events falls on ``step``; one does on the last."""
@@ -91,6 +98,17 @@ _GPU: Mapping[str, Any] = MappingProxyType(
         "samples": 2,
         "log_every": 10,
     }
+)
+
+
+#: 2.9 million parameters, 1.4 million of which a token uses.
+_CPU_EXPERTS: Mapping[str, Any] = MappingProxyType(
+    {"experts": 8, "expert_size": 192, "seeds": 1, "steps": 150}
+)
+
+#: 1.06 billion parameters, 200 million of which a token uses.
+_GPU_EXPERTS: Mapping[str, Any] = MappingProxyType(
+    {"experts": 32, "top_k": 4, "expert_size": 896, "steps": 700}
 )
 
 
