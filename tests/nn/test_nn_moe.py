@@ -126,7 +126,8 @@ def test_names_and_round_trip():
     moe = layer(bias=True, shared_size=16)
     names = {"gate.weight", "gate.e_score_correction_bias", "experts.gate_up_proj",
              "experts.down_proj", "experts.gate_up_proj_bias", "experts.down_proj_bias",
-             "shared_experts.gate_up_proj", "shared_experts.down_proj"}  # fmt: skip
+             "shared_experts.gate_proj.weight", "shared_experts.up_proj.weight",
+             "shared_experts.down_proj.weight"}  # fmt: skip
     assert set(moe.state_dict()) == names
     file = io.BytesIO()
     torch.save(moe, file)
@@ -135,6 +136,18 @@ def test_names_and_round_trip():
     x = torch.randn(5, 64)
     assert torch.equal(other(x), moe(x))
     assert torch.equal(copy.deepcopy(moe)(x), moe(x))
+
+
+def test_convert():
+    """Another recipe for all that multiplies, but the router; what was not quantized, too."""
+    for recipe in (None, RECIPE):
+        moe, report = layer(recipe, shared_size=32), bs.nn.ConversionReport()
+        want = layer(bs.Recipe("nvfp4"), shared_size=32)
+        want.load_state_dict(moe.state_dict())
+        bs.convert(moe, bs.Recipe("nvfp4"), report=report)
+        assert {entry.name for entry in report.left} == {"gate"}
+        x = torch.randn(20, 64)
+        assert torch.equal(moe(x), want(x))
 
 
 def test_balance():
@@ -154,7 +167,7 @@ def test_few_tokens(shape):
     y = moe(x)
     assert y.shape == x.shape
     y.sum().backward()
-    assert moe.experts["down_proj"].grad is not None
+    assert moe.experts.down_proj.grad is not None
 
 
 def test_compile():
@@ -167,7 +180,7 @@ def test_compile():
         own = x.clone().requires_grad_()
         y = call(own)
         y.square().sum().backward()
-        results.append((y.detach(), own.grad, moe.experts["down_proj"].grad.clone()))
+        results.append((y.detach(), own.grad, moe.experts.down_proj.grad.clone()))
         moe.zero_grad()
     for got, want in zip(*results, strict=True):
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ from .gated import SWIGLU, GatedActivation
 from .grouped import GroupedLinear, grouped_linear
 from .hf_experts import register_experts
 from .linear import Linear, linear
-from .moe import MoE
+from .moe import GatedExperts, MoE
 from .quantize import quantize_
 from .quantized import QuantizedLinear, quantized_linear
 from .recipe import Recipe
@@ -22,6 +22,7 @@ __all__ = [
     "SWIGLU",
     "ConversionReport",
     "GatedActivation",
+    "GatedExperts",
     "GroupedLinear",
     "Linear",
     "MoE",

@@ -9,8 +9,10 @@ import torch
 from .attention import MultiheadAttention
 from .class_change import _new  # noqa: F401 - where files of whole models that are older look
 from .conv1d import Conv1D
+from .grouped import GroupedLinear
 from .hf_experts import Experts, is_experts
 from .linear import Linear
+from .moe import GatedExperts
 from .parametrized import parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
 
@@ -39,9 +41,11 @@ _KINDS = {
     torch.nn.MultiheadAttention: _ATTENTION,
     MultiheadAttention: _ATTENTION,
     Experts: _EXPERTS,
+    GatedExperts: Kind(GatedExperts, None),
+    GroupedLinear: Kind(GroupedLinear, None),
 }
 
-CONVERTED = (Linear, Conv1D, MultiheadAttention, Experts)
+CONVERTED = (Linear, Conv1D, MultiheadAttention, Experts, GatedExperts, GroupedLinear)
 QUANTIZED = (QuantizedLinear, QuantizedConv1D)
 
 _CONVOLUTIONS = torch.nn.modules.conv._ConvNd

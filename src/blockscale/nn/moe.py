@@ -3,22 +3,105 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..routing import route
+from ..routing import Routing, route
 from .experts import experts
 from .gated import SWIGLU, GatedActivation
 from .group_checks import check_recipe_of_groups
-from .linear import linear
+from .linear import Linear
 from .recipe import Recipe
 from .reuse import forget_weights
 from .router import Router, balancing_loss, choose_experts
 from .unscripted import Unscripted
 
-__all__ = ["MoE"]
+__all__ = ["GatedExperts", "MoE"]
+
+
+class GatedExperts(Unscripted, torch.nn.Module):
+    """Experts that hold their matrices in stacks, with the names that transformers has.
+
+    >>> held = bs.nn.GatedExperts(64, 32, 8)
+    >>> routing = bs.route(torch.tensor([[1, 0], [1, 2]]), 8)
+    >>> held(torch.randn(2, 64), torch.full((2, 2), 0.5), routing).shape
+    torch.Size([2, 64])
+
+    Args:
+        hidden_size, intermediate_size, num_experts: H, I and E of ``gate_up_proj`` (E, 2I, H) and
+            ``down_proj`` (E, H, I), each matrix initialized as torch.nn.Linear's.
+        bias: ``gate_up_proj_bias`` (E, 2I) and ``down_proj_bias`` (E, H), if there are some.
+        activation, recipe: as of :func:`experts`; :func:`blockscale.convert` changes the recipe.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    gate_up_proj_bias: Tensor | None
+    down_proj_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: GatedActivation = SWIGLU,
+        recipe: Recipe | None = Recipe(),  # noqa: B008 - a frozen value
+    ) -> None:
+        check_recipe_of_groups(recipe)
+        super().__init__()
+        self.activation, self.recipe = activation, recipe
+        for name, out, into in (
+            ("gate_up_proj", 2 * intermediate_size, hidden_size),
+            ("down_proj", hidden_size, intermediate_size),
+        ):
+            bound = 1 / math.sqrt(into)
+            for key, shape in ((name, (out, into)), (f"{name}_bias", (out,))):
+                made = None
+                if key == name or bias:
+                    empty = torch.empty((num_experts, *shape), device=device, dtype=dtype)
+                    made = torch.nn.Parameter(empty.uniform_(-bound, bound))
+                self.register_parameter(key, made)
+
+    def forward(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        return experts(
+            x,
+            weights,
+            routing,
+            self.gate_up_proj,
+            self.down_proj,
+            recipe=self.recipe,
+            activation=self.activation,
+            up_bias=self.gate_up_proj_bias,
+            down_bias=self.down_proj_bias,
+        )
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        forget_weights()
+        super()._load_from_state_dict(*args, **kwargs)
+        forget_weights()
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.gate_up_proj.shape)}, {self.activation}, recipe={self.recipe}"
+
+
+class SharedExperts(torch.nn.Module):
+    """SwiGLU that all tokens go through."""
+
+    def __init__(self, hidden_size: int, size: int, recipe: Recipe | None, **how: Any) -> None:
+        super().__init__()
+        make = torch.nn.Linear if recipe is None else partial(Linear, recipe=recipe)
+        self.gate_proj, self.up_proj = (make(hidden_size, size, False, **how) for _ in range(2))
+        self.down_proj = make(size, hidden_size, False, **how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MoE(Unscripted, torch.nn.Module):
@@ -37,11 +120,11 @@ class MoE(Unscripted, torch.nn.Module):
         bias: experts have biases.
         recipe: of the products of experts; None: not quantized. The router never is.
 
-    Parameters, with the names that transformers has: ``gate.weight`` (E, H),
-    ``experts.gate_up_proj`` (E, 2I, H), ``experts.down_proj`` (E, H, I), their biases
-    ``experts.gate_up_proj_bias`` and ``experts.down_proj_bias``, and those of
-    ``shared_experts``. A buffer ``gate.e_score_correction_bias`` (E,) is added to scores where
-    experts are chosen, and changed by :meth:`balance_` alone.
+    Parameters, with the names that transformers has: ``gate.weight`` (E, H), those of ``experts``,
+    which are :class:`GatedExperts`, and of ``shared_experts``: ``gate_proj``, ``up_proj`` and
+    ``down_proj``. A buffer ``gate.e_score_correction_bias`` (E,) is added to scores where experts
+    are chosen, and changed by :meth:`balance_` alone. :func:`blockscale.convert` changes the
+    recipe.
 
     After a forward ``load`` (E,) has how many pairs each expert had, and in training ``loss`` the
     balancing loss, both on the device.
@@ -66,23 +149,16 @@ class MoE(Unscripted, torch.nn.Module):
     ) -> None:
         super().__init__()
         router.check(num_experts)
-        check_recipe_of_groups(recipe)
         how: Any = {"device": device, "dtype": dtype}
-        self.router, self.activation, self.recipe = router, activation, recipe
-        self.num_experts = num_experts
+        self.router, self.num_experts = router, num_experts
         self.gate = torch.nn.Linear(hidden_size, num_experts, bias=False, **how)
-        self.gate.register_buffer(
-            "e_score_correction_bias", torch.zeros(num_experts, device=device, dtype=torch.float32)
-        )
-        self.experts = torch.nn.ParameterDict(
-            _stacks(num_experts, hidden_size, intermediate_size, bias, how)
-        )
+        balance = torch.zeros(num_experts, device=device, dtype=torch.float32)
+        self.gate.register_buffer("e_score_correction_bias", balance)
+        sizes = hidden_size, intermediate_size, num_experts
+        self.experts = GatedExperts(*sizes, bias, activation=activation, recipe=recipe, **how)
         self.shared_experts = None
         if shared_size:
-            shared = _stacks(1, hidden_size, shared_size, False, how)
-            self.shared_experts = torch.nn.ParameterDict(
-                {name: torch.nn.Parameter(each.data[0]) for name, each in shared.items()}
-            )
+            self.shared_experts = SharedExperts(hidden_size, shared_size, recipe, **how)
         self.load = self.loss = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,20 +169,9 @@ class MoE(Unscripted, torch.nn.Module):
         routing = route(chosen, self.num_experts)
         self.load = routing.offsets.diff(prepend=routing.offsets.new_zeros(1))
         self.loss = balancing_loss(scores, chosen) if self.training else None
-        held = self.experts
-        y = experts(
-            rows,
-            weights,
-            routing,
-            held["gate_up_proj"],
-            held["down_proj"],
-            recipe=self.recipe,
-            activation=self.activation,
-            up_bias=held.get("gate_up_proj_bias"),
-            down_bias=held.get("down_proj_bias"),
-        )
+        y = self.experts(rows, weights, routing)
         if self.shared_experts is not None:
-            y = y + self._shared(rows)
+            y = y + self.shared_experts(rows)
         return y.reshape(x.shape)
 
     @torch.no_grad()
@@ -122,49 +187,9 @@ class MoE(Unscripted, torch.nn.Module):
         bias: Any = self.gate.e_score_correction_bias
         bias.add_((load.mean() - load).sign(), alpha=rate)
 
-    def _shared(self, x: Tensor) -> Tensor:
-        assert self.shared_experts is not None
-        up, down = (self.shared_experts[name] for name in ("gate_up_proj", "down_proj"))
-        return self._linear(_swiglu(self._linear(x, up)), down)
-
-    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.recipe is None:
-            return torch.nn.functional.linear(x, weight)
-        return linear(x, weight, recipe=self.recipe)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        forget_weights()
-        super()._load_from_state_dict(*args, **kwargs)
-        forget_weights()
-
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and saved: not what the last forward left."""
         return {**self.__dict__, "load": None, "loss": None}
 
     def extra_repr(self) -> str:
-        shape = tuple(self.experts["gate_up_proj"].shape)
-        return f"experts={shape}, {self.router}, recipe={self.recipe}"
-
-
-def _swiglu(h: Tensor) -> Tensor:
-    gate, up = h.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
-
-
-def _stacks(
-    count: int, hidden: int, intermediate: int, bias: bool, how: Any
-) -> dict[str, torch.nn.Parameter]:
-    """Parameters of experts, each initialized as torch.nn.Linear's."""
-    made = {}
-    for name, out, into in (
-        ("gate_up_proj", 2 * intermediate, hidden),
-        ("down_proj", hidden, intermediate),
-    ):
-        bound = 1 / math.sqrt(into)
-        shapes: dict[str, tuple[int, ...]] = {name: (count, out, into)}
-        if bias:
-            shapes[f"{name}_bias"] = (count, out)
-        for key, shape in shapes.items():
-            data = torch.empty(shape, **how)
-            made[key] = torch.nn.Parameter(data.uniform_(-bound, bound))
-    return made
+        return f"{self.router}"

@@ -132,8 +132,6 @@ def _model(recipe: Recipe | None, seed: int, settings: Settings) -> torch.nn.Mod
         )
     if recipe is not None:
         convert(model, recipe, in_block)
-        for experts in mixtures(model):
-            experts.recipe = recipe
     if settings.compile:
         for block in model.blocks:  # one graph, compiled once, for all of them
             block.compile(fullgraph=True)
