@@ -117,6 +117,21 @@ def test_error_of_the_format(name):
         assert (got - t.grad).norm() <= ERROR[name] * t.grad.norm()
 
 
+@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_products_in_high_precision(product, dtype):
+    """One of the three is plain; what it alone makes is what it is without a recipe."""
+    routing, operands = routed(30, 2, 4), given(30, 2, 4, dtype)
+    recipe = bs.Recipe("mxfp8", high_precision=[product])
+    y, gradients = run(operands, routing, recipe)
+    plain, others = run(operands, routing, None)
+    for got, want in zip((y, *gradients), (plain, *others), strict=True):
+        assert got.dtype == want.dtype == dtype
+        assert (got.float() - want.float()).norm() <= 0.12 * want.float().norm()
+    if product == "fprop":
+        assert (y.float() - plain.float()).norm() <= 1e-2 * plain.float().norm()
+
+
 # --- against products of their own ----------------------------------------------------------------
 
 
