@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "BY_WEIGHTS",
     "E2M1",
     "E2M3",
     "E3M2",
@@ -229,11 +230,11 @@ class Format:
         """Whether ``a`` of this format is multiplied by ``b`` of the other one: blocks along K and
         scale types must be the same, but those of some weights."""
         alike = self.block_size == other.block_size and self.scale == other.scale
-        return alike or (self.name, other.name) in _BY_WEIGHTS
+        return alike or (self.name, other.name) in BY_WEIGHTS
 
 
 #: Formats whose blocks along K differ: of activations, and of weights of four bits.
-_BY_WEIGHTS = frozenset({("fp8_1x128", "mxfp4"), ("fp8_1x128", "nvfp4")})
+BY_WEIGHTS = frozenset({("fp8_1x128", "mxfp4"), ("fp8_1x128", "nvfp4")})
 
 
 def padded_groups(n: int, groups: int) -> int:

@@ -83,14 +83,23 @@ def combine(
     tensor([1.0000, 0.7500])
 
     In fp32 (float64 of float64), each product and each sum rounded, in the order in which a token
-    names its experts, and rounded once to ``dtype``. No gradient; see ``nn.experts``.
+    names its experts, and rounded once to ``dtype``. Autograd differentiates it, and keeps what it
+    gathers; :func:`blockscale.nn.experts` does not.
 
     Args:
         y: (R, H), of any floating type.
         slots: (tokens, top_k), as of :class:`Routing`.
         weights: (tokens, top_k), or None for ones.
         dtype: of the result, that of ``y`` by default.
+
+    Raises ValueError where shapes do not belong together.
     """
+    if y.dim() != 2 or slots.dim() != 2 or (weights is not None and weights.shape != slots.shape):
+        given = None if weights is None else tuple(weights.shape)
+        raise ValueError(
+            f"y, slots, weights: got {tuple(y.shape)}, {tuple(slots.shape)} and {given}; expected "
+            "(R, H), (tokens, top_k) and, if there are weights, (tokens, top_k)"
+        )
     wide = torch.promote_types(y.dtype, torch.float32)
     total = y.new_zeros(slots.shape[0], y.shape[1], dtype=wide)
     for j in range(slots.shape[1]):

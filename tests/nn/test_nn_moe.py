@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import blockscale as bs
-from blockscale.nn import GatedActivation, MoE, Router, balancing_loss, choose_experts
+from blockscale.nn import GatedActivation, MoE, Router, choose_experts, load_balancing_loss
 from blockscale.nn.hf_experts import Experts
 
 RECIPE = bs.Recipe("mxfp8")
@@ -29,12 +29,14 @@ def test_softmax():
     assert torch.equal(chosen, want.indices)
     assert torch.allclose(weights, want.values / want.values.sum(-1, keepdim=True))
     assert torch.allclose(scores.sum(-1), torch.ones(12))
-    plain, *_ = choose_experts(logits(), Router(top_k=3, normalize=False, scale=2.0))
+    plain, *_ = choose_experts(
+        logits(), Router(top_k=3, norm_topk_prob=False, routed_scaling_factor=2.0)
+    )
     assert torch.allclose(plain, 2 * want.values)
 
 
 def test_softmax_of_those_that_are_taken():
-    weights, chosen, _ = choose_experts(logits(), Router(top_k=2, after=True))
+    weights, chosen, _ = choose_experts(logits(), Router(top_k=2, pre_softmax=False))
     want = logits().topk(2)
     assert torch.equal(chosen, want.indices)
     assert torch.allclose(weights, want.values.softmax(-1))
@@ -43,7 +45,8 @@ def test_softmax_of_those_that_are_taken():
 def test_groups_of_experts():
     """As DeepSeek-V3 chooses: a bias for the choice alone, and the best of the best groups."""
     bias = torch.linspace(-1, 1, 8)
-    router = Router(top_k=2, scores="sigmoid", groups=4, top_groups=2, scale=2.5)
+    how = {"score_function": "sigmoid", "n_group": 4, "topk_group": 2}
+    router = Router(top_k=2, routed_scaling_factor=2.5, **how)
     weights, chosen, scores = choose_experts(logits(), router, bias)
     for token in range(12):
         ranked = scores[token] + bias
@@ -75,11 +78,12 @@ def test_nan_is_named():
     ("fields", "message"),
     [
         ({"top_k": 9}, "top_k: got 9; there are 8"),
-        ({"top_k": 3, "groups": 4}, "top_k: got 3; there are 2 experts to choose from, in 1 of 4"),
-        ({"top_k": 2, "groups": 3}, "groups: got 3; 8 experts are no multiple"),
+        ({"top_k": 3, "n_group": 4}, "top_k: got 3; there are 2 experts to choose from, in 1 of 4"),
+        ({"top_k": 2, "n_group": 3}, "n_group: got 3; 8 experts are no multiple"),
         ({"top_k": 0}, "top_k: got 0"),
-        ({"top_k": 2, "scores": "tanh"}, "scores: got 'tanh'"),
-        ({"top_k": 2, "groups": 2, "top_groups": 3}, "top_groups: got 3"),
+        ({"top_k": 2, "score_function": "tanh"}, "score_function: .*tanh"),
+        ({"top_k": 2, "n_group": 2, "topk_group": 3}, "topk_group: got 3"),
+        ({"top_k": 2, "pre_softmax": False, "score_function": "sigmoid"}, "pre_softmax: got False"),
     ],
 )
 def test_routers_that_are_none(fields, message):
@@ -87,12 +91,12 @@ def test_routers_that_are_none(fields, message):
         choose_experts(logits(), Router(**fields))
 
 
-def test_balancing_loss():
+def test_load_balancing_loss():
     """1 where all are alike; as many as there are experts where one has all."""
-    assert balancing_loss(torch.full((8, 4), 0.25), torch.arange(8)[:, None] % 4) == 1
+    assert load_balancing_loss(torch.full((8, 4), 0.25), torch.arange(8)[:, None] % 4) == 1
     scores = nn.functional.one_hot(torch.zeros(8, dtype=torch.int64), 4).float()
-    assert balancing_loss(scores, torch.zeros(8, 1, dtype=torch.int64)) == 4
-    assert balancing_loss(scores[:0], torch.zeros(0, 1, dtype=torch.int64)) == 0
+    assert load_balancing_loss(scores, torch.zeros(8, 1, dtype=torch.int64)) == 4
+    assert load_balancing_loss(scores[:0], torch.zeros(0, 1, dtype=torch.int64)) == 0
 
 
 # --- the layer ------------------------------------------------------------------------------------
@@ -148,6 +152,21 @@ def test_convert():
         assert {entry.name for entry in report.left} == {"gate"}
         x = torch.randn(20, 64)
         assert torch.equal(moe(x), want(x))
+        bs.convert(moe, None)
+        assert moe.experts.recipe == recipe
+        with pytest.raises(ValueError, match="cannot be grouped along the contraction"):
+            bs.convert(moe, bs.Recipe("mxfp6_e2m3"))
+        assert moe.experts.recipe == recipe
+
+
+def test_the_router_is_in_fp32():
+    """Also under autocast, and with weights of another type."""
+    moe, x = layer(), torch.randn(50, 64)
+    want = torch.nn.functional.linear(x.bfloat16().float(), moe.gate.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(moe.gate(x.bfloat16()), want)
+    assert torch.equal(moe.gate(x.bfloat16()), want)
+    assert moe(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_balance():

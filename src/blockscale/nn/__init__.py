@@ -15,7 +15,7 @@ from .quantized import QuantizedLinear, quantized_linear
 from .recipe import Recipe
 from .report import ConversionReport
 from .reuse import clear_weight_cache, reuse_weights
-from .router import Router, balancing_loss, choose_experts
+from .router import Router, choose_experts, load_balancing_loss
 
 __all__ = [
     "DEFAULT_EXCLUDE",
@@ -31,13 +31,13 @@ __all__ = [
     "Recipe",
     "Router",
     "autocast",
-    "balancing_loss",
     "choose_experts",
     "clear_weight_cache",
     "convert",
     "experts",
     "grouped_linear",
     "linear",
+    "load_balancing_loss",
     "quantize_",
     "quantized_linear",
     "register_experts",

@@ -7,7 +7,8 @@ import torch
 from ..tensor import ScaledTensor
 from .attention import set_fast_paths
 from .class_change import become, original, restore
-from .kinds import CONVERTED, QUANTIZED, Kind
+from .group_checks import check_recipe_of_groups
+from .kinds import CONVERTED, GROUPED, OWN, QUANTIZED, Kind
 from .recipe import Recipe, check_training_recipe
 from .report import ConversionReport, Entry, publish
 from .survey import (
@@ -26,6 +27,7 @@ from .survey import (
 
 __all__ = ["convert"]
 
+_BEFORE = "_recipe_before"  # of layers that were made with one
 _QUANTIZED = "holds a quantized weight and no other; load the high-precision one to convert it"
 
 
@@ -74,11 +76,16 @@ def convert(
     layers, left = survey(model, filter_fn, CONVERTED, _obstacle)
     if not layers:
         raise nothing_was("converted", left)
-    for name, module, _ in layers:
+    for name, module, kind in layers:
         check_lazy(name, module)
+        if kind.converted in GROUPED:
+            check_recipe_of_groups(recipe)
     entries = []
     for name, module, kind in layers:
-        if isinstance(module, kind.converted):
+        if isinstance(module, OWN):
+            entries.append(entry_of(name, module))
+            module.__dict__.setdefault(_BEFORE, module.recipe)
+        elif isinstance(module, kind.converted):
             entries.append(entry_of(name, module, f"before by {module.recipe}"))
         else:
             entries.append(entry_of(name, module))
@@ -109,9 +116,11 @@ def _convert_back(
         why = ""
         if isinstance(module, QUANTIZED):
             why = _QUANTIZED
-        elif not isinstance(module, CONVERTED):
+        elif not isinstance(module, CONVERTED) or (
+            isinstance(module, OWN) and _BEFORE not in module.__dict__
+        ):
             continue
-        elif issubclass(original(module), CONVERTED):
+        elif not isinstance(module, OWN) and issubclass(original(module), CONVERTED):
             why = "a subclass of a layer of blockscale"
         elif filter_fn is not None and not filter_fn(module, name):
             why = "refused by filter_fn"
@@ -127,8 +136,11 @@ def _convert_back(
             "converted back" + (f". Left alone: {reasons(left)}" if left else "")
         )
     for module in layers:
-        restore(module)
-        del module.recipe
+        if isinstance(module, OWN):
+            module.recipe = module.__dict__.pop(_BEFORE)
+        else:
+            restore(module)
+            del module.recipe
     set_fast_paths(model, CONVERTED + QUANTIZED)
     counts = product_parameters(layers), product_parameters(layers + others)
     publish(ConversionReport(entries, left, *counts), report, complain=False)

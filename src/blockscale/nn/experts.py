@@ -135,11 +135,11 @@ def _gradients(
         left = _first(g.rows, g_rows)
         da = group_passes.dgrad(left, down, offsets, recipe, dtype, transposed)
         if of_weights:
-            of_rows = (da.to(scale.dtype) * a.to(scale.dtype)).sum(-1)
+            of_pairs = (da.to(scale.dtype) * a.to(scale.dtype)).sum(-1)
             if down_bias is not None:
                 own = group_passes.of_rows(down_bias, len(h), offsets)
-                of_rows += (grad[routing.tokens] * own).sum(-1, dtype=scale.dtype)
-            gradients[1] = of_rows[routing.slots].to(weights.dtype)
+                of_pairs += (grad[routing.tokens] * own).sum(-1, dtype=scale.dtype)
+            gradients[1] = of_pairs[routing.slots].to(weights.dtype)
         da = (da.to(scale.dtype) * scale[:, None]).to(dtype)
     if of_down:
         scaled = (a.to(scale.dtype) * scale[:, None]).to(dtype)
@@ -170,7 +170,7 @@ def _gradients(
             gradients[0] = combine(dx, routing.slots, dtype=x.dtype)
         if of_up:
             columns = _gathered(x, routing, recipe, "activations", columns="wgrad").columns
-            x_rows = x[routing.tokens] if columns is None else columns
+            x_rows = x[routing.tokens].to(dtype) if columns is None else columns
             left = _first(q.columns, dh)
             gradients[2] = group_passes.wgrad(left, x_rows, offsets, up.dtype, transposed)
         if of_up_bias:

@@ -63,8 +63,9 @@ def check_grouped(
             f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (M, K) and "
             "(groups, N, K)"
         )
+    _check_biases(weight, recipe, bias=bias)
     _check_alike(x, weight=weight, bias=bias)
-    _check_bias("bias", bias, weight)
+    _check_tangents(x, weight, bias)
     check_offsets(offsets, len(x), x.device)
     _check_count("offsets", offsets, weight)
 
@@ -96,6 +97,8 @@ def check_experts(
         shape, want = ((n, *s[::-1]) if transposed else (n, *s)
                        for n, *s in (down.shape, wanted))  # fmt: skip
         raise ValueError(f"down: has shape {tuple(shape)}; expected {tuple(want)}, as up's")
+    _check_biases(up, recipe, up_bias=up_bias)
+    _check_biases(down, recipe, down_bias=down_bias)
     slots = routing.slots
     check_is_tensor("weights", weights)
     if weights.shape != slots.shape or not weights.is_floating_point():
@@ -104,16 +107,13 @@ def check_experts(
             f"{tuple(slots.shape)}, one for each pair of the routing"
         )
     if len(slots) != len(x):
-        raise ValueError(f"routing: is of {len(slots)} tokens, x has {len(x)}")
+        raise ValueError(
+            f"routing: is of {len(slots)} tokens, x has {len(x)}; route the experts of these"
+        )
     _check_alike(x, weights=weights, up=up, down=down, up_bias=up_bias, down_bias=down_bias,
                  routing=slots)  # fmt: skip
-    _check_bias("up_bias", up_bias, up)
-    _check_bias("down_bias", down_bias, down)
     _check_count("routing", routing.offsets, up)
-    if has_tangent(x, weights, up, down):
-        raise NotImplementedError(
-            "blockscale.nn.experts has no forward-mode derivative; differentiate in reverse"
-        )
+    _check_tangents(x, weights, *held)
 
 
 def _check_alike(x: Tensor, **others: Tensor | None) -> None:
@@ -123,9 +123,23 @@ def _check_alike(x: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name}: is on {each.device}, x on {x.device}; move it there")
 
 
-def _check_bias(name: str, bias: Tensor | None, weight: Tensor) -> None:
-    if bias is not None and tuple(bias.shape) != tuple(weight.shape[:2]):
-        raise ValueError(f"{name}: has shape {tuple(bias.shape)}; expected {weight.shape[:2]}")
+def _check_biases(weight: Tensor, recipe: Recipe | None, **given: Tensor | None) -> None:
+    """Raise unless they are vectors of each group."""
+    wanted = tuple(weight.shape[:2])
+    for name, bias in given.items():
+        if bias is None:
+            continue
+        check_plain(name, bias, recipe)
+        if tuple(bias.shape) != wanted:
+            raise ValueError(f"{name}: has shape {tuple(bias.shape)}; expected {wanted}, or None")
+
+
+def _check_tangents(*given: Tensor | None) -> None:
+    if has_tangent(*given):
+        raise NotImplementedError(
+            "layers of groups have no forward-mode derivative (jvp, jacfwd, dual tensors): "
+            "differentiate in reverse (backward, torch.func.grad)"
+        )
 
 
 def _check_count(name: str, offsets: Tensor, weight: Tensor) -> None:

@@ -104,7 +104,8 @@ def wgrad(
     out = g.new_zeros(len(offsets), g.shape[1], x.shape[1], dtype=dtype)
     for i, (start, end) in enumerate(_bounds(offsets)):
         if start < end:
-            out[i] = g[start:end].to(wide).mT @ x[start:end].to(wide)
+            with torch.autocast(x.device.type, enabled=False):
+                out[i] = g[start:end].to(wide).mT @ x[start:end].to(wide)
     return out
 
 
@@ -151,7 +152,8 @@ def _plain(x: Tensor, weight: Tensor, offsets: Tensor, dtype: torch.dtype) -> Te
     out = x.new_zeros(len(x), weight.shape[2], dtype=dtype)
     for i, (start, end) in enumerate(_bounds(offsets)):
         if start < end:
-            out[start:end] = x[start:end].to(wide) @ weight[i].to(x.dtype).to(wide)
+            with torch.autocast(x.device.type, enabled=False):
+                out[start:end] = x[start:end].to(wide) @ weight[i].to(x.dtype).to(wide)
     return out
 
 

@@ -13,7 +13,7 @@ from .double_backward import refuse_double_backward
 from .group_checks import check_grouped, check_recipe_of_groups
 from .output_dtype import output_dtype
 from .recipe import Recipe
-from .reuse import forget_weights
+from .reuse import ForgetsWeights
 from .unscripted import Unscripted
 
 __all__ = ["GroupedLinear", "grouped_linear"]
@@ -78,7 +78,7 @@ class _GroupedLinear(torch.autograd.Function):
             y = (y + group_passes.of_rows(bias, len(x), offsets)).to(dtype)
         kept = None
         if ctx.needs_input_grad[1]:
-            kept = x if forms.columns is None else forms.columns
+            kept = x.to(dtype) if forms.columns is None else forms.columns
         ctx.save_for_backward(kept, weight if ctx.needs_input_grad[0] else None, offsets)
         ctx.how = recipe, x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
@@ -110,7 +110,7 @@ class _GroupedLinear(torch.autograd.Function):
         return *refuse_double_backward(tuple(made)), None, None, None
 
 
-class GroupedLinear(Unscripted, torch.nn.Module):
+class GroupedLinear(ForgetsWeights, Unscripted, torch.nn.Module):
     """Linear layers of as many groups of rows, as experts have them.
 
     >>> layer = bs.nn.GroupedLinear(4, 64, 32, recipe=bs.Recipe("mxfp8"))
@@ -156,11 +156,6 @@ class GroupedLinear(Unscripted, torch.nn.Module):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         return grouped_linear(x, self.weight, offsets, self.bias, recipe=self.recipe)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        forget_weights()
-        super()._load_from_state_dict(*args, **kwargs)
-        forget_weights()
 
     def extra_repr(self) -> str:
         groups = self.weight.shape[0]

@@ -14,11 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..routing import Routing, route
+from ..routing import Routing, combine, route
 from .experts import experts
 from .gated import GatedActivation
+from .group_checks import check_recipe_of_groups
 from .grouped import grouped_linear
 from .recipe import Recipe
+from .reuse import ForgetsWeights
 from .unscripted import Unscripted
 
 __all__ = ["Experts", "is_experts", "register_experts"]
@@ -28,7 +30,7 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_exper
 _activations: WeakKeyDictionary[torch.nn.Module, GatedActivation | None] = WeakKeyDictionary()
 
 
-class Experts(Unscripted, torch.nn.Module):
+class Experts(ForgetsWeights, Unscripted, torch.nn.Module):
     """Experts of transformers with block-scaled products; made by :func:`blockscale.convert`."""
 
     recipe: Recipe
@@ -57,6 +59,7 @@ def register_experts(recipe: Recipe = Recipe()) -> None:  # noqa: B008 - a froze
 
     Raises ImportError where transformers is not installed, or has no such implementations.
     """
+    check_recipe_of_groups(recipe)
     try:
         functions: Any = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
     except (ImportError, AttributeError) as why:
@@ -95,9 +98,8 @@ def _activation_of(module: Any, x: Tensor) -> GatedActivation | None:
     """Which of ours has the values of the module's; None: none has, or there is more between the
     products. Found once for each module."""
     if module not in _activations:
-        _activations[module] = None
-        if module.has_gate and not getattr(module, "has_post_expert_norm", False):
-            _activations[module] = _alike(module, x.device)
+        plain = module.has_gate and not getattr(module, "has_post_expert_norm", False)
+        _activations[module] = _alike(module, x.device) if plain else None
     return _activations[module]
 
 
@@ -124,8 +126,7 @@ def _composed(module: Any, x: Tensor, weights: Tensor, routing: Routing, recipe:
     y = _linear(module, "down_proj", h, routing, recipe)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
-    taken = y[routing.slots].float() * weights[..., None].float()
-    return taken.sum(1).to(y.dtype)
+    return combine(y, routing.slots, weights)
 
 
 def _linear(module: Any, name: str, x: Tensor, routing: Routing, recipe: Recipe) -> Tensor:

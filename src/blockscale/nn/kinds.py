@@ -16,7 +16,7 @@ from .moe import GatedExperts
 from .parametrized import parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
 
-__all__ = ["CONVERTED", "QUANTIZED", "Kind", "kind_of", "unknown"]
+__all__ = ["CONVERTED", "GROUPED", "OWN", "QUANTIZED", "Kind", "kind_of", "unknown"]
 
 
 class Kind(NamedTuple):
@@ -45,7 +45,11 @@ _KINDS = {
     GroupedLinear: Kind(GroupedLinear, None),
 }
 
-CONVERTED = (Linear, Conv1D, MultiheadAttention, Experts, GatedExperts, GroupedLinear)
+#: Made with a recipe of their own, which ``convert`` changes, and gives back.
+OWN = (GatedExperts, GroupedLinear)
+#: Whose rows are grouped, which not every recipe can.
+GROUPED = (Experts, *OWN)
+CONVERTED = (Linear, Conv1D, MultiheadAttention, *GROUPED)
 QUANTIZED = (QuantizedLinear, QuantizedConv1D)
 
 _CONVOLUTIONS = torch.nn.modules.conv._ConvNd

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from .functions import PlannedLinear, QuantizedLinear, TransformedLinear
 from .layer_plan import LayerPlan, find_plan, make_plan, plan_key
 from .output_dtype import output_dtype
 from .recipe import Recipe, check_recipe, check_training_recipe
-from .reuse import forget_weights, hint_at_reuse
+from .reuse import ForgetsWeights, hint_at_reuse
 from .unscripted import Unscripted
 
 __all__ = ["Linear", "check_dtype", "check_operands", "linear"]
@@ -134,7 +132,7 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"bias: got {tuple(bias.shape)}; expected ({weight.shape[0]},)")
 
 
-class Linear(Unscripted, torch.nn.Linear):
+class Linear(ForgetsWeights, Unscripted, torch.nn.Linear):
     """torch.nn.Linear with block-scaled products.
 
     >>> layer = bs.nn.Linear(512, 256, recipe=bs.Recipe("mxfp8"))
@@ -162,11 +160,6 @@ class Linear(Unscripted, torch.nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, recipe=self.recipe)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        forget_weights()  # torch.utils.swap_tensors refuses a weight that is remembered
-        super()._load_from_state_dict(*args, **kwargs)
-        forget_weights()  # what was loaded may be the shards of a weight that is gathered
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"

@@ -15,14 +15,14 @@ from .gated import SWIGLU, GatedActivation
 from .group_checks import check_recipe_of_groups
 from .linear import Linear
 from .recipe import Recipe
-from .reuse import forget_weights
-from .router import Router, balancing_loss, choose_experts
+from .reuse import ForgetsWeights
+from .router import Router, choose_experts, load_balancing_loss
 from .unscripted import Unscripted
 
 __all__ = ["GatedExperts", "MoE"]
 
 
-class GatedExperts(Unscripted, torch.nn.Module):
+class GatedExperts(ForgetsWeights, Unscripted, torch.nn.Module):
     """Experts that hold their matrices in stacks, with the names that transformers has.
 
     >>> held = bs.nn.GatedExperts(64, 32, 8)
@@ -61,13 +61,22 @@ class GatedExperts(Unscripted, torch.nn.Module):
             ("gate_up_proj", 2 * intermediate_size, hidden_size),
             ("down_proj", hidden_size, intermediate_size),
         ):
-            bound = 1 / math.sqrt(into)
             for key, shape in ((name, (out, into)), (f"{name}_bias", (out,))):
                 made = None
                 if key == name or bias:
                     empty = torch.empty((num_experts, *shape), device=device, dtype=dtype)
-                    made = torch.nn.Parameter(empty.uniform_(-bound, bound))
+                    made = torch.nn.Parameter(empty)
                 self.register_parameter(key, made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each matrix, and its bias, as torch.nn.Linear's."""
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(self, name)
+            bound = 1 / math.sqrt(max(weight.shape[2], 1))
+            for each in (weight, getattr(self, f"{name}_bias")):
+                if each is not None:
+                    torch.nn.init.uniform_(each, -bound, bound)
 
     def forward(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         return experts(
@@ -82,13 +91,27 @@ class GatedExperts(Unscripted, torch.nn.Module):
             down_bias=self.down_proj_bias,
         )
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        forget_weights()
-        super()._load_from_state_dict(*args, **kwargs)
-        forget_weights()
-
     def extra_repr(self) -> str:
         return f"{tuple(self.gate_up_proj.shape)}, {self.activation}, recipe={self.recipe}"
+
+
+class Gate(torch.nn.Module):
+    """Logits of the experts, in fp32, also under autocast."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, hidden_size: int, num_experts: int, **how: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(num_experts, hidden_size, **how))
+        device = how.get("device")
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("e_score_correction_bias", bias)
+        bound = 1 / math.sqrt(hidden_size)
+        torch.nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.nn.functional.linear(x.float(), self.weight.float())
 
 
 class SharedExperts(torch.nn.Module):
@@ -151,9 +174,7 @@ class MoE(Unscripted, torch.nn.Module):
         router.check(num_experts)
         how: Any = {"device": device, "dtype": dtype}
         self.router, self.num_experts = router, num_experts
-        self.gate = torch.nn.Linear(hidden_size, num_experts, bias=False, **how)
-        balance = torch.zeros(num_experts, device=device, dtype=torch.float32)
-        self.gate.register_buffer("e_score_correction_bias", balance)
+        self.gate = Gate(hidden_size, num_experts, **how)
         sizes = hidden_size, intermediate_size, num_experts
         self.experts = GatedExperts(*sizes, bias, activation=activation, recipe=recipe, **how)
         self.shared_experts = None
@@ -163,28 +184,29 @@ class MoE(Unscripted, torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        logits = torch.nn.functional.linear(rows, self.gate.weight)
-        bias: Any = self.gate.e_score_correction_bias
-        weights, chosen, scores = choose_experts(logits, self.router, bias)
+        bias = self.gate.e_score_correction_bias
+        weights, chosen, scores = choose_experts(self.gate(rows), self.router, bias)
         routing = route(chosen, self.num_experts)
         self.load = routing.offsets.diff(prepend=routing.offsets.new_zeros(1))
-        self.loss = balancing_loss(scores, chosen) if self.training else None
+        self.loss = load_balancing_loss(scores, chosen) if self.training else None
         y = self.experts(rows, weights, routing)
         if self.shared_experts is not None:
             y = y + self.shared_experts(rows)
         return y.reshape(x.shape)
 
     @torch.no_grad()
-    def balance_(self, rate: float = 1e-3) -> None:
-        """Make experts that had fewer pairs than the mean in the last forward more likely, and
-        others less, by ``rate``; for after an optimizer step.
+    def balance_(self, rate: float = 1e-3, load: Tensor | None = None) -> None:
+        """Make experts that had fewer pairs than the mean more likely, and others less, by
+        ``rate``; for after an optimizer step. ``load`` (E,) is that of the last forward by default:
+        with micro-batches or ranks add theirs up, so that all ranks change alike.
 
         Source: Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664.
         """
-        if self.load is None:
+        load = self.load if load is None else load
+        if load is None:
             raise RuntimeError("balance_: no forward has been run, there is no load")
-        load = self.load.float()
-        bias: Any = self.gate.e_score_correction_bias
+        load = load.float()
+        bias = self.gate.e_score_correction_bias
         bias.add_((load.mean() - load).sign(), alpha=rate)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def quantize_(
 
 def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
     if kind.quantized is None:
-        return "its projections are no layers that could hold quantized weights; see bs.convert"
+        return "its matrices are no layers that could hold quantized weights; see bs.convert"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed, it is no parameter; remove what computes it first"

@@ -19,6 +19,7 @@ from ..watching import unwatched
 from .forms import Forms, quantize_forms
 
 __all__ = [
+    "ForgetsWeights",
     "clear_weight_cache",
     "forget_weights",
     "hint_at_reuse",
@@ -167,6 +168,15 @@ def hint_at_reuse(weight: Tensor) -> None:
 def forget_weights(*_: Any) -> None:
     """Quantize every weight anew, inside ``reuse_weights`` too."""
     _kept.clear()
+
+
+class ForgetsWeights:
+    """A base of layers whose weights are remembered: loading a state_dict forgets them."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        forget_weights()  # torch.utils.swap_tensors refuses a weight that is remembered
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        forget_weights()  # what was loaded may be the shards of a weight that is gathered
 
 
 def clear_weight_cache() -> None:

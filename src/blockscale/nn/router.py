@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Router", "balancing_loss", "choose_experts"]
+from ..checks import choose
+from ..tensor_checks import check_is_tensor
+
+__all__ = ["Router", "choose_experts", "load_balancing_loss"]
 
 _SCORES = ("softmax", "sigmoid")
 
@@ -16,48 +19,59 @@ _SCORES = ("softmax", "sigmoid")
 class Router:
     """How a token's experts follow from its logits.
 
-    >>> bs.nn.Router(top_k=8)  # Qwen3-MoE, Mixtral
-    >>> bs.nn.Router(top_k=8, scores="sigmoid", groups=8, top_groups=4, scale=2.5)  # DeepSeek-V3
-    >>> bs.nn.Router(top_k=4, after=True)  # gpt-oss: softmax of the logits that are taken
+    >>> qwen3 = bs.nn.Router(top_k=8)  # Mixtral likewise
+    >>> deepseek_v3 = bs.nn.Router(
+    ...     top_k=8,
+    ...     score_function="sigmoid",
+    ...     n_group=8,
+    ...     topk_group=4,
+    ...     routed_scaling_factor=2.5,
+    ... )
+    >>> gpt_oss = bs.nn.Router(top_k=4, pre_softmax=False)
 
     Args:
         top_k: experts of a token.
-        scores: "softmax" over all experts, or "sigmoid" of each logit.
-        normalize: weights are divided by their sum.
-        groups, top_groups: experts are in as many groups of equal size, side by side; those of the
-            ``top_groups`` alone are taken whose two best scores have the largest sums.
-        scale: weights are multiplied by it in the end.
-        after: softmax over the logits of the experts that were taken, instead of over all.
+        score_function: "softmax" over all experts, or "sigmoid" of each logit.
+        norm_topk_prob: weights are divided by their sum.
+        n_group, topk_group: experts are in ``n_group`` groups of equal size, side by side; those of
+            the ``topk_group`` alone are taken whose two best scores have the largest sums.
+        routed_scaling_factor: weights are multiplied by it in the end.
+        pre_softmax: softmax over all experts; else over the logits of those that were taken.
+
+    Raises ValueError for what is not there, or does not go together.
     """
 
     top_k: int
-    scores: str = "softmax"
-    normalize: bool = True
-    groups: int = 1
-    top_groups: int = 1
-    scale: float = 1.0
-    after: bool = False
+    score_function: str = "softmax"
+    norm_topk_prob: bool = True
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    pre_softmax: bool = True
 
     def __post_init__(self) -> None:
-        if self.scores not in _SCORES:
-            raise ValueError(f"scores: got {self.scores!r}; choose one of {', '.join(_SCORES)}")
-        for name in ("top_k", "groups", "top_groups"):
+        choose("score_function", self.score_function, dict.fromkeys(_SCORES))
+        if not self.pre_softmax and self.score_function != "softmax":
+            raise ValueError(
+                f"pre_softmax: got False with {self.score_function!r} scores; it is about softmax"
+            )
+        for name in ("top_k", "n_group", "topk_group"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}; expected 1 or more")
-        if self.top_groups > self.groups:
-            raise ValueError(f"top_groups: got {self.top_groups}; there are {self.groups} groups")
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group: got {self.topk_group}; there are {self.n_group} groups")
 
     def check(self, num_experts: int) -> None:
         """ValueError unless so many experts can be chosen from."""
-        if num_experts % self.groups:
+        if num_experts % self.n_group:
             raise ValueError(
-                f"groups: got {self.groups}; {num_experts} experts are no multiple of it"
+                f"n_group: got {self.n_group}; {num_experts} experts are no multiple of it"
             )
-        most = num_experts // self.groups * self.top_groups
+        most = num_experts // self.n_group * self.topk_group
         if self.top_k > most:
             raise ValueError(
                 f"top_k: got {self.top_k}; there are {most} experts to choose from"
-                + (f", in {self.top_groups} of {self.groups} groups" if self.groups > 1 else "")
+                + (f", in {self.topk_group} of {self.n_group} groups" if self.n_group > 1 else "")
             )
 
 
@@ -77,40 +91,52 @@ def choose_experts(
     Returns (tokens, top_k) floating and int64, and (tokens, experts). Of equal scores that expert
     comes first which has the lower number. A token with a NaN among its logits has NaN weights, so
     that what it gets is NaN; on a CPU it is a ValueError.
+
+    Raises TypeError or ValueError where ``logits``, ``bias`` and ``router`` do not fit.
     """
+    check_is_tensor("logits", logits)
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits: got {logits.dtype} of shape {tuple(logits.shape)}; expected floating numbers "
+            "(tokens, experts)"
+        )
     num_experts = logits.shape[-1]
+    if bias is not None and tuple(bias.shape) != (num_experts,):
+        raise ValueError(f"bias: has shape {tuple(bias.shape)}; expected ({num_experts},)")
     router.check(num_experts)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     looked_at = logits.device.type == "cpu" and not torch.compiler.is_compiling()
     if looked_at and bool(logits.isnan().any()):
         where = int(logits.isnan().any(-1).nonzero()[0])
         raise ValueError(f"logits: token {where} has NaN; no expert can be chosen for it")
-    scores = logits.sigmoid() if router.scores == "sigmoid" else logits.softmax(-1)
-    ranked = (logits if router.after else scores).detach()
+    scores = logits.sigmoid() if router.score_function == "sigmoid" else logits.softmax(-1)
+    ranked = (scores if router.pre_softmax else logits).detach()
     if bias is not None:
         ranked = ranked + bias
-    if router.groups > 1:
-        grouped = ranked.unflatten(-1, (router.groups, -1))
+    if router.n_group > 1:
+        grouped = ranked.unflatten(-1, (router.n_group, -1))
         best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
         taken = torch.zeros_like(best, dtype=torch.bool)
-        taken.scatter_(-1, _first(best, router.top_groups), True)
+        taken.scatter_(-1, _first(best, router.topk_group), True)
         ranked = grouped.masked_fill(~taken[..., None], -torch.inf).flatten(-2)
     experts = _first(ranked, router.top_k)
-    weights = (logits if router.after else scores).gather(-1, experts)
-    if router.after:
+    weights = (scores if router.pre_softmax else logits).gather(-1, experts)
+    if not router.pre_softmax:
         weights = weights.softmax(-1)
-    elif router.normalize:
+    elif router.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
-    weights = torch.where(logits.isnan().any(-1, keepdim=True), torch.nan, weights * router.scale)
+    weights = torch.where(
+        logits.isnan().any(-1, keepdim=True), torch.nan, weights * router.routed_scaling_factor
+    )
     return weights, experts, scores
 
 
-def balancing_loss(scores: Tensor, experts: Tensor) -> Tensor:
+def load_balancing_loss(scores: Tensor, experts: Tensor) -> Tensor:
     """``E * sum_e f_e p_e``: f the share of pairs that an expert has, p its mean score; 1 where all
     are alike.
 
     >>> weights, experts, scores = bs.nn.choose_experts(torch.zeros(6, 8), bs.nn.Router(top_k=2))
-    >>> bs.nn.balancing_loss(scores, experts)
+    >>> bs.nn.load_balancing_loss(scores, experts)
     tensor(1.)
 
     Source: Fedus et al., "Switch Transformers", JMLR 2022, section 2.2; with f over all top-k

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..formats import formats
+from ..formats import BY_WEIGHTS, formats
 from ..kernels.common.calls import CompiledGemm, GemmCall, Groups, Operand
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.loadable import loadable
@@ -22,8 +22,6 @@ __all__ = ["PRODUCTS"]
 
 # Formats whose elements tensor cores take as they are, with scales per 128 along K.
 _FP8 = ("fp8_1x128", "fp8_128x128")
-# By weights of 4 bits: widened, or, of many rows by mxfp4, by FP8's tensor cores.
-_BY_WEIGHTS = {("fp8_1x128", "mxfp4"), ("fp8_1x128", "nvfp4")}
 # Formats whose elements, times their scales, are exact in bf16.
 _WIDENED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 
@@ -164,7 +162,7 @@ PRODUCTS = Products(
     ),
     pairs={
         *product(_FP8, _FP8),
-        *_BY_WEIGHTS,
+        *BY_WEIGHTS,
         *_WIDENED_PAIRS,
     },
     lay=_lay,
@@ -180,7 +178,7 @@ PRODUCTS = Products(
     grouped=GroupedProducts(
         "fp8_1x128 by fp8_128x128, mxfp4 or nvfp4; mxfp8, mxfp8_e5m2 and mxfp4 in any pair; nvfp4 "
         "by nvfp4; bf16 by any of these but FP8",
-        {("fp8_1x128", "fp8_128x128"), *_BY_WEIGHTS, *_WIDENED_PAIRS},
+        {("fp8_1x128", "fp8_128x128"), *BY_WEIGHTS, *_WIDENED_PAIRS},
         _lay_groups,
         plan_groups,
         {

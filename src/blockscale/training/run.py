@@ -140,7 +140,7 @@ def _model(recipe: Recipe | None, seed: int, settings: Settings) -> torch.nn.Mod
 
 def _optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.AdamW:
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() > 1]},  # no experts have biases
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(

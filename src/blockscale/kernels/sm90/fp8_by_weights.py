@@ -8,8 +8,8 @@ from .upcast_plan import plan_upcast
 
 __all__ = ["plan_fp8_by_weights"]
 
-# Of A, of a group in the mean: with fewer, bf16's tensor cores and few rows of a tile are faster
-# than what makes E4M3 of 128 rows of B, as measured (docs/lab/products-h200.md).
+# Rows of A, of a group in the mean, from which plan_upcast is faster: it makes E4M3 of 128 rows of
+# B for each tile, however few rows of A that has. As measured (docs/lab/products-h200.md).
 _UPCAST_ROWS = 160
 
 

@@ -240,7 +240,7 @@ def why_not(a_format: str, b_format: str, out_dtype: np.dtype, arch: str) -> str
     if reason:
         return reason
     known = [f.name for f in formats.values() if f.element.name in _ELEMENTS and f.block_size <= 32]
-    for name in (b_format,) if a_format in (BF16, "fp8_1x128") else (a_format, b_format):
+    for name in (b_format,) if a_format == BF16 or promotes(a_format) else (a_format, b_format):
         if name not in known:
             return f"format {name}: there are kernels for {', '.join(known)}"
     if a_format != BF16 and not get_format(a_format).multiplies(get_format(b_format)):

@@ -101,8 +101,8 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     if (a_format is None) != (a_scale is None):
         raise ValueError("a_scale: belongs to quantized data, bf16 data has None")
     check_bytes("b_scale", b_scale, (groups * n, k // block), format)
-    scaled = a_scale is not None and promotes(a_format or BF16)
-    if scaled:
+    promoted = a_scale is not None and promotes(a_format or BF16)
+    if promoted:
         check_rows("a_scale", a_scale, (a_k // a_block, -(-m // 4) * 4))
     elif a_scale is not None:
         check_bytes("a_scale", a_scale, (m, k // block), format)
@@ -114,7 +114,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
     decodes = (
         call.offsets is None
         and m <= skinny_config.MAX_SKINNY_M
-        and not scaled
+        and not promoted
         and (a_format is None or skinny_config.fills_gpu(n, gpu.multiprocessors))
     )
     if decodes:
@@ -135,7 +135,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
             b_format=b_format,
             epilogue=call.epilogue(n),
             async_scales=k % BLOCK_K == 0 and _apart(b_scale, BLOCK_K // format.block_size),
-            promotes=scaled,
+            promotes=promoted,
             gpu=gpu,
         )
     run = gpu.load(config)
@@ -145,7 +145,7 @@ def plan_mixed(call: GemmCall) -> CompiledGemm:
         partials = template((words,), torch.int32, call.device) if words else None
         block_k = 0 if decodes else config.block_k
         widen = gpu.load(PermuteConfig(a_format or BF16, block_k, clears=words > 0))
-        run = _Widened(widen, run, values, partials, scaled, decodes)
+        run = _Widened(widen, run, values, partials, promoted, decodes)
     rest: tuple[Any, ...] = (gpu.multiprocessors,)
     if call.offsets is not None:
         rest = (SUPERGROUP, *rest)

@@ -38,7 +38,7 @@ class PermuteActivations:
 
     def __init__(self, config: PermuteConfig):
         self.block_k, self.wide = config.block_k, config.a_format == BF16
-        self.scaled = config.scaled
+        self.applies_scales = config.applies_scales
         self.apart = (config.block_k or BLOCK_K) // 4  # columns, of what two lanes have
         if not self.wide:
             self.format = get_format(config.a_format)
@@ -47,9 +47,9 @@ class PermuteActivations:
 
     @cute.jit
     def __call__(self, a, scale, out, counters, stream):
-        """Launch. ``a`` (M, K) as bytes, or bf16; ``scale`` (M, K / block), or None if A is not
-        ``scaled``; ``out`` (M, K rounded up to 128); ``counters``: words, the first ``COUNTERS`` of
-        which become zero, or None."""
+        """Launch. ``a`` (M, K) as bytes, or bf16; ``scale`` (M, K / block), or None if scales are
+        not applied; ``out`` (M, K rounded up to 128); ``counters``: words, the first ``COUNTERS``
+        of which become zero, or None."""
         threads = out.shape[0] * (out.shape[1] // 32)
         self.kernel(a, scale, out, counters, Int32(threads)).launch(
             grid=(cute.ceil_div(threads, _THREADS), 1, 1),
@@ -82,7 +82,7 @@ class PermuteActivations:
             octets = [self.tail(octets[i], start, self.apart * i, first, k) for i in range(4)]
         else:
             scales = Int32(_ONES)
-            if const_expr(self.scaled):
+            if const_expr(self.applies_scales):
                 scales = self.scales(scale, row, first, k)
             octets = self.widen(octets, scales)
         target, line = out.iterator.toint(), Int64(row) * out.stride[0]
@@ -177,7 +177,7 @@ def compile_config(config: PermuteConfig):
         config.arch,
         PermuteActivations(config),
         any_tensor(cutlass.BFloat16 if wide else cutlass.Uint8, 2, 16, True),
-        any_tensor(cutlass.Uint8, 2, 1) if config.scaled else None,
+        any_tensor(cutlass.Uint8, 2, 1) if config.applies_scales else None,
         any_tensor(cutlass.BFloat16, 2, 16, True),
         any_tensor(cutlass.Int32, 1, 16) if config.clears else None,
     )

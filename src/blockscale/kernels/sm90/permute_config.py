@@ -26,6 +26,6 @@ class PermuteConfig:
     arch: str = "sm_90a"
 
     @property
-    def scaled(self) -> bool:
+    def applies_scales(self) -> bool:
         """Whether elements are multiplied by their block scales, which the product does not do."""
         return self.a_format != BF16 and not promotes(self.a_format)
