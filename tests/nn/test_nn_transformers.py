@@ -1,0 +1,106 @@
+"""Mixtures of experts of transformers, small, from their configurations, against eager."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.0", reason="transformers is not installed")
+
+import transformers
+
+import blockscale as bs
+from blockscale.nn.hf_experts import Experts
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
+CONFIGS = {
+    "MixtralConfig": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeConfig": {
+        "num_key_value_heads": 2, "moe_intermediate_size": 32, "num_experts": 8,
+        "num_experts_per_tok": 2, "head_dim": 16,
+    },
+    "DeepseekV3Config": {
+        "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "n_shared_experts": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16, "v_head_dim": 16,
+    },
+    "GptOssConfig": {
+        "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+        "layer_types": ["full_attention"] * 2,
+    },
+}  # fmt: skip
+
+
+def model_of(name: str, implementation: str = "eager") -> torch.nn.Module:
+    config = getattr(transformers, name)(**SIZES, **CONFIGS[name])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation=implementation
+    ).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    return model
+
+
+def run(model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    tokens = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    out = model(tokens, labels=tokens)
+    out.loss.backward()
+    named = model.named_parameters()
+    return out.logits.detach(), {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+
+def experts_alone(module: torch.nn.Module, name: str) -> bool:
+    return name.endswith("experts") and not isinstance(module, torch.nn.Linear)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_against_eager(name):
+    """By the name of the implementation and converted, the same bits; and back."""
+    eager = model_of(name)
+    want, gradients = run(eager)
+    bs.nn.register_experts(bs.Recipe("mxfp8"))
+    named, converted = model_of(name, "blockscale"), copy.deepcopy(eager)
+    bs.convert(converted, bs.Recipe("mxfp8"), experts_alone)
+    assert any(isinstance(module, Experts) for module in converted.modules())
+    results = run(named), run(converted)
+    assert torch.equal(results[0][0], results[1][0])
+    got, ours = results[0]
+    assert 0 < (got - want).norm() <= 0.1 * want.norm()
+    assert ours.keys() == gradients.keys()
+    for key, grad in gradients.items():
+        if "experts" in key:
+            # a token may have another expert, where what comes before differs
+            assert (ours[key] - grad).norm() <= 0.3 * grad.norm()
+    bs.convert(converted, None)
+    assert torch.equal(run(converted)[0], want)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_whole_models(name):
+    """All layers; a state_dict goes round."""
+    model, report = model_of(name), bs.nn.ConversionReport()
+    names = list(model.state_dict())
+    want, _ = run(model)
+    bs.convert(model, bs.Recipe("mxfp8"), report=report)
+    assert report.share > 0.9
+    got, _ = run(model)
+    assert (got - want).norm() <= 0.25 * want.norm()
+    state = model.state_dict()
+    assert list(state) == names
+    other = model_of(name)
+    other.load_state_dict(state)
+    bs.convert(other, bs.Recipe("mxfp8"))
+    assert torch.equal(run(other)[0], got)
