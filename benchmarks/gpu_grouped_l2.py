@@ -35,14 +35,18 @@ METRICS = {
 }
 
 
+def wide(case: Case, gpu: Any) -> Config:
+    """The kernel with tiles of 128 x 256."""
+    shape = case.m, case.n, case.k
+    found = grouped_candidates(shape, len(case.sizes), Epilogue(), gpu=gpu)
+    return next(each for each in found if each.tile == (128, 256))
+
+
 def launches(gpu: Any) -> Iterator[tuple[Case, Config, int]]:
     for case in cases():
         if case.name in NAMES:
-            shape = case.m, case.n, case.k
-            found = grouped_candidates(shape, len(case.sizes), Epilogue(), gpu=gpu)
-            wide = next(each for each in found if each.tile == (128, 256))
             for height in HEIGHTS:
-                yield case, wide, height
+                yield case, wide(case, gpu), height
 
 
 def launch(gpu: Any, found: list[tuple[Case, Config, int]]) -> None:

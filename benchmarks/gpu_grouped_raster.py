@@ -19,16 +19,13 @@ import cutlass
 import torch
 from cutlass import Int32, cute
 from gpu_grouped import Operands, cases
-from gpu_grouped_l2 import launch, profiled, row_of
+from gpu_grouped_l2 import NAMES, launch, profiled, row_of, wide
 from gpu_tiles import json_lines
 
-from blockscale.kernels.common.epilogue import Epilogue
 from blockscale.kernels.common.runtime import gpu_of
 from blockscale.kernels.common.schedule import Raster
-from blockscale.kernels.sm90.grouped_config import grouped_candidates, supergroup
+from blockscale.kernels.sm90.grouped_config import supergroup
 from blockscale.kernels.sm90.grouped_scheduler import TileFinder
-
-NAMES = "equal", "skewed", "256 of 128"
 
 
 @cute.jit
@@ -53,22 +50,20 @@ def find_across(self):
 def launches(gpu, across):
     for case in cases():
         if case.name in NAMES:
-            shape = case.m, case.n, case.k
-            found = grouped_candidates(shape, len(case.sizes), Epilogue(), gpu=gpu)
-            wide = next(each for each in found if each.tile == (128, 256))
-            band = supergroup(wide.tile, case.k, gpu.multiprocessors)
+            config = wide(case, gpu)
+            band = supergroup(config.tile, case.k, gpu.multiprocessors)
             for height in (band,) if across else (band, 1):
-                yield case, wide, height
+                yield case, config, height
 
 
-def check(gpu) -> None:
-    """The product of skewed groups is what it is without the other search, which is in the file."""
+def check(gpu, across) -> None:
+    """The product of skewed groups is what it is without the other search, which leaves a file."""
     case = next(each for each in cases() if each.name == "skewed")
     given = Operands(case)
     _, config, height = next(each for each in launches(gpu, True) if each[0] == case)
     given.grouped(config, height, gpu)()
     name = Path(tempfile.gettempdir()) / "blockscale_raster.pt"
-    if name.exists():
+    if across:
         assert torch.equal(torch.load(name), given.d.cpu())
     else:
         torch.save(given.d.cpu(), name)
@@ -84,7 +79,7 @@ def main() -> None:
         if args.launch == "across":
             TileFinder.__call__ = find_across
         launch(gpu, list(launches(gpu, args.launch == "across")))
-        check(gpu)
+        check(gpu, args.launch == "across")
         return
     rows = []
     for order in ("within", "across"):

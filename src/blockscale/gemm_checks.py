@@ -13,7 +13,7 @@ from .formats import get_format
 from .kernels.common.calls import Groups
 from .tensor import ScaledTensor
 from .tensor_checks import DTYPES, check_counts, check_offsets
-from .watching import has_tangent
+from .watching import refuse_tangents
 
 __all__ = ["check_batch", "check_grouped", "check_groups_given", "check_product"]
 
@@ -46,11 +46,8 @@ def _check_types(a: Any, b: Any, out: Any, bias: Any) -> None:
         if not isinstance(x, Tensor) and (x is not None or name in "ab"):
             wanted = _QUANTIZED if name in "ab" else "a torch.Tensor"
             raise TypeError(f"{name}: got {type(x).__name__}; expected {wanted}")
-    if has_tangent(*(x for _, x in given if not isinstance(x, ScaledTensor))):
-        raise NotImplementedError(
-            "block-scaled products have no forward-mode derivative (jvp, jacfwd, dual tensors): "
-            "differentiate in reverse (backward, torch.func.grad)"
-        )
+    plain = (x for _, x in given if not isinstance(x, ScaledTensor))
+    refuse_tangents("block-scaled products have", *plain)
 
 
 def _check_operands(a: Tensor, b: Tensor, grouped: bool = False) -> None:

@@ -39,6 +39,11 @@ class Routing(NamedTuple):
         """int64 (R,), the token that each row is of."""
         return self.pairs // max(self.slots.shape[1], 1)
 
+    @property
+    def counts(self) -> Tensor:
+        """int32 (experts,), how many rows each expert has."""
+        return self.offsets.diff(prepend=self.offsets.new_zeros(1))
+
 
 def route(experts: Tensor, num_experts: int) -> Routing:
     """The rows that experts have of the tokens that name them.

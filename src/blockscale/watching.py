@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["has_tangent", "has_transform", "is_dtensor", "is_plain", "is_transformed", "unwatched"]
+__all__ = [
+    "has_tangent",
+    "has_transform",
+    "is_dtensor",
+    "is_plain",
+    "is_transformed",
+    "refuse_tangents",
+    "unwatched",
+]
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -41,6 +49,16 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def refuse_tangents(what: str, *tensors: Tensor | None, remedy: str = "") -> None:
+    """NotImplementedError where one of these is differentiated in forward mode; ``remedy``: what
+    may be done beside differentiating in reverse."""
+    if has_tangent(*tensors):
+        raise NotImplementedError(
+            f"{what} no forward-mode derivative (jvp, jacfwd, dual tensors): differentiate in "
+            f"reverse (backward, torch.func.grad){remedy}"
+        )
 
 
 def is_dtensor(x: object) -> bool:

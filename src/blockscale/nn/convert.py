@@ -105,6 +105,10 @@ def _obstacle(kind: Kind, module: torch.nn.Module) -> str:
     return f"its weight is quantized already; {call}load the high-precision one to convert it"
 
 
+def _is_converted(module: torch.nn.Module) -> bool:
+    return _BEFORE in module.__dict__ if isinstance(module, OWN) else isinstance(module, CONVERTED)
+
+
 def _convert_back(
     model: torch.nn.Module, filter_fn: FilterFn | None, report: ConversionReport | None
 ) -> torch.nn.Module:
@@ -116,9 +120,7 @@ def _convert_back(
         why = ""
         if isinstance(module, QUANTIZED):
             why = _QUANTIZED
-        elif not isinstance(module, CONVERTED) or (
-            isinstance(module, OWN) and _BEFORE not in module.__dict__
-        ):
+        elif not _is_converted(module):
             continue
         elif not isinstance(module, OWN) and issubclass(original(module), CONVERTED):
             why = "a subclass of a layer of blockscale"

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from ..routing import Routing, combine
-from ..tensor import ScaledTensor
 from . import group_passes
 from .double_backward import refuse_double_backward
-from .forms import Forms
 from .gated import SWIGLU, GatedActivation, exact
 from .group_checks import Held, check_experts
 from .output_dtype import output_dtype
@@ -89,20 +87,25 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         held, routing = Held(*others[:4]), Routing(*others[4:])
         up, down, up_bias, down_bias = held
-        recipe, activation, dtype, transposed = how
         offsets = routing.offsets
-        rows = _gathered(x, routing, recipe, "activations", rows="fprop").rows
-        x_rows = x[routing.tokens].to(dtype) if rows is None else rows
-        h = _add(
-            group_passes.fprop(x_rows, up, offsets, recipe, dtype, transposed), up_bias, offsets
-        )
-        a = _activated(h, offsets, recipe, activation)
-        y = _add(
-            group_passes.fprop(a, down, offsets, recipe, dtype, transposed), down_bias, offsets
-        )
+
+        def read(rows: Tensor) -> Tensor:  # what it is given is freed when it returns
+            given = group_passes.operands(
+                rows, how.recipe, "activations", offsets, how.dtype, rows=True
+            )
+            return given.rows
+
+        def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = group_passes.fprop(rows, weight, offsets, how.recipe, how.dtype, how.transposed)
+            if bias is not None:
+                y = (y + group_passes.of_rows(bias, len(y), offsets)).to(y.dtype)
+            return y
+
+        h = multiply(read(x[routing.tokens]), up, up_bias)
+        y = multiply(read(how.activation(h)), down, down_bias)
         ctx.save_for_backward(x, weights, *others, h)
         ctx.how = how
-        return combine(y, routing.slots, weights, dtype)
+        return combine(y, routing.slots, weights, how.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,87 +124,49 @@ def _gradients(
     x, weights, up, down, up_bias, down_bias, *routed, h = saved
     (recipe, activation, dtype, transposed), routing = how, Routing(*routed)
     offsets, grad = routing.offsets, grad.to(dtype)
-    of_x, of_weights, of_up, of_down, of_up_bias, of_down_bias = (*needs[:6],)
+    of_x, of_weights, of_up, of_down, of_up_bias, of_down_bias = needs[:6]
     gradients: list[Tensor | None] = [None] * 6
     scale = weights.flatten()[routing.pairs].to(torch.promote_types(dtype, torch.float32))
-
     inner = of_x or of_weights or of_up or of_up_bias
-    g = _gathered(grad, routing, recipe, "gradients", rows="dgrad" if inner else "",
-                  columns="wgrad" if of_down else "")  # fmt: skip
-    lacking = (inner and g.rows is None) or (of_down and g.columns is None)
-    g_rows = grad[routing.tokens] if lacking or of_down_bias else None
+
+    g = group_passes.operands(
+        grad[routing.tokens], recipe, "gradients", offsets, dtype, rows=inner, columns=of_down
+    )
     a = activation(h)
-    if inner:
-        left = _first(g.rows, g_rows)
-        da = group_passes.dgrad(left, down, offsets, recipe, dtype, transposed)
+    da: Any = None
+    of_pairs: Any = None
+    if g.rows is not None:
+        da = group_passes.dgrad(g.rows, down, offsets, recipe, dtype, transposed)
         if of_weights:
             of_pairs = (da.to(scale.dtype) * a.to(scale.dtype)).sum(-1)
-            if down_bias is not None:
-                own = group_passes.of_rows(down_bias, len(h), offsets)
-                of_pairs += (grad[routing.tokens] * own).sum(-1, dtype=scale.dtype)
-            gradients[1] = of_pairs[routing.slots].to(weights.dtype)
         da = (da.to(scale.dtype) * scale[:, None]).to(dtype)
-    if of_down:
+    if g.columns is not None:
         scaled = (a.to(scale.dtype) * scale[:, None]).to(dtype)
-        columns = group_passes.quantize_groups(
-            scaled, recipe, "activations", offsets, columns="wgrad"
-        ).columns
-        gradients[3] = group_passes.wgrad(
-            _first(g.columns, g_rows), _first(columns, scaled), offsets, down.dtype, transposed
-        )
-    if of_down_bias:
-        assert g_rows is not None
-        scaled = g_rows.to(scale.dtype) * scale[:, None]
-        gradients[5] = group_passes.sum_groups(scaled, offsets, down_bias.dtype)
-    del g, g_rows, a  # the peak of memory is in what follows
+        own = group_passes.operands(scaled, recipe, "activations", offsets, dtype, columns=True)
+        gradients[3] = group_passes.wgrad(g.columns, own.columns, offsets, down.dtype, transposed)
+    del g, a  # the peak of memory is in what follows
+    if down_bias is not None:
+        rows = grad[routing.tokens]
+        if of_weights:
+            biases = group_passes.of_rows(down_bias, len(h), offsets)
+            of_pairs += (rows * biases).sum(-1, dtype=scale.dtype)
+        if of_down_bias:
+            scaled = rows.to(scale.dtype) * scale[:, None]
+            gradients[5] = group_passes.sum_groups(scaled, offsets, down_bias.dtype)
+        del rows
+    if of_weights:
+        gradients[1] = of_pairs[routing.slots].to(weights.dtype)
     if of_x or of_up or of_up_bias:
         dh = activation.backward(da, h)
-        q = group_passes.quantize_groups(
-            dh,
-            recipe,
-            "gradients",
-            offsets,
-            rows="dgrad" if of_x else "",
-            columns="wgrad" if of_up else "",
-        )
-        if of_x:
-            left = _first(q.rows, dh)
-            dx = group_passes.dgrad(left, up, offsets, recipe, dtype, transposed)
+        g = group_passes.operands(dh, recipe, "gradients", offsets, dtype, rows=of_x, columns=of_up)
+        if g.rows is not None:
+            dx = group_passes.dgrad(g.rows, up, offsets, recipe, dtype, transposed)
             gradients[0] = combine(dx, routing.slots, dtype=x.dtype)
-        if of_up:
-            columns = _gathered(x, routing, recipe, "activations", columns="wgrad").columns
-            x_rows = x[routing.tokens].to(dtype) if columns is None else columns
-            left = _first(q.columns, dh)
-            gradients[2] = group_passes.wgrad(left, x_rows, offsets, up.dtype, transposed)
+        if g.columns is not None:
+            own = group_passes.operands(
+                x[routing.tokens], recipe, "activations", offsets, dtype, columns=True
+            )
+            gradients[2] = group_passes.wgrad(g.columns, own.columns, offsets, up.dtype, transposed)
         if of_up_bias:
             gradients[4] = group_passes.sum_groups(dh, offsets, up_bias.dtype)
     return tuple(gradients)
-
-
-def _gathered(
-    x: Tensor, routing: Routing, recipe: Recipe | None, role: str, **products: str
-) -> Forms:
-    """The rows that experts have of ``x``, quantized."""
-    if not any(name and group_passes.is_quantized(recipe, name) for name in products.values()):
-        return Forms()
-    rows = x[routing.tokens]
-    return group_passes.quantize_groups(rows, recipe, role, routing.offsets, **products)
-
-
-def _activated(
-    h: Tensor, offsets: Tensor, recipe: Recipe | None, activation: GatedActivation
-) -> Tensor | ScaledTensor:
-    """What the second product reads."""
-    a = activation(h)
-    rows = group_passes.quantize_groups(a, recipe, "activations", offsets, rows="fprop").rows
-    return a if rows is None else rows
-
-
-def _add(y: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    if bias is None:
-        return y
-    return (y + group_passes.of_rows(bias, len(y), offsets)).to(y.dtype)
-
-
-def _first(*given: Any) -> Any:
-    return next(each for each in given if each is not None)

@@ -27,9 +27,8 @@ class GatedActivation:
         interleaved: the gate is in every other column from the first on, ``up`` in those between;
             else the gate is in the first I columns, ``up`` in the others.
 
-    All in fp32 (float64 of float64),
-    rounded once to the type of ``h``. Where products are quantized SwiGLU is
-    ``swiglu_quantize``'s, to the bit.
+    All in fp32 (float64 of float64), rounded once to the type of ``h``. Where products are
+    quantized SwiGLU is ``swiglu_quantize``'s, to the bit.
     """
 
     alpha: float = 1.0

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..routing import Routing
 from ..tensor import ScaledTensor
-from ..tensor_checks import DTYPES, check_is_tensor, check_offsets
-from ..watching import has_tangent, is_dtensor
+from ..tensor_checks import check_is_tensor, check_offsets
+from ..watching import refuse_tangents
+from .linear import check_dtype, check_whole
 from .recipe import Recipe, check_training_recipe
 
 __all__ = ["Held", "check_experts", "check_grouped", "check_plain", "check_recipe_of_groups"]
@@ -41,14 +42,11 @@ def check_recipe_of_groups(recipe: Recipe | None) -> None:
 
 def check_plain(name: str, x: Tensor, recipe: Recipe | None) -> None:
     """TypeError unless it is a dense tensor that can be quantized, or multiplied as it is."""
-    check_is_tensor(name, x)
+    check_whole(name, x)
     if isinstance(x, ScaledTensor):
         raise TypeError(f"{name}: is a ScaledTensor; pass the high-precision tensor")
-    if is_dtensor(x):
-        raise TypeError(f"{name}: is a DTensor; use FSDP, or call .to_local() or .full_tensor()")
-    allowed = DTYPES if recipe is not None else (*DTYPES, torch.float64)
-    if x.dtype not in allowed:
-        raise TypeError(f"{name}: got {x.dtype}; expected one of {', '.join(map(str, allowed))}")
+    if recipe is not None or x.dtype != torch.float64:
+        check_dtype(name, x)
 
 
 def check_grouped(
@@ -65,7 +63,7 @@ def check_grouped(
         )
     _check_biases(weight, recipe, bias=bias)
     _check_alike(x, weight=weight, bias=bias)
-    _check_tangents(x, weight, bias)
+    refuse_tangents("layers of groups have", x, weight, bias)
     check_offsets(offsets, len(x), x.device)
     _check_count("offsets", offsets, weight)
 
@@ -113,7 +111,7 @@ def check_experts(
     _check_alike(x, weights=weights, up=up, down=down, up_bias=up_bias, down_bias=down_bias,
                  routing=slots)  # fmt: skip
     _check_count("routing", routing.offsets, up)
-    _check_tangents(x, weights, *held)
+    refuse_tangents("layers of groups have", x, weights, *held)
 
 
 def _check_alike(x: Tensor, **others: Tensor | None) -> None:
@@ -132,14 +130,6 @@ def _check_biases(weight: Tensor, recipe: Recipe | None, **given: Tensor | None)
         check_plain(name, bias, recipe)
         if tuple(bias.shape) != wanted:
             raise ValueError(f"{name}: has shape {tuple(bias.shape)}; expected {wanted}, or None")
-
-
-def _check_tangents(*given: Tensor | None) -> None:
-    if has_tangent(*given):
-        raise NotImplementedError(
-            "layers of groups have no forward-mode derivative (jvp, jacfwd, dual tensors): "
-            "differentiate in reverse (backward, torch.func.grad)"
-        )
 
 
 def _check_count(name: str, offsets: Tensor, weight: Tensor) -> None:

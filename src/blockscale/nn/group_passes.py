@@ -7,64 +7,71 @@ are those of the operands' type.
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..gemm import grouped_gemm
 from ..ops.backends import on_cpu
 from ..ops.operand_layout import operand_layout
 from ..quantize import quantize, quantize_both
 from ..tensor import ScaledTensor
-from .forms import Forms
 from .recipe import Recipe
 from .reuse import quantized_weight
 
-__all__ = [
-    "dgrad",
-    "fprop",
-    "is_quantized",
-    "of_rows",
-    "quantize_groups",
-    "sum_groups",
-    "wgrad",
-]
+__all__ = ["Operands", "dgrad", "fprop", "of_rows", "operands", "sum_groups", "wgrad"]
+
+#: Which products read the rows and the columns of what a recipe has a format for.
+_READ_BY = {"activations": ("fprop", "wgrad"), "gradients": ("dgrad", "wgrad")}
 
 
-def is_quantized(recipe: Recipe | None, product: str) -> bool:
-    return recipe is not None and product not in recipe.high_precision
+class Operands(NamedTuple):
+    """A matrix as products read its rows and its columns: quantized, or plain; None: not made."""
+
+    rows: Any
+    columns: Any
 
 
-def quantize_groups(
+def operands(
     x: Tensor,
     recipe: Recipe | None,
     role: str,
     offsets: Tensor,
+    dtype: torch.dtype,
     *,
-    rows: str = "",
-    columns: str = "",
-) -> Forms:
-    """The forms of rows (R, K) of ``role`` that products want which are quantized: ``rows`` and
-    ``columns`` name one each, or none. Blocks along columns begin anew in each group."""
-    wanted = [bool(name) and is_quantized(recipe, name) for name in (rows, columns)]
-    if not any(wanted):
-        return Forms()
-    assert recipe is not None
+    rows: bool = False,
+    columns: bool = False,
+) -> Operands:
+    """What is asked for of ``x`` (R, K), the ``role`` of which is "activations" or "gradients".
+
+    Blocks along columns begin anew in each group. What a product reads that is not quantized is
+    ``x`` in ``dtype``.
+    """
+    asked = rows, columns
+    quantized = [
+        want and recipe is not None and product not in recipe.high_precision
+        for want, product in zip(asked, _READ_BY[role], strict=True)
+    ]
+    made = [
+        x.to(dtype) if want and not low else None
+        for want, low in zip(asked, quantized, strict=True)
+    ]
+    if recipe is None or not any(quantized):
+        return Operands(*made)
     name = recipe.format_of(role).name
     how: Any = {
         "scale_rounding": recipe.scale_rounding,
         "layout": operand_layout(name, x.device).layout,
         "pad": True,
         "offsets": offsets,
-        "k_major": True,
     }
-    if all(wanted):
-        return Forms(*quantize_both(x, name, **how))
-    if wanted[0]:
-        return Forms(rows=quantize(x, name, -1, **{**how, "k_major": False}))
-    return Forms(columns=quantize(x, name, -2, **how))
+    if all(quantized):
+        return Operands(*quantize_both(x, name, k_major=True, **how))
+    i = quantized.index(True)
+    made[i] = quantize(x, name, (-1, -2)[i], k_major=i == 1, **how)
+    return Operands(*made)
 
 
 def fprop(
@@ -99,14 +106,7 @@ def wgrad(
     g, x = (x, g) if transposed else (g, x)
     if isinstance(g, ScaledTensor) and isinstance(x, ScaledTensor):
         return grouped_gemm(g.mT, x, offsets, dtype)
-    both = torch.promote_types(g.dtype, x.dtype)
-    wide = torch.promote_types(both, torch.float32) if on_cpu(x) else both
-    out = g.new_zeros(len(offsets), g.shape[1], x.shape[1], dtype=dtype)
-    for i, (start, end) in enumerate(_bounds(offsets)):
-        if start < end:
-            with torch.autocast(x.device.type, enabled=False):
-                out[i] = g[start:end].to(wide).mT @ x[start:end].to(wide)
-    return out
+    return _plain(g.mT, x, offsets, dtype)
 
 
 def of_rows(values: Tensor, rows: int, offsets: Tensor) -> Tensor:
@@ -145,18 +145,9 @@ def _product(
     return grouped_gemm(x, w if upright else w.mT, offsets, dtype)
 
 
-def _plain(x: Tensor, weight: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x[start:end] @ weight[i]`` of each group. A CPU may take 50 times as long for bf16 as for
-    fp32, in which its products are exact, too."""
-    wide = torch.promote_types(x.dtype, torch.float32) if on_cpu(x) else x.dtype
-    out = x.new_zeros(len(x), weight.shape[2], dtype=dtype)
-    for i, (start, end) in enumerate(_bounds(offsets)):
-        if start < end:
-            with torch.autocast(x.device.type, enabled=False):
-                out[start:end] = x[start:end].to(wide) @ weight[i].to(x.dtype).to(wide)
-    return out
-
-
-def _bounds(offsets: Tensor) -> list[tuple[int, int]]:
-    """Of each group; waits for the device."""
-    return list(pairwise([0, *offsets.tolist()]))
+def _plain(a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Products of each group, one after another, of values in the type of ``a``. A CPU may take 50
+    times as long for bf16 as for fp32, in which its products are exact, too."""
+    wide = torch.promote_types(a.dtype, torch.float32) if on_cpu(a) else a.dtype
+    b = b.to(a.dtype)
+    return reference.grouped_gemm(a, b, offsets, out_dtype=dtype, compute_dtype=wide)

@@ -16,7 +16,7 @@ from .recipe import Recipe
 from .reuse import ForgetsWeights
 from .unscripted import Unscripted
 
-__all__ = ["GroupedLinear", "grouped_linear"]
+__all__ = ["GroupedLinear", "grouped_linear", "reset_as_linear"]
 
 
 def grouped_linear(
@@ -64,22 +64,14 @@ class _GroupedLinear(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         recipe = recipe if x.numel() and weight.numel() else None  # nothing to quantize
-        forms = group_passes.quantize_groups(
-            x,
-            recipe,
-            "activations",
-            offsets,
-            rows="fprop",
-            columns="wgrad" if ctx.needs_input_grad[1] else "",
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        rows, columns = group_passes.operands(
+            x, recipe, "activations", offsets, dtype, rows=True, columns=of_weight
         )
-        rows = x.to(dtype) if forms.rows is None else forms.rows
         y = group_passes.fprop(rows, weight, offsets, recipe, dtype)
         if bias is not None:
             y = (y + group_passes.of_rows(bias, len(x), offsets)).to(dtype)
-        kept = None
-        if ctx.needs_input_grad[1]:
-            kept = x.to(dtype) if forms.columns is None else forms.columns
-        ctx.save_for_backward(kept, weight if ctx.needs_input_grad[0] else None, offsets)
+        ctx.save_for_backward(columns, weight if of_x else None, offsets)
         ctx.how = recipe, x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
 
@@ -91,23 +83,24 @@ class _GroupedLinear(torch.autograd.Function):
         made: list[Tensor | None] = [None] * 3
         with torch.no_grad():
             g = grad.contiguous()
-            rows, columns = group_passes.quantize_groups(
-                g,
-                recipe,
-                "gradients",
-                offsets,
-                rows="dgrad" if of_x else "",
-                columns="wgrad" if of_weight else "",
+            rows, columns = group_passes.operands(
+                g, recipe, "gradients", offsets, g.dtype, rows=of_x, columns=of_weight
             )
-            if of_x:
-                left = g if rows is None else rows
-                made[0] = group_passes.dgrad(left, weight, offsets, recipe, x_dtype)
-            if of_weight:
-                left = g if columns is None else columns
-                made[1] = group_passes.wgrad(left, x, offsets, w_dtype)
+            if rows is not None:
+                made[0] = group_passes.dgrad(rows, weight, offsets, recipe, x_dtype)
+            if columns is not None:
+                made[1] = group_passes.wgrad(columns, x, offsets, w_dtype)
             if of_bias:
                 made[2] = group_passes.sum_groups(g, offsets, bias_dtype)
         return *refuse_double_backward(tuple(made)), None, None, None
+
+
+def reset_as_linear(weight: Tensor, bias: Tensor | None = None) -> None:
+    """As torch.nn.Linear's, of each matrix of a stack."""
+    bound = 1 / math.sqrt(max(weight.shape[-1], 1))
+    for each in (weight, bias):
+        if each is not None:
+            torch.nn.init.uniform_(each, -bound, bound)
 
 
 class GroupedLinear(ForgetsWeights, Unscripted, torch.nn.Module):
@@ -149,10 +142,7 @@ class GroupedLinear(ForgetsWeights, Unscripted, torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for each in (self.weight, self.bias):
-            if each is not None:
-                bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
-                torch.nn.init.uniform_(each, -bound, bound)
+        reset_as_linear(self.weight, self.bias)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         return grouped_linear(x, self.weight, offsets, self.bias, recipe=self.recipe)

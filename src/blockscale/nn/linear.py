@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..tensor import ScaledTensor
 from ..tensor_checks import DTYPES, check_is_tensor
-from ..watching import has_tangent, is_dtensor, is_transformed
+from ..watching import is_dtensor, is_transformed, refuse_tangents
 from .compiled import compiled_linear
 from .functions import PlannedLinear, QuantizedLinear, TransformedLinear
 from .layer_plan import LayerPlan, find_plan, make_plan, plan_key
@@ -16,7 +16,7 @@ from .recipe import Recipe, check_recipe, check_training_recipe
 from .reuse import ForgetsWeights, hint_at_reuse
 from .unscripted import Unscripted
 
-__all__ = ["Linear", "check_dtype", "check_operands", "linear"]
+__all__ = ["Linear", "check_dtype", "check_operands", "check_whole", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
@@ -77,11 +77,8 @@ def _planned(plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
     check_recipe(recipe)
     check_operands(x, weight, bias)
-    if has_tangent(x, weight, bias):
-        raise NotImplementedError(
-            "blockscale.nn.linear has no forward-mode derivative (jvp, jacfwd, dual tensors); "
-            "differentiate in reverse (backward, torch.func.grad), or leave the layer in torch.nn"
-        )
+    remedy = ", or leave the layer in torch.nn"
+    refuse_tangents("blockscale.nn.linear has", x, weight, bias, remedy=remedy)
     if isinstance(weight, ScaledTensor):
         raise TypeError(
             "weight: is a ScaledTensor; call blockscale.nn.quantized_linear (of a model: "
@@ -100,16 +97,21 @@ def check_dtype(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_whole(name: str, tensor: object) -> None:
+    """TypeError unless it is a tensor that is no shard of another one."""
+    check_is_tensor(name, tensor)
+    if is_dtensor(tensor):
+        raise TypeError(
+            f"{name}: is a DTensor, whose shards cannot be quantized one by one in general; "
+            "use FSDP, or call .full_tensor() or .to_local() first"
+        )
+
+
 def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise unless these are tensors that a layer can multiply and add, in rows."""
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if name != "bias" or tensor is not None:
-            check_is_tensor(name, tensor)
-        if is_dtensor(tensor):
-            raise TypeError(
-                f"{name}: is a DTensor, whose shards cannot be quantized one by one in general; "
-                "use FSDP, or call .full_tensor() or .to_local() first"
-            )
+            check_whole(name, tensor)
     if isinstance(x, ScaledTensor):
         raise TypeError(
             "x: is a ScaledTensor, and a layer quantizes its input itself; pass the high-precision "

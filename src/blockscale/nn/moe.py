@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..routing import Routing, route
 from .experts import experts
 from .gated import SWIGLU, GatedActivation
 from .group_checks import check_recipe_of_groups
+from .grouped import reset_as_linear
 from .linear import Linear
 from .recipe import Recipe
 from .reuse import ForgetsWeights
@@ -70,13 +70,8 @@ class GatedExperts(ForgetsWeights, Unscripted, torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each matrix, and its bias, as torch.nn.Linear's."""
-        for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(self, name)
-            bound = 1 / math.sqrt(max(weight.shape[2], 1))
-            for each in (weight, getattr(self, f"{name}_bias")):
-                if each is not None:
-                    torch.nn.init.uniform_(each, -bound, bound)
+        reset_as_linear(self.gate_up_proj, self.gate_up_proj_bias)
+        reset_as_linear(self.down_proj, self.down_proj_bias)
 
     def forward(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         return experts(
@@ -106,8 +101,7 @@ class Gate(torch.nn.Module):
         device = how.get("device")
         bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("e_score_correction_bias", bias)
-        bound = 1 / math.sqrt(hidden_size)
-        torch.nn.init.uniform_(self.weight, -bound, bound)
+        reset_as_linear(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -187,7 +181,7 @@ class MoE(Unscripted, torch.nn.Module):
         bias = self.gate.e_score_correction_bias
         weights, chosen, scores = choose_experts(self.gate(rows), self.router, bias)
         routing = route(chosen, self.num_experts)
-        self.load = routing.offsets.diff(prepend=routing.offsets.new_zeros(1))
+        self.load = routing.counts
         self.loss = load_balancing_loss(scores, chosen) if self.training else None
         y = self.experts(rows, weights, routing)
         if self.shared_experts is not None:

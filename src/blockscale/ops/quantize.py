@@ -137,11 +137,14 @@ def _by_kernel(
         )
     if gpu is None:
         require_cpu_kernels()
-        if offsets is not None and axes == (-2,):
-            return [_groups_of_columns(x, asked, global_scale, offsets, seed)]
+        along = offsets if axes == (-2,) else None
+        if along is not None and (seed is not None or fmt.block[0] > 1):
+            raise Unsupported(
+                "offsets with axis=-2: no CPU kernel rounds stochastically, or has tiles"
+            )
         assert asked.scale_rounding is not None  # the op has its name
         data, scale = cpu.quantize(
-            x,
+            x if along is None else _moved_apart(x, along),
             fmt,
             axis=axes[0],
             scale_rounding=asked.scale_rounding,
@@ -149,9 +152,13 @@ def _by_kernel(
             global_scale=global_scale,
             seed=seed,
         )
-        if fmt.turned(axes[0], asked.k_major) and data.stride(-2) != 1:
+        turned = fmt.turned(axes[0], asked.k_major)
+        if turned and data.stride(-2) != 1:
             data = data.mT.contiguous().mT
-        return [(data, swizzle_scale(as_bytes(scale), axes[0], get_layout(layouts[0]), offsets))]
+        if along is not None:
+            data, scale = _of_groups(data, scale, fmt, along, x.shape[0], apart=turned)
+        of_rows = offsets if along is None else None
+        return [(data, swizzle_scale(as_bytes(scale), axes[0], get_layout(layouts[0]), of_rows))]
     written = written_layouts(fmt, layouts)
     if written is not layouts:
         asked = asked._replace(layouts=written)
@@ -164,41 +171,29 @@ def _by_kernel(
     ]
 
 
-def _groups_of_columns(
-    x: Tensor,
-    asked: quantizers.Request,
-    global_scale: Tensor | None,
-    offsets: Tensor,
-    seed: int | None,
+def _moved_apart(x: Tensor, offsets: Tensor) -> Tensor:
+    """Rows of groups, each of which begins with a tile: then blocks start anew by themselves."""
+    position = reference.apart_position(offsets, len(x))[: int(offsets[-1])]
+    apart = x.new_zeros(padded_groups(len(x), len(offsets)), x.shape[1])
+    apart[position] = x[: len(position)]
+    return apart
+
+
+def _of_groups(
+    data: Tensor, scale: Tensor, fmt: Format, offsets: Tensor, rows: int, apart: bool
 ) -> Pair:
-    """By the CPU's loops, of rows that are moved apart first: then blocks start anew by
-    themselves. Scales of blocks without rows are zeros."""
-    fmt, (m, n), groups = asked.fmt, x.shape, len(offsets)
-    if seed is not None or fmt.block[0] > 1:
-        raise Unsupported("offsets with axis=-2: no CPU kernel rounds stochastically, or has tiles")
-    inside = int(offsets[-1])
-    position = reference.apart_position(offsets, m)[:inside]
-    apart = x.new_zeros(padded_groups(m, groups), n)
-    apart[position] = x[:inside]
-    assert asked.scale_rounding is not None
-    data, scale = cpu.quantize(
-        apart,
-        fmt,
-        axis=-2,
-        scale_rounding=asked.scale_rounding,
-        nonfinite=asked.nonfinite,
-        global_scale=global_scale,
-    )
+    """What was made of ``_moved_apart``: zeros as scales of blocks without rows, and data where it
+    was, unless it stays ``apart``."""
+    position = reference.apart_position(offsets, rows)[: int(offsets[-1])]
     used = torch.zeros(len(scale), dtype=torch.bool)
     used[position // fmt.block_size] = True
     scale = torch.where(used[:, None], as_bytes(scale), 0)
-    if fmt.turned(-2, asked.k_major):
-        data = data if data.stride(-2) == 1 else data.mT.contiguous().mT
-    else:
-        octets = data.view(torch.uint8)
-        data = octets.new_zeros(m, n).index_copy_(0, torch.arange(inside), octets[position])
-        data = data.view(fmt.element.dtype)
-    return data, swizzle_scale(scale, -2, get_layout(asked.layouts[0]), None)
+    if apart:
+        return data, scale
+    octets = as_bytes(data)
+    back = octets.new_zeros(rows, octets.shape[1])
+    back[: len(position)] = octets[position]
+    return back.view(data.dtype), scale
 
 
 def written_layouts(fmt: Format, layouts: tuple[str, ...]) -> tuple[str, ...]:

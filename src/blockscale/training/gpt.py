@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -128,14 +127,8 @@ def _turn(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat((a * cosine - b * sine, a * sine + b * cosine), -1)
 
 
-def mixture(experts: int, top_k: int, size: int) -> Mixture | None:
-    """Of so many experts, each of which is ``size`` wide inside; None of none."""
-    if not experts:
-        return None
-    return partial(_mixture, size=size, experts=experts, top_k=top_k)
-
-
-def _mixture(width: int, size: int, experts: int, top_k: int) -> MoE:
+def mixture(width: int, *, size: int, experts: int, top_k: int) -> MoE:
+    """Of so many experts, each of which is ``size`` wide inside."""
     return MoE(width, size, experts, Router(top_k=top_k), recipe=None)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,6 +121,8 @@ def _eager(settings: Settings) -> AbstractContextManager[Any]:
 
 
 def _model(recipe: Recipe | None, seed: int, settings: Settings) -> torch.nn.Module:
+    sizes = {"experts": settings.experts, "top_k": settings.top_k, "size": settings.expert_size}
+    experts = partial(mixture, **sizes)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = GPT(
@@ -128,7 +131,7 @@ def _model(recipe: Recipe | None, seed: int, settings: Settings) -> torch.nn.Mod
             settings.heads,
             settings.context,
             settings.fused_attention,
-            mixture(settings.experts, settings.top_k, settings.expert_size),
+            experts if settings.experts else None,
         )
     if recipe is not None:
         convert(model, recipe, in_block)
@@ -176,5 +179,6 @@ def _validate(
         total += _loss(model, inputs, targets).item() * inputs.numel()
         count += inputs.numel()
         for load, each in zip(loads, mixtures(model), strict=True):
-            load += 0 if each.load is None else each.load
+            assert each.load is not None
+            load += each.load
     return total / count, [(load / load.mean()).tolist() for load in loads]
