@@ -175,7 +175,7 @@ def test_seeds_have_a_kernel(name: str) -> None:
         for got, want in zip(kernel, plain, strict=True):
             same_bytes(got.data, want.data, seed)
             same_bytes(got.scale, want.scale, seed)
-    with pytest.raises(ValueError, match="axis=-2: no CPU kernel starts blocks anew"):
+    with pytest.raises(ValueError, match="axis=-2: no CPU kernel rounds stochastically"):
         bs.quantize(x, axis=-2, offsets=offsets, seed=1, backend="kernel")
 
 
