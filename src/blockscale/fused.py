@@ -5,6 +5,8 @@ Each gives the bytes of the two steps one after the other, see "Fused producers"
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,7 @@ def swiglu_quantize(
     global_scale: Tensor | float | None = None,
     pad: bool = False,
     offsets: Tensor | None = None,
+    weights: Tensor | None = None,
     k_major: bool = False,
     backend: str = "auto",
 ) -> tuple[ScaledTensor, ...]:
@@ -53,6 +56,8 @@ def swiglu_quantize(
         layout: of all scales, or one for each of ``axes``.
         global_scale: as in :func:`blockscale.quantize`; its default, from the product, costs a
             second read of ``x``.
+        weights: (M,) fp32, what each row of the product, rounded, is multiplied by; then it is
+            rounded again. Experts' rows have those of the router.
         backend: as in :func:`blockscale.quantize`. On a CPU plain torch makes the product, and
             this is about its quantization.
 
@@ -75,7 +80,9 @@ def swiglu_quantize(
         call = check(values, asked, offsets)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error} (here x is the product, half as wide)") from None
-    return _swiglu((x, None), values, call, asked, global_scale, offsets)
+    if weights is not None:
+        _check_weights(weights, x)
+    return _swiglu((x, None, weights), values, call, asked, global_scale, offsets)[0]
 
 
 def swiglu_backward_quantize(
@@ -90,9 +97,10 @@ def swiglu_backward_quantize(
     global_scale: Tensor | float | None = None,
     pad: bool = False,
     offsets: Tensor | None = None,
+    weights: Tensor | None = None,
     k_major: bool = False,
     backend: str = "auto",
-) -> tuple[ScaledTensor, ...]:
+) -> tuple[Any, ...]:
     """Quantize the gradient (M, 2H) of ``x`` (M, 2H), given ``grad`` (M, H) of its SwiGLU.
 
     >>> x, grad = torch.randn(256, 512), torch.randn(256, 256)
@@ -100,13 +108,14 @@ def swiglu_backward_quantize(
 
     Args:
         grad: of the dtype and on the device of ``x``, last dimension contiguous.
-        x: what :func:`swiglu_quantize` took.
+        x, weights: what :func:`swiglu_quantize` took.
 
     The other arguments are those of :func:`swiglu_quantize`.
 
     Returns:
         One :class:`ScaledTensor` of the shape and dtype of ``x`` for each of ``axes``: gradients of
-        the gate in the first H columns, of ``up`` in the others.
+        the gate in the first H columns, of ``up`` in the others. With ``weights`` their gradient,
+        (M,) in fp32, comes last, of a single pass.
 
     Raises TypeError or ValueError as :func:`swiglu_quantize`, and where ``grad`` does not fit.
     """
@@ -115,7 +124,11 @@ def swiglu_backward_quantize(
     asked = Arguments(axes, format, scale_rounding, layouts, nonfinite, pad, k_major, backend)
     call = check(x, asked, offsets)
     _check_other("grad", grad, (*x.shape[:-1], half), x, (x.dtype,))
-    return _swiglu((x, grad), x, call, asked, global_scale, offsets)
+    if weights is None:
+        return _swiglu((x, grad, None), x, call, asked, global_scale, offsets)[0]
+    _check_weights(weights, x)
+    tensors, of_weights = _swiglu((x, grad, weights), x, call, asked, global_scale, offsets)
+    return *tensors, of_weights
 
 
 def rmsnorm_quantize(
@@ -178,15 +191,16 @@ def rmsnorm_quantize(
 
 
 def _swiglu(
-    inputs: tuple[Tensor, Tensor | None],
+    inputs: tuple[Tensor, Tensor | None, Tensor | None],
     values: Tensor,
     call: Call,
     asked: Arguments,
     global_scale: Tensor | float | None,
     offsets: Tensor | None,
-) -> tuple[ScaledTensor, ...]:
-    """``inputs``: x, and the gradient of its SwiGLU where its backward is quantized."""
-    x, grad = inputs
+) -> tuple[tuple[ScaledTensor, ...], Tensor | None]:
+    """``inputs``: x, the gradient of its SwiGLU where its backward is quantized, and weights of
+    rows, whose gradient the backward has, too."""
+    x, grad, weights = inputs
     scalar = _given_scale(global_scale, x, call, asked.backend)
     results = ops.swiglu_quantize(
         x.detach() if x.requires_grad else x,
@@ -202,13 +216,17 @@ def _swiglu(
         offsets,
         asked.backend,
         asked.k_major,
+        None if weights is None else weights.detach(),
     )
-    if len(results) % 2:
+    count = 2 * len(call.axes)
+    of_weights = results[count] if grad is not None and weights is not None else None
+    if call.format.has_global_scale and scalar is None:
         scalar = results[-1]
-    return tuple(
+    tensors = tuple(
         wrap(values, call, i, results[2 * i], results[2 * i + 1], scalar, offsets)
         for i in range(len(call.axes))
     )
+    return tensors, of_weights
 
 
 def _given_scale(
@@ -238,6 +256,12 @@ def _check_halves(x: Tensor) -> int:
             "as many columns of each: expected an even number"
         )
     return x.shape[-1] // 2
+
+
+def _check_weights(weights: Tensor, x: Tensor) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"weights: x has shape {tuple(x.shape)}; only rows of a matrix have some")
+    _check_other("weights", weights, x.shape[:1], x, (torch.float32,))
 
 
 def _check_other(

@@ -27,6 +27,7 @@ def quantize(
     global_scale: Tensor | float | None = None,
     pad: bool = False,
     offsets: Tensor | None = None,
+    gather: Tensor | None = None,
     seed: int | None = None,
     k_major: bool = False,
     backend: str = "auto",
@@ -57,6 +58,10 @@ def quantize(
             apart to tiles of 128 (docs/layouts.md), but for 8-bit data that is not ``k_major``;
             with ``axis=-1`` the scales of each group start on a 128-row tile in every layout but
             compact.
+        gather: int32 (R,), quantize rows ``x[gather]`` of a matrix, as
+            :attr:`blockscale.Routing.tokens` names them, from one read of these; a default global
+            scale is that of all of ``x``. On a GPU a number that no row of ``x`` has makes a row of
+            NaN.
         seed: round elements stochastically with this seed instead of to nearest even.
         k_major: store 8-bit columns (``axis=-2``) with the contraction contiguous, as Hopper's FP8
             tensor cores read them: ``qdata`` is then the ``mT`` of a contiguous tensor, each of
@@ -79,7 +84,7 @@ def quantize(
     """
     axis = check_axis(axis)
     asked = Arguments((axis,), format, scale_rounding, (layout,), nonfinite, pad, k_major, backend)
-    call = check(x, asked, offsets, seed)
+    call = check(x, asked, offsets, seed, gather)
     scalar = resolve_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
     data, scale = ops.quantize(
@@ -94,8 +99,9 @@ def quantize(
         seed,
         backend,
         k_major,
+        gather,
     )
-    return wrap(x, call, 0, data, scale, scalar, offsets)
+    return wrap(_rows_of(x, gather), call, 0, data, scale, scalar, offsets)
 
 
 def quantize_both(
@@ -108,6 +114,7 @@ def quantize_both(
     global_scale: Tensor | float | None = None,
     pad: bool = False,
     offsets: Tensor | None = None,
+    gather: Tensor | None = None,
     seed: int | None = None,
     k_major: bool = False,
     backend: str = "auto",
@@ -127,7 +134,7 @@ def quantize_both(
     """
     pair = layout if isinstance(layout, tuple) else (layout, layout)
     asked = Arguments(_BOTH, format, scale_rounding, pair, nonfinite, pad, k_major, backend)
-    call = check(x, asked, offsets, seed)
+    call = check(x, asked, offsets, seed, gather)
     scalar = resolve_global_scale(global_scale, x, call.format, backend)
     source = x.detach() if x.requires_grad else x
     row, row_scale, column, column_scale = ops.quantize_both(
@@ -142,11 +149,18 @@ def quantize_both(
         seed,
         backend,
         k_major,
+        gather,
     )
+    like = _rows_of(x, gather)
     return (
-        wrap(x, call, 0, row, row_scale, scalar, offsets),
-        wrap(x, call, 1, column, column_scale, scalar, offsets),
+        wrap(like, call, 0, row, row_scale, scalar, offsets),
+        wrap(like, call, 1, column, column_scale, scalar, offsets),
     )
+
+
+def _rows_of(x: Tensor, gather: Tensor | None) -> Tensor:
+    """Not the rows: a tensor of their shape and dtype."""
+    return x if gather is None else x[:1].expand(gather.shape[0], -1)
 
 
 def wrap(

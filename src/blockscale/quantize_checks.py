@@ -13,7 +13,7 @@ from .formats import NONFINITE, Format, get_format
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
 from .tensor import ScaledTensor
-from .tensor_checks import DTYPES, check_is_tensor, check_offsets
+from .tensor_checks import DTYPES, check_gather, check_is_tensor, check_offsets
 from .watching import is_dtensor
 
 __all__ = [
@@ -54,7 +54,11 @@ class Call(NamedTuple):
 
 
 def check(
-    x: Tensor, request: Arguments, offsets: Tensor | None = None, seed: int | None = None
+    x: Tensor,
+    request: Arguments,
+    offsets: Tensor | None = None,
+    seed: int | None = None,
+    gather: Tensor | None = None,
 ) -> Call:
     """All checks but that of the global scale; those of names and shapes are remembered."""
     if seed is not None and (
@@ -69,9 +73,13 @@ def check(
     format = request.format
     if isinstance(format, Format):  # its hash is slow
         request = request._replace(format=format.name)
-    call = check_call(x.shape, x.dtype, request, offsets is not None)
+    shape: tuple[int, ...] = x.shape
+    if gather is not None:
+        check_gather(gather, x)
+        shape = gather.shape[0] if shape[0] else 0, shape[1]
+    call = check_call(shape, x.dtype, request, offsets is not None)
     if offsets is not None:
-        check_offsets(offsets, x.shape[0], x.device)
+        check_offsets(offsets, shape[0], x.device)
     return call
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import ops, reference
+from .ops.operation import needs_gradient
 from .tensor_checks import check_is_tensor
 
 __all__ = ["Routing", "combine", "route"]
@@ -36,8 +38,8 @@ class Routing(NamedTuple):
 
     @property
     def tokens(self) -> Tensor:
-        """int64 (R,), the token that each row is of."""
-        return self.pairs // max(self.slots.shape[1], 1)
+        """int32 (R,), the token that each row is of: ``gather`` of :func:`blockscale.quantize`."""
+        return (self.pairs // max(self.slots.shape[1], 1)).int()
 
     @property
     def counts(self) -> Tensor:
@@ -50,7 +52,7 @@ def route(experts: Tensor, num_experts: int) -> Routing:
 
     >>> routing = bs.route(torch.tensor([[1, 0], [1, 2]]), 3)
     >>> routing.offsets, routing.tokens
-    (tensor([1, 3, 4], dtype=torch.int32), tensor([0, 0, 1, 1]))
+    (tensor([1, 3, 4], dtype=torch.int32), tensor([0, 0, 1, 1], dtype=torch.int32))
 
     Args:
         experts: int64 or int32 (tokens, top_k), on any device. One that is negative, or
@@ -88,8 +90,9 @@ def combine(
     tensor([1.0000, 0.7500])
 
     In fp32 (float64 of float64), each product and each sum rounded, in the order in which a token
-    names its experts, and rounded once to ``dtype``. Autograd differentiates it, and keeps what it
-    gathers; :func:`blockscale.nn.experts` does not.
+    names its experts, and rounded once to ``dtype``: by one kernel on a GPU. Where a gradient is
+    asked for, plain torch runs, and autograd keeps what it gathers;
+    :func:`blockscale.nn.experts` does not.
 
     Args:
         y: (R, H), of any floating type.
@@ -97,17 +100,19 @@ def combine(
         weights: (tokens, top_k), or None for ones.
         dtype: of the result, that of ``y`` by default.
 
-    Raises ValueError where shapes do not belong together.
+    Raises TypeError or ValueError where these are something else, or do not belong together.
     """
+    for name, each in (("y", y), ("slots", slots), ("weights", weights)):
+        if each is not None:
+            check_is_tensor(name, each)
     if y.dim() != 2 or slots.dim() != 2 or (weights is not None and weights.shape != slots.shape):
         given = None if weights is None else tuple(weights.shape)
         raise ValueError(
             f"y, slots, weights: got {tuple(y.shape)}, {tuple(slots.shape)} and {given}; expected "
             "(R, H), (tokens, top_k) and, if there are weights, (tokens, top_k)"
         )
-    wide = torch.promote_types(y.dtype, torch.float32)
-    total = y.new_zeros(slots.shape[0], y.shape[1], dtype=wide)
-    for j in range(slots.shape[1]):
-        row = y[slots[:, j]].to(wide)
-        total = total + (row if weights is None else row * weights[:, j, None].to(wide))
-    return total.to(dtype or y.dtype)
+    if slots.dtype not in _INTEGERS:
+        raise TypeError(f"slots: got {slots.dtype}; expected int64 or int32, as of Routing")
+    if needs_gradient(y, weights):
+        return reference.combine(y, slots, weights, dtype)
+    return ops.combine(y, slots, weights, dtype or y.dtype)

@@ -13,6 +13,7 @@ __all__ = [
     "DTYPES",
     "VALUE_DTYPES",
     "check_counts",
+    "check_gather",
     "check_is_tensor",
     "check_offsets",
     "check_shape",
@@ -75,6 +76,33 @@ def check_counts(counts: Tensor, capacity: int, device: torch.device) -> None:
             f"counts: got {rows}; expected 0 to {capacity} rows, which a group has room for: give "
             "it more, or drop rows"
         )
+
+
+def check_gather(gather: Tensor, x: Tensor) -> None:
+    """Raise unless ``gather`` names rows of the matrix ``x``; on a GPU its values are not looked
+    at."""
+    if not isinstance(gather, Tensor) or gather.dtype != torch.int32 or gather.dim() != 1:
+        kind = type(gather).__name__
+        if isinstance(gather, Tensor):
+            kind = f"{gather.dtype} of {gather.dim()} dimension(s)"
+        raise TypeError(
+            f"gather: got {kind}; expected a torch.int32 tensor of one dimension, the rows of x to "
+            "be quantized (Routing.tokens)"
+        )
+    if x.dim() != 2:
+        raise ValueError(
+            f"gather: x has shape {tuple(x.shape)}; only rows of a matrix are gathered"
+        )
+    if gather.device != x.device:
+        raise ValueError(f"gather: is on {gather.device}, x on {x.device}; move it there")
+    if not gather.is_contiguous():
+        raise ValueError(f"gather: has stride {gather.stride()}; call contiguous()")
+    if _looked_at(gather) and len(gather):
+        low, high = int(gather.min()), int(gather.max())
+        if low < 0 or high >= len(x):
+            raise ValueError(
+                f"gather: got rows {low} to {high}; expected rows of x, from 0 to {len(x) - 1}"
+            )
 
 
 def _check_groups(name: str, meaning: str, given: Tensor, device: torch.device) -> None:

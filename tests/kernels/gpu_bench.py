@@ -37,10 +37,19 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def produced(x: Tensor, producer: str = "load", others: tuple[Tensor, ...] = ()) -> Tensor:
+def produced(
+    x: Tensor,
+    producer: str = "load",
+    others: tuple[Tensor, ...] = (),
+    gather: Tensor | None = None,
+) -> Tensor:
     """What is quantized, by the reference."""
     if producer == "load":
-        return x
+        return x if gather is None else x[gather]
+    if producer == "weighted_swiglu":
+        return reference.weighted_swiglu(x, *others)
+    if producer == "weighted_swiglu_backward":
+        return reference.weighted_swiglu_backward(others[0], x, others[1])[0]
     return reference.swiglu_backward(*others, x) if others else reference.swiglu(x)
 
 
@@ -117,7 +126,8 @@ def check(
         multiprocessors=multiprocessors,
         **kwargs,
     )
-    values = produced(x, kwargs.pop("producer", "load"), kwargs.pop("others", ()))
+    given = {name: kwargs.pop(name) for name in ("producer", "others", "gather") if name in kwargs}
+    values = produced(x, **given)
     for axis, layout, (data, scale) in zip(axes, layouts, results, strict=True):
         want_data, want_scale = expected(values, format, axis, layout, **kwargs)
         assert_same(data, want_data, f"data along {axis}")

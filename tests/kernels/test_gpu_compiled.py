@@ -135,8 +135,8 @@ def test_tiles_fit(columns, axes, layout):
 
 
 def test_tma_wants_sixteen_bytes():
-    assert config((8, 64)).tma
-    assert not config((8, 64), address=2).tma
-    assert not config((8, 64), stride=65).tma
-    assert config((8, 64), stride=72).tma
-    assert config((8, 64), stride=68, dtype=torch.float32).tma
+    assert config((8, 64)).aligned
+    assert not config((8, 64), address=2).aligned
+    assert not config((8, 64), stride=65).aligned
+    assert config((8, 64), stride=72).aligned
+    assert config((8, 64), stride=68, dtype=torch.float32).aligned

@@ -11,8 +11,11 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-from gpu_bench import check, nasty
+from gpu_bench import check, nasty, poisoned, produced
 
+from blockscale import emulator as em
+from blockscale import reference
+from blockscale.formats import formats
 from blockscale.kernels.quantizers import calls as quantizers
 from stand_in import chip
 
@@ -80,6 +83,58 @@ def test_groups(producer, arch):
     x, made = inputs(producer, 200, 128, BF16)
     offsets = torch.tensor([0, 33, 33, 190], dtype=torch.int32)
     check(x, "mxfp8", arch, BOTH, layout=("tcgen05", "compact"), offsets=offsets, **made)
+
+
+def weighted(producer: str, rows: int, width: int, dtype: torch.dtype) -> Any:
+    """``inputs`` with weights, one of them NaN, and room for partial sums of their gradients."""
+    x, made = inputs(producer, rows, width, dtype)
+    weights = torch.randn(rows, generator=torch.Generator().manual_seed(rows))
+    weights[rows // 2] = torch.nan
+    sums = torch.full((-(-width // 64), rows), torch.nan)
+    others = (*made["others"], weights, sums)[: 3 if producer == BACKWARD else 1]
+    return x, {"producer": f"weighted_{producer}", "others": others}
+
+
+@pytest.mark.parametrize(
+    ("producer", "format", "axes", "layout", "dtype", "given"),
+    [
+        (FORWARD, "fp8_1x128", COLUMNS, "sm90", BF16, {"k_major": True}),
+        (FORWARD, "nvfp4", COLUMNS, "tcgen05", BF16, GLOBAL),
+        (FORWARD, "mxfp8", ROWS, "compact", FP32, {}),
+        (BACKWARD, "fp8_1x128", BOTH, "sm90", BF16, {"k_major": True}),
+        (BACKWARD, "mxfp8", BOTH, ("tcgen05", "compact"), BF16, {"k_major": True}),
+        (BACKWARD, "nvfp4", BOTH, "tcgen05", BF16, GLOBAL),
+        (BACKWARD, "mxfp8", ROWS, "compact", FP32, {}),
+        (BACKWARD, "mxfp8", COLUMNS, "compact", FP16, {"nonfinite": "te"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_weights_of_rows(producer, format, axes, layout, dtype, given, arch):
+    """Of experts' rows, two tiles and a tail; the weights' gradients to the bit."""
+    x, made = weighted(producer, 140, 128, dtype)
+    given = given | {"offsets": torch.tensor([33, 33, 135], dtype=torch.int32)}
+    if axes == ROWS:
+        del given["offsets"]
+    check(x, format, arch, axes, layout=layout, completion="random", **given, **made)
+    if producer == BACKWARD:
+        grad, weights, sums = made["others"]
+        want = reference.weighted_swiglu_backward(grad, x, weights)[1]
+        got = reference.combine(sums, torch.arange(len(sums))[None])[0]
+        number = ~want.isnan()
+        assert number.any()
+        assert got[~number].isnan().all()
+        assert torch.equal(got[number].view(torch.int32), want[number].view(torch.int32))
+
+
+@pytest.mark.parametrize("producer", [FORWARD, BACKWARD])
+def test_global_scale_of_weighted_rows(producer):
+    x, made = weighted(producer, 40, 128, BF16)
+    made["others"][-1 if producer == FORWARD else 1][20] = 0.5
+    with em.cutedsl(em.Device("sm_90a", check="all,exit_stores,global")), poisoned():
+        got = quantizers.global_scale(x, formats["nvfp4"], gpu=chip("sm_90a", 132), **made)
+    values = produced(x, made["producer"], made["others"])
+    assert torch.equal(got, reference.global_scale(values, formats["nvfp4"]))
 
 
 def test_strided_misaligned_and_odd():

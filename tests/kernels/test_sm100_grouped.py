@@ -300,7 +300,7 @@ def test_dispatch(launches, formats):
         assert close(found[0], bs.grouped_gemm(a, b, ENDS, backend="reference"))
         other = torch.tensor([9, 9, 30, 203], dtype=torch.int32)  # not those it was quantized for
         if "offsets" in how:
-            with pytest.raises(ValueError, match=r"offsets: differ from those that a was quantized"):
+            with pytest.raises(ValueError, match=r"offsets: differ from those"):
                 bs.grouped_gemm(a, b, other, backend="kernel")
             continue
         want = bs.grouped_gemm(a, b, other, backend="reference")[:200]

@@ -12,6 +12,7 @@ from . import group_passes
 from .double_backward import refuse_double_backward
 from .gated import SWIGLU, GatedActivation, exact
 from .group_checks import Held, check_experts
+from .group_operands import Activated, ActivatedBackward, Rows, Source, operands
 from .output_dtype import output_dtype
 from .recipe import Recipe
 
@@ -89,20 +90,16 @@ class _Experts(torch.autograd.Function):
         up, down, up_bias, down_bias = held
         offsets = routing.offsets
 
-        def read(rows: Tensor) -> Tensor:  # what it is given is freed when it returns
-            given = group_passes.operands(
-                rows, how.recipe, "activations", offsets, how.dtype, rows=True
-            )
-            return given.rows
-
-        def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        def multiply(source: Source, weight: Tensor, bias: Tensor | None) -> Tensor:
+            """What is quantized for it is freed when it returns."""
+            rows = operands(source, how.recipe, "activations", offsets, how.dtype, rows=True).rows
             y = group_passes.fprop(rows, weight, offsets, how.recipe, how.dtype, how.transposed)
             if bias is not None:
                 y = (y + group_passes.of_rows(bias, len(y), offsets)).to(y.dtype)
             return y
 
-        h = multiply(read(x[routing.tokens]), up, up_bias)
-        y = multiply(read(how.activation(h)), down, down_bias)
+        h = multiply(Rows(x, routing.tokens), up, up_bias)
+        y = multiply(Activated(how.activation, h), down, down_bias)
         ctx.save_for_backward(x, weights, *others, h)
         ctx.how = how
         return combine(y, routing.slots, weights, how.dtype)
@@ -128,45 +125,47 @@ def _gradients(
     gradients: list[Tensor | None] = [None] * 6
     scale = weights.flatten()[routing.pairs].to(torch.promote_types(dtype, torch.float32))
     inner = of_x or of_weights or of_up or of_up_bias
+    how_many = recipe, "activations", offsets, dtype
+    tokens = routing.tokens
 
-    g = group_passes.operands(
-        grad[routing.tokens], recipe, "gradients", offsets, dtype, rows=inner, columns=of_down
+    g = operands(
+        Rows(grad, tokens), recipe, "gradients", offsets, dtype, rows=inner, columns=of_down
     )
-    a = activation(h)
     da: Any = None
-    of_pairs: Any = None
     if g.rows is not None:
         da = group_passes.dgrad(g.rows, down, offsets, recipe, dtype, transposed)
-        if of_weights:
-            of_pairs = (da.to(scale.dtype) * a.to(scale.dtype)).sum(-1)
-        da = (da.to(scale.dtype) * scale[:, None]).to(dtype)
     if g.columns is not None:
-        scaled = (a.to(scale.dtype) * scale[:, None]).to(dtype)
-        own = group_passes.operands(scaled, recipe, "activations", offsets, dtype, columns=True)
+        own = operands(Activated(activation, h, scale), *how_many, columns=True)
         gradients[3] = group_passes.wgrad(g.columns, own.columns, offsets, down.dtype, transposed)
-    del g, a  # the peak of memory is in what follows
-    if down_bias is not None:
-        rows = grad[routing.tokens]
-        if of_weights:
-            biases = group_passes.of_rows(down_bias, len(h), offsets)
-            of_pairs += (rows * biases).sum(-1, dtype=scale.dtype)
-        if of_down_bias:
-            scaled = rows.to(scale.dtype) * scale[:, None]
-            gradients[5] = group_passes.sum_groups(scaled, offsets, down_bias.dtype)
-        del rows
-    if of_weights:
-        gradients[1] = of_pairs[routing.slots].to(weights.dtype)
-    if of_x or of_up or of_up_bias:
-        dh = activation.backward(da, h)
-        g = group_passes.operands(dh, recipe, "gradients", offsets, dtype, rows=of_x, columns=of_up)
+        del own
+    del g  # the peak of memory is in what follows
+    of_pairs: Any = None
+    if inner:
+        source: Source = ActivatedBackward(activation, da, h, scale)
+        if of_up_bias:
+            dh, of_pairs = source.values()
+            gradients[4] = group_passes.sum_groups(dh, offsets, up_bias.dtype)
+            source = Rows(dh)
+        elif not (of_x or of_up):
+            of_pairs = source.values()[1]
+        g = operands(source, recipe, "gradients", offsets, dtype, rows=of_x, columns=of_up)
+        of_pairs = g.of_weights if of_pairs is None else of_pairs
+        del da, source
         if g.rows is not None:
             dx = group_passes.dgrad(g.rows, up, offsets, recipe, dtype, transposed)
             gradients[0] = combine(dx, routing.slots, dtype=x.dtype)
+            del dx
         if g.columns is not None:
-            own = group_passes.operands(
-                x[routing.tokens], recipe, "activations", offsets, dtype, columns=True
-            )
+            own = operands(Rows(x, tokens), *how_many, columns=True)
             gradients[2] = group_passes.wgrad(g.columns, own.columns, offsets, up.dtype, transposed)
-        if of_up_bias:
-            gradients[4] = group_passes.sum_groups(dh, offsets, up_bias.dtype)
+    if down_bias is not None:
+        rows = grad[tokens]
+        if of_weights:
+            biases = group_passes.of_rows(down_bias, len(h), offsets)
+            of_pairs = of_pairs + (rows * biases).sum(-1, dtype=scale.dtype)
+        if of_down_bias:
+            scaled = rows.to(scale.dtype) * scale[:, None]
+            gradients[5] = group_passes.sum_groups(scaled, offsets, down_bias.dtype)
+    if of_weights:
+        gradients[1] = of_pairs[routing.slots].to(weights.dtype)
     return tuple(gradients)

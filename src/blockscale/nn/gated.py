@@ -54,6 +54,21 @@ class GatedActivation:
         joined = torch.stack(both, -1).flatten(-2) if self.interleaved else torch.cat(both, -1)
         return joined.to(h.dtype)
 
+    def weighted(self, h: Tensor, weights: Tensor) -> Tensor:
+        """The activation, rounded, of each row times its weight of ``weights`` (R,)."""
+        return (self(h).to(weights.dtype) * weights[:, None]).to(h.dtype)
+
+    def weighted_backward(self, grad: Tensor, h: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of ``h`` and, (R,), of ``weights``, from that of ``weighted``."""
+        wide = grad.to(weights.dtype)
+        of_weights = (wide * self(h).to(weights.dtype)).sum(-1)
+        return self.backward((wide * weights[:, None]).to(h.dtype), h), of_weights
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether quantizers make it, to the bit, of what they read."""
+        return False
+
     def _halves(self, h: Tensor) -> tuple[Tensor, Tensor]:
         wide = h.to(torch.promote_types(h.dtype, torch.float32))
         if self.interleaved:
@@ -80,6 +95,13 @@ class _Exact(GatedActivation):
 
     def backward(self, grad: Tensor, h: Tensor) -> Tensor:
         return reference.swiglu_backward(grad, h)
+
+    def weighted_backward(self, grad: Tensor, h: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.weighted_swiglu_backward(grad, h, weights)
+
+    @property
+    def is_fused(self) -> bool:
+        return True
 
 
 def exact(activation: GatedActivation) -> GatedActivation:

@@ -7,71 +7,17 @@ are those of the operands' type.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from .. import reference
 from ..gemm import grouped_gemm
 from ..ops.backends import on_cpu
-from ..ops.operand_layout import operand_layout
-from ..quantize import quantize, quantize_both
 from ..tensor import ScaledTensor
 from .recipe import Recipe
 from .reuse import quantized_weight
 
-__all__ = ["Operands", "dgrad", "fprop", "of_rows", "operands", "sum_groups", "wgrad"]
-
-#: Which products read the rows and the columns of what a recipe has a format for.
-_READ_BY = {"activations": ("fprop", "wgrad"), "gradients": ("dgrad", "wgrad")}
-
-
-class Operands(NamedTuple):
-    """A matrix as products read its rows and its columns: quantized, or plain; None: not made."""
-
-    rows: Any
-    columns: Any
-
-
-def operands(
-    x: Tensor,
-    recipe: Recipe | None,
-    role: str,
-    offsets: Tensor,
-    dtype: torch.dtype,
-    *,
-    rows: bool = False,
-    columns: bool = False,
-) -> Operands:
-    """What is asked for of ``x`` (R, K), the ``role`` of which is "activations" or "gradients".
-
-    Blocks along columns begin anew in each group. What a product reads that is not quantized is
-    ``x`` in ``dtype``.
-    """
-    asked = rows, columns
-    quantized = [
-        want and recipe is not None and product not in recipe.high_precision
-        for want, product in zip(asked, _READ_BY[role], strict=True)
-    ]
-    made = [
-        x.to(dtype) if want and not low else None
-        for want, low in zip(asked, quantized, strict=True)
-    ]
-    if recipe is None or not any(quantized):
-        return Operands(*made)
-    name = recipe.format_of(role).name
-    how: Any = {
-        "scale_rounding": recipe.scale_rounding,
-        "layout": operand_layout(name, x.device).layout,
-        "pad": True,
-        "offsets": offsets,
-    }
-    if all(quantized):
-        return Operands(*quantize_both(x, name, k_major=True, **how))
-    i = quantized.index(True)
-    made[i] = quantize(x, name, (-1, -2)[i], k_major=i == 1, **how)
-    return Operands(*made)
+__all__ = ["dgrad", "fprop", "of_rows", "sum_groups", "wgrad"]
 
 
 def fprop(

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import group_passes
 from .double_backward import refuse_double_backward
 from .group_checks import check_grouped, check_recipe_of_groups
+from .group_operands import Rows, operands
 from .output_dtype import output_dtype
 from .recipe import Recipe
 from .reuse import ForgetsWeights
@@ -65,8 +66,8 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         recipe = recipe if x.numel() and weight.numel() else None  # nothing to quantize
         of_x, of_weight = ctx.needs_input_grad[:2]
-        rows, columns = group_passes.operands(
-            x, recipe, "activations", offsets, dtype, rows=True, columns=of_weight
+        rows, columns, _ = operands(
+            Rows(x), recipe, "activations", offsets, dtype, rows=True, columns=of_weight
         )
         y = group_passes.fprop(rows, weight, offsets, recipe, dtype)
         if bias is not None:
@@ -83,8 +84,8 @@ class _GroupedLinear(torch.autograd.Function):
         made: list[Tensor | None] = [None] * 3
         with torch.no_grad():
             g = grad.contiguous()
-            rows, columns = group_passes.operands(
-                g, recipe, "gradients", offsets, g.dtype, rows=of_x, columns=of_weight
+            rows, columns, _ = operands(
+                Rows(g), recipe, "gradients", offsets, g.dtype, rows=of_x, columns=of_weight
             )
             if rows is not None:
                 made[0] = group_passes.dgrad(rows, weight, offsets, recipe, x_dtype)

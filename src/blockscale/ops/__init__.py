@@ -7,6 +7,7 @@ elsewhere. Both give the same bytes.
 """
 
 from .backends import BACKENDS, OPERATIONS, FallbackWarning, backend, cpu_backend
+from .combine import combine
 from .dequantize import dequantize
 from .fused import rmsnorm_quantize, swiglu_quantize
 from .gemm import gemm, gemm_out
@@ -19,6 +20,7 @@ __all__ = [
     "OPERATIONS",
     "FallbackWarning",
     "backend",
+    "combine",
     "cpu_backend",
     "dequantize",
     "gemm",

@@ -37,10 +37,21 @@ def empty(
     return data, x.new_empty(stored, dtype=where.stored_dtype(scale_dtype))
 
 
+def gathered(x: Tensor, gather: Tensor | None) -> Tensor:
+    """A tensor like ``x[gather]``, without its values."""
+    return x if gather is None else x.new_empty(gather.shape[0], x.shape[1])
+
+
 def quantize(
-    x: Tensor, format: str, axis: int, layout: str, offsets: Tensor | None, k_major: bool
+    x: Tensor,
+    format: str,
+    axis: int,
+    layout: str,
+    offsets: Tensor | None,
+    k_major: bool,
+    gather: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return empty(x, get_format(format), axis, layout, offsets, k_major)
+    return empty(gathered(x, gather), get_format(format), axis, layout, offsets, k_major)
 
 
 def quantize_both(
@@ -50,8 +61,9 @@ def quantize_both(
     column_layout: str,
     offsets: Tensor | None,
     k_major: bool,
+    gather: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    fmt = get_format(format)
+    fmt, x = get_format(format), gathered(x, gather)
     rows = empty(x, fmt, -1, row_layout, offsets)
     return *rows, *empty(x, fmt, -2, column_layout, offsets, k_major)
 

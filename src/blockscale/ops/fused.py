@@ -16,6 +16,7 @@ from .. import reference
 from ..formats import Format, get_format
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
+from ..kernels.experts import calls as experts
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
@@ -44,12 +45,15 @@ def _fake_swiglu(
     global_scale: Tensor | None,
     offsets: Tensor | None,
     k_major: bool,
+    weights: Tensor | None,
 ) -> list[Tensor]:
     fmt = get_format(format)
     values = x if grad is not None else x[..., : x.shape[-1] // 2]
     results: list[Tensor] = []
     for axis, layout in zip(*_asked(rows, columns, row_layout, column_layout), strict=True):
         results += fakes.empty(values, fmt, axis, layout, offsets, k_major)
+    if weights is not None and grad is not None:
+        results.append(torch.empty_like(weights))
     return results + fake_scalar(x, fmt, global_scale)
 
 
@@ -68,22 +72,37 @@ def swiglu_quantize(
     offsets: Tensor | None = None,
     backend: str = "auto",
     k_major: bool = False,
+    weights: Tensor | None = None,
 ) -> list[Tensor]:
     """``reference.swiglu`` of ``x``, with ``grad`` ``reference.swiglu_backward``, quantized along
-    ``rows`` (axis -1), ``columns`` (axis -2) or both, from one read.
+    ``rows`` (axis -1), ``columns`` (axis -2) or both, from one read. With fp32 ``weights`` of rows
+    ``reference.weighted_swiglu`` and its backward, which has the gradient of weights after these.
     """
     axes, layouts = _asked(rows, columns, row_layout, column_layout)
     producer, grouped = "swiglu" if grad is None else "swiglu_backward", offsets is not None
+    producer = producer if weights is None else f"weighted_{producer}"
     asked = quantizers.Request(
         format, axes, layouts, scale_rounding, nonfinite, producer, grouped, k_major
     )
     if gpu_of(x.device) is not None and backend != "reference":
         try:
-            return _swiglu_by_kernel(x, grad, asked, global_scale, offsets)
+            return _swiglu_by_kernel(x, grad, asked, global_scale, offsets, weights)
         except Unsupported as why:
-            fall_back(f"{producer}_quantize", x, backend, str(why))
-    values = reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x)
-    return quantize_values(values, asked, global_scale, offsets, backend)
+            name = producer.removeprefix("weighted_")
+            fall_back(f"{name}_quantize", x, backend, str(why))
+    values, *sums = _swiglu_values(x, grad, weights)
+    count = 2 * len(axes)
+    results = quantize_values(values, asked, global_scale, offsets, backend)
+    return [*results[:count], *sums, *results[count:]]
+
+
+def _swiglu_values(x: Tensor, grad: Tensor | None, weights: Tensor | None) -> tuple[Tensor, ...]:
+    """What is to be quantized, and, after it, the gradient of weights."""
+    if weights is None:
+        return (reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x),)
+    if grad is None:
+        return (reference.weighted_swiglu(x, weights),)
+    return reference.weighted_swiglu_backward(grad, x, weights)
 
 
 def _swiglu_by_kernel(
@@ -92,10 +111,12 @@ def _swiglu_by_kernel(
     asked: quantizers.Request,
     global_scale: Tensor | None,
     offsets: Tensor | None,
+    weights: Tensor | None,
 ) -> list[Tensor]:
     """What the kernel makes of ``x``; Unsupported where there is none."""
     fmt, axes, layouts, producer = asked.fmt, asked.axes, asked.layouts, asked.producer
-    others = () if grad is None else (grad,)
+    sums = None if weights is None or grad is None else _partial_sums(grad)
+    others = tuple(each for each in (grad, weights, sums) if each is not None)
     written = written_layouts(fmt, layouts)
     found = []
     if fmt.has_global_scale and global_scale is None:
@@ -113,7 +134,16 @@ def _swiglu_by_kernel(
         if written is not layouts:
             scale = swizzle_scale(scale, axis, get_layout(layout), None)
         results += data, scale
+    if sums is not None:
+        in_order = torch.arange(len(sums), device=x.device)[None]
+        results.append(experts.combine(sums, in_order, None, torch.float32)[0, : len(x)])
     return results + found
+
+
+def _partial_sums(grad: Tensor) -> Tensor:
+    """Room for sums of 64 columns each, which are combined later: rows of multiples of 16 bytes."""
+    rows = -(-len(grad) // 4) * 4
+    return grad.new_empty(-(-grad.shape[1] // 64), rows, dtype=torch.float32)
 
 
 def _asked(

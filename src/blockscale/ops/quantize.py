@@ -37,11 +37,12 @@ def quantize(
     seed: int | None = None,
     backend: str = "auto",
     k_major: bool = False,
+    gather: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Data and scales of ``x``, scales in ``layout``; see reference.quantize.
 
-    With ``offsets``, axis -2 has blocks that start anew in each group, axis -1 scales that
-    ``layouts.Grouped`` places.
+    With ``gather``, of rows of ``x``. With ``offsets``, axis -2 has blocks that start anew in each
+    group, axis -1 scales that ``layouts.Grouped`` places.
     """
     if axis == -1 and layout == "compact":
         offsets = None  # groups of rows move no compact scale
@@ -51,9 +52,10 @@ def quantize(
             format, (axis,), (layout,), scale_rounding, nonfinite, "load", grouped, k_major
         )
         try:
-            return _by_kernel(x, asked, global_scale, offsets, seed)[0]
+            return _by_kernel(x, asked, global_scale, offsets, seed, gather)[0]
         except Unsupported as why:
             fall_back("quantize", x, backend, str(why))
+    x = x if gather is None else x[gather]
     data, scale = reference.quantize(
         x,
         get_format(format),
@@ -82,6 +84,7 @@ def quantize_both(
     seed: int | None = None,
     backend: str = "auto",
     k_major: bool = False,
+    gather: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize`` along -1, then along -2, from one read of ``x`` where a kernel can do that."""
     layouts = row_layout, column_layout
@@ -91,11 +94,12 @@ def quantize_both(
             format, (-1, -2), layouts, scale_rounding, nonfinite, "load", grouped, k_major
         )
         try:
-            row, column = _by_kernel(x, asked, global_scale, offsets, seed)
+            row, column = _by_kernel(x, asked, global_scale, offsets, seed, gather)
         except Unsupported:
             pass  # what one axis needs, the other may not
         else:
             return *row, *column
+    x = x if gather is None else x[gather]
     further = global_scale, offsets, seed, backend, k_major
     row, column = (
         quantize(x, format, axis, scale_rounding, nonfinite, layout, *further)
@@ -128,6 +132,7 @@ def _by_kernel(
     global_scale: Tensor | None,
     offsets: Tensor | None,
     seed: int | None,
+    gather: Tensor | None,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
     gpu, fmt, axes, layouts = gpu_of(x.device), asked.fmt, asked.axes, asked.layouts
@@ -137,6 +142,7 @@ def _by_kernel(
         )
     if gpu is None:
         require_cpu_kernels()
+        x = x if gather is None else x[gather]
         along = offsets if axes == (-2,) else None
         if along is not None and (seed is not None or fmt.block[0] > 1):
             raise Unsupported(
@@ -162,7 +168,9 @@ def _by_kernel(
     written = written_layouts(fmt, layouts)
     if written is not layouts:
         asked = asked._replace(layouts=written)
-    results = quantizers.quantize(x, asked, global_scale=global_scale, offsets=offsets, gpu=gpu)
+    results = quantizers.quantize(
+        x, asked, global_scale=global_scale, offsets=offsets, gather=gather, gpu=gpu
+    )
     if written is layouts:
         return results
     return [

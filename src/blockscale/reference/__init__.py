@@ -1,7 +1,14 @@
 """The definition of right: every operation in short, obvious torch. Kernels must equal it."""
 
+from .combine import combine
 from .compare import amax, error_sums
-from .fused import rmsnorm, swiglu, swiglu_backward
+from .fused import (
+    rmsnorm,
+    swiglu,
+    swiglu_backward,
+    weighted_swiglu,
+    weighted_swiglu_backward,
+)
 from .gemm import bounds, epilogue, gemm, grouped_gemm
 from .quantize import apart_position, dequantize, global_scale, quantize
 
@@ -9,6 +16,7 @@ __all__ = [
     "amax",
     "apart_position",
     "bounds",
+    "combine",
     "dequantize",
     "epilogue",
     "error_sums",
@@ -19,4 +27,6 @@ __all__ = [
     "rmsnorm",
     "swiglu",
     "swiglu_backward",
+    "weighted_swiglu",
+    "weighted_swiglu_backward",
 ]

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from ..rounding import FP32_NAN, from_float32_bits
 
-__all__ = ["fma", "rmsnorm", "square_root", "swiglu", "swiglu_backward"]
+__all__ = [
+    "fma",
+    "rmsnorm",
+    "square_root",
+    "swiglu",
+    "swiglu_backward",
+    "weighted_swiglu",
+    "weighted_swiglu_backward",
+]
 
 
 def _float(bits: int) -> float:
@@ -57,6 +65,28 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     slope = sigmoid * fma(gate * e, sigmoid, start)
     # the slope is at most 1.1: with it first, nothing overflows to meet a zero
     return torch.cat(((grad * slope) * up, grad * _silu(gate, e, sigmoid)), -1).to(x.dtype)
+
+
+def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
+    """``swiglu(x)`` (M, H), each row times its fp32 weight of ``weights`` (M,); rounded twice."""
+    return (swiglu(x).to(torch.float32) * weights[:, None]).to(x.dtype)
+
+
+def weighted_swiglu_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` (M, 2H), like it, and of ``weights`` (M,), in fp32, from ``grad`` (M, H)
+    of ``weighted_swiglu(x, weights)``.
+
+    ``swiglu_backward`` of ``grad`` times weights, rounded to the dtype of ``x``. A weight's is the
+    sum of ``grad`` times ``swiglu(x)``: of 64 columns each by a binary tree of neighbours, then
+    these sums one after the other, from zero on.
+    """
+    products = grad.to(torch.float32) * swiglu(x).to(torch.float32)
+    scaled = (grad.to(torch.float32) * weights[:, None]).to(x.dtype)
+    total = torch.nn.functional.pad(products, (0, -products.shape[-1] % 64))
+    total = total.unflatten(-1, (-1, 64))
+    while total.shape[-1] > 1:
+        total = total[..., 0::2] + total[..., 1::2]
+    return swiglu_backward(scaled, x), sum(total.squeeze(-1).unbind(-1), total.new_zeros(len(x)))
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

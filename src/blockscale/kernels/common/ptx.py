@@ -13,6 +13,7 @@ __all__ = [
     "add",
     "add_pairs",
     "below",
+    "copy_async",
     "copy_bulk",
     "divide",
     "e2m1_of_eight",
@@ -23,6 +24,7 @@ __all__ = [
     "half_to_float",
     "load_float",
     "load_global",
+    "load_global_float",
     "load_shared",
     "load_words",
     "magnitude_at_most",
@@ -37,6 +39,7 @@ __all__ = [
     "square_root",
     "store_global",
     "store_shared",
+    "wait_async",
 ]
 
 _VECTOR = {1: "b8", 2: "b16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
@@ -80,6 +83,11 @@ def load_global(address, nbytes: int):
     return _one(f"ld.global.u{8 * nbytes} {{$w0}}, [{{$r0}}];", Uint32, address)
 
 
+def load_global_float(address):
+    """An fp32 value of global memory."""
+    return _one("ld.global.f32 {$w0}, [{$r0}];", Float32, address)
+
+
 def store_shared(address, words: list, nbytes: int) -> None:
     """Words, or the low ``nbytes`` (1 or 2) of one, to shared memory."""
     _store("shared", address, words, nbytes)
@@ -95,6 +103,20 @@ def _store(space: str, address, words: list, nbytes: int) -> None:
         f"st.{space}.{_VECTOR[nbytes]} [{{$r0}}], {_registers('r', 1, len(words))};",
         read_only_args=[address, *words],
     )
+
+
+def copy_async(shared, source, nbytes) -> None:
+    """Start to copy 16 bytes from global to shared memory; those after the first ``nbytes`` are
+    zeros, and not read."""
+    inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[shared, source, nbytes],
+    )
+
+
+def wait_async() -> None:
+    """Wait for all copies that this thread started by ``copy_async``."""
+    inline_ptx("cp.async.wait_all;", read_only_args=[])
 
 
 def copy_bulk(shared, source, nbytes: int, barrier) -> None:

@@ -34,15 +34,24 @@ class _Gate:
     silu: list
 
 
-def _swiglu(blackwell: bool, gate: list, up: list) -> list:
-    return [multiply(_gate(gate, blackwell).silu, up, blackwell)]
+def _swiglu(values: list, blackwell: bool, narrowed, weight) -> tuple:
+    gate, up = values
+    made = multiply(_gate(gate, blackwell).silu, up, blackwell)
+    if weight is not None:
+        made = multiply(narrowed(made), [weight] * len(made), blackwell)
+    return [made], None
 
 
-def _swiglu_backward(blackwell: bool, gate: list, up: list, grad: list) -> list:
-    g = _gate(gate, blackwell)
+def _swiglu_backward(values: list, blackwell: bool, narrowed, weight) -> tuple:
+    gate, up, grad = values
+    g, products = _gate(gate, blackwell), None
+    if weight is not None:
+        made = narrowed(multiply(g.silu, up, blackwell))
+        products = multiply(grad, made, blackwell)
+        grad = narrowed(multiply(grad, [weight] * len(grad), blackwell))
     slope = multiply(g.r, fma(g.t, g.r, g.c, blackwell), blackwell)
     by_gate = multiply(multiply(grad, slope, blackwell), up, blackwell)
-    return [by_gate, multiply(grad, g.silu, blackwell)]
+    return [by_gate, multiply(grad, g.silu, blackwell)], products
 
 
 def _gate(gate: list, blackwell: bool) -> _Gate:
@@ -79,11 +88,22 @@ def _constant(bits: int, like: list) -> list:
 def _of_words(function):
     """``function`` of lists of fp32 values, for words of elements of a dtype."""
 
-    def produce(sources: list, dtype: np.dtype, blackwell: bool) -> list:
-        made = function(blackwell, *(widen(words, dtype) for words in sources))
-        return [narrow(part, dtype) for part in made]
+    def produce(sources: list, dtype: np.dtype, blackwell: bool, weight=None) -> tuple:
+        def narrowed(values: list) -> list:
+            return widen(narrow(values, dtype), dtype)
+
+        values = [widen(words, dtype) for words in sources]
+        made, products = function(values, blackwell, narrowed, weight)
+        return [narrow(part, dtype) for part in made], products
 
     return produce
 
 
-PRODUCE = {"swiglu": _of_words(_swiglu), "swiglu_backward": _of_words(_swiglu_backward)}
+#: Words of each part, and products for the gradient of the row's weight, which has them summed up,
+#: or None.
+PRODUCE = {
+    "swiglu": _of_words(_swiglu),
+    "swiglu_backward": _of_words(_swiglu_backward),
+    "weighted_swiglu": _of_words(_swiglu),
+    "weighted_swiglu_backward": _of_words(_swiglu_backward),
+}

@@ -12,10 +12,10 @@ from ..common import ptx
 from ..common.encode import Encoder
 from ..common.pdl import pdl_wait
 from ..common.tensor_specs import any_tensor, compile_for
-from .config import Config
+from .config import PRODUCERS, Config
 from .groups import TileRows
 from .kernel import fake_sources
-from .tile import ELEMENTS, STRIP_LANES, Tiles, lane_order, load_words
+from .tile import ELEMENTS, STRIP_LANES, Loaded, Tiles, lane_order, load_words
 
 __all__ = ["Amax", "compile_config"]
 
@@ -32,16 +32,16 @@ class Amax:
         self.encoder = Encoder.of(config)
 
     @cute.jit
-    def __call__(self, sources, partials, scale, stream):
+    def __call__(self, sources, partials, scale, weights, stream):
         """Launch. ``sources`` (M, K) each; ``partials`` int32, one for each tile; ``scale`` ()
-        fp32, the result.
+        fp32, the result; ``weights`` (M,) fp32, or None.
         """
         config = self.config
         atoms, views = self.tiles.descriptors(sources)
         rows, columns = sources[0].shape
         down = cute.ceil_div(rows, config.tile_rows)
         across = cute.ceil_div(columns, config.tile_columns)
-        self.find(atoms, views, sources, partials).launch(
+        self.find(atoms, views, sources, partials, weights).launch(
             grid=(down * across, 1, 1), block=(config.threads, 1, 1), stream=stream, use_pdl=True
         )
         self.combine(partials, scale).launch(
@@ -49,7 +49,7 @@ class Amax:
         )
 
     @cute.kernel
-    def find(self, atoms, views, sources, partials):
+    def find(self, atoms, views, sources, partials, weights):
         config = self.config
         pdl_wait()
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
@@ -58,10 +58,10 @@ class Amax:
         memory = cutlass.memory.SmemAllocator()
         tiles, barrier = self.tiles.allocate(memory)
         found = memory.allocate_array(cutlass.Uint32, config.warps, byte_alignment=16).toint()
-        rows = TileRows(row, None, None, None, None)
+        rows = TileRows(row, sources[0].shape[0], None, None, None)
         self.tiles.start(sources, atoms, views, tiles, barrier, rows, column)
         self.tiles.wait(barrier)
-        self.tiles.produce(tiles)
+        self.tiles.produce(Loaded(tiles, rows, column, weights))
         states = []
         order = lane_order(config, thread % STRIP_LANES)
         for part in self.tiles.parts(sources, tiles, column):
@@ -118,4 +118,5 @@ def compile_config(config: Config):
         fake_sources(config),
         any_tensor(cutlass.Int32, 1, 4),
         any_tensor(Float32, 0, 4),
+        any_tensor(Float32, 1, 4) if PRODUCERS[config.producer].weighted else None,
     )

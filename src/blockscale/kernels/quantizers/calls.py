@@ -7,7 +7,7 @@ from torch import Tensor
 from ...formats import Format
 from ..common.gpu import Gpu
 from ..common.runtime import describe, gpu_of
-from .config import Request
+from .config import PRODUCERS, Request
 from .dequantize_plan import (
     DequantizeCall,
     DequantizePlan,
@@ -42,6 +42,7 @@ def quantize(
     *,
     global_scale: Tensor | None = None,
     offsets: Tensor | None = None,
+    gather: Tensor | None = None,
     others: tuple[Tensor, ...] = (),
     gpu: Gpu | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
@@ -55,6 +56,7 @@ def quantize(
         offsets: int32 (groups,), the end of each expert's rows: scales along rows lie as
             ``layouts.Grouped`` says (except compact ones), blocks along columns start anew in each
             group.
+        gather: int32 (R,), the row of ``x`` that each row is; one that ``x`` has not is NaN.
         others: what the producer of ``request`` takes beside ``x``.
         gpu: to choose the kernel for where ``x`` is on a CPU, for the emulator.
 
@@ -62,17 +64,20 @@ def quantize(
     gives a reason, and ValueError for a missing ``global_scale``.
     """
     groups = None if offsets is None else offsets.shape[0]
-    if request.grouped is not (groups is not None):
-        request = request._replace(grouped=groups is not None)
+    rows = None if gather is None else gather.shape[0]
+    if request.grouped is not (groups is not None) or request.gather is not (rows is not None):
+        request = request._replace(grouped=groups is not None, gather=rows is not None)
+    inputs, weights = _divided(x, others, request.producer)
     plan = plan_quantize(
-        tuple(map(describe, (x, *others))),
+        tuple(map(describe, inputs)),
         x.device,
         gpu or gpu_of(x.device),
         request,
         global_scale is not None,
         groups,
+        rows,
     )
-    written = plan.quantize((x, *others), global_scale, offsets)
+    written = plan.quantize(inputs, global_scale, offsets, gather, weights)
     # shaped while the kernel runs
     return [output.shaped(*written[output.first : output.first + 2]) for output in plan.outputs]
 
@@ -87,6 +92,17 @@ def global_scale(
 ) -> Tensor:
     """``reference.global_scale`` of ``x``, or of what ``producer`` makes of it: an fp32 scalar."""
     asked = Request(format.name, producer=producer)
-    inputs = tuple(map(describe, (x, *others)))
-    plan = plan_amax(inputs, x.device, gpu or gpu_of(x.device), asked)
-    return plan.global_scale((x, *others))
+    inputs, weights = _divided(x, others, producer)
+    plan = plan_amax(tuple(map(describe, inputs)), x.device, gpu or gpu_of(x.device), asked)
+    return plan.global_scale(inputs, weights[0])
+
+
+def _divided(
+    x: Tensor, others: tuple[Tensor, ...], producer: str
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, Tensor | None]]:
+    """The matrices that a producer takes; the weights of rows, and where their sums go."""
+    if not others:
+        return (x,), (None, None)
+    count = PRODUCERS[producer].inputs - 1
+    weights, sums, *_ = *others[count:], None, None
+    return (x, *others[:count]), (weights, sums)

@@ -67,8 +67,8 @@ class Columns:
         return memory.allocate_array(cutlass.Uint32, count, byte_alignment=16).toint()
 
     @cute.jit
-    def __call__(self, tiles, memory, parts, targets, maxima, rows, width, made):
-        """Quantize the parts of a tile. ``memory`` is where ``tiles`` are, ``targets`` where each
+    def __call__(self, tiles, loaded, parts, targets, maxima, rows, width, made):
+        """Quantize the parts of a tile. ``loaded`` is what ``tiles`` made, ``targets`` where each
         part goes, ``rows`` which rows of the tensor they are, ``width`` how many columns it has.
         ``made``: parts are in memory.
         """
@@ -91,7 +91,7 @@ class Columns:
             states = [None] * len(parts)
             for j in range_constexpr(lanes):
                 start = first + j * row_bytes
-                found = tiles.fetch(memory, start, order, keep=True, made=made)
+                found = tiles.fetch(loaded, start, order, keep=True, made=made)
                 for k in range_constexpr(len(parts)):
                     if const_expr(self.also is not None):
                         where = row + j, column

@@ -16,6 +16,7 @@ from ..common.spec import Spec, specify
 
 __all__ = [
     "BAND",
+    "DOT",
     "PANEL",
     "PRODUCERS",
     "AmaxConfig",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
+DOT = 64  # columns of a row whose products make one partial sum
 BAND = 32  # rows that a warp takes at once along columns
 _TILE = 128 * 128  # elements that a CTA takes
 _FEW_ROWS = 16
@@ -38,16 +40,24 @@ _SMALL = 6 << 10  # room for scales, barrier, table, and what the system takes o
 class Producer:
     """Where a tile comes from: ``sources`` tiles of the same size become ``parts``, which lie
     side by side in the tensor that is quantized.
+
+    Attributes:
+        inputs: matrices that sources are of: x, which is cut where it has several, and others.
+        weighted: rows have weights.
     """
 
     sources: int
     parts: int
+    inputs: int = 1
+    weighted: bool = False
 
 
 PRODUCERS = {
     "load": Producer(1, 1),
     "swiglu": Producer(2, 1),  # gate, up -> their product
-    "swiglu_backward": Producer(3, 2),  # gate, up, gradient -> gradients of gate and up
+    "swiglu_backward": Producer(3, 2, 2),  # gate, up, gradient -> gradients of gate and up
+    "weighted_swiglu": Producer(2, 1, 1, weighted=True),
+    "weighted_swiglu_backward": Producer(3, 2, 2, weighted=True),
 }
 
 
@@ -62,9 +72,11 @@ class Request(NamedTuple):
         nonfinite: "propagate" or "te".
         producer: what is quantized. "load": x; "swiglu": ``reference.swiglu`` (M, H) of x (M, 2H),
             which is gate and up; "swiglu_backward": ``reference.swiglu_backward`` (M, 2H) of x and
-            of another input, the gradient (M, H).
+            of another input, the gradient (M, H). "weighted_" ones take weights (M,) fp32 last;
+            the backward then a matrix for what ``reference.weight_sums`` gives, too.
         grouped: the rows belong to experts.
         k_major: data along columns is stored column by column, as 4-bit data always is.
+        gather: what is quantized are rows of x in another order.
     """
 
     format: str
@@ -75,6 +87,7 @@ class Request(NamedTuple):
     producer: str = "load"
     grouped: bool = False
     k_major: bool = False
+    gather: bool = False
 
     @property
     def fmt(self) -> Format:
@@ -99,7 +112,9 @@ class Config:
         loaded_rows: of them that are there at all.
         warps: of a block.
         resident: blocks on a multiprocessor at once, at most; 0 for as many as fit.
-        tma: the tile is loaded by TMA; else by plain loads, an element at a time.
+        gather: its rows are those of the source that a tensor on the device names.
+        aligned: the tile is loaded by TMA, or by cp.async, 16 bytes at a time, where rows are
+            gathered; else by plain loads, an element at a time.
         column_store: bytes of a store of column-wise data: 16 or 1, of 4-bit data 16 or 8.
         scale_stores: bytes of a store of scales, for each of ``axes``.
     """
@@ -119,7 +134,8 @@ class Config:
     loaded_rows: int
     warps: int
     resident: int
-    tma: bool
+    gather: bool
+    aligned: bool
     column_store: int
     scale_stores: tuple[int, ...]
 
@@ -186,7 +202,7 @@ def choose_config(
     request: Request,
     gpu: Gpu = GPUS["sm_90a"],
 ) -> Config:
-    """The kernel for matrices of ``shape``.
+    """The kernel that quantizes matrices of ``shape``, or makes them of such.
 
     ``sources`` has for each of the producer's inputs the address of its first element and the
     distance between its rows, both in bytes: TMA wants multiples of 16.
@@ -216,7 +232,8 @@ def choose_config(
         loaded_rows=_FEW_ROWS if few else rows,
         warps=warps,
         resident=resident,
-        tma=all(address % 16 == 0 and apart % 16 == 0 for address, apart in sources),
+        gather=request.gather,
+        aligned=all(address % 16 == 0 and apart % 16 == 0 for address, apart in sources),
         column_store=_column_store(shape, request),
         scale_stores=tuple(
             _scale_store(shape, columns, format, axis, layout)

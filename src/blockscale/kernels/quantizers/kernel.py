@@ -9,7 +9,7 @@ and after a barrier all threads copy them out.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, cute, range_constexpr
 
 from ...formats import GROUP_TILE, get_format, padded_groups
 from ..common import ptx
@@ -24,7 +24,7 @@ from .packed import PackedColumns
 from .pieces import Pieces
 from .rows import Rows
 from .scales import staging
-from .tile import Tiles
+from .tile import Loaded, Tiles
 
 __all__ = ["Quantizer", "compile_config", "fake_sources"]
 
@@ -61,21 +61,23 @@ class Quantizer:
                 self.columns[axis] = Columns(config, self.encoder, block, place, self.rows, turned)
 
     @cute.jit
-    def __call__(
-        self, sources, row_data, row_scale, column_data, column_scale, global_scale, offsets, stream
-    ):
-        """Launch. ``sources`` (M, K) each; data (rows, bytes), if turned (columns, bytes); scales
-        in any shape; None for an axis that is not asked for; ``global_scale`` () fp32 and
-        ``offsets`` (groups,) int32, or None.
+    def __call__(self, sources, outputs, global_scale, offsets, of_rows, stream):
+        """Launch. ``sources`` (M, K) each. ``outputs``: data (rows, bytes) and scales in any shape
+        along rows, then along columns, data there (columns, bytes) if turned; None for an axis that
+        is not asked for. Or None, too: ``global_scale`` () fp32, ``offsets`` (groups,) int32, and
+        ``of_rows``: (rows,) int32 to gather, weights (M,) fp32, and for their gradients partial
+        sums (columns / 64, M) fp32.
         """
         config = self.config
         atoms, views = self.tiles.descriptors(sources)
         rows, columns = sources[0].shape
+        if const_expr(config.gather):
+            rows = _of_rows(config, of_rows)[0].shape[0]
         down = cute.ceil_div(rows, config.tile_rows)
         if const_expr(config.grouped):
             down = tile_count(rows, offsets.shape[0])
-        outputs = {-1: (row_data, row_scale), -2: (column_data, column_scale)}
-        self.kernel(atoms, views, sources, outputs, global_scale, offsets).launch(
+        outputs = {-1: outputs[:2], -2: outputs[2:]}
+        self.kernel(atoms, views, sources, outputs, global_scale, offsets, of_rows).launch(
             grid=(
                 cute.ceil_div(columns, config.tile_columns),
                 cutlass.min(down, _DEEP),
@@ -87,12 +89,15 @@ class Quantizer:
         )
 
     @cute.kernel
-    def kernel(self, atoms, views, sources, outputs, global_scale, offsets):
+    def kernel(self, atoms, views, sources, outputs, global_scale, offsets, of_rows):
         config = self.config
         pdl_wait()
         across, down, layer = cute.arch.block_idx()
         down = layer * _DEEP + down
+        indices, weights, sums = _of_rows(config, of_rows)
         m, k = sources[0].shape
+        if const_expr(config.gather):
+            m = indices.shape[0]
         row, column = down * config.tile_rows, across * config.tile_columns
         if const_expr(config.grouped):
             rows = find_rows(down, offsets, m)
@@ -119,12 +124,13 @@ class Quantizer:
                     clear(address, place.nbytes, config.threads)
 
         to = {axis: [(each, outputs[axis][0]) for each in staged[axis]] for axis in config.axes}
-        loading = sources, atoms, views, tiles, barrier, rows, column
+        loading = sources, atoms, views, tiles, barrier, rows, column, indices
+        loaded = Loaded(tiles, rows, column, weights, sums)
         if const_expr(config.grouped):
             if rows.start < rows.stop:
-                self.quantize(loading, parts, to, maxima, table, global_scale)
+                self.quantize(loading, loaded, parts, to, maxima, table, global_scale)
         else:
-            self.quantize(loading, parts, to, maxima, table, global_scale)
+            self.quantize(loading, loaded, parts, to, maxima, table, global_scale)
         cute.arch.sync_threads()
         self.write_scales(parts, staged, outputs, rows, (m, k * len(parts)), offsets)
         if const_expr(config.grouped and config.turned):
@@ -134,12 +140,12 @@ class Quantizer:
                         self.pieces.copy(part, outputs[-2][0], tile * GROUP_TILE, made=False)
 
     @cute.jit
-    def quantize(self, loading, parts, outputs, maxima, table, global_scale):
+    def quantize(self, loading, loaded, parts, outputs, maxima, table, global_scale):
         """Load a tile and quantize its ``parts``; ``outputs`` has, for each axis and part, a
         scale's address in shared memory and data in global memory.
         """
         config, encoder = self.config, self.encoder
-        sources, _, _, tiles, barrier, rows, _ = loading
+        sources, barrier, rows = loading[0], loading[4], loaded.rows
         self.tiles.start(*loading)
         encode_scale = None
         if const_expr(encoder.has_table):
@@ -147,17 +153,17 @@ class Quantizer:
             cute.arch.sync_threads()
         self.tiles.wait(barrier)
         if const_expr(config.grouped):  # what was not loaded, and what is another expert's
-            self.tiles.clear(tiles, rows.stop - rows.start)
+            self.tiles.clear(loaded.tiles, rows.stop - rows.start)
         made = self.packed is not None
         if const_expr(made):
-            self.tiles.produce(tiles)
+            self.tiles.produce(loaded)
         if const_expr(self.rows is not None and not self.columns):
-            self.rows(self.tiles, tiles, parts, outputs[-1], rows, encode_scale, table, made)
+            self.rows(self.tiles, loaded, parts, outputs[-1], rows, encode_scale, table, made)
         width = sources[0].shape[1] * len(parts)
         for axis, along in self.columns.items():
             row_outputs = outputs.get(-1, [None] * len(parts))
             targets = [Target(*pair) for pair in zip(outputs[axis], row_outputs, strict=True)]
-            along(self.tiles, tiles, parts, targets, maxima, rows, width, made)
+            along(self.tiles, loaded, parts, targets, maxima, rows, width, made)
             made = True
         if const_expr(self.packed is not None):
             for part, output in zip(parts, outputs[-2], strict=True):
@@ -210,7 +216,22 @@ class Quantizer:
 def fake_sources(config: Config) -> tuple:
     """Sources of any shape, as the compiler needs them."""
     count = PRODUCERS[config.producer].sources
-    return tuple(any_source(config.dtype, config.tma) for _ in range(count))
+    return tuple(any_source(config.dtype, config.aligned) for _ in range(count))
+
+
+def _any_of_rows(config: Config) -> tuple | None:
+    """What the kernel takes of rows: a tuple of those that there are, or None."""
+    producer = PRODUCERS[config.producer]
+    kinds = [(Int32, 1)] * config.gather + [(Float32, 1)] * producer.weighted
+    kinds += [(Float32, 2)] * (producer.weighted and producer.parts > 1)
+    return tuple(any_tensor(kind, rank, 4) for kind, rank in kinds) or None
+
+
+def _of_rows(config: Config, given: tuple | None) -> list:
+    """Indices, weights and partial sums of what ``_any_of_rows`` has; None for those it has not."""
+    given = list(given or ())
+    indices = given.pop(0) if config.gather else None
+    return [indices, *given, None, None][:3]
 
 
 def compile_config(config: Config):
@@ -226,7 +247,8 @@ def compile_config(config: Config):
         config.arch,
         quantizer,
         fake_sources(config),
-        *outputs,
-        any_tensor(cutlass.Float32, 0, 4) if quantizer.encoder.has_table else None,
+        tuple(outputs),
+        any_tensor(Float32, 0, 4) if quantizer.encoder.has_table else None,
         any_tensor(Int32, 1, 4) if config.grouped else None,
+        _any_of_rows(config),
     )

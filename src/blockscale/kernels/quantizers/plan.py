@@ -42,23 +42,30 @@ class QuantizePlan:
         )
 
     def quantize(
-        self, inputs: tuple[Tensor, ...], global_scale: Tensor | None, offsets: Tensor | None
+        self,
+        inputs: tuple[Tensor, ...],
+        global_scale: Tensor | None,
+        offsets: Tensor | None = None,
+        gather: Tensor | None = None,
+        weights: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> list[Any]:
         """Data and scales along rows, then along columns, as the kernel writes them: matrices that
-        ``outputs`` shape; None where an axis is not asked for."""
+        ``outputs`` shape; None where an axis is not asked for. ``weights``: of rows, and where
+        sums go."""
         written: list[Any] = [None] * 4
         for output in self.outputs:
             written[output.first] = torch.empty_like(output.data)
             written[output.first + 1] = torch.empty_like(output.scale)
         offsets = offsets if self.grouped else None
-        self.run(self.sources(*inputs), *written, global_scale, offsets)
+        of_rows = tuple(x for x in (gather, *weights) if x is not None) or None
+        self.run(self.sources(*inputs), tuple(written), global_scale, offsets, of_rows)
         return written
 
-    def global_scale(self, inputs: tuple[Tensor, ...]) -> Tensor:
+    def global_scale(self, inputs: tuple[Tensor, ...], weights: Tensor | None = None) -> Tensor:
         """An fp32 scalar."""
         partials = inputs[0].new_empty(self.tiles, dtype=torch.int32)
         scale = inputs[0].new_empty((), dtype=torch.float32)
-        self.run(self.sources(*inputs), partials, scale)
+        self.run(self.sources(*inputs), partials, scale, weights)
         return scale
 
 
@@ -83,7 +90,8 @@ def _unsupported(
         return f"x is on {device}: the kernels run on CUDA devices"
     format, axes, layouts = request.fmt, request.axes, request.layouts
     compact = set(layouts) == {"compact"}
-    matrix = request.producer != "load" or request.grouped or not compact or -2 in axes
+    matrix = request.producer != "load" or request.grouped or request.gather
+    matrix = matrix or not compact or -2 in axes
     if len(shape) > 2 and matrix:
         return f"x has shape {tuple(shape)}: the kernels take matrices, or rows with compact scales"
     if len(shape) > 2 and shape[-2] % format.block[0]:
@@ -97,7 +105,7 @@ def _unsupported(
         return f"x has strides {stride}: not contiguous in the last dimension"
     if as_matrix(shape, stride) is None:
         return f"x has strides {stride}: its rows do not lie at equal distances"
-    if request.producer == "swiglu_backward" and shape[-1] % (2 * PANEL):
+    if PRODUCERS[request.producer].parts > 1 and shape[-1] % (2 * PANEL):
         return f"x has shape {tuple(shape)}: half of its columns are no multiple of {PANEL}"
     if request.grouped and -2 in axes and format.block[0] > 1:
         return f"format {format.name} along axis -2: groups would cut its blocks"
@@ -126,16 +134,20 @@ def plan_quantize(
     gpu: Gpu | None,
     request: Request,
     has_global_scale: bool,
-    groups: int | None,
+    groups: int | None = None,
+    rows: int | None = None,
 ) -> QuantizePlan:
-    """The plan of a call of ``quantize``: of ``x`` and the other ``inputs`` of its producer."""
+    """The plan of a call of ``quantize``: of ``x`` and the other ``inputs`` of its producer, or of
+    ``rows`` that are gathered."""
     shape = _check(inputs, device, gpu, request)
+    if rows is not None:
+        shape = (rows, *shape[1:])
     assert gpu is not None  # else it is not supported
     if request.fmt.has_global_scale and not has_global_scale:
         raise ValueError(f"global_scale: {request.format} needs one")
     # offsets change neither data nor compact scales along rows
     grouped = request.grouped and (-2 in request.axes or set(request.layouts) != {"compact"})
-    config, views = _choose(inputs, request._replace(grouped=grouped), gpu)
+    config, views = _choose(inputs, request._replace(grouped=grouped), gpu, rows)
     groups = groups if grouped else None
     return QuantizePlan(
         run=gpu.load(config),
@@ -173,12 +185,14 @@ def _check(
         reason = _unsupported(shape, stride, dtype, device, given, gpu)
         if reason:
             raise Unsupported(reason)
-    halved = request.producer == "swiglu"
+    halved = PRODUCERS[request.producer].sources == 2
     return (*x[0][:-1], x[0][-1] // 2) if halved else tuple(x[0])
 
 
-def _choose(inputs: tuple[Described, ...], request: Request, gpu: Gpu) -> tuple[Config, Any]:
-    """The kernel, and views of its sources."""
+def _choose(
+    inputs: tuple[Described, ...], request: Request, gpu: Gpu, gathered: int | None = None
+) -> tuple[Config, Any]:
+    """The kernel, for so many rows that are ``gathered``, and views of its sources."""
     dtype = inputs[0][2]
     found: list[tuple[int, tuple[Any, Any, int]]] = []
     for i, (shape, stride, _, _) in enumerate(inputs):
@@ -192,7 +206,9 @@ def _choose(inputs: tuple[Described, ...], request: Request, gpu: Gpu) -> tuple[
         (inputs[i][3] + offset * dtype.itemsize, apart[0] * dtype.itemsize)
         for i, (_, apart, offset) in found
     ]
-    config = choose_config(found[0][1][0], sources, from_torch(dtype), request, gpu)
+    rows, columns = found[0][1][0]
+    matrices = rows if gathered is None else gathered, columns
+    config = choose_config(matrices, sources, from_torch(dtype), request, gpu)
     whole = all(
         (view[0], view[1]) == (tuple(tensor[0]), tensor[1])
         for (_, view), tensor in zip(found, inputs, strict=False)

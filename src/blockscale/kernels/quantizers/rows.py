@@ -24,8 +24,8 @@ class Rows:
         self.block_size = block_size
 
     @cute.jit
-    def __call__(self, tiles, memory, parts, outputs, rows, encode_scale, table, made):
-        """Quantize the parts of a tile. ``memory`` is where ``tiles`` are, ``outputs`` a scale's
+    def __call__(self, tiles, loaded, parts, outputs, rows, encode_scale, table, made):
+        """Quantize the parts of a tile. ``loaded`` is what ``tiles`` made, ``outputs`` a scale's
         address in shared memory and data in global memory for each part, ``rows`` which rows of
         the tensor they are. ``made``: parts are in memory.
         """
@@ -38,7 +38,7 @@ class Rows:
             strip = i * step + thread // STRIP_LANES
             row, panel = strip % config.loaded_rows, strip // config.loaded_rows
             offset = (strip * PANEL + column) * config.dtype.itemsize
-            found = tiles.fetch(memory, offset, order, made=made)
+            found = tiles.fetch(loaded, offset, order, made=made)
             for j in range_constexpr(len(parts)):
                 where = row, panel * PANEL + column
                 self.strip(parts[j], found[j], where, outputs[j], rows, encode_scale, table, order)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """A tile of each source in shared memory, and the tiles that a producer makes of them.
 
-A CTA loads its tiles by one wait on TMA, as panels of 128 columns. A tile hangs over
-the edges of its matrix: it reads zeros there, whose scales and elements are the padding.
+A CTA loads its tiles by one wait on TMA, as panels of 128 columns, or gathers their rows. A tile
+hangs over the edges of its matrix: it reads zeros there, whose scales and elements are the padding.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr, select_
 from cutlass.cute.nvgpu import cpasync
 
 from ..common import ptx
 from ..common.numeric import NUMERIC
 from ..common.swiglu import PRODUCE
-from .config import PANEL, PRODUCERS, Config
+from .config import DOT, PANEL, PRODUCERS, Config
+from .groups import TileRows
 
-__all__ = ["ELEMENTS", "STRIP_LANES", "Part", "Tiles", "lane_order", "load_words"]
+__all__ = ["ELEMENTS", "STRIP_LANES", "Loaded", "Part", "Tiles", "lane_order", "load_words"]
 
 ELEMENTS = 16  # of one lane at a time
 STRIP_LANES = PANEL // ELEMENTS
+_NAN = 0x7FFF7FFF  # of fp32, and two of half its size
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,24 @@ class Part:
     address: Any
     column: Any
     stop: Any
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a producer makes parts of.
+
+    Attributes:
+        tiles: in shared memory, one of each source.
+        rows, column: which rows of the tensor, and from which column on, they are.
+        weights: (M,) fp32 of rows, for producers that are weighted.
+        sums: (partial sums, M) fp32, where the weights' gradients go, for those that have any.
+    """
+
+    tiles: list
+    rows: TileRows
+    column: Any
+    weights: Any = None
+    sums: Any = None
 
 
 def lane_order(config: Config, lane):
@@ -68,7 +88,7 @@ class Tiles:
     def descriptors(self, sources) -> tuple[list, list]:
         """On the host: TMA atoms and tensors of ``sources``; Nones where TMA cannot load them."""
         config = self.config
-        if not config.tma:
+        if not config.aligned or config.gather:
             return [None] * len(sources), [None] * len(sources)
         box = (config.box_rows, PANEL)
         layout = cute.make_layout(box, stride=(PANEL, 1))
@@ -89,10 +109,12 @@ class Tiles:
         return tiles, memory.allocate_array(cutlass.Int64, 1)
 
     @cute.jit
-    def start(self, sources, atoms, views, tiles, barrier, rows, column):
+    def start(self, sources, atoms, views, tiles, barrier, rows, column, indices=None):
         """Start to load the tiles of ``rows`` from ``column`` on. All threads meet in here."""
         config, start = self.config, (rows.start, column)
-        if const_expr(config.tma):
+        if const_expr(config.aligned and config.gather):
+            self.gather(sources[0], indices, tiles[0].iterator.toint(), rows, column)
+        elif const_expr(config.aligned):
             thread = cute.arch.thread_idx()[0]
             if thread == 0:
                 cute.arch.mbarrier_init(barrier, 1)
@@ -112,7 +134,7 @@ class Tiles:
                             self.copy(atoms[i], views[i], tiles[i], barrier, start, box)
         else:
             for i in range_constexpr(self.shape.sources):
-                self.load(sources[i], tiles[i].iterator.toint(), start)
+                self.load(sources[i], tiles[i].iterator.toint(), rows, column, indices)
             cute.arch.sync_threads()
 
     @cute.jit
@@ -134,24 +156,75 @@ class Tiles:
             cute.copy(atom, piece, shared, tma_bar_ptr=barrier)
 
     @cute.jit
-    def load(self, x, address, start):
-        """Load a tile an element at a time: for strides and addresses that TMA cannot take."""
+    def gather(self, x, indices, address, rows, column):
+        """Start to copy a tile's rows from where ``indices`` say they are, 16 bytes a thread."""
+        config, size = self.config, self.config.dtype.itemsize
+        chunk = 16 // size
+        lanes = PANEL // chunk
+        base, pitch = x.iterator.toint(), Int64(x.stride[0]) * size
+        thread = cute.arch.thread_idx()[0]
+        across, step = thread % lanes * chunk, config.threads // lanes
+        count = config.loaded_rows * config.panels // step
+        strips = [i * step + thread // lanes for i in range(count)]
+        # all of them first: a copy waits for its index
+        found = [
+            self.source_row(indices, rows.start + strip % config.loaded_rows, rows.stop, x.shape[0])
+            for strip in strips
+        ]
+        for strip, (row, known) in zip(strips, found, strict=True):
+            first = column + strip // config.loaded_rows * PANEL + across
+            nbytes = cutlass.max(cutlass.min((x.shape[1] - first) * size, Int32(16)), Int32(0))
+            target = address + (strip * PANEL + across) * size
+            nbytes = Int32(select_(row >= 0, nbytes, Int32(0)))
+            first = Int32(select_(nbytes > 0, first, Int32(0)))
+            source = base + Int64(cutlass.max(row, Int32(0))) * pitch + first * size
+            self.copy_async(target, source, nbytes, known)
+
+    @cute.jit
+    def copy_async(self, target, source, nbytes, known):
+        """Start to copy 16 bytes, of which ``nbytes`` are there and others zero; NaNs, instead, of
+        a row that is not ``known``."""
+        if known:
+            ptx.copy_async(target, source, nbytes)
+        else:
+            ptx.store_shared(target, [Uint32(_NAN)] * 4, 16)
+
+    @cute.jit
+    def source_row(self, indices, row, stop, rows):
+        """Where row ``row`` lies among ``rows`` of a source, -1 from ``stop`` on; and whether it
+        lies anywhere."""
+        found = Int32(-1)
+        if row < stop:
+            found = Int32(ptx.load_global(indices.iterator.toint() + Int64(row) * 4, 4))
+        known = (found >= 0 and found < rows) or row >= stop
+        return Int32(select_(known, found, Int32(-1))), known
+
+    @cute.jit
+    def load(self, x, address, rows, start, indices):
+        """Load a tile an element at a time: for strides and addresses that are not aligned."""
         config, size = self.config, self.config.dtype.itemsize
         base, stride = x.iterator.toint(), Int64(x.stride[0])
         thread = cute.arch.thread_idx()[0]
         for i in range(config.loaded_rows * config.tile_columns // config.threads):
             index = i * config.threads + thread
             strip = index // PANEL
-            row = start[0] + strip % config.loaded_rows
-            column = start[1] + strip // config.loaded_rows * PANEL + index % PANEL
+            row = rows.start + strip % config.loaded_rows
+            column = start + strip // config.loaded_rows * PANEL + index % PANEL
             value = Uint32(0)
+            if const_expr(config.gather):
+                row, known = self.source_row(indices, row, rows.stop, x.shape[0])
+                value = Uint32(select_(known, value, Uint32(_NAN)))
+                row = Int32(select_(row >= 0, row, x.shape[0]))
             if row < x.shape[0] and column < x.shape[1]:
                 value = ptx.load_global(base + (row * stride + column) * size, size)
             ptx.store_shared(address + index * size, [value], size)
 
     @cute.jit
     def wait(self, barrier):
-        if const_expr(self.config.tma):
+        if const_expr(self.config.aligned and self.config.gather):
+            ptx.wait_async()
+            cute.arch.sync_threads()
+        elif const_expr(self.config.aligned):
             cute.arch.mbarrier_wait(barrier, 0)
 
     def parts(self, sources, tiles, column) -> list[Part]:
@@ -164,18 +237,26 @@ class Tiles:
             for i in range(self.shape.parts)
         ]
 
-    def fetch(self, tiles, offset, order=None, keep: bool = False, made: bool = False) -> list:
+    def fetch(self, loaded, offset, order=None, keep: bool = False, made: bool = False) -> list:
         """16 elements of each part, as words, ``offset`` bytes into the tile, in the lane's
         ``order``. ``keep``: put them there, too, where a producer makes them; ``made``: it did so
         before.
         """
-        itemsize = self.config.dtype.itemsize
-        addresses = [tile.iterator.toint() + offset for tile in tiles]
-        if made or self.config.producer == "load":
+        config, itemsize = self.config, self.config.dtype.itemsize
+        addresses = [tile.iterator.toint() + offset for tile in loaded.tiles]
+        if made or config.producer == "load":
             return [load_words(addresses[i], itemsize, order) for i in range(self.shape.parts)]
         words = [load_words(address, itemsize, order) for address in addresses]
-        blackwell = self.config.arch.startswith("sm_10")
-        parts = PRODUCE[self.config.producer](words, self.config.dtype, blackwell)
+        blackwell, weight, where = config.arch.startswith("sm_10"), None, None
+        if self.shape.weighted:
+            strip = offset // (PANEL * itemsize)
+            where = loaded.rows.start + strip % config.loaded_rows
+            weight = self.weight(loaded.weights, where, loaded.rows.stop)
+        parts, products = PRODUCE[config.producer](words, config.dtype, blackwell, weight)
+        if products is not None and loaded.sums is not None:
+            within = strip // config.loaded_rows * PANEL + offset // itemsize % PANEL
+            where = (loaded.column + within) // DOT, where
+            self.add_up(products, loaded.sums, where, loaded.rows.stop)
         if keep:
             for part, address in zip(parts, addresses, strict=False):
                 for i in range(0, len(part), 4):
@@ -184,7 +265,28 @@ class Tiles:
         return parts
 
     @cute.jit
-    def produce(self, tiles):
+    def weight(self, weights, row, stop):
+        """That of a row; one from ``stop`` on, where there are zeros."""
+        weight = Float32(1.0)
+        if row < stop:
+            weight = ptx.load_global_float(weights.iterator.toint() + Int64(row) * 4)
+        return weight
+
+    @cute.jit
+    def add_up(self, products, sums, where, stop):
+        """Add up products of 64 columns, 16 of each lane, by a binary tree of neighbours."""
+        piece, row = where
+        while const_expr(len(products) > 1):
+            products = [ptx.add(*products[i : i + 2]) for i in range(0, len(products), 2)]
+        total = products[0]
+        for distance in (1, 2):
+            total = ptx.add(total, cute.arch.shuffle_sync_bfly(total, distance))
+        if cute.arch.lane_idx() % (DOT // ELEMENTS) == 0 and row < stop and piece < sums.shape[0]:
+            target = sums.iterator.toint() + (Int64(piece) * sums.shape[1] + row) * 4
+            ptx.store_global(target, [total.bitcast(Uint32)], 4)
+
+    @cute.jit
+    def produce(self, loaded):
         """Replace the first of the tiles by all that the producer makes. All threads meet here."""
         config = self.config
         if const_expr(config.producer != "load"):
@@ -193,7 +295,7 @@ class Tiles:
             order = lane_order(config, thread % STRIP_LANES)
             for i in range_constexpr(config.loaded_rows * config.tile_columns // step):
                 offset = (i * config.threads + thread) * ELEMENTS * config.dtype.itemsize
-                self.fetch(tiles, offset, order, keep=True)
+                self.fetch(loaded, offset, order, keep=True)
             cute.arch.sync_threads()
 
     @cute.jit

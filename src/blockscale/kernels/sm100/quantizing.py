@@ -94,7 +94,7 @@ class QuantizingEpilogue(Epilogue):
         made = []
         for j in range(0, SUBTILE_N, _SWIGLU_COLUMNS):
             some = [half[j : j + _SWIGLU_COLUMNS] for half in halves]
-            made += PRODUCE["swiglu"](some, _FP32, True)[0]
+            made += PRODUCE["swiglu"](some, _FP32, True)[0][0]
         return made
 
     def quantize(self, values: list) -> tuple:

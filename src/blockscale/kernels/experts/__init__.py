@@ -1,0 +1,1 @@
+"""What layers of experts need beside quantizers and products, by kernels written in CuTe DSL."""

@@ -1,0 +1,170 @@
+"""What the products of groups read: rows as they are, gathered, or made by an activation.
+
+Each is quantized from one read of what it is made of, with one rounding more than the values have:
+none of it exists in high precision where every product that reads it is quantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..fused import swiglu_backward_quantize, swiglu_quantize
+from ..ops.operand_layout import operand_layout
+from ..quantize import quantize, quantize_both
+from .gated import GatedActivation
+from .recipe import Recipe
+
+__all__ = ["Activated", "ActivatedBackward", "Operands", "Rows", "Source", "operands"]
+
+#: Which products read the rows and the columns of what a recipe has a format for.
+_READ_BY = {"activations": ("fprop", "wgrad"), "gradients": ("dgrad", "wgrad")}
+
+
+class Operands(NamedTuple):
+    """A matrix as products read its rows and its columns: quantized, or plain; None: not made.
+
+    ``of_weights`` (R,): the gradient of weights of rows, which making them gives, too, if it does.
+    """
+
+    rows: Any
+    columns: Any
+    of_weights: Tensor | None = None
+
+
+class Source(Protocol):
+    """Rows (R, K), and the gradient of their weights, or None."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def values(self) -> tuple[Tensor, Tensor | None]: ...
+
+    def quantize(
+        self, axes: tuple[int, ...], format: str, **how: Any
+    ) -> tuple[tuple[Any, ...], Tensor | None]:
+        """Along each of ``axes``; ``how``: arguments of :func:`blockscale.quantize`."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of ``x``: all of them, or those that ``gather`` names."""
+
+    x: Tensor
+    gather: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def values(self) -> tuple[Tensor, None]:
+        return self.x if self.gather is None else self.x[self.gather], None
+
+    def quantize(
+        self, axes: tuple[int, ...], format: str, **how: Any
+    ) -> tuple[tuple[Any, ...], None]:
+        x, how["gather"] = self.x.contiguous(), self.gather
+        if len(axes) == 2:
+            return quantize_both(x, format, **how), None
+        return (quantize(x, format, axes[0], **how),), None
+
+
+@dataclass(frozen=True)
+class Activated:
+    """``activation(h)``, times ``weights`` (R,) of its rows, if there are some."""
+
+    activation: GatedActivation
+    h: Tensor
+    weights: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.h.device
+
+    def values(self) -> tuple[Tensor, None]:
+        if self.weights is None:
+            return self.activation(self.h), None
+        return self.activation.weighted(self.h, self.weights), None
+
+    def quantize(
+        self, axes: tuple[int, ...], format: str, **how: Any
+    ) -> tuple[tuple[Any, ...], None]:
+        if not self.activation.is_fused:
+            return Rows(self.values()[0]).quantize(axes, format, **how)
+        return swiglu_quantize(self.h, format, axes=axes, weights=self.weights, **how), None
+
+
+@dataclass(frozen=True)
+class ActivatedBackward:
+    """The gradient of ``h``, from ``grad``, that of ``Activated``, and that of its weights."""
+
+    activation: GatedActivation
+    grad: Tensor
+    h: Tensor
+    weights: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.h.device
+
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        return self.activation.weighted_backward(self.grad, self.h, self.weights)
+
+    def quantize(
+        self, axes: tuple[int, ...], format: str, **how: Any
+    ) -> tuple[tuple[Any, ...], Tensor | None]:
+        if not self.activation.is_fused:
+            values, of_weights = self.values()
+            return Rows(values).quantize(axes, format, **how)[0], of_weights
+        *made, of_weights = swiglu_backward_quantize(
+            self.grad, self.h, format, axes=axes, weights=self.weights, **how
+        )
+        return tuple(made), of_weights
+
+
+def operands(
+    source: Source,
+    recipe: Recipe | None,
+    role: str,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool = False,
+    columns: bool = False,
+) -> Operands:
+    """What is asked for of ``source`` (R, K), the ``role`` of which is "activations" or
+    "gradients".
+
+    Blocks along columns begin anew in each group. What a product reads that is not quantized is in
+    ``dtype``.
+    """
+    asked = rows, columns
+    quantized = [
+        want and recipe is not None and product not in recipe.high_precision
+        for want, product in zip(asked, _READ_BY[role], strict=True)
+    ]
+    made: list[Any] = [None, None]
+    of_weights = None
+    if list(asked) != quantized:
+        values, of_weights = source.values()
+        for i in range(2):
+            if asked[i] and not quantized[i]:
+                made[i] = values.to(dtype)
+    if recipe is not None and any(quantized):
+        axes = tuple(axis for axis, low in zip((-1, -2), quantized, strict=True) if low)
+        name = recipe.format_of(role).name
+        tensors, of_weights = source.quantize(
+            axes,
+            name,
+            scale_rounding=recipe.scale_rounding,
+            layout=operand_layout(name, source.device).layout,
+            pad=True,
+            offsets=offsets,
+            k_major=-2 in axes,
+        )
+        for axis, tensor in zip(axes, tensors, strict=True):
+            made[axis == -2] = tensor
+    return Operands(made[0], made[1], of_weights)
