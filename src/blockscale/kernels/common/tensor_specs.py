@@ -26,8 +26,9 @@ _MATRICES = ("compact", "sm90", "packed")  # layouts whose scales are stored wit
 def any_tensor(dtype, rank: int, align: int, spaced: bool = False):
     """A tensor of any shape, ``align`` bytes aligned; ``spaced``: each of its rows is, too."""
     sizes = tuple(cute.sym_int32() for _ in range(rank))
-    apart = cute.sym_int64(divisibility=align * 8 // dtype.width if spaced else 1)
-    return make_fake_tensor(dtype, sizes, (apart, 1)[2 - rank :], assumed_align=align)
+    unit = align * 8 // dtype.width if spaced else 1
+    strides = (*(cute.sym_int64(divisibility=unit) for _ in range(rank - 1)), 1)[:rank]
+    return make_fake_tensor(dtype, sizes, strides, assumed_align=align)
 
 
 def any_strided(dtype, rank: int, align: int):
@@ -37,17 +38,18 @@ def any_strided(dtype, rank: int, align: int):
     return make_fake_tensor(dtype, sizes, strides, assumed_align=align)
 
 
-def any_source(dtype: np.dtype, aligned: bool):
-    """A matrix of values; ``aligned``: each of its rows starts at a multiple of 16 bytes."""
-    return any_tensor(NUMERIC[dtype], 2, 16 if aligned else dtype.itemsize, aligned)
+def any_source(dtype: np.dtype, aligned: bool, batched: bool = False):
+    """A matrix of values, or a batch of them; ``aligned``: each of its rows starts at a multiple of
+    16 bytes."""
+    return any_tensor(NUMERIC[dtype], 2 + batched, 16 if aligned else dtype.itemsize, aligned)
 
 
-def any_outputs(format: Format, layout: str) -> list:
-    """Data, and scales in ``layout``."""
+def any_outputs(format: Format, layout: str, batched: bool = False) -> list:
+    """Data, and scales in ``layout``; of each matrix of a batch, if it is ``batched``."""
     scale = cutlass.Int32 if layout == "packed" else _SCALES[format.scale.nbytes]
     return [
-        any_tensor(_ELEMENTS[format.element.numpy_dtype], 2, 16),
-        any_tensor(scale, 1 + (layout in _MATRICES), 16),
+        any_tensor(_ELEMENTS[format.element.numpy_dtype], 2 + batched, 16),
+        any_tensor(scale, 1 + (layout in _MATRICES) + batched, 16),
     ]
 
 

@@ -15,7 +15,7 @@ from ..common.tensor_specs import any_tensor, compile_for
 from .config import PRODUCERS, Config
 from .groups import TileRows
 from .kernel import fake_sources
-from .tile import ELEMENTS, STRIP_LANES, Loaded, Tiles, lane_order, load_words
+from .tile import ELEMENTS, STRIP_LANES, Loaded, Loading, Tiles, lane_order, load_words
 
 __all__ = ["Amax", "compile_config"]
 
@@ -59,9 +59,10 @@ class Amax:
         tiles, barrier = self.tiles.allocate(memory)
         found = memory.allocate_array(cutlass.Uint32, config.warps, byte_alignment=16).toint()
         rows = TileRows(row, sources[0].shape[0], None, None, None)
-        self.tiles.start(sources, atoms, views, tiles, barrier, rows, column)
+        loaded = Loaded(tiles, rows, column, weights)
+        self.tiles.start(Loading(sources, atoms, views, barrier), loaded)
         self.tiles.wait(barrier)
-        self.tiles.produce(Loaded(tiles, rows, column, weights))
+        self.tiles.produce(loaded)
         states = []
         order = lane_order(config, thread % STRIP_LANES)
         for part in self.tiles.parts(sources, tiles, column):

@@ -113,6 +113,7 @@ class Config:
         warps: of a block.
         resident: blocks on a multiprocessor at once, at most; 0 for as many as fit.
         gather: its rows are those of the source that a tensor on the device names.
+        batched: there is a batch of matrices, each of which begins with a tile.
         aligned: the tile is loaded by TMA, or by cp.async, 16 bytes at a time, where rows are
             gathered; else by plain loads, an element at a time.
         column_store: bytes of a store of column-wise data: 16 or 1, of 4-bit data 16 or 8.
@@ -135,6 +136,7 @@ class Config:
     warps: int
     resident: int
     gather: bool
+    batched: bool
     aligned: bool
     column_store: int
     scale_stores: tuple[int, ...]
@@ -201,14 +203,18 @@ def choose_config(
     dtype: np.dtype,
     request: Request,
     gpu: Gpu = GPUS["sm_90a"],
+    batch: int = 0,
 ) -> Config:
-    """The kernel that quantizes matrices of ``shape``, or makes them of such.
+    """The kernel that quantizes matrices of ``shape``, or makes them of such; ``batch``: so many at
+    once.
 
     ``sources`` has for each of the producer's inputs the address of its first element and the
     distance between its rows, both in bytes: TMA wants multiples of 16.
     """
     format, axes, layouts = request.fmt, request.axes, request.layouts
-    plain = request.producer == "load" and not request.grouped and format.block[0] == 1
+    plain = (
+        request.producer == "load" and not batch and not request.grouped and format.block[0] == 1
+    )
     few = plain and -2 not in axes and shape[0] <= _FEW_ROWS
     rows, columns = (GROUP_TILE, PANEL) if few else _tile(shape, request, gpu.arch)
     eight, resident = _occupancy(request, gpu.arch)
@@ -233,6 +239,7 @@ def choose_config(
         warps=warps,
         resident=resident,
         gather=request.gather,
+        batched=batch > 0,
         aligned=all(address % 16 == 0 and apart % 16 == 0 for address, apart in sources),
         column_store=_column_store(shape, request),
         scale_stores=tuple(

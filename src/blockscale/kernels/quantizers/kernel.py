@@ -24,7 +24,7 @@ from .packed import PackedColumns
 from .pieces import Pieces
 from .rows import Rows
 from .scales import staging
-from .tile import Loaded, Tiles
+from .tile import Loaded, Loading, Tiles
 
 __all__ = ["Quantizer", "compile_config", "fake_sources"]
 
@@ -70,10 +70,12 @@ class Quantizer:
         """
         config = self.config
         atoms, views = self.tiles.descriptors(sources)
-        rows, columns = sources[0].shape
+        rows, columns = sources[0].shape[-2:]
         if const_expr(config.gather):
             rows = _of_rows(config, of_rows)[0].shape[0]
         down = cute.ceil_div(rows, config.tile_rows)
+        if const_expr(config.batched):
+            down = down * sources[0].shape[0]
         if const_expr(config.grouped):
             down = tile_count(rows, offsets.shape[0])
         outputs = {-1: outputs[:2], -2: outputs[2:]}
@@ -95,6 +97,15 @@ class Quantizer:
         across, down, layer = cute.arch.block_idx()
         down = layer * _DEEP + down
         indices, weights, sums = _of_rows(config, of_rows)
+        matrix = None
+        if const_expr(config.batched):
+            tiles = cute.ceil_div(sources[0].shape[1], config.tile_rows)
+            matrix, down = down // tiles, down % tiles
+            sources = [x[(matrix, None, None)] for x in sources]
+            outputs = {
+                axis: [None if x is None else x[(matrix, None, None)] for x in each]
+                for axis, each in outputs.items()
+            }
         m, k = sources[0].shape
         if const_expr(config.gather):
             m = indices.shape[0]
@@ -124,7 +135,7 @@ class Quantizer:
                     clear(address, place.nbytes, config.threads)
 
         to = {axis: [(each, outputs[axis][0]) for each in staged[axis]] for axis in config.axes}
-        loading = sources, atoms, views, tiles, barrier, rows, column, indices
+        loading = Loading(sources, atoms, views, barrier, indices, matrix)
         loaded = Loaded(tiles, rows, column, weights, sums)
         if const_expr(config.grouped):
             if rows.start < rows.stop:
@@ -145,13 +156,13 @@ class Quantizer:
         scale's address in shared memory and data in global memory.
         """
         config, encoder = self.config, self.encoder
-        sources, barrier, rows = loading[0], loading[4], loaded.rows
-        self.tiles.start(*loading)
+        rows = loaded.rows
+        self.tiles.start(loading, loaded)
         encode_scale = None
         if const_expr(encoder.has_table):
             encode_scale = encoder.prepare(global_scale, table, config.threads)
             cute.arch.sync_threads()
-        self.tiles.wait(barrier)
+        self.tiles.wait(loading.barrier)
         if const_expr(config.grouped):  # what was not loaded, and what is another expert's
             self.tiles.clear(loaded.tiles, rows.stop - rows.start)
         made = self.packed is not None
@@ -159,7 +170,7 @@ class Quantizer:
             self.tiles.produce(loaded)
         if const_expr(self.rows is not None and not self.columns):
             self.rows(self.tiles, loaded, parts, outputs[-1], rows, encode_scale, table, made)
-        width = sources[0].shape[1] * len(parts)
+        width = loading.sources[0].shape[1] * len(parts)
         for axis, along in self.columns.items():
             row_outputs = outputs.get(-1, [None] * len(parts))
             targets = [Target(*pair) for pair in zip(outputs[axis], row_outputs, strict=True)]
@@ -216,7 +227,7 @@ class Quantizer:
 def fake_sources(config: Config) -> tuple:
     """Sources of any shape, as the compiler needs them."""
     count = PRODUCERS[config.producer].sources
-    return tuple(any_source(config.dtype, config.aligned) for _ in range(count))
+    return tuple(any_source(config.dtype, config.aligned, config.batched) for _ in range(count))
 
 
 def _any_of_rows(config: Config) -> tuple | None:
@@ -240,7 +251,7 @@ def compile_config(config: Config):
     for axis in (-1, -2):
         if axis in config.axes:
             layout = config.layouts[config.axes.index(axis)]
-            outputs += any_outputs(quantizer.format, layout)
+            outputs += any_outputs(quantizer.format, layout, config.batched)
         else:
             outputs += [None, None]
     return compile_for(

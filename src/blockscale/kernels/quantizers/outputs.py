@@ -31,9 +31,10 @@ class Output:
     turned: bool  # data is stored column by column
 
     def shaped(self, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        data = data.mT if self.turned else data
         if len(self.data_shape) != 2:
             data, scale = data.view(self.data_shape), scale.view(self.scale_shape)
-        return data.mT if self.turned else data, scale
+        return data, scale
 
 
 def choose_output(
@@ -44,9 +45,10 @@ def choose_output(
     device: torch.device,
     groups: int | None,
     k_major: bool = False,
+    batched: bool = False,
 ) -> Output:
     """What becomes of a tensor of ``shape``; ``groups``: whose rows are so many experts';
-    ``k_major``: as :func:`blockscale.quantize` takes it.
+    ``k_major``: as :func:`blockscale.quantize` takes it; ``batched``: matrix by matrix.
     """
     k_groups = groups if groups is not None and axis == -2 else 0
     data = format.data_shape(shape, axis, k_groups, k_major)
@@ -62,14 +64,24 @@ def choose_output(
             if grouped
             else where.stored_shape(outer)
         )
-    flat = stored if len(shape) == 2 else (math.prod(scale[:-1]), scale[-1])
     turned = format.turned(axis, k_major)
-    matrix = (math.prod(data[:-1]), data[-1])
+    flat, lines = stored, data
+    if batched:
+        count = math.prod(shape[:-2])
+        flat, lines = (count, *scale[-2:]), (count, *data[-2:])
+    elif len(shape) != 2:
+        flat, lines = (_flat(each) for each in (scale, data))
+    lines = (*lines[:-2], *lines[:-3:-1]) if turned else lines
     return Output(
         first=2 * (axis == -2),
-        data=template(matrix[::-1] if turned else matrix, format.element.dtype, device),
+        data=template(lines, format.element.dtype, device),
         data_shape=data,
         scale=template(flat, where.stored_dtype(kept), device),
         scale_shape=stored,
         turned=turned,
     )
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """All dimensions but the last taken as one."""
+    return math.prod(shape[:-1]), shape[-1]

@@ -90,20 +90,17 @@ def _unsupported(
         return f"x is on {device}: the kernels run on CUDA devices"
     format, axes, layouts = request.fmt, request.axes, request.layouts
     compact = set(layouts) == {"compact"}
-    matrix = request.producer != "load" or request.grouped or request.gather
-    matrix = matrix or not compact or -2 in axes
+    matrix = request.producer != "load" or request.grouped or request.gather or not compact
     if len(shape) > 2 and matrix:
-        return f"x has shape {tuple(shape)}: the kernels take matrices, or rows with compact scales"
-    if len(shape) > 2 and shape[-2] % format.block[0]:
-        return (
-            f"x has shape {tuple(shape)}: blocks of {format.block[0]} rows would reach from one "
-            "matrix into the next; quantize them one by one and torch.stack the results"
-        )
-    if len(shape) < 2 and matrix:
+        return f"x has shape {tuple(shape)}: the kernels take matrices, or compact scales of more"
+    if len(shape) < 2 and (matrix or -2 in axes):
         return f"x has shape {tuple(shape)}: blocks along columns need a matrix"
     if stride[-1] != 1 and shape[-1] > 1:
         return f"x has strides {stride}: not contiguous in the last dimension"
-    if as_matrix(shape, stride) is None:
+    if _is_batch(shape, request):
+        if as_matrix(shape[:-1], stride[:-1]) is None:
+            return f"x has strides {stride}: its matrices do not lie at equal distances"
+    elif as_matrix(shape, stride) is None:
         return f"x has strides {stride}: its rows do not lie at equal distances"
     if PRODUCERS[request.producer].parts > 1 and shape[-1] % (2 * PANEL):
         return f"x has shape {tuple(shape)}: half of its columns are no multiple of {PANEL}"
@@ -125,6 +122,22 @@ def as_matrix(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int, in
         rows, apart = rows * n, apart if rows > 1 else step
     columns = shape[-1]
     return rows, columns, apart if rows > 1 else -(-columns // 16) * 16
+
+
+def _is_batch(shape: Sequence[int], request: Request) -> bool:
+    """Whether blocks must not reach from one matrix into the next."""
+    return len(shape) > 2 and (-2 in request.axes or shape[-2] % request.fmt.block[0] > 0)
+
+
+def _as_batch(
+    shape: Sequence[int], stride: Sequence[int]
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Shape and strides with all dimensions but the last two taken as one."""
+    found = as_matrix(shape[:-1], stride[:-1])
+    assert found is not None  # else it is not supported
+    matrices, rows, far = found
+    columns, apart = shape[-1], stride[-2] if shape[-2] > 1 else -(-shape[-1] // 16) * 16
+    return (matrices, rows, columns), (far if matrices > 1 else rows * apart, apart, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -153,7 +166,11 @@ def plan_quantize(
         run=gpu.load(config),
         views=views,
         outputs=tuple(
-            choose_output(shape, request.fmt, axis, layout, device, groups, request.k_major)
+            choose_output(
+                *(shape, request.fmt, axis, layout, device, groups),
+                k_major=request.k_major,
+                batched=config.batched,
+            )
             for axis, layout in zip(request.axes, request.layouts, strict=True)
         ),
         grouped=grouped,
@@ -193,7 +210,15 @@ def _choose(
     inputs: tuple[Described, ...], request: Request, gpu: Gpu, gathered: int | None = None
 ) -> tuple[Config, Any]:
     """The kernel, for so many rows that are ``gathered``, and views of its sources."""
-    dtype = inputs[0][2]
+    (shape, stride, dtype, address), *_ = inputs
+    if _is_batch(shape, request):
+        batch = _as_batch(shape, stride)
+        (count, rows, columns), strides = batch
+        sources = [(address, step * dtype.itemsize) for step in strides[:2]]
+        given = sources, from_torch(dtype), request, gpu
+        config = choose_config((rows, columns), *given, batch=count)
+        same = (tuple(shape), tuple(stride)) == batch
+        return config, None if same else ((0, (*batch, 0)),)
     found: list[tuple[int, tuple[Any, Any, int]]] = []
     for i, (shape, stride, _, _) in enumerate(inputs):
         matrix = as_matrix(shape, stride)

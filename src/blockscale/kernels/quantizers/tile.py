@@ -20,7 +20,16 @@ from ..common.swiglu import PRODUCE
 from .config import DOT, PANEL, PRODUCERS, Config
 from .groups import TileRows
 
-__all__ = ["ELEMENTS", "STRIP_LANES", "Loaded", "Part", "Tiles", "lane_order", "load_words"]
+__all__ = [
+    "ELEMENTS",
+    "STRIP_LANES",
+    "Loaded",
+    "Loading",
+    "Part",
+    "Tiles",
+    "lane_order",
+    "load_words",
+]
 
 ELEMENTS = 16  # of one lane at a time
 STRIP_LANES = PANEL // ELEMENTS
@@ -36,6 +45,26 @@ class Part:
     address: Any
     column: Any
     stop: Any
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What tiles are loaded from.
+
+    Attributes:
+        sources: in global memory.
+        atoms, views: of them, as ``Tiles.descriptors`` made them.
+        barrier: an mbarrier, for TMA.
+        indices: (rows,) int32, the rows that are gathered, if they are.
+        matrix: which one of a batch, if it is one.
+    """
+
+    sources: Any
+    atoms: Any
+    views: Any
+    barrier: Any
+    indices: Any = None
+    matrix: Any = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +122,10 @@ class Tiles:
         box = (config.box_rows, PANEL)
         layout = cute.make_layout(box, stride=(PANEL, 1))
         op = cpasync.CopyBulkTensorTileG2SOp()
+        if config.batched:  # rows and columns first
+            sources = [
+                cute.make_tensor(x.iterator, cute.select(x.layout, [1, 2, 0])) for x in sources
+            ]
         pairs = [cpasync.make_tiled_tma_atom(op, x, layout, box) for x in sources]
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
@@ -109,11 +142,12 @@ class Tiles:
         return tiles, memory.allocate_array(cutlass.Int64, 1)
 
     @cute.jit
-    def start(self, sources, atoms, views, tiles, barrier, rows, column, indices=None):
-        """Start to load the tiles of ``rows`` from ``column`` on. All threads meet in here."""
-        config, start = self.config, (rows.start, column)
+    def start(self, loading, loaded):
+        """Start to load the tiles of ``loaded``. All threads meet in here."""
+        config, sources, barrier = self.config, loading.sources, loading.barrier
+        tiles, rows, column = loaded.tiles, loaded.rows, loaded.column
         if const_expr(config.aligned and config.gather):
-            self.gather(sources[0], indices, tiles[0].iterator.toint(), rows, column)
+            self.gather(sources[0], loading.indices, tiles[0].iterator.toint(), rows, column)
         elif const_expr(config.aligned):
             thread = cute.arch.thread_idx()[0]
             if thread == 0:
@@ -131,29 +165,33 @@ class Tiles:
                 for i in range_constexpr(self.shape.sources):
                     for box in range_constexpr(config.loaded_rows // config.box_rows):
                         if const_expr(not config.grouped) or box < boxes:
-                            self.copy(atoms[i], views[i], tiles[i], barrier, start, box)
+                            self.copy(i, box, loading, loaded)
         else:
             for i in range_constexpr(self.shape.sources):
-                self.load(sources[i], tiles[i].iterator.toint(), rows, column, indices)
+                self.load(sources[i], tiles[i].iterator.toint(), rows, column, loading.indices)
             cute.arch.sync_threads()
 
     @cute.jit
-    def copy(self, atom, view, tile, barrier, start, box: cutlass.Constexpr):
-        """Load box ``box`` of each panel of a tile by TMA."""
+    def copy(self, i: cutlass.Constexpr, box: cutlass.Constexpr, loading, loaded):
+        """Load box ``box`` of each panel of tile ``i`` by TMA."""
         shape = (self.config.box_rows, PANEL)
-        row = box * self.config.box_rows
+        row, column = loaded.rows.start + box * self.config.box_rows, loaded.column
+        atom, tile = loading.atoms[i], loaded.tiles[i]
         for panel in range_constexpr(self.config.panels):
             # the row need not be a multiple of the box's: experts start anywhere
-            moved = cute.domain_offset((start[0] + row, start[1] + panel * PANEL), view)
+            at, first = (row, column + panel * PANEL), (0, 0)
+            if const_expr(self.config.batched):
+                at, first = (*at, loading.matrix), (0, 0, 0)
+            moved = cute.domain_offset(at, loading.views[i])
             target = cute.local_tile(tile[(None, None, panel)], shape, (box, 0))
             shared, piece = cpasync.tma_partition(
                 atom,
                 0,
                 cute.make_layout(1),
                 cute.group_modes(target, 0, 2),
-                cute.group_modes(cute.local_tile(moved, shape, (0, 0)), 0, 2),
+                cute.group_modes(cute.local_tile(moved, shape, first), 0, 2),
             )
-            cute.copy(atom, piece, shared, tma_bar_ptr=barrier)
+            cute.copy(atom, piece, shared, tma_bar_ptr=loading.barrier)
 
     @cute.jit
     def gather(self, x, indices, address, rows, column):
