@@ -79,7 +79,7 @@ class Kernels:
                 where, lines = get_layout(layout), scale if axis == -1 else scale.mT
                 scale = (
                     where.swizzle(lines)
-                    if offsets is None
+                    if offsets is None or not where.spreads
                     else Grouped(where).swizzle(lines, offsets)
                 )
             results.append((data, scale))

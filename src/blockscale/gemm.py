@@ -243,7 +243,8 @@ def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
     """An operand as the ops take it."""
     if not isinstance(x, ScaledTensor):
         return x, None, None, None, "compact", x.shape
-    direct = x.layout_name in _READ and (x.offsets is None or x.k_grouped)
+    together = x.offsets is None or x.k_grouped or not x.scale_layout.spreads
+    direct = x.layout_name in _READ and together
     return (
         as_bytes(x.qdata),
         x.qscale if direct else x.compact_bytes(),

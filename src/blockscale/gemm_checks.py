@@ -238,7 +238,7 @@ def _check_tiles(a: Tensor, offsets: Tensor) -> None:
 
 def _in_tiles(a: Tensor) -> TypeGuard[ScaledTensor]:
     """Whether the scales of each group of rows begin with a tile of their own."""
-    return isinstance(a, ScaledTensor) and a.offsets is not None and a.layout_name != "compact"
+    return isinstance(a, ScaledTensor) and a.offsets is not None and a.scale_layout.spreads
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:

@@ -56,8 +56,8 @@ def quantize(
         offsets: int32 (groups,), ascending: the end of each expert's rows (dimension -2). With
             ``axis=-2`` blocks start anew in each group (no padding needed), and groups are moved
             apart to tiles of 128 (docs/layouts.md), but for 8-bit data that is not ``k_major``;
-            with ``axis=-1`` the scales of each group start on a 128-row tile in every layout but
-            compact.
+            with ``axis=-1`` the scales of each group start on a 128-row tile in layouts of tiles
+            (tcgen05, packed), and stay where they are in others.
         gather: int32 (R,), quantize rows ``x[gather]`` of a matrix, as
             :attr:`blockscale.Routing.tokens` names them, from one read of these; a default global
             scale is that of all of ``x``. On a GPU a number that no row of ``x`` has makes a row of

@@ -53,7 +53,7 @@ def stored_parts(
     scale = fmt.scale_shape(shape, axis, k_groups)
     if layout != "compact":
         matrix = (scale[0], scale[1]) if axis == -1 else (scale[1], scale[0])
-        if groups is None or k_grouped:
+        if groups is None or k_grouped or not where.spreads:
             scale = where.stored_shape(matrix)
         else:
             scale = Grouped(where).stored_shape(matrix, groups)

@@ -91,7 +91,7 @@ def expected(
     if layout == "compact":
         return data, scale
     matrix, where = scale if axis == -1 else scale.mT, get_layout(layout)
-    if offsets is not None and axis == -1:
+    if offsets is not None and axis == -1 and where.spreads:
         return data, Grouped(where).swizzle(matrix, offsets)
     return data, where.swizzle(matrix)
 

@@ -43,6 +43,7 @@ class Layout:
     pad: ClassVar[tuple[int, int]] = (1, 1)  # to multiples of these
     swapped: ClassVar[tuple[int, int]] = (0, 0)
     flat: ClassVar[bool] = False  # stored with one dimension
+    spreads: ClassVar[bool] = True  # groups of rows, as ``Grouped`` does; else they stay together
     word: ClassVar[np.dtype | None] = None  # that holds the scales of the innermost axis
     sentence: ClassVar[str]
 

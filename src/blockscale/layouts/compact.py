@@ -17,6 +17,7 @@ class Compact(Layout):
 
     name: ClassVar[str] = "compact"
     itemsize: ClassVar[tuple[int, ...]] = (1, 4)
+    spreads: ClassVar[bool] = False
     sentence: ClassVar[str] = "row-major, one scale a block, no padding"
 
     def swizzle(self, scale: Array) -> Array:

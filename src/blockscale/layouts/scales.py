@@ -15,13 +15,16 @@ __all__ = ["swizzle_scale", "unswizzle_scale"]
 def swizzle_scale(scale: Array, axis: int, layout: Layout, offsets: Array | None) -> Array:
     """Compact scales of a tensor blocked along ``axis``, as ``layout`` stores them.
 
-    ``offsets``: the end of each group of rows, where each starts on a tile of its own.
+    ``offsets``: the end of each group of rows, where each starts on a tile of its own, if the
+    layout spreads them.
     Raises ValueError unless there is one matrix of them, of a size that the layout can hold.
     """
     if layout.name == "compact":
         return scale
     matrix = scale if axis == -1 else scale.mT
-    return layout.swizzle(matrix) if offsets is None else Grouped(layout).swizzle(matrix, offsets)
+    if offsets is None or not layout.spreads:
+        return layout.swizzle(matrix)
+    return Grouped(layout).swizzle(matrix, offsets)
 
 
 def unswizzle_scale(
@@ -36,7 +39,7 @@ def unswizzle_scale(
     if layout.name == "compact":
         return stored
     rows, blocks = shape if axis == -1 else reversed(shape)
-    if offsets is None:
+    if offsets is None or not layout.spreads:
         matrix = layout.unswizzle(stored, (rows, blocks), dtype)
     else:
         matrix = Grouped(layout).unswizzle(stored, (rows, blocks), dtype, offsets)

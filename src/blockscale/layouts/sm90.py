@@ -25,6 +25,7 @@ class Sm90(Layout):
 
     name: ClassVar[str] = "sm90"
     itemsize: ClassVar[tuple[int, ...]] = (4,)
+    spreads: ClassVar[bool] = False
     pad: ClassVar[tuple[int, int]] = (_ALIGN, 1)
     swapped: ClassVar[tuple[int, int]] = (0, 1)
     sentence: ClassVar[str] = "fp32, MN-major (one row of the buffer a K block), " + (

@@ -31,7 +31,7 @@ def empty(
     where = get_layout(layout)
     stored = (
         where.stored_shape(matrix)
-        if offsets is None or axis == -2
+        if offsets is None or axis == -2 or not where.spreads
         else Grouped(where).stored_shape(matrix, groups)
     )
     return data, x.new_empty(stored, dtype=where.stored_dtype(scale_dtype))

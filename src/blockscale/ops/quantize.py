@@ -44,8 +44,8 @@ def quantize(
     With ``gather``, of rows of ``x``. With ``offsets``, axis -2 has blocks that start anew in each
     group, axis -1 scales that ``layouts.Grouped`` places.
     """
-    if axis == -1 and layout == "compact":
-        offsets = None  # groups of rows move no compact scale
+    if axis == -1 and not get_layout(layout).spreads:
+        offsets = None  # groups of rows move no scale
     if backend != "reference":
         grouped = offsets is not None
         asked = quantizers.Request(

@@ -170,7 +170,7 @@ class Config:
     @property
     def spread(self) -> bool:
         """Whether scales along rows start on a new tile for each expert."""
-        return self.grouped and -1 in self.axes and self.layouts[0] != "compact"
+        return self.grouped and -1 in self.axes and get_layout(self.layouts[0]).spreads
 
     @property
     def panels(self) -> int:
@@ -243,7 +243,7 @@ def choose_config(
         aligned=all(address % 16 == 0 and apart % 16 == 0 for address, apart in sources),
         column_store=_column_store(shape, request),
         scale_stores=tuple(
-            _scale_store(shape, columns, format, axis, layout)
+            _scale_store(shape, columns, request, axis, layout)
             for axis, layout in zip(axes, layouts, strict=True)
         ),
     )
@@ -313,8 +313,13 @@ def _column_store(shape: tuple[int, int], request: Request) -> int:
     return 16 if shape[1] % 16 == 0 else 1
 
 
-def _scale_store(shape: tuple[int, int], tile: int, format: Format, axis: int, layout: str) -> int:
+def _scale_store(
+    shape: tuple[int, int], tile: int, request: Request, axis: int, layout: str
+) -> int:
     """The widest store that divides a line of scales, of the matrix and of ``tile`` columns."""
+    format = request.fmt
+    if request.grouped and axis == -1 and layout == "sm90":
+        return format.scale.nbytes  # rows of an expert may begin anywhere in a line
     if layout != "compact":
         return 16
     columns = format.block[1] if axis == -1 else format.block[0]  # of a scale

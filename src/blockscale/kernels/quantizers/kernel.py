@@ -193,9 +193,16 @@ class Quantizer:
                 stop = scale_rows(m, offsets.shape[0])
             elif const_expr(config.grouped):
                 start, stop = rows.start, rows.stop
+            count = None
+            together = config.grouped and not config.spread and config.layouts[0] != "compact"
+            if const_expr(together):  # rows lie side by side, those of other experts beside them
+                stop, count = m, rows.stop - rows.start
+            place, scale = self.stagings[-1], outputs[-1][1]
             for part, address in zip(parts, staged[-1], strict=True):
                 first, extent = (start, part.column // size), (stop, cute.ceil_div(width, size))
-                self.stagings[-1].copy(address, outputs[-1][1], first, extent, config.threads)
+                place.copy(address, scale, first, extent, config.threads, count)
+                if const_expr(together):
+                    place.clear_padding(scale, first, extent, rows.start < m and rows.stop == m)
         if const_expr(-2 in config.axes):
             stored = m
             if const_expr(config.grouped):

@@ -58,7 +58,7 @@ def choose_output(
     kept = torch.uint8 if format.scale.nbytes == 1 else kept
     stored: tuple[int, ...] = scale
     if layout != "compact":
-        grouped = groups is not None and axis == -1
+        grouped = groups is not None and axis == -1 and where.spreads
         stored = (
             Grouped(where).stored_shape(outer, groups or 0)
             if grouped

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import from_torch
+from ...layouts import get_layout
 from ..common.gpu import Gpu, Unsupported
 from ..common.runtime import FLOATS, Described, gpu_of, missing
 from .config import PANEL, PRODUCERS, Config, Request, choose_config, why_not
@@ -158,8 +159,9 @@ def plan_quantize(
     assert gpu is not None  # else it is not supported
     if request.fmt.has_global_scale and not has_global_scale:
         raise ValueError(f"global_scale: {request.format} needs one")
-    # offsets change neither data nor compact scales along rows
-    grouped = request.grouped and (-2 in request.axes or set(request.layouts) != {"compact"})
+    # offsets change data along columns, and scales along rows in some layouts
+    spread = any(get_layout(layout).spreads for layout in request.layouts)
+    grouped = request.grouped and (-2 in request.axes or spread)
     config, views = _choose(inputs, request._replace(grouped=grouped), gpu, rows)
     groups = groups if grouped else None
     return QuantizePlan(

@@ -62,7 +62,8 @@ class Rows:
         amax = encoder.amax(state)
         code, reciprocal = encoder.scale(amax, encode_scale, table)
         if const_expr(place.pad > 1 or config.spread):  # padding is zero
-            code = select_(rows.start + row < rows.scale_stop, code, Uint32(0))
+            last = rows.scale_stop if const_expr(config.spread or not config.grouped) else rows.stop
+            code = select_(rows.start + row < last, code, Uint32(0))
         if column // ELEMENTS % lanes == 0:
             target = staged + place.place(row, column // self.block_size)
             ptx.store_shared(target, [code], place.itemsize)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import cutlass
-from cutlass import Int32, Int64, cute, range_constexpr, select_
+from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr, select_
 
 from ..common import ptx
 
@@ -57,8 +57,9 @@ class Staging:
         raise NotImplementedError
 
     @cute.jit
-    def copy(self, staged, scale, start, shape, threads: cutlass.Constexpr):
-        """Copy the scales from shared memory at ``staged`` to ``scale``, by all ``threads``."""
+    def copy(self, staged, scale, start, shape, threads: cutlass.Constexpr, count=None):
+        """Copy the scales from shared memory at ``staged`` to ``scale``, by all ``threads``: of
+        ``count`` outer indices at most, where lines lie along them."""
         thread = cute.arch.thread_idx()[0]
         total = self.nbytes // self.vector
         for i in range_constexpr(cute.ceil_div(total, threads)):
@@ -67,6 +68,8 @@ class Staging:
                 position = index * self.vector
                 line, within = position // self.line_bytes, position % self.line_bytes
                 offset, valid = self.line(line, start, shape)
+                if const_expr(count is not None):
+                    valid = cutlass.min(valid, count * self.itemsize)
                 if within < valid:
                     words = ptx.load_shared(staged + position, self.vector)
                     target = scale.iterator.toint() + offset + within
@@ -109,6 +112,16 @@ class _BlockMajor(Staging):
 
 class _Sm90(_BlockMajor):
     pad = 4  # with zeros
+
+    @cute.jit
+    def clear_padding(self, scale, start, shape, is_last):
+        """Set what follows the last outer index to zero, of the blocks of the tile that has it."""
+        thread = cute.arch.thread_idx()[0]
+        length = (shape[0] + (self.pad - 1)) & -self.pad
+        outer, block = shape[0] + thread // self.blocks, start[1] + thread % self.blocks
+        if is_last and outer < length and block < shape[1]:
+            address = scale.iterator.toint() + (Int64(block) * length + outer) * self.itemsize
+            ptx.store_global(address, [Uint32(0)], self.itemsize)
 
 
 class Packed(Staging):
