@@ -295,6 +295,43 @@ def test_what_is_kept():
     assert [tuple(t.shape) for t in own] == [(tokens * top_k, 2 * I)]
 
 
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_bytes_kept_of_a_token(top_k):
+    """Beside the caller's tokens: the first product, a weight and three integers of each pair."""
+    tokens, recipe = 256, bs.Recipe("mxfp8")
+    routing, (x, weights, up, down, *_) = routed(tokens, top_k, 8), given(tokens, top_k, 8)
+    for saved, each in ((None, 2), ("mxfp8", 1 + 1 / 32)):
+        kept: dict[int, int] = {}
+
+        def keep(t, kept=kept):
+            for part in t._parts().values() if isinstance(t, bs.ScaledTensor) else [t]:
+                kept[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            experts(x, weights, routing, up, down, recipe=recipe, saved_format=saved)
+        for parameter in (up, down):
+            del kept[parameter.untyped_storage().data_ptr()]
+        of_pairs = top_k * (2 * I * each + 2 + 8 + 8)
+        assert sum(kept.values()) == tokens * (2 * H + of_pairs) + 4 * len(routing.offsets)
+
+
+def test_a_saved_format_changes_gradients_alone():
+    routing, operands = routed(60, 2, 4), given(60, 2, 4)
+    recipe = bs.Recipe("mxfp8")
+    y, plain = run(operands, routing, recipe)
+    again, gradients = run(operands, routing, recipe, saved_format="mxfp8")
+    assert torch.equal(again, y)
+    for i, (got, want) in enumerate(zip(gradients, plain, strict=True)):
+        assert (got - want).norm() <= 0.06 * want.norm()
+        assert torch.equal(got, want) == (i == 5)  # that of down_bias needs no activation
+    with torch.no_grad():
+        x, weights, up, down, *_ = operands
+        experts(x, weights, routing, up, down, recipe=recipe, saved_format="mxfp8")
+    with pytest.raises(ValueError, match="saved_format: got 'fp8'"):
+        experts(x, weights, routing, up, down, recipe=recipe, saved_format="fp8")
+
+
 def test_weights_are_reused_where_asked(monkeypatch):
     from blockscale.nn import reuse
 

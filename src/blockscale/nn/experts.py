@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..quantize import quantize
 from ..routing import Routing, combine
+from ..tensor import ScaledTensor
 from . import group_passes
 from .double_backward import refuse_double_backward
 from .gated import SWIGLU, GatedActivation, exact
-from .group_checks import Held, check_experts
+from .group_checks import Held, check_experts, check_saved_format
 from .group_operands import Activated, ActivatedBackward, Rows, Source, operands
 from .output_dtype import output_dtype
 from .recipe import Recipe
@@ -31,6 +33,7 @@ def experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     transposed: bool = False,
+    saved_format: str | None = None,
 ) -> Tensor:
     """``sum_j weights[:, j] * (activation(x @ up[e].T) @ down[e].T)`` of each token's experts e.
 
@@ -50,6 +53,8 @@ def experts(
         activation: between the products.
         up_bias, down_bias: (experts, 2I) and (experts, H), or None.
         transposed: ``up`` is (experts, H, 2I), ``down`` (experts, I, H), as gpt-oss has them.
+        saved_format: what the first product is quantized to until the backward, along its rows:
+            "mxfp8" keeps half the bytes, and rounds gradients once more; None: as it is.
 
     Returns (tokens, H) in the dtype of ``x``, or that of torch.autocast. Until the backward, x and
     the first product (R, 2I) are kept, beside what the caller has: not the second one's result, as
@@ -62,9 +67,10 @@ def experts(
     """
     held = Held(up, down, up_bias, down_bias)
     check_experts(x, weights, routing, held, recipe, transposed)
-    recipe = recipe if x.numel() else None
+    check_saved_format(saved_format)
+    recipe, saved_format = (recipe, saved_format) if x.numel() else (None, None)
     activation = activation if recipe is None else exact(activation)
-    how = _How(recipe, activation, output_dtype(x), transposed)
+    how = _How(recipe, activation, output_dtype(x), transposed, saved_format)
     return _Experts.apply(how, x, weights, *held, *routing)
 
 
@@ -75,6 +81,7 @@ class _How(NamedTuple):
     activation: GatedActivation
     dtype: torch.dtype
     transposed: bool
+    saved_format: str | None
 
 
 class _Experts(torch.autograd.Function):
@@ -100,6 +107,8 @@ class _Experts(torch.autograd.Function):
 
         h = multiply(Rows(x, routing.tokens), up, up_bias)
         y = multiply(Activated(how.activation, h), down, down_bias)
+        if how.saved_format is not None and any(ctx.needs_input_grad):
+            h = quantize(h, how.saved_format, pad=True)
         ctx.save_for_backward(x, weights, *others, h)
         ctx.how = how
         return combine(y, routing.slots, weights, how.dtype)
@@ -119,7 +128,8 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Of x, weights, up, down and the biases."""
     x, weights, up, down, up_bias, down_bias, *routed, h = saved
-    (recipe, activation, dtype, transposed), routing = how, Routing(*routed)
+    (recipe, activation, dtype, transposed, _), routing = how, Routing(*routed)
+    h = h.dequantize(dtype) if isinstance(h, ScaledTensor) else h
     offsets, grad = routing.offsets, grad.to(dtype)
     of_x, of_weights, of_up, of_down, of_up_bias, of_down_bias = needs[:6]
     gradients: list[Tensor | None] = [None] * 6

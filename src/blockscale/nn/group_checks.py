@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import choose
+from ..formats import formats
 from ..routing import Routing
 from ..tensor import ScaledTensor
 from ..tensor_checks import check_is_tensor, check_offsets
@@ -14,7 +16,14 @@ from ..watching import refuse_tangents
 from .linear import check_dtype, check_whole
 from .recipe import Recipe, check_training_recipe
 
-__all__ = ["Held", "check_experts", "check_grouped", "check_plain", "check_recipe_of_groups"]
+__all__ = [
+    "Held",
+    "check_experts",
+    "check_grouped",
+    "check_plain",
+    "check_recipe_of_groups",
+    "check_saved_format",
+]
 
 
 class Held(NamedTuple):
@@ -38,6 +47,12 @@ def check_recipe_of_groups(recipe: Recipe | None) -> None:
                 f"recipe: {recipe} has {role} of {found.name!r}, which cannot be grouped along the "
                 'contraction; choose "mxfp8", "nvfp4", "mxfp4" or "fp8_block"'
             )
+
+
+def check_saved_format(name: str | None) -> None:
+    """ValueError unless what is kept for a backward can be of this format."""
+    if name is not None:
+        choose("saved_format", name, formats)
 
 
 def check_plain(name: str, x: Tensor, recipe: Recipe | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..routing import Routing, route
 from .experts import experts
 from .gated import SWIGLU, GatedActivation
-from .group_checks import check_recipe_of_groups
+from .group_checks import check_recipe_of_groups, check_saved_format
 from .grouped import reset_as_linear
 from .linear import Linear
 from .recipe import Recipe
@@ -34,7 +34,8 @@ class GatedExperts(ForgetsWeights, Unscripted, torch.nn.Module):
         hidden_size, intermediate_size, num_experts: H, I and E of ``gate_up_proj`` (E, 2I, H) and
             ``down_proj`` (E, H, I), each matrix initialized as torch.nn.Linear's.
         bias: ``gate_up_proj_bias`` (E, 2I) and ``down_proj_bias`` (E, H), if there are some.
-        activation, recipe: as of :func:`experts`; :func:`blockscale.convert` changes the recipe.
+        activation, recipe, saved_format: as of :func:`experts`; :func:`blockscale.convert` changes
+            the recipe.
     """
 
     gate_up_proj: Tensor
@@ -53,10 +54,12 @@ class GatedExperts(ForgetsWeights, Unscripted, torch.nn.Module):
         *,
         activation: GatedActivation = SWIGLU,
         recipe: Recipe | None = Recipe(),  # noqa: B008 - a frozen value
+        saved_format: str | None = None,
     ) -> None:
         check_recipe_of_groups(recipe)
+        check_saved_format(saved_format)
         super().__init__()
-        self.activation, self.recipe = activation, recipe
+        self.activation, self.recipe, self.saved_format = activation, recipe, saved_format
         for name, out, into in (
             ("gate_up_proj", 2 * intermediate_size, hidden_size),
             ("down_proj", hidden_size, intermediate_size),
@@ -84,6 +87,7 @@ class GatedExperts(ForgetsWeights, Unscripted, torch.nn.Module):
             activation=self.activation,
             up_bias=self.gate_up_proj_bias,
             down_bias=self.down_proj_bias,
+            saved_format=self.saved_format,
         )
 
     def extra_repr(self) -> str:
@@ -136,6 +140,7 @@ class MoE(Unscripted, torch.nn.Module):
         activation: of the experts; shared ones have SwiGLU.
         bias: experts have biases.
         recipe: of the products of experts; None: not quantized. The router never is.
+        saved_format: of what experts keep until the backward, as of :func:`experts`.
 
     Parameters, with the names that transformers has: ``gate.weight`` (E, H), those of ``experts``,
     which are :class:`GatedExperts`, and of ``shared_experts``: ``gate_proj``, ``up_proj`` and
@@ -161,6 +166,7 @@ class MoE(Unscripted, torch.nn.Module):
         activation: GatedActivation = SWIGLU,
         bias: bool = False,
         recipe: Recipe | None = Recipe(),  # noqa: B008 - a frozen value
+        saved_format: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -169,8 +175,16 @@ class MoE(Unscripted, torch.nn.Module):
         how: Any = {"device": device, "dtype": dtype}
         self.router, self.num_experts = router, num_experts
         self.gate = Gate(hidden_size, num_experts, **how)
-        sizes = hidden_size, intermediate_size, num_experts
-        self.experts = GatedExperts(*sizes, bias, activation=activation, recipe=recipe, **how)
+        self.experts = GatedExperts(
+            hidden_size,
+            intermediate_size,
+            num_experts,
+            bias,
+            activation=activation,
+            recipe=recipe,
+            saved_format=saved_format,
+            **how,
+        )
         self.shared_experts = None
         if shared_size:
             self.shared_experts = SharedExperts(hidden_size, shared_size, recipe, **how)

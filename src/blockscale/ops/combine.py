@@ -10,6 +10,7 @@ from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.experts import calls as experts
 from .backends import fall_back
+from .gemm_operands import detached
 from .operation import operation
 
 __all__ = ["combine"]
@@ -25,9 +26,9 @@ def combine(
 ) -> Tensor:
     """See reference.combine."""
     if gpu_of(y.device) is not None and backend != "reference" and y.numel() and slots.numel():
-        weights = None if weights is None else weights.to(torch.float32)
+        weights = None if weights is None else detached(weights).to(torch.float32)
         try:
-            return experts.combine(y, slots, weights, dtype)
+            return experts.combine(detached(y), slots, weights, dtype)
         except Unsupported as why:
             fall_back("combine", y, backend, str(why))
     return reference.combine(y, slots, weights, dtype)
