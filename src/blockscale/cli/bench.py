@@ -193,6 +193,54 @@ def grouped(
 
 
 @bench.command()
+def moe(
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="Hidden x intermediate x experts x top-k x tokens: 2048x768x128x8x16384,...; "
+            "default: Qwen3-MoE, Mixtral and DeepSeek-V3."
+        ),
+    ] = "",
+    recipe: Annotated[
+        str, typer.Option(help="fp8_block, mxfp8 or nvfp4, or several; default: all.")
+    ] = "",
+    peers: Peers = "none",
+    json: Json = None,
+) -> None:
+    """Measure a layer of experts, forward, and forward and backward, beside torch's bf16.
+
+    Routing and all casts count; then with the weights as they were quantized before. Then each step
+    alone beside its floor, and what a layer costs the host.
+    """
+    from ..bench.host import measure_host
+    from ..bench.moe import RECIPES, SHAPES, Shape, contests, layer_calls, make_layer
+    from ..bench.moe_stages import Stage, measure_stages
+    from ..checks import choose
+
+    _check_outputs(json)
+    names = recipe.split(",") if recipe else list(RECIPES)
+    for name in names:
+        choose("recipe", name, RECIPES)
+    sizes = dict(SHAPES)
+    if shapes:
+        found = parse_sizes("shapes", shapes, "hidden, ...", "2048x768x128x8x16384")
+        sizes = {"x".join(map(str, each)): Shape(*each) for each in found}
+    wanted, timer = _wanted(peers), _need_gpu()
+    rows, absent = _measure(contests(names, sizes, peers=wanted), timer, json)
+    steps = list[Stage]()
+    for model, shape in sizes.items():
+        layer = make_layer(shape, timer.device)
+        for name in names:
+            mine = list(measure_stages(model, layer, shape, name, RECIPES[name], timer))
+            steps += mine
+            output.show_stages(f"{model}, {name}", mine)
+            output.write(json, rows=rows, absent=absent, stages=steps, host=())
+    calls = list(measure_host(layer_calls(names[0], timer.device), f"bs.nn.experts, {names[0]}"))
+    output.show_host(calls)
+    output.write(json, rows=rows, absent=absent, stages=steps, host=calls)
+
+
+@bench.command()
 def linear(
     shapes: Annotated[str, typer.Option(help="Rows x outputs x inputs: 16384x7168x4096,...")] = "",
     recipe: Annotated[str, typer.Option(help="fp8_block or mxfp8; default: both.")] = "",

@@ -16,8 +16,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     from ..bench.contest import Absent, Row
     from ..bench.host import HostCall
+    from ..bench.moe_stages import Stage
 
-__all__ = ["print_lines", "print_table", "show_contests", "show_host", "write"]
+__all__ = ["print_lines", "print_table", "show_contests", "show_host", "show_stages", "write"]
 
 _PACKAGES = ("nvidia-cutlass-dsl", "triton", "torchao", "deep_gemm")
 
@@ -72,6 +73,16 @@ def show_contests(title: str, found: Sequence[Row | Absent]) -> None:
         if isinstance(each, Absent)
     ]
     print_lines(lines)
+
+
+def show_stages(title: str, found: Sequence[Stage]) -> None:
+    cells = []
+    for each in found:
+        share = f"{each.floor / each.microseconds:.2f}" if each.floor else ""
+        floor = f"{each.floor:.1f}" if each.floor else ""
+        cells.append((each.what, f"{each.microseconds:.1f}", floor, share))
+    print_table(title, ("step", "us", "floor, us", "floor / time"), cells, 1)
+    print_lines(())
 
 
 def show_host(calls: Sequence[HostCall]) -> None:
