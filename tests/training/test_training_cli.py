@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
+import os
+import signal
 import sys
+import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -41,10 +47,19 @@ def command(monkeypatch, capsys, tmp_path, small):
 def here(monkeypatch):
     """Runs in this process: a second saved each."""
 
-    def compare(recipes, text, settings, report):
+    def compare(recipes, text, settings, report, folder, stop):
         corpus = Corpus(text, settings.context)
         return [
-            training.train(name, RECIPES[name], seed, corpus, settings, report)
+            training.train(
+                name,
+                RECIPES[name],
+                seed,
+                corpus,
+                settings,
+                report,
+                training.Saves(folder, name, seed),
+                stop,
+            )
             for name in recipes
             for seed in range(settings.seeds)
         ]
@@ -116,6 +131,86 @@ def test_a_run_that_fails_leaves_no_folder(command, monkeypatch, tmp_path):
     assert (code, out) == (2, "")
     assert "No space left" in err
     assert not (tmp_path / "o").exists()
+
+
+def without_times(found):
+    """What does not depend on when it was made."""
+    found = {k: v for k, v in found.items() if k not in ("created", "seconds", "verdict")}
+    for each in [*found["runs"], *found["table"]]:
+        for name in ("seconds", "tokens_per_second"):
+            each.pop(name, None)
+    return found
+
+
+@pytest.fixture
+def stopping(monkeypatch):
+    """``--stop-after`` counts looks instead of minutes, of all runs together."""
+
+    @contextmanager
+    def told(ends):
+        looks = itertools.count(1)
+        yield lambda: ends < math.inf and next(looks) >= 3
+
+    monkeypatch.setattr(sys.modules["blockscale.cli.train"], "_told_to_stop", told)
+
+
+def test_resume(command, here, stopping, tmp_path):
+    """Stopped again and again, runs have the losses that they have in one call."""
+    given = "--recipe", "mxfp8", "--recipe", "bf16", "--moe", "--seeds", 2, "--out", "whole"
+    code, out, _ = command(*given, "--json")
+    assert code == 0
+    whole = json.loads(out)
+    code, out, err = command(*given[:-1], "parts", "--stop-after", 1e-9)
+    assert (code, out) == (0, "")
+    assert "go on with: blockscale train --resume parts" in err
+    for _ in range(20):
+        assert {path.name for path in (tmp_path / "parts").iterdir()} == {"unfinished"}
+        code, out, err = command("--resume", "parts", "--stop-after", 1e-9, "--json")
+        assert code == 0
+        if out:
+            break
+    assert without_times(json.loads(out)) == without_times(whole)
+    assert not (tmp_path / "parts" / "unfinished").exists()
+
+
+def test_resume_in_processes_after_a_signal(command, tmp_path):
+    """Ctrl-C saves, a run that was killed goes on from what it had saved."""
+    given = "--steps", 6, "--seeds", 2, "--recipe", "bf16", "--recipe", "mxfp8"
+    code, out, _ = command(*given, "--json", "--out", "whole")
+    whole = json.loads(out)
+    timer = threading.Timer(5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    code, out, err = command(*given, "--out", "parts", "--json")
+    timer.cancel()
+    if code:  # it was not over before
+        assert code == 130
+        assert "stopping after this step" in err
+        code, out, _ = command("--resume", "parts", "--json")
+    assert code == 0
+    assert without_times(json.loads(out)) == without_times(whole)
+
+
+def test_bad_resume(command, here, stopping, tmp_path):
+    (tmp_path / "own.txt").write_bytes(bytes(range(256)) * 8)
+    command("--recipe", "bf16", "--data", "own.txt", "--out", "parts", "--stop-after", 1e-9)
+    for arguments, message in (
+        (["--resume", "nowhere"], "resume: nowhere has no unfinished runs; "),
+        (["--resume", "parts", "--steps", 3, "--moe"], "resume: is given beside steps, moe; "),
+        (["--out", "parts"], "out: parts holds unfinished runs; go on with --resume parts"),
+        (["--stop-after", 0], "stop-after: got 0; "),
+    ):
+        code, _, err = command(*arguments)
+        assert code == 2
+        assert err.startswith(f"blockscale: {message}")
+    plan = tmp_path / "parts" / "unfinished" / "plan.json"
+    written = plan.read_text()
+    plan.write_text(written.replace('"width"', '"breadth"'))
+    code, _, err = command("--resume", "parts")
+    assert "was written by another version" in err
+    plan.write_text(written)
+    (tmp_path / "own.txt").write_bytes(bytes(range(255)) * 8)
+    code, _, err = command("--resume", "parts")
+    assert "own.txt has changed since the runs began" in err
 
 
 @pytest.mark.parametrize(

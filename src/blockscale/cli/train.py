@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json as json_module
+import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +54,9 @@ def train(
         int | None,
         typer.Option(help="Runs of each recipe, with seeds 0, 1, ... Default: 3, cuda 1."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda: a larger model.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, or cuda: a larger model. Default: cpu.")
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -68,41 +73,108 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="New or empty folder. Default: runs/train-001, -002, ...")
     ] = None,
+    stop_after: Annotated[
+        float | None, typer.Option(help="Minutes after which runs are saved, to go on later.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Folder of runs that were stopped: go on with them.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Train a small GPT under several recipes and compare their losses.
 
     Same seeds and batches for all. Leaves a folder with loss.png, report.html and results.json.
+    Stopped (Ctrl-C, a signal to end, --stop-after), it leaves what --resume goes on from.
     """
     from .. import training
 
-    names = training.check_recipes(recipe or training.default_recipes(device, moe))
-    given = {"steps": steps, "seeds": seeds, "compile": compile or None}
-    settings = training.Settings.on(
-        device, moe, **{name: value for name, value in given.items() if value is not None}
-    )
-    text = training.choose_text(data, device)
-    training.Corpus(text, settings.context)  # refuses a text that is too short
-    _check_minutes(minutes, steps, device)
-    folder = training.prepare_folder(out)
     began = time.perf_counter()
+    if stop_after is not None and not stop_after > 0:
+        raise ValueError(f"stop-after: got {stop_after:g}; give more minutes than 0")
+    options: dict[str, object] = {
+        "recipe": recipe,
+        "steps": steps,
+        "minutes": minutes,
+        "seeds": seeds,
+    }
+    options |= {"device": device, "data": data, "moe": moe, "compile": compile, "out": out}
+    if resume is not None:
+        _check_alone(options)
+        plan, folder = training.Plan.read(resume), resume
+        text = training.choose_text(plan.data, plan.settings.device)
+        plan.check(text)
+        training.check_device(plan.settings.device)
+    else:
+        where = device or "cpu"
+        names = training.check_recipes(recipe or training.default_recipes(where, moe))
+        given = {"steps": steps, "seeds": seeds, "compile": compile or None}
+        settings = training.Settings.on(
+            where, moe, **{name: value for name, value in given.items() if value is not None}
+        )
+        text = training.choose_text(data, where)
+        training.Corpus(text, settings.context)  # refuses a text that is too short
+        _check_minutes(minutes, steps, where)
+        folder = training.prepare_folder(out)
+        plan = training.Plan(names, settings, data, training.digest(text))
     try:
-        if minutes is not None:
-            settings = replace(
-                settings, steps=training.steps_within(minutes, names, text, settings)
-            )
-        with _watched(names, settings) as report:
-            runs = training.compare(names, text, settings, report)
+        if resume is None:
+            if minutes is not None:
+                found = training.steps_within(minutes, plan.recipes, text, plan.settings)
+                plan = replace(plan, settings=replace(plan.settings, steps=found))
+            plan.write(folder)
+        ends = math.inf if stop_after is None else began + 60 * stop_after
+        with _watched(plan.recipes, plan.settings) as report, _told_to_stop(ends) as stop:
+            runs = training.compare(plan.recipes, text, plan.settings, report, folder, stop)
+    except training.Stopped:
+        typer.echo(f"stopped and saved; go on with: blockscale train --resume {folder}", err=True)
+        raise typer.Exit(0 if time.perf_counter() >= ends else 130) from None
     except BaseException:
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        if not training.saved_runs(folder):
+            training.forget(folder)
+            if not any(folder.iterdir()):
+                folder.rmdir()
         raise
-    comparison = training.Comparison(runs, settings, text, time.perf_counter() - began)
+    seconds = sum(run.seconds for run in runs)  # of all calls; on a CPU they share the cores
+    if resume is None:
+        seconds = time.perf_counter() - began
+    comparison = training.Comparison(runs, plan.settings, text, seconds)
     training.write_report(comparison, folder)
+    training.forget(folder)
     if json:
         typer.echo(json_module.dumps(comparison.to_json(), indent=1))
     else:
         _show(comparison, folder)
+
+
+def _check_alone(options: dict[str, object]) -> None:
+    """ValueError where one is given: the folder of stopped runs has them."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise ValueError(
+            f"resume: is given beside {', '.join(given)}; runs go on as they began: leave it out"
+        )
+
+
+@contextmanager
+def _told_to_stop(ends: float) -> Iterator[Callable[[], bool]]:
+    """Says whether it is time to stop: a signal has come, of which the second ends all at once, or
+    it is ``ends``."""
+    told = threading.Event()
+
+    def tell(number: int, frame: object) -> None:
+        if told.is_set():
+            raise KeyboardInterrupt
+        told.set()
+        typer.echo("stopping after this step; once more to end at once", err=True)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {each: signal.signal(each, tell) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: told.is_set() or time.perf_counter() >= ends
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _check_minutes(minutes: float | None, steps: int | None, device: str) -> None:

@@ -7,9 +7,10 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,19 +18,28 @@ import torch
 from .data import Corpus, Text
 from .recipes import RECIPES
 from .run import Progress, Run, train
+from .saves import Saves
 from .settings import Settings
 
 __all__ = ["compare"]
 
 Report = Callable[[Progress], None]
+Stop = Callable[[], bool]
 
 
 def compare(
-    recipes: Sequence[str], text: Text, settings: Settings, report: Report = lambda progress: None
+    recipes: Sequence[str],
+    text: Text,
+    settings: Settings,
+    report: Report = lambda progress: None,
+    folder: Path | None = None,
+    stop: Stop = lambda: False,
 ) -> list[Run]:
     """Train under each of ``recipes`` with each seed; the runs, by recipe, then seed.
 
     ``report`` is called in this process after each step of any of them (on a GPU, after some).
+    With a ``folder`` runs are saved there and go on from what is saved; when ``stop`` says so they
+    are saved, and :class:`Stopped` is raised.
 
     On a CPU each run has one thread, so its losses depend neither on the number of cores nor on
     what runs beside it; matrices this small gain little from a second thread.
@@ -38,32 +48,45 @@ def compare(
     # all recipes of a seed first: what a comparison needs is done at about the same time
     jobs = [(name, seed) for seed in range(settings.seeds) for name in recipes]
     if settings.device == "cpu":
-        runs = _in_processes(jobs, text, settings, report)
+        runs = _in_processes(jobs, (text, settings, folder), report, stop)
     else:
-        runs = [train(n, RECIPES[n], s, corpus, settings, report) for n, s in jobs]
+        runs = [
+            train(n, RECIPES[n], s, corpus, settings, report, _saves(folder, n, s), stop)
+            for n, s in jobs
+        ]
     return sorted(runs, key=lambda run: (recipes.index(run.recipe), run.seed))
 
 
+def _saves(folder: Path | None, name: str, seed: int) -> Saves | None:
+    return None if folder is None else Saves(folder, name, seed)
+
+
 def _in_processes(
-    jobs: list[tuple[str, int]], text: Text, settings: Settings, report: Report
+    jobs: list[tuple[str, int]],
+    given: tuple[Text, Settings, Path | None],
+    report: Report,
+    stop: Stop,
 ) -> list[Run]:
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     events: multiprocessing.Queue[Progress] = context.Queue()
-    stop = context.Event()
+    stopping = context.Event()
     workers = min(len(jobs), _cores())
-    pool = ProcessPoolExecutor(workers, context, _start, (events, stop, text, settings))
+    pool = ProcessPoolExecutor(workers, context, _start, (events, stopping, *given))
     try:
         futures = [pool.submit(_job, name, seed) for name, seed in jobs]
-        _forward(events, futures, report)
+        for _ in _forwarded(events, futures, report):
+            if stop():
+                stopping.set()
         return [future.result() for future in futures]
     finally:
-        stop.set()
+        stopping.set()
         pool.shutdown(cancel_futures=True)
 
 
-def _forward(events: Any, futures: list[Future[Run]], report: Report) -> None:
-    """Hand events on until all runs are done or one has failed."""
+def _forwarded(events: Any, futures: list[Future[Run]], report: Report) -> Iterator[None]:
+    """Hand events on until all runs are done or one has failed, a few at a time."""
     while True:
+        yield
         done = [future for future in futures if future.done()]
         finished = len(done) == len(futures) or any(future.exception() for future in done)
         try:
@@ -85,12 +108,12 @@ def _cores() -> int:
 _worker: dict[str, Any] = {}
 
 
-def _start(events: Any, stop: Any, text: Text, settings: Settings) -> None:
+def _start(events: Any, stop: Any, text: Text, settings: Settings, folder: Path | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     corpus = Corpus(text, settings.context)
-    _worker.update(events=events, stop=stop, corpus=corpus, settings=settings)
+    _worker.update(events=events, stop=stop, corpus=corpus, settings=settings, folder=folder)
 
 
 def _end_with_parent() -> None:
@@ -101,10 +124,6 @@ def _end_with_parent() -> None:
 
 
 def _job(name: str, seed: int) -> Run:
-    return train(name, RECIPES[name], seed, _worker["corpus"], _worker["settings"], _send)
-
-
-def _send(progress: Progress) -> None:
-    if _worker["stop"].is_set():
-        raise CancelledError
-    _worker["events"].put(progress)
+    saves, stop = _saves(_worker["folder"], name, seed), _worker["stop"].is_set
+    given = _worker["corpus"], _worker["settings"], _worker["events"].put, saves, stop
+    return train(name, RECIPES[name], seed, *given)

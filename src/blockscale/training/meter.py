@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -49,6 +50,14 @@ class Meter:
     def peak_memory(self) -> int | None:
         self._see()
         return None if self._gpu is None else self._peak
+
+    def state(self) -> dict[str, Any]:
+        """What was measured, for ``restore``."""
+        self._see()
+        return {"speeds": list(self._speeds), "peak": self._peak}
+
+    def restore(self, found: dict[str, Any]) -> None:
+        self._speeds, self._peak = found["speeds"], found["peak"]
 
     def _go(self) -> None:
         if self._gpu is not None:

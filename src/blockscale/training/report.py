@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .curves import draw
 from .results import Comparison, Row
+from .saves import saved_runs
 
 __all__ = ["COLUMNS", "cells", "prepare_folder", "write_report"]
 
@@ -60,6 +61,8 @@ def prepare_folder(out: Path | None, root: Path = Path("runs")) -> Path:
             root.mkdir(parents=True, exist_ok=True)
             return _next_folder(root)
         out.mkdir(parents=True, exist_ok=True)
+        if saved_runs(out):
+            raise ValueError(f"out: {out} holds unfinished runs; go on with --resume {out}")
         if any(out.iterdir()):
             raise ValueError(f"out: {out} holds other files; name a new or an empty folder")
         if not os.access(out, os.W_OK | os.X_OK):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import platform
@@ -19,6 +18,7 @@ import torch
 from .data import Text
 from .recipes import BASELINE, RECIPES
 from .run import Run
+from .saves import digest
 from .settings import Settings
 from .statistics import ROLES
 
@@ -58,7 +58,7 @@ class Comparison:
         self.text = {
             "source": text.source,
             "bytes": len(text),
-            "sha256": hashlib.sha256(text.train + text.validation).hexdigest(),
+            "sha256": digest(text),
             "held_out": text.held_out,
             "held_out_bytes": len(text.validation),
         }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..nn import Recipe, convert
 from .data import Corpus
 from .gpt import GPT, VOCABULARY, in_block, mixture, mixtures
 from .meter import Meter
+from .saves import Saves, Stopped
 from .settings import Settings
 from .statistics import Statistics
 
@@ -68,11 +70,14 @@ def train(
     corpus: Corpus,
     settings: Settings,
     report: Callable[[Progress], None] = lambda progress: None,
+    saves: Saves | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Run:
     """Train a GPT under ``recipe`` (None: bfloat16) and return what was measured.
 
     ``corpus`` lies on the device of ``settings``. ``seed`` decides initial parameters and batches,
-    the same for every recipe.
+    the same for every recipe. With ``saves`` a run goes on from where it was, with the losses that
+    it would have had. When ``stop`` says so after a step, it is saved and :class:`Stopped` raised.
     """
     began = time.perf_counter()
     device = torch.device(settings.device)
@@ -81,8 +86,33 @@ def train(
     run = Run(name, seed, sum(p.numel() for p in model.parameters()))
     statistics = Statistics()
     meter = Meter(device)
+    found = None if saves is None else saves.load(device)
+    done = 0
+    if found is not None:
+        run, done = Run(**found["run"]), found["step"]
+        if done == settings.steps:
+            return run
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        statistics.restore(found["statistics"])
+        meter.restore(found["meter"])
+        began -= run.seconds
+        del found
+
+    def state(step: int) -> dict[str, Any]:
+        run.seconds = time.perf_counter() - began
+        return {
+            "step": step,
+            "run": asdict(run),
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "statistics": statistics.state(),
+            "meter": meter.state(),
+        }
+
     losses: list[Tensor] = []  # not looked at yet
-    for step, starts in enumerate(corpus.batches(settings.steps, settings.batch, seed), 1):
+    batches = enumerate(corpus.batches(settings.steps, settings.batch, seed), 1)
+    for step, starts in islice(batches, done, None):
         inputs, targets = corpus.sequences(corpus.train, starts)
         if settings.is_due(step, settings.samples):
             with meter.paused(), _eager(settings), statistics.watch(model):
@@ -96,8 +126,10 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+        last, stopping = step == settings.steps, stop()
         validates = settings.is_due(step, settings.validations)
-        if not (validates or step == settings.steps or step % settings.log_every == 0):
+        saving = saves is not None and not last and settings.is_due(step, settings.saves)
+        if not (validates or saving or stopping or last or step % settings.log_every == 0):
             continue
         run.train_loss += torch.stack(losses).tolist()
         meter.lap(len(losses) * inputs.numel())
@@ -109,9 +141,16 @@ def train(
                 validated, run.loads = _validate(model, corpus, settings)
             run.validation.append((step, validated))
         report(Progress(name, seed, step, run.train_loss[-1], run.tokens_per_second, validated))
+        if saves is not None and not last and (saving or stopping):
+            with meter.paused():
+                saves.write(state(step))
+        if stopping and not last:
+            raise Stopped
     run.peak_memory = meter.peak_memory
     run.statistics = statistics.summary()
     run.seconds = time.perf_counter() - began
+    if saves is not None:
+        saves.write({"step": settings.steps, "run": asdict(run)})
     return run
 
 

@@ -49,6 +49,7 @@ class Settings:
     validation_sequences: int = 96
     validation_batch: int = 16
     samples: int = 4  # steps whose tensors are looked at, evenly spread
+    saves: int = 5  # times that an unfinished run is saved, evenly spread
     log_every: int = 1  # steps; to look at a loss is to wait for the device
 
     def __post_init__(self) -> None:
@@ -108,7 +109,7 @@ _CPU_EXPERTS: Mapping[str, Any] = MappingProxyType(
 
 #: 1.1 billion parameters, 180 million of which a token uses; 23 million tokens.
 _GPU_EXPERTS: Mapping[str, Any] = MappingProxyType(
-    {"experts": 32, "top_k": 4, "expert_size": 896, "steps": 700}
+    {"experts": 32, "top_k": 4, "expert_size": 896, "steps": 700, "saves": 2}  # 13 GB each
 )
 
 

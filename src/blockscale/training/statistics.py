@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -82,6 +82,13 @@ class Statistics:
             sums.elements += x.numel()
             sums.saturated += found.saturated
             sums.noise_to_signal += math.nan if found.nonfinite else found.noise / found.signal
+
+    def state(self) -> dict[str, Any]:
+        """What was seen, for ``restore``."""
+        return {role: asdict(sums) for role, sums in self._sums.items()}
+
+    def restore(self, found: dict[str, Any]) -> None:
+        self._sums = {role: _Sums(**sums) for role, sums in found.items()}
 
     def summary(self) -> dict[str, dict[str, float]]:
         """By role: elements seen, saturated elements per million, SQNR in dB; no role if unseen."""

@@ -1,0 +1,114 @@
+"""Unfinished runs: a folder that holds what they have come to, and from which they go on.
+
+A file for each run is written whole or not at all, so that one that is killed goes on from the last
+one; ``plan.json`` says what the comparison is to be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checks import reading
+from .data import Text
+from .settings import Settings
+
+__all__ = ["Plan", "Saves", "Stopped", "digest", "forget", "saved_runs"]
+
+_FOLDER, _PLAN = "unfinished", "plan.json"
+
+
+class Stopped(Exception):
+    """A run was told to stop, and is saved."""
+
+
+def digest(text: Text) -> str:
+    """SHA-256 of both parts, in hexadecimal."""
+    return hashlib.sha256(text.train + text.validation).hexdigest()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a comparison is to be: its recipes, settings, and the text, by what ``--data`` named and
+    by its hash."""
+
+    recipes: tuple[str, ...]
+    settings: Settings
+    data: str | None
+    sha256: str
+
+    def write(self, folder: Path) -> None:
+        (folder / _FOLDER).mkdir()
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        (folder / _FOLDER / _PLAN).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Plan:
+        """ValueError where the folder has none, or one that this version did not write."""
+        path = folder / _FOLDER / _PLAN
+        if not path.exists():
+            raise ValueError(
+                f"resume: {folder} has no unfinished runs; name the folder that `blockscale train` "
+                "was stopped in"
+            )
+        with reading("resume", path):
+            found = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            given = found.pop("settings")
+            given["betas"] = tuple(given["betas"])
+            return cls(tuple(found.pop("recipes")), Settings(**given), **found)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"resume: {path} was written by another version ({error}); start anew"
+            ) from None
+
+    def check(self, text: Text) -> None:
+        """ValueError unless ``text`` is that which the runs began with."""
+        if digest(text) != self.sha256:
+            raise ValueError(
+                f"resume: {text.source} has changed since the runs began; restore it, or start anew"
+            )
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Of one run in a folder."""
+
+    folder: Path
+    recipe: str
+    seed: int
+
+    @property
+    def path(self) -> Path:
+        return self.folder / _FOLDER / f"{self.recipe}-{self.seed}.pt"
+
+    def load(self, device: torch.device) -> dict[str, Any] | None:
+        """What ``write`` was given last, or None."""
+        if not self.path.exists():
+            return None
+        found: dict[str, Any] = torch.load(self.path, map_location=device, weights_only=True)
+        return found
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Values and tensors, instead of what was there."""
+        part = self.path.with_suffix(".part")
+        torch.save(state, part)
+        os.replace(part, self.path)
+
+
+def saved_runs(folder: Path) -> Sequence[Path]:
+    """The files of runs that have come to something."""
+    return sorted((folder / _FOLDER).glob("*.pt"))
+
+
+def forget(folder: Path) -> None:
+    """Remove what unfinished runs left."""
+    shutil.rmtree(folder / _FOLDER, ignore_errors=True)
