@@ -11,6 +11,7 @@ from . import ops
 from .checks import check_flag
 from .gemm_checks import check_batch, check_grouped, check_groups_given, check_product
 from .gemm_launch import find_call, remember
+from .layouts import SPREADING
 from .memory import as_bytes
 from .ops.gemm import check_out
 from .ops.gemm_kernels import as_rows
@@ -243,7 +244,7 @@ def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
     """An operand as the ops take it."""
     if not isinstance(x, ScaledTensor):
         return x, None, None, None, "compact", x.shape
-    together = x.offsets is None or x.k_grouped or not x.scale_layout.spreads
+    together = x.offsets is None or x.k_grouped or x.layout_name not in SPREADING
     direct = x.layout_name in _READ and together
     return (
         as_bytes(x.qdata),

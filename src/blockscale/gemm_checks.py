@@ -11,6 +11,7 @@ from . import ops
 from .checks import choose
 from .formats import get_format
 from .kernels.common.calls import Groups
+from .layouts import SPREADING
 from .tensor import ScaledTensor
 from .tensor_checks import DTYPES, check_counts, check_offsets
 from .watching import refuse_tangents
@@ -238,7 +239,7 @@ def _check_tiles(a: Tensor, offsets: Tensor) -> None:
 
 def _in_tiles(a: Tensor) -> TypeGuard[ScaledTensor]:
     """Whether the scales of each group of rows begin with a tile of their own."""
-    return isinstance(a, ScaledTensor) and a.offsets is not None and a.scale_layout.spreads
+    return isinstance(a, ScaledTensor) and a.offsets is not None and a.layout_name in SPREADING
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:

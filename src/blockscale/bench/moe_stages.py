@@ -77,7 +77,7 @@ class _Run:
         return Step(what, lambda: self.quantized(Rows(x, self.tokens), role, **axes), moved)
 
     def multiply(self, product: Callable[..., Tensor], rows: object, weight: Tensor) -> Tensor:
-        return product(rows, weight, self.offsets, self.recipe, self.dtype)
+        return product(rows, weight, self.offsets, group_passes.Product(self.recipe, self.dtype))
 
     def wgrad(self, what: str, g: Any, x: Any, flops: float) -> Step:
         call = partial(group_passes.wgrad, g, x, self.offsets, self.dtype)

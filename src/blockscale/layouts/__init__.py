@@ -12,6 +12,7 @@ from .sm90 import Packed, Sm90
 from .tcgen05 import TILE_BLOCKS, TILE_BYTES, TILE_ROWS, Tcgen05
 
 __all__ = [
+    "SPREADING",
     "TILE_BLOCKS",
     "TILE_BYTES",
     "TILE_ROWS",
@@ -31,6 +32,9 @@ __all__ = [
 layouts: Mapping[str, Layout] = MappingProxyType(
     {layout.name: layout for layout in (Compact(), Tcgen05(), Sm90(), Packed())}
 )
+
+#: Names of those in which groups of rows begin with tiles of their own.
+SPREADING = frozenset(layout.name for layout in layouts.values() if layout.spreads)
 
 
 def get_layout(layout: str | Layout) -> Layout:

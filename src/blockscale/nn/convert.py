@@ -48,10 +48,10 @@ def convert(
     projections) and Conv1D of transformers are converted, too, and subclasses of these three that
     have no ``forward`` of their own; also where torch.nn.utils.parametrize computes their weight,
     before the conversion or after. Experts are those of transformers, all that it marks by
-    ``use_experts_implementation``. A layer keeps its identity, parameters, hooks and buffers: an
-    optimizer made before stays valid, isinstance sees what it saw. torch's fused paths for
-    evaluation around converted layers are off; that needs the whole torch.nn.TransformerEncoder
-    to be in ``model``.
+    ``use_experts_implementation``, and GroupedExperts of torchtitan. A layer keeps its identity,
+    parameters, hooks and buffers: an optimizer made before stays valid, isinstance sees what it
+    saw. torch's fused paths for evaluation around converted layers are off; that needs the whole
+    torch.nn.TransformerEncoder to be in ``model``.
 
     Args:
         recipe: for all of them; None makes converted layers what they were.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..quantize import quantize
-from ..routing import Routing, combine
-from ..tensor import ScaledTensor
-from . import group_passes
+from ..routing import Routing
+from . import experts_backward
 from .double_backward import refuse_double_backward
+from .experts_call import Call, How
 from .gated import SWIGLU, GatedActivation, exact
 from .group_checks import Held, check_experts, check_saved_format
-from .group_operands import Activated, ActivatedBackward, Rows, Source, operands
+from .group_operands import Activated, Rows
 from .output_dtype import output_dtype
 from .recipe import Recipe
 
@@ -23,12 +23,13 @@ __all__ = ["experts"]
 
 def experts(
     x: Tensor,
-    weights: Tensor,
-    routing: Routing,
+    weights: Tensor | None,
+    routing: Routing | Tensor,
     up: Tensor,
     down: Tensor,
     *,
     recipe: Recipe | None,
+    gate: Tensor | None = None,
     activation: GatedActivation = SWIGLU,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -46,9 +47,12 @@ def experts(
     Args:
         x: (tokens, H), float32, bfloat16 or float16.
         weights: (tokens, top_k), floating: what each pair's result is multiplied by, in fp32.
-        routing: of :func:`blockscale.route`.
+        routing: of :func:`blockscale.route`. Or int32 (experts,), the end of each expert's rows in
+            ``x``, whose rows are in that order already: then ``weights`` is None, and each row has
+            a result.
         up: (experts, 2I, H), gate and up, the gate's rows first.
         down: (experts, H, I).
+        gate: (experts, I, H), where ``up`` is (experts, I, H) without it.
         recipe: how the products are quantized; None: not at all.
         activation: between the products.
         up_bias, down_bias: (experts, 2I) and (experts, H), or None.
@@ -65,117 +69,32 @@ def experts(
 
     Source: Guo et al., "SonicMoE", arXiv 2512.14080 (what is kept, and the gradient of weights).
     """
-    held = Held(up, down, up_bias, down_bias)
+    held = Held(up, down, up_bias, down_bias, gate)
     check_experts(x, weights, routing, held, recipe, transposed)
     check_saved_format(saved_format)
     recipe, saved_format = (recipe, saved_format) if x.numel() else (None, None)
     activation = activation if recipe is None else exact(activation)
-    how = _How(recipe, activation, output_dtype(x), transposed, saved_format)
-    return _Experts.apply(how, x, weights, *held, *routing)
-
-
-class _How(NamedTuple):
-    """What does not change with the tensors; nothing is quantized where there is nothing."""
-
-    recipe: Recipe | None
-    activation: GatedActivation
-    dtype: torch.dtype
-    transposed: bool
-    saved_format: str | None
+    how = How(recipe, activation, output_dtype(x), transposed, saved_format)
+    routed = routing if isinstance(routing, Routing) else (None, None, routing)
+    return _Experts.apply(how, x, weights, *held, *routed)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        how: _How,
-        x: Tensor,
-        weights: Tensor,
-        *others: Any,  # what experts hold, and the routing
-    ) -> Tensor:
-        held, routing = Held(*others[:4]), Routing(*others[4:])
-        up, down, up_bias, down_bias = held
-        offsets = routing.offsets
-
-        def multiply(source: Source, weight: Tensor, bias: Tensor | None) -> Tensor:
-            """What is quantized for it is freed when it returns."""
-            rows = operands(source, how.recipe, "activations", offsets, how.dtype, rows=True).rows
-            y = group_passes.fprop(rows, weight, offsets, how.recipe, how.dtype, how.transposed)
-            if bias is not None:
-                y = (y + group_passes.of_rows(bias, len(y), offsets)).to(y.dtype)
-            return y
-
-        h = multiply(Rows(x, routing.tokens), up, up_bias)
-        y = multiply(Activated(how.activation, h), down, down_bias)
+    def forward(ctx: Any, how: How, *tensors: Any) -> Tensor:
+        call = Call.of(how, tensors)
+        h = call.multiply(Rows(call.x, call.tokens), call.up, call.held.up_bias)
+        y = call.multiply(Activated(how.activation, h), call.held.down, call.held.down_bias)
         if how.saved_format is not None and any(ctx.needs_input_grad):
             h = quantize(h, how.saved_format, pad=True)
-        ctx.save_for_backward(x, weights, *others, h)
+        ctx.save_for_backward(*tensors, h)
         ctx.how = how
-        return combine(y, routing.slots, weights, how.dtype)
+        return call.combined(y, call.weights, how.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, h = ctx.saved_tensors
         with torch.no_grad():
-            gradients = _gradients(ctx.needs_input_grad[1:], ctx.saved_tensors, ctx.how, grad)
-        return None, *refuse_double_backward(gradients), None, None, None
-
-
-def _gradients(
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    how: _How,
-    grad: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """Of x, weights, up, down and the biases."""
-    x, weights, up, down, up_bias, down_bias, *routed, h = saved
-    (recipe, activation, dtype, transposed, _), routing = how, Routing(*routed)
-    h = h.dequantize(dtype) if isinstance(h, ScaledTensor) else h
-    offsets, grad = routing.offsets, grad.to(dtype)
-    of_x, of_weights, of_up, of_down, of_up_bias, of_down_bias = needs[:6]
-    gradients: list[Tensor | None] = [None] * 6
-    scale = weights.flatten()[routing.pairs].to(torch.promote_types(dtype, torch.float32))
-    inner = of_x or of_weights or of_up or of_up_bias
-    how_many = recipe, "activations", offsets, dtype
-    tokens = routing.tokens
-
-    g = operands(
-        Rows(grad, tokens), recipe, "gradients", offsets, dtype, rows=inner, columns=of_down
-    )
-    da: Any = None
-    if g.rows is not None:
-        da = group_passes.dgrad(g.rows, down, offsets, recipe, dtype, transposed)
-    if g.columns is not None:
-        own = operands(Activated(activation, h, scale), *how_many, columns=True)
-        gradients[3] = group_passes.wgrad(g.columns, own.columns, offsets, down.dtype, transposed)
-        del own
-    del g  # the peak of memory is in what follows
-    of_pairs: Any = None
-    if inner:
-        source: Source = ActivatedBackward(activation, da, h, scale)
-        if of_up_bias:
-            dh, of_pairs = source.values()
-            gradients[4] = group_passes.sum_groups(dh, offsets, up_bias.dtype)
-            source = Rows(dh)
-        elif not (of_x or of_up):
-            of_pairs = source.values()[1]
-        g = operands(source, recipe, "gradients", offsets, dtype, rows=of_x, columns=of_up)
-        of_pairs = g.of_weights if of_pairs is None else of_pairs
-        del da, source
-        if g.rows is not None:
-            dx = group_passes.dgrad(g.rows, up, offsets, recipe, dtype, transposed)
-            gradients[0] = combine(dx, routing.slots, dtype=x.dtype)
-            del dx
-        if g.columns is not None:
-            own = operands(Rows(x, tokens), *how_many, columns=True)
-            gradients[2] = group_passes.wgrad(g.columns, own.columns, offsets, up.dtype, transposed)
-    if down_bias is not None:
-        rows = grad[tokens]
-        if of_weights:
-            biases = group_passes.of_rows(down_bias, len(h), offsets)
-            of_pairs = of_pairs + (rows * biases).sum(-1, dtype=scale.dtype)
-        if of_down_bias:
-            scaled = rows.to(scale.dtype) * scale[:, None]
-            gradients[5] = group_passes.sum_groups(scaled, offsets, down_bias.dtype)
-    if of_weights:
-        gradients[1] = of_pairs[routing.slots].to(weights.dtype)
-    return tuple(gradients)
+            call = Call.of(ctx.how, tensors)
+            found = experts_backward.gradients(ctx.needs_input_grad[1:], call, h, grad)
+        return None, *refuse_double_backward(found), None, None, None

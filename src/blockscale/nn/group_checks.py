@@ -33,6 +33,7 @@ class Held(NamedTuple):
     down: Tensor
     up_bias: Tensor | None
     down_bias: Tensor | None
+    gate: Tensor | None = None
 
 
 def check_recipe_of_groups(recipe: Recipe | None) -> None:
@@ -76,7 +77,7 @@ def check_grouped(
             f"x, weight: got {tuple(x.shape)} and {tuple(weight.shape)}; expected (M, K) and "
             "(groups, N, K)"
         )
-    _check_biases(weight, recipe, bias=bias)
+    _check_biases(recipe, tuple(weight.shape[:2]), bias=bias)
     _check_alike(x, weight=weight, bias=bias)
     refuse_tangents("layers of groups have", x, weight, bias)
     check_offsets(offsets, len(x), x.device)
@@ -85,34 +86,64 @@ def check_grouped(
 
 def check_experts(
     x: Tensor,
-    weights: Tensor,
-    routing: Routing,
+    weights: Tensor | None,
+    routing: Routing | Tensor,
     held: Held,
     recipe: Recipe | None,
     transposed: bool,
 ) -> None:
     """Raise unless these are operands of ``experts``."""
-    up, down, up_bias, down_bias = held
     check_recipe_of_groups(recipe)
-    if not isinstance(routing, Routing):
-        raise TypeError(f"routing: got {type(routing).__name__}; expected blockscale.route(...)")
-    for name, each in (("x", x), ("up", up), ("down", down)):
-        check_plain(name, each, recipe)
+    _check_held(x, held, recipe, transposed)
+    if isinstance(routing, Tensor):
+        if weights is not None:
+            raise ValueError(
+                "weights: are given beside offsets, whose rows have results of their own; pass "
+                "None, or blockscale.route(...) as routing"
+            )
+        check_offsets(routing, len(x), x.device)
+        _check_count("routing", routing, held.up)
+    else:
+        _check_routing(x, weights, routing, held.up)
+    refuse_tangents("layers of groups have", x, weights, *held)
+
+
+def _check_held(x: Tensor, held: Held, recipe: Recipe | None, transposed: bool) -> None:
+    up, down, up_bias, down_bias, gate = held
+    for name, each in (("x", x), ("up", up), ("down", down), ("gate", gate)):
+        if each is not None:
+            check_plain(name, each, recipe)
     given = f"up: has shape {tuple(up.shape)}, x {tuple(x.shape)}; expected (experts, "
-    given += "H, 2 * I) and (tokens, H)" if transposed else "2 * I, H) and (tokens, H)"
+    halves = 2 if gate is None else 1
+    width = "2 * I" if gate is None else "I"
+    given += f"H, {width})" if transposed else f"{width}, H)"
+    given += " and (tokens, H)"
     if up.dim() != 3 or x.dim() != 2:
         raise ValueError(given)
     up, down = (each.mT if transposed else each for each in (up, down))
-    if x.shape[1] != up.shape[2] or up.shape[1] % 2:
+    if x.shape[1] != up.shape[2] or up.shape[1] % halves:
         raise ValueError(given)
-    wanted = up.shape[0], up.shape[2], up.shape[1] // 2
+    if gate is not None and (gate.shape != up.shape or transposed):
+        raise ValueError(
+            f"gate: has shape {tuple(gate.shape)}; expected that of up, {tuple(up.shape)}, and "
+            "transposed=False"
+        )
+    wanted = up.shape[0], up.shape[2], up.shape[1] // halves
     if tuple(down.shape) != wanted:
         shape, want = ((n, *s[::-1]) if transposed else (n, *s)
                        for n, *s in (down.shape, wanted))  # fmt: skip
         raise ValueError(f"down: has shape {tuple(shape)}; expected {tuple(want)}, as up's")
-    _check_biases(up, recipe, up_bias=up_bias)
-    _check_biases(down, recipe, down_bias=down_bias)
+    _check_biases(recipe, (len(up), 2 * wanted[2]), up_bias=up_bias)
+    _check_biases(recipe, wanted[:2], down_bias=down_bias)
+    _check_alike(x, up=up, down=down, up_bias=up_bias, down_bias=down_bias, gate=gate)
+
+
+def _check_routing(x: Tensor, weights: Tensor | None, routing: Routing, up: Tensor) -> None:
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing: got {type(routing).__name__}; expected blockscale.route(...)")
     slots = routing.slots
+    if weights is None:
+        raise TypeError("weights: got None; expected one for each pair of the routing")
     check_is_tensor("weights", weights)
     if weights.shape != slots.shape or not weights.is_floating_point():
         raise ValueError(
@@ -123,10 +154,8 @@ def check_experts(
         raise ValueError(
             f"routing: is of {len(slots)} tokens, x has {len(x)}; route the experts of these"
         )
-    _check_alike(x, weights=weights, up=up, down=down, up_bias=up_bias, down_bias=down_bias,
-                 routing=slots)  # fmt: skip
+    _check_alike(x, weights=weights, routing=slots)
     _check_count("routing", routing.offsets, up)
-    refuse_tangents("layers of groups have", x, weights, *held)
 
 
 def _check_alike(x: Tensor, **others: Tensor | None) -> None:
@@ -136,9 +165,8 @@ def _check_alike(x: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name}: is on {each.device}, x on {x.device}; move it there")
 
 
-def _check_biases(weight: Tensor, recipe: Recipe | None, **given: Tensor | None) -> None:
+def _check_biases(recipe: Recipe | None, wanted: tuple[int, ...], **given: Tensor | None) -> None:
     """Raise unless they are vectors of each group."""
-    wanted = tuple(weight.shape[:2])
     for name, bias in given.items():
         if bias is None:
             continue

@@ -104,13 +104,15 @@ class ActivatedBackward:
     activation: GatedActivation
     grad: Tensor
     h: Tensor
-    weights: Tensor
+    weights: Tensor | None
 
     @property
     def device(self) -> torch.device:
         return self.h.device
 
     def values(self) -> tuple[Tensor, Tensor | None]:
+        if self.weights is None:
+            return self.activation.backward(self.grad, self.h), None
         return self.activation.weighted_backward(self.grad, self.h, self.weights)
 
     def quantize(
@@ -119,9 +121,10 @@ class ActivatedBackward:
         if not self.activation.is_fused:
             values, of_weights = self.values()
             return Rows(values).quantize(axes, format, **how)[0], of_weights
-        *made, of_weights = swiglu_backward_quantize(
-            self.grad, self.h, format, axes=axes, weights=self.weights, **how
-        )
+        given = self.grad, self.h, format
+        if self.weights is None:
+            return swiglu_backward_quantize(*given, axes=axes, **how), None
+        *made, of_weights = swiglu_backward_quantize(*given, axes=axes, weights=self.weights, **how)
         return tuple(made), of_weights
 
 

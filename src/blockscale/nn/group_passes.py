@@ -7,41 +7,42 @@ are those of the operands' type.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from .. import reference
 from ..gemm import grouped_gemm
+from ..ops import global_scale
 from ..ops.backends import on_cpu
 from ..tensor import ScaledTensor
 from .recipe import Recipe
 from .reuse import quantized_weight
 
-__all__ = ["dgrad", "fprop", "of_rows", "sum_groups", "wgrad"]
+__all__ = ["Product", "Weight", "dgrad", "fprop", "of_rows", "sum_groups", "wgrad"]
 
 
-def fprop(
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    recipe: Recipe | None,
-    dtype: torch.dtype,
-    transposed: bool = False,
-) -> Tensor:
+#: Matrices of all groups; or of two stacks, whose rows lie below each other in each group.
+Weight = Tensor | tuple[Tensor, Tensor]
+
+
+class Product(NamedTuple):
+    """How rows are multiplied: ``dtype`` is that of the result, ``transposed`` as above."""
+
+    recipe: Recipe | None
+    dtype: torch.dtype
+    transposed: bool = False
+
+
+def fprop(x: Tensor, weight: Weight, offsets: Tensor, how: Product) -> Tensor:
     """``x[start:end] @ weight[i].T`` of each group; ``x`` is quantized by rows, or plain."""
-    return _product(x, weight, offsets, recipe, dtype, transposed)
+    return _product(x, weight, offsets, how, how.transposed)
 
 
-def dgrad(
-    g: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    recipe: Recipe | None,
-    dtype: torch.dtype,
-    transposed: bool = False,
-) -> Tensor:
+def dgrad(g: Tensor, weight: Weight, offsets: Tensor, how: Product) -> Tensor:
     """``g[start:end] @ weight[i]`` of each group; ``g`` is quantized by rows, or plain."""
-    return _product(g, weight, offsets, recipe, dtype, not transposed)
+    return _product(g, weight, offsets, how, not how.transposed)
 
 
 def wgrad(
@@ -71,24 +72,39 @@ def sum_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     return total[:-1].to(dtype)
 
 
-def _product(
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    recipe: Recipe | None,
-    dtype: torch.dtype,
-    upright: bool,
-) -> Tensor:
+def _product(x: Tensor, weight: Weight, offsets: Tensor, how: Product, upright: bool) -> Tensor:
     """``x[start:end] @ weight[i]`` of each group, or, unless weights are ``upright``, by their
     transposes."""
     if not isinstance(x, ScaledTensor):
-        return _plain(x, weight if upright else weight.mT, offsets, dtype)
-    assert recipe is not None
-    how = recipe.format_of("weights").name, recipe.scale_rounding
-    forms = quantized_weight(weight, *how, rows=not upright, columns=upright)
-    w = forms.columns if upright else forms.rows
-    assert w is not None
-    return grouped_gemm(x, w if upright else w.mT, offsets, dtype)
+        whole = torch.cat(weight, 1) if isinstance(weight, tuple) else weight
+        return _plain(x, whole if upright else whole.mT, offsets, how.dtype)
+    assert how.recipe is not None
+    w = _quantized(weight, how.recipe, columns=upright)
+    return grouped_gemm(x, w if upright else w.mT, offsets, how.dtype)
+
+
+def _quantized(weight: Weight, recipe: Recipe, *, columns: bool) -> ScaledTensor:
+    """Blocked along columns, or along rows."""
+    format = recipe.format_of("weights")
+    given: Any = {"rows": not columns, "columns": columns}
+
+    def made(each: Tensor, **further: Any) -> ScaledTensor:
+        forms = quantized_weight(each, format.name, recipe.scale_rounding, **given, **further)
+        found = forms.columns if columns else forms.rows
+        assert found is not None
+        return found
+
+    if isinstance(weight, Tensor):
+        return made(weight)
+    extent = format.block_size if columns else format.block[0]
+    if weight[0].shape[1] % extent:  # a block has rows of both
+        return made(torch.cat(weight, 1))
+    scale: Any = {}
+    if format.has_global_scale:
+        found = [global_scale(each.detach(), format.name) for each in weight]
+        scale = {"global_scale": torch.maximum(*found)}
+    joined: Any = torch.cat([made(each, **scale) for each in weight], 1)
+    return joined
 
 
 def _plain(a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ from . import group_passes
 from .double_backward import refuse_double_backward
 from .group_checks import check_grouped, check_recipe_of_groups
 from .group_operands import Rows, operands
+from .group_passes import Product
 from .output_dtype import output_dtype
 from .recipe import Recipe
 from .reuse import ForgetsWeights
@@ -69,7 +70,7 @@ class _GroupedLinear(torch.autograd.Function):
         rows, columns, _ = operands(
             Rows(x), recipe, "activations", offsets, dtype, rows=True, columns=of_weight
         )
-        y = group_passes.fprop(rows, weight, offsets, recipe, dtype)
+        y = group_passes.fprop(rows, weight, offsets, Product(recipe, dtype))
         if bias is not None:
             y = (y + group_passes.of_rows(bias, len(x), offsets)).to(dtype)
         ctx.save_for_backward(columns, weight if of_x else None, offsets)
@@ -88,7 +89,7 @@ class _GroupedLinear(torch.autograd.Function):
                 Rows(g), recipe, "gradients", offsets, g.dtype, rows=of_x, columns=of_weight
             )
             if rows is not None:
-                made[0] = group_passes.dgrad(rows, weight, offsets, recipe, x_dtype)
+                made[0] = group_passes.dgrad(rows, weight, offsets, Product(recipe, x_dtype))
             if columns is not None:
                 made[1] = group_passes.wgrad(columns, x, offsets, w_dtype)
             if of_bias:

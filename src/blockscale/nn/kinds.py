@@ -15,6 +15,7 @@ from .linear import Linear
 from .moe import GatedExperts
 from .parametrized import parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
+from .titan_experts import TitanExperts, is_titan_experts
 
 __all__ = ["CONVERTED", "GROUPED", "OWN", "QUANTIZED", "Kind", "kind_of", "unknown"]
 
@@ -30,6 +31,7 @@ _LINEAR = Kind(Linear, QuantizedLinear)
 _CONV1D = Kind(Conv1D, QuantizedConv1D)
 _ATTENTION = Kind(MultiheadAttention, None)
 _EXPERTS = Kind(Experts, None)
+_TITAN = Kind(TitanExperts, None)
 
 #: Of the class that defines ``forward``.
 _KINDS = {
@@ -41,6 +43,7 @@ _KINDS = {
     torch.nn.MultiheadAttention: _ATTENTION,
     MultiheadAttention: _ATTENTION,
     Experts: _EXPERTS,
+    TitanExperts: _TITAN,
     GatedExperts: Kind(GatedExperts, None),
     GroupedLinear: Kind(GroupedLinear, None),
 }
@@ -48,7 +51,7 @@ _KINDS = {
 #: Made with a recipe of their own, which ``convert`` changes, and gives back.
 OWN = (GatedExperts, GroupedLinear)
 #: Whose rows are grouped, which not every recipe can.
-GROUPED = (Experts, *OWN)
+GROUPED = (Experts, TitanExperts, *OWN)
 CONVERTED = (Linear, Conv1D, MultiheadAttention, *GROUPED)
 QUANTIZED = (QuantizedLinear, QuantizedConv1D)
 
@@ -69,6 +72,8 @@ def kind_of(module: torch.nn.Module) -> Kind | str | None:
         return "its forward was replaced by another (accelerate's hooks do that): convert before"
     if kind is None and is_experts(module):
         kind = _EXPERTS
+    if kind is None and is_titan_experts(module, definer):
+        kind = _TITAN
     if kind is not None:
         return kind
     if isinstance(module, torch.nn.Linear | torch.nn.MultiheadAttention):

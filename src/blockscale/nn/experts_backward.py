@@ -1,0 +1,106 @@
+"""The gradients of experts, from what a forward kept: the tokens, and the first product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..tensor import ScaledTensor
+from . import group_passes
+from .experts_call import Call
+from .group_operands import Activated, ActivatedBackward, Operands, Rows, Source
+
+__all__ = ["gradients"]
+
+
+def gradients(
+    needs: tuple[bool, ...], call: Call, h: Tensor, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Of x, weights and what experts hold, as far as they are needed. ``h`` is the first product,
+    ``grad`` that of the result (tokens, H)."""
+    return _Backward(needs, call, h, grad).all()
+
+
+class _Backward:
+    def __init__(self, needs: tuple[bool, ...], call: Call, h: Tensor, grad: Tensor):
+        self.call, dtype = call, call.how.dtype
+        self.of_x, self.of_weights, up, down, self.of_up_bias, self.of_down_bias, gate = needs[:7]
+        self.of_up, self.of_down = up or gate, down
+        self.h = h.dequantize(dtype) if isinstance(h, ScaledTensor) else h
+        self.grad = Rows(grad.to(dtype), call.tokens)
+        self.scale = None
+        if call.weights is not None and call.routing is not None:
+            wide = torch.promote_types(dtype, torch.float32)
+            self.scale = call.weights.flatten()[call.routing.pairs].to(wide)
+
+    def all(self) -> tuple[Tensor | None, ...]:
+        needs_h = self.of_x or self.of_weights or self.of_up or self.of_up_bias
+        dx = of_pairs = up = gate = up_bias = None
+        da, down = self.second_product(needs_h)
+        if needs_h:
+            assert da is not None
+            source: Source = ActivatedBackward(self.call.how.activation, da, self.h, self.scale)
+            del da  # the peak of memory is in what follows
+            if self.of_up_bias:
+                dh, of_pairs = source.values()
+                up_bias = self.sum_groups(dh, self.call.held.up_bias)
+                source = Rows(dh)
+            elif not (self.of_x or self.of_up):
+                of_pairs = source.values()[1]
+            g = self.call.operands(source, "gradients", rows=self.of_x, columns=self.of_up)
+            of_pairs = g.of_weights if of_pairs is None else of_pairs
+            del source
+            dx, up = self.first_product(g)
+        if up is not None and self.call.held.gate is not None:
+            gate, up = up.chunk(2, 1)
+        down_bias, of_pairs = self.second_bias(of_pairs)
+        weights = None
+        if self.of_weights and self.call.weights is not None and self.call.routing is not None:
+            assert of_pairs is not None
+            weights = of_pairs[self.call.routing.slots].to(self.call.weights.dtype)
+        return dx, weights, up, down, up_bias, down_bias, gate
+
+    def second_product(self, needs_h: bool) -> tuple[Tensor | None, Tensor | None]:
+        """The gradient of what it read, not yet times a weight, and that of its matrices."""
+        call, da, down = self.call, None, None
+        g = call.operands(self.grad, "gradients", rows=needs_h, columns=self.of_down)
+        if g.rows is not None:
+            da = group_passes.dgrad(g.rows, call.held.down, call.offsets, call.product)
+        if g.columns is not None:
+            made = Activated(call.how.activation, self.h, self.scale)
+            own = call.operands(made, "activations", columns=True).columns
+            given = call.offsets, call.held.down.dtype, call.how.transposed
+            down = group_passes.wgrad(g.columns, own, *given)
+        return da, down
+
+    def first_product(self, g: Operands) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of tokens, and of its matrices."""
+        call, dx, up = self.call, None, None
+        if g.rows is not None:
+            of_rows = group_passes.dgrad(g.rows, call.up, call.offsets, call.product)
+            dx = call.combined(of_rows, None, call.x.dtype)
+            del of_rows
+        if g.columns is not None:
+            own = call.operands(Rows(call.x, call.tokens), "activations", columns=True).columns
+            given = call.offsets, call.held.up.dtype, call.how.transposed
+            up = group_passes.wgrad(g.columns, own, *given)
+        return dx, up
+
+    def second_bias(self, of_pairs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The gradient of the bias, and that of pairs' weights with its part."""
+        bias, made = self.call.held.down_bias, None
+        if bias is None:
+            return None, of_pairs
+        rows = self.grad.values()[0]
+        if of_pairs is not None and self.of_weights:
+            own = rows * group_passes.of_rows(bias, len(self.h), self.call.offsets)
+            of_pairs = of_pairs + own.sum(-1, dtype=of_pairs.dtype)
+        if self.of_down_bias:
+            if self.scale is not None:
+                rows = rows.to(self.scale.dtype) * self.scale[:, None]
+            made = self.sum_groups(rows, bias)
+        return made, of_pairs
+
+    def sum_groups(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is not None
+        return group_passes.sum_groups(rows, self.call.offsets, bias.dtype)

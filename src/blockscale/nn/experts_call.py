@@ -1,0 +1,80 @@
+"""What a call of experts has: its tensors, how they are multiplied, and the steps that both passes
+share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..routing import Routing, combine
+from . import group_passes
+from .gated import GatedActivation
+from .group_checks import Held
+from .group_operands import Operands, Source, operands
+from .recipe import Recipe
+
+__all__ = ["Call", "How"]
+
+
+class How(NamedTuple):
+    """What does not change with the tensors; nothing is quantized where there is nothing."""
+
+    recipe: Recipe | None
+    activation: GatedActivation
+    dtype: torch.dtype
+    transposed: bool
+    saved_format: str | None
+
+
+class Call(NamedTuple):
+    """Tensors of a call; ``routing`` is None where rows are in the order of experts already."""
+
+    how: How
+    x: Tensor
+    weights: Tensor | None
+    held: Held
+    routing: Routing | None
+    offsets: Tensor
+    tokens: Tensor | None
+
+    @classmethod
+    def of(cls, how: How, tensors: Sequence[Any]) -> Call:
+        """Of what the autograd function takes: x, weights, what experts hold, and the routing."""
+        x, weights, *others = tensors
+        held, (pairs, slots, offsets) = Held(*others[:-3]), others[-3:]
+        if pairs is None:
+            return cls(how, x, weights, held, None, offsets, None)
+        routing = Routing(pairs, slots, offsets)
+        return cls(how, x, weights, held, routing, offsets, routing.tokens)
+
+    @property
+    def up(self) -> group_passes.Weight:
+        """What the first product multiplies by: one stack, or two."""
+        up, gate = self.held.up, self.held.gate
+        return up if gate is None else (gate, up)
+
+    def operands(self, source: Source, role: str, **axes: bool) -> Operands:
+        given = self.how.recipe, role, self.offsets, self.how.dtype
+        rows, columns = axes.get("rows", False), axes.get("columns", False)
+        return operands(source, *given, rows=rows, columns=columns)
+
+    def multiply(self, source: Source, weight: group_passes.Weight, bias: Tensor | None) -> Tensor:
+        """What is quantized for it is freed when it returns."""
+        rows = self.operands(source, "activations", rows=True).rows
+        y = group_passes.fprop(rows, weight, self.offsets, self.product)
+        if bias is not None:
+            y = (y + group_passes.of_rows(bias, len(y), self.offsets)).to(y.dtype)
+        return y
+
+    @property
+    def product(self) -> group_passes.Product:
+        return group_passes.Product(self.how.recipe, self.how.dtype, self.how.transposed)
+
+    def combined(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """What tokens get of rows; the rows, where these are theirs."""
+        if self.routing is None:
+            return y.to(dtype)
+        return combine(y, self.routing.slots, weights, dtype)

@@ -1,0 +1,148 @@
+"""GroupedExperts of torchtitan, as it is called and shaped there, against its own formulas."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale.nn import experts
+from blockscale.nn.titan_experts import TitanExperts
+
+H, I, COUNT = 64, 96, 5  # noqa: E741
+
+
+class GroupedExperts(torch.nn.Module):
+    def __init__(self, dim: int = H, hidden_dim: int = I, num_experts: int = COUNT) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        for name, shape in (("w1", (hidden_dim, dim)), ("w2", (dim, hidden_dim)),
+                            ("w3", (hidden_dim, dim))):  # fmt: skip
+            weight = torch.randn(num_experts, *shape) * shape[1] ** -0.5
+            setattr(self, name, torch.nn.Parameter(weight))
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        ends = [0, *num_tokens_per_expert.cumsum(0).tolist()]
+        made = []
+        for i, (start, end) in enumerate(pairwise(ends)):
+            rows = x[start:end]
+            h = torch.nn.functional.silu(rows @ self.w1[i].T) * (rows @ self.w3[i].T)
+            made.append(h @ self.w2[i].T)
+        return torch.cat([*made, x.new_zeros(len(x) - ends[-1], x.shape[1])])
+
+
+COUNTS = torch.tensor([33, 0, 1, 60, 30])
+
+
+def run(layer: torch.nn.Module, dtype: torch.dtype = torch.float32):
+    x = torch.randn(128, H, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    layer.zero_grad()
+    y = layer(x, COUNTS)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype))
+    return y.detach(), [x.grad, *(p.grad.clone() for p in layer.parameters())]
+
+
+@pytest.mark.parametrize(("name", "most"), [("mxfp8", 0.12), ("fp8_block", 0.12), ("nvfp4", 0.4)])
+def test_converted(name, most):
+    torch.manual_seed(0)
+    layer = GroupedExperts()
+    want, gradients = run(layer)
+    state = copy.deepcopy(layer.state_dict())
+    bs.convert(layer, bs.Recipe(name))
+    assert isinstance(layer, TitanExperts)
+    assert isinstance(layer, GroupedExperts)
+    assert list(layer.state_dict()) == list(state)
+    got, theirs = run(layer)
+    assert not got[124:].any()  # rows of no expert
+    assert (got - want).norm() <= most * want.norm()
+    for a, b in zip(theirs, gradients, strict=True):
+        assert (a - b).norm() <= most * b.norm()
+    bs.convert(layer, None)
+    assert type(layer) is GroupedExperts
+    assert torch.equal(run(layer)[0], want)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "nvfp4"])
+def test_two_stacks_have_the_bits_of_one(name):
+    """Of I = 96 blocks of 128 would have rows of both, and of 128 end where a stack does."""
+    for inner in (96, 128):
+        torch.manual_seed(0)
+        layer, ends = GroupedExperts(H, inner), COUNTS.cumsum(0).int()
+        x = torch.randn(128, H).bfloat16()
+        recipe = bs.Recipe(name)
+        w1, w2, w3 = (w.detach().bfloat16().requires_grad_() for w in layer.parameters())
+        y = experts(x, None, ends, w3, w2, gate=w1, recipe=recipe)
+        y.backward(torch.ones_like(y))
+        whole, down = torch.cat((w1, w3), 1).detach().requires_grad_(), w2.detach().clone()
+        down.requires_grad_()
+        again = experts(x, None, ends, whole, down, recipe=recipe)
+        again.backward(torch.ones_like(y))
+        assert torch.equal(y, again)
+        assert torch.equal(torch.cat((w1.grad, w3.grad), 1), whole.grad)
+        assert torch.equal(w2.grad, down.grad)
+
+
+def test_rows_in_order_are_routed_rows():
+    """The result of each row, which a token of one expert with weight one gets."""
+    torch.manual_seed(0)
+    layer, recipe = GroupedExperts(), bs.Recipe("mxfp8")
+    x = torch.randn(124, H).bfloat16()
+    up, down = torch.cat((layer.w1, layer.w3), 1).bfloat16(), layer.w2.bfloat16()
+    routing = bs.route(torch.arange(COUNT).repeat_interleave(COUNTS)[:, None], COUNT)
+    want = experts(x, torch.ones(124, 1), routing, up, down, recipe=recipe)
+    assert torch.equal(experts(x, None, routing.offsets, up, down, recipe=recipe), want)
+    double = [t.double().requires_grad_() for t in (x[:20], layer.w3.detach(), layer.w2.detach())]
+    gate, ends = layer.w1.detach().double(), torch.tensor([3, 3, 9, 9, 18], dtype=torch.int32)
+
+    def call(x, up, down):
+        return experts(x, None, ends, up, down, gate=gate, recipe=None)
+
+    assert torch.autograd.gradcheck(call, double, fast_mode=True)
+
+
+def test_weights_are_reused():
+    torch.manual_seed(0)
+    layer = bs.convert(GroupedExperts(128, 64).bfloat16(), bs.Recipe("mxfp8"))
+    x = torch.randn(124, 128).bfloat16()
+    with bs.reuse_weights():
+        first = layer(x, COUNTS)
+        assert torch.equal(layer(x, COUNTS), first)
+        with torch.no_grad():
+            layer.w1.mul_(2)
+        assert not torch.equal(layer(x, COUNTS), first)
+
+
+def test_what_is_not_taken_for_it():
+    """Square matrices, whose order is unknown; other parameters, and other calls."""
+
+    class Biased(GroupedExperts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b1 = torch.nn.Parameter(torch.zeros(COUNT, I))
+
+    class Weighted(GroupedExperts):
+        def forward(self, x, num_tokens_per_expert, routed_prob=None):
+            return super().forward(x, num_tokens_per_expert)
+
+    for layer in (GroupedExperts(64, 64), Biased(), Weighted()):
+        with pytest.raises(ValueError, match="stacked matrices"):
+            bs.convert(torch.nn.Sequential(layer), bs.Recipe("mxfp8"))
+
+
+def test_bad_input():
+    layer, recipe = GroupedExperts(), bs.Recipe("mxfp8")
+    x, ends = torch.randn(124, H), COUNTS.cumsum(0).int()
+    up, down = layer.w3, layer.w2
+    for message, error, given in (
+        ("weights: are given beside offsets", ValueError, (x, torch.ones(124, 1), ends, layer.w1)),
+        ("gate: has shape", ValueError, (x, None, ends, layer.w1[:, :32])),
+        ("offsets: got", ValueError, (x[:100], None, ends, layer.w1)),
+        ("routing: is of 3 groups", ValueError, (x, None, ends[:3], layer.w1)),
+        (r"offsets: got torch\.int64", TypeError, (x, None, ends.long(), layer.w1)),
+    ):
+        x_, weights, routing, gate = given
+        with pytest.raises(error, match=message):
+            experts(x_, weights, routing, up, down, gate=gate, recipe=recipe)
