@@ -87,6 +87,8 @@ def train(
     Stopped (Ctrl-C, a signal to end, --stop-after), it leaves what --resume goes on from.
     """
     from .. import training
+    from ..training import saves
+    from ..training.settings import check_device
 
     began = time.perf_counter()
     if stop_after is not None and not stop_after > 0:
@@ -103,7 +105,7 @@ def train(
         plan, folder = training.Plan.read(resume), resume
         text = training.choose_text(plan.data, plan.settings.device)
         plan.check(text)
-        training.check_device(plan.settings.device)
+        check_device(plan.settings.device)
     else:
         where = device or "cpu"
         names = training.check_recipes(recipe or training.default_recipes(where, moe))
@@ -115,7 +117,7 @@ def train(
         training.Corpus(text, settings.context)  # refuses a text that is too short
         _check_minutes(minutes, steps, where)
         folder = training.prepare_folder(out)
-        plan = training.Plan(names, settings, data, training.digest(text))
+        plan = training.Plan(names, settings, data, saves.digest(text))
     try:
         if resume is None:
             if minutes is not None:
@@ -129,8 +131,8 @@ def train(
         typer.echo(f"stopped and saved; go on with: blockscale train --resume {folder}", err=True)
         raise typer.Exit(0 if time.perf_counter() >= ends else 130) from None
     except BaseException:
-        if not training.saved_runs(folder):
-            training.forget(folder)
+        if not saves.saved_runs(folder):
+            saves.forget(folder)
             if not any(folder.iterdir()):
                 folder.rmdir()
         raise
@@ -139,7 +141,7 @@ def train(
         seconds = time.perf_counter() - began
     comparison = training.Comparison(runs, plan.settings, text, seconds)
     training.write_report(comparison, folder)
-    training.forget(folder)
+    saves.forget(folder)
     if json:
         typer.echo(json_module.dumps(comparison.to_json(), indent=1))
     else:

@@ -12,7 +12,6 @@ from .sm90 import Packed, Sm90
 from .tcgen05 import TILE_BLOCKS, TILE_BYTES, TILE_ROWS, Tcgen05
 
 __all__ = [
-    "SPREADING",
     "TILE_BLOCKS",
     "TILE_BYTES",
     "TILE_ROWS",

@@ -8,8 +8,8 @@ from .recipes import BASELINE, DEFAULT_RECIPES, RECIPES, check_recipes, default_
 from .report import prepare_folder, write_report
 from .results import Comparison, Row
 from .run import Progress, Run, train
-from .saves import Plan, Saves, Stopped, digest, forget, saved_runs
-from .settings import Settings, check_device
+from .saves import Plan, Saves, Stopped
+from .settings import Settings
 from .sources import choose_text, python_sources
 from .statistics import Statistics
 
@@ -29,17 +29,13 @@ __all__ = [
     "Statistics",
     "Stopped",
     "Text",
-    "check_device",
     "check_recipes",
     "choose_text",
     "compare",
     "default_recipes",
-    "digest",
-    "forget",
     "prepare_folder",
     "python_sources",
     "read_text",
-    "saved_runs",
     "steps_within",
     "train",
     "write_report",
