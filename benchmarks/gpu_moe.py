@@ -18,8 +18,9 @@ from gpu_tiles import json_lines
 
 from blockscale.bench import contest as contests
 from blockscale.bench.host import measure_host
-from blockscale.bench.moe import RECIPES, SHAPES, Layer, Shape, bf16, layer_calls, make_layer, ours
+from blockscale.bench.moe import RECIPES, Layer, bf16, layer_calls, make_layer, ours
 from blockscale.bench.moe import contests as of_layers
+from blockscale.bench.moe_shapes import SHAPES, Shape
 from blockscale.bench.moe_stages import measure_stages
 from blockscale.bench.timing import Timer
 

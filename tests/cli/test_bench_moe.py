@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 
 from blockscale.bench import moe, moe_stages, timing
 from blockscale.bench.contest import BASELINE, OURS
+from blockscale.bench.moe_shapes import Shape
+from blockscale.bench.moe_work import work
 from blockscale.cli.bench import bench
 
-SMALL = moe.Shape(128, 64, 4, 2, tokens=40)
+SMALL = Shape(128, 64, 4, 2, tokens=40)
 
 
 class Clock:
@@ -70,14 +72,14 @@ def test_contests(products):
 
 @pytest.mark.parametrize("name", moe.RECIPES)
 def test_stages(name):
-    """Each runs; all of them move and multiply what a layer does."""
-    layer, recipe = moe.make_layer(SMALL, "cpu"), moe.RECIPES[name]
-    steps = list(moe_stages.stages(layer, SMALL, recipe))
-    for step in steps:
-        step.call()
-    flops = sum(step.flops for step in steps)
+    """Each runs, and has its work; all of them multiply what a layer does."""
+    known = work(SMALL, 1, 1)
+    steps = dict(moe_stages.stages(moe.make_layer(SMALL, "cpu"), moe.RECIPES[name]))
+    assert list(steps) == list(known)
+    for call in steps.values():
+        call()
+    flops = sum(each.flops for each in known.values())
     assert flops == 3 * 3 * 2 * SMALL.pairs * SMALL.hidden * SMALL.intermediate
-    assert [step.what for step in steps if not step.flops and not step.nbytes] == ["route"]
 
 
 def test_command(monkeypatch, tmp_path, products):

@@ -13,49 +13,20 @@ from ..nn import Recipe, experts
 from ..nn.reuse import reuse_weights
 from ..routing import Routing, route
 from .contest import BASELINE, OURS, Call, Contest, Where
+from .moe_shapes import SHAPES, Shape
 
 __all__ = [
     "RECIPES",
     "REUSED",
-    "SHAPES",
-    "TOKENS",
     "Layer",
-    "Shape",
     "bf16",
     "contests",
     "layer_calls",
     "make_layer",
 ]
 
-TOKENS = 16384
 REUSED = "weights quantized before"
 RECIPES = {"fp8_block": Recipe("fp8_block"), "mxfp8": Recipe("mxfp8"), "nvfp4": Recipe("nvfp4")}
-
-
-class Shape(NamedTuple):
-    """A layer of a model, and how many tokens it is given."""
-
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    tokens: int = TOKENS
-
-    @property
-    def pairs(self) -> int:
-        return self.tokens * self.top_k
-
-    def where(self, group: str, case: str) -> Where:
-        """An expert's product, of which there are three: of all pairs, (M, H) by (H, I)."""
-        return Where(group, case, self.pairs, self.intermediate, self.hidden)
-
-
-#: By the models that have them.
-SHAPES: Mapping[str, Shape] = {
-    "Qwen3-MoE": Shape(2048, 768, 128, 8),
-    "Mixtral": Shape(4096, 14336, 8, 2),
-    "DeepSeek-V3": Shape(7168, 2048, 256, 8),
-}
 
 
 class Layer(NamedTuple):
@@ -128,6 +99,11 @@ def train(run: Callable[[], Tensor], layer: Layer) -> Call:
     return step
 
 
+def _where(shape: Shape, group: str, case: str) -> Where:
+    """An expert's product, of which there are three: of all pairs, (M, H) by (H, I)."""
+    return Where(group, case, shape.pairs, shape.intermediate, shape.hidden)
+
+
 def _passes(layer: Layer) -> list[tuple[str, Callable[[Callable[[], Tensor]], Call], int]]:
     """By their names; how a run becomes a call of them, and products it has."""
     return [
@@ -153,12 +129,12 @@ def contests(
         for name in recipes:
             mine, passes = partial(ours, layer, RECIPES[name]), _passes(layer)
             for what, timed, products in passes:
-                where = shape.where(f"{model}, {what}", name)
+                where = _where(shape, f"{model}, {what}", name)
                 every: dict[str, Callable[[], Tensor]] = {OURS: mine, **others}
                 calls = {who: partial(timed, run) for who, run in every.items()}
                 yield Contest(where, calls, products)
                 with reuse_weights():
-                    where = shape.where(f"{model}, {what}", f"{name}, {REUSED}")
+                    where = _where(shape, f"{model}, {what}", f"{name}, {REUSED}")
                     yield Contest(where, {OURS: partial(timed, mine)}, products)
 
 

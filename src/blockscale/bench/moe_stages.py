@@ -21,7 +21,9 @@ from ..quantize import quantize, quantize_both
 from ..routing import combine, route
 from ..tensor import ScaledTensor
 from .contest import Call
-from .moe import Layer, Shape
+from .moe import Layer
+from .moe_shapes import Shape
+from .moe_work import work
 from .timing import Timer
 
 __all__ = ["Stage", "measure_stages", "stages"]
@@ -30,14 +32,7 @@ _DENSE = 8192  # rows, columns and K of the product whose rate is the floor of a
 _SHORT = 10  # repeats
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A call, which moves so many bytes at least, or has so many flops."""
-
-    what: str
-    call: Call
-    nbytes: float = 0
-    flops: float = 0
+Step = tuple[str, Call]  # what, and a call of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +50,13 @@ class Stage:
 class _Run:
     """A layer's operands, and its steps. Weights are quantized once."""
 
-    def __init__(self, layer: Layer, shape: Shape, recipe: Recipe):
-        self.layer, self.shape, self.recipe = layer, shape, recipe
+    def __init__(self, layer: Layer, recipe: Recipe):
+        self.layer, self.recipe = layer, recipe
         self.x, self.weights, self.up, self.down = (each.detach() for each in layer.leaves)
         self.routing, self.dtype = layer.routing, layer.x.dtype
         self.tokens, self.offsets = self.routing.tokens, self.routing.offsets
         self.scale = self.weights.flatten()[self.routing.pairs]
         self.activation = exact(SWIGLU)
-        self.size = recipe.format_of("activations").element.bits / 8  # bytes of an element
-        self.columns = 2 * shape.pairs * shape.hidden * shape.intermediate  # flops of I of them
-        self.sums = 2 * shape.hidden * (shape.pairs + shape.tokens)  # bytes of a combine
 
     def quantized(self, source: Source, role: str, **axes: bool) -> Operands:
         rows, columns = axes.get("rows", False), axes.get("columns", False)
@@ -73,92 +65,80 @@ class _Run:
 
     def gather(self, x: Tensor, role: str, **axes: bool) -> Step:
         what = "gather + quantize, " + " and ".join(axes)
-        moved = self.shape.pairs * self.shape.hidden * (2 + self.size * len(axes))
-        return Step(what, lambda: self.quantized(Rows(x, self.tokens), role, **axes), moved)
+        return what, lambda: self.quantized(Rows(x, self.tokens), role, **axes)
 
     def multiply(self, product: Callable[..., Tensor], rows: object, weight: Tensor) -> Tensor:
         return product(rows, weight, self.offsets, group_passes.Product(self.recipe, self.dtype))
 
-    def wgrad(self, what: str, g: Any, x: Any, flops: float) -> Step:
-        call = partial(group_passes.wgrad, g, x, self.offsets, self.dtype)
-        return Step(what, call, flops=flops)
+    def wgrad(self, what: str, g: Any, x: Any) -> Step:
+        return what, partial(group_passes.wgrad, g, x, self.offsets, self.dtype)
 
     def forward(self) -> Iterator[Step]:
-        shape, inner = self.shape, self.shape.intermediate
-        yield Step("route", lambda: route(self.layer.indices, shape.experts))
+        yield "route", lambda: route(self.layer.indices, len(self.up))
         yield self.gather(self.x, "activations", rows=True)
         x = self.quantized(Rows(self.x, self.tokens), "activations", rows=True).rows
         up = partial(self.multiply, group_passes.fprop, x, self.up)
-        yield Step("up", up, flops=2 * self.columns)
+        yield "up", up
         self.h = up()
-        quantize_a = partial(
-            self.quantized, Activated(self.activation, self.h), "activations", rows=True
-        )
-        yield Step("SwiGLU + quantize, rows", quantize_a, shape.pairs * inner * (4 + self.size))
+        made = Activated(self.activation, self.h)
+        quantize_a = partial(self.quantized, made, "activations", rows=True)
+        yield "SwiGLU + quantize, rows", quantize_a
         down = partial(self.multiply, group_passes.fprop, quantize_a().rows, self.down)
-        yield Step("down", down, flops=self.columns)
+        yield "down", down
         given = down(), self.routing.slots, self.weights, self.dtype
-        yield Step("combine", lambda: combine(*given), self.sums)
+        yield "combine", lambda: combine(*given)
 
     def backward(self) -> Iterator[Step]:
         """After ``forward``."""
-        grad, elements = self.layer.grad, self.shape.pairs * self.shape.intermediate
-        both = {"rows": True, "columns": True}
+        grad, both = self.layer.grad, {"rows": True, "columns": True}
         yield self.gather(grad, "gradients", **both)
         g = self.quantized(Rows(grad, self.tokens), "gradients", **both)
         of_a = partial(self.multiply, group_passes.dgrad, g.rows, self.down)
-        yield Step("dgrad, down", of_a, flops=self.columns)
+        yield "dgrad, down", of_a
         weighted = Activated(self.activation, self.h, self.scale)
         quantize_a = partial(self.quantized, weighted, "activations", columns=True)
-        what, moved = "weighted SwiGLU + quantize, columns", elements * (4 + self.size)
-        yield Step(what, quantize_a, moved)
-        yield self.wgrad("wgrad, down", g.columns, quantize_a().columns, self.columns)
+        yield "weighted SwiGLU + quantize, columns", quantize_a
+        yield self.wgrad("wgrad, down", g.columns, quantize_a().columns)
         source = ActivatedBackward(self.activation, of_a(), self.h, self.scale)
         quantize_h = partial(self.quantized, source, "gradients", **both)
-        what, moved = "SwiGLU backward + quantize, both", elements * (6 + 4 * self.size)
-        yield Step(what, quantize_h, moved)
+        yield "SwiGLU backward + quantize, both", quantize_h
         g = quantize_h()
         of_x = partial(self.multiply, group_passes.dgrad, g.rows, self.up)
-        yield Step("dgrad, up", of_x, flops=2 * self.columns)
+        yield "dgrad, up", of_x
         dx = of_x()
-        yield Step("combine, dx", lambda: combine(dx, self.routing.slots), self.sums)
+        yield "combine, dx", lambda: combine(dx, self.routing.slots)
         yield self.gather(self.x, "activations", columns=True)
         x = self.quantized(Rows(self.x, self.tokens), "activations", columns=True).columns
-        yield self.wgrad("wgrad, up", g.columns, x, 2 * self.columns)
+        yield self.wgrad("wgrad, up", g.columns, x)
 
     def of_weights(self) -> Iterator[Step]:
-        kept = self.recipe.format_of("weights")
-        moved = (self.up.numel() + self.down.numel()) * (2 + kept.element.bits / 8)
-        for axis, name in ((-1, "rows"), (-2, "columns")):
+        name = self.recipe.format_of("weights").name
+        for axis, what in ((-1, "rows"), (-2, "columns")):
             how: Any = {"axis": axis, "pad": True, "k_major": axis == -2}
-            call = partial(_each, (self.up, self.down), kept.name, **how)
-            yield Step(f"weights, {name}", call, moved)
+            yield f"weights, {what}", partial(_each, (self.up, self.down), name, **how)
 
     def gathers(self) -> Iterator[Step]:
         """Rows and columns from one read, of rows that are gathered then, before, and by torch."""
         name = self.recipe.format_of("activations").name
         layout = operand_layout(name, self.x.device).layout
         how: Any = {"offsets": self.offsets, "k_major": True, "pad": True, "layout": layout}
-        gathered, moved = self.x[self.tokens], self.shape.pairs * self.shape.hidden
-        for what, call in (
-            (
-                "gathered in the call",
-                lambda: quantize_both(self.x, name, gather=self.tokens, **how),
-            ),
-            ("gathered before", lambda: quantize_both(gathered, name, **how)),
-            ("gathered by torch", lambda: quantize_both(self.x[self.tokens], name, **how)),
-        ):
-            yield Step(f"quantize both, {what}", call, moved * (2 + 2 * self.size))
+        x, gathered = self.x, self.x[self.tokens]
+        calls: dict[str, Call] = {
+            "in the call": lambda: quantize_both(x, name, gather=self.tokens, **how),
+            "before": lambda: quantize_both(gathered, name, **how),
+            "by torch": lambda: quantize_both(x[self.tokens], name, **how),
+        }
+        for when, call in calls.items():
+            yield f"quantize both, gathered {when}", call
 
 
 def _each(weights: Sequence[Tensor], format: str, **how: Any) -> list[ScaledTensor]:
     return [quantize(each, format, **how) for each in weights]
 
 
-def stages(layer: Layer, shape: Shape, recipe: Recipe) -> Iterator[Step]:
-    """The steps of forward and backward, in order, each of what those before it made; then what
-    weights take, and what gathers are measured against."""
-    run = _Run(layer, shape, recipe)
+def stages(layer: Layer, recipe: Recipe) -> Iterator[Step]:
+    """The steps that ``work`` has, each of what those before it made."""
+    run = _Run(layer, recipe)
     with reuse_weights():
         yield from run.forward()
         yield from run.backward()
@@ -171,10 +151,12 @@ def measure_stages(
 ) -> Iterator[Stage]:
     """Each step's time, with a cold L2, beside its floor."""
     rate = _tera(recipe, timer)
-    for step in stages(layer, shape, recipe):
-        took = timer.microseconds(step.call, _SHORT)
-        moved = timer.copy(step.nbytes) if step.nbytes else 0.0
-        yield Stage(model, name, step.what, took, max(moved, 1e-6 * step.flops / rate))
+    bits = (recipe.format_of(role).element.bits for role in ("activations", "weights"))
+    known = work(shape, *(each / 8 for each in bits))
+    for what, call in stages(layer, recipe):
+        took, least = timer.microseconds(call, _SHORT), known[what]
+        moved = timer.copy(least.nbytes) if least.nbytes else 0.0
+        yield Stage(model, name, what, took, max(moved, 1e-6 * least.flops / rate))
 
 
 def _tera(recipe: Recipe, timer: Timer) -> float:

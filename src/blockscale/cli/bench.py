@@ -213,7 +213,8 @@ def moe(
     alone beside its floor, and what a layer costs the host.
     """
     from ..bench.host import measure_host
-    from ..bench.moe import RECIPES, SHAPES, Shape, contests, layer_calls, make_layer
+    from ..bench.moe import RECIPES, contests, layer_calls, make_layer
+    from ..bench.moe_shapes import SHAPES, Shape
     from ..bench.moe_stages import Stage, measure_stages
     from ..checks import choose
 
