@@ -1,4 +1,5 @@
-"""Products of every kind on Hopper, for compute-sanitizer: tails, few tiles, few rows, decoding.
+"""Products of every kind on Hopper, and experts, for compute-sanitizer: tails, few tiles, few rows,
+decoding; gathers, activations, sums.
 
     PYTHONPATH=src python3 benchmarks/gpu_sanitize.py   # compiles the kernels; then with each tool
     compute-sanitizer --tool memcheck --error-exitcode 9 python3 benchmarks/gpu_sanitize.py
@@ -55,8 +56,28 @@ def products() -> Iterator[tuple[str, Formats, tuple[int, int, int]]]:
             yield name, formats, shape
 
 
+def experts() -> None:
+    """Forward and backward of each recipe, of experts with few rows and many, and none."""
+    leaves = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for shape in ((200, 384), (200, 3), (5, 512, 384), (5, 384, 256))
+    ]
+    ids = torch.rand(200, 5, device="cuda").argsort(1)[:, :3]
+    ids[ids == 2] = 7  # of no expert
+    routing = bs.route(ids, 5)
+    for name in ("fp8_block", "mxfp8", "nvfp4"):
+        for saved in (None, "mxfp8"):
+            x, weights, up, down = leaves
+            given = {"recipe": bs.Recipe(name), "saved_format": saved}
+            y = bs.nn.experts(x, weights, routing, up, down, **given)
+            y.backward(torch.randn_like(y))
+            print(f"experts, {name}, saved as {saved}", flush=True)
+
+
 def main(kinds: list[str]) -> None:
     torch.manual_seed(1)
+    if not kinds or "experts" in kinds:
+        experts()
     for name, formats, (m, n, k) in products():
         if kinds and not set(name.split()) & set(kinds):
             continue

@@ -1,5 +1,5 @@
-"""Experts on a GPU: the reference's bytes of gathers, activations, batches and sums, no plain torch,
-in graphs and streams, too."""
+"""Experts on a GPU: the reference's bytes of gathers, activations, batches and sums, without plain
+torch, in graphs and streams, too."""
 
 from __future__ import annotations
 
