@@ -141,8 +141,10 @@ def _on_cpu(operation: str) -> tuple[str, str]:
         return "numba + torch", "each group of rows as gemm; groups along K by torch"
     if operation == "gemm_quantize":
         return "numba + torch", "as gemm to fp32, SwiGLU by torch, then quantized by a kernel"
-    if operation in _FUSED:
+    if operation == "rmsnorm_quantize":
         return "torch + numba", "values made by torch, quantized by a kernel"
+    if operation in _FUSED:
+        return "numba", "values made by one kernel, quantized by another"
     if operation in ("quantize", "quantize_both"):
         return "numba", "reference where groups along the contraction are asked for"
     return "numba", "compiled kernel, same bytes as the reference"

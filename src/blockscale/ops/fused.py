@@ -9,6 +9,8 @@ scale where it found one itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,12 @@ from .. import reference
 from ..formats import Format, get_format
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
+from ..kernels.cpu import calls as cpu
 from ..kernels.experts import calls as experts
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
-from .backends import fall_back
+from .backends import fall_back, no_cpu_kernels, on_cpu
 from .operation import operation
 from .quantize import global_scale, quantize, quantize_both, written_layouts
 
@@ -90,19 +93,25 @@ def swiglu_quantize(
         except Unsupported as why:
             name = producer.removeprefix("weighted_")
             fall_back(f"{name}_quantize", x, backend, str(why))
-    values, *sums = _swiglu_values(x, grad, weights)
+    values, *sums = _swiglu_values(x, grad, weights, backend)
     count = 2 * len(axes)
     results = quantize_values(values, asked, global_scale, offsets, backend)
     return [*results[:count], *sums, *results[count:]]
 
 
-def _swiglu_values(x: Tensor, grad: Tensor | None, weights: Tensor | None) -> tuple[Tensor, ...]:
+def _swiglu_values(
+    x: Tensor, grad: Tensor | None, weights: Tensor | None, backend: str
+) -> tuple[Tensor, ...]:
     """What is to be quantized, and, after it, the gradient of weights."""
-    if weights is None:
-        return (reference.swiglu(x) if grad is None else reference.swiglu_backward(grad, x),)
+    compiled = backend != "reference" and on_cpu(x) and not no_cpu_kernels()
+    made: Any = cpu if compiled else reference
     if grad is None:
-        return (reference.weighted_swiglu(x, weights),)
-    return reference.weighted_swiglu_backward(grad, x, weights)
+        values = made.swiglu(x)
+        return (values if weights is None else reference.weighted(values, weights),)
+    if weights is None:
+        return (made.swiglu_backward(grad, x),)
+    of_x = made.swiglu_backward(reference.weighted(grad, weights), x)
+    return of_x, reference.weight_gradient(grad, made.swiglu(x))
 
 
 def _swiglu_by_kernel(

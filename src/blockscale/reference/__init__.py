@@ -6,6 +6,8 @@ from .fused import (
     rmsnorm,
     swiglu,
     swiglu_backward,
+    weight_gradient,
+    weighted,
     weighted_swiglu,
     weighted_swiglu_backward,
 )
@@ -27,6 +29,8 @@ __all__ = [
     "rmsnorm",
     "swiglu",
     "swiglu_backward",
+    "weight_gradient",
+    "weighted",
     "weighted_swiglu",
     "weighted_swiglu_backward",
 ]

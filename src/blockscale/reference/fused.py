@@ -25,6 +25,8 @@ __all__ = [
     "square_root",
     "swiglu",
     "swiglu_backward",
+    "weight_gradient",
+    "weighted",
     "weighted_swiglu",
     "weighted_swiglu_backward",
 ]
@@ -69,7 +71,7 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
     """``swiglu(x)`` (M, H), each row times its fp32 weight of ``weights`` (M,); rounded twice."""
-    return (swiglu(x).to(torch.float32) * weights[:, None]).to(x.dtype)
+    return weighted(swiglu(x), weights)
 
 
 def weighted_swiglu_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,13 +82,21 @@ def weighted_swiglu_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[
     sum of ``grad`` times ``swiglu(x)``: of 64 columns each by a binary tree of neighbours, then
     these sums one after the other, from zero on.
     """
-    products = grad.to(torch.float32) * swiglu(x).to(torch.float32)
-    scaled = (grad.to(torch.float32) * weights[:, None]).to(x.dtype)
-    total = torch.nn.functional.pad(products, (0, -products.shape[-1] % 64))
-    total = total.unflatten(-1, (-1, 64))
+    return swiglu_backward(weighted(grad, weights), x), weight_gradient(grad, swiglu(x))
+
+
+def weighted(values: Tensor, weights: Tensor) -> Tensor:
+    """Each row of ``values`` (M, H) times its fp32 weight, rounded to their dtype."""
+    return (values.to(torch.float32) * weights[:, None]).to(values.dtype)
+
+
+def weight_gradient(grad: Tensor, values: Tensor) -> Tensor:
+    """That of the weights of ``values``, from ``grad`` of ``weighted``, in fp32."""
+    total = grad.to(torch.float32) * values.to(torch.float32)
+    total = torch.nn.functional.pad(total, (0, -total.shape[-1] % 64)).unflatten(-1, (-1, 64))
     while total.shape[-1] > 1:
         total = total[..., 0::2] + total[..., 1::2]
-    return swiglu_backward(scaled, x), sum(total.squeeze(-1).unbind(-1), total.new_zeros(len(x)))
+    return sum(total.squeeze(-1).unbind(-1), total.new_zeros(len(total)))
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

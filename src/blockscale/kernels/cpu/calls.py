@@ -35,6 +35,8 @@ __all__ = [
     "multiply",
     "quantize",
     "supported",
+    "swiglu",
+    "swiglu_backward",
 ]
 
 #: Rows of ``x`` up to which :func:`multiply` is faster than to dequantize and call a BLAS.
@@ -123,6 +125,27 @@ def amax(x: Tensor) -> Tensor:
 
     bits = max(_run(work, grid.tiles, grid.chunk(_CHUNK)), default=0)
     return from_float32_bits(torch.tensor(bits))
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """``reference.swiglu``, to the bit but for which NaN a NaN is."""
+    from . import compiled
+
+    wide = _fp32_rows(x)
+    out = _empty((len(wide), wide.shape[1] // 2), torch.float32)
+    arrays = wide.numpy(), out.numpy()
+    _run(lambda first, last: compiled.swiglu_rows(*arrays, first, last), *_rows_of(wide))
+    return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """``reference.swiglu_backward``, likewise."""
+    from . import compiled
+
+    wide, out = _fp32_rows(x), _empty(_fp32_rows(x).shape, torch.float32)
+    arrays = _fp32_rows(grad).numpy(), wide.numpy(), out.numpy()
+    _run(lambda first, last: compiled.swiglu_backward_rows(*arrays, first, last), *_rows_of(wide))
+    return out.view(x.shape).to(x.dtype)
 
 
 def dequantize(
@@ -254,6 +277,16 @@ def _decoded(format: Format, global_scale: Tensor | None) -> tuple[object, ...]:
         least = min(127 - 100 + max(0, 127 - (factor >> 23)), 255)
     constants = specify(format, format.default_scale_rounding, "te")
     return constants, values(format.element), scale_values(format.scale), factor, least << 23
+
+
+def _fp32_rows(x: Tensor) -> Tensor:
+    """As a matrix, contiguous."""
+    return x.detach().reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
+
+
+def _rows_of(x: Tensor) -> tuple[int, int]:
+    """How many there are, and how many are worth a thread."""
+    return len(x), max(1, _CHUNK // 16 // max(x.shape[1], 1))
 
 
 def _run(work: Callable[[int, int], T], items: int, chunk: int) -> list[T]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ... import error_sums, jit
-from . import arith, comparing, decoding, encoding, multiplying
+from . import arith, comparing, decoding, encoding, multiplying, swiglu
 
 _sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(error_sums.__file__)]
 _cached = jit.cached([*_sources, Path(jit.__file__)])
@@ -57,6 +57,16 @@ def multiply_rows(
         x, data, scale8, scale32, out, geometry, spec, values, scales, global_scale, least, scratch,
         first, last,
     )  # fmt: skip
+
+
+@_cached
+def swiglu_rows(x, out, first, last):
+    swiglu.swiglu_rows(x, out, first, last)
+
+
+@_cached
+def swiglu_backward_rows(grad, x, out, first, last):
+    swiglu.swiglu_backward_rows(grad, x, out, first, last)
 
 
 @_cached

@@ -29,6 +29,16 @@ as_float = _bitcast(types.float32, types.int32, ir.FloatType())
 as_bits = _bitcast(types.int32, types.float32, ir.IntType(32))
 
 
+@intrinsic
+def fma(context, a, b, c):
+    """``a * b + c`` of fp32, rounded once."""
+
+    def generate(context, builder, signature, args):
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
 def _vector_pointer(context, builder, array_type, array, index, lanes):
     """Pointer to items of a contiguous array, as a vector, and the vector's type."""
     pointer = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
