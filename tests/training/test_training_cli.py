@@ -16,7 +16,7 @@ import pytest
 
 from blockscale import training
 from blockscale.cli import main
-from blockscale.training import RECIPES, Corpus
+from blockscale.training import RECIPES, Corpus, saves
 
 
 @pytest.fixture
@@ -202,6 +202,10 @@ def test_bad_resume(command, here, stopping, tmp_path):
         code, _, err = command(*arguments)
         assert code == 2
         assert err.startswith(f"blockscale: {message}")
+    with saves.alone(tmp_path / "parts"):
+        code, _, err = command("--resume", "parts")
+    assert code == 2
+    assert "resume: another process goes on with the runs of parts" in err
     plan = tmp_path / "parts" / "unfinished" / "plan.json"
     written = plan.read_text()
     plan.write_text(written.replace('"width"', '"breadth"'))

@@ -118,24 +118,24 @@ def train(
         _check_minutes(minutes, steps, where)
         folder = training.prepare_folder(out)
         plan = training.Plan(names, settings, data, saves.digest(text))
-    try:
+    ends = math.inf if stop_after is None else began + 60 * stop_after
+    with _left_as_found(folder, anew=resume is None):
         if resume is None:
             if minutes is not None:
                 found = training.steps_within(minutes, plan.recipes, text, plan.settings)
                 plan = replace(plan, settings=replace(plan.settings, steps=found))
             plan.write(folder)
-        ends = math.inf if stop_after is None else began + 60 * stop_after
-        with _watched(plan.recipes, plan.settings) as report, _told_to_stop(ends) as stop:
-            runs = training.compare(plan.recipes, text, plan.settings, report, folder, stop)
-    except training.Stopped:
-        typer.echo(f"stopped and saved; go on with: blockscale train --resume {folder}", err=True)
-        raise typer.Exit(0 if time.perf_counter() >= ends else 130) from None
-    except BaseException:
-        if not saves.saved_runs(folder):
-            saves.forget(folder)
-            if not any(folder.iterdir()):
-                folder.rmdir()
-        raise
+        with (
+            saves.alone(folder),
+            _watched(plan.recipes, plan.settings) as report,
+            _told_to_stop(ends) as stop,
+        ):
+            try:
+                runs = training.compare(plan.recipes, text, plan.settings, report, folder, stop)
+            except training.Stopped:
+                again = f"blockscale train --resume {folder}"
+                typer.echo(f"stopped and saved; go on with: {again}", err=True)
+                raise typer.Exit(0 if time.perf_counter() >= ends else 130) from None
     seconds = sum(run.seconds for run in runs)  # of all calls; on a CPU they share the cores
     if resume is None:
         seconds = time.perf_counter() - began
@@ -146,6 +146,21 @@ def train(
         typer.echo(json_module.dumps(comparison.to_json(), indent=1))
     else:
         _show(comparison, folder)
+
+
+@contextmanager
+def _left_as_found(folder: Path, *, anew: bool) -> Iterator[None]:
+    """Where something fails before any run is saved, a folder that was made for it goes."""
+    from ..training import saves
+
+    try:
+        yield
+    except BaseException:
+        if anew and not saves.saved_runs(folder):
+            saves.forget(folder)
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        raise
 
 
 def _check_alone(options: dict[str, object]) -> None:

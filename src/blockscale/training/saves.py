@@ -10,12 +10,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from ..checks import reading
 from .data import Text
@@ -23,7 +25,23 @@ from .settings import Settings
 
 __all__ = ["Plan", "Saves", "Stopped", "digest", "forget", "saved_runs"]
 
-_FOLDER, _PLAN = "unfinished", "plan.json"
+_FOLDER, _PLAN, _LOCK = "unfinished", "plan.json", "lock"
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the unfinished runs of a folder; ValueError where another process does."""
+    lock = FileLock(folder / _FOLDER / _LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"resume: another process goes on with the runs of {folder}; wait for it, or end it"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Stopped(Exception):
