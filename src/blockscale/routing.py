@@ -57,7 +57,7 @@ def route(experts: Tensor, num_experts: int) -> Routing:
     Args:
         experts: int64 or int32 (tokens, top_k), on any device. One that is negative, or
             ``num_experts`` or more, is that of no expert: its row has no product, and gives its
-            token nothing.
+            token nothing, if its weight is finite.
         num_experts: how many there are.
 
     Raises TypeError or ValueError where these are something else.

@@ -127,6 +127,23 @@ def test_weights_of_rows(producer, format, axes, layout, dtype, given, arch):
         assert torch.equal(got[number].view(torch.int32), want[number].view(torch.int32))
 
 
+@pytest.mark.parametrize(
+    ("format", "axes", "layout", "width", "dtype", "given"),
+    [
+        ("mxfp8", BOTH, "tcgen05", 77, BF16, {"nonfinite": "te"}),
+        ("fp8_1x128", ROWS, "sm90", 32, BF16, {}),
+        ("nvfp4", ROWS, "tcgen05", 130, FP32, GLOBAL),
+    ],
+    ids=str,
+)
+def test_padding_has_no_weight(format, axes, layout, width, dtype, given):
+    """Zeros times a negative weight, or one that is not finite, would be none."""
+    x, made = weighted(FORWARD, 40, width, dtype)
+    (weights,) = made["others"]
+    weights[:3] = torch.tensor([-1.0, float("inf"), -0.0])
+    check(x, format, "sm_90a", axes, layout=layout, **given, **made)
+
+
 @pytest.mark.parametrize("producer", [FORWARD, BACKWARD])
 def test_global_scale_of_weighted_rows(producer):
     x, made = weighted(producer, 40, 128, BF16)

@@ -280,6 +280,18 @@ def test_nan_stays_with_its_expert():
     assert not dup[:2].isfinite().all()
 
 
+def test_no_pairs():
+    x, _, up, down, *_ = given(5, 1, 3)
+    weights = torch.zeros(5, 0, requires_grad=True)
+    routing = bs.route(torch.zeros(5, 0, dtype=torch.int64), 3)
+    y = experts(x, weights, routing, up, down, recipe=bs.Recipe("mxfp8"))
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert not y.any()
+    assert not x.grad.any()
+    assert not up.grad.any()
+
+
 # --- memory, reuse and what torch does ------------------------------------------------------------
 
 
@@ -330,6 +342,9 @@ def test_a_saved_format_changes_gradients_alone():
         experts(x, weights, routing, up, down, recipe=recipe, saved_format="mxfp8")
     with pytest.raises(ValueError, match="saved_format: got 'fp8'"):
         experts(x, weights, routing, up, down, recipe=recipe, saved_format="fp8")
+    wide = [t.double() for t in (x, weights, up, down)]
+    with pytest.raises(TypeError, match=r"saved_format: torch.float64 cannot be quantized"):
+        experts(*wide[:2], routing, *wide[2:], recipe=None, saved_format="mxfp8")
 
 
 def test_weights_are_reused_where_asked(monkeypatch):
@@ -418,6 +433,9 @@ def test_bad_input():
         experts(x.double(), weights, routing, up, down, recipe=recipe)
     with pytest.raises(ValueError, match="cannot be grouped along the contraction"):
         experts(x, weights, routing, up, down, recipe=bs.Recipe("mxfp6_e2m3"))
+    turned = up.detach().mT.contiguous().mT
+    with pytest.raises(ValueError, match=r"up: has strides .* transposed=True"):
+        experts(x, weights, routing, turned, down, recipe=recipe)
     with pytest.raises(ValueError, match="up_bias: has shape"):
         experts(x, weights, routing, up, down, recipe=recipe, up_bias=torch.zeros(4, 3))
     with pytest.raises(ValueError, match="quantizes weights only"):

@@ -115,6 +115,29 @@ def test_weights_are_reused():
         assert not torch.equal(layer(x, COUNTS), first)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_reuse_sees_what_either_stack_does(name):
+    """NVFP4's global scale is that of both: what is made of one depends on the other."""
+    torch.manual_seed(0)
+    x, ends, recipe = torch.randn(124, H), COUNTS.cumsum(0).int(), bs.Recipe(name)
+    gate, up, down = (p.detach().clone() for p in (lambda m: (m.w1, m.w3, m.w2))(GroupedExperts()))
+
+    def call(gate, up):
+        return experts(x, None, ends, up, down, gate=gate, recipe=recipe)
+
+    def alone():
+        return bs.nn.grouped_linear(x, up, ends, recipe=recipe)
+
+    wanted = alone()
+    with torch.no_grad(), bs.reuse_weights():
+        first = call(gate, up)
+        assert torch.equal(call(gate, up), first)
+        large = call(1e4 * gate, up)
+        assert torch.equal(alone(), wanted)
+        gate.mul_(1e4)
+        assert torch.equal(call(gate, up), large)
+
+
 def test_what_is_not_taken_for_it():
     """Square matrices, whose order is unknown; other parameters, and other calls."""
 
@@ -142,6 +165,7 @@ def test_bad_input():
         ("offsets: got", ValueError, (x[:100], None, ends, layer.w1)),
         ("routing: is of 3 groups", ValueError, (x, None, ends[:3], layer.w1)),
         (r"offsets: got torch\.int64", TypeError, (x, None, ends.long(), layer.w1)),
+        (r"gate: got torch\.float16, up has", TypeError, (x, None, ends, layer.w1.half())),
     ):
         x_, weights, routing, gate = given
         with pytest.raises(error, match=message):

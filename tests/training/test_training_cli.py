@@ -195,7 +195,7 @@ def test_bad_resume(command, here, stopping, tmp_path):
     command("--recipe", "bf16", "--data", "own.txt", "--out", "parts", "--stop-after", 1e-9)
     for arguments, message in (
         (["--resume", "nowhere"], "resume: nowhere has no unfinished runs; "),
-        (["--resume", "parts", "--steps", 3, "--moe"], "resume: is given beside steps, moe; "),
+        (["--resume", "parts", "--steps", 0, "--moe"], "resume: is given beside steps, moe; "),
         (["--out", "parts"], "out: parts holds unfinished runs; go on with --resume parts"),
         (["--stop-after", 0], "stop-after: got 0; "),
     ):
@@ -210,8 +210,20 @@ def test_bad_resume(command, here, stopping, tmp_path):
     written = plan.read_text()
     plan.write_text(written.replace('"width"', '"breadth"'))
     code, _, err = command("--resume", "parts")
-    assert "was written by another version" in err
+    assert "is damaged, or of another version" in err
+    plan.write_text(written[:100])
+    code, _, err = command("--resume", "parts")
+    assert f"resume: {plan.relative_to(tmp_path)} is damaged" in err
     plan.write_text(written)
+    saved = plan.parent / "bf16-0.pt"
+    whole = saved.read_bytes()
+    for size in (0, 3000):
+        saved.write_bytes(whole[:size])
+        code, _, err = command("--resume", "parts")
+        assert code == 2
+        assert "resume: cannot read parts/unfinished/bf16-0.pt" in err
+        assert "remove it to train that run from the start" in err
+    saved.write_bytes(whole)
     (tmp_path / "own.txt").write_bytes(bytes(range(255)) * 8)
     code, _, err = command("--resume", "parts")
     assert "own.txt has changed since the runs began" in err

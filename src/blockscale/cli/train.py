@@ -165,7 +165,7 @@ def _left_as_found(folder: Path, *, anew: bool) -> Iterator[None]:
 
 def _check_alone(options: dict[str, object]) -> None:
     """ValueError where one is given: the folder of stopped runs has them."""
-    given = [name for name, value in options.items() if value]
+    given = [name for name, value in options.items() if value is not None and value is not False]
     if given:
         raise ValueError(
             f"resume: is given beside {', '.join(given)}; runs go on as they began: leave it out"

@@ -71,10 +71,12 @@ def experts(
     """
     held = Held(up, down, up_bias, down_bias, gate)
     check_experts(x, weights, routing, held, recipe, transposed)
-    check_saved_format(saved_format)
-    recipe, saved_format = (recipe, saved_format) if x.numel() else (None, None)
+    dtype = output_dtype(x)
+    check_saved_format(saved_format, dtype)
+    if not (x.numel() if weights is None else x.numel() and weights.numel()):
+        recipe = saved_format = None  # there is nothing to quantize
     activation = activation if recipe is None else exact(activation)
-    how = How(recipe, activation, output_dtype(x), transposed, saved_format)
+    how = How(recipe, activation, dtype, transposed, saved_format)
     routed = routing if isinstance(routing, Routing) else (None, None, routing)
     return _Experts.apply(how, x, weights, *held, *routed)
 

@@ -11,7 +11,7 @@ from ..checks import choose
 from ..formats import formats
 from ..routing import Routing
 from ..tensor import ScaledTensor
-from ..tensor_checks import check_is_tensor, check_offsets
+from ..tensor_checks import DTYPES, check_is_tensor, check_offsets
 from ..watching import refuse_tangents
 from .linear import check_dtype, check_whole
 from .recipe import Recipe, check_training_recipe
@@ -50,10 +50,14 @@ def check_recipe_of_groups(recipe: Recipe | None) -> None:
             )
 
 
-def check_saved_format(name: str | None) -> None:
-    """ValueError unless what is kept for a backward can be of this format."""
-    if name is not None:
-        choose("saved_format", name, formats)
+def check_saved_format(name: str | None, dtype: torch.dtype = torch.bfloat16) -> None:
+    """ValueError or TypeError unless what is kept for a backward, of ``dtype``, can be of this
+    format."""
+    if name is None:
+        return
+    choose("saved_format", name, formats)
+    if dtype not in DTYPES:
+        raise TypeError(f"saved_format: {dtype} cannot be quantized; leave it out, or cast x")
 
 
 def check_plain(name: str, x: Tensor, recipe: Recipe | None) -> None:
@@ -110,9 +114,11 @@ def check_experts(
 
 def _check_held(x: Tensor, held: Held, recipe: Recipe | None, transposed: bool) -> None:
     up, down, up_bias, down_bias, gate = held
-    for name, each in (("x", x), ("up", up), ("down", down), ("gate", gate)):
+    check_plain("x", x, recipe)
+    for name, each in (("up", up), ("down", down), ("gate", gate)):
         if each is not None:
             check_plain(name, each, recipe)
+            _check_rows(name, each, recipe)
     given = f"up: has shape {tuple(up.shape)}, x {tuple(x.shape)}; expected (experts, "
     halves = 2 if gate is None else 1
     width = "2 * I" if gate is None else "I"
@@ -128,6 +134,8 @@ def _check_held(x: Tensor, held: Held, recipe: Recipe | None, transposed: bool) 
             f"gate: has shape {tuple(gate.shape)}; expected that of up, {tuple(up.shape)}, and "
             "transposed=False"
         )
+    if gate is not None and gate.dtype != up.dtype:
+        raise TypeError(f"gate: got {gate.dtype}, up has {up.dtype}; cast one of them")
     wanted = up.shape[0], up.shape[2], up.shape[1] // halves
     if tuple(down.shape) != wanted:
         shape, want = ((n, *s[::-1]) if transposed else (n, *s)
@@ -136,6 +144,17 @@ def _check_held(x: Tensor, held: Held, recipe: Recipe | None, transposed: bool) 
     _check_biases(recipe, (len(up), 2 * wanted[2]), up_bias=up_bias)
     _check_biases(recipe, wanted[:2], down_bias=down_bias)
     _check_alike(x, up=up, down=down, up_bias=up_bias, down_bias=down_bias, gate=gate)
+
+
+def _check_rows(name: str, weight: Tensor, recipe: Recipe | None) -> None:
+    """ValueError of a stack that quantizers would not read."""
+    if torch.compiler.is_compiling() or recipe is None:
+        return
+    if weight.stride(-1) != 1 and weight.shape[-1] != 1:
+        raise ValueError(
+            f"{name}: has strides {weight.stride()}, its rows do not lie together; pass what it is "
+            "the transpose of, with transposed=True, or call .contiguous()"
+        )
 
 
 def _check_routing(x: Tensor, weights: Tensor | None, routing: Routing, up: Tensor) -> None:

@@ -17,6 +17,7 @@ from ..gemm import grouped_gemm
 from ..ops import global_scale
 from ..ops.backends import on_cpu
 from ..tensor import ScaledTensor
+from .forms import quantize_forms
 from .recipe import Recipe
 from .reuse import quantized_weight
 
@@ -88,8 +89,12 @@ def _quantized(weight: Weight, recipe: Recipe, *, columns: bool) -> ScaledTensor
     format = recipe.format_of("weights")
     given: Any = {"rows": not columns, "columns": columns}
 
-    def made(each: Tensor, **further: Any) -> ScaledTensor:
-        forms = quantized_weight(each, format.name, recipe.scale_rounding, **given, **further)
+    def made(each: Tensor, scale: Tensor | None = None) -> ScaledTensor:
+        how = format.name, recipe.scale_rounding
+        if scale is None:
+            forms = quantized_weight(each, *how, **given)
+        else:  # it depends on the other stack: nothing to be reused
+            forms = quantize_forms(each, *how, **given, global_scale=scale)
         found = forms.columns if columns else forms.rows
         assert found is not None
         return found
@@ -99,11 +104,11 @@ def _quantized(weight: Weight, recipe: Recipe, *, columns: bool) -> ScaledTensor
     extent = format.block_size if columns else format.block[0]
     if weight[0].shape[1] % extent:  # a block has rows of both
         return made(torch.cat(weight, 1))
-    scale: Any = {}
+    scale = None
     if format.has_global_scale:
         found = [global_scale(each.detach(), format.name) for each in weight]
-        scale = {"global_scale": torch.maximum(*found)}
-    joined: Any = torch.cat([made(each, **scale) for each in weight], 1)
+        scale = torch.maximum(*found)
+    joined: Any = torch.cat([made(each, scale) for each in weight], 1)
     return joined
 
 

@@ -109,7 +109,8 @@ _worker: dict[str, Any] = {}
 
 
 def _start(events: Any, stop: Any, text: Text, settings: Settings, folder: Path | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    for each in (signal.SIGINT, signal.SIGTERM):  # the parent says when to stop
+        signal.signal(each, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     corpus = Corpus(text, settings.context)

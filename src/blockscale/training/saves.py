@@ -65,8 +65,10 @@ class Plan:
 
     def write(self, folder: Path) -> None:
         (folder / _FOLDER).mkdir()
-        text = json.dumps(asdict(self), indent=1) + "\n"
-        (folder / _FOLDER / _PLAN).write_text(text, encoding="utf-8")
+        path = folder / _FOLDER / _PLAN
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
 
     @classmethod
     def read(cls, folder: Path) -> Plan:
@@ -78,14 +80,15 @@ class Plan:
                 "was stopped in"
             )
         with reading("resume", path):
-            found = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         try:
+            found = json.loads(text)
             given = found.pop("settings")
             given["betas"] = tuple(given["betas"])
             return cls(tuple(found.pop("recipes")), Settings(**given), **found)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"resume: {path} was written by another version ({error}); start anew"
+                f"resume: {path} is damaged, or of another version ({error}); start anew"
             ) from None
 
     def check(self, text: Text) -> None:
@@ -112,7 +115,13 @@ class Saves:
         """What ``write`` was given last, or None."""
         if not self.path.exists():
             return None
-        found: dict[str, Any] = torch.load(self.path, map_location=device, weights_only=True)
+        try:
+            found: dict[str, Any] = torch.load(self.path, map_location=device, weights_only=True)
+        except Exception as error:  # whatever reading a damaged file raises
+            raise ValueError(
+                f"resume: cannot read {self.path} ({type(error).__name__}); remove it to train "
+                "that run from the start"
+            ) from None
         return found
 
     def write(self, state: dict[str, Any]) -> None:

@@ -34,21 +34,21 @@ class _Gate:
     silu: list
 
 
-def _swiglu(values: list, blackwell: bool, narrowed, weight) -> tuple:
+def _swiglu(values: list, blackwell: bool, narrowed, weights) -> tuple:
     gate, up = values
     made = multiply(_gate(gate, blackwell).silu, up, blackwell)
-    if weight is not None:
-        made = multiply(narrowed(made), [weight] * len(made), blackwell)
+    if weights is not None:
+        made = multiply(narrowed(made), weights, blackwell)
     return [made], None
 
 
-def _swiglu_backward(values: list, blackwell: bool, narrowed, weight) -> tuple:
+def _swiglu_backward(values: list, blackwell: bool, narrowed, weights) -> tuple:
     gate, up, grad = values
     g, products = _gate(gate, blackwell), None
-    if weight is not None:
+    if weights is not None:
         made = narrowed(multiply(g.silu, up, blackwell))
         products = multiply(grad, made, blackwell)
-        grad = narrowed(multiply(grad, [weight] * len(grad), blackwell))
+        grad = narrowed(multiply(grad, weights, blackwell))
     slope = multiply(g.r, fma(g.t, g.r, g.c, blackwell), blackwell)
     by_gate = multiply(multiply(grad, slope, blackwell), up, blackwell)
     return [by_gate, multiply(grad, g.silu, blackwell)], products
@@ -88,12 +88,12 @@ def _constant(bits: int, like: list) -> list:
 def _of_words(function):
     """``function`` of lists of fp32 values, for words of elements of a dtype."""
 
-    def produce(sources: list, dtype: np.dtype, blackwell: bool, weight=None) -> tuple:
+    def produce(sources: list, dtype: np.dtype, blackwell: bool, weights=None) -> tuple:
         def narrowed(values: list) -> list:
             return widen(narrow(values, dtype), dtype)
 
         values = [widen(words, dtype) for words in sources]
-        made, products = function(values, blackwell, narrowed, weight)
+        made, products = function(values, blackwell, narrowed, weights)
         return [narrow(part, dtype) for part in made], products
 
     return produce

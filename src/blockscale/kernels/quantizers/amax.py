@@ -59,7 +59,7 @@ class Amax:
         tiles, barrier = self.tiles.allocate(memory)
         found = memory.allocate_array(cutlass.Uint32, config.warps, byte_alignment=16).toint()
         rows = TileRows(row, sources[0].shape[0], None, None, None)
-        loaded = Loaded(tiles, rows, column, weights)
+        loaded = Loaded(tiles, rows, column, sources[0].shape[1], weights)
         self.tiles.start(Loading(sources, atoms, views, barrier), loaded)
         self.tiles.wait(barrier)
         self.tiles.produce(loaded)

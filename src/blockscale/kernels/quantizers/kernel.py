@@ -136,7 +136,7 @@ class Quantizer:
 
         to = {axis: [(each, outputs[axis][0]) for each in staged[axis]] for axis in config.axes}
         loading = Loading(sources, atoms, views, barrier, indices, matrix)
-        loaded = Loaded(tiles, rows, column, weights, sums)
+        loaded = Loaded(tiles, rows, column, k, weights, sums)
         if const_expr(config.grouped):
             if rows.start < rows.stop:
                 self.quantize(loading, loaded, parts, to, maxima, table, global_scale)

@@ -74,6 +74,7 @@ class Loaded:
     Attributes:
         tiles: in shared memory, one of each source.
         rows, column: which rows of the tensor, and from which column on, they are.
+        width: columns of a source.
         weights: (M,) fp32 of rows, for producers that are weighted.
         sums: (partial sums, M) fp32, where the weights' gradients go, for those that have any.
     """
@@ -81,6 +82,7 @@ class Loaded:
     tiles: list
     rows: TileRows
     column: Any
+    width: Any
     weights: Any = None
     sums: Any = None
 
@@ -285,22 +287,29 @@ class Tiles:
         if made or config.producer == "load":
             return [load_words(addresses[i], itemsize, order) for i in range(self.shape.parts)]
         words = [load_words(address, itemsize, order) for address in addresses]
-        blackwell, weight, where = config.arch.startswith("sm_10"), None, None
+        blackwell, weights = config.arch.startswith("sm_10"), None
         if self.shape.weighted:
-            strip = offset // (PANEL * itemsize)
-            where = loaded.rows.start + strip % config.loaded_rows
-            weight = self.weight(loaded.weights, where, loaded.rows.stop)
-        parts, products = PRODUCE[config.producer](words, config.dtype, blackwell, weight)
+            strip, column = offset // (PANEL * itemsize), loaded.column + offset // itemsize % PANEL
+            row = loaded.rows.start + strip % config.loaded_rows
+            column = column + strip // config.loaded_rows * PANEL
+            weights = self.factors(loaded, row, column, order)
+        parts, products = PRODUCE[config.producer](words, config.dtype, blackwell, weights)
         if products is not None and loaded.sums is not None:
-            within = strip // config.loaded_rows * PANEL + offset // itemsize % PANEL
-            where = (loaded.column + within) // DOT, where
-            self.add_up(products, loaded.sums, where, loaded.rows.stop)
+            self.add_up(products, loaded.sums, (column // DOT, row), loaded.rows.stop)
         if keep:
             for part, address in zip(parts, addresses, strict=False):
                 for i in range(0, len(part), 4):
                     place = 4 * i if order is None else Int32(order * itemsize ^ 4 * i)
                     ptx.store_shared(address + place, part[i : i + 4], 16)
         return parts
+
+    def factors(self, loaded, row, column, order) -> list:
+        """What 16 elements are multiplied by: the weight of their row, and of padding one."""
+        weight = self.weight(loaded.weights, row, loaded.rows.stop)
+        if self.shape.parts > 1:  # of whole panels
+            return [weight] * ELEMENTS
+        columns = [column + (i if order is None else Int32(order ^ i)) for i in range(ELEMENTS)]
+        return [Float32(select_(c < loaded.width, weight, Float32(1.0))) for c in columns]
 
     @cute.jit
     def weight(self, weights, row, stop):
