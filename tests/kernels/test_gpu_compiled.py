@@ -100,7 +100,12 @@ def test_key_depends_on_configuration_source_and_version(monkeypatch):
     base = compile_cache._key(config())
     assert base == compile_cache._key(config())
     keys = {base}
-    for field, value in (("arch", "sm_100a"), ("warps", 2), ("nonfinite", "te"), ("tma", False)):
+    for field, value in (
+        ("arch", "sm_100a"),
+        ("warps", 2),
+        ("nonfinite", "te"),
+        ("aligned", False),
+    ):
         keys.add(compile_cache._key(dataclasses.replace(config(), **{field: value})))
     monkeypatch.setattr(compile_cache, "version", lambda package: "0")
     keys.add(compile_cache._key(config()))

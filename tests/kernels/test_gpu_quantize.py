@@ -183,7 +183,6 @@ def test_same_bytes_again():
         (torch.zeros(64), "mxfp8", (-2,), "compact", "sm_90a", "need a matrix"),
         (torch.zeros(2, 64), "nvfp4", (-1,), "compact", "sm_90a", "needs one"),
         (torch.zeros(64, 2).mT, "mxfp8", (-1,), "compact", "sm_90a", "not contiguous"),
-        (torch.zeros(2, 136, 128), "fp8_128x128", (-1,), "compact", "sm_90a", "one by one"),
     ],
 )
 def test_refusals(x, format, axes, layout, arch, message):
