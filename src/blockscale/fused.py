@@ -79,7 +79,8 @@ def swiglu_quantize(
     try:
         call = check(values, asked, offsets)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{error} (here x is the product, half as wide)") from None
+        more = "; axes=(-1,) asks for rows alone" if axes == (-1, -2) else ""
+        raise type(error)(f"{error} (here x is the product, half as wide{more})") from None
     if weights is not None:
         _check_weights(weights, x)
     return _swiglu((x, None, weights), values, call, asked, global_scale, offsets)[0]
@@ -261,6 +262,8 @@ def _check_halves(x: Tensor) -> int:
 def _check_weights(weights: Tensor, x: Tensor) -> None:
     if x.dim() != 2:
         raise ValueError(f"weights: x has shape {tuple(x.shape)}; only rows of a matrix have some")
+    if isinstance(weights, Tensor) and weights.dtype != torch.float32:
+        raise TypeError(f"weights: got {weights.dtype}; expected torch.float32: call .float()")
     _check_other("weights", weights, x.shape[:1], x, (torch.float32,))
 
 

@@ -104,6 +104,8 @@ def combine(
 
     Raises TypeError or ValueError where these are something else, or do not belong together.
     """
+    if isinstance(slots, Routing):
+        raise TypeError("slots: got a Routing; pass its slots, routing.slots")
     for name, each in (("y", y), ("slots", slots), ("weights", weights)):
         if each is not None:
             check_is_tensor(name, each)

@@ -205,6 +205,22 @@ def test_compile():
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_compile_with_sizes_that_change():
+    """One graph for all numbers of tokens."""
+    moe, frames = layer(), []
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph
+
+    compiled = torch.compile(moe, fullgraph=True, backend=backend)
+    for tokens in (40, 56, 24, 31):
+        x = torch.randn(tokens, 64)
+        assert torch.allclose(compiled(x), moe(x), rtol=1e-5, atol=1e-6)
+    assert len(frames) == 2  # of a size, and of any
+
+
 # --- transformers ---------------------------------------------------------------------------------
 
 
@@ -283,6 +299,16 @@ def test_experts_of_transformers(marks):
     bs.convert(model, None)
     assert type(module) is Marked
     assert all(map(torch.equal, run(), want))
+
+
+@pytest.mark.parametrize("marks", [(False, False, False), (True, True, True)])
+def test_converted_experts_are_compiled_before_they_run(marks):
+    """Which activation it is was found when they were converted."""
+    module = bs.convert(Marked(*marks), RECIPE)
+    given = torch.randn(50, 64), logits(50, 4).topk(2).indices, torch.rand(50, 2)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(*given), module(*given), rtol=1e-4, atol=1e-5)
 
 
 def test_activations_are_found():

@@ -150,12 +150,19 @@ def test_what_is_not_taken_for_it():
         def forward(self, x, num_tokens_per_expert, routed_prob=None):
             return super().forward(x, num_tokens_per_expert)
 
-    for layer in (GroupedExperts(64, 64), Biased(), Weighted()):
-        with pytest.raises(ValueError, match="stacked matrices"):
+    for layer, why in (
+        (GroupedExperts(64, 64), "whether they are transposed cannot be told"),
+        (Biased(), "stacked matrices"),
+        (Weighted(), "stacked matrices"),
+    ):
+        with pytest.raises(ValueError, match=why):
             bs.convert(torch.nn.Sequential(layer), bs.Recipe("mxfp8"))
 
 
 def test_bad_input():
+    converted = bs.convert(GroupedExperts(), bs.Recipe("mxfp8"))
+    with pytest.raises(TypeError, match="num_tokens_per_expert: got list"):
+        converted(torch.randn(124, H), COUNTS.tolist())
     layer, recipe = GroupedExperts(), bs.Recipe("mxfp8")
     x, ends = torch.randn(124, H), COUNTS.cumsum(0).int()
     up, down = layer.w3, layer.w2

@@ -8,6 +8,7 @@ from ..tensor import ScaledTensor
 from .attention import set_fast_paths
 from .class_change import become, original, restore
 from .group_checks import check_recipe_of_groups
+from .hf_experts import Experts
 from .kinds import CONVERTED, GROUPED, OWN, QUANTIZED, Kind
 from .recipe import Recipe, check_training_recipe
 from .report import ConversionReport, Entry, publish
@@ -90,6 +91,8 @@ def convert(
         else:
             entries.append(entry_of(name, module))
             become(module, kind.converted)
+            if isinstance(module, Experts):
+                module.find_activation()
         module.recipe = recipe  # type: ignore[assignment]
     set_fast_paths(model, CONVERTED + QUANTIZED)
     publish(report_on(model, layers, entries, left), report)

@@ -119,16 +119,12 @@ def _check_held(x: Tensor, held: Held, recipe: Recipe | None, transposed: bool) 
         if each is not None:
             check_plain(name, each, recipe)
             _check_rows(name, each, recipe)
-    given = f"up: has shape {tuple(up.shape)}, x {tuple(x.shape)}; expected (experts, "
     halves = 2 if gate is None else 1
-    width = "2 * I" if gate is None else "I"
-    given += f"H, {width})" if transposed else f"{width}, H)"
-    given += " and (tokens, H)"
     if up.dim() != 3 or x.dim() != 2:
-        raise ValueError(given)
-    up, down = (each.mT if transposed else each for each in (up, down))
+        raise _misfit(x, up, halves, transposed)
+    given, up, down = up, *(each.mT if transposed else each for each in (up, down))
     if x.shape[1] != up.shape[2] or up.shape[1] % halves:
-        raise ValueError(given)
+        raise _misfit(x, given, halves, transposed)
     if gate is not None and (gate.shape != up.shape or transposed):
         raise ValueError(
             f"gate: has shape {tuple(gate.shape)}; expected that of up, {tuple(up.shape)}, and "
@@ -144,6 +140,16 @@ def _check_held(x: Tensor, held: Held, recipe: Recipe | None, transposed: bool) 
     _check_biases(recipe, (len(up), 2 * wanted[2]), up_bias=up_bias)
     _check_biases(recipe, wanted[:2], down_bias=down_bias)
     _check_alike(x, up=up, down=down, up_bias=up_bias, down_bias=down_bias, gate=gate)
+
+
+def _misfit(x: Tensor, up: Tensor, halves: int, transposed: bool) -> ValueError:
+    """Made where it is raised: a compiler traces no text of sizes that change."""
+    sizes = ["2 * I" if halves == 2 else "I", "H"]
+    wanted = ", ".join(reversed(sizes) if transposed else sizes)
+    return ValueError(
+        f"up: has shape {tuple(up.shape)}, x {tuple(x.shape)}; expected (experts, {wanted}) and "
+        "(tokens, H)"
+    )
 
 
 def _check_rows(name: str, weight: Tensor, recipe: Recipe | None) -> None:

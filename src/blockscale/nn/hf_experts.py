@@ -38,6 +38,11 @@ class Experts(ForgetsWeights, Unscripted, torch.nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return _run(self, hidden_states, top_k_index, top_k_weights, self.recipe)
 
+    def find_activation(self) -> None:
+        """Before the first forward, which a compiler may trace."""
+        device = next(self.parameters()).device
+        _activation_of(self, torch.device("cpu") if device.type == "meta" else device)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}".removeprefix(", ")
 
@@ -77,7 +82,7 @@ def register_experts(recipe: Recipe = Recipe()) -> None:  # noqa: B008 - a froze
 def _run(module: Any, x: Tensor, index: Tensor, weights: Tensor, recipe: Recipe) -> Tensor:
     """What the module's experts give each token."""
     routing = route(index, module.num_experts)
-    activation = _activation_of(module, x)
+    activation = _activation_of(module, x.device)
     if activation is None:
         return _composed(module, x, weights, routing, recipe)
     return experts(
@@ -94,12 +99,12 @@ def _run(module: Any, x: Tensor, index: Tensor, weights: Tensor, recipe: Recipe)
     )
 
 
-def _activation_of(module: Any, x: Tensor) -> GatedActivation | None:
+def _activation_of(module: Any, device: torch.device) -> GatedActivation | None:
     """Which of ours has the values of the module's; None: none has, or there is more between the
     products. Found once for each module."""
     if module not in _activations:
         plain = module.has_gate and not getattr(module, "has_post_expert_norm", False)
-        _activations[module] = _alike(module, x.device) if plain else None
+        _activations[module] = _alike(module, device) if plain else None
     return _activations[module]
 
 

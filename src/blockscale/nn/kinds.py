@@ -15,7 +15,7 @@ from .linear import Linear
 from .moe import GatedExperts
 from .parametrized import parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
-from .titan_experts import TitanExperts, is_titan_experts
+from .titan_experts import TitanExperts, titan_experts
 
 __all__ = ["CONVERTED", "GROUPED", "OWN", "QUANTIZED", "Kind", "kind_of", "unknown"]
 
@@ -72,8 +72,11 @@ def kind_of(module: torch.nn.Module) -> Kind | str | None:
         return "its forward was replaced by another (accelerate's hooks do that): convert before"
     if kind is None and is_experts(module):
         kind = _EXPERTS
-    if kind is None and is_titan_experts(module, definer):
-        kind = _TITAN
+    if kind is None:
+        found = titan_experts(module, definer)
+        if isinstance(found, str):
+            return found
+        kind = _TITAN if found else None
     if kind is not None:
         return kind
     if isinstance(module, torch.nn.Linear | torch.nn.MultiheadAttention):

@@ -191,6 +191,9 @@ class MoE(Unscripted, torch.nn.Module):
         self.load = self.loss = None
 
     def forward(self, x: Tensor) -> Tensor:
+        hidden = self.gate.weight.shape[1]
+        if not x.dim() or x.shape[-1] != hidden:
+            raise ValueError(f"x: has shape {tuple(x.shape)}; expected (..., {hidden})")
         rows = x.reshape(-1, x.shape[-1])
         bias = self.gate.e_score_correction_bias
         weights, chosen, scores = choose_experts(self.gate(rows), self.router, bias)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tensor_checks import check_is_tensor
 from ..watching import is_dtensor
 from .experts import experts
 from .recipe import Recipe
 from .reuse import ForgetsWeights
 from .unscripted import Unscripted
 
-__all__ = ["TitanExperts", "is_titan_experts"]
+__all__ = ["TitanExperts", "titan_experts"]
 
 _WEIGHTS = ("w1", "w2", "w3")
 
@@ -27,6 +28,7 @@ class TitanExperts(ForgetsWeights, Unscripted, torch.nn.Module):
     recipe: Recipe
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        check_is_tensor("num_tokens_per_expert", num_tokens_per_expert)
         gate, down, up = (_local(getattr(self, name)) for name in _WEIGHTS)
         ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
         y = experts(_local(x), None, ends, up, down, gate=gate, recipe=self.recipe)
@@ -36,21 +38,25 @@ class TitanExperts(ForgetsWeights, Unscripted, torch.nn.Module):
         return f"{super().extra_repr()}, recipe={self.recipe}".removeprefix(", ")
 
 
-def is_titan_experts(module: torch.nn.Module, definer: type) -> bool:
+def titan_experts(module: torch.nn.Module, definer: type) -> bool | str:
     """Whether it is called and shaped as torchtitan's are, of which many have a copy: ``w1`` and
-    ``w3`` (experts, I, H), ``w2`` (experts, H, I). Of I = H the other order of these could not be
-    told apart."""
+    ``w3`` (experts, I, H), ``w2`` (experts, H, I); or why it cannot be told."""
     found = [getattr(module, name, None) for name in _WEIGHTS]
     if not all(isinstance(each, Tensor) and each.dim() == 3 for each in found):
         return False
     w1, w2, w3 = (tuple(each.shape) for each in found if each is not None)
     names = list(inspect.signature(definer.forward).parameters)  # type: ignore[attr-defined]
-    return (
+    alike = (
         names[2:] == ["num_tokens_per_expert"]
         and w1 == w3 == (w2[0], w2[2], w2[1])
-        and w1[1] != w1[2]
         and {name for name, _ in module.named_parameters(recurse=False)} == set(_WEIGHTS)
     )
+    if alike and w1[1] == w1[2]:
+        return (
+            f"as experts of torchtitan, whose matrices are square, {w1}: whether they are "
+            "transposed cannot be told; call blockscale.nn.experts with gate="
+        )
+    return alike
 
 
 def _local(x: Any) -> Tensor:
