@@ -314,10 +314,10 @@ def test_converted_experts_are_compiled_before_they_run(marks):
 def test_activations_are_found():
     from blockscale.nn.hf_experts import _activation_of
 
-    x = torch.randn(1, 64)
-    assert _activation_of(Marked(False, False, False), x) == GatedActivation()
-    assert _activation_of(Marked(True, True, True), x) == GatedActivation(1.702, 7.0, 1.0, True)
-    assert _activation_of(Marked(False, False, False, _geglu), x) is None
+    cpu = torch.device("cpu")
+    assert _activation_of(Marked(False, False, False), cpu) == GatedActivation()
+    assert _activation_of(Marked(True, True, True), cpu) == GatedActivation(1.702, 7.0, 1.0, True)
+    assert _activation_of(Marked(False, False, False, _geglu), cpu) is None
 
 
 def test_register_without_transformers(monkeypatch):
