@@ -58,8 +58,7 @@ def swiglu_quantize(
             second read of ``x``.
         weights: (M,) fp32, what each row of the product, rounded, is multiplied by; then it is
             rounded again. Experts' rows have those of the router.
-        backend: as in :func:`blockscale.quantize`. On a CPU plain torch makes the product, and
-            this is about its quantization.
+        backend: as in :func:`blockscale.quantize`.
 
     The other arguments are those of :func:`blockscale.quantize`, for the product (M, H). Dimensions
     in front of M are taken too, by plain torch.

@@ -159,7 +159,48 @@ def test_what_is_not_taken_for_it():
             bs.convert(torch.nn.Sequential(layer), bs.Recipe("mxfp8"))
 
 
+def test_other_activations_are_left_alone():
+    """A copy with GELU looks the same; its values do not."""
+
+    class Geglu(GroupedExperts):
+        def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+            ends = num_tokens_per_expert.cumsum(0).int()
+            w1, w2, w3 = (w.bfloat16().mT for w in (self.w1, self.w2, self.w3))
+            h = torch.nn.functional.gelu(torch._grouped_mm(x.bfloat16(), w1, offs=ends))
+            h = h * torch._grouped_mm(x.bfloat16(), w3, offs=ends)
+            return torch._grouped_mm(h, w2, offs=ends).type_as(x)
+
+    class Silu(Geglu):
+        def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+            ends = num_tokens_per_expert.cumsum(0).int()
+            w1, w2, w3 = (w.bfloat16().mT for w in (self.w1, self.w2, self.w3))
+            h = torch.nn.functional.silu(torch._grouped_mm(x.bfloat16(), w1, offs=ends))
+            h = h * torch._grouped_mm(x.bfloat16(), w3, offs=ends)
+            return torch._grouped_mm(h, w2, offs=ends).type_as(x)
+
+    class Strange(GroupedExperts):
+        def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("needs a GPU")
+
+    assert isinstance(bs.convert(Silu(), bs.Recipe("mxfp8")), TitanExperts)
+    for layer, why in ((Geglu(), "another activation than SwiGLU"), (Strange(), "needs a GPU")):
+        with pytest.raises(ValueError, match=why):
+            bs.convert(torch.nn.Sequential(layer), bs.Recipe("mxfp8"))
+
+
 def test_bad_input():
+    gpt_oss = bs.nn.GatedActivation(interleaved=True)
+    with pytest.raises(ValueError, match="activation: has interleaved=True, and gate is a stack"):
+        experts(
+            torch.randn(4, H),
+            None,
+            torch.tensor([4, 4, 4, 4, 4], dtype=torch.int32),
+            torch.randn(5, I, H),
+            torch.randn(5, H, I),
+            gate=torch.randn(5, I, H),
+            activation=gpt_oss,
+            recipe=None,
+        )
     converted = bs.convert(GroupedExperts(), bs.Recipe("mxfp8"))
     with pytest.raises(TypeError, match="num_tokens_per_expert: got list"):
         converted(torch.randn(124, H), COUNTS.tolist())

@@ -58,8 +58,9 @@ class _Run:
         self.scale = self.weights.flatten()[self.routing.pairs]
         self.activation = exact(SWIGLU)
 
-    def quantized(self, source: Source, role: str, **axes: bool) -> Operands:
-        rows, columns = axes.get("rows", False), axes.get("columns", False)
+    def quantized(
+        self, source: Source, role: str, *, rows: bool = False, columns: bool = False
+    ) -> Operands:
         given = self.recipe, role, self.offsets, self.dtype
         return operands(source, *given, rows=rows, columns=columns)
 

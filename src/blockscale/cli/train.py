@@ -174,8 +174,8 @@ def _check_alone(options: dict[str, object]) -> None:
 
 @contextmanager
 def _told_to_stop(ends: float) -> Iterator[Callable[[], bool]]:
-    """Says whether it is time to stop: a signal has come, of which the second ends all at once, or
-    it is ``ends``."""
+    """Gives what is true after SIGINT or SIGTERM, and from ``ends`` on; a second signal raises
+    KeyboardInterrupt."""
     told = threading.Event()
 
     def tell(number: int, frame: object) -> None:

@@ -50,9 +50,10 @@ def experts(
         routing: of :func:`blockscale.route`. Or int32 (experts,), the end of each expert's rows in
             ``x``, whose rows are in that order already: then ``weights`` is None, and each row has
             a result.
-        up: (experts, 2I, H), gate and up, the gate's rows first.
+        up: (experts, 2I, H), gate and up as ``activation`` has them: the gate's rows first, or
+            interleaved.
         down: (experts, H, I).
-        gate: (experts, I, H), where ``up`` is (experts, I, H) without it.
+        gate: (experts, I, H), where it is a stack of its own, beside ``up`` (experts, I, H).
         recipe: how the products are quantized; None: not at all.
         activation: between the products.
         up_bias, down_bias: (experts, 2I) and (experts, H), or None.
@@ -70,10 +71,11 @@ def experts(
     Source: Guo et al., "SonicMoE", arXiv 2512.14080 (what is kept, and the gradient of weights).
     """
     held = Held(up, down, up_bias, down_bias, gate)
-    check_experts(x, weights, routing, held, recipe, transposed)
+    check_experts(x, weights, routing, held, recipe, transposed, activation.interleaved)
     dtype = output_dtype(x)
     check_saved_format(saved_format, dtype)
-    if not (x.numel() if weights is None else x.numel() and weights.numel()):
+    has_rows = x.numel() > 0 and (weights is None or weights.numel() > 0)
+    if not has_rows:
         recipe = saved_format = None  # there is nothing to quantize
     activation = activation if recipe is None else exact(activation)
     how = How(recipe, activation, dtype, transposed, saved_format)

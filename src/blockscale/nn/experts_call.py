@@ -20,7 +20,7 @@ __all__ = ["Call", "How"]
 
 
 class How(NamedTuple):
-    """What does not change with the tensors; nothing is quantized where there is nothing."""
+    """What does not change with the tensors."""
 
     recipe: Recipe | None
     activation: GatedActivation
@@ -56,9 +56,10 @@ class Call(NamedTuple):
         up, gate = self.held.up, self.held.gate
         return up if gate is None else (gate, up)
 
-    def operands(self, source: Source, role: str, **axes: bool) -> Operands:
+    def operands(
+        self, source: Source, role: str, *, rows: bool = False, columns: bool = False
+    ) -> Operands:
         given = self.how.recipe, role, self.offsets, self.how.dtype
-        rows, columns = axes.get("rows", False), axes.get("columns", False)
         return operands(source, *given, rows=rows, columns=columns)
 
     def multiply(self, source: Source, weight: group_passes.Weight, bias: Tensor | None) -> Tensor:
@@ -74,7 +75,7 @@ class Call(NamedTuple):
         return group_passes.Product(self.how.recipe, self.how.dtype, self.how.transposed)
 
     def combined(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """What tokens get of rows; the rows, where these are theirs."""
+        """What tokens get of the rows of ``y``; ``y``, where rows came in the experts' order."""
         if self.routing is None:
             return y.to(dtype)
         return combine(y, self.routing.slots, weights, dtype)

@@ -95,9 +95,15 @@ def check_experts(
     held: Held,
     recipe: Recipe | None,
     transposed: bool,
+    interleaved: bool = False,
 ) -> None:
     """Raise unless these are operands of ``experts``."""
     check_recipe_of_groups(recipe)
+    if held.gate is not None and interleaved:
+        raise ValueError(
+            "activation: has interleaved=True, and gate is a stack of its own; pass it with "
+            "interleaved=False"
+        )
     _check_held(x, held, recipe, transposed)
     if isinstance(routing, Tensor):
         if weights is not None:

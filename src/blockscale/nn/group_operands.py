@@ -1,7 +1,8 @@
 """What the products of groups read: rows as they are, gathered, or made by an activation.
 
-Each is quantized from one read of what it is made of, with one rounding more than the values have:
-none of it exists in high precision where every product that reads it is quantized.
+Each is quantized from one read of what it is made of (NVFP4's global scale takes another), and does
+not exist in high precision where every product that reads it is quantized and its activation, if it
+has one, is fused.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Experts(ForgetsWeights, Unscripted, torch.nn.Module):
         return _run(self, hidden_states, top_k_index, top_k_weights, self.recipe)
 
     def find_activation(self) -> None:
-        """Before the first forward, which a compiler may trace."""
+        """Find the activation now: a compiler may trace the first forward."""
         device = next(self.parameters()).device
         _activation_of(self, torch.device("cpu") if device.type == "meta" else device)
 

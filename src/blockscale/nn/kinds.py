@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import titan_experts
 from .attention import MultiheadAttention
 from .class_change import _new  # noqa: F401 - where files of whole models that are older look
 from .conv1d import Conv1D
@@ -15,7 +16,7 @@ from .linear import Linear
 from .moe import GatedExperts
 from .parametrized import parameters_of, sources_of
 from .quantized import QuantizedConv1D, QuantizedLinear
-from .titan_experts import TitanExperts, titan_experts
+from .titan_experts import TitanExperts
 
 __all__ = ["CONVERTED", "GROUPED", "OWN", "QUANTIZED", "Kind", "kind_of", "unknown"]
 
@@ -73,7 +74,7 @@ def kind_of(module: torch.nn.Module) -> Kind | str | None:
     if kind is None and is_experts(module):
         kind = _EXPERTS
     if kind is None:
-        found = titan_experts(module, definer)
+        found = titan_experts.recognize(module, definer)
         if isinstance(found, str):
             return found
         kind = _TITAN if found else None

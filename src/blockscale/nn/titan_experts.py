@@ -3,6 +3,7 @@ called with rows that are in the order of experts, and how many rows each has.""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -16,9 +17,10 @@ from .recipe import Recipe
 from .reuse import ForgetsWeights
 from .unscripted import Unscripted
 
-__all__ = ["TitanExperts", "titan_experts"]
+__all__ = ["TitanExperts", "recognize"]
 
 _WEIGHTS = ("w1", "w2", "w3")
+_NEAR = 0.03  # products in bf16 have an error of 0.01, GELU one of 0.1
 
 
 class TitanExperts(ForgetsWeights, Unscripted, torch.nn.Module):
@@ -38,9 +40,10 @@ class TitanExperts(ForgetsWeights, Unscripted, torch.nn.Module):
         return f"{super().extra_repr()}, recipe={self.recipe}".removeprefix(", ")
 
 
-def titan_experts(module: torch.nn.Module, definer: type) -> bool | str:
-    """Whether it is called and shaped as torchtitan's are, of which many have a copy: ``w1`` and
-    ``w3`` (experts, I, H), ``w2`` (experts, H, I); or why it cannot be told."""
+def recognize(module: torch.nn.Module, definer: type) -> bool | str:
+    """Whether it is called and shaped as torchtitan's are, of which many have a copy, and has their
+    values: ``w1`` and ``w3`` (experts, I, H), ``w2`` (experts, H, I), SwiGLU. Or why it is left
+    alone, though it is called and shaped so."""
     found = [getattr(module, name, None) for name in _WEIGHTS]
     if not all(isinstance(each, Tensor) and each.dim() == 3 for each in found):
         return False
@@ -56,7 +59,35 @@ def titan_experts(module: torch.nn.Module, definer: type) -> bool | str:
             f"as experts of torchtitan, whose matrices are square, {w1}: whether they are "
             "transposed cannot be told; call blockscale.nn.experts with gate="
         )
-    return alike
+    return alike and (_why_not_swiglu(module, definer) or True)
+
+
+def _why_not_swiglu(module: Any, definer: Any) -> str:
+    """What its own forward says of small matrices in the place of its own; empty: SwiGLU."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"w1": (2, 32, 16), "w2": (2, 16, 32), "w3": (2, 32, 16)}
+    small = {name: torch.randn(s, generator=generator) / 4 for name, s in shapes.items()}
+    x = torch.randn(16, 16, generator=generator) * 2
+    twin = copy.copy(module)
+    parameters = {name: torch.nn.Parameter(each) for name, each in small.items()}
+    twin.__dict__ = {**module.__dict__, "_parameters": parameters, "num_experts": 2}
+    try:
+        with torch.no_grad():
+            found = definer.forward(twin, x, torch.tensor([8, 8])).float()
+    except Exception as error:  # whatever its forward raises: it says it
+        return f"as experts of torchtitan, but its forward cannot be tried: {error}"
+    want = experts(
+        x,
+        None,
+        torch.tensor([8, 16], dtype=torch.int32),
+        small["w3"],
+        small["w2"],
+        gate=small["w1"],
+        recipe=None,
+    )
+    if found.shape != want.shape or not (found - want).norm() <= _NEAR * want.norm():
+        return "as experts of torchtitan, with another activation than SwiGLU"
+    return ""
 
 
 def _local(x: Any) -> Tensor:

@@ -1,7 +1,8 @@
 """The ops ``swiglu_quantize`` and ``rmsnorm_quantize``: a producer and the quantizer behind it.
 
 On a GPU one kernel reads what the producer needs and writes what the quantizer gives. Elsewhere,
-and where there is no such kernel, the reference makes the values and ``quantize`` takes them.
+and where there is no such kernel, a compiled loop (SwiGLU on a CPU) or the reference makes the
+values, and ``quantize`` takes them.
 
 An op returns a list: data and scales for each axis, what else it promises, and last the global
 scale where it found one itself.
@@ -21,6 +22,7 @@ from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu import calls as cpu
 from ..kernels.experts import calls as experts
 from ..kernels.quantizers import calls as quantizers
+from ..kernels.quantizers.config import DOT
 from ..layouts import get_layout, swizzle_scale
 from . import fakes
 from .backends import fall_back, no_cpu_kernels, on_cpu
@@ -144,15 +146,20 @@ def _swiglu_by_kernel(
             scale = swizzle_scale(scale, axis, get_layout(layout), None)
         results += data, scale
     if sums is not None:
-        in_order = torch.arange(len(sums), device=x.device)[None]
-        results.append(experts.combine(sums, in_order, None, torch.float32)[0, : len(x)])
+        results.append(_added_up(sums)[: len(x)])
     return results + found
 
 
 def _partial_sums(grad: Tensor) -> Tensor:
-    """Room for sums of 64 columns each, which are combined later: rows of multiples of 16 bytes."""
+    """Room for sums of ``DOT`` columns each: rows of multiples of 16 bytes."""
     rows = -(-len(grad) // 4) * 4
-    return grad.new_empty(-(-grad.shape[1] // 64), rows, dtype=torch.float32)
+    return grad.new_empty(-(-grad.shape[1] // DOT), rows, dtype=torch.float32)
+
+
+def _added_up(sums: Tensor) -> Tensor:
+    """One after the other, as the reference does and ``combine`` with rows of a token."""
+    in_order = torch.arange(len(sums), device=sums.device)[None]
+    return experts.combine(sums, in_order, None, torch.float32)[0]
 
 
 def _asked(

@@ -42,7 +42,7 @@ def quantize(
     """Data and scales of ``x``, scales in ``layout``; see reference.quantize.
 
     With ``gather``, of rows of ``x``. With ``offsets``, axis -2 has blocks that start anew in each
-    group, axis -1 scales that ``layouts.Grouped`` places.
+    group, axis -1 scales that ``layouts.Grouped`` places, in layouts that spread them.
     """
     if axis == -1 and not get_layout(layout).spreads:
         offsets = None  # groups of rows move no scale

@@ -23,7 +23,7 @@ from ..checks import reading
 from .data import Text
 from .settings import Settings
 
-__all__ = ["Plan", "Saves", "Stopped", "digest", "forget", "saved_runs"]
+__all__ = ["Plan", "Saves", "Stopped", "alone", "digest", "forget", "saved_runs"]
 
 _FOLDER, _PLAN, _LOCK = "unfinished", "plan.json", "lock"
 

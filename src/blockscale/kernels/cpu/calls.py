@@ -142,7 +142,8 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """``reference.swiglu_backward``, likewise."""
     from . import compiled
 
-    wide, out = _fp32_rows(x), _empty(_fp32_rows(x).shape, torch.float32)
+    wide = _fp32_rows(x)
+    out = _empty(wide.shape, torch.float32)
     arrays = _fp32_rows(grad).numpy(), wide.numpy(), out.numpy()
     _run(lambda first, last: compiled.swiglu_backward_rows(*arrays, first, last), *_rows_of(wide))
     return out.view(x.shape).to(x.dtype)
@@ -285,7 +286,8 @@ def _fp32_rows(x: Tensor) -> Tensor:
 
 
 def _rows_of(x: Tensor) -> tuple[int, int]:
-    """How many there are, and how many are worth a thread."""
+    """How many there are, and how many are worth a thread: an element takes as long as 16 that are
+    quantized."""
     return len(x), max(1, _CHUNK // 16 // max(x.shape[1], 1))
 
 

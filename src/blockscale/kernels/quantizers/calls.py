@@ -54,8 +54,8 @@ def quantize(
         request: format, axes, layouts and rounding.
         global_scale: () fp32, for formats that have one.
         offsets: int32 (groups,), the end of each expert's rows: scales along rows lie as
-            ``layouts.Grouped`` says (except compact ones), blocks along columns start anew in each
-            group.
+            ``layouts.Grouped`` says, in layouts that spread them; blocks along columns start anew
+            in each group.
         gather: int32 (R,), the row of ``x`` that each row is; one that ``x`` has not is NaN.
         others: what the producer of ``request`` takes beside ``x``.
         gpu: to choose the kernel for where ``x`` is on a CPU, for the emulator.

@@ -73,7 +73,7 @@ class Request(NamedTuple):
         producer: what is quantized. "load": x; "swiglu": ``reference.swiglu`` (M, H) of x (M, 2H),
             which is gate and up; "swiglu_backward": ``reference.swiglu_backward`` (M, 2H) of x and
             of another input, the gradient (M, H). "weighted_" ones take weights (M,) fp32 last;
-            the backward then a matrix for what ``reference.weight_sums`` gives, too.
+            the backward then a matrix for partial sums of ``reference.weight_gradient``, too.
         grouped: the rows belong to experts.
         k_major: data along columns is stored column by column, as 4-bit data always is.
         gather: what is quantized are rows of x in another order.
