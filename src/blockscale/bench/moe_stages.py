@@ -55,7 +55,7 @@ class _Run:
         self.x, self.weights, self.up, self.down = (each.detach() for each in layer.leaves)
         self.routing, self.dtype = layer.routing, layer.x.dtype
         self.tokens, self.offsets = self.routing.tokens, self.routing.offsets
-        self.scale = self.weights.flatten()[self.routing.pairs]
+        self.row_weights = self.weights.flatten()[self.routing.pairs]
         self.activation = exact(SWIGLU)
 
     def quantized(
@@ -96,11 +96,11 @@ class _Run:
         g = self.quantized(Rows(grad, self.tokens), "gradients", **both)
         of_a = partial(self.multiply, group_passes.dgrad, g.rows, self.down)
         yield "dgrad, down", of_a
-        weighted = Activated(self.activation, self.h, self.scale)
+        weighted = Activated(self.activation, self.h, self.row_weights)
         quantize_a = partial(self.quantized, weighted, "activations", columns=True)
         yield "weighted SwiGLU + quantize, columns", quantize_a
         yield self.wgrad("wgrad, down", g.columns, quantize_a().columns)
-        source = ActivatedBackward(self.activation, of_a(), self.h, self.scale)
+        source = ActivatedBackward(self.activation, of_a(), self.h, self.row_weights)
         quantize_h = partial(self.quantized, source, "gradients", **both)
         yield "SwiGLU backward + quantize, both", quantize_h
         g = quantize_h()

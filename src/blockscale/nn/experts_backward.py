@@ -24,50 +24,53 @@ def gradients(
 class _Backward:
     def __init__(self, needs: tuple[bool, ...], call: Call, h: Tensor, grad: Tensor):
         self.call, dtype = call, call.how.dtype
-        self.of_x, self.of_weights, up, down, self.of_up_bias, self.of_down_bias, gate = needs[:7]
-        self.of_up, self.of_down = up or gate, down
+        self.needs_dx, self.needs_dweights, up, down, self.needs_dup_bias, *others = needs[:7]
+        self.needs_ddown_bias, gate = others
+        self.needs_dup, self.needs_ddown = up or gate, down
         self.h = h.dequantize(dtype) if isinstance(h, ScaledTensor) else h
         self.grad = Rows(grad.to(dtype), call.tokens)
-        self.scale = None
+        self.row_weights = None
         if call.weights is not None and call.routing is not None:
             wide = torch.promote_types(dtype, torch.float32)
-            self.scale = call.weights.flatten()[call.routing.pairs].to(wide)
+            self.row_weights = call.weights.flatten()[call.routing.pairs].to(wide)
 
     def all(self) -> tuple[Tensor | None, ...]:
-        needs_h = self.of_x or self.of_weights or self.of_up or self.of_up_bias
-        dx = of_pairs = up = gate = up_bias = None
+        needs_h = self.needs_dx or self.needs_dweights or self.needs_dup or self.needs_dup_bias
+        dx = d_row_weights = up = gate = up_bias = None
         da, down = self.second_product(needs_h)
         if needs_h:
             assert da is not None
-            source: Source = ActivatedBackward(self.call.how.activation, da, self.h, self.scale)
+            source: Source = ActivatedBackward(
+                self.call.how.activation, da, self.h, self.row_weights
+            )
             del da  # the peak of memory is in what follows
-            if self.of_up_bias:
-                dh, of_pairs = source.values()
+            if self.needs_dup_bias:
+                dh, d_row_weights = source.values()
                 up_bias = self.sum_groups(dh, self.call.held.up_bias)
                 source = Rows(dh)
-            elif not (self.of_x or self.of_up):
-                of_pairs = source.values()[1]
-            g = self.call.operands(source, "gradients", rows=self.of_x, columns=self.of_up)
-            of_pairs = g.of_weights if of_pairs is None else of_pairs
+            elif not (self.needs_dx or self.needs_dup):
+                d_row_weights = source.values()[1]
+            g = self.call.operands(source, "gradients", rows=self.needs_dx, columns=self.needs_dup)
+            d_row_weights = g.d_row_weights if d_row_weights is None else d_row_weights
             del source
             dx, up = self.first_product(g)
         if up is not None and self.call.held.gate is not None:
             gate, up = up.chunk(2, 1)
-        down_bias, of_pairs = self.second_bias(of_pairs)
+        down_bias, d_row_weights = self.second_bias(d_row_weights)
         weights = None
-        if self.of_weights and self.call.weights is not None and self.call.routing is not None:
-            assert of_pairs is not None
-            weights = of_pairs[self.call.routing.slots].to(self.call.weights.dtype)
+        if self.needs_dweights and self.call.weights is not None and self.call.routing is not None:
+            assert d_row_weights is not None
+            weights = d_row_weights[self.call.routing.slots].to(self.call.weights.dtype)
         return dx, weights, up, down, up_bias, down_bias, gate
 
     def second_product(self, needs_h: bool) -> tuple[Tensor | None, Tensor | None]:
         """The gradient of what it read, not yet times a weight, and that of its matrices."""
         call, da, down = self.call, None, None
-        g = call.operands(self.grad, "gradients", rows=needs_h, columns=self.of_down)
+        g = call.operands(self.grad, "gradients", rows=needs_h, columns=self.needs_ddown)
         if g.rows is not None:
             da = group_passes.dgrad(g.rows, call.held.down, call.offsets, call.product)
         if g.columns is not None:
-            made = Activated(call.how.activation, self.h, self.scale)
+            made = Activated(call.how.activation, self.h, self.row_weights)
             own = call.operands(made, "activations", columns=True).columns
             given = call.offsets, call.held.down.dtype, call.how.transposed
             down = group_passes.wgrad(g.columns, own, *given)
@@ -86,20 +89,20 @@ class _Backward:
             up = group_passes.wgrad(g.columns, own, *given)
         return dx, up
 
-    def second_bias(self, of_pairs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def second_bias(self, d_row_weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The gradient of the bias, and that of pairs' weights with its part."""
         bias, made = self.call.held.down_bias, None
         if bias is None:
-            return None, of_pairs
+            return None, d_row_weights
         rows = self.grad.values()[0]
-        if of_pairs is not None and self.of_weights:
+        if d_row_weights is not None and self.needs_dweights:
             own = rows * group_passes.of_rows(bias, len(self.h), self.call.offsets)
-            of_pairs = of_pairs + own.sum(-1, dtype=of_pairs.dtype)
-        if self.of_down_bias:
-            if self.scale is not None:
-                rows = rows.to(self.scale.dtype) * self.scale[:, None]
+            d_row_weights = d_row_weights + own.sum(-1, dtype=d_row_weights.dtype)
+        if self.needs_ddown_bias:
+            if self.row_weights is not None:
+                rows = rows.to(self.row_weights.dtype) * self.row_weights[:, None]
             made = self.sum_groups(rows, bias)
-        return made, of_pairs
+        return made, d_row_weights
 
     def sum_groups(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None

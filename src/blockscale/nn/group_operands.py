@@ -28,12 +28,12 @@ _READ_BY = {"activations": ("fprop", "wgrad"), "gradients": ("dgrad", "wgrad")}
 class Operands(NamedTuple):
     """A matrix as products read its rows and its columns: quantized, or plain; None: not made.
 
-    ``of_weights`` (R,): the gradient of weights of rows, which making them gives, too, if it does.
+    ``d_row_weights`` (R,): the gradient of weights of rows, where making them gives it, too.
     """
 
     rows: Any
     columns: Any
-    of_weights: Tensor | None = None
+    d_row_weights: Tensor | None = None
 
 
 class Source(Protocol):
@@ -120,13 +120,15 @@ class ActivatedBackward:
         self, axes: tuple[int, ...], format: str, **how: Any
     ) -> tuple[tuple[Any, ...], Tensor | None]:
         if not self.activation.is_fused:
-            values, of_weights = self.values()
-            return Rows(values).quantize(axes, format, **how)[0], of_weights
+            values, d_row_weights = self.values()
+            return Rows(values).quantize(axes, format, **how)[0], d_row_weights
         given = self.grad, self.h, format
         if self.weights is None:
             return swiglu_backward_quantize(*given, axes=axes, **how), None
-        *made, of_weights = swiglu_backward_quantize(*given, axes=axes, weights=self.weights, **how)
-        return tuple(made), of_weights
+        *made, d_row_weights = swiglu_backward_quantize(
+            *given, axes=axes, weights=self.weights, **how
+        )
+        return tuple(made), d_row_weights
 
 
 def operands(
@@ -151,16 +153,16 @@ def operands(
         for want, product in zip(asked, _READ_BY[role], strict=True)
     ]
     made: list[Any] = [None, None]
-    of_weights = None
+    d_row_weights = None
     if list(asked) != quantized:
-        values, of_weights = source.values()
+        values, d_row_weights = source.values()
         for i in range(2):
             if asked[i] and not quantized[i]:
                 made[i] = values.to(dtype)
     if recipe is not None and any(quantized):
         axes = tuple(axis for axis, low in zip((-1, -2), quantized, strict=True) if low)
         name = recipe.format_of(role).name
-        tensors, of_weights = source.quantize(
+        tensors, d_row_weights = source.quantize(
             axes,
             name,
             scale_rounding=recipe.scale_rounding,
@@ -171,4 +173,4 @@ def operands(
         )
         for axis, tensor in zip(axes, tensors, strict=True):
             made[axis == -2] = tensor
-    return Operands(made[0], made[1], of_weights)
+    return Operands(made[0], made[1], d_row_weights)
