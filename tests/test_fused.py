@@ -176,6 +176,13 @@ def test_opcheck_swiglu(backend, name, axes):
             torch.library.opcheck(OPS.swiglu_quantize.default, (x, grad, *args, scalar))
 
 
+def test_opcheck_weighted_swiglu(backend):
+    args = "mxfp8", True, True, "rceil", "propagate", "compact", "compact", None, i32(40, 90)
+    for grad in (None, matrix(96, 64, seed=1)):
+        given = (matrix(96, 128), grad, *args, "auto", True, torch.randn(96))
+        torch.library.opcheck(OPS.swiglu_quantize.default, given)
+
+
 def test_opcheck_swiglu_groups(backend):
     args = "mxfp8", True, True, "floor", "te", "tcgen05", "compact", None, i32(40, 90)
     torch.library.opcheck(OPS.swiglu_quantize.default, (matrix(96, 64), None, *args))

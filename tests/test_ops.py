@@ -161,9 +161,25 @@ def test_opcheck_grouped(backend):
         torch.library.opcheck(OPS.grouped_gemm_out.default, args)
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_opcheck_gathered_rows(backend, axis):
+    rows = i32(0, 5, 5, *range(40))
+    args = (matrix(64, 96), "mxfp8", axis, "rceil", "propagate", "tcgen05", None, i32(9, 9, 40))
+    torch.library.opcheck(OPS.quantize.default, (*args, None, "auto", True, rows))
+    args = (matrix(64, 96), "mxfp8", "rceil", "te", "compact", "compact", None, i32(9, 43))
+    torch.library.opcheck(OPS.quantize_both.default, (*args, None, "auto", True, rows))
+
+
+def test_opcheck_combine(backend):
+    y, slots = matrix(12, 40), torch.randperm(12).view(4, 3)
+    for weights in (None, torch.randn(4, 3)):
+        for dtype in (torch.bfloat16, torch.float32):
+            torch.library.opcheck(OPS.combine.default, (y, slots, weights, dtype))
+
+
 def test_every_op_is_checked_here():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name[:12] == "blockscale::"]
-    here = ["dequantize", "gemm", "gemm_out", "global_scale", "grouped_gemm", "quantize"]
+    here = ["combine", "dequantize", "gemm", "gemm_out", "global_scale", "grouped_gemm", "quantize"]
     here += ["grouped_gemm_out", "quantize_both"]
     in_test_fused = ["rmsnorm_quantize", "swiglu_quantize"]
     in_test_nn_layer_ops = ["linear", "linear_fprop", "linear_backward"]

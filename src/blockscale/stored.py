@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .formats import get_format
-from .layouts import Grouped, get_layout
+from .layouts import get_layout
+from .layouts.scales import stored_shape
 from .remember import remembered
 
 if TYPE_CHECKING:
@@ -53,10 +54,7 @@ def stored_parts(
     scale = fmt.scale_shape(shape, axis, k_groups)
     if layout != "compact":
         matrix = (scale[0], scale[1]) if axis == -1 else (scale[1], scale[0])
-        if groups is None or k_grouped or not where.spreads:
-            scale = where.stored_shape(matrix)
-        else:
-            scale = Grouped(where).stored_shape(matrix, groups)
+        scale = stored_shape(where, matrix, None if k_grouped else groups)
     dtype = where.stored_dtype(fmt.scale.dtype)
     ways = (False, True) if k_groups else (False,)
     return StoredParts(

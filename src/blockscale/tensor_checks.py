@@ -81,14 +81,7 @@ def check_counts(counts: Tensor, capacity: int, device: torch.device) -> None:
 def check_gather(gather: Tensor, x: Tensor) -> None:
     """Raise unless ``gather`` names rows of the matrix ``x``; on a GPU its values are not looked
     at."""
-    if not isinstance(gather, Tensor) or gather.dtype != torch.int32 or gather.dim() != 1:
-        kind = type(gather).__name__
-        if isinstance(gather, Tensor):
-            kind = f"{gather.dtype} of {gather.dim()} dimension(s)"
-        raise TypeError(
-            f"gather: got {kind}; expected a torch.int32 tensor of one dimension, the rows of x to "
-            "be quantized (Routing.tokens)"
-        )
+    _check_indices("gather", "the rows of x to be quantized (Routing.tokens)", gather)
     if x.dim() != 2:
         raise ValueError(
             f"gather: x has shape {tuple(x.shape)}; only rows of a matrix are gathered"
@@ -105,7 +98,8 @@ def check_gather(gather: Tensor, x: Tensor) -> None:
             )
 
 
-def _check_groups(name: str, meaning: str, given: Tensor, device: torch.device) -> None:
+def _check_indices(name: str, meaning: str, given: object) -> None:
+    """TypeError unless it is an int32 vector."""
     if not isinstance(given, Tensor) or given.dtype != torch.int32 or given.dim() != 1:
         kind = type(given).__name__
         if isinstance(given, Tensor):
@@ -113,6 +107,10 @@ def _check_groups(name: str, meaning: str, given: Tensor, device: torch.device) 
         raise TypeError(
             f"{name}: got {kind}; expected a torch.int32 tensor of one dimension, {meaning}"
         )
+
+
+def _check_groups(name: str, meaning: str, given: Tensor, device: torch.device) -> None:
+    _check_indices(name, meaning, given)
     if not len(given):
         raise ValueError(f"{name}: is empty; expected {meaning}, of one at least")
     if given.device != device:

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from ..gemm import gemm
 from ..nn import group_passes
+from ..nn.experts_call import Call, How
 from ..nn.gated import SWIGLU, exact
-from ..nn.group_operands import Activated, ActivatedBackward, Operands, Rows, Source, operands
+from ..nn.group_checks import Held
+from ..nn.group_operands import Activated, ActivatedBackward, Rows
 from ..nn.recipe import Recipe
 from ..nn.reuse import reuse_weights
 from ..ops.operand_layout import operand_layout
 from ..quantize import quantize, quantize_both
 from ..routing import combine, route
 from ..tensor import ScaledTensor
-from .contest import Call
+from . import contest
 from .moe import Layer
 from .moe_shapes import Shape
 from .moe_work import work
@@ -32,7 +34,7 @@ _DENSE = 8192  # rows, columns and K of the product whose rate is the floor of a
 _SHORT = 10  # repeats
 
 
-Step = tuple[str, Call]  # what, and a call of it
+Step = tuple[str, contest.Call]  # what, and a call of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,55 +55,50 @@ class _Run:
     def __init__(self, layer: Layer, recipe: Recipe):
         self.layer, self.recipe = layer, recipe
         self.x, self.weights, self.up, self.down = (each.detach() for each in layer.leaves)
-        self.routing, self.dtype = layer.routing, layer.x.dtype
-        self.tokens, self.offsets = self.routing.tokens, self.routing.offsets
+        self.routing, self.activation = layer.routing, exact(SWIGLU)
+        how = How(recipe, self.activation, layer.x.dtype, transposed=False, saved_format=None)
+        held = Held(self.up, self.down, None, None)
+        self.call = Call.of(how, (self.x, self.weights, *held, *self.routing))
         self.row_weights = self.weights.flatten()[self.routing.pairs]
-        self.activation = exact(SWIGLU)
-
-    def quantized(
-        self, source: Source, role: str, *, rows: bool = False, columns: bool = False
-    ) -> Operands:
-        given = self.recipe, role, self.offsets, self.dtype
-        return operands(source, *given, rows=rows, columns=columns)
 
     def gather(self, x: Tensor, role: str, **axes: bool) -> Step:
         what = "gather + quantize, " + " and ".join(axes)
-        return what, lambda: self.quantized(Rows(x, self.tokens), role, **axes)
+        return what, lambda: self.call.operands(Rows(x, self.call.tokens), role, **axes)
 
     def multiply(self, product: Callable[..., Tensor], rows: object, weight: Tensor) -> Tensor:
-        return product(rows, weight, self.offsets, group_passes.Product(self.recipe, self.dtype))
+        return product(rows, weight, self.call.offsets, self.call.product)
 
     def wgrad(self, what: str, g: Any, x: Any) -> Step:
-        return what, partial(group_passes.wgrad, g, x, self.offsets, self.dtype)
+        return what, partial(group_passes.wgrad, g, x, self.call.offsets, self.x.dtype)
 
     def forward(self) -> Iterator[Step]:
         yield "route", lambda: route(self.layer.indices, len(self.up))
         yield self.gather(self.x, "activations", rows=True)
-        x = self.quantized(Rows(self.x, self.tokens), "activations", rows=True).rows
+        x = self.call.operands(Rows(self.x, self.call.tokens), "activations", rows=True).rows
         up = partial(self.multiply, group_passes.fprop, x, self.up)
         yield "up", up
         self.h = up()
         made = Activated(self.activation, self.h)
-        quantize_a = partial(self.quantized, made, "activations", rows=True)
+        quantize_a = partial(self.call.operands, made, "activations", rows=True)
         yield "SwiGLU + quantize, rows", quantize_a
         down = partial(self.multiply, group_passes.fprop, quantize_a().rows, self.down)
         yield "down", down
-        given = down(), self.routing.slots, self.weights, self.dtype
+        given = down(), self.routing.slots, self.weights, self.x.dtype
         yield "combine", lambda: combine(*given)
 
     def backward(self) -> Iterator[Step]:
         """After ``forward``."""
         grad, both = self.layer.grad, {"rows": True, "columns": True}
         yield self.gather(grad, "gradients", **both)
-        g = self.quantized(Rows(grad, self.tokens), "gradients", **both)
+        g = self.call.operands(Rows(grad, self.call.tokens), "gradients", **both)
         of_a = partial(self.multiply, group_passes.dgrad, g.rows, self.down)
         yield "dgrad, down", of_a
         weighted = Activated(self.activation, self.h, self.row_weights)
-        quantize_a = partial(self.quantized, weighted, "activations", columns=True)
+        quantize_a = partial(self.call.operands, weighted, "activations", columns=True)
         yield "weighted SwiGLU + quantize, columns", quantize_a
         yield self.wgrad("wgrad, down", g.columns, quantize_a().columns)
         source = ActivatedBackward(self.activation, of_a(), self.h, self.row_weights)
-        quantize_h = partial(self.quantized, source, "gradients", **both)
+        quantize_h = partial(self.call.operands, source, "gradients", **both)
         yield "SwiGLU backward + quantize, both", quantize_h
         g = quantize_h()
         of_x = partial(self.multiply, group_passes.dgrad, g.rows, self.up)
@@ -109,7 +106,7 @@ class _Run:
         dx = of_x()
         yield "combine, dx", lambda: combine(dx, self.routing.slots)
         yield self.gather(self.x, "activations", columns=True)
-        x = self.quantized(Rows(self.x, self.tokens), "activations", columns=True).columns
+        x = self.call.operands(Rows(self.x, self.call.tokens), "activations", columns=True).columns
         yield self.wgrad("wgrad, up", g.columns, x)
 
     def of_weights(self) -> Iterator[Step]:
@@ -122,12 +119,12 @@ class _Run:
         """Rows and columns from one read, of rows that are gathered then, before, and by torch."""
         name = self.recipe.format_of("activations").name
         layout = operand_layout(name, self.x.device).layout
-        how: Any = {"offsets": self.offsets, "k_major": True, "pad": True, "layout": layout}
-        x, gathered = self.x, self.x[self.tokens]
-        calls: dict[str, Call] = {
-            "in the call": lambda: quantize_both(x, name, gather=self.tokens, **how),
+        how: Any = {"offsets": self.call.offsets, "k_major": True, "pad": True, "layout": layout}
+        x, gathered = self.x, self.x[self.call.tokens]
+        calls: dict[str, contest.Call] = {
+            "in the call": lambda: quantize_both(x, name, gather=self.call.tokens, **how),
             "before": lambda: quantize_both(gathered, name, **how),
-            "by torch": lambda: quantize_both(x[self.tokens], name, **how),
+            "by torch": lambda: quantize_both(x[self.call.tokens], name, **how),
         }
         for when, call in calls.items():
             yield f"quantize both, gathered {when}", call

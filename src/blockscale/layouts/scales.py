@@ -9,7 +9,15 @@ from ..arrays import Array
 from .base import Layout
 from .grouped import Grouped
 
-__all__ = ["swizzle_scale", "unswizzle_scale"]
+__all__ = ["stored_shape", "swizzle_scale", "unswizzle_scale"]
+
+
+def stored_shape(layout: Layout, shape: tuple[int, int], groups: int | None) -> tuple[int, ...]:
+    """Shape in which ``layout`` stores scales (rows, blocks), of so many ``groups`` of rows, if
+    there are some."""
+    if groups is None or not layout.spreads:
+        return layout.stored_shape(shape)
+    return Grouped(layout).stored_shape(shape, groups)
 
 
 def swizzle_scale(scale: Array, axis: int, layout: Layout, offsets: Array | None) -> Array:

@@ -72,8 +72,7 @@ class _Backward:
         if g.columns is not None:
             made = Activated(call.how.activation, self.h, self.row_weights)
             own = call.operands(made, "activations", columns=True).columns
-            given = call.offsets, call.held.down.dtype, call.how.transposed
-            down = group_passes.wgrad(g.columns, own, *given)
+            down = self.wgrad(g.columns, own, call.held.down)
         return da, down
 
     def first_product(self, g: Operands) -> tuple[Tensor | None, Tensor | None]:
@@ -85,9 +84,12 @@ class _Backward:
             del of_rows
         if g.columns is not None:
             own = call.operands(Rows(call.x, call.tokens), "activations", columns=True).columns
-            given = call.offsets, call.held.up.dtype, call.how.transposed
-            up = group_passes.wgrad(g.columns, own, *given)
+            up = self.wgrad(g.columns, own, call.held.up)
         return dx, up
+
+    def wgrad(self, g: Tensor, own: Tensor, weight: Tensor) -> Tensor:
+        how = weight.dtype, self.call.how.transposed
+        return group_passes.wgrad(g, own, self.call.offsets, *how)
 
     def second_bias(self, d_row_weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The gradient of the bias, and that of pairs' weights with its part."""

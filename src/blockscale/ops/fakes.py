@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, get_format
-from ..layouts import Grouped, get_layout
+from ..layouts import get_layout
+from ..layouts.scales import stored_shape
 
 __all__ = ["empty", "global_scale", "quantize", "quantize_both"]
 
@@ -29,11 +30,7 @@ def empty(
         return data, x.new_empty(shape, dtype=scale_dtype)
     matrix = (shape[0], shape[1]) if axis == -1 else (shape[1], shape[0])
     where = get_layout(layout)
-    stored = (
-        where.stored_shape(matrix)
-        if offsets is None or axis == -2 or not where.spreads
-        else Grouped(where).stored_shape(matrix, groups)
-    )
+    stored = stored_shape(where, matrix, None if offsets is None or axis == -2 else groups)
     return data, x.new_empty(stored, dtype=where.stored_dtype(scale_dtype))
 
 

@@ -94,9 +94,7 @@ def weight_gradient(grad: Tensor, values: Tensor) -> Tensor:
     """That of the weights of ``values``, from ``grad`` of ``weighted``, in fp32."""
     total = grad.to(torch.float32) * values.to(torch.float32)
     total = torch.nn.functional.pad(total, (0, -total.shape[-1] % 64)).unflatten(-1, (-1, 64))
-    while total.shape[-1] > 1:
-        total = total[..., 0::2] + total[..., 1::2]
-    return sum(total.squeeze(-1).unbind(-1), total.new_zeros(len(total)))
+    return sum(_sum_of_pairs(total).unbind(-1), total.new_zeros(len(total)))
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -108,15 +106,20 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """
     wide = x.to(torch.float32)
     k = x.shape[-1]
-    total = torch.nn.functional.pad(wide * wide, (0, (1 << (k - 1).bit_length()) - k))
-    while total.shape[-1] > 1:
-        total = total[..., 0::2] + total[..., 1::2]
-    total = total.squeeze(-1)
+    squares = torch.nn.functional.pad(wide * wide, (0, (1 << (k - 1).bit_length()) - k))
+    total = _sum_of_pairs(squares)
     mean = total / torch.full_like(total, k)
     rstd = torch.ones_like(mean) / square_root(mean + torch.full_like(mean, eps))
     rstd = torch.where(rstd.isnan(), _canonical_nan(rstd), rstd)
     y = (wide * rstd.unsqueeze(-1)) * weight.to(torch.float32)
     return y.to(x.dtype), rstd
+
+
+def _sum_of_pairs(x: Tensor) -> Tensor:
+    """Over the last dimension, a power of two: neighbours first, then sums of two, and so on."""
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x.squeeze(-1)
 
 
 def square_root(x: Tensor) -> Tensor:

@@ -65,10 +65,8 @@ class Plan:
 
     def write(self, folder: Path) -> None:
         (folder / _FOLDER).mkdir()
-        path = folder / _FOLDER / _PLAN
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        with _replacing(folder / _FOLDER / _PLAN) as part:
+            part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Plan:
@@ -126,9 +124,16 @@ class Saves:
 
     def write(self, state: dict[str, Any]) -> None:
         """Values and tensors, instead of what was there."""
-        part = self.path.with_suffix(".part")
-        torch.save(state, part)
-        os.replace(part, self.path)
+        with _replacing(self.path) as part:
+            torch.save(state, part)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Where to write what then takes the place of ``path``, at once."""
+    part = path.with_suffix(".part")
+    yield part
+    os.replace(part, path)
 
 
 def saved_runs(folder: Path) -> Sequence[Path]:

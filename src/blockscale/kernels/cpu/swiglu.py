@@ -32,17 +32,23 @@ def exp_minus_magnitude(gate):
     return as_float(np.int32(as_bits(p) + shl(np.int32(n), np.int32(23))))
 
 
+@inlined
+def sigmoid_terms(gate):
+    """The sigmoid of abs(gate), silu of the gate, and its slope over that sigmoid."""
+    e = exp_minus_magnitude(gate)
+    sigmoid, t = ONE / (ONE + e), gate * e
+    silu = (t if gate < 0 else gate) * sigmoid
+    return sigmoid, silu, fma(t, sigmoid, e if gate < 0 else ONE)
+
+
 @spliced
 def swiglu_rows(x, out, first, last):
     """Rows ``first`` to ``last`` of ``out`` (M, H), made of ``x`` (M, 2H)."""
     width = out.shape[1]
     for row in range(first, last):
         for j in range(width):
-            gate = x[row, j]
-            e = exp_minus_magnitude(gate)
-            sigmoid = ONE / (ONE + e)
-            t = gate * e
-            out[row, j] = ((t if gate < 0 else gate) * sigmoid) * x[row, width + j]
+            _, silu, _ = sigmoid_terms(x[row, j])
+            out[row, j] = silu * x[row, width + j]
 
 
 @spliced
@@ -51,10 +57,7 @@ def swiglu_backward_rows(grad, x, out, first, last):
     width = grad.shape[1]
     for row in range(first, last):
         for j in range(width):
-            gate, g = x[row, j], grad[row, j]
-            e = exp_minus_magnitude(gate)
-            sigmoid = ONE / (ONE + e)
-            t = gate * e
-            slope = sigmoid * fma(t, sigmoid, e if gate < 0 else ONE)
-            out[row, j] = (g * slope) * x[row, width + j]
-            out[row, width + j] = g * ((t if gate < 0 else gate) * sigmoid)
+            g = grad[row, j]
+            sigmoid, silu, slope = sigmoid_terms(x[row, j])
+            out[row, j] = (g * (sigmoid * slope)) * x[row, width + j]
+            out[row, width + j] = g * silu

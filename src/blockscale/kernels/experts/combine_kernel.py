@@ -13,14 +13,12 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 
 from ..common import ptx
 from ..common.arithmetic import add, multiply, narrow, widen
-from ..common.numeric import NUMERIC
+from ..common.numeric import NAN_WORD, NUMERIC
 from ..common.pdl import pdl_wait
 from ..common.tensor_specs import any_source, any_tensor, compile_for
 from .combine_config import CombineConfig
 
 __all__ = ["Combine", "compile_config"]
-
-_NAN = 0x7FFF7FFF  # of fp32, and two of half its size
 
 
 class Combine:
@@ -79,7 +77,7 @@ class Combine:
         known = row >= 0
         start = Int64(cutlass.max(row, Int32(0))) * y.stride[0] + column
         words = ptx.load_words(y.iterator.toint() + start * self.config.dtype.itemsize)
-        return [Uint32(select_(known, word, Uint32(_NAN))) for word in words]
+        return [Uint32(select_(known, word, Uint32(NAN_WORD))) for word in words]
 
     def store(self, out, token, column, words: list) -> None:
         start = (Int64(token) * out.shape[1] + column) * self.config.out_dtype.itemsize

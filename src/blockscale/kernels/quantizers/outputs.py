@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...formats import Format
-from ...layouts import Grouped, get_layout
+from ...layouts import get_layout
+from ...layouts.scales import stored_shape
 from ..common.template import template
 
 __all__ = ["Output", "choose_output"]
@@ -58,12 +59,7 @@ def choose_output(
     kept = torch.uint8 if format.scale.nbytes == 1 else kept
     stored: tuple[int, ...] = scale
     if layout != "compact":
-        grouped = groups is not None and axis == -1 and where.spreads
-        stored = (
-            Grouped(where).stored_shape(outer, groups or 0)
-            if grouped
-            else where.stored_shape(outer)
-        )
+        stored = stored_shape(where, outer, groups if axis == -1 else None)
     turned = format.turned(axis, k_major)
     flat, lines = stored, data
     if batched:

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 from cutlass.cute.nvgpu import cpasync
 
 from ..common import ptx
-from ..common.numeric import NUMERIC
+from ..common.numeric import NAN_WORD, NUMERIC
 from ..common.swiglu import PRODUCE
 from .config import DOT, PANEL, PRODUCERS, Config
 from .groups import TileRows
@@ -33,7 +33,6 @@ __all__ = [
 
 ELEMENTS = 16  # of one lane at a time
 STRIP_LANES = PANEL // ELEMENTS
-_NAN = 0x7FFF7FFF  # of fp32, and two of half its size
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ class Tiles:
         if known:
             ptx.copy_async(target, source, nbytes)
         else:
-            ptx.store_shared(target, [Uint32(_NAN)] * 4, 16)
+            ptx.store_shared(target, [Uint32(NAN_WORD)] * 4, 16)
 
     @cute.jit
     def source_row(self, indices, row, stop, rows):
@@ -253,7 +252,7 @@ class Tiles:
             value = Uint32(0)
             if const_expr(config.gather):
                 row, known = self.source_row(indices, row, rows.stop, x.shape[0])
-                value = Uint32(select_(known, value, Uint32(_NAN)))
+                value = Uint32(select_(known, value, Uint32(NAN_WORD)))
                 row = Int32(select_(row >= 0, row, x.shape[0]))
             if row < x.shape[0] and column < x.shape[1]:
                 value = ptx.load_global(base + (row * stride + column) * size, size)
