@@ -146,7 +146,7 @@ def _on_cpu(operation: str) -> tuple[str, str]:
     if operation in _FUSED:
         return "numba", "values made by one kernel, quantized by another"
     if operation in ("quantize", "quantize_both"):
-        return "numba", "reference where groups along the contraction have a seed"
+        return "numba", "reference where groups along the contraction are rounded at random"
     return "numba", "compiled kernel, same bytes as the reference"
 
 
