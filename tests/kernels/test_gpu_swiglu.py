@@ -51,6 +51,8 @@ CASES: list[tuple[str, str, tuple[int, ...], Any, torch.dtype, dict[str, Any]]] 
     (BACKWARD, "fp8_128x128", BOTH, "compact", BF16, {"nonfinite": "te"}),
     (BACKWARD, "mxfp4", ROWS, "compact", FP16, {}),
     (BACKWARD, "fp8_1x128", BOTH, ("sm90", "compact"), FP32, {}),
+    (BACKWARD, "fp8_1x128", BOTH, "sm90", BF16, {"k_major": True}),
+    (FORWARD, "fp8_1x128", BOTH, "sm90", FP16, {"k_major": True, "nonfinite": "te"}),
 ]
 
 
@@ -75,6 +77,28 @@ def test_shapes(producer, rows, width, completion):
     """Tails and padding; memory is filled with other bytes before."""
     x, made = inputs(producer, rows, width, BF16, seed=rows)
     check(x, "mxfp8", "sm_90a", BOTH, layout="tcgen05", completion=completion, **made)
+
+
+@pytest.mark.parametrize("format", ["fp8_128x128", "fp8_1x128", "mxfp8"])
+@pytest.mark.parametrize("producer", ["load", FORWARD, BACKWARD])
+def test_each_column_may_have_the_largest(producer, format):
+    """Of a block: columns of any size, and no NaN that would be it anyway."""
+    generator = torch.Generator().manual_seed(len(format))
+    sizes = torch.logspace(-3, 3, 256)[torch.randperm(256, generator=generator)]
+    x = (torch.randn(130, 256, generator=generator) * sizes).to(BF16)
+    grad = (torch.randn(130, 128, generator=generator) * sizes[::2]).to(BF16)
+    made = {"producer": producer, "others": (grad,) if producer == BACKWARD else ()}
+    for arch, completion in zip(ARCHITECTURES, ("late", "random"), strict=True):
+        check(x, format, arch, BOTH, completion=completion, **made)
+
+
+@pytest.mark.parametrize(("format", "width"), [("mxfp8", 384), ("mxfp8", 640), ("nvfp4", 640)])
+def test_a_tile_has_columns_of_one_part(format, width):
+    """Gradients of the gate end where those of ``up`` begin, in the middle of a wide tile."""
+    x, made = inputs(BACKWARD, 70, width, BF16)
+    given = made | (GLOBAL if format == "nvfp4" else {})
+    for arch, completion in zip(ARCHITECTURES, ("eager", "random"), strict=True):
+        check(x, format, arch, ROWS, completion=completion, **given)
 
 
 @pytest.mark.parametrize(("producer", "arch"), [(FORWARD, "sm_100a"), (BACKWARD, "sm_90a")])

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Blocks along the columns of a tile in shared memory, and blocks of 128 x 128.
 
-A warp takes 32 rows of a panel, "a band", or of half a panel; a lane 8 or 4 rows of 16 columns.
-Taller blocks are put together of bands through shared memory.
+A warp takes 32 rows of a panel, "a band", or of half a panel, or 16 rows; a lane 8 or 4 rows of 16
+columns. Taller blocks are put together of bands through shared memory.
 
 The same walk over the tile quantizes rows, too. Data lies in global memory as the tile does, or
 column by column: then it takes the place of what it was made of, and is copied out in ``pieces``.
@@ -55,9 +55,12 @@ class Columns:
         self.also, self.pieces = also, pieces
         self.square = block[0] > 1
         self.tall = self.square or block[1] > BAND
-        self.bands = config.loaded_rows // BAND
+        self.bands = config.loaded_rows // config.band
         whole = self.bands * config.panels % config.warps == 0
         self.lanes = STRIP_LANES if whole else STRIP_LANES // 2  # side by side
+        self.depth = self.lanes * config.band // BAND  # rows of a lane
+        # a lane of ``square_scale`` reads 16 maxima
+        assert not self.square or self.bands * PANEL == 32 * ELEMENTS
 
     def allocate(self, memory):
         """Maxima of each column of each band, where a block has more than one of them."""
@@ -83,13 +86,13 @@ class Columns:
         for i in range_constexpr(bands * config.panels * halves // config.warps):
             unit = i * config.warps + warp
             band, panel = unit // halves % bands, unit // halves // bands
-            row = band * BAND + group * lanes
+            row = band * config.band + group * self.depth
             column = (unit % halves * lanes + lane) * ELEMENTS
             first = ((panel * config.loaded_rows + row) * PANEL + column) * itemsize
             column = panel * PANEL + column
 
             states = [None] * len(parts)
-            for j in range_constexpr(lanes):
+            for j in range_constexpr(self.depth):
                 start = first + j * row_bytes
                 found = tiles.fetch(loaded, start, order, keep=True, made=made)
                 for k in range_constexpr(len(parts)):
@@ -150,7 +153,7 @@ class Columns:
         if const_expr(self.pieces is not None):
             self.put(part, (row, column), first, amaxes, reciprocals, order)
         else:
-            for j in range_constexpr(lanes):
+            for j in range_constexpr(self.depth):
                 start = part.address + first + j * PANEL * itemsize
                 words = load_words(start, itemsize, order)
                 elements = encoder.in_order(encoder.elements(words, amaxes, reciprocals), order)
@@ -164,7 +167,7 @@ class Columns:
 
     @cute.jit
     def tall_scales(self, staged, maxima, start, columns):
-        """Scales of blocks of 128 rows and one column, a thread each, from ``maxima`` (4, 128).
+        """Scales of blocks of 128 rows and one column, a thread each, from ``maxima`` (bands, 128).
 
         Reciprocals replace the first row of ``maxima``, maxima of whole blocks the second.
         """
@@ -201,7 +204,7 @@ class Columns:
         """Replace a lane's rows of 16 columns by the pieces, or parts of them, made of them."""
         row, column = where
         itemsize, codes = self.config.dtype.itemsize, [[] for _ in range(ELEMENTS)]
-        for j in range_constexpr(0, self.lanes, 4):  # a word of each column
+        for j in range_constexpr(0, self.depth, 4):  # a word of each column
             start = part.address + first + j * PANEL * itemsize
             words = [load_words(start + i * PANEL * itemsize, itemsize, order) for i in range(4)]
             found = self.encoder.elements_of_columns(words, amaxes, reciprocals)
@@ -210,7 +213,7 @@ class Columns:
         cute.arch.sync_warp()  # all of the warp's rows have been read
         target = self.pieces.at(part.address, column // ELEMENTS, row // PIECE) + row % PIECE
         for k in range_constexpr(ELEMENTS):
-            ptx.store_shared(target + _at(k, order) * self.pieces.pitch, codes[k], self.lanes)
+            ptx.store_shared(target + _at(k, order) * self.pieces.pitch, codes[k], self.depth)
 
     @cute.jit
     def store(self, words, data, where, stop):

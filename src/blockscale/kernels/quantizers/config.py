@@ -29,7 +29,7 @@ __all__ = [
 
 PANEL = 128  # columns of a tile that lie together in shared memory, and of a strip of eight lanes
 DOT = 64  # columns of a row whose products make one partial sum
-BAND = 32  # rows that a warp takes at once along columns
+BAND = 32  # rows that a warp takes at once along columns, at most
 _TILE = 128 * 128  # elements that a CTA takes
 _FEW_ROWS = 16
 _SECTOR = 32
@@ -176,6 +176,14 @@ class Config:
     def panels(self) -> int:
         return self.tile_columns // PANEL
 
+    @property
+    def band(self) -> int:
+        """Rows that a warp takes at once along columns: fewer where warps are many, and lanes side
+        by side must have a row's whole block."""
+        format = get_format(self.format)
+        wide = _is_wide(format, self.axes) and format.block[0] == 1
+        return BAND // 2 if wide and self.loaded_rows // BAND < self.warps else BAND
+
 
 @dataclass(frozen=True, slots=True)
 class AmaxConfig(Config):
@@ -253,7 +261,12 @@ def _most_warps(format: Format, axes: tuple[int, ...], warps: int) -> int:
     """The most warps that a tile can take, given those that it takes where there are many."""
     if axes == (-1,):
         return 4 * warps if warps == 4 else 2 * warps
-    return warps if len(axes) == 2 and format.block_size > PANEL // 2 else max(warps, 8)
+    return warps if _is_wide(format, axes) else max(warps, 8)
+
+
+def _is_wide(format: Format, axes: tuple[int, ...]) -> bool:
+    """Whether lanes that walk down a band side by side must have a row's whole block."""
+    return len(axes) == 2 and format.block_size > PANEL // 2
 
 
 def _occupancy(request: Request, arch: str) -> tuple[bool, int]:
@@ -262,12 +275,14 @@ def _occupancy(request: Request, arch: str) -> tuple[bool, int]:
     What was fastest on an H200 (docs/lab/quantize-h200.md): loads of more blocks than three get in
     the way of stores; more warps or blocks hide what else takes time: instructions (producers,
     columns of four bits), barriers (tall blocks, columns that lie K-major), finding an expert,
-    lanes that share a row's blocks. Four warps take the fewest instructions.
+    lanes that share a row's blocks. Four warps take the fewest instructions. Where they would make
+    more of a producer's rows than the instruction cache holds (docs/lab/experts.md), eight take
+    bands of half as many; not of blocks of 128 x 128, of which one scale needs all bands.
     """
     format, axes, grouped = request.fmt, request.axes, request.grouped
     both, four_bits = len(axes) == 2, format.element.bits < 8
-    if both and format.block_size > PANEL // 2:
-        eight = False  # lanes that walk down a band side by side must have a row's whole block
+    if _is_wide(format, axes):
+        eight = request.producer != "load" and format.block[0] == 1
     elif request.producer != "load" or arch != "sm_90a":
         eight = request.producer != "load"
     else:
@@ -299,6 +314,8 @@ def _tile(shape: tuple[int, int], request: Request, arch: str) -> tuple[int, int
         fill = min(fill, _TILE // 32)
     needed = 1 << (shape[1] - 1).bit_length()
     columns = max(PANEL, min(fill, needed, 1024))
+    if PRODUCERS[request.producer].parts > 1:
+        columns = math.gcd(columns, shape[1])  # a tile must not reach into the next part
     rows = _TILE // columns
     return (max(rows, 32) if -2 in axes else rows), columns
 

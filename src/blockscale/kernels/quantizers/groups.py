@@ -18,6 +18,8 @@ from ..common import ptx
 
 __all__ = ["TileRows", "find_rows", "scale_rows", "tile_count"]
 
+_GROUPS_A_LANE = 4  # whose ends are loaded at once
+
 
 @dataclass(frozen=True)
 class TileRows:
@@ -90,14 +92,18 @@ def _find(tile, offsets, rows):
     count = Int32(offsets.shape[0])
     base, before = Int32(0), Int32(0)  # tiles and rows of the groups so far
     group, first, begin, end, empty = count, Int32(0), Int32(0), Int32(-1), Int32(0)
-    for chunk in range(cute.ceil_div(count, 32)):
-        index = chunk * 32 + lane
-        known = Int32(select_(index < count, index, count - 1))  # groups beyond have no rows
-        last = Int32(ptx.load_global(offsets.iterator.toint() + known * 4, 4))
-        last = cutlass.max(cutlass.min(last, rows), Int32(0))
-        previous = cute.arch.shuffle_sync_up(last, 1, mask_and_clamp=0)
+    for chunk in range(cute.ceil_div(count, 32 * _GROUPS_A_LANE)):
+        index = (chunk * 32 + lane) * _GROUPS_A_LANE
+        lasts = []
+        for i in range_constexpr(_GROUPS_A_LANE):
+            known = cutlass.min(index + i, count - 1)  # groups beyond have no rows
+            last = Int32(ptx.load_global(offsets.iterator.toint() + known * 4, 4))
+            lasts.append(cutlass.max(cutlass.min(last, rows), Int32(0)))
+        previous = cute.arch.shuffle_sync_up(lasts[-1], 1, mask_and_clamp=0)
         previous = Int32(select_(lane == 0, before, previous))
-        tiles = (last - previous + GROUP_TILE - 1) // GROUP_TILE
+        tiles = Int32(0)  # of the lane's groups
+        for start, last in zip([previous, *lasts], lasts, strict=False):
+            tiles = tiles + _tiles(start, last)
         total = tiles
         for i in range_constexpr(5):
             other = cute.arch.shuffle_sync_up(total, 1 << i, mask_and_clamp=0)
@@ -105,15 +111,24 @@ def _find(tile, offsets, rows):
         total = total + base
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(total <= tile))
         if passed < 32 and group == count:
-            group = chunk * 32 + passed
-            first = cute.arch.shuffle_sync(total - tiles, passed)
-            begin = cute.arch.shuffle_sync(previous, passed)
-            end = cute.arch.shuffle_sync(last, passed)
-        following = Int32(select_(index < count, last, Int32(-2)))
-        following = Int32(select_(index > group, following, Int32(-2)))
-        empty = empty + cute.arch.popc(cute.arch.vote_ballot_sync(following == end))
+            found = cute.arch.shuffle_sync(total - tiles, passed)
+            start = cute.arch.shuffle_sync(previous, passed)
+            for i in range_constexpr(_GROUPS_A_LANE):
+                last = cute.arch.shuffle_sync(lasts[i], passed)
+                following = found + _tiles(start, last)
+                if found <= tile and tile < following:
+                    group, first = (chunk * 32 + passed) * _GROUPS_A_LANE + i, found
+                    begin, end = start, last
+                found, start = following, last
+        for i in range_constexpr(_GROUPS_A_LANE):
+            is_empty = (index + i < count and index + i > group) and lasts[i] == end
+            empty = empty + cute.arch.popc(cute.arch.vote_ballot_sync(is_empty))
         base = cute.arch.shuffle_sync(total, 31)
-        before = cute.arch.shuffle_sync(last, 31)
+        before = cute.arch.shuffle_sync(lasts[-1], 31)
     if group == count:
         first, begin = base, before
     return group, first, begin, end, empty
+
+
+def _tiles(start, stop):
+    return (stop - start + GROUP_TILE - 1) // GROUP_TILE

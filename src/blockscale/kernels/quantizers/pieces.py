@@ -2,8 +2,8 @@
 """Data along columns on its way to global memory, where it lies column by column.
 
 16 bytes of a column are a "piece": 16 rows of it, or 32 in four bits. Pieces replace what they were
-made of, each in the place of half a panel of its band. After a barrier the block copies them out,
-all of a column side by side.
+made of, each in the place of half a panel of its band, or at the start of a band of 16 rows. After
+a barrier the block copies them out, all of a column side by side.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Pieces:
         rows of eight lanes, of 32 rows of four.
         """
         config, apart = self.config, self.apart
+        if config.band < BAND:  # of 8 bits: a piece has all rows of its band
+            row = lane * apart // PANEL * config.loaded_rows + piece * config.band
+            row_bytes = PANEL * config.dtype.itemsize
+            return address + row * row_bytes + (lane % _CHUNKS ^ piece % _CHUNKS) * PIECE
         band = piece * (config.loaded_rows // BAND) // self.count
         row = lane * apart // PANEL * config.loaded_rows + band * BAND
         row = row + lane // _CHUNKS % self.rows
