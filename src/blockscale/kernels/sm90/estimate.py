@@ -50,6 +50,8 @@ class Tiling:
         k_block_ns: nanoseconds of a K block that is in shared memory.
         tile_ns: of a tile, beside its K blocks.
         stored_ns: the same of one that is not added to fp32, where ``tile_ns`` is of one that is.
+        stored_stages: its stages, where they are fewer, beside which 16-bit output has room for a
+            whole tile, which is stored while the next one is multiplied.
     """
 
     config: ProductConfig
@@ -57,10 +59,14 @@ class Tiling:
     tile_ns: float
     costs: Costs
     stored_ns: float = 0
+    stored_stages: int = 0
 
     def stored(self, out_dtype: np.dtype, accumulate: bool) -> Tiling:
         """Of tiles that are stored so, and not added to fp32."""
-        config = replace(self.config, out_dtype=out_dtype, accumulate=accumulate)
+        stages = self.config.stages
+        if self.stored_stages and out_dtype.itemsize == 2:
+            stages = self.stored_stages
+        config = replace(self.config, out_dtype=out_dtype, accumulate=accumulate, stages=stages)
         return replace(self, config=config, tile_ns=self.stored_ns)
 
     def is_legal(self, m: int, n: int, gpu: Gpu) -> bool:
