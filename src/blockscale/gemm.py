@@ -11,6 +11,7 @@ from . import ops
 from .checks import check_flag
 from .gemm_checks import check_batch, check_grouped, check_groups_given, check_product
 from .gemm_launch import find_call, remember
+from .kernels.common.calls import Groups
 from .layouts import SPREADING
 from .memory import as_bytes
 from .ops.gemm import check_out
@@ -20,8 +21,9 @@ from .ops.operation import needs_gradient
 from .tensor import ScaledTensor
 from .watching import unwatched
 
-__all__ = ["gemm", "grouped_gemm", "side"]
+__all__ = ["gemm", "grouped_gemm", "side", "sides_of_groups"]
 
+_Side = tuple[Any, Any, Any, Any, str, Any]  # the fields of ``Side``
 _READ = ("sm90", "tcgen05")  # layouts that some kernel reads; others go to it compact
 
 
@@ -222,8 +224,8 @@ def grouped_gemm(
     if call is not None and call[0] is not None:
         return call[0](call[1], call[2], out, None, groups.offsets)
     dtype = check_grouped(a, b, groups, out_dtype, out, accumulate, backend)
-    right = side(b) if groups.grouping == "k" else _compact(b)
-    sides = *_rows(a, groups.offsets), *right
+    left, right = sides_of_groups(a, b, groups)
+    sides = *left, *right
     given = *sides, *groups
     rows = None if out is None or needs_gradient(a, None, out) else as_rows(out)
     if out is None or rows is None:
@@ -240,7 +242,7 @@ def grouped_gemm(
     return product
 
 
-def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
+def side(x: Tensor) -> _Side:
     """An operand as the ops take it."""
     if not isinstance(x, ScaledTensor):
         return x, None, None, None, "compact", x.shape
@@ -256,7 +258,12 @@ def side(x: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
     )
 
 
-def _rows(a: Tensor, offsets: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
+def sides_of_groups(a: Tensor, b: Tensor, groups: Groups) -> tuple[_Side, _Side]:
+    """Operands of ``grouped_gemm`` as the ops take them."""
+    return _rows(a, groups.offsets), side(b) if groups.grouping == "k" else _compact(b)
+
+
+def _rows(a: Tensor, offsets: Tensor) -> _Side:
     """The rows of all groups, as the ops take them."""
     if a.dim() == 3:
         return side(a.flatten(0, 1))
@@ -268,6 +275,6 @@ def _rows(a: Tensor, offsets: Tensor) -> tuple[Any, Any, Any, Any, str, Any]:
     return *stored, a.format_name, GROUPED_TILES, a.shape
 
 
-def _compact(q: Any) -> tuple[Any, Any, Any, Any, str, Any]:
+def _compact(q: Any) -> _Side:
     """An operand as the ops take it, whose scales are compact."""
     return as_bytes(q.qdata), q.compact_bytes(), q.global_scale, q.format_name, "compact", q.shape

@@ -18,6 +18,7 @@ from torch import Tensor
 from .kernels.common.calls import CompiledGemm, Groups, Operand, describe_call
 from .kernels.common.gpu import Gpu
 from .kernels.common.runtime import gpu_of
+from .layouts import SPREADING
 from .ops.gemm import check_apart, mark_written, span
 from .ops.gemm_kernels import as_rows, products_on
 from .ops.gemm_operands import (
@@ -202,7 +203,9 @@ def _operand(q: Any, axis: int) -> _Operand | None:
         and kept.scale.data_ptr() == scale.data_ptr()
     ):
         return kept
-    if q.axis != axis or (q.offsets is not None and not q.k_grouped) or type(data) is not Tensor:
+    if q.axis != axis or type(data) is not Tensor:
+        return None
+    if q.offsets is not None and not q.k_grouped and q.layout_name in SPREADING:
         return None
     kind = _kind(
         gpu_of(data.device),

@@ -70,16 +70,15 @@ def route(experts: Tensor, num_experts: int) -> Routing:
         )
     if not isinstance(num_experts, int) or isinstance(num_experts, bool) or num_experts < 1:
         raise ValueError(f"num_experts: got {num_experts!r}; expected a positive integer")
-    ids = experts.flatten()
-    ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
+    ids = experts.flatten().clamp(-1, num_experts) % (num_experts + 1)  # of none: num_experts
     if num_experts < torch.iinfo(torch.int16).max:
         ids = ids.short()  # a radix sort's time is that of the bits of a key
     by_expert, pairs = torch.sort(ids, stable=True)
-    slots = torch.empty_like(pairs)
-    slots[pairs] = torch.arange(len(pairs), device=pairs.device)
+    rows = torch.arange(len(pairs), device=pairs.device)
+    slots = torch.empty_like(pairs).scatter_(0, pairs, rows)
     every = torch.arange(num_experts, device=pairs.device, dtype=by_expert.dtype)
-    offsets = torch.searchsorted(by_expert, every, right=True)
-    return Routing(pairs, slots.view(experts.shape), offsets.int())
+    offsets = torch.searchsorted(by_expert, every, right=True, out_int32=True)
+    return Routing(pairs, slots.view(experts.shape), offsets)
 
 
 def combine(

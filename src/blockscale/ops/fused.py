@@ -29,7 +29,14 @@ from .backends import fall_back, no_cpu_kernels, on_cpu
 from .operation import operation
 from .quantize import global_scale, quantize, quantize_both, written_layouts
 
-__all__ = ["fake_scalar", "quantize_values", "rmsnorm_quantize", "swiglu_quantize"]
+__all__ = [
+    "added_up",
+    "fake_scalar",
+    "partial_sums",
+    "quantize_values",
+    "rmsnorm_quantize",
+    "swiglu_quantize",
+]
 
 _UNKNOWN_SCALE = (
     "global_scale: found from the normalized values, which the kernel does not keep; pass one"
@@ -126,7 +133,7 @@ def _swiglu_by_kernel(
 ) -> list[Tensor]:
     """What the kernel makes of ``x``; Unsupported where there is none."""
     fmt, axes, layouts, producer = asked.fmt, asked.axes, asked.layouts, asked.producer
-    sums = None if weights is None or grad is None else _partial_sums(grad)
+    sums = None if weights is None or grad is None else partial_sums(grad)
     others = tuple(each for each in (grad, weights, sums) if each is not None)
     written = written_layouts(fmt, layouts)
     found = []
@@ -146,17 +153,17 @@ def _swiglu_by_kernel(
             scale = swizzle_scale(scale, axis, get_layout(layout), None)
         results += data, scale
     if sums is not None:
-        results.append(_added_up(sums)[: len(x)])
+        results.append(added_up(sums)[: len(x)])
     return results + found
 
 
-def _partial_sums(grad: Tensor) -> Tensor:
+def partial_sums(grad: Tensor) -> Tensor:
     """Room for sums of ``DOT`` columns each: rows of multiples of 16 bytes."""
     rows = -(-len(grad) // 4) * 4
     return grad.new_empty(-(-grad.shape[1] // DOT), rows, dtype=torch.float32)
 
 
-def _added_up(sums: Tensor) -> Tensor:
+def added_up(sums: Tensor) -> Tensor:
     """One after the other, as the reference does and ``combine`` with rows of a token."""
     in_order = torch.arange(len(sums), device=sums.device)[None]
     return experts.combine(sums, in_order, None, torch.float32)[0]
