@@ -13,6 +13,8 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 import blockscale as bs
 from blockscale.kernels.quantizers.config import Config
+from blockscale.nn import experts_call, launches
+from blockscale.quantize import wrap
 from stand_in import emulated
 
 H, I, COUNT = 128, 128, 4  # noqa: E741
@@ -64,6 +66,49 @@ def test_experts(arch, recipe, transposed):
     assert gathers == [(-1,), (-1, -2), (-2,)]  # x, the gradient, x again
     for a, b in zip(got, want, strict=True):
         assert (a.float() - b.float()).norm() <= 1e-2 * b.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("arch", "recipe"),
+    [("sm_90a", "fp8_block"), ("sm_90a", "nvfp4"), ("sm_100a", "mxfp8")],
+)
+def test_launches(arch, recipe, monkeypatch):
+    """What is launched again has the bits of quantized tensors, which it does without."""
+    made = []
+    with emulated(arch, quantizes=True), warnings.catch_warnings():
+        warnings.simplefilter("error", bs.FallbackWarning)
+        got = run(bs.Recipe(recipe), False)
+        with monkeypatch.context() as patched:
+            counted = lambda *args, **kwargs: made.append(args) or wrap(*args, **kwargs)  # noqa: E731
+            patched.setattr(launches, "wrap", counted)
+            again = run(bs.Recipe(recipe), False)
+            if arch == "sm_90a" and recipe == "fp8_block":
+                assert not made
+        with bs.reuse_weights():
+            kept = [run(bs.Recipe(recipe), False) for _ in range(2)]
+        monkeypatch.setattr(experts_call, "quantize_grouped", lambda *_, **__: None)
+        want = run(bs.Recipe(recipe), False)
+    for tensors in (got, again, *kept):
+        for a, b in zip(tensors, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_vectors_that_lie_apart():
+    """Ends of groups, and what hooks give back for tensors that are saved."""
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return x if x.dim() != 1 else torch.stack((x, x), 1)[:, 0]
+
+    x, _, up, down = (each.requires_grad_() for each in operands())
+    ends = torch.tensor([5, 5, 30, 40], dtype=torch.int32)
+    results = []
+    with emulated("sm_90a", quantizes=True):
+        for change in (lambda x: x, apart):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, change):
+                y = bs.nn.experts(x, None, change(ends), up, down, recipe=bs.Recipe("mxfp8"))
+                results.append([y, *torch.autograd.grad(y.sum(), (x, up, down))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 def allocated(call) -> tuple[list[int], int]:

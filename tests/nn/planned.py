@@ -16,7 +16,7 @@ from blockscale.kernels.common.gpu import Unsupported
 from blockscale.kernels.common.template import template
 from blockscale.kernels.quantizers import calls as quantizers
 from blockscale.kernels.quantizers.outputs import choose_output
-from blockscale.nn import layer_plan
+from blockscale.nn import plan_cache
 from blockscale.ops import gemm_kernels
 from blockscale.ops.dequantize import values
 from blockscale.ops.gemm_operands import Products, Side
@@ -110,7 +110,7 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
 
     monkeypatch.setattr(quantizers, "plan_quantize", plan_quantize)
     monkeypatch.setattr(quantizers, "plan_amax", plan_amax)
-    monkeypatch.setattr(layer_plan, "_plans", {})
+    monkeypatch.setattr(plan_cache, "_plans", {})
     with gpu("of torch"):
         yield counts
 

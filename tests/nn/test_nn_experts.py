@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
 from blockscale import reference
-from blockscale.nn import SWIGLU, GatedActivation, GroupedLinear, experts, grouped_linear
+from blockscale.nn import SWIGLU, GatedActivation, GroupedLinear, experts, grouped_linear, reuse
+from blockscale.nn.forms import quantize_forms
 
 RECIPES = ["mxfp8", "nvfp4", "mxfp4", "fp8_block"]
 #: Relative error of random matrices' results, by format: measured, and half as much again.
@@ -296,7 +297,8 @@ def test_no_pairs():
 
 
 def test_what_is_kept():
-    """The tokens, and the first product: no gathered rows, and no second product."""
+    """The tokens, which of them each row is, and the first product: no gathered rows, and no second
+    product."""
     tokens, top_k = 64, 4
     routing, (x, weights, up, down, *_) = routed(tokens, top_k, 8), given(tokens, top_k, 8)
     kept: list[Tensor] = []
@@ -304,12 +306,14 @@ def test_what_is_kept():
         experts(x, weights, routing, up, down, recipe=bs.Recipe("mxfp8"))
     callers = {t.data_ptr() for t in (x, weights, up, down, *routing)}
     own = [t for t in kept if t.data_ptr() not in callers]
-    assert [tuple(t.shape) for t in own] == [(tokens * top_k, 2 * I)]
+    assert [tuple(t.shape) for t in own] == [(tokens * top_k,), (tokens * top_k, 2 * I)]
+    assert torch.equal(own[0], routing.tokens)
 
 
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_bytes_kept_of_a_token(top_k):
-    """Beside the caller's tokens: the first product, a weight and three integers of each pair."""
+    """Beside the caller's tokens: the first product, a weight and three integers of each pair, one
+    of which is short."""
     tokens, recipe = 256, bs.Recipe("mxfp8")
     routing, (x, weights, up, down, *_) = routed(tokens, top_k, 8), given(tokens, top_k, 8)
     for saved, each in ((None, 2), ("mxfp8", 1 + 1 / 32)):
@@ -324,7 +328,7 @@ def test_bytes_kept_of_a_token(top_k):
             experts(x, weights, routing, up, down, recipe=recipe, saved_format=saved)
         for parameter in (up, down):
             del kept[parameter.untyped_storage().data_ptr()]
-        of_pairs = top_k * (2 * I * each + 2 + 8 + 8)
+        of_pairs = top_k * (2 * I * each + 2 + 8 + 8 + 4)
         assert sum(kept.values()) == tokens * (2 * H + of_pairs) + 4 * len(routing.offsets)
 
 
@@ -404,6 +408,39 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+def test_reused_weights_have_the_form_of_a_backward_only_if_there_is_one(monkeypatch):
+    made: list[str] = []
+
+    def forms(*args, rows=False, columns=False, **how):
+        if rows or columns:
+            made.append("rows" * rows + "columns" * columns)
+        return quantize_forms(*args, rows=rows, columns=columns, **how)
+
+    monkeypatch.setattr(reuse, "quantize_forms", forms)
+    routing, (x, weights, up, down, *_) = routed(8, 2, 4), given(8, 2, 4)
+    layer = bs.nn.GroupedLinear(4, H, I)
+    rows = x[routing.tokens]
+    calls = {
+        "experts": lambda x: experts(x, weights, routing, up, down, recipe=bs.Recipe("mxfp8")),
+        "grouped": lambda x: layer(x, routing.offsets),
+    }
+    for name, call in calls.items():
+        own = (x if name == "experts" else rows).detach()
+        count = 2 if name == "experts" else 1
+        with bs.reuse_weights(), torch.no_grad():
+            call(own.clone().requires_grad_())
+        assert made == ["rows"] * count
+        made.clear()
+        with bs.reuse_weights():
+            call(own.clone().requires_grad_()).sum().backward()
+        assert made == ["rowscolumns"] * count
+        made.clear()
+        with bs.reuse_weights():
+            call(own).sum().backward()  # no gradient of x
+        assert made == ["rows", "rowscolumns"][:count]
+        made.clear()
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -423,10 +460,21 @@ def test_bad_input():
             recipe,
         ),
         "routing: is of 8 tokens, x has 7": (x[:7], weights, routing, up, down, recipe),
+        r"routing: has pairs torch.int64 \(8, 2\)": (
+            x,
+            weights,
+            routing._replace(pairs=routing.pairs.view(8, 2)),
+            up,
+            down,
+            recipe,
+        ),
     }
     for message, (a, s, r, u, d, how) in cases.items():
         with pytest.raises(ValueError, match=message):
             experts(a, s, r, u, d, recipe=how)
+    other = routing._replace(offsets=routing.offsets.long())
+    with pytest.raises(TypeError, match=r"offsets: got torch\.int64"):
+        experts(x, weights, other, up, down, recipe=recipe)
     with pytest.raises(TypeError, match="routing: got tuple"):
         experts(x, weights, tuple(routing), up, down, recipe=recipe)
     with pytest.raises(TypeError, match=r"x: got torch\.float64"):

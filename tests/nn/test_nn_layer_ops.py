@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import blockscale as bs
-from blockscale.nn import layer_ops, layer_plan
+from blockscale.nn import layer_ops, plan_cache
 from stand_in import emulated
 
 RECIPES = {
@@ -87,7 +87,7 @@ def test_eager_and_compiled_give_the_same_bytes(monkeypatch, name, on_gpu):
         assert_same(step(compiled(run), *given), expected)
         assert sorted(counts.quantized) == quantized
         assert counts.products == 2 * products
-        found = [key[0] for key, plan in layer_plan._plans.items() if plan is not None]
+        found = [key[0] for key, plan in plan_cache._plans.items() if plan is not None]
         assert {"fprop", "backward"} <= set(found)
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.nn import layer_plan, linear, reuse
+from blockscale.nn import layer_plan, linear, plan_cache, reuse
 from stand_in import emulated
 
 RECIPES = {
@@ -80,7 +80,7 @@ def without_plans(monkeypatch, call):
 
 def planned(counts, call):
     """What ``call`` gives, which launches by a plan."""
-    plans = [plan for plan in layer_plan._plans.values() if plan is not None]
+    plans = [plan for plan in plan_cache._plans.values() if plan is not None]
     assert plans
     before = counts.products
     result = call()
@@ -130,13 +130,13 @@ def test_the_kernels_are_the_same(monkeypatch, name, arch, x, n):
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
     layer = Layer(RECIPES[name], x, n)
-    monkeypatch.setattr(layer_plan, "_plans", {})
+    monkeypatch.setattr(plan_cache, "_plans", {})
     with emulated(arch, quantizes=True) as launched:
         expected = without_plans(monkeypatch, layer.step)
         first = list(launched)
         assert_same(layer.step(), expected)
         assert launched[len(first) :] == first
-        assert any(plan is not None for plan in layer_plan._plans.values())
+        assert any(plan is not None for plan in plan_cache._plans.values())
         assert_same(layer.step(), expected)
         assert launched == 3 * first
 
@@ -292,7 +292,7 @@ def test_products_in_high_precision_are_not_planned(monkeypatch, counts):
     expected = without_plans(monkeypatch, layer.step)
     for _ in range(3):
         assert_same(layer.step(), expected)
-    assert list(layer_plan._plans.values()) == [None]
+    assert list(plan_cache._plans.values()) == [None]
 
 
 # --- autograd -------------------------------------------------------------------------------------
@@ -524,7 +524,7 @@ def test_threads(monkeypatch, counts):
 
 
 def test_plans_do_not_pile_up(monkeypatch, counts):
-    monkeypatch.setattr(layer_plan, "_LIMIT", 3)
+    monkeypatch.setattr(plan_cache, "_LIMIT", 3)
     for m in range(8, 48, 4):
         Layer(RECIPES["mxfp8"], (m, 32), 32).step()
-        assert len(layer_plan._plans) <= 3
+        assert len(plan_cache._plans) <= 3

@@ -187,9 +187,19 @@ def test_a_block_quantizes_each_form_once(counted, layer):
             layer(X.clone().requires_grad_()).sum().backward()
         with torch.no_grad():
             layer(X)
-    assert counted == ["rows", "columns"]
+    assert counted == ["rowscolumns"]  # from one read
     layer(X)
-    assert counted == ["rows", "columns", "rows"]
+    assert counted == ["rowscolumns", "rows"]
+
+
+def test_a_block_makes_the_form_of_a_backward_only_if_there_is_one(counted, layer):
+    with bs.reuse_weights():
+        with torch.no_grad():
+            layer(X.clone().requires_grad_())
+        layer(X).sum().backward()  # no gradient of x
+        assert counted == ["rows"]
+        layer(X.clone().requires_grad_()).sum().backward()
+    assert counted == ["rows", "columns"]
 
 
 def test_blocks_nest_and_end(counted, layer):

@@ -14,7 +14,7 @@ from .double_backward import refuse_double_backward
 from .experts_call import Call, How
 from .gated import SWIGLU, GatedActivation, exact
 from .group_checks import Held, check_experts, check_saved_format
-from .group_operands import Activated, Rows
+from .group_operands import Activated, Rows, Source
 from .output_dtype import output_dtype
 from .recipe import Recipe
 
@@ -61,10 +61,10 @@ def experts(
         saved_format: what the first product is quantized to until the backward, along its rows:
             "mxfp8" keeps half the bytes, and rounds gradients once more; None: as it is.
 
-    Returns (tokens, H) in the dtype of ``x``, or that of torch.autocast. Until the backward, x and
-    the first product (R, 2I) are kept, beside what the caller has: not the second one's result, as
-    the gradient of ``weights`` is that of its input, ``<dA', A>``. Tokens are gathered and
-    quantized again in the backward. Sums have the same order in every run.
+    Returns (tokens, H) in the dtype of ``x``, or that of torch.autocast. Until the backward, x, the
+    first product (R, 2I) and the token of each row are kept, beside what the caller has: not the
+    second product, as the gradient of ``weights`` is that of its input, ``<dA', A>``. Tokens are
+    gathered and quantized again in the backward. Sums have the same order in every run.
 
     Raises ValueError or TypeError as :func:`blockscale.nn.linear`, and where shapes do not fit.
 
@@ -78,7 +78,8 @@ def experts(
     if not has_rows:
         recipe = saved_format = None  # there is nothing to quantize
     activation = activation if recipe is None else exact(activation)
-    how = How(recipe, activation, dtype, transposed, saved_format)
+    # inside of autograd's function none is enabled
+    how = How(recipe, activation, dtype, transposed, saved_format, torch.is_grad_enabled())
     routed = routing if isinstance(routing, Routing) else (None, None, routing)
     return _Experts.apply(how, x, weights, *held, *routed)
 
@@ -86,19 +87,23 @@ def experts(
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: How, *tensors: Any) -> Tensor:
-        call = Call.of(how, tensors)
-        h = call.multiply(Rows(call.x, call.tokens), call.up, call.held.up_bias)
-        y = call.multiply(Activated(how.activation, h), call.held.down, call.held.down_bias)
-        if how.saved_format is not None and any(ctx.needs_input_grad):
+        call = Call.of(how, tensors, None)
+        needs = tuple(how.grad_enabled and need for need in ctx.needs_input_grad[1:])
+        of_x, of_a = experts_backward.dgrads(needs)
+        source: Source = Rows(call.x, call.tokens)
+        h = call.multiply(source, call.up, call.held.up_bias, dgrad=of_x)
+        source = Activated(how.activation, h)
+        y = call.multiply(source, call.held.down, call.held.down_bias, dgrad=of_a)
+        if how.saved_format is not None and any(needs):
             h = quantize(h, how.saved_format, pad=True)
-        ctx.save_for_backward(*tensors, h)
+        ctx.save_for_backward(*tensors, call.tokens, h)
         ctx.how = how
         return call.combined(y, call.weights, how.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, h = ctx.saved_tensors
+        *tensors, tokens, h = ctx.saved_tensors
         with torch.no_grad():
-            call = Call.of(ctx.how, tensors)
+            call = Call.of(ctx.how, tensors, tokens)
             found = experts_backward.gradients(ctx.needs_input_grad[1:], call, h, grad)
         return None, *refuse_double_backward(found), None, None, None

@@ -10,7 +10,7 @@ from . import group_passes
 from .experts_call import Call
 from .group_operands import Activated, ActivatedBackward, Operands, Rows, Source
 
-__all__ = ["gradients"]
+__all__ = ["dgrads", "gradients"]
 
 
 def gradients(
@@ -21,10 +21,18 @@ def gradients(
     return _Backward(needs, call, h, grad).all()
 
 
+def dgrads(needs: tuple[bool, ...]) -> tuple[bool, bool]:
+    """Whether what the first product reads has a gradient, and what the second one does, given
+    which of x, weights and what experts hold need theirs."""
+    x, weights, up, _, up_bias, _, gate = needs[:7]
+    return x, x or weights or up or up_bias or gate
+
+
 class _Backward:
     def __init__(self, needs: tuple[bool, ...], call: Call, h: Tensor, grad: Tensor):
         self.call, dtype = call, call.how.dtype
-        self.needs_dx, self.needs_dweights, up, down, self.needs_dup_bias, *others = needs[:7]
+        self.needs_dx, self.needs_da = dgrads(needs)
+        _, self.needs_dweights, up, down, self.needs_dup_bias, *others = needs[:7]
         self.needs_ddown_bias, gate = others
         self.needs_dup, self.needs_ddown = up or gate, down
         self.h = h.dequantize(dtype) if isinstance(h, ScaledTensor) else h
@@ -35,10 +43,9 @@ class _Backward:
             self.row_weights = call.weights.flatten()[call.routing.pairs].to(wide)
 
     def all(self) -> tuple[Tensor | None, ...]:
-        needs_h = self.needs_dx or self.needs_dweights or self.needs_dup or self.needs_dup_bias
         dx = d_row_weights = up = gate = up_bias = None
-        da, down = self.second_product(needs_h)
-        if needs_h:
+        da, down = self.second_product()
+        if self.needs_da:
             assert da is not None
             source: Source = ActivatedBackward(
                 self.call.how.activation, da, self.h, self.row_weights
@@ -63,10 +70,10 @@ class _Backward:
             weights = d_row_weights[self.call.routing.slots].to(self.call.weights.dtype)
         return dx, weights, up, down, up_bias, down_bias, gate
 
-    def second_product(self, needs_h: bool) -> tuple[Tensor | None, Tensor | None]:
+    def second_product(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradient of what it read, not yet times a weight, and that of its matrices."""
         call, da, down = self.call, None, None
-        g = call.operands(self.grad, "gradients", rows=needs_h, columns=self.needs_ddown)
+        g = call.operands(self.grad, "gradients", rows=self.needs_da, columns=self.needs_ddown)
         if g.rows is not None:
             da = group_passes.dgrad(g.rows, call.held.down, call.offsets, call.product)
         if g.columns is not None:
@@ -87,7 +94,7 @@ class _Backward:
             up = self.wgrad(g.columns, own, call.held.up)
         return dx, up
 
-    def wgrad(self, g: Tensor, own: Tensor, weight: Tensor) -> Tensor:
+    def wgrad(self, g: group_passes.Operand, own: group_passes.Operand, weight: Tensor) -> Tensor:
         how = weight.dtype, self.call.how.transposed
         return group_passes.wgrad(g, own, self.call.offsets, *how)
 

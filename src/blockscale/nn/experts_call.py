@@ -13,6 +13,7 @@ from ..routing import Routing, combine
 from . import group_passes
 from .gated import GatedActivation
 from .group_checks import Held
+from .group_launches import quantize_grouped
 from .group_operands import Operands, Source, operands
 from .recipe import Recipe
 
@@ -27,6 +28,7 @@ class How(NamedTuple):
     dtype: torch.dtype
     transposed: bool
     saved_format: str | None
+    grad_enabled: bool = True
 
 
 class Call(NamedTuple):
@@ -41,14 +43,17 @@ class Call(NamedTuple):
     tokens: Tensor | None
 
     @classmethod
-    def of(cls, how: How, tensors: Sequence[Any]) -> Call:
-        """Of what the autograd function takes: x, weights, what experts hold, and the routing."""
+    def of(cls, how: How, tensors: Sequence[Any], tokens: Tensor | None) -> Call:
+        """Of what the autograd function takes: x, weights, what experts hold, and the routing; and
+        the tokens of rows, where they are known."""
         x, weights, *others = tensors
         held, (pairs, slots, offsets) = Held(*others[:-3]), others[-3:]
+        offsets = offsets.contiguous()  # as kernels read vectors
         if pairs is None:
             return cls(how, x, weights, held, None, offsets, None)
         routing = Routing(pairs, slots, offsets)
-        return cls(how, x, weights, held, routing, offsets, routing.tokens)
+        tokens = routing.tokens if tokens is None else tokens.contiguous()
+        return cls(how, x, weights, held, routing, offsets, tokens)
 
     @property
     def up(self) -> group_passes.Weight:
@@ -59,13 +64,18 @@ class Call(NamedTuple):
     def operands(
         self, source: Source, role: str, *, rows: bool = False, columns: bool = False
     ) -> Operands:
-        given = self.how.recipe, role, self.offsets, self.how.dtype
-        return operands(source, *given, rows=rows, columns=columns)
+        given = self.how.recipe, role, self.offsets
+        launched = quantize_grouped(source, *given, rows=rows, columns=columns)
+        if launched is not None:
+            return launched
+        return operands(source, *given, self.how.dtype, rows=rows, columns=columns)
 
-    def multiply(self, source: Source, weight: group_passes.Weight, bias: Tensor | None) -> Tensor:
-        """What is quantized for it is freed when it returns."""
+    def multiply(
+        self, source: Source, weight: group_passes.Weight, bias: Tensor | None, *, dgrad: bool
+    ) -> Tensor:
+        """What is quantized for it is freed when it returns. ``dgrad``: that will follow."""
         rows = self.operands(source, "activations", rows=True).rows
-        y = group_passes.fprop(rows, weight, self.offsets, self.product)
+        y = group_passes.fprop(rows, weight, self.offsets, self.product._replace(dgrad=dgrad))
         if bias is not None:
             y = (y + group_passes.of_rows(bias, len(y), self.offsets)).to(y.dtype)
         return y

@@ -39,7 +39,7 @@ class QuantizedLinear(torch.autograd.Function):
         dgrad: bool,
         wgrad: bool,
     ) -> Tensor:
-        y, x_kept, scalar = passes.fprop(x, weight, bias, recipe, out_dtype, wgrad)
+        y, x_kept, scalar = passes.fprop(x, weight, bias, recipe, out_dtype, wgrad, dgrad)
         # the weight itself: whoever gathers it anew for the backward frees it until then
         ctx.save_for_backward(
             x_kept if wgrad else None,
@@ -70,7 +70,7 @@ class PlannedLinear(torch.autograd.Function):
         plan: LayerPlan,
         dgrad: bool,
     ) -> Tensor:
-        y, (columns, scalar) = plan.forward(x, weight, bias)
+        y, (columns, scalar) = plan.forward(x, weight, bias, dgrad=dgrad)
         ctx.save_for_backward(
             *(weight if dgrad else None, scalar if dgrad else None),
             *((None, None, None) if columns is None else columns),
@@ -182,7 +182,7 @@ class TransformedLinear(torch.autograd.Function):
         dgrad: bool,
         wgrad: bool,
     ) -> Tensor:
-        return passes.fprop(x, weight, bias, recipe, out_dtype, False)[0]
+        return passes.fprop(x, weight, bias, recipe, out_dtype, False, False)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -185,7 +185,14 @@ def _check_routing(x: Tensor, weights: Tensor | None, routing: Routing, up: Tens
         raise ValueError(
             f"routing: is of {len(slots)} tokens, x has {len(x)}; route the experts of these"
         )
-    _check_alike(x, weights=weights, routing=slots)
+    pairs, count = routing.pairs, slots.numel()
+    if pairs.dtype not in (torch.int64, torch.int32) or tuple(pairs.shape) != (count,):
+        raise ValueError(
+            f"routing: has pairs {pairs.dtype} {tuple(pairs.shape)}, slots of {count}; expected "
+            f"integers ({count},), as blockscale.route(...) gives them"
+        )
+    _check_alike(x, weights=weights, routing=slots, pairs=pairs)
+    check_offsets(routing.offsets, count, x.device)
     _check_count("routing", routing.offsets, up)
 
 

@@ -19,7 +19,15 @@ from ..quantize import quantize, quantize_both
 from .gated import GatedActivation
 from .recipe import Recipe
 
-__all__ = ["Activated", "ActivatedBackward", "Operands", "Rows", "Source", "operands"]
+__all__ = [
+    "Activated",
+    "ActivatedBackward",
+    "Operands",
+    "QuantizeInputs",
+    "Rows",
+    "Source",
+    "operands",
+]
 
 #: Which products read the rows and the columns of what a recipe has a format for.
 _READ_BY = {"activations": ("fprop", "wgrad"), "gradients": ("dgrad", "wgrad")}
@@ -36,11 +44,32 @@ class Operands(NamedTuple):
     d_row_weights: Tensor | None = None
 
 
+class QuantizeInputs(NamedTuple):
+    """What a kernel makes rows of, which it quantizes.
+
+    Attributes:
+        producer: a name of ``kernels.quantizers.config.PRODUCERS``.
+        matrices: its inputs.
+        shape: of the rows: (R, K).
+        gather: int32 (R,), rows of the input, if they are gathered.
+        weights: (R,) fp32, of rows, if they have some.
+    """
+
+    producer: str
+    matrices: tuple[Tensor, ...]
+    shape: tuple[int, int]
+    gather: Tensor | None = None
+    weights: Tensor | None = None
+
+
 class Source(Protocol):
     """Rows (R, K), and the gradient of their weights, or None."""
 
     @property
     def device(self) -> torch.device: ...
+
+    def inputs(self) -> QuantizeInputs | None:
+        """What a kernel makes them of, if one does."""
 
     def values(self) -> tuple[Tensor, Tensor | None]: ...
 
@@ -60,6 +89,10 @@ class Rows:
     @property
     def device(self) -> torch.device:
         return self.x.device
+
+    def inputs(self) -> QuantizeInputs:
+        shape = len(self.x) if self.gather is None else len(self.gather), self.x.shape[1]
+        return QuantizeInputs("load", (self.x.contiguous(),), shape, self.gather)
 
     def values(self) -> tuple[Tensor, None]:
         return self.x if self.gather is None else self.x[self.gather], None
@@ -84,6 +117,13 @@ class Activated:
     @property
     def device(self) -> torch.device:
         return self.h.device
+
+    def inputs(self) -> QuantizeInputs | None:
+        if not self.activation.is_fused:
+            return None
+        rows, columns = self.h.shape
+        producer = "swiglu" if self.weights is None else "weighted_swiglu"
+        return QuantizeInputs(producer, (self.h,), (rows, columns // 2), None, self.weights)
 
     def values(self) -> tuple[Tensor, None]:
         if self.weights is None:
@@ -110,6 +150,13 @@ class ActivatedBackward:
     @property
     def device(self) -> torch.device:
         return self.h.device
+
+    def inputs(self) -> QuantizeInputs | None:
+        if not self.activation.is_fused:
+            return None
+        rows, columns = self.h.shape
+        producer = "swiglu_backward" if self.weights is None else "weighted_swiglu_backward"
+        return QuantizeInputs(producer, (self.h, self.grad), (rows, columns), None, self.weights)
 
     def values(self) -> tuple[Tensor, Tensor | None]:
         if self.weights is None:

@@ -18,40 +18,59 @@ from ..ops import global_scale
 from ..ops.backends import on_cpu
 from ..tensor import ScaledTensor
 from .forms import quantize_forms
+from .group_launches import QuantizedRows, multiply_groups, multiply_k_grouped
 from .recipe import Recipe
 from .reuse import quantized_weight
 
-__all__ = ["Product", "Weight", "dgrad", "fprop", "of_rows", "sum_groups", "wgrad"]
+__all__ = [
+    "Operand",
+    "Product",
+    "Weight",
+    "dgrad",
+    "fprop",
+    "of_rows",
+    "sum_groups",
+    "wgrad",
+]
 
 
 #: Matrices of all groups; or of two stacks, whose rows lie below each other in each group.
 Weight = Tensor | tuple[Tensor, Tensor]
+#: Grouped rows: quantized, or plain.
+Operand = Tensor | QuantizedRows
 
 
 class Product(NamedTuple):
-    """How rows are multiplied: ``dtype`` is that of the result, ``transposed`` as above."""
+    """How rows are multiplied: ``dtype`` is that of the result, ``transposed`` as above. ``dgrad``:
+    a backward will multiply by the same weight."""
 
     recipe: Recipe | None
     dtype: torch.dtype
     transposed: bool = False
+    dgrad: bool = False
 
 
-def fprop(x: Tensor, weight: Weight, offsets: Tensor, how: Product) -> Tensor:
+def fprop(x: Operand, weight: Weight, offsets: Tensor, how: Product) -> Tensor:
     """``x[start:end] @ weight[i].T`` of each group; ``x`` is quantized by rows, or plain."""
     return _product(x, weight, offsets, how, how.transposed)
 
 
-def dgrad(g: Tensor, weight: Weight, offsets: Tensor, how: Product) -> Tensor:
+def dgrad(g: Operand, weight: Weight, offsets: Tensor, how: Product) -> Tensor:
     """``g[start:end] @ weight[i]`` of each group; ``g`` is quantized by rows, or plain."""
     return _product(g, weight, offsets, how, not how.transposed)
 
 
 def wgrad(
-    g: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, transposed: bool = False
+    g: Operand, x: Operand, offsets: Tensor, dtype: torch.dtype, transposed: bool = False
 ) -> Tensor:
     """``g[start:end].T @ x[start:end]`` of each group: like the weight. Both are quantized by
     columns, or plain."""
     g, x = (x, g) if transposed else (g, x)
+    if isinstance(g, QuantizedRows) and isinstance(x, QuantizedRows):
+        product = multiply_k_grouped(g, x, dtype)
+        if product is not None:
+            return product
+    g, x = _tensor(g), _tensor(x)
     if isinstance(g, ScaledTensor) and isinstance(x, ScaledTensor):
         return grouped_gemm(g.mT, x, offsets, dtype)
     return _plain(g.mT, x, offsets, dtype)
@@ -73,26 +92,38 @@ def sum_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     return total[:-1].to(dtype)
 
 
-def _product(x: Tensor, weight: Weight, offsets: Tensor, how: Product, upright: bool) -> Tensor:
+def _tensor(x: Operand) -> Tensor:
+    return x.tensor() if isinstance(x, QuantizedRows) else x
+
+
+def _product(x: Operand, weight: Weight, offsets: Tensor, how: Product, upright: bool) -> Tensor:
     """``x[start:end] @ weight[i]`` of each group, or, unless weights are ``upright``, by their
     transposes."""
+    if isinstance(x, QuantizedRows) and isinstance(weight, Tensor):
+        assert how.recipe is not None
+        axis, given = -2 if upright else -1, (how.recipe, how.dtype)
+        product = multiply_groups(x, weight, *given, weight_axis=axis, dgrad=how.dgrad)
+        if product is not None:
+            return product
+    x = _tensor(x)
     if not isinstance(x, ScaledTensor):
         whole = torch.cat(weight, 1) if isinstance(weight, tuple) else weight
         return _plain(x, whole if upright else whole.mT, offsets, how.dtype)
     assert how.recipe is not None
-    w = _quantized(weight, how.recipe, columns=upright)
+    w = _quantized(weight, how.recipe, columns=upright, dgrad=how.dgrad)
     return grouped_gemm(x, w if upright else w.mT, offsets, how.dtype)
 
 
-def _quantized(weight: Weight, recipe: Recipe, *, columns: bool) -> ScaledTensor:
-    """Blocked along columns, or along rows."""
+def _quantized(weight: Weight, recipe: Recipe, *, columns: bool, dgrad: bool) -> ScaledTensor:
+    """Blocked along columns, or along rows; ``dgrad`` as of ``quantized_weight``."""
+    dgrad = dgrad and "dgrad" not in recipe.high_precision
     format = recipe.format_of("weights")
     given: Any = {"rows": not columns, "columns": columns}
 
     def made(each: Tensor, scale: Tensor | None = None) -> ScaledTensor:
         how = format.name, recipe.scale_rounding
         if scale is None:
-            forms = quantized_weight(each, *how, **given)
+            forms = quantized_weight(each, *how, **given, dgrad=dgrad)
         else:  # it depends on the other stack: nothing to be reused
             forms = quantize_forms(each, *how, **given, global_scale=scale)
         found = forms.columns if columns else forms.rows

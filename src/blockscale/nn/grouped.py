@@ -51,7 +51,8 @@ def grouped_linear(
     :func:`blockscale.grouped_gemm`.
     """
     check_grouped(x, weight, offsets, bias, recipe)
-    return _GroupedLinear.apply(x, weight, bias, offsets, recipe, output_dtype(x))
+    how = recipe, output_dtype(x), torch.is_grad_enabled()  # inside, none is enabled
+    return _GroupedLinear.apply(x, weight, bias, offsets, *how)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -64,13 +65,14 @@ class _GroupedLinear(torch.autograd.Function):
         offsets: Tensor,
         recipe: Recipe | None,
         dtype: torch.dtype,
+        grad_enabled: bool,
     ) -> Tensor:
         recipe = recipe if x.numel() and weight.numel() else None  # nothing to quantize
-        of_x, of_weight = ctx.needs_input_grad[:2]
+        of_x, of_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
         rows, columns, _ = operands(
             Rows(x), recipe, "activations", offsets, dtype, rows=True, columns=of_weight
         )
-        y = group_passes.fprop(rows, weight, offsets, Product(recipe, dtype))
+        y = group_passes.fprop(rows, weight, offsets, Product(recipe, dtype, dgrad=of_x))
         if bias is not None:
             y = (y + group_passes.of_rows(bias, len(x), offsets)).to(dtype)
         ctx.save_for_backward(columns, weight if of_x else None, offsets)
@@ -94,7 +96,7 @@ class _GroupedLinear(torch.autograd.Function):
                 made[1] = group_passes.wgrad(columns, x, offsets, w_dtype)
             if of_bias:
                 made[2] = group_passes.sum_groups(g, offsets, bias_dtype)
-        return *refuse_double_backward(tuple(made)), None, None, None
+        return *refuse_double_backward(tuple(made)), None, None, None, None
 
 
 def reset_as_linear(weight: Tensor, bias: Tensor | None = None) -> None:

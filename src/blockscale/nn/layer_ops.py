@@ -21,7 +21,8 @@ from ..tensor import ScaledTensor
 from . import passes
 from .forms import quantize_forms
 from .launches import QuantizeLaunch
-from .layer_plan import BackwardPlan, FpropPlan, Layer, Metadata, planned
+from .layer_plan import BackwardPlan, FpropPlan, Layer, Metadata
+from .plan_cache import planned
 from .recipe import Recipe
 
 __all__ = ["linear_backward", "linear_fprop", "names_of", "recipe_of"]

@@ -8,8 +8,8 @@ then ``linear`` makes quantized tensors and multiplies these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..tensor import ScaledTensor
 from ..watching import is_plain, unwatched
-from .launches import Parts, ProductLaunch, QuantizeLaunch, Source
+from .launches import Parts, ProductLaunch, ProductOperand, QuantizeLaunch
 from .output_dtype import output_dtype
+from .plan_cache import find, planned
 from .recipe import Recipe
-from .reuse import is_reusing, quantized_weight
+from .weight_launch import WeightLaunch
 
 __all__ = [
     "BackwardPlan",
@@ -35,13 +36,7 @@ __all__ = [
     "find_plan",
     "make_plan",
     "plan_key",
-    "planned",
 ]
-
-_LIMIT = 4096  # plans that are remembered
-_plans: dict[Any, Any] = {}  # None: there is none
-
-P = TypeVar("P")
 
 
 class Metadata(NamedTuple):
@@ -89,7 +84,7 @@ def plan_key(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> 
 
 def find_plan(key: Any) -> LayerPlan | None:
     """The plan of calls with this key, if it is known by now."""
-    return None if key is None else _plans.get(key)
+    return None if key is None else find(key)
 
 
 def make_plan(
@@ -113,20 +108,6 @@ def make_plan(
     return planned(key, lambda: LayerPlan(x, weight, bias, recipe, out_dtype, columns=columns))
 
 
-def planned(key: Any, make: Callable[[], P]) -> P | None:
-    """What ``make`` makes, once for each key; None where kernels do not do all of it."""
-    if key in _plans:
-        return _plans.get(key)  # another thread may clear them
-    try:
-        plan = make()
-    except (TypeError, ValueError):  # of what has to be rewritten first, or has no kernel
-        plan = None
-    if len(_plans) >= _LIMIT:
-        _plans.clear()
-    _plans[key] = plan
-    return plan
-
-
 class Layer(NamedTuple):
     """What the plans of a layer's passes are made for.
 
@@ -146,6 +127,10 @@ class Layer(NamedTuple):
         recipe = self.metadata.recipe
         how = recipe.format_of(role), recipe.scale_rounding
         return QuantizeLaunch(x, self.device, *how, rows=rows, columns=columns)
+
+    def weight_launch(self, axis: int) -> WeightLaunch:
+        recipe = self.metadata.recipe
+        return WeightLaunch(self.weight, self.device, recipe, axis, reuses=self.reuses)
 
     def x_quantizer(self, address: int = 0, *, rows: bool, columns: bool) -> QuantizeLaunch:
         """Of ``x``, a matrix at ``address``."""
@@ -181,11 +166,14 @@ class LayerPlan:
         self._fprop = FpropPlan(self._layer, self._x, bias)
         self._backward: dict[tuple[bool, bool], BackwardPlan | None] = {}
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
-        """The product, and what is kept for the backward."""
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dgrad: bool = False
+    ) -> tuple[Tensor, Kept]:
+        """The product, and what is kept for the backward. ``dgrad``: that will ask for the weight
+        by columns."""
         rows, columns = self._x(_matrix(x))
         assert rows is not None
-        y, global_scale = self._fprop(rows, weight, bias)
+        y, global_scale = self._fprop(rows, weight, bias, dgrad=dgrad)
         return y, (columns, global_scale)
 
     def backward(
@@ -227,10 +215,10 @@ class FpropPlan:
 
     def __init__(self, layer: Layer, x: QuantizeLaunch, bias: Tensor | None) -> None:
         shape = *layer.metadata.x_shape[:-1], layer.weight[0][0]
-        self._weight = _Weight(layer, -1)
+        self._weight = layer.weight_launch(-1)
         self._multiply = ProductLaunch(
-            Source(x, -1),
-            Source(self._weight.launch, -1, turned=True),
+            ProductOperand(x, -1),
+            ProductOperand(self._weight.launch, -1, turned=True),
             None if bias is None else bias.detach(),
             layer.out_dtype,
             shape,
@@ -238,10 +226,10 @@ class FpropPlan:
         )
 
     def __call__(
-        self, rows: Parts, weight: Tensor, bias: Tensor | None
+        self, rows: Parts, weight: Tensor, bias: Tensor | None, *, dgrad: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The product, and the weight's global scale."""
-        w = self._weight(weight, None)
+        w = self._weight(weight, dgrad=dgrad)
         return self._multiply(rows, w, None if bias is None else bias.detach()), w.global_scale
 
 
@@ -264,11 +252,11 @@ class BackwardPlan:
         rows = _rows((x_shape.numel() // k, n), layer.out_dtype, 0)
         g = self._quantize = layer.quantizer(rows, "gradients", rows=dgrad, columns=wgrad)
         if dgrad:
-            self._weight = _Weight(layer, -2)
-            operands = Source(g, -1), Source(self._weight.launch, -2)
+            self._weight = layer.weight_launch(-2)
+            operands = ProductOperand(g, -1), ProductOperand(self._weight.launch, -2)
             self._dgrad = ProductLaunch(*operands, None, x_dtype, x_shape, device)
         if wgrad:
-            operands = Source(g, -2, turned=True), Source(self._x, -2)
+            operands = ProductOperand(g, -2, turned=True), ProductOperand(self._x, -2)
             self._wgrad = ProductLaunch(*operands, None, w_dtype, (n, k), device)
 
     def __call__(
@@ -292,34 +280,6 @@ class BackwardPlan:
         if bias_grad:
             of_bias = g.sum(0, dtype=torch.float32).to(self._bias_dtype)
         return of_x, of_weight, of_bias
-
-
-class _Weight:
-    """Quantizes the weight of a layer along an axis, or finds it quantized."""
-
-    def __init__(self, layer: Layer, axis: int) -> None:
-        recipe = layer.metadata.recipe
-        self._how = recipe.format_of("weights").name, recipe.scale_rounding
-        self._axis, self._reuses = axis, layer.reuses
-        rows, columns = axis == -1, axis == -2
-        self.launch = layer.quantizer(layer.weight, "weights", rows=rows, columns=columns)
-
-    def __call__(self, weight: Tensor, global_scale: Tensor | None) -> Parts:
-        if not (self._reuses and is_reusing()):
-            rows, columns = self.launch(weight.detach(), global_scale)
-            parts = rows or columns
-            assert parts is not None
-            return parts
-        forms = quantized_weight(
-            weight,
-            *self._how,
-            rows=self._axis == -1,
-            columns=self._axis == -2,
-            global_scale=global_scale,
-        )
-        form = forms.rows if self._axis == -1 else forms.columns
-        assert form is not None
-        return self.launch.parts_of(form.qdata, form.qscale, form.global_scale, self._axis)
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,9 +50,10 @@ def fprop(
     recipe: Recipe,
     out_dtype: torch.dtype,
     wgrad: bool,
+    dgrad: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The product; ``x`` as wgrad reads it, made only if ``wgrad`` follows; and the global scale of
-    the weight."""
+    the weight. ``dgrad``: a backward will ask for the weight by columns."""
     quantized = quantized_products(recipe)
     rows = matrix_of(x)
     forms = quantized_activations(
@@ -59,7 +61,8 @@ def fprop(
     )
     scalar = None
     if forms.rows is not None:
-        y, scalar = multiply(forms.rows, weight, bias, recipe, out_dtype)
+        quantize_weight = partial(quantized_weight, dgrad=dgrad and quantized["dgrad"])
+        y, scalar = multiply(forms.rows, weight, bias, recipe, out_dtype, quantize_weight)
     else:
         y = rows.to(out_dtype) @ weight.to(out_dtype).mT
         y = y if bias is None else y + bias.to(out_dtype)
@@ -73,7 +76,7 @@ def multiply(
     bias: Tensor | None,
     recipe: Recipe,
     out_dtype: torch.dtype,
-    quantize_weight: QuantizeWeight = quantized_weight,
+    quantize_weight: QuantizeWeight,
 ) -> tuple[Tensor, Tensor | None]:
     """The product of quantized rows, and the global scale of the weight."""
     how = recipe.format_of("weights").name, recipe.scale_rounding

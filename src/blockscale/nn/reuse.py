@@ -54,9 +54,9 @@ def reuse_weights() -> Iterator[None]:
     """Quantize each weight once inside the block, for the micro-batches of a step.
 
     Outside, layers quantize their weight in every forward, and for the gradient of x again in the
-    backward. Inside, what was made is kept until the block ends: two bytes an element in 8-bit
-    formats. (Under FSDP they are the gathered weight's, on each rank: with resharding, leave the
-    block out.)
+    backward. Inside, what was made is kept until the block ends, two bytes an element in 8-bit
+    formats, and a forward that such a backward will follow makes both forms from one read. (Under
+    FSDP they are the gathered weight's, on each rank: with resharding, leave the block out.)
 
     >>> for step in range(steps):
     ...     with bs.reuse_weights():
@@ -95,11 +95,17 @@ def quantized_weight(
     rows: bool = False,
     columns: bool = False,
     global_scale: Tensor | None = None,
+    dgrad: bool = False,
 ) -> Forms:
-    """``weight`` (N, K) quantized: the forms that are asked for, and those kept beside them."""
+    """``weight`` (N, K) quantized: the forms that are asked for, and those kept beside them.
+
+    ``dgrad``: a backward will ask for the other form; where it is kept until then, both are made
+    from one read.
+    """
     how = format, scale_rounding
     if not unwatched() or not _blocks or not _can_be_kept(weight):
         return quantize_forms(weight, *how, rows=rows, columns=columns, global_scale=global_scale)
+    rows, columns = rows or dgrad, columns or dgrad
     kept, key = _kept_of(weight), (*how, _stream(weight))
     have = kept.forms.get(key, Forms())
     made = quantize_forms(

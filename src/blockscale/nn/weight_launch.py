@@ -1,0 +1,58 @@
+"""A weight as the product of a layer reads it: quantized in each pass, or kept by
+``reuse_weights``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.common.runtime import Described
+from .launches import Parts, QuantizeLaunch
+from .recipe import Recipe
+from .reuse import is_reusing, quantized_weight
+
+__all__ = ["WeightLaunch"]
+
+
+class WeightLaunch:
+    """Quantizes weights that lie as ``weight`` along ``axis``, or finds them quantized; the latter
+    only if it ``reuses`` any.
+
+    Raises Unsupported where no kernel quantizes them.
+    """
+
+    def __init__(
+        self,
+        weight: Described,
+        device: torch.device,
+        recipe: Recipe,
+        axis: int,
+        *,
+        reuses: bool = True,
+    ) -> None:
+        format, self._axis, self._reuses = recipe.format_of("weights"), axis, reuses
+        self._how = format.name, recipe.scale_rounding
+        rows, columns = axis == -1, axis == -2
+        how = format, recipe.scale_rounding
+        self.launch = QuantizeLaunch(weight, device, *how, rows=rows, columns=columns)
+
+    def __call__(
+        self, weight: Tensor, global_scale: Tensor | None = None, *, dgrad: bool = False
+    ) -> Parts:
+        """Its parts; ``dgrad`` as of :func:`quantized_weight`."""
+        if not (self._reuses and is_reusing()):
+            rows, columns = self.launch(weight.detach(), global_scale)
+            parts = rows or columns
+            assert parts is not None
+            return parts
+        forms = quantized_weight(
+            weight,
+            *self._how,
+            rows=self._axis == -1,
+            columns=self._axis == -2,
+            global_scale=global_scale,
+            dgrad=dgrad,
+        )
+        form = forms.rows if self._axis == -1 else forms.columns
+        assert form is not None
+        return self.launch.parts_of(form.qdata, form.qscale, form.global_scale, self._axis)
