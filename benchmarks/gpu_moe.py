@@ -4,20 +4,23 @@ that they take.
     PYTHONPATH=src python3 benchmarks/gpu_moe.py FILE.json [--only NAME] [--recipe fp8_block]
 
 Memory is what torch allocates at most during forward and backward, and what is kept between them.
+Where transformers is installed, a block of it that is converted is timed beside ``bs.nn.MoE``.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_tiles import json_lines
 
+import blockscale as bs
 from blockscale.bench import contest as contests
-from blockscale.bench.host import measure_host
+from blockscale.bench.host import measure_host, quantize_calls
 from blockscale.bench.moe import RECIPES, Layer, bf16, layer_calls, make_layer, ours
 from blockscale.bench.moe import contests as of_layers
 from blockscale.bench.moe_shapes import SHAPES, Shape
@@ -66,6 +69,41 @@ def measured(name: str, shape: Shape, recipes: list[str], timer: Timer) -> dict[
     return {"rows": found, "memory": kept, "stages": steps}
 
 
+def blocks(timer: Timer) -> dict[str, float]:
+    """Forward and backward of a converted block of Qwen3-MoE, and of ours of its sizes, whose
+    weights have the layout of transformers', too."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    shape, how = SHAPES["Qwen3-MoE"], {"device": "cuda", "dtype": torch.bfloat16}
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+    )
+    recipe = bs.Recipe("fp8_block")
+    theirs = Qwen3MoeSparseMoeBlock(config).to(**how)
+    for weight in theirs.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    router = bs.nn.Router(top_k=shape.top_k, norm_topk_prob=config.norm_topk_prob)
+    sizes = shape.hidden, shape.intermediate, shape.experts
+    mine = bs.nn.MoE(*sizes, router, recipe=recipe, **how)
+    found = {}
+    x, grad = (torch.randn(1, shape.tokens, shape.hidden, **how) for _ in range(2))
+    x.requires_grad_()
+
+    def step(block: torch.nn.Module) -> None:
+        for each in (x, *block.parameters()):
+            each.grad = None
+        y = block(x)
+        (y[0] if isinstance(y, tuple) else y).backward(grad)
+
+    for name, block in (("bs.nn.MoE", mine), ("converted", bs.convert(theirs, recipe))):
+        found[name] = timer.microseconds(lambda block=block: step(block))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
@@ -74,8 +112,10 @@ def main() -> None:
     args = parser.parse_args()
     recipes, timer = args.recipe.split(","), Short()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "layers": {}}
-    calls = layer_calls(recipes[0])
-    result["host"] = [asdict(call) for call in measure_host(calls, next(iter(calls)))]
+    calls = layer_calls(recipes[0]) | quantize_calls()
+    result["host"] = [asdict(call) for call in measure_host(calls, next(iter(calls)), at_once=10)]
+    if find_spec("transformers"):
+        result["blocks"] = blocks(timer)
     for name, shape in SHAPES.items():
         if args.only in (None, name):
             result["layers"][name] = measured(name, shape, recipes, timer)

@@ -1,13 +1,20 @@
-"""What the model says of layers of experts: docs/lab/experts.md. Needs no GPU.
+"""What ``gpu_moe.py`` measured of layers of experts, and what the model says of them:
+docs/lab/experts.md, from benchmarks/results/moe_h200.json. Needs no GPU.
 
 PYTHONPATH=../src:. python3 moe_tables.py
 """
 
 from __future__ import annotations
 
-from exact_tables import LAB, table
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from exact_tables import LAB, RESULTS, table
 from gpu_quantize import rewrite
 
+from blockscale.bench.contest import BASELINE, OURS
+from blockscale.bench.moe import REUSED
 from blockscale.bench.moe_shapes import SHAPES, Shape
 from blockscale.bench.moe_work import Work, work
 from blockscale.formats import get_format
@@ -64,9 +71,53 @@ def estimates() -> str:
     return table(["ms", *heads], lines)
 
 
+def layers(found: Mapping[str, Any]) -> str:
+    """Milliseconds, and how many times as long torch takes; bytes that are kept of a token."""
+    lines = []
+    for model, layer in found.items():
+        for recipe, memory in layer["memory"].items():
+            times = {
+                (row["group"].split(", ")[1], row["case"] != recipe, row["who"]): row
+                for row in layer["rows"]
+                if row["case"] in (recipe, f"{recipe}, {REUSED}")
+            }
+            cells = []
+            for what in ("forward", "forward and backward"):
+                theirs = times[what, False, BASELINE]["microseconds"]
+                for reused in (False, True):
+                    took = times[what, reused, OURS]["microseconds"]
+                    cells.append(f"{took / 1e3:.2f} ({theirs / took:.2f})")
+                cells.append(f"{theirs / 1e3:.1f}")
+            kept = f"{memory['kept']:,.0f}"
+            lines.append([f"{model}, {recipe}", *cells, kept, f"{memory['error']:.3f}"])
+    heads = (
+        *("forward", "weights reused", "torch", "and backward", "weights reused", "torch"),
+        *("kept", "error"),
+    )
+    return table(["ms (times as fast)", *heads], lines)
+
+
+def steps(found: Mapping[str, Any], recipe: str) -> str:
+    """Microseconds of each, and its floor's share of them."""
+    times = {
+        model: {s["what"]: s for s in layer["stages"] if s["recipe"] == recipe}
+        for model, layer in found.items()
+    }
+    lines = []
+    for what in next(iter(times.values())):
+        cells = [what]
+        for each in times.values():
+            took, floor = each[what]["microseconds"], each[what]["floor"]
+            cells.append(f"{took:,.0f}" + (f" ({floor / took:.2f})" if floor else ""))
+        lines.append(cells)
+    return table(["microseconds (floor / time)", *times], lines)
+
+
 def main() -> None:
-    marks = tuple(mark.format("estimates") for mark in MARKS)
-    rewrite(LAB / "experts.md", estimates(), *marks)
+    found = json.loads((RESULTS / "moe_h200.json").read_text())["layers"]
+    made = {"layers": layers(found), "steps": steps(found, "fp8_block"), "estimates": estimates()}
+    for name, text in made.items():
+        rewrite(LAB / "experts.md", text, *(mark.format(name) for mark in MARKS))
 
 
 if __name__ == "__main__":

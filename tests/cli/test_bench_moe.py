@@ -90,7 +90,7 @@ def test_command(monkeypatch, tmp_path, products):
     monkeypatch.setattr(moe, "contests", lambda *a, **k: contests(*a, **k, device="cpu"))
     monkeypatch.setattr(moe_stages, "_DENSE", 128)
     monkeypatch.setattr(moe_stages, "gemm", lambda a, b, backend: None)
-    monkeypatch.setattr("blockscale.bench.host.measure_host", lambda *a: [])
+    monkeypatch.setattr("blockscale.bench.host.measure_host", lambda *a, **k: [])
     out = tmp_path / "out.json"
     given = "--shapes", "128x64x4x2x40", "--recipe", "mxfp8", "--json", str(out)
     found = CliRunner().invoke(bench, ["moe", *given], catch_exceptions=False)

@@ -80,15 +80,16 @@ def _as_read(x: Tensor, format: str) -> ScaledTensor:
     return quantize(x, format, layout=operand_layout(format, x.device).layout)
 
 
-def measure_host(calls: Calls, in_graph: str) -> Iterator[HostCall]:
-    """Time the calls, and that named ``in_graph`` as one of many in a CUDA graph."""
+def measure_host(calls: Calls, in_graph: str, at_once: int = 100) -> Iterator[HostCall]:
+    """Time the calls, ``at_once`` of which a stream takes without making the host wait, and that
+    named ``in_graph`` as one of many in a CUDA graph."""
     found = {what: _first(call) for what, call in calls.items()}
     for what, call in found.items():
         if isinstance(call, str):
             yield HostCall(what, None, call)
             continue
         call()
-        yield HostCall(what, host_microseconds(call))
+        yield HostCall(what, host_microseconds(call, at_once=at_once))
     if isinstance(found[in_graph], str):
         return
     graph = torch.cuda.CUDAGraph()

@@ -236,7 +236,8 @@ def moe(
             steps += mine
             output.show_stages(f"{model}, {name}", mine)
             output.write(json, rows=rows, absent=absent, stages=steps, host=())
-    calls = list(measure_host(layer_calls(names[0], timer.device), f"bs.nn.experts, {names[0]}"))
+    of_layer, name = layer_calls(names[0], timer.device), f"bs.nn.experts, {names[0]}"
+    calls = list(measure_host(of_layer, name, at_once=10))  # of many launches each
     output.show_host(calls)
     output.write(json, rows=rows, absent=absent, stages=steps, host=calls)
 
