@@ -13,7 +13,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 import blockscale as bs
 from blockscale.kernels.quantizers.config import Config
-from blockscale.nn import experts_call, launches
+from blockscale.nn import experts_call, quantize_launches
 from blockscale.quantize import wrap
 from stand_in import emulated
 
@@ -80,7 +80,7 @@ def test_launches(arch, recipe, monkeypatch):
         got = run(bs.Recipe(recipe), False)
         with monkeypatch.context() as patched:
             counted = lambda *args, **kwargs: made.append(args) or wrap(*args, **kwargs)  # noqa: E731
-            patched.setattr(launches, "wrap", counted)
+            patched.setattr(quantize_launches, "wrap", counted)
             again = run(bs.Recipe(recipe), False)
             if arch == "sm_90a" and recipe == "fp8_block":
                 assert not made

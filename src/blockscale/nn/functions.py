@@ -10,9 +10,9 @@ from torch import Tensor
 
 from . import passes
 from .double_backward import refuse_double_backward
-from .launches import Parts
 from .layer_ops import linear_backward, linear_fprop, names_of
 from .layer_plan import LayerPlan, Metadata
+from .quantize_launches import Parts
 from .recipe import Recipe
 
 __all__ = ["CompiledLinear", "PlannedLinear", "QuantizedLinear", "TransformedLinear"]

@@ -19,8 +19,9 @@ from ..tensor import ScaledTensor
 from ..tensor_checks import checks_values
 from ..watching import is_plain, unwatched
 from .group_operands import Operands, Source
-from .launches import Grouped, Parts, ProductLaunch, ProductOperand, QuantizeLaunch
 from .plan_cache import planned
+from .product_launches import ProductLaunch, ProductOperand
+from .quantize_launches import Grouped, GroupedLaunch, Parts
 from .recipe import Recipe
 from .weight_launch import WeightLaunch
 
@@ -33,7 +34,7 @@ class QuantizedRows(NamedTuple):
     """Grouped rows quantized along ``axis``, as kernels write and read them."""
 
     parts: Parts
-    launch: QuantizeLaunch
+    launch: GroupedLaunch
     axis: int
     offsets: Tensor
 
@@ -125,18 +126,15 @@ def quantize_grouped(
     grouped = Grouped(len(offsets), shape, gather is not None, producer)
     key: Any = "grouped rows", grouped, described, recipe, role, rows, columns, device, gpu
 
-    def made() -> QuantizeLaunch:
-        x, *others = map(describe, matrices)
+    def made() -> GroupedLaunch:
         how = recipe.format_of(role), recipe.scale_rounding
-        asked: Any = {"rows": rows, "columns": columns}
-        return QuantizeLaunch(x, device, *how, **asked, grouped=grouped, others=tuple(others))
+        seen = tuple(map(describe, matrices))
+        return GroupedLaunch(seen, grouped, device, *how, rows=rows, columns=columns)
 
     launch = planned(key, made)
     if launch is None:
         return None
-    along_rows, along_columns, of_weights = launch.quantize_groups(
-        matrices, offsets, gather, weights
-    )
+    along_rows, along_columns, of_weights = launch(matrices, offsets, gather, weights)
     return Operands(
         None if along_rows is None else QuantizedRows(along_rows, launch, -1, offsets),
         None if along_columns is None else QuantizedRows(along_columns, launch, -2, offsets),

@@ -20,9 +20,9 @@ from ..ops.operation import operation
 from ..tensor import ScaledTensor
 from . import passes
 from .forms import quantize_forms
-from .launches import QuantizeLaunch
 from .layer_plan import BackwardPlan, FpropPlan, Layer, Metadata
 from .plan_cache import planned
+from .quantize_launches import MatrixLaunch
 from .recipe import Recipe
 
 __all__ = ["linear_backward", "linear_fprop", "names_of", "recipe_of"]
@@ -98,7 +98,7 @@ def linear_fprop(
 
 def _plan_fprop(
     layer: Layer, x_layout: str, wgrad: bool, bias: Tensor | None
-) -> tuple[QuantizeLaunch, FpropPlan]:
+) -> tuple[MatrixLaunch, FpropPlan]:
     x = _x_quantizer(layer, x_layout, wgrad)
     return x, FpropPlan(layer, x, bias)
 
@@ -168,7 +168,7 @@ def linear_backward(
 
 def _plan_backward(
     layer: Layer, x_layout: str, dgrad: bool, wgrad: bool
-) -> tuple[QuantizeLaunch, BackwardPlan]:
+) -> tuple[MatrixLaunch, BackwardPlan]:
     x = _x_quantizer(layer, x_layout, wgrad)
     return x, BackwardPlan(layer, x, dgrad, wgrad)
 
@@ -183,7 +183,7 @@ def _common_gpu(layer: Layer, *others: Tensor | None) -> Gpu | None:
     return gpu_of(layer.device) if same else None
 
 
-def _x_quantizer(layer: Layer, x_layout: str, columns: bool) -> QuantizeLaunch:
+def _x_quantizer(layer: Layer, x_layout: str, columns: bool) -> MatrixLaunch:
     """What quantized ``x`` where a graph was recorded on a device like this one."""
     layout = operand_layout(_x_format(layer).name, layer.device).layout
     if x_layout != layout:

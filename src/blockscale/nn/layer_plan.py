@@ -19,9 +19,10 @@ from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..tensor import ScaledTensor
 from ..watching import is_plain, unwatched
-from .launches import Parts, ProductLaunch, ProductOperand, QuantizeLaunch
 from .output_dtype import output_dtype
 from .plan_cache import find, planned
+from .product_launches import ProductLaunch, ProductOperand
+from .quantize_launches import MatrixLaunch, Parts
 from .recipe import Recipe
 from .weight_launch import WeightLaunch
 
@@ -122,17 +123,17 @@ class Layer(NamedTuple):
 
     def quantizer(
         self, x: Described, role: str, *, rows: bool = False, columns: bool = False
-    ) -> QuantizeLaunch:
+    ) -> MatrixLaunch:
         """Of an operand, as the recipe says. Raises Unsupported where no kernel does it."""
         recipe = self.metadata.recipe
         how = recipe.format_of(role), recipe.scale_rounding
-        return QuantizeLaunch(x, self.device, *how, rows=rows, columns=columns)
+        return MatrixLaunch(x, self.device, *how, rows=rows, columns=columns)
 
     def weight_launch(self, axis: int) -> WeightLaunch:
         recipe = self.metadata.recipe
         return WeightLaunch(self.weight, self.device, recipe, axis, reuses=self.reuses)
 
-    def x_quantizer(self, address: int = 0, *, rows: bool, columns: bool) -> QuantizeLaunch:
+    def x_quantizer(self, address: int = 0, *, rows: bool, columns: bool) -> MatrixLaunch:
         """Of ``x``, a matrix at ``address``."""
         shape, k = self.metadata.x_shape, self.weight[0][1]
         matrix = _rows((shape.numel() // k, k), self.metadata.dtypes[0], address)
@@ -213,7 +214,7 @@ class FpropPlan:
     Raises as :class:`LayerPlan`.
     """
 
-    def __init__(self, layer: Layer, x: QuantizeLaunch, bias: Tensor | None) -> None:
+    def __init__(self, layer: Layer, x: MatrixLaunch, bias: Tensor | None) -> None:
         shape = *layer.metadata.x_shape[:-1], layer.weight[0][0]
         self._weight = layer.weight_launch(-1)
         self._multiply = ProductLaunch(
@@ -240,10 +241,10 @@ class BackwardPlan:
     Raises as :class:`LayerPlan`.
     """
 
-    def __init__(self, layer: Layer, x: QuantizeLaunch, dgrad: bool, wgrad: bool) -> None:
+    def __init__(self, layer: Layer, x: MatrixLaunch, dgrad: bool, wgrad: bool) -> None:
         self._x, (x_dtype, w_dtype, self._bias_dtype) = x, layer.metadata.dtypes
         x_shape, device = layer.metadata.x_shape, layer.device
-        self._quantize: QuantizeLaunch | None = None
+        self._quantize: MatrixLaunch | None = None
         self._dgrad: ProductLaunch | None = None
         self._wgrad: ProductLaunch | None = None
         if not (dgrad or wgrad):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.common.runtime import Described
-from .launches import Parts, QuantizeLaunch
+from .quantize_launches import MatrixLaunch, Parts
 from .recipe import Recipe
 from .reuse import is_reusing, quantized_weight
 
@@ -34,7 +34,7 @@ class WeightLaunch:
         self._how = format.name, recipe.scale_rounding
         rows, columns = axis == -1, axis == -2
         how = format, recipe.scale_rounding
-        self.launch = QuantizeLaunch(weight, device, *how, rows=rows, columns=columns)
+        self.launch = MatrixLaunch(weight, device, *how, rows=rows, columns=columns)
 
     def __call__(
         self, weight: Tensor, global_scale: Tensor | None = None, *, dgrad: bool = False
