@@ -20,10 +20,8 @@ from .kernels.common.gpu import Gpu
 from .kernels.common.runtime import gpu_of
 from .layouts import SPREADING
 from .ops.gemm import check_apart, mark_written, span
-from .ops.gemm_kernels import as_rows, products_on
+from .ops.gemm_kernels import as_rows, lay, products_on
 from .ops.gemm_operands import (
-    GroupedProducts,
-    Products,
     Reading,
     Side,
     Take,
@@ -140,20 +138,14 @@ def _compile(
     groups: Groups | None,
 ) -> CompiledGemm | None:
     """What takes operands where they are; None where there is no kernel that does."""
-    found = products_on(b.data.device)
-    if isinstance(found, str):
-        return None
     rows = None if out is None else as_rows(out)
     if out is not None and rows is None:
         return None
     try:
-        products: Products | GroupedProducts = found
-        if groups is not None:
-            products = found.of_groups(groups.grouping)
-        if (a.format, b.format) not in products.pairs:
+        found = lay(a, b, groups, b.data.device)
+        if found is None:
             return None
-        lay: Callable[..., tuple[Operand, Operand]] = products.lay
-        laid = lay(a, b) if groups is None else lay(a, b, groups)
+        plan, laid = found
         if _copied(laid[0], a) or _copied(laid[1], b):
             return None
         described = describe_call(
@@ -164,7 +156,7 @@ def _compile(
             out_dtype=dtype,
             accumulate=accumulate,
         )
-        compiled = products.plan(described.grouped(groups))
+        compiled = plan(described.grouped(groups))
     except (TypeError, ValueError):  # of what has to be rewritten first
         return None
     return None if compiled.run is None else compiled

@@ -15,7 +15,7 @@ from ..kernels.common.calls import Groups, describe_call
 from ..kernels.common.runtime import describe, gpu_of
 from ..kernels.common.template import template
 from ..ops import gemm_kernels
-from ..ops.gemm_operands import GroupedProducts, Products, Side, global_scales
+from ..ops.gemm_operands import Side, global_scales
 from ..tensor import ScaledTensor
 from .quantize_launches import Parts, QuantizeLaunch
 
@@ -126,24 +126,17 @@ def _find_kernel(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Sequence[_View | None]] | None:
     """The kernel, its last arguments, and how it sees the parts; None where one kernel by itself
     cannot multiply them as they are. The operands are on meta, where no copy costs anything."""
-    found = gemm_kernels.products_on(device)
-    if isinstance(found, str):
-        return None
-    products: Products | GroupedProducts = found
+    sides = (side(left), side(right)) if groups is None else sides_of_groups(left, right, groups)
+    a, b = (Side(*each) for each in sides)
     try:
-        if groups is None:
-            a, b = Side(*side(left)), Side(*side(right))
-            laid = found.lay(a, b)
-        else:
-            products = of_groups = found.of_groups(groups.grouping)
-            a, b = (Side(*each) for each in sides_of_groups(left, right, groups))
-            laid = of_groups.lay(a, b, groups)
-        if (a.format, b.format) not in products.pairs:
+        found = gemm_kernels.lay(a, b, groups, device)
+        if found is None:
             return None
+        plan, laid = found
         scalars = global_scales(a.global_scale, b.global_scale)
         call = describe_call(*laid, alpha=scalars, out_dtype=out_dtype, gpu=gpu_of(device))
         call = call._replace(bias=describe(bias), device=device).grouped(groups)
-        compiled = products.plan(call)
+        compiled = plan(call)
     except (TypeError, ValueError):  # of what has to be rewritten first
         return None
     if compiled.run is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from typing import cast
@@ -13,17 +14,21 @@ from ..kernels.common import calls
 from ..kernels.common.gpu import Gpu, Unsupported, no_kernels
 from ..kernels.common.runtime import gpu_of, missing
 from ..tensor_checks import DTYPES
-from .gemm_operands import Products, Quantization, Side, detached, global_scales
+from .gemm_operands import GroupedProducts, Products, Quantization, Side, detached, global_scales
 
 __all__ = [
     "ARCHITECTURES",
     "as_rows",
+    "lay",
     "multiply",
     "multiply_groups",
     "multiply_quantized",
     "products_of",
     "products_on",
 ]
+
+_Plan = Callable[[calls.GemmCall], calls.CompiledGemm]
+_Operands = tuple[calls.Operand, calls.Operand]
 
 #: The module that has an architecture's products. It is imported when a GPU asks for it: the plans
 #: and configurations of all of them take a third of the time of ``import blockscale``.
@@ -47,6 +52,23 @@ def products_of(gpu: Gpu) -> Products | str:
         return f"architecture {gpu.arch}: {no_kernels(gpu.arch, ARCHITECTURES)}"
     module = import_module(f".{ARCHITECTURES[gpu.arch]}", __package__)
     return cast("Products", module.PRODUCTS)
+
+
+def lay(
+    a: Side, b: Side, groups: calls.Groups | None, device: torch.device
+) -> tuple[_Plan, _Operands] | None:
+    """What plans the product of these on a device, and they as it takes them; None where no kernel
+    there multiplies such formats. Raises ValueError or TypeError where they cannot be laid so."""
+    found = products_on(device)
+    if isinstance(found, str):
+        return None
+    products: Products | GroupedProducts = found
+    if groups is not None:
+        products = found.of_groups(groups.grouping)
+    if (a.format, b.format) not in products.pairs:
+        return None
+    laid: Callable[..., _Operands] = products.lay
+    return products.plan, laid(a, b) if groups is None else laid(a, b, groups)
 
 
 def multiply(
