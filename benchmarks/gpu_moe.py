@@ -21,7 +21,7 @@ from gpu_tiles import json_lines
 import blockscale as bs
 from blockscale.bench import contest as contests
 from blockscale.bench.host import measure_host, quantize_calls
-from blockscale.bench.moe import RECIPES, Layer, bf16, layer_calls, make_layer, ours
+from blockscale.bench.moe import AT_ONCE, RECIPES, Layer, bf16, layer_calls, make_layer, ours
 from blockscale.bench.moe import contests as of_layers
 from blockscale.bench.moe_shapes import SHAPES, Shape
 from blockscale.bench.moe_stages import measure_stages
@@ -113,7 +113,7 @@ def main() -> None:
     recipes, timer = args.recipe.split(","), Short()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "layers": {}}
     calls = layer_calls(recipes[0]) | quantize_calls()
-    result["host"] = [asdict(call) for call in measure_host(calls, next(iter(calls)), at_once=10)]
+    result["host"] = [asdict(call) for call in measure_host(calls, next(iter(calls)), AT_ONCE)]
     if find_spec("transformers"):
         result["blocks"] = blocks(timer)
     for name, shape in SHAPES.items():

@@ -16,6 +16,7 @@ from .contest import BASELINE, OURS, Call, Contest, Where
 from .moe_shapes import SHAPES, Shape
 
 __all__ = [
+    "AT_ONCE",
     "RECIPES",
     "REUSED",
     "Layer",
@@ -25,6 +26,7 @@ __all__ = [
     "make_layer",
 ]
 
+AT_ONCE = 10  # steps of a layer that a stream takes without making the host wait
 REUSED = "weights quantized before"
 RECIPES = {"fp8_block": Recipe("fp8_block"), "mxfp8": Recipe("mxfp8"), "nvfp4": Recipe("nvfp4")}
 

@@ -58,7 +58,7 @@ class _Run:
         self.routing, self.activation = layer.routing, exact(SWIGLU)
         how = How(recipe, self.activation, layer.x.dtype, transposed=False, saved_format=None)
         held = Held(self.up, self.down, None, None)
-        self.call = Call.of(how, (self.x, self.weights, *held, *self.routing), None)
+        self.call = Call.of(how, (self.x, self.weights, *held, *self.routing))
         self.row_weights = self.weights.flatten()[self.routing.pairs]
 
     def gather(self, x: Tensor, role: str, **axes: bool) -> Step:

@@ -213,7 +213,7 @@ def moe(
     alone beside its floor, and what a layer costs the host.
     """
     from ..bench.host import measure_host
-    from ..bench.moe import RECIPES, contests, layer_calls, make_layer
+    from ..bench.moe import AT_ONCE, RECIPES, contests, layer_calls, make_layer
     from ..bench.moe_shapes import SHAPES, Shape
     from ..bench.moe_stages import Stage, measure_stages
     from ..checks import choose
@@ -237,7 +237,7 @@ def moe(
             output.show_stages(f"{model}, {name}", mine)
             output.write(json, rows=rows, absent=absent, stages=steps, host=())
     of_layer, name = layer_calls(names[0], timer.device), f"bs.nn.experts, {names[0]}"
-    calls = list(measure_host(of_layer, name, at_once=10))  # of many launches each
+    calls = list(measure_host(of_layer, name, AT_ONCE))
     output.show_host(calls)
     output.write(json, rows=rows, absent=absent, stages=steps, host=calls)
 

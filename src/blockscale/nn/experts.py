@@ -87,7 +87,7 @@ def experts(
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: How, *tensors: Any) -> Tensor:
-        call = Call.of(how, tensors, None)
+        call = Call.of(how, tensors)
         needs = tuple(how.grad_enabled and need for need in ctx.needs_input_grad[1:])
         of_x, of_a = experts_backward.dgrads(needs)
         source: Source = Rows(call.x, call.tokens)

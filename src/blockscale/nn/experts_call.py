@@ -43,7 +43,7 @@ class Call(NamedTuple):
     tokens: Tensor | None
 
     @classmethod
-    def of(cls, how: How, tensors: Sequence[Any], tokens: Tensor | None) -> Call:
+    def of(cls, how: How, tensors: Sequence[Any], tokens: Tensor | None = None) -> Call:
         """Of what the autograd function takes: x, weights, what experts hold, and the routing; and
         the tokens of rows, where they are known."""
         x, weights, *others = tensors
@@ -73,7 +73,8 @@ class Call(NamedTuple):
     def multiply(
         self, source: Source, weight: group_passes.Weight, bias: Tensor | None, *, dgrad: bool
     ) -> Tensor:
-        """What is quantized for it is freed when it returns. ``dgrad``: that will follow."""
+        """The rows of ``source`` times their group's matrix, plus its bias. What is quantized for
+        it is freed when it returns. ``dgrad``: a backward will multiply by the same weight."""
         rows = self.operands(source, "activations", rows=True).rows
         y = group_passes.fprop(rows, weight, self.offsets, self.product._replace(dgrad=dgrad))
         if bias is not None:

@@ -21,7 +21,7 @@ from ..watching import is_plain, unwatched
 from .group_operands import Operands, Source
 from .plan_cache import planned
 from .product_launches import ProductLaunch, ProductOperand
-from .quantize_launches import Grouped, GroupedLaunch, Parts
+from .quantize_launches import Asked, Grouped, GroupedLaunch, Parts
 from .recipe import Recipe
 from .weight_launch import WeightLaunch
 
@@ -127,9 +127,8 @@ def quantize_grouped(
     key: Any = "grouped rows", grouped, described, recipe, role, rows, columns, device, gpu
 
     def made() -> GroupedLaunch:
-        how = recipe.format_of(role), recipe.scale_rounding
-        seen = tuple(map(describe, matrices))
-        return GroupedLaunch(seen, grouped, device, *how, rows=rows, columns=columns)
+        asked = Asked.of(recipe, role, device, rows=rows, columns=columns)
+        return GroupedLaunch(tuple(map(describe, matrices)), grouped, asked)
 
     launch = planned(key, made)
     if launch is None:

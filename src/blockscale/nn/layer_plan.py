@@ -22,7 +22,7 @@ from ..watching import is_plain, unwatched
 from .output_dtype import output_dtype
 from .plan_cache import find, planned
 from .product_launches import ProductLaunch, ProductOperand
-from .quantize_launches import MatrixLaunch, Parts
+from .quantize_launches import Asked, MatrixLaunch, Parts
 from .recipe import Recipe
 from .weight_launch import WeightLaunch
 
@@ -125,9 +125,8 @@ class Layer(NamedTuple):
         self, x: Described, role: str, *, rows: bool = False, columns: bool = False
     ) -> MatrixLaunch:
         """Of an operand, as the recipe says. Raises Unsupported where no kernel does it."""
-        recipe = self.metadata.recipe
-        how = recipe.format_of(role), recipe.scale_rounding
-        return MatrixLaunch(x, self.device, *how, rows=rows, columns=columns)
+        asked = Asked.of(self.metadata.recipe, role, self.device, rows=rows, columns=columns)
+        return MatrixLaunch(x, asked)
 
     def weight_launch(self, axis: int) -> WeightLaunch:
         recipe = self.metadata.recipe

@@ -23,8 +23,9 @@ from ..ops.quantize import written_layouts
 from ..quantize import wrap
 from ..quantize_checks import Arguments, check_call
 from ..tensor import ScaledTensor
+from .recipe import Recipe
 
-__all__ = ["Grouped", "GroupedLaunch", "MatrixLaunch", "Parts", "QuantizeLaunch"]
+__all__ = ["Asked", "Grouped", "GroupedLaunch", "MatrixLaunch", "Parts", "QuantizeLaunch"]
 
 _META = torch.device("meta")
 _SIGHTS = 64  # ways in which matrices of one shape lie
@@ -37,6 +38,34 @@ class Parts(NamedTuple):
     data: Tensor
     scale: Tensor
     global_scale: Tensor | None
+
+
+class Asked(NamedTuple):
+    """What is asked for of an operand: its forms along ``axes``."""
+
+    device: torch.device
+    format: Format
+    scale_rounding: str | None
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        role: str,
+        device: torch.device,
+        *,
+        rows: bool = False,
+        columns: bool = False,
+    ) -> Asked:
+        """As the recipe says, of operands that play this role."""
+        axes = (-1,) * rows + (-2,) * columns
+        return cls(device, recipe.format_of(role), recipe.scale_rounding, axes)
+
+    @property
+    def layout(self) -> OperandLayout:
+        """How products on the device read it."""
+        return operand_layout(self.format.name, self.device)
 
 
 class Grouped(NamedTuple):
@@ -56,9 +85,10 @@ class Grouped(NamedTuple):
 
 
 class QuantizeLaunch:
-    """Quantizes what lies as ``inputs``, which are described, to a tensor of ``shape``: its parts.
+    """Quantizes what lies as ``inputs``, which are described, to a tensor of ``shape``: its parts,
+    which lie as ``layout`` says.
 
-    ``stored``: how. Raises Unsupported where no kernel does it, or not by itself.
+    Raises Unsupported where no kernel does it, or not by itself.
     """
 
     is_grouped = False
@@ -67,18 +97,15 @@ class QuantizeLaunch:
         self,
         inputs: tuple[Described, ...],
         shape: tuple[int, ...],
-        device: torch.device,
-        format: Format,
-        scale_rounding: str | None,
-        axes: tuple[int, ...],
-        stored: OperandLayout,
+        asked: Asked,
+        layout: OperandLayout,
     ) -> None:
-        (layout, k_major), dtype = stored, inputs[0][2]
-        layouts = (layout,) * len(axes)
-        asked = Arguments(axes, format.name, scale_rounding, layouts, pad=True, k_major=k_major)
-        self._call = check_call(shape, dtype, asked, self.is_grouped)
+        (device, format, rounding, axes), dtype = asked, inputs[0][2]
+        (name, k_major), layouts = layout, (layout.layout,) * len(axes)
+        given = Arguments(axes, format.name, rounding, layouts, pad=True, k_major=k_major)
+        self._call = check_call(shape, dtype, given, self.is_grouped)
         if written_layouts(format, layouts) != layouts:
-            raise Unsupported(f"layout: kernels write no {layout} of {format.name}")
+            raise Unsupported(f"layout: kernels write no {name} of {format.name}")
         self._k_major, self._device = k_major, device
         self._like = torch.empty(shape, dtype=dtype, device=_META)
         self._find = lru_cache(_SIGHTS)(self._plan)
@@ -93,19 +120,19 @@ class QuantizeLaunch:
         """What quantizes, and what finds the global scale."""
         format, axes, scale_rounding, layouts = self._call
         names, scaled = tuple(each.name for each in layouts), format.has_global_scale
-        asked = quantizers.Request(format.name, axes, names, scale_rounding, k_major=self._k_major)
-        asked, *of_groups = self._asked(asked)
+        plain = quantizers.Request(format.name, axes, names, scale_rounding, k_major=self._k_major)
+        request, *of_groups = self._request(plain)
         where = self._device, gpu_of(self._device)
-        plan = quantizers.plan_quantize(inputs, *where, asked, scaled, *of_groups)
+        plan = quantizers.plan_quantize(inputs, *where, request, scaled, *of_groups)
         if not scaled:
             return plan, None
-        of_amax = quantizers.Request(format.name, producer=asked.producer)
+        of_amax = quantizers.Request(format.name, producer=request.producer)
         return plan, quantizers.plan_amax(inputs, *where, of_amax)
 
-    def _asked(
+    def _request(
         self, request: quantizers.Request
     ) -> tuple[quantizers.Request, int | None, int | None]:
-        """What is asked of the quantizer, how many groups there are, and rows that are gathered."""
+        """What the quantizer is asked for, how many groups there are, and rows that it gathers."""
         return request, None, None
 
     def unwritten(self, axis: int) -> Parts:
@@ -154,21 +181,11 @@ class QuantizeLaunch:
 class MatrixLaunch(QuantizeLaunch):
     """Quantizes matrices, or batches of such, that lie as ``x``, as :func:`quantize_forms` does."""
 
-    def __init__(
-        self,
-        x: Described,
-        device: torch.device,
-        format: Format,
-        scale_rounding: str | None,
-        *,
-        rows: bool,
-        columns: bool,
-    ) -> None:
-        stored = operand_layout(format.name, device)
-        if len(x[0]) > 2:  # scales of a batch have no other layout
-            stored = OperandLayout("compact", k_major=True)
-        axes = (-1,) * rows + (-2,) * columns
-        super().__init__((x,), tuple(x[0]), device, format, scale_rounding, axes, stored)
+    def __init__(self, x: Described, asked: Asked) -> None:
+        shape = tuple(x[0])
+        # scales of a batch have no other layout
+        layout = OperandLayout("compact", k_major=True) if len(shape) > 2 else asked.layout
+        super().__init__((x,), shape, asked, layout)
 
     def __call__(
         self, x: Tensor, global_scale: Tensor | None = None
@@ -186,29 +203,18 @@ class GroupedLaunch(QuantizeLaunch):
 
     is_grouped = True
 
-    def __init__(
-        self,
-        inputs: tuple[Described, ...],
-        grouped: Grouped,
-        device: torch.device,
-        format: Format,
-        scale_rounding: str | None,
-        *,
-        rows: bool,
-        columns: bool,
-    ) -> None:
+    def __init__(self, inputs: tuple[Described, ...], grouped: Grouped, asked: Asked) -> None:
         self._grouped = grouped
         # products of groups want columns with the contraction contiguous, whatever others do
-        stored = operand_layout(format.name, device)._replace(k_major=columns)
-        axes = (-1,) * rows + (-2,) * columns
-        super().__init__(inputs, grouped.shape, device, format, scale_rounding, axes, stored)
+        layout = asked.layout._replace(k_major=-2 in asked.axes)
+        super().__init__(inputs, grouped.shape, asked, layout)
 
-    def _asked(
+    def _request(
         self, request: quantizers.Request
     ) -> tuple[quantizers.Request, int | None, int | None]:
         groups, (rows, _), gathers, producer = self._grouped
-        asked = request._replace(producer=producer, grouped=True, gather=gathers)
-        return asked, groups, rows if gathers else None
+        request = request._replace(producer=producer, grouped=True, gather=gathers)
+        return request, groups, rows if gathers else None
 
     def __call__(
         self,
@@ -224,7 +230,7 @@ class GroupedLaunch(QuantizeLaunch):
         global_scale = None if amax is None else amax.global_scale(inputs, weights)
         given = inputs, global_scale, offsets, gather, (weights, sums)
         row, row_scale, column, column_scale = plan.quantize(*given)
-        of_weights = None if sums is None else added_up(sums)[: len(inputs[0])]
+        of_weights = None if sums is None else added_up(sums, len(inputs[0]))
         rows = _parts(row, row_scale, global_scale)
         return rows, _parts(column, column_scale, global_scale), of_weights
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..kernels.common.runtime import Described
-from .quantize_launches import MatrixLaunch, Parts
+from .quantize_launches import Asked, MatrixLaunch, Parts
 from .recipe import Recipe
 from .reuse import is_reusing, quantized_weight
 
@@ -30,11 +32,11 @@ class WeightLaunch:
         *,
         reuses: bool = True,
     ) -> None:
-        format, self._axis, self._reuses = recipe.format_of("weights"), axis, reuses
-        self._how = format.name, recipe.scale_rounding
-        rows, columns = axis == -1, axis == -2
-        how = format, recipe.scale_rounding
-        self.launch = MatrixLaunch(weight, device, *how, rows=rows, columns=columns)
+        self._axis, self._reuses = axis, reuses
+        self._which: Any = {"rows": axis == -1, "columns": axis == -2}
+        asked = Asked.of(recipe, "weights", device, **self._which)
+        self._how = asked.format.name, asked.scale_rounding
+        self.launch = MatrixLaunch(weight, asked)
 
     def __call__(
         self, weight: Tensor, global_scale: Tensor | None = None, *, dgrad: bool = False
@@ -48,8 +50,7 @@ class WeightLaunch:
         forms = quantized_weight(
             weight,
             *self._how,
-            rows=self._axis == -1,
-            columns=self._axis == -2,
+            **self._which,
             global_scale=global_scale,
             dgrad=dgrad,
         )

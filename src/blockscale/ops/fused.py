@@ -153,7 +153,7 @@ def _swiglu_by_kernel(
             scale = swizzle_scale(scale, axis, get_layout(layout), None)
         results += data, scale
     if sums is not None:
-        results.append(added_up(sums)[: len(x)])
+        results.append(added_up(sums, len(x)))
     return results + found
 
 
@@ -163,10 +163,11 @@ def partial_sums(grad: Tensor) -> Tensor:
     return grad.new_empty(-(-grad.shape[1] // DOT), rows, dtype=torch.float32)
 
 
-def added_up(sums: Tensor) -> Tensor:
-    """One after the other, as the reference does and ``combine`` with rows of a token."""
+def added_up(sums: Tensor, rows: int) -> Tensor:
+    """Those of the first ``rows``, one after the other, as the reference does and ``combine`` with
+    rows of a token."""
     in_order = torch.arange(len(sums), device=sums.device)[None]
-    return experts.combine(sums, in_order, None, torch.float32)[0]
+    return experts.combine(sums, in_order, None, torch.float32)[0, :rows]
 
 
 def _asked(

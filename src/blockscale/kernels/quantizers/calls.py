@@ -67,7 +67,6 @@ def quantize(
     rows = None if gather is None else gather.shape[0]
     if request.grouped is not (groups is not None) or request.gather is not (rows is not None):
         request = request._replace(grouped=groups is not None, gather=rows is not None)
-    offsets = None if offsets is None else offsets.contiguous()
     inputs, weights = _divided(x, others, request.producer)
     plan = plan_quantize(
         tuple(map(describe, inputs)),

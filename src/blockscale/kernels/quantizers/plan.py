@@ -57,7 +57,8 @@ class QuantizePlan:
         for output in self.outputs:
             written[output.first] = torch.empty_like(output.data)
             written[output.first + 1] = torch.empty_like(output.scale)
-        offsets = offsets if self.grouped else None
+        # kernels read vectors
+        offsets = offsets.contiguous() if self.grouped and offsets is not None else None
         of_rows = tuple(x for x in (gather, *weights) if x is not None) or None
         self.run(self.sources(*inputs), tuple(written), global_scale, offsets, of_rows)
         return written

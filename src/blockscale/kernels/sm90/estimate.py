@@ -62,7 +62,7 @@ class Tiling:
     stored_stages: int = 0
 
     def stored(self, out_dtype: np.dtype, accumulate: bool) -> Tiling:
-        """Of tiles that are stored so, and not added to fp32."""
+        """The same way to cut a product whose tiles are stored so, and not added to fp32."""
         stages = self.config.stages
         if self.stored_stages and out_dtype.itemsize == 2:
             stages = self.stored_stages
