@@ -62,8 +62,10 @@ def test_contests(products):
         ("small, forward", f"mxfp8, {moe.REUSED}", 3),
         ("small, forward and backward", "mxfp8", 9),
         ("small, forward and backward", f"mxfp8, {moe.REUSED}", 9),
+        ("small, forward and backward", f"mxfp8, {moe.ONCE}", 9),
     ]
-    assert [list(one.contestants) for one in found] == [[OURS, BASELINE], [OURS]] * 2
+    alone, beside = [OURS], [OURS, BASELINE]
+    assert [list(one.contestants) for one in found] == [beside, alone, beside, alone, alone]
     for one in found:
         assert one.where.m * one.where.n * one.where.k == 80 * 64 * 128
         for prepare in one.contestants.values():
@@ -97,7 +99,7 @@ def test_command(monkeypatch, tmp_path, products):
     assert found.exit_code == 0
     assert "SwiGLU backward + quantize, both" in found.output
     made = json.loads(out.read_text())
-    assert [row["who"] for row in made["rows"]] == [OURS, BASELINE, OURS] * 2
+    assert [row["who"] for row in made["rows"]] == [*[OURS, BASELINE, OURS] * 2, OURS]
     stages = {each["what"]: each for each in made["stages"]}
     moved = SMALL.pairs * SMALL.hidden * 3
     assert stages["gather + quantize, rows"]["floor"] == pytest.approx(moved * 1e-6)

@@ -17,6 +17,7 @@ from .moe_shapes import SHAPES, Shape
 
 __all__ = [
     "AT_ONCE",
+    "ONCE",
     "RECIPES",
     "REUSED",
     "Layer",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 AT_ONCE = 10  # steps of a layer that a stream takes without making the host wait
+ONCE = "weights quantized in one read"
 REUSED = "weights quantized before"
 RECIPES = {"fp8_block": Recipe("fp8_block"), "mxfp8": Recipe("mxfp8"), "nvfp4": Recipe("nvfp4")}
 
@@ -101,6 +103,16 @@ def train(run: Callable[[], Tensor], layer: Layer) -> Call:
     return step
 
 
+def once(call: Call) -> Call:
+    """In a block of its own, in which a weight is read once for both its forms."""
+
+    def step() -> None:
+        with reuse_weights():
+            call()
+
+    return step
+
+
 def _where(shape: Shape, group: str, case: str) -> Where:
     """An expert's product, of which there are three: of all pairs, (M, H) by (H, I)."""
     return Where(group, case, shape.pairs, shape.intermediate, shape.hidden)
@@ -122,7 +134,8 @@ def contests(
     device: str = "cuda",
 ) -> Iterator[Contest]:
     """Each recipe at each shape, forward, and forward and backward; then with the weights as they
-    were quantized before. ``peers``: torch's bf16 compiled, too."""
+    were quantized before, and both forms of them of one read. ``peers``: torch's bf16 compiled,
+    too."""
     for model, shape in shapes.items():
         layer = make_layer(shape, device)
         others: dict[str, Callable[[], Tensor]] = {BASELINE: partial(bf16, layer)}
@@ -138,6 +151,8 @@ def contests(
                 with reuse_weights():
                     where = _where(shape, f"{model}, {what}", f"{name}, {REUSED}")
                     yield Contest(where, {OURS: partial(timed, mine)}, products)
+            where = _where(shape, f"{model}, forward and backward", f"{name}, {ONCE}")
+            yield Contest(where, {OURS: partial(once, train(mine, layer))}, 9)
 
 
 def layer_calls(recipe: str = "fp8_block", device: str = "cuda") -> dict[str, Call]:
