@@ -177,10 +177,15 @@ def test_opcheck_combine(backend):
             torch.library.opcheck(OPS.combine.default, (y, slots, weights, dtype))
 
 
+def test_opcheck_route(backend):
+    for experts in (torch.randint(-1, 6, (7, 3)), torch.zeros(0, 2, dtype=torch.int32)):
+        torch.library.opcheck(OPS.route.default, (experts, 5))
+
+
 def test_every_op_is_checked_here():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name[:12] == "blockscale::"]
     here = ["combine", "dequantize", "gemm", "gemm_out", "global_scale", "grouped_gemm", "quantize"]
-    here += ["grouped_gemm_out", "quantize_both"]
+    here += ["grouped_gemm_out", "quantize_both", "route"]
     in_test_fused = ["rmsnorm_quantize", "swiglu_quantize"]
     in_test_nn_layer_ops = ["linear", "linear_fprop", "linear_backward"]
     elsewhere = [*in_test_fused, *in_test_nn_layer_ops, "gemm_quantize"]

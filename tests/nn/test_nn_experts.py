@@ -167,7 +167,7 @@ def test_bits_of_each_expert_alone(name):
         y[mine] = product(quantized(a, act, -1), quantized(down[e], own, -1).mT)
         g = grad[tokens]
         da = product(quantized(g, act, -1), quantized(down[e], own, -2))
-        of_rows[mine] = (da.float() * a.float()).sum(-1)
+        of_rows[mine] = reference.weight_gradient(da, a)
         da = (da.float() * scale[mine, None]).bfloat16()
         dh = reference.swiglu_backward(da, h)
         dx_rows[mine] = product(quantized(dh, act, -1), quantized(up[e], own, -2))
@@ -297,8 +297,7 @@ def test_no_pairs():
 
 
 def test_what_is_kept():
-    """The tokens, which of them each row is, and the first product: no gathered rows, and no second
-    product."""
+    """What the caller has, and the first product: no gathered rows, and no second product."""
     tokens, top_k = 64, 4
     routing, (x, weights, up, down, *_) = routed(tokens, top_k, 8), given(tokens, top_k, 8)
     kept: list[Tensor] = []
@@ -306,8 +305,7 @@ def test_what_is_kept():
         experts(x, weights, routing, up, down, recipe=bs.Recipe("mxfp8"))
     callers = {t.data_ptr() for t in (x, weights, up, down, *routing)}
     own = [t for t in kept if t.data_ptr() not in callers]
-    assert [tuple(t.shape) for t in own] == [(tokens * top_k,), (tokens * top_k, 2 * I)]
-    assert torch.equal(own[0], routing.tokens)
+    assert [tuple(t.shape) for t in own] == [(tokens * top_k, 2 * I)]
 
 
 @pytest.mark.parametrize("top_k", [1, 4])

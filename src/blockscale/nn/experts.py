@@ -62,8 +62,8 @@ def experts(
             "mxfp8" keeps half the bytes, and rounds gradients once more; None: as it is.
 
     Returns (tokens, H) in the dtype of ``x``, or that of torch.autocast. Until the backward, x, the
-    first product (R, 2I) and the token of each row are kept, beside what the caller has: not the
-    second product, as the gradient of ``weights`` is that of its input, ``<dA', A>``. Tokens are
+    routing and the first product (R, 2I) are kept, beside what the caller has: not the second
+    product, as the gradient of ``weights`` is that of its input, ``<dA', A>``. Tokens are
     gathered and quantized again in the backward. Sums have the same order in every run.
 
     Raises ValueError or TypeError as :func:`blockscale.nn.linear`, and where shapes do not fit.
@@ -80,7 +80,7 @@ def experts(
     activation = activation if recipe is None else exact(activation)
     # inside of autograd's function none is enabled
     how = How(recipe, activation, dtype, transposed, saved_format, torch.is_grad_enabled())
-    routed = routing if isinstance(routing, Routing) else (None, None, routing)
+    routed = routing if isinstance(routing, Routing) else (None, None, routing, None)
     return _Experts.apply(how, x, weights, *held, *routed)
 
 
@@ -96,14 +96,14 @@ class _Experts(torch.autograd.Function):
         y = call.multiply(source, call.held.down, call.held.down_bias, dgrad=of_a)
         if how.saved_format is not None and any(needs):
             h = quantize(h, how.saved_format, pad=True)
-        ctx.save_for_backward(*tensors, call.tokens, h)
+        ctx.save_for_backward(*tensors, h)
         ctx.how = how
         return call.combined(y, call.weights, how.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, tokens, h = ctx.saved_tensors
+        *tensors, h = ctx.saved_tensors
         with torch.no_grad():
-            call = Call.of(ctx.how, tensors, tokens)
+            call = Call.of(ctx.how, tensors)
             found = experts_backward.gradients(ctx.needs_input_grad[1:], call, h, grad)
-        return None, *refuse_double_backward(found), None, None, None
+        return None, *refuse_double_backward(found), None, None, None, None

@@ -43,17 +43,15 @@ class Call(NamedTuple):
     tokens: Tensor | None
 
     @classmethod
-    def of(cls, how: How, tensors: Sequence[Any], tokens: Tensor | None = None) -> Call:
-        """Of what the autograd function takes: x, weights, what experts hold, and the routing; and
-        the tokens of rows, where they are known."""
+    def of(cls, how: How, tensors: Sequence[Any]) -> Call:
+        """Of what the autograd function takes: x, weights, what experts hold, and the routing."""
         x, weights, *others = tensors
-        held, (pairs, slots, offsets) = Held(*others[:-3]), others[-3:]
+        held, (pairs, slots, offsets, tokens) = Held(*others[:-4]), others[-4:]
         offsets = offsets.contiguous()  # as kernels read vectors
         if pairs is None:
             return cls(how, x, weights, held, None, offsets, None)
-        routing = Routing(pairs, slots, offsets)
-        tokens = routing.tokens if tokens is None else tokens.contiguous()
-        return cls(how, x, weights, held, routing, offsets, tokens)
+        routing = Routing(pairs, slots, offsets, tokens)
+        return cls(how, x, weights, held, routing, offsets, tokens.contiguous())
 
     @property
     def up(self) -> group_passes.Weight:

@@ -191,7 +191,13 @@ def _check_routing(x: Tensor, weights: Tensor | None, routing: Routing, up: Tens
             f"routing: has pairs {pairs.dtype} {tuple(pairs.shape)}, slots of {count}; expected "
             f"integers ({count},), as blockscale.route(...) gives them"
         )
-    _check_alike(x, weights=weights, routing=slots, pairs=pairs)
+    tokens = routing.tokens
+    if tokens.dtype != torch.int32 or tokens.shape != pairs.shape:
+        raise ValueError(
+            f"routing: has tokens {tokens.dtype} {tuple(tokens.shape)}; expected int32 ({count},), "
+            "as blockscale.route(...) gives them"
+        )
+    _check_alike(x, weights=weights, routing=slots, pairs=pairs, tokens=tokens)
     check_offsets(routing.offsets, count, x.device)
     _check_count("routing", routing.offsets, up)
 

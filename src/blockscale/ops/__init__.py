@@ -14,6 +14,7 @@ from .gemm import gemm, gemm_out
 from .gemm_quantize import gemm_quantize
 from .grouped_gemm import grouped_gemm, grouped_gemm_out
 from .quantize import global_scale, quantize, quantize_both
+from .route import route
 
 __all__ = [
     "BACKENDS",
@@ -32,5 +33,6 @@ __all__ = [
     "quantize",
     "quantize_both",
     "rmsnorm_quantize",
+    "route",
     "swiglu_quantize",
 ]

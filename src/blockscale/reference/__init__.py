@@ -13,6 +13,7 @@ from .fused import (
 )
 from .gemm import bounds, epilogue, gemm, grouped_gemm
 from .quantize import apart_position, dequantize, global_scale, quantize
+from .route import route
 
 __all__ = [
     "amax",
@@ -27,6 +28,7 @@ __all__ = [
     "grouped_gemm",
     "quantize",
     "rmsnorm",
+    "route",
     "swiglu",
     "swiglu_backward",
     "weight_gradient",

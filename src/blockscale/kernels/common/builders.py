@@ -14,6 +14,7 @@ BUILDERS = {
     "quantizers.norm_config.NormConfig": "quantizers.rmsnorm_kernel",
     "quantizers.dequantize_config.DequantizeConfig": "quantizers.dequantize_kernel",
     "experts.combine_config.CombineConfig": "experts.combine_kernel",
+    "experts.route_config.RouteConfig": "experts.route_kernel",
     "sm90.config.Config": "sm90.fp8_gemm",
     "sm90.bf16_config.Bf16Config": "sm90.bf16_gemm",
     "sm90.mixed_config.Config": "sm90.mixed",

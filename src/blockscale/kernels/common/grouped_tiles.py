@@ -8,6 +8,7 @@ once.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 
 from ...formats import GROUP_TILE
+from .scan import inclusive_scan
 from .schedule import Raster
 
 __all__ = ["ColumnGroups", "RowGroups"]
@@ -103,7 +105,7 @@ class RowGroups:
             end = rows
             if group < self.groups:
                 end = cutlass.min(self.offsets[group], rows)
-            end = _of_lanes_to(cutlass.max(end, before), cutlass.max)
+            end = inclusive_scan(cutlass.max(end, before), cutlass.max)
             begin = cute.arch.shuffle_sync_up(end, 1, mask_and_clamp=0)
             begin = Int32(cutlass.select_(cute.arch.lane_idx() == 0, before, begin))
         return begin, end
@@ -133,7 +135,7 @@ class RowGroups:
         """Bounds of 32 groups, and sums of what is counted of them, up to a lane's."""
         begin, end = self.bounds(chunk, before)
         counts = self.counts(chunk, begin, end)
-        return begin, end, tuple(_of_lanes_to(each, lambda x, y: x + y) for each in counts)
+        return begin, end, tuple(inclusive_scan(each, operator.add) for each in counts)
 
     def place(self, index, down) -> tuple:
         """Row and column in a group of so many clusters ``down`` where the CTA's tile of the
@@ -194,12 +196,3 @@ class ColumnGroups(RowGroups):
         row, column = self.place(index - (after - self.down_each) * self.across, self.down_each)
         k_begin = begin // GROUP_TILE + group
         return row, column, k_begin, k_begin + cute.ceil_div(end - begin, GROUP_TILE)
-
-
-def _of_lanes_to(value, combine):
-    """What ``combine`` makes of the values of all lanes up to one; none is negative."""
-    lane = cute.arch.lane_idx()
-    for i in range(5):
-        other = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
-        value = combine(value, Int32(cutlass.select_(lane >= (1 << i), other, Int32(0))))
-    return value

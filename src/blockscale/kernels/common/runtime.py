@@ -11,9 +11,17 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .gpu import Gpu
+from .gpu import GPUS, Gpu, Unsupported, no_kernels
 
-__all__ = ["FLOATS", "Described", "describe", "gpu_of", "missing", "standing_in"]
+__all__ = [
+    "FLOATS",
+    "Described",
+    "describe",
+    "gpu_of",
+    "missing",
+    "require_gpu",
+    "standing_in",
+]
 
 #: What kernels read and write, beside quantized data.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,6 +46,17 @@ def missing() -> str:
     if find_spec("cutlass") is None or find_spec("tvm_ffi") is None:
         return "CuTe DSL is not installed: pip install 'blockscale[cuda]'"
     return ""
+
+
+def require_gpu(name: str, device: torch.device, gpu: Gpu | None) -> Gpu:
+    """``gpu``, that of argument ``name``'s device; Unsupported where it has no kernels."""
+    if missing():
+        raise Unsupported(missing())
+    if gpu is None:
+        raise Unsupported(f"{name} is on {device}: the kernels run on CUDA devices")
+    if gpu.arch not in GPUS:
+        raise Unsupported(f"architecture {gpu.arch}: {no_kernels(gpu.arch, GPUS)}")
+    return gpu
 
 
 def _ask(device: torch.device) -> Gpu | None:

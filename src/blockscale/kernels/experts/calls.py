@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ...dtypes import from_torch
-from ..common.gpu import GPUS, Gpu, Unsupported, no_kernels
-from ..common.runtime import FLOATS, Described, describe, gpu_of, missing
+from ..common.gpu import Gpu, Unsupported
+from ..common.runtime import FLOATS, Described, describe, gpu_of, require_gpu
 from .combine_config import choose_combine
+from .route_config import choose_route
 
-__all__ = ["combine"]
+__all__ = ["combine", "route"]
 
 
 def combine(
@@ -36,15 +37,51 @@ def combine(
 
     Raises Unsupported, a ValueError, where there is no kernel.
     """
-    where = y.device, gpu or gpu_of(y.device)
-    run = _plan(describe(y), slots.shape[1], slots.dtype, weights is not None, dtype, *where)
+    how = slots.shape[1], slots.dtype, weights is not None, dtype
+    run = _plan_combine(describe(y), *how, y.device, gpu or gpu_of(y.device))
     out = torch.empty(slots.shape[0], y.shape[1], dtype=dtype, device=y.device)
     run(y, slots.contiguous(), None if weights is None else weights.contiguous(), out)
     return out
 
 
+def route(experts: Tensor, num_experts: int, *, gpu: Gpu | None = None) -> list[Tensor]:
+    """``reference.route``.
+
+    Args:
+        experts: int64 or int32 (tokens, top_k).
+        num_experts: 1023 at most.
+        gpu: as of :func:`combine`.
+
+    Raises Unsupported, a ValueError, where there is no kernel.
+    """
+    device, count = experts.device, experts.numel()
+    how = count, num_experts, experts.dtype.itemsize, device, gpu or gpu_of(device)
+    run, chunks = _plan_route(*how)
+    counts = torch.empty(chunks, num_experts + 1, dtype=torch.int32, device=device)
+    found = [
+        torch.empty(count, dtype=torch.int64, device=device),
+        torch.empty(experts.shape, dtype=torch.int64, device=device),
+        torch.empty(num_experts, dtype=torch.int32, device=device),
+        torch.empty(count, dtype=torch.int32, device=device),
+    ]
+    run(experts.contiguous(), counts, *found)
+    return found
+
+
 @lru_cache(maxsize=4096)
-def _plan(
+def _plan_route(
+    pairs: int, num_experts: int, index_bytes: int, device: torch.device, gpu: Gpu | None
+) -> tuple[Callable[..., Any], int]:
+    """The kernel, and how many chunks it counts."""
+    if not pairs:
+        raise Unsupported("experts: there are none to be counted")
+    known = require_gpu("experts", device, gpu)
+    config = choose_route(pairs, num_experts, index_bytes, known)
+    return known.load(config), -(-pairs // config.chunk)
+
+
+@lru_cache(maxsize=4096)
+def _plan_combine(
     y: Described,
     top_k: int,
     index: torch.dtype,
@@ -54,12 +91,7 @@ def _plan(
     gpu: Gpu | None,
 ) -> Callable[..., Any]:
     shape, stride, dtype, address = y
-    if missing():
-        raise Unsupported(missing())
-    if gpu is None:
-        raise Unsupported(f"y is on {device}: the kernel runs on CUDA devices")
-    if gpu.arch not in GPUS:
-        raise Unsupported(f"architecture {gpu.arch}: {no_kernels(gpu.arch, GPUS)}")
+    known = require_gpu("y", device, gpu)
     if dtype not in FLOATS or out not in FLOATS:
         raise Unsupported(f"dtypes {dtype} and {out}: kernels have {', '.join(map(str, FLOATS))}")
     if 0 in shape or not top_k:
@@ -71,4 +103,5 @@ def _plan(
             "of 16 bytes that start at such"
         )
     types = from_torch(dtype), from_torch(out)
-    return gpu.load(choose_combine(shape[1], top_k, types, weighted, index.itemsize, gpu))
+    config = choose_combine(shape[1], top_k, types, weighted, index.itemsize, known)
+    return known.load(config)

@@ -15,8 +15,8 @@ from ...dtypes import from_torch
 from ...formats import Format, get_format
 from ...layouts import get_layout
 from ...memory import as_bytes
-from ..common.gpu import GPUS, Gpu, Unsupported, no_kernels
-from ..common.runtime import FLOATS, Described, describe, gpu_of, missing
+from ..common.gpu import Gpu, Unsupported
+from ..common.runtime import FLOATS, Described, describe, gpu_of, require_gpu
 from ..common.template import template
 from .dequantize_config import STORE, DequantizeRequest, choose_dequantize
 from .dequantize_views import View, as_matrices, is_contiguous, turn
@@ -199,12 +199,7 @@ def _check(call: DequantizeCall) -> Gpu:
     format, shape, axis, layout, gpu = call.fmt, call.shape, call.axis, call.layout, call.gpu
     data, scale, name = call.data, call.scale, call.format
     where, itemsize = get_layout(layout), format.scale.nbytes
-    if missing():
-        raise Unsupported(missing())
-    if gpu is None:
-        raise Unsupported(f"data is on {call.device}: the kernels run on CUDA devices")
-    if gpu.arch not in GPUS:
-        raise Unsupported(f"architecture {gpu.arch}: {no_kernels(gpu.arch, GPUS)}")
+    gpu = require_gpu("data", call.device, gpu)
     if call.dtype not in FLOATS:
         raise Unsupported(f"dtype {call.dtype}: there are kernels for {_listed(FLOATS)}")
     if format.element.bits == 6:

@@ -7,6 +7,7 @@ rows after the last expert's end, "the tail", at last. There are as many tiles a
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from cutlass import Int32, cute, range_constexpr, select_
 
 from ...formats import GROUP_TILE
 from ..common import ptx
+from ..common.scan import inclusive_scan
 
 __all__ = ["TileRows", "find_rows", "scale_rows", "tile_count"]
 
@@ -104,11 +106,7 @@ def _find(tile, offsets, rows):
         tiles = Int32(0)  # of the lane's groups
         for start, last in zip([previous, *lasts], lasts, strict=False):
             tiles = tiles + _tiles(start, last)
-        total = tiles
-        for i in range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(total, 1 << i, mask_and_clamp=0)
-            total = total + Int32(select_(lane >= (1 << i), other, Int32(0)))
-        total = total + base
+        total = inclusive_scan(tiles, operator.add) + base
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(total <= tile))
         if passed < 32 and group == count:
             found = cute.arch.shuffle_sync(total - tiles, passed)
