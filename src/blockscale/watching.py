@@ -12,6 +12,7 @@ __all__ = [
     "has_tangent",
     "has_transform",
     "is_dtensor",
+    "is_eager",
     "is_plain",
     "is_transformed",
     "refuse_tangents",
@@ -32,6 +33,12 @@ def unwatched() -> bool:
     if torch.compiler.is_compiling():
         return False
     return not (_dispatch_modes() or _function_modes()) and _transform() is None
+
+
+def is_eager() -> bool:
+    """Whether calls may go by what was found for calls alike: nothing looks on, differentiates in
+    forward mode or traces."""
+    return unwatched() and forward_ad._current_level < 0 and not torch._C._is_tracing()
 
 
 def is_transformed() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 import blockscale as bs
 from blockscale.kernels.quantizers.config import Config
-from blockscale.nn import experts_call, quantize_launches
+from blockscale.nn import group_launches, quantize_launches
 from blockscale.quantize import wrap
 from stand_in import emulated
 
@@ -83,11 +84,73 @@ def test_launches(arch, recipe, monkeypatch):
         with bs.reuse_weights():
             kept = [run(bs.Recipe(recipe), False) for _ in range(2)]
         assert not made or recipe != "fp8_block"
-        monkeypatch.setattr(experts_call, "quantize_grouped", lambda *_, **__: None)
+        experts = sys.modules["blockscale.nn.experts"]  # the name is the function's, too
+        monkeypatch.setattr(experts, "call_key", lambda *_: None)
         want = run(bs.Recipe(recipe), False)
     for tensors in (got, *kept):
         for a, b in zip(tensors, want, strict=True):
             assert torch.equal(a, b)
+
+
+GPT_OSS = {"activation": bs.nn.GatedActivation(1.702, 7.0, 1.0, interleaved=True), "bias": True}
+#: Arguments, and which of x, weights, up and down have gradients.
+VARIANTS = {
+    "all": ({}, (0, 1, 2, 3)),
+    "transposed": ({"transposed": True}, (0, 1, 2, 3)),
+    "saved": ({"saved_format": "mxfp8"}, (0, 1, 2, 3)),
+    "fp32": ({"wide": True}, (0, 1, 2, 3)),
+    "in order": ({"in_order": True}, (0, 2, 3)),
+    "gpt-oss": (GPT_OSS, (0, 1, 2, 3)),
+    "gate": ({"gate": True}, (0, 1, 2, 3)),
+    "int32": ({"short": True}, (0, 1)),
+    "adapters": ({}, (3,)),
+    "weights": ({}, (1,)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_found_once(name, monkeypatch):
+    """Launches that were found have the bits of quantized tensors, whatever has a gradient."""
+    how, needs = VARIANTS[name]
+    how = dict(how)
+    leaves = operands(how.get("transposed", False))
+    if how.pop("wide", False):  # masters, of which autocast makes bf16
+        leaves = [each.float() for each in leaves]
+    for i in needs:
+        leaves[i].requires_grad_()
+    x, weights, up, down = leaves
+    if how.pop("bias", False):
+        how |= {"up_bias": torch.randn(COUNT, 2 * I), "down_bias": torch.randn(COUNT, H)}
+    if how.pop("gate", False):
+        how["gate"], up = up[:, :I].contiguous(), up[:, I:].contiguous()
+    routing = bs.route(torch.rand(40, COUNT).argsort(1)[:, :2], COUNT)
+    if how.pop("short", False):
+        routing = routing._replace(pairs=routing.pairs.int(), slots=routing.slots.int())
+    if how.pop("in_order", False):
+        weights, routing = None, torch.tensor([3, 3, 20, 37], dtype=torch.int32)
+    grad, found = torch.randn(40, H).bfloat16(), []
+    quantize = group_launches.Launches.quantize
+
+    def counted(*args, **kwargs):
+        found.append(quantize(*args, **kwargs))
+        return found[-1]
+
+    def step() -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            given = x, weights, routing, up, down
+            y = bs.nn.experts(*given, recipe=bs.Recipe("fp8_block"), **how)
+        return [y, *torch.autograd.grad(y, [leaves[i] for i in needs], grad)]
+
+    monkeypatch.setattr(group_launches.Launches, "quantize", counted)
+    with emulated("sm_90a", quantizes=True):
+        got = step()
+        assert found
+        assert None not in found
+        monkeypatch.setattr(sys.modules["blockscale.nn.experts"], "call_key", lambda *_: None)
+        want = step()
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
 
 
 def test_vectors_that_lie_apart():

@@ -59,7 +59,7 @@ class _Run:
         how = How(recipe, self.activation, layer.x.dtype, transposed=False, saved_format=None)
         held = Held(self.up, self.down, None, None)
         self.call = Call.of(how, (self.x, self.weights, *held, *self.routing))
-        self.row_weights = self.weights.flatten()[self.routing.pairs]
+        self.row_weights = self.call.row_weights()
 
     def gather(self, x: Tensor, role: str, **axes: bool) -> Step:
         what = "gather + quantize, " + " and ".join(axes)

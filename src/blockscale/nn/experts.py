@@ -9,13 +9,17 @@ from torch import Tensor
 
 from ..quantize import quantize
 from ..routing import Routing
+from ..tensor import ScaledTensor
+from ..watching import is_plain, unwatched
 from . import experts_backward
 from .double_backward import refuse_double_backward
 from .experts_call import Call, How
 from .gated import SWIGLU, GatedActivation, exact
 from .group_checks import Held, check_experts, check_saved_format
+from .group_launches import Launches, call_key
 from .group_operands import Activated, Rows, Source
 from .output_dtype import output_dtype
+from .plan_cache import find, keep
 from .recipe import Recipe
 
 __all__ = ["experts"]
@@ -71,6 +75,12 @@ def experts(
     Source: Guo et al., "SonicMoE", arXiv 2512.14080 (what is kept, and the gradient of weights).
     """
     held = Held(up, down, up_bias, down_bias, gate)
+    routed = routing if isinstance(routing, Routing) else (None, None, routing, None)
+    tensors = x, weights, *held, *routed
+    key = call_key(recipe, tensors, activation, transposed, saved_format)
+    known = None if key is None else find(key)
+    if known is not None:
+        return _Experts.apply(*known, *tensors)
     check_experts(x, weights, routing, held, recipe, transposed, activation.interleaved)
     dtype = output_dtype(x)
     check_saved_format(saved_format, dtype)
@@ -80,15 +90,20 @@ def experts(
     activation = activation if recipe is None else exact(activation)
     # inside of autograd's function none is enabled
     how = How(recipe, activation, dtype, transposed, saved_format, torch.is_grad_enabled())
-    routed = routing if isinstance(routing, Routing) else (None, None, routing, None)
-    return _Experts.apply(how, x, weights, *held, *routed)
+    launches = None
+    if key is not None and recipe is not None and not recipe.high_precision:
+        launches = Launches(recipe)
+    if key is not None:
+        keep(key, (how, launches))
+    return _Experts.apply(how, launches, *tensors)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: How, *tensors: Any) -> Tensor:
-        call = Call.of(how, tensors)
-        needs = tuple(how.grad_enabled and need for need in ctx.needs_input_grad[1:])
+    def forward(ctx: Any, how: How, launches: Launches | None, *tensors: Any) -> Tensor:
+        call, needs = Call.of(how, tensors, launches), (False,) * len(tensors)
+        if how.grad_enabled:
+            needs = ctx.needs_input_grad[2:]
         of_x, of_a = experts_backward.dgrads(needs)
         source: Source = Rows(call.x, call.tokens)
         h = call.multiply(source, call.up, call.held.up_bias, dgrad=of_x)
@@ -97,13 +112,26 @@ class _Experts(torch.autograd.Function):
         if how.saved_format is not None and any(needs):
             h = quantize(h, how.saved_format, pad=True)
         ctx.save_for_backward(*tensors, h)
-        ctx.how = how
+        ctx.how, ctx.launches = how, launches
         return call.combined(y, call.weights, how.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, h = ctx.saved_tensors
+        needs, launches = ctx.needs_input_grad[2:], ctx.launches
         with torch.no_grad():
-            call = Call.of(ctx.how, tensors)
-            found = experts_backward.gradients(ctx.needs_input_grad[1:], call, h, grad)
-        return None, *refuse_double_backward(found), None, None, None, None
+            h = h.dequantize(ctx.how.dtype) if isinstance(h, ScaledTensor) else h
+            if launches is not None and not _are_plain(h, grad, *tensors[:4]):
+                launches = None
+            call = Call.of(ctx.how, tensors, launches)
+            found = experts_backward.gradients(needs, call, h, grad)
+        others = (None,) * (len(needs) - len(found))
+        return None, None, *refuse_double_backward(found), *others
+
+
+def _are_plain(h: Tensor, *others: Tensor | None) -> bool:
+    """Whether nothing looks on, and hooks gave back what was saved, where it was."""
+    device = h.device
+    return unwatched() and all(
+        x is None or (is_plain(x) and x.device == device) for x in (h, *others)
+    )

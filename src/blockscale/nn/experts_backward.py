@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..tensor import ScaledTensor
 from . import group_passes
 from .experts_call import Call
 from .group_operands import Activated, ActivatedBackward, Operands, Rows, Source
@@ -35,12 +33,9 @@ class _Backward:
         _, self.needs_dweights, up, down, self.needs_dup_bias, *others = needs[:7]
         self.needs_ddown_bias, gate = others
         self.needs_dup, self.needs_ddown = up or gate, down
-        self.h = h.dequantize(dtype) if isinstance(h, ScaledTensor) else h
+        self.h = h
         self.grad = Rows(grad.to(dtype), call.tokens)
-        self.row_weights = None
-        if call.weights is not None and call.routing is not None:
-            wide = torch.promote_types(dtype, torch.float32)
-            self.row_weights = call.weights.flatten()[call.routing.pairs].to(wide)
+        self.row_weights = call.row_weights()
 
     def all(self) -> tuple[Tensor | None, ...]:
         dx = d_row_weights = up = gate = up_bias = None
@@ -65,9 +60,9 @@ class _Backward:
             gate, up = up.chunk(2, 1)
         down_bias, d_row_weights = self.second_bias(d_row_weights)
         weights = None
-        if self.needs_dweights and self.call.weights is not None and self.call.routing is not None:
+        if self.needs_dweights and self.row_weights is not None:
             assert d_row_weights is not None
-            weights = d_row_weights[self.call.routing.slots].to(self.call.weights.dtype)
+            weights = self.call.of_pairs(d_row_weights)
         return dx, weights, up, down, up_bias, down_bias, gate
 
     def second_product(self) -> tuple[Tensor | None, Tensor | None]:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..routing import Routing, combine
+from .. import ops
+from ..routing import Routing
 from . import group_passes
 from .gated import GatedActivation
 from .group_checks import Held
-from .group_launches import quantize_grouped
-from .group_operands import Operands, Source, operands
+from .group_launches import Launches
+from .group_operands import Operands, Rows, Source, operands
 from .recipe import Recipe
 
 __all__ = ["Call", "How"]
@@ -41,17 +42,19 @@ class Call(NamedTuple):
     routing: Routing | None
     offsets: Tensor
     tokens: Tensor | None
+    launches: Launches | None = None
 
     @classmethod
-    def of(cls, how: How, tensors: Sequence[Any]) -> Call:
+    def of(cls, how: How, tensors: Sequence[Any], launches: Launches | None = None) -> Call:
         """Of what the autograd function takes: x, weights, what experts hold, and the routing."""
         x, weights, *others = tensors
-        held, (pairs, slots, offsets, tokens) = Held(*others[:-4]), others[-4:]
+        of_routing = len(Routing._fields)
+        held, (pairs, slots, offsets, tokens) = Held(*others[:-of_routing]), others[-of_routing:]
         offsets = offsets.contiguous()  # as kernels read vectors
         if pairs is None:
-            return cls(how, x, weights, held, None, offsets, None)
+            return cls(how, x, weights, held, None, offsets, None, launches)
         routing = Routing(pairs, slots, offsets, tokens)
-        return cls(how, x, weights, held, routing, offsets, tokens.contiguous())
+        return cls(how, x, weights, held, routing, offsets, tokens.contiguous(), launches)
 
     @property
     def up(self) -> group_passes.Weight:
@@ -62,11 +65,19 @@ class Call(NamedTuple):
     def operands(
         self, source: Source, role: str, *, rows: bool = False, columns: bool = False
     ) -> Operands:
-        given = self.how.recipe, role, self.offsets
-        launched = quantize_grouped(source, *given, rows=rows, columns=columns)
-        if launched is not None:
-            return launched
-        return operands(source, *given, self.how.dtype, rows=rows, columns=columns)
+        d_row_weights = None
+        if self.launches is not None and (rows or columns):
+            inputs = source.inputs()
+            if inputs is None:
+                values, d_row_weights = source.values()
+                source = Rows(values)
+                inputs = source.inputs()
+            made = self.launches.quantize(inputs, role, self.offsets, rows=rows, columns=columns)
+            if made is not None:
+                return made if d_row_weights is None else made._replace(d_row_weights=d_row_weights)
+        given = self.how.recipe, role, self.offsets, self.how.dtype
+        made = operands(source, *given, rows=rows, columns=columns)
+        return made if d_row_weights is None else made._replace(d_row_weights=d_row_weights)
 
     def multiply(
         self, source: Source, weight: group_passes.Weight, bias: Tensor | None, *, dgrad: bool
@@ -74,7 +85,9 @@ class Call(NamedTuple):
         """The rows of ``source`` times their group's matrix, plus its bias. What is quantized for
         it is freed when it returns. ``dgrad``: a backward will multiply by the same weight."""
         rows = self.operands(source, "activations", rows=True).rows
-        y = group_passes.fprop(rows, weight, self.offsets, self.product._replace(dgrad=dgrad))
+        how = self.how
+        given = group_passes.Product(how.recipe, how.dtype, how.transposed, dgrad)
+        y = group_passes.fprop(rows, weight, self.offsets, given)
         if bias is not None:
             y = (y + group_passes.of_rows(bias, len(y), self.offsets)).to(y.dtype)
         return y
@@ -87,4 +100,17 @@ class Call(NamedTuple):
         """What tokens get of the rows of ``y``; ``y``, where rows came in the experts' order."""
         if self.routing is None:
             return y.to(dtype)
-        return combine(y, self.routing.slots, weights, dtype)
+        return ops.combine(y, self.routing.slots, weights, dtype)
+
+    def row_weights(self) -> Tensor | None:
+        """Of each row, in fp32 at least, if rows are of pairs."""
+        if self.weights is None or self.routing is None:
+            return None
+        wide = torch.promote_types(self.how.dtype, torch.float32)
+        return torch.take(self.weights.detach(), self.routing.pairs.long()).to(wide)
+
+    def of_pairs(self, d_row_weights: Tensor) -> Tensor:
+        """The gradient of weights, from that of each row's."""
+        assert self.weights is not None
+        assert self.routing is not None
+        return torch.take(d_row_weights, self.routing.slots.long()).to(self.weights.dtype)

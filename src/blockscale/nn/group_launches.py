@@ -1,14 +1,15 @@
 """What the steps of ``experts`` launch, found once for steps alike: quantizers of grouped rows, and
 the products that read these.
 
-A launch is looked up by all that decides it: the recipe, and how what it reads lies. There is none
-where torch looks on. Where no kernel quantizes, ``group_operands.operands`` makes tensors; where
-only a product has no launch, ``group_passes`` makes tensors of what is quantized.
+Calls alike share them (:func:`call_key`). There are none where torch looks on. Where no kernel
+quantizes, ``group_operands.operands`` makes tensors; where only a product has no launch,
+``group_passes`` makes tensors of what is quantized.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,49 +18,119 @@ from ..kernels.common.calls import Groups
 from ..kernels.common.runtime import describe, gpu_of
 from ..tensor import ScaledTensor
 from ..tensor_checks import checks_values
-from ..watching import is_plain, unwatched
-from .group_operands import Operands, Source
-from .plan_cache import planned
+from ..watching import is_eager, is_plain
+from .group_operands import Operands, QuantizeInputs
+from .output_dtype import output_dtype
+from .plan_cache import attempt
 from .product_launches import ProductLaunch, ProductOperand
 from .quantize_launches import Asked, Grouped, GroupedLaunch, Parts
 from .recipe import Recipe
 from .weight_launch import WeightLaunch
 
-__all__ = ["QuantizedRows", "multiply_groups", "multiply_k_grouped", "quantize_grouped"]
+__all__ = ["Launches", "QuantizedRows", "call_key"]
 
 _META = torch.device("meta")
+_UNKNOWN = object()  # what was not looked for yet; None: there is no launch
+
+P = TypeVar("P")
+
+
+def call_key(recipe: Recipe | None, tensors: Sequence[Tensor | None], *others: Any) -> Any:
+    """Calls with the same key pass the same checks and launch the same, but for values of tensors;
+    None where torch has to look on, where these values are looked at, and without kernels.
+
+    The first of ``tensors`` is x.
+    """
+    x = tensors[0]
+    if not is_eager() or type(recipe) is not Recipe or checks_values():
+        return None
+    if x is None or not is_plain(x):
+        return None
+    gpu = gpu_of(x.device)
+    if gpu is None:
+        return None
+    described: list[Any] = []
+    for each in tensors:
+        if each is None:
+            described.append(None)
+        elif is_plain(each):
+            described.append((each.shape, each.stride(), each.dtype, each.device))
+        else:
+            return None
+    return gpu, recipe, output_dtype(x), torch.is_grad_enabled(), others, *described
 
 
 class QuantizedRows(NamedTuple):
-    """Grouped rows quantized along ``axis``, as kernels write and read them."""
+    """Grouped rows quantized along ``axis``, as kernels write and read them; ``launches``: of calls
+    alike."""
 
     parts: Parts
     launch: GroupedLaunch
     axis: int
     offsets: Tensor
+    launches: Launches
 
     def tensor(self) -> ScaledTensor:
         return self.launch.form(self.parts, self.axis, self.offsets)
 
 
-def multiply_groups(
-    x: QuantizedRows,
-    weight: Tensor,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    *,
-    weight_axis: int,
-    dgrad: bool,
-) -> Tensor | None:
-    """The rows of each group times its matrix, which is quantized along ``weight_axis``: -1 of
-    (groups, N, K), -2 of (groups, K, N). ``dgrad`` as of ``quantized_weight``. None where there is
-    no launch."""
-    if not (unwatched() and is_plain(weight)) or weight.device != x.offsets.device:
-        return None
-    described = weight.shape, weight.stride(), weight.dtype
-    key = "grouped product", x.launch, recipe, described, dtype, weight_axis
-    found = planned(key, lambda: _WeightProduct(x, weight, recipe, dtype, weight_axis))
-    return None if found is None else found(x, weight, dgrad=dgrad)
+class Launches:
+    """What the steps of calls alike launch, each found when it comes first."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._found: dict[Any, Any] = {}  # None: there is none
+
+    def quantize(
+        self, inputs: QuantizeInputs, role: str, offsets: Tensor, *, rows: bool, columns: bool
+    ) -> Operands | None:
+        """What is asked for of rows that play this role; None where there is no launch."""
+        producer, matrices, shape, gather, weights = inputs
+        key = producer, role, rows, columns, shape, matrices[0].dtype, gather is None
+        launch = self._found.get(key, _UNKNOWN)
+        if launch is _UNKNOWN:
+            asked = Asked.of(self._recipe, role, offsets.device, rows=rows, columns=columns)
+            grouped = Grouped(len(offsets), shape, gather is not None, producer)
+            described = tuple(map(describe, matrices))
+            launch = self._keep(key, lambda: GroupedLaunch(described, grouped, asked))
+        if launch is None:
+            return None
+        matrices = tuple([x.detach() if x.requires_grad else x for x in matrices])
+        row_parts, column_parts, d_row_weights = launch(matrices, offsets, gather, weights)
+        along_rows = along_columns = None
+        if row_parts is not None:
+            along_rows = QuantizedRows(row_parts, launch, -1, offsets, self)
+        if column_parts is not None:
+            along_columns = QuantizedRows(column_parts, launch, -2, offsets, self)
+        return Operands(along_rows, along_columns, d_row_weights)
+
+    def multiply(
+        self, x: QuantizedRows, weight: Tensor, dtype: torch.dtype, *, axis: int, dgrad: bool
+    ) -> Tensor | None:
+        """The rows of each group times its matrix, which is quantized along ``axis``: -1 of
+        (groups, N, K), -2 of (groups, K, N). ``dgrad`` as of ``quantized_weight``. None where there
+        is no launch."""
+        key = x.launch, axis, weight.shape
+        product = self._found.get(key, _UNKNOWN)
+        if product is _UNKNOWN:
+            given = x, weight, self._recipe, dtype, axis
+            product = self._keep(key, lambda: _WeightProduct(*given))
+        return None if product is None else product(x, weight, dgrad=dgrad)
+
+    def multiply_k_grouped(
+        self, g: QuantizedRows, x: QuantizedRows, dtype: torch.dtype
+    ) -> Tensor | None:
+        """``g[start:end].T @ x[start:end]`` of each group (groups, M, N); None where there is no
+        launch."""
+        key = g.launch, x.launch, dtype
+        product = self._found.get(key, _UNKNOWN)
+        if product is _UNKNOWN:
+            product = self._keep(key, lambda: _plan_k_grouped(g, x, dtype))
+        return None if product is None else product(g.parts, x.parts, None, g.offsets)
+
+    def _keep(self, key: Any, make: Callable[[], P]) -> P | None:
+        found = self._found[key] = attempt(make)
+        return found
 
 
 class _WeightProduct:
@@ -84,58 +155,8 @@ class _WeightProduct:
         return self._multiply(x.parts, self._weight(weight, dgrad=dgrad), None, x.offsets)
 
 
-def multiply_k_grouped(g: QuantizedRows, x: QuantizedRows, dtype: torch.dtype) -> Tensor | None:
-    """``g[start:end].T @ x[start:end]`` of each group (groups, M, N); None where there is no
-    launch."""
-    key = "k-grouped product", g.launch, x.launch, dtype
-    found = planned(key, lambda: _plan_k_grouped(g, x, dtype))
-    return None if found is None else found(g.parts, x.parts, None, g.offsets)
-
-
 def _plan_k_grouped(g: QuantizedRows, x: QuantizedRows, dtype: torch.dtype) -> ProductLaunch:
     offsets = torch.empty_like(g.offsets, device=_META)
     shape = len(offsets), g.launch.shape[1], x.launch.shape[1]
     sources = ProductOperand(g.launch, -2, turned=True), ProductOperand(x.launch, -2)
     return ProductLaunch(*sources, None, dtype, shape, g.offsets.device, Groups(offsets, "k"))
-
-
-def quantize_grouped(
-    source: Source,
-    recipe: Recipe | None,
-    role: str,
-    offsets: Tensor,
-    *,
-    rows: bool,
-    columns: bool,
-) -> Operands | None:
-    """What is asked for of ``source``, as ``group_operands.operands`` has it; None where there is
-    no launch."""
-    if recipe is None or recipe.high_precision or not (rows or columns):
-        return None
-    device, gpu = offsets.device, gpu_of(offsets.device)
-    if gpu is None or not unwatched() or checks_values():
-        return None
-    inputs = source.inputs()
-    if inputs is None:
-        return None
-    producer, matrices, shape, gather, weights = inputs
-    if not all(map(is_plain, matrices)) or not (weights is None or is_plain(weights)):
-        return None
-    matrices = tuple(x.detach() if x.requires_grad else x for x in matrices)
-    described = tuple([(x.shape, x.stride(), x.dtype) for x in matrices])
-    grouped = Grouped(len(offsets), shape, gather is not None, producer)
-    key: Any = "grouped rows", grouped, described, recipe, role, rows, columns, device, gpu
-
-    def made() -> GroupedLaunch:
-        asked = Asked.of(recipe, role, device, rows=rows, columns=columns)
-        return GroupedLaunch(tuple(map(describe, matrices)), grouped, asked)
-
-    launch = planned(key, made)
-    if launch is None:
-        return None
-    along_rows, along_columns, of_weights = launch(matrices, offsets, gather, weights)
-    return Operands(
-        None if along_rows is None else QuantizedRows(along_rows, launch, -1, offsets),
-        None if along_columns is None else QuantizedRows(along_columns, launch, -2, offsets),
-        of_weights,
-    )

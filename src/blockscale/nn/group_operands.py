@@ -79,7 +79,7 @@ class Source(Protocol):
         """Along each of ``axes``; ``how``: arguments of :func:`blockscale.quantize`."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Rows:
     """Rows of ``x``: all of them, or those that ``gather`` names."""
 
@@ -91,8 +91,8 @@ class Rows:
         return self.x.device
 
     def inputs(self) -> QuantizeInputs:
-        shape = len(self.x) if self.gather is None else len(self.gather), self.x.shape[1]
-        return QuantizeInputs("load", (self.x.contiguous(),), shape, self.gather)
+        rows = (self.x if self.gather is None else self.gather).shape[0]
+        return QuantizeInputs("load", (self.x.contiguous(),), (rows, self.x.shape[1]), self.gather)
 
     def values(self) -> tuple[Tensor, None]:
         return self.x if self.gather is None else self.x[self.gather], None
@@ -106,7 +106,7 @@ class Rows:
         return (quantize(x, format, axes[0], **how),), None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Activated:
     """``activation(h)``, times ``weights`` (R,) of its rows, if there are some."""
 
@@ -138,7 +138,7 @@ class Activated:
         return swiglu_quantize(self.h, format, axes=axes, weights=self.weights, **how), None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ActivatedBackward:
     """The gradient of ``h``, from ``grad``, that of ``Activated``, and that of its weights."""
 

@@ -18,7 +18,7 @@ from ..ops import global_scale
 from ..ops.backends import on_cpu
 from ..tensor import ScaledTensor
 from .forms import quantize_forms
-from .group_launches import QuantizedRows, multiply_groups, multiply_k_grouped
+from .group_launches import QuantizedRows
 from .recipe import Recipe
 from .reuse import quantized_weight
 
@@ -67,7 +67,7 @@ def wgrad(
     columns, or plain."""
     g, x = (x, g) if transposed else (g, x)
     if isinstance(g, QuantizedRows) and isinstance(x, QuantizedRows):
-        product = multiply_k_grouped(g, x, dtype)
+        product = g.launches.multiply_k_grouped(g, x, dtype)
         if product is not None:
             return product
     g, x = _tensor(g), _tensor(x)
@@ -100,9 +100,8 @@ def _product(x: Operand, weight: Weight, offsets: Tensor, how: Product, upright:
     """``x[start:end] @ weight[i]`` of each group, or, unless weights are ``upright``, by their
     transposes."""
     if isinstance(x, QuantizedRows) and isinstance(weight, Tensor):
-        assert how.recipe is not None
-        axis, given = -2 if upright else -1, (how.recipe, how.dtype)
-        product = multiply_groups(x, weight, *given, weight_axis=axis, dgrad=how.dgrad)
+        axis = -2 if upright else -1
+        product = x.launches.multiply(x, weight, how.dtype, axis=axis, dgrad=how.dgrad)
         if product is not None:
             return product
     x = _tensor(x)

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import Described, describe, gpu_of
 from ..tensor import ScaledTensor
-from ..watching import is_plain, unwatched
+from ..watching import is_eager, is_plain, unwatched
 from .output_dtype import output_dtype
-from .plan_cache import find, planned
+from .plan_cache import attempt, find, planned
 from .product_launches import ProductLaunch, ProductOperand
 from .quantize_launches import Asked, MatrixLaunch, Parts
 from .recipe import Recipe
@@ -58,7 +57,7 @@ def plan_key(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> 
 
     Addresses are no part of it: what depends on them is looked up at the launch.
     """
-    if not unwatched() or forward_ad._current_level >= 0 or torch._C._is_tracing():
+    if not is_eager():
         return None
     if not (is_plain(x) and is_plain(weight)):
         return None
@@ -196,10 +195,7 @@ class LayerPlan:
         return None if plan is None else plan(grad, kept, weight, bias_grad)
 
     def _plan_backward(self, dgrad: bool, wgrad: bool) -> BackwardPlan | None:
-        try:
-            return BackwardPlan(self._layer, self._x, dgrad, wgrad)
-        except (TypeError, ValueError):  # of what has to be rewritten first, or has no kernel
-            return None
+        return attempt(lambda: BackwardPlan(self._layer, self._x, dgrad, wgrad))
 
     def kept_tensor(self, kept: Kept) -> ScaledTensor | None:
         """What is kept of x, as a tensor."""

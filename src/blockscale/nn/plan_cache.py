@@ -1,31 +1,40 @@
-"""What layers launch, found once for calls alike."""
+"""What calls alike have in common, found once: plans, and what checks have settled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["find", "planned"]
+__all__ = ["attempt", "find", "keep", "planned"]
 
 _LIMIT = 4096  # plans that are remembered
+_UNKNOWN = object()
 _plans: dict[Any, Any] = {}  # None: there is none
 
 P = TypeVar("P")
 
 
 def find(key: Any) -> Any:
-    """The plan of this key, if it is known by now."""
+    """What is kept by this key, if it is known by now."""
     return _plans.get(key)
 
 
 def planned(key: Any, make: Callable[[], P]) -> P | None:
     """What ``make`` makes, once for each key; None where kernels do not do all of it."""
-    if key in _plans:
-        return _plans.get(key)  # another thread may clear them
+    found: Any = _plans.get(key, _UNKNOWN)  # once: another thread may clear them
+    return keep(key, attempt(make)) if found is _UNKNOWN else found
+
+
+def attempt(make: Callable[[], P]) -> P | None:
+    """What ``make`` makes; None where kernels do not do all of it."""
     try:
-        plan = make()
+        return make()
     except (TypeError, ValueError):  # of what has to be rewritten first, or has no kernel
-        plan = None
+        return None
+
+
+def keep(key: Any, plan: P) -> P:
+    """``plan``, by the key from now on."""
     if len(_plans) >= _LIMIT:
         _plans.clear()
     _plans[key] = plan

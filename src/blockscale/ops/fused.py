@@ -166,8 +166,8 @@ def partial_sums(grad: Tensor) -> Tensor:
 def added_up(sums: Tensor, rows: int) -> Tensor:
     """Those of the first ``rows``, one after the other, as the reference does and ``combine`` with
     rows of a token."""
-    in_order = torch.arange(len(sums), device=sums.device)[None]
-    return experts.combine(sums, in_order, None, torch.float32)[0, :rows]
+    in_order = torch.arange(len(sums), device=sums.device).view(1, -1)
+    return experts.combine(sums, in_order, None, torch.float32).view(-1)[:rows]
 
 
 def _asked(

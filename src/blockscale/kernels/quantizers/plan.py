@@ -59,7 +59,7 @@ class QuantizePlan:
             written[output.first + 1] = torch.empty_like(output.scale)
         # kernels read vectors
         offsets = offsets.contiguous() if self.grouped and offsets is not None else None
-        of_rows = tuple(x for x in (gather, *weights) if x is not None) or None
+        of_rows = tuple([x for x in (gather, *weights) if x is not None]) or None
         self.run(self.sources(*inputs), tuple(written), global_scale, offsets, of_rows)
         return written
 
