@@ -28,20 +28,8 @@ class Clock:
         return nbytes * 1e-6
 
 
-@pytest.fixture
-def products(monkeypatch):
-    """torch multiplies groups on a GPU alone."""
-
-    def product(a, b, offs):
-        starts = [0, *offs.tolist()]
-        parts = [a[s:e] @ w for s, e, w in zip(starts, starts[1:], b, strict=False)]
-        return torch.cat(parts)
-
-    monkeypatch.setattr(torch, "_grouped_mm", product)
-
-
 @pytest.mark.parametrize("name", moe.RECIPES)
-def test_all_compute_the_same(name, products):
+def test_all_compute_the_same(name):
     layer = moe.make_layer(SMALL, "cpu")
     want, got = moe.bf16(layer), moe.ours(layer, moe.RECIPES[name])
     assert got.dtype == want.dtype
@@ -53,7 +41,7 @@ def test_all_compute_the_same(name, products):
         assert (t.grad - want).norm() <= {"nvfp4": 0.4}.get(name, 0.1) * want.norm()
 
 
-def test_contests(products):
+def test_contests():
     """Forward, and both, and again with the weights as they were: not quantized again."""
     found = list(moe.contests(["mxfp8"], {"small": SMALL}, device="cpu"))
     cases = [(one.where.group, one.where.case, one.products) for one in found]
@@ -84,7 +72,7 @@ def test_stages(name):
     assert flops == 3 * 3 * 2 * SMALL.pairs * SMALL.hidden * SMALL.intermediate
 
 
-def test_command(monkeypatch, tmp_path, products):
+def test_command(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "Timer", Clock)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")

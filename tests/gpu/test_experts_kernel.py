@@ -125,6 +125,43 @@ def step(leaves, ids, recipe, grad):
     return [y.detach(), *(each.grad for each in leaves)]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"),
+    [(5, 3, 4), (16384, 8, 128), (16384, 8, 256), (1, 1, 1), (70000, 8, 1023)],
+)
+def test_route(tokens, top_k, experts):
+    ids = torch.randint(-2, experts + 3, (tokens, top_k), device=DEVICE)
+    for each in (ids, ids.int()):
+        got, want = bs.route(each, experts), reference.route(each, experts)
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("tokens", "count", "hidden"), [(300, 6, 256), (3, 40, 256), (50, 4, 100)])
+def test_bf16_as_on_a_cpu(tokens, count, hidden):
+    """Without a recipe: experts without rows, pairs of none, rows that are not aligned."""
+    leaves, ids = layer(tokens=tokens, count=count, hidden=hidden)
+    ids[::3, 0] = count
+    grad = normal(tokens, hidden, seed=4)
+    got = step(leaves, ids, None, grad)
+    there = [each.detach().cpu().requires_grad_() for each in leaves]
+    for a, b in zip(got, step(there, ids.cpu(), None, grad.cpu()), strict=True):
+        assert (a.cpu().float() - b.float()).norm() <= 1e-2 * b.float().norm()
+
+
+def test_bf16_reads_nothing_back():
+    leaves, ids = layer()
+    grad = normal(300, 256, seed=4)
+    step(leaves, ids, None, grad)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(leaves, ids, None, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_layer_as_on_a_cpu(name):
     """Sums have another order there; no step falls to plain torch, and the bits come again."""

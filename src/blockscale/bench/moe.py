@@ -81,7 +81,7 @@ def ours(layer: Layer, recipe: Recipe) -> Tensor:
 
 def bf16(layer: Layer) -> Tensor:
     """By torch's product of groups, its indexing and autograd."""
-    routing, product = layer.routing, torch._grouped_mm
+    routing, product = layer.routing, torch.nn.functional.grouped_mm
     h = product(layer.x[routing.tokens], layer.up.mT, offs=routing.offsets)
     gate, up = h.chunk(2, -1)
     y = product(torch.nn.functional.silu(gate) * up, layer.down.mT, offs=routing.offsets)

@@ -42,7 +42,8 @@ def grouped_linear(
         offsets: int32 (groups,), on the device of ``x``: the end of each group. Groups may have no
             rows. Rows after the last one give zeros.
         bias: (groups, N) or None.
-        recipe: how the three products are quantized; None: not at all, one group after another.
+        recipe: how the three products are quantized; None: not at all, one group after another, or
+            by torch's grouped_mm, in bf16 on a GPU.
 
     Returns (M, N) in the dtype of ``x``, or that of torch.autocast. Until the backward, x is kept
     quantized by columns.
