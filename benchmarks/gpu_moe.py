@@ -3,7 +3,8 @@ that they take.
 
     PYTHONPATH=src python3 benchmarks/gpu_moe.py FILE.json [--only NAME] [--recipe fp8_block]
 
-Memory is what torch allocates at most during forward and backward, and what is kept between them.
+``route`` is beside torch's sort and what follows it, each in a CUDA graph. Memory is what torch
+allocates at most during forward and backward, and what is kept between them.
 Where transformers is installed, a block of it that is converted is timed beside ``bs.nn.MoE``.
 """
 
@@ -19,6 +20,7 @@ import torch
 from gpu_tiles import json_lines
 
 import blockscale as bs
+from blockscale import reference
 from blockscale.bench import contest as contests
 from blockscale.bench.host import measure_host, quantize_calls
 from blockscale.bench.moe import AT_ONCE, RECIPES, Layer, bf16, layer_calls, make_layer, ours
@@ -104,6 +106,27 @@ def blocks(timer: Timer) -> dict[str, float]:
     return found
 
 
+#: Tokens, top-k and experts of routings; the last have many chunks.
+ROUTINGS = ((64, 8, 128), (16384, 8, 128), (16384, 8, 256), (16384, 2, 8), (70000, 8, 1023))
+
+
+def routings() -> list[dict[str, float]]:
+    """Microseconds of each, of ours and of torch's operations."""
+    found = []
+    for tokens, top_k, experts in ROUTINGS:
+        ids = torch.randint(experts, (tokens, top_k), device="cuda")
+        row: dict[str, float] = {"tokens": tokens, "top_k": top_k, "experts": experts}
+        for name, run in (("blockscale", bs.route), ("torch", reference.route)):
+            run(ids, experts)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(10):
+                    run(ids, experts)
+            row[name] = Timer().microseconds(graph.replay) / 10
+        found.append(row)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
@@ -114,6 +137,7 @@ def main() -> None:
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "layers": {}}
     calls = layer_calls(recipes[0]) | quantize_calls()
     result["host"] = [asdict(call) for call in measure_host(calls, next(iter(calls)), AT_ONCE)]
+    result["route"] = routings()
     if find_spec("transformers"):
         result["blocks"] = blocks(timer)
     for name, shape in SHAPES.items():

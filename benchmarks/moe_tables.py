@@ -1,5 +1,6 @@
-"""What ``gpu_moe.py`` measured of layers of experts, and what the model says of them:
-docs/lab/experts.md, from benchmarks/results/moe_h200.json. Needs no GPU.
+"""What ``gpu_moe.py`` and ``gpu_sonic_moe.py`` measured of layers of experts, and what the model
+says of them: docs/lab/experts.md, from benchmarks/results/moe_h200.json and sonic_moe_h200.json.
+Needs no GPU.
 
 PYTHONPATH=../src:. python3 moe_tables.py
 """
@@ -71,21 +72,31 @@ def estimates() -> str:
     return table(["ms", *heads], lines)
 
 
+def passes(recipe: str) -> list[tuple[str, list[str]]]:
+    """What is timed, and the cases of it: weights quantized in each pass, in one read, before."""
+    once, reused = (f"{recipe}, {how}" for how in (ONCE, REUSED))
+    return [("forward", [recipe, reused]), ("forward and backward", [recipe, once, reused])]
+
+
+def microseconds_of(layer: Mapping[str, Any], what: str, case: str, who: str) -> float:
+    found = [
+        row["microseconds"]
+        for row in layer["rows"]
+        if (row["group"].split(", ")[1], row["case"], row["who"]) == (what, case, who)
+    ]
+    return float(found[0])
+
+
 def layers(found: Mapping[str, Any]) -> str:
     """Milliseconds, and how many times as long torch takes; bytes that are kept of a token."""
     lines = []
     for model, layer in found.items():
         for recipe, memory in layer["memory"].items():
-            times = {(r["group"].split(", ")[1], r["case"], r["who"]): r for r in layer["rows"]}
-            once, reused = (f"{recipe}, {how}" for how in (ONCE, REUSED))
             cells = []
-            for what, cases in (
-                ("forward", (recipe, reused)),
-                ("forward and backward", (recipe, once, reused)),
-            ):
-                theirs = times[what, recipe, BASELINE]["microseconds"]
+            for what, cases in passes(recipe):
+                theirs = microseconds_of(layer, what, recipe, BASELINE)
                 for case in cases:
-                    took = times[what, case, OURS]["microseconds"]
+                    took = microseconds_of(layer, what, case, OURS)
                     cells.append(f"{took / 1e3:.2f} ({theirs / took:.2f})")
                 cells.append(f"{theirs / 1e3:.1f}")
             kept = f"{memory['kept']:,.0f}"
@@ -95,6 +106,23 @@ def layers(found: Mapping[str, Any]) -> str:
         *("and backward", "weights in one read", "weights reused", "torch", "kept", "error"),
     )
     return table(["ms (times as fast)", *heads], lines)
+
+
+def peers(found: Mapping[str, Any], peer: Mapping[str, Any], recipe: str) -> str:
+    """Milliseconds of sonic-moe in bf16, and how many times as long as ours it takes; bytes of a
+    token that it keeps, and ours as a share of them."""
+    lines = []
+    for model, theirs in peer.items():
+        cells = [model]
+        for (what, cases), key in zip(passes(recipe), ("forward", "both"), strict=True):
+            cells.append(f"{theirs[key] / 1e3:.2f}")
+            took = (microseconds_of(found[model], what, case, OURS) for case in cases)
+            cells += [f"{theirs[key] / each:.2f}" for each in took]
+        kept = found[model]["memory"][recipe]["kept"]
+        lines.append([*cells, f"{theirs['kept']:,.0f}", f"{kept / theirs['kept']:.2f}"])
+    ours = "ours, times as fast", "weights reused"
+    heads = "sonic-moe forward, ms", *ours, "and backward, ms", ours[0], "in one read", ours[1]
+    return table(["", *heads, "kept", "ours / theirs"], lines)
 
 
 def steps(found: Mapping[str, Any], recipe: str) -> str:
@@ -114,8 +142,15 @@ def steps(found: Mapping[str, Any], recipe: str) -> str:
 
 
 def main() -> None:
-    found = json.loads((RESULTS / "moe_h200.json").read_text())["layers"]
-    made = {"layers": layers(found), "steps": steps(found, "fp8_block"), "estimates": estimates()}
+    result = json.loads((RESULTS / "moe_h200.json").read_text())
+    found = result["layers"]
+    peer = json.loads((RESULTS / "sonic_moe_h200.json").read_text())["layers"]
+    made = {
+        "layers": layers(found),
+        "peers": peers(found, peer, "fp8_block"),
+        "steps": steps(found, "fp8_block"),
+        "estimates": estimates(),
+    }
     for name, text in made.items():
         rewrite(LAB / "experts.md", text, *(mark.format(name) for mark in MARKS))
 
