@@ -40,6 +40,14 @@ def test_pairs_of_no_expert():
     assert bs.combine(y, routing.slots)[:, 0].tolist() == [1, 1, 1]
 
 
+def test_vmap():
+    ids = torch.stack([some(9, 2, 4, seed) for seed in range(3)])
+    mapped = torch.vmap(lambda x: tuple(bs.route(x, 4)))(ids)
+    for i, each in enumerate(ids):
+        for a, b in zip(bs.route(each, 4), mapped, strict=True):
+            assert torch.equal(a, b[i])
+
+
 def test_combine_has_one_order():
     """Of the experts that a token names, in fp32, rounded once."""
     ids, y = some(50, 4, 6), torch.randn(200, 16).bfloat16()

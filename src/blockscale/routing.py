@@ -16,10 +16,12 @@ from torch import Tensor
 from . import ops, reference
 from .ops.operation import needs_gradient
 from .tensor_checks import check_is_tensor
+from .watching import is_transformed
 
-__all__ = ["Routing", "combine", "route"]
+__all__ = ["INTEGERS", "Routing", "combine", "route"]
 
-_INTEGERS = (torch.int64, torch.int32)
+#: Of indices.
+INTEGERS = (torch.int64, torch.int32)
 
 
 class Routing(NamedTuple):
@@ -62,14 +64,15 @@ def route(experts: Tensor, num_experts: int) -> Routing:
     Raises TypeError or ValueError where these are something else.
     """
     check_is_tensor("experts", experts)
-    if experts.dtype not in _INTEGERS or experts.dim() != 2:
+    if experts.dtype not in INTEGERS or experts.dim() != 2:
         raise TypeError(
             f"experts: got {experts.dtype} of shape {tuple(experts.shape)}; expected int64 or "
             "int32 (tokens, top_k): the indices that topk gives"
         )
     if not isinstance(num_experts, int) or isinstance(num_experts, bool) or num_experts < 1:
         raise ValueError(f"num_experts: got {num_experts!r}; expected a positive integer")
-    return Routing(*ops.route(experts, num_experts))
+    run = reference.route if is_transformed() else ops.route  # an op has no rule for torch.vmap
+    return Routing(*run(experts, num_experts))
 
 
 def combine(
@@ -105,7 +108,7 @@ def combine(
             f"y, slots, weights: got {tuple(y.shape)}, {tuple(slots.shape)} and {given}; expected "
             "(R, H), (tokens, top_k) and, if there are weights, (tokens, top_k)"
         )
-    if slots.dtype not in _INTEGERS:
+    if slots.dtype not in INTEGERS:
         raise TypeError(f"slots: got {slots.dtype}; expected int64 or int32, as of Routing")
     if needs_gradient(y, weights):
         return reference.combine(y, slots, weights, dtype)

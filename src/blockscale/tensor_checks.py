@@ -19,6 +19,7 @@ __all__ = [
     "check_shape",
     "check_value_dtype",
     "checks_values",
+    "is_looked_at",
 ]
 
 #: Of what is quantized, and of products.
@@ -58,7 +59,7 @@ def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
     ``BLOCKSCALE_CHECK_OFFSETS=1`` does.
     """
     _check_groups("offsets", "the end of each group", offsets, device)
-    if not _looked_at(offsets):
+    if not is_looked_at(offsets):
         return
     ends = [0, *offsets.tolist()]
     if any(end < start for start, end in pairwise(ends)) or ends[-1] > rows:
@@ -68,7 +69,7 @@ def check_offsets(offsets: Tensor, rows: int, device: torch.device) -> None:
 def check_counts(counts: Tensor, capacity: int, device: torch.device) -> None:
     """The same of ``counts``: how many rows each group has, at most ``capacity``."""
     _check_groups("counts", "how many rows each group has", counts, device)
-    if not _looked_at(counts):
+    if not is_looked_at(counts):
         return
     rows = counts.tolist()
     if min(rows) < 0 or max(rows) > capacity:
@@ -90,7 +91,7 @@ def check_gather(gather: Tensor, x: Tensor) -> None:
         raise ValueError(f"gather: is on {gather.device}, x on {x.device}; move it there")
     if not gather.is_contiguous():
         raise ValueError(f"gather: has stride {gather.stride()}; call contiguous()")
-    if _looked_at(gather) and len(gather):
+    if is_looked_at(gather) and len(gather):
         low, high = int(gather.min()), int(gather.max())
         if low < 0 or high >= len(x):
             raise ValueError(
@@ -117,7 +118,8 @@ def _check_groups(name: str, meaning: str, given: Tensor, device: torch.device) 
         raise ValueError(f"{name}: is on {given.device}, the data on {device}; move it there")
 
 
-def _looked_at(given: Tensor) -> bool:
+def is_looked_at(given: Tensor) -> bool:
+    """Whether its values are: on a CPU, or where the environment asks for it."""
     compiling = torch.compiler.is_compiling()
     return not compiling and (given.device.type == "cpu" or checks_values())
 

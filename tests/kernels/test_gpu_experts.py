@@ -153,6 +153,45 @@ def test_found_once(name, monkeypatch):
         assert torch.equal(a, b)
 
 
+def test_each_activation_is_its_own():
+    """Also where two compare equal: what was found for one is not taken for the other."""
+
+    class Scaled(bs.nn.GatedActivation):
+        def __call__(self, h):
+            return super().__call__(h) * self.factor
+
+    def scaled(factor: float) -> bs.nn.GatedActivation:
+        made = Scaled()
+        object.__setattr__(made, "factor", factor)
+        return made
+
+    x, weights, up, down = operands()
+    given = x, weights, bs.route(torch.zeros(40, 2, dtype=torch.int64), COUNT), up, down
+    with emulated("sm_90a", quantizes=True):
+        one, other = (
+            bs.nn.experts(*given, recipe=bs.Recipe("fp8_block"), activation=scaled(factor))
+            for factor in (1.0, 4.0)
+        )
+    assert torch.equal(other, one * 4)
+
+
+def test_hooks_that_turn_what_was_saved():
+    x, weights, up, down = (each.requires_grad_() for each in operands())
+    routing, results = bs.route(torch.rand(40, COUNT).argsort(1)[:, :2], COUNT), []
+
+    def turned(t: torch.Tensor) -> torch.Tensor:
+        return t.mT.contiguous().mT if t.dim() == 2 else t
+
+    with emulated("sm_90a", quantizes=True):
+        for unpack in (lambda t: t, turned):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+                recipe = bs.Recipe("fp8_block")
+                y = bs.nn.experts(x, weights, routing, up, down, recipe=recipe)
+                results.append(torch.autograd.grad(y.sum(), (x, weights, up, down)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_vectors_that_lie_apart():
     """Ends of groups, and what hooks give back for tensors that are saved."""
 

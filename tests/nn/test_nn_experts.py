@@ -442,6 +442,18 @@ def test_reused_weights_have_the_form_of_a_backward_only_if_there_is_one(monkeyp
 # --- bad input ------------------------------------------------------------------------------------
 
 
+def test_routings_of_int32():
+    routing, (x, weights, up, down, *_) = routed(8, 2, 4), given(8, 2, 4)
+    short = routing._replace(pairs=routing.pairs.int(), slots=routing.slots.int())
+    for recipe in (None, bs.Recipe("mxfp8")):
+        results = []
+        for each in (routing, short):
+            y = experts(x, weights, each, up, down, recipe=recipe)
+            results.append([y, *torch.autograd.grad(y.sum(), (x, weights, up, down))])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_bad_input():
     routing, (x, weights, up, down, *_) = routed(8, 2, 4), given(8, 2, 4)
     recipe = bs.Recipe("mxfp8")
@@ -470,6 +482,12 @@ def test_bad_input():
     for message, (a, s, r, u, d, how) in cases.items():
         with pytest.raises(ValueError, match=message):
             experts(a, s, r, u, d, recipe=how)
+    for slots in (routing.slots.double(), routing.slots.short(), routing.slots > 2):
+        with pytest.raises(TypeError, match="routing: has slots"):
+            experts(x, weights, routing._replace(slots=slots), up, down, recipe=recipe)
+    turned_rows = routing._replace(pairs=routing.pairs.flip(0))
+    with pytest.raises(ValueError, match="tokens that are not those of its pairs"):
+        experts(x, weights, turned_rows, up, down, recipe=recipe)
     other = routing._replace(offsets=routing.offsets.long())
     with pytest.raises(TypeError, match=r"offsets: got torch\.int64"):
         experts(x, weights, other, up, down, recipe=recipe)

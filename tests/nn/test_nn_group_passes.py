@@ -45,3 +45,35 @@ def test_compiled(recipe, monkeypatch):
         monkeypatch.setattr(group_passes, "_on_gpu", lambda x: True)
     for a, b in zip(*results, strict=True):
         assert (a.float() - b.float()).norm() <= 2e-2 * a.float().norm()
+
+
+def test_layouts(monkeypatch):
+    """Rows of any length, overlapping ones, a gradient column by column, many experts."""
+    calls = []
+    counted = lambda *args: calls.append(args) or grouped_mm(*args)  # noqa: E731
+    monkeypatch.setattr(group_passes, "grouped_mm", counted)
+    wide = torch.randn(40 * 8 + 128).bfloat16()
+    cases = [
+        (torch.randn(40, 64).bfloat16(), 3),
+        (torch.randn(64, 40).bfloat16().mT, 3),
+        (wide.unfold(0, 64, 8)[:40], 3),
+        (torch.randn(40, 65).bfloat16()[:, 1:], 3),
+        (torch.randn(40, 100).bfloat16(), 3),  # of some products rows are not aligned
+        (torch.randn(40, 64).bfloat16(), 1024),
+    ]
+    for x, count in cases:
+        hidden = x.shape[1]
+        up, down = torch.randn(count, 32, hidden).bfloat16(), torch.randn(count, hidden, 16)
+        ends = (torch.arange(1, count + 1) * 37 // count).int()
+        leaves = [x.detach(), up, down.bfloat16()]
+        results, grad = [], torch.randn(hidden, 40).bfloat16().mT
+        for on_gpu in (False, True):
+            monkeypatch.setattr(group_passes, "_on_gpu", lambda x, on_gpu=on_gpu: on_gpu)
+            x, up, down = (each.requires_grad_() for each in leaves)
+            y = bs.nn.experts(x, None, ends, up, down, recipe=None)
+            results.append([y, *torch.autograd.grad(y, leaves, grad)])
+        assert (len(calls) > 0) == (count < 1024)
+        for a, b in zip(*results, strict=True):
+            assert b.is_contiguous() == a.is_contiguous()
+            assert (a.float() - b.float()).norm() <= 2e-2 * a.float().norm()
+        calls.clear()

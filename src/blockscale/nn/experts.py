@@ -77,7 +77,10 @@ def experts(
     held = Held(up, down, up_bias, down_bias, gate)
     routed = routing if isinstance(routing, Routing) else (None, None, routing, None)
     tensors = x, weights, *held, *routed
-    key = call_key(recipe, tensors, activation, transposed, saved_format)
+    key = None
+    if type(activation) is GatedActivation and isinstance(saved_format, str | None):
+        how_made = activation, transposed, saved_format, isinstance(routing, Routing)
+        key = call_key(recipe, tensors, *how_made)
     known = None if key is None else find(key)
     if known is not None:
         return _Experts.apply(*known, *tensors)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..checks import choose
 from ..formats import formats
-from ..routing import Routing
+from ..routing import INTEGERS, Routing
 from ..tensor import ScaledTensor
-from ..tensor_checks import DTYPES, check_is_tensor, check_offsets
+from ..tensor_checks import DTYPES, check_is_tensor, check_offsets, is_looked_at
 from ..watching import refuse_tangents
 from .linear import check_dtype, check_whole
 from .recipe import Recipe, check_training_recipe
@@ -186,7 +186,9 @@ def _check_routing(x: Tensor, weights: Tensor | None, routing: Routing, up: Tens
             f"routing: is of {len(slots)} tokens, x has {len(x)}; route the experts of these"
         )
     pairs, count = routing.pairs, slots.numel()
-    if pairs.dtype not in (torch.int64, torch.int32) or tuple(pairs.shape) != (count,):
+    if slots.dtype not in INTEGERS:
+        raise TypeError(f"routing: has slots {slots.dtype}; expected int64 or int32")
+    if pairs.dtype not in INTEGERS or tuple(pairs.shape) != (count,):
         raise ValueError(
             f"routing: has pairs {pairs.dtype} {tuple(pairs.shape)}, slots of {count}; expected "
             f"integers ({count},), as blockscale.route(...) gives them"
@@ -199,6 +201,10 @@ def _check_routing(x: Tensor, weights: Tensor | None, routing: Routing, up: Tens
         )
     _check_alike(x, weights=weights, routing=slots, pairs=pairs, tokens=tokens)
     check_offsets(routing.offsets, count, x.device)
+    if is_looked_at(pairs) and not torch.equal(pairs // max(slots.shape[1], 1), tokens):
+        raise ValueError(
+            "routing: has tokens that are not those of its pairs, pairs // top_k; change both alike"
+        )
     _check_count("routing", routing.offsets, up)
 
 

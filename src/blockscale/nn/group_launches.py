@@ -110,7 +110,7 @@ class Launches:
         """The rows of each group times its matrix, which is quantized along ``axis``: -1 of
         (groups, N, K), -2 of (groups, K, N). ``dgrad`` as of ``quantized_weight``. None where there
         is no launch."""
-        key = x.launch, axis, weight.shape
+        key = x.launch, axis, weight.shape, weight.stride()  # hooks of saved tensors change these
         product = self._found.get(key, _UNKNOWN)
         if product is _UNKNOWN:
             given = x, weight, self._recipe, dtype, axis

@@ -123,7 +123,8 @@ class Activated:
             return None
         rows, columns = self.h.shape
         producer = "swiglu" if self.weights is None else "weighted_swiglu"
-        return QuantizeInputs(producer, (self.h,), (rows, columns // 2), None, self.weights)
+        h = self.h.contiguous()
+        return QuantizeInputs(producer, (h,), (rows, columns // 2), None, self.weights)
 
     def values(self) -> tuple[Tensor, None]:
         if self.weights is None:
@@ -156,7 +157,8 @@ class ActivatedBackward:
             return None
         rows, columns = self.h.shape
         producer = "swiglu_backward" if self.weights is None else "weighted_swiglu_backward"
-        return QuantizeInputs(producer, (self.h, self.grad), (rows, columns), None, self.weights)
+        matrices = self.h.contiguous(), self.grad
+        return QuantizeInputs(producer, matrices, (rows, columns), None, self.weights)
 
     def values(self) -> tuple[Tensor, Tensor | None]:
         if self.weights is None:

@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 
+_MOST_GROUPS = 1024  # of torch's grouped_mm, and one
+
 #: Matrices of all groups; or of two stacks, whose rows lie below each other in each group.
 Weight = Tensor | tuple[Tensor, Tensor]
 #: Grouped rows: quantized, or plain.
@@ -148,8 +150,10 @@ def _plain(a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     of groups, else one after another. A CPU may take 50 times as long for bf16 as for fp32, in
     which its products are exact, too."""
     b = b.to(a.dtype)
-    if _on_gpu(a) and a.dtype == torch.bfloat16 and _is_aligned(a) and _is_aligned(b):
-        return grouped_mm(a, b, offsets).to(dtype)
+    if _on_gpu(a) and a.dtype == torch.bfloat16 and len(offsets) < _MOST_GROUPS:
+        matrices = _for_grouped_mm(a, b)
+        if all(map(_is_aligned, matrices)):
+            return grouped_mm(*matrices, offsets).to(dtype)
     wide = torch.promote_types(a.dtype, torch.float32) if on_cpu(a) else a.dtype
     return reference.grouped_gemm(a, b, offsets, out_dtype=dtype, compute_dtype=wide)
 
@@ -160,9 +164,19 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     product = torch.nn.functional.grouped_mm(a, b, offs=offsets)
     if b.dim() == 3:
         rows = torch.arange(len(a), device=a.device, dtype=torch.int32)
-        return product.masked_fill_((rows >= offsets[-1])[:, None], 0)
-    empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
-    return product.masked_fill_(empty[:, None, None], 0)
+        product = product.masked_fill_((rows >= offsets[-1])[:, None], 0)
+    else:
+        empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+        product = product.masked_fill_(empty[:, None, None], 0)
+    return product.contiguous()  # rows of it may lie apart
+
+
+def _for_grouped_mm(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies where groups could begin at any byte: rows of ``a`` together where these are grouped,
+    its columns and rows of ``b`` where what they contract is."""
+    if b.dim() == 3:
+        return a.contiguous(), b
+    return a.mT.contiguous().mT, b.contiguous()
 
 
 def _on_gpu(x: Tensor) -> bool:
@@ -170,8 +184,11 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether rows, or columns, are contiguous and start at multiples of 16 bytes."""
-    small, large = sorted(x.stride()[-2:])
+    """Whether rows, or columns, are contiguous, start at multiples of 16 bytes, and do not
+    overlap."""
+    rows, columns = x.stride()[-2:]
+    together, apart = (x.shape[-1], rows) if columns == 1 else (x.shape[-2], columns)
     start = 0 if torch.compiler.is_compiling() else x.storage_offset()  # which it does not trace
-    apart = start, large, *x.stride()[:-2]
-    return x.numel() > 0 and small == 1 and not any(n * x.element_size() % 16 for n in apart)
+    strides = start, apart, *x.stride()[:-2]
+    aligned = not any(n * x.element_size() % 16 for n in strides)
+    return x.numel() > 0 and 1 in (rows, columns) and apart >= together and aligned
