@@ -25,7 +25,7 @@ from .tensor import ScaledTensor
 from .warm import warm
 
 if TYPE_CHECKING:
-    from . import checkpoint
+    from . import checkpoint, distributed
 
 __version__ = "0.1.0"
 
@@ -39,6 +39,7 @@ __all__ = [
     "checkpoint",
     "combine",
     "convert",
+    "distributed",
     "formats",
     "gemm",
     "gemm_quantize",
@@ -58,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``blockscale.checkpoint`` is imported when it is first used."""
-    if name == "checkpoint":
-        return import_module(".checkpoint", __name__)
+    """``blockscale.checkpoint`` and ``blockscale.distributed`` are imported when first used."""
+    if name in ("checkpoint", "distributed"):
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
