@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,21 @@ def test_every_recipe_is_measured(small, name):
         assert abs(values["sqnr_db"] - wanted) < 3, role
         if fmt.scale.name == "E8M0" and recipe.scale_rounding is None:
             assert values["saturated_per_million"] == 0
+
+
+def test_experts_are_measured(small):
+    """Each expert's rows, its two matrices, and the gradient of its result."""
+    sizes = {"experts": 4, "top_k": 2, "expert_size": 64}
+    model, statistics = _model(bs.Recipe("mxfp8"), 0, replace(small, **sizes)), Statistics()
+    with statistics.watch(model):
+        _loss(model, *batch()).backward()
+    found = statistics.summary()
+    pairs = 64 * 2
+    assert found["weights"]["elements"] == 2 * 32 * (32 * 4 + 4 * 3 * 64)
+    assert found["activations"]["elements"] == 2 * 32 * (64 * 2 + pairs)
+    assert found["gradients"]["elements"] == 2 * 32 * (64 * (3 + 1) + pairs)
+    for values in found.values():
+        assert abs(values["sqnr_db"] - 31) < 3
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_block"])

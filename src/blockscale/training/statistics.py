@@ -6,14 +6,16 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..measure import error_sums
-from ..nn import Linear, Recipe
+from ..nn import GatedExperts, Linear, Recipe
 from ..quantize import quantize
+from ..routing import Routing
 
 __all__ = ["ROLES", "Statistics"]
 
@@ -42,8 +44,10 @@ class Statistics:
     """Saturation and signal-to-noise ratio of activations, weights and gradients.
 
     ``with statistics.watch(model): loss.backward()`` looks at each tensor that the quantized layers
-    multiply, along the axes they use. The ratio is that of a tensor's energy to the energy of its
-    error, averaged (as noise to signal) over all tensors seen. It changes nothing in the model.
+    multiply, along the axes they use; of experts at the rows of each, at its matrices and at the
+    gradient of its result, not at what lies between its two products. The ratio is that of a
+    tensor's energy to the energy of its error, averaged (as noise to signal) over all tensors seen.
+    It changes nothing in the model.
     """
 
     def __init__(self) -> None:
@@ -52,8 +56,12 @@ class Statistics:
     @contextmanager
     def watch(self, model: torch.nn.Module) -> Iterator[None]:
         """Look at one forward and backward pass."""
-        layers = [m for m in model.modules() if isinstance(m, Linear)]
-        hooks = [layer.register_forward_hook(self._after_forward) for layer in layers]
+        hooks = []
+        for module in model.modules():
+            if isinstance(module, Linear):
+                hooks.append(module.register_forward_hook(self._after_forward))
+            elif isinstance(module, GatedExperts) and module.recipe is not None:
+                hooks.append(module.register_forward_hook(self._after_experts))
         try:
             yield
         finally:
@@ -66,6 +74,21 @@ class Statistics:
         self._add("weights", layer.weight, recipe)
         if output.requires_grad:
             output.register_hook(lambda grad: self._add("gradients", grad, recipe))
+
+    def _after_experts(self, layer: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, _, routing = inputs
+        self._add_rows("activations", x, routing, layer.recipe)
+        for matrix in (*layer.gate_up_proj, *layer.down_proj):
+            self._add("weights", matrix, layer.recipe)
+        if output.requires_grad:
+            output.register_hook(
+                lambda grad: self._add_rows("gradients", grad, routing, layer.recipe)
+            )
+
+    def _add_rows(self, role: str, x: Tensor, routing: Routing, recipe: Recipe) -> None:
+        """Those of each expert."""
+        for start, end in pairwise([0, *routing.offsets.tolist()]):
+            self._add(role, x[routing.tokens[start:end].long()], recipe)
 
     def _add(self, role: str, x: Tensor, recipe: Recipe) -> None:
         x = x.detach().reshape(-1, x.shape[-1]).contiguous()
