@@ -84,6 +84,21 @@ def test_experts_are_measured(small):
         assert abs(values["sqnr_db"] - 31) < 3
 
 
+def test_experts_share_a_global_scale():
+    """Small ones are lost in NVFP4, as the layer loses them; its arguments may have names."""
+    layer = bs.nn.GatedExperts(128, 64, 2, recipe=bs.Recipe("nvfp4"))
+    x, statistics = torch.randn(64, 128), Statistics()
+    with torch.no_grad():
+        layer.gate_up_proj[1] *= 1e-6
+        layer.down_proj[1] *= 1e-6
+        x[32:] *= 1e-6
+        routing = bs.route((torch.arange(64) // 32)[:, None], 2)
+        with statistics.watch(layer):
+            layer(x, weights=torch.ones(64, 1), routing=routing)
+    for values in statistics.summary().values():
+        assert abs(values["sqnr_db"] - 3) < 0.5  # half of the experts have none
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_block"])
 def test_padded_rows_and_columns_count_once(name):
     """Sums of 5 rows of 40 and of 40 rows of 5, which are padded to blocks."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..measure import error_sums
 from ..nn import GatedExperts, Linear, Recipe
+from ..ops import global_scale
 from ..quantize import quantize
 from ..routing import Routing
 
@@ -61,7 +62,7 @@ class Statistics:
             if isinstance(module, Linear):
                 hooks.append(module.register_forward_hook(self._after_forward))
             elif isinstance(module, GatedExperts) and module.recipe is not None:
-                hooks.append(module.register_forward_hook(self._after_experts))
+                hooks.append(module.register_forward_hook(self._after_experts, with_kwargs=True))
         try:
             yield
         finally:
@@ -75,11 +76,14 @@ class Statistics:
         if output.requires_grad:
             output.register_hook(lambda grad: self._add("gradients", grad, recipe))
 
-    def _after_experts(self, layer: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, _, routing = inputs
+    def _after_experts(
+        self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor
+    ) -> None:
+        given = dict(zip(("x", "weights", "routing"), inputs, strict=False)) | named
+        x, routing = given["x"], given["routing"]
         self._add_rows("activations", x, routing, layer.recipe)
-        for matrix in (*layer.gate_up_proj, *layer.down_proj):
-            self._add("weights", matrix, layer.recipe)
+        for stack in (layer.gate_up_proj, layer.down_proj):
+            self._add_parts("weights", stack, list(stack), layer.recipe)
         if output.requires_grad:
             output.register_hook(
                 lambda grad: self._add_rows("gradients", grad, routing, layer.recipe)
@@ -87,10 +91,21 @@ class Statistics:
 
     def _add_rows(self, role: str, x: Tensor, routing: Routing, recipe: Recipe) -> None:
         """Those of each expert."""
-        for start, end in pairwise([0, *routing.offsets.tolist()]):
-            self._add(role, x[routing.tokens[start:end].long()], recipe)
+        rows = x.detach()[routing.tokens.long()]
+        ends = pairwise([0, *routing.offsets.tolist()])
+        self._add_parts(role, rows, [rows[start:end] for start, end in ends], recipe)
 
-    def _add(self, role: str, x: Tensor, recipe: Recipe) -> None:
+    def _add_parts(self, role: str, x: Tensor, parts: list[Tensor], recipe: Recipe) -> None:
+        """Parts of ``x``, which has one global scale, if the format has one."""
+        format = recipe.format_of(role)
+        scalar = None
+        if format.has_global_scale and x.numel():
+            scalar = global_scale(x.detach().contiguous(), format.name)
+        for part in parts:
+            self._add(role, part, recipe, scalar)
+
+    def _add(self, role: str, x: Tensor, recipe: Recipe, scalar: Tensor | None = None) -> None:
+        """``scalar``: the global scale, if it is not that of ``x``."""
         x = x.detach().reshape(-1, x.shape[-1]).contiguous()
         if not x.any():
             return  # what a zero gradient loses says nothing
@@ -99,7 +114,8 @@ class Statistics:
             if used != role or product in recipe.high_precision:
                 continue
             rows = x if axis == -1 else x.mT.contiguous()
-            q = quantize(rows, format, scale_rounding=recipe.scale_rounding, pad=True)
+            rounding = recipe.scale_rounding
+            q = quantize(rows, format, scale_rounding=rounding, pad=True, global_scale=scalar)
             found = error_sums(rows, q)
             sums.tensors += 1
             sums.elements += x.numel()
