@@ -70,6 +70,18 @@ def test_gate_and_up_take_turns():
     assert torch.equal(got[:, 16:24], weight[:, 8:16])
 
 
+@pytest.mark.parametrize("experts", [1, 2, 3])
+def test_scales_of_each_expert_have_any_shape(experts):
+    weight, scale, scalars = (each[:experts] for each in checkpoint("nvfp4"))
+    want = transform_weights(weight, scale, scalars, interleave=True)
+    got = transform_weights(weight, scale, scalars[:, None], interleave=True)
+    assert torch.equal(got.alpha, want.alpha)
+    assert torch.equal(got.dequantize(), want.dequantize())
+    one = transform_weights(weight, scale, torch.nn.Parameter(scalars[0]))
+    assert one.alpha.tolist() == [[float(scalars[0])]] * experts
+    assert not one.dequantize().requires_grad
+
+
 def test_gate_and_up_with_scales_of_their_own():
     """Not the larger one for both."""
     weight, scale, scalars = checkpoint("nvfp4")
@@ -165,7 +177,7 @@ def test_build_7_packed_fp4_type():
 def test_build_9_sf_stride():
     made = kernel_form()
     with pytest.raises(
-        ValueError, match=r"l1\.sf: has strides .*: K-major; expected \(\.\., 1, 256"
+        ValueError, match=r"l1\.sf: has strides .*: K-major; expected \(2048, 1, 256"
     ):
         check_mega_weights("l1", made._replace(sf=made.sf.contiguous()))
     apart = torch.zeros(E, K // 64, N + 4, dtype=torch.int32).mT[:, :N]
@@ -185,10 +197,22 @@ def test_build_11_sf_not_packed():
         check_mega_weights("l1", made._replace(sf=scale))
 
 
-def test_bad_alpha():
+def test_other_kernel_forms():
     made = kernel_form()
-    with pytest.raises(ValueError, match=r"l1\.alpha: got torch\.float32 \(3, 2\)"):
-        check_mega_weights("l1", made._replace(alpha=made.alpha.expand(3, 2)))
+    cases = {
+        r"l1\.alpha: got torch\.float32 \(3, 2\)": {"alpha": torch.ones(3, 2)},
+        r"l1\.alpha: .* strides \(0, 1\)": {"alpha": torch.ones(1, 1).expand(3, 1)},
+        r"l1\.alpha: is on meta": {"alpha": made.alpha.to("meta")},
+        r"l1\.sf: has strides \(0, 1, 256\)": {"sf": made.sf[:1].expand(3, -1, -1)},
+        r"l1\.sf: got \(\)": {"sf": torch.zeros((), dtype=torch.int32)},
+        r"l1\.sf": {"sf": None},
+        r"l1\.data: is of N = 250": {"data": made.data[:, :250].contiguous(), "interleaved": True},
+        r"l1\.data: is of N = 256, K = 18": {"data": made.data[..., :9].contiguous()},
+        r"l1\.data: got \(0, 256, 256\)": {"data": made.data[:0]},
+    }
+    for message, changed in cases.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            check_mega_weights("l1", made._replace(**changed))
 
 
 def test_bad_checkpoints():
@@ -210,6 +234,12 @@ def test_bad_checkpoints():
         "weight_scale_2: got None; NVFP4 has a global scale": (weight, scale, None),
         r"weight_scale_2: got \(4,\)": (weight, scale, torch.ones(4)),
         r"weight_scale_2: got \(3, 2\)": (weight, scale, torch.ones(3, 2)),
+        r"weight_scale_2: got torch\.float64": (weight, scale, scalars.double()),
+        r"weight_scale_2: got torch\.float32 on meta": (weight, scale, scalars.to("meta")),
+        "weight_scale_2: has a negative": (weight, scale, -scalars),
+        "weight_scale_2: has a negative number, an infinity": (weight, scale, scalars / 0),
+        "weight_scale_2": (weight, scale, 1.0),
+        "weight: got .* expected some weights": (weight[:, :0], scale[:, :0], scalars),
     }
     for message, given in cases.items():
         with pytest.raises((TypeError, ValueError), match=message):

@@ -111,21 +111,26 @@ def transform_weights(
         weight: uint8 or int8 (E, N, K / 2): two E2M1 codes a byte. They are not changed.
         weight_scale: float8_e4m3fn (E, N, K / 16): NVFP4. float8_e8m0fnu or uint8 (E, N, K / 32):
             MXFP4.
-        weight_scale_2: fp32 () or (E,), or (E, 2), of gate and up: NVFP4's global scales, the
-            multipliers that dequantize. They become ``alpha``.
+        weight_scale_2: fp32 (), (E,) or (E, 1), or (E, 2) of gate and up, none negative: NVFP4's
+            global scales, the multipliers that dequantize. They become ``alpha``.
         interleave: N is gate's rows, then up's (the first product); they take turns in the result.
         fold: multiply the block scales by ``weight_scale_2``, round them to UE4M3 once more, and
             have ones for ``alpha``; ``.fold`` says what that did.
 
+    Results share memory with the arguments where nothing changes.
+
     Raises TypeError or ValueError where these are something else, or do not fit each other.
     """
+    weight, weight_scale = (
+        x.detach() if isinstance(x, Tensor) else x for x in (weight, weight_scale)
+    )
     format = _check_checkpoint(weight, weight_scale, weight_scale_2, interleave, fold)
     experts, n = weight.shape[:2]
     if weight_scale_2 is None:
         alpha = torch.ones(experts, 1, device=weight.device)
     else:
-        alpha = weight_scale_2.float().reshape(-1, 1 if weight_scale_2.dim() < 2 else 2)
-        alpha = alpha.expand(experts, -1).contiguous()
+        parts = weight_scale_2.shape[1] if weight_scale_2.dim() == 2 else 1
+        alpha = weight_scale_2.detach().reshape(-1, parts).expand(experts, -1).contiguous()
     scale, report = weight_scale.view(torch.uint8), None
     if fold:
         wide = weight_scale.float() * _alpha_of_rows(alpha, n)
@@ -147,12 +152,21 @@ def check_mega_weights(name: str, weights: MegaWeights) -> None:
     if data.dtype != torch.int8:
         view = ", .view(torch.int8)" if data.dtype == torch.uint8 else ""
         raise TypeError(f"{name}.data: got {data.dtype}; expected int8, two E2M1 a byte{view}")
-    if data.dim() != 3 or not data.is_contiguous():
+    if data.dim() != 3 or not data.is_contiguous() or not data.numel():
         raise ValueError(
             f"{name}.data: got {tuple(data.shape)} with strides {data.stride()}; expected "
             "(experts, N, K / 2), contiguous"
         )
     experts, n, half = data.shape
+    if 2 * half % weights.gran_k or (interleaved and n % (2 * INTERLEAVE)):
+        raise ValueError(
+            f"{name}.data: is of N = {n}, K = {2 * half}; expected multiples of "
+            f"{2 * INTERLEAVE if interleaved else 1} and of {weights.gran_k}"
+        )
+    for part, each in (("sf", sf), ("alpha", alpha)):
+        check_is_tensor(f"{name}.{part}", each)
+        if each.device != data.device:
+            raise ValueError(f"{name}.{part}: is on {each.device}, data on {data.device}; move it")
     rows, words = -(-n // ROWS) * ROWS, -(-2 * half // (weights.gran_k * WORD))
     if sf.dtype != torch.int32:
         raise TypeError(
@@ -160,22 +174,24 @@ def check_mega_weights(name: str, weights: MegaWeights) -> None:
         )
     if tuple(sf.shape) != (experts, rows, words):
         other = words * weights.gran_k // (48 - weights.gran_k)
-        block = f" (blocks of {48 - weights.gran_k}?)" if sf.shape[-1] == other else ""
+        block = f" (blocks of {48 - weights.gran_k}?)" if sf.shape[-1:] == (other,) else ""
         raise ValueError(
             f"{name}.sf: got {tuple(sf.shape)}{block}; {format} has blocks of {weights.gran_k}: "
             f"expected {(experts, rows, words)}{remedy}"
         )
-    if sf.stride()[1:] != (1, rows):
+    if sf.stride()[1:] != (1, rows) or (experts > 1 and sf.stride(0) != rows * words):
         wrong = "K-major" if sf.stride(-1) == 1 and words > 1 else "not aligned as TMA wants it"
         raise ValueError(
-            f"{name}.sf: has strides {sf.stride()}: {wrong}; expected (.., 1, {rows}), MN-major in "
-            f"columns of {rows} words{remedy}"
+            f"{name}.sf: has strides {sf.stride()}: {wrong}; expected ({rows * words}, 1, {rows}), "
+            f"MN-major in columns of {rows} words{remedy}"
         )
     parts = alpha.shape[-1] if alpha.dim() == 2 else 0
-    if alpha.dtype != torch.float32 or parts not in (1, 1 + interleaved) or len(alpha) != experts:
+    fits = parts in (1, 1 + interleaved) and len(alpha) == experts and alpha.is_contiguous()
+    if alpha.dtype != torch.float32 or not fits:
         raise ValueError(
-            f"{name}.alpha: got {alpha.dtype} {tuple(alpha.shape)}; expected float32 ({experts}, 1)"
-            + (f" or ({experts}, 2)" if interleaved else "")
+            f"{name}.alpha: got {alpha.dtype} {tuple(alpha.shape)} with strides {alpha.stride()}; "
+            f"expected float32 ({experts}, 1){f' or ({experts}, 2)' if interleaved else ''}, "
+            "contiguous"
         )
 
 
@@ -188,6 +204,8 @@ def _check_checkpoint(
 ) -> Format:
     for name, each in (("weight", weight), ("weight_scale", weight_scale)):
         check_is_tensor(name, each)
+    if weight_scale_2 is not None:
+        check_is_tensor("weight_scale_2", weight_scale_2)
     if weight.dtype not in (torch.uint8, torch.int8) or weight.dim() != 3:
         raise TypeError(
             f"weight: got {weight.dtype} {tuple(weight.shape)}; expected uint8 (experts, N, K / 2),"
@@ -202,6 +220,8 @@ def _check_checkpoint(
             f"weight_scale: got {weight_scale.dtype}; expected float8_e4m3fn of blocks of 16 "
             "(NVFP4), or float8_e8m0fnu or uint8 of blocks of 32 (MXFP4), as checkpoints have them"
         )
+    if not weight.numel():
+        raise ValueError(f"weight: got {tuple(weight.shape)}; expected some weights")
     experts, n, half = weight.shape
     want = experts, n, 2 * half // format.block_size
     if tuple(weight_scale.shape) != want or 2 * half % format.block_size:
@@ -224,6 +244,14 @@ def _check_checkpoint(
             f"weight_scale_2: got {given}; NVFP4 has a global scale: expected () or ({experts},)"
             + (f", or ({experts}, 2) of gate and up" if interleave else "")
         )
+    if weight_scale_2 is not None and format.has_global_scale:
+        if weight_scale_2.dtype != torch.float32 or weight_scale_2.device != weight.device:
+            raise TypeError(
+                f"weight_scale_2: got {weight_scale_2.dtype} on {weight_scale_2.device}; expected "
+                f"float32 on {weight.device}"
+            )
+        if not bool((weight_scale_2.isfinite() & (weight_scale_2 >= 0)).all()):
+            raise ValueError("weight_scale_2: has a negative number, an infinity or NaN")
     if not format.has_global_scale and (weight_scale_2 is not None or fold):
         raise ValueError(
             f"{'fold' if weight_scale_2 is None else 'weight_scale_2'}: {format.name} has no "

@@ -79,7 +79,7 @@ def experts(
     tensors = x, weights, *held, *routed
     key = None
     if type(activation) is GatedActivation and isinstance(saved_format, str | None):
-        how_made = activation, transposed, saved_format, isinstance(routing, Routing)
+        how_made = activation, bool(transposed), saved_format, isinstance(routing, Routing)
         key = call_key(recipe, tensors, *how_made)
     known = None if key is None else find(key)
     if known is not None:
