@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from ..checks import choose
-from ..formats import Format, get_format
+from ..formats import E4M3, Format, get_format
+from ..layouts import get_layout
+from ..layouts.base import ceil_to
+from ..layouts.tcgen05 import TILE_BLOCKS, TILE_ROWS
 from ..tensor import ScaledTensor
 from ..tensor_checks import check_is_tensor
 
@@ -22,9 +25,6 @@ __all__ = ["FoldError", "MegaWeights", "check_mega_weights", "transform_weights"
 
 FORMATS = {name: get_format(name) for name in ("nvfp4", "mxfp4")}
 INTERLEAVE = 8  # rows of gate, then as many of up: columns that a lane of the epilogue has together
-ROWS = 128  # of a tile of scales, which tensor memory has as 32 lanes of four
-WORD = 4  # scales
-_LARGEST = 448.0  # of UE4M3
 
 
 class FoldError(NamedTuple):
@@ -48,8 +48,8 @@ class MegaWeights(NamedTuple):
     Attributes:
         data: int8 (E, N, K / 2), contiguous: two E2M1 codes a byte, the first in the lower half.
         sf: int32 (E, rows, K / (4 * gran_k)), four scales a word, with strides (.., 1, rows):
-            MN-major. ``rows`` is N padded to a multiple of 128; in each 128 of them row ``r`` is
-            word ``r % 32 * 4 + r // 32``, as ``tcgen05.cp`` (32x128b.warpx4) reads them.
+            MN-major. ``rows`` is N padded to a multiple of 128. 128 of them are a tile of layout
+            "tcgen05": row ``r`` is word ``r % 32 * 4 + r // 32``.
         alpha: fp32 (E, parts): what the epilogue multiplies sums by, those of gate and of up where
             there are two ``parts``.
         format: "nvfp4" or "mxfp4".
@@ -134,7 +134,7 @@ def transform_weights(
     scale, report = weight_scale.view(torch.uint8), None
     if fold:
         wide = weight_scale.float() * _alpha_of_rows(alpha, n)
-        folded = wide.clamp(max=_LARGEST).to(torch.float8_e4m3fn)
+        folded = wide.clamp(max=E4M3.max).to(torch.float8_e4m3fn)
         report = _fold_error(wide, folded.float())
         scale, alpha = folded.view(torch.uint8), torch.ones_like(alpha)
     data = weight.view(torch.int8)
@@ -167,14 +167,15 @@ def check_mega_weights(name: str, weights: MegaWeights) -> None:
         check_is_tensor(f"{name}.{part}", each)
         if each.device != data.device:
             raise ValueError(f"{name}.{part}: is on {each.device}, data on {data.device}; move it")
-    rows, words = -(-n // ROWS) * ROWS, -(-2 * half // (weights.gran_k * WORD))
+    rows, words = ceil_to(n, TILE_ROWS), -(-2 * half // (weights.gran_k * TILE_BLOCKS))
     if sf.dtype != torch.int32:
         raise TypeError(
             f"{name}.sf: got {sf.dtype}: scales are not packed; expected int32, four a word{remedy}"
         )
     if tuple(sf.shape) != (experts, rows, words):
-        other = words * weights.gran_k // (48 - weights.gran_k)
-        block = f" (blocks of {48 - weights.gran_k}?)" if sf.shape[-1:] == (other,) else ""
+        (other,) = (each.block_size for each in FORMATS.values() if each.name != format)
+        of_other = sf.shape[-1:] == (words * weights.gran_k // other,)
+        block = f" (blocks of {other}?)" if of_other else ""
         raise ValueError(
             f"{name}.sf: got {tuple(sf.shape)}{block}; {format} has blocks of {weights.gran_k}: "
             f"expected {(experts, rows, words)}{remedy}"
@@ -272,19 +273,23 @@ def _interleaved(x: Tensor, *, back: bool = False) -> Tensor:
 
 
 def _bytes_to_words(scale: Tensor) -> Tensor:
-    """int32 (E, rows, words), MN-major, in the order of tensor memory, of uint8 (E, N, blocks)."""
+    """int32 (E, rows, words), MN-major, of uint8 (E, N, blocks): tiles of layout "tcgen05", one
+    after the other down each column of words."""
     experts, n, blocks = scale.shape
-    padded = scale.new_zeros(experts, -(-n // ROWS) * ROWS, -(-blocks // WORD) * WORD)
-    padded[:, :n, :blocks] = scale
-    tiles = padded.view(torch.int32).unflatten(1, (-1, 4, 32)).transpose(2, 3)
-    words = scale.new_empty(experts, tiles.shape[-1], padded.shape[1], dtype=torch.int32)
-    return words.copy_(tiles.flatten(1, 3).mT).mT
+    rows, words = ceil_to(n, TILE_ROWS), -(-blocks // TILE_BLOCKS)
+    padded = torch.nn.functional.pad(scale, (0, 0, 0, rows - n))
+    tiles = get_layout("tcgen05").swizzle(padded.flatten(0, 1)).view(torch.int32)
+    by_column = tiles.view(experts, -1, words, TILE_ROWS).transpose(1, 2)
+    return tiles.new_empty(experts, words, rows).copy_(by_column.flatten(2)).mT
 
 
 def _words_to_bytes(sf: Tensor) -> Tensor:
     """The other way: uint8 (E, rows, 4 * words)."""
-    tiles = sf.unflatten(1, (-1, 32, 4)).transpose(2, 3).flatten(1, 3)
-    return tiles.contiguous().view(torch.uint8)
+    experts, rows, words = sf.shape
+    tiles = sf.mT.unflatten(2, (-1, TILE_ROWS)).transpose(1, 2).contiguous()
+    shape = experts * rows, words * TILE_BLOCKS
+    octets = get_layout("tcgen05").unswizzle(tiles.flatten().view(torch.uint8), shape, torch.uint8)
+    return octets.view(experts, rows, -1)
 
 
 def _fold_error(want: Tensor, got: Tensor) -> FoldError:
@@ -292,5 +297,5 @@ def _fold_error(want: Tensor, got: Tensor) -> FoldError:
     relative = ((got - want) / want)[used].double()
     worst = float(relative.abs().max()) if relative.numel() else 0.0
     rms = math.sqrt(float(relative.square().mean())) if relative.numel() else 0.0
-    zeros, clipped = int((used & (got == 0)).sum()), int((want > _LARGEST).sum())
+    zeros, clipped = int((used & (got == 0)).sum()), int((want > E4M3.max).sum())
     return FoldError(rms, worst, zeros, clipped)
