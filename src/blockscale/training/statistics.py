@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ..measure import error_sums
 from ..nn import GatedExperts, Linear, Recipe
 from ..ops import global_scale
 from ..quantize import quantize
+from ..reference import bounds
 from ..routing import Routing
 
 __all__ = ["ROLES", "Statistics"]
@@ -92,8 +92,8 @@ class Statistics:
     def _add_rows(self, role: str, x: Tensor, routing: Routing, recipe: Recipe) -> None:
         """Those of each expert."""
         rows = x.detach()[routing.tokens.long()]
-        ends = pairwise([0, *routing.offsets.tolist()])
-        self._add_parts(role, rows, [rows[start:end] for start, end in ends], recipe)
+        groups = bounds(routing.offsets, len(rows))
+        self._add_parts(role, rows, [rows[start:end] for start, end in groups], recipe)
 
     def _add_parts(self, role: str, x: Tensor, parts: list[Tensor], recipe: Recipe) -> None:
         """Parts of ``x``, which has one global scale, if the format has one."""
