@@ -66,7 +66,7 @@ class _Run:
         return what, lambda: self.call.operands(Rows(x, self.call.tokens), role, **axes)
 
     def multiply(self, product: Callable[..., Tensor], rows: object, weight: Tensor) -> Tensor:
-        return product(rows, weight, self.call.offsets, self.call.product)
+        return product(rows, weight, self.call.offsets, self.call.product())
 
     def wgrad(self, what: str, g: Any, x: Any) -> Step:
         return what, partial(group_passes.wgrad, g, x, self.call.offsets, self.x.dtype)

@@ -79,8 +79,8 @@ def experts(
     tensors = x, weights, *held, *routed
     key = None
     if type(activation) is GatedActivation and isinstance(saved_format, str | None):
-        how_made = activation, bool(transposed), saved_format, isinstance(routing, Routing)
-        key = call_key(recipe, tensors, *how_made)
+        others = activation, bool(transposed), saved_format, isinstance(routing, Routing)
+        key = call_key(recipe, tensors, *others)
     known = None if key is None else find(key)
     if known is not None:
         return _Experts.apply(*known, *tensors)
@@ -94,9 +94,9 @@ def experts(
     # inside of autograd's function none is enabled
     how = How(recipe, activation, dtype, transposed, saved_format, torch.is_grad_enabled())
     launches = None
-    if key is not None and recipe is not None and not recipe.high_precision:
-        launches = Launches(recipe)
     if key is not None:
+        if recipe is not None and not recipe.high_precision:
+            launches = Launches(recipe)
         keep(key, (how, launches))
     return _Experts.apply(how, launches, *tensors)
 
@@ -121,12 +121,13 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, h = ctx.saved_tensors
-        needs, launches = ctx.needs_input_grad[2:], ctx.launches
+        needs = ctx.needs_input_grad[2:]
         with torch.no_grad():
+            call = Call.of(ctx.how, tensors, ctx.launches)
             h = h.dequantize(ctx.how.dtype) if isinstance(h, ScaledTensor) else h
-            if launches is not None and not _are_plain(h, grad, *tensors[:4]):
-                launches = None
-            call = Call.of(ctx.how, tensors, launches)
+            read = grad, call.x, call.weights, call.held.up, call.held.down
+            if call.launches is not None and not _are_plain(h, *read):
+                call = call._replace(launches=None)
             found = experts_backward.gradients(needs, call, h, grad)
         others = (None,) * (len(needs) - len(found))
         return None, None, *refuse_double_backward(found), *others

@@ -70,7 +70,7 @@ class _Backward:
         call, da, down = self.call, None, None
         g = call.operands(self.grad, "gradients", rows=self.needs_da, columns=self.needs_ddown)
         if g.rows is not None:
-            da = group_passes.dgrad(g.rows, call.held.down, call.offsets, call.product)
+            da = group_passes.dgrad(g.rows, call.held.down, call.offsets, call.product())
         if g.columns is not None:
             made = Activated(call.how.activation, self.h, self.row_weights)
             own = call.operands(made, "activations", columns=True).columns
@@ -81,7 +81,7 @@ class _Backward:
         """The gradients of tokens, and of its matrices."""
         call, dx, up = self.call, None, None
         if g.rows is not None:
-            of_rows = group_passes.dgrad(g.rows, call.up, call.offsets, call.product)
+            of_rows = group_passes.dgrad(g.rows, call.up, call.offsets, call.product())
             dx = call.combined(of_rows, None, call.x.dtype)
             del of_rows
         if g.columns is not None:

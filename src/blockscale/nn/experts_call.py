@@ -65,7 +65,7 @@ class Call(NamedTuple):
     def operands(
         self, source: Source, role: str, *, rows: bool = False, columns: bool = False
     ) -> Operands:
-        d_row_weights = None
+        made = d_row_weights = None
         if self.launches is not None and (rows or columns):
             inputs = source.inputs()
             if inputs is None:
@@ -73,10 +73,9 @@ class Call(NamedTuple):
                 source = Rows(values)
                 inputs = source.inputs()
             made = self.launches.quantize(inputs, role, self.offsets, rows=rows, columns=columns)
-            if made is not None:
-                return made if d_row_weights is None else made._replace(d_row_weights=d_row_weights)
-        given = self.how.recipe, role, self.offsets, self.how.dtype
-        made = operands(source, *given, rows=rows, columns=columns)
+        if made is None:
+            given = self.how.recipe, role, self.offsets, self.how.dtype
+            made = operands(source, *given, rows=rows, columns=columns)
         return made if d_row_weights is None else made._replace(d_row_weights=d_row_weights)
 
     def multiply(
@@ -85,16 +84,14 @@ class Call(NamedTuple):
         """The rows of ``source`` times their group's matrix, plus its bias. What is quantized for
         it is freed when it returns. ``dgrad``: a backward will multiply by the same weight."""
         rows = self.operands(source, "activations", rows=True).rows
-        how = self.how
-        given = group_passes.Product(how.recipe, how.dtype, how.transposed, dgrad)
-        y = group_passes.fprop(rows, weight, self.offsets, given)
+        y = group_passes.fprop(rows, weight, self.offsets, self.product(dgrad=dgrad))
         if bias is not None:
             y = (y + group_passes.of_rows(bias, len(y), self.offsets)).to(y.dtype)
         return y
 
-    @property
-    def product(self) -> group_passes.Product:
-        return group_passes.Product(self.how.recipe, self.how.dtype, self.how.transposed)
+    def product(self, *, dgrad: bool = False) -> group_passes.Product:
+        how = self.how
+        return group_passes.Product(how.recipe, how.dtype, how.transposed, dgrad)
 
     def combined(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """What tokens get of the rows of ``y``; ``y``, where rows came in the experts' order."""

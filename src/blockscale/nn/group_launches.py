@@ -21,7 +21,7 @@ from ..tensor_checks import checks_values
 from ..watching import is_eager, is_plain
 from .group_operands import Operands, QuantizeInputs
 from .output_dtype import output_dtype
-from .plan_cache import attempt
+from .plan_cache import UNKNOWN, attempt
 from .product_launches import ProductLaunch, ProductOperand
 from .quantize_launches import Asked, Grouped, GroupedLaunch, Parts
 from .recipe import Recipe
@@ -30,7 +30,6 @@ from .weight_launch import WeightLaunch
 __all__ = ["Launches", "QuantizedRows", "call_key"]
 
 _META = torch.device("meta")
-_UNKNOWN = object()  # what was not looked for yet; None: there is no launch
 
 P = TypeVar("P")
 
@@ -87,12 +86,8 @@ class Launches:
         """What is asked for of rows that play this role; None where there is no launch."""
         producer, matrices, shape, gather, weights = inputs
         key = producer, role, rows, columns, shape, matrices[0].dtype, gather is None
-        launch = self._found.get(key, _UNKNOWN)
-        if launch is _UNKNOWN:
-            asked = Asked.of(self._recipe, role, offsets.device, rows=rows, columns=columns)
-            grouped = Grouped(len(offsets), shape, gather is not None, producer)
-            described = tuple(map(describe, matrices))
-            launch = self._keep(key, lambda: GroupedLaunch(described, grouped, asked))
+        given = inputs, self._recipe, role, offsets, rows, columns
+        launch = self._find(key, _plan_quantizer, *given)
         if launch is None:
             return None
         matrices = tuple([x.detach() if x.requires_grad else x for x in matrices])
@@ -111,10 +106,7 @@ class Launches:
         (groups, N, K), -2 of (groups, K, N). ``dgrad`` as of ``quantized_weight``. None where there
         is no launch."""
         key = x.launch, axis, weight.shape, weight.stride()  # hooks of saved tensors change these
-        product = self._found.get(key, _UNKNOWN)
-        if product is _UNKNOWN:
-            given = x, weight, self._recipe, dtype, axis
-            product = self._keep(key, lambda: _WeightProduct(*given))
+        product = self._find(key, _WeightProduct, x, weight, self._recipe, dtype, axis)
         return None if product is None else product(x, weight, dgrad=dgrad)
 
     def multiply_k_grouped(
@@ -123,14 +115,23 @@ class Launches:
         """``g[start:end].T @ x[start:end]`` of each group (groups, M, N); None where there is no
         launch."""
         key = g.launch, x.launch, dtype
-        product = self._found.get(key, _UNKNOWN)
-        if product is _UNKNOWN:
-            product = self._keep(key, lambda: _plan_k_grouped(g, x, dtype))
+        product = self._find(key, _plan_k_grouped, g, x, dtype)
         return None if product is None else product(g.parts, x.parts, None, g.offsets)
 
-    def _keep(self, key: Any, make: Callable[[], P]) -> P | None:
-        found = self._found[key] = attempt(make)
+    def _find(self, key: Any, make: Callable[..., P], *args: Any) -> P | None:
+        found: Any = self._found.get(key, UNKNOWN)
+        if found is UNKNOWN:
+            found = self._found[key] = attempt(make, *args)
         return found
+
+
+def _plan_quantizer(
+    inputs: QuantizeInputs, recipe: Recipe, role: str, offsets: Tensor, rows: bool, columns: bool
+) -> GroupedLaunch:
+    producer, matrices, shape, gather, _ = inputs
+    asked = Asked.of(recipe, role, offsets.device, rows=rows, columns=columns)
+    grouped = Grouped(len(offsets), shape, gather is not None, producer)
+    return GroupedLaunch(tuple(map(describe, matrices)), grouped, asked)
 
 
 class _WeightProduct:

@@ -195,7 +195,7 @@ class LayerPlan:
         return None if plan is None else plan(grad, kept, weight, bias_grad)
 
     def _plan_backward(self, dgrad: bool, wgrad: bool) -> BackwardPlan | None:
-        return attempt(lambda: BackwardPlan(self._layer, self._x, dgrad, wgrad))
+        return attempt(BackwardPlan, self._layer, self._x, dgrad, wgrad)
 
     def kept_tensor(self, kept: Kept) -> ScaledTensor | None:
         """What is kept of x, as a tensor."""

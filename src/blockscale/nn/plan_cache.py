@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["attempt", "find", "keep", "planned"]
+__all__ = ["UNKNOWN", "attempt", "find", "keep", "planned"]
 
 _LIMIT = 4096  # plans that are remembered
-_UNKNOWN = object()
+UNKNOWN = object()  # what was not looked for yet
 _plans: dict[Any, Any] = {}  # None: there is none
 
 P = TypeVar("P")
@@ -21,14 +21,14 @@ def find(key: Any) -> Any:
 
 def planned(key: Any, make: Callable[[], P]) -> P | None:
     """What ``make`` makes, once for each key; None where kernels do not do all of it."""
-    found: Any = _plans.get(key, _UNKNOWN)  # once: another thread may clear them
-    return keep(key, attempt(make)) if found is _UNKNOWN else found
+    found: Any = _plans.get(key, UNKNOWN)  # once: another thread may clear them
+    return keep(key, attempt(make)) if found is UNKNOWN else found
 
 
-def attempt(make: Callable[[], P]) -> P | None:
-    """What ``make`` makes; None where kernels do not do all of it."""
+def attempt(make: Callable[..., P], *args: Any) -> P | None:
+    """What ``make`` makes of ``args``; None where kernels do not do all of it."""
     try:
-        return make()
+        return make(*args)
     except (TypeError, ValueError):  # of what has to be rewritten first, or has no kernel
         return None
 

@@ -31,7 +31,7 @@ class RouteConfig:
 
     @property
     def bins(self) -> int:
-        """What pairs are counted by: their expert, or that they have none."""
+        """Counters of pairs: one for each expert, and one for pairs of none."""
         return self.num_experts + 1
 
     @property

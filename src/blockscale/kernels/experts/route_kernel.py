@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Rows of experts: a shistograms counting sort of the pairs of tokens and experts.
+"""Rows of experts: a stable counting sort of the pairs of tokens and experts.
 
 A CTA has a chunk of pairs, of which each warp has as many that follow each other. Lanes of a warp
 whose pairs are of the same expert find each other by ``match.any``; the first of them counts them.
@@ -47,7 +47,7 @@ class Route:
 
     @cute.kernel
     def count(self, experts, counts):
-        """Of each chunk and bin, how many pairs."""
+        """Count the pairs of each chunk and bin."""
         pdl_wait()
         thread, chunk = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         bins = const_expr(self.config.bins)
