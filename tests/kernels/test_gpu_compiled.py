@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ def config(shape: tuple[int, int] = (256, 256), **kwargs) -> Config:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BLOCKSCALE_CACHE_DIR", str(tmp_path))
+    # what is compiled outside the emulator keeps no PTX for the tests that come after these
+    monkeypatch.setattr(compile_cache, "build", cache(compile_cache.build.__wrapped__))
     compile_cache.load.cache_clear()
     yield tmp_path / "kernels"
     compile_cache.load.cache_clear()
