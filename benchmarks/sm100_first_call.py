@@ -33,10 +33,10 @@ RUNS = 3
 
 CASES: dict[str, dict[str, Any]] = {
     "mxfp8": {"formats": ("mxfp8", "mxfp8")},
-    "nvfp4": {"formats": ("nvfp4", "nvfp4"), "epilogue": Epilogue(alpha=2)},
+    "nvfp4": {"formats": ("nvfp4", "nvfp4"), "epilogue": Epilogue(alpha=(0, 0))},
     "nvfp4, SwiGLU, quantized to nvfp4": {
         "formats": ("nvfp4", "nvfp4"),
-        "epilogue": Epilogue(UINT8, alpha=2),
+        "epilogue": Epilogue(UINT8, alpha=(0, 0)),
         "quantizing": Quantizing("nvfp4", swiglu=True),
     },
 }

@@ -96,7 +96,7 @@ def test_what_cannot_be_joined():
     with pytest.raises(ValueError, match="different global scales"):
         torch.cat([a, b])
     with pytest.raises(ValueError, match="different global scales"):
-        torch.stack([a, b])
+        torch.cat([torch.stack([a, b]), torch.stack([b, a])], 1)
     with pytest.raises(TypeError, match="cuts through blocks of 32"):
         torch.split(q, 16, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = ["ErrorSums"]
@@ -25,6 +26,14 @@ class ErrorSums(NamedTuple):
     # How often each |difference| / |x| occurs, by the 9 bits above the second of its mantissa in
     # fp32; 0 where x is. bins[0]: no difference.
     bins: tuple[int, ...]
+
+    @classmethod
+    def total(cls, parts: Sequence[ErrorSums]) -> ErrorSums:
+        """Of all of them."""
+        by_field = {name: [getattr(each, name) for each in parts] for name in cls._fields}
+        bins = tuple(map(sum, zip(*by_field.pop("bins"), strict=True)))
+        worst = {name: max(by_field.pop(name)) for name in ("max_abs", "max_rel")}
+        return cls(**{name: sum(each) for name, each in by_field.items()}, **worst, bins=bins)
 
 
 #: A scale amax / 448 that was rounded down by one unit is no saturation.

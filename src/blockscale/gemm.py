@@ -18,6 +18,7 @@ from .ops.gemm import check_out
 from .ops.gemm_kernels import as_rows
 from .ops.gemm_operands import GROUPED_TILES, Side
 from .ops.operation import needs_gradient
+from .stored import of_matrices
 from .tensor import ScaledTensor
 from .watching import unwatched
 
@@ -202,7 +203,8 @@ def grouped_gemm(
 
     Args:
         a, b: blocked along axes -1 and -2. Where rows are grouped ``a`` may be a plain bfloat16
-            matrix, which is multiplied as it is (weight-only) and gets a gradient.
+            matrix, which is multiplied as it is (weight-only) and gets a gradient. Each matrix of a
+            batch may have a global scale of its own.
         offsets: int32 (G,), on the device of ``a``: the end of each group, ascending. Their values
             are looked at on a CPU alone: on a GPU that would wait for it. A kernel takes one that
             is less than the one before, or more than M, for the nearest that is not; with
@@ -265,6 +267,10 @@ def sides_of_groups(a: Tensor, b: Tensor, groups: Groups) -> tuple[_Side, _Side]
 
 def _rows(a: Tensor, offsets: Tensor) -> _Side:
     """The rows of all groups, as the ops take them."""
+    if isinstance(a, ScaledTensor) and of_matrices(a.global_scale, a.shape):
+        one = a.global_scale.new_ones(())
+        data, scale, _, *how = side(a._with(global_scale=one).flatten(0, 1))
+        return data, scale, a.global_scale, *how
     if a.dim() == 3:
         return side(a.flatten(0, 1))
     if not isinstance(a, ScaledTensor) or a.k_grouped or a.offsets is None:

@@ -28,6 +28,7 @@ from .ops.gemm_operands import (
     detached,
     global_scales,
 )
+from .stored import of_matrices
 from .tensor import ScaledTensor
 from .tensor_checks import checks_values
 from .watching import unwatched
@@ -205,11 +206,11 @@ def _operand(q: Any, axis: int) -> _Operand | None:
         q.format_name,
         q.layout_name,
         q.shape,
-        (data.stride(), scale.stride()),
+        (data.stride(), scale.stride(), None if scalar is None else scalar.shape),
         data.device,
         q.k_grouped,
     )
-    if kind is None or (scalar is not None and scalar.dim()):
+    if kind is None or (scalar is not None and not _is_alpha(scalar, q.shape)):
         return None
     number, reading, take = kind
     if data.data_ptr() % reading.data_apart or scale.data_ptr() % reading.scale_apart:
@@ -220,6 +221,15 @@ def _operand(q: Any, axis: int) -> _Operand | None:
     return made
 
 
+def _is_alpha(global_scale: Tensor, shape: torch.Size) -> bool:
+    """Whether kernels take it as it is."""
+    if not global_scale.dim():
+        return True
+    return (
+        len(global_scale) > 1 and of_matrices(global_scale, shape) and global_scale.stride(0) == 1
+    )
+
+
 @lru_cache(maxsize=4096)
 def _kind(
     gpu: Gpu | None,
@@ -227,11 +237,13 @@ def _kind(
     format: str,
     layout: str,
     shape: torch.Size,
-    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    lies: tuple[tuple[int, ...], tuple[int, ...], torch.Size | None],
     device: torch.device,
     k_grouped: bool,
 ) -> _Kind | None:
-    """``strides``: of data and scales. ``k_grouped`` ones are another kind that lies alike."""
+    """``lies``: strides of data and scales, and the shape of the global scale. What is another kind
+    for the latter, or for ``k_grouped``, may lie alike."""
+    strides = lies[:2]
     products = products_on(device)
     if isinstance(products, str):
         return None

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .error_sums import ErrorSums
 from .ops import measure
+from .stored import of_matrices
 from .tensor import ScaledTensor
 
 __all__ = ["ErrorSums", "amax", "error_sums"]
@@ -35,4 +36,7 @@ def error_sums(x: Tensor, q: ScaledTensor) -> ErrorSums:
             f"q: is {tuple(q.shape)} along axis {q.axis} with {q.layout_name!r} scales; expected "
             f"the shape of x, {tuple(x.shape)}, axis -1 and 'compact'"
         )
-    return measure.error_sums(x.detach(), q.qdata, q.scale, q.format, q.global_scale)
+    x = x.detach()
+    if of_matrices(q.global_scale, q.shape) and x.shape[0]:
+        return ErrorSums.total([error_sums(x[i], q[i]) for i in range(len(x))])  # type: ignore[arg-type]
+    return measure.error_sums(x, q.qdata, q.scale, q.format, q.global_scale)

@@ -7,18 +7,30 @@ of parameters. So compiled loops and files get at memory by its address.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-__all__ = ["as_bytes", "memory_of"]
+__all__ = ["as_bytes", "joined", "memory_of"]
 
 
 def as_bytes(x: Tensor) -> Tensor:
     """One-byte float dtypes as uint8, for which every torch operation exists."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def joined(join: Callable[..., Tensor], parts: Sequence[Tensor], back: int) -> Tensor:
+    """``torch.cat`` or ``torch.stack``, along a dimension counted from the end, of what may be
+    float8; where the last but one dimension is contiguous, it stays so."""
+    dtype, octets = parts[0].dtype, [as_bytes(part) for part in parts]
+    column_major = all(part.stride(-1) != 1 and part.stride(-2) == 1 for part in parts)
+    if not column_major:
+        return join(octets, back).view(dtype)
+    other = {-1: -2, -2: -1}.get(back, back)
+    return join([part.mT for part in octets], other).mT.view(dtype)
 
 
 # Of a size that no array exceeds: to make a type for each size would take longer than a call.

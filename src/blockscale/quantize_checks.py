@@ -12,6 +12,7 @@ from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
+from .stored import of_matrices
 from .tensor import ScaledTensor
 from .tensor_checks import DTYPES, check_gather, check_is_tensor, check_offsets
 from .watching import is_dtensor
@@ -189,9 +190,15 @@ def _check_memory(x: Tensor) -> None:
 
 
 def resolve_global_scale(
-    global_scale: Tensor | float | None, x: Tensor, fmt: Format, backend: str
+    global_scale: Tensor | float | None,
+    x: Tensor,
+    fmt: Format,
+    backend: str,
+    *,
+    each: bool = False,
 ) -> Tensor | None:
-    """The global scale given, checked, else that of ``x``; None for formats that have none."""
+    """The global scale given, checked, else that of ``x``; None for formats that have none.
+    ``each``: matrices of a batch may have one each."""
     if not fmt.has_global_scale:
         if global_scale is not None:
             raise ValueError(f"global_scale: format {fmt.name!r} has none; leave it out")
@@ -209,19 +216,21 @@ def resolve_global_scale(
         raise TypeError(
             "global_scale: is a DTensor; pass global_scale.full_tensor(), one scalar for all shards"
         )
-    if global_scale.dtype != torch.float32 or global_scale.numel() != 1:
+    several = each and of_matrices(global_scale, x.shape)
+    if global_scale.dtype != torch.float32 or not (several or global_scale.numel() == 1):
+        lead = f" (or {tuple(x.shape[:-2])}, one for each matrix)" if each and x.dim() > 2 else ""
         raise ValueError(
             f"global_scale: got {tuple(global_scale.shape)} {global_scale.dtype}; expected an "
-            "fp32 scalar, the multiplier that dequantizes (amax / (448 * 6))"
+            f"fp32 scalar{lead}, the multiplier that dequantizes (amax / (448 * 6))"
         )
     if global_scale.device != x.device:
         raise ValueError(
             f"global_scale: is on {global_scale.device}, what it scales on {x.device}; move it"
         )
     if not torch.compiler.is_compiling() and global_scale.device.type == "cpu":
-        value = global_scale.item()
-        if not 0 < value < float("inf"):
-            raise ValueError(_OUTSIDE.format(value))
+        for value in global_scale.flatten().tolist():
+            if not 0 < value < float("inf"):
+                raise ValueError(_OUTSIDE.format(value))
     if global_scale.requires_grad:
         global_scale = global_scale.detach()
-    return global_scale.reshape(()) if global_scale.dim() else global_scale
+    return global_scale.reshape(()) if global_scale.dim() and not several else global_scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from .remember import remembered
 if TYPE_CHECKING:
     from .tensor import ScaledTensor
 
-__all__ = ["StoredParts", "check_parts", "stored_parts", "strides_like"]
+__all__ = ["StoredParts", "check_parts", "of_matrices", "stored_parts", "strides_like"]
 
 
 class StoredParts(NamedTuple):
@@ -65,6 +65,16 @@ def stored_parts(
     )
 
 
+def of_matrices(global_scale: Tensor | None, shape: Sequence[int]) -> TypeGuard[Tensor]:
+    """Whether each matrix of a batch of ``shape`` has a global scale of its own."""
+    lead = tuple(shape[:-2])
+    return global_scale is not None and bool(lead) and tuple(global_scale.shape) == lead
+
+
+def _fits(global_scale: Tensor, shape: tuple[int, ...]) -> bool:
+    return global_scale.numel() == 1 or of_matrices(global_scale, shape)
+
+
 def strides_like(shape: Sequence[int], data: Tensor) -> list[int] | None:
     """Strides of a dense tensor whose fastest dimension is that of the data; None: the last."""
     if len(shape) < 2 or data.stride(-1) == 1 or data.stride(-2) != 1:
@@ -82,8 +92,11 @@ def check_parts(q: ScaledTensor, shape: tuple[int, ...], scale_dtype: torch.dtyp
     scalar, offsets = q.global_scale, q.offsets
     groups = None if offsets is None else offsets.shape[0]
     want = stored_parts(name, q.layout_name, shape, q.axis, groups, q.k_grouped, scalar is not None)
-    if scalar is not None and (scalar.dtype != torch.float32 or scalar.numel() != 1):
-        raise ValueError("global_scale: expected an fp32 scalar tensor")
+    if scalar is not None and (scalar.dtype != torch.float32 or not _fits(scalar, shape)):
+        each = f", or {shape[:-2]}, one for each matrix" if len(shape) > 2 else ""
+        raise ValueError(
+            f"global_scale: got {tuple(scalar.shape)} {scalar.dtype}; expected an fp32 scalar{each}"
+        )
     if data.shape not in want.data or data.dtype != want.data_dtype:
         raise ValueError(
             f"data: got {tuple(data.shape)} {data.dtype}; {name!r} stores "

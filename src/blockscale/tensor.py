@@ -47,7 +47,8 @@ class ScaledTensor(torch.Tensor):
         axis: the contraction: -1 (blocks along rows) or -2 (blocks along columns).
         dtype: of the tensor that was quantized, and of ``dequantize()``.
         layout: name or :class:`Layout` of ``scale``.
-        global_scale: fp32 scalar that dequantizes; given exactly where the format has one.
+        global_scale: fp32 scalar that dequantizes, or ``shape[:-2]``, one for each matrix of a
+            batch; given exactly where the format has one.
         offsets: int32 (groups,), the end of each expert's rows. With ``k_grouped`` they cut the
             contraction, blocks start anew in each group, and groups are moved apart to tiles of
             128; else they cut the other axis, and every layout but compact starts each group on a
@@ -55,8 +56,9 @@ class ScaledTensor(torch.Tensor):
 
     It moves, copies, saves, loads, compiles, reshapes in front of the contraction, transposes
     together with its contraction (``mT``), and along whole blocks slices, splits and joins
-    (``torch.cat``; ``torch.stack`` in front of the matrix) what has the same global scale. All else
-    needs values, which ``dequantize()`` gives, and raises ValueError or TypeError.
+    (``torch.cat``; ``torch.stack`` in front of the matrix): matrices of one batch may have global
+    scales that differ, parts of one matrix not. All else needs values, which ``dequantize()``
+    gives, and raises ValueError or TypeError.
 
     ``q.data`` is the elements, alone. Where ``q`` is a torch.nn.Parameter, ``q.data`` is what torch
     means by it: ``q.detach()``, with scales, of the same memory. ``q.qdata`` is always the elements

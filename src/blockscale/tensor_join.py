@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .memory import as_bytes
+from .memory import joined
+from .stored import of_matrices
 from .tensor import RULES, ScaledTensor
-from .tensor_rules import check_dim, check_whole, extent_of, same_scalar, slice_of
+from .tensor_rules import (
+    check_dim,
+    check_whole,
+    extent_of,
+    of_lead,
+    same_scalar,
+    slice_of,
+)
 
 __all__: list[str] = []
 
@@ -37,12 +46,33 @@ def _alike(what: str, tensors: Sequence[Any]) -> list[ScaledTensor]:
             raise ValueError(
                 f"{what}: tensors[0] is on {first.device}, tensors[{i}] on {q.device}; move it"
             )
-        if not same_scalar(what, q.global_scale, first.global_scale):
+    return list(tensors)
+
+
+def _check_scales(what: str, tensors: Sequence[ScaledTensor]) -> None:
+    """ValueError unless all have the same global scales."""
+    first = tensors[0].global_scale
+    for i, q in enumerate(tensors[1:], 1):
+        if not same_scalar(what, q.global_scale, first):
             raise ValueError(
                 f"{what}: tensors[0] and tensors[{i}] have different global scales; quantize them "
                 "with one: blockscale.quantize(..., global_scale=the largest of all)"
             )
-    return list(tensors)
+
+
+def _joined_scales(tensors: Sequence[ScaledTensor], join: Callable[..., Tensor]) -> dict[str, Any]:
+    """The global scales of matrices side by side: one for each, unless all are the same."""
+    scales = [q.global_scale for q in tensors if q.global_scale is not None]
+    if not scales:
+        return {}
+    one = all(x.numel() == 1 for x in scales) and not torch.compiler.is_compiling()
+    if one and all(same_scalar("", x, scales[0]) for x in scales):
+        return {}
+    each = [
+        (x if of_matrices(x, q.shape) else x.reshape(())).expand(q.shape[:-2])
+        for x, q in zip(scales, tensors, strict=True)
+    ]
+    return {"global_scale": join(each)}
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
@@ -65,12 +95,18 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
                 f"cat: dimension {dim} of tensors[{i}] is {q.shape[back]}, which ends inside a "
                 f"block of {extent}; join the high-precision tensors and quantize that"
             )
+    scales: dict[str, Any] = {}
+    if back < -2:
+        scales = _joined_scales(all_, partial(torch.cat, dim=back + 2))
+    else:
+        _check_scales("cat", all_)
     shape = list(first.shape)
     shape[back] = sum(q.shape[back] for q in all_)
     return first._with(
-        data=_joined(torch.cat, [q.qdata for q in all_], back),
+        data=joined(torch.cat, [q.qdata for q in all_], back),
         scale=torch.cat([q.qscale for q in all_], back),
         shape=shape,
+        **scales,
     )
 
 
@@ -82,20 +118,11 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
     at = _leading("stack", dim, first.dim() + 1)
     back = at - first.dim() - 1
     return first._with(
-        data=_joined(torch.stack, [q.qdata for q in all_], back),
+        data=joined(torch.stack, [q.qdata for q in all_], back),
         scale=torch.stack([q.qscale for q in all_], back),
         shape=(*first.shape[:at], len(all_), *first.shape[at:]),
+        **_joined_scales(all_, partial(torch.stack, dim=at)),
     )
-
-
-def _joined(join: Callable[..., Tensor], parts: list[Tensor], back: int) -> Tensor:
-    """Data side by side; what lies with the last but one dimension contiguous goes on doing so."""
-    dtype, octets = parts[0].dtype, [as_bytes(part) for part in parts]
-    column_major = all(part.stride(-1) != 1 and part.stride(-2) == 1 for part in parts)
-    if not column_major:
-        return join(octets, back).view(dtype)
-    other = {-1: -2, -2: -1}.get(back, back)
-    return join([part.mT for part in octets], other).mT.view(dtype)
 
 
 def _leading(what: str, dim: int, dims: int) -> int:
@@ -117,6 +144,7 @@ def _unsqueeze(q: ScaledTensor, dim: int) -> ScaledTensor:
         data=q.qdata.unsqueeze(at),
         scale=q.qscale.unsqueeze(at),
         shape=(*q.shape[:at], 1, *q.shape[at:]),
+        **of_lead(q, lambda scales: scales.unsqueeze(at)),
     )
 
 
@@ -129,6 +157,7 @@ def _squeeze(q: ScaledTensor, dim: int) -> ScaledTensor:
         data=q.qdata.squeeze(at),
         scale=q.qscale.squeeze(at),
         shape=(*q.shape[:at], *q.shape[at + 1 :]),
+        **of_lead(q, lambda scales: scales.squeeze(at)),
     )
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .stored import of_matrices
 from .tensor import RULES, ScaledTensor, transposed
 from .tensor_checks import check_value_dtype
 from .tensor_refusals import of_flat
 
-__all__ = ["check_dim", "check_whole", "extent_of", "same_scalar", "slice_of"]
+__all__ = ["check_dim", "check_whole", "extent_of", "of_lead", "same_scalar", "slice_of"]
 
 aten = torch.ops.aten
 
@@ -44,7 +45,13 @@ def same_scalar(what: str, a: Tensor | None, b: Tensor | None) -> bool:
             f"{what}: compiled code cannot see whether global scales are the same; do this outside "
             "of it, or to the high-precision tensor and quantize that"
         )
-    return torch.equal(a.reshape(1).view(torch.int32), b.reshape(1).view(torch.int32))
+    return torch.equal(a.reshape(-1).view(torch.int32), b.reshape(-1).view(torch.int32))
+
+
+def of_lead(q: ScaledTensor, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """What becomes of global scales when dimensions in front of the matrix change."""
+    scales = q.global_scale
+    return {"global_scale": change(scales)} if of_matrices(scales, q.shape) else {}
 
 
 def _map_rule(func: Any) -> Callable[..., ScaledTensor]:
@@ -98,10 +105,16 @@ def _view(q: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
             f"{q.shape[-1]}: reshape before quantizing" + of_flat(out)
         )
     lead = tuple(out[:-1])
+    if of_matrices(q.global_scale, q.shape) and lead[-1:] != q.shape[-2:-1]:
+        raise TypeError(
+            f"view: got {tuple(out)}; matrices of {q} have global scales of their own and stay "
+            "whole; quantize the batch with one global scale, or call .dequantize()"
+        )
     return q._with(
         data=q.qdata.reshape(*lead, q.qdata.shape[-1]),
         scale=q.qscale.reshape(*lead, q.qscale.shape[-1]),
         shape=tuple(out),
+        **of_lead(q, lambda scales: scales.reshape(lead[:-1])),
     )
 
 
@@ -152,6 +165,7 @@ def slice_of(
         data=q.qdata.narrow(dim, data_start, data_end - data_start),
         scale=q.qscale.narrow(dim, start // extent, -(-end // extent) - start // extent),
         shape=shape,
+        **(of_lead(q, lambda scales: scales.narrow(dim, start, end - start)) if back < -2 else {}),
     )
 
 
@@ -163,7 +177,12 @@ def _select(q: ScaledTensor, dim: int, index: int) -> ScaledTensor:
             "dimensions can be indexed: use .dequantize()[...]"
         )
     shape = [n for i, n in enumerate(q.shape) if i != dim]
-    return q._with(data=q.qdata.select(dim, index), scale=q.qscale.select(dim, index), shape=shape)
+    return q._with(
+        data=q.qdata.select(dim, index),
+        scale=q.qscale.select(dim, index),
+        shape=shape,
+        **of_lead(q, lambda scales: scales.select(dim, index)),
+    )
 
 
 def _copy_(q: ScaledTensor, source: Tensor, non_blocking: bool = False) -> ScaledTensor:
@@ -187,7 +206,8 @@ def _copy_(q: ScaledTensor, source: Tensor, non_blocking: bool = False) -> Scale
     theirs = source._parts()
     _check_copy(q, source)
     for name, part in q._parts().items():
-        part.copy_(theirs[name].reshape(part.shape), non_blocking)  # global scales: () or (1,)
+        other = theirs[name]  # global scales: () or (1,), and one for all or each
+        part.copy_(other.reshape(part.shape if other.numel() == part.numel() else ()), non_blocking)
     return q
 
 
@@ -198,7 +218,14 @@ def _check_copy(q: ScaledTensor, source: ScaledTensor) -> None:
             f"copy_: {q} cannot be overwritten by {source}; quantize with as many groups"
         )
     mine, theirs = q.global_scale, source.global_scale
-    if mine is None or theirs is None or q.is_meta or source.is_meta:
+    if mine is None or theirs is None:
+        return
+    if mine.numel() < theirs.numel():
+        raise TypeError(
+            f"copy_: the matrices of the source have global scales of their own, those of {q} one; "
+            "make a tensor for it by torch.empty_like(source)"
+        )
+    if q.is_meta or source.is_meta:
         return
     if q.qdata.untyped_storage().nbytes() == q.qdata.nbytes:
         return

@@ -100,7 +100,9 @@ class Product:
 
 
 KERNELS = {
-    "mxfp8": Product(Config("mxfp8", "mxfp8_e5m2", BFLOAT16, stages=2, alpha=1), (130, 264, 144)),
+    "mxfp8": Product(
+        Config("mxfp8", "mxfp8_e5m2", BFLOAT16, stages=2, alpha=(0,)), (130, 264, 144)
+    ),
     "nvfp4, pairs": Product(
         Config(
             "nvfp4",

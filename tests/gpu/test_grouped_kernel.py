@@ -388,3 +388,25 @@ def test_host_time_along_k():
     ]
     dense, grouped = (min(host_microseconds(call, 200) for _ in range(10)) for call in calls)
     assert grouped <= dense + 4
+
+
+@pytest.mark.parametrize("left", ["nvfp4", None, ROWS], ids=str)
+def test_global_scales_of_experts(left):
+    """Kernels multiply by the one of each group: the bits of sums times it."""
+    x, sizes, n, k = normal(300, 512), (31, 0, 129, 64), 136, 512
+    factors = (1.0, 1e-4, 300.0, 7.0)
+    each = [bs.quantize(normal(n, k, seed=i) * f, "nvfp4") for i, f in enumerate(factors)]
+    w, offsets = torch.stack(each), ends(*sizes)
+    one = torch.ones((), device=DEVICE)
+    a = x if left is None else rows(x, left)
+    if left == "nvfp4":
+        a = a._with(global_scale=one)
+    got = [bs.grouped_gemm(a, w.mT, offsets, FP32) for _ in range(2)]
+    sums = bs.grouped_gemm(a, w._with(global_scale=one).mT, offsets, FP32)
+    start = 0
+    for size, scale in zip(sizes, w.global_scale, strict=True):
+        part = slice(start, start + size)
+        assert torch.equal(got[0][part], sums[part] * scale)
+        start += size
+    assert not got[0][start:].any()
+    assert torch.equal(*got)

@@ -7,7 +7,7 @@ from blockscale.kernels.common.calls import Alpha
 __all__ = ["alpha_of"]
 
 
-def alpha_of(count: int, value: float) -> Alpha:
-    """As many scalars; their product is ``value`` in fp32."""
+def alpha_of(alpha: tuple[int, ...], value: float) -> Alpha:
+    """The scalars of a configuration; their product is ``value`` in fp32."""
     first, second = torch.tensor(value / 4), torch.tensor(4.0)
-    return (None, first * second, (first, second))[count]
+    return (None, first * second, (first, second))[len(alpha)]

@@ -37,11 +37,13 @@ ALL = {"accumulate": True, "alpha": 1}
 CASES = {
     "bf16": replace(SQUARE, bias=BFLOAT16, **ALL),
     "bf16, added": replace(SQUARE, accumulate=True),
-    "bf16, two scalars": replace(SQUARE, alpha=2),
+    "bf16, two scalars": replace(SQUARE, alpha=(0, 0)),
     "fp16, fp32 bias": replace(SQUARE, out_dtype=FLOAT16, bias=FLOAT32, **ALL),
     "fp32, fp16 bias": replace(SQUARE, out_dtype=FLOAT32, bias=FLOAT16, **ALL),
     "one by one, bf16": replace(SQUARE, tma_store=False, bias=BFLOAT16, **ALL),
-    "one by one, fp32": replace(SQUARE, tma_store=False, out_dtype=FLOAT32, bias=FLOAT32, alpha=1),
+    "one by one, fp32": replace(
+        SQUARE, tma_store=False, out_dtype=FLOAT32, bias=FLOAT32, alpha=(0,)
+    ),
     "wide": Config(BFLOAT16, bias=BFLOAT16, **ALL),
     "192 columns": Config(
         BFLOAT16,

@@ -180,7 +180,7 @@ SPLIT = {  # configuration, shape, multiprocessors, completion
             split_k=8,
             tma_store=False,
             bias=BFLOAT16,
-            alpha=1,
+            alpha=(0,),
             **_SPLIT,
         ),
         (12, 75, 1168),
@@ -356,7 +356,7 @@ KEPT = Config(
 KEEPING = {
     "fp32, added": KEPT,
     "bf16, bias, alpha": replace(
-        KEPT, out_dtype=BFLOAT16, accumulate=False, bias=BFLOAT16, alpha=1
+        KEPT, out_dtype=BFLOAT16, accumulate=False, bias=BFLOAT16, alpha=(0,)
     ),
     "bf16, added, no cluster": replace(KEPT, out_dtype=BFLOAT16, cluster=(1, 1), stages=3),
     "fp32, one by one": replace(KEPT, tma_store=False),

@@ -171,8 +171,8 @@ def test_scales_without_sign():
 
 
 EPILOGUES = [
-    {"out_dtype": FLOAT32, "accumulate": True, "bias": BFLOAT16, "alpha": 1},
-    {"out_dtype": FLOAT16, "tma_store": True, "bias": FLOAT32, "rows": 64, "alpha": 2},
+    {"out_dtype": FLOAT32, "accumulate": True, "bias": BFLOAT16, "alpha": (0,)},
+    {"out_dtype": FLOAT16, "tma_store": True, "bias": FLOAT32, "rows": 64, "alpha": (0, 0)},
 ]
 
 
@@ -349,7 +349,7 @@ def test_chosen_split_k():
     ((64, 7168, 16384), "nvfp4", BF16), ((64, 8192, 8192), "nvfp4", FP32),
     ((128, 8192, 8192), "mxfp8", BF16), ((128, 8192, 8192), "mxfp4", BF16),
 ])  # fmt: skip
-@pytest.mark.parametrize("more", [{}, {"bias": FLOAT32, "alpha": 2}])
+@pytest.mark.parametrize("more", [{}, {"bias": FLOAT32, "alpha": (0, 0)}])
 def test_no_spills(case, more):
     shape, format, dtype = case
     config = choose_config(

@@ -131,9 +131,9 @@ def test_nan_at_the_edge(name, nan):
 
 
 EPILOGUES = [
-    {"out_dtype": FLOAT32, "accumulate": True, "bias": BFLOAT16, "alpha": 1},
+    {"out_dtype": FLOAT32, "accumulate": True, "bias": BFLOAT16, "alpha": (0,)},
     {"out_dtype": BFLOAT16, "accumulate": True},
-    {"out_dtype": FLOAT16, "bias": FLOAT32, "rows": 16, "alpha": 2},
+    {"out_dtype": FLOAT16, "bias": FLOAT32, "rows": 16, "alpha": (0, 0)},
 ]
 
 

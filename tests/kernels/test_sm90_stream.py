@@ -92,10 +92,10 @@ def test_same_bits():
 
 def test_epilogue():
     """Of sums, once."""
-    config = stream("nvfp4", FP32, 64, accumulate=True, bias=from_torch(BF16), alpha=2)
+    config = stream("nvfp4", FP32, 64, accumulate=True, bias=from_torch(BF16), alpha=(0, 0))
     a, b = operand("bf16", 75, 512, 1)[0], operand("nvfp4", 136, 512, 2)
     bias, start = torch.randn(136).to(to_torch(config.bias)), torch.randn(75, 136)
-    got = product(config, a, b, 5, start=start, bias=bias, alpha=alpha_of(2, 0.75))
+    got = product(config, a, b, 5, start=start, bias=bias, alpha=alpha_of((0, 0), 0.75))
     added = bias.double() + start.double()
     assert_close(got, 0.75 * a.double(), dequantized("nvfp4", *b), added)
 

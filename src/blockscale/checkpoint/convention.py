@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, formats
+from ..stored import of_matrices
 from ..tensor import ScaledTensor
 from ..tensor_checks import VALUE_DTYPES
 from .header import TORCH_DTYPES, Header, parse_json, show
@@ -85,18 +86,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parts_of(
-    format: Format, shape: Sequence[int], axis: int = -1, groups: int = 0
+    format: Format, shape: Sequence[int], axis: int = -1, groups: int = 0, *, each: bool = False
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Stored dtype and shape of data and scales of a tensor quantized along ``axis``.
 
-    ``groups`` is their number where they cut the contraction.
+    ``groups`` is their number where they cut the contraction; ``each``: matrices of a batch have
+    global scales of their own.
     """
     parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "data": (format.element.dtype, format.data_shape(shape, axis, groups, axis == -1)),
         "scale": (_as_stored(format.scale.dtype), format.scale_shape(shape, axis, groups)),
     }
     if format.has_global_scale:
-        parts["global_scale"] = parts["input_scale"] = torch.float32, ()
+        parts["global_scale"] = torch.float32, tuple(shape[:-2]) if each else ()
+        parts["input_scale"] = torch.float32, ()
     return {part: (dtype_name(dtype), size) for part, (dtype, size) in parts.items()}
 
 
@@ -128,10 +131,15 @@ def describe(q: ScaledTensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
         turned = q.offsets is None and not q.qdata.is_contiguous() and q.qdata.mT.is_contiguous()
     if turned:
         q, extra["transposed"] = q.mT, True
+    scalar = q.global_scale
+    if of_matrices(scalar, q.shape):
+        extra["global_scales"] = True
+    elif scalar is not None:
+        scalar = scalar.reshape(())
     parts = {
         "data": q.qdata,
         "scale": q.scale.contiguous().view(_as_stored(q.scale.dtype)),
-        "global_scale": None if q.global_scale is None else q.global_scale.reshape(()),
+        "global_scale": scalar,
         "offsets": q.offsets,
     }
     description = {**description_of(q.format, tuple(q.shape), q.dtype), "axis": q.axis, **extra}
@@ -222,6 +230,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "layout": lambda v: v == "compact",
     "transposed": lambda v: v in (None, True),
     "input_scale": lambda v: v in (None, True),
+    "global_scales": lambda v: v in (None, True),
     "groups": lambda v: v in (None, "rows", "contraction"),
 }
 
@@ -241,7 +250,8 @@ def _check(name: str, description: Any, header: Header) -> None:
     if description.get("groups") == "contraction":
         groups = header.tensors[names["offsets"]].numel
     format, shape, axis = formats[description["format"]], description["shape"], description["axis"]
-    for part, (dtype, size) in parts_of(format, shape, axis, groups).items():
+    each = bool(description.get("global_scales"))
+    for part, (dtype, size) in parts_of(format, shape, axis, groups, each=each).items():
         if part not in names:  # input_scale, in files of before
             continue
         stored = header.tensors[names[part]]

@@ -101,7 +101,7 @@ def _warn_of_fused(tensors: Mapping[str, Tensor]) -> None:
     for name in tensors:
         group = [tensors[each] for each in fused_with(name) if each in tensors]
         scales = [q.global_scale for q in group if isinstance(q, ScaledTensor)]
-        values = {float(scale) for scale in scales if scale is not None}
+        values = {tuple(scale.flatten().tolist()) for scale in scales if scale is not None}
         if len(values) > 1:
             warnings.warn(
                 f"tensors: {show(name)} and what servers fuse with it have {len(values)} global "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..measure import error_sums
 from ..rounding import decode_scale
+from ..stored import of_matrices
 from ..tensor import ScaledTensor
 
 __all__ = ["ErrorStatistics", "Exponents", "ValueStatistics", "error_bin_edges"]
@@ -154,6 +155,9 @@ class ErrorStatistics:
 def _scales(q: ScaledTensor) -> tuple[Array, NDArray[np.int64] | None]:
     """fp32 block scale times global scale, and how often each occurs. Neither is subnormal where
     there are two."""
+    if of_matrices(q.global_scale, q.shape):
+        scales = decode_scale(q.scale, q.format.scale).to(torch.int32).view(torch.float32)
+        return (scales * q.global_scale[..., None, None]).numpy(), None
     stored, counts = q.scale.flatten(), None
     if stored.dtype.itemsize == 1:
         frequencies = torch.bincount(stored.view(torch.uint8), minlength=256)

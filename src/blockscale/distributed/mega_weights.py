@@ -99,9 +99,8 @@ def transform_weights(
 ) -> MegaWeights:
     """A checkpoint's FP4 weights of experts, as a mega MoE kernel reads them.
 
-    >>> q = bs.quantize(torch.randn(2, 256, 128), "nvfp4")
-    >>> one = torch.stack([q.global_scale] * 2)
-    >>> l1 = bs.distributed.transform_weights(q.data, q.scale, one, interleave=True)
+    >>> q = torch.stack([bs.quantize(torch.randn(256, 128), "nvfp4") for _ in range(2)])
+    >>> l1 = bs.distributed.transform_weights(q.data, q.scale, q.global_scale, interleave=True)
     >>> l1.data.shape, l1.sf.shape, l1.sf.stride(), l1.recipe
     (torch.Size([2, 256, 64]), torch.Size([2, 256, 2]), (512, 1, 256), (1, 1, 16))
     >>> torch.equal(l1.dequantize(), q.dequantize(torch.float32))

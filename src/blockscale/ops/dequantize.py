@@ -11,11 +11,12 @@ from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
+from ..stored import of_matrices
 from .backends import fall_back, no_cpu_kernels
 from .gemm_operands import Side, scale_matrix
 from .operation import operation
 
-__all__ = ["dequantize", "values"]
+__all__ = ["dequantize", "fp32_of", "values"]
 
 
 def _fake(data: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -35,6 +36,10 @@ def dequantize(
 ) -> Tensor:
     """Values of quantized data with compact scales; ``offsets`` cut the contraction."""
     fmt, size = get_format(format), torch.Size(shape)
+    if of_matrices(global_scale, size):
+        one = torch.ones((), device=data.device)  # and they are multiplied by their own then
+        values = dequantize(data, scale, format, shape, axis, one, offsets, torch.float32)
+        return values.mul_(global_scale[..., None, None]).to(dtype)
     if offsets is not None:
         wide = list(shape)
         wide[axis] = padded_groups(shape[axis], len(offsets))
@@ -70,15 +75,29 @@ def values(side: Side, axis: int) -> Tensor:
         return side.data
     scale, shape = scale_matrix(side, axis), list(side.shape)
     if axis == -1:
-        return _fp32(side, side.data, scale, shape, -1)
+        return fp32_of(side, side.data, scale, shape, -1)
     if side.data.mT.is_contiguous():  # a weight (N, K): neither bytes nor values are turned
-        return _fp32(side, side.data.mT, scale, shape[::-1], -1).mT
-    return _fp32(side, side.data, scale.mT, shape, -2)
+        return fp32_of(side, side.data.mT, scale, shape[::-1], -1).mT
+    return fp32_of(side, side.data, scale.mT, shape, -2)
 
 
-def _fp32(side: Side, data: Tensor, scale: Tensor, shape: list[int], axis: int) -> Tensor:
+def fp32_of(
+    side: Side,
+    data: Tensor,
+    scale: Tensor,
+    shape: list[int],
+    axis: int,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """Values of a quantized operand, of data and compact scales that lie so."""
     assert side.format is not None
-    return dequantize(data, scale, side.format, shape, axis, side.global_scale, None, torch.float32)
+    scalar, groups = side.global_scale, 0
+    if scalar is not None and scalar.numel() > 1 and len(shape) == 2:  # of equal groups of rows
+        groups = len(scalar)
+        shape = [groups, shape[0] // max(groups, 1), shape[1]]
+        data, scale = (x.unflatten(0, shape[:2]) for x in (data, scale))
+    values = dequantize(data, scale, side.format, shape, axis, scalar, offsets, torch.float32)
+    return values.flatten(0, 1) if groups else values
 
 
 def _by_kernel(

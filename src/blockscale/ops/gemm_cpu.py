@@ -44,9 +44,12 @@ def multiply_groups(
     rows, (_, k, n) = values(a, -1), b.shape
     out = torch.zeros(a.shape[0], n, dtype=out_dtype)
     assert b.scale is not None
-    for data, scale, (start, end) in zip(b.data, b.scale, bounds, strict=True):
+    scalars: Sequence[Tensor | None] = [b.global_scale] * len(bounds)
+    if b.global_scale is not None and b.global_scale.numel() > 1:
+        scalars = b.global_scale.unbind()
+    for data, scale, scalar, (start, end) in zip(b.data, b.scale, scalars, bounds, strict=True):
         if start < end:
             group = Side(rows[start:end], None, None, None, "compact", (end - start, k))
-            expert = b._replace(data=data, scale=scale, shape=(k, n))
+            expert = b._replace(data=data, scale=scale, global_scale=scalar, shape=(k, n))
             multiply(group, expert, None, out[start:end], False, out_dtype)
     return out

@@ -192,5 +192,7 @@ def _written(out: Tensor | None, accumulate: bool) -> Tensor | None:
 
 
 def _scalar(x: Tensor | None) -> Tensor | None:
-    """Of one element, without dimensions."""
-    return x if x is None else x.reshape(())
+    """One for each group, which lie together; or of one element, without dimensions."""
+    if x is None or x.numel() > 1:
+        return x if x is None else x.contiguous()
+    return x.reshape(())

@@ -34,7 +34,8 @@ T = TypeVar("T", Tensor, Tensor | None)
 
 
 class Side(NamedTuple):
-    """An operand: see ``gemm``."""
+    """An operand: see ``gemm``. A batch whose matrices have global scales of their own has as many;
+    so have rows of equal groups."""
 
     data: Tensor
     scale: Tensor | None

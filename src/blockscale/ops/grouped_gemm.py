@@ -12,7 +12,7 @@ from ..kernels.common.calls import Groups
 from ..kernels.common.gpu import Unsupported
 from . import gemm_cpu, gemm_kernels
 from .backends import fall_back, no_cpu_kernels, on_cpu
-from .dequantize import dequantize
+from .dequantize import fp32_of
 from .gemm import check_out, mark_written
 from .gemm_operands import Side, scale_matrix
 from .operation import operation
@@ -160,8 +160,7 @@ def _values(side: Side, axis: int, groups: Groups | None) -> Tensor:
     scale = _compact(side, axis, groups)
     assert scale is not None
     cuts = groups.offsets if groups is not None and groups.grouping == "k" else None
-    stored = side.data, scale, side.format, list(side.shape), axis, side.global_scale
-    return dequantize(*stored, cuts, torch.float32)
+    return fp32_of(side, side.data, scale, list(side.shape), axis, cuts)
 
 
 def _compact(side: Side, axis: int, groups: Groups | None) -> Tensor | None:

@@ -14,7 +14,8 @@ from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
-from ..memory import as_bytes
+from ..memory import as_bytes, joined
+from ..stored import of_matrices
 from . import fakes
 from .backends import fall_back, require_cpu_kernels
 from .operation import operation
@@ -135,6 +136,8 @@ def _by_kernel(
     gather: Tensor | None,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
+    if of_matrices(global_scale, x.shape):
+        return _one_by_one(x, asked, global_scale, seed)
     gpu, fmt, axes, layouts = gpu_of(x.device), asked.fmt, asked.axes, asked.layouts
     if seed is not None and gpu is not None:
         raise Unsupported(
@@ -177,6 +180,24 @@ def _by_kernel(
         (data, swizzle_scale(scale, axis, get_layout(layout), None))
         for (data, scale), axis, layout in zip(results, axes, layouts, strict=True)
     ]
+
+
+def _one_by_one(
+    x: Tensor, asked: quantizers.Request, global_scale: Tensor, seed: int | None
+) -> list[Pair]:
+    """Matrices of a batch, each with its own global scale."""
+    if seed is not None:
+        raise Unsupported("seed: kernels take one global scale where they round stochastically")
+    matrices, lead = x.flatten(0, -3), x.shape[:-2]
+    each = [
+        _by_kernel(matrix, asked, scalar, None, None, None)
+        for matrix, scalar in zip(matrices, global_scale.flatten(), strict=True)
+    ]
+    made = []
+    for of_axis in zip(*each, strict=True):
+        data, scale = (joined(torch.stack, parts, -3) for parts in zip(*of_axis, strict=True))
+        made.append((data.unflatten(0, lead), scale.unflatten(0, lead)))
+    return made
 
 
 def _moved_apart(x: Tensor, offsets: Tensor) -> Tensor:

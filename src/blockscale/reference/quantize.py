@@ -58,7 +58,7 @@ def quantize(
             format,
             scale_rounding,
             nonfinite,
-            None if global_scale is None else float32_bits(global_scale),
+            None if global_scale is None else _bits(global_scale, 4),
             None if noise is None else noise[..., start:end],
         )
         for start, end in pairwise(bounds)
@@ -183,11 +183,17 @@ def dequantize(
         per_element = per_element[..., torch.arange(m, device=data.device) // rows, :]
     bits = multiply(float32_bits(values), per_element)
     if global_scale is not None:
-        bits = multiply(bits, float32_bits(global_scale))
+        bits = multiply(bits, _bits(global_scale, 2))
     if offsets is not None:  # past the last group there is no block; a neighbour's may be NaN
         bits = torch.where(torch.arange(k, device=data.device) < offsets[-1], bits, 0)
     out = from_float32_bits(bits)[..., :k]
     return out.mT if axis == -2 else out
+
+
+def _bits(global_scale: Tensor, dims: int) -> Tensor:
+    """Of a scalar, or of one for each matrix, which has so many dimensions."""
+    bits = float32_bits(global_scale)
+    return bits.reshape(*bits.shape, *[1] * dims) if bits.numel() > 1 else bits.reshape(())
 
 
 def apart_position(offsets: Tensor, k: int) -> Tensor:

@@ -30,7 +30,8 @@ __all__ = [
     "multiply",
 ]
 
-#: What accumulators are multiplied by: an fp32 scalar; or two, whose product it is.
+#: What accumulators are multiplied by: an fp32 scalar, or a vector that has one for each group; or
+#: two of these, whose product it is.
 Alpha = Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -76,7 +77,7 @@ class GemmCall(NamedTuple):
     Attributes:
         a, b: (M, K) and (N, K).
         out: (M, N), where it is given.
-        alpha: of each scalar.
+        alpha: of each scalar or vector.
         gpu: None where kernels do not run.
         offsets, grouping: of ``Groups``, if there are any. Where rows of A are grouped, B is
             (groups, N, K); where columns are, ``out`` has the products of all groups one below the
@@ -115,7 +116,8 @@ class GemmCall(NamedTuple):
     def epilogue(self, n: int) -> Epilogue:
         """What is done with an accumulator of ``n`` columns."""
         out, bias = from_torch(self.out_dtype), self.bias and from_torch(self.bias[2])
-        return Epilogue(out, self.accumulate, bias, len(self.alpha), self._aligned_rows(n))
+        alpha = tuple(len(x[0]) for x in self.alpha)
+        return Epilogue(out, self.accumulate, bias, alpha, self._aligned_rows(n))
 
     def _aligned_rows(self, n: int) -> bool:
         """Whether TMA can store the output: it writes whole groups of 16 bytes of a row."""
@@ -126,8 +128,9 @@ class GemmCall(NamedTuple):
     def check_rest(self, shape: tuple[int, int]) -> None:
         """Raise unless the arguments beside the operands fit a product of ``shape``."""
         _check_vector("bias", self.bias, shape[1:], FLOATS)
-        for scalar in self.alpha:
-            _check_vector("alpha", scalar, (), (torch.float32,))
+        for each in self.alpha:
+            groups = self.offsets[0] if self.offsets and each[0] else ()
+            _check_vector("alpha", each, tuple(groups), (torch.float32,))
         if self.accumulate and self.out is None:
             raise ValueError("accumulate: needs out, the tensor to add to")
         if self.out is not None:
@@ -154,7 +157,8 @@ def describe_call(
         out: written to and returned, (M, N); may have rows that lie apart, and shares no memory
             with the other tensors (not looked at here).
         bias: (N,) in bfloat16, float16 or float32.
-        alpha: () fp32; or two of these, whose product it is: NVFP4's global scales.
+        alpha: () fp32, or (groups,) of a product of groups; or two of these, whose product it is:
+            NVFP4's global scales.
         out_dtype: bfloat16, float16 or float32.
         accumulate: add to ``out`` instead of overwriting it.
         gpu: to choose the kernel for where the tensors are on a CPU, for the emulator.

@@ -20,7 +20,8 @@ class Epilogue(NamedTuple):
         out_dtype: bfloat16, float16 or float32.
         accumulate: add to the output.
         bias: the dtype of a vector that is added to each row, if there is one.
-        alpha: how many scalars the accumulator is multiplied by, two at most.
+        alpha: what the accumulator is multiplied by, two at most: 0 for a scalar, 1 for a vector
+            that has one for each group.
         tma_store: the output starts, and each of its rows starts and ends, at a multiple of 16
             bytes: TMA can store it.
     """
@@ -28,5 +29,5 @@ class Epilogue(NamedTuple):
     out_dtype: np.dtype = BFLOAT16
     accumulate: bool = False
     bias: np.dtype | None = None
-    alpha: int = 0
+    alpha: tuple[int, ...] = ()
     tma_store: bool = True

@@ -58,7 +58,7 @@ class Config:
         group: clusters along M that are taken before the next ones along N.
         tma_store: TMA stores the output; else threads store one element at a time.
         bias: the dtype of a vector that is added to each row, if there is one.
-        alpha: how many scalars the accumulator is multiplied by, two at most.
+        alpha: as of ``common.epilogue.Epilogue``.
         quantizing: how the output is quantized, if it is; ``out_dtype`` is uint8 then.
         grouping: of ``calls.Groups``, if there are groups.
     """
@@ -76,7 +76,7 @@ class Config:
     group: int = 8
     tma_store: bool = True
     bias: np.dtype | None = None
-    alpha: int = 0
+    alpha: tuple[int, ...] = ()
     arch: str = "sm_100a"
     quantizing: Quantizing | None = None
     grouping: str = ""

@@ -89,7 +89,7 @@ class Epilogue:
     def store(self, values, i: cutlass.Constexpr, warp, tile, column):
         """Store the ``i``-th subtile of a tile, whose first element is in ``column``."""
         d, bias, alpha = self.output
-        values = self.scale(values, bias, alpha, column)
+        values = self.scale(values, bias, alpha, column, tile.group)
         row, end = tile.row + warp * 32, tile.end
         if const_expr(end is not None):  # there is no product of no K blocks
             values = [Float32(select_(tile.k_blocks > 0, each, Float32(0))) for each in values]
@@ -147,11 +147,11 @@ class Epilogue:
                 self.store_tiles.store(stage, (row, column))
         cute.arch.cp_async_bulk_commit_group()
 
-    def scale(self, values, bias, alpha, column) -> list:
-        """``alpha * acc + bias``, where ``alpha`` is (), a pair or None, and ``bias`` (N,) or
-        None."""
+    def scale(self, values, bias, alpha, column, group=None) -> list:
+        """``alpha * acc + bias``, where ``alpha`` is as of ``factor_of`` or None, and ``bias`` (N,)
+        or None."""
         if alpha is not None:
-            factor = factor_of(alpha)
+            factor = factor_of(alpha, group)
             values = [ptx.mul(value, factor) for value in values]
         if bias is not None:
             last = bias.shape[0] - 1

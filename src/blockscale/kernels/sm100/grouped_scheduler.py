@@ -72,7 +72,7 @@ class GroupedTiles(RowGroups):
         k_blocks = cutlass.min((self.groups - group) * self.k_blocks, self.k_blocks)
         b_scales = group * cute.ceil_div(self.extent[1], TILE_M) + column // TILE_M
         starts = row, group * self.extent[1] + column
-        return Tile(row, column, starts, (scales, b_scales), k_blocks, end=end)
+        return Tile(row, column, starts, (scales, b_scales), k_blocks, end=end, group=group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class KGroupedTiles(ColumnGroups, GroupedTiles):
         first = group * self.rows
         k_blocks = cute.ceil_div(k_end - k_begin, self.block_k // GROUP_TILE)
         scales = row // TILE_M, column // TILE_M
-        part = k_begin, k_end, first + self.rows
+        part = k_begin, k_end, first + self.rows, group
         return Tile(first + row, column, (row, column), scales, k_blocks, *part)
 
 

@@ -22,6 +22,7 @@ class Tile:
         k_blocks: how many there are along K.
         k_begin, k_end: the part of K, in tiles of 128, where columns are grouped.
         end: the row of the output before which it ends, if not where the output does.
+        group: whose it is, if there are any.
     """
 
     row: Any
@@ -32,6 +33,7 @@ class Tile:
     k_begin: Any = None
     k_end: Any = None
     end: Any = None
+    group: Any = None
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ _KINDS = {BFLOAT16: "bf16", FLOAT16: "f16", FLOAT32: "f32"}
 @dataclass(frozen=True)
 class Epilogue:
     """Stores tiles of ``d`` (M, N): a warpgroup's work. ``boxes``: of it, in shared memory, if any;
-    ``bias`` (N,); ``alpha`` () or a pair. Addresses are computed ``late``, after the mainloop,
-    where that leaves them no registers.
+    ``bias`` (N,); ``alpha`` as of ``factor_of``. Addresses are computed ``late``, after the
+    mainloop, where that leaves them no registers.
     """
 
     config: ProductConfig
@@ -41,13 +41,13 @@ class Epilogue:
         return _KINDS[self.config.out_dtype]
 
     @cute.jit
-    def __call__(self, acc, warpgroup, thread, row, column, end=None):
+    def __call__(self, acc, warpgroup, thread, row, column, end=None, group=None):
         """Store what starts at ``row`` and ``column``, all of a warpgroup's; but nothing from row
-        ``end`` on, if that is given."""
+        ``end`` on, if that is given. ``group``: whose it is, if there are any."""
         config = self.config
         if const_expr(self.late):
             thread = ptx.pin(thread)
-        self.scale(acc, thread, column)
+        self.scale(acc, thread, column, group)
         if const_expr(config.tma_store):
             if const_expr(config.accumulate and not config.reduces):
                 self.add(acc, thread, row, column, end)
@@ -69,18 +69,18 @@ class Epilogue:
         return acc[mma], first
 
     @cute.jit
-    def scale(self, acc, thread, column):
+    def scale(self, acc, thread, column, group):
         """``alpha * acc + bias`` in place."""
         config, bias, alpha = self.config, self.bias, self.alpha
-        factor = None if alpha is None else factor_of(alpha)
-        groups = config.own_columns // 8 if alpha is not None or bias is not None else 0
-        for group in range_constexpr(groups):
+        factor = None if alpha is None else factor_of(alpha, group)
+        eights = config.own_columns // 8 if alpha is not None or bias is not None else 0
+        for eight in range_constexpr(eights):
             added = []
             for j in range_constexpr(0 if bias is None else 2):
-                where = column + group * 8 + thread % 4 * 2 + j
+                where = column + eight * 8 + thread % 4 * 2 + j
                 added.append(Float32(bias[cutlass.min(where, bias.shape[0] - 1)]))
             for row_step in range_constexpr(config.row_steps):
-                values, first = self.where(acc, row_step, group * 8)
+                values, first = self.where(acc, row_step, eight * 8)
                 for i in range_constexpr(4):
                     value = values[first + i]
                     if const_expr(alpha is not None):

@@ -35,4 +35,4 @@ class KGroupedTiles(ColumnGroups, GroupedTiles):
         row, column = (place & 0xFFFF) * self.shape[0], (place >> 16) * self.shape[1]
         first, end = group * self.rows, (group + 1) * self.rows
         part = k_begin * self.blocks, k_end * self.blocks
-        return Tile(first + row, column, *part, end, None, row, column)
+        return Tile(first + row, column, *part, end, group, row, column)

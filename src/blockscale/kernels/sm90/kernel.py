@@ -263,21 +263,22 @@ class Consumer:
                 count = (taken + 1 - k_turn) // 2 - (taken - tile.k_blocks + 1 - k_turn) // 2
             stage, phase = self.mainloop(acc, tile, count, stage, phase)
             row, column = tile.row + self.first_row, tile.column + self.k_part * config.own_columns
+            place = row, column, tile.end, tile.group
             if const_expr(config.split_k > 1):
                 filled = tile.row + thread // 32 * 16 < self.epilogue.d.shape[0]
                 self.reduce.send(acc, turn, filled)
                 if k_turn == 0:
                     more = index + step < self.schedule.count
                     self.reduce.receive(acc, turn, filled, more)
-                    self.epilogue(acc, self.warpgroup, thread, row, column, tile.end)
+                    self.epilogue(acc, self.warpgroup, thread, *place)
             elif const_expr(config.warpgroup_split_k):
                 if k_turn > 0:
                     self.reduce.send(acc, turn)
                 else:
                     self.reduce.receive(acc, turn)
-                    self.epilogue(acc, self.warpgroup, thread, row, column, tile.end)
+                    self.epilogue(acc, self.warpgroup, thread, *place)
             else:
-                self.epilogue(acc, self.warpgroup, thread, row, column, tile.end)
+                self.epilogue(acc, self.warpgroup, thread, *place)
             turn = turn ^ 1
         if const_expr(config.stores_tiles):
             cute.arch.cp_async_bulk_wait_group(0, read=True)

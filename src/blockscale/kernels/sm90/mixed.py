@@ -358,7 +358,7 @@ class Consumer:
                 if const_expr(config.grouped):  # noqa: SIM102 - one is known when compiling
                     if tile.group == self.schedule.groups:  # the rest
                         acc.fill(0.0)
-                self.epilogue(acc, share, here, tile.row, column, tile.end)
+                self.epilogue(acc, share, here, tile.row, column, tile.end, tile.group)
             reduce_phase = reduce_phase ^ 1
         if const_expr(config.tma_store):
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -76,7 +76,7 @@ class Config:
         stages: tiles of both operands in flight.
         accumulate: add to the output.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: how many scalars the accumulators are multiplied by, two at most.
+        alpha: as of ``common.epilogue.Epilogue``.
         tma_store: the output is stored by TMA; else an element at a time.
         async_scales: rows of B's scales lie so that those of a stage can be copied at once.
         loaded_rows: of A; 0 for all of a tile's. Fewer where there are no more, and that pays.
@@ -95,7 +95,7 @@ class Config:
     stages: int = _STAGES[0]
     accumulate: bool = False
     bias: np.dtype | None = None
-    alpha: int = 0
+    alpha: tuple[int, ...] = ()
     tma_store: bool = False
     async_scales: bool = True
     loaded_rows: int = 0

@@ -29,7 +29,7 @@ _KINDS = {BFLOAT16: "bf16", FLOAT16: "f16"}
 @dataclass(frozen=True)
 class MixedEpilogue:
     """Stores tiles of ``d`` (M, N): a warpgroup's work. ``boxes``: of it, in shared memory, if any;
-    ``bias`` (N,); ``alpha`` () or a pair."""
+    ``bias`` (N,); ``alpha`` as of ``factor_of``."""
 
     config: Config
     boxes: TmaTiles | None
@@ -38,34 +38,34 @@ class MixedEpilogue:
     alpha: Any
 
     @cute.jit
-    def __call__(self, acc, share, thread, row, column, end=None):
+    def __call__(self, acc, share, thread, row, column, end=None, group=None):
         """Store a tile's rows of the output, and 64 columns, from ``row`` and ``column`` on; but
-        nothing from row ``end`` on, if that is given."""
-        self.scale(acc, thread, column)
+        nothing from row ``end`` on, if that is given. ``group``: whose it is, if there are any."""
+        self.scale(acc, thread, column, group)
         if const_expr(self.config.tma_store):
             self.store(acc, share, thread, row, column, end)
         else:
             self.store_each(acc, thread, row, column, end)
 
     @cute.jit
-    def scale(self, acc, thread, column):
+    def scale(self, acc, thread, column, group):
         """``alpha * acc + bias`` in place."""
         bias, alpha = self.bias, self.alpha
         gain, added = self.config.gain, []
-        factor = None if alpha is None else factor_of(alpha)
+        factor = None if alpha is None else factor_of(alpha, group)
         for half in range_constexpr(0 if bias is None else 2):
             where = column + thread // 32 * 16 + thread % 32 // 4 + half * 8
             added.append(Float32(bias[cutlass.min(where, bias.shape[0] - 1)]))
-        for group in range_constexpr(self.config.rows // 8):
+        for eight in range_constexpr(self.config.rows // 8):
             for i in range_constexpr(4):
-                value = acc[4 * group + i]
+                value = acc[4 * eight + i]
                 if const_expr(gain != 1):
                     value = value * Float32(gain)
                 if const_expr(alpha is not None):
                     value = value * factor
                 if const_expr(bias is not None):
                     value = value + added[i // 2]
-                acc[4 * group + i] = value
+                acc[4 * eight + i] = value
 
     @cute.jit
     def store(self, acc, share, thread, row, column, end):

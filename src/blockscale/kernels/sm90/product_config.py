@@ -57,7 +57,7 @@ class ProductConfig:
         tma_store: the output is stored by TMA, where CTAs split K in pairs; else an element at a
             time.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: how many scalars the accumulators are multiplied by, two at most.
+        alpha: as of ``common.epilogue.Epilogue``.
         grouping: "m": rows of A are in groups, each of which has its own B. "masked": and each
             group has an equal share of them, but fewer are multiplied. "k": columns of A and B are
             in groups, each of which has its own output. Empty: there are no groups.
@@ -76,7 +76,7 @@ class ProductConfig:
     skew: int = 0
     tma_store: bool = True
     bias: np.dtype | None = None
-    alpha: int = 0
+    alpha: tuple[int, ...] = ()
     grouping: str = ""
     arch: str = "sm_90a"
 

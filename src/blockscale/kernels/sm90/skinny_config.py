@@ -39,7 +39,7 @@ class Config:
             more, those of the next kernel, which come early, would not be spread evenly.
         accumulate: add to the output.
         bias: the type of a vector that is added to each row, if there is one.
-        alpha: how many scalars the accumulators are multiplied by, two at most.
+        alpha: as of ``common.epilogue.Epilogue``.
     """
 
     b_format: str
@@ -53,7 +53,7 @@ class Config:
     resident: int = 0
     accumulate: bool = False
     bias: np.dtype | None = None
-    alpha: int = 0
+    alpha: tuple[int, ...] = ()
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
