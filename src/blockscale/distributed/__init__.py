@@ -1,5 +1,14 @@
-"""Experts over ranks: their weights as one kernel from tokens to tokens reads them."""
+"""Experts over ranks, and their weights as one kernel from tokens to tokens reads them."""
 
+from .mega_moe import MegaMoE
 from .mega_weights import FoldError, MegaWeights, check_mega_weights, transform_weights
+from .tokens import Stopped
 
-__all__ = ["FoldError", "MegaWeights", "check_mega_weights", "transform_weights"]
+__all__ = [
+    "FoldError",
+    "MegaMoE",
+    "MegaWeights",
+    "Stopped",
+    "check_mega_weights",
+    "transform_weights",
+]

@@ -1,0 +1,139 @@
+"""Experts over ranks: what one rank has alone, errors that reach every rank, and what travels."""
+
+from __future__ import annotations
+
+import expert_ranks
+import pytest
+import torch
+from expert_ranks import EXPERTS, FORMATS, HIDDEN, TOPK
+
+import blockscale as bs
+from blockscale.distributed import MegaMoE
+from blockscale.distributed.tokens import exchange_tokens
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return expert_ranks.results(0, 1, CPU)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def together(request, tmp_path_factory):
+    """What each of so many ranks has found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(
+        expert_ranks.run, (request.param, str(folder)), nprocs=request.param
+    )
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+def values(format: str, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor):
+    """In fp64, of weights as they are quantized."""
+    up, down = (w.dequantize(torch.float64) for w in expert_ranks.weights_of(format))
+    out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+    for t in range(len(x)):
+        for e, weight in zip(experts[t].tolist(), weights[t].double(), strict=True):
+            if 0 <= e < EXPERTS:
+                gate, rise = (up[e] @ x[t].double()).chunk(2)
+                out[t] += weight * (down[e] @ (torch.nn.functional.silu(gate) * rise))
+    return out
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize(("format", "activations"), FORMATS)
+def test_one_rank(alone, format, activations, skewed):
+    given = expert_ranks.tokens_of(sum(expert_ranks.SHARES), skewed=skewed)
+    want = values(format, *given)
+    error = (alone[f"{format} {activations} {skewed}"].double() - want).norm() / want.norm()
+    assert error < (0.2 if activations == "nvfp4" else 0.05)
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize(("format", "activations"), FORMATS)
+def test_ranks_have_what_one_has(alone, together, format, activations, skewed):
+    """Of 0 to 57 tokens each, and all to one expert."""
+    name = f"{format} {activations} {skewed}"
+    assert torch.equal(torch.cat([rank["results"][name] for rank in together]), alone[name])
+
+
+def test_every_rank_is_told(together):
+    last = len(together) - 1
+    for rank, found in enumerate(together):
+        told = found["wrong"]
+        assert told["tokens"] == (
+            f"ValueError: tokens: rank 0 has 100, rank {last} 101; all ranks make it alike"
+        )
+        assert told["topk"].startswith(f"ValueError: topk: rank 0 has 2, rank {last} 3")
+        assert told["format"].startswith(
+            f"ValueError: weights: rank 0 has 'mxfp8', rank {last} 'mxfp4'"
+        )
+        cases = {
+            "construction": (
+                f"ValueError: topk: got 99; all ranks together have {EXPERTS} experts",
+                f"Stopped: rank {last} cannot go on: topk: got 99",
+            ),
+            "too many": (
+                "ValueError: x: has 5 tokens, buffers are for 4 a rank",
+                f"Stopped: rank {last} cannot go on and says why; rank {rank} stopped with it",
+            ),
+            "experts": ("TypeError: experts, weights: got torch.float32", f"Stopped: rank {last}"),
+        }
+        for name, (mine, theirs) in cases.items():
+            assert told[name].startswith(mine if rank == last else theirs), told[name]
+        assert told["after that"] == "nothing"
+
+
+def test_a_token_travels_once():
+    """To a rank that has several of its experts, and not to one that has none."""
+    experts = torch.tensor([[0, 1, 3], [5, 9, -1], [2, 2, 0]])
+    x = torch.arange(6.0).view(3, 2)
+    way = exchange_tokens((x,), experts, 4)
+    assert torch.equal(way.received.parts[0], x[[0, 2]])
+    assert torch.equal(way.received.experts, experts[[0, 2]].int())
+    assert way.due == way.returned == [6]
+    results = torch.arange(6.0).view(6, 1)
+    back = way.back(results)[way.pairs.slots.flatten()].view(3, 3)
+    assert torch.equal(back, torch.tensor([[0.0, 1, 2], [0, 0, 0], [3, 4, 5]]))
+
+
+def test_scales_of_activations():
+    """One an expert or one in all; the largest of the first product's."""
+    up, down = expert_ranks.weights_of("nvfp4")
+    x, experts, weights = expert_ranks.tokens_of(20)
+    how = {"tokens": 20, "topk": TOPK}
+    one = MegaMoE(up, down, **how, a1_scale=0.5, a2_scale=0.25)
+    per_expert = torch.full((EXPERTS,), 0.125)
+    per_expert[3] = 0.5
+    each = MegaMoE(up, down, **how, a1_scale=per_expert, a2_scale=torch.full((EXPERTS,), 0.25))
+    assert torch.equal(one(x, experts, weights), each(x, experts, weights))
+    assert MegaMoE(up, down, **how).a2_scale == 1
+
+
+def test_refused():
+    up, down = expert_ranks.weights_of("mxfp8")
+    how = {"tokens": 4, "topk": TOPK}
+    wrong = {
+        "up: got Tensor; expected a ScaledTensor": (up.dequantize(), down),
+        r"up, down: got .*expected \(experts, 2": (down, up),
+        "one format and device": (up, bs.quantize(down.dequantize(), "mxfp4")),
+        "blocked along -1": (bs.quantize(up.dequantize(), "mxfp8", -2), down),
+    }
+    for sentence, pair in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            MegaMoE(*pair, **how)
+    with pytest.raises(ValueError, match=r"activations \(of mxfp8 weights\): got 'nvfp4'"):
+        MegaMoE(up, down, **how, activations="nvfp4")
+    with pytest.raises(ValueError, match="a1_scale: mxfp8 activations have none"):
+        MegaMoE(up, down, **how, a1_scale=1.0)
+    with pytest.raises(ValueError, match="a2_scale: expected positive"):
+        MegaMoE(*expert_ranks.weights_of("nvfp4"), **how, a2_scale=0.0)
+    moe = MegaMoE(up, down, **how)
+    x, experts, weights = expert_ranks.tokens_of(4)
+    with pytest.raises(ValueError, match=r"x: got \(4, 64\); expected \(tokens, 128\)"):
+        moe(x[:, :64], experts, weights)
+    with pytest.raises(ValueError, match=r"expected \(4, 3\)"):
+        moe(x, experts[:, :2], weights)
+    with pytest.raises(TypeError, match="a gradient is asked for"):
+        moe(x.requires_grad_(), experts, weights)
