@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import cuda.bindings.driver as cuda  # noqa: E402
 import cutlass  # noqa: E402
 from cutlass import cute  # noqa: E402
+from cutlass.cute.arch import inline_ptx  # noqa: E402
 from cutlass.cute.nvgpu import cpasync  # noqa: E402
 from cutlass.cute.runtime import (  # noqa: E402
     from_dlpack,
@@ -63,6 +64,25 @@ def add_pointers(a: cute.Pointer, b: cute.Pointer, c: cute.Pointer, stream: cuda
 @cute.jit
 def add_group(group: tuple[cute.Tensor, cute.Tensor], c: cute.Tensor, stream: cuda.CUstream):
     add_kernel(group[0], group[1], c, 1.0).launch(grid=(2, 1, 1), block=(64, 1, 1), stream=stream)
+
+
+@cute.kernel
+def pass_on_kernel(mine: cute.Tensor, theirs: cute.Tensor, number: cutlass.Int32):
+    """Word 0 is a flag: each rank sends its number to the next one, and keeps what it gets."""
+    address = theirs.iterator.toint()
+    theirs[1] = number
+    inline_ptx("st.release.sys.global.u32 [{$r0}], 1;", read_only_args=[address])
+    code = (
+        "{ .reg .pred p; .reg .b32 n; AGAIN: ld.acquire.sys.global.u32 n, [{$r0}];"
+        " setp.eq.u32 p, n, 0; @p bra AGAIN; }"
+    )
+    inline_ptx(code, read_only_args=[mine.iterator.toint()])
+    mine[2] = mine[1]
+
+
+@cute.jit
+def pass_on(mine: cute.Tensor, theirs: cute.Tensor, number: cutlass.Int32, stream: cuda.CUstream):
+    pass_on_kernel(mine, theirs, number).launch(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
 
 
 @cute.kernel
@@ -237,6 +257,28 @@ def test_launches_of_one_call_run_in_order() -> None:
         cute.compile(add_twice, *arguments)(*arguments)
     assert torch.equal(c, (a + b) + 2 * a)
     assert len(reports) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_that_wait_for_each_other(ranks: int) -> None:
+    """Captured, they run at once: each alone would wait for ever."""
+    devices = [em.Device("sm_90a", completion="late") for _ in range(ranks)]
+    words = [torch.zeros(4, dtype=torch.int32) for _ in range(ranks)]
+    with em.capture() as calls:
+        for rank, device in enumerate(devices):
+            with cutedsl(device) as reports:
+                a, b = (from_dlpack(words[r % ranks]) for r in (rank, rank + 1))
+                compiled = cute.compile(pass_on, a, b, 10 + rank, STREAM)
+                compiled(a, b, 10 + rank, STREAM)
+            assert reports == []
+    assert [call.device for call in calls] == devices
+    assert not any(word.any() for word in words)
+    assert len(em.launch_together(calls)) == ranks
+    assert [int(word[2]) for word in words] == [10 + (rank - 1) % ranks for rank in range(ranks)]
+    with cutedsl(devices[0]) as reports:  # as before
+        test = from_dlpack(torch.ones(4, dtype=torch.int32))
+        cute.compile(pass_on, test, test, 1, STREAM)(test, test, 1, STREAM)
+    assert len(reports) == 1
 
 
 def test_tensors_in_tuples() -> None:

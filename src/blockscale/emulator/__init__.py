@@ -3,6 +3,7 @@
 from .alarms.alarm import Alarm
 from .alarms.errors import DataRace, EarlyAccess, ExitRace, LaneRace, MissingFence, Uninitialized
 from .host.cutedsl import cutedsl
+from .host.hostcode import capture
 from .isa.system_calls import KernelStopped
 from .launches.calls import Call, launch_together
 from .launches.device import Device
@@ -28,6 +29,7 @@ __all__ = [
     "Report",
     "TensorMap",
     "Uninitialized",
+    "capture",
     "cutedsl",
     "launch_together",
 ]

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..launches.calls import Call
 from ..launches.device import Device
 from ..observe.report import Report
 from ..ptx.program import PtxError
@@ -32,7 +33,7 @@ from .runtime import (
     writes,
 )
 
-__all__ = ["HostCode", "landing", "settings"]
+__all__ = ["HostCode", "capture", "landing", "settings"]
 
 
 def settings() -> Any:
@@ -145,6 +146,29 @@ class _Call:
 
 
 _calls: ContextVar[_Call] = ContextVar("_calls")
+_captured: ContextVar[list[Call] | None] = ContextVar("_captured", default=None)
+
+
+@contextmanager
+def capture() -> Iterator[list[Call]]:
+    """Launches of functions compiled by CuTe DSL are kept while the block runs, not made: ranks
+    that wait for each other run by ``launch_together`` then, as a captured graph would.
+
+    >>> with em.capture() as calls:  # doctest: +SKIP
+    ...     for device, buffers in ranks:
+    ...         with em.cutedsl(device):
+    ...             compiled(*buffers, stream)
+    >>> reports = em.launch_together(calls)  # doctest: +SKIP
+
+    Yields the list of calls, in the order in which they were asked for; their tensors must live
+    until they have run. Blocks of ``cutedsl`` report nothing of them.
+    """
+    calls: list[Call] = []
+    token = _captured.set(calls)
+    try:
+        yield calls
+    finally:
+        _captured.reset(token)
 
 
 @contextmanager
@@ -176,15 +200,17 @@ def landing(
 
 def _launch(call: _Call, config: int, kernel: int, parameters: int) -> None:
     ptx, name = call.host.ptx, call.host.kernels[kernel - 1]
-    report = call.device.launch(
-        ptx,
-        name,
-        args=read_parameters(ptx, name, parameters),
-        buffers=call.buffers,
-        profile=call.profile,
+    given = {
+        "args": read_parameters(ptx, name, parameters),
+        "buffers": call.buffers,
+        "profile": call.profile,
         **read_launch(config),
-    )
-    call.reports.append(report)
+    }
+    captured = _captured.get()
+    if captured is None:
+        call.reports.append(call.device.launch(ptx, name, **given))
+    else:
+        captured.append(Call(call.device, ptx, name, **given))
 
 
 def _get_kernel(call: _Call, out: int, library: int, name: int) -> None:
