@@ -18,7 +18,7 @@ from .ops.operation import needs_gradient
 from .tensor_checks import check_is_tensor
 from .watching import is_transformed
 
-__all__ = ["INTEGERS", "Routing", "combine", "route"]
+__all__ = ["INTEGERS", "Routing", "combine", "route", "sizes_of"]
 
 #: Of indices.
 INTEGERS = (torch.int64, torch.int32)
@@ -44,7 +44,12 @@ class Routing(NamedTuple):
     @property
     def counts(self) -> Tensor:
         """int32 (experts,), how many rows each expert has."""
-        return self.offsets.diff(prepend=self.offsets.new_zeros(1))
+        return sizes_of(self.offsets)
+
+
+def sizes_of(offsets: Tensor) -> Tensor:
+    """How many rows each group has, whose ends these are."""
+    return offsets.diff(prepend=offsets.new_zeros(1))
 
 
 def route(experts: Tensor, num_experts: int) -> Routing:

@@ -43,7 +43,7 @@ def weights_of(format: str) -> list[bs.ScaledTensor]:
 
 
 def tokens_of(count: int, *, skewed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """x, experts (some of none), and weights."""
+    """x, weights, and experts, some of none."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-1, 2, (count, HIDDEN), generator=generator).bfloat16()
     experts = torch.rand(count, EXPERTS, generator=generator).argsort(1)[:, :TOPK]
@@ -51,7 +51,7 @@ def tokens_of(count: int, *, skewed: bool = False) -> tuple[Tensor, Tensor, Tens
     experts[3::11] = EXPERTS
     if skewed:
         experts = torch.tensor([5, -1, -1]).expand(count, -1)
-    return x, experts, torch.rand(count, TOPK, generator=generator)
+    return x, torch.rand(count, TOPK, generator=generator), experts
 
 
 def share(rank: int, ranks: int) -> slice:
@@ -102,12 +102,12 @@ def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
     formats = "mxfp4" if last else "mxfp8"
     attempt("format", lambda: module(rank, ranks, device, formats))
     moe = module(rank, ranks, device, "mxfp8", tokens=4)
-    x, experts, weights = (each.to(device) for each in tokens_of(5))
+    x, weights, experts = (each.to(device) for each in tokens_of(5))
     few = slice(0, 5 if last else 4)
-    attempt("too many", lambda: moe(x[few], experts[few], weights[few]))
-    x, experts, weights = x[:2], experts[:2], weights[:2]
-    attempt("experts", lambda: moe(x, experts.float() if last else experts, weights))
-    attempt("after that", lambda: moe(x, experts, weights))
+    attempt("too many", lambda: moe(x[few], weights[few], experts[few]))
+    x, weights, experts = x[:2], weights[:2], experts[:2]
+    attempt("experts", lambda: moe(x, weights, experts.float() if last else experts))
+    attempt("after that", lambda: moe(x, weights, experts))
     return told
 
 

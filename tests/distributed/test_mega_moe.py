@@ -29,7 +29,7 @@ def together(request, tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 
 
-def values(format: str, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor):
+def values(format: str, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor):
     """In fp64, of weights as they are quantized."""
     up, down = (w.dequantize(torch.float64) for w in expert_ranks.weights_of(format))
     out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
@@ -101,13 +101,13 @@ def test_a_token_travels_once():
 def test_scales_of_activations():
     """One an expert or one in all; the largest of the first product's."""
     up, down = expert_ranks.weights_of("nvfp4")
-    x, experts, weights = expert_ranks.tokens_of(20)
+    x, weights, experts = expert_ranks.tokens_of(20)
     how = {"tokens": 20, "topk": TOPK}
     one = MegaMoE(up, down, **how, a1_scale=0.5, a2_scale=0.25)
     per_expert = torch.full((EXPERTS,), 0.125)
     per_expert[3] = 0.5
     each = MegaMoE(up, down, **how, a1_scale=per_expert, a2_scale=torch.full((EXPERTS,), 0.25))
-    assert torch.equal(one(x, experts, weights), each(x, experts, weights))
+    assert torch.equal(one(x, weights, experts), each(x, weights, experts))
     assert MegaMoE(up, down, **how).a2_scale == 1
 
 
@@ -130,10 +130,36 @@ def test_refused():
     with pytest.raises(ValueError, match="a2_scale: expected positive"):
         MegaMoE(*expert_ranks.weights_of("nvfp4"), **how, a2_scale=0.0)
     moe = MegaMoE(up, down, **how)
-    x, experts, weights = expert_ranks.tokens_of(4)
+    x, weights, experts = expert_ranks.tokens_of(4)
     with pytest.raises(ValueError, match=r"x: got \(4, 64\); expected \(tokens, 128\)"):
-        moe(x[:, :64], experts, weights)
+        moe(x[:, :64], weights, experts)
     with pytest.raises(ValueError, match=r"expected \(4, 3\)"):
-        moe(x, experts[:, :2], weights)
+        moe(x, weights, experts[:, :2])
     with pytest.raises(TypeError, match="a gradient is asked for"):
-        moe(x.requires_grad_(), experts, weights)
+        moe(x.requires_grad_(), weights, experts)
+
+
+def test_in_a_layer():
+    """In the place of the experts of a MoE, whose router and shared experts stay."""
+    torch.manual_seed(0)
+    layer = bs.nn.MoE(128, 64, 8, bs.nn.Router(top_k=2), shared_size=64, dtype=torch.bfloat16)
+    layer.eval()
+    x = torch.randn(4, 10, 128).bfloat16()
+    with torch.no_grad():
+        want = layer(x)
+        held = layer.experts
+        up, down = (bs.quantize(w.detach()) for w in (held.gate_up_proj, held.down_proj))
+        layer.experts = MegaMoE(up, down, tokens=40, topk=2)
+        got = layer(x)
+    assert torch.equal(got, want)  # a recipe of mxfp8 quantizes the same
+
+
+def test_kept_and_moved(tmp_path):
+    up, down = expert_ranks.weights_of("nvfp4")
+    moe = MegaMoE(up, down, tokens=4, topk=TOPK, a1_scale=0.5)
+    torch.save(moe.state_dict(), tmp_path / "moe.pt")
+    other = MegaMoE(*(torch.empty_like(w) for w in (up, down)), tokens=4, topk=TOPK)
+    other.load_state_dict(torch.load(tmp_path / "moe.pt"))
+    given = expert_ranks.tokens_of(4)
+    assert torch.equal(moe(*given), other(*given))
+    assert moe.to("meta").up.device.type == "meta"

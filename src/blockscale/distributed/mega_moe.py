@@ -14,7 +14,7 @@ from ..formats import get_format
 from ..fused import swiglu_quantize
 from ..gemm import grouped_gemm
 from ..quantize import quantize
-from ..routing import INTEGERS, combine, route
+from ..routing import INTEGERS, Routing, combine, route
 from ..tensor import ScaledTensor
 from ..tensor_checks import DTYPES, check_is_tensor
 from .tokens import Stopped, exchange_tokens, rank_and_ranks
@@ -54,13 +54,14 @@ class MegaMoE(nn.Module):
     >>> quantized = [bs.quantize(w, "mxfp8") for w in (up, down)]
     >>> moe = bs.distributed.MegaMoE(*quantized, tokens=32, topk=2)
     >>> x, weights = torch.randn(5, 128).bfloat16(), torch.full((5, 2), 0.5)
-    >>> moe(x, torch.randint(8, (5, 2)), weights).shape
+    >>> moe(x, weights, torch.randint(8, (5, 2))).shape
     torch.Size([5, 128])
 
     A token travels once, quantized, to each rank that has one of its experts; each expert's result
     comes back in bfloat16, and its token's rank adds them up: the same bits on any number of ranks
     where products have them. One kernel is to do all of it; here are its steps, one after another:
-    quantize, send, product, SwiGLU and quantize, product, send back, combine.
+    quantize, send, product, SwiGLU and quantize, product, send back, combine. Where it takes the
+    place of ``experts`` of a :class:`blockscale.nn.MoE`, that one is shared by ranks.
 
     Args:
         up: (experts, 2 * I, H) of this rank, gate's rows first, blocked along -1: nvfp4, mxfp4,
@@ -81,6 +82,11 @@ class MegaMoE(nn.Module):
     Raises ValueError or TypeError where these do not fit, on every rank where they differ.
     """
 
+    up: ScaledTensor
+    down: ScaledTensor
+    a1_scale: Tensor | None
+    a2_scale: Tensor | None
+
     def __init__(
         self,
         up: ScaledTensor,
@@ -94,40 +100,46 @@ class MegaMoE(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.group, self.up, self.down = group, up, down
         mine: _Told = None, None, ""
         problem = None
         try:
             kind = _kind_of(up, down, tokens, topk, activations, rank_and_ranks(group)[1])
-            self.a2_scale = _activation_scale("a2_scale", a2_scale, kind, up.device)
-            largest = _activation_scale("a1_scale", a1_scale, kind, up.device)
-            mine = kind, None if largest is None else float(largest.max()), ""
+            scales = [
+                _activation_scale(*each, kind, up.device)
+                for each in (("a1_scale", a1_scale), ("a2_scale", a2_scale))
+            ]
+            mine = kind, None if scales[0] is None else float(scales[0].max()), ""
         except (TypeError, ValueError) as error:
             problem, mine = error, (None, None, str(error))
         told = _tell(mine, group)
         if problem is not None:
             raise problem
-        self.kind, largest_of_all = _agreed(told)
-        self.a1_scale = None
-        if largest_of_all is not None:
-            self.a1_scale = torch.tensor(largest_of_all, device=up.device)
+        self.group = group
+        self.kind, largest = _agreed(told)
+        for name, each in (("up", up), ("down", down)):
+            self.register_parameter(name, nn.Parameter(each, requires_grad=False))
+        one = None if largest is None else torch.tensor(largest, device=up.device)
+        self.register_buffer("a1_scale", one)
+        self.register_buffer("a2_scale", scales[1])
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor | Routing) -> Tensor:
         """What this rank's tokens get: (t, H), in the dtype of ``x``.
 
         Args:
             x: (t, H), of ``tokens`` at most, float32, bfloat16 or float16. Other ranks may have
                 more or fewer, or none.
-            experts: int64 or int32 (t, topk), the numbers of a token's experts among all of all
-                ranks; others are those of none.
             weights: floating (t, topk): what an expert's result is multiplied by, in fp32.
+            experts: int64 or int32 (t, topk), the numbers of a token's experts among all of all
+                ranks; others are those of none. Or the routing of these.
 
         Every rank calls it. Raises ValueError or TypeError where these are something else, and
         :class:`Stopped` on all other ranks then.
         """
         kind, problem = self.kind, None
+        if isinstance(experts, Routing):
+            experts = torch.searchsorted(experts.offsets, experts.slots.int(), right=True)
         try:
-            self._check(x, experts, weights)
+            self._check(x, weights, experts)
         except (TypeError, ValueError) as error:
             problem = error
             experts = torch.empty(0, kind.topk, dtype=torch.int64, device=self.up.device)
@@ -182,9 +194,9 @@ class MegaMoE(nn.Module):
         assert down.global_scale is not None
         return grouped_gemm(a, down._with(global_scale=down.global_scale * scales).mT, offsets)
 
-    def _check(self, x: Tensor, experts: Tensor, weights: Tensor) -> None:
+    def _check(self, x: Tensor, weights: Tensor, experts: Tensor) -> None:
         kind, device = self.kind, self.up.device
-        for name, each in (("x", x), ("experts", experts), ("weights", weights)):
+        for name, each in (("x", x), ("weights", weights), ("experts", experts)):
             check_is_tensor(name, each)
             if each.device != device:
                 raise ValueError(f"{name}: is on {each.device}, weights on {device}; move it")

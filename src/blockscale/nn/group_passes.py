@@ -16,6 +16,7 @@ from .. import reference
 from ..gemm import grouped_gemm
 from ..ops import global_scale
 from ..ops.backends import on_cpu
+from ..routing import sizes_of
 from ..tensor import ScaledTensor
 from .forms import quantize_forms
 from .group_launches import QuantizedRows
@@ -89,9 +90,8 @@ def of_rows(values: Tensor, rows: int, offsets: Tensor) -> Tensor:
 def sum_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     """Of each group's rows (groups, N), added up in fp32, or in float64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    lengths = offsets.long().diff(prepend=offsets.new_zeros(1).long())
-    ends = torch.cat((lengths, (len(x) - offsets[-1:]).long()))  # and those of no group
-    total = torch.segment_reduce(wide, "sum", lengths=ends, axis=0, initial=0.0, unsafe=True)
+    sizes = torch.cat((sizes_of(offsets), len(x) - offsets[-1:])).long()  # and that of no group
+    total = torch.segment_reduce(wide, "sum", lengths=sizes, axis=0, initial=0.0, unsafe=True)
     return total[:-1].to(dtype)
 
 
@@ -166,8 +166,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         rows = torch.arange(len(a), device=a.device, dtype=torch.int32)
         product = product.masked_fill_((rows >= offsets[-1])[:, None], 0)
     else:
-        empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
-        product = product.masked_fill_(empty[:, None, None], 0)
+        product = product.masked_fill_((sizes_of(offsets) == 0)[:, None, None], 0)
     return product.contiguous()  # rows of it may lie apart
 
 
