@@ -106,6 +106,37 @@ def test_copied():
     with pytest.raises(TypeError, match="global scales of their own, those of"):
         one.copy_(q)
     assert torch.equal(r.dequantize(), one.dequantize())
+    half = torch.full((3,), 0.5)
+    r = bs.quantize(values(3, 32, 64), "nvfp4", global_scale=half)
+    one = bs.quantize(values(3, 32, 64), "nvfp4", global_scale=0.5)
+    r[1:].copy_(one[1:])  # it is theirs, too
+    r = bs.quantize(values(3, 32, 64), "nvfp4", global_scale=half[:1].expand(3))
+    r.copy_(q)  # nothing of it shares memory
+    assert torch.equal(r, q)
+    r, before = q._with(global_scale=half[:1].expand(3)), q.clone()
+    with pytest.raises(TypeError, match="share memory; copy to a clone"):
+        r.copy_(other)
+    assert torch.equal(q, before)
+
+
+def test_what_is_joined_is_new():
+    """No scale of it is that of a matrix that it was made of."""
+    q, before = experts(3, 32, 64), experts(3, 32, 64)
+    third = before[2]
+    for made in (torch.stack([q[0], q[0]]), torch.cat([q[:1], q[:1]]), torch.cat([q[:1]])):
+        assert made.global_scale.shape == ()
+        made.copy_(torch.stack([third] * len(made)))
+        assert torch.equal(q, before)
+    cut = torch.cat([q[0][:, :32], q[0][:, 32:]], 1)
+    cut.copy_(third)
+    assert torch.equal(q, before)
+
+
+def test_one_for_one_matrix():
+    """It is a scalar, whose matrix may be cut."""
+    q = bs.quantize(values(3, 32, 64)[:1], "nvfp4", global_scale=torch.tensor([0.01]))
+    assert torch.equal(q.view(2, 16, 64)[0], q[0, :16])
+    assert torch.equal(experts(3, 32, 64)[:1].flatten(0, 1), experts(3, 32, 64)[0])
 
 
 def test_stored(tmp_path):
@@ -122,6 +153,8 @@ def test_stored(tmp_path):
 
 
 def test_measured():
+    with pytest.raises(ValueError, match="nothing to compare"):
+        error_sums(values(3, 32, 64)[:0], experts(3, 32, 64)[:0])
     x = values(3, 32, 64)
     each = each_of(x)
     q = torch.stack(each)
@@ -192,6 +225,11 @@ def test_compiled():
         q = torch.stack(tensors)
         return q, q[1:].dequantize()
 
+    one = bs.quantize(values(3, 32, 64), "nvfp4")
+    join = torch.compile(
+        lambda q: torch.cat([q[:1], q[1:]]).flatten(0, 1), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(join(one), one.flatten(0, 1))
     q, dequantized = run(*each)
     assert torch.equal(q, torch.stack(each))
     assert torch.equal(dequantized, torch.stack(each)[1:].dequantize())

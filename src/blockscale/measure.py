@@ -36,7 +36,9 @@ def error_sums(x: Tensor, q: ScaledTensor) -> ErrorSums:
             f"q: is {tuple(q.shape)} along axis {q.axis} with {q.layout_name!r} scales; expected "
             f"the shape of x, {tuple(x.shape)}, axis -1 and 'compact'"
         )
+    if not x.numel():
+        raise ValueError(f"x: has shape {tuple(x.shape)}, there is nothing to compare")
     x = x.detach()
-    if of_matrices(q.global_scale, q.shape) and x.shape[0]:
+    if of_matrices(q.global_scale, q.shape):
         return ErrorSums.total([error_sums(x[i], q[i]) for i in range(len(x))])  # type: ignore[arg-type]
     return measure.error_sums(x, q.qdata, q.scale, q.format, q.global_scale)

@@ -233,4 +233,6 @@ def resolve_global_scale(
                 raise ValueError(_OUTSIDE.format(value))
     if global_scale.requires_grad:
         global_scale = global_scale.detach()
-    return global_scale.reshape(()) if global_scale.dim() and not several else global_scale
+    if several:
+        return global_scale.contiguous()  # what shares memory could not be overwritten
+    return global_scale.reshape(()) if global_scale.dim() else global_scale

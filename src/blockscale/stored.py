@@ -66,9 +66,12 @@ def stored_parts(
 
 
 def of_matrices(global_scale: Tensor | None, shape: Sequence[int]) -> TypeGuard[Tensor]:
-    """Whether each matrix of a batch of ``shape`` has a global scale of its own."""
+    """Whether each matrix of a batch of ``shape`` has a global scale of its own. One for one matrix
+    is a scalar, whatever its shape."""
     lead = tuple(shape[:-2])
-    return global_scale is not None and bool(lead) and tuple(global_scale.shape) == lead
+    if global_scale is None or not lead or global_scale.numel() == 1:
+        return False
+    return tuple(global_scale.shape) == lead
 
 
 def _fits(global_scale: Tensor, shape: tuple[int, ...]) -> bool:

@@ -61,13 +61,16 @@ def _check_scales(what: str, tensors: Sequence[ScaledTensor]) -> None:
 
 
 def _joined_scales(tensors: Sequence[ScaledTensor], join: Callable[..., Tensor]) -> dict[str, Any]:
-    """The global scales of matrices side by side: one for each, unless all are the same."""
+    """The global scales of matrices side by side: one for each, unless all are the same. New
+    memory, as all that is joined."""
     scales = [q.global_scale for q in tensors if q.global_scale is not None]
     if not scales:
         return {}
-    one = all(x.numel() == 1 for x in scales) and not torch.compiler.is_compiling()
-    if one and all(same_scalar("", x, scales[0]) for x in scales):
-        return {}
+    same = all(x is scales[0] for x in scales)
+    if not same and not torch.compiler.is_compiling():
+        same = all(same_scalar("", x, scales[0]) for x in scales)
+    if same and scales[0].numel() == 1:
+        return {"global_scale": scales[0].reshape(()).clone()}
     each = [
         (x if of_matrices(x, q.shape) else x.reshape(())).expand(q.shape[:-2])
         for x, q in zip(scales, tensors, strict=True)
@@ -100,6 +103,8 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
         scales = _joined_scales(all_, partial(torch.cat, dim=back + 2))
     else:
         _check_scales("cat", all_)
+        if first.global_scale is not None:
+            scales = {"global_scale": first.global_scale.clone()}
     shape = list(first.shape)
     shape[back] = sum(q.shape[back] for q in all_)
     return first._with(

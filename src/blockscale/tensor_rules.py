@@ -220,16 +220,19 @@ def _check_copy(q: ScaledTensor, source: ScaledTensor) -> None:
     mine, theirs = q.global_scale, source.global_scale
     if mine is None or theirs is None:
         return
-    if mine.numel() < theirs.numel():
+    if of_matrices(theirs, source.shape) and not of_matrices(mine, q.shape):
         raise TypeError(
             f"copy_: the matrices of the source have global scales of their own, those of {q} one; "
             "make a tensor for it by torch.empty_like(source)"
         )
     if q.is_meta or source.is_meta:
         return
+    if any(n > 1 and not step for n, step in zip(mine.shape, mine.stride(), strict=True)):
+        raise TypeError(f"copy_: global scales of {q} share memory; copy to a clone of it")
     if q.qdata.untyped_storage().nbytes() == q.qdata.nbytes:
         return
-    if not same_scalar("copy_", mine, theirs.to(mine.device)):
+    theirs = theirs.to(mine.device)
+    if not same_scalar("copy_", mine, theirs.expand(mine.shape) if mine.dim() else theirs):
         raise ValueError(
             f"copy_: {q} is a part of a tensor and shares its global scale, the source has "
             "another; quantize that with it: blockscale.quantize(..., global_scale=q.global_scale)"

@@ -107,6 +107,15 @@ def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
     attempt("too many", lambda: moe(x[few], weights[few], experts[few]))
     x, weights, experts = x[:2], weights[:2], experts[:2]
     attempt("experts", lambda: moe(x, weights, experts.float() if last else experts))
+    attempt("strides", lambda: moe(x.mT.contiguous().mT if last else x, weights, experts))
+    outside = torch.tensor([[2**32, 1, 2], [-(2**63), 2**31, 0]], device=device)
+    attempt("outside", lambda: moe(x, weights, outside if last else experts))
+    alone = dist.new_group([0])
+    attempt("group", lambda: module(rank, ranks, device, "mxfp8", group=alone, topk=1))
+    torch.set_default_dtype(torch.float64)
+    empty = slice(0, 0 if last else 2)
+    attempt("empty", lambda: moe(x[empty], weights[empty], experts[empty]))
+    torch.set_default_dtype(torch.float32)
     attempt("after that", lambda: moe(x, weights, experts))
     return told
 

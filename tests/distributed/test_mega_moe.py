@@ -79,10 +79,13 @@ def test_every_rank_is_told(together):
                 f"Stopped: rank {last} cannot go on and says why; rank {rank} stopped with it",
             ),
             "experts": ("TypeError: experts, weights: got torch.float32", f"Stopped: rank {last}"),
+            "strides": ("ValueError: x: strides", f"Stopped: rank {last}"),
         }
         for name, (mine, theirs) in cases.items():
             assert told[name].startswith(mine if rank == last else theirs), told[name]
-        assert told["after that"] == "nothing"
+        assert told["outside"] == told["empty"] == told["after that"] == "nothing"
+        not_in_it = f"ValueError: group: rank {rank} is not in it"
+        assert told["group"].startswith(not_in_it if rank else "nothing")
 
 
 def test_a_token_travels_once():
@@ -163,3 +166,28 @@ def test_kept_and_moved(tmp_path):
     given = expert_ranks.tokens_of(4)
     assert torch.equal(moe(*given), other(*given))
     assert moe.to("meta").up.device.type == "meta"
+
+
+def test_numbers_of_no_expert():
+    """Also those whose low 32 bits are a number of one."""
+    x, weights, experts = expert_ranks.tokens_of(3)
+    moe = MegaMoE(*expert_ranks.weights_of("mxfp8"), tokens=3, topk=TOPK)
+    want = moe(x, weights, experts.masked_fill(experts == experts[0, 0], -1))
+    for outside in (2**32, 2**32 + 1, -(2**32), -(2**63), 2**31, EXPERTS):
+        given = experts.masked_fill(experts == experts[0, 0], outside)
+        assert torch.equal(moe(x, weights, given), want)
+
+
+def test_scales_are_its_own():
+    up, down = expert_ranks.weights_of("nvfp4")
+    given, scale = expert_ranks.tokens_of(3), torch.tensor(0.25)
+    moe = MegaMoE(up, down, tokens=3, topk=TOPK, a1_scale=scale, a2_scale=scale)
+    want = moe(*given)
+    scale.fill_(1e-6)
+    assert torch.equal(moe(*given), want)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        other = MegaMoE(up, down, tokens=3, topk=TOPK, a1_scale=0.25, a2_scale=0.25)
+        assert torch.equal(other(*given), want)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -17,6 +17,7 @@ from ..quantize import quantize
 from ..routing import INTEGERS, Routing, combine, route
 from ..tensor import ScaledTensor
 from ..tensor_checks import DTYPES, check_is_tensor
+from ..watching import is_dtensor
 from .tokens import Stopped, exchange_tokens, rank_and_ranks
 
 __all__ = ["MegaMoE"]
@@ -109,7 +110,7 @@ class MegaMoE(nn.Module):
                 for each in (("a1_scale", a1_scale), ("a2_scale", a2_scale))
             ]
             mine = kind, None if scales[0] is None else float(scales[0].max()), ""
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem, mine = error, (None, None, str(error))
         told = _tell(mine, group)
         if problem is not None:
@@ -118,7 +119,9 @@ class MegaMoE(nn.Module):
         self.kind, largest = _agreed(told)
         for name, each in (("up", up), ("down", down)):
             self.register_parameter(name, nn.Parameter(each, requires_grad=False))
-        one = None if largest is None else torch.tensor(largest, device=up.device)
+        one = None
+        if largest is not None:
+            one = torch.tensor(largest, dtype=torch.float32, device=up.device)
         self.register_buffer("a1_scale", one)
         self.register_buffer("a2_scale", scales[1])
 
@@ -133,22 +136,19 @@ class MegaMoE(nn.Module):
                 ranks; others are those of none. Or the routing of these.
 
         Every rank calls it. Raises ValueError or TypeError where these are something else, and
-        :class:`Stopped` on all other ranks then.
+        :class:`Stopped` on all other ranks then. What goes wrong after that, in products, is raised
+        on its rank alone; others wait for the time-out of torch.distributed.
         """
         kind, problem = self.kind, None
-        if isinstance(experts, Routing):
-            experts = torch.searchsorted(experts.offsets, experts.slots.int(), right=True)
+        parts: tuple[Tensor, ...] = ()
         try:
+            if isinstance(experts, Routing):
+                experts = torch.searchsorted(experts.offsets, experts.slots.int(), right=True)
             self._check(x, weights, experts)
-        except (TypeError, ValueError) as error:
+            parts = self._quantized(x)
+        except Exception as error:
             problem = error
             experts = torch.empty(0, kind.topk, dtype=torch.int64, device=self.up.device)
-        parts: tuple[Tensor, ...] = ()
-        if problem is None and len(x):
-            sent = self._quantize(x)
-            parts = sent.qdata, sent.qscale
-        elif problem is None:
-            parts = self._nothing(x.device)
         way = exchange_tokens(parts, experts, kind.experts, self.group, problem=problem)
         routing = route(way.received.experts, kind.experts)
         due = sum(way.due)
@@ -161,13 +161,11 @@ class MegaMoE(nn.Module):
         results = way.back(y[own[own < due]])
         return combine(results, way.pairs.slots, weights, x.dtype)
 
-    def _quantize(self, x: Tensor) -> ScaledTensor:
-        return quantize(x.detach(), self.kind.activations, pad=True, global_scale=self.a1_scale)
-
-    def _nothing(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Parts of no token."""
-        sent = self._quantize(torch.zeros(1, self.kind.hidden, device=device))
-        return sent.qdata[:0], sent.qscale[:0]
+    def _quantized(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Data and scales of tokens, of which there may be none."""
+        given = x if len(x) else torch.zeros(1, x.shape[1], dtype=x.dtype, device=x.device)
+        q = quantize(given.detach(), self.kind.activations, pad=True, global_scale=self.a1_scale)
+        return q.qdata[: len(x)], q.qscale[: len(x)]
 
     def _products(self, parts: list[Tensor], offsets: Tensor) -> Tensor:
         """Of rows of experts, which end at ``offsets``: both products."""
@@ -198,6 +196,8 @@ class MegaMoE(nn.Module):
         kind, device = self.kind, self.up.device
         for name, each in (("x", x), ("weights", weights), ("experts", experts)):
             check_is_tensor(name, each)
+            if isinstance(each, ScaledTensor) or each.layout != torch.strided or is_dtensor(each):
+                raise TypeError(f"{name}: got a {type(each).__name__}; expected a dense tensor")
             if each.device != device:
                 raise ValueError(f"{name}: is on {each.device}, weights on {device}; move it")
         if x.dtype not in DTYPES:
@@ -270,14 +270,16 @@ def _activation_scale(
         if given is not None:
             raise ValueError(f"{name}: {kind.activations} activations have none; leave it out")
         return None
-    scale = torch.as_tensor(ACTIVATION_SCALE if given is None else given, device=device)
+    value = ACTIVATION_SCALE if given is None else given
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=torch.float32)
+    scale = value.detach().to(device, copy=True)
     if isinstance(given, Tensor) and given.dtype != torch.float32:
         raise TypeError(f"{name}: got {given.dtype}; expected float32")
     if scale.numel() == 1:
         scale = scale.reshape(())
     if tuple(scale.shape) not in ((), (kind.experts,)):
         raise ValueError(f"{name}: got {tuple(scale.shape)}; expected () or ({kind.experts},)")
-    scale = scale.detach().float()
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise ValueError(f"{name}: expected positive finite numbers")
     return scale

@@ -64,10 +64,16 @@ class Exchange(NamedTuple):
 
 
 def rank_and_ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process and how many there are; one where torch.distributed was not initialized."""
+    """This process and how many there are; one where torch.distributed was not initialized.
+    ValueError where it is not in ``group``."""
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            f"group: rank {dist.get_rank()} is not in it; call this on the ranks of the group alone"
+        )
+    return rank, dist.get_world_size(group)
 
 
 def exchange_tokens(
@@ -87,7 +93,8 @@ def exchange_tokens(
     """
     rank, ranks = rank_and_ranks(group)
     top_k, device = experts.shape[1], experts.device
-    owner = torch.where((experts >= 0) & (experts < own * ranks), experts // own, ranks)
+    inside = (experts >= 0) & (experts < own * ranks)
+    owner = torch.where(inside, experts // own, ranks)
     needed = torch.zeros(len(experts), ranks + 1, dtype=torch.bool, device=device)
     needed.scatter_(1, owner.long(), True)
     token = needed[:, :ranks].mT.nonzero()[:, 1]
@@ -105,7 +112,7 @@ def exchange_tokens(
         who = ", ".join(str(r) for r, n in enumerate(coming) if n < 0)
         raise Stopped(f"rank {who} cannot go on and says why; rank {rank} stopped with it")
     arrived = []
-    for part in (*parts, experts.int()):
+    for part in (*parts, torch.where(inside, experts, -1).int()):
         rows = part.new_empty(sum(coming), *part.shape[1:])
         _all_to_all(rows, part[token], coming, sent, group)
         arrived.append(rows)
