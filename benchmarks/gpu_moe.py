@@ -3,8 +3,9 @@ that they take.
 
     PYTHONPATH=src python3 benchmarks/gpu_moe.py FILE.json [--only NAME] [--recipe fp8_block]
 
-``route`` is beside torch's sort and what follows it, each in a CUDA graph. Memory is what torch
-allocates at most during forward and backward, and what is kept between them.
+``logits`` are those of a router, three ways. ``route`` is beside torch's sort and what follows it,
+each in a CUDA graph. Memory is what torch allocates at most during forward and backward, and what
+is kept between them.
 Where transformers is installed, a block of it that is converted is timed beside ``bs.nn.MoE``.
 """
 
@@ -106,6 +107,51 @@ def blocks(timer: Timer) -> dict[str, float]:
     return found
 
 
+class _Sums(torch.autograd.Function):
+    """Logits of a router, of bf16 values whose products are added up in fp32 and not rounded. Their
+    gradient is taken as the sum of two bf16 numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.mT, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weight = ctx.saved_tensors
+        high = grad.bfloat16()
+        parts = high, (grad - high.float()).bfloat16()
+        of_x, of_weight = (
+            sum(torch.mm(*pair, out_dtype=torch.float32) for pair in pairs)
+            for pairs in (
+                [(part, weight) for part in parts],
+                [(part.mT, x) for part in parts],
+            )
+        )
+        return of_x.to(x.dtype), of_weight.to(weight.dtype)
+
+
+def logits(timer: Timer) -> dict[str, float]:
+    """Forward and backward of a router's logits in fp32, as ``bs.nn.MoE`` has them; in bf16; and
+    of bf16 values in fp32 sums."""
+    shape = SHAPES["Qwen3-MoE"]
+    x, weight = (
+        torch.randn(rows, shape.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for rows in (shape.tokens, shape.experts)
+    )
+    grad = torch.randn(shape.tokens, shape.experts, device="cuda")
+    linear = torch.nn.functional.linear
+    runs = {
+        "fp32": lambda: linear(x.float(), weight.float()),
+        "bf16": lambda: linear(x, weight).float(),
+        "bf16, fp32 sums": lambda: _Sums.apply(x, weight),
+    }
+    found = {}
+    for name, run in runs.items():
+        found[name] = timer.microseconds(lambda run=run: run().backward(grad))
+    return found
+
+
 #: Tokens, top-k and experts of routings; the last have many chunks.
 ROUTINGS = ((64, 8, 128), (16384, 8, 128), (16384, 8, 256), (16384, 2, 8), (70000, 8, 1023))
 
@@ -137,7 +183,7 @@ def main() -> None:
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "layers": {}}
     calls = layer_calls(recipes[0]) | quantize_calls()
     result["host"] = [asdict(call) for call in measure_host(calls, next(iter(calls)), AT_ONCE)]
-    result["route"] = routings()
+    result["route"], result["logits"] = routings(), logits(timer)
     if find_spec("transformers"):
         result["blocks"] = blocks(timer)
     for name, shape in SHAPES.items():
