@@ -86,8 +86,12 @@ def test_indexed_cut_and_joined():
     assert torch.equal(torch.stack([q, q], 1)[:, 1], q)
     assert torch.equal(wide.flatten(0, 1), q)
     assert torch.equal(q.view(1, 3, 32, 64)[0], q)
-    same = torch.stack([each[0], each[0]])
-    assert same.global_scale.shape == ()
+    assert torch.stack([each[0], each[0]]).global_scale.shape == ()
+    whole = bs.quantize(values(3, 32, 64), "nvfp4")
+    assert torch.cat([whole[:1].detach(), whole[1:]]).global_scale.shape == ()
+    # values do not decide: experts of zeros take those of a checkpoint
+    zeros = torch.stack([bs.quantize(torch.zeros(32, 64), "nvfp4") for _ in range(3)])
+    assert torch.equal(zeros.copy_(q), q)
     with pytest.raises(TypeError, match="global scales of their own"):
         q.flatten(0, 1)
 
@@ -218,7 +222,7 @@ def test_weight_only_gradient():
 
 def test_compiled():
     torch.compiler.reset()
-    each = each_of(values(2 + 1, 32, 64))
+    each = each_of(values(3, 32, 64))
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def run(*tensors):
@@ -242,7 +246,7 @@ def test_refused():
             2
         ),
         r"got \(3, 1\)": torch.ones(3, 1),
-        "got torch.float64|float64": torch.ones(3).double(),
+        r"got \(3,\) torch.float64": torch.ones(3).double(),
         "expected a positive finite number": torch.tensor([1.0, 0.0, 1.0]),
     }
     for sentence, scales in wrong.items():

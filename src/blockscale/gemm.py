@@ -18,7 +18,7 @@ from .ops.gemm import check_out
 from .ops.gemm_kernels import as_rows
 from .ops.gemm_operands import GROUPED_TILES, Side
 from .ops.operation import needs_gradient
-from .stored import of_matrices
+from .stored import is_per_matrix
 from .tensor import ScaledTensor
 from .watching import unwatched
 
@@ -267,7 +267,7 @@ def sides_of_groups(a: Tensor, b: Tensor, groups: Groups) -> tuple[_Side, _Side]
 
 def _rows(a: Tensor, offsets: Tensor) -> _Side:
     """The rows of all groups, as the ops take them."""
-    if isinstance(a, ScaledTensor) and of_matrices(a.global_scale, a.shape):
+    if isinstance(a, ScaledTensor) and is_per_matrix(a.global_scale, a.shape):
         one = a.global_scale.new_ones(())
         data, scale, _, *how = side(a._with(global_scale=one).flatten(0, 1))
         return data, scale, a.global_scale, *how

@@ -28,7 +28,7 @@ from .ops.gemm_operands import (
     detached,
     global_scales,
 )
-from .stored import of_matrices
+from .stored import is_per_matrix
 from .tensor import ScaledTensor
 from .tensor_checks import checks_values
 from .watching import unwatched
@@ -210,7 +210,7 @@ def _operand(q: Any, axis: int) -> _Operand | None:
         data.device,
         q.k_grouped,
     )
-    if kind is None or (scalar is not None and not _is_alpha(scalar, q.shape)):
+    if kind is None or (scalar is not None and not _kernel_takes(scalar, q.shape)):
         return None
     number, reading, take = kind
     if data.data_ptr() % reading.data_apart or scale.data_ptr() % reading.scale_apart:
@@ -221,13 +221,11 @@ def _operand(q: Any, axis: int) -> _Operand | None:
     return made
 
 
-def _is_alpha(global_scale: Tensor, shape: torch.Size) -> bool:
+def _kernel_takes(global_scale: Tensor, shape: torch.Size) -> bool:
     """Whether kernels take it as it is."""
     if not global_scale.dim():
         return True
-    return (
-        len(global_scale) > 1 and of_matrices(global_scale, shape) and global_scale.stride(0) == 1
-    )
+    return is_per_matrix(global_scale, shape) and global_scale.stride(-1) == 1
 
 
 @lru_cache(maxsize=4096)
@@ -237,13 +235,13 @@ def _kind(
     format: str,
     layout: str,
     shape: torch.Size,
-    lies: tuple[tuple[int, ...], tuple[int, ...], torch.Size | None],
+    memory_format: tuple[tuple[int, ...], tuple[int, ...], torch.Size | None],
     device: torch.device,
     k_grouped: bool,
 ) -> _Kind | None:
-    """``lies``: strides of data and scales, and the shape of the global scale. What is another kind
-    for the latter, or for ``k_grouped``, may lie alike."""
-    strides = lies[:2]
+    """``memory_format``: strides of data and scales, and the shape of the global scale. The latter
+    and ``k_grouped`` are a part of the key alone: other kernels are compiled for them."""
+    strides = memory_format[:2]
     products = products_on(device)
     if isinstance(products, str):
         return None

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .error_sums import ErrorSums
 from .ops import measure
-from .stored import of_matrices
+from .stored import is_per_matrix
 from .tensor import ScaledTensor
 
 __all__ = ["ErrorSums", "amax", "error_sums"]
@@ -39,6 +39,6 @@ def error_sums(x: Tensor, q: ScaledTensor) -> ErrorSums:
     if not x.numel():
         raise ValueError(f"x: has shape {tuple(x.shape)}, there is nothing to compare")
     x = x.detach()
-    if of_matrices(q.global_scale, q.shape):
+    if is_per_matrix(q.global_scale, q.shape):
         return ErrorSums.total([error_sums(x[i], q[i]) for i in range(len(x))])  # type: ignore[arg-type]
     return measure.error_sums(x, q.qdata, q.scale, q.format, q.global_scale)

@@ -51,7 +51,8 @@ def quantize(
         global_scale: fp32 multiplier that dequantizes, for formats with one (NVFP4); default
             ``amax(x) / (448 * 6)``, which costs a second read of ``x``. Or ``x.shape[:-2]``, one
             for each matrix of a batch, which kernels quantize one after another. It is kept, as
-            ``offsets`` are, not copied: writing to one later changes what the result stands for.
+            ``offsets`` are, not copied unless it lies apart: writing to one later changes what the
+            result stands for.
         pad: allow a contraction that is not a multiple of the block: the data is then padded with
             zeros to whole blocks, ``shape`` stays that of ``x``.
         offsets: int32 (groups,), ascending: the end of each expert's rows (dimension -2). With
@@ -86,7 +87,7 @@ def quantize(
     axis = check_axis(axis)
     asked = Arguments((axis,), format, scale_rounding, (layout,), nonfinite, pad, k_major, backend)
     call = check(x, asked, offsets, seed, gather)
-    scalar = resolve_global_scale(global_scale, x, call.format, backend, each=True)
+    scalar = resolve_global_scale(global_scale, x, call.format, backend, per_matrix=True)
     source = x.detach() if x.requires_grad else x
     data, scale = ops.quantize(
         source,
@@ -136,7 +137,7 @@ def quantize_both(
     pair = layout if isinstance(layout, tuple) else (layout, layout)
     asked = Arguments(_BOTH, format, scale_rounding, pair, nonfinite, pad, k_major, backend)
     call = check(x, asked, offsets, seed, gather)
-    scalar = resolve_global_scale(global_scale, x, call.format, backend, each=True)
+    scalar = resolve_global_scale(global_scale, x, call.format, backend, per_matrix=True)
     source = x.detach() if x.requires_grad else x
     row, row_scale, column, column_scale = ops.quantize_both(
         source,

@@ -12,7 +12,7 @@ from .checks import check_flag, choose
 from .formats import NONFINITE, Format, get_format
 from .layouts import Layout, get_layout, layouts
 from .remember import remembered
-from .stored import of_matrices
+from .stored import is_per_matrix
 from .tensor import ScaledTensor
 from .tensor_checks import DTYPES, check_gather, check_is_tensor, check_offsets
 from .watching import is_dtensor
@@ -195,10 +195,10 @@ def resolve_global_scale(
     fmt: Format,
     backend: str,
     *,
-    each: bool = False,
+    per_matrix: bool = False,
 ) -> Tensor | None:
     """The global scale given, checked, else that of ``x``; None for formats that have none.
-    ``each``: matrices of a batch may have one each."""
+    ``per_matrix``: those of a batch may have one each."""
     if not fmt.has_global_scale:
         if global_scale is not None:
             raise ValueError(f"global_scale: format {fmt.name!r} has none; leave it out")
@@ -216,9 +216,13 @@ def resolve_global_scale(
         raise TypeError(
             "global_scale: is a DTensor; pass global_scale.full_tensor(), one scalar for all shards"
         )
-    several = each and of_matrices(global_scale, x.shape)
+    several = per_matrix and is_per_matrix(global_scale, x.shape)
     if global_scale.dtype != torch.float32 or not (several or global_scale.numel() == 1):
-        lead = f" (or {tuple(x.shape[:-2])}, one for each matrix)" if each and x.dim() > 2 else ""
+        lead = (
+            f" (or {tuple(x.shape[:-2])}, one for each matrix)"
+            if per_matrix and x.dim() > 2
+            else ""
+        )
         raise ValueError(
             f"global_scale: got {tuple(global_scale.shape)} {global_scale.dtype}; expected an "
             f"fp32 scalar{lead}, the multiplier that dequantizes (amax / (448 * 6))"
@@ -234,5 +238,5 @@ def resolve_global_scale(
     if global_scale.requires_grad:
         global_scale = global_scale.detach()
     if several:
-        return global_scale.contiguous()  # what shares memory could not be overwritten
+        return global_scale.contiguous()  # kernels read them side by side
     return global_scale.reshape(()) if global_scale.dim() else global_scale

@@ -16,7 +16,14 @@ from .remember import remembered
 if TYPE_CHECKING:
     from .tensor import ScaledTensor
 
-__all__ = ["StoredParts", "check_parts", "of_matrices", "stored_parts", "strides_like"]
+__all__ = [
+    "StoredParts",
+    "check_parts",
+    "is_per_group",
+    "is_per_matrix",
+    "stored_parts",
+    "strides_like",
+]
 
 
 class StoredParts(NamedTuple):
@@ -65,7 +72,7 @@ def stored_parts(
     )
 
 
-def of_matrices(global_scale: Tensor | None, shape: Sequence[int]) -> TypeGuard[Tensor]:
+def is_per_matrix(global_scale: Tensor | None, shape: Sequence[int]) -> TypeGuard[Tensor]:
     """Whether each matrix of a batch of ``shape`` has a global scale of its own. One for one matrix
     is a scalar, whatever its shape."""
     lead = tuple(shape[:-2])
@@ -74,8 +81,14 @@ def of_matrices(global_scale: Tensor | None, shape: Sequence[int]) -> TypeGuard[
     return tuple(global_scale.shape) == lead
 
 
+def is_per_group(global_scale: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a product is multiplied by one for each of its groups: of a batch, or of rows that
+    are equal groups."""
+    return global_scale is not None and global_scale.numel() > 1
+
+
 def _fits(global_scale: Tensor, shape: tuple[int, ...]) -> bool:
-    return global_scale.numel() == 1 or of_matrices(global_scale, shape)
+    return global_scale.numel() == 1 or is_per_matrix(global_scale, shape)
 
 
 def strides_like(shape: Sequence[int], data: Tensor) -> list[int] | None:

@@ -56,9 +56,9 @@ class ScaledTensor(torch.Tensor):
 
     It moves, copies, saves, loads, compiles, reshapes in front of the contraction, transposes
     together with its contraction (``mT``), and along whole blocks slices, splits and joins
-    (``torch.cat``; ``torch.stack`` in front of the matrix): matrices of one batch may have global
-    scales that differ, parts of one matrix not. All else needs values, which ``dequantize()``
-    gives, and raises ValueError or TypeError.
+    (``torch.cat``; ``torch.stack`` in front of the matrix): each matrix keeps its global scale,
+    unless all share one tensor of it, and parts of one matrix must have the same. All else needs
+    values, which ``dequantize()`` gives, and raises ValueError or TypeError.
 
     ``q.data`` is the elements, alone. Where ``q`` is a torch.nn.Parameter, ``q.data`` is what torch
     means by it: ``q.detach()``, with scales, of the same memory. ``q.qdata`` is always the elements

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .memory import joined
-from .stored import of_matrices
+from .stored import is_per_matrix
 from .tensor import RULES, ScaledTensor
 from .tensor_rules import (
     check_dim,
     check_whole,
     extent_of,
-    of_lead,
+    reshaped_scales,
     same_scalar,
     slice_of,
 )
@@ -61,21 +61,25 @@ def _check_scales(what: str, tensors: Sequence[ScaledTensor]) -> None:
 
 
 def _joined_scales(tensors: Sequence[ScaledTensor], join: Callable[..., Tensor]) -> dict[str, Any]:
-    """The global scales of matrices side by side: one for each, unless all are the same. New
-    memory, as all that is joined."""
+    """The global scales of matrices side by side: one for each, unless all share a single one. The
+    shape is not to depend on values. New memory, as all that is joined."""
     scales = [q.global_scale for q in tensors if q.global_scale is not None]
     if not scales:
         return {}
-    same = all(x is scales[0] for x in scales)
-    if not same and not torch.compiler.is_compiling():
-        same = all(same_scalar("", x, scales[0]) for x in scales)
-    if same and scales[0].numel() == 1:
+    if scales[0].numel() == 1 and all(_is_same_memory(x, scales[0]) for x in scales):
         return {"global_scale": scales[0].reshape(()).clone()}
     each = [
-        (x if of_matrices(x, q.shape) else x.reshape(())).expand(q.shape[:-2])
+        (x if is_per_matrix(x, q.shape) else x.reshape(())).expand(q.shape[:-2])
         for x, q in zip(scales, tensors, strict=True)
     ]
     return {"global_scale": join(each)}
+
+
+def _is_same_memory(x: Tensor, y: Tensor) -> bool:
+    if x is y or torch.compiler.is_compiling():
+        return x is y
+    places = [(each.untyped_storage()._cdata, each.storage_offset()) for each in (x, y)]
+    return places[0] == places[1]
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
@@ -149,7 +153,7 @@ def _unsqueeze(q: ScaledTensor, dim: int) -> ScaledTensor:
         data=q.qdata.unsqueeze(at),
         scale=q.qscale.unsqueeze(at),
         shape=(*q.shape[:at], 1, *q.shape[at:]),
-        **of_lead(q, lambda scales: scales.unsqueeze(at)),
+        **reshaped_scales(q, lambda scales: scales.unsqueeze(at)),
     )
 
 
@@ -162,7 +166,7 @@ def _squeeze(q: ScaledTensor, dim: int) -> ScaledTensor:
         data=q.qdata.squeeze(at),
         scale=q.qscale.squeeze(at),
         shape=(*q.shape[:at], *q.shape[at + 1 :]),
-        **of_lead(q, lambda scales: scales.squeeze(at)),
+        **reshaped_scales(q, lambda scales: scales.squeeze(at)),
     )
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .stored import of_matrices
+from .stored import is_per_matrix
 from .tensor import RULES, ScaledTensor, transposed
 from .tensor_checks import check_value_dtype
 from .tensor_refusals import of_flat
 
-__all__ = ["check_dim", "check_whole", "extent_of", "of_lead", "same_scalar", "slice_of"]
+__all__ = ["check_dim", "check_whole", "extent_of", "reshaped_scales", "same_scalar", "slice_of"]
 
 aten = torch.ops.aten
 
@@ -48,10 +48,10 @@ def same_scalar(what: str, a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a.reshape(-1).view(torch.int32), b.reshape(-1).view(torch.int32))
 
 
-def of_lead(q: ScaledTensor, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def reshaped_scales(q: ScaledTensor, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """What becomes of global scales when dimensions in front of the matrix change."""
     scales = q.global_scale
-    return {"global_scale": change(scales)} if of_matrices(scales, q.shape) else {}
+    return {"global_scale": change(scales)} if is_per_matrix(scales, q.shape) else {}
 
 
 def _map_rule(func: Any) -> Callable[..., ScaledTensor]:
@@ -105,7 +105,7 @@ def _view(q: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
             f"{q.shape[-1]}: reshape before quantizing" + of_flat(out)
         )
     lead = tuple(out[:-1])
-    if of_matrices(q.global_scale, q.shape) and lead[-1:] != q.shape[-2:-1]:
+    if is_per_matrix(q.global_scale, q.shape) and lead[-1:] != q.shape[-2:-1]:
         raise TypeError(
             f"view: got {tuple(out)}; matrices of {q} have global scales of their own and stay "
             "whole; quantize the batch with one global scale, or call .dequantize()"
@@ -114,7 +114,7 @@ def _view(q: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
         data=q.qdata.reshape(*lead, q.qdata.shape[-1]),
         scale=q.qscale.reshape(*lead, q.qscale.shape[-1]),
         shape=tuple(out),
-        **of_lead(q, lambda scales: scales.reshape(lead[:-1])),
+        **reshaped_scales(q, lambda scales: scales.reshape(lead[:-1])),
     )
 
 
@@ -159,13 +159,15 @@ def slice_of(
     if back == q.axis:
         padded = -(-end // extent) * extent
         data_start, data_end = q.format.element.stored(start), q.format.element.stored(padded)
-    shape = list(q.shape)
+    shape, scales = list(q.shape), dict[str, Tensor]()
     shape[dim] = end - start
+    if back < -2:
+        scales = reshaped_scales(q, lambda given: given.narrow(dim, start, end - start))
     return q._with(
         data=q.qdata.narrow(dim, data_start, data_end - data_start),
         scale=q.qscale.narrow(dim, start // extent, -(-end // extent) - start // extent),
         shape=shape,
-        **(of_lead(q, lambda scales: scales.narrow(dim, start, end - start)) if back < -2 else {}),
+        **scales,
     )
 
 
@@ -181,7 +183,7 @@ def _select(q: ScaledTensor, dim: int, index: int) -> ScaledTensor:
         data=q.qdata.select(dim, index),
         scale=q.qscale.select(dim, index),
         shape=shape,
-        **of_lead(q, lambda scales: scales.select(dim, index)),
+        **reshaped_scales(q, lambda scales: scales.select(dim, index)),
     )
 
 
@@ -220,7 +222,7 @@ def _check_copy(q: ScaledTensor, source: ScaledTensor) -> None:
     mine, theirs = q.global_scale, source.global_scale
     if mine is None or theirs is None:
         return
-    if of_matrices(theirs, source.shape) and not of_matrices(mine, q.shape):
+    if is_per_matrix(theirs, source.shape) and not is_per_matrix(mine, q.shape):
         raise TypeError(
             f"copy_: the matrices of the source have global scales of their own, those of {q} one; "
             "make a tensor for it by torch.empty_like(source)"

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import blockscale as bs
-from blockscale.distributed import MegaMoE, Stopped
+from blockscale.distributed import MegaMoE, PeerError
+from blockscale.distributed.tokens import dispatch
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK, TOKENS = 8, 128, 64, 3, 40
 FORMATS = [
@@ -72,7 +73,12 @@ def results(
     """What a rank's tokens get."""
     mine, found = share(rank, ranks), {}
     for format, activations in FORMATS:
-        scales = {"a1_scale": 2.0**-5, "a2_scale": 2.0**-2} if activations == "nvfp4" else {}
+        scales: dict[str, Any] = {}
+        if activations == "nvfp4":  # the largest is rank 0's; and of each expert its own
+            own = EXPERTS // ranks
+            every = 2.0 ** -(torch.arange(EXPERTS) % 3 + 1.0)
+            every = every[rank * own : (rank + 1) * own].to(device)
+            scales = {"a1_scale": 2.0 ** (-5 - rank), "a2_scale": every}
         moe = module(rank, ranks, device, format, activations=activations, group=group, **scales)
         for skewed in (False, True):
             given = (each[mine].to(device) for each in tokens_of(sum(SHARES), skewed=skewed))
@@ -89,7 +95,7 @@ def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
         try:
             call()
             told[name] = "nothing"
-        except (ValueError, TypeError, Stopped) as error:
+        except (ValueError, TypeError, PeerError) as error:
             told[name] = f"{type(error).__name__}: {error}"
 
     cases: dict[str, dict[str, Any]] = {
@@ -126,7 +132,13 @@ def run(rank: int, ranks: int, folder: str) -> None:
     where = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     cpu = torch.device("cpu")
-    found = {"results": results(rank, ranks, cpu), "wrong": wrong(rank, ranks, cpu)}
+    x, _, experts = (each[share(rank, ranks)] for each in tokens_of(sum(SHARES)))
+    rows = dispatch((x,), experts, EXPERTS // ranks).parts[0]
+    found = {
+        "rows": rows,
+        "results": results(rank, ranks, cpu),
+        "wrong": wrong(rank, ranks, cpu),
+    }
     torch.save(found, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import expert_ranks
 import pytest
 import torch
@@ -9,7 +11,7 @@ from expert_ranks import EXPERTS, FORMATS, HIDDEN, TOPK
 
 import blockscale as bs
 from blockscale.distributed import MegaMoE
-from blockscale.distributed.tokens import exchange_tokens
+from blockscale.distributed.tokens import dispatch
 
 CPU = torch.device("cpu")
 
@@ -72,14 +74,17 @@ def test_every_rank_is_told(together):
         cases = {
             "construction": (
                 f"ValueError: topk: got 99; all ranks together have {EXPERTS} experts",
-                f"Stopped: rank {last} cannot go on: topk: got 99",
+                f"PeerError: rank {last} cannot go on: topk: got 99",
             ),
             "too many": (
-                "ValueError: x: has 5 tokens, buffers are for 4 a rank",
-                f"Stopped: rank {last} cannot go on and says why; rank {rank} stopped with it",
+                "ValueError: x: has 5 tokens, more than tokens=4 of each rank",
+                f"PeerError: rank {last} cannot go on and says why; rank {rank} stopped with it",
             ),
-            "experts": ("TypeError: experts, weights: got torch.float32", f"Stopped: rank {last}"),
-            "strides": ("ValueError: x: strides", f"Stopped: rank {last}"),
+            "experts": (
+                "TypeError: experts, weights: got torch.float32",
+                f"PeerError: rank {last}",
+            ),
+            "strides": ("ValueError: x: strides", f"PeerError: rank {last}"),
         }
         for name, (mine, theirs) in cases.items():
             assert told[name].startswith(mine if rank == last else theirs), told[name]
@@ -88,17 +93,25 @@ def test_every_rank_is_told(together):
         assert told["group"].startswith(not_in_it if rank else "nothing")
 
 
-def test_a_token_travels_once():
+def test_a_token_travels_once(together):
     """To a rank that has several of its experts, and not to one that has none."""
+    x, _, experts = expert_ranks.tokens_of(sum(expert_ranks.SHARES))
+    own = EXPERTS // len(together)
+    for rank, found in enumerate(together):
+        mine = ((experts >= rank * own) & (experts < (rank + 1) * own)).any(1)
+        assert torch.equal(found["rows"], x[mine])
+
+
+def test_results_return():
     experts = torch.tensor([[0, 1, 3], [5, 9, -1], [2, 2, 0]])
     x = torch.arange(6.0).view(3, 2)
-    way = exchange_tokens((x,), experts, 4)
-    assert torch.equal(way.received.parts[0], x[[0, 2]])
-    assert torch.equal(way.received.experts, experts[[0, 2]].int())
-    assert way.due == way.returned == [6]
-    results = torch.arange(6.0).view(6, 1)
-    back = way.back(results)[way.pairs.slots.flatten()].view(3, 3)
-    assert torch.equal(back, torch.tensor([[0.0, 1, 2], [0, 0, 0], [3, 4, 5]]))
+    tokens = dispatch((x,), experts, 4)
+    assert torch.equal(tokens.parts[0], x[[0, 2]])
+    assert torch.equal(tokens.experts, experts[[0, 2]].int())
+    assert tokens.results_sent == tokens.results_received == [6]
+    results = tokens.return_results(torch.arange(6.0).view(6, 1))
+    got = results[tokens.pairs.slots.flatten()].view(3, 3)
+    assert torch.equal(got, torch.tensor([[0.0, 1, 2], [0, 0, 0], [3, 4, 5]]))
 
 
 def test_scales_of_activations():
@@ -106,11 +119,12 @@ def test_scales_of_activations():
     up, down = expert_ranks.weights_of("nvfp4")
     x, weights, experts = expert_ranks.tokens_of(20)
     how = {"tokens": 20, "topk": TOPK}
-    one = MegaMoE(up, down, **how, a1_scale=0.5, a2_scale=0.25)
-    per_expert = torch.full((EXPERTS,), 0.125)
-    per_expert[3] = 0.5
-    each = MegaMoE(up, down, **how, a1_scale=per_expert, a2_scale=torch.full((EXPERTS,), 0.25))
-    assert torch.equal(one(x, weights, experts), each(x, weights, experts))
+    every = 2.0 ** -(torch.arange(EXPERTS) % 3 + 1.0)
+    each = MegaMoE(up, down, **how, a1_scale=every, a2_scale=every)
+    for expert in range(EXPERTS):
+        one = MegaMoE(up, down, **how, a1_scale=0.5, a2_scale=float(every[expert]))
+        alone = torch.where(experts == expert, experts, -1)
+        assert torch.equal(each(x, weights, alone), one(x, weights, alone))
     assert MegaMoE(up, down, **how).a2_scale == 1
 
 
@@ -130,7 +144,7 @@ def test_refused():
         MegaMoE(up, down, **how, activations="nvfp4")
     with pytest.raises(ValueError, match="a1_scale: mxfp8 activations have none"):
         MegaMoE(up, down, **how, a1_scale=1.0)
-    with pytest.raises(ValueError, match="a2_scale: expected positive"):
+    with pytest.raises(ValueError, match=r"a2_scale: got 0\.0; expected positive"):
         MegaMoE(*expert_ranks.weights_of("nvfp4"), **how, a2_scale=0.0)
     moe = MegaMoE(up, down, **how)
     x, weights, experts = expert_ranks.tokens_of(4)
@@ -138,6 +152,14 @@ def test_refused():
         moe(x[:, :64], weights, experts)
     with pytest.raises(ValueError, match=r"expected \(4, 3\)"):
         moe(x, weights, experts[:, :2])
+    for count in (EXPERTS - 1, EXPERTS + 1):
+        with pytest.raises(ValueError, match=f"a routing of {count} experts, all ranks have 8"):
+            moe(x, weights, bs.route(experts, count))
+    assert torch.equal(moe(x, weights, bs.route(experts, EXPERTS)), moe(x, weights, experts))
+    with pytest.raises(ValueError, match=r"activations .*got ''"):
+        MegaMoE(up, down, **how, activations="")
+    with pytest.raises(TypeError, match="a2_scale: got 'x'; expected a number"):
+        MegaMoE(*expert_ranks.weights_of("nvfp4"), **how, a2_scale="x")
     with pytest.raises(TypeError, match="a gradient is asked for"):
         moe(x.requires_grad_(), weights, experts)
 
@@ -165,7 +187,16 @@ def test_kept_and_moved(tmp_path):
     other.load_state_dict(torch.load(tmp_path / "moe.pt"))
     given = expert_ranks.tokens_of(4)
     assert torch.equal(moe(*given), other(*given))
-    assert moe.to("meta").up.device.type == "meta"
+    assert "weights=nvfp4" in str(moe)
+    want = moe(*given)
+    half = copy.deepcopy(moe).half()
+    assert torch.equal(half(*given), want)
+    assert half.a1_scale.dtype == torch.float32
+    meta = moe.to("meta")
+    assert {each.device.type for each in (meta.up, meta.down, meta.a1_scale)} == {"meta"}
+    again = meta.to_empty(device="cpu")
+    again.load_state_dict(other.state_dict())
+    assert torch.equal(again(*given), want)
 
 
 def test_numbers_of_no_expert():

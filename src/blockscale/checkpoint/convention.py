@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, formats
-from ..stored import of_matrices
+from ..stored import is_per_matrix
 from ..tensor import ScaledTensor
 from ..tensor_checks import VALUE_DTYPES
 from .header import TORCH_DTYPES, Header, parse_json, show
@@ -86,20 +86,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parts_of(
-    format: Format, shape: Sequence[int], axis: int = -1, groups: int = 0, *, each: bool = False
+    format: Format, shape: Sequence[int], axis: int = -1, groups: int = 0
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Stored dtype and shape of data and scales of a tensor quantized along ``axis``.
 
-    ``groups`` is their number where they cut the contraction; ``each``: matrices of a batch have
-    global scales of their own.
+    ``groups`` is their number where they cut the contraction. Matrices of a batch may have global
+    scales of their own: ``shape[:-2]``, then.
     """
     parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "data": (format.element.dtype, format.data_shape(shape, axis, groups, axis == -1)),
         "scale": (_as_stored(format.scale.dtype), format.scale_shape(shape, axis, groups)),
     }
     if format.has_global_scale:
-        parts["global_scale"] = torch.float32, tuple(shape[:-2]) if each else ()
-        parts["input_scale"] = torch.float32, ()
+        parts["global_scale"] = parts["input_scale"] = torch.float32, ()
     return {part: (dtype_name(dtype), size) for part, (dtype, size) in parts.items()}
 
 
@@ -132,9 +131,7 @@ def describe(q: ScaledTensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if turned:
         q, extra["transposed"] = q.mT, True
     scalar = q.global_scale
-    if of_matrices(scalar, q.shape):
-        extra["global_scales"] = True
-    elif scalar is not None:
+    if scalar is not None and not is_per_matrix(scalar, q.shape):
         scalar = scalar.reshape(())
     parts = {
         "data": q.qdata,
@@ -230,7 +227,6 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "layout": lambda v: v == "compact",
     "transposed": lambda v: v in (None, True),
     "input_scale": lambda v: v in (None, True),
-    "global_scales": lambda v: v in (None, True),
     "groups": lambda v: v in (None, "rows", "contraction"),
 }
 
@@ -250,12 +246,12 @@ def _check(name: str, description: Any, header: Header) -> None:
     if description.get("groups") == "contraction":
         groups = header.tensors[names["offsets"]].numel
     format, shape, axis = formats[description["format"]], description["shape"], description["axis"]
-    each = bool(description.get("global_scales"))
-    for part, (dtype, size) in parts_of(format, shape, axis, groups, each=each).items():
+    for part, (dtype, size) in parts_of(format, shape, axis, groups).items():
         if part not in names:  # input_scale, in files of before
             continue
         stored = header.tensors[names[part]]
-        if (stored.dtype, stored.shape) != (dtype, size):
+        sizes = {size, tuple(shape[:-2])} if part == "global_scale" else {size}
+        if stored.dtype != dtype or stored.shape not in sizes:
             raise ValueError(
                 f"{show(names[part])} is {stored.dtype} {list(stored.shape)}; {format.name} of "
                 f"{shape} along axis {axis} has {dtype} {list(size)} there"

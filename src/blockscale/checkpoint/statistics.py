@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..measure import error_sums
 from ..rounding import decode_scale
-from ..stored import of_matrices
+from ..stored import is_per_matrix
 from ..tensor import ScaledTensor
 
 __all__ = ["ErrorStatistics", "Exponents", "ValueStatistics", "error_bin_edges"]
@@ -155,7 +155,7 @@ class ErrorStatistics:
 def _scales(q: ScaledTensor) -> tuple[Array, NDArray[np.int64] | None]:
     """fp32 block scale times global scale, and how often each occurs. Neither is subnormal where
     there are two."""
-    if of_matrices(q.global_scale, q.shape):
+    if is_per_matrix(q.global_scale, q.shape):
         scales = decode_scale(q.scale, q.format.scale).to(torch.int32).view(torch.float32)
         return (scales * q.global_scale[..., None, None]).numpy(), None
     stored, counts = q.scale.flatten(), None

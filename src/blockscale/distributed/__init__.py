@@ -2,13 +2,13 @@
 
 from .mega_moe import MegaMoE
 from .mega_weights import FoldError, MegaWeights, check_mega_weights, transform_weights
-from .tokens import Stopped
+from .tokens import PeerError
 
 __all__ = [
     "FoldError",
     "MegaMoE",
     "MegaWeights",
-    "Stopped",
+    "PeerError",
     "check_mega_weights",
     "transform_weights",
 ]

@@ -15,10 +15,11 @@ from ..fused import swiglu_quantize
 from ..gemm import grouped_gemm
 from ..quantize import quantize
 from ..routing import INTEGERS, Routing, combine, route
+from ..stored import is_per_group
 from ..tensor import ScaledTensor
 from ..tensor_checks import DTYPES, check_is_tensor
 from ..watching import is_dtensor
-from .tokens import Stopped, exchange_tokens, rank_and_ranks
+from .tokens import PeerError, dispatch, rank_and_ranks
 
 __all__ = ["MegaMoE"]
 
@@ -34,7 +35,7 @@ ACTIVATIONS = {
 ACTIVATION_SCALE = 1.0
 
 
-class _Kind(NamedTuple):
+class _Config(NamedTuple):
     """What all ranks have to have alike."""
 
     weights: str
@@ -61,26 +62,30 @@ class MegaMoE(nn.Module):
     A token travels once, quantized, to each rank that has one of its experts; each expert's result
     comes back in bfloat16, and its token's rank adds them up: the same bits on any number of ranks
     where products have them. One kernel is to do all of it; here are its steps, one after another:
-    quantize, send, product, SwiGLU and quantize, product, send back, combine. Where it takes the
-    place of ``experts`` of a :class:`blockscale.nn.MoE`, that one is shared by ranks.
+    quantize, dispatch, product, SwiGLU and quantize, product, return, combine. Set as ``experts``
+    of a :class:`blockscale.nn.MoE`, it spreads that layer's routed experts over ranks.
 
     Args:
         up: (experts, 2 * I, H) of this rank, gate's rows first, blocked along -1: nvfp4, mxfp4,
             mxfp8 or fp8_128x128. Rank ``r`` has experts from ``r * experts`` on. Each expert may
             have a global scale of its own.
         down: (experts, H, I), likewise.
-        tokens: that a rank has in one call, at most.
+        tokens: the most that a rank has in one call: what buffers of the kernel will be made for.
         topk: experts of a token.
         activations: format of what is sent and of what the second product reads: "nvfp4" or
             "fp8_1x128" of nvfp4 weights, "mxfp8" or "fp8_1x128" of mxfp4 ones; the default is the
             first.
         a1_scale, a2_scale: global scales of NVFP4 activations, of tokens and in front of the second
             product: fp32, one for all or one for each expert of this rank. Of ``a1_scale`` the
-            largest of all ranks is taken, as a token is quantized once. Default: 1.
+            largest of all ranks is taken, as a token is quantized once; with an ``a2_scale`` for
+            each expert these are quantized one after another. Default: 1.
         group: of torch.distributed; None: the default one, or this process alone where it was not
             initialized. All ranks make the module together.
 
-    Raises ValueError or TypeError where these do not fit, on every rank where they differ.
+    Raises ValueError or TypeError where this rank's arguments do not fit, and :class:`PeerError` on
+    the others then; ValueError on every rank where ranks differ.
+
+    Source: DeepGEMM's mega MoE, and DeepEP for what travels.
     """
 
     up: ScaledTensor
@@ -101,22 +106,22 @@ class MegaMoE(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        mine: _Told = None, None, ""
-        problem = None
+        message: _Message = None, None, ""
+        error = None
         try:
-            kind = _kind_of(up, down, tokens, topk, activations, rank_and_ranks(group)[1])
+            config = _config_of(up, down, tokens, topk, activations, rank_and_ranks(group)[1])
             scales = [
-                _activation_scale(*each, kind, up.device)
+                _activation_scale(*each, config, up.device)
                 for each in (("a1_scale", a1_scale), ("a2_scale", a2_scale))
             ]
-            mine = kind, None if scales[0] is None else float(scales[0].max()), ""
-        except Exception as error:
-            problem, mine = error, (None, None, str(error))
-        told = _tell(mine, group)
-        if problem is not None:
-            raise problem
+            message = config, None if scales[0] is None else float(scales[0].max()), ""
+        except Exception as wrong:  # whatever it is, other ranks wait for this one
+            error, message = wrong, (None, None, str(wrong))
+        messages = _gather_messages(message, group)
+        if error is not None:
+            raise error
         self.group = group
-        self.kind, largest = _agreed(told)
+        self._config, largest = _same_config(messages)
         for name, each in (("up", up), ("down", down)):
             self.register_parameter(name, nn.Parameter(each, requires_grad=False))
         one = None
@@ -133,67 +138,101 @@ class MegaMoE(nn.Module):
                 more or fewer, or none.
             weights: floating (t, topk): what an expert's result is multiplied by, in fp32.
             experts: int64 or int32 (t, topk), the numbers of a token's experts among all of all
-                ranks; others are those of none. Or the routing of these.
+                ranks; others are those of none. Or their routing, made for all these experts.
 
         Every rank calls it. Raises ValueError or TypeError where these are something else, and
-        :class:`Stopped` on all other ranks then. What goes wrong after that, in products, is raised
-        on its rank alone; others wait for the time-out of torch.distributed.
+        :class:`PeerError` on all other ranks then. What goes wrong after that, in products, is
+        raised on its rank alone; others wait for the time-out of torch.distributed.
         """
-        kind, problem = self.kind, None
+        config, error = self._config, None
         parts: tuple[Tensor, ...] = ()
         try:
-            if isinstance(experts, Routing):
-                experts = torch.searchsorted(experts.offsets, experts.slots.int(), right=True)
-            self._check(x, weights, experts)
+            numbers = self._numbers(experts)
+            self._check(x, weights, numbers)
             parts = self._quantized(x)
-        except Exception as error:
-            problem = error
-            experts = torch.empty(0, kind.topk, dtype=torch.int64, device=self.up.device)
-        way = exchange_tokens(parts, experts, kind.experts, self.group, problem=problem)
-        routing = route(way.received.experts, kind.experts)
-        due = sum(way.due)
-        rows = routing.tokens[:due]
-        y = x.new_empty(0, kind.hidden, dtype=torch.bfloat16)
-        if due:
-            y = self._products([part[rows] for part in way.received.parts], routing.offsets)
-        # in the order of received rows and their experts, which those of no expert interrupt
-        own = routing.slots.flatten()
-        results = way.back(y[own[own < due]])
-        return combine(results, way.pairs.slots, weights, x.dtype)
+        except Exception as wrong:  # whatever it is, other ranks wait for this one
+            error = wrong
+            numbers = torch.empty(0, config.topk, dtype=torch.int64, device=self.up.device)
+        tokens = dispatch(parts, numbers, config.experts, self.group, error=error)
+        routing = route(tokens.experts, config.experts)
+        count = sum(tokens.results_sent)
+        rows = routing.tokens[:count]
+        y = x.new_empty(0, config.hidden, dtype=torch.bfloat16)
+        if count:
+            y = self._products([part[rows] for part in tokens.parts], routing.offsets)
+        # in the order of received rows and their experts, which those of other ranks interrupt
+        slots = routing.slots.flatten()
+        results = tokens.return_results(y[slots[slots < count]])
+        return combine(results, tokens.pairs.slots, weights, x.dtype)
+
+    def _numbers(self, experts: Any) -> Any:
+        """Of each token's experts; -1 for none."""
+        if not isinstance(experts, Routing):
+            return experts
+        every = self._config.experts * self._config.ranks
+        if len(experts.offsets) != every:
+            raise ValueError(
+                f"experts: got a routing of {len(experts.offsets)} experts, all ranks have {every}:"
+                f" call blockscale.route(numbers, {every})"
+            )
+        return torch.searchsorted(experts.offsets, experts.slots.int(), right=True)
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, ...]:
         """Data and scales of tokens, of which there may be none."""
         given = x if len(x) else torch.zeros(1, x.shape[1], dtype=x.dtype, device=x.device)
-        q = quantize(given.detach(), self.kind.activations, pad=True, global_scale=self.a1_scale)
+        q = quantize(given.detach(), self._config.activations, pad=True, global_scale=self.a1_scale)
         return q.qdata[: len(x)], q.qscale[: len(x)]
 
     def _products(self, parts: list[Tensor], offsets: Tensor) -> Tensor:
         """Of rows of experts, which end at ``offsets``: both products."""
-        kind, down = self.kind, self.down
+        config, down = self._config, self.down
         data, scale = parts
-        shape = len(data), kind.hidden
+        shape = len(data), config.hidden
         a: Any = ScaledTensor(
-            data, scale, format=kind.activations, shape=shape, global_scale=self.a1_scale
+            data, scale, format=config.activations, shape=shape, global_scale=self.a1_scale
         )
         h = grouped_gemm(a, self.up.mT, offsets)
         scales = self.a2_scale
-        if scales is None or not scales.dim():
-            (a,) = swiglu_quantize(h, kind.activations, axes=(-1,), pad=True, global_scale=scales)
-            return grouped_gemm(a, down.mT, offsets)
-        # kernels multiply both global scales by each other first: these are those of ``down``
-        one, groups = torch.ones_like(scales[0]), list[Any]()
-        for i, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):
+        if is_per_group(scales):
+            # a product has one alpha of ``a`` for all groups, but one for each of ``down``
+            assert down.global_scale is not None
+            a, alpha = self._activate_each(h, offsets), down.global_scale * scales
+            return grouped_gemm(a, down._with(global_scale=alpha).mT, offsets)
+        (a,) = swiglu_quantize(h, config.activations, axes=(-1,), pad=True, global_scale=scales)
+        return grouped_gemm(a, down.mT, offsets)
+
+    def _activate_each(self, h: Tensor, offsets: Tensor) -> Tensor:
+        """Quantized with the scale of each expert, and not yet multiplied by it."""
+        assert self.a2_scale is not None
+        one, groups = torch.ones_like(self.a2_scale[0]), list[Any]()
+        bounds = pairwise([0, *offsets.tolist()])
+        for scale, (start, end) in zip(self.a2_scale, bounds, strict=True):
             if start < end:
                 (group,) = swiglu_quantize(
-                    h[start:end], kind.activations, axes=(-1,), pad=True, global_scale=scales[i]
+                    h[start:end],
+                    self._config.activations,
+                    axes=(-1,),
+                    pad=True,
+                    global_scale=scale,
                 )
                 groups.append(group._with(global_scale=one))
-        a = torch.cat(groups)
-        assert down.global_scale is not None
-        return grouped_gemm(a, down._with(global_scale=down.global_scale * scales).mT, offsets)
+        return torch.cat(groups)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MegaMoE:
+        """Moved with the module, scales of activations stay fp32."""
+        scales = {name: self._buffers.pop(name) for name in ("a1_scale", "a2_scale")}
+        super()._apply(fn, recurse)
+        for name, scale in scales.items():
+            if scale is not None and scale.is_meta:
+                scale = torch.empty_like(scale, device=self.up.device)
+            self._buffers[name] = None if scale is None else scale.to(self.up.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._config._asdict().items())
 
     def _check(self, x: Tensor, weights: Tensor, experts: Tensor) -> None:
-        kind, device = self.kind, self.up.device
+        config, device = self._config, self.up.device
         for name, each in (("x", x), ("weights", weights), ("experts", experts)):
             check_is_tensor(name, each)
             if isinstance(each, ScaledTensor) or each.layout != torch.strided or is_dtensor(each):
@@ -202,22 +241,22 @@ class MegaMoE(nn.Module):
                 raise ValueError(f"{name}: is on {each.device}, weights on {device}; move it")
         if x.dtype not in DTYPES:
             raise TypeError(f"x: got {x.dtype}; expected one of {', '.join(map(str, DTYPES))}")
-        if x.dim() != 2 or x.shape[1] != kind.hidden:
-            raise ValueError(f"x: got {tuple(x.shape)}; expected (tokens, {kind.hidden})")
-        if len(x) > kind.tokens:
+        if x.dim() != 2 or x.shape[1] != config.hidden:
+            raise ValueError(f"x: got {tuple(x.shape)}; expected (tokens, {config.hidden})")
+        if len(x) > config.tokens:
             raise ValueError(
-                f"x: has {len(x)} tokens, buffers are for {kind.tokens} a rank; call it with "
-                f"fewer, or make it with tokens={len(x)} on all ranks"
+                f"x: has {len(x)} tokens, more than tokens={config.tokens} of each rank; call it "
+                f"with fewer, or make it with tokens={len(x)} on all ranks"
             )
         if experts.dtype not in INTEGERS or not weights.dtype.is_floating_point:
             raise TypeError(
                 f"experts, weights: got {experts.dtype} and {weights.dtype}; expected int64 or "
                 "int32, and a floating type"
             )
-        if any(tuple(each.shape) != (len(x), kind.topk) for each in (experts, weights)):
+        if any(tuple(each.shape) != (len(x), config.topk) for each in (experts, weights)):
             raise ValueError(
                 f"experts, weights: got {tuple(experts.shape)} and {tuple(weights.shape)}; "
-                f"expected ({len(x)}, {kind.topk})"
+                f"expected ({len(x)}, {config.topk})"
             )
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             raise TypeError(
@@ -226,12 +265,12 @@ class MegaMoE(nn.Module):
             )
 
 
-_Told = tuple[_Kind | None, float | None, str]  # what is wrong, if there is no kind
+_Message = tuple[_Config | None, float | None, str]  # what is wrong, if there is no config
 
 
-def _kind_of(
+def _config_of(
     up: Any, down: Any, tokens: int, topk: int, activations: str | None, ranks: int
-) -> _Kind:
+) -> _Config:
     for name, each in (("up", up), ("down", down)):
         if not isinstance(each, ScaledTensor) or each.format_name not in ACTIVATIONS:
             given = each.format_name if isinstance(each, ScaledTensor) else type(each).__name__
@@ -258,57 +297,59 @@ def _kind_of(
         raise ValueError(f"topk: got {topk}; all ranks together have {experts * ranks} experts")
     known = {name: name for name in ACTIVATIONS[up.format_name]}
     what = f"activations (of {up.format_name} weights)"
-    chosen = choose(what, activations or next(iter(known)), known)
-    return _Kind(up.format_name, chosen, experts, hidden, wide // 2, tokens, topk, ranks)
+    chosen = choose(what, next(iter(known)) if activations is None else activations, known)
+    return _Config(up.format_name, chosen, experts, hidden, wide // 2, tokens, topk, ranks)
 
 
 def _activation_scale(
-    name: str, given: Tensor | float | None, kind: _Kind, device: torch.device
+    name: str, given: Any, config: _Config, device: torch.device
 ) -> Tensor | None:
     """() or (experts,) fp32, of formats that have global scales."""
-    if not get_format(kind.activations).has_global_scale:
+    if not get_format(config.activations).has_global_scale:
         if given is not None:
-            raise ValueError(f"{name}: {kind.activations} activations have none; leave it out")
+            raise ValueError(f"{name}: {config.activations} activations have none; leave it out")
         return None
     value = ACTIVATION_SCALE if given is None else given
-    if not isinstance(value, Tensor):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = torch.tensor(value, dtype=torch.float32)
+    if not isinstance(value, Tensor) or value.dtype != torch.float32:
+        what = value.dtype if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"{name}: got {what}; expected a number, or a float32 tensor")
+    if value.numel() != 1 and tuple(value.shape) != (config.experts,):
+        raise ValueError(f"{name}: got {tuple(value.shape)}; expected () or ({config.experts},)")
+    if not bool((value.isfinite() & (value > 0)).all()):
+        raise ValueError(
+            f"{name}: got {value.tolist()}; expected positive finite numbers, the multipliers that "
+            "dequantize"
+        )
     scale = value.detach().to(device, copy=True)
-    if isinstance(given, Tensor) and given.dtype != torch.float32:
-        raise TypeError(f"{name}: got {given.dtype}; expected float32")
-    if scale.numel() == 1:
-        scale = scale.reshape(())
-    if tuple(scale.shape) not in ((), (kind.experts,)):
-        raise ValueError(f"{name}: got {tuple(scale.shape)}; expected () or ({kind.experts},)")
-    if not bool((scale.isfinite() & (scale > 0)).all()):
-        raise ValueError(f"{name}: expected positive finite numbers")
-    return scale
+    return scale if is_per_group(scale) else scale.reshape(())
 
 
-def _tell(mine: _Told, group: dist.ProcessGroup | None) -> list[_Told]:
+def _gather_messages(message: _Message, group: dist.ProcessGroup | None) -> list[_Message]:
     """What each rank says."""
     ranks = rank_and_ranks(group)[1]
     if ranks == 1:
-        return [mine]
-    told: list[Any] = [None] * ranks
-    dist.all_gather_object(told, mine, group)
-    return told
+        return [message]
+    messages: list[Any] = [None] * ranks
+    dist.all_gather_object(messages, message, group)
+    return messages
 
 
-def _agreed(told: list[_Told]) -> tuple[_Kind, float | None]:
-    """What all ranks say, and the largest of their scales; raises on every rank where they
+def _same_config(messages: list[_Message]) -> tuple[_Config, float | None]:
+    """What all ranks have, and the largest of their scales; raises on every rank where they
     differ."""
-    for rank, (kind, _, wrong) in enumerate(told):
-        if kind is None:
-            raise Stopped(f"rank {rank} cannot go on: {wrong}")
-    first = told[0][0]
-    assert first is not None
-    for rank, (kind, *_) in enumerate(told):
-        assert kind is not None
-        for name, mine, other in zip(_Kind._fields, first, kind, strict=True):
-            if mine != other:
+    configs = []
+    for rank, (config, _, wrong) in enumerate(messages):
+        if config is None:
+            raise PeerError(f"rank {rank} cannot go on: {wrong}")
+        configs.append(config)
+    first = configs[0]
+    for rank, config in enumerate(configs):
+        for name, expected, given in zip(_Config._fields, first, config, strict=True):
+            if given != expected:
                 raise ValueError(
-                    f"{name}: rank 0 has {mine!r}, rank {rank} {other!r}; all ranks make it alike"
+                    f"{name}: rank 0 has {expected!r}, rank {rank} {given!r}; all ranks make it "
+                    "alike"
                 )
-    scales = [scale for _, scale, _ in told if scale is not None]
-    return first, max(scales, default=None)
+    return first, max((scale for _, scale, _ in messages if scale is not None), default=None)

@@ -1,8 +1,8 @@
 """Tokens to the ranks that have their experts, once to each, and experts' results back.
 
-Rank ``r`` has experts ``r * own`` to ``(r + 1) * own - 1``. All that is sent is in one order, so
-that no numbers travel beside it: by rank, then by token, then by the place of an expert in the list
-of a token.
+Rank ``r`` has experts ``r * experts_per_rank`` and those after it. All that is sent is in one
+order, so that no numbers travel beside it: by rank, then by token, then by the place of an expert
+in the list of a token.
 """
 
 from __future__ import annotations
@@ -16,50 +16,39 @@ from torch import Tensor
 
 from ..routing import Routing, route
 
-__all__ = ["Exchange", "Received", "Stopped", "exchange_tokens", "rank_and_ranks"]
+__all__ = ["Dispatched", "PeerError", "dispatch", "rank_and_ranks"]
 
 
-class Stopped(RuntimeError):
+class PeerError(RuntimeError):
     """Another rank cannot go on, for a reason that it raises itself."""
 
 
-class Received(NamedTuple):
-    """What a rank has of the tokens of all ranks.
+class Dispatched(NamedTuple):
+    """What this rank has of the tokens of all ranks, and what it takes to return results.
 
     Attributes:
         parts: rows of each tensor that was sent, of tokens that name an expert of this rank.
         experts: int32 (rows, top_k), numbers of this rank's experts; negative, or too large, those
             of others.
-    """
-
-    parts: tuple[Tensor, ...]
-    experts: Tensor
-
-
-class Exchange(NamedTuple):
-    """A way there that was gone, and the way back.
-
-    Attributes:
-        received: by this rank.
-        pairs: tokens and their experts, by the rank of the expert.
-        returned: how many results come back from each rank.
-        due: and go back to it.
+        pairs: this rank's tokens and their experts, by the rank of the expert.
+        results_received: how many results come back from each rank.
+        results_sent: and go back to it.
     """
 
     group: dist.ProcessGroup | None
-    received: Received
+    parts: tuple[Tensor, ...]
+    experts: Tensor
     pairs: Routing
-    returned: list[int]
-    due: list[int]
+    results_received: list[int]
+    results_sent: list[int]
 
-    def back(self, results: Tensor) -> Tensor:
+    def return_results(self, results: Tensor) -> Tensor:
         """Results for this rank's tokens, as ``pairs.slots`` names them, zeros for those of no
-        expert; given those (pairs, H) that are due, in the order of received rows and their
+        expert; given (pairs, H) of this rank's experts, in the order of received rows and their
         experts."""
-        count, *size = len(self.pairs.pairs), *results.shape[1:]
-        out = results.new_zeros(count, *size)
-        mine = out[: sum(self.returned)]
-        _all_to_all(mine, results, self.returned, self.due, self.group)
+        out = results.new_zeros(len(self.pairs.pairs), *results.shape[1:])
+        received = out[: sum(self.results_received)]
+        _all_to_all(received, results, self.results_received, self.results_sent, self.group)
         return out
 
 
@@ -76,58 +65,61 @@ def rank_and_ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def exchange_tokens(
+def dispatch(
     parts: tuple[Tensor, ...],
     experts: Tensor,
-    own: int,
+    experts_per_rank: int,
     group: dist.ProcessGroup | None = None,
     *,
-    problem: Exception | None = None,
-) -> Exchange:
+    error: Exception | None = None,
+) -> Dispatched:
     """Send rows of ``parts`` to the ranks that have their ``experts`` (tokens, top_k).
 
     Every rank of ``group`` calls this. The host waits: how many rows come is known to their senders
-    alone. ``own``: experts of each rank; numbers outside of all are of none. ``problem``: why this
-    rank cannot take part; it is raised here, and :class:`Stopped` on all others, after the first
-    exchange, so that none waits for it.
+    alone. Numbers outside of all experts are of none. ``error``: why this rank cannot take part; it
+    is raised here, and :class:`PeerError` on all others, after the first exchange, so that none
+    waits for it.
     """
     rank, ranks = rank_and_ranks(group)
-    top_k, device = experts.shape[1], experts.device
-    inside = (experts >= 0) & (experts < own * ranks)
-    owner = torch.where(inside, experts // own, ranks)
-    needed = torch.zeros(len(experts), ranks + 1, dtype=torch.bool, device=device)
-    needed.scatter_(1, owner.long(), True)
-    token = needed[:, :ranks].mT.nonzero()[:, 1]
+    inside = (experts >= 0) & (experts < experts_per_rank * ranks)
+    owner = torch.where(inside, experts // experts_per_rank, ranks)
+    needed = torch.zeros(len(experts), ranks + 1, dtype=torch.bool, device=experts.device)
+    needed = needed.scatter_(1, owner.long(), True)[:, :ranks]
+    token = needed.mT.nonzero()[:, 1]
     pairs = route(owner, ranks)
-    counts = torch.stack([needed[:, :ranks].sum(0), pairs.counts.long()], 1)
-    if problem is not None:
+    counts = torch.stack([needed.sum(0), pairs.counts.long()], 1)
+    if error is not None:
         counts.fill_(-1)
-    told = torch.empty_like(counts)
-    _all_to_all(told, counts, [1] * ranks, [1] * ranks, group)
-    sent, returned = counts.mT.tolist()
-    coming, due = told.mT.tolist()
-    if problem is not None:
-        raise problem
-    if min(coming) < 0:
-        who = ", ".join(str(r) for r, n in enumerate(coming) if n < 0)
-        raise Stopped(f"rank {who} cannot go on and says why; rank {rank} stopped with it")
-    arrived = []
+    their_counts = torch.empty_like(counts)
+    _all_to_all(their_counts, counts, [1] * ranks, [1] * ranks, group)
+    rows_sent, results_received = counts.mT.tolist()
+    rows_received, results_sent = their_counts.mT.tolist()
+    if error is not None:
+        raise error
+    if min(rows_received) < 0:
+        who = ", ".join(str(r) for r, count in enumerate(rows_received) if count < 0)
+        raise PeerError(f"rank {who} cannot go on and says why; rank {rank} stopped with it")
+    received = []
     for part in (*parts, torch.where(inside, experts, -1).int()):
-        rows = part.new_empty(sum(coming), *part.shape[1:])
-        _all_to_all(rows, part[token], coming, sent, group)
-        arrived.append(rows)
-    *others, numbers = arrived
-    received = Received(tuple(others), numbers.view(-1, top_k) - rank * own)
-    return Exchange(group, received, pairs, returned, due)
+        rows = part.new_empty(sum(rows_received), *part.shape[1:])
+        _all_to_all(rows, part[token], rows_received, rows_sent, group)
+        received.append(rows)
+    *others, numbers = received
+    numbers = numbers - rank * experts_per_rank
+    return Dispatched(group, tuple(others), numbers, pairs, results_received, results_sent)
 
 
 def _all_to_all(
-    out: Tensor, given: Tensor, coming: list[int], sent: list[int], group: dist.ProcessGroup | None
+    out: Tensor,
+    given: Tensor,
+    received: list[int],
+    sent: list[int],
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Of rows of any type and shape."""
+    """Of rows of any type and shape; so many from each rank, and to it."""
     if rank_and_ranks(group)[1] == 1:
         out.copy_(given)
         return
     width = math.prod(out.shape[1:])
     to, of = (x.view(len(x), width).view(torch.uint8) for x in (out, given.contiguous()))
-    dist.all_to_all_single(to, of, coming, sent, group=group)
+    dist.all_to_all_single(to, of, received, sent, group=group)

@@ -11,7 +11,7 @@ from ..kernels.common.gpu import Unsupported
 from ..kernels.common.runtime import gpu_of
 from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
-from ..stored import of_matrices
+from ..stored import is_per_group, is_per_matrix
 from .backends import fall_back, no_cpu_kernels
 from .gemm_operands import Side, scale_matrix
 from .operation import operation
@@ -36,7 +36,7 @@ def dequantize(
 ) -> Tensor:
     """Values of quantized data with compact scales; ``offsets`` cut the contraction."""
     fmt, size = get_format(format), torch.Size(shape)
-    if of_matrices(global_scale, size):
+    if is_per_matrix(global_scale, size):
         one = torch.ones((), device=data.device)  # and they are multiplied by their own then
         values = dequantize(data, scale, format, shape, axis, one, offsets, torch.float32)
         return values.mul_(global_scale[..., None, None]).to(dtype)
@@ -92,7 +92,7 @@ def fp32_of(
     """Values of a quantized operand, of data and compact scales that lie so."""
     assert side.format is not None
     scalar, groups = side.global_scale, 0
-    if scalar is not None and scalar.numel() > 1 and len(shape) == 2:  # of equal groups of rows
+    if is_per_group(scalar) and len(shape) == 2:  # of equal groups of rows
         groups = len(scalar)
         shape = [groups, shape[0] // max(groups, 1), shape[1]]
         data, scale = (x.unflatten(0, shape[:2]) for x in (data, scale))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..kernels.cpu import calls as cpu
+from ..stored import is_per_group
 from .backends import require_cpu_kernels
 from .dequantize import values
 from .gemm_operands import Side, scale_matrix
@@ -45,7 +46,7 @@ def multiply_groups(
     out = torch.zeros(a.shape[0], n, dtype=out_dtype)
     assert b.scale is not None
     scalars: Sequence[Tensor | None] = [b.global_scale] * len(bounds)
-    if b.global_scale is not None and b.global_scale.numel() > 1:
+    if is_per_group(b.global_scale):
         scalars = b.global_scale.unbind()
     for data, scale, scalar, (start, end) in zip(b.data, b.scale, scalars, bounds, strict=True):
         if start < end:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels.common import calls
 from ..kernels.common.gpu import Gpu, Unsupported, no_kernels
 from ..kernels.common.runtime import gpu_of, missing
+from ..stored import is_per_group
 from ..tensor_checks import DTYPES
 from .gemm_operands import GroupedProducts, Products, Quantization, Side, detached, global_scales
 
@@ -193,6 +194,6 @@ def _written(out: Tensor | None, accumulate: bool) -> Tensor | None:
 
 def _scalar(x: Tensor | None) -> Tensor | None:
     """One for each group, which lie together; or of one element, without dimensions."""
-    if x is None or x.numel() > 1:
-        return x if x is None else x.contiguous()
-    return x.reshape(())
+    if is_per_group(x):
+        return x.contiguous()
+    return None if x is None else x.reshape(())

@@ -15,7 +15,7 @@ from ..kernels.cpu import calls as cpu
 from ..kernels.quantizers import calls as quantizers
 from ..layouts import get_layout, swizzle_scale
 from ..memory import as_bytes, joined
-from ..stored import of_matrices
+from ..stored import is_per_matrix
 from . import fakes
 from .backends import fall_back, require_cpu_kernels
 from .operation import operation
@@ -136,7 +136,7 @@ def _by_kernel(
     gather: Tensor | None,
 ) -> Sequence[Pair]:
     """What a kernel makes of ``x``, on a CPU along one axis; Unsupported where there is none."""
-    if of_matrices(global_scale, x.shape):
+    if is_per_matrix(global_scale, x.shape):
         return _one_by_one(x, asked, global_scale, seed)
     gpu, fmt, axes, layouts = gpu_of(x.device), asked.fmt, asked.axes, asked.layouts
     if seed is not None and gpu is not None:

@@ -44,7 +44,7 @@ def cutedsl(
     given to ``from_dlpack`` counts as one of the GPU, so that the code is the one a GPU would get.
     A function compiled elsewhere works too if it was compiled with ``--keep-ptx``; one compiled
     here can be called in such a block only, or exported. Streams are ignored: a launch is over when
-    it returns. ``HardwareInfo()`` describes the device.
+    it returns, unless ``capture`` keeps it. ``HardwareInfo()`` describes the device.
 
     Kernels may touch the tensors among a call's arguments, also those in tuples, lists and
     dataclasses. A pointer made by ``make_ptr`` does not say how long its memory is, and a function

@@ -151,8 +151,9 @@ _captured: ContextVar[list[Call] | None] = ContextVar("_captured", default=None)
 
 @contextmanager
 def capture() -> Iterator[list[Call]]:
-    """Launches of functions compiled by CuTe DSL are kept while the block runs, not made: ranks
-    that wait for each other run by ``launch_together`` then, as a captured graph would.
+    """Launches of functions compiled by CuTe DSL are kept while the block runs, not made.
+    ``launch_together`` runs all of them at once then, whatever their order on a stream: keep one
+    launch a rank, and none that needs the result of another.
 
     >>> with em.capture() as calls:  # doctest: +SKIP
     ...     for device, buffers in ranks:
