@@ -307,3 +307,77 @@ def test_bad_input(change, error, match):
     for _ in range(2):  # nor is it remembered as right
         with pytest.raises(error, match=match):
             bs.gemm_quantize(**{"a": a, "b": b, **change})
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+ENDS = (5, 5, 30)  # of 40 rows
+
+
+def grouped_operands(name="mxfp8", n=256, k=128):
+    """(M, K) and (G, K, N)."""
+    x, w = matrix(40, k), matrix(3 * n, k, seed=1).view(3, n, k)
+    return bs.quantize(x, name), bs.quantize(w, name).mT, torch.tensor(ENDS).int()
+
+
+@pytest.mark.parametrize("name", formats)
+@pytest.mark.parametrize("out_dtype", [torch.float32, BF16], ids=str)
+def test_groups_as_in_steps(backend, name, out_dtype):
+    a, b, offsets = grouped_operands()
+    grouped = formats[name].block[0] == 1  # blocks of others span rows
+    for swiglu in (False, True):
+        for layout in ("compact", LAYOUTS[formats[name].scale.name]):
+            how = {"layout": layout, "offsets": offsets}
+            if not grouped:
+                with pytest.raises(ValueError, match="groups cannot cut them"):
+                    bs.grouped_gemm_quantize(a, b, offsets, name, swiglu=swiglu)
+                continue
+            y = bs.grouped_gemm(a, b, offsets, out_dtype)
+            want = bs.quantize(y, name, **how)
+            if swiglu:
+                (want,) = bs.swiglu_quantize(y, name, axes=(-1,), **how)
+            more = {"swiglu": swiglu, "out_dtype": out_dtype}
+            got = bs.grouped_gemm_quantize(a, b, format=name, **how, **more)
+            assert torch.equal(got, want._with(dtype=a.dtype))
+            assert got.offsets is offsets
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
+def test_opcheck_groups(backend, name):
+    a, b, offsets = grouped_operands()
+    scalars = (None, torch.tensor(0.01)) if formats[name].has_global_scale else (None,)
+    left = a.qdata.view(torch.uint8), a.qscale, None, "mxfp8", "compact", a.shape
+    right = b.qdata.view(torch.uint8), b.qscale, None, "mxfp8", "compact", b.shape
+    for swiglu, scalar in itertools.product((False, True), scalars):
+        for layout in ("compact", LAYOUTS[formats[name].scale.name]):
+            how = name, swiglu, not swiglu, formats[name].default_scale_rounding, "te", layout
+            given = *left, *right, offsets, *how, scalar
+            torch.library.opcheck(OPS.grouped_gemm_quantize.default, given)
+
+
+def test_groups_compiled():
+    a, b, offsets = grouped_operands()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(a, b, offsets):
+        q = bs.grouped_gemm_quantize(a, b, offsets, swiglu=True)
+        return q, q.dequantize()
+
+    want = bs.grouped_gemm_quantize(a, b, offsets, swiglu=True)
+    q, values = run(a, b, offsets)
+    assert torch.equal(q, want)
+    assert torch.equal(values, want.dequantize())
+
+
+def test_groups_refused():
+    a, b, offsets = grouped_operands()
+    with pytest.raises(TypeError, match=r"out_dtype: got torch.float16; choose torch.float32 or"):
+        bs.grouped_gemm_quantize(a, b, offsets, out_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"b: got \(128, 256\); expected \(groups, K, N\)"):
+        bs.grouped_gemm_quantize(a, b[0], offsets)
+    with pytest.raises(ValueError, match="there is nothing to quantize"):
+        bs.grouped_gemm_quantize(torch.empty(0, 128).bfloat16(), b, torch.zeros(3).int())
+    odd = bs.quantize(matrix(3 * 72, 128).view(3, 72, 128)).mT
+    with pytest.raises(ValueError, match="not a multiple of mxfp8's block of 32"):
+        bs.grouped_gemm_quantize(a, odd, offsets, swiglu=True)

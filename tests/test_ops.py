@@ -188,7 +188,7 @@ def test_every_op_is_checked_here():
     here += ["grouped_gemm_out", "quantize_both", "route"]
     in_test_fused = ["rmsnorm_quantize", "swiglu_quantize"]
     in_test_nn_layer_ops = ["linear", "linear_fprop", "linear_backward"]
-    elsewhere = [*in_test_fused, *in_test_nn_layer_ops, "gemm_quantize"]
+    elsewhere = [*in_test_fused, *in_test_nn_layer_ops, "gemm_quantize", "grouped_gemm_quantize"]
     assert sorted(names) == sorted(f"blockscale::{name}" for name in here + elsewhere)
 
 

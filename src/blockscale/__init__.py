@@ -15,7 +15,7 @@ from . import (
 from .formats import Format, formats
 from .fused import rmsnorm_quantize, swiglu_backward_quantize, swiglu_quantize
 from .gemm import gemm, grouped_gemm
-from .gemm_quantize import gemm_quantize
+from .gemm_quantize import gemm_quantize, grouped_gemm_quantize
 from .layouts import layouts
 from .nn import Recipe, autocast, convert, quantize_, reuse_weights
 from .ops import FallbackWarning
@@ -44,6 +44,7 @@ __all__ = [
     "gemm",
     "gemm_quantize",
     "grouped_gemm",
+    "grouped_gemm_quantize",
     "layouts",
     "nn",
     "quantize",

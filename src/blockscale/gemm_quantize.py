@@ -1,4 +1,4 @@
-"""``gemm_quantize``: a product whose result the next product reads."""
+"""``gemm_quantize`` and ``grouped_gemm_quantize``: products whose result the next product reads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from . import ops
 from .checks import check_flag
 from .formats import Format, get_format
-from .gemm import side
-from .gemm_checks import check_product
+from .gemm import side, sides_of_groups
+from .gemm_checks import check_grouped, check_groups_given, check_product
 from .layouts import Layout
-from .quantize_checks import Arguments, check_call, resolve_global_scale
+from .quantize_checks import Arguments, Call, check_call, resolve_global_scale
 from .tensor import ScaledTensor
 
-__all__ = ["gemm_quantize"]
+__all__ = ["gemm_quantize", "grouped_gemm_quantize"]
 
 
 def gemm_quantize(
@@ -69,13 +69,8 @@ def gemm_quantize(
     check_product(a, b, torch.float32, None, False, bias, backend)
     name = format.name if isinstance(format, Format) else format
     shape = a.shape[0], _columns(b.shape[1], get_format(name), swiglu)
-    if 0 in shape:
-        raise ValueError(
-            f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; there is nothing to quantize, leave "
-            "empty tensors out"
-        )
     asked = Arguments((-1,), name, scale_rounding, (layout,), nonfinite, backend=backend)
-    call = check_call(shape, torch.float32, asked)
+    call = _checked(a, b, shape, asked)
     scalar = None
     if global_scale is not None:
         scalar = resolve_global_scale(global_scale, a, call.format, backend)
@@ -100,6 +95,102 @@ def gemm_quantize(
         layout=call.layouts[0],
         global_scale=found[0] if found else scalar,
     )
+
+
+def grouped_gemm_quantize(
+    a: ScaledTensor | Tensor,
+    b: ScaledTensor,
+    offsets: Tensor,
+    format: str | Format = "mxfp8",
+    *,
+    swiglu: bool = False,
+    out_dtype: torch.dtype = torch.float32,
+    scale_rounding: str | None = None,
+    layout: str | Layout = "compact",
+    nonfinite: str = "propagate",
+    global_scale: Tensor | float | None = None,
+    backend: str = "auto",
+) -> ScaledTensor:
+    """Quantize the product of each group of rows, or SwiGLU of it, as the next grouped product
+    wants its ``a``: what experts do between their two.
+
+    The bytes are those of :func:`blockscale.quantize` of ``grouped_gemm(a, b, offsets,
+    out_dtype)``, or of :func:`blockscale.swiglu_quantize` of it, with these ``offsets``.
+
+    >>> ends = torch.tensor([24, 64], dtype=torch.int32)  # rows of two experts
+    >>> x, w = torch.randn(64, 512), torch.randn(2, 256, 512)  # 128 rows of gate, 128 of up
+    >>> a, b = bs.quantize(x, "mxfp8"), bs.quantize(w, "mxfp8").mT
+    >>> q = bs.grouped_gemm_quantize(a, b, ends, swiglu=True, out_dtype=torch.bfloat16)
+    >>> q.shape
+    torch.Size([64, 128])
+
+    On Blackwell one kernel does all of it, where :func:`gemm_quantize` has one; with layout
+    "tcgen05" it writes scales where the next product reads them. It has run in the emulator only.
+    Otherwise, and on Hopper, the product is written and read.
+
+    Args:
+        a, b, offsets: as in :func:`blockscale.grouped_gemm`, of groups of rows.
+        out_dtype: of the product: torch.float32, which is not rounded before it is quantized, or
+            torch.bfloat16: as if it, and SwiGLU of it, had been stored.
+
+    The other arguments are those of :func:`gemm_quantize`.
+
+    Returns:
+        A :class:`ScaledTensor` (M, N), or (M, N / 2) with ``swiglu``, of the dtype of ``a``,
+        blocked along -1, with these ``offsets``. It has no gradient.
+
+    Raises TypeError or ValueError as :func:`blockscale.grouped_gemm` and :func:`gemm_quantize`.
+    """
+    check_flag("swiglu", swiglu)
+    if out_dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"out_dtype: got {out_dtype}; choose torch.float32 or torch.bfloat16")
+    groups = check_groups_given(b, offsets, None)
+    if groups.grouping != "m":
+        raise ValueError(f"b: got {tuple(b.shape)}; expected (groups, K, N), rows are grouped")
+    check_grouped(a, b, groups, torch.float32, None, False, backend)
+    name = format.name if isinstance(format, Format) else format
+    shape = a.shape[0], _columns(b.shape[-1], get_format(name), swiglu)
+    asked = Arguments((-1,), name, scale_rounding, (layout,), nonfinite, backend=backend)
+    call = _checked(a, b, shape, asked, grouped=True)
+    scalar = None
+    if global_scale is not None:
+        scalar = resolve_global_scale(global_scale, a, call.format, backend)
+    left, right = sides_of_groups(a.detach() if a.requires_grad else a, b, groups)
+    data, scale, *found = ops.grouped_gemm_quantize(
+        *left,
+        *right,
+        groups.offsets,
+        name,
+        swiglu,
+        out_dtype == torch.bfloat16,
+        call.scale_rounding,
+        nonfinite,
+        call.layouts[0].name,
+        scalar,
+        backend,
+    )
+    return ScaledTensor(
+        data,
+        scale,
+        format=call.format,
+        shape=shape,
+        dtype=a.dtype,
+        layout=call.layouts[0],
+        global_scale=found[0] if found else scalar,
+        offsets=groups.offsets,
+    )
+
+
+def _checked(
+    a: Tensor, b: Tensor, shape: tuple[int, int], asked: Arguments, grouped: bool = False
+) -> Call:
+    """How a product of ``shape`` is quantized; ValueError where there is none."""
+    if 0 in shape:
+        raise ValueError(
+            f"a, b: got {tuple(a.shape)} @ {tuple(b.shape)}; there is nothing to quantize, leave "
+            "empty tensors out"
+        )
+    return check_call(shape, torch.float32, asked, grouped)
 
 
 def _columns(n: int, format: Format, swiglu: bool) -> int:

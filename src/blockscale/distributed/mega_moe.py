@@ -13,6 +13,7 @@ from ..checks import choose
 from ..formats import get_format
 from ..fused import swiglu_quantize
 from ..gemm import grouped_gemm
+from ..gemm_quantize import grouped_gemm_quantize
 from ..quantize import quantize
 from ..routing import INTEGERS, Routing, combine, route
 from ..stored import is_per_group
@@ -191,14 +192,26 @@ class MegaMoE(nn.Module):
         a: Any = ScaledTensor(
             data, scale, format=config.activations, shape=shape, global_scale=self.a1_scale
         )
-        h = grouped_gemm(a, self.up.mT, offsets)
         scales = self.a2_scale
         if is_per_group(scales):
             # a product has one alpha of ``a`` for all groups, but one for each of ``down``
             assert down.global_scale is not None
+            h = grouped_gemm(a, self.up.mT, offsets)
             a, alpha = self._activate_each(h, offsets), down.global_scale * scales
             return grouped_gemm(a, down._with(global_scale=alpha).mT, offsets)
-        (a,) = swiglu_quantize(h, config.activations, axes=(-1,), pad=True, global_scale=scales)
+        if config.intermediate % get_format(config.activations).block_size:
+            h = grouped_gemm(a, self.up.mT, offsets)
+            (a,) = swiglu_quantize(h, config.activations, axes=(-1,), pad=True, global_scale=scales)
+            return grouped_gemm(a, down.mT, offsets)
+        a = grouped_gemm_quantize(
+            a,
+            self.up.mT,
+            offsets,
+            config.activations,
+            swiglu=True,
+            out_dtype=torch.bfloat16,
+            global_scale=scales,
+        )
         return grouped_gemm(a, down.mT, offsets)
 
     def _activate_each(self, h: Tensor, offsets: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from .combine import combine
 from .dequantize import dequantize
 from .fused import rmsnorm_quantize, swiglu_quantize
 from .gemm import gemm, gemm_out
-from .gemm_quantize import gemm_quantize
+from .gemm_quantize import gemm_quantize, grouped_gemm_quantize
 from .grouped_gemm import grouped_gemm, grouped_gemm_out
 from .quantize import global_scale, quantize, quantize_both
 from .route import route
@@ -30,6 +30,7 @@ __all__ = [
     "global_scale",
     "grouped_gemm",
     "grouped_gemm_out",
+    "grouped_gemm_quantize",
     "quantize",
     "quantize_both",
     "rmsnorm_quantize",

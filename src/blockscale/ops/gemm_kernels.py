@@ -138,14 +138,21 @@ def multiply_groups(
 
 
 def multiply_quantized(
-    a: Side, b: Side, bias: Tensor | None, how: Quantization
+    a: Side,
+    b: Side,
+    bias: Tensor | None,
+    how: Quantization,
+    groups: calls.Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Data, and scales in layout "tcgen05", of ``a @ b + bias`` by one kernel; Unsupported if there
-    is none."""
+    """Data, and scales in layout "tcgen05", of ``a @ b + bias``, or of the product of each group of
+    rows, by one kernel; Unsupported if there is none."""
     found = _products_of(a, b)
     if found.quantize is None:
         raise Unsupported(f"no kernel quantizes its product on {found.gpu}")
-    return found.quantize(*_taken(a, b, bias), how._replace(global_scale=_scalar(how.global_scale)))
+    how = how._replace(global_scale=_scalar(how.global_scale))
+    if groups is not None:
+        groups = groups._replace(offsets=detached(groups.offsets))
+    return found.quantize(*_taken(a, b, bias), how, groups)
 
 
 def _products_of(a: Side, b: Side) -> Products:

@@ -72,13 +72,15 @@ class Reading(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """What becomes of a product that is quantized: see ``gemm_quantize``."""
+    """What becomes of a product that is quantized: see ``gemm_quantize``; ``rounded`` to bfloat16
+    before, of groups."""
 
     format: str
     swiglu: bool
     scale_rounding: str
     nonfinite: str
     global_scale: Tensor | None
+    rounded: bool = False
 
 
 class GroupedProducts(NamedTuple):
@@ -111,8 +113,8 @@ class Products:
         readings: of format and axis of a quantized operand that a launch takes as it is.
         k_major: 8-bit operands are multiplied only where the contraction is contiguous.
         proof: where they have run, if not on such a GPU.
-        quantize: multiplies and quantizes by one kernel: gives data, and scales in layout
-            "tcgen05", or Unsupported.
+        quantize: multiplies and quantizes by one kernel, also groups of rows: gives data, and
+            scales in layout "tcgen05", or Unsupported.
         grouped, k_grouped: what multiplies groups of rows, and along K, if anything does.
     """
 
@@ -124,9 +126,10 @@ class Products:
     readings: Mapping[tuple[str, int], Reading]
     k_major: bool
     proof: str = ""
-    quantize: Callable[[Side, Side, Tensor | None, Quantization], tuple[Tensor, Tensor]] | None = (
-        None
-    )
+    quantize: (
+        Callable[[Side, Side, Tensor | None, Quantization, Groups | None], tuple[Tensor, Tensor]]
+        | None
+    ) = None
     grouped: GroupedProducts | None = None
     k_grouped: GroupedProducts | None = None
 

@@ -37,19 +37,25 @@ _SPREAD = 32  # bytes that rows start at multiples of, whose 4-bit elements TMA 
 _ITEM = torch.int64  # as which kernels take scales
 
 
-def _quantized(a: Side, b: Side, bias: Tensor | None, how: Quantization) -> tuple[Tensor, Tensor]:
+def _quantized(
+    a: Side, b: Side, bias: Tensor | None, how: Quantization, groups: Groups | None
+) -> tuple[Tensor, Tensor]:
     if how.format not in FORMATS:
         raise Unsupported(f"format: no product is quantized to {how.format}")
     if formats[how.format].has_global_scale and how.global_scale is None:
         raise Unsupported("global_scale: depends on all of the product; pass one")
-    left, right = _lay(a, b, halved=how.swiglu)
+    if groups is None:
+        left, right = _lay(a, b, halved=how.swiglu)
+    else:
+        left, right = _lay_rows(a, b, groups, halved=how.swiglu)
     return sm100.gemm_quantize(
         left,
         right,
-        Quantizing(how.format, how.swiglu, how.scale_rounding, how.nonfinite),
+        Quantizing(how.format, how.swiglu, how.scale_rounding, how.nonfinite, how.rounded),
         alpha=global_scales(a.global_scale, b.global_scale),
         bias=bias,
         global_scale=how.global_scale,
+        groups=groups,
     )
 
 
@@ -62,8 +68,8 @@ def _lay(a: Side, b: Side, halved: bool = False) -> tuple[Operand, Operand]:
     )
 
 
-def _lay_rows(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
-    """Of groups of rows; ``b`` (groups, K, N) has compact scales."""
+def _lay_rows(a: Side, b: Side, groups: Groups, halved: bool = False) -> tuple[Operand, Operand]:
+    """Of groups of rows; ``b`` (groups, K, N) has compact scales. ``halved``: as of ``_lay``."""
     if b.scale is None:
         raise TypeError("b: is not quantized")
     (m, _), (count, _, n) = a.shape, b.shape
@@ -76,7 +82,7 @@ def _lay_rows(a: Side, b: Side, groups: Groups) -> tuple[Operand, Operand]:
     elif a.layout != GROUPED_TILES:
         ends = groups.offsets.clamp(0, m).cummax(0).values  # inside, whatever the device has
         scale = Grouped(get_layout("tcgen05")).swizzle(scale_matrix(a, -1), ends)
-    tiles = _tiles_of_parts(b.scale.mT.flatten(0, 1), n)
+    tiles = _tiles_of_parts(b.scale.mT.flatten(0, 1), n // (1 + halved))
     right = right.unflatten(0, (count, n))
     return Operand(left, scale, a.format), Operand(right, tiles, b.format)
 

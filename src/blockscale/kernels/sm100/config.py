@@ -102,7 +102,8 @@ class Config:
             "epilogue_stages": self.store_tiles % self.epilogue_stages,
             "arch": self.arch not in ARCHES,
             "grouping": self.grouping not in GROUPINGS
-            or (self.grouping and (not plain or self.majors != ("k", "k")))
+            or (self.grouping and self.majors != ("k", "k"))
+            or (self.grouping not in ("", "m") and not plain)
             or (self.accumulate and self.grouping not in ("", "k")),
         }
         refuse(self, wrong)
@@ -347,6 +348,7 @@ def choose_grouped(
     epilogue: Epilogue,
     *,
     grouping: str = "m",
+    quantizing: Quantizing | None = None,
     gpu: Gpu = GPUS["sm_100a"],
     ctas: int | None = None,
 ) -> Config:
@@ -354,7 +356,8 @@ def choose_grouped(
     that of one product of as many tiles across."""
     m, n, k = shape
     columns = groups * -(-n // 256) * 256
-    alike = choose_config((m, columns, k), formats, epilogue, gpu=gpu, ctas=ctas)
+    how: dict[str, Any] = {"quantizing": quantizing, "gpu": gpu, "ctas": ctas}
+    alike = choose_config((m, columns, k), formats, epilogue, **how)
     return replace(alike, grouping=grouping)
 
 

@@ -23,7 +23,7 @@ from ..common.template import template
 from .config import MOST_GROUPS, choose_grouped, supergroup, why_not
 from .plan import Operands, views
 
-__all__ = ["grouped_gemm", "plan_groups"]
+__all__ = ["check_groups", "grouped_gemm", "plan_groups", "rows_of_groups"]
 
 
 @lru_cache(maxsize=4096)
@@ -32,9 +32,8 @@ def plan_groups(call: GemmCall, ctas: int | None = None) -> CompiledGemm:
     formats = call.a.format, call.b.format
     gpu = call.supported(partial(why_not, *formats, from_torch(call.out_dtype)))
     groups = call.offsets[0][0] if call.offsets else 0
-    of = _columns if call.grouping == "k" else _rows
-    if groups > MOST_GROUPS:
-        raise Unsupported(f"offsets: {groups} groups; kernels take {MOST_GROUPS} at most")
+    of = _columns if call.grouping == "k" else rows_of_groups
+    check_groups(groups)
     operands, rows, each = of(call, groups)
     n = each[1]
     call.check_rest((rows, n))
@@ -48,8 +47,17 @@ def plan_groups(call: GemmCall, ctas: int | None = None) -> CompiledGemm:
     return CompiledGemm(config, gpu.load(config), like, operands.views, rest)
 
 
-def _rows(call: GemmCall, groups: int) -> tuple[Operands, int, tuple[int, int, int]]:
-    """Operands, the rows of the output, and the shape of a group's product."""
+def check_groups(groups: int) -> None:
+    """Unsupported where there are too many."""
+    if groups > MOST_GROUPS:
+        raise Unsupported(f"offsets: {groups} groups; kernels take {MOST_GROUPS} at most")
+
+
+def rows_of_groups(
+    call: GemmCall, groups: int, b_halves: int = 1
+) -> tuple[Operands, int, tuple[int, int, int]]:
+    """Operands, the rows of the output, and the shape of a group's product. ``b_halves``: of each
+    matrix of B, with tiles of their own."""
     if len(call.b.data[0]) != 3 or call.b.data[0][0] != groups:
         raise ValueError(
             f"b_data: has shape {tuple(call.b.data[0])}; expected (groups, N, K), {groups} groups"
@@ -58,7 +66,7 @@ def _rows(call: GemmCall, groups: int) -> tuple[Operands, int, tuple[int, int, i
     given = call._replace(b=call.b._replace(data=b))
     m, masked = call.a.data[0][0], call.grouping == "masked"
     padded = None if masked else Grouped(get_layout("tcgen05")).padded_rows(m, groups)
-    operands = Operands.of(given, (groups if masked else 1, groups), padded)
+    operands = Operands.of(given, (groups if masked else 1, groups * b_halves), padded)
     _check_majors(operands)
     _, n, k = operands.shape
     return operands, m, (-(-m // groups), n // groups, k)

@@ -37,10 +37,12 @@ class GroupedTiles(RowGroups):
     Attributes:
         k_blocks: along K.
         block_k: the elements of a row in one.
+        b_halves: of the rows of B of a group, as of ``Config``.
     """
 
     k_blocks: Any
     block_k: int
+    b_halves: int = 1
 
     def counts(self, chunk, begin, end) -> tuple:
         """Of a lane's group: clusters down it, and tiles of A's scales."""
@@ -70,8 +72,9 @@ class GroupedTiles(RowGroups):
         column, group = self.unpacked(word)
         # none of the rest; with a selection here CuTe DSL 4.8 crashes
         k_blocks = cutlass.min((self.groups - group) * self.k_blocks, self.k_blocks)
-        b_scales = group * cute.ceil_div(self.extent[1], TILE_M) + column // TILE_M
-        starts = row, group * self.extent[1] + column
+        halves = group * self.b_halves
+        b_scales = halves * cute.ceil_div(self.extent[1], TILE_M) + column // TILE_M
+        starts = row, halves * self.extent[1] + column
         return Tile(row, column, starts, (scales, b_scales), k_blocks, end=end, group=group)
 
 
@@ -168,10 +171,11 @@ class GroupFinder:
         self.ring.put(slot, phase, [Int32(_NONE)] * 4)
 
 
-def most_clusters(config: Config, d, groups):
-    """On the host: the number of clusters of tiles that there may be."""
+def most_clusters(config: Config, extent: tuple, groups):
+    """On the host: the number of clusters of tiles that there may be of an output of ``extent``."""
+    rows, columns = extent
     high, wide = (x * y for x, y in zip(config.tile, config.cluster, strict=True))
-    across = cute.ceil_div(d.shape[1], wide)
+    across = cute.ceil_div(columns, wide)
     if config.grouping == "m":  # each group, and the rest, may end in a tile of its own
-        return (cute.ceil_div(d.shape[0], high) + groups) * across
-    return groups * cute.ceil_div(d.shape[0] // groups, high) * across
+        return (cute.ceil_div(rows, high) + groups) * across
+    return groups * cute.ceil_div(rows // groups, high) * across

@@ -102,7 +102,7 @@ class Gemm:
         atoms = [each.describe(tensor, op)[0] for each, tensor in pairs]
         atoms[:2] = [promote_l2(atom) for atom in atoms[:2]]
         if const_expr(config.is_grouped):
-            clusters = most_clusters(config, d, offsets.shape[0])
+            clusters = most_clusters(config, self.extent(d), offsets.shape[0])
         else:
             down, across = self.raster.clusters(*self.extent(d))
             clusters = down * across
@@ -133,7 +133,8 @@ class Gemm:
         }
         if config.grouping == "k":
             return KGroupedTiles(**given, skips_empty=config.accumulate)
-        return GroupedTiles(**given, masked=config.grouping == "masked")
+        more = {"masked": config.grouping == "masked", "b_halves": config.b_halves}
+        return GroupedTiles(**given, **more)
 
     def extent(self, d) -> tuple:
         """The rows and columns of the output."""

@@ -23,12 +23,15 @@ class Quantizing:
         format: one of FORMATS.
         swiglu: the columns are gate and up, and ``silu(gate) * up`` of them is quantized.
         scale_rounding: None for the format's default.
+        rounded: the product, and SwiGLU of it, are rounded to bfloat16 before, as if they had been
+            stored.
     """
 
     format: str
     swiglu: bool = False
     scale_rounding: str | None = None
     nonfinite: str = "propagate"
+    rounded: bool = False
 
     @property
     def stored(self) -> Format:
