@@ -21,6 +21,30 @@ def operands(left: str | None, right: str, m: int, n: int, k: int):
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize(("right", "format"), [
+    ("fp8_128x128", "fp8_1x128"), ("nvfp4", "fp8_1x128"), ("mxfp8", "mxfp8"),
+])  # fmt: skip
+def test_groups(right, format, swiglu):
+    """Of groups of rows: what the steps one by one give."""
+    left = "mxfp8" if right == "mxfp8" else "fp8_1x128"
+    layout = "sm90" if format == "fp8_1x128" else "compact"
+    for m, n, k, ends in ((40, 512, 256, (5, 5, 33)), (1000, 768, 512, (0, 129, 1000))):
+        a, _ = operands(left, right, m, n, k)
+        w = torch.randn(3, n, k, device=DEVICE, dtype=torch.bfloat16)
+        b, offsets = bs.quantize(w, right).mT, torch.tensor(ends, device=DEVICE).int()
+        how = {"layout": layout, "backend": "kernel"}
+        for dtype in (torch.bfloat16, torch.float32):
+            got = bs.grouped_gemm_quantize(
+                a, b, offsets, format, swiglu=swiglu, out_dtype=dtype, **how
+            )
+            y = bs.grouped_gemm(a, b, offsets, dtype)
+            want = bs.quantize(y, format, offsets=offsets, **how)
+            if swiglu:
+                (want,) = bs.swiglu_quantize(y, format, axes=(-1,), offsets=offsets, **how)
+            assert same_parts(got, want)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8_1x128"])
 @pytest.mark.parametrize(("left", "right"), [
     ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), (None, "mxfp8"),

@@ -14,6 +14,7 @@ from ..formats import get_format
 from ..fused import swiglu_quantize
 from ..gemm import grouped_gemm
 from ..gemm_quantize import grouped_gemm_quantize
+from ..ops.operand_layout import operand_layout
 from ..quantize import quantize
 from ..routing import INTEGERS, Routing, combine, route
 from ..stored import is_per_group
@@ -210,6 +211,7 @@ class MegaMoE(nn.Module):
             config.activations,
             swiglu=True,
             out_dtype=torch.bfloat16,
+            layout=operand_layout(config.activations, data.device).layout,
             global_scale=scales,
         )
         return grouped_gemm(a, down.mT, offsets)

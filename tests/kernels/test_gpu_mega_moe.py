@@ -1,0 +1,60 @@
+"""Experts over ranks, of one rank, by kernels in the emulator: the bits of its steps one by one."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+import blockscale as bs
+from blockscale.distributed import MegaMoE
+from stand_in import emulated, matrix
+
+BF16 = torch.bfloat16
+EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOPK = 4, 128, 128, 20, 2
+
+
+def weights(format: str) -> list[bs.ScaledTensor]:
+    shapes = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
+    found = []
+    for seed, (rows, columns) in enumerate(shapes):
+        w = matrix(EXPERTS * rows, columns, seed=seed).view(EXPERTS, rows, columns) / 8
+        if format == "nvfp4":
+            found.append(torch.stack([bs.quantize(m, format) for m in w]))
+        else:
+            found.append(bs.quantize(w, format))
+    return found
+
+
+@pytest.mark.parametrize(("arch", "format", "activations"), [
+    ("sm_90a", "fp8_128x128", "fp8_1x128"), ("sm_90a", "nvfp4", "fp8_1x128"),
+    ("sm_100a", "nvfp4", "nvfp4"), ("sm_100a", "mxfp4", "mxfp8"),
+])  # fmt: skip
+def test_steps(arch, format, activations):
+    up, down = weights(format)
+    scales = {"a1_scale": 0.01, "a2_scale": 0.02} if activations == "nvfp4" else {}
+    x, part = matrix(TOKENS, HIDDEN), torch.rand(TOKENS, TOPK)
+    experts = torch.rand(TOKENS, EXPERTS).argsort(1)[:, :TOPK].masked_fill(part < 0.1, -1)
+    with emulated(arch, quantizes=True) as ran:
+        moe = MegaMoE(up, down, tokens=TOKENS, topk=TOPK, activations=activations, **scales)
+        got = moe(x, part, experts)
+        fused = [config for config in ran if getattr(config, "quantizing", None) is not None]
+        assert len(fused) == (arch == "sm_100a")
+
+        routing = bs.route(experts, EXPERTS)
+        a = bs.quantize(x, activations, gather=routing.tokens, global_scale=scales.get("a1_scale"))
+        h = bs.grouped_gemm(a, up.mT, routing.offsets)
+        scalar = scales.get("a2_scale")
+        (a,) = bs.swiglu_quantize(h, activations, axes=(-1,), global_scale=scalar)
+        y = bs.grouped_gemm(a, down.mT, routing.offsets)
+        want = bs.combine(y, routing.slots, part, BF16)
+    assert torch.equal(got, want)
+    wide = [w.dequantize(torch.float64) for w in (up, down)]
+    exact = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for t, of_token in enumerate(experts.tolist()):
+        for weight, expert in zip(part[t].double(), of_token, strict=True):
+            if expert >= 0:
+                gate, rise = (wide[0][expert] @ x[t].double()).chunk(2)
+                hidden = torch.nn.functional.silu(gate) * rise
+                exact[t] += weight * (wide[1][expert] @ hidden)
+    error = (got.double() - exact).norm() / exact.norm()
+    assert error < (0.25 if activations == "nvfp4" else 0.06)
