@@ -222,3 +222,14 @@ def test_scales_are_its_own():
         assert torch.equal(other(*given), want)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_what_is_loaded_stays_apart():
+    """Also where both weights were quantized with one tensor of a global scale."""
+    up, down = (w.dequantize() for w in expert_ranks.weights_of("nvfp4"))
+    one, how = torch.tensor(0.01), {"tokens": 4, "topk": TOPK}
+    moe = MegaMoE(*(bs.quantize(w, "nvfp4", global_scale=one) for w in (up, down)), **how)
+    other = MegaMoE(bs.quantize(up, "nvfp4"), bs.quantize(3 * down, "nvfp4"), **how)
+    moe.load_state_dict(other.state_dict())
+    given = expert_ranks.tokens_of(4)
+    assert torch.equal(moe(*given), other(*given))

@@ -14,6 +14,7 @@ from ..formats import get_format
 from ..fused import swiglu_quantize
 from ..gemm import grouped_gemm
 from ..gemm_quantize import grouped_gemm_quantize
+from ..nn.quantized import own_global_scale
 from ..ops.operand_layout import operand_layout
 from ..quantize import quantize
 from ..routing import INTEGERS, Routing, combine, route
@@ -125,6 +126,7 @@ class MegaMoE(nn.Module):
         self.group = group
         self._config, largest = _same_config(messages)
         for name, each in (("up", up), ("down", down)):
+            own_global_scale(each)
             self.register_parameter(name, nn.Parameter(each, requires_grad=False))
         one = None
         if largest is not None:
