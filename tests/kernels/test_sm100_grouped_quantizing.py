@@ -93,6 +93,24 @@ def test_other_layouts(layout):
         assert_same(got, in_two_steps(a, b, "mxfp8", **how))
 
 
+@pytest.mark.parametrize("layout", ["compact", "packed"])
+@pytest.mark.parametrize("given", [(50, 30, 60), (100, 40, 60), (-5, 20, 60), (20, 40, 90)])
+def test_offsets_that_only_the_device_has(given, layout):
+    """Each is taken for the nearest that can be, by the kernel and for its scales."""
+    a, b = operands("mxfp8", "mxfp8", 128, 64, 0, (20, 20, 20))
+    a = a._with(layout="compact", scale=a.compact_scale(), offsets=None)
+    (left, right), op = (a, b.mT), torch.ops.blockscale.grouped_gemm_quantize
+    parts = [(q.qdata.view(torch.uint8), q.qscale, None, "mxfp8", "compact") for q in (left, right)]
+    right_parts = parts[1][0].mT, parts[1][1].mT, *parts[1][2:]
+    how = "mxfp8", False, False, "rceil", "propagate", layout, None, "kernel"
+    found = []
+    for offsets in (torch.tensor(given), torch.tensor(given).clamp(0, 60).cummax(0).values):
+        with emulated("sm_100a"):
+            found.append(op(*parts[0], a.shape, *right_parts, b.shape, offsets.int(), *how))
+    for mine, want in zip(*found, strict=True):
+        assert torch.equal(mine.view(torch.uint8), want.view(torch.uint8))
+
+
 def test_experts():
     """Each with a global scale of its own, from tokens to the second product."""
     sizes = (40, 0, 90)

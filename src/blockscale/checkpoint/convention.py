@@ -254,7 +254,8 @@ def _check(name: str, description: Any, header: Header) -> None:
         if stored.dtype != dtype or stored.shape not in sizes:
             raise ValueError(
                 f"{show(names[part])} is {stored.dtype} {list(stored.shape)}; {format.name} of "
-                f"{shape} along axis {axis} has {dtype} {list(size)} there"
+                f"{shape} along axis {axis} has {dtype} "
+                f"{' or '.join(str(list(each)) for each in sorted(sizes))} there"
             )
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Take",
     "detached",
     "global_scales",
+    "inside",
     "scale_matrix",
 ]
 
@@ -169,6 +170,12 @@ def scale_matrix(side: Side, axis: int, groups: Groups | None = None) -> Tensor:
         apart = Grouped(get_layout("tcgen05"))
         return apart.unswizzle(side.scale, (rows, blocks), side.scale.dtype, groups.offsets)
     return get_layout(side.layout).unswizzle(side.scale, (rows, blocks), side.scale.dtype)
+
+
+def inside(offsets: Tensor, rows: int) -> Tensor:
+    """Ends of groups as kernels take them, whatever the device has: each for the nearest that is no
+    less than the one before, nor more than there are rows."""
+    return offsets.clamp(0, rows).cummax(0).values
 
 
 def global_scales(a: Tensor | None, b: Tensor | None) -> Alpha:

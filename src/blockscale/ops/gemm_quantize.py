@@ -19,7 +19,7 @@ from . import fakes
 from .fused import fake_scalar, quantize_values, swiglu_quantize
 from .gemm import gemm
 from .gemm_kernels import multiply_quantized
-from .gemm_operands import Quantization, Side
+from .gemm_operands import Quantization, Side, inside
 from .grouped_gemm import grouped_gemm
 from .operation import operation
 
@@ -170,7 +170,8 @@ def _by_one_kernel(
     columns = b.shape[-1] // (2 if how.swiglu else 1)
     shape = a.shape[0], columns // get_format(how.format).block_size
     if offsets is None:
-        scale = get_layout("tcgen05").unswizzle(tiles, shape, tiles.dtype)
+        scale, ends = get_layout("tcgen05").unswizzle(tiles, shape, tiles.dtype), None
     else:
-        scale = Grouped(get_layout("tcgen05")).unswizzle(tiles, shape, tiles.dtype, offsets)
-    return [data, swizzle_scale(scale, -1, get_layout(layout), offsets)]
+        ends = inside(offsets, shape[0])  # as the kernel takes them
+        scale = Grouped(get_layout("tcgen05")).unswizzle(tiles, shape, tiles.dtype, ends)
+    return [data, swizzle_scale(scale, -1, get_layout(layout), ends)]

@@ -28,6 +28,7 @@ from .gemm_operands import (
     Side,
     Take,
     global_scales,
+    inside,
     scale_matrix,
 )
 
@@ -80,7 +81,7 @@ def _lay_rows(a: Side, b: Side, groups: Groups, halved: bool = False) -> tuple[O
     if groups.grouping == "masked":
         scale = _tiles_of_parts(scale_matrix(a, -1, groups), m // max(count, 1))
     elif a.layout != GROUPED_TILES:
-        ends = groups.offsets.clamp(0, m).cummax(0).values  # inside, whatever the device has
+        ends = inside(groups.offsets, m)
         scale = Grouped(get_layout("tcgen05")).swizzle(scale_matrix(a, -1), ends)
     tiles = _tiles_of_parts(b.scale.mT.flatten(0, 1), n // (1 + halved))
     right = right.unflatten(0, (count, n))
