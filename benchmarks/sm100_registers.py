@@ -58,20 +58,20 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "bias in bf16": {"bias": BFLOAT16},
     "bias in fp16": {"bias": FLOAT16},
     "bias in fp32": {"bias": FLOAT32},
-    "alpha": {"alpha": 2},
+    "alpha": {"alpha": (0, 0)},
     "alpha, bias, added to fp32": {
-        **{"alpha": 2, "bias": BFLOAT16, "accumulate": True, "out_dtype": FLOAT32}
+        **{"alpha": (0, 0), "bias": BFLOAT16, "accumulate": True, "out_dtype": FLOAT32}
     },
     "for sm_103a": {"gpu": GPUS[ARCHES[1]]},
     **{
         f"{'SwiGLU, ' * swiglu}quantized to {format}": {
-            **{"out_dtype": UINT8, "alpha": 2, "quantizing": Quantizing(format, swiglu)}
+            **{"out_dtype": UINT8, "alpha": (0, 0), "quantizing": Quantizing(format, swiglu)}
         }
         for swiglu, format in product((False, True), FORMATS)
     },
     **{
         f"SwiGLU, quantized to {format}, {what}": {
-            **{"out_dtype": UINT8, "alpha": 2},
+            **{"out_dtype": UINT8, "alpha": (0, 0)},
             "quantizing": Quantizing(format, True, **given),
         }
         for format, what, given in (
