@@ -37,10 +37,10 @@ EPILOGUES: dict[str, dict[str, Any]] = {
     "bf16": {"out_dtype": BFLOAT16},
     "fp16": {"out_dtype": FLOAT16},
     "fp32": {"out_dtype": FLOAT32},
-    "bf16 added": {"out_dtype": BFLOAT16, "accumulate": True, "alpha": 1, "bias": BFLOAT16},
+    "bf16 added": {"out_dtype": BFLOAT16, "accumulate": True, "alpha": (0,), "bias": BFLOAT16},
     "fp16 added": {"out_dtype": FLOAT16, "accumulate": True, "bias": FLOAT32},
-    "fp32 added": {"out_dtype": FLOAT32, "accumulate": True, "alpha": 1, "bias": FLOAT16},
-    "bf16 one by one": {"out_dtype": BFLOAT16, "alpha": 1, "tma_store": False},
+    "fp32 added": {"out_dtype": FLOAT32, "accumulate": True, "alpha": (0,), "bias": FLOAT16},
+    "bf16 one by one": {"out_dtype": BFLOAT16, "alpha": (0,), "tma_store": False},
     "fp32 one by one": {"out_dtype": FLOAT32, "accumulate": True, "tma_store": False},
     "swiglu-mxfp8": {"quantizing": Quantizing("mxfp8", swiglu=True), "bias": BFLOAT16},
     "swiglu-nvfp4": {"quantizing": Quantizing("nvfp4", swiglu=True)},
@@ -139,10 +139,10 @@ def _cases() -> Iterator[tuple[str, Case]]:
         a, b, layout, single, pair, columns, epilogue = line.split(maxsplit=6)
         for ctas, cluster in ((1, single), (2, pair)):
             down, across = map(int, cluster.split("x"))
-            fields: dict[str, Any] = {"out_dtype": UINT8, "alpha": 0}
+            fields: dict[str, Any] = {"out_dtype": UINT8, "alpha": ()}
             fields |= EPILOGUES[epilogue]
             if "quantizing" in fields:
-                fields["alpha"] = 1
+                fields["alpha"] = (0,)
             config = Config(
                 a,
                 b,

@@ -41,7 +41,7 @@ PAIR = {"ctas": 2, "cluster": (2, 1)}
 
 
 def _config(format: str, quantizing: Quantizing, **fields: Any) -> Config:
-    given = {"mma_n": 256, "epilogue_stages": 1, "stages": 3, "alpha": 1} | fields
+    given = {"mma_n": 256, "epilogue_stages": 1, "stages": 3, "alpha": (0,)} | fields
     b_format = given.pop("b_format", format)
     return Config(format, b_format, UINT8, quantizing=quantizing, **given)
 

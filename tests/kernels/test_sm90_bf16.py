@@ -156,7 +156,7 @@ def test_alternate(name, shape):
     assert_close(got, given, 1.0, *([] if start is None else [start]))
 
 
-ALL = {"accumulate": True, "alpha": 1}
+ALL = {"accumulate": True, "alpha": (0,)}
 EPILOGUES = {
     "fp32": Bf16Config(FLOAT32, cluster=(1, 2)),
     "fp32, all": Bf16Config(FLOAT32, bias=FLOAT16, a_major="mn", **ALL),

@@ -32,7 +32,7 @@ from stand_in import chip
 
 pytestmark = pytest.mark.usefixtures("keep_code")
 
-ALL = {"accumulate": True, "alpha": 1}
+ALL = {"accumulate": True, "alpha": (0,)}
 
 CASES = {
     "bf16": replace(SQUARE, bias=BFLOAT16, **ALL),
