@@ -29,7 +29,7 @@ class ErrorSums(NamedTuple):
 
     @classmethod
     def total(cls, parts: Sequence[ErrorSums]) -> ErrorSums:
-        """Of all of them."""
+        """Add up what was counted of parts of a tensor."""
         by_field = {name: [getattr(each, name) for each in parts] for name in cls._fields}
         bins = tuple(map(sum, zip(*by_field.pop("bins"), strict=True)))
         worst = {name: max(by_field.pop(name)) for name in ("max_abs", "max_rel")}

@@ -20,7 +20,7 @@ from .quantize_checks import (
     Call,
     check,
     check_tensor,
-    resolve_global_scale,
+    given_global_scale,
 )
 from .tensor import ScaledTensor
 from .watching import is_dtensor
@@ -175,7 +175,7 @@ def rmsnorm_quantize(
         raise ValueError(
             f"eps: got {eps!r}; expected a positive number, normal in fp32 (from 2**-126), as 1e-6"
         )
-    scalar = _given_scale(global_scale, x, call, backend)
+    scalar = given_global_scale(global_scale, x, call, backend)
     data, scale, rstd, *found = ops.rmsnorm_quantize(
         x.detach() if x.requires_grad else x,
         weight.detach() if weight.requires_grad else weight,
@@ -201,7 +201,7 @@ def _swiglu(
     """``inputs``: x, the gradient of its SwiGLU where its backward is quantized, and weights of
     rows, whose gradient the backward has, too."""
     x, grad, weights = inputs
-    scalar = _given_scale(global_scale, x, call, asked.backend)
+    scalar = given_global_scale(global_scale, x, call, asked.backend)
     results = ops.swiglu_quantize(
         x.detach() if x.requires_grad else x,
         grad.detach() if grad is not None and grad.requires_grad else grad,
@@ -227,15 +227,6 @@ def _swiglu(
         for i in range(len(call.axes))
     )
     return tensors, of_weights
-
-
-def _given_scale(
-    global_scale: Tensor | float | None, x: Tensor, call: Call, backend: str
-) -> Tensor | None:
-    """The global scale of the caller; None where the op is to find it, or there is none."""
-    if global_scale is None:
-        return None
-    return resolve_global_scale(global_scale, x, call.format, backend)
 
 
 def _each(

@@ -11,7 +11,7 @@ from .formats import Format, get_format
 from .gemm import side, sides_of_groups
 from .gemm_checks import check_grouped, check_groups_given, check_product
 from .layouts import Layout
-from .quantize_checks import Arguments, Call, check_call, resolve_global_scale
+from .quantize_checks import Arguments, Call, check_call, given_global_scale
 from .tensor import ScaledTensor
 
 __all__ = ["gemm_quantize", "grouped_gemm_quantize"]
@@ -71,9 +71,7 @@ def gemm_quantize(
     shape = a.shape[0], _columns(b.shape[1], get_format(name), swiglu)
     asked = Arguments((-1,), name, scale_rounding, (layout,), nonfinite, backend=backend)
     call = _checked(a, b, shape, asked)
-    scalar = None
-    if global_scale is not None:
-        scalar = resolve_global_scale(global_scale, a, call.format, backend)
+    scalar = given_global_scale(global_scale, a, call, backend)
     data, scale, *found = ops.gemm_quantize(
         *side(a.detach() if a.requires_grad else a),
         *side(b),
@@ -152,9 +150,7 @@ def grouped_gemm_quantize(
     shape = a.shape[0], _columns(b.shape[-1], get_format(name), swiglu)
     asked = Arguments((-1,), name, scale_rounding, (layout,), nonfinite, backend=backend)
     call = _checked(a, b, shape, asked, grouped=True)
-    scalar = None
-    if global_scale is not None:
-        scalar = resolve_global_scale(global_scale, a, call.format, backend)
+    scalar = given_global_scale(global_scale, a, call, backend)
     left, right = sides_of_groups(a.detach() if a.requires_grad else a, b, groups)
     data, scale, *found = ops.grouped_gemm_quantize(
         *left,

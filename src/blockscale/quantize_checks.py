@@ -24,6 +24,7 @@ __all__ = [
     "check",
     "check_call",
     "check_tensor",
+    "given_global_scale",
     "resolve_global_scale",
 ]
 
@@ -240,3 +241,12 @@ def resolve_global_scale(
     if several:
         return global_scale.contiguous()  # kernels read them side by side
     return global_scale.reshape(()) if global_scale.dim() else global_scale
+
+
+def given_global_scale(
+    global_scale: Tensor | float | None, x: Tensor, call: Call, backend: str
+) -> Tensor | None:
+    """The global scale of the caller; None where the op is to find it, or there is none."""
+    if global_scale is None:
+        return None
+    return resolve_global_scale(global_scale, x, call.format, backend)

@@ -39,7 +39,7 @@ ACTIVATION_SCALE = 1.0
 
 
 class _Config(NamedTuple):
-    """What all ranks have to have alike."""
+    """Sizes and formats of a layer, which all ranks must have alike."""
 
     weights: str
     activations: str
@@ -170,7 +170,7 @@ class MegaMoE(nn.Module):
         return combine(results, tokens.pairs.slots, weights, x.dtype)
 
     def _numbers(self, experts: Any) -> Any:
-        """Of each token's experts; -1 for none."""
+        """The numbers of each token's experts, of which those of none lie outside."""
         if not isinstance(experts, Routing):
             return experts
         every = self._config.experts * self._config.ranks
@@ -188,7 +188,7 @@ class MegaMoE(nn.Module):
         return q.qdata[: len(x)], q.qscale[: len(x)]
 
     def _products(self, parts: list[Tensor], offsets: Tensor) -> Tensor:
-        """Of rows of experts, which end at ``offsets``: both products."""
+        """Multiply rows of experts, which end at ``offsets``, by both of their matrices."""
         config, down = self._config, self.down
         data, scale = parts
         shape = len(data), config.hidden
@@ -199,23 +199,22 @@ class MegaMoE(nn.Module):
         if is_per_group(scales):
             # a product has one alpha of ``a`` for all groups, but one for each of ``down``
             assert down.global_scale is not None
-            h = grouped_gemm(a, self.up.mT, offsets)
-            a, alpha = self._activate_each(h, offsets), down.global_scale * scales
-            return grouped_gemm(a, down._with(global_scale=alpha).mT, offsets)
-        if config.intermediate % get_format(config.activations).block_size:
+            a = self._activate_each(grouped_gemm(a, self.up.mT, offsets), offsets)
+            down = down._with(global_scale=down.global_scale * scales)
+        elif config.intermediate % get_format(config.activations).block_size:
             h = grouped_gemm(a, self.up.mT, offsets)
             (a,) = swiglu_quantize(h, config.activations, axes=(-1,), pad=True, global_scale=scales)
-            return grouped_gemm(a, down.mT, offsets)
-        a = grouped_gemm_quantize(
-            a,
-            self.up.mT,
-            offsets,
-            config.activations,
-            swiglu=True,
-            out_dtype=torch.bfloat16,
-            layout=operand_layout(config.activations, data.device).layout,
-            global_scale=scales,
-        )
+        else:
+            a = grouped_gemm_quantize(
+                a,
+                self.up.mT,
+                offsets,
+                config.activations,
+                swiglu=True,
+                out_dtype=torch.bfloat16,
+                layout=operand_layout(config.activations, data.device).layout,
+                global_scale=scales,
+            )
         return grouped_gemm(a, down.mT, offsets)
 
     def _activate_each(self, h: Tensor, offsets: Tensor) -> Tensor:
@@ -344,7 +343,7 @@ def _activation_scale(
 
 
 def _gather_messages(message: _Message, group: dist.ProcessGroup | None) -> list[_Message]:
-    """What each rank says."""
+    """Send a message to all ranks; the messages of all of them."""
     ranks = rank_and_ranks(group)[1]
     if ranks == 1:
         return [message]

@@ -116,7 +116,8 @@ def _all_to_all(
     sent: list[int],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Of rows of any type and shape; so many from each rank, and to it."""
+    """Exchange rows of any type and shape: so many are ``received`` from each rank, and ``sent``
+    to it."""
     if rank_and_ranks(group)[1] == 1:
         out.copy_(given)
         return
