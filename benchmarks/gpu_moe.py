@@ -29,6 +29,7 @@ from blockscale.bench.moe import contests as of_layers
 from blockscale.bench.moe_shapes import SHAPES, Shape
 from blockscale.bench.moe_stages import measure_stages
 from blockscale.bench.timing import Timer
+from blockscale.nn.gate import WidenedProduct
 
 
 class Short(Timer):
@@ -107,33 +108,9 @@ def blocks(timer: Timer) -> dict[str, float]:
     return found
 
 
-class _Sums(torch.autograd.Function):
-    """Logits of a router, of bf16 values whose products are added up in fp32 and not rounded. Their
-    gradient is taken as the sum of two bf16 numbers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.mT, out_dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x, weight = ctx.saved_tensors
-        high = grad.bfloat16()
-        parts = high, (grad - high.float()).bfloat16()
-        of_x, of_weight = (
-            sum(torch.mm(*pair, out_dtype=torch.float32) for pair in pairs)
-            for pairs in (
-                [(part, weight) for part in parts],
-                [(part.mT, x) for part in parts],
-            )
-        )
-        return of_x.to(x.dtype), of_weight.to(weight.dtype)
-
-
 def logits(timer: Timer) -> dict[str, float]:
-    """Forward and backward of a router's logits in fp32, as ``bs.nn.MoE`` has them; in bf16; and
-    of bf16 values in fp32 sums."""
+    """Forward and backward of a router's logits: of fp32 copies; in bf16; and as ``bs.nn.MoE`` has
+    them, of bf16 values in fp32 sums."""
     shape = SHAPES["Qwen3-MoE"]
     x, weight = (
         torch.randn(rows, shape.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -144,7 +121,7 @@ def logits(timer: Timer) -> dict[str, float]:
     runs = {
         "fp32": lambda: linear(x.float(), weight.float()),
         "bf16": lambda: linear(x, weight).float(),
-        "bf16, fp32 sums": lambda: _Sums.apply(x, weight),
+        "bf16, fp32 sums": lambda: WidenedProduct.apply(x, weight),
     }
     found = {}
     for name, run in runs.items():

@@ -175,6 +175,39 @@ def test_layer_as_on_a_cpu(name):
         assert (a.cpu().float() - b.float()).norm() <= 1e-2 * b.float().norm()
 
 
+def moe(recipe: bs.Recipe | None = None) -> tuple[bs.nn.MoE, torch.Tensor]:
+    how = {"device": DEVICE, "dtype": BF16}
+    made = bs.nn.MoE(256, 128, 8, bs.nn.Router(top_k=2), recipe=recipe, **how)
+    return made, normal(300, 256).requires_grad_()
+
+
+def test_logits():
+    """Of bf16 by tensor cores, as exact as those of fp32 copies; of fp32 as torch has them."""
+    layer, x = moe()
+    want = x.double() @ layer.gate.weight.double().mT
+    got = layer.gate(x)
+    assert got.dtype == torch.float32
+    assert (got - want).norm() <= 1e-6 * want.norm()
+    grad = torch.randn_like(got)
+    found = torch.autograd.grad(got, (x, layer.gate.weight), grad)
+    for a, b in zip(found, (grad.double() @ layer.gate.weight, grad.mT.double() @ x), strict=True):
+        assert (a - b).norm() <= 2**-8 * b.norm()
+    layer.float()
+    assert torch.equal(layer.gate(x), x.float() @ layer.gate.weight.mT)
+
+
+@pytest.mark.parametrize("recipe", [None, bs.Recipe("fp8_block")], ids=str)
+def test_compiled_layer(recipe):
+    """The router and the experts in one graph, without a break."""
+    layer, x = moe(recipe)
+    grad = normal(300, 256, seed=1)
+    sources = (x, *layer.parameters())
+    want = torch.autograd.grad(layer(x), sources, grad)
+    got = torch.autograd.grad(torch.compile(layer, fullgraph=True)(x), sources, grad)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).float().norm() <= 0.02 * b.float().norm()
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_graph(name):
     """Captured once, it routes other tokens to other experts in each replay."""

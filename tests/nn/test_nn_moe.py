@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import blockscale as bs
-from blockscale.nn import GatedActivation, MoE, Router, choose_experts, load_balancing_loss
+from blockscale.nn import GatedActivation, MoE, Router, choose_experts, gate, load_balancing_loss
 from blockscale.nn.hf_experts import Experts
 
 RECIPE = bs.Recipe("mxfp8")
@@ -167,6 +167,39 @@ def test_the_router_is_in_fp32():
         assert torch.equal(moe.gate(x.bfloat16()), want)
     assert torch.equal(moe.gate(x.bfloat16()), want)
     assert moe(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_logits_of_bf16_by_tensor_cores(monkeypatch):
+    """As they are made on CUDA: forward, and gradients from two bf16 parts of the incoming one."""
+    monkeypatch.setattr(gate, "widened", lambda a, b: a.float() @ b.float())
+    rows = (torch.randn(count, 64).bfloat16() for count in (50, 8))
+    x, weight = (each.requires_grad_() for each in rows)
+    x64, weight64 = (each.detach().double().requires_grad_() for each in (x, weight))
+    got, grad = gate.WidenedProduct.apply(x, weight), torch.randn(50, 8)
+    want = x64 @ weight64.mT
+    assert got.dtype == torch.float32
+    assert (got - want).norm() <= 1e-6 * want.norm()
+    got.backward(grad)
+    want.backward(grad.double())
+    for a, b in ((x, x64), (weight, weight64)):
+        assert a.grad.dtype == torch.bfloat16
+        assert torch.allclose(a.grad.double(), b.grad, rtol=2**-8, atol=1e-4)
+        assert ((a.grad - b.grad) / b.grad).abs().median() < 2**-9
+
+
+def test_logits_whose_gradients_nobody_asks_for(monkeypatch):
+    monkeypatch.setattr(gate, "widened", lambda a, b: a.float() @ b.float())
+    x, weight = (torch.randn(count, 64).bfloat16() for count in (50, 8))
+    for one, other in ((x, weight), (weight, x)):
+        one.requires_grad_(True)
+        gate.WidenedProduct.apply(x, weight).sum().backward()
+        assert one.grad is not None
+        assert other.grad is None
+        one.requires_grad_(False)
+        one.grad = None
+    x.requires_grad_()
+    with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+        torch.autograd.grad(gate.WidenedProduct.apply(x, weight).sum(), x, create_graph=True)
 
 
 def test_balance():

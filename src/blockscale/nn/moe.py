@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..routing import Routing, route
 from .experts import experts
+from .gate import Gate
 from .gated import SWIGLU, GatedActivation
 from .group_checks import check_recipe_of_groups, check_saved_format
 from .grouped import reset_as_linear
@@ -92,24 +93,6 @@ class GatedExperts(ForgetsWeights, Unscripted, torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.gate_up_proj.shape)}, {self.activation}, recipe={self.recipe}"
-
-
-class Gate(torch.nn.Module):
-    """Logits of the experts, in fp32, also under autocast."""
-
-    e_score_correction_bias: Tensor
-
-    def __init__(self, hidden_size: int, num_experts: int, **how: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(num_experts, hidden_size, **how))
-        device = how.get("device")
-        bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
-        self.register_buffer("e_score_correction_bias", bias)
-        reset_as_linear(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return torch.nn.functional.linear(x.float(), self.weight.float())
 
 
 class SharedExperts(torch.nn.Module):
