@@ -190,7 +190,9 @@ def test_logits():
     assert (got - want).norm() <= 1e-6 * want.norm()
     grad = torch.randn_like(got)
     found = torch.autograd.grad(got, (x, layer.gate.weight), grad)
-    for a, b in zip(found, (grad.double() @ layer.gate.weight, grad.mT.double() @ x), strict=True):
+    grad = grad.double()
+    exact = grad @ layer.gate.weight.double(), grad.mT @ x.double()
+    for a, b in zip(found, exact, strict=True):
         assert (a - b).norm() <= 2**-8 * b.norm()
     layer.float()
     assert torch.equal(layer.gate(x), x.float() @ layer.gate.weight.mT)
