@@ -144,10 +144,10 @@ def steps(found: Mapping[str, Any], recipe: str) -> str:
 def main() -> None:
     result = json.loads((RESULTS / "moe_h200.json").read_text())
     found = result["layers"]
-    peer = json.loads((RESULTS / "sonic_moe_h200.json").read_text())["layers"]
+    beside = json.loads((RESULTS / "sonic_moe_h200.json").read_text())  # with ours of that day
     made = {
         "layers": layers(found),
-        "peers": peers(found, peer, "fp8_block"),
+        "peers": peers(beside["blockscale"], beside["layers"], "fp8_block"),
         "steps": steps(found, "fp8_block"),
         "estimates": estimates(),
     }
