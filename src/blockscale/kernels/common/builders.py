@@ -23,7 +23,10 @@ BUILDERS = {
     "sm90.upcast_config.KBlocksConfig": "sm90.k_blocks_kernel",
     "sm90.permute_config.PermuteConfig": "sm90.permute_activations",
     "sm100.config.Config": "sm100.kernel",
+    "sm100.mega_config.MegaConfig": "sm100.mega_kernel",
 }
+#: Configurations whose kernels are made of code in other folders, too.
+_MADE_OF = {"sm100.mega_config.MegaConfig": ("mega",)}
 _KERNELS = __name__.rpartition(".common.")[0]
 
 
@@ -57,7 +60,10 @@ def register_builder(kind: type, module: str, *, made_of: tuple[str, ...] = ()) 
 def made_of(kind: type) -> tuple[str, ...]:
     """Modules in whose folders there is code that the kernels of a type of configuration are made
     of: the type's own one first."""
-    return (kind.__module__, *(_registered[kind].made_of if kind in _registered else ()))
+    if kind in _registered:
+        return kind.__module__, *_registered[kind].made_of
+    folders = _MADE_OF.get(_short_name(kind), ())
+    return kind.__module__, *(f"{_KERNELS}.{folder}" for folder in folders)
 
 
 def build_kernel(config: Any) -> Any:
@@ -66,6 +72,9 @@ def build_kernel(config: Any) -> Any:
     if kind in _registered:
         module = _registered[kind].module
     else:
-        name = f"{kind.__module__}.{kind.__qualname__}".removeprefix(f"{_KERNELS}.")
-        module = f"{_KERNELS}.{BUILDERS[name]}"
+        module = f"{_KERNELS}.{BUILDERS[_short_name(kind)]}"
     return import_module(module).compile_config(config)
+
+
+def _short_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix(f"{_KERNELS}.")

@@ -117,6 +117,7 @@ class Loader:
         while self.pipeline.clc.more(index):
             self.pipeline.clc.expect(clc_stage)
             tile = self.pipeline.tiles.tile(index)
+            self.begin_tile(tile)
             for k_block in range(tile.k_blocks):
                 ptx.mbarrier_wait_cta(self.pipeline.empty + stage * 8, phase)
                 barrier = self.pipeline.full + stage * 8
@@ -128,6 +129,9 @@ class Loader:
         for _ in range(config.stages):  # stay until no other CTA reads or signals any more
             ptx.mbarrier_wait_cta(self.pipeline.empty + stage * 8, phase)
             stage, phase = self.pipeline.next_stage(stage, phase)
+
+    def begin_tile(self, tile) -> None:
+        """Do what comes before the loads of a tile: nothing here."""
 
     def fill(self, stage, barrier, tile, k_block) -> None:
         """Load a K block of a tile."""

@@ -1,0 +1,78 @@
+# mypy: ignore-errors
+"""This rank's place among ranks: where everything is, in its own memory and in that of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Int32, Int64
+
+from ..common import ptx
+from .buffers import Buffers
+
+__all__ = ["GO", "MISSING", "Peers"]
+
+GO, MISSING = 1, 2  # of the signal "go"
+_WORD = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What the roles of a CTA know of ranks.
+
+    Attributes:
+        base: the address of this rank's buffer.
+        table: the address of the addresses of all, 8 bytes each.
+        rank: this one.
+        set: which set of counters the launch has, 0 or 1.
+        limit: nanoseconds to wait for another rank.
+        cta, ctas: this CTA's number, and how many a rank has.
+    """
+
+    buffers: Buffers
+    base: Any
+    table: Any
+    rank: Any
+    set: Any
+    limit: Any
+    cta: Any
+    ctas: Any
+
+    @property
+    def sizes(self):
+        return self.buffers.sizes
+
+    def address(self, region: str):
+        """Of a region of this rank."""
+        return self.base + self.buffers.regions[region].offset
+
+    def of(self, rank):
+        """The address of a rank's buffer."""
+        at = self.table + Int64(rank) * 8
+        low, high = (ptx.load_global(at + half, 4) for half in (0, 4))
+        return Int64(high) << 32 | Int64(low)
+
+    def of_peer(self, rank, region: str):
+        """The address of a region of another rank."""
+        return self.of(rank) + self.buffers.regions[region].offset
+
+    def signal(self, name: str, index=0, rank=None):
+        """The address of a counter of this launch, of this rank or of another one."""
+        start = self.address("signals") if rank is None else self.of_peer(rank, "signals")
+        at = self.set * self.buffers.set_words + self.buffers.signals[name][0]
+        return start + Int64(at + index) * _WORD
+
+    def word(self, region: str, index):
+        """A word of a region."""
+        return Int32(ptx.load_global(self.address(region) + Int64(index) * _WORD, 4))
+
+    def count(self, source, expert, what: int):
+        """Of a source's pairs of an expert: 0, where they begin; 1, how many rows travel for it;
+        2, how many there are."""
+        return self.word("counts", (source * self.sizes.experts + expert) * 4 + what)
+
+    @property
+    def status(self):
+        """The address of what says which rank is missing."""
+        return self.address("state") + _WORD

@@ -1,0 +1,181 @@
+"""Ranks of a mega MoE in the emulator, which run at once; and the same steps one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import blockscale as bs
+from blockscale import emulator as em
+from blockscale.distributed import MegaMoE
+from blockscale.kernels.common import compile_cache
+from blockscale.kernels.common.calls import Operand
+from blockscale.kernels.mega.buffers import Buffers, Sizes
+from blockscale.kernels.mega.memory import Experts, Launch, Memory
+from blockscale.kernels.sm100.mega_calls import mega_moe
+from stand_in import chip, emulated
+
+CHECKS = "all,global,exit_stores,tcgen05_order,proxy_reads,mbarrier_proxy"
+A1, A2 = 0.01, 0.02  # global scales of NVFP4 activations
+
+
+@cache
+def weights(experts: int, hidden: int, intermediate: int, format: str) -> list[bs.ScaledTensor]:
+    found = []
+    for seed, shape in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
+        generator = torch.Generator().manual_seed(seed)
+        w = (torch.randn(experts, *shape, generator=generator) / 8).bfloat16()
+        each = [bs.quantize(m, format) for m in w]  # of NVFP4 each with a scale of its own
+        found.append(torch.stack(each))
+    return found
+
+
+@dataclass
+class Case:
+    """Tokens of each rank, and what they are given to."""
+
+    tokens: Sequence[int] = (20,)
+    topk: int = 2
+    hidden: int = 256
+    intermediate: int = 128
+    experts: int = 4  # of each rank
+    format: str = "nvfp4"
+    activations: str = "nvfp4"
+    ring: int = 32
+    seed: int = 0
+    skewed: bool = False  # all tokens have the same experts
+    room: int = 0  # tokens that buffers have room for; 0: the most that a rank has
+
+    sizes: Sizes = field(init=False)
+    x: list[Tensor] = field(init=False)
+    ids: list[Tensor] = field(init=False)
+    weights: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = len(self.tokens)
+        room = self.room or max(1, *self.tokens)
+        widths = self.hidden, self.intermediate, self.experts, self.activations
+        self.sizes = Sizes(ranks, room, self.topk, *widths, self.ring)
+        generator = torch.Generator().manual_seed(self.seed)
+        every = ranks * self.experts
+        self.x, self.ids, self.weights = [], [], []
+        for count in self.tokens:
+            self.x.append(torch.randn(count, self.hidden, generator=generator).bfloat16())
+            ids = torch.rand(count, every, generator=generator).argsort(1)[:, : self.topk]
+            if self.skewed:
+                ids = torch.full_like(ids, -1)
+                ids[:, 0] = every - 1
+            else:
+                ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
+            self.ids.append(ids.contiguous())
+            self.weights.append(torch.rand(count, self.topk, generator=generator))
+
+    @property
+    def scales(self) -> dict[str, float]:
+        return {"a1_scale": A1, "a2_scale": A2} if self.activations == "nvfp4" else {}
+
+    def matrices(self) -> list[bs.ScaledTensor]:
+        count = self.sizes.every
+        return weights(count, self.hidden, self.intermediate, self.format)
+
+
+@dataclass
+class Ranks:
+    """The memory of all ranks, for launches one after another."""
+
+    case: Case
+    ctas: int = 1
+    clusters: int = 2
+    completion: str = "eager"
+    check: str = CHECKS
+    limit: float = 1.0
+    resident: int | None = None
+    compiled: dict[Any, Any] = field(default_factory=dict)
+    change: Any = None  # of a configuration, before it is compiled
+    kept: list[Any] = field(default_factory=list)  # tensors of launches that have not run
+
+    def __post_init__(self) -> None:
+        self.buffers = Buffers(self.case.sizes)
+        count = self.case.sizes.ranks
+        self.memory = [torch.zeros(self.buffers.nbytes, dtype=torch.uint8) for _ in range(count)]
+        addresses = torch.tensor([each.data_ptr() for each in self.memory])
+        self.ranks = [
+            Memory(self.buffers, self.memory[rank], addresses, rank) for rank in range(count)
+        ]
+
+    def launch(self, case: Case | None = None, absent: Sequence[int] = ()) -> list[Tensor]:
+        """What tokens get; ranks that are ``absent`` do not launch."""
+        case = case or self.case
+        out = [torch.full_like(x, float("nan")) for x in case.x]
+        how: dict[str, Any] = {"completion": self.completion, "check": self.check}
+        if self.completion == "random":
+            how["seed"] = case.seed
+        with em.capture() as calls:
+            for memory in self.ranks:
+                if memory.rank not in absent:
+                    self.rank(case, memory, out[memory.rank], em.Device("sm_100a", **how))
+        em.launch_together(calls)
+        self.kept.clear()
+        return out
+
+    def rank(self, case: Case, memory: Memory, out: Tensor, device: em.Device) -> None:
+        rank, own = memory.rank, case.experts
+        scalar = torch.tensor(A1) if case.scales else None
+        q = bs.quantize(case.x[rank], case.activations, global_scale=scalar) if len(out) else None
+        if q is not None:
+            memory.put_tokens(q.qdata, q.qscale)
+        operands, alphas = [], []
+        for w, scale in zip(case.matrices(), (A1, A2), strict=True):
+            mine = [w[e] for e in range(rank * own, (rank + 1) * own)]
+            tiles = torch.cat([each.to_layout("tcgen05").qscale.flatten() for each in mine])
+            data = torch.stack([each.qdata for each in mine])
+            operands.append(Operand(data, tiles, case.format))
+            alpha: Any = None
+            if w.global_scale is not None:
+                own_scales = torch.stack([each.global_scale for each in mine])
+                alpha = torch.tensor(scale), own_scales
+            alphas.append(alpha)
+        named = {f"memory of rank {i}": each for i, each in enumerate(self.memory)}
+        with em.cutedsl(device, buffers=named):
+            mega_moe(
+                memory,
+                Experts(*operands, *alphas, torch.tensor(A2) if case.scales else None),
+                case.ids[rank],
+                case.weights[rank],
+                out,
+                Launch(self.limit, self.ctas, self.clusters),
+                gpu=replace(chip("sm_100a"), load=self.load),
+            )
+
+    def load(self, config: Any) -> Any:
+        if config not in self.compiled:
+            changed = config if self.change is None else self.change(config)
+            self.compiled[config] = compile_cache.build(changed)
+        kernel = self.compiled[config]
+
+        def run(*args: Any) -> None:
+            self.kept.append(args)
+            kernel(*args)
+
+        return run
+
+
+def steps(case: Case) -> list[Tensor]:
+    """The same by kernels one after another, with all experts on one rank."""
+    up, down = case.matrices()
+    with emulated("sm_100a", quantizes=True):
+        moe = MegaMoE(
+            up,
+            down,
+            tokens=case.sizes.tokens,
+            topk=case.topk,
+            activations=case.activations,
+            **case.scales,
+        )
+        given = zip(case.x, case.weights, case.ids, strict=True)
+        return [moe(*each) if len(each[0]) else each[0] for each in given]
