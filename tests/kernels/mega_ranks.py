@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -94,9 +94,7 @@ class Ranks:
     completion: str = "eager"
     check: str = CHECKS
     limit: float = 1.0
-    resident: int | None = None
-    compiled: dict[Any, Any] = field(default_factory=dict)
-    change: Any = None  # of a configuration, before it is compiled
+    build: Callable[[Any], Any] = compile_cache.build
     kept: list[Any] = field(default_factory=list)  # tensors of launches that have not run
 
     def __post_init__(self) -> None:
@@ -153,10 +151,7 @@ class Ranks:
             )
 
     def load(self, config: Any) -> Any:
-        if config not in self.compiled:
-            changed = config if self.change is None else self.change(config)
-            self.compiled[config] = compile_cache.build(changed)
-        kernel = self.compiled[config]
+        kernel = self.build(config)
 
         def run(*args: Any) -> None:
             self.kept.append(args)

@@ -17,7 +17,7 @@ from .buffers import TILE_ROWS
 from .order import Walk
 from .peers import GO, MISSING, Peers
 from .rows import BATCH, copy_rows, of_lane
-from .signals import add_release, fence_async, load_acquire, wait_for, wait_for_peer
+from .signals import add_release, load_acquire, wait_for, wait_for_peer
 
 __all__ = ["Gather"]
 
@@ -66,7 +66,6 @@ class Gather:
                     start = (unit - first) * walk.unit_rows + within
                     if start < rows:
                         self.fill(expert, start, rows, row, slot * walk.unit_rows + within)
-                    fence_async()
                     cute.arch.sync_warp()
                     if cute.arch.lane_idx() == 0:
                         add_release(peers.signal("up_full", slot), BATCH, "gpu")

@@ -10,7 +10,7 @@ from cutlass import min as least
 from ..common import ptx as common
 from ..mega.peers import Peers
 from ..mega.rows import of_lane
-from ..mega.signals import add_release, fence_async, wait_for
+from ..mega.signals import add_release, wait_for
 from . import ptx
 from .epilogue import Epilogue
 from .mega_config import MegaConfig
@@ -78,7 +78,6 @@ class MegaEpilogue(Epilogue):
             wait_for(peers.signal("down_done", tile.slot), tile.turn * read)
             self.up.store_acc(acc, which, free, warp, tile)
             cute.arch.cp_async_bulk_wait_group(0, read=False)
-            fence_async()
             cute.arch.sync_warp()
             if lane == 0:
                 add_release(peers.signal("down_full", tile.slot), 1, "gpu")

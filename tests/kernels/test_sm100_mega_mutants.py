@@ -1,0 +1,82 @@
+"""A mega MoE with one thing left out: a wait, a release, a fence. The emulator finds it."""
+
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+from blockscale import emulator as em
+from blockscale.kernels.common import compile_cache
+from blockscale.kernels.mega import combine, dispatch, gather, order, signals
+from blockscale.kernels.sm100 import mega_epilogue, mega_tiles
+from mega_ranks import Case, Ranks, steps
+
+SMALL = Case((20, 13), topk=3, hidden=128, experts=2)
+RINGS = Case((300,), hidden=512, experts=2, ring=4)
+
+
+def nothing(*args: Any, **how: Any) -> None:
+    """In place of a wait or a fence."""
+
+
+def relaxed(address: Any, value: Any, scope: str) -> None:
+    """In place of a release."""
+    signals._asm(f"red.relaxed.{scope}.global.add.u32 [$0], $1;", None, address, value)
+
+
+def not_awaited(self: Any, awaited: Any, expert: Any) -> Any:
+    return awaited
+
+
+def arrives_first(self: Any, row: Any, rows: Any, owner: Any) -> None:
+    """Rows that are sent after their number was."""
+
+
+MUTANTS = {
+    "rows are not awaited": (SMALL, gather.Gather, "await_rows", not_awaited),
+    "rows are not sent": (SMALL, dispatch.Dispatch, "copy", arrives_first),
+    "pairs are sent without a release": (SMALL, dispatch, "add_release", relaxed),
+    "CTAs do not wait for each other's counts": (SMALL, dispatch, "wait_for", nothing),
+    "peers are not awaited before products": (SMALL, gather, "wait_for_peer", nothing),
+    "rows of experts have no release": (SMALL, gather, "add_release", relaxed),
+    "the first ring is filled too soon": (RINGS, gather, "wait_for", nothing),
+    "tiles are loaded too soon": (SMALL, mega_tiles, "wait_for", nothing),
+    "TMA reads what no fence orders": (SMALL, mega_tiles, "fence_async", nothing),
+    "the second ring is filled too soon": (RINGS, mega_epilogue, "wait_for", nothing),
+    "tiles are stored without a release": (SMALL, mega_epilogue, "add_release", relaxed),
+    "results have no release": (SMALL, combine, "add_release", relaxed),
+    "results are not awaited": (SMALL, combine, "wait_for_peer", nothing),
+    "bands too high for a ring": (RINGS, order, "bands", lambda ring: (ring, ring)),
+}
+
+
+@cache
+def right(case: str) -> list[torch.Tensor]:
+    return steps({"SMALL": SMALL, "RINGS": RINGS}[case])
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_it_is_found(name):
+    case, owner, what, instead = MUTANTS[name]
+    caught = []
+    for completion in ("eager", "late"):
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(owner, what, instead))
+            build = compile_cache.build.__wrapped__
+            # a band that is too high has units that wait for later ones: of the same CTA
+            clusters = 1 if owner is order else 3
+            ranks = Ranks(case, clusters=clusters, completion=completion, build=build)
+            try:
+                got = ranks.launch()
+            except (em.PtxError, em.DataRace) as error:
+                caught.append(type(error).__name__)
+                continue
+            want = right("SMALL" if case is SMALL else "RINGS")
+            if any(not torch.equal(*pair) for pair in zip(got, want, strict=True)):
+                caught.append("bits")
+    assert caught
