@@ -119,9 +119,11 @@ def _check_groups(name: str, meaning: str, given: Tensor, device: torch.device) 
 
 
 def is_looked_at(given: Tensor) -> bool:
-    """Whether its values are: on a CPU, or where the environment asks for it."""
-    compiling = torch.compiler.is_compiling()
-    return not compiling and (given.device.type == "cpu" or checks_values())
+    """Whether its values are: on a CPU, or where the environment asks for it. In torch.vmap there
+    are several."""
+    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(given):
+        return False
+    return given.device.type == "cpu" or checks_values()
 
 
 @cache

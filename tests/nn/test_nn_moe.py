@@ -202,6 +202,81 @@ def test_logits_whose_gradients_nobody_asks_for(monkeypatch):
         torch.autograd.grad(gate.WidenedProduct.apply(x, weight).sum(), x, create_graph=True)
 
 
+def test_the_router_is_not_quantized_by_autocast():
+    moe, x = layer(), torch.randn(50, 64)
+    want = moe.gate(x)
+    with bs.autocast(bs.Recipe("nvfp4")):
+        assert torch.equal(moe.gate(x), want)
+
+
+def test_logits_are_as_wide_as_what_they_are_made_of():
+    moe, x = layer(), torch.randn(50, 64, dtype=torch.float64)
+    assert moe.double().gate(x).dtype == torch.float64
+    assert torch.equal(moe.gate(x), x @ moe.gate.weight.mT)
+    assert moe.gate(x.view(5, 10, 64)).shape == (5, 10, 8)
+
+
+def test_made_on_meta():
+    """As FSDP wants it: memory first, numbers then."""
+    with torch.device("meta"):
+        moe = layer()
+    moe.to_empty(device="cpu")
+    for parameter in (*moe.parameters(), *moe.buffers()):
+        torch.nn.init.constant_(parameter, float("nan"))
+    for module in moe.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert not moe.gate.e_score_correction_bias.any()
+    assert not any(each.isnan().any() for each in (*moe.parameters(), *moe.buffers()))
+
+
+def test_steps_of_balance_survive_a_cast():
+    """bf16 has no number between 0.6 and 0.601."""
+    moe = layer()
+    moe.gate.e_score_correction_bias.fill_(0.6)
+    moe.bfloat16()
+    assert moe.gate.e_score_correction_bias.dtype == torch.float32
+    for _ in range(100):
+        moe.balance_(load=torch.arange(8))
+    assert torch.allclose(moe.gate.e_score_correction_bias[[0, 7]], torch.tensor([0.7, 0.5]))
+    assert copy.deepcopy(moe).half().gate.weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("recipe", [None, bs.Recipe("mxfp8"), bs.Recipe("nvfp4")], ids=str)
+def test_transformed(recipe):
+    """torch.func's gradient is that of backward."""
+    moe, x = MoE(64, 32, 8, Router(2), recipe=recipe), torch.randn(20, 64)
+    parameters = {name: each.detach() for name, each in moe.named_parameters()}
+
+    def loss(given):
+        return torch.func.functional_call(moe, given, (x,)).square().sum()
+
+    got = torch.func.grad(loss)(parameters)
+    moe(x).square().sum().backward()
+    for name, each in moe.named_parameters():
+        assert torch.equal(got[name], each.grad), name
+    with pytest.raises(NotImplementedError, match=r"have no rule for torch\.vmap"):
+        torch.vmap(moe)(torch.randn(3, 20, 64))
+
+
+def test_compiled_without_tokens():
+    moe = torch.compile(layer(), fullgraph=True, backend="eager")
+    for tokens in (64, 5, 0):
+        assert moe(torch.randn(tokens, 64)).shape == (tokens, 64)
+
+
+@pytest.mark.parametrize(("made", "error", "match"), [
+    (lambda: MoE(64, 32, 8, 2), TypeError, r"router: got 2; expected a blockscale\.nn\.Router"),
+    (lambda: Router("2"), TypeError, "top_k: got '2'; expected an integer"),
+    (lambda: Router(True), TypeError, "top_k: got True; expected an integer"),
+    (lambda: Router(2, routed_scaling_factor=float("nan")), ValueError, "expected a finite number"),
+    (lambda: layer()(torch.zeros(2, 64, dtype=torch.complex64)), TypeError, "x: got torch.complex"),
+])  # fmt: skip
+def test_what_is_refused(made, error, match):
+    with pytest.raises(error, match=match):
+        made()
+
+
 def test_balance():
     moe = layer()
     with pytest.raises(RuntimeError, match="no forward has been run"):

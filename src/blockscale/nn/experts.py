@@ -10,14 +10,14 @@ from torch import Tensor
 from ..quantize import quantize
 from ..routing import Routing
 from ..tensor import ScaledTensor
-from ..watching import is_plain, unwatched
+from ..watching import is_plain, is_transformed, unwatched
 from . import experts_backward
 from .double_backward import refuse_double_backward
 from .experts_call import Call, How
 from .gated import SWIGLU, GatedActivation, exact
 from .group_checks import Held, check_experts, check_saved_format
 from .group_launches import Launches, call_key
-from .group_operands import Activated, Rows, Source
+from .group_operands import Activated, Rows
 from .output_dtype import output_dtype
 from .plan_cache import find, keep
 from .recipe import Recipe
@@ -93,6 +93,8 @@ def experts(
     activation = activation if recipe is None else exact(activation)
     # inside of autograd's function none is enabled
     how = How(recipe, activation, dtype, transposed, saved_format, torch.is_grad_enabled())
+    if is_transformed():
+        return _TransformedExperts.apply(how, *tensors)
     launches = None
     if key is not None:
         if recipe is not None and not recipe.high_precision:
@@ -108,15 +110,13 @@ class _Experts(torch.autograd.Function):
         if how.grad_enabled:
             needs = ctx.needs_input_grad[2:]
         of_x, of_a = experts_backward.dgrads(needs)
-        source: Source = Rows(call.x, call.tokens)
-        h = call.multiply(source, call.up, call.held.up_bias, dgrad=of_x)
-        source = Activated(how.activation, h)
-        y = call.multiply(source, call.held.down, call.held.down_bias, dgrad=of_a)
+        h = _first_product(call, dgrad=of_x)
+        y = _second_product(call, h, dgrad=of_a)
         if how.saved_format is not None and any(needs):
             h = quantize(h, how.saved_format, pad=True)
         ctx.save_for_backward(*tensors, h)
         ctx.how, ctx.launches = how, launches
-        return call.combined(y, call.weights, how.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,6 +131,53 @@ class _Experts(torch.autograd.Function):
             found = experts_backward.gradients(needs, call, h, grad)
         others = (None,) * (len(needs) - len(found))
         return None, None, *refuse_double_backward(found), *others
+
+
+class _TransformedExperts(torch.autograd.Function):
+    """The same for torch.func, which keeps what it was given alone: the first product is computed
+    again."""
+
+    @staticmethod
+    def forward(how: How, *tensors: Any) -> Tensor:
+        call = Call.of(how, tensors)
+        return _second_product(call, _first_product(call, dgrad=False), dgrad=False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.how, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        with torch.no_grad():
+            call = Call.of(ctx.how, tensors)
+            h = _first_product(call, dgrad=False)
+            if ctx.how.saved_format is not None:
+                h = quantize(h, ctx.how.saved_format, pad=True).dequantize(ctx.how.dtype)
+            found = experts_backward.gradients(needs, call, h, grad)
+        sources = grad, *(x for x in tensors[: len(found)] if x is not None)
+        others = (None,) * (len(needs) - len(found))
+        return None, *refuse_double_backward(found, *sources), *others
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        raise NotImplementedError(
+            "layers of groups have no rule for torch.vmap: batches are rows of one call, as groups "
+            "end where their rows do; call it in a loop where weights differ"
+        )
+
+
+def _first_product(call: Call, *, dgrad: bool) -> Tensor:
+    """``dgrad``: what it reads has a gradient."""
+    return call.multiply(Rows(call.x, call.tokens), call.up, call.held.up_bias, dgrad=dgrad)
+
+
+def _second_product(call: Call, h: Tensor, *, dgrad: bool) -> Tensor:
+    """Of the first one's, and combined."""
+    source = Activated(call.how.activation, h)
+    y = call.multiply(source, call.held.down, call.held.down_bias, dgrad=dgrad)
+    return call.combined(y, call.weights, call.how.dtype)
 
 
 def _are_plain(h: Tensor, *others: Tensor | None) -> bool:

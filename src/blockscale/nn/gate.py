@@ -15,7 +15,7 @@ __all__ = ["Gate"]
 
 
 class Gate(torch.nn.Module):
-    """Logits of the experts, in fp32, also under autocast."""
+    """Logits of the experts, in fp32, or fp64 of fp64, also under torch's autocast and ours."""
 
     e_score_correction_bias: Tensor
 
@@ -25,18 +25,39 @@ class Gate(torch.nn.Module):
         device = how.get("device")
         bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("e_score_correction_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         reset_as_linear(self.weight)
+        torch.nn.init.zeros_(self.e_score_correction_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             if has_tensor_cores(x, self.weight):
                 return WidenedProduct.apply(x, self.weight)
-            return torch.nn.functional.linear(x.float(), self.weight.float())
+            wide = torch.promote_types(x.dtype, self.weight.dtype)
+            wide = torch.promote_types(wide, torch.float32)
+            # not torch.nn.functional.linear, which blockscale.autocast quantizes
+            return x.to(wide) @ self.weight.to(wide).mT
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Gate:
+        """Moved with the module, what is added to scores stays fp32: its steps are small."""
+        name = "e_score_correction_bias"
+        bias = self.e_score_correction_bias
+        del self._buffers[name]
+        super()._apply(fn, recurse)
+        moved = fn(bias)
+        self._buffers[name] = moved if moved.dtype == bias.dtype else bias.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        experts, hidden = self.weight.shape
+        return f"{hidden}, {experts}"
 
 
 def has_tensor_cores(x: Tensor, weight: Tensor) -> bool:
     """Whether tensor cores multiply these into fp32. (torch.mm has ``out_dtype`` on CUDA alone.)"""
-    if not (x.is_cuda and x.dtype == weight.dtype == torch.bfloat16):
+    if not (x.is_cuda and x.dim() == 2 and x.dtype == weight.dtype == torch.bfloat16):
         return False
     if torch.compiler.is_compiling():
         return True

@@ -149,6 +149,9 @@ def _plain(a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     """Products of each group, of values in the type of ``a``: in bf16 on a GPU by torch's product
     of groups, else one after another. A CPU may take 50 times as long for bf16 as for fp32, in
     which its products are exact, too."""
+    if not (a.numel() and b.numel()):  # no group's ends need be known
+        groups = (len(offsets),) if b.dim() == 2 else ()
+        return a.new_zeros(*groups, a.shape[0], b.shape[-1], dtype=dtype)
     b = b.to(a.dtype)
     if _on_gpu(a) and a.dtype == torch.bfloat16 and len(offsets) < _MOST_GROUPS:
         matrices = _for_grouped_mm(a, b)

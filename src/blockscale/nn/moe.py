@@ -154,6 +154,10 @@ class MoE(Unscripted, torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(router, Router):
+            raise TypeError(
+                f"router: got {router!r}; expected a blockscale.nn.Router, as in Router(top_k=2)"
+            )
         router.check(num_experts)
         how: Any = {"device": device, "dtype": dtype}
         self.router, self.num_experts = router, num_experts
@@ -177,6 +181,8 @@ class MoE(Unscripted, torch.nn.Module):
         hidden = self.gate.weight.shape[1]
         if not x.dim() or x.shape[-1] != hidden:
             raise ValueError(f"x: has shape {tuple(x.shape)}; expected (..., {hidden})")
+        if not x.is_floating_point():
+            raise TypeError(f"x: got {x.dtype}; expected a floating type, as that of the weights")
         rows = x.reshape(-1, x.shape[-1])
         bias = self.gate.e_score_correction_bias
         weights, chosen, scores = choose_experts(self.gate(rows), self.router, bias)
@@ -186,7 +192,7 @@ class MoE(Unscripted, torch.nn.Module):
         y = self.experts(rows, weights, routing)
         if self.shared_experts is not None:
             y = y + self.shared_experts(rows)
-        return y.reshape(x.shape)
+        return y if x.dim() == 2 else y.reshape(x.shape)  # FSDP warns of views
 
     @torch.no_grad()
     def balance_(self, rate: float = 1e-3, load: Tensor | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ..checks import choose
 from ..tensor_checks import check_is_tensor
+from ..watching import is_transformed
 
 __all__ = ["Router", "choose_experts", "load_balancing_loss"]
 
@@ -56,8 +58,15 @@ class Router:
                 f"pre_softmax: got False with {self.score_function!r} scores; it is about softmax"
             )
         for name in ("top_k", "n_group", "topk_group"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}; expected 1 or more")
+            given = getattr(self, name)
+            if not isinstance(given, int) or isinstance(given, bool):
+                raise TypeError(f"{name}: got {given!r}; expected an integer")
+            if given < 1:
+                raise ValueError(f"{name}: got {given}; expected 1 or more")
+        if not math.isfinite(self.routed_scaling_factor):
+            raise ValueError(
+                f"routed_scaling_factor: got {self.routed_scaling_factor}; expected a finite number"
+            )
         if self.topk_group > self.n_group:
             raise ValueError(f"topk_group: got {self.topk_group}; there are {self.n_group} groups")
 
@@ -106,6 +115,7 @@ def choose_experts(
     router.check(num_experts)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     looked_at = logits.device.type == "cpu" and not torch.compiler.is_compiling()
+    looked_at = looked_at and not is_transformed()
     if looked_at and bool(logits.isnan().any()):
         where = int(logits.isnan().any(-1).nonzero()[0])
         raise ValueError(f"logits: token {where} has NaN; no expert can be chosen for it")
