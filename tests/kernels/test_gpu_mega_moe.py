@@ -6,8 +6,9 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 import blockscale as bs
-from blockscale.distributed import MegaMoE
-from stand_in import emulated, matrix
+from blockscale import emulator as em
+from blockscale.distributed import MegaMoE, PeerError
+from stand_in import emulated, gpu, matrix
 
 BF16 = torch.bfloat16
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOPK = 4, 128, 128, 20, 2
@@ -35,7 +36,8 @@ def test_steps(arch, format, activations):
     x, part = matrix(TOKENS, HIDDEN), torch.rand(TOKENS, TOPK)
     experts = torch.rand(TOKENS, EXPERTS).argsort(1)[:, :TOPK].masked_fill(part < 0.1, -1)
     with emulated(arch, quantizes=True) as ran:
-        moe = MegaMoE(up, down, tokens=TOKENS, topk=TOPK, activations=activations, **scales)
+        how = {"activations": activations, "backend": "steps", **scales}
+        moe = MegaMoE(up, down, tokens=TOKENS, topk=TOPK, **how)
         got = moe(x, part, experts)
         fused = [config for config in ran if getattr(config, "quantizing", None) is not None]
         assert len(fused) == (arch == "sm_100a")
@@ -58,3 +60,46 @@ def test_steps(arch, format, activations):
                 exact[t] += weight * (wide[1][expert] @ hidden)
     error = (got.double() - exact).norm() / exact.norm()
     assert error < (0.25 if activations == "nvfp4" else 0.06)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_one_kernel(dtype):
+    """It is taken where there is one; weights that change, and layers of experts, too."""
+    up, down = weights("mxfp4")
+    x, part = matrix(TOKENS, HIDDEN).to(dtype), torch.rand(TOKENS, TOPK)
+    experts = torch.rand(TOKENS, EXPERTS).argsort(1)[:, :TOPK]
+    with emulated("sm_100a", quantizes=True):
+        steps = MegaMoE(up, down, tokens=TOKENS, topk=TOPK, backend="steps")
+        want = steps(x, part, experts)
+        few = steps(x[:3], part[:3].double(), experts[:3].int())
+    with gpu("sm_100a", multiprocessors=4, quantizes=True), em.cutedsl(em.Device("sm_100a")) as ran:
+        moe = MegaMoE(up, down, tokens=TOKENS, topk=TOPK)
+        ran.clear()
+        assert torch.equal(moe(x, part, experts), want)
+        assert len(ran) == 2  # the quantizer's, and that
+        assert torch.equal(moe(x[:3], part[:3].double(), experts[:3].int()), few)
+        assert moe(x[:0], part[:0], experts[:0]).shape == (0, HIDDEN)
+        assert torch.equal(moe(x, part, bs.route(experts, EXPERTS)), want)
+        with pytest.raises(ValueError, match="more than tokens=20"):
+            moe(matrix(21, HIDDEN), torch.rand(21, TOPK), experts[:1].expand(21, -1))
+        moe.up.qdata.zero_()
+        assert not moe(x, part, experts).any()
+        moe._launch.missing.fill_(3)
+        with pytest.raises(PeerError, match=r"rank 2 did not come within 10 s of a launch"):
+            moe(x, part, experts)
+
+
+def test_where_there_is_no_kernel():
+    up, down = weights("mxfp4")
+    how = {"tokens": TOKENS, "topk": TOPK, "backend": "kernel"}
+    with pytest.raises(ValueError, match="there is no kernel: weights are on cpu"):
+        MegaMoE(up, down, **how)
+    with gpu("sm_90a"), pytest.raises(ValueError, match=r"no kernel: architecture sm_90a"):
+        MegaMoE(up, down, **how)
+    with gpu("sm_100a"), pytest.raises(ValueError, match="no kernel: intermediate size 64"):
+        MegaMoE(up[:, :128], down[:, :, :64], **how)
+    scale = {"a2_scale": torch.ones(EXPERTS), "activations": "nvfp4"}
+    with gpu("sm_100a"), pytest.raises(ValueError, match="a2_scale: has one for each expert"):
+        MegaMoE(*weights("nvfp4"), **how, **scale)
+    with pytest.raises(ValueError, match="backend: got 'fast'"):
+        MegaMoE(up, down, tokens=TOKENS, topk=TOPK, backend="fast")

@@ -6,8 +6,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from mega_ranks import Case, Ranks, steps
-
+from blockscale.cli.emulate_ranks import Case, Ranks, steps
 from blockscale.kernels.common.gpu import Unsupported
 
 MXFP8 = {"format": "mxfp8", "activations": "mxfp8"}

@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from blockscale import emulator as em
+from blockscale.cli.emulate_ranks import Case, Ranks, steps
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.mega import combine, dispatch, gather, order, signals
 from blockscale.kernels.sm100 import mega_epilogue, mega_tiles
-from mega_ranks import Case, Ranks, steps
 
 SMALL = Case((20, 13), topk=3, hidden=128, experts=2)
 RINGS = Case((300,), hidden=512, experts=2, ring=4)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench_model, emulate_gemm, emulate_quantize
+from . import bench_model, emulate_gemm, emulate_mega, emulate_quantize
 from .bench import bench
 from .doctor import doctor
 from .emulate import emulate
@@ -49,6 +49,7 @@ app.command()(quantize)
 app.command()(train)
 app.command()(warm)
 emulate.command("gemm")(emulate_gemm.gemm)
+emulate.command("megamoe")(emulate_mega.megamoe)
 emulate.command("quantize")(emulate_quantize.quantize)
 app.add_typer(emulate, name="emulate")
 bench.command("model")(bench_model.model)

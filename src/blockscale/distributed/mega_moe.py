@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..checks import choose
 from ..formats import get_format
 from ..fused import swiglu_quantize
 from ..gemm import grouped_gemm
@@ -22,33 +21,18 @@ from ..stored import is_per_group
 from ..tensor import ScaledTensor
 from ..tensor_checks import DTYPES, check_is_tensor
 from ..watching import is_dtensor
-from .tokens import PeerError, dispatch, rank_and_ranks
+from .mega_config import (
+    Message,
+    activation_scale,
+    config_of,
+    gather_messages,
+    has_kernel,
+    same_config,
+)
+from .mega_launch import MegaLaunch
+from .tokens import dispatch, rank_and_ranks
 
 __all__ = ["MegaMoE"]
-
-#: Of weights, the formats of activations that they are multiplied with; the first is the default.
-ACTIVATIONS = {
-    "nvfp4": ("nvfp4", "fp8_1x128"),
-    "mxfp4": ("mxfp8", "fp8_1x128"),
-    "mxfp8": ("mxfp8",),
-    "fp8_128x128": ("fp8_1x128",),
-}
-#: NVFP4's global scale of activations where none is given, as of checkpoints that were not
-#: calibrated: with it blocks up to 2688 are held.
-ACTIVATION_SCALE = 1.0
-
-
-class _Config(NamedTuple):
-    """Sizes and formats of a layer, which all ranks must have alike."""
-
-    weights: str
-    activations: str
-    experts: int  # of each rank
-    hidden: int
-    intermediate: int
-    tokens: int  # of each rank, at most
-    topk: int
-    ranks: int
 
 
 class MegaMoE(nn.Module):
@@ -64,16 +48,17 @@ class MegaMoE(nn.Module):
 
     A token travels once, quantized, to each rank that has one of its experts; each expert's result
     comes back in bfloat16, and its token's rank adds them up: the same bits on any number of ranks
-    where products have them. One kernel is to do all of it; here are its steps, one after another:
-    quantize, dispatch, product, SwiGLU and quantize, product, return, combine. Set as ``experts``
-    of a :class:`blockscale.nn.MoE`, it spreads that layer's routed experts over ranks.
+    where products have them. On Blackwell one kernel does all of it, which has run in the emulator
+    alone; elsewhere its steps run one after another, with the same bits: quantize, dispatch,
+    product, SwiGLU and quantize, product, return, combine. Set as ``experts`` of a
+    :class:`blockscale.nn.MoE`, it spreads that layer's routed experts over ranks.
 
     Args:
         up: (experts, 2 * I, H) of this rank, gate's rows first, blocked along -1: nvfp4, mxfp4,
             mxfp8 or fp8_128x128. Rank ``r`` has experts from ``r * experts`` on. Each expert may
             have a global scale of its own.
         down: (experts, H, I), likewise.
-        tokens: the most that a rank has in one call: what buffers of the kernel will be made for.
+        tokens: the most that a rank has in one call: what buffers of the kernel are made for.
         topk: experts of a token.
         activations: format of what is sent and of what the second product reads: "nvfp4" or
             "fp8_1x128" of nvfp4 weights, "mxfp8" or "fp8_1x128" of mxfp4 ones; the default is the
@@ -81,9 +66,11 @@ class MegaMoE(nn.Module):
         a1_scale, a2_scale: global scales of NVFP4 activations, of tokens and in front of the second
             product: fp32, one for all or one for each expert of this rank. Of ``a1_scale`` the
             largest of all ranks is taken, as a token is quantized once; with an ``a2_scale`` for
-            each expert these are quantized one after another. Default: 1.
+            each expert these are quantized one after another, in steps. Default: 1.
         group: of torch.distributed; None: the default one, or this process alone where it was not
             initialized. All ranks make the module together.
+        backend: "kernel": one kernel, ValueError where there is none; "steps": one after another;
+            "auto": the kernel where there is one.
 
     Raises ValueError or TypeError where this rank's arguments do not fit, and :class:`PeerError` on
     the others then; ValueError on every rank where ranks differ.
@@ -107,24 +94,26 @@ class MegaMoE(nn.Module):
         a1_scale: Tensor | float | None = None,
         a2_scale: Tensor | float | None = None,
         group: dist.ProcessGroup | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
-        message: _Message = None, None, ""
+        message: Message = None, None, ""
         error = None
         try:
-            config = _config_of(up, down, tokens, topk, activations, rank_and_ranks(group)[1])
+            config = config_of(up, down, tokens, topk, activations, rank_and_ranks(group)[1])
             scales = [
-                _activation_scale(*each, config, up.device)
+                activation_scale(*each, config, up.device)
                 for each in (("a1_scale", a1_scale), ("a2_scale", a2_scale))
             ]
+            config = config._replace(kernel=has_kernel(config, scales[1], up.device, backend))
             message = config, None if scales[0] is None else float(scales[0].max()), ""
         except Exception as wrong:  # whatever it is, other ranks wait for this one
             error, message = wrong, (None, None, str(wrong))
-        messages = _gather_messages(message, group)
+        messages = gather_messages(message, group)
         if error is not None:
             raise error
         self.group = group
-        self._config, largest = _same_config(messages)
+        self._config, largest = same_config(messages)
         for name, each in (("up", up), ("down", down)):
             own_global_scale(each)
             self.register_parameter(name, nn.Parameter(each, requires_grad=False))
@@ -133,6 +122,9 @@ class MegaMoE(nn.Module):
             one = torch.tensor(largest, dtype=torch.float32, device=up.device)
         self.register_buffer("a1_scale", one)
         self.register_buffer("a2_scale", scales[1])
+        self._launch: MegaLaunch | None = None
+        if self._config.kernel:
+            self._launch = MegaLaunch(self._config.sizes, up.device, group)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor | Routing) -> Tensor:
         """What this rank's tokens get: (t, H), in the dtype of ``x``.
@@ -157,6 +149,12 @@ class MegaMoE(nn.Module):
         except Exception as wrong:  # whatever it is, other ranks wait for this one
             error = wrong
             numbers = torch.empty(0, config.topk, dtype=torch.int64, device=self.up.device)
+        if self._launch is not None:
+            if error is not None:
+                raise error
+            given = weights.float().contiguous(), numbers.contiguous(), x.new_empty(x.shape)
+            scales = self.a1_scale, self.a2_scale
+            return self._launch(parts, (self.up, self.down), scales, *given)
         tokens = dispatch(parts, numbers, config.experts, self.group, error=error)
         routing = route(tokens.experts, config.experts)
         count = sum(tokens.results_sent)
@@ -279,93 +277,3 @@ class MegaMoE(nn.Module):
                 "x, weights: a gradient is asked for, and there is none; call it under "
                 "torch.no_grad(), or train by blockscale.nn.MoE"
             )
-
-
-_Message = tuple[_Config | None, float | None, str]  # what is wrong, if there is no config
-
-
-def _config_of(
-    up: Any, down: Any, tokens: int, topk: int, activations: str | None, ranks: int
-) -> _Config:
-    for name, each in (("up", up), ("down", down)):
-        if not isinstance(each, ScaledTensor) or each.format_name not in ACTIVATIONS:
-            given = each.format_name if isinstance(each, ScaledTensor) else type(each).__name__
-            raise TypeError(
-                f"{name}: got {given}; expected a ScaledTensor in {', '.join(ACTIVATIONS)}: call "
-                "blockscale.quantize"
-            )
-        if each.dim() != 3 or each.axis != -1 or each.layout_name != "compact":
-            raise ValueError(
-                f"{name}: got {each}; expected (experts, rows, columns), blocked along -1, compact"
-            )
-    experts, wide, hidden = up.shape
-    if wide % 2 or tuple(down.shape) != (experts, hidden, wide // 2):
-        raise ValueError(
-            f"up, down: got {tuple(up.shape)} and {tuple(down.shape)}; expected (experts, 2 * I, "
-            "H) and (experts, H, I)"
-        )
-    if down.format_name != up.format_name or down.device != up.device:
-        raise ValueError(f"up, down: got {up} and {down}; expected one format and device")
-    for name, number in (("tokens", tokens), ("topk", topk)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name}: got {number!r}; expected a positive integer")
-    if topk > experts * ranks:
-        raise ValueError(f"topk: got {topk}; all ranks together have {experts * ranks} experts")
-    known = {name: name for name in ACTIVATIONS[up.format_name]}
-    what = f"activations (of {up.format_name} weights)"
-    chosen = choose(what, next(iter(known)) if activations is None else activations, known)
-    return _Config(up.format_name, chosen, experts, hidden, wide // 2, tokens, topk, ranks)
-
-
-def _activation_scale(
-    name: str, given: Any, config: _Config, device: torch.device
-) -> Tensor | None:
-    """() or (experts,) fp32, of formats that have global scales."""
-    if not get_format(config.activations).has_global_scale:
-        if given is not None:
-            raise ValueError(f"{name}: {config.activations} activations have none; leave it out")
-        return None
-    value = ACTIVATION_SCALE if given is None else given
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = torch.tensor(value, dtype=torch.float32)
-    if not isinstance(value, Tensor) or value.dtype != torch.float32:
-        what = value.dtype if isinstance(value, Tensor) else repr(value)
-        raise TypeError(f"{name}: got {what}; expected a number, or a float32 tensor")
-    if value.numel() != 1 and tuple(value.shape) != (config.experts,):
-        raise ValueError(f"{name}: got {tuple(value.shape)}; expected () or ({config.experts},)")
-    if not bool((value.isfinite() & (value > 0)).all()):
-        raise ValueError(
-            f"{name}: got {value.tolist()}; expected positive finite numbers, the multipliers that "
-            "dequantize"
-        )
-    scale = value.detach().to(device, copy=True)
-    return scale if is_per_group(scale) else scale.reshape(())
-
-
-def _gather_messages(message: _Message, group: dist.ProcessGroup | None) -> list[_Message]:
-    """Send a message to all ranks; the messages of all of them."""
-    ranks = rank_and_ranks(group)[1]
-    if ranks == 1:
-        return [message]
-    messages: list[Any] = [None] * ranks
-    dist.all_gather_object(messages, message, group)
-    return messages
-
-
-def _same_config(messages: list[_Message]) -> tuple[_Config, float | None]:
-    """What all ranks have, and the largest of their scales; raises on every rank where they
-    differ."""
-    configs = []
-    for rank, (config, _, wrong) in enumerate(messages):
-        if config is None:
-            raise PeerError(f"rank {rank} cannot go on: {wrong}")
-        configs.append(config)
-    first = configs[0]
-    for rank, config in enumerate(configs):
-        for name, expected, given in zip(_Config._fields, first, config, strict=True):
-            if given != expected:
-                raise ValueError(
-                    f"{name}: rank 0 has {expected!r}, rank {rank} {given!r}; all ranks make it "
-                    "alike"
-                )
-    return first, max((scale for _, scale, _ in messages if scale is not None), default=None)

@@ -75,7 +75,7 @@ class Memory:
                 raise ValueError(
                     f"{name}: has {len(values)} rows; there is room for {sizes.tokens}"
                 )
-            octets = values.view(torch.uint8).view(len(values), -1)
+            octets = values.view(torch.uint8)
             self.region(name)[first : first + len(values), : octets.shape[1]] = octets
 
     @property

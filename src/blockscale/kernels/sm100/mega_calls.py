@@ -18,7 +18,7 @@ from ..mega.memory import Experts, Launch, Memory
 from .config import why_not
 from .mega_config import MULTIPLE, MegaConfig, choose_mega
 
-__all__ = ["mega_moe"]
+__all__ = ["mega_moe", "why_not_mega"]
 
 
 def mega_moe(
@@ -66,6 +66,18 @@ def mega_moe(
     )
 
 
+def why_not_mega(sizes: Sizes, weights: str, arch: str) -> str:
+    """Why there is no kernel; empty where there is one."""
+    reason = why_not(sizes.activations, weights, BFLOAT16, arch)
+    for name in ("hidden", "intermediate"):
+        if not reason and getattr(sizes, name) % MULTIPLE:
+            reason = (
+                f"{name} size {getattr(sizes, name)}: tiles and their scales want a multiple of "
+                f"{MULTIPLE}: pad the weights with zeros"
+            )
+    return reason
+
+
 def _scalars(alpha: Alpha) -> tuple[Tensor, ...]:
     if alpha is None:
         return ()
@@ -82,15 +94,9 @@ def _plan(
     ctas: int | None,
     gpu: Gpu,
 ) -> tuple[MegaConfig, Callable[..., Any]]:
-    reason = why_not(sizes.activations, weights, BFLOAT16, gpu.arch)
-    for name in ("hidden", "intermediate"):
-        if getattr(sizes, name) % MULTIPLE:
-            reason = reason or (
-                f"{name} size {getattr(sizes, name)}: tiles and their scales want a multiple of "
-                f"{MULTIPLE}: pad the weights with zeros"
-            )
-    if out not in FLOATS:
-        reason = reason or f"dtype {out}: kernels have {', '.join(map(str, FLOATS))}"
+    reason = why_not_mega(sizes, weights, gpu.arch)
+    if not reason and out not in FLOATS:
+        reason = f"dtype {out}: kernels have {', '.join(map(str, FLOATS))}"
     if reason:
         raise Unsupported(reason)
     how: dict[str, Any] = {"id_bytes": id_bytes, "out_dtype": from_torch(out), "arch": gpu.arch}

@@ -10,27 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import blockscale as bs
-from blockscale import emulator as em
-from blockscale.distributed import MegaMoE
-from blockscale.kernels.common import compile_cache
-from blockscale.kernels.common.calls import Operand
-from blockscale.kernels.mega.buffers import Buffers, Sizes
-from blockscale.kernels.mega.memory import Experts, Launch, Memory
-from blockscale.kernels.sm100.mega_calls import mega_moe
-from stand_in import chip, emulated
+from .. import emulator as em
+from ..distributed import MegaMoE
+from ..kernels.common import compile_cache
+from ..kernels.common.calls import Alpha, Operand
+from ..kernels.common.gpu import GPUS
+from ..kernels.common.runtime import standing_in
+from ..kernels.mega.buffers import Buffers, Sizes
+from ..kernels.mega.memory import Experts, Launch, Memory
+from ..kernels.sm100.mega_calls import mega_moe
+from ..quantize import quantize
+from ..tensor import ScaledTensor
+
+__all__ = ["CHECKS", "Case", "Ranks", "exact", "steps"]
 
 CHECKS = "all,global,exit_stores,tcgen05_order,proxy_reads,mbarrier_proxy"
-A1, A2 = 0.01, 0.02  # global scales of NVFP4 activations
+A1, A2 = 0.01, 0.1  # global scales of NVFP4 activations
 
 
 @cache
-def weights(experts: int, hidden: int, intermediate: int, format: str) -> list[bs.ScaledTensor]:
-    found = []
+def weights(experts: int, hidden: int, intermediate: int, format: str) -> list[ScaledTensor]:
+    found = list[Any]()
     for seed, shape in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
         generator = torch.Generator().manual_seed(seed)
         w = (torch.randn(experts, *shape, generator=generator) / 8).bfloat16()
-        each = [bs.quantize(m, format) for m in w]  # of NVFP4 each with a scale of its own
+        each: list[Any] = [quantize(m, format) for m in w]  # of NVFP4 each with a scale of its own
         found.append(torch.stack(each))
     return found
 
@@ -76,10 +80,10 @@ class Case:
             self.weights.append(torch.rand(count, self.topk, generator=generator))
 
     @property
-    def scales(self) -> dict[str, float]:
+    def scales(self) -> dict[str, Any]:
         return {"a1_scale": A1, "a2_scale": A2} if self.activations == "nvfp4" else {}
 
-    def matrices(self) -> list[bs.ScaledTensor]:
+    def matrices(self) -> list[ScaledTensor]:
         count = self.sizes.every
         return weights(count, self.hidden, self.intermediate, self.format)
 
@@ -89,16 +93,18 @@ class Ranks:
     """The memory of all ranks, for launches one after another."""
 
     case: Case
+    arch: str = "sm_100a"
     ctas: int = 1
     clusters: int = 2
     completion: str = "eager"
     check: str = CHECKS
     limit: float = 1.0
+    profile: bool = False
     build: Callable[[Any], Any] = compile_cache.build
     kept: list[Any] = field(default_factory=list)  # tensors of launches that have not run
 
     def __post_init__(self) -> None:
-        self.buffers = Buffers(self.case.sizes)
+        self.buffers, self.reports = Buffers(self.case.sizes), list[em.Report]()
         count = self.case.sizes.ranks
         self.memory = [torch.zeros(self.buffers.nbytes, dtype=torch.uint8) for _ in range(count)]
         addresses = torch.tensor([each.data_ptr() for each in self.memory])
@@ -116,39 +122,43 @@ class Ranks:
         with em.capture() as calls:
             for memory in self.ranks:
                 if memory.rank not in absent:
-                    self.rank(case, memory, out[memory.rank], em.Device("sm_100a", **how))
-        em.launch_together(calls)
+                    self.rank(case, memory, out[memory.rank], em.Device(self.arch, **how))
+        self.reports = em.launch_together(calls)
         self.kept.clear()
         return out
 
     def rank(self, case: Case, memory: Memory, out: Tensor, device: em.Device) -> None:
-        rank, own = memory.rank, case.experts
+        rank = memory.rank
         scalar = torch.tensor(A1) if case.scales else None
-        q = bs.quantize(case.x[rank], case.activations, global_scale=scalar) if len(out) else None
+        q = quantize(case.x[rank], case.activations, global_scale=scalar) if len(out) else None
         if q is not None:
             memory.put_tokens(q.qdata, q.qscale)
-        operands, alphas = [], []
-        for w, scale in zip(case.matrices(), (A1, A2), strict=True):
-            mine = [w[e] for e in range(rank * own, (rank + 1) * own)]
-            tiles = torch.cat([each.to_layout("tcgen05").qscale.flatten() for each in mine])
-            data = torch.stack([each.qdata for each in mine])
-            operands.append(Operand(data, tiles, case.format))
-            alpha: Any = None
-            if w.global_scale is not None:
-                own_scales = torch.stack([each.global_scale for each in mine])
-                alpha = torch.tensor(scale), own_scales
-            alphas.append(alpha)
+        (up, up_alpha), (down, down_alpha) = (self.matrices(case, rank, i) for i in range(2))
+        scalar = torch.tensor(A2) if case.scales else None
+        experts = Experts(up, down, up_alpha, down_alpha, scalar)
         named = {f"memory of rank {i}": each for i, each in enumerate(self.memory)}
-        with em.cutedsl(device, buffers=named):
+        with em.cutedsl(device, buffers=named, profile=self.profile):
             mega_moe(
                 memory,
-                Experts(*operands, *alphas, torch.tensor(A2) if case.scales else None),
+                experts,
                 case.ids[rank],
                 case.weights[rank],
                 out,
                 Launch(self.limit, self.ctas, self.clusters),
-                gpu=replace(chip("sm_100a"), load=self.load),
+                gpu=replace(GPUS[self.arch], load=self.load),
             )
+
+    def matrices(self, case: Case, rank: int, which: int) -> tuple[Operand, Alpha]:
+        """A rank's own, for the first product or the second one."""
+        own = case.experts
+        w = case.matrices()[which]
+        mine: list[Any] = [w[e] for e in range(rank * own, (rank + 1) * own)]
+        tiles = torch.cat([each.to_layout("tcgen05").qscale.flatten() for each in mine])
+        operand = Operand(torch.stack([each.qdata for each in mine]), tiles, case.format)
+        if w.global_scale is None:
+            return operand, None
+        scales = w.global_scale[rank * own : (rank + 1) * own].clone()
+        return operand, (torch.tensor((A1, A2)[which]), scales)
 
     def load(self, config: Any) -> Any:
         kernel = self.build(config)
@@ -160,17 +170,33 @@ class Ranks:
         return run
 
 
-def steps(case: Case) -> list[Tensor]:
+def steps(case: Case, arch: str = "sm_100a") -> list[Tensor]:
     """The same by kernels one after another, with all experts on one rank."""
-    up, down = case.matrices()
-    with emulated("sm_100a", quantizes=True):
+    gpu = replace(GPUS[arch], load=compile_cache.build)
+    with standing_in({torch.device("cpu"): gpu}.get), em.cutedsl(em.Device(arch)):
         moe = MegaMoE(
-            up,
-            down,
+            *case.matrices(),
             tokens=case.sizes.tokens,
             topk=case.topk,
             activations=case.activations,
+            backend="steps",
             **case.scales,
         )
         given = zip(case.x, case.weights, case.ids, strict=True)
         return [moe(*each) if len(each[0]) else each[0] for each in given]
+
+
+def exact(case: Case) -> list[Tensor]:
+    """In float64, of dequantized weights and tokens as they are."""
+    up, down = (w.dequantize(torch.float64) for w in case.matrices())
+    found = []
+    for x, weights, ids in zip(case.x, case.weights, case.ids, strict=True):
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for k in range(case.topk):
+            for token in (ids[:, k] >= 0).nonzero().flatten().tolist():
+                expert = int(ids[token, k])
+                gate, rise = (up[expert] @ x[token].double()).chunk(2)
+                hidden = torch.nn.functional.silu(gate) * rise
+                out[token] += weights[token, k].double() * (down[expert] @ hidden)
+        found.append(out)
+    return found

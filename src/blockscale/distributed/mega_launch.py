@@ -1,0 +1,95 @@
+"""The kernel of a mega MoE: which one there is, and its launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.common.calls import Operand
+from ..kernels.common.runtime import gpu_of
+from ..kernels.mega.buffers import Buffers, Sizes
+from ..kernels.mega.memory import Experts, Launch, Memory
+from ..kernels.sm100 import mega_calls as sm100
+from ..tensor import ScaledTensor
+from .symmetric import symmetric_memory
+from .tokens import PeerError, rank_and_ranks
+
+__all__ = ["MegaLaunch", "why_no_kernel"]
+
+
+def why_no_kernel(sizes: Sizes, weights: str, device: torch.device) -> str:
+    """Why there is none; empty where there is one."""
+    gpu = gpu_of(device)
+    if gpu is None:
+        return f"weights are on {device}: the kernel runs on CUDA devices"
+    return sm100.why_not_mega(sizes, weights, gpu.arch)
+
+
+class MegaLaunch:
+    """The launches of a rank, which holds the memory that it shares with others for them. All ranks
+    make it together."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None):
+        buffers = Buffers(sizes)
+        memory = symmetric_memory(buffers.nbytes, device, group)
+        self.memory = Memory(buffers, *memory, rank_and_ranks(group)[0])
+        # read when the next launch is made: to wait for this one's would take the host's time
+        self.missing = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._made_of: Any = None
+        self._operands: tuple[Operand, Operand] | None = None
+
+    def __call__(
+        self,
+        parts: tuple[Tensor, ...],
+        experts: tuple[ScaledTensor, ScaledTensor],
+        scales: tuple[Tensor | None, Tensor | None],
+        weights: Tensor,
+        ids: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """``out``, of quantized tokens ``parts``; ``scales`` are those of activations. PeerError
+        where another rank did not come, at the next call on a GPU."""
+        self._check()
+        self.memory.put_tokens(*parts)
+        given = self._experts(experts, scales)
+        sm100.mega_moe(self.memory, given, ids, weights, out, Launch())
+        if not (out.is_cuda and torch.cuda.is_current_stream_capturing()):
+            state = self.memory.region("state", torch.int32).flatten()
+            self.missing.copy_(state[1:2], non_blocking=True)
+        if not out.is_cuda:
+            self._check()
+        return out
+
+    def _check(self) -> None:
+        if missing := int(self.missing):
+            raise PeerError(
+                f"rank {missing - 1} did not come within {Launch().limit:g} s of a launch; what it "
+                "left in shared memory cannot be used: make the module anew on all ranks"
+            )
+
+    def _experts(
+        self,
+        experts: tuple[ScaledTensor, ScaledTensor],
+        scales: tuple[Tensor | None, Tensor | None],
+    ) -> Experts:
+        """As the kernel reads them; made once, unless they change."""
+        tensors = [x for each in experts for x in (each.qdata, each.qscale)]
+        key = [(x.data_ptr(), x._version) for x in tensors]
+        if self._made_of != key:
+            self._operands, self._made_of = (_operand(experts[0]), _operand(experts[1])), key
+        assert self._operands is not None
+        alphas = [
+            None if w.global_scale is None or scale is None else (scale, w.global_scale)
+            for w, scale in zip(experts, scales, strict=True)
+        ]
+        return Experts(*self._operands, alphas[0], alphas[1], scales[1])
+
+
+def _operand(w: ScaledTensor) -> Operand:
+    """Of a batch: data as it is, and the scales of each matrix in tiles."""
+    each: list[Any] = list(w)
+    tiles = torch.cat([matrix.to_layout("tcgen05").qscale.flatten() for matrix in each])
+    return Operand(w.qdata, tiles, w.format_name)
