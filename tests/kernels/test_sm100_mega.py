@@ -22,22 +22,22 @@ def check(case: Case, **how: object) -> Ranks:
     return ranks
 
 
-@pytest.mark.parametrize("completion", ["eager", "late", "random"])
-@pytest.mark.parametrize("ctas", [1, 2])
-@pytest.mark.parametrize("tokens", [(20,), (20, 13)], ids=len)
+@pytest.mark.parametrize(("tokens", "ctas", "completion"), [
+    ((20,), 1, "late"), ((20,), 2, "eager"), ((20, 13), 1, "eager"), ((20, 13), 2, "late"),
+    ((20, 13), 2, "random"),
+])  # fmt: skip
 def test_ranks(tokens, ctas, completion):
     case = Case(tokens, topk=1 + len(tokens), **SMALL)
     check(case, ctas=ctas, clusters=3 - ctas, completion=completion)
 
 
-@pytest.mark.parametrize("completion", ["late", "random"])
-def test_four_ranks(completion):
+def test_four_ranks():
     """One of them without tokens."""
-    check(Case((9, 0, 17, 4), hidden=128, experts=1), clusters=1, completion=completion)
+    check(Case((9, 0, 17, 4), hidden=128, experts=1), clusters=1, completion="random")
 
 
 @pytest.mark.parametrize(("formats", "hidden", "intermediate"), [
-    ({}, 512, 256), ({}, 384, 384), (MIXED, 512, 384), (MIXED, 128, 128), (MXFP8, 384, 256),
+    ({}, 512, 384), (MIXED, 128, 384), (MXFP8, 384, 256),
 ], ids=str)  # fmt: skip
 def test_formats_and_sizes(formats, hidden, intermediate):
     """Sizes that are no multiple of a tile, and more than one K block."""
@@ -51,9 +51,9 @@ def test_rings_that_are_used_again(ctas):
     check(case, ctas=ctas, clusters=3 - ctas, completion="late")
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_seeds(seed):
-    case = Case((5, 3), hidden=128, experts=2, seed=seed, skewed=seed == 9)
+    case = Case((5, 3), hidden=128, experts=2, seed=seed, skewed=seed == 3)
     check(case, completion="random")
 
 
@@ -61,7 +61,7 @@ def test_launches_one_after_another():
     """Each counts in the set that the one before cleared; numbers of tokens and experts change."""
     cases = [
         Case(tokens, room=12, seed=seed, skewed=seed == 2, **SMALL)
-        for seed, tokens in enumerate([(5, 3), (0, 12), (7, 7), (0, 0), (1, 9)])
+        for seed, tokens in enumerate([(5, 3), (0, 12), (0, 0), (1, 9)])
     ]
     ranks = Ranks(cases[0])
     for case in cases:

@@ -12,10 +12,12 @@ from .emulate_ours import choose_arch, emulated, tell
 
 __all__ = ["Experts", "megamoe"]
 
-#: By architecture, the formats of weights, and of activations beside each.
+_BLACKWELL = {"nvfp4": ("nvfp4", "nvfp4"), "mxfp4": ("mxfp4", "mxfp8"), "mxfp8": ("mxfp8", "mxfp8")}
+#: By architecture, and the name of what is multiplied: formats of weights and of activations.
 FORMATS = {
-    "sm_100a": {"nvfp4": "nvfp4", "mxfp4": "mxfp8", "mxfp8": "mxfp8"},
-    "sm_103a": {"nvfp4": "nvfp4", "mxfp4": "mxfp8", "mxfp8": "mxfp8"},
+    "sm_90a": {"fp8_block": ("fp8_128x128", "fp8_1x128")},
+    "sm_100a": _BLACKWELL,
+    "sm_103a": _BLACKWELL,
 }
 
 
@@ -38,9 +40,12 @@ class Experts:
 
 
 def megamoe(
-    arch: Annotated[str, typer.Option(help="sm_100a or sm_103a.")] = "sm_100a",
+    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a or sm_103a.")] = "sm_100a",
     format: Annotated[
-        str, typer.Option(help="Of weights: nvfp4, mxfp4 or mxfp8. Default: the first.")
+        str,
+        typer.Option(
+            help="sm_90a: fp8_block; sm_100a: nvfp4, mxfp4 (by mxfp8), mxfp8. Default: the first."
+        ),
     ] = "",
     ranks: Annotated[int, typer.Option(help="That run at once.")] = 2,
     tokens: Annotated[int, typer.Option(help="Of each rank.")] = 48,
@@ -48,7 +53,9 @@ def megamoe(
     intermediate: Annotated[int, typer.Option(help="Columns between the products.")] = 256,
     experts: Annotated[int, typer.Option(help="Of all ranks together.")] = 8,
     topk: Annotated[int, typer.Option(help="Experts of a token.")] = 2,
-    ctas: Annotated[int, typer.Option(help="Blocks whose tensor cores work together, 1 or 2.")] = 1,
+    ctas: Annotated[
+        int, typer.Option(help="From sm_100a on: blocks whose tensor cores work together, 1 or 2.")
+    ] = 1,
     completion: Annotated[
         str, typer.Option(help="When asynchronous work completes: eager, late or random.")
     ] = "late",
@@ -67,7 +74,7 @@ def megamoe(
 
     known = choose_arch(arch, FORMATS)
     format = format or next(iter(known))
-    activations = choose("format", format, known)
+    weights, activations = choose("format", format, known)
     for name, number in (("ranks", ranks), ("topk", topk), ("experts", experts)):
         if number < 1:
             raise ValueError(f"{name}: got {number}; expected 1 or more")
@@ -87,7 +94,7 @@ def megamoe(
             hidden=hidden,
             intermediate=intermediate,
             experts=experts // ranks,
-            format=format,
+            format=weights,
             activations=activations,
             seed=seed,
         )

@@ -18,13 +18,19 @@ from ..kernels.common.gpu import GPUS
 from ..kernels.common.runtime import standing_in
 from ..kernels.mega.buffers import Buffers, Sizes
 from ..kernels.mega.memory import Experts, Launch, Memory
-from ..kernels.sm100.mega_calls import mega_moe
+from ..kernels.sm90 import mega_calls as sm90
+from ..kernels.sm100 import mega_calls as sm100
 from ..quantize import quantize
 from ..tensor import ScaledTensor
 
 __all__ = ["CHECKS", "Case", "Ranks", "exact", "steps"]
 
-CHECKS = "all,global,exit_stores,tcgen05_order,proxy_reads,mbarrier_proxy"
+CHECKS = {
+    "sm_90a": "all,global,exit_stores",
+    "sm_100a": "all,global,exit_stores,tcgen05_order,proxy_reads,mbarrier_proxy",
+    "sm_103a": "all,global,exit_stores,tcgen05_order,proxy_reads,mbarrier_proxy",
+}
+CALLS: dict[str, Any] = {"sm_90a": sm90, "sm_100a": sm100, "sm_103a": sm100}
 A1, A2 = 0.01, 0.1  # global scales of NVFP4 activations
 
 
@@ -97,7 +103,7 @@ class Ranks:
     ctas: int = 1
     clusters: int = 2
     completion: str = "eager"
-    check: str = CHECKS
+    check: str = ""  # those of CHECKS
     limit: float = 1.0
     profile: bool = False
     build: Callable[[Any], Any] = compile_cache.build
@@ -116,7 +122,10 @@ class Ranks:
         """What tokens get; ranks that are ``absent`` do not launch."""
         case = case or self.case
         out = [torch.full_like(x, float("nan")) for x in case.x]
-        how: dict[str, Any] = {"completion": self.completion, "check": self.check}
+        how: dict[str, Any] = {
+            "completion": self.completion,
+            "check": self.check or CHECKS[self.arch],
+        }
         if self.completion == "random":
             how["seed"] = case.seed
         with em.capture() as calls:
@@ -138,7 +147,7 @@ class Ranks:
         experts = Experts(up, down, up_alpha, down_alpha, scalar)
         named = {f"memory of rank {i}": each for i, each in enumerate(self.memory)}
         with em.cutedsl(device, buffers=named, profile=self.profile):
-            mega_moe(
+            CALLS[self.arch].mega_moe(
                 memory,
                 experts,
                 case.ids[rank],
@@ -153,6 +162,9 @@ class Ranks:
         own = case.experts
         w = case.matrices()[which]
         mine: list[Any] = [w[e] for e in range(rank * own, (rank + 1) * own)]
+        if self.arch == "sm_90a":
+            both = torch.stack([m.qdata for m in mine]), torch.stack([m.scale for m in mine])
+            return Operand(*both, case.format), None
         tiles = torch.cat([each.to_layout("tcgen05").qscale.flatten() for each in mine])
         operand = Operand(torch.stack([each.qdata for each in mine]), tiles, case.format)
         if w.global_scale is None:

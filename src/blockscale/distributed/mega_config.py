@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checks import choose
 from ..formats import get_format
+from ..kernels.common.runtime import gpu_of
 from ..kernels.mega.buffers import Sizes
 from ..stored import is_per_group
 from ..tensor import ScaledTensor
@@ -101,6 +102,9 @@ def has_kernel(
     """Whether one kernel does it all; ValueError where it shall, and there is none."""
     if choose("backend", backend, {name: name for name in BACKENDS}) == "steps":
         return False
+    gpu = gpu_of(device)
+    if backend == "auto" and gpu is not None and gpu.arch == "sm_90a":
+        return False  # which of them is faster has not been measured
     reason = why_no_kernel(config.sizes, config.weights, device)
     if not reason and is_per_group(a2_scale):
         reason = "a2_scale: has one for each expert, the kernel one for all"

@@ -12,6 +12,7 @@ from ..kernels.common.calls import Operand
 from ..kernels.common.runtime import gpu_of
 from ..kernels.mega.buffers import Buffers, Sizes
 from ..kernels.mega.memory import Experts, Launch, Memory
+from ..kernels.sm90 import mega_calls as sm90
 from ..kernels.sm100 import mega_calls as sm100
 from ..tensor import ScaledTensor
 from .symmetric import symmetric_memory
@@ -19,13 +20,21 @@ from .tokens import PeerError, rank_and_ranks
 
 __all__ = ["MegaLaunch", "why_no_kernel"]
 
+#: By architecture, its calls, and the layout of scales of matrices.
+_CALLS: dict[str, tuple[Any, str]] = {
+    "sm_90a": (sm90, "compact"),
+    "sm_100a": (sm100, "tcgen05"),
+    "sm_103a": (sm100, "tcgen05"),
+}
+
 
 def why_no_kernel(sizes: Sizes, weights: str, device: torch.device) -> str:
     """Why there is none; empty where there is one."""
     gpu = gpu_of(device)
     if gpu is None:
         return f"weights are on {device}: the kernel runs on CUDA devices"
-    return sm100.why_not_mega(sizes, weights, gpu.arch)
+    calls, _ = _CALLS.get(gpu.arch, (sm100, ""))
+    return str(calls.why_not_mega(sizes, weights, gpu.arch))
 
 
 class MegaLaunch:
@@ -36,6 +45,9 @@ class MegaLaunch:
         buffers = Buffers(sizes)
         memory = symmetric_memory(buffers.nbytes, device, group)
         self.memory = Memory(buffers, *memory, rank_and_ranks(group)[0])
+        gpu = gpu_of(device)
+        assert gpu is not None  # else there is no kernel
+        self.calls, self.layout = _CALLS[gpu.arch]
         # read when the next launch is made: to wait for this one's would take the host's time
         self.missing = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._made_of: Any = None
@@ -55,7 +67,7 @@ class MegaLaunch:
         self._check()
         self.memory.put_tokens(*parts)
         given = self._experts(experts, scales)
-        sm100.mega_moe(self.memory, given, ids, weights, out, Launch())
+        self.calls.mega_moe(self.memory, given, ids, weights, out, Launch())
         if not (out.is_cuda and torch.cuda.is_current_stream_capturing()):
             state = self.memory.region("state", torch.int32).flatten()
             self.missing.copy_(state[1:2], non_blocking=True)
@@ -79,7 +91,10 @@ class MegaLaunch:
         tensors = [x for each in experts for x in (each.qdata, each.qscale)]
         key = [(x.data_ptr(), x._version) for x in tensors]
         if self._made_of != key:
-            self._operands, self._made_of = (_operand(experts[0]), _operand(experts[1])), key
+            self._operands, self._made_of = (
+                (self._operand(experts[0]), self._operand(experts[1])),
+                key,
+            )
         assert self._operands is not None
         alphas = [
             None if w.global_scale is None or scale is None else (scale, w.global_scale)
@@ -87,9 +102,10 @@ class MegaLaunch:
         ]
         return Experts(*self._operands, alphas[0], alphas[1], scales[1])
 
-
-def _operand(w: ScaledTensor) -> Operand:
-    """Of a batch: data as it is, and the scales of each matrix in tiles."""
-    each: list[Any] = list(w)
-    tiles = torch.cat([matrix.to_layout("tcgen05").qscale.flatten() for matrix in each])
-    return Operand(w.qdata, tiles, w.format_name)
+    def _operand(self, w: ScaledTensor) -> Operand:
+        """Of a batch: data as it is, and scales; or those of each matrix in tiles."""
+        if self.layout == "compact":
+            return Operand(w.qdata, w.scale, w.format_name)
+        each: list[Any] = list(w)
+        tiles = torch.cat([matrix.to_layout(self.layout).qscale.flatten() for matrix in each])
+        return Operand(w.qdata, tiles, w.format_name)

@@ -16,7 +16,7 @@ from cutlass import min as least
 from ..common import ptx
 from ..common.scan import inclusive_scan
 from .peers import Peers
-from .rows import BATCH, copy_rows
+from .rows import BATCH, copy_rows, rows_of_lanes
 from .signals import add_release, add_shared, fetch_add, wait_for
 
 __all__ = ["Dispatch"]
@@ -192,7 +192,7 @@ class Dispatch:
                     rows = least(end - start, Int32(BATCH))
                     token = peers.word("sends", start + least(lane, rows - 1)) // sizes.topk
                     row = peers.rank * sizes.tokens + token
-                    self.copy(row, rows, owner)
+                    self.copy(row, owner)
                     cute.arch.sync_warp()
                     if lane == 0:
                         index = peers.rank * sizes.experts + expert
@@ -200,14 +200,12 @@ class Dispatch:
                     batch = batch + warps
                 before = before + batches
 
-    def copy(self, row, rows, owner) -> None:
-        """Rows and their scales to the same place of another rank; lanes from ``rows`` on repeat
-        the last one."""
-        peers, sizes = self.peers, self.peers.sizes
+    def copy(self, row, owner) -> None:
+        """The rows of the first lanes, and their scales, to the same place of another rank."""
+        peers, sizes, rows = self.peers, self.peers.sizes, rows_of_lanes(row)
         there = peers.of(owner) - peers.base
         for region, width in (
             ("x", sizes.row_bytes(sizes.hidden)),
             ("x_scale", sizes.scale_words(sizes.hidden) * _WORD),
         ):
-            source = peers.address(region) + Int64(row) * width
-            copy_rows(source, source + there, width)
+            copy_rows(peers.address(region), rows, width, lambda _, source: source + there)

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, Int64, Uint32, cute, range_constexpr, select_
+from cutlass import Int32, Int64, Uint32, cute, select_
 from cutlass import max as most
 
 from ..common import ptx
 from .buffers import TILE_ROWS
 from .order import Walk
 from .peers import GO, MISSING, Peers
-from .rows import BATCH, copy_rows, of_lane
+from .rows import BATCH, copy_rows, rows_of_lanes
 from .signals import add_release, load_acquire, wait_for, wait_for_peer
 
 __all__ = ["Gather"]
@@ -57,8 +57,8 @@ class Gather:
             batch, awaited, place = self.warp, Int32(0), walk.begin()
             while walk.more(place):
                 expert, rows, first, row, _ = place
-                units = walk.units(place)
-                while batch < (first + units) * batches:
+                end = (first + walk.units(place)) * batches
+                while batch < end:
                     awaited = self.await_rows(awaited, expert)
                     unit, within = batch // batches, batch % batches * BATCH
                     slot = unit % ring
@@ -70,7 +70,7 @@ class Gather:
                     if cute.arch.lane_idx() == 0:
                         add_release(peers.signal("up_full", slot), BATCH, "gpu")
                     batch = batch + self.warps
-                place = walk.advance(place, units)
+                place = walk.advance(place, walk.units(place))
 
     @cute.jit
     def begin(self):
@@ -126,22 +126,16 @@ class Gather:
         if (lane < BATCH) & (index < rows):
             address = peers.address("origins") + Int64(row + index) * _WORD
             ptx.store_global(address, [Uint32(source * sizes.pairs + pair)], 4)
-        came = Int64(source * sizes.tokens + pair // sizes.topk)
+        came = rows_of_lanes(source * sizes.tokens + pair // sizes.topk)
         width, words = sizes.row_bytes(sizes.hidden), sizes.scale_words(sizes.hidden)
-        line = peers.address("up_ring") + Int64(to + lane) * width
-        copy_rows(peers.address("x") + came * width, line, width)
+        line = peers.address("up_ring") + Int64(to) * width
+        copy_rows(peers.address("x"), came, width, lambda i, _: line + i * width)
         tile = peers.address("up_ring_scale") + Int64(to // TILE_ROWS * words) * (TILE_ROWS * _WORD)
-        place = self.scale_place(to % TILE_ROWS + lane) * _WORD
-        self.copy_scales(peers.address("x_scale") + came * (words * _WORD), tile + place)
-
-    @cute.jit
-    def copy_scales(self, source, target):
-        """The words of scales of the first lanes' rows, each to a tile of its own."""
-        words = self.peers.sizes.scale_words(self.peers.sizes.hidden)
-        sources = [of_lane(source, i) for i in range(BATCH)]
-        targets = [of_lane(target, i) for i in range(BATCH)]
-        for word in range(cute.arch.lane_idx(), words, 32):
-            held = [ptx.load_global(source + Int64(word) * _WORD, 4) for source in sources]
-            for i in range_constexpr(BATCH):
-                address = targets[i] + Int64(word) * (TILE_ROWS * _WORD)
-                ptx.store_global(address, [held[i]], 4)
+        first = to % TILE_ROWS
+        copy_rows(
+            peers.address("x_scale"),
+            came,
+            words * _WORD,
+            lambda i, _: tile + self.scale_place(first + i) * _WORD,
+            TILE_ROWS * _WORD,
+        )

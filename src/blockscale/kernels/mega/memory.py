@@ -9,9 +9,22 @@ import torch
 from torch import Tensor
 
 from ..common.calls import Alpha, Operand
-from .buffers import Buffers
+from .buffers import Buffers, Sizes
 
-__all__ = ["Experts", "Launch", "Memory"]
+__all__ = ["MULTIPLE", "Experts", "Launch", "Memory", "why_not_sizes"]
+
+MULTIPLE = 128  # of hidden and intermediate sizes
+
+
+def why_not_sizes(sizes: Sizes) -> str:
+    """Why no kernel takes them; empty where one may."""
+    for name in ("hidden", "intermediate"):
+        if getattr(sizes, name) % MULTIPLE:
+            return (
+                f"{name} size {getattr(sizes, name)}: tiles and their scales want a multiple of "
+                f"{MULTIPLE}: pad the weights with zeros"
+            )
+    return ""
 
 
 class Experts(NamedTuple):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, cute
 
 from ..common import ptx
 from .buffers import Buffers
@@ -38,6 +38,13 @@ class Peers:
     limit: Any
     cta: Any
     ctas: Any
+
+    @classmethod
+    def of_launch(cls, buffers: Buffers, base, table, rank, limit) -> Peers:
+        """Of the CTA that runs."""
+        which = Int32(ptx.load_global(base + buffers.regions["state"].offset, 4))
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        return cls(buffers, base, table, rank, which, limit, cta, ctas)
 
     @property
     def sizes(self):

@@ -14,9 +14,9 @@ from ..common.calls import Alpha
 from ..common.gpu import Gpu, Unsupported
 from ..common.runtime import FLOATS, gpu_of, require_gpu
 from ..mega.buffers import Sizes
-from ..mega.memory import Experts, Launch, Memory
+from ..mega.memory import MULTIPLE, Experts, Launch, Memory, why_not_sizes
 from .config import why_not
-from .mega_config import MULTIPLE, MegaConfig, choose_mega
+from .mega_config import MegaConfig, choose_mega
 
 __all__ = ["mega_moe", "why_not_mega"]
 
@@ -68,14 +68,7 @@ def mega_moe(
 
 def why_not_mega(sizes: Sizes, weights: str, arch: str) -> str:
     """Why there is no kernel; empty where there is one."""
-    reason = why_not(sizes.activations, weights, BFLOAT16, arch)
-    for name in ("hidden", "intermediate"):
-        if not reason and getattr(sizes, name) % MULTIPLE:
-            reason = (
-                f"{name} size {getattr(sizes, name)}: tiles and their scales want a multiple of "
-                f"{MULTIPLE}: pad the weights with zeros"
-            )
-    return reason
+    return why_not(sizes.activations, weights, BFLOAT16, arch) or why_not_sizes(sizes)
 
 
 def _scalars(alpha: Alpha) -> tuple[Tensor, ...]:

@@ -14,7 +14,6 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from ..common import ptx as common
 from ..common.copies import TmaTiles
 from ..common.factor import any_added
 from ..common.numeric import NUMERIC
@@ -236,10 +235,8 @@ class MegaMoe:
             ptx.tcgen05_dealloc(tmem, TMEM_COLUMNS, up.ctas)
 
     def peers(self, buffer, table, rank, limit) -> Peers:
-        base = buffer.iterator.toint()
-        which = Int32(common.load_global(base + self.buffers.regions["state"].offset, 4))
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        return Peers(self.buffers, base, table.iterator.toint(), rank, which, limit, cta, ctas)
+        given = table.iterator.toint(), rank, limit
+        return Peers.of_launch(self.buffers, buffer.iterator.toint(), *given)
 
 
 def _scale_place(row):

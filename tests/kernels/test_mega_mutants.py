@@ -1,4 +1,5 @@
-"""A mega MoE with one thing left out: a wait, a release, a fence. The emulator finds it."""
+"""A mega MoE, on either architecture, with one thing left out: a wait, a release, a fence. The
+emulator finds it."""
 
 from contextlib import ExitStack
 from functools import cache
@@ -14,10 +15,16 @@ from blockscale import emulator as em
 from blockscale.cli.emulate_ranks import Case, Ranks, steps
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.mega import combine, dispatch, gather, order, signals
+from blockscale.kernels.sm90 import mega_epilogue as hopper_epilogue
+from blockscale.kernels.sm90 import mega_roles as hopper_roles
 from blockscale.kernels.sm100 import mega_epilogue, mega_tiles
 
 SMALL = Case((20, 13), topk=3, hidden=128, experts=2)
 RINGS = Case((300,), hidden=512, experts=2, ring=4)
+FP8 = {"format": "fp8_128x128", "activations": "fp8_1x128"}
+SMALL_FP8 = Case((20, 13), topk=3, hidden=128, experts=2, **FP8)
+RINGS_FP8 = Case((300,), hidden=512, experts=2, ring=4, **FP8)
+CASES = {"SMALL": SMALL, "RINGS": RINGS, "SMALL_FP8": SMALL_FP8, "RINGS_FP8": RINGS_FP8}
 
 
 def nothing(*args: Any, **how: Any) -> None:
@@ -33,7 +40,7 @@ def not_awaited(self: Any, awaited: Any, expert: Any) -> Any:
     return awaited
 
 
-def arrives_first(self: Any, row: Any, rows: Any, owner: Any) -> None:
+def arrives_first(self: Any, row: Any, owner: Any) -> None:
     """Rows that are sent after their number was."""
 
 
@@ -51,13 +58,26 @@ MUTANTS = {
     "tiles are stored without a release": (SMALL, mega_epilogue, "add_release", relaxed),
     "results have no release": (SMALL, combine, "add_release", relaxed),
     "results are not awaited": (SMALL, combine, "wait_for_peer", nothing),
+    "Hopper: tiles are loaded too soon": (SMALL_FP8, hopper_roles, "wait_for", nothing),
+    "Hopper: TMA reads what no fence orders": (SMALL_FP8, hopper_roles, "fence_async", nothing),
+    "Hopper: the second ring is filled too soon": (RINGS_FP8, hopper_epilogue, "wait_for", nothing),
+    "Hopper: rows without a release": (
+        SMALL_FP8,
+        hopper_epilogue,
+        "add_release",
+        relaxed,
+    ),
     "bands too high for a ring": (RINGS, order, "bands", lambda ring: (ring, ring)),
 }
 
 
 @cache
 def right(case: str) -> list[torch.Tensor]:
-    return steps({"SMALL": SMALL, "RINGS": RINGS}[case])
+    return steps(CASES[case], arch_of(CASES[case]))
+
+
+def arch_of(case: Case) -> str:
+    return "sm_90a" if case.activations == "fp8_1x128" else "sm_100a"
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -70,13 +90,14 @@ def test_it_is_found(name):
             build = compile_cache.build.__wrapped__
             # a band that is too high has units that wait for later ones: of the same CTA
             clusters = 1 if owner is order else 3
-            ranks = Ranks(case, clusters=clusters, completion=completion, build=build)
+            how = {"completion": completion, "build": build}
+            ranks = Ranks(case, arch_of(case), clusters=clusters, **how)
             try:
                 got = ranks.launch()
             except (em.PtxError, em.DataRace) as error:
                 caught.append(type(error).__name__)
                 continue
-            want = right("SMALL" if case is SMALL else "RINGS")
+            want = right(next(name for name, each in CASES.items() if each is case))
             if any(not torch.equal(*pair) for pair in zip(got, want, strict=True)):
                 caught.append("bits")
     assert caught

@@ -1,0 +1,219 @@
+# mypy: ignore-errors
+"""A mixture of experts over ranks by one persistent kernel on Hopper: tokens travel, are multiplied
+twice, and their results come back and are added up.
+
+A CTA has a warpgroup of single warps (loads, scales of matrices, and what finds tiles), one that
+sorts and sends this rank's tokens and brings rows of experts together, and two that multiply. All
+wait for each other by counters in memory that ranks share. Every tile waits for what comes earlier
+in one order that all CTAs know; all must run at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+
+from ..common import shared
+from ..common.copies import Copies, TmaTiles
+from ..common.numeric import NUMERIC
+from ..common.pipeline import Pipeline
+from ..common.promotion import promote_l2
+from ..common.tensor_specs import any_tensor, compile_for
+from ..common.tile_ring import TileRing
+from ..mega.buffers import TILE_ROWS, Buffers
+from ..mega.combine import Finish
+from ..mega.dispatch import Dispatch
+from ..mega.gather import Gather
+from ..mega.order import NONE, Finder, Walk
+from ..mega.peers import Peers
+from . import ptx
+from .config import BLOCK_K
+from .fp8_gemm import Mainloop
+from .kernel import accumulators
+from .mega_config import (
+    CONSUMERS,
+    FIRST_CONSUMER,
+    FIRST_DISPATCH,
+    MULTIPLE,
+    STAGING_BYTES,
+    MegaConfig,
+)
+from .mega_epilogue import MegaEpilogue
+from .mega_roles import MegaFetcher, MegaLoader, tile_of
+
+__all__ = ["MegaMoe", "compile_config"]
+
+_SORT_BARRIER = 3
+
+
+class MegaMoe:
+    """The kernel of a :class:`MegaConfig` and the host code that launches it."""
+
+    def __init__(self, config: MegaConfig):
+        self.config, self.buffers = config, Buffers(config.sizes)
+        stages = config.product.stages
+        rows, half = (TILE_ROWS, BLOCK_K), (MULTIPLE, BLOCK_K)
+        self.copies = (
+            Copies(cutlass.Uint8, rows, stages),
+            Copies(Float32, (1, TILE_ROWS), stages, swizzled=False),
+            Copies(cutlass.Uint8, half, 2 * stages),
+        )
+
+    @cute.jit
+    def __call__(
+        self, buffer, peers, rank, ids, weights, out, up, down, rings, limit, ctas, stream
+    ):
+        """Launch the kernel.
+
+        ``buffer`` (bytes,) is this rank's; ``peers`` (ranks,) the addresses of all; ``ids`` and
+        ``weights`` (tokens, topk); ``out`` (tokens, H). ``up`` and ``down`` are bytes (experts *
+        rows, K) and scales (experts, rows / 128, K / 128); ``rings`` rows and their scales of both,
+        which are parts of the buffer. ``limit``: nanoseconds; ``ctas``: that run at once.
+        """
+        loads = []
+        for (rows, row_scales), (matrices, _) in zip(rings, (up, down), strict=True):
+            made = [
+                each.describe(x)
+                for each, x in zip(self.copies, (rows, row_scales, matrices), strict=True)
+            ]
+            loads.append([(promote_l2(made[0][0]), made[0][1]), made[1], made[2]])
+        atoms = [[atom for atom, _ in some] for some in loads]
+        views = [[view for _, view in some] for some in loads]
+        given = buffer, peers, rank, ids, weights, out, limit
+        self.kernel(atoms, views, (up[1], down[1]), given).launch(
+            grid=(ctas, 1, 1),
+            block=(self.config.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, atoms, views, scales, given):
+        config, product = self.config, self.config.product
+        buffer, table, this_rank, ids, weights, out, limit = given
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        # before threads meet: what it reads of the state is written when all have finished
+        peers = self.peers(buffer, table, this_rank, limit)
+
+        memory = cutlass.memory.SmemAllocator()
+        tiles = [self.copies[i].allocate(memory) for i in (0, 2)]
+        staging = shared.allocate(memory, STAGING_BYTES, 128)
+        tiles.insert(1, self.copies[1].allocate(memory))
+        fetched = shared.allocate(memory, product.stages * product.b_scales_apart, 128)
+        loads = [
+            [TmaTiles(*each) for each in zip(self.copies, *some, tiles, strict=True)]
+            for some in zip(atoms, views, strict=True)
+        ]
+        words = shared.allocate(memory, 4 * config.sizes.sort_words, 16)
+        pipeline, ring = Pipeline.allocate(memory, product.stages, 1), TileRing.allocate(memory)
+        if warp == 0:
+            for atom in [*atoms[0], *atoms[1]]:
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for i in range_constexpr(product.stages):
+                    cute.arch.mbarrier_init(pipeline.full + i, 2)
+                    cute.arch.mbarrier_init(pipeline.empty + i, 4 * CONSUMERS)
+                ring.init_barriers(2 + 4 * CONSUMERS)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        walk = Walk(peers, config.unit_rows)
+        thread = cute.arch.thread_idx()[0]
+        count = 32 * (config.send_warps + config.gather_warps)
+        sorting = words, thread - FIRST_DISPATCH, count, _SORT_BARRIER
+        dispatch = Dispatch(peers, ids, config.id_bytes, *sorting)
+        loading, sending, multiplying = config.registers
+        if warp < FIRST_DISPATCH // 32:
+            cute.arch.setmaxregister_decrease(loading)
+            if warp == 0:
+                MegaLoader(config, peers, pipeline, ring, loads)()
+            if warp == 1:
+                MegaFetcher(config, pipeline, ring, scales, fetched)()
+            if warp == 2:
+                Finder(walk, ring, config.across, config.k_blocks, peers.cta, peers.ctas)()
+        elif warp < FIRST_CONSUMER // 32:
+            cute.arch.setmaxregister_decrease(sending)
+            dispatch.sort()
+            number = warp - FIRST_DISPATCH // 32
+            if number < config.send_warps:
+                if config.sizes.ranks > 1:
+                    number = peers.cta * config.send_warps + number
+                    dispatch.send(number, peers.ctas * config.send_warps)
+            else:
+                number = peers.cta * config.gather_warps + number - config.send_warps
+                warps = peers.ctas * config.gather_warps
+                Gather(walk, config.across[0], _scale_place, number, warps)()
+        else:
+            cute.arch.setmaxregister_increase(multiplying)
+            self.multiply(peers, pipeline, ring, staging, tiles, fetched)
+            number = 4 * CONSUMERS
+            Finish(
+                peers,
+                dispatch,
+                weights,
+                out,
+                config.out_dtype,
+                peers.cta * number + warp - FIRST_CONSUMER // 32,
+                peers.ctas * number,
+                False,
+            )()
+
+    @cute.jit
+    def multiply(self, peers, pipeline, ring, staging, tiles, fetched):
+        """The work of a warpgroup that multiplies, and stores."""
+        config = self.config
+        thread = cute.arch.thread_idx()[0] - FIRST_CONSUMER
+        warpgroup = cute.arch.make_warp_uniform(thread // 128)
+        thread = ptx.pin(thread % 128)
+        a, a_scale, b = (each.iterator.toint() for each in tiles)
+        place = warpgroup * 64, thread
+        mainloop = Mainloop(config.product, pipeline, *place, a, b, a_scale, fetched)
+        epilogue = MegaEpilogue(config, peers, staging)
+        acc = [accumulators(config.product) for _ in config.product.mma_tiles]
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        words = ring.read(turn)
+        while words[0] != NONE:
+            tile = tile_of(config, words)
+            # what a wgmma would keep of the last tile takes no registers in the epilogue so
+            for each in (*acc, mainloop.partial_acc):
+                each.fill(0.0)
+            stage, phase = mainloop(acc, tile, tile.k_blocks, stage, phase)
+            epilogue(acc, tile)
+            turn = turn + 1
+            words = ring.read(turn)
+
+    def peers(self, buffer, table, rank, limit) -> Peers:
+        given = table.iterator.toint(), rank, limit
+        return Peers.of_launch(self.buffers, buffer.iterator.toint(), *given)
+
+
+def _scale_place(row) -> Any:
+    """In a tile of scales, the word of a row."""
+    return row
+
+
+def compile_config(config: MegaConfig):
+    """The host function of a kernel, which takes tensors of any shape."""
+    matrices = [
+        (any_tensor(cutlass.Uint8, 2, 16, True), any_tensor(Float32, 3, 4)) for _ in range(2)
+    ]
+    rings = [
+        (any_tensor(cutlass.Uint8, 2, 16, True), any_tensor(Float32, 2, 16, True)) for _ in range(2)
+    ]
+    return compile_for(
+        config.arch,
+        MegaMoe(config),
+        any_tensor(cutlass.Uint8, 1, 16),
+        any_tensor(Int64, 1, 8),
+        Int32(0),
+        any_tensor(Int32 if config.id_bytes == 4 else Int64, 2, config.id_bytes),
+        any_tensor(Float32, 2, 4),
+        any_tensor(NUMERIC[config.out_dtype], 2, 16),
+        *matrices,
+        tuple(rings),
+        Int64(0),
+        Int32(1),
+    )

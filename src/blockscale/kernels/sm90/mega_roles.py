@@ -1,0 +1,177 @@
+# mypy: ignore-errors
+"""What loads tiles of a mega MoE: rows of experts from rings, matrices, and their scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Float32, Int32, cute, range_constexpr, select_
+
+from ..common.pipeline import Pipeline
+from ..common.tile_ring import TileRing
+from ..mega.order import NONE
+from ..mega.peers import Peers
+from ..mega.signals import fence_async, wait_for
+from . import ptx
+from .config import BLOCK_K
+from .mega_config import CONSUMERS, MULTIPLE, MegaConfig
+
+__all__ = ["MegaFetcher", "MegaLoader", "MegaTile", "tile_of"]
+
+
+@dataclass(frozen=True)
+class MegaTile:
+    """A tile of one of the products.
+
+    Attributes:
+        second: 1 of the second product, else 0.
+        slot, turn: of the unit in the rings, and how many units had the slot before.
+        column: the first one, of the result; ``group``: the expert.
+        a_row: the first row in the ring; ``b_rows``: of both halves of the tile's columns.
+        first, rows: the number of the unit's first row, and how many rows it has.
+        k_blocks: along K.
+    """
+
+    second: Any
+    slot: Any
+    turn: Any
+    column: Any
+    group: Any
+    a_row: Any
+    b_rows: tuple
+    first: Any
+    rows: Any
+    k_blocks: Any
+
+
+def tile_of(config: MegaConfig, words) -> MegaTile:
+    """Of what the ring has: ``mega.order.Finder``."""
+    sizes, ring = config.sizes, config.sizes.ring_blocks
+    second, unit = words[0] >> 30, words[0] & ((1 << 30) - 1)
+    across, group = words[1] >> 16, words[1] & 0xFFFF
+    wide = across * config.product.tile[1]
+    gate = group * (2 * sizes.intermediate) + across * MULTIPLE
+    down = group * sizes.hidden + wide
+    halves = (gate, down), (gate + sizes.intermediate, down + MULTIPLE)
+    return MegaTile(
+        second=second,
+        slot=unit % ring,
+        turn=unit // ring,
+        column=Int32(select_(second == 1, wide, across * MULTIPLE)),
+        group=group,
+        a_row=unit % ring * config.unit_rows,
+        b_rows=tuple(Int32(select_(second == 1, b, a)) for a, b in halves),
+        first=words[2],
+        rows=words[3] & 0xFFFF,
+        k_blocks=words[3] >> 16,
+    )
+
+
+@dataclass(frozen=True)
+class MegaLoader:
+    """Keeps the stages filled by TMA, when the rows that a tile reads are there: a warp.
+
+    ``loads``: of each product those of rows, their scales and matrices.
+    """
+
+    config: MegaConfig
+    peers: Peers
+    pipeline: Pipeline
+    ring: TileRing
+    loads: tuple
+
+    @cute.jit
+    def __call__(self):
+        stage, phase, turn = Int32(0), Int32(1), Int32(0)
+        words = self.ring.read(turn)
+        while words[0] != NONE:
+            tile = tile_of(self.config, words)
+            self.await_rows(tile)
+            for k_block in range(tile.k_blocks):
+                self.pipeline.producer_acquire(stage, phase)
+                barrier = self.pipeline.producer_barrier(stage, phase)
+                if tile.second == 0:
+                    self.fill(self.loads[0], tile, k_block, stage, barrier)
+                else:
+                    self.fill(self.loads[1], tile, k_block, stage, barrier)
+                stage, phase = self.pipeline.producer_next(stage, phase)
+            turn = turn + 1
+            words = self.ring.read(turn)
+
+    @cute.jit
+    def await_rows(self, tile):
+        config, turns = self.config, tile.turn + 1
+        stored = config.across[0] * (4 * CONSUMERS)
+        if tile.second == 0:
+            wait_for(self.peers.signal("up_full", tile.slot), turns * config.unit_rows)
+        else:
+            wait_for(self.peers.signal("down_full", tile.slot), turns * stored)
+        fence_async()
+        cute.arch.sync_warp()
+
+    def fill(self, loads, tile, k_block, stage, barrier) -> None:
+        """Load a K block: rows, both halves of the matrix's, and the rows' scales."""
+        rows, scales, matrices = loads
+        nbytes = rows.copies.moved + scales.copies.moved + 2 * matrices.copies.moved
+        with cute.arch.elect_one():
+            ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
+        column = k_block * BLOCK_K
+        rows.load(stage, (tile.a_row, column), barrier)
+        scales.load(stage, (tile.slot * self.scale_words(tile) + k_block, Int32(0)), barrier)
+        for i, row in enumerate(tile.b_rows):
+            matrices.load(stage * 2 + i, (row, column), barrier)
+
+    def scale_words(self, tile):
+        """Of a row, in the ring that a product reads."""
+        up, down = self.config.k_blocks
+        return Int32(select_(tile.second == 1, Int32(down), Int32(up)))
+
+
+@dataclass(frozen=True)
+class MegaFetcher:
+    """Brings 128 x 128 scales of both halves of a tile's columns to the stages, at ``address``: a
+    warp. ``scales``: (experts, rows / 128, K / 128) of each product.
+    """
+
+    config: MegaConfig
+    pipeline: Pipeline
+    ring: TileRing
+    scales: tuple
+    address: Any
+
+    @cute.jit
+    def __call__(self):
+        stage, phase, turn = Int32(0), Int32(1), Int32(0)
+        words = self.ring.read(turn)
+        while words[0] != NONE:
+            tile = tile_of(self.config, words)
+            row = tile.column // MULTIPLE
+            if tile.second == 0:
+                up = row + self.config.sizes.intermediate // MULTIPLE
+                stage, phase = self.fetch(self.scales[0], tile, (row, up), stage, phase)
+            else:
+                stage, phase = self.fetch(self.scales[1], tile, (row, row + 1), stage, phase)
+            turn = turn + 1
+            words = self.ring.read(turn)
+
+    @cute.jit
+    def fetch(self, scales, tile, rows, stage, phase):
+        """A lane has those of every 32nd K block, read long before a stage is free for them."""
+        lane, apart = cute.arch.lane_idx(), self.config.product.b_scales_apart
+        own = scales[(tile.group, None, None)]
+        for first in range(0, tile.k_blocks, 32):
+            values = [Float32(0), Float32(0)]
+            for i in range_constexpr(2):
+                if rows[i] < own.shape[0] and first + lane < tile.k_blocks:
+                    values[i] = own[rows[i], first + lane]
+            count = tile.k_blocks - first
+            for i in range(Int32(select_(count < 32, count, Int32(32)))):
+                self.pipeline.producer_acquire(stage, phase)
+                if lane == i:
+                    target = self.address + stage * apart
+                    for j in range_constexpr(2):
+                        ptx.st_shared(target + 4 * j, [values[j]])
+                    ptx.mbarrier_arrive(self.pipeline.producer_barrier(stage, phase).toint())
+                stage, phase = self.pipeline.producer_next(stage, phase)
+        return stage, phase

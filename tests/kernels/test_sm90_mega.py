@@ -1,0 +1,65 @@
+"""A mega MoE on Hopper in the emulator: FP8 rows by FP8 matrices, with the bits of its steps."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+import blockscale as bs
+from blockscale import emulator as em
+from blockscale.cli.emulate_ranks import Case, Ranks, steps
+from blockscale.distributed import MegaMoE
+from blockscale.emulator.host.hostcode import settings
+from blockscale.kernels.common.builders import build_kernel
+from blockscale.kernels.common.gpu import SHARED
+from blockscale.kernels.common.machine_code import usage
+from blockscale.kernels.mega.buffers import Sizes
+from blockscale.kernels.sm90.mega_config import choose_mega
+from stand_in import gpu, matrix
+
+FP8 = {"format": "fp8_128x128", "activations": "fp8_1x128"}
+
+
+@pytest.mark.parametrize(("case", "how"), [
+    (Case((20,), hidden=128, experts=2, **FP8), {"completion": "late"}),
+    (Case((20, 13), topk=3, hidden=128, experts=2, **FP8), {"completion": "eager"}),
+    (Case((19, 6), hidden=512, intermediate=384, experts=3, **FP8), {"completion": "random"}),
+    (Case((9, 0, 17, 4), hidden=128, experts=1, **FP8), {"completion": "random", "clusters": 1}),
+    (Case((300,), hidden=384, experts=2, ring=4, **FP8), {"completion": "random", "clusters": 3}),
+], ids=["alone", "two", "sizes", "four", "rings"])  # fmt: skip
+def test_ranks(case, how):
+    ranks = Ranks(case, "sm_90a", **how)
+    for got, want in zip(ranks.launch(), steps(case, "sm_90a"), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_rank_that_does_not_come():
+    ranks = Ranks(Case((5, 3), hidden=128, experts=2, **FP8), "sm_90a", limit=1e-4)
+    ranks.launch(absent=[1])
+    assert ranks.ranks[0].missing_rank == 1
+
+
+def test_a_module_that_asks_for_it():
+    """By default steps run one after another: which is faster has not been measured."""
+    x, part, ids = matrix(9, 128), torch.rand(9, 2), torch.rand(9, 3).argsort(1)[:, :2]
+    shapes = ((3, 256, 128), (3, 128, 128))
+    up, down = (bs.quantize(torch.randn(shape) / 8, "fp8_128x128") for shape in shapes)
+    device = em.Device("sm_90a")
+    with gpu("sm_90a", multiprocessors=2, quantizes=True), em.cutedsl(device) as ran:
+        want = MegaMoE(up, down, tokens=9, topk=2)(x, part, ids)
+        moe = MegaMoE(up, down, tokens=9, topk=2, backend="kernel")
+        ran.clear()
+        assert torch.equal(moe(x, part, ids), want)
+        assert len(ran) == 2  # the quantizer's, and that
+
+
+def test_registers():
+    """Of 65536 in all. What is spilled is not touched in a loop over K or over rows."""
+    chosen = choose_mega(Sizes(8, 8192, 6, 4096, 2048, 32, "fp8_1x128"))
+    assert 128 * (sum(chosen.registers[:2]) + 2 * chosen.registers[2]) <= 65536
+    with em.cutedsl(em.Device("sm_90a")), patch.object(settings(), "keep_cubin", True):
+        found = usage(build_kernel(chosen).__cubin__)
+    assert found.frame_bytes <= 16
+    assert chosen.shared_bytes + found.static_bytes <= SHARED
