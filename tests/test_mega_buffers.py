@@ -47,6 +47,12 @@ def test_regions_do_not_overlap(sizes, activations):
     assert regions[-1].offset + regions[-1].nbytes <= buffers.nbytes
 
 
+@pytest.mark.parametrize("activations", ["nvfp4", "mxfp8", "fp8_1x128"])
+def test_at_most_052_of_the_bytes_of_bf16_travel(activations):
+    sizes = Sizes(8, 8192, 6, 4096, 2048, 32, activations)
+    assert sizes.row_bytes(4096) + 4 * sizes.scale_words(4096) <= 0.52 * 2 * 4096
+
+
 def test_build_15_the_buffer_has_room_for_scales_of_16():
     """Twice as many as MXFP4's, at equal columns."""
     found = {
