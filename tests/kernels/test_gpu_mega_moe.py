@@ -1,5 +1,8 @@
 """Experts over ranks, of one rank, by kernels in the emulator: the bits of its steps one by one."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -82,8 +85,14 @@ def test_one_kernel(dtype):
         assert torch.equal(moe(x, part, bs.route(experts, EXPERTS)), want)
         with pytest.raises(ValueError, match="more than tokens=20"):
             moe(matrix(21, HIDDEN), torch.rand(21, TOPK), experts[:1].expand(21, -1))
+        other = copy.deepcopy(moe)
+        assert torch.equal(other(x, part, experts), want)
+        assert other._launch.memory.peers.item() == other._launch.memory.buffer.data_ptr()
+        with pytest.raises(TypeError, match="its memory cannot be saved"):
+            pickle.dumps(moe)
         moe.up.qdata.zero_()
         assert not moe(x, part, experts).any()
+        assert torch.equal(other(x, part, experts), want)
         moe._launch.missing.fill_(3)
         with pytest.raises(PeerError, match=r"rank 2 did not come within 10 s of a launch"):
             moe(x, part, experts)

@@ -53,6 +53,21 @@ class MegaLaunch:
         self._made_of: Any = None
         self._operands: tuple[Operand, Operand] | None = None
 
+    def __deepcopy__(self, memo: Any) -> MegaLaunch:
+        """Memory of its own: what peers know of the original is not this one's."""
+        sizes, device = self.memory.buffers.sizes, self.memory.buffer.device
+        if sizes.ranks > 1:
+            raise TypeError(
+                "MegaMoE: its memory is shared with other ranks, which know nothing of a copy; "
+                "make another one on all ranks"
+            )
+        return MegaLaunch(sizes, device, None)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "MegaMoE: its memory cannot be saved; save the state_dict, and make the module anew"
+        )
+
     def __call__(
         self,
         parts: tuple[Tensor, ...],
@@ -65,6 +80,11 @@ class MegaLaunch:
         """``out``, of quantized tokens ``parts``; ``scales`` are those of activations. PeerError
         where another rank did not come, at the next call on a GPU."""
         self._check()
+        if out.device != self.memory.buffer.device:
+            raise ValueError(
+                f"MegaMoE: was moved to {out.device}, and its memory is on "
+                f"{self.memory.buffer.device}; make it anew where it shall run"
+            )
         self.memory.put_tokens(*parts)
         given = self._experts(experts, scales)
         self.calls.mega_moe(self.memory, given, ids, weights, out, Launch())

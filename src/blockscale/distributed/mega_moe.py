@@ -136,7 +136,7 @@ class MegaMoE(nn.Module):
             experts: int64 or int32 (t, topk), the numbers of a token's experts among all of all
                 ranks; others are those of none. Or their routing, made for all these experts.
 
-        Every rank calls it. Raises ValueError or TypeError where these are something else, and
+        Every rank calls it, on one stream: the kernel's calls share memory. Raises ValueError or TypeError where these are something else, and
         :class:`PeerError` on all other ranks then. What goes wrong after that, in products, is
         raised on its rank alone; others wait for the time-out of torch.distributed.
         """

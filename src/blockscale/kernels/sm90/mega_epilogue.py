@@ -60,7 +60,7 @@ class MegaEpilogue:
         else:
             if first:
                 add_release(peers.signal("down_done", tile.slot), 1, "gpu")
-            self.give_back(acc, tile, warpgroup, thread, staging)
+            self.return_rows(acc, tile, warpgroup, thread, staging)
 
     # --- the first product ------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class MegaEpilogue:
     # --- the second product -----------------------------------------------------------------------
 
     @cute.jit
-    def give_back(self, acc, tile, warpgroup, thread, staging):
+    def return_rows(self, acc, tile, warpgroup, thread, staging):
         """Rows to where their ranks add them up, 64 columns at a time."""
         peers, sizes, lane = self.peers, self.peers.sizes, cute.arch.lane_idx()
         warp = thread // 32
