@@ -1,4 +1,5 @@
-"""What the model says of a mega MoE, and how many bytes travel: docs/lab/mega-moe.md. Needs no GPU.
+"""What the model says of a mega MoE, and how many bytes travel: docs/lab/mega-moe.md; and the
+perplexities that ``moe_perplexity.py`` found. Needs no GPU.
 
     PYTHONPATH=../src:. python3 mega_tables.py
 
@@ -7,9 +8,10 @@ Each rank has as many tokens, each of which names experts at random.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
-from exact_tables import LAB, table
+from exact_tables import LAB, RESULTS, table
 from gpu_quantize import rewrite
 
 from blockscale.kernels.mega.buffers import Sizes
@@ -98,8 +100,20 @@ def travels() -> str:
     return table(["", *heads], lines)
 
 
+def perplexities() -> str:
+    rows = json.loads((RESULTS / "moe_perplexity_cpu.json").read_text())["rows"]
+    plain, lines = rows[0]["perplexity"], []
+    for row in rows:
+        formats = row["weights"], row["activations"], row.get("scales", "")
+        change = f"{100 * (row['perplexity'] / plain - 1):+.2f} %"
+        lines.append([*formats, f"{row['perplexity']:.4f}", change])
+    heads = "activations", "their global scales", "perplexity", "beside bf16"
+    return table(["weights", *heads], lines)
+
+
 def main() -> None:
-    for name, text in {"estimates": estimates(), "travels": travels()}.items():
+    made = {"estimates": estimates(), "travels": travels(), "perplexity": perplexities()}
+    for name, text in made.items():
         rewrite(LAB / "mega-moe.md", text, *(mark.format(name) for mark in MARKS))
 
 

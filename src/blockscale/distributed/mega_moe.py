@@ -136,9 +136,10 @@ class MegaMoE(nn.Module):
             experts: int64 or int32 (t, topk), the numbers of a token's experts among all of all
                 ranks; others are those of none. Or their routing, made for all these experts.
 
-        Every rank calls it, on one stream: the kernel's calls share memory. Raises ValueError or TypeError where these are something else, and
-        :class:`PeerError` on all other ranks then. What goes wrong after that, in products, is
-        raised on its rank alone; others wait for the time-out of torch.distributed.
+        Every rank calls it, on one stream: calls of the kernel share memory. Raises ValueError or
+        TypeError where these are something else, and :class:`PeerError` on all other ranks then:
+        at once, or with the kernel when they have waited for 10 s. What goes wrong after that, in
+        products, is raised on its rank alone; others wait for the time-out of torch.distributed.
         """
         config, error = self._config, None
         parts: tuple[Tensor, ...] = ()
