@@ -52,7 +52,7 @@ def errors(report: FileReport) -> Figure:
     left.set_title("Relative error of elements")
     left.set_xscale("log", base=2)
     left.set_xlabel("|dequantized $-$ x| / |x|")
-    left.set_ylabel("elements per bin, half an octave wide")
+    left.set_ylabel("elements per bin, two bins an octave")
     right.set_title("Block scales" + (" times global scale" * _two_levels(by_format)))
     right.set_xlabel("exponent: floor(log2(scale))")
     right.set_ylabel("blocks")

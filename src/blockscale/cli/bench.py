@@ -209,8 +209,8 @@ def moe(
 ) -> None:
     """Measure a layer of experts, forward, and forward and backward, beside torch's bf16.
 
-    Routing and all casts count; then with the weights as they were quantized before. Then each step
-    alone beside its floor, and what a layer costs the host.
+    Routing and all casts count; then with the weights as they were quantized before.
+    Then each step alone beside its floor, and what a layer costs the host.
     """
     from ..bench.host import measure_host
     from ..bench.moe import AT_ONCE, RECIPES, contests, layer_calls, make_layer

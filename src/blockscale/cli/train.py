@@ -221,9 +221,8 @@ def _show(comparison: Comparison, folder: Path) -> None:
         *most, x, w, g = cells(row)
         table.add_row(*most, f"{x:>4} {w:>4} {g:>4}")
     console.print(table)
-    console.print(
-        Text("x, w, g: activations, weights, gradients; ±: standard deviation over seeds")
-    )
+    spread = "; ±: standard deviation over seeds" if comparison.settings.seeds > 1 else ""
+    console.print(Text(f"x, w, g: activations, weights, gradients{spread}"))
     for sentence in comparison.verdict():
         console.print(Text(sentence), soft_wrap=True)
     console.print(Text(f"{folder}: loss.png, report.html, results.json"), soft_wrap=True)
