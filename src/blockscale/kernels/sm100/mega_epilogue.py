@@ -10,7 +10,7 @@ from cutlass import min as least
 from ..common import ptx as common
 from ..mega.peers import Peers
 from ..mega.rows import of_lane
-from ..mega.signals import add_release, wait_for
+from ..mega.signals import add_release
 from . import ptx
 from .epilogue import Epilogue
 from .mega_config import MegaConfig
@@ -70,12 +70,10 @@ class MegaEpilogue(Epilogue):
 
     @cute.jit
     def store_acc(self, acc, which, free, warp, tile):
-        config, peers, lane = self.mega, self.peers, cute.arch.lane_idx()
+        peers, lane = self.peers, cute.arch.lane_idx()
         if tile.second == 0:
             if warp == 0 and lane == 0:  # all that it reads has been loaded
                 add_release(peers.signal("up_done", tile.slot), 1, "gpu")
-            read = config.across[1] * config.ctas
-            wait_for(peers.signal("down_done", tile.slot), tile.turn * read)
             self.up.store_acc(acc, which, free, warp, tile)
             cute.arch.cp_async_bulk_wait_group(0, read=False)
             cute.arch.sync_warp()

@@ -88,14 +88,26 @@ class MegaPipeline(TilePipeline):
 
 class MegaLoader(Loader):
     """Keeps the stages filled: ``up`` and ``down`` load their products' tiles, when the rows that
-    these read are there."""
+    these read are there, and room for what they store."""
 
     def __init__(self, config: MegaConfig, peers: Peers, up: Loader, down: Loader):
         super().__init__(up.pipeline, [])
         self.mega, self.peers, self.up, self.down = config, peers, up, down
 
+    def begin_tile(self, tile) -> None:
+        self.await_room(tile)
+        self.await_rows(tile)
+
     @cute.jit
-    def begin_tile(self, tile):
+    def await_room(self, tile):
+        """Until the second ring has room for a tile of the first product. It is long there, so the
+        epilogue need not wait for the answer."""
+        if tile.second == 0:
+            read = tile.turn * (self.mega.across[1] * self.mega.ctas)
+            wait_for(self.peers.signal("down_done", tile.slot), read)
+
+    @cute.jit
+    def await_rows(self, tile):
         config, turns = self.mega, tile.turn + 1
         stored = config.across[0] * config.ctas * EPILOGUE_WARPS
         if tile.second == 0:

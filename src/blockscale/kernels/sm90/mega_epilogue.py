@@ -20,7 +20,7 @@ from ..common.swiglu import PRODUCE
 from ..mega.buffers import TILE_ROWS
 from ..mega.peers import Peers
 from ..mega.rows import of_lane
-from ..mega.signals import add_release, wait_for
+from ..mega.signals import add_release
 from . import ptx
 from .epilogue import swizzle_of
 from .mega_config import FIRST_CONSUMER, MULTIPLE, MegaConfig
@@ -52,7 +52,6 @@ class MegaEpilogue:
         if tile.second == 0:
             if first:  # all that it reads has been loaded
                 add_release(peers.signal("up_done", tile.slot), 1, "gpu")
-            wait_for(peers.signal("down_done", tile.slot), tile.turn * self.config.across[1])
             self.activate(acc, tile, warpgroup, thread, staging)
             cute.arch.sync_warp()
             if thread % 32 == 0:

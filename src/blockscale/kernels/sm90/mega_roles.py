@@ -70,7 +70,8 @@ def tile_of(config: MegaConfig, words) -> MegaTile:
 
 @dataclass(frozen=True)
 class MegaLoader:
-    """Keeps the stages filled by TMA, when the rows that a tile reads are there: a warp.
+    """Keeps the stages filled by TMA, when the rows that a tile reads are there, and room for what
+    it stores: a warp.
 
     ``loads``: of each product those of rows, their scales and matrices.
     """
@@ -87,6 +88,7 @@ class MegaLoader:
         words = self.ring.read(turn)
         while words[0] != NONE:
             tile = tile_of(self.config, words)
+            self.await_room(tile)
             self.await_rows(tile)
             for k_block in range(tile.k_blocks):
                 self.pipeline.producer_acquire(stage, phase)
@@ -98,6 +100,14 @@ class MegaLoader:
                 stage, phase = self.pipeline.producer_next(stage, phase)
             turn = turn + 1
             words = self.ring.read(turn)
+
+    @cute.jit
+    def await_room(self, tile):
+        """Until the second ring has room for a tile of the first product. It is long there, so the
+        epilogue need not wait for the answer."""
+        if tile.second == 0:
+            read = tile.turn * self.config.across[1]
+            wait_for(self.peers.signal("down_done", tile.slot), read)
 
     @cute.jit
     def await_rows(self, tile):
