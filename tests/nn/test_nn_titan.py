@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn.functional import silu
 
 import blockscale as bs
 from blockscale.nn import experts
@@ -186,6 +187,37 @@ def test_other_activations_are_left_alone():
     for layer, why in ((Geglu(), "another activation than SwiGLU"), (Strange(), "needs a GPU")):
         with pytest.raises(ValueError, match=why):
             bs.convert(torch.nn.Sequential(layer), bs.Recipe("mxfp8"))
+
+
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (lambda g, u: silu(g.clamp(max=7)) * u.clamp(-7, 7), "another activation than SwiGLU"),
+        (lambda g, u: silu(g) * u.clamp(max=1e6), "another activation than SwiGLU"),
+        (lambda g, u: 1.02 * silu(g) * u, "another activation than SwiGLU"),
+        (lambda g, u: 1.004 * silu(g) * u, "another activation than SwiGLU"),
+        (lambda g, u: (silu(g) * u).half(), "overflows where bf16 does not"),
+    ],
+    ids=["clamp", "clamp far outside", "factor", "factor below a rounding", "fp16"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nearly_swiglu_is_left_alone(act, why, dtype):
+    """What numbers of models hardly show, in either type of products."""
+
+    class Nearly(GroupedExperts):
+        def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+            made, ends = [], [0, *num_tokens_per_expert.cumsum(0).tolist()]
+            for rows, *weights in zip(pairwise(ends), self.w1, self.w2, self.w3, strict=True):
+                w1, w2, w3 = (w.to(dtype).T for w in weights)
+                part = x[slice(*rows)].to(dtype)
+                made.append(act(part @ w1, part @ w3).to(dtype) @ w2)
+            return torch.cat(made).type_as(x)
+
+    report = bs.nn.ConversionReport()
+    model = torch.nn.Sequential(Nearly(), torch.nn.Linear(H, H))
+    bs.convert(model, bs.Recipe("mxfp8"), report=report)
+    assert not isinstance(model[0], TitanExperts)
+    assert why in str(report)
 
 
 def test_bad_input():
