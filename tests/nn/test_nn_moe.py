@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import blockscale as bs
 from blockscale.nn import GatedActivation, MoE, Router, choose_experts, gate, load_balancing_loss
+from blockscale.nn.hf_activation import activation_of
 from blockscale.nn.hf_experts import Experts
 
 RECIPE = bs.Recipe("mxfp8")
@@ -411,7 +412,6 @@ def test_experts_of_transformers(marks):
 
 @pytest.mark.parametrize("marks", [(False, False, False), (True, True, True)])
 def test_converted_experts_are_compiled_before_they_run(marks):
-    """Which activation it is was found when they were converted."""
     module = bs.convert(Marked(*marks), RECIPE)
     given = torch.randn(50, 64), logits(50, 4).topk(2).indices, torch.rand(50, 2)
     torch._dynamo.reset()
@@ -420,12 +420,10 @@ def test_converted_experts_are_compiled_before_they_run(marks):
 
 
 def test_activations_are_found():
-    from blockscale.nn.hf_experts import _activation_of
-
     cpu = torch.device("cpu")
-    assert _activation_of(Marked(False, False, False), cpu) == GatedActivation()
-    assert _activation_of(Marked(True, True, True), cpu) == GatedActivation(1.702, 7.0, 1.0, True)
-    assert _activation_of(Marked(False, False, False, _geglu), cpu) is None
+    assert activation_of(Marked(False, False, False), cpu) == GatedActivation()
+    assert activation_of(Marked(True, True, True), cpu) == GatedActivation(1.702, 7.0, 1.0, True)
+    assert activation_of(Marked(False, False, False, _geglu), cpu) is None
 
 
 def test_register_without_transformers(monkeypatch):

@@ -12,6 +12,8 @@ pytest.importorskip("transformers", minversion="5.0", reason="transformers is no
 import transformers
 
 import blockscale as bs
+from blockscale.nn import GatedActivation
+from blockscale.nn.hf_activation import activation_of
 from blockscale.nn.hf_experts import Experts
 
 SIZES = {
@@ -40,8 +42,8 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def model_of(name: str, implementation: str = "eager") -> torch.nn.Module:
-    config = getattr(transformers, name)(**SIZES, **CONFIGS[name])
+def model_of(name: str, implementation: str = "eager", **others: float) -> torch.nn.Module:
+    config = getattr(transformers, name)(**SIZES, **CONFIGS[name], **others)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         config, experts_implementation=implementation
@@ -104,3 +106,29 @@ def test_whole_models(name):
     other.load_state_dict(state)
     bs.convert(other, bs.Recipe("mxfp8"))
     assert torch.equal(run(other)[0], got)
+
+
+@pytest.mark.parametrize("limit", [7.0, 50.0])
+@pytest.mark.parametrize("implementation", ["eager", "blockscale"])
+def test_limit_of_gpt_oss(limit, implementation):
+    bs.nn.register_experts(bs.Recipe("mxfp8"))
+    model = model_of("GptOssConfig", implementation, swiglu_limit=limit)
+    module = model.model.layers[0].mlp.experts
+    if implementation == "eager":
+        bs.convert(model, bs.Recipe("mxfp8"), experts_alone)
+        assert isinstance(module, Experts)
+    run(model)
+    want = GatedActivation(1.702, limit, 1.0, True)
+    assert activation_of(module, torch.device("cpu")) == want
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_compiled_at_the_first_call(name):
+    """By the name of the implementation: nothing was found before."""
+    bs.nn.register_experts(bs.Recipe("mxfp8"))
+    torch._dynamo.reset()
+    model = model_of(name, "blockscale").eval()
+    tokens = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        got = torch.compile(model, fullgraph=True, backend="eager")(tokens).logits
+        assert torch.allclose(got, model(tokens).logits, rtol=1e-4, atol=1e-5)

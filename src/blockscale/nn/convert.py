@@ -8,6 +8,7 @@ from ..tensor import ScaledTensor
 from .attention import set_fast_paths
 from .class_change import become, original, restore
 from .group_checks import check_recipe_of_groups
+from .hf_activation import forget_activation
 from .hf_experts import Experts
 from .kinds import CONVERTED, GROUPED, OWN, QUANTIZED, Kind
 from .recipe import Recipe, check_training_recipe
@@ -146,6 +147,7 @@ def _convert_back(
         else:
             restore(module)
             del module.recipe
+            forget_activation(module)
     set_fast_paths(model, CONVERTED + QUANTIZED)
     counts = product_parameters(layers), product_parameters(layers + others)
     publish(ConversionReport(entries, left, *counts), report, complain=False)

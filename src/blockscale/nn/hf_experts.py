@@ -7,18 +7,16 @@ and are called with tokens, and the experts and weights of each.
 from __future__ import annotations
 
 from importlib import import_module
-from itertools import product
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..routing import Routing, combine, route
 from .experts import experts
-from .gated import GatedActivation
 from .group_checks import check_recipe_of_groups
 from .grouped import grouped_linear
+from .hf_activation import activation_of
 from .recipe import Recipe
 from .reuse import ForgetsWeights
 from .unscripted import Unscripted
@@ -27,7 +25,6 @@ __all__ = ["Experts", "is_experts", "register_experts"]
 
 _NAME = "blockscale"
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "down_proj")
-_activations: WeakKeyDictionary[torch.nn.Module, GatedActivation | None] = WeakKeyDictionary()
 
 
 class Experts(ForgetsWeights, Unscripted, torch.nn.Module):
@@ -39,9 +36,8 @@ class Experts(ForgetsWeights, Unscripted, torch.nn.Module):
         return _run(self, hidden_states, top_k_index, top_k_weights, self.recipe)
 
     def find_activation(self) -> None:
-        """Find the activation now: a compiler may trace the first forward."""
-        device = next(self.parameters()).device
-        _activation_of(self, torch.device("cpu") if device.type == "meta" else device)
+        """Find the activation now: the first forward may be captured in a CUDA graph."""
+        activation_of(self, next(self.parameters()).device)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}".removeprefix(", ")
@@ -82,7 +78,7 @@ def register_experts(recipe: Recipe = Recipe()) -> None:  # noqa: B008 - a froze
 def _run(module: Any, x: Tensor, index: Tensor, weights: Tensor, recipe: Recipe) -> Tensor:
     """What the module's experts give each token."""
     routing = route(index, module.num_experts)
-    activation = _activation_of(module, x.device)
+    activation = activation_of(module, x.device)
     if activation is None:
         return _composed(module, x, weights, routing, recipe)
     return experts(
@@ -97,29 +93,6 @@ def _run(module: Any, x: Tensor, index: Tensor, weights: Tensor, recipe: Recipe)
         down_bias=module.down_proj_bias if module.has_bias else None,
         transposed=module.is_transposed,
     )
-
-
-def _activation_of(module: Any, device: torch.device) -> GatedActivation | None:
-    """Which of ours has the values of the module's; None: none has, or there is more between the
-    products. Found once for each module."""
-    if module not in _activations:
-        plain = module.has_gate and not getattr(module, "has_post_expert_norm", False)
-        _activations[module] = _alike(module, device) if plain else None
-    return _activations[module]
-
-
-def _alike(module: Any, device: torch.device) -> GatedActivation | None:
-    h = torch.linspace(-30, 30, 2 * 64, device=device, dtype=torch.float32)
-    h = torch.stack((h, h.flip(0), h.roll(37)))
-    with torch.no_grad():
-        want = module._apply_gate(h)
-    limits = dict.fromkeys((None, getattr(module, "limit", None)))
-    alphas = dict.fromkeys((1.0, getattr(module, "alpha", 1.0)))
-    for alpha, limit, shift in product(alphas, limits, (0.0, 1.0)):
-        found = GatedActivation(alpha, limit, shift, not module.is_concatenated)
-        if torch.allclose(found(h), want, rtol=1e-5, atol=1e-6):
-            return found
-    return None
 
 
 def _composed(module: Any, x: Tensor, weights: Tensor, routing: Routing, recipe: Recipe) -> Tensor:
