@@ -132,3 +132,12 @@ def test_compiled_at_the_first_call(name):
     with torch.no_grad():
         got = torch.compile(model, fullgraph=True, backend="eager")(tokens).logits
         assert torch.allclose(got, model(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_has_its_type():
+    """Eager sums in the tokens' type there."""
+    eager = model_of("Qwen3MoeConfig").model.layers[0].mlp.experts
+    module = bs.convert(copy.deepcopy(eager), bs.Recipe("mxfp8"))
+    given = torch.randn(8, 64), torch.tensor([[0, 1]] * 8), torch.rand(8, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (eager(*given).dtype, module(*given).dtype) == (torch.float32, torch.bfloat16)
