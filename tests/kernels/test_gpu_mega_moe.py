@@ -75,8 +75,13 @@ def test_one_kernel(dtype):
         steps = MegaMoE(up, down, tokens=TOKENS, topk=TOPK, backend="steps")
         want = steps(x, part, experts)
         few = steps(x[:3], part[:3].double(), experts[:3].int())
-    with gpu("sm_100a", multiprocessors=4, quantizes=True), em.cutedsl(em.Device("sm_100a")) as ran:
+    named = {}
+    with (
+        gpu("sm_100a", multiprocessors=4, quantizes=True),
+        em.cutedsl(em.Device("sm_100a"), buffers=named) as ran,
+    ):
         moe = MegaMoE(up, down, tokens=TOKENS, topk=TOPK)
+        named["memory"] = moe._launch.memory.buffer
         ran.clear()
         assert torch.equal(moe(x, part, experts), want)
         assert len(ran) == 2  # the quantizer's, and that
@@ -87,14 +92,14 @@ def test_one_kernel(dtype):
             moe(matrix(21, HIDDEN), torch.rand(21, TOPK), experts[:1].expand(21, -1))
         other = copy.deepcopy(moe)
         assert torch.equal(other(x, part, experts), want)
-        assert other._launch.memory.peers.item() == other._launch.memory.buffer.data_ptr()
+        assert other._launch.memory is moe._launch.memory
         with pytest.raises(TypeError, match="its memory cannot be saved"):
             pickle.dumps(moe)
         moe.up.qdata.zero_()
         assert not moe(x, part, experts).any()
         assert torch.equal(other(x, part, experts), want)
         moe._launch.missing.fill_(3)
-        with pytest.raises(PeerError, match=r"rank 2 did not come within 10 s of a launch"):
+        with pytest.raises(PeerError, match=r"rank 2 did not come within 100 s of a launch"):
             moe(x, part, experts)
 
 
@@ -103,7 +108,7 @@ def test_where_there_is_no_kernel():
     how = {"tokens": TOKENS, "topk": TOPK, "backend": "kernel"}
     with pytest.raises(ValueError, match="there is no kernel: weights are on cpu"):
         MegaMoE(up, down, **how)
-    with gpu("sm_90a"), pytest.raises(ValueError, match=r"no kernel: architecture sm_90a"):
+    with gpu("sm_90a"), pytest.raises(ValueError, match="no kernel: formats mxfp8 and mxfp4"):
         MegaMoE(up, down, **how)
     with gpu("sm_100a"), pytest.raises(ValueError, match="no kernel: intermediate size 64"):
         MegaMoE(up[:, :128], down[:, :, :64], **how)

@@ -71,10 +71,14 @@ def test_launches_one_after_another():
 
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_come(absent):
-    """The other one ends, and says who is missing."""
+    """The other one ends, and says who is missing; so does one that comes after that."""
     ranks = Ranks(Case((5, 3), **SMALL), limit=1e-4)
-    ranks.launch(absent=[absent])
+    got = ranks.launch(absent=[absent])
     assert ranks.ranks[1 - absent].missing_rank == absent
+    assert got[1 - absent].isnan().all()
+    got = ranks.launch(absent=[1 - absent])  # too late
+    assert ranks.ranks[absent].missing_rank == 1 - absent
+    assert got[absent].isnan().all()
 
 
 def test_sizes_without_a_kernel():

@@ -74,7 +74,7 @@ def _chosen() -> list[Config]:
 def test_chosen(config):
     """Sizes around those of tiles, a tail in N, rows of no group."""
     sizes = [each for each in EDGES if each <= max(2 * config.rows, 33)]
-    product(config, sizes, 264 if config.tma_store else 133, 384, 9, completion="random")
+    product(config, sizes, 136 if config.tma_store else 133, 384, 9, completion="random")
 
 
 def test_scales_that_are_not_copied():

@@ -37,8 +37,12 @@ def test_ranks(case, how):
 
 def test_a_rank_that_does_not_come():
     ranks = Ranks(Case((5, 3), hidden=128, experts=2, **FP8), "sm_90a", limit=1e-4)
-    ranks.launch(absent=[1])
+    got = ranks.launch(absent=[1])
     assert ranks.ranks[0].missing_rank == 1
+    assert got[0].isnan().all()
+    got = ranks.launch(absent=[0])  # too late
+    assert ranks.ranks[1].missing_rank == 0
+    assert got[1].isnan().all()
 
 
 def test_a_module_that_asks_for_it():
@@ -46,10 +50,14 @@ def test_a_module_that_asks_for_it():
     x, part, ids = matrix(9, 128), torch.rand(9, 2), torch.rand(9, 3).argsort(1)[:, :2]
     shapes = ((3, 256, 128), (3, 128, 128))
     up, down = (bs.quantize(torch.randn(shape) / 8, "fp8_128x128") for shape in shapes)
-    device = em.Device("sm_90a")
-    with gpu("sm_90a", multiprocessors=2, quantizes=True), em.cutedsl(device) as ran:
+    device, named = em.Device("sm_90a"), {}
+    with (
+        gpu("sm_90a", multiprocessors=2, quantizes=True),
+        em.cutedsl(device, buffers=named) as ran,
+    ):
         want = MegaMoE(up, down, tokens=9, topk=2)(x, part, ids)
         moe = MegaMoE(up, down, tokens=9, topk=2, backend="kernel")
+        named["memory"] = moe._launch.memory.buffer
         ran.clear()
         assert torch.equal(moe(x, part, ids), want)
         assert len(ran) == 2  # the quantizer's, and that

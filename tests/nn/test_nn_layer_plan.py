@@ -117,7 +117,6 @@ def test_gradients_that_are_asked_for(monkeypatch, counts, name, needs):
     ("name", "arch", "x", "n"),
     [
         ("mxfp8", "sm_90a", (136, 64), 136),
-        ("nvfp4", "sm_90a", (136, 64), 136),
         ("fp8_block", "sm_90a", (2, 20, 70), 48),
         ("mxfp8", "sm_90a", (40, 96), 48),  # so few rows that scales are copied for a kernel
         ("nvfp4", "sm_90a", (40, 96), 48),

@@ -80,6 +80,8 @@ def megamoe(
             raise ValueError(f"{name}: got {number}; expected 1 or more")
     if tokens < 0:
         raise ValueError(f"tokens: got {tokens}; expected 0 or more")
+    if ctas != 1 and arch == "sm_90a":
+        raise ValueError(f"ctas: got {ctas} for sm_90a; only from sm_100a on tensor cores pair up")
     if experts % ranks:
         raise ValueError(f"experts: got {experts}; expected a multiple of {ranks} ranks")
     if topk > experts:

@@ -23,7 +23,7 @@ __all__ = [
     "activation_scale",
     "config_of",
     "gather_messages",
-    "has_kernel",
+    "multiprocessors_of",
     "same_config",
 ]
 
@@ -51,7 +51,7 @@ class MegaConfig(NamedTuple):
     tokens: int  # of each rank, at most
     topk: int
     ranks: int
-    kernel: bool  # one does it all
+    multiprocessors: int  # that run one kernel which does it all; 0: there is none
 
     @property
     def sizes(self) -> Sizes:
@@ -93,24 +93,27 @@ def config_of(
     what = f"activations (of {up.format_name} weights)"
     chosen = choose(what, next(iter(known)) if activations is None else activations, known)
     columns = hidden, wide // 2
-    return MegaConfig(up.format_name, chosen, experts, *columns, tokens, topk, ranks, kernel=False)
+    return MegaConfig(
+        up.format_name, chosen, experts, *columns, tokens, topk, ranks, multiprocessors=0
+    )
 
 
-def has_kernel(
+def multiprocessors_of(
     config: MegaConfig, a2_scale: Tensor | None, device: torch.device, backend: str
-) -> bool:
-    """Whether one kernel does it all; ValueError where it shall, and there is none."""
-    if choose("backend", backend, {name: name for name in BACKENDS}) == "steps":
-        return False
+) -> int:
+    """Those that run the kernel; 0 where steps run one after another. ValueError where a kernel
+    shall run, and there is none."""
     gpu = gpu_of(device)
+    if choose("backend", backend, {name: name for name in BACKENDS}) == "steps":
+        return 0
     if backend == "auto" and gpu is not None and gpu.arch == "sm_90a":
-        return False  # which of them is faster has not been measured
+        return 0  # which of them is faster has not been measured
     reason = why_no_kernel(config.sizes, config.weights, device)
     if not reason and is_per_group(a2_scale):
         reason = "a2_scale: has one for each expert, the kernel one for all"
     if reason and backend == "kernel":
         raise ValueError(f"backend: there is no kernel: {reason}")
-    return not reason
+    return 0 if reason or gpu is None else gpu.multiprocessors
 
 
 def activation_scale(

@@ -18,7 +18,7 @@ from ..tensor import ScaledTensor
 from .symmetric import symmetric_memory
 from .tokens import PeerError, rank_and_ranks
 
-__all__ = ["MegaLaunch", "why_no_kernel"]
+__all__ = ["MegaLaunch", "memory_of", "why_no_kernel"]
 
 #: By architecture, its calls, and the layout of scales of matrices.
 _CALLS: dict[str, tuple[Any, str]] = {
@@ -37,14 +37,28 @@ def why_no_kernel(sizes: Sizes, weights: str, device: torch.device) -> str:
     return str(calls.why_not_mega(sizes, weights, gpu.arch))
 
 
+#: What modules alike share, as their calls are one after another.
+_memories: dict[tuple[Sizes, torch.device, dist.ProcessGroup | None], Memory] = {}
+
+
+def memory_of(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None) -> Memory:
+    """Of a rank; all ranks ask for the same one after another. It is kept: where one rank forgot it
+    and made it anew, the others would not know."""
+    key = sizes, device, group
+    if key not in _memories:
+        buffers = Buffers(sizes)
+        memory = symmetric_memory(buffers.nbytes, device, group)
+        _memories[key] = Memory(buffers, *memory, rank_and_ranks(group)[0])
+    return _memories[key]
+
+
 class MegaLaunch:
     """The launches of a rank, which holds the memory that it shares with others for them. All ranks
     make it together."""
 
-    def __init__(self, sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None):
-        buffers = Buffers(sizes)
-        memory = symmetric_memory(buffers.nbytes, device, group)
-        self.memory = Memory(buffers, *memory, rank_and_ranks(group)[0])
+    def __init__(self, memory: Memory):
+        self.memory = memory
+        device = memory.buffer.device
         gpu = gpu_of(device)
         assert gpu is not None  # else there is no kernel
         self.calls, self.layout = _CALLS[gpu.arch]
@@ -54,14 +68,8 @@ class MegaLaunch:
         self._operands: tuple[Operand, Operand] | None = None
 
     def __deepcopy__(self, memo: Any) -> MegaLaunch:
-        """Memory of its own: what peers know of the original is not this one's."""
-        sizes, device = self.memory.buffers.sizes, self.memory.buffer.device
-        if sizes.ranks > 1:
-            raise TypeError(
-                "MegaMoE: its memory is shared with other ranks, which know nothing of a copy; "
-                "make another one on all ranks"
-            )
-        return MegaLaunch(sizes, device, None)
+        """With the same memory, as another layer alike has it."""
+        return MegaLaunch(self.memory)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -109,12 +117,15 @@ class MegaLaunch:
     ) -> Experts:
         """As the kernel reads them; made once, unless they change."""
         tensors = [x for each in experts for x in (each.qdata, each.qscale)]
-        key = [(x.data_ptr(), x._version) for x in tensors]
+        key = [(x.data_ptr(), None if x.is_inference() else x._version) for x in tensors]
         if self._made_of != key:
-            self._operands, self._made_of = (
-                (self._operand(experts[0]), self._operand(experts[1])),
-                key,
-            )
+            if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "MegaMoE: its weights were not read yet, or have changed; call it once before "
+                    "it is captured in a CUDA graph"
+                )
+            up, down = experts
+            self._operands, self._made_of = (self._operand(up), self._operand(down)), key
         assert self._operands is not None
         alphas = [
             None if w.global_scale is None or scale is None else (scale, w.global_scale)
@@ -125,7 +136,7 @@ class MegaLaunch:
     def _operand(self, w: ScaledTensor) -> Operand:
         """Of a batch: data as it is, and scales; or those of each matrix in tiles."""
         if self.layout == "compact":
-            return Operand(w.qdata, w.scale, w.format_name)
+            return Operand(w.qdata.contiguous(), w.scale, w.format_name)
         each: list[Any] = list(w)
         tiles = torch.cat([matrix.to_layout(self.layout).qscale.flatten() for matrix in each])
-        return Operand(w.qdata, tiles, w.format_name)
+        return Operand(w.qdata.contiguous(), tiles, w.format_name)

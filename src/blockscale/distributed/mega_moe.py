@@ -26,10 +26,10 @@ from .mega_config import (
     activation_scale,
     config_of,
     gather_messages,
-    has_kernel,
+    multiprocessors_of,
     same_config,
 )
-from .mega_launch import MegaLaunch
+from .mega_launch import MegaLaunch, memory_of
 from .tokens import dispatch, rank_and_ranks
 
 __all__ = ["MegaMoE"]
@@ -105,7 +105,8 @@ class MegaMoE(nn.Module):
                 activation_scale(*each, config, up.device)
                 for each in (("a1_scale", a1_scale), ("a2_scale", a2_scale))
             ]
-            config = config._replace(kernel=has_kernel(config, scales[1], up.device, backend))
+            count = multiprocessors_of(config, scales[1], up.device, backend)
+            config = config._replace(multiprocessors=count)
             message = config, None if scales[0] is None else float(scales[0].max()), ""
         except Exception as wrong:  # whatever it is, other ranks wait for this one
             error, message = wrong, (None, None, str(wrong))
@@ -123,8 +124,8 @@ class MegaMoE(nn.Module):
         self.register_buffer("a1_scale", one)
         self.register_buffer("a2_scale", scales[1])
         self._launch: MegaLaunch | None = None
-        if self._config.kernel:
-            self._launch = MegaLaunch(self._config.sizes, up.device, group)
+        if self._config.multiprocessors:
+            self._launch = MegaLaunch(memory_of(self._config.sizes, up.device, group))
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor | Routing) -> Tensor:
         """What this rank's tokens get: (t, H), in the dtype of ``x``.
@@ -136,10 +137,14 @@ class MegaMoE(nn.Module):
             experts: int64 or int32 (t, topk), the numbers of a token's experts among all of all
                 ranks; others are those of none. Or their routing, made for all these experts.
 
-        Every rank calls it, on one stream: calls of the kernel share memory. Raises ValueError or
-        TypeError where these are something else, and :class:`PeerError` on all other ranks then:
-        at once, or with the kernel when they have waited for 10 s. What goes wrong after that, in
-        products, is raised on its rank alone; others wait for the time-out of torch.distributed.
+        Every rank calls it. Raises ValueError or TypeError where these are something else, and
+        :class:`PeerError` on all other ranks then. What goes wrong after that, in products, is
+        raised on its rank alone; others wait for the time-out of torch.distributed.
+
+        With the kernel a rank that another one waits for longer than 100 s is named by
+        :class:`PeerError` at the next call, on a GPU, and results are NaN. Calls of modules alike
+        share memory: make them on one stream, and let no other kernel that waits for ranks, as
+        NCCL's, run beside them. Weights that are changed by way of ``.data`` are not seen.
         """
         config, error = self._config, None
         parts: tuple[Tensor, ...] = ()
@@ -182,7 +187,9 @@ class MegaMoE(nn.Module):
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, ...]:
         """Data and scales of tokens, of which there may be none."""
-        given = x if len(x) else torch.zeros(1, x.shape[1], dtype=x.dtype, device=x.device)
+        given = (
+            x.contiguous() if len(x) else torch.zeros(1, x.shape[1], dtype=x.dtype, device=x.device)
+        )
         q = quantize(given.detach(), self._config.activations, pad=True, global_scale=self.a1_scale)
         return q.qdata[: len(x)], q.qscale[: len(x)]
 

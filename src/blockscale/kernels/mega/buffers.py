@@ -94,7 +94,7 @@ class Buffers:
     """The buffer of a rank.
 
     >>> Buffers(Sizes(8, 8192, 6, 4096, 2048, 32, "mxfp8")).nbytes >> 20
-    677
+    675
     """
 
     sizes: Sizes

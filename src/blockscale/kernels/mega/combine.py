@@ -14,7 +14,7 @@ from ..common import ptx
 from ..common.arithmetic import add, multiply, narrow, widen
 from .dispatch import Dispatch
 from .peers import Peers
-from .signals import add_release, wait_for_peer
+from .signals import add_release, load_acquire, wait_for_peer
 
 __all__ = ["Finish"]
 
@@ -46,17 +46,19 @@ class Finish:
         if self.warp == 0:
             self.clear()
         cute.arch.sync_warp()
-        for rank in range(lane, sizes.ranks, 32):
-            add_release(peers.signal("finished", peers.rank, rank), 1, "sys")
+        if load_acquire(peers.status, "gpu") == 0:  # else what it sent is not to be believed
+            for rank in range(lane, sizes.ranks, 32):
+                add_release(peers.signal("finished", peers.rank, rank), 1, "sys")
         for rank in range(lane, sizes.ranks, 32):
             address = peers.signal("finished", rank)
             wait_for_peer(address, self.warps, rank, peers.status, peers.limit)
         cute.arch.sync_warp()
+        complete = load_acquire(peers.status, "gpu") == 0
         parts = (sizes.hidden + 32 * _VECTOR - 1) // (32 * _VECTOR)
         for item in range(self.warp, self.out.shape[0] * parts, self.warps):
             column = (item % parts * 32 + lane) * _VECTOR
             if column < sizes.hidden:
-                self.combine(item // parts, column)
+                self.combine(item // parts, column, complete)
         if self.warp == 0 and lane == 0:
             ptx.store_global(peers.address("state"), [Uint32(1 - peers.set)], 4)
 
@@ -69,9 +71,9 @@ class Finish:
             ptx.store_global(start + Int64(word) * 4, [Uint32(0)], 4)
 
     @cute.jit
-    def combine(self, token, column):
-        """A token's results, weighted and added up in the order of its experts; nothing comes of
-        no expert."""
+    def combine(self, token, column, complete):
+        """A token's results, weighted and added up in the order of its experts: zeros of no expert,
+        NaN where a rank is missing."""
         sizes = self.peers.sizes
         total = (Float32(0.0),) * _VECTOR
         for k in range(sizes.topk):
@@ -82,7 +84,8 @@ class Finish:
             weight = ptx.load_global_float(self.weights.iterator.toint() + pair * 4)
             values = multiply(widen(words, BFLOAT16), [weight] * _VECTOR, self.blackwell)
             total = tuple(add(list(total), values, self.blackwell))
-        words = narrow(list(total), self.out_dtype)
+        total = [Float32(select_(complete, each, Float32(float("nan")))) for each in total]
+        words = narrow(total, self.out_dtype)
         start = Int64(token) * sizes.hidden + column
         address = self.out.iterator.toint() + start * self.out_dtype.itemsize
         for i in range_constexpr(0, len(words), 4):

@@ -49,10 +49,7 @@ class Gather:
         peers, walk = self.peers, self.walk
         if self.warp == 0:
             self.begin()
-        go = load_acquire(peers.signal("go"), "gpu")
-        while go == 0:
-            go = load_acquire(peers.signal("go"), "gpu")
-        if go == GO:
+        if peers.await_go() == GO:
             batches, ring = walk.unit_rows // BATCH, walk.ring
             batch, awaited, place = self.warp, Int32(0), walk.begin()
             while walk.more(place):

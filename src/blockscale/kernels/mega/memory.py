@@ -14,6 +14,8 @@ from .buffers import Buffers, Sizes
 __all__ = ["MULTIPLE", "Experts", "Launch", "Memory", "why_not_sizes"]
 
 MULTIPLE = 128  # of hidden and intermediate sizes
+MOST_RANKS = 128  # a thread tells each
+MOST_EXPERTS = 1024  # of which shared memory has four words each
 
 
 def why_not_sizes(sizes: Sizes) -> str:
@@ -24,6 +26,10 @@ def why_not_sizes(sizes: Sizes) -> str:
                 f"{name} size {getattr(sizes, name)}: tiles and their scales want a multiple of "
                 f"{MULTIPLE}: pad the weights with zeros"
             )
+    if sizes.ranks > MOST_RANKS:
+        return f"{sizes.ranks} ranks: kernels know {MOST_RANKS} at most"
+    if sizes.every > MOST_EXPERTS:
+        return f"{sizes.every} experts of all ranks: kernels sort {MOST_EXPERTS} at most"
     return ""
 
 
@@ -53,7 +59,7 @@ class Launch(NamedTuple):
         clusters: how many there are; all run at once. 0: as many as the GPU has room for.
     """
 
-    limit: float = 10.0
+    limit: float = 100.0
     ctas: int | None = None
     clusters: int = 0
 
@@ -72,6 +78,11 @@ class Memory:
     buffer: Tensor
     peers: Tensor
     rank: int
+
+    @property
+    def start(self) -> Tensor:
+        """What tells a kernel where the buffer is: it may have more bytes than an int32 counts."""
+        return self.buffer[:128]
 
     def region(self, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
         """A part of this rank's buffer, as it is, or its memory as another type's."""

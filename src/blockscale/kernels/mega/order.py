@@ -16,7 +16,6 @@ from cutlass import min as least
 from ..common.persistent import advance_pipeline
 from ..common.tile_ring import TILE_SLOTS, TileRing
 from .peers import GO, Peers
-from .signals import load_acquire
 
 __all__ = ["NONE", "Finder", "Walk", "bands"]
 
@@ -24,8 +23,9 @@ NONE = -1  # in place of a tile's unit: there are no more
 
 
 def bands(ring: int) -> tuple[int, int]:
-    """Of a ring of so many units: the most that a band has, and how many units the second product
-    is behind. A band ends ``ring - 2 * band`` units after what had its slots before, at least."""
+    """Of a ring of so many units: the most that a band has, and how many units the first product is
+    ahead of the second one. When a band begins, the second product of what had its slots before is
+    in the order already: two bands and the lag are not more than the ring."""
     return ring // 4, ring // 2
 
 
@@ -98,10 +98,7 @@ class Finder:
     def __call__(self):
         slot, phase = Int32(0), Int32(0)
         peers, walk = self.walk.peers, self.walk
-        go = load_acquire(peers.signal("go"), "gpu")
-        while go == 0:
-            go = load_acquire(peers.signal("go"), "gpu")
-        if go == GO:
+        if peers.await_go() == GO:
             band, lag = bands(walk.ring)
             first, index, base = walk.begin(), self.cluster, Int32(0)
             second = first

@@ -10,6 +10,7 @@ from cutlass import Int32, Int64, cute
 
 from ..common import ptx
 from .buffers import Buffers
+from .signals import load_acquire
 
 __all__ = ["GO", "MISSING", "Peers"]
 
@@ -78,6 +79,14 @@ class Peers:
         """Of a source's pairs of an expert: 0, where they begin; 1, how many rows travel for it;
         2, how many there are."""
         return self.word("counts", (source * self.sizes.experts + expert) * 4 + what)
+
+    @cute.jit
+    def await_go(self):
+        """Until it is known whether all ranks have sent what is before rows: GO, or MISSING."""
+        go = load_acquire(self.signal("go"), "gpu")
+        while go == 0:
+            go = load_acquire(self.signal("go"), "gpu")
+        return go
 
     @property
     def status(self):

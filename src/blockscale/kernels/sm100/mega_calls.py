@@ -60,7 +60,7 @@ def mega_moe(
     bytes_of = memory.region("down_ring_scale").view(-1)
     clusters = how.clusters or known.multiprocessors // config.ctas
     run(
-        *(memory.buffer, memory.peers, memory.rank),
+        *(memory.start, memory.peers, memory.rank),
         *(ids, weights, out, *matrices, (*rings, bytes_of), *alphas, experts.global_scale),
         *(round(how.limit * 1e9), clusters * config.ctas),
     )

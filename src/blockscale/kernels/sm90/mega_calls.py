@@ -45,7 +45,7 @@ def mega_moe(
         tiles = memory.region(f"{name}_ring_scale", torch.float32)
         rings.append((memory.region(f"{name}_ring"), tiles.view(-1, 128)))
     run(
-        *(memory.buffer, memory.peers, memory.rank),
+        *(memory.start, memory.peers, memory.rank),
         *(ids, weights, out, *matrices, tuple(rings)),
         *(round(how.limit * 1e9), how.clusters or known.multiprocessors),
     )
