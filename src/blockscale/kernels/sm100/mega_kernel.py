@@ -97,6 +97,7 @@ class MegaMoe:
             block=(self.config.threads, 1, 1),
             cluster=(self.config.ctas, 1, 1),
             min_blocks_per_mp=1,
+            cooperative=True,  # all CTAs run at once, or none
             stream=stream,
         )
 

@@ -87,6 +87,7 @@ class MegaMoe:
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
+            cooperative=True,  # all CTAs run at once, or none
             stream=stream,
         )
 
