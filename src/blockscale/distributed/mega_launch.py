@@ -44,6 +44,8 @@ _memories: dict[tuple[Sizes, torch.device, dist.ProcessGroup | None], Memory] = 
 def memory_of(sizes: Sizes, device: torch.device, group: dist.ProcessGroup | None) -> Memory:
     """Of a rank; all ranks ask for the same one after another. It is kept: where one rank forgot it
     and made it anew, the others would not know."""
+    if group is None and sizes.ranks > 1:
+        group = dist.group.WORLD  # itself, as another one may be initialized later
     key = sizes, device, group
     if key not in _memories:
         buffers = Buffers(sizes)
