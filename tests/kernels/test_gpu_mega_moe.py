@@ -101,6 +101,10 @@ def test_one_kernel(dtype):
         moe._launch.missing.fill_(3)
         with pytest.raises(PeerError, match=r"rank 2 did not come within 100 s of a launch"):
             moe(x, part, experts)
+        anew = MegaMoE(*weights("mxfp4"), tokens=TOKENS, topk=TOPK)
+        named["memory"] = anew._launch.memory.buffer
+        assert anew._launch.memory is not moe._launch.memory
+        assert torch.equal(anew(x, part, experts), want)
 
 
 def test_where_there_is_no_kernel():

@@ -107,6 +107,8 @@ class MegaLaunch:
 
     def _check(self) -> None:
         if missing := int(self.missing):
+            for key in [key for key, each in _memories.items() if each is self.memory]:
+                del _memories[key]  # modules that are made anew have other memory
             raise PeerError(
                 f"rank {missing - 1} did not come within {Launch().limit:g} s of a launch; what it "
                 "left in shared memory cannot be used: make the module anew on all ranks"
