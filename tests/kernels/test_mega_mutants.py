@@ -13,14 +13,12 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from blockscale import emulator as em
 from blockscale.cli.emulate_ranks import Case, Ranks, steps
 from blockscale.kernels.common import compile_cache
-from blockscale.kernels.mega import combine, dispatch, gather, order, signals
+from blockscale.kernels.mega import combine, dispatch, gather, order, rings, signals
 from blockscale.kernels.sm90 import mega_epilogue as hopper_epilogue
-from blockscale.kernels.sm90 import mega_roles as hopper_roles
-from blockscale.kernels.sm100 import mega_epilogue, mega_tiles
+from blockscale.kernels.sm100 import mega_epilogue
 
 SMALL = Case((20, 13), topk=3, hidden=128, experts=2)
 RINGS = Case((300,), hidden=512, experts=2, ring=4)
-HopperLoader = hopper_roles.MegaLoader
 FP8 = {"format": "fp8_128x128", "activations": "fp8_1x128"}
 SMALL_FP8 = Case((20, 13), topk=3, hidden=128, experts=2, **FP8)
 RINGS_FP8 = Case((300,), hidden=512, experts=2, ring=4, **FP8)
@@ -52,15 +50,15 @@ MUTANTS = {
     "peers are not awaited before products": (SMALL, gather, "wait_for_peer", nothing),
     "rows of experts have no release": (SMALL, gather, "add_release", relaxed),
     "the first ring is filled too soon": (RINGS, gather, "wait_for", nothing),
-    "tiles are loaded too soon": (SMALL, mega_tiles.MegaLoader, "await_rows", nothing),
-    "TMA reads what no fence orders": (SMALL, mega_tiles, "fence_async", nothing),
-    "the second ring is filled too soon": (RINGS, mega_tiles.MegaLoader, "await_room", nothing),
+    "tiles are loaded too soon": (SMALL, rings.Rings, "await_rows", nothing),
+    "TMA reads what no fence orders": (SMALL, rings, "fence_async", nothing),
+    "the second ring is filled too soon": (RINGS, rings.Rings, "await_room", nothing),
     "tiles are stored without a release": (SMALL, mega_epilogue, "add_release", relaxed),
     "results have no release": (SMALL, combine, "add_release", relaxed),
     "results are not awaited": (SMALL, combine, "wait_for_peer", nothing),
-    "Hopper: tiles are loaded too soon": (SMALL_FP8, HopperLoader, "await_rows", nothing),
-    "Hopper: TMA reads what no fence orders": (SMALL_FP8, hopper_roles, "fence_async", nothing),
-    "Hopper: the second ring is filled too soon": (RINGS_FP8, HopperLoader, "await_room", nothing),
+    "Hopper: tiles are loaded too soon": (SMALL_FP8, rings.Rings, "await_rows", nothing),
+    "Hopper: TMA reads what no fence orders": (SMALL_FP8, rings, "fence_async", nothing),
+    "Hopper: the second ring is filled too soon": (RINGS_FP8, rings.Rings, "await_room", nothing),
     "Hopper: rows without a release": (
         SMALL_FP8,
         hopper_epilogue,

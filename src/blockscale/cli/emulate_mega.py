@@ -10,7 +10,7 @@ import typer
 
 from .emulate_ours import choose_arch, emulated, tell
 
-__all__ = ["Experts", "megamoe"]
+__all__ = ["Outcome", "megamoe"]
 
 _BLACKWELL = {"nvfp4": ("nvfp4", "nvfp4"), "mxfp4": ("mxfp4", "mxfp8"), "mxfp8": ("mxfp8", "mxfp8")}
 #: By architecture, and the name of what is multiplied: formats of weights and of activations.
@@ -22,7 +22,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Outcome:
     """What ranks had, and whether their tokens got the bits of steps one after another."""
 
     format: str
@@ -105,7 +105,7 @@ def megamoe(
         want = steps(case, arch)
     wide = torch.cat(exact(case))
     norm = wide.norm() or 1.0
-    found = Experts(
+    found = Outcome(
         format,
         activations,
         ranks,

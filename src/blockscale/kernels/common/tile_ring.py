@@ -12,9 +12,10 @@ from cutlass import Int32, cute
 
 from . import ptx
 
-__all__ = ["TILE_SLOTS", "TileRing"]
+__all__ = ["NONE", "TILE_SLOTS", "TileRing"]
 
 TILE_SLOTS = 4  # tiles that may be ahead
+NONE = -1  # in place of the first integer of a tile: there are no more
 _BYTES = 16  # of a slot: four integers
 
 

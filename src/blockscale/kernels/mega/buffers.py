@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,8 +17,11 @@ import numpy as np
 from ...dtypes import BFLOAT16, UINT8
 from ...formats import get_format
 
-__all__ = ["TILE_ROWS", "Buffers", "Region", "Sizes"]
+__all__ = ["MULTIPLE", "TILE_ROWS", "Buffers", "Region", "Sizes", "why_not_sizes"]
 
+MULTIPLE = 128  # of hidden and intermediate sizes
+MOST_RANKS = 128  # a thread tells each
+MOST_EXPERTS = 1024  # of all ranks: shared memory has four words of each
 TILE_ROWS = 128  # rows of a block: of a CTA's tile, and of a tile of scales
 _ALIGNMENT = 128  # bytes; TMA wants 16
 _INT32, _BYTE, _BF16 = np.dtype(np.int32), UINT8, BFLOAT16
@@ -67,13 +71,28 @@ class Sizes:
         return 2 * (2 * self.every) + 1
 
     def row_bytes(self, columns: int) -> int:
-        """Of a row of activations."""
+        """How many bytes a row of activations has."""
         return columns * get_format(self.activations).element.bits // 8
 
     def scale_words(self, columns: int) -> int:
         """Words of 4 bytes that hold the block scales of a row."""
         format = get_format(self.activations)
         return -(-columns // format.block[1]) * format.scale.nbytes // 4
+
+
+def why_not_sizes(sizes: Sizes) -> str:
+    """Why no kernel takes them; empty where one may."""
+    for name in ("hidden", "intermediate"):
+        if getattr(sizes, name) % MULTIPLE:
+            return (
+                f"{name} size {getattr(sizes, name)}: tiles and their scales want a multiple of "
+                f"{MULTIPLE}: pad the weights with zeros"
+            )
+    if sizes.ranks > MOST_RANKS:
+        return f"{sizes.ranks} ranks: kernels know {MOST_RANKS} at most"
+    if sizes.every > MOST_EXPERTS:
+        return f"{sizes.every} experts of all ranks: kernels sort {MOST_EXPERTS} at most"
+    return ""
 
 
 class Region(NamedTuple):
@@ -131,11 +150,7 @@ class Buffers:
     @property
     def regions(self) -> Mapping[str, Region]:
         """By name, in their order in memory."""
-        found, at = {}, 0
-        for name, dtype, shape, use in self._parts():
-            found[name] = Region(at, dtype, shape, use)
-            at += -(-found[name].nbytes // _ALIGNMENT) * _ALIGNMENT
-        return MappingProxyType(found)
+        return _regions(self)
 
     @property
     def nbytes(self) -> int:
@@ -164,3 +179,12 @@ class Buffers:
             yield f"{name}_ring", _BYTE, (s.ring_rows, s.row_bytes(columns)), use
             shape = s.ring_blocks, s.scale_words(columns), TILE_ROWS
             yield f"{name}_ring_scale", _INT32, shape, "tiles of their scales"
+
+
+@lru_cache(maxsize=256)  # a launch asks for many of them
+def _regions(buffers: Buffers) -> Mapping[str, Region]:
+    found, at = {}, 0
+    for name, dtype, shape, use in buffers._parts():
+        found[name] = Region(at, dtype, shape, use)
+        at += -(-found[name].nbytes // _ALIGNMENT) * _ALIGNMENT
+    return MappingProxyType(found)

@@ -9,28 +9,11 @@ import torch
 from torch import Tensor
 
 from ..common.calls import Alpha, Operand
-from .buffers import Buffers, Sizes
+from ..common.gpu import Unsupported
+from ..common.runtime import FLOATS
+from .buffers import Buffers
 
-__all__ = ["MULTIPLE", "Experts", "Launch", "Memory", "why_not_sizes"]
-
-MULTIPLE = 128  # of hidden and intermediate sizes
-MOST_RANKS = 128  # a thread tells each
-MOST_EXPERTS = 1024  # of which shared memory has four words each
-
-
-def why_not_sizes(sizes: Sizes) -> str:
-    """Why no kernel takes them; empty where one may."""
-    for name in ("hidden", "intermediate"):
-        if getattr(sizes, name) % MULTIPLE:
-            return (
-                f"{name} size {getattr(sizes, name)}: tiles and their scales want a multiple of "
-                f"{MULTIPLE}: pad the weights with zeros"
-            )
-    if sizes.ranks > MOST_RANKS:
-        return f"{sizes.ranks} ranks: kernels know {MOST_RANKS} at most"
-    if sizes.every > MOST_EXPERTS:
-        return f"{sizes.every} experts of all ranks: kernels sort {MOST_EXPERTS} at most"
-    return ""
+__all__ = ["Experts", "Launch", "Memory", "require_kernel"]
 
 
 class Experts(NamedTuple):
@@ -107,3 +90,12 @@ class Memory:
         """The rank that a launch waited for in vain; waits for the device."""
         found = int(self.region("state", torch.int32).flatten()[1])
         return found - 1 if found else None
+
+
+def require_kernel(reason: str, out: torch.dtype) -> None:
+    """Raise Unsupported where there is a ``reason`` why there is no kernel, or none has the dtype
+    of ``out``."""
+    if not reason and out not in FLOATS:
+        reason = f"dtype {out}: kernels have {', '.join(map(str, FLOATS))}"
+    if reason:
+        raise Unsupported(reason)

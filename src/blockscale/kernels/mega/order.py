@@ -14,12 +14,10 @@ from cutlass import Int32, cute, select_
 from cutlass import min as least
 
 from ..common.persistent import advance_pipeline
-from ..common.tile_ring import TILE_SLOTS, TileRing
+from ..common.tile_ring import NONE, TILE_SLOTS, TileRing
 from .peers import GO, Peers
 
-__all__ = ["NONE", "Finder", "Walk", "bands"]
-
-NONE = -1  # in place of a tile's unit: there are no more
+__all__ = ["Finder", "Walk", "bands"]
 
 
 def bands(ring: int) -> tuple[int, int]:
@@ -52,7 +50,7 @@ class Walk:
         return place[1] > 0
 
     def units(self, place):
-        """Of the rows that are left."""
+        """How many units the rows that are left make."""
         return (place[1] + self.unit_rows - 1) // self.unit_rows
 
     def advance(self, place, units) -> tuple:

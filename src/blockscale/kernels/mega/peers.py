@@ -6,13 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, Int64, cute
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
 
 from ..common import ptx
+from ..common.numeric import NUMERIC
+from ..common.tensor_specs import any_tensor
 from .buffers import Buffers
 from .signals import load_acquire
 
-__all__ = ["GO", "MISSING", "Peers"]
+__all__ = ["GO", "MISSING", "Peers", "any_arguments"]
 
 GO, MISSING = 1, 2  # of the signal "go"
 _WORD = 4  # bytes
@@ -41,8 +44,9 @@ class Peers:
     ctas: Any
 
     @classmethod
-    def of_launch(cls, buffers: Buffers, base, table, rank, limit) -> Peers:
-        """Of the CTA that runs."""
+    def of_launch(cls, buffers: Buffers, buffer, table, rank, limit) -> Peers:
+        """What the CTA that runs knows; ``buffer`` and ``table`` are tensors."""
+        base, table = buffer.iterator.toint(), table.iterator.toint()
         which = Int32(ptx.load_global(base + buffers.regions["state"].offset, 4))
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         return cls(buffers, base, table, rank, which, limit, cta, ctas)
@@ -52,7 +56,7 @@ class Peers:
         return self.buffers.sizes
 
     def address(self, region: str):
-        """Of a region of this rank."""
+        """Where a region of this rank begins."""
         return self.base + self.buffers.regions[region].offset
 
     def of(self, rank):
@@ -92,3 +96,16 @@ class Peers:
     def status(self):
         """The address of what says which rank is missing."""
         return self.address("state") + _WORD
+
+
+def any_arguments(config) -> list:
+    """What kernels are compiled for of ranks and their tokens: the start of the buffer, the
+    addresses of all, this rank; expert numbers, weights, and results."""
+    return [
+        any_tensor(cutlass.Uint8, 1, 16),
+        any_tensor(Int64, 1, 8),
+        Int32(0),
+        any_tensor(Int32 if config.id_bytes == 4 else Int64, 2, config.id_bytes),
+        any_tensor(Float32, 2, 4),
+        any_tensor(NUMERIC[config.out_dtype], 2, 16),
+    ]

@@ -19,14 +19,12 @@ from cutlass import Int32, cute
 from ...formats import GROUP_TILE
 from ..common.grouped_tiles import ColumnGroups, RowGroups
 from ..common.persistent import advance_pipeline
-from ..common.tile_ring import TILE_SLOTS, TileRing
+from ..common.tile_ring import NONE, TILE_SLOTS, TileRing
 from .clc_scheduler import ClcPipeline
 from .config import TILE_M, Config
 from .tiles import Tile
 
 __all__ = ["GroupFinder", "GroupedTiles", "KGroupedTiles", "TilePipeline", "most_clusters"]
-
-_NONE = -1  # in place of a tile's row: there are no more tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +113,7 @@ class TilePipeline:
         return self.ring.look(Int32(0), Int32(0)), Int32(0), Int32(0)
 
     def more(self, words):
-        return words[0] != _NONE
+        return words[0] != NONE
 
     def expect(self, slot) -> None:
         """Nothing: a warp of this CTA fills the ring."""
@@ -168,7 +166,7 @@ class GroupFinder:
             if cute.arch.lane_idx() == 0:
                 clc.release(clc_stage)
             clc_stage, clc_phase = clc.advance(clc_stage, clc_phase)
-        self.ring.put(slot, phase, [Int32(_NONE)] * 4)
+        self.ring.put(slot, phase, [Int32(NONE)] * 4)
 
 
 def most_clusters(config: Config, extent: tuple, groups):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...dtypes import BFLOAT16, from_torch
 from ..common.calls import Alpha
-from ..common.gpu import Gpu, Unsupported
-from ..common.runtime import FLOATS, gpu_of, require_gpu
-from ..mega.buffers import Sizes
-from ..mega.memory import MULTIPLE, Experts, Launch, Memory, why_not_sizes
+from ..common.gpu import Gpu
+from ..common.runtime import gpu_of, require_gpu
+from ..mega.buffers import MULTIPLE, Sizes, why_not_sizes
+from ..mega.memory import Experts, Launch, Memory, require_kernel
 from .config import why_not
 from .mega_config import MegaConfig, choose_mega
 
@@ -87,11 +87,7 @@ def _plan(
     ctas: int | None,
     gpu: Gpu,
 ) -> tuple[MegaConfig, Callable[..., Any]]:
-    reason = why_not_mega(sizes, weights, gpu.arch)
-    if not reason and out not in FLOATS:
-        reason = f"dtype {out}: kernels have {', '.join(map(str, FLOATS))}"
-    if reason:
-        raise Unsupported(reason)
+    require_kernel(why_not_mega(sizes, weights, gpu.arch), out)
     how: dict[str, Any] = {"id_bytes": id_bytes, "out_dtype": from_torch(out), "arch": gpu.arch}
     config = choose_mega(sizes, weights, alphas=alphas, ctas=ctas or 2, **how)
     return config, gpu.load(config)

@@ -9,14 +9,13 @@ import numpy as np
 from ...dtypes import BFLOAT16, UINT8
 from ..common.gpu import SHARED
 from ..common.refuse import refuse
-from ..mega.buffers import Sizes
+from ..mega.buffers import Sizes, why_not_sizes
 from .config import EPILOGUE_WARPS, TILE_M, Config
 from .quantizing_config import Quantizing
 
 __all__ = ["STAGING_BYTES", "MegaConfig", "choose_mega"]
 
 STAGING_BYTES = EPILOGUE_WARPS * 32 * 128  # through which rows go to other ranks
-MULTIPLE = 128  # of hidden and intermediate sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,7 @@ class MegaConfig:
 
     def __post_init__(self) -> None:
         wrong = {
-            "sizes": self.sizes.hidden % MULTIPLE
-            or self.sizes.intermediate % MULTIPLE
-            or self.ring_units % 4,
+            "sizes": why_not_sizes(self.sizes) or self.ring_units % 4,
             "up": self.up.quantizing is None or self.shared_bytes > SHARED,
             "down": self.down.stages != self.up.stages or self.down.mma_n != self.up.mma_n,
             "id_bytes": self.id_bytes not in (4, 8),

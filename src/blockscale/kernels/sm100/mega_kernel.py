@@ -16,7 +16,6 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common.copies import TmaTiles
 from ..common.factor import any_added
-from ..common.numeric import NUMERIC
 from ..common.persistent import cluster_sync
 from ..common.promotion import promote_l2
 from ..common.tensor_specs import any_tensor, compile_for
@@ -26,13 +25,15 @@ from ..mega.combine import Finish
 from ..mega.dispatch import Dispatch
 from ..mega.gather import Gather
 from ..mega.order import Finder, Walk
-from ..mega.peers import Peers
+from ..mega.peers import Peers, any_arguments
+from ..mega.rings import Rings
 from . import ptx
 from .config import EPILOGUE_WARPS, TMEM_COLUMNS
+from .grouped_scheduler import TilePipeline
 from .kernel import Gemm
 from .mega_config import STAGING_BYTES, MegaConfig
 from .mega_epilogue import MegaEpilogue, ReturnEpilogue
-from .mega_tiles import MegaLoader, MegaPipeline, MegaTiles
+from .mega_tiles import MegaLoader, MegaTiles
 from .quantizing import QuantizingEpilogue
 from .roles import CtaCoord, Loader, Mma, Pipeline
 
@@ -74,8 +75,7 @@ class MegaMoe:
         matrices, as ``Gemm`` takes ``b`` of groups; ``rings`` data and scales of both, which are
         parts of the buffer, and the second one's scales as bytes. ``up_alpha`` and
         ``down_alpha``: of both products, ``global_scale``: of what the second one reads; or None.
-        ``limit``:
-        nanoseconds; ``ctas``: a multiple of the cluster's, that run at once.
+        ``limit``: nanoseconds; ``ctas``: a multiple of the cluster's, that run at once.
         """
         self.up.setup()
         self.down.setup()
@@ -111,7 +111,7 @@ class MegaMoe:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         cta = CtaCoord(up, rank)
         # before threads meet: what it reads of the state is written when all have finished
-        peers = self.peers(buffer, table, this_rank, limit)
+        peers = Peers.of_launch(self.buffers, buffer, table, this_rank, limit)
 
         memory = cutlass.memory.SmemAllocator()
         tiles = [each.allocate(memory) for each in self.up.copies[:2]]
@@ -155,7 +155,7 @@ class MegaMoe:
             Pipeline(
                 each,
                 cta,
-                MegaPipeline(ring),
+                TilePipeline(ring),
                 places,
                 extent=(Int32(config.sizes.ring_rows), Int32(columns)),
                 shared=shared,
@@ -210,7 +210,9 @@ class MegaMoe:
                     Loader(pipeline, [ptx.tensor_map_address(atom) for atom in some])
                     for pipeline, some in zip(pipelines, atoms, strict=True)
                 ]
-                MegaLoader(config, peers, *loaders)()
+                writers, readers = (count * config.ctas for count in config.across)
+                rings = Rings(peers, config.unit_rows, readers, writers * EPILOGUE_WARPS)
+                MegaLoader(rings, *loaders)()
         if warp == EPILOGUE_WARPS + 2:
             cluster = peers.cta // config.ctas, peers.ctas // config.ctas
             Finder(walk, ring, config.across, config.k_blocks, *cluster)()
@@ -234,10 +236,6 @@ class MegaMoe:
         if warp == EPILOGUE_WARPS:
             ptx.fence_after_thread_sync()
             ptx.tcgen05_dealloc(tmem, TMEM_COLUMNS, up.ctas)
-
-    def peers(self, buffer, table, rank, limit) -> Peers:
-        given = table.iterator.toint(), rank, limit
-        return Peers.of_launch(self.buffers, buffer.iterator.toint(), *given)
 
 
 def _scale_place(row):
@@ -263,12 +261,7 @@ def compile_config(config: MegaConfig):
     return compile_for(
         config.arch,
         MegaMoe(config),
-        any_tensor(cutlass.Uint8, 1, 16),
-        any_tensor(Int64, 1, 8),
-        Int32(0),
-        any_tensor(Int32 if config.id_bytes == 4 else Int64, 2, config.id_bytes),
-        any_tensor(Float32, 2, 4),
-        any_tensor(NUMERIC[config.out_dtype], 2, 16),
+        *any_arguments(config),
         *matrices,
         (*rings, any_tensor(cutlass.Uint8, 1, 16)),
         *alphas,

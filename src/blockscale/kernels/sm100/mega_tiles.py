@@ -8,16 +8,13 @@ from typing import Any
 
 from cutlass import Int32, cute, select_
 
-from ..mega.order import NONE
-from ..mega.peers import Peers
-from ..mega.signals import fence_async, wait_for
-from .config import EPILOGUE_WARPS, TILE_M
-from .grouped_scheduler import TilePipeline
+from ..mega.rings import Rings
+from .config import TILE_M
 from .mega_config import MegaConfig
 from .roles import Loader
 from .tiles import Tile
 
-__all__ = ["MegaLoader", "MegaPipeline", "MegaTile", "MegaTiles"]
+__all__ = ["MegaLoader", "MegaTile", "MegaTiles"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class MegaTiles:
     rank: Any
 
     def tile(self, words) -> MegaTile:
-        """Of what the ring has: ``mega.order.Finder``."""
+        """The tile that four integers of the ring stand for, as ``mega.order.Finder`` puts them."""
         config, sizes = self.config, self.config.sizes
         second, unit = words[0] >> 30, words[0] & ((1 << 30) - 1)
         slot, turn = unit % config.ring_units, unit // config.ring_units
@@ -79,42 +76,17 @@ class MegaTiles:
         )
 
 
-class MegaPipeline(TilePipeline):
-    """A ring of tiles that ends with a unit that is none."""
-
-    def more(self, words):
-        return words[0] != NONE
-
-
 class MegaLoader(Loader):
     """Keeps the stages filled: ``up`` and ``down`` load their products' tiles, when the rows that
     these read are there, and room for what they store."""
 
-    def __init__(self, config: MegaConfig, peers: Peers, up: Loader, down: Loader):
+    def __init__(self, rings: Rings, up: Loader, down: Loader):
         super().__init__(up.pipeline, [])
-        self.mega, self.peers, self.up, self.down = config, peers, up, down
+        self.rings, self.up, self.down = rings, up, down
 
     def begin_tile(self, tile) -> None:
-        self.await_room(tile)
-        self.await_rows(tile)
-
-    @cute.jit
-    def await_room(self, tile):
-        """Until the second ring has room for a tile of the first product. It is long there, so the
-        epilogue need not wait for the answer."""
-        if tile.second == 0:
-            read = tile.turn * (self.mega.across[1] * self.mega.ctas)
-            wait_for(self.peers.signal("down_done", tile.slot), read)
-
-    @cute.jit
-    def await_rows(self, tile):
-        config, turns = self.mega, tile.turn + 1
-        stored = config.across[0] * config.ctas * EPILOGUE_WARPS
-        if tile.second == 0:
-            wait_for(self.peers.signal("up_full", tile.slot), turns * config.unit_rows)
-        else:
-            wait_for(self.peers.signal("down_full", tile.slot), turns * stored)
-        fence_async()
+        self.rings.await_room(tile)
+        self.rings.await_rows(tile)
 
     @cute.jit
     def fill(self, stage, barrier, tile, k_block):

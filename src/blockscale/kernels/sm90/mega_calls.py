@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...dtypes import BFLOAT16, from_torch
-from ..common.gpu import Gpu, Unsupported
-from ..common.runtime import FLOATS, gpu_of, require_gpu
-from ..mega.buffers import Sizes
-from ..mega.memory import Experts, Launch, Memory, why_not_sizes
+from ..common.gpu import Gpu
+from ..common.runtime import gpu_of, require_gpu
+from ..mega.buffers import Sizes, why_not_sizes
+from ..mega.memory import Experts, Launch, Memory, require_kernel
 from .mega_config import choose_mega
 from .product_config import why_not
 
@@ -55,11 +55,7 @@ def mega_moe(
 def _plan(
     sizes: Sizes, weights: str, id_bytes: int, out: torch.dtype, gpu: Gpu
 ) -> Callable[..., Any]:
-    reason = why_not_mega(sizes, weights, gpu.arch)
-    if not reason and out not in FLOATS:
-        reason = f"dtype {out}: kernels have {', '.join(map(str, FLOATS))}"
-    if reason:
-        raise Unsupported(reason)
+    require_kernel(why_not_mega(sizes, weights, gpu.arch), out)
     how: dict[str, Any] = {"id_bytes": id_bytes, "out_dtype": from_torch(out), "arch": gpu.arch}
     return gpu.load(choose_mega(sizes, **how))
 

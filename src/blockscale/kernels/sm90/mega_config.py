@@ -9,20 +9,18 @@ import numpy as np
 from ...dtypes import BFLOAT16
 from ..common.gpu import SHARED
 from ..common.refuse import refuse
-from ..mega.buffers import TILE_ROWS, Sizes
+from ..mega.buffers import MULTIPLE, TILE_ROWS, Sizes, why_not_sizes
 from .config import BLOCK_K, Config
 
 __all__ = [
     "CONSUMERS",
     "FIRST_CONSUMER",
     "FIRST_DISPATCH",
-    "MULTIPLE",
     "STAGING_BYTES",
     "MegaConfig",
     "choose_mega",
 ]
 
-MULTIPLE = 128  # of hidden and intermediate sizes
 CONSUMERS = 2  # warpgroups that multiply, each 64 rows of a tile
 FIRST_DISPATCH, FIRST_CONSUMER = 128, 256  # threads
 STAGING_BYTES = CONSUMERS * 64 * 128  # in which results are put together, 128 bytes of a row
@@ -50,9 +48,7 @@ class MegaConfig:
 
     def __post_init__(self) -> None:
         wrong = {
-            "sizes": self.sizes.hidden % MULTIPLE
-            or self.sizes.intermediate % MULTIPLE
-            or self.sizes.ring_blocks % 4,
+            "sizes": why_not_sizes(self.sizes) or self.sizes.ring_blocks % 4,
             "product": self.product.tile != (TILE_ROWS, 2 * MULTIPLE) or self.shared_bytes > SHARED,
             "id_bytes": self.id_bytes not in (4, 8),
             "send_warps": self.send_warps + self.gather_warps != 4,

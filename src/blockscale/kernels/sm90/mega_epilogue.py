@@ -17,13 +17,13 @@ from ..common.encode import Encoder
 from ..common.ptx import load_shared, store_global, store_shared
 from ..common.spec import specify
 from ..common.swiglu import PRODUCE
-from ..mega.buffers import TILE_ROWS
+from ..mega.buffers import MULTIPLE, TILE_ROWS
 from ..mega.peers import Peers
 from ..mega.rows import of_lane
 from ..mega.signals import add_release
 from . import ptx
 from .epilogue import swizzle_of
-from .mega_config import FIRST_CONSUMER, MULTIPLE, MegaConfig
+from .mega_config import FIRST_CONSUMER, MegaConfig
 
 __all__ = ["MegaEpilogue"]
 

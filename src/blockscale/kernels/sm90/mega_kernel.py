@@ -18,17 +18,17 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common import shared
 from ..common.copies import Copies, TmaTiles
-from ..common.numeric import NUMERIC
 from ..common.pipeline import Pipeline
 from ..common.promotion import promote_l2
 from ..common.tensor_specs import any_tensor, compile_for
-from ..common.tile_ring import TileRing
-from ..mega.buffers import TILE_ROWS, Buffers
+from ..common.tile_ring import NONE, TileRing
+from ..mega.buffers import MULTIPLE, TILE_ROWS, Buffers
 from ..mega.combine import Finish
 from ..mega.dispatch import Dispatch
 from ..mega.gather import Gather
-from ..mega.order import NONE, Finder, Walk
-from ..mega.peers import Peers
+from ..mega.order import Finder, Walk
+from ..mega.peers import Peers, any_arguments
+from ..mega.rings import Rings
 from . import ptx
 from .config import BLOCK_K
 from .fp8_gemm import Mainloop
@@ -37,7 +37,6 @@ from .mega_config import (
     CONSUMERS,
     FIRST_CONSUMER,
     FIRST_DISPATCH,
-    MULTIPLE,
     STAGING_BYTES,
     MegaConfig,
 )
@@ -97,7 +96,7 @@ class MegaMoe:
         buffer, table, this_rank, ids, weights, out, limit = given
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # before threads meet: what it reads of the state is written when all have finished
-        peers = self.peers(buffer, table, this_rank, limit)
+        peers = Peers.of_launch(self.buffers, buffer, table, this_rank, limit)
 
         memory = cutlass.memory.SmemAllocator()
         tiles = [self.copies[i].allocate(memory) for i in (0, 2)]
@@ -130,7 +129,9 @@ class MegaMoe:
         if warp < FIRST_DISPATCH // 32:
             cute.arch.setmaxregister_decrease(loading)
             if warp == 0:
-                MegaLoader(config, peers, pipeline, ring, loads)()
+                up, down = config.across
+                rings = Rings(peers, config.unit_rows, down, up * 4 * CONSUMERS)
+                MegaLoader(config, rings, pipeline, ring, loads)()
             if warp == 1:
                 MegaFetcher(config, pipeline, ring, scales, fetched)()
             if warp == 2:
@@ -186,10 +187,6 @@ class MegaMoe:
             turn = turn + 1
             words = ring.read(turn)
 
-    def peers(self, buffer, table, rank, limit) -> Peers:
-        given = table.iterator.toint(), rank, limit
-        return Peers.of_launch(self.buffers, buffer.iterator.toint(), *given)
-
 
 def _scale_place(row) -> Any:
     """In a tile of scales, the word of a row."""
@@ -207,12 +204,7 @@ def compile_config(config: MegaConfig):
     return compile_for(
         config.arch,
         MegaMoe(config),
-        any_tensor(cutlass.Uint8, 1, 16),
-        any_tensor(Int64, 1, 8),
-        Int32(0),
-        any_tensor(Int32 if config.id_bytes == 4 else Int64, 2, config.id_bytes),
-        any_tensor(Float32, 2, 4),
-        any_tensor(NUMERIC[config.out_dtype], 2, 16),
+        *any_arguments(config),
         *matrices,
         tuple(rings),
         Int64(0),

@@ -9,13 +9,12 @@ from typing import Any
 from cutlass import Float32, Int32, cute, range_constexpr, select_
 
 from ..common.pipeline import Pipeline
-from ..common.tile_ring import TileRing
-from ..mega.order import NONE
-from ..mega.peers import Peers
-from ..mega.signals import fence_async, wait_for
+from ..common.tile_ring import NONE, TileRing
+from ..mega.buffers import MULTIPLE
+from ..mega.rings import Rings
 from . import ptx
 from .config import BLOCK_K
-from .mega_config import CONSUMERS, MULTIPLE, MegaConfig
+from .mega_config import MegaConfig
 
 __all__ = ["MegaFetcher", "MegaLoader", "MegaTile", "tile_of"]
 
@@ -46,7 +45,7 @@ class MegaTile:
 
 
 def tile_of(config: MegaConfig, words) -> MegaTile:
-    """Of what the ring has: ``mega.order.Finder``."""
+    """The tile that four integers of the ring stand for, as ``mega.order.Finder`` puts them."""
     sizes, ring = config.sizes, config.sizes.ring_blocks
     second, unit = words[0] >> 30, words[0] & ((1 << 30) - 1)
     across, group = words[1] >> 16, words[1] & 0xFFFF
@@ -77,7 +76,7 @@ class MegaLoader:
     """
 
     config: MegaConfig
-    peers: Peers
+    rings: Rings
     pipeline: Pipeline
     ring: TileRing
     loads: tuple
@@ -88,8 +87,9 @@ class MegaLoader:
         words = self.ring.read(turn)
         while words[0] != NONE:
             tile = tile_of(self.config, words)
-            self.await_room(tile)
-            self.await_rows(tile)
+            self.rings.await_room(tile)
+            self.rings.await_rows(tile)
+            cute.arch.sync_warp()
             for k_block in range(tile.k_blocks):
                 self.pipeline.producer_acquire(stage, phase)
                 barrier = self.pipeline.producer_barrier(stage, phase)
@@ -100,25 +100,6 @@ class MegaLoader:
                 stage, phase = self.pipeline.producer_next(stage, phase)
             turn = turn + 1
             words = self.ring.read(turn)
-
-    @cute.jit
-    def await_room(self, tile):
-        """Until the second ring has room for a tile of the first product. It is long there, so the
-        epilogue need not wait for the answer."""
-        if tile.second == 0:
-            read = tile.turn * self.config.across[1]
-            wait_for(self.peers.signal("down_done", tile.slot), read)
-
-    @cute.jit
-    def await_rows(self, tile):
-        config, turns = self.config, tile.turn + 1
-        stored = config.across[0] * (4 * CONSUMERS)
-        if tile.second == 0:
-            wait_for(self.peers.signal("up_full", tile.slot), turns * config.unit_rows)
-        else:
-            wait_for(self.peers.signal("down_full", tile.slot), turns * stored)
-        fence_async()
-        cute.arch.sync_warp()
 
     def fill(self, loads, tile, k_block, stage, barrier) -> None:
         """Load a K block: rows, both halves of the matrix's, and the rows' scales."""
