@@ -1,20 +1,25 @@
-"""A mega MoE on a GPU, of one rank, beside its steps one after another.
+"""A mega MoE on GPUs, beside its steps one after another.
 
     PYTHONPATH=src python3 benchmarks/gpu_mega.py FILE.json
+    PYTHONPATH=src torchrun --nproc-per-node 2 benchmarks/gpu_mega.py FILE.json
 
-At 4096/2048/top-6: 32 experts, what a rank of 8 holds of 256; and all 256, as a share of the time
-to read their weights. Microseconds with a cold L2 cache, of tokens that are bfloat16: their
-quantization counts. TFLOP/s of both products.
+At 4096/2048/top-6: 32 experts a rank, what one of 8 holds of 256; and 256 of all ranks, as a share
+of the time to read their weights. Microseconds with a cold L2 cache, of tokens that are bfloat16:
+their quantization counts; of several ranks those of the slowest. TFLOP/s of both products, of a
+rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gpu_tiles import json_lines
 
 import blockscale as bs
@@ -22,8 +27,9 @@ from blockscale.bench.timing import Timer
 from blockscale.distributed import MegaMoE
 
 HIDDEN, INTERMEDIATE, TOPK = 4096, 2048, 6
-TOKENS = (16, 64, 512, 2048, 8192)
-EXPERTS = (32, 256)
+TOKENS = (1, 16, 64, 512, 2048, 8192)
+ACTIVATIONS = "fp8_1x128"
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def matrices(experts: int, format: str) -> list[Any]:
@@ -37,38 +43,62 @@ def matrices(experts: int, format: str) -> list[Any]:
     return found
 
 
+def times(call: Callable[[], object], timer: Timer) -> float:
+    """Of a rank alone the timer's; of several, which begin together, the slowest one's."""
+    if RANKS == 1:
+        return timer.microseconds(call)
+    together = torch.zeros(1, device="cuda")
+    took = timer.microseconds(call, ready=partial(dist.all_reduce, together))
+    slowest = torch.tensor(took, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
 @torch.no_grad()
 def measured(experts: int, format: str, timer: Timer) -> list[dict[str, Any]]:
+    """``experts``: of each rank."""
     given, rows = matrices(experts, format), []
     nbytes = sum(w.qdata.nbytes + w.qscale.nbytes for w in given)
-    how = {"tokens": max(TOKENS), "topk": TOPK}
+    rate = 2 * nbytes / timer.copy(2 * nbytes)  # a copy reads and writes
+    how: dict[str, Any] = {"tokens": max(TOKENS), "topk": TOPK, "activations": ACTIVATIONS}
     kernel, steps = (MegaMoE(*given, **how, backend=each) for each in ("kernel", "steps"))
     for tokens in TOKENS:
         x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
-        ids = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :TOPK].contiguous()
+        ids = torch.rand(tokens, RANKS * experts, device="cuda").argsort(1)[:, :TOPK].contiguous()
         part = torch.rand(tokens, TOPK, device="cuda")
         assert torch.equal(kernel(x, part, ids), steps(x, part, ids))
-        row: dict[str, Any] = {"experts": experts, "format": format, "tokens": tokens}
+        row: dict[str, Any] = {"ranks": RANKS, "experts": experts, "tokens": tokens}
+        row |= {"weights": format, "activations": ACTIVATIONS}
         for name, run in (("kernel", kernel), ("steps", steps)):
-            row[name] = timer.microseconds(partial(run, x, part, ids))
+            row[name] = times(partial(run, x, part, ids), timer)
         flops = 6 * tokens * TOPK * HIDDEN * INTERMEDIATE
         row["tflops"] = flops / (row["kernel"] * 1e6)
-        row["weights_share"] = nbytes / 4.26e12 * 1e6 / row["kernel"]
-        print(row, flush=True)
+        used = len(ids.unique()) if RANKS == 1 else experts
+        row["weights_share"] = nbytes * used / experts / rate / row["kernel"]
         rows.append(row)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(row, flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
-    parser.add_argument("--format", default="fp8_128x128")
+    parser.add_argument("--formats", nargs="+", default=["fp8_128x128"])
     args = parser.parse_args()
+    if RANKS > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    torch.manual_seed(int(os.environ.get("RANK", "0")))
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "rows": []}
-    for experts in EXPERTS:
-        result["rows"] += measured(experts, args.format, Timer())
-        args.file.write_text(json_lines(result))
-        torch.cuda.empty_cache()
+    for experts in (32, 256 // RANKS):
+        for format in args.formats:
+            result["rows"] += measured(experts, format, Timer())
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                args.file.write_text(json_lines(result))
+            torch.cuda.empty_cache()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def test_a_rank_that_does_not_come():
     assert got[1].isnan().all()
 
 
-def test_a_module_that_asks_for_it():
-    """By default steps run one after another: which is faster has not been measured."""
+def test_a_module():
+    """It takes the kernel, with the bits of steps, which it runs where it is asked for them."""
     x, part, ids = matrix(9, 128), torch.rand(9, 2), torch.rand(9, 3).argsort(1)[:, :2]
     shapes = ((3, 256, 128), (3, 128, 128))
     up, down = (bs.quantize(torch.randn(shape) / 8, "fp8_128x128") for shape in shapes)
@@ -55,8 +55,8 @@ def test_a_module_that_asks_for_it():
         gpu("sm_90a", multiprocessors=2, quantizes=True),
         em.cutedsl(device, buffers=named) as ran,
     ):
-        want = MegaMoE(up, down, tokens=9, topk=2)(x, part, ids)
-        moe = MegaMoE(up, down, tokens=9, topk=2, backend="kernel")
+        want = MegaMoE(up, down, tokens=9, topk=2, backend="steps")(x, part, ids)
+        moe = MegaMoE(up, down, tokens=9, topk=2)
         named["memory"] = moe._launch.memory.buffer
         ran.clear()
         assert torch.equal(moe(x, part, ids), want)

@@ -24,24 +24,32 @@ class Timer:
     def __init__(self) -> None:
         self._memory = torch.zeros(_EVICTED // 4, device=self.device)
 
-    def microseconds(self, call: Callable[[], object], repeats: int = 30) -> float:
-        """Median time of ``call``. The device waits until all calls are queued, so that only its
-        own time counts.
+    def evict(self) -> None:
+        """Read so much that the L2 cache has nothing else, and nothing to be written back."""
+        self._memory.sum()
 
-        Reading evicts the cache and leaves nothing to be written back.
+    def microseconds(
+        self,
+        call: Callable[[], object],
+        repeats: int = 30,
+        ready: Callable[[], object] = lambda: None,
+    ) -> float:
+        """Median time of ``call``. The device waits until all calls are queued, so that only its
+        own time counts. ``ready`` is called before each: what lets ranks begin together.
         """
         for _ in range(3):
             call()
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
-        self._memory.sum()
+        self.evict()
         queued = time.perf_counter() - start
         torch.cuda.synchronize()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         torch.cuda._sleep(int(min(2 * repeats * queued + 1e-3, 0.5) * _CLOCK))
         for before, after in events:
-            self._memory.sum()
+            self.evict()
+            ready()
             before.record()
             call()
             after.record()

@@ -106,8 +106,6 @@ def multiprocessors_of(
     gpu = gpu_of(device)
     if choose("backend", backend, {name: name for name in BACKENDS}) == "steps":
         return 0
-    if backend == "auto" and gpu is not None and gpu.arch == "sm_90a":
-        return 0  # which of them is faster has not been measured
     reason = why_no_kernel(config.sizes, config.weights, device)
     if not reason and is_per_group(a2_scale):
         reason = "a2_scale: has one for each expert, the kernel one for all"

@@ -48,8 +48,8 @@ class MegaMoE(nn.Module):
 
     A token travels once, quantized, to each rank that has one of its experts; each expert's result
     comes back in bfloat16, and its token's rank adds them up: the same bits on any number of ranks
-    where products have them. On Blackwell, and of FP8 on Hopper, one kernel does all of it, which
-    has run in the emulator alone; elsewhere its steps run one after another, with the same bits:
+    where products have them. On Hopper, of FP8, and on Blackwell (there it has run in the emulator
+    alone) one kernel does all of it; elsewhere its steps run one after another, with the same bits:
     quantize, dispatch, product, SwiGLU and quantize, product, return, combine. Set as ``experts``
     of a :class:`blockscale.nn.MoE`, it spreads that layer's routed experts over ranks.
 
@@ -70,7 +70,7 @@ class MegaMoE(nn.Module):
         group: of torch.distributed; None: the default one, or this process alone where it was not
             initialized. All ranks make the module together.
         backend: "kernel": one kernel, ValueError where there is none; "steps": one after another;
-            "auto": the kernel where there is one, but on Hopper, where it has not been measured.
+            "auto": the kernel where there is one.
 
     Raises ValueError or TypeError where this rank's arguments do not fit, and :class:`PeerError` on
     the others then; ValueError on every rank where ranks differ.

@@ -11,10 +11,11 @@ import cutlass
 from cutlass import Int32, cute
 
 from . import ptx
+from .persistent import advance_pipeline
 
-__all__ = ["NONE", "TILE_SLOTS", "TileRing"]
+__all__ = ["NONE", "TileRing"]
 
-TILE_SLOTS = 4  # tiles that may be ahead
+TILE_SLOTS = 4  # tiles that may be ahead, where all of them are known
 NONE = -1  # in place of the first integer of a tile: there are no more
 _BYTES = 16  # of a slot: four integers
 
@@ -26,28 +27,30 @@ class TileRing:
     Attributes:
         slots: their address.
         full, empty: mbarriers, one a slot.
+        count: of slots.
     """
 
     slots: Any
     full: Any
     empty: Any
+    count: int = TILE_SLOTS
 
     @classmethod
-    def allocate(cls, memory) -> TileRing:
-        slots = memory.allocate_array(Int32, TILE_SLOTS * _BYTES // 4, byte_alignment=_BYTES)
-        barriers = memory.allocate_array(cutlass.Int64, 2 * TILE_SLOTS)
-        return cls(slots.toint(), barriers, barriers + TILE_SLOTS)
+    def allocate(cls, memory, count: int = TILE_SLOTS) -> TileRing:
+        slots = memory.allocate_array(Int32, count * _BYTES // 4, byte_alignment=_BYTES)
+        barriers = memory.allocate_array(cutlass.Int64, 2 * count)
+        return cls(slots.toint(), barriers, barriers + count, count)
 
     def init_barriers(self, readers: int) -> None:
         """``readers``: warps that read each tile. One thread calls it."""
-        for i in range(TILE_SLOTS):
+        for i in range(self.count):
             cute.arch.mbarrier_init(self.full + i, 1)
             cute.arch.mbarrier_init(self.empty + i, readers)
 
     @cute.jit
     def write(self, turn, values):
         """Put four integers where the tile before has been read; by a warp."""
-        self.put(turn % TILE_SLOTS, turn // TILE_SLOTS % 2, values)
+        self.put(turn % self.count, turn // self.count % 2, values)
 
     @cute.jit
     def read(self, turn):
@@ -55,16 +58,19 @@ class TileRing:
         values = self.peek(turn)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.free(turn % TILE_SLOTS)
+            self.free(turn % self.count)
         return values
 
     @cute.jit
     def peek(self, turn):
         """The same, by a warp that has not read them yet, and will."""
-        words = self.look(turn % TILE_SLOTS, turn // TILE_SLOTS % 2)
+        words = self.look(turn % self.count, turn // self.count % 2)
         return [cute.arch.make_warp_uniform(each) for each in words]
 
     # --- by slot, and the parity of how often it has been used ---
+
+    def advance(self, slot, phase):
+        return advance_pipeline(slot, phase, self.count)
 
     @cute.jit
     def put(self, slot, phase, values):

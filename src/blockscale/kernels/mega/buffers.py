@@ -129,6 +129,7 @@ class Buffers:
             "arrived": s.ranks * s.experts,  # rows from each rank that precede an expert's end
             "bins": 2 * s.every,  # this rank's pairs of each expert: those whose rows travel first
             "grid": 1,  # CTAs that have counted their pairs
+            "tiles": 1,  # that CTAs have taken after their first
             "go": 1,  # 1: all ranks have sent; 2: one has not
             "up_full": units,  # rows of a unit of the first ring that are there
             "up_done": units,  # tiles that have read them

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, cute, select_
+from cutlass import Int32, const_expr, cute, select_
 from cutlass import min as least
 
-from ..common.persistent import advance_pipeline
-from ..common.tile_ring import NONE, TILE_SLOTS, TileRing
+from ..common.tile_ring import NONE, TileRing
 from .peers import GO, Peers
+from .signals import fetch_add
 
 __all__ = ["Finder", "Walk", "bands"]
 
@@ -83,6 +83,8 @@ class Finder:
         k_blocks: of each. (With a selection of constants as the end of a loop CuTe DSL 4.8
             crashes, so those who read the ring do not select.)
         cluster, clusters: this one, and how many there are.
+        claims: the next tile is the first that no CTA has taken, so that those which are behind
+            take fewer; else every so many-th one, as CTAs of a cluster must take the same.
     """
 
     walk: Walk
@@ -91,6 +93,7 @@ class Finder:
     k_blocks: tuple[int, int]
     cluster: Any
     clusters: Any
+    claims: bool
 
     @cute.jit
     def __call__(self):
@@ -111,13 +114,24 @@ class Finder:
                     within = index - base
                     words = self.words(place, which, within % count, within // count)
                     self.ring.put(slot, phase, words)
-                    slot, phase = advance_pipeline(slot, phase, TILE_SLOTS)
-                    index = index + self.clusters
+                    slot, phase = self.ring.advance(slot, phase)
+                    index = self.following(index)
                 base = base + tiles
                 after = walk.advance(place, count)
                 first = tuple(select_(which, a, b) for a, b in zip(first, after, strict=True))
                 second = tuple(select_(which, b, a) for a, b in zip(second, after, strict=True))
         self.ring.put(slot, phase, [Int32(NONE)] * 4)
+
+    @cute.jit
+    def following(self, index):
+        """The number of the tile after this one; the first one is the cluster's own."""
+        if const_expr(self.claims):
+            if cute.arch.lane_idx() == 0:
+                index = self.clusters + fetch_add(self.walk.peers.signal("tiles"), 1)
+            index = cute.arch.shuffle_sync(index, 0)
+        else:
+            index = index + self.clusters
+        return index
 
     def words(self, place, which, unit, column) -> list:
         expert, left, first, row, _ = place

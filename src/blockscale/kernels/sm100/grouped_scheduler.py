@@ -18,8 +18,7 @@ from cutlass import Int32, cute
 
 from ...formats import GROUP_TILE
 from ..common.grouped_tiles import ColumnGroups, RowGroups
-from ..common.persistent import advance_pipeline
-from ..common.tile_ring import NONE, TILE_SLOTS, TileRing
+from ..common.tile_ring import NONE, TileRing
 from .clc_scheduler import ClcPipeline
 from .config import TILE_M, Config
 from .tiles import Tile
@@ -126,7 +125,7 @@ class TilePipeline:
         self.ring.free(slot)
 
     def advance(self, slot, phase):
-        return advance_pipeline(slot, phase, TILE_SLOTS)
+        return self.ring.advance(slot, phase)
 
     def next(self, slot, phase):
         words = self.read(slot, phase)
@@ -160,7 +159,7 @@ class GroupFinder:
                 chunk, begin, end, sums = tiles.seek(chunk, begin, end, sums, down)
                 group, first, last, ends = tiles.owner(chunk, begin, end, sums, down)
                 self.ring.put(slot, phase, tiles.found(index, group, first, last, ends))
-                slot, phase = advance_pipeline(slot, phase, TILE_SLOTS)
+                slot, phase = self.ring.advance(slot, phase)
             index = clc.read(clc_stage, clc_phase)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:

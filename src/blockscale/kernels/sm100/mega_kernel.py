@@ -129,7 +129,7 @@ class MegaMoe:
         full, empty = barriers.toint(), (barriers + up.stages).toint()
         acc_full = (barriers + 2 * up.stages).toint()
         acc_empty = acc_full + 16
-        ring = TileRing.allocate(memory)
+        ring = TileRing.allocate(memory, 2)  # of which the epilogue has read one
 
         if warp == EPILOGUE_WARPS:
             with cute.arch.elect_one():
@@ -215,7 +215,8 @@ class MegaMoe:
                 MegaLoader(rings, *loaders)()
         if warp == EPILOGUE_WARPS + 2:
             cluster = peers.cta // config.ctas, peers.ctas // config.ctas
-            Finder(walk, ring, config.across, config.k_blocks, *cluster)()
+            order = config.across, config.k_blocks, *cluster
+            Finder(walk, ring, *order, claims=config.ctas == 1)()
         if warp >= first:
             dispatch.sort()
             if warp < first + config.send_warps:

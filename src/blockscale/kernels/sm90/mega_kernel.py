@@ -108,7 +108,8 @@ class MegaMoe:
             for some in zip(atoms, views, strict=True)
         ]
         words = shared.allocate(memory, 4 * config.sizes.sort_words, 16)
-        pipeline, ring = Pipeline.allocate(memory, product.stages, 1), TileRing.allocate(memory)
+        pipeline = Pipeline.allocate(memory, product.stages, 1)
+        ring = TileRing.allocate(memory, 1)  # the next tile is taken when one begins, not before
         if warp == 0:
             for atom in [*atoms[0], *atoms[1]]:
                 cpasync.prefetch_descriptor(atom)
@@ -135,7 +136,8 @@ class MegaMoe:
             if warp == 1:
                 MegaFetcher(config, pipeline, ring, scales, fetched)()
             if warp == 2:
-                Finder(walk, ring, config.across, config.k_blocks, peers.cta, peers.ctas)()
+                order = config.across, config.k_blocks, peers.cta, peers.ctas
+                Finder(walk, ring, *order, claims=True)()
         elif warp < FIRST_CONSUMER // 32:
             cute.arch.setmaxregister_decrease(sending)
             dispatch.sort()
