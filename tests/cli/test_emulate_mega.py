@@ -30,6 +30,13 @@ def test_ranks_have_the_bits_of_steps(capsys):
     assert found["report"]["instructions"]["red.release.sys.global.add.u32"] > 0
 
 
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4"])
+def test_sizes_that_are_no_tiles_on_hopper(format, capsys):
+    sizes = "--tokens", "37", "--hidden", "128", "--intermediate", "384", "--experts", "6"
+    assert run("--arch", "sm_90a", "--format", format, *sizes, "--ranks", "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["equal"]
+
+
 @pytest.mark.parametrize(("args", "said"), [
     (["--arch", "sm_100"], "arch: got 'sm_100'"),
     (["--format", "fp6"], "format: got 'fp6'"),

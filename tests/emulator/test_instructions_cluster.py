@@ -77,6 +77,16 @@ def test_discarded_memory_is_not_what_it_was() -> None:
     assert (out[32:] == 0).all()
 
 
+def test_registers_that_nobody_has() -> None:
+    """A warp that waits for more than others give up waits forever: of 12 warps each has 168 at
+    most to begin with."""
+    line = "setmaxnreg.inc.sync.aligned.u32 {};"
+    out = np.zeros(384, np.uint32)
+    run(line.format(168), out, block=384)
+    with pytest.raises(em.PtxError, match="ask for 67584 registers in all, and have 64512"):
+        run(line.format(176), out, block=384)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -17,8 +17,8 @@ import blockscale as bs
 from blockscale.distributed import MegaMoE, PeerError, mega_launch
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK, TOKENS = 16, 1024, 512, 4, 8192
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-FORMAT = "fp8_128x128" if HOPPER else "mxfp4"
+#: Of weights, and of activations.
+FORMATS = ("fp8_128x128", "fp8_1x128")
 
 
 def weights(experts: int) -> list[bs.ScaledTensor]:
@@ -26,7 +26,7 @@ def weights(experts: int) -> list[bs.ScaledTensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = (experts, 2 * INTERMEDIATE, HIDDEN), (experts, HIDDEN, INTERMEDIATE)
     made = [torch.randn(shape, device="cuda", generator=generator) / 16 for shape in shapes]
-    return [bs.quantize(w.bfloat16(), FORMAT) for w in made]
+    return [bs.quantize(w.bfloat16(), FORMATS[0]) for w in made]
 
 
 def tokens_of(count: int, experts: int, seed: int, *, only: int | None = None) -> tuple:
@@ -50,7 +50,7 @@ class Rank:
         self.experts = EXPERTS * self.ranks
         every = weights(self.experts)
         own = slice(self.number * EXPERTS, (self.number + 1) * EXPERTS)
-        how: dict[str, Any] = {"tokens": tokens, "topk": TOPK}
+        how: dict[str, Any] = {"tokens": tokens, "topk": TOPK, "activations": FORMATS[1]}
         self.kernel = MegaMoE(*(w[own] for w in every), **how, backend="kernel")
         groups = [dist.new_group([i]) for i in range(self.ranks)]
         alone = groups[self.number]
@@ -127,6 +127,7 @@ def dying() -> None:
 
 if __name__ == "__main__":
     task, number, ranks, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    FORMATS = sys.argv[5], sys.argv[6]
     torch.cuda.set_device(number)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",

@@ -12,14 +12,20 @@ import torch
 
 PROGRAM = Path(__file__).with_name("mega_ranks.py")
 RANKS = torch.cuda.device_count()
+HOPPER = RANKS > 0 and torch.cuda.get_device_capability()[0] == 9
+FORMATS = ["fp8_128x128", "fp8_1x128"] if HOPPER else ["mxfp4", "mxfp8"]
+NVFP4 = ["nvfp4", "fp8_1x128" if HOPPER else "nvfp4"]
 
 
 @pytest.mark.skipif(RANKS < 2, reason="needs two NVIDIA GPUs")
-@pytest.mark.parametrize("task", ["sizes", "launches", "late", "dying"])
-def test_ranks(task, tmp_path):
+@pytest.mark.parametrize(
+    ("task", "formats"),
+    [*((task, FORMATS) for task in ("sizes", "launches", "late", "dying")), ("sizes", NVFP4)],
+)
+def test_ranks(task, formats, tmp_path):
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), task, *map(str, (rank, RANKS, tmp_path / "store"))],
+            [sys.executable, PROGRAM, task, str(rank), str(RANKS), tmp_path / "store", *formats],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -15,6 +15,7 @@ from blockscale.cli.emulate_ranks import Case, Ranks, steps
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.mega import combine, dispatch, gather, order, rings, signals
 from blockscale.kernels.sm90 import mega_epilogue as hopper_epilogue
+from blockscale.kernels.sm90 import mega_widened_epilogue as widened
 from blockscale.kernels.sm100 import mega_epilogue
 
 SMALL = Case((20, 13), topk=3, hidden=128, experts=2)
@@ -22,7 +23,14 @@ RINGS = Case((300,), hidden=512, experts=2, ring=4)
 FP8 = {"format": "fp8_128x128", "activations": "fp8_1x128"}
 SMALL_FP8 = Case((20, 13), topk=3, hidden=128, experts=2, **FP8)
 RINGS_FP8 = Case((300,), hidden=512, experts=2, ring=4, **FP8)
-CASES = {"SMALL": SMALL, "RINGS": RINGS, "SMALL_FP8": SMALL_FP8, "RINGS_FP8": RINGS_FP8}
+NVFP4 = Case((40,), topk=3, hidden=128, experts=2, format="nvfp4", activations="fp8_1x128")
+CASES = {
+    "SMALL": SMALL,
+    "RINGS": RINGS,
+    "SMALL_FP8": SMALL_FP8,
+    "RINGS_FP8": RINGS_FP8,
+    "NVFP4": NVFP4,
+}
 
 
 def nothing(*args: Any, **how: Any) -> None:
@@ -64,6 +72,14 @@ MUTANTS = {
         hopper_epilogue,
         "add_release",
         relaxed,
+    ),
+    "widened: rows without a release": (NVFP4, widened, "add_release", relaxed),
+    "widened: magnitudes are not awaited": (NVFP4, widened.WidenedEpilogue, "sync", nothing),
+    "widened: results are sent too soon": (
+        NVFP4,
+        widened.WidenedEpilogue,
+        "sync_warpgroup",
+        nothing,
     ),
     "bands too high for a ring": (RINGS, order, "bands", lambda ring: (ring, ring)),
 }

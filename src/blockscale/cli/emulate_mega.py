@@ -15,7 +15,11 @@ __all__ = ["Outcome", "megamoe"]
 _BLACKWELL = {"nvfp4": ("nvfp4", "nvfp4"), "mxfp4": ("mxfp4", "mxfp8"), "mxfp8": ("mxfp8", "mxfp8")}
 #: By architecture, and the name of what is multiplied: formats of weights and of activations.
 FORMATS = {
-    "sm_90a": {"fp8_block": ("fp8_128x128", "fp8_1x128")},
+    "sm_90a": {
+        "fp8_block": ("fp8_128x128", "fp8_1x128"),
+        "nvfp4": ("nvfp4", "fp8_1x128"),
+        "mxfp4": ("mxfp4", "fp8_1x128"),
+    },
     "sm_100a": _BLACKWELL,
     "sm_103a": _BLACKWELL,
 }
@@ -44,7 +48,8 @@ def megamoe(
     format: Annotated[
         str,
         typer.Option(
-            help="sm_90a: fp8_block; sm_100a: nvfp4, mxfp4 (by mxfp8), mxfp8. Default: the first."
+            help="sm_90a: fp8_block, nvfp4, mxfp4 (by FP8); sm_100a: nvfp4, mxfp4 (by mxfp8), mxfp8. "
+            "Default: the first."
         ),
     ] = "",
     ranks: Annotated[int, typer.Option(help="That run at once.")] = 2,

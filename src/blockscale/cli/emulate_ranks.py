@@ -16,7 +16,7 @@ from ..kernels.common import compile_cache
 from ..kernels.common.calls import Alpha, Operand
 from ..kernels.common.gpu import GPUS
 from ..kernels.common.runtime import standing_in
-from ..kernels.mega.buffers import Buffers, Sizes
+from ..kernels.mega.buffers import Buffers, Sizes, widens
 from ..kernels.mega.memory import Experts, Launch, Memory
 from ..kernels.sm90 import mega_calls as sm90
 from ..kernels.sm100 import mega_calls as sm100
@@ -70,7 +70,8 @@ class Case:
         ranks = len(self.tokens)
         room = self.room or max(1, *self.tokens)
         widths = self.hidden, self.intermediate, self.experts, self.activations
-        self.sizes = Sizes(ranks, room, self.topk, *widths, self.ring)
+        widened = widens(self.activations, self.format)
+        self.sizes = Sizes(ranks, room, self.topk, *widths, self.ring, widened)
         generator = torch.Generator().manual_seed(self.seed)
         every = ranks * self.experts
         self.x, self.ids, self.weights = [], [], []
@@ -160,17 +161,13 @@ class Ranks:
     def matrices(self, case: Case, rank: int, which: int) -> tuple[Operand, Alpha]:
         """A rank's own, for the first product or the second one."""
         own = case.experts
-        w = case.matrices()[which]
-        mine: list[Any] = [w[e] for e in range(rank * own, (rank + 1) * own)]
-        if self.arch == "sm_90a":
-            both = torch.stack([m.qdata for m in mine]), torch.stack([m.scale for m in mine])
-            return Operand(*both, case.format), None
-        tiles = torch.cat([each.to_layout("tcgen05").qscale.flatten() for each in mine])
-        operand = Operand(torch.stack([each.qdata for each in mine]), tiles, case.format)
+        w: Any = case.matrices()[which][rank * own : (rank + 1) * own]
+        operand: Operand = CALLS[self.arch].operand_of(w)
+        operand = operand._replace(data=operand.data.clone())  # a buffer of its own
         if w.global_scale is None:
             return operand, None
-        scales = w.global_scale[rank * own : (rank + 1) * own].clone()
-        return operand, (torch.tensor((A1, A2)[which]), scales)
+        scales = w.global_scale.clone()
+        return operand, (torch.tensor((A1, A2)[which]), scales) if case.scales else scales
 
     def load(self, config: Any) -> Any:
         kernel = self.build(config)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import choose
 from ..formats import get_format
 from ..kernels.common.runtime import gpu_of
-from ..kernels.mega.buffers import Sizes
+from ..kernels.mega.buffers import Sizes, widens
 from ..stored import is_per_group
 from ..tensor import ScaledTensor
 from .mega_launch import why_no_kernel
@@ -56,7 +56,9 @@ class MegaConfig(NamedTuple):
     @property
     def sizes(self) -> Sizes:
         columns = self.hidden, self.intermediate
-        return Sizes(self.ranks, self.tokens, self.topk, *columns, self.experts, self.activations)
+        widened = widens(self.activations, self.weights)
+        rest = self.experts, self.activations
+        return Sizes(self.ranks, self.tokens, self.topk, *columns, *rest, widened=widened)
 
 
 Message = tuple[MegaConfig | None, float | None, str]  # what is wrong, if there is no config

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.common.calls import Operand
+from ..kernels.common.calls import Alpha, Operand
 from ..kernels.common.runtime import gpu_of
 from ..kernels.mega.buffers import Buffers, Sizes
 from ..kernels.mega.memory import Experts, Launch, Memory
@@ -20,12 +20,8 @@ from .tokens import PeerError, rank_and_ranks
 
 __all__ = ["MegaLaunch", "memory_of", "why_no_kernel"]
 
-#: By architecture, its calls, and the layout of scales of matrices.
-_CALLS: dict[str, tuple[Any, str]] = {
-    "sm_90a": (sm90, "compact"),
-    "sm_100a": (sm100, "tcgen05"),
-    "sm_103a": (sm100, "tcgen05"),
-}
+#: By architecture, its calls.
+_CALLS: dict[str, Any] = {"sm_90a": sm90, "sm_100a": sm100, "sm_103a": sm100}
 
 
 def why_no_kernel(sizes: Sizes, weights: str, device: torch.device) -> str:
@@ -33,8 +29,7 @@ def why_no_kernel(sizes: Sizes, weights: str, device: torch.device) -> str:
     gpu = gpu_of(device)
     if gpu is None:
         return f"weights are on {device}: the kernel runs on CUDA devices"
-    calls, _ = _CALLS.get(gpu.arch, (sm100, ""))
-    return str(calls.why_not_mega(sizes, weights, gpu.arch))
+    return str(_CALLS.get(gpu.arch, sm100).why_not_mega(sizes, weights, gpu.arch))
 
 
 #: What modules alike share, as their calls are one after another.
@@ -63,7 +58,7 @@ class MegaLaunch:
         device = memory.buffer.device
         gpu = gpu_of(device)
         assert gpu is not None  # else there is no kernel
-        self.calls, self.layout = _CALLS[gpu.arch]
+        self.calls = _CALLS[gpu.arch]
         # read when the next launch is made: to wait for this one's would take the host's time
         self.missing = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._made_of: Any = None
@@ -129,18 +124,15 @@ class MegaLaunch:
                     "it is captured in a CUDA graph"
                 )
             up, down = experts
-            self._operands, self._made_of = (self._operand(up), self._operand(down)), key
+            self._operands = self.calls.operand_of(up), self.calls.operand_of(down)
+            self._made_of = key
         assert self._operands is not None
-        alphas = [
-            None if w.global_scale is None or scale is None else (scale, w.global_scale)
-            for w, scale in zip(experts, scales, strict=True)
-        ]
+        alphas = [_alpha(*each) for each in zip(scales, experts, strict=True)]
         return Experts(*self._operands, alphas[0], alphas[1], scales[1])
 
-    def _operand(self, w: ScaledTensor) -> Operand:
-        """Of a batch: data as it is, and scales; or those of each matrix in tiles."""
-        if self.layout == "compact":
-            return Operand(w.qdata.contiguous(), w.scale, w.format_name)
-        each: list[Any] = list(w)
-        tiles = torch.cat([matrix.to_layout(self.layout).qscale.flatten() for matrix in each])
-        return Operand(w.qdata.contiguous(), tiles, w.format_name)
+
+def _alpha(scale: Tensor | None, w: ScaledTensor) -> Alpha:
+    """Of the global scales of activations and of weights, those that there are."""
+    if w.global_scale is None or scale is None:
+        return w.global_scale
+    return scale, w.global_scale

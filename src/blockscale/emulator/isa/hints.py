@@ -6,12 +6,13 @@ from __future__ import annotations
 import numpy as np
 
 from ..machine.predecessor import waited
-from ..machine.state import Fragment, Step
+from ..machine.state import Deadlock, Fragment, Step
 from ..ptx.program import Immediate
 from .access import checked
 from .meeting import gathered
 from .registry import Form, instruction
 
+_REGISTERS = 1 << 16  # of a multiprocessor
 _LINE = 128  # bytes that discard and applypriority are about
 _PRIMARY = ("L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged")
 _SECONDARY = ("L2::evict_first", "L2::evict_unchanged")
@@ -19,7 +20,8 @@ _SECONDARY = ("L2::evict_first", "L2::evict_unchanged")
 
 @instruction("setmaxnreg", control=True)
 def setmaxnreg(form: Form) -> Step:
-    """9.7.19.5: registers are not counted here."""
+    """9.7.19.5: an increase waits until others have given up as many, forever where they keep more
+    than all had to begin with. How many that is ptxas knows, at most an equal share of all."""
     form.needs("sm_90a", "sm_100f")
     if form.one("inc", "dec") is None or not (form.has("sync") and form.has("aligned")):
         raise form.error("expected .inc or .dec, and .sync.aligned")
@@ -27,7 +29,18 @@ def setmaxnreg(form: Form) -> Step:
     count = form.operand(0)
     if not isinstance(count, Immediate) or count.value % 8 or not 24 <= count.value <= 256:
         raise form.error("the number of registers must be a multiple of 8 from 24 to 256")
-    return gathered(form, None, lambda w: None)
+
+    def run(w: Fragment) -> None:
+        held, warps = w.cta.registers, w.cta.warps
+        held.update(dict.fromkeys((w.threads // 32).tolist(), count.value))
+        pool = _REGISTERS // (32 * warps) // 8 * 8 * warps
+        if len(held) == warps and sum(held.values()) > pool:
+            raise Deadlock(
+                f"deadlock: setmaxnreg: the {warps} warps of a CTA ask for "
+                f"{sum(held.values()) * 32} registers in all, and have {pool * 32}"
+            )
+
+    return gathered(form, None, run)
 
 
 @instruction("griddepcontrol")

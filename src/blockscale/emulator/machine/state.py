@@ -288,6 +288,7 @@ class CTA:
         self.met = np.full(self.size, None, object)
         self.meetings: dict[Any, Any] = {}
         self.wake = np.zeros(self.size, np.int64)  # when threads that sleep wake up, ns; 0: awake
+        self.registers: dict[int, int] = {}  # that each warp has asked for
         self.barriers: dict[int, Any] = {}
         self.mbarriers: dict[int, Any] = {}
         self.groups: dict[str, Any] = {}  # of asynchronous copies, per kind

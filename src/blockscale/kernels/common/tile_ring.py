@@ -75,10 +75,14 @@ class TileRing:
     @cute.jit
     def put(self, slot, phase, values):
         """As :meth:`write`."""
-        cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
+        self.await_room(slot, phase)
         with cute.arch.elect_one():
             ptx.store_shared(self.slots + slot * _BYTES, [*values], _BYTES)
             cute.arch.mbarrier_arrive(self.full + slot)
+
+    def await_room(self, slot, phase) -> None:
+        """Wait until the tile before has been read."""
+        cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
 
     def look(self, slot, phase) -> list:
         """The four integers of a tile; by any threads."""

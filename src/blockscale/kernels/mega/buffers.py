@@ -17,12 +17,13 @@ import numpy as np
 from ...dtypes import BFLOAT16, UINT8
 from ...formats import get_format
 
-__all__ = ["MULTIPLE", "TILE_ROWS", "Buffers", "Region", "Sizes", "why_not_sizes"]
+__all__ = ["MULTIPLE", "TILE_ROWS", "Buffers", "Region", "Sizes", "why_not_sizes", "widens"]
 
 MULTIPLE = 128  # of hidden and intermediate sizes
 MOST_RANKS = 128  # a thread tells each
 MOST_EXPERTS = 1024  # of all ranks: shared memory has four words of each
-TILE_ROWS = 128  # rows of a block: of a CTA's tile, and of a tile of scales
+TILE_ROWS = 128  # rows of a block: of a tile of scales
+_LEAST_UNIT = 32  # rows of a unit of work, at least
 _ALIGNMENT = 128  # bytes; TMA wants 16
 _INT32, _BYTE, _BF16 = np.dtype(np.int32), UINT8, BFLOAT16
 
@@ -39,6 +40,8 @@ class Sizes:
         experts: of each rank.
         activations: the format of tokens, and of what the second product reads.
         ring_blocks: blocks of 128 rows that each of the two rings holds.
+        widened: elements in the rings are bfloat16, as products by matrices that are widened take
+            them; else what ``activations`` has.
     """
 
     ranks: int
@@ -49,6 +52,7 @@ class Sizes:
     experts: int
     activations: str
     ring_blocks: int = 32
+    widened: bool = False
 
     @property
     def ring_rows(self) -> int:
@@ -74,10 +78,20 @@ class Sizes:
         """How many bytes a row of activations has."""
         return columns * get_format(self.activations).element.bits // 8
 
+    def ring_bytes(self, columns: int) -> int:
+        """And in a ring."""
+        return 2 * columns if self.widened else self.row_bytes(columns)
+
     def scale_words(self, columns: int) -> int:
         """Words of 4 bytes that hold the block scales of a row."""
         format = get_format(self.activations)
         return -(-columns // format.block[1]) * format.scale.nbytes // 4
+
+
+def widens(activations: str, weights: str) -> bool:
+    """Whether products widen matrices to bfloat16: FP8 by elements of four bits, which Hopper's
+    tensor cores do not take."""
+    return activations == "fp8_1x128" and get_format(weights).element.bits == 4
 
 
 def why_not_sizes(sizes: Sizes) -> str:
@@ -122,7 +136,7 @@ class Buffers:
     def signals(self) -> Mapping[str, tuple[int, int]]:
         """Of a set of counters: where each begins, in words of 4 bytes, and how many there are.
         A launch counts in one set and clears the other one."""
-        s, units = self.sizes, self.sizes.ring_blocks
+        s, units = self.sizes, self.sizes.ring_rows // _LEAST_UNIT
         counts = {
             "finished": s.ranks,  # warps of each rank that have sent all results
             "sorted": s.ranks,  # CTAs of each rank that have sent what travels beside tokens
@@ -177,7 +191,7 @@ class Buffers:
             ("up", s.hidden, "rows that the first product reads"),
             ("down", s.intermediate, "and the second one"),
         ):
-            yield f"{name}_ring", _BYTE, (s.ring_rows, s.row_bytes(columns)), use
+            yield f"{name}_ring", _BYTE, (s.ring_rows, s.ring_bytes(columns)), use
             shape = s.ring_blocks, s.scale_words(columns), TILE_ROWS
             yield f"{name}_ring_scale", _INT32, shape, "tiles of their scales"
 

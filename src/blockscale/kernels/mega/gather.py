@@ -31,6 +31,7 @@ class Gather:
     Attributes:
         tiles: of a unit that read a row of the ring, and say so.
         scale_place: the word, of a tile of scales with a word for each row, where a row's is.
+        copy: brings rows to the ring, as ``rows.copy_rows`` does where they stay as they are.
         warp, warps: this one, of those of all CTAs.
     """
 
@@ -39,6 +40,7 @@ class Gather:
     scale_place: Callable[[Any], Any]
     warp: Any
     warps: Any
+    copy: Callable[..., None] = copy_rows
 
     @property
     def peers(self) -> Peers:
@@ -124,9 +126,10 @@ class Gather:
             address = peers.address("origins") + Int64(row + index) * _WORD
             ptx.store_global(address, [Uint32(source * sizes.pairs + pair)], 4)
         came = rows_of_lanes(source * sizes.tokens + pair // sizes.topk)
-        width, words = sizes.row_bytes(sizes.hidden), sizes.scale_words(sizes.hidden)
+        width, words = sizes.ring_bytes(sizes.hidden), sizes.scale_words(sizes.hidden)
         line = peers.address("up_ring") + Int64(to) * width
-        copy_rows(peers.address("x"), came, width, lambda i, _: line + i * width)
+        from_x = peers.address("x"), came, sizes.row_bytes(sizes.hidden)
+        self.copy(*from_x, lambda i, _: line + i * width)
         tile = peers.address("up_ring_scale") + Int64(to // TILE_ROWS * words) * (TILE_ROWS * _WORD)
         first = to % TILE_ROWS
         copy_rows(

@@ -115,7 +115,7 @@ class Finder:
                     words = self.words(place, which, within % count, within // count)
                     self.ring.put(slot, phase, words)
                     slot, phase = self.ring.advance(slot, phase)
-                    index = self.following(index)
+                    index = self.following(index, slot, phase)
                 base = base + tiles
                 after = walk.advance(place, count)
                 first = tuple(select_(which, a, b) for a, b in zip(first, after, strict=True))
@@ -123,9 +123,11 @@ class Finder:
         self.ring.put(slot, phase, [Int32(NONE)] * 4)
 
     @cute.jit
-    def following(self, index):
-        """The number of the tile after this one; the first one is the cluster's own."""
+    def following(self, index, slot, phase):
+        """The number of the tile after this one, which goes to a slot; the first one is the
+        cluster's own. None is taken before it is needed."""
         if const_expr(self.claims):
+            self.ring.await_room(slot, phase)
             if cute.arch.lane_idx() == 0:
                 index = self.clusters + fetch_add(self.walk.peers.signal("tiles"), 1)
             index = cute.arch.shuffle_sync(index, 0)

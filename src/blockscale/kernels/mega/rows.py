@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import cutlass
 from cutlass import Int32, Int64, Uint32, cute, range_constexpr
 
 from ..common import ptx
 
 __all__ = ["BATCH", "copy_rows", "of_lane", "rows_of_lanes"]
 
-BATCH = 8  # rows that a warp copies
-_AT_ONCE = 4  # of them, whose pieces are in flight
+BATCH = 2  # rows that a warp copies, and whose pieces are in flight: few, as there may be few
 
 
 def of_lane(address, lane):
@@ -35,14 +35,13 @@ def copy_rows(base, rows, width, target: Callable[[int, Any], Any], apart: int =
     time, each so many bytes ``apart`` from the one before in the target. (Addresses are made anew
     for each piece: there are few registers.)"""
     size = 16 if width % 16 == 0 and not apart else 4
-    for at in range(cute.arch.lane_idx() * size, width, 32 * size):
+    first, unroll = cute.arch.lane_idx() * size, 2  # as registers have room
+    for at in cutlass.range(first, width, 32 * size, unroll=unroll):
         to = at // size * apart if apart else at
-        for first in range_constexpr(0, BATCH, _AT_ONCE):
-            some = rows[first : first + _AT_ONCE]
-            held = [_load(base + Int64(row) * width + at, size) for row in some]
-            for i in range_constexpr(_AT_ONCE):
-                start = base + Int64(some[i]) * width
-                ptx.store_global(target(first + i, start) + to, held[i], size)
+        held = [_load(base + Int64(row) * width + at, size) for row in rows]
+        for i in range_constexpr(len(rows)):
+            start = base + Int64(rows[i]) * width
+            ptx.store_global(target(i, start) + to, held[i], size)
 
 
 def _load(address, size: int) -> list:

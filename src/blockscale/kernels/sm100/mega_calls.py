@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...dtypes import BFLOAT16, from_torch
-from ..common.calls import Alpha
+from ...tensor import ScaledTensor
+from ..common.calls import Alpha, Operand
 from ..common.gpu import Gpu
 from ..common.runtime import gpu_of, require_gpu
 from ..mega.buffers import MULTIPLE, Sizes, why_not_sizes
@@ -18,7 +19,7 @@ from ..mega.memory import Experts, Launch, Memory, require_kernel
 from .config import why_not
 from .mega_config import MegaConfig, choose_mega
 
-__all__ = ["mega_moe", "why_not_mega"]
+__all__ = ["mega_moe", "operand_of", "why_not_mega"]
 
 
 def mega_moe(
@@ -69,6 +70,14 @@ def mega_moe(
 def why_not_mega(sizes: Sizes, weights: str, arch: str) -> str:
     """Why there is no kernel; empty where there is one."""
     return why_not(sizes.activations, weights, BFLOAT16, arch) or why_not_sizes(sizes)
+
+
+def operand_of(w: ScaledTensor) -> Operand:
+    """Matrices (experts, rows, columns) as the kernel reads them: data as it is, and scales of each
+    in layout "tcgen05"."""
+    each: list[Any] = list(w)
+    tiles = torch.cat([matrix.to_layout("tcgen05").qscale.flatten() for matrix in each])
+    return Operand(w.qdata.contiguous(), tiles, w.format_name)
 
 
 def _scalars(alpha: Alpha) -> tuple[Tensor, ...]:

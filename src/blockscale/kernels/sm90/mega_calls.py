@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from ...dtypes import BFLOAT16, from_torch
+from ...formats import get_format
+from ...tensor import ScaledTensor
+from ..common.calls import Operand
 from ..common.gpu import Gpu
 from ..common.runtime import gpu_of, require_gpu
-from ..mega.buffers import Sizes, why_not_sizes
+from ..mega.buffers import Sizes, why_not_sizes, widens
 from ..mega.memory import Experts, Launch, Memory, require_kernel
 from .mega_config import choose_mega
 from .product_config import why_not
 
-__all__ = ["mega_moe", "why_not_mega"]
+__all__ = ["mega_moe", "operand_of", "why_not_mega"]
 
-_FORMATS = ("fp8_1x128", "fp8_128x128")  # of activations, of weights
+#: Of weights, that are multiplied with "fp8_1x128".
+_WEIGHTS = ("fp8_128x128", "mxfp4", "nvfp4")
 
 
 def mega_moe(
@@ -32,18 +36,23 @@ def mega_moe(
     *,
     gpu: Gpu | None = None,
 ) -> None:
-    """Launch a rank's part, as ``sm100.mega_calls`` has it. Scales of experts are fp32 (experts,
-    rows / 128, columns / 128), with any strides."""
+    """Launch a rank's part, as ``sm100.mega_calls`` has it; experts are as :func:`operand_of` has
+    them."""
     device = memory.buffer.device
     known = require_gpu("memory", device, gpu or gpu_of(device))
-    types = ids.dtype.itemsize, out.dtype
-    run = _plan(memory.buffers.sizes, str(experts.up.format), *types, known)
-    matrices, rings = [], []
-    for (data, scale, _), name in ((experts.up, "up"), (experts.down, "down")):
+    sizes, types = memory.buffers.sizes, (ids.dtype.itemsize, out.dtype)
+    alphas = experts.up_alpha, experts.down_alpha
+    ranks = tuple(() if each is None else (each.dim(),) for each in alphas)
+    run = _plan(sizes, str(experts.up.format), ranks, *types, known)
+    matrices, rings = list[Any](), []
+    elements = torch.bfloat16 if sizes.widened else torch.uint8
+    for i, name in enumerate(("up", "down")):
+        data, scale, _ = (experts.up, experts.down)[i]
         rows = data.shape[0] * data.shape[1]
-        matrices.append((data.view(torch.uint8).view(rows, -1), scale))
+        given = data.view(torch.uint8).view(rows, -1), scale
+        matrices.append((*given, alphas[i]) if sizes.widened else given)
         tiles = memory.region(f"{name}_ring_scale", torch.float32)
-        rings.append((memory.region(f"{name}_ring"), tiles.view(-1, 128)))
+        rings.append((memory.region(f"{name}_ring", elements), tiles.view(-1, 128)))
     run(
         *(memory.start, memory.peers, memory.rank),
         *(ids, weights, out, *matrices, tuple(rings)),
@@ -53,19 +62,32 @@ def mega_moe(
 
 @lru_cache(maxsize=4096)
 def _plan(
-    sizes: Sizes, weights: str, id_bytes: int, out: torch.dtype, gpu: Gpu
+    sizes: Sizes, weights: str, alphas: tuple[Any, Any], id_bytes: int, out: torch.dtype, gpu: Gpu
 ) -> Callable[..., Any]:
     require_kernel(why_not_mega(sizes, weights, gpu.arch), out)
     how: dict[str, Any] = {"id_bytes": id_bytes, "out_dtype": from_torch(out), "arch": gpu.arch}
-    return gpu.load(choose_mega(sizes, **how))
+    return gpu.load(choose_mega(sizes, weights, alphas=alphas, **how))
+
+
+def operand_of(w: ScaledTensor) -> Operand:
+    """Matrices (experts, rows, columns) as the kernel reads them: scales of 128 x 128 as they are;
+    those of elements of four bits four a word, int32 (experts * words, rows), of each row those of
+    neighbours along K."""
+    data = w.qdata.contiguous()
+    if get_format(w.format_name).element.bits > 4:
+        return Operand(data, w.scale, w.format_name)
+    words = w.qscale.contiguous().view(torch.int32)
+    return Operand(data, words.mT.contiguous().flatten(0, 1), w.format_name)
 
 
 def why_not_mega(sizes: Sizes, weights: str, arch: str) -> str:
     """Why there is no kernel; empty where there is one."""
     reason = why_not(BFLOAT16, arch)
-    if not reason and (sizes.activations, weights) != _FORMATS:
+    if not reason and (sizes.activations != "fp8_1x128" or weights not in _WEIGHTS):
         reason = (
-            f"formats {sizes.activations} and {weights}: there is a kernel for "
-            f"{' and '.join(_FORMATS)}"
+            f"formats {sizes.activations} and {weights}: there are kernels for fp8_1x128 and "
+            f"{', '.join(_WEIGHTS)}"
         )
+    if not reason and sizes.widened != widens(sizes.activations, weights):
+        reason = f"sizes: widened is {sizes.widened}, which is not what {weights} takes"
     return reason or why_not_sizes(sizes)

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from ...dtypes import BFLOAT16
+from ...formats import get_format
 from ..common.gpu import SHARED
 from ..common.refuse import refuse
 from ..mega.buffers import MULTIPLE, TILE_ROWS, Sizes, why_not_sizes
+from . import mixed_config
 from .config import BLOCK_K, Config
 
 __all__ = [
-    "CONSUMERS",
+    "COLUMNS",
     "FIRST_CONSUMER",
     "FIRST_DISPATCH",
-    "STAGING_BYTES",
     "MegaConfig",
+    "WidenedMegaConfig",
     "choose_mega",
 ]
 
-CONSUMERS = 2  # warpgroups that multiply, each 64 rows of a tile
 FIRST_DISPATCH, FIRST_CONSUMER = 128, 256  # threads
-STAGING_BYTES = CONSUMERS * 64 * 128  # in which results are put together, 128 bytes of a row
+COLUMNS = 2 * MULTIPLE  # of a tile; of the first product half are gates, and half of up
 
 
 @dataclass(frozen=True, slots=True)
 class MegaConfig:
-    """A kernel: all that its code depends on.
+    """A kernel of FP8 by FP8: all that its code depends on.
 
     Attributes:
-        product: tiles and stages of both products. Half of the first one's columns are gates, the
-            other half as many of up, so that a thread has both.
+        product: tiles and stages of both products. A thread has gates and up of the same columns.
         id_bytes: of an expert's number, 4 or 8.
         out_dtype: of what tokens get.
         send_warps, gather_warps: of a CTA, that send rows to other ranks, and bring rows of experts
@@ -40,7 +41,7 @@ class MegaConfig:
     """
 
     sizes: Sizes
-    product: Config
+    product: Any
     id_bytes: int
     out_dtype: np.dtype
     send_warps: int = 2
@@ -49,7 +50,7 @@ class MegaConfig:
     def __post_init__(self) -> None:
         wrong = {
             "sizes": why_not_sizes(self.sizes) or self.sizes.ring_blocks % 4,
-            "product": self.product.tile != (TILE_ROWS, 2 * MULTIPLE) or self.shared_bytes > SHARED,
+            "product": self.shared_bytes > SHARED or self.tile != (self.unit_rows, COLUMNS),
             "id_bytes": self.id_bytes not in (4, 8),
             "send_warps": self.send_warps + self.gather_warps != 4,
         }
@@ -57,52 +58,137 @@ class MegaConfig:
 
     @property
     def arch(self) -> str:
-        return self.product.arch
+        return str(self.product.arch)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        found: tuple[int, int] = self.product.tile
+        return found
 
     @property
     def unit_rows(self) -> int:
         """Rows of a unit of work: of a tile."""
-        return self.product.tile[0]
+        return TILE_ROWS
 
     @property
     def across(self) -> tuple[int, int]:
         """Tiles of a unit in the first product, in the second one."""
-        return self.sizes.intermediate // MULTIPLE, -(-self.sizes.hidden // self.product.tile[1])
+        return self.sizes.intermediate // MULTIPLE, -(-self.sizes.hidden // COLUMNS)
 
     @property
     def k_blocks(self) -> tuple[int, int]:
         return self.sizes.hidden // BLOCK_K, self.sizes.intermediate // BLOCK_K
 
     @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply: each 64 rows of a tile."""
+        return 2
+
+    @property
     def threads(self) -> int:
         """Of a CTA: a warpgroup that loads, one for tokens, and those that multiply."""
-        return 128 * (2 + CONSUMERS)
+        return 128 * (2 + self.consumers)
 
     @property
     def registers(self) -> tuple[int, int, int]:
         """How many a thread of each of these has: 512 of all four warpgroups together."""
-        return 24, 72, 208
+        return 24, 56, 216
+
+    @property
+    def staging_bytes(self) -> int:
+        """In which results are put together: 128 bytes of a row."""
+        return self.consumers * 64 * 128
+
+    @property
+    def stage_bytes(self) -> int:
+        return int(self.product.stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        return self.product.shared_bytes + STAGING_BYTES + 4 * self.sizes.sort_words + 512
+        stages = self.product.stages * (self.stage_bytes + 16)
+        return stages + self.staging_bytes + 4 * self.sizes.sort_words + 512
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedMegaConfig(MegaConfig):
+    """A kernel of FP8 by elements of four bits, which become bf16 in registers: ``product`` is that
+    of ``mixed_config``, with tiles of twice as many rows of the matrices, each warpgroup's 64.
+
+    Attributes:
+        alphas: of both products, as of ``common.epilogue.Epilogue``.
+    """
+
+    alphas: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.product.rows, 64 * self.consumers
+
+    @property
+    def unit_rows(self) -> int:
+        return int(self.product.rows)
+
+    @property
+    def consumers(self) -> int:
+        return 4
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """480 of all six warpgroups together, which have 80 each to begin with."""
+        return 24, 72, 96
+
+    @property
+    def activated_bytes(self) -> int:
+        """Of SwiGLU's results in bf16, as they are put together."""
+        return self.unit_rows * MULTIPLE * 2
+
+    @property
+    def amax_bytes(self) -> int:
+        """Of the magnitudes of SwiGLU's results, and of two words for each row."""
+        return self.unit_rows * (2 * MULTIPLE + 8)
+
+    @property
+    def staging_bytes(self) -> int:
+        """With what the second product's results are put together in."""
+        return self.activated_bytes + self.amax_bytes + self.unit_rows * COLUMNS * 2
+
+    @property
+    def words(self) -> int:
+        """Of four scales, of a matrix's row and a K block."""
+        return BLOCK_K // get_format(self.product.b_format).block_size // 4
+
+    @property
+    def stage_bytes(self) -> int:
+        rows = self.unit_rows * (2 * BLOCK_K + 4)
+        return int(rows + COLUMNS * (BLOCK_K // 2 + 4 * self.words))
 
 
 def choose_mega(
-    sizes: Sizes, *, id_bytes: int = 8, out_dtype: np.dtype = BFLOAT16, arch: str = "sm_90a"
+    sizes: Sizes,
+    weights: str = "fp8_128x128",
+    *,
+    alphas: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    id_bytes: int = 8,
+    out_dtype: np.dtype = BFLOAT16,
+    arch: str = "sm_90a",
 ) -> MegaConfig:
-    """The kernel for ``sizes``."""
-    product = Config(
-        BFLOAT16,
-        tile=(TILE_ROWS, 2 * MULTIPLE),
-        cluster=(1, 1),
-        stages=1,
-        mma_n=128,
-        epilogue_stages=1,
-        tma_store=False,
-        unroll=1,
-        arch=arch,
-    )
-    least = MegaConfig(sizes, product, id_bytes, out_dtype)
-    stages = (SHARED - least.shared_bytes) // (product.stage_bytes + 16) + 1
-    return replace(least, product=replace(product, stages=min(stages, 8)))
+    """The kernel for ``sizes``, with as many stages as there is room for."""
+    if sizes.widened:
+        least: MegaConfig = WidenedMegaConfig(
+            sizes, _widened(weights, arch), id_bytes, out_dtype, alphas=alphas
+        )
+    else:
+        least = MegaConfig(sizes, _fp8(arch), id_bytes, out_dtype)
+    room = SHARED - least.shared_bytes
+    stages = least.product.stages + room // (least.stage_bytes + 16)
+    return replace(least, product=replace(least.product, stages=min(stages, 8)))
+
+
+def _fp8(arch: str) -> Config:
+    tile, columns = (TILE_ROWS, COLUMNS), {"mma_n": 128, "epilogue_stages": 1, "unroll": 1}
+    fields: dict[str, Any] = {"cluster": (1, 1), "stages": 1, "tma_store": False, **columns}
+    return Config(BFLOAT16, tile=tile, arch=arch, **fields)
+
+
+def _widened(weights: str, arch: str) -> mixed_config.Config:
+    return mixed_config.Config(weights, BFLOAT16, rows=32, stages=2, promotes=True, arch=arch)

@@ -17,7 +17,7 @@ from ..common.encode import Encoder
 from ..common.ptx import load_shared, store_global, store_shared
 from ..common.spec import specify
 from ..common.swiglu import PRODUCE
-from ..mega.buffers import MULTIPLE, TILE_ROWS
+from ..mega.buffers import MULTIPLE, TILE_ROWS, Sizes
 from ..mega.peers import Peers
 from ..mega.rows import of_lane
 from ..mega.signals import add_release
@@ -25,7 +25,7 @@ from . import ptx
 from .epilogue import swizzle_of
 from .mega_config import FIRST_CONSUMER, MegaConfig
 
-__all__ = ["MegaEpilogue"]
+__all__ = ["MegaEpilogue", "encoder_of", "gated"]
 
 _ROW_BYTES = 128  # of a row that is put together in shared memory
 _CHUNK = 16  # bytes that a thread stores at once
@@ -67,8 +67,8 @@ class MegaEpilogue:
     def activate(self, acc, tile, warpgroup, thread, staging):
         """SwiGLU of gates and up, quantized to the second ring: elements by way of shared memory,
         and a scale for each row."""
-        sizes, spec = self.config.sizes, self.spec
-        encoder = Encoder(spec, "e4m3", FLOAT32, False)
+        sizes = self.config.sizes
+        encoder = encoder_of(sizes)
         row, lane = thread // 32 * 16 + thread % 32 // 4, thread % 4
         for half in range_constexpr(2):
             values = self.swiglu(acc, half)
@@ -102,19 +102,12 @@ class MegaEpilogue:
             store_global(target + chunk * _CHUNK, load_shared(source, _CHUNK), _CHUNK)
         cute.arch.sync_warp()
 
-    @property
-    def spec(self):
-        format = get_format(self.config.sizes.activations)
-        return specify(format, format.default_scale_rounding, "propagate")
-
     def swiglu(self, acc, half: int) -> list:
-        """fp32 bits of a thread's values in one of its two rows, rounded to bfloat16 as the
-        product and SwiGLU of it would be where they are stored."""
+        """fp32 bits of a thread's values in one of its two rows."""
         made = []
         for eight in range(_EIGHTS):
             where = range(4 * eight + 2 * half, 4 * eight + 2 * half + 2)
-            sources = [rounded([each[i] for i in where]) for each in acc]
-            made += rounded_bits(PRODUCE["swiglu"](sources, FLOAT32, False)[0][0])
+            made += gated(*([each[i] for i in where] for each in acc))
         return made
 
     # --- the second product -----------------------------------------------------------------------
@@ -157,12 +150,21 @@ class MegaEpilogue:
             ptx.stmatrix(base + row * _ROW_BYTES + chunk * _CHUNK, words)
 
 
-def rounded(values: list) -> list:
+def encoder_of(sizes: Sizes) -> Encoder:
+    """Of what the second product reads."""
+    format = get_format(sizes.activations)
+    spec = specify(format, format.default_scale_rounding, "propagate")
+    return Encoder(spec, "e4m3", FLOAT32, False)
+
+
+def gated(gates: list, up: list) -> list:
+    """SwiGLU of two values of each, as fp32 bits; rounded to bfloat16 as the product and SwiGLU of
+    it would be where they are stored."""
+    made = PRODUCE["swiglu"]([_rounded(gates), _rounded(up)], FLOAT32, False)[0][0]
+    return _rounded([word.bitcast(Float32) for word in made])
+
+
+def _rounded(values: list) -> list:
     """fp32 bits of two values, rounded to bfloat16."""
     word = Uint32(ptx.cvt_rn_x2(*values, "bf16"))
     return [word << Uint32(16), word & Uint32(0xFFFF0000)]
-
-
-def rounded_bits(words: list) -> list:
-    """The same of fp32 bits."""
-    return rounded([word.bitcast(Float32) for word in words])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common import shared
@@ -29,36 +29,51 @@ from ..mega.gather import Gather
 from ..mega.order import Finder, Walk
 from ..mega.peers import Peers, any_arguments
 from ..mega.rings import Rings
+from ..mega.rows import copy_rows
 from . import ptx
 from .config import BLOCK_K
 from .fp8_gemm import Mainloop
 from .kernel import accumulators
-from .mega_config import (
-    CONSUMERS,
-    FIRST_CONSUMER,
-    FIRST_DISPATCH,
-    STAGING_BYTES,
-    MegaConfig,
-)
+from .mega_config import FIRST_CONSUMER, FIRST_DISPATCH, MegaConfig
 from .mega_epilogue import MegaEpilogue
-from .mega_roles import MegaFetcher, MegaLoader, tile_of
+from .mega_roles import Boxes, MegaFetcher, MegaLoader, tile_of
 
-__all__ = ["MegaMoe", "compile_config"]
+__all__ = ["MegaMoe", "compile_config", "compile_mega"]
 
 _SORT_BARRIER = 3
 
 
 class MegaMoe:
-    """The kernel of a :class:`MegaConfig` and the host code that launches it."""
+    """The kernel of a :class:`MegaConfig` and the host code that launches it; that of another
+    product has other ``boxes``, and overrides :meth:`multiply`."""
+
+    #: A warp fetches scales of matrices, which TMA cannot.
+    fetches = True
+    #: Brings rows to the first ring.
+    copy_rows = staticmethod(copy_rows)
 
     def __init__(self, config: MegaConfig):
         self.config, self.buffers = config, Buffers(config.sizes)
-        stages = config.product.stages
-        rows, half = (TILE_ROWS, BLOCK_K), (MULTIPLE, BLOCK_K)
-        self.copies = (
-            Copies(cutlass.Uint8, rows, stages),
-            Copies(Float32, (1, TILE_ROWS), stages, swizzled=False),
-            Copies(cutlass.Uint8, half, 2 * stages),
+        self.boxes = self.boxes_of(config)
+
+    def boxes_of(self, config: MegaConfig) -> tuple[Boxes, ...]:
+        """What TMA loads for a stage: rows, halves of a matrix's, and scales."""
+        stages, words = config.product.stages, config.k_blocks
+        half = Copies(cutlass.Uint8, (MULTIPLE, BLOCK_K), 2 * stages)
+        scales = Copies(Float32, (1, TILE_ROWS), stages, swizzled=False)
+        return (
+            Boxes(
+                Copies(cutlass.Uint8, (TILE_ROWS, BLOCK_K), stages),
+                lambda tile, k_block, product: [(tile.a_row, k_block * BLOCK_K)],
+            ),
+            Boxes(
+                half,
+                lambda tile, k_block, product: [(row, k_block * BLOCK_K) for row in tile.b_rows],
+            ),
+            Boxes(
+                scales,
+                lambda tile, k_block, product: [(tile.slot * words[product] + k_block, Int32(0))],
+            ),
         )
 
     @cute.jit
@@ -68,21 +83,19 @@ class MegaMoe:
         """Launch the kernel.
 
         ``buffer`` (bytes,) is this rank's; ``peers`` (ranks,) the addresses of all; ``ids`` and
-        ``weights`` (tokens, topk); ``out`` (tokens, H). ``up`` and ``down`` are bytes (experts *
-        rows, K) and scales (experts, rows / 128, K / 128); ``rings`` rows and their scales of both,
-        which are parts of the buffer. ``limit``: nanoseconds; ``ctas``: that run at once.
+        ``weights`` (tokens, topk); ``out`` (tokens, H). ``up`` and ``down`` are what
+        :meth:`loaded` and :meth:`rest` take apart: bytes (experts * rows, K) and scales (experts,
+        rows / 128, K / 128); ``rings`` rows and their scales of both, which are parts of the
+        buffer. ``limit``: nanoseconds; ``ctas``: that run at once.
         """
-        loads = []
-        for (rows, row_scales), (matrices, _) in zip(rings, (up, down), strict=True):
-            made = [
-                each.describe(x)
-                for each, x in zip(self.copies, (rows, row_scales, matrices), strict=True)
-            ]
-            loads.append([(promote_l2(made[0][0]), made[0][1]), made[1], made[2]])
-        atoms = [[atom for atom, _ in some] for some in loads]
-        views = [[view for _, view in some] for some in loads]
+        atoms, views = [], []
+        for ring, matrices in zip(rings, (up, down), strict=True):
+            loaded = self.loaded(ring, matrices)
+            made = [each.copies.describe(x) for each, x in zip(self.boxes, loaded, strict=True)]
+            atoms.append([promote_l2(made[0][0]), *(atom for atom, _ in made[1:])])
+            views.append([view for _, view in made])
         given = buffer, peers, rank, ids, weights, out, limit
-        self.kernel(atoms, views, (up[1], down[1]), given).launch(
+        self.kernel(atoms, views, self.rest(up, down), given).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -90,8 +103,16 @@ class MegaMoe:
             stream=stream,
         )
 
+    def loaded(self, ring: tuple, matrices: tuple) -> tuple:
+        """The tensors of :attr:`boxes`."""
+        return ring[0], matrices[0], ring[1]
+
+    def rest(self, up: tuple, down: tuple):
+        """What else the kernel reads of matrices: scales of each."""
+        return up[1], down[1]
+
     @cute.kernel
-    def kernel(self, atoms, views, scales, given):
+    def kernel(self, atoms, views, rest, given):
         config, product = self.config, self.config.product
         buffer, table, this_rank, ids, weights, out, limit = given
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -99,12 +120,13 @@ class MegaMoe:
         peers = Peers.of_launch(self.buffers, buffer, table, this_rank, limit)
 
         memory = cutlass.memory.SmemAllocator()
-        tiles = [self.copies[i].allocate(memory) for i in (0, 2)]
-        staging = shared.allocate(memory, STAGING_BYTES, 128)
-        tiles.insert(1, self.copies[1].allocate(memory))
-        fetched = shared.allocate(memory, product.stages * product.b_scales_apart, 128)
+        tiles = [each.copies.allocate(memory) for each in self.boxes]
+        staging, fetched = shared.allocate(memory, config.staging_bytes, 128), None
+        if const_expr(self.fetches):
+            fetched = shared.allocate(memory, product.stages * product.b_scales_apart, 128)
+        copies = [each.copies for each in self.boxes]
         loads = [
-            [TmaTiles(*each) for each in zip(self.copies, *some, tiles, strict=True)]
+            [TmaTiles(*each) for each in zip(copies, *some, tiles, strict=True)]
             for some in zip(atoms, views, strict=True)
         ]
         words = shared.allocate(memory, 4 * config.sizes.sort_words, 16)
@@ -115,9 +137,9 @@ class MegaMoe:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for i in range_constexpr(product.stages):
-                    cute.arch.mbarrier_init(pipeline.full + i, 2)
-                    cute.arch.mbarrier_init(pipeline.empty + i, 4 * CONSUMERS)
-                ring.init_barriers(2 + 4 * CONSUMERS)
+                    cute.arch.mbarrier_init(pipeline.full + i, 1 + self.fetches)
+                    cute.arch.mbarrier_init(pipeline.empty + i, self.releases)
+                ring.init_barriers(1 + self.fetches + 4 * config.consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -131,10 +153,11 @@ class MegaMoe:
             cute.arch.setmaxregister_decrease(loading)
             if warp == 0:
                 up, down = config.across
-                rings = Rings(peers, config.unit_rows, down, up * 4 * CONSUMERS)
-                MegaLoader(config, rings, pipeline, ring, loads)()
-            if warp == 1:
-                MegaFetcher(config, pipeline, ring, scales, fetched)()
+                rings = Rings(peers, config.unit_rows, down, up * 4 * config.consumers)
+                MegaLoader(config, rings, pipeline, ring, self.boxes, loads)()
+            if const_expr(self.fetches):  # noqa: SIM102 - one is known when compiling
+                if warp == 1:
+                    MegaFetcher(config, pipeline, ring, rest, fetched)()
             if warp == 2:
                 order = config.across, config.k_blocks, peers.cta, peers.ctas
                 Finder(walk, ring, *order, claims=True)()
@@ -149,11 +172,13 @@ class MegaMoe:
             else:
                 number = peers.cta * config.gather_warps + number - config.send_warps
                 warps = peers.ctas * config.gather_warps
-                Gather(walk, config.across[0], _scale_place, number, warps)()
+                how = _scale_place, number, warps, self.copy_rows
+                Gather(walk, config.across[0], *how)()
         else:
             cute.arch.setmaxregister_increase(multiplying)
-            self.multiply(peers, pipeline, ring, staging, tiles, fetched)
-            number = 4 * CONSUMERS
+            addresses = [each.iterator.toint() for each in tiles]
+            self.multiply(peers, pipeline, ring, staging, addresses, fetched, rest)
+            number = 4 * config.consumers
             Finish(
                 peers,
                 dispatch,
@@ -165,14 +190,19 @@ class MegaMoe:
                 False,
             )()
 
+    @property
+    def releases(self) -> int:
+        """How often a stage is said to have been read: once by each warp."""
+        return 4 * self.config.consumers
+
     @cute.jit
-    def multiply(self, peers, pipeline, ring, staging, tiles, fetched):
+    def multiply(self, peers, pipeline, ring, staging, addresses, fetched, rest):
         """The work of a warpgroup that multiplies, and stores."""
         config = self.config
         thread = cute.arch.thread_idx()[0] - FIRST_CONSUMER
         warpgroup = cute.arch.make_warp_uniform(thread // 128)
         thread = ptx.pin(thread % 128)
-        a, a_scale, b = (each.iterator.toint() for each in tiles)
+        a, b, a_scale = addresses
         place = warpgroup * 64, thread
         mainloop = Mainloop(config.product, pipeline, *place, a, b, a_scale, fetched)
         epilogue = MegaEpilogue(config, peers, staging)
@@ -200,15 +230,13 @@ def compile_config(config: MegaConfig):
     matrices = [
         (any_tensor(cutlass.Uint8, 2, 16, True), any_tensor(Float32, 3, 4)) for _ in range(2)
     ]
+    return compile_mega(MegaMoe(config), cutlass.Uint8, matrices)
+
+
+def compile_mega(kernel: MegaMoe, elements, matrices: list):
+    """The same of one whose rings have such ``elements``."""
     rings = [
-        (any_tensor(cutlass.Uint8, 2, 16, True), any_tensor(Float32, 2, 16, True)) for _ in range(2)
+        (any_tensor(elements, 2, 16, True), any_tensor(Float32, 2, 16, True)) for _ in range(2)
     ]
-    return compile_for(
-        config.arch,
-        MegaMoe(config),
-        *any_arguments(config),
-        *matrices,
-        tuple(rings),
-        Int64(0),
-        Int32(1),
-    )
+    given = *any_arguments(kernel.config), *matrices, tuple(rings)
+    return compile_for(kernel.config.arch, kernel, *given, Int64(0), Int32(1))

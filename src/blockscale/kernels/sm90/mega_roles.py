@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cutlass import Float32, Int32, cute, range_constexpr, select_
 
+from ..common.copies import Copies, TmaTiles
 from ..common.pipeline import Pipeline
 from ..common.tile_ring import NONE, TileRing
 from ..mega.buffers import MULTIPLE
 from ..mega.rings import Rings
 from . import ptx
-from .config import BLOCK_K
-from .mega_config import MegaConfig
+from .mega_config import COLUMNS, MegaConfig
 
-__all__ = ["MegaFetcher", "MegaLoader", "MegaTile", "tile_of"]
+__all__ = ["Boxes", "MegaFetcher", "MegaLoader", "MegaTile", "tile_of"]
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class MegaTile:
 
 def tile_of(config: MegaConfig, words) -> MegaTile:
     """The tile that four integers of the ring stand for, as ``mega.order.Finder`` puts them."""
-    sizes, ring = config.sizes, config.sizes.ring_blocks
+    sizes, ring = config.sizes, config.sizes.ring_rows // config.unit_rows
     second, unit = words[0] >> 30, words[0] & ((1 << 30) - 1)
     across, group = words[1] >> 16, words[1] & 0xFFFF
-    wide = across * config.product.tile[1]
+    wide = across * COLUMNS
     gate = group * (2 * sizes.intermediate) + across * MULTIPLE
     down = group * sizes.hidden + wide
     halves = (gate, down), (gate + sizes.intermediate, down + MULTIPLE)
@@ -68,18 +69,28 @@ def tile_of(config: MegaConfig, words) -> MegaTile:
 
 
 @dataclass(frozen=True)
+class Boxes:
+    """What TMA loads for a stage of one tensor of each product: a box or two, whose first elements
+    are ``origins(tile, k_block, product)``."""
+
+    copies: Copies
+    origins: Callable[..., list]
+
+
+@dataclass(frozen=True)
 class MegaLoader:
     """Keeps the stages filled by TMA, when the rows that a tile reads are there, and room for what
     it stores: a warp.
 
-    ``loads``: of each product those of rows, their scales and matrices.
+    ``loads``: of both products those of all ``boxes``.
     """
 
     config: MegaConfig
     rings: Rings
     pipeline: Pipeline
     ring: TileRing
-    loads: tuple
+    boxes: tuple[Boxes, ...]
+    loads: list[list[TmaTiles]]
 
     @cute.jit
     def __call__(self):
@@ -94,29 +105,24 @@ class MegaLoader:
                 self.pipeline.producer_acquire(stage, phase)
                 barrier = self.pipeline.producer_barrier(stage, phase)
                 if tile.second == 0:
-                    self.fill(self.loads[0], tile, k_block, stage, barrier)
+                    self.fill(0, tile, k_block, stage, barrier)
                 else:
-                    self.fill(self.loads[1], tile, k_block, stage, barrier)
+                    self.fill(1, tile, k_block, stage, barrier)
                 stage, phase = self.pipeline.producer_next(stage, phase)
             turn = turn + 1
             words = self.ring.read(turn)
 
-    def fill(self, loads, tile, k_block, stage, barrier) -> None:
-        """Load a K block: rows, both halves of the matrix's, and the rows' scales."""
-        rows, scales, matrices = loads
-        nbytes = rows.copies.moved + scales.copies.moved + 2 * matrices.copies.moved
+    def fill(self, product: int, tile, k_block, stage, barrier) -> None:
+        """Load a K block."""
+        places = [each.origins(tile, k_block, product) for each in self.boxes]
+        nbytes = sum(
+            len(some) * each.copies.moved for some, each in zip(places, self.boxes, strict=True)
+        )
         with cute.arch.elect_one():
             ptx.mbarrier_arrive_expect_tx(barrier.toint(), nbytes)
-        column = k_block * BLOCK_K
-        rows.load(stage, (tile.a_row, column), barrier)
-        scales.load(stage, (tile.slot * self.scale_words(tile) + k_block, Int32(0)), barrier)
-        for i, row in enumerate(tile.b_rows):
-            matrices.load(stage * 2 + i, (row, column), barrier)
-
-    def scale_words(self, tile):
-        """Of a row, in the ring that a product reads."""
-        up, down = self.config.k_blocks
-        return Int32(select_(tile.second == 1, Int32(down), Int32(up)))
+        for load, some in zip(self.loads[product], places, strict=True):
+            for i, place in enumerate(some):
+                load.load(stage * len(some) + i, place, barrier)
 
 
 @dataclass(frozen=True)

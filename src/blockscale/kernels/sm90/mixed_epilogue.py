@@ -21,7 +21,7 @@ from . import ptx
 from .epilogue import store_rows
 from .mixed_config import Config
 
-__all__ = ["MixedEpilogue"]
+__all__ = ["MixedEpilogue", "put_rows"]
 
 _KINDS = {BFLOAT16: "bf16", FLOAT16: "f16"}
 
@@ -99,17 +99,7 @@ class MixedEpilogue:
 
     def put(self, acc, address, row: int, thread) -> None:
         """Put a box's values into shared memory, swizzled: 16 bits each."""
-        kind = _KINDS[self.config.out_dtype]
-        warp, lane = thread // 32, thread % 32
-        within = lane // 16 * 8 + lane % 8  # row of two groups of eight
-        chunk = (2 * warp + lane // 8 % 2) ^ (lane % 8)
-        line = address + within * 128 + chunk * 16
-        for group in range(0, 8, 2):
-            words = []
-            for j in (0, 1):
-                first = (row + 8 * (group + j)) // 2
-                words += [ptx.cvt_rn_x2(acc[first + i], acc[first + i + 1], kind) for i in (0, 2)]
-            ptx.stmatrix_trans(line + group * 8 * 128, words)
+        put_rows(acc, row, 8, address, thread, _KINDS[self.config.out_dtype])
 
     @cute.jit
     def store_each(self, acc, thread, row, column, end):
@@ -126,3 +116,18 @@ class MixedEpilogue:
                     if const_expr(config.accumulate):
                         value = value + Float32(d[r, c])
                     d[r, c] = d.element_type(value)
+
+
+def put_rows(acc, row: int, eights: int, address, thread, kind: str) -> None:
+    """Put rows of 64 columns, ``eights`` times eight of them from ``row`` on, into shared memory,
+    swizzled: 16 bits each; the work of a warpgroup."""
+    warp, lane = thread // 32, thread % 32
+    within = lane // 16 * 8 + lane % 8  # row of two groups of eight
+    chunk = (2 * warp + lane // 8 % 2) ^ (lane % 8)
+    line = address + within * 128 + chunk * 16
+    for group in range(0, eights, 2):
+        words = []
+        for j in (0, 1):
+            first = (row + 8 * (group + j)) // 2
+            words += [ptx.cvt_rn_x2(acc[first + i], acc[first + i + 1], kind) for i in (0, 2)]
+        ptx.stmatrix_trans(line + group * 8 * 128, words)
