@@ -74,10 +74,32 @@ def experts() -> None:
             print(f"experts, {name}, saved as {saved}", flush=True)
 
 
+@torch.no_grad()
+def mega() -> None:
+    """A mega MoE by each format of weights, with few tokens, many, and none: the bits of steps."""
+    made = [torch.randn(s, device="cuda").bfloat16() / 16 for s in ((4, 512, 384), (4, 384, 256))]
+    for name in ("fp8_128x128", "nvfp4", "mxfp4"):
+        weights = [torch.stack([bs.quantize(w, name) for w in some]) for some in made]
+        how = {"tokens": 300, "topk": 2, "activations": "fp8_1x128"}
+        kernel, steps = (
+            bs.distributed.MegaMoE(*weights, backend=backend, **how)
+            for backend in ("kernel", "steps")
+        )
+        for count in (300, 3, 0, 300):
+            x = torch.randn(count, 384, device="cuda", dtype=torch.bfloat16)
+            ids = torch.rand(count, 4, device="cuda").argsort(1)[:, :2].contiguous()
+            given = x, torch.rand(count, 2, device="cuda"), ids
+            if not torch.equal(kernel(*given), steps(*given)):
+                sys.exit(f"mega MoE, {name}: other bits than those of steps")
+        print(f"mega MoE, {name}", flush=True)
+
+
 def main(kinds: list[str]) -> None:
     torch.manual_seed(1)
     if not kinds or "experts" in kinds:
         experts()
+    if not kinds or "mega" in kinds:
+        mega()
     for name, formats, (m, n, k) in products():
         if kinds and not set(name.split()) & set(kinds):
             continue

@@ -1,5 +1,5 @@
-"""What the model says of a mega MoE, and how many bytes travel: docs/lab/mega-moe.md; and the
-perplexities that ``moe_perplexity.py`` found. Needs no GPU.
+"""What the model says of a mega MoE, and how many bytes travel: docs/lab/mega-moe.md; the times
+that ``gpu_mega.py`` found there, and perplexities of ``moe_perplexity.py``. Needs no GPU.
 
     PYTHONPATH=../src:. python3 mega_tables.py
 
@@ -111,8 +111,29 @@ def perplexities() -> str:
     return table(["weights", *heads], lines)
 
 
+def measured(file: str) -> str:
+    """Kernel and steps, as ``gpu_mega.py`` found them."""
+    lines = []
+    for row in json.loads((RESULTS / file).read_text())["rows"]:
+        lines.append(
+            [
+                f"{row['weights']}",
+                f"{row['experts']}",
+                f"{row['tokens']:,}",
+                f"{row['kernel']:,.0f}",
+                f"{row['steps']:,.0f}",
+                f"{row['steps'] / row['kernel']:.2f}",
+                f"{row['tflops']:,.0f}",
+                f"{row['weights_share']:.2f}",
+            ]
+        )
+    heads = "experts a rank", "tokens", "kernel, us", "steps, us", "ratio", "TFLOP/s"
+    return table(["weights", *heads, "reading weights"], lines)
+
+
 def main() -> None:
     made = {"estimates": estimates(), "travels": travels(), "perplexity": perplexities()}
+    made["one"], made["two"] = measured("mega_moe_h200.json"), measured("mega_moe_two_h200.json")
     for name, text in made.items():
         rewrite(LAB / "mega-moe.md", text, *(mark.format(name) for mark in MARKS))
 

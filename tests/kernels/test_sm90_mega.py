@@ -35,7 +35,7 @@ NVFP4, MXFP4 = ({"format": name, "activations": "fp8_1x128"} for name in ("nvfp4
     (Case((20,), hidden=128, experts=2, **NVFP4), {"completion": "late"}),
     (Case((19, 6), hidden=384, intermediate=256, experts=3, **NVFP4), {"completion": "random"}),
     (Case((37, 3, 0, 5), hidden=128, experts=2, **MXFP4), {"completion": "eager", "clusters": 1}),
-    (Case((200,), hidden=384, experts=2, ring=4, **MXFP4), {"completion": "random", "clusters": 3}),
+    (Case((300,), hidden=128, experts=2, ring=4, **NVFP4), {"completion": "random", "clusters": 3}),
 ])  # fmt: skip
 def test_ranks(case, how):
     ranks = Ranks(case, "sm_90a", **how)

@@ -48,8 +48,8 @@ def megamoe(
     format: Annotated[
         str,
         typer.Option(
-            help="sm_90a: fp8_block, nvfp4, mxfp4 (by FP8); sm_100a: nvfp4, mxfp4 (by mxfp8), mxfp8. "
-            "Default: the first."
+            help="sm_90a: fp8_block, nvfp4, mxfp4 (by FP8); sm_100a: nvfp4, mxfp4 (by mxfp8), "
+            "mxfp8. Default: the first."
         ),
     ] = "",
     ranks: Annotated[int, typer.Option(help="That run at once.")] = 2,
