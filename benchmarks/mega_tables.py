@@ -124,7 +124,7 @@ def measured(file: str) -> str:
                 f"{row['steps']:,.0f}",
                 f"{row['steps'] / row['kernel']:.2f}",
                 f"{row['tflops']:,.0f}",
-                f"{row['weights_share']:.2f}",
+                f"{row['weights_share']:.2f}" if row["weights_share"] < 1 else "",
             ]
         )
     heads = "experts a rank", "tokens", "kernel, us", "steps, us", "ratio", "TFLOP/s"
@@ -133,7 +133,8 @@ def measured(file: str) -> str:
 
 def main() -> None:
     made = {"estimates": estimates(), "travels": travels(), "perplexity": perplexities()}
-    made["one"], made["two"] = measured("mega_moe_h200.json"), measured("mega_moe_two_h200.json")
+    for name, file in (("one", "h200"), ("more", "256_h200"), ("two", "two_h200")):
+        made[name] = measured(f"mega_moe_{file}.json")
     for name, text in made.items():
         rewrite(LAB / "mega-moe.md", text, *(mark.format(name) for mark in MARKS))
 

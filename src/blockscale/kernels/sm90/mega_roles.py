@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 from cutlass import Float32, Int32, cute, range_constexpr, select_
-from cutlass import min as least
 
 from ..common.copies import Copies, TmaTiles
 from ..common.pipeline import Pipeline
@@ -21,7 +19,6 @@ from .mega_config import COLUMNS, MegaConfig
 
 __all__ = ["Boxes", "MegaFetcher", "MegaLoader", "MegaTile", "tile_of"]
 
-_NEAR = 8  # K blocks of a matrix that come to the L2 cache while the first rows are waited for
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,6 @@ class MegaLoader:
         words = self.ring.read(turn)
         while words[0] != NONE:
             tile = tile_of(self.config, words)
-            if turn == 0:
-                self.prefetch(tile)
             self.rings.await_room(tile)
             self.rings.await_rows(tile)
             cute.arch.sync_warp()
@@ -117,23 +112,6 @@ class MegaLoader:
                 stage, phase = self.pipeline.producer_next(stage, phase)
             turn = turn + 1
             words = self.ring.read(turn)
-
-    @cute.jit
-    def prefetch(self, tile):
-        """Bring some of what a tile reads of its matrix to the L2 cache: its rows are not there
-        yet."""
-        if tile.second == 0:
-            self.prefetch_of(0, tile)
-        else:
-            self.prefetch_of(1, tile)
-
-    @cute.jit
-    def prefetch_of(self, product: cutlass.Constexpr, tile):
-        matrix = self.boxes[1]
-        for k_block in range(least(tile.k_blocks, Int32(_NEAR))):
-            with cute.arch.elect_one():
-                for place in matrix.origins(tile, k_block, product):
-                    self.loads[product][1].prefetch(place)
 
     def fill(self, product: int, tile, k_block, stage, barrier) -> None:
         """Load a K block."""
