@@ -49,9 +49,9 @@ class MegaMoE(nn.Module):
     A token travels once, quantized, to each rank that has one of its experts; each expert's result
     comes back in bfloat16, and its token's rank adds them up: the same bits on any number of ranks
     where products have them. On Hopper, of fp8_1x128, and on Blackwell (there it has run in the
-    emulator alone) one kernel does all of it; elsewhere its steps run one after another, with the same bits:
-    quantize, dispatch, product, SwiGLU and quantize, product, return, combine. Set as ``experts``
-    of a :class:`blockscale.nn.MoE`, it spreads that layer's routed experts over ranks.
+    emulator alone) one kernel does all of it; elsewhere its steps run one after another, with the
+    same bits: quantize, dispatch, product, SwiGLU and quantize, product, return, combine. Set as
+    ``experts`` of a :class:`blockscale.nn.MoE`, it spreads that layer's routed experts over ranks.
 
     Args:
         up: (experts, 2 * I, H) of this rank, gate's rows first, blocked along -1: nvfp4, mxfp4,

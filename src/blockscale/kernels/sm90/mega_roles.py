@@ -20,7 +20,6 @@ from .mega_config import COLUMNS, MegaConfig
 __all__ = ["Boxes", "MegaFetcher", "MegaLoader", "MegaTile", "tile_of"]
 
 
-
 @dataclass(frozen=True)
 class MegaTile:
     """A tile of one of the products.
