@@ -1,5 +1,7 @@
-"""Experts over ranks, and their weights as one kernel from tokens to tokens reads them."""
+"""Collectives of quantized tensors; experts over ranks, and their weights as one kernel from tokens
+to tokens reads them."""
 
+from .collectives import all_gather
 from .mega_moe import MegaMoE
 from .mega_weights import FoldError, MegaWeights, check_mega_weights, transform_weights
 from .tokens import PeerError
@@ -9,6 +11,7 @@ __all__ = [
     "MegaMoE",
     "MegaWeights",
     "PeerError",
+    "all_gather",
     "check_mega_weights",
     "transform_weights",
 ]

@@ -1,0 +1,67 @@
+"""What each rank does in the tests of collectives of quantized tensors."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import blockscale as bs
+from blockscale.distributed import all_gather
+from blockscale.distributed.collectives import pack
+
+FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128")
+SHAPE = 1024, 512  # of the whole
+
+
+def gathered(rank: int, ranks: int) -> dict[str, Any]:
+    """Whether what ranks quantize and gather is what one quantizes; and bytes of an element."""
+    found = {}
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[100:300] *= 1e3
+    for format, axis, dim in product(FORMATS, (-1, -2), (0, 1)):
+        how: dict[str, Any] = {"axis": axis}
+        if format == "nvfp4":
+            how["global_scale"] = torch.tensor(0.5)
+        want, mine = bs.quantize(x, format, **how), x.chunk(ranks, dim)[rank].contiguous()
+        q = bs.quantize(mine, format, **how)
+        got = all_gather(q, dim)
+        pairs = (got.qdata, want.qdata), (got.qscale, want.qscale)
+        equal = all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs)
+        name = f"{format} {axis} {dim}"
+        found[name] = equal and got.shape == want.shape, len(pack(q, "")[0]) / mine.numel()
+    return found
+
+
+def wrong(rank: int, ranks: int) -> dict[str, str]:
+    """What a rank is told."""
+    told, last = {}, rank == ranks - 1
+    x = torch.randn(128, 128)
+    cases: dict[str, Any] = {
+        "format": (bs.quantize(x, "mxfp8_e5m2" if last else "mxfp8"), 0),
+        "axis": (bs.quantize(x, "mxfp8", axis=-2 if last else -1), 0),
+        "block": (bs.quantize(x[:, :48], "mxfp8", pad=True), 1),
+        "plain": (x, 0),
+        "layout": (bs.quantize(x, "mxfp8", layout="tcgen05"), 0),
+    }
+    for name, given in cases.items():
+        try:
+            all_gather(*given)
+            told[name] = "nothing"
+        except (ValueError, TypeError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    scale = torch.tensor(1.0 + rank)
+    got = all_gather(bs.quantize(x, "nvfp4", global_scale=scale))
+    told["global scales"] = str(bool(got.dequantize().isnan().all()))
+    return told
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    where = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+    torch.save((gathered(rank, ranks), wrong(rank, ranks)), Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
