@@ -2,6 +2,7 @@
 to tokens reads them."""
 
 from .collectives import all_gather
+from .gathered_weight import gather_quantized
 from .mega_moe import MegaMoE
 from .mega_weights import FoldError, MegaWeights, check_mega_weights, transform_weights
 from .tokens import PeerError
@@ -13,5 +14,6 @@ __all__ = [
     "PeerError",
     "all_gather",
     "check_mega_weights",
+    "gather_quantized",
     "transform_weights",
 ]

@@ -15,6 +15,8 @@ from .tokens import rank_and_ranks
 
 __all__ = ["all_gather", "pack", "unpack"]
 
+#: Its name before torch 2.13, and since.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _HEADER = 256  # bytes that say what a message is
 _seen: set[str] = set()  # kinds of messages that have come from all ranks of a group on a GPU
 
@@ -58,7 +60,7 @@ def all_gather(
     kind = f"dim={dim}, {tuple(shard.shape)}, {shard._meta()}"
     message, sizes = pack(shard, kind)
     received = message.new_empty(ranks * len(message))
-    dist.all_gather_into_tensor(received, message, group)
+    _gather(received, message, group)
     return unpack(received.view(ranks, -1), sizes, shard, dim, kind)
 
 

@@ -103,6 +103,12 @@ def quantized_weight(
     from one read.
     """
     how = format, scale_rounding
+    gathered = getattr(weight, "quantized_forms", None)  # of one that ranks have quantized
+    if gathered is not None:
+        forms: Forms | None = gathered(*how, rows=rows, columns=columns)
+        if forms is not None:
+            return forms
+        weight = weight.master  # type: ignore[attr-defined]
     if not unwatched() or not _blocks or not _can_be_kept(weight):
         return quantize_forms(weight, *how, rows=rows, columns=columns, global_scale=global_scale)
     rows, columns = rows or dgrad, columns or dgrad

@@ -1,0 +1,162 @@
+"""What each rank does in the tests of weights that FSDP2 gathers quantized: train a small model
+with and without, and tell the losses.
+
+On GPUs: ``torchrun --nproc-per-node 2 tests/distributed/fsdp_ranks.py nccl``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import blockscale as bs
+from blockscale.distributed import gather_quantized
+from blockscale.distributed.gathered_weight import GatheredWeight
+
+WIDE, STEPS = 512, 4
+#: Recipe, dtype that weights are gathered in, whether they are sharded after the forward, and what
+#: else.
+CASES: dict[str, tuple[str, torch.dtype | None, bool, str]] = {
+    "mxfp8": ("mxfp8", None, True, ""),
+    "mxfp8 bf16": ("mxfp8", torch.bfloat16, True, ""),
+    "mxfp8 kept": ("mxfp8", None, False, ""),
+    "mxfp8 again": ("mxfp8", torch.bfloat16, True, "checkpoint"),
+    "mxfp8 accumulated": ("mxfp8", torch.bfloat16, True, "accumulate"),
+    "fp8_block": ("fp8_block", torch.bfloat16, True, ""),
+    "nvfp4": ("nvfp4", torch.bfloat16, True, ""),
+    "odd": ("mxfp8", torch.bfloat16, True, "odd"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, again: bool):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDE, hidden), nn.Linear(hidden, WIDE)
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again:
+            found: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return found
+        return self.inner(x)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def make_model(name: str, device: torch.device, *, gathers: bool, shards: bool = True) -> nn.Module:
+    recipe, dtype, reshard, more = CASES[name]
+    torch.manual_seed(0)
+    hidden = WIDE + 16 if more == "odd" else WIDE  # whose rows ranks cut inside of a block
+    blocks = nn.Sequential(*(Block(hidden, more == "checkpoint") for _ in range(2)))
+    model = bs.convert(blocks, bs.Recipe(recipe)).to(device)
+    if gathers:
+        gather_quantized(model)
+    if shards:
+        policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+        for block in model:
+            fully_shard(block, reshard_after_forward=reshard, **policy)
+        fully_shard(model, **policy)
+    return model
+
+
+def train(name: str, model: nn.Module, rank: int, device: torch.device) -> list[float]:
+    _, dtype, _, more = CASES[name]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator, losses = torch.Generator().manual_seed(rank), []
+    for _ in range(STEPS):
+        for part in range(2 if more == "accumulate" else 1):
+            if more == "accumulate":
+                model.set_requires_gradient_sync(part == 1)
+            x = torch.randn(64, WIDE, generator=generator).to(device, dtype)
+            loss = (model(x).float() - 1).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses.append(model(torch.ones(64, WIDE, device=device, dtype=dtype)).float().sum().item())
+    return losses
+
+
+def results(rank: int, device: torch.device) -> dict[str, tuple[list[float], list[float]]]:
+    """Losses of each case, without and with."""
+    found = {}
+    for name in CASES:
+        each = [make_model(name, device, gathers=gathers) for gathers in (False, True)]
+        plain, quantized = (train(name, model, rank, device) for model in each)
+        found[name] = plain, quantized
+    return found
+
+
+def bytes_sent(name: str, device: torch.device) -> tuple[list[int], int]:
+    """Of each gather of a weight in a step, and how many elements its shard has."""
+    sent: list[int] = []
+    plain = GatheredWeight.fsdp_pre_all_gather
+
+    def count(weight: Any, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        parts, metadata = plain(weight, mesh, size, stride, module, policy)
+        sent.append(sum(part.nbytes for part in parts))
+        return parts, metadata
+
+    with patch.object(GatheredWeight, "fsdp_pre_all_gather", count):
+        model = make_model(name, device, gathers=True)
+        x = torch.randn(64, WIDE, device=device, dtype=torch.bfloat16)
+        model(x).float().sum().backward()
+    return sent, WIDE * WIDE // dist.get_world_size()
+
+
+def saved(rank: int, device: torch.device, folder: str) -> bool:
+    """Whether a checkpoint of ranks that gather quantized is one of plain weights."""
+    model = make_model("mxfp8 bf16", device, gathers=True)
+    train("mxfp8 bf16", model, rank, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/dcp")
+        other = make_model("mxfp8 bf16", device, gathers=False)
+        state = get_model_state_dict(other)
+        dcp.load({"model": state}, checkpoint_id=f"{folder}/dcp")
+        set_model_state_dict(other, state)
+        again = make_model("mxfp8 bf16", device, gathers=True)
+        state = get_model_state_dict(again)
+        dcp.load({"model": state}, checkpoint_id=f"{folder}/dcp")
+        set_model_state_dict(again, state)
+    x = torch.ones(64, WIDE, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        want, *others = (each(x) for each in (model, other, again))
+    return all(torch.equal(want, each) for each in others)
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    where = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+    cpu = torch.device("cpu")
+    sent = {name: bytes_sent(name, cpu) for name in ("mxfp8 bf16", "fp8_block")}
+    found = results(rank, cpu), sent, saved(rank, cpu, folder)
+    torch.save(found, Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    device = torch.device("cpu")
+    if sys.argv[1] == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(sys.argv[1])
+    for name, (plain, quantized) in results(dist.get_rank(), device).items():
+        print(dist.get_rank(), name, plain == quantized, plain[-1], quantized[-1])
+    dist.destroy_process_group()
