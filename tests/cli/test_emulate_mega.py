@@ -44,6 +44,9 @@ def test_sizes_that_are_no_tiles_on_hopper(format, capsys):
     (["--topk", "9"], "topk: got 9; all ranks together have 8 experts"),
     (["--ranks", "0"], "ranks: got 0; expected 1 or more"),
     (["--intermediate", "64"], "intermediate size 64: tiles and their scales want a multiple"),
+    (["--arch", "sm_90a", "--intermediate", "96"], "intermediate size 96: tiles and"),
+    (["--hidden", "100"], "hidden size 100: tiles and"),
+    (["--ctas", "3"], "ctas: got 3; expected 1 or 2"),
 ])  # fmt: skip
 def test_bad_input(args, said, capsys):
     assert run(*args) == 2

@@ -6,6 +6,7 @@ all ranks together have what one has alone.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -116,6 +117,8 @@ def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
     attempt("strides", lambda: moe(x.mT.contiguous().mT if last else x, weights, experts))
     outside = torch.tensor([[2**32, 1, 2], [-(2**63), 2**31, 0]], device=device)
     attempt("outside", lambda: moe(x, weights, outside if last else experts))
+    every = dist.new_group(list(range(ranks)))
+    attempt("copy", lambda: copy.deepcopy(module(rank, ranks, device, "mxfp8", group=every)))
     alone = dist.new_group([0])
     attempt("group", lambda: module(rank, ranks, device, "mxfp8", group=alone, topk=1))
     torch.set_default_dtype(torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import patch
 
 import expert_ranks
 import pytest
@@ -89,6 +90,7 @@ def test_every_rank_is_told(together):
             assert told[name].startswith(mine if rank == last else theirs), told[name]
         assert {told[each] for each in ("strides", "outside", "empty", "after that")} == {"nothing"}
         not_in_it = f"ValueError: group: rank {rank} is not in it"
+        assert told["copy"] == "nothing"
         assert told["group"].startswith(not_in_it if rank else "nothing")
 
 
@@ -232,3 +234,32 @@ def test_what_is_loaded_stays_apart():
     moe.load_state_dict(other.state_dict())
     given = expert_ranks.tokens_of(4)
     assert torch.equal(moe(*given), other(*given))
+
+
+def small(format: str) -> tuple[MegaMoE, list[torch.Tensor]]:
+    shapes = (4, 256, 128), (4, 128, 128)
+    up, down = (bs.quantize(torch.randn(shape) / 8, format) for shape in shapes)
+    given = [torch.randn(20, 128).bfloat16(), torch.rand(20, 2), torch.randint(4, (20, 2))]
+    return MegaMoE(up, down, tokens=20, topk=2), given
+
+
+def test_other_ranks_than_it_was_made_by():
+    """Where a group is gone, or came later, its experts would be others."""
+    moe, given = small("mxfp8")
+    where = "blockscale.distributed.mega_moe.rank_and_ranks"
+    with (
+        patch(where, lambda group: (0, 2)),
+        pytest.raises(ValueError, match="was made by 1 ranks, and there are 2 now"),
+    ):
+        moe(*given)
+
+
+@pytest.mark.parametrize("format", ["fp8_128x128", "mxfp8", "nvfp4"])
+@torch.no_grad()
+def test_compiled(format):
+    """It is called as it is, with any number of tokens."""
+    moe, given = small(format)
+    compiled = torch.compile(moe)
+    for count in (20, 13, 1, 0):
+        some = [each[:count] for each in given]
+        assert torch.equal(compiled(*some), moe(*some))

@@ -251,3 +251,14 @@ def test_bad_checkpoints():
         transform_weights(weight, scale, scalars)
     with pytest.raises(ValueError, match="fold: mxfp4 has no global scale"):
         transform_weights(weight, scale, fold=True)
+
+
+def test_what_is_passed_in_place_of_parts():
+    q = torch.stack([bs.quantize(torch.randn(64, 128), "nvfp4") for _ in range(2)])
+    with pytest.raises(TypeError, match=r"is a ScaledTensor; pass its parts: weight\.qdata"):
+        transform_weights(q, q.scale, q.global_scale)
+    octets = q.scale.view(torch.uint8)
+    with pytest.raises(ValueError, match=r"NVFP4's .* are .view\(torch.float8_e4m3fn\)"):
+        transform_weights(q.qdata, octets)
+    with pytest.raises(TypeError, match="l1: got NoneType; expected a MegaWeights"):
+        check_mega_weights("l1", None)

@@ -48,7 +48,7 @@ def megamoe(
     format: Annotated[
         str,
         typer.Option(
-            help="sm_90a: fp8_block, nvfp4, mxfp4 (by FP8); sm_100a: nvfp4, mxfp4 (by mxfp8), "
+            help="sm_90a: fp8_block, nvfp4, mxfp4 (all by FP8); sm_100a: nvfp4, mxfp4 (by mxfp8), "
             "mxfp8. Default: the first."
         ),
     ] = "",
@@ -76,6 +76,7 @@ def megamoe(
     import torch
 
     from ..checks import choose
+    from ..kernels.mega.buffers import Sizes, why_not_sizes
 
     known = choose_arch(arch, FORMATS)
     format = format or next(iter(known))
@@ -91,6 +92,12 @@ def megamoe(
         raise ValueError(f"experts: got {experts}; expected a multiple of {ranks} ranks")
     if topk > experts:
         raise ValueError(f"topk: got {topk}; all ranks together have {experts} experts")
+    if ctas not in (1, 2):
+        raise ValueError(f"ctas: got {ctas}; expected 1 or 2")
+    room, per_rank = max(1, tokens), experts // ranks
+    sizes = Sizes(ranks, room, topk, hidden, intermediate, per_rank, activations)
+    if reason := why_not_sizes(sizes):
+        raise ValueError(reason)
     start = time.perf_counter()
     with emulated(arch, completion, seed):  # where CuTe DSL is missing, says so
         from .emulate_ranks import Case, Ranks, exact, steps
@@ -100,7 +107,7 @@ def megamoe(
             topk=topk,
             hidden=hidden,
             intermediate=intermediate,
-            experts=experts // ranks,
+            experts=per_rank,
             format=weights,
             activations=activations,
             seed=seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -50,8 +51,10 @@ class MegaMoE(nn.Module):
     comes back in bfloat16, and its token's rank adds them up: the same bits on any number of ranks
     where products have them. On Hopper, of fp8_1x128, and on Blackwell (there it has run in the
     emulator alone) one kernel does all of it; elsewhere its steps run one after another, with the
-    same bits: quantize, dispatch, product, SwiGLU and quantize, product, return, combine. Set as
-    ``experts`` of a :class:`blockscale.nn.MoE`, it spreads that layer's routed experts over ranks.
+    same bits (but of FP8 by mxfp4 on Hopper, which steps multiply in E4M3 from 160 rows an expert
+    on): quantize, dispatch, product, SwiGLU and quantize, product, return, combine. Compilers call
+    it as it is. Set as ``experts`` of a :class:`blockscale.nn.MoE`, it spreads that layer's routed
+    experts over ranks.
 
     Args:
         up: (experts, 2 * I, H) of this rank, gate's rows first, blocked along -1: nvfp4, mxfp4,
@@ -62,11 +65,14 @@ class MegaMoE(nn.Module):
         topk: experts of a token.
         activations: format of what is sent and of what the second product reads: "nvfp4" or
             "fp8_1x128" of nvfp4 weights, "mxfp8" or "fp8_1x128" of mxfp4 ones; the default is the
-            first.
+            first. (On Hopper the kernel multiplies by "fp8_1x128", by others the steps do.)
         a1_scale, a2_scale: global scales of NVFP4 activations, of tokens and in front of the second
             product: fp32, one for all or one for each expert of this rank. Of ``a1_scale`` the
             largest of all ranks is taken, as a token is quantized once; with an ``a2_scale`` for
-            each expert these are quantized one after another, in steps. Default: 1.
+            each expert these are quantized one after another, in steps. The largest magnitude that
+            calibration finds, / 2688, is right. Default: 1, with which blocks are held up to 2688,
+            and those whose largest value is below some 0.006 become zeros. Loaded ones are taken
+            as they are: load the same ``a1_scale`` on all ranks.
         group: of torch.distributed; None: the default one, or this process alone where it was not
             initialized. All ranks make the module together.
         backend: "kernel": one kernel, ValueError where there is none; "steps": one after another;
@@ -127,6 +133,7 @@ class MegaMoE(nn.Module):
         if self._config.multiprocessors:
             self._launch = MegaLaunch(memory_of(self._config.sizes, up.device, group))
 
+    @torch.compiler.disable
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor | Routing) -> Tensor:
         """What this rank's tokens get: (t, H), in the dtype of ``x``.
 
@@ -147,6 +154,12 @@ class MegaMoE(nn.Module):
         NCCL's, run beside them. Weights that are changed by way of ``.data`` are not seen.
         """
         config, error = self._config, None
+        ranks = rank_and_ranks(self.group)[1]
+        if ranks != config.ranks:
+            raise ValueError(
+                f"MegaMoE: was made by {config.ranks} ranks, and there are {ranks} now, which have "
+                "other experts; make it anew on all of them"
+            )
         parts: tuple[Tensor, ...] = ()
         try:
             numbers = self._numbers(experts)
@@ -249,6 +262,14 @@ class MegaMoE(nn.Module):
                 scale = torch.empty_like(scale, device=self.up.device)
             self._buffers[name] = None if scale is None else scale.to(self.up.device)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MegaMoE:
+        """A copy of the same ranks."""
+        memo[id(self.group)] = self.group
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: deepcopy(x, memo) for name, x in self.__dict__.items()})
+        return made
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self._config._asdict().items())

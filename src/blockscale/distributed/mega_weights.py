@@ -145,7 +145,13 @@ def transform_weights(
 
 def check_mega_weights(name: str, weights: MegaWeights) -> None:
     """TypeError or ValueError unless a kernel can read them; says which step is missing."""
+    if not isinstance(weights, MegaWeights):
+        raise TypeError(
+            f"{name}: got {type(weights).__name__}; expected a MegaWeights: transform_weights("
+            "weight, weight_scale, weight_scale_2) makes it"
+        )
     data, sf, alpha, format, interleaved, _ = weights
+    check_is_tensor(f"{name}.data", data)
     choose("format", format, FORMATS)
     remedy = "; transform_weights(weight, weight_scale, weight_scale_2) makes it"
     if data.dtype != torch.int8:
@@ -206,6 +212,11 @@ def _check_checkpoint(
         check_is_tensor(name, each)
     if weight_scale_2 is not None:
         check_is_tensor("weight_scale_2", weight_scale_2)
+    if isinstance(weight, ScaledTensor):
+        raise TypeError(
+            "weight: is a ScaledTensor; pass its parts: weight.qdata, weight.scale, "
+            "weight.global_scale"
+        )
     if weight.dtype not in (torch.uint8, torch.int8) or weight.dim() != 3:
         raise TypeError(
             f"weight: got {weight.dtype} {tuple(weight.shape)}; expected uint8 (experts, N, K / 2),"
@@ -228,6 +239,11 @@ def _check_checkpoint(
         raise ValueError(
             f"weight_scale: got {tuple(weight_scale.shape)}; {format.name} weights {weight.dtype} "
             f"{tuple(weight.shape)} have blocks of {format.block_size}: expected {want}"
+            + (
+                "; NVFP4's of blocks of 16 are .view(torch.float8_e4m3fn)"
+                if weight_scale.dtype == torch.uint8
+                else ""
+            )
         )
     if format.name == "nvfp4" and bool((weight_scale.view(torch.uint8) > 0x7F).any()):
         raise ValueError("weight_scale: has the sign bit set; UE4M3 has no sign")
