@@ -56,6 +56,16 @@ def times(call: Callable[[], object], timer: Timer) -> float:
     return float(slowest)
 
 
+def used(ids: torch.Tensor, experts: int) -> int:
+    """Experts of this rank that any rank's tokens have."""
+    every = [ids]
+    if RANKS > 1:
+        every = [torch.empty_like(ids) for _ in range(RANKS)]
+        dist.all_gather(every, ids)
+    rank = int(os.environ.get("RANK", "0"))
+    return int((torch.cat(every).unique() // experts == rank).sum())
+
+
 @torch.no_grad()
 def measured(experts: int, format: str, timer: Timer) -> list[dict[str, Any]]:
     """``experts``: of each rank."""
@@ -76,8 +86,7 @@ def measured(experts: int, format: str, timer: Timer) -> list[dict[str, Any]]:
             row[name] = times(partial(run, x, part, ids), timer)
         flops = 6 * tokens * TOPK * HIDDEN * INTERMEDIATE
         row["tflops"] = flops / (row["kernel"] * 1e6)
-        used = len(ids.unique()) if RANKS == 1 else experts
-        row["weights_share"] = nbytes * used / experts / rate / row["kernel"]
+        row["weights_share"] = nbytes * used(ids, experts) / experts / rate / row["kernel"]
         rows.append(row)
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(row, flush=True)
@@ -88,13 +97,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("--formats", nargs="+", default=["fp8_128x128"])
+    parser.add_argument("--experts", nargs="+", type=int, default=[32, 256 // RANKS])
     args = parser.parse_args()
     if RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.manual_seed(int(os.environ.get("RANK", "0")))
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "rows": []}
-    for experts in (32, 256 // RANKS):
+    for experts in args.experts:
         for format in args.formats:
             result["rows"] += measured(experts, format, Timer())
             if not dist.is_initialized() or dist.get_rank() == 0:

@@ -31,8 +31,8 @@ def test_the_page_has_every_region_and_counter():
 def test_at_most_700_mebibytes():
     """8 ranks, 8192 tokens of 4096/2048, 256 experts, top-6: tokens 264, results 384, and rings."""
     buffers = Buffers(LARGE)
-    widened = Buffers(replace(LARGE, activations="fp8_1x128", widened=True))
-    assert buffers.nbytes < widened.nbytes <= 700 << 20
+    other = Buffers(replace(LARGE, activations="fp8_1x128", bf16_rings=True))
+    assert buffers.nbytes < other.nbytes <= 700 << 20
     regions = buffers.regions
     assert regions["x"].nbytes + regions["x_scale"].nbytes == 264 << 20
     assert regions["results"].nbytes == 384 << 20

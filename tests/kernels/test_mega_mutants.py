@@ -15,7 +15,7 @@ from blockscale.cli.emulate_ranks import Case, Ranks, steps
 from blockscale.kernels.common import compile_cache
 from blockscale.kernels.mega import combine, dispatch, gather, order, rings, signals
 from blockscale.kernels.sm90 import mega_epilogue as hopper_epilogue
-from blockscale.kernels.sm90 import mega_widened_epilogue as widened
+from blockscale.kernels.sm90 import mega_mixed_epilogue as mixed
 from blockscale.kernels.sm100 import mega_epilogue
 
 SMALL = Case((20, 13), topk=3, hidden=128, experts=2)
@@ -50,6 +50,11 @@ def arrives_first(self: Any, row: Any, owner: Any) -> None:
     """Rows that are sent after their number was."""
 
 
+def left_out(address: Any, value: Any) -> Any:
+    """The first tile after those that CTAs begin with."""
+    return signals.fetch_add(address, value) + 1
+
+
 MUTANTS = {
     "rows are not awaited": (SMALL, gather.Gather, "await_rows", not_awaited),
     "rows are not sent": (SMALL, dispatch.Dispatch, "copy", arrives_first),
@@ -73,14 +78,15 @@ MUTANTS = {
         "add_release",
         relaxed,
     ),
-    "widened: rows without a release": (NVFP4, widened, "add_release", relaxed),
-    "widened: magnitudes are not awaited": (NVFP4, widened.WidenedEpilogue, "sync", nothing),
-    "widened: results are sent too soon": (
+    "mixed: rows without a release": (NVFP4, mixed, "add_release", relaxed),
+    "mixed: magnitudes are not awaited": (NVFP4, mixed.MegaMixedEpilogue, "sync", nothing),
+    "mixed: results are sent too soon": (
         NVFP4,
-        widened.WidenedEpilogue,
+        mixed.MegaMixedEpilogue,
         "sync_warpgroup",
         nothing,
     ),
+    "Hopper: a tile is taken by nobody": (SMALL_FP8, order, "fetch_add", left_out),
     "bands too high for a ring": (RINGS, order, "bands", lambda ring: (ring, ring)),
 }
 
@@ -97,7 +103,7 @@ def arch_of(case: Case) -> str:
 def is_found(name: str, completion: str) -> bool:
     case, owner, what, instead = MUTANTS[name]
     # a band that is too high has units that wait for later ones: of the same CTA
-    clusters = 1 if owner is order else 3
+    clusters = 1 if what == "bands" else 3
     with patch.object(owner, what, instead):
         build = compile_cache.build.__wrapped__  # not what was compiled before
         how = {"completion": completion, "build": build}

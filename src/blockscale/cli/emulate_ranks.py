@@ -16,7 +16,7 @@ from ..kernels.common import compile_cache
 from ..kernels.common.calls import Alpha, Operand
 from ..kernels.common.gpu import GPUS
 from ..kernels.common.runtime import standing_in
-from ..kernels.mega.buffers import Buffers, Sizes, widens
+from ..kernels.mega.buffers import Buffers, Sizes, needs_bf16_rings
 from ..kernels.mega.memory import Experts, Launch, Memory
 from ..kernels.sm90 import mega_calls as sm90
 from ..kernels.sm100 import mega_calls as sm100
@@ -70,8 +70,8 @@ class Case:
         ranks = len(self.tokens)
         room = self.room or max(1, *self.tokens)
         widths = self.hidden, self.intermediate, self.experts, self.activations
-        widened = widens(self.activations, self.format)
-        self.sizes = Sizes(ranks, room, self.topk, *widths, self.ring, widened)
+        bf16_rings = needs_bf16_rings(self.activations, self.format)
+        self.sizes = Sizes(ranks, room, self.topk, *widths, self.ring, bf16_rings)
         generator = torch.Generator().manual_seed(self.seed)
         every = ranks * self.experts
         self.x, self.ids, self.weights = [], [], []

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import choose
 from ..formats import get_format
 from ..kernels.common.runtime import gpu_of
-from ..kernels.mega.buffers import Sizes, widens
+from ..kernels.mega.buffers import Sizes, needs_bf16_rings
 from ..stored import is_per_group
 from ..tensor import ScaledTensor
 from .mega_launch import why_no_kernel
@@ -55,10 +55,16 @@ class MegaConfig(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        columns = self.hidden, self.intermediate
-        widened = widens(self.activations, self.weights)
-        rest = self.experts, self.activations
-        return Sizes(self.ranks, self.tokens, self.topk, *columns, *rest, widened=widened)
+        return Sizes(
+            self.ranks,
+            self.tokens,
+            self.topk,
+            self.hidden,
+            self.intermediate,
+            self.experts,
+            self.activations,
+            bf16_rings=needs_bf16_rings(self.activations, self.weights),
+        )
 
 
 Message = tuple[MegaConfig | None, float | None, str]  # what is wrong, if there is no config

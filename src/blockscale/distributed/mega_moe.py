@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from ..fused import swiglu_quantize
 from ..gemm import grouped_gemm
 from ..gemm_quantize import grouped_gemm_quantize
 from ..nn.quantized import own_global_scale
+from ..ops import FallbackWarning
 from ..ops.operand_layout import operand_layout
 from ..quantize import quantize
 from ..routing import INTEGERS, Routing, combine, route
@@ -131,7 +133,7 @@ class MegaMoE(nn.Module):
         self.register_buffer("a2_scale", scales[1])
         self._launch: MegaLaunch | None = None
         if self._config.multiprocessors:
-            self._launch = MegaLaunch(memory_of(self._config.sizes, up.device, group))
+            self._launch = self._launch_of(backend)
 
     @torch.compiler.disable
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor | Routing) -> Tensor:
@@ -151,7 +153,8 @@ class MegaMoE(nn.Module):
         With the kernel a rank that another one waits for longer than 100 s is named by
         :class:`PeerError` at the next call, on a GPU, and results are NaN. Calls of modules alike
         share memory: make them on one stream, and let no other kernel that waits for ranks, as
-        NCCL's, run beside them. Weights that are changed by way of ``.data`` are not seen.
+        NCCL's, run beside them. Weights that are changed by way of ``.data`` are not seen, and a
+        CUDA graph has those of its capture.
         """
         config, error = self._config, None
         ranks = rank_and_ranks(self.group)[1]
@@ -185,6 +188,24 @@ class MegaMoE(nn.Module):
         slots = routing.slots.flatten()
         results = tokens.return_results(y[slots[slots < count]])
         return combine(results, tokens.pairs.slots, weights, x.dtype)
+
+    def _launch_of(self, backend: str) -> MegaLaunch | None:
+        """The kernel's, with the memory that ranks share. Where they cannot share any, and it was
+        not asked for by name, none."""
+        memory, wrong = None, ""
+        try:
+            memory = memory_of(self._config.sizes, self.up.device, self.group)
+        except RuntimeError as error:
+            wrong = str(error)
+        told = gather_messages((self._config, None, wrong), self.group)
+        wrong = next((said for *_, said in told if said), "")
+        if memory is not None and not wrong:
+            return MegaLaunch(memory)
+        if backend == "kernel":
+            raise RuntimeError(wrong)
+        warnings.warn(f"MegaMoE: steps run one after another: {wrong}", FallbackWarning, 4)
+        self._config = self._config._replace(multiprocessors=0)
+        return None
 
     def _numbers(self, experts: Any) -> Any:
         """The numbers of each token's experts, of which those of none lie outside."""

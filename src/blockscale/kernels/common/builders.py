@@ -23,14 +23,14 @@ BUILDERS = {
     "sm90.upcast_config.KBlocksConfig": "sm90.k_blocks_kernel",
     "sm90.permute_config.PermuteConfig": "sm90.permute_activations",
     "sm90.mega_config.MegaConfig": "sm90.mega_kernel",
-    "sm90.mega_config.WidenedMegaConfig": "sm90.mega_widened",
+    "sm90.mega_config.MixedMegaConfig": "sm90.mega_mixed",
     "sm100.config.Config": "sm100.kernel",
     "sm100.mega_config.MegaConfig": "sm100.mega_kernel",
 }
 #: Configurations whose kernels are made of code in other folders, too.
 _MADE_OF = {
     "sm90.mega_config.MegaConfig": ("mega",),
-    "sm90.mega_config.WidenedMegaConfig": ("mega",),
+    "sm90.mega_config.MixedMegaConfig": ("mega",),
     "sm100.mega_config.MegaConfig": ("mega",),
 }
 _KERNELS = __name__.rpartition(".common.")[0]

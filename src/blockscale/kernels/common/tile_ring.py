@@ -15,7 +15,7 @@ from .persistent import advance_pipeline
 
 __all__ = ["NONE", "TileRing"]
 
-TILE_SLOTS = 4  # tiles that may be ahead, where all of them are known
+_SLOTS = 4  # tiles that may be ahead, where all of them are known
 NONE = -1  # in place of the first integer of a tile: there are no more
 _BYTES = 16  # of a slot: four integers
 
@@ -27,30 +27,30 @@ class TileRing:
     Attributes:
         slots: their address.
         full, empty: mbarriers, one a slot.
-        count: of slots.
+        depth: how many slots there are.
     """
 
     slots: Any
     full: Any
     empty: Any
-    count: int = TILE_SLOTS
+    depth: int = _SLOTS
 
     @classmethod
-    def allocate(cls, memory, count: int = TILE_SLOTS) -> TileRing:
-        slots = memory.allocate_array(Int32, count * _BYTES // 4, byte_alignment=_BYTES)
-        barriers = memory.allocate_array(cutlass.Int64, 2 * count)
-        return cls(slots.toint(), barriers, barriers + count, count)
+    def allocate(cls, memory, depth: int = _SLOTS) -> TileRing:
+        slots = memory.allocate_array(Int32, depth * _BYTES // 4, byte_alignment=_BYTES)
+        barriers = memory.allocate_array(cutlass.Int64, 2 * depth)
+        return cls(slots.toint(), barriers, barriers + depth, depth)
 
     def init_barriers(self, readers: int) -> None:
         """``readers``: warps that read each tile. One thread calls it."""
-        for i in range(self.count):
+        for i in range(self.depth):
             cute.arch.mbarrier_init(self.full + i, 1)
             cute.arch.mbarrier_init(self.empty + i, readers)
 
     @cute.jit
     def write(self, turn, values):
         """Put four integers where the tile before has been read; by a warp."""
-        self.put(turn % self.count, turn // self.count % 2, values)
+        self.put(turn % self.depth, turn // self.depth % 2, values)
 
     @cute.jit
     def read(self, turn):
@@ -58,19 +58,19 @@ class TileRing:
         values = self.peek(turn)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.free(turn % self.count)
+            self.free(turn % self.depth)
         return values
 
     @cute.jit
     def peek(self, turn):
         """The same, by a warp that has not read them yet, and will."""
-        words = self.look(turn % self.count, turn // self.count % 2)
+        words = self.look(turn % self.depth, turn // self.depth % 2)
         return [cute.arch.make_warp_uniform(each) for each in words]
 
     # --- by slot, and the parity of how often it has been used ---
 
     def advance(self, slot, phase):
-        return advance_pipeline(slot, phase, self.count)
+        return advance_pipeline(slot, phase, self.depth)
 
     @cute.jit
     def put(self, slot, phase, values):

@@ -17,13 +17,22 @@ import numpy as np
 from ...dtypes import BFLOAT16, UINT8
 from ...formats import get_format
 
-__all__ = ["MULTIPLE", "TILE_ROWS", "Buffers", "Region", "Sizes", "why_not_sizes", "widens"]
+__all__ = [
+    "LEAST_UNIT",
+    "MULTIPLE",
+    "TILE_ROWS",
+    "Buffers",
+    "Region",
+    "Sizes",
+    "needs_bf16_rings",
+    "why_not_sizes",
+]
 
 MULTIPLE = 128  # of hidden and intermediate sizes
 MOST_RANKS = 128  # a thread tells each
 MOST_EXPERTS = 1024  # of all ranks: shared memory has four words of each
 TILE_ROWS = 128  # rows of a block: of a tile of scales
-_LEAST_UNIT = 32  # rows of a unit of work, at least
+LEAST_UNIT = 32  # rows of a unit of work, at least
 _ALIGNMENT = 128  # bytes; TMA wants 16
 _INT32, _BYTE, _BF16 = np.dtype(np.int32), UINT8, BFLOAT16
 
@@ -40,8 +49,8 @@ class Sizes:
         experts: of each rank.
         activations: the format of tokens, and of what the second product reads.
         ring_blocks: blocks of 128 rows that each of the two rings holds.
-        widened: elements in the rings are bfloat16, as products by matrices that are widened take
-            them; else what ``activations`` has.
+        bf16_rings: elements in the rings are bfloat16, which products of mixed inputs take; else
+            those of ``activations``.
     """
 
     ranks: int
@@ -52,7 +61,7 @@ class Sizes:
     experts: int
     activations: str
     ring_blocks: int = 32
-    widened: bool = False
+    bf16_rings: bool = False
 
     @property
     def ring_rows(self) -> int:
@@ -80,7 +89,7 @@ class Sizes:
 
     def ring_bytes(self, columns: int) -> int:
         """And in a ring."""
-        return 2 * columns if self.widened else self.row_bytes(columns)
+        return 2 * columns if self.bf16_rings else self.row_bytes(columns)
 
     def scale_words(self, columns: int) -> int:
         """Words of 4 bytes that hold the block scales of a row."""
@@ -88,7 +97,7 @@ class Sizes:
         return -(-columns // format.block[1]) * format.scale.nbytes // 4
 
 
-def widens(activations: str, weights: str) -> bool:
+def needs_bf16_rings(activations: str, weights: str) -> bool:
     """Whether products widen matrices to bfloat16: FP8 by elements of four bits, which Hopper's
     tensor cores do not take."""
     return activations == "fp8_1x128" and get_format(weights).element.bits == 4
@@ -136,7 +145,7 @@ class Buffers:
     def signals(self) -> Mapping[str, tuple[int, int]]:
         """Of a set of counters: where each begins, in words of 4 bytes, and how many there are.
         A launch counts in one set and clears the other one."""
-        s, units = self.sizes, self.sizes.ring_rows // _LEAST_UNIT
+        s, units = self.sizes, self.sizes.ring_rows // LEAST_UNIT
         counts = {
             "finished": s.ranks,  # warps of each rank that have sent all results
             "sorted": s.ranks,  # CTAs of each rank that have sent what travels beside tokens

@@ -83,7 +83,7 @@ class Finder:
         k_blocks: of each. (With a selection of constants as the end of a loop CuTe DSL 4.8
             crashes, so those who read the ring do not select.)
         cluster, clusters: this one, and how many there are.
-        claims: the next tile is the first that no CTA has taken, so that those which are behind
+        dynamic: the next tile is the first that no CTA has taken, so that those which are behind
             take fewer; else every so many-th one, as CTAs of a cluster must take the same.
     """
 
@@ -93,7 +93,7 @@ class Finder:
     k_blocks: tuple[int, int]
     cluster: Any
     clusters: Any
-    claims: bool
+    dynamic: bool
 
     @cute.jit
     def __call__(self):
@@ -115,7 +115,7 @@ class Finder:
                     words = self.words(place, which, within % count, within // count)
                     self.ring.put(slot, phase, words)
                     slot, phase = self.ring.advance(slot, phase)
-                    index = self.following(index, slot, phase)
+                    index = self.next_tile(index, slot, phase)
                 base = base + tiles
                 after = walk.advance(place, count)
                 first = tuple(select_(which, a, b) for a, b in zip(first, after, strict=True))
@@ -123,10 +123,10 @@ class Finder:
         self.ring.put(slot, phase, [Int32(NONE)] * 4)
 
     @cute.jit
-    def following(self, index, slot, phase):
+    def next_tile(self, index, slot, phase):
         """The number of the tile after this one, which goes to a slot; the first one is the
         cluster's own. None is taken before it is needed."""
-        if const_expr(self.claims):
+        if const_expr(self.dynamic):
             self.ring.await_room(slot, phase)
             if cute.arch.lane_idx() == 0:
                 index = self.clusters + fetch_add(self.walk.peers.signal("tiles"), 1)

@@ -129,7 +129,7 @@ class MegaMoe:
         full, empty = barriers.toint(), (barriers + up.stages).toint()
         acc_full = (barriers + 2 * up.stages).toint()
         acc_empty = acc_full + 16
-        ring = TileRing.allocate(memory, 2)  # of which the epilogue has read one
+        ring = TileRing.allocate(memory, 2)  # the epilogue may be a tile behind the loader
 
         if warp == EPILOGUE_WARPS:
             with cute.arch.elect_one():
@@ -216,7 +216,7 @@ class MegaMoe:
         if warp == EPILOGUE_WARPS + 2:
             cluster = peers.cta // config.ctas, peers.ctas // config.ctas
             order = config.across, config.k_blocks, *cluster
-            Finder(walk, ring, *order, claims=config.ctas == 1)()
+            Finder(walk, ring, *order, dynamic=config.ctas == 1)()
         if warp >= first:
             dispatch.sort()
             if warp < first + config.send_warps:

@@ -15,7 +15,7 @@ from ...tensor import ScaledTensor
 from ..common.calls import Operand
 from ..common.gpu import Gpu
 from ..common.runtime import gpu_of, require_gpu
-from ..mega.buffers import Sizes, why_not_sizes, widens
+from ..mega.buffers import TILE_ROWS, Sizes, needs_bf16_rings, why_not_sizes
 from ..mega.memory import Experts, Launch, Memory, require_kernel
 from .mega_config import choose_mega
 from .product_config import why_not
@@ -41,18 +41,17 @@ def mega_moe(
     device = memory.buffer.device
     known = require_gpu("memory", device, gpu or gpu_of(device))
     sizes, types = memory.buffers.sizes, (ids.dtype.itemsize, out.dtype)
-    alphas = experts.up_alpha, experts.down_alpha
-    ranks = tuple(() if each is None else (each.dim(),) for each in alphas)
-    run = _plan(sizes, str(experts.up.format), ranks, *types, known)
+    parts = ("up", experts.up, experts.up_alpha), ("down", experts.down, experts.down_alpha)
+    alpha_ranks = tuple(() if alpha is None else (alpha.dim(),) for *_, alpha in parts)
+    run = _plan(sizes, str(experts.up.format), alpha_ranks, *types, known)
     matrices, rings = list[Any](), []
-    elements = torch.bfloat16 if sizes.widened else torch.uint8
-    for i, name in enumerate(("up", "down")):
-        data, scale, _ = (experts.up, experts.down)[i]
+    elements = torch.bfloat16 if sizes.bf16_rings else torch.uint8
+    for name, (data, scale, _), alpha in parts:
         rows = data.shape[0] * data.shape[1]
         given = data.view(torch.uint8).view(rows, -1), scale
-        matrices.append((*given, alphas[i]) if sizes.widened else given)
+        matrices.append((*given, alpha) if sizes.bf16_rings else given)
         tiles = memory.region(f"{name}_ring_scale", torch.float32)
-        rings.append((memory.region(f"{name}_ring", elements), tiles.view(-1, 128)))
+        rings.append((memory.region(f"{name}_ring", elements), tiles.view(-1, TILE_ROWS)))
     run(
         *(memory.start, memory.peers, memory.rank),
         *(ids, weights, out, *matrices, tuple(rings)),
@@ -88,6 +87,6 @@ def why_not_mega(sizes: Sizes, weights: str, arch: str) -> str:
             f"formats {sizes.activations} and {weights}: there are kernels for fp8_1x128 and "
             f"{', '.join(_WEIGHTS)}"
         )
-    if not reason and sizes.widened != widens(sizes.activations, weights):
-        reason = f"sizes: widened is {sizes.widened}, which is not what {weights} takes"
+    if not reason and sizes.bf16_rings != needs_bf16_rings(sizes.activations, weights):
+        reason = f"sizes: bf16_rings is {sizes.bf16_rings}; {weights} takes {not sizes.bf16_rings}"
     return reason or why_not_sizes(sizes)

@@ -11,7 +11,7 @@ from ...dtypes import BFLOAT16
 from ...formats import get_format
 from ..common.gpu import SHARED
 from ..common.refuse import refuse
-from ..mega.buffers import MULTIPLE, TILE_ROWS, Sizes, why_not_sizes
+from ..mega.buffers import LEAST_UNIT, MULTIPLE, TILE_ROWS, Sizes, why_not_sizes
 from . import mixed_config
 from .config import BLOCK_K, Config
 
@@ -20,7 +20,7 @@ __all__ = [
     "FIRST_CONSUMER",
     "FIRST_DISPATCH",
     "MegaConfig",
-    "WidenedMegaConfig",
+    "MixedMegaConfig",
     "choose_mega",
 ]
 
@@ -41,7 +41,7 @@ class MegaConfig:
     """
 
     sizes: Sizes
-    product: Any
+    product: Config | mixed_config.Config
     id_bytes: int
     out_dtype: np.dtype
     send_warps: int = 2
@@ -50,7 +50,7 @@ class MegaConfig:
     def __post_init__(self) -> None:
         wrong = {
             "sizes": why_not_sizes(self.sizes) or self.sizes.ring_blocks % 4,
-            "product": self.shared_bytes > SHARED or self.tile != (self.unit_rows, COLUMNS),
+            "product": self.shared_bytes > SHARED or self.unit_rows < LEAST_UNIT,
             "id_bytes": self.id_bytes not in (4, 8),
             "send_warps": self.send_warps + self.gather_warps != 4,
         }
@@ -58,12 +58,7 @@ class MegaConfig:
 
     @property
     def arch(self) -> str:
-        return str(self.product.arch)
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        found: tuple[int, int] = self.product.tile
-        return found
+        return self.product.arch
 
     @property
     def unit_rows(self) -> int:
@@ -101,7 +96,7 @@ class MegaConfig:
 
     @property
     def stage_bytes(self) -> int:
-        return int(self.product.stage_bytes)
+        return self.product.stage_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -110,7 +105,7 @@ class MegaConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class WidenedMegaConfig(MegaConfig):
+class MixedMegaConfig(MegaConfig):
     """A kernel of FP8 by elements of four bits, which become bf16 in registers: ``product`` is that
     of ``mixed_config``, with tiles of twice as many rows of the matrices, each warpgroup's 64.
 
@@ -119,10 +114,6 @@ class WidenedMegaConfig(MegaConfig):
     """
 
     alphas: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        return self.product.rows, 64 * self.consumers
 
     @property
     def unit_rows(self) -> int:
@@ -173,9 +164,9 @@ def choose_mega(
     arch: str = "sm_90a",
 ) -> MegaConfig:
     """The kernel for ``sizes``, with as many stages as there is room for."""
-    if sizes.widened:
-        least: MegaConfig = WidenedMegaConfig(
-            sizes, _widened(weights, arch), id_bytes, out_dtype, alphas=alphas
+    if sizes.bf16_rings:
+        least: MegaConfig = MixedMegaConfig(
+            sizes, _mixed(weights, arch), id_bytes, out_dtype, alphas=alphas
         )
     else:
         least = MegaConfig(sizes, _fp8(arch), id_bytes, out_dtype)
@@ -185,10 +176,19 @@ def choose_mega(
 
 
 def _fp8(arch: str) -> Config:
-    tile, columns = (TILE_ROWS, COLUMNS), {"mma_n": 128, "epilogue_stages": 1, "unroll": 1}
-    fields: dict[str, Any] = {"cluster": (1, 1), "stages": 1, "tma_store": False, **columns}
-    return Config(BFLOAT16, tile=tile, arch=arch, **fields)
+    return Config(
+        BFLOAT16,
+        tile=(TILE_ROWS, COLUMNS),
+        cluster=(1, 1),
+        stages=1,
+        mma_n=128,
+        epilogue_stages=1,
+        tma_store=False,
+        unroll=1,
+        arch=arch,
+    )
 
 
-def _widened(weights: str, arch: str) -> mixed_config.Config:
-    return mixed_config.Config(weights, BFLOAT16, rows=32, stages=2, promotes=True, arch=arch)
+def _mixed(weights: str, arch: str) -> mixed_config.Config:
+    how: dict[str, Any] = {"rows": LEAST_UNIT, "stages": 2, "promotes": True, "arch": arch}
+    return mixed_config.Config(weights, BFLOAT16, **how)

@@ -3,7 +3,8 @@
 twice, and their results come back and are added up.
 
 A CTA has a warpgroup of single warps (loads, scales of matrices, and what finds tiles), one that
-sorts and sends this rank's tokens and brings rows of experts together, and two that multiply. All
+sorts and sends this rank's tokens and brings rows of experts together, and two that multiply (four
+in ``mega_mixed``). All
 wait for each other by counters in memory that ranks share. Every tile waits for what comes earlier
 in one order that all CTAs know; all must run at once.
 """
@@ -20,7 +21,7 @@ from ..common import shared
 from ..common.copies import Copies, TmaTiles
 from ..common.pipeline import Pipeline
 from ..common.promotion import promote_l2
-from ..common.tensor_specs import any_tensor, compile_for
+from ..common.tensor_specs import any_strided, any_tensor, compile_for
 from ..common.tile_ring import NONE, TileRing
 from ..mega.buffers import MULTIPLE, TILE_ROWS, Buffers
 from ..mega.combine import Finish
@@ -84,9 +85,9 @@ class MegaMoe:
 
         ``buffer`` (bytes,) is this rank's; ``peers`` (ranks,) the addresses of all; ``ids`` and
         ``weights`` (tokens, topk); ``out`` (tokens, H). ``up`` and ``down`` are what
-        :meth:`loaded` and :meth:`rest` take apart: bytes (experts * rows, K) and scales (experts,
-        rows / 128, K / 128); ``rings`` rows and their scales of both, which are parts of the
-        buffer. ``limit``: nanoseconds; ``ctas``: that run at once.
+        :meth:`loaded` and :meth:`b_scales` take apart: bytes (experts * rows, K) and scales
+        (experts, rows / 128, K / 128); ``rings`` rows and their scales of both, which are parts of
+        the buffer. ``limit``: nanoseconds; ``ctas``: that run at once.
         """
         atoms, views = [], []
         for ring, matrices in zip(rings, (up, down), strict=True):
@@ -95,7 +96,7 @@ class MegaMoe:
             atoms.append([promote_l2(made[0][0]), *(atom for atom, _ in made[1:])])
             views.append([view for _, view in made])
         given = buffer, peers, rank, ids, weights, out, limit
-        self.kernel(atoms, views, self.rest(up, down), given).launch(
+        self.kernel(atoms, views, self.b_scales(up, down), self.alphas(up, down), given).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -107,12 +108,16 @@ class MegaMoe:
         """The tensors of :attr:`boxes`."""
         return ring[0], matrices[0], ring[1]
 
-    def rest(self, up: tuple, down: tuple):
-        """What else the kernel reads of matrices: scales of each."""
+    def b_scales(self, up: tuple, down: tuple):
+        """Scales of both matrices that a warp fetches; None where TMA loads them."""
         return up[1], down[1]
 
+    def alphas(self, up: tuple, down: tuple):
+        """What accumulators of both products are multiplied by, or None."""
+        return None
+
     @cute.kernel
-    def kernel(self, atoms, views, rest, given):
+    def kernel(self, atoms, views, b_scales, alphas, given):
         config, product = self.config, self.config.product
         buffer, table, this_rank, ids, weights, out, limit = given
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -157,10 +162,10 @@ class MegaMoe:
                 MegaLoader(config, rings, pipeline, ring, self.boxes, loads)()
             if const_expr(self.fetches):  # noqa: SIM102 - one is known when compiling
                 if warp == 1:
-                    MegaFetcher(config, pipeline, ring, rest, fetched)()
+                    MegaFetcher(config, pipeline, ring, b_scales, fetched)()
             if warp == 2:
                 order = config.across, config.k_blocks, peers.cta, peers.ctas
-                Finder(walk, ring, *order, claims=True)()
+                Finder(walk, ring, *order, dynamic=True)()
         elif warp < FIRST_CONSUMER // 32:
             cute.arch.setmaxregister_decrease(sending)
             dispatch.sort()
@@ -177,7 +182,7 @@ class MegaMoe:
         else:
             cute.arch.setmaxregister_increase(multiplying)
             addresses = [each.iterator.toint() for each in tiles]
-            self.multiply(peers, pipeline, ring, staging, addresses, fetched, rest)
+            self.multiply(peers, pipeline, ring, staging, addresses, fetched, alphas)
             number = 4 * config.consumers
             Finish(
                 peers,
@@ -196,7 +201,7 @@ class MegaMoe:
         return 4 * self.config.consumers
 
     @cute.jit
-    def multiply(self, peers, pipeline, ring, staging, addresses, fetched, rest):
+    def multiply(self, peers, pipeline, ring, staging, addresses, fetched, alphas):
         """The work of a warpgroup that multiplies, and stores."""
         config = self.config
         thread = cute.arch.thread_idx()[0] - FIRST_CONSUMER
@@ -228,7 +233,7 @@ def _scale_place(row) -> Any:
 def compile_config(config: MegaConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     matrices = [
-        (any_tensor(cutlass.Uint8, 2, 16, True), any_tensor(Float32, 3, 4)) for _ in range(2)
+        (any_tensor(cutlass.Uint8, 2, 16, True), any_strided(Float32, 3, 4)) for _ in range(2)
     ]
     return compile_mega(MegaMoe(config), cutlass.Uint8, matrices)
 

@@ -71,10 +71,10 @@ def tile_of(config: MegaConfig, words) -> MegaTile:
 @dataclass(frozen=True)
 class Boxes:
     """What TMA loads for a stage of one tensor of each product: a box or two, whose first elements
-    are ``origins(tile, k_block, product)``."""
+    are ``coords(tile, k_block, product)``."""
 
     copies: Copies
-    origins: Callable[..., list]
+    coords: Callable[..., list]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class MegaLoader:
 
     def fill(self, product: int, tile, k_block, stage, barrier) -> None:
         """Load a K block."""
-        places = [each.origins(tile, k_block, product) for each in self.boxes]
+        places = [each.coords(tile, k_block, product) for each in self.boxes]
         nbytes = sum(
             len(some) * each.copies.moved for some, each in zip(places, self.boxes, strict=True)
         )

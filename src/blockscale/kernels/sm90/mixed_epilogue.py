@@ -99,7 +99,7 @@ class MixedEpilogue:
 
     def put(self, acc, address, row: int, thread) -> None:
         """Put a box's values into shared memory, swizzled: 16 bits each."""
-        put_rows(acc, row, 8, address, thread, _KINDS[self.config.out_dtype])
+        put_rows(acc, row, 64, address, thread, _KINDS[self.config.out_dtype])
 
     @cute.jit
     def store_each(self, acc, thread, row, column, end):
@@ -118,14 +118,14 @@ class MixedEpilogue:
                     d[r, c] = d.element_type(value)
 
 
-def put_rows(acc, row: int, eights: int, address, thread, kind: str) -> None:
-    """Put rows of 64 columns, ``eights`` times eight of them from ``row`` on, into shared memory,
+def put_rows(acc, row: int, rows: int, address, thread, kind: str) -> None:
+    """Put ``rows`` rows of 64 columns, from ``row`` on, into shared memory,
     swizzled: 16 bits each; the work of a warpgroup."""
     warp, lane = thread // 32, thread % 32
     within = lane // 16 * 8 + lane % 8  # row of two groups of eight
     chunk = (2 * warp + lane // 8 % 2) ^ (lane % 8)
     line = address + within * 128 + chunk * 16
-    for group in range(0, eights, 2):
+    for group in range(0, rows // 8, 2):
         words = []
         for j in (0, 1):
             first = (row + 8 * (group + j)) // 2

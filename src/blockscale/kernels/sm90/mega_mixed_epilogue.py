@@ -17,22 +17,22 @@ from ..mega.buffers import MULTIPLE, TILE_ROWS
 from ..mega.peers import Peers
 from ..mega.signals import add_release
 from . import ptx
-from .mega_config import FIRST_CONSUMER, WidenedMegaConfig
+from .mega_config import FIRST_CONSUMER, MixedMegaConfig
 from .mega_epilogue import encoder_of, gated
 from .mixed_epilogue import put_rows
 
-__all__ = ["WidenedEpilogue", "widened_e4m3"]
+__all__ = ["MegaMixedEpilogue", "widened_e4m3"]
 
 _CHUNK = 16  # bytes that a thread stores at once
-_ALL_BARRIER, _FIRST_BARRIER = 4, 5  # of all that multiply, and of each warpgroup
+_ALL_BARRIER, _WARPGROUP_BARRIER = 4, 5  # of all that multiply, and of each warpgroup
 
 
 @dataclass(frozen=True)
-class WidenedEpilogue:
+class MegaMixedEpilogue:
     """What threads that multiply do with a tile. ``staging``: the address of
-    ``WidenedMegaConfig.staging_bytes``; ``alphas`` of both products, or None."""
+    ``MixedMegaConfig.staging_bytes``; ``alphas`` of both products, or None."""
 
-    config: WidenedMegaConfig
+    config: MixedMegaConfig
     peers: Peers
     staging: Any
     alphas: Any
@@ -81,7 +81,7 @@ class WidenedEpilogue:
         fours = [[acc[4 * i + j] for j in range(4)] for i in range(groups)]
         pairs = [gated(four[:2], four[2:]) for four in fours]
         self.quantize_rows(encoder, pairs, tile, thread)
-        found = [load_shared(self.quantized(8 * i + lane % 4 * 2), 16) for i in range(groups)]
+        found = [load_shared(self.scale_address(8 * i + lane % 4 * 2), 16) for i in range(groups)]
         amaxes, inverses = ([each[j::2] for each in found] for j in (0, 1))
         # column 8 * warp + lane // 4 of 128 seen as (4, 2, 2, 4, 2), whose first place goes behind
         # the fourth one
@@ -94,7 +94,7 @@ class WidenedEpilogue:
             for j, pair in enumerate(widened_e4m3(word)):
                 for k in range_constexpr(2):
                     row = 8 * (i + j) + lane % 4 * 2 + k
-                    address = self.activated(row, octet) + within
+                    address = self.staging_address(row, octet) + within
                     half = pair >> Uint32(16) if k else pair & Uint32(0xFFFF)
                     store_shared(address, [half], 2)
         self.sync()
@@ -103,11 +103,11 @@ class WidenedEpilogue:
         for first in range_constexpr(0, config.unit_rows * chunks, 128 * config.consumers):
             item = first + thread
             row, chunk = item // chunks, item % chunks
-            words = load_shared(self.activated(row, chunk), _CHUNK)
+            words = load_shared(self.staging_address(row, chunk), _CHUNK)
             there = line + Int64(row) * (2 * sizes.intermediate) + tile.column * 2
             store_global(there + chunk * _CHUNK, words, _CHUNK)
 
-    def activated(self, row, chunk):
+    def staging_address(self, row, chunk):
         """Where 16 bytes of a row are put together: in banks that few others have."""
         return self.staging + row * (2 * MULTIPLE) + (chunk ^ row // 2 % 2 * 4) * _CHUNK
 
@@ -119,7 +119,7 @@ class WidenedEpilogue:
         warp, lane = thread // 32, thread % 32
         for i in range_constexpr(len(pairs)):
             for k in range_constexpr(2):
-                place = self.magnitudes(8 * i + lane % 4 * 2 + k, warp) + lane // 4 * 2
+                place = self.amax_address(8 * i + lane % 4 * 2 + k, warp) + lane // 4 * 2
                 store_shared(place, [pairs[i][k] >> Uint32(16) & Uint32(0x7FFF)], 2)
         self.sync()
         chunks = 2 * MULTIPLE // _CHUNK
@@ -128,7 +128,7 @@ class WidenedEpilogue:
         line = self.peers.address("down_ring_scale") + Int64(index) * (4 * TILE_ROWS)
         for first in range_constexpr(0, config.unit_rows * chunks, 128 * config.consumers):
             row, chunk = (first + thread) // chunks, thread % chunks
-            some = load_shared(self.magnitudes(row, chunk), _CHUNK)
+            some = load_shared(self.amax_address(row, chunk), _CHUNK)
             both = max_u16x2(max_u16x2(some[0], some[1]), max_u16x2(some[2], some[3]))
             amax = most(both & Uint32(0xFFFF), both >> Uint32(16))
             for apart in (1, 2, 4, 8):
@@ -136,17 +136,17 @@ class WidenedEpilogue:
             amax = amax << Uint32(16)
             code, inverse = encoder.scale(amax)
             if chunk == 0:
-                store_shared(self.quantized(row), [amax, inverse], 8)
+                store_shared(self.scale_address(row), [amax, inverse], 8)
                 store_global(line + (tile.a_row % TILE_ROWS + row) * 4, [code], 4)
         self.sync()
 
-    def magnitudes(self, row, chunk):
+    def amax_address(self, row, chunk):
         """Where those of eight columns of a row are, two bytes each."""
         table = self.staging + self.config.activated_bytes
         return table + row * (2 * MULTIPLE) + (chunk ^ row // 2 % 4) * _CHUNK
 
-    def quantized(self, row):
-        """Where a row's largest magnitude is, and the reciprocal of its scale."""
+    def scale_address(self, row):
+        """Where a row's amax is, and the reciprocal of its scale."""
         table = self.staging + self.config.activated_bytes + self.config.unit_rows * 2 * MULTIPLE
         return table + row * 8
 
@@ -165,7 +165,7 @@ class WidenedEpilogue:
         staging = self.staging + self.config.activated_bytes + self.config.amax_bytes
         staging = staging + warpgroup * (rows * 128)
         self.sync_warpgroup(warpgroup)  # what the last tile put there has been read
-        put_rows(acc, 0, rows // 8, staging, thread, "bf16")
+        put_rows(acc, 0, rows, staging, thread, "bf16")
         self.sync_warpgroup(warpgroup)
         chunk = thread % 8
         column = tile.column + warpgroup * 64 + chunk * 8
@@ -179,7 +179,7 @@ class WidenedEpilogue:
                 store_global(address, words, _CHUNK)
 
     def sync_warpgroup(self, warpgroup) -> None:
-        cute.arch.barrier(barrier_id=_FIRST_BARRIER + warpgroup, number_of_threads=128)
+        cute.arch.barrier(barrier_id=_WARPGROUP_BARRIER + warpgroup, number_of_threads=128)
 
 
 def widened_e4m3(word) -> list:

@@ -21,25 +21,25 @@ from ..mega.buffers import MULTIPLE, TILE_ROWS
 from . import ptx
 from .config import BLOCK_K
 from .dequant import place
-from .mega_config import COLUMNS, FIRST_CONSUMER, WidenedMegaConfig
+from .mega_config import COLUMNS, FIRST_CONSUMER, MixedMegaConfig
 from .mega_kernel import MegaMoe, compile_mega
+from .mega_mixed_epilogue import MegaMixedEpilogue, widened_e4m3
 from .mega_roles import Boxes, tile_of
-from .mega_widened_epilogue import WidenedEpilogue, widened_e4m3
 from .mixed_mainloop import Mainloop
 
-__all__ = ["WidenedMegaMoe", "compile_config"]
+__all__ = ["MixedMegaMoe", "compile_config"]
 
 _PANEL = 64  # columns of bf16 in 128 bytes
 _OCTET = 8  # columns that a lane widens together, four times
 
 
-class WidenedMegaMoe(MegaMoe):
-    """The kernel of a :class:`WidenedMegaConfig`. A matrix comes with words of four scales (experts
+class MixedMegaMoe(MegaMoe):
+    """The kernel of a :class:`MixedMegaConfig`. A matrix comes with words of four scales (experts
     * words along K, rows), and perhaps an alpha for each expert, or None."""
 
     fetches = False
 
-    def boxes_of(self, config: WidenedMegaConfig) -> tuple[Boxes, ...]:
+    def boxes_of(self, config: MixedMegaConfig) -> tuple[Boxes, ...]:
         stages, rows, words = config.product.stages, config.unit_rows, config.words
         data = Copies(cutlass.BFloat16, (rows, _PANEL), 2 * stages)
         matrix = Copies(cutlass.Uint8, (MULTIPLE, BLOCK_K // 2), 2 * stages)
@@ -75,7 +75,10 @@ class WidenedMegaMoe(MegaMoe):
     def loaded(self, ring: tuple, matrices: tuple) -> tuple:
         return ring[0], matrices[0], ring[1], matrices[1]
 
-    def rest(self, up: tuple, down: tuple):
+    def b_scales(self, up: tuple, down: tuple):
+        return None
+
+    def alphas(self, up: tuple, down: tuple):
         return None if up[2] is None else (up[2], down[2])
 
     @property
@@ -100,12 +103,12 @@ class WidenedMegaMoe(MegaMoe):
                     store_global(there + j * 16, pairs[j::4], 16)
 
     @cute.jit
-    def multiply(self, peers, pipeline, ring, staging, addresses, fetched, rest):
+    def multiply(self, peers, pipeline, ring, staging, addresses, fetched, alphas):
         config = self.config
         thread = cute.arch.thread_idx()[0] - FIRST_CONSUMER
         warpgroup = cute.arch.make_warp_uniform(thread // 128)
-        mainloop = WidenedMainloop(config, pipeline, warpgroup, ptx.pin(thread % 128), addresses)
-        epilogue = WidenedEpilogue(config, peers, staging, rest)
+        mainloop = MegaMixedMainloop(config, pipeline, warpgroup, ptx.pin(thread % 128), addresses)
+        epilogue = MegaMixedEpilogue(config, peers, staging, alphas)
         acc = mainloop.accumulators()
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
         words = ring.read(turn)
@@ -118,7 +121,7 @@ class WidenedMegaMoe(MegaMoe):
             words = ring.read(turn)
 
 
-class WidenedMainloop(Mainloop):
+class MegaMixedMainloop(Mainloop):
     """That of ``mixed_mainloop`` by 256 rows of a matrix, each warpgroup's 64. ``addresses``: of
     rows, the matrix's, and scales of both.
 
@@ -126,7 +129,7 @@ class WidenedMainloop(Mainloop):
     one those of the same column of gates and of up, which are halves of the tile.
     """
 
-    def __init__(self, config: WidenedMegaConfig, pipeline, warpgroup, thread, addresses: list):
+    def __init__(self, config: MixedMegaConfig, pipeline, warpgroup, thread, addresses: list):
         a, b, a_scale, b_scale = addresses
         super().__init__(config.product, pipeline, Int32(0), thread, a, a_scale, b, b_scale)
         self.words, self.warpgroup, self.thread = config.words, warpgroup, thread
@@ -167,7 +170,7 @@ class WidenedMainloop(Mainloop):
         return self.rows.factors(*(ptx.ld_shared_bytes(each, 0, nbytes) for each in addresses))
 
 
-def compile_config(config: WidenedMegaConfig):
+def compile_config(config: MixedMegaConfig):
     """The host function of a kernel, which takes tensors of any shape."""
     matrices = [
         (
@@ -177,4 +180,4 @@ def compile_config(config: WidenedMegaConfig):
         )
         for alpha in config.alphas
     ]
-    return compile_mega(WidenedMegaMoe(config), cutlass.BFloat16, matrices)
+    return compile_mega(MixedMegaMoe(config), cutlass.BFloat16, matrices)
