@@ -31,7 +31,7 @@ from blockscale.kernels.sm90 import fp8_by_weights
 HIDDEN, INTERMEDIATE, TOPK = 4096, 2048, 6
 TOKENS = (1, 16, 64, 512, 2048, 8192)
 ACTIVATIONS = "fp8_1x128"
-RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+RANKS, RANK = (int(os.environ.get(key, n)) for key, n in (("WORLD_SIZE", "1"), ("RANK", "0")))
 
 
 def matrices(experts: int, format: str) -> list[Any]:
@@ -62,8 +62,7 @@ def used(ids: torch.Tensor, experts: int) -> int:
     if RANKS > 1:
         every = [torch.empty_like(ids) for _ in range(RANKS)]
         dist.all_gather(every, ids)
-    rank = int(os.environ.get("RANK", "0"))
-    return int((torch.cat(every).unique() // experts == rank).sum())
+    return int((torch.cat(every).unique() // experts == RANK).sum())
 
 
 @torch.no_grad()
@@ -88,7 +87,7 @@ def measured(experts: int, format: str, timer: Timer) -> list[dict[str, Any]]:
         row["tflops"] = flops / (row["kernel"] * 1e6)
         row["weights_share"] = nbytes * used(ids, experts) / experts / rate / row["kernel"]
         rows.append(row)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if RANK == 0:
             print(row, flush=True)
     return rows
 
@@ -102,12 +101,12 @@ def main() -> None:
     if RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
-    torch.manual_seed(int(os.environ.get("RANK", "0")))
+    torch.manual_seed(RANK)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "rows": []}
     for experts in args.experts:
         for format in args.formats:
             result["rows"] += measured(experts, format, Timer())
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if RANK == 0:
                 args.file.write_text(json_lines(result))
             torch.cuda.empty_cache()
     if dist.is_initialized():
