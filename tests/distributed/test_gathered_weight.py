@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import fsdp_ranks
@@ -76,3 +77,38 @@ def test_others_stay():
     assert type(gather_quantized(layer("nvfp4"))[0].weight) is nn.Parameter
     model = gather_quantized(layer(), lambda module, name: False)
     assert type(model[0].weight.detach()) is torch.Tensor
+
+
+def test_compiled():
+    """Compilers call such layers as they are, and gradients arrive."""
+    torch.manual_seed(0)
+    model, x = layer(), torch.randn(8, 64)
+    model(x).sum().backward()
+    grad = model[0].weight.grad
+    gather_quantized(model)
+    got = torch.compile(model)(x)
+    assert torch.equal(got, model(x))
+    got.sum().backward()
+    assert torch.equal(model[0].weight.grad, grad)
+
+
+def test_masters_are_cast_moved_and_set_with_their_modules():
+    model, x = gather_quantized(layer()), torch.randn(8, 64)
+    weight = model[0].weight
+    weight.data = torch.ones(96, 64)
+    assert torch.equal(weight.detach().master, torch.ones(96, 64))
+    with pytest.raises(TypeError, match="takes its like alone"):
+        weight.data = torch.ones(96, 64).bfloat16()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].weight.mul_(2)
+    assert torch.equal(weight.detach().master, torch.ones(96, 64))
+    for dtype in (torch.bfloat16, torch.float64, torch.float32):
+        model.to(dtype)
+        assert model[0].weight.detach().master.dtype == dtype
+    model.to("meta").to_empty(device="cpu")
+    nn.init.ones_(model[0].weight)
+    plain = layer()
+    nn.init.ones_(plain[0].weight)
+    plain[0].bias = model[0].bias
+    assert torch.equal(model(x), plain(x))

@@ -113,6 +113,39 @@ class GatheredWeight(Tensor):
         state = "high precision" if self.gathered is None else f"{self.how.format}, gathered"
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {state})"
 
+    def __tensor_flatten__(self) -> tuple[list[str], How]:
+        """What lets modules that are cast or moved have other masters, too."""
+        _master_of(self)
+        return ["master"], self.how
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], how: How, shape: torch.Size, stride: tuple[int, ...]
+    ) -> GatheredWeight:
+        return GatheredWeight(how, inner["master"])
+
+    def _stable_hash_for_caching(self) -> str:
+        return repr(self.how)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        given = value.master if isinstance(value, GatheredWeight) else value
+        alike = given is not None and (given.shape, given.dtype, given.device) == (
+            self.shape,
+            self.dtype,
+            self.device,
+        )
+        if not alike or self.master is None:
+            raise TypeError(
+                f"data: got {value.dtype} {tuple(value.shape)} on {value.device}; {self} takes its "
+                "like alone: give the layer another parameter, or call module.to()"
+            )
+        self.master = given
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A checkpoint has its values, and needs no class of ours."""
         return _master_of(self).__reduce_ex__(protocol)

@@ -161,7 +161,12 @@ class Linear(ForgetsWeights, Unscripted, torch.nn.Linear):
         self.recipe = recipe
 
     def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self.weight, "quantized_forms"):  # of ranks, which compilers do not follow
+            return _as_it_is(x, self.weight, self.bias, recipe=self.recipe)
         return linear(x, self.weight, self.bias, recipe=self.recipe)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"
+
+
+_as_it_is = torch.compiler.disable(linear)
