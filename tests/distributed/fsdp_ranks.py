@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, torch.dtype | None, bool, str]] = {
     "mxfp8 accumulated": ("mxfp8", torch.bfloat16, True, "accumulate"),
     "fp8_block": ("fp8_block", torch.bfloat16, True, ""),
     "nvfp4": ("nvfp4", torch.bfloat16, True, ""),
+    "nvfp4 kept": ("nvfp4", None, False, ""),
     "odd": ("mxfp8", torch.bfloat16, True, "odd"),
 }
 
@@ -145,7 +146,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
     where = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     cpu = torch.device("cpu")
-    sent = {name: bytes_sent(name, cpu) for name in ("mxfp8 bf16", "fp8_block")}
+    sent = {name: bytes_sent(name, cpu) for name in ("mxfp8 bf16", "fp8_block", "nvfp4")}
     found = results(rank, cpu), sent, saved(rank, cpu, folder)
     torch.save(found, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()

@@ -73,9 +73,11 @@ def test_plain_in_files():
 
 
 def test_others_stay():
-    """NVFP4's global scale is of the whole weight; a filter leaves layers out."""
-    assert type(gather_quantized(layer("nvfp4"))[0].weight) is nn.Parameter
+    """A filter leaves layers out, and products in high precision do."""
     model = gather_quantized(layer(), lambda module, name: False)
+    assert type(model[0].weight.detach()) is torch.Tensor
+    recipe = bs.Recipe("mxfp8", high_precision=("dgrad",))
+    model = gather_quantized(bs.convert(nn.Sequential(nn.Linear(64, 96)), recipe))
     assert type(model[0].weight.detach()) is torch.Tensor
 
 

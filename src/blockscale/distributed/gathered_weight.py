@@ -16,6 +16,7 @@ from ..formats import get_format
 from ..nn.forms import Forms
 from ..nn.linear import Linear
 from ..ops.operand_layout import operand_layout
+from ..ops.quantize import global_scale
 from ..quantize import quantize
 from ..tensor import ScaledTensor
 from ..watching import is_dtensor
@@ -46,27 +47,46 @@ class How(NamedTuple):
         block = get_format(self.format).block
         return max(block)
 
-    def quantize(self, x: Tensor, axis: int) -> ScaledTensor:
-        return quantize(x, self.format, axis, scale_rounding=self.scale_rounding)
+    def quantize(self, x: Tensor, axis: int, global_scale: Tensor | None) -> ScaledTensor:
+        rounding = self.scale_rounding
+        return quantize(x, self.format, axis, scale_rounding=rounding, global_scale=global_scale)
+
+    def global_scale(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
+        """Of the whole: the largest of those of shards that have one, as it rises with amax."""
+        if not get_format(self.format).has_global_scale:
+            return None
+        found = global_scale(shard, self.format)
+        found = torch.where((shard.isfinite() & (shard != 0)).any(), found, 0)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+        return torch.where(found == 0, 1, found)
 
 
 class Gathered(NamedTuple):
-    """What a rank has of a whole weight, by one ``axis``, and where it can gather it from by the
-    other one: its own ``shard``, in ``dtype``."""
+    """What a rank has of a whole weight, by one axis, and where it can gather it from by the other
+    one: its own ``shard``, in ``dtype``.
 
-    whole: ScaledTensor
+    Attributes:
+        parts: the whole, or shards that do not lie below each other.
+    """
+
+    parts: tuple[ScaledTensor, ...]
+    shape: torch.Size
     shard: GatheredWeight
     dtype: torch.dtype
     group: dist.ProcessGroup
 
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
     def along(self, axis: int, how: How) -> ScaledTensor:
-        block = get_format(how.format).block
-        if self.whole.axis == axis:
-            return self.whole
-        if block[0] == block[1]:  # the same elements and scales serve both products
-            return self.whole._with(axis=axis)
-        shard = _master_of(self.shard).to(self.dtype)
-        return all_gather(how.quantize(shard, axis), 0, self.group)
+        block, first = get_format(how.format).block, self.parts[0]
+        if axis != first.axis and block[0] != block[1]:
+            shard = _master_of(self.shard).to(self.dtype)
+            return all_gather(how.quantize(shard, axis, first.global_scale), 0, self.group)
+        whole: Any = torch.cat(list(self.parts)) if len(self.parts) > 1 else first
+        found: ScaledTensor = whole  # the same elements and scales may serve both products
+        return found if axis == first.axis else found._with(axis=axis)
 
 
 class GatheredWeight(Tensor):
@@ -94,7 +114,7 @@ class GatheredWeight(Tensor):
         dtype: torch.dtype | None = None,
     ) -> GatheredWeight:
         """One of ``master`` and ``gathered``; of the latter ``dtype`` is what it stands for."""
-        like: Any = gathered.whole if gathered is not None else master
+        like: Any = gathered if gathered is not None else master
         strides = (like.shape[1], 1) if master is None else master.stride()
         self: Any = Tensor._make_wrapper_subclass(
             cls,
@@ -188,8 +208,11 @@ class GatheredWeight(Tensor):
             padded[: len(shard)] = shard
             return (padded,), None
         axis = -2 if torch._C._current_graph_task_id() >= 0 else -1
-        q = self.how.quantize(shard, axis)
-        return (q.qdata.view(torch.uint8), q.qscale), (q, mesh.get_group(), outer_size)
+        group = mesh.get_group()
+        q = self.how.quantize(shard, axis, self.how.global_scale(shard, group))
+        # along columns elements of four bits lie column after column
+        data = q.qdata if q.qdata.is_contiguous() else q.qdata.mT.contiguous()
+        return (data.view(torch.uint8), q.qscale), (q, group, outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -206,8 +229,13 @@ class GatheredWeight(Tensor):
         else:
             q, group, size = metadata
             data, scale = all_gather_outputs
-            whole = q._with(data=data.view(q.qdata.dtype), scale=scale, shape=tuple(size))
-            found = Gathered(whole, self, param_dtype, group)
+            data = data.view(q.qdata.dtype)
+            if q.qdata.is_contiguous():
+                parts = (q._with(data=data, scale=scale, shape=tuple(size)),)
+            else:
+                each = data.view(-1, *q.qdata.mT.shape), scale.view(-1, *q.qscale.shape)
+                parts = tuple(q._with(data=d.mT, scale=s) for d, s in zip(*each, strict=True))
+            found = Gathered(parts, size, self, param_dtype, group)
             made = GatheredWeight(self.how, gathered=found, dtype=param_dtype)
         if out is None:
             return made, all_gather_outputs
@@ -249,7 +277,7 @@ def gather_quantized(
 
     Weights stay in high precision, and so do gradients and what checkpoints have. A weight whose
     rows ranks cut inside of a block is gathered as it is, with a warning. So are those of layers
-    with a product in high precision, and of NVFP4, whose global scale is of the whole weight.
+    with a product in high precision. Of NVFP4 ranks agree on the global scale first.
 
     Args:
         module: changed in place, and returned.
@@ -266,7 +294,7 @@ def gather_quantized(
                 f"{name}.weight: is a DTensor; call gather_quantized before fully_shard"
             )
         high = {"fprop", "dgrad"} & set(layer.recipe.high_precision)
-        if high or format.has_global_scale or isinstance(weight, GatheredWeight):
+        if high or isinstance(weight, GatheredWeight):
             continue
         how = How(format.name, layer.recipe.scale_rounding)
         made = GatheredWeight(how, weight.detach())
