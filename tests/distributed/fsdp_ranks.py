@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, torch.dtype | None, bool, str]] = {
     "nvfp4": ("nvfp4", torch.bfloat16, True, ""),
     "nvfp4 kept": ("nvfp4", None, False, ""),
     "odd": ("mxfp8", torch.bfloat16, True, "odd"),
+    "meta": ("mxfp8", torch.bfloat16, True, "meta"),
 }
 
 
@@ -60,9 +61,11 @@ class Block(nn.Module):
 def make_model(name: str, device: torch.device, *, gathers: bool, shards: bool = True) -> nn.Module:
     recipe, dtype, reshard, more = CASES[name]
     torch.manual_seed(0)
-    hidden = WIDE + 16 if more == "odd" else WIDE  # whose rows ranks cut inside of a block
+    hidden = WIDE + 18 if more == "odd" else WIDE  # whose rows ranks cut, and share unevenly
     blocks = nn.Sequential(*(Block(hidden, more == "checkpoint") for _ in range(2)))
-    model = bs.convert(blocks, bs.Recipe(recipe)).to(device)
+    if more == "meta":
+        blocks = blocks.to("meta")
+    model = bs.convert(blocks, bs.Recipe(recipe)).to("meta" if more == "meta" else device)
     if gathers:
         gather_quantized(model)
     if shards:
@@ -70,6 +73,11 @@ def make_model(name: str, device: torch.device, *, gathers: bool, shards: bool =
         for block in model:
             fully_shard(block, reshard_after_forward=reshard, **policy)
         fully_shard(model, **policy)
+    if more == "meta":
+        model.to_empty(device=device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.fill_(0.01 * (1 + len(name) % 3))
     return model
 
 

@@ -110,7 +110,30 @@ def test_masters_are_cast_moved_and_set_with_their_modules():
         assert model[0].weight.detach().master.dtype == dtype
     model.to("meta").to_empty(device="cpu")
     nn.init.ones_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
     plain = layer()
     nn.init.ones_(plain[0].weight)
     plain[0].bias = model[0].bias
     assert torch.equal(model(x), plain(x))
+
+
+def test_tied_weights_stay_tied():
+    linears = nn.Linear(64, 64), nn.Linear(64, 64)
+    linears[1].weight = linears[0].weight
+    model = gather_quantized(bs.convert(nn.Sequential(*linears), bs.Recipe("mxfp8")))
+    assert model[0].weight is model[1].weight
+    assert len(list(model.parameters())) == 3
+
+
+def test_a_weight_of_an_embedding_stays():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(64, 64), nn.Linear(64, 96)
+            self.embedding = nn.Embedding(96, 64)
+            self.embedding.weight = self.head.weight
+
+    model = gather_quantized(bs.convert(Tied(), bs.Recipe("mxfp8"), filter_fn=lambda *_: True))
+    assert model.head.weight is model.embedding.weight
+    assert type(model.head.weight.detach()) is torch.Tensor
+    assert type(model.inner.weight.detach()) is GatheredWeight

@@ -206,7 +206,7 @@ class GatheredWeight(Tensor):
             rows = -(-outer_size[0] // ranks)
             padded = shard.new_zeros(rows, *outer_size[1:])
             padded[: len(shard)] = shard
-            return (padded,), None
+            return (padded,), (None, None, outer_size)
         axis = -2 if torch._C._current_graph_task_id() >= 0 else -1
         group = mesh.get_group()
         q = self.how.quantize(shard, axis, self.how.global_scale(shard, group))
@@ -223,11 +223,11 @@ class GatheredWeight(Tensor):
         out: Tensor | None = None,
     ) -> Any:
         """The whole weight, of what all ranks have sent; or ``out``, which is it already."""
-        if metadata is None:
+        q, group, size = metadata
+        if q is None:
             (values,) = all_gather_outputs
-            made = GatheredWeight(self.how, values)
+            made = GatheredWeight(self.how, values[: size[0]])
         else:
-            q, group, size = metadata
             data, scale = all_gather_outputs
             data = data.view(q.qdata.dtype)
             if q.qdata.is_contiguous():
@@ -277,7 +277,8 @@ def gather_quantized(
 
     Weights stay in high precision, and so do gradients and what checkpoints have. A weight whose
     rows ranks cut inside of a block is gathered as it is, with a warning. So are those of layers
-    with a product in high precision. Of NVFP4 ranks agree on the global scale first.
+    with a product in high precision, and weights that other modules have, too, as embeddings. Of
+    NVFP4 ranks agree on the global scale first.
 
     Args:
         module: changed in place, and returned.
@@ -285,21 +286,38 @@ def gather_quantized(
 
     Raises TypeError for parameters that are sharded already.
     """
-    for name, layer in module.named_modules():
-        if not isinstance(layer, Linear) or (filter_fn and not filter_fn(layer, name)):
+    for weight, layers in _layers_of(module).items():
+        name, first = layers[0]
+        if not all(isinstance(each, Linear) for _, each in layers):
+            continue  # tied to an embedding, say, which reads its values
+        if filter_fn and not all(filter_fn(each, name) for name, each in layers):
             continue
-        weight, format = layer.weight, layer.recipe.format_of("weights")
         if is_dtensor(weight):
             raise TypeError(
                 f"{name}.weight: is a DTensor; call gather_quantized before fully_shard"
             )
-        high = {"fprop", "dgrad"} & set(layer.recipe.high_precision)
-        if high or isinstance(weight, GatheredWeight):
+        recipe = first.recipe
+        if {"fprop", "dgrad"} & set(recipe.high_precision) or isinstance(weight, GatheredWeight):
             continue
-        how = How(format.name, layer.recipe.scale_rounding)
+        if any(each.recipe != recipe for _, each in layers):
+            continue
+        how = How(recipe.format_of("weights").name, recipe.scale_rounding)
         made = GatheredWeight(how, weight.detach())
-        layer.weight = nn.Parameter(made, requires_grad=weight.requires_grad)
+        parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
+        for _, each in layers:
+            each.weight = parameter
     return module
+
+
+def _layers_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, Any]]]:
+    """Weights of converted layers, and every module that has one, with its name."""
+    found: dict[nn.Parameter, list[tuple[str, Any]]] = {}
+    for name, each in module.named_modules():
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((name, each))
+    weights = {each.weight for _, each in module.named_modules() if isinstance(each, Linear)}
+    return {weight: layers for weight, layers in found.items() if weight in weights}
 
 
 def _master_of(weight: GatheredWeight) -> Tensor:
