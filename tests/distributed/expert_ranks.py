@@ -7,13 +7,13 @@ all ranks together have what one has alone.
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import begin
 from torch import Tensor
 
 import blockscale as bs
@@ -129,29 +129,20 @@ def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
     return told
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    """A rank, on a CPU; what it finds is written to ``folder``."""
-    torch.set_num_threads(1)
-    where = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+def run(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+    """What a rank finds, on a CPU."""
     cpu = torch.device("cpu")
     x, _, experts = (each[share(rank, ranks)] for each in tokens_of(sum(SHARES)))
     rows = dispatch((x,), experts, EXPERTS // ranks).parts[0]
-    found = {
+    return {
         "rows": rows,
         "results": results(rank, ranks, cpu),
         "wrong": wrong(rank, ranks, cpu),
     }
-    torch.save(found, Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    device = torch.device("cpu")
-    if sys.argv[1] == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(sys.argv[1])
+    device = begin(sys.argv[1])
     rank, ranks = dist.get_rank(), dist.get_world_size()
     by_rank: list[Any] = [None] * ranks
     dist.all_gather_object(by_rank, results(rank, ranks, device))

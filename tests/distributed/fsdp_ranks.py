@@ -6,7 +6,6 @@ On GPUs: ``torchrun --nproc-per-node 2 tests/distributed/fsdp_ranks.py nccl``.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -16,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from processes import begin
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -128,7 +128,7 @@ def bytes_sent(name: str, device: torch.device) -> tuple[list[int], int]:
     return sent, WIDE * WIDE // dist.get_world_size()
 
 
-def saved(rank: int, device: torch.device, folder: str) -> bool:
+def saved(rank: int, device: torch.device, folder: Path) -> bool:
     """Whether a checkpoint of ranks that gather quantized is one of plain weights."""
     model = make_model("mxfp8 bf16", device, gathers=True)
     train("mxfp8 bf16", model, rank, device)
@@ -149,23 +149,15 @@ def saved(rank: int, device: torch.device, folder: str) -> bool:
     return all(torch.equal(want, each) for each in others)
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    where = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+def run(rank: int, ranks: int, folder: Path) -> tuple[Any, ...]:
+    """Losses, bytes of gathers, and whether checkpoints are plain, on a CPU."""
     cpu = torch.device("cpu")
     sent = {name: bytes_sent(name, cpu) for name in ("mxfp8 bf16", "fp8_block", "nvfp4")}
-    found = results(rank, cpu), sent, saved(rank, cpu, folder)
-    torch.save(found, Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+    return results(rank, cpu), sent, saved(rank, cpu, folder)
 
 
 if __name__ == "__main__":
-    device = torch.device("cpu")
-    if sys.argv[1] == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(sys.argv[1])
+    device = begin(sys.argv[1])
     for name, (plain, quantized) in results(dist.get_rank(), device).items():
         print(dist.get_rank(), name, plain == quantized, plain[-1], quantized[-1])
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gather_ranks
 import pytest
 import torch
+from processes import gather
 
 import blockscale as bs
 from blockscale.distributed import all_gather
@@ -12,11 +13,7 @@ from blockscale.distributed import all_gather
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(
-        gather_ranks.run, (request.param, str(folder)), nprocs=request.param
-    )
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return gather(gather_ranks.run, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 def test_bytes_of_the_whole(found):

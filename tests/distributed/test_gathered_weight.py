@@ -8,6 +8,7 @@ import io
 import fsdp_ranks
 import pytest
 import torch
+from processes import gather
 from torch import nn
 
 import blockscale as bs
@@ -17,9 +18,7 @@ from blockscale.distributed.gathered_weight import GatheredWeight
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(fsdp_ranks.run, (request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return gather(fsdp_ranks.run, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", fsdp_ranks.CASES)

@@ -9,6 +9,7 @@ import expert_ranks
 import pytest
 import torch
 from expert_ranks import EXPERTS, FORMATS, HIDDEN, TOPK
+from processes import gather
 
 import blockscale as bs
 from blockscale.distributed import MegaMoE
@@ -25,11 +26,7 @@ def alone():
 @pytest.fixture(scope="module", params=[2, 4])
 def together(request, tmp_path_factory):
     """What each of so many ranks has found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(
-        expert_ranks.run, (request.param, str(folder)), nprocs=request.param
-    )
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return gather(expert_ranks.run, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 def values(format: str, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor):
