@@ -118,6 +118,6 @@ def _check_headers(headers: Tensor, kind: str) -> None:
 
 
 def _alike(scalars: Tensor) -> Tensor:
-    """Of the global scales of ranks (ranks, ...) the one that they all have, or NaN."""
+    """The global scale that all ranks have, given theirs (ranks, ...); NaN where they differ."""
     same = (scalars == scalars[0]).all(0)
     return torch.where(same, scalars[0], torch.nan)

@@ -36,16 +36,15 @@ _SAME = {aten.alias.default, aten.as_strided.default, aten.detach.default, aten.
 
 
 class How(NamedTuple):
-    """How a layer's products want its weight."""
+    """The format, and the rounding of scales, in which a layer multiplies its weight."""
 
     format: str
     scale_rounding: str | None
 
     @property
     def rows(self) -> int:
-        """Of whole blocks, by rows and by columns."""
-        block = get_format(self.format).block
-        return max(block)
+        """How many rows a shard has, or a multiple: whole blocks along either axis."""
+        return max(get_format(self.format).block)
 
     def quantize(self, x: Tensor, axis: int, global_scale: Tensor | None) -> ScaledTensor:
         rounding = self.scale_rounding
@@ -134,7 +133,7 @@ class GatheredWeight(Tensor):
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {state})"
 
     def __tensor_flatten__(self) -> tuple[list[str], How]:
-        """What lets modules that are cast or moved have other masters, too."""
+        """Tells torch.nn.Module that a cast or a move makes another weight, master and all."""
         _master_of(self)
         return ["master"], self.how
 

@@ -114,17 +114,13 @@ class MegaLaunch:
         experts: tuple[ScaledTensor, ScaledTensor],
         scales: tuple[Tensor | None, Tensor | None],
     ) -> Experts:
-        """As the kernel reads them; made once, unless they change."""
-        tensors = [x for w in experts for x in (w, w.qdata, w.qscale)]  # each has its own version
-        versions = [None if x.is_inference() else x._version for x in tensors]
+        """As the kernel reads them; made once, unless they change, or change unseen."""
         parts = [x for w in experts for x in (w.qdata, w.qscale)]
+        versions = [None if x.is_inference() else x._version for x in (*experts, *parts)]
         key = *versions, *((x.data_ptr(), x.shape, x.stride()) for x in parts)
-        if None in versions:  # what changes cannot be seen
-            self._operands, self._made_of = None, None
-            up, down = (self.calls.operand_of(w) for w in experts)
-            return self._alphas(up, down, experts, scales)
-        if self._made_of is None or self._made_of[0] != key:
-            if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        seen = None not in versions
+        if not (seen and self._made_of is not None and self._made_of[0] == key):
+            if seen and parts[0].is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "MegaMoE: its weights were not read yet, or have changed; call it once before "
                     "it is captured in a CUDA graph"
@@ -133,21 +129,12 @@ class MegaLaunch:
             self._operands = self.calls.operand_of(up), self.calls.operand_of(down)
             self._made_of = key, parts  # no other tensor gets their memory
         assert self._operands is not None
-        return self._alphas(*self._operands, experts, scales)
-
-    def _alphas(
-        self,
-        up: Operand,
-        down: Operand,
-        experts: tuple[ScaledTensor, ScaledTensor],
-        scales: tuple[Tensor | None, Tensor | None],
-    ) -> Experts:
         alphas = [_alpha(*each) for each in zip(scales, experts, strict=True)]
-        return Experts(up, down, alphas[0], alphas[1], scales[1])
+        return Experts(*self._operands, alphas[0], alphas[1], scales[1])
 
 
 def _alpha(scale: Tensor | None, w: ScaledTensor) -> Alpha:
-    """What accumulators are multiplied by; None where weights have no global scale."""
+    """The factor of a product's accumulators; None where the weights have no global scale."""
     found = w.global_scale
     if found is not None and found.numel() == 1:  # of all experts, whatever its shape
         found = found.reshape(())

@@ -88,7 +88,7 @@ class Sizes:
         return columns * get_format(self.activations).element.bits // 8
 
     def ring_bytes(self, columns: int) -> int:
-        """And in a ring."""
+        """How many bytes the same row has in a ring."""
         return 2 * columns if self.bf16_rings else self.row_bytes(columns)
 
     def scale_words(self, columns: int) -> int:
