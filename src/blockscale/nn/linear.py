@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -162,11 +165,18 @@ class Linear(ForgetsWeights, Unscripted, torch.nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self.weight, "quantized_forms"):  # of ranks, which compilers do not follow
-            return _as_it_is(x, self.weight, self.bias, recipe=self.recipe)
+            return _uncompiled()(x, self.weight, self.bias, recipe=self.recipe)
         return linear(x, self.weight, self.bias, recipe=self.recipe)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"
 
 
-_as_it_is = torch.compiler.disable(linear)
+@lru_cache
+def _uncompiled() -> Callable[..., Tensor]:
+    return torch.compiler.disable(linear)
+
+
+# As torch.compiler.assume_constant_result does. Importing torch._dynamo takes a second: not before
+# there is such a weight.
+_uncompiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
