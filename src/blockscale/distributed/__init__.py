@@ -5,13 +5,17 @@ from .collectives import all_gather
 from .gathered_weight import gather_quantized
 from .mega_moe import MegaMoE
 from .mega_weights import FoldError, MegaWeights, check_mega_weights, transform_weights
+from .tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from .tokens import PeerError
 
 __all__ = [
+    "ColwiseParallel",
     "FoldError",
     "MegaMoE",
     "MegaWeights",
     "PeerError",
+    "PrepareModuleInput",
+    "RowwiseParallel",
     "all_gather",
     "check_mega_weights",
     "gather_quantized",

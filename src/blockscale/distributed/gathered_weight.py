@@ -3,8 +3,8 @@ product that comes reads them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,10 @@ from torch.utils._pytree import tree_map_only
 from ..formats import get_format
 from ..nn.forms import Forms
 from ..nn.linear import Linear
-from ..ops.operand_layout import operand_layout
-from ..ops.quantize import global_scale
-from ..quantize import quantize
 from ..tensor import ScaledTensor
 from ..watching import is_dtensor
 from .collectives import all_gather
+from .shards import How, as_operand, warn_of_cut_blocks
 
 __all__ = ["GatheredWeight", "gather_quantized"]
 
@@ -33,31 +31,6 @@ _WEIGHTS = {
 }  # fmt: skip
 #: Of these, what a weight whose values are elsewhere has, too.
 _SAME = {aten.alias.default, aten.as_strided.default, aten.detach.default, aten.view.default}
-
-
-class How(NamedTuple):
-    """The format, and the rounding of scales, in which a layer multiplies its weight."""
-
-    format: str
-    scale_rounding: str | None
-
-    @property
-    def rows(self) -> int:
-        """How many rows a shard has, or a multiple: whole blocks along either axis."""
-        return max(get_format(self.format).block)
-
-    def quantize(self, x: Tensor, axis: int, global_scale: Tensor | None) -> ScaledTensor:
-        rounding = self.scale_rounding
-        return quantize(x, self.format, axis, scale_rounding=rounding, global_scale=global_scale)
-
-    def global_scale(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-        """Of the whole: the largest of those of shards that have one, as it rises with amax."""
-        if not get_format(self.format).has_global_scale:
-            return None
-        found = global_scale(shard, self.format)
-        found = torch.where((shard.isfinite() & (shard != 0)).any(), found, 0)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-        return torch.where(found == 0, 1, found)
 
 
 class Gathered(NamedTuple):
@@ -88,32 +61,38 @@ class Gathered(NamedTuple):
         return found if axis == first.axis else found._with(axis=axis)
 
 
+@dataclass
+class Held:
+    """What a weight and its views have: FSDP2 gathers into all of them anew.
+
+    Attributes:
+        master: values in high precision, of a shard or where it was gathered as it is.
+        gathered: what a rank has of the whole one, otherwise.
+    """
+
+    master: Tensor | None = None
+    gathered: Gathered | None = None
+
+
 class GatheredWeight(Tensor):
     """A parameter (N, K) in high precision, which FSDP2 gathers quantized; whole it has no values
     but those of one product.
 
     Attributes:
-        master: values in high precision, of a shard or where it was gathered as it is.
-        gathered: what a rank has of the whole one, otherwise.
         how: it is quantized.
+        held: values, or what was gathered.
     """
 
-    master: Tensor | None
-    gathered: Gathered | None
     how: How
+    held: Held
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls,
-        how: How,
-        master: Tensor | None = None,
-        gathered: Gathered | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> GatheredWeight:
-        """One of ``master`` and ``gathered``; of the latter ``dtype`` is what it stands for."""
-        like: Any = gathered if gathered is not None else master
+    def __new__(cls, how: How, held: Held, dtype: torch.dtype | None = None) -> GatheredWeight:
+        """``dtype``: what a gathered one stands for."""
+        master = held.master
+        like: Any = held.gathered if master is None else master
         strides = (like.shape[1], 1) if master is None else master.stride()
         self: Any = Tensor._make_wrapper_subclass(
             cls,
@@ -124,9 +103,17 @@ class GatheredWeight(Tensor):
             device=like.device,
             requires_grad=master is not None and master.requires_grad,
         )
-        self.how, self.master, self.gathered = how, master, gathered
+        self.how, self.held = how, held
         found: GatheredWeight = self
         return found
+
+    @property
+    def master(self) -> Tensor | None:
+        return self.held.master
+
+    @property
+    def gathered(self) -> Gathered | None:
+        return self.held.gathered
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         state = "high precision" if self.gathered is None else f"{self.how.format}, gathered"
@@ -141,7 +128,7 @@ class GatheredWeight(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], how: How, shape: torch.Size, stride: tuple[int, ...]
     ) -> GatheredWeight:
-        return GatheredWeight(how, inner["master"])
+        return GatheredWeight(how, Held(inner["master"]))
 
     def _stable_hash_for_caching(self) -> str:
         return repr(self.how)
@@ -163,7 +150,7 @@ class GatheredWeight(Tensor):
                 f"data: got {value.dtype} {tuple(value.shape)} on {value.device}; {self} takes its "
                 "like alone: give the layer another parameter, or call module.to()"
             )
-        self.master = given
+        self.held.master = given
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A checkpoint has its values, and needs no class of ours."""
@@ -177,14 +164,14 @@ class GatheredWeight(Tensor):
         if isinstance(first, GatheredWeight) and first.gathered is not None and func in _SAME:
             shape = args[1] if len(args) > 1 else first.shape
             if tuple(shape) == tuple(first.shape):
-                return GatheredWeight(first.how, gathered=first.gathered, dtype=first.dtype)
+                return GatheredWeight(first.how, first.held, first.dtype)
         plain_args, plain_kwargs = tree_map_only(GatheredWeight, _master_of, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
         if isinstance(first, GatheredWeight) and out is first.master:
             return first  # in place
         if func not in _WEIGHTS or not isinstance(first, GatheredWeight):
             return out
-        return tree_map_only(Tensor, lambda x: GatheredWeight(first.how, x), out)
+        return tree_map_only(Tensor, lambda x: GatheredWeight(first.how, Held(x)), out)
 
     # --- FSDP2 ------------------------------------------------------------------------------------
 
@@ -201,7 +188,7 @@ class GatheredWeight(Tensor):
         dtype = mp_policy.param_dtype or self.dtype
         shard, ranks = _master_of(self).to(dtype), mesh.size()
         if outer_size[0] % (ranks * self.how.rows) or outer_size[1] % self.how.rows:
-            _warn(tuple(outer_size), ranks, self.how)
+            warn_of_cut_blocks(outer_size, ranks, self.how)
             rows = -(-outer_size[0] // ranks)
             padded = shard.new_zeros(rows, *outer_size[1:])
             padded[: len(shard)] = shard
@@ -225,7 +212,7 @@ class GatheredWeight(Tensor):
         q, group, size = metadata
         if q is None:
             (values,) = all_gather_outputs
-            made = GatheredWeight(self.how, values[: size[0]])
+            held = Held(values[: size[0]])
         else:
             data, scale = all_gather_outputs
             data = data.view(q.qdata.dtype)
@@ -234,12 +221,11 @@ class GatheredWeight(Tensor):
             else:
                 each = data.view(-1, *q.qdata.mT.shape), scale.view(-1, *q.qscale.shape)
                 parts = tuple(q._with(data=d.mT, scale=s) for d, s in zip(*each, strict=True))
-            found = Gathered(parts, size, self, param_dtype, group)
-            made = GatheredWeight(self.how, gathered=found, dtype=param_dtype)
+            held = Held(gathered=Gathered(parts, size, self, param_dtype, group))
         if out is None:
-            return made, all_gather_outputs
+            return GatheredWeight(self.how, held, param_dtype), all_gather_outputs
         assert isinstance(out, GatheredWeight)
-        out.master, out.gathered = made.master, made.gathered
+        out.held.master, out.held.gathered = held.master, held.gathered
         return None
 
     # --- layers -----------------------------------------------------------------------------------
@@ -250,14 +236,14 @@ class GatheredWeight(Tensor):
         """As products read it; None where it has values, which anybody may quantize."""
         if self.gathered is None:
             return None
-        how = How(format, scale_rounding)
-        if how != self.how:
+        if (format, scale_rounding) != self.how[:2]:
             raise ValueError(
-                f"weight: was gathered as {self.how}, its layer multiplies {how}; call "
-                "blockscale.distributed.gather_quantized after recipes are set"
+                f"weight: was gathered as {self.how}, its layer multiplies {format} (scales "
+                f"{scale_rounding}); call blockscale.distributed.gather_quantized after recipes "
+                "are set"
             )
         made = [
-            _operand(self.gathered.along(axis, how)) if wanted else None
+            as_operand(self.gathered.along(axis, self.how)) if wanted else None
             for axis, wanted in ((-1, rows), (-2, columns))
         ]
         return Forms(*made)
@@ -301,7 +287,7 @@ def gather_quantized(
         if any(each.recipe != recipe for _, each in layers):
             continue
         how = How(recipe.format_of("weights").name, recipe.scale_rounding)
-        made = GatheredWeight(how, weight.detach())
+        made = GatheredWeight(how, Held(weight.detach()))
         parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
         for _, each in layers:
             each.weight = parameter
@@ -326,26 +312,3 @@ def _master_of(weight: GatheredWeight) -> Tensor:
             "FSDP has sharded it again, or leave the layer out of gather_quantized (filter_fn)"
         )
     return weight.master
-
-
-def _operand(whole: ScaledTensor) -> ScaledTensor:
-    """In memory as products want it."""
-    layout, k_major = operand_layout(whole.format_name, whole.device)
-    if whole.axis == -2 and k_major:
-        whole = whole._with(data=whole.qdata.mT.contiguous().mT)
-    return whole.to_layout(layout)
-
-
-_warned = False
-
-
-def _warn(size: tuple[int, ...], ranks: int, how: How) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"a weight {size} over {ranks} ranks is gathered in high precision: {how.format} has "
-            f"blocks of {how.rows}, and ranks would cut them. (Said once.)",
-            UserWarning,
-            stacklevel=3,
-        )

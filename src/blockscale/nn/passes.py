@@ -16,6 +16,7 @@ from .recipe import PRODUCTS, Recipe
 from .reuse import quantized_weight
 
 __all__ = [
+    "data_gradient",
     "fprop",
     "gradients",
     "matrix_of",
@@ -23,6 +24,7 @@ __all__ = [
     "quantized_activations",
     "quantized_products",
     "unflatten_rows",
+    "weight_gradient",
 ]
 
 #: ``quantize_forms``, or ``quantized_weight``, which takes what ``reuse_weights`` keeps.
@@ -117,20 +119,20 @@ def gradients(
     grad_x = grad_weight = grad_bias = None
     if dgrad:
         assert weight is not None
-        grad_x = _dgrad(
+        grad_x = data_gradient(
             g if rows is None else rows, weight, global_scale, recipe, x_dtype, quantize_weight
         )
         grad_x = grad_x.reshape(x_shape)
     del rows  # the peak of memory is in the product to come
     if wgrad:
         assert x is not None
-        grad_weight = _wgrad(g if columns is None else columns, x, w_dtype)
+        grad_weight = weight_gradient(g if columns is None else columns, x, w_dtype)
     if bias_grad:
         grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
     return grad_x, grad_weight, grad_bias
 
 
-def _dgrad(
+def data_gradient(
     g: Tensor,
     weight: Tensor,
     global_scale: Tensor | None,
@@ -147,7 +149,7 @@ def _dgrad(
     return gemm(g, w, dtype)
 
 
-def _wgrad(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_gradient(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Both are quantized by columns, or plain."""
     if isinstance(g, ScaledTensor) and isinstance(x, ScaledTensor):
         return gemm(g.mT, x, dtype)

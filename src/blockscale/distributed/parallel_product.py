@@ -1,0 +1,142 @@
+"""The product of a linear layer whose weight ranks share, of what this rank has of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..nn import passes
+from ..nn.double_backward import refuse_double_backward
+from ..nn.forms import Forms, quantize_forms
+from ..nn.output_dtype import output_dtype
+from ..nn.recipe import Recipe
+from ..nn.reuse import quantized_weight
+from .gathered_input import GatheredInput
+from .shards import How
+
+__all__ = ["multiply"]
+
+
+def multiply(x: Tensor, weight: DTensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """``x @ weight.T + bias`` of this rank's part of ``weight`` (N, K), of which each rank has some
+    rows, or some columns: then the sum over ranks is the product.
+
+    What comes as shards, a :class:`GatheredInput`, is gathered as products read it: ``x``, and the
+    gradient.
+    """
+    trains = torch.is_grad_enabled()
+    dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
+    found: Tensor = _Product.apply(x, weight, bias, recipe, output_dtype(x), dgrad, wgrad)
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """Keeps x quantized by columns, or its shards. ``dgrad`` and ``wgrad``: whether these products
+    will follow."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: DTensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        dgrad: bool,
+        wgrad: bool,
+    ) -> Tensor:
+        group, local = weight.device_mesh.get_group(), weight._local_tensor
+        quantized = passes.quantized_products(recipe)
+        shards = x.shards if isinstance(x, GatheredInput) else None
+        keeps = wgrad and quantized["wgrad"] and shards is None
+        forms = _forms(x, recipe, "activations", group, rows=quantized["fprop"], columns=keeps)
+        scalar = _how(recipe, "weights").global_scale(local, group)
+        if forms.rows is not None:
+            made = partial(
+                quantized_weight, dgrad=dgrad and quantized["dgrad"], global_scale=scalar
+            )
+            y, scalar = passes.multiply(forms.rows, local, bias, recipe, out_dtype, made)
+        else:
+            y = torch.nn.functional.linear(_matrix(x).to(out_dtype), local.to(out_dtype))
+            y = y if bias is None else y + bias.to(out_dtype)
+        kept = None
+        if wgrad and shards is None:
+            kept = _matrix(x) if forms.columns is None else forms.columns
+        ctx.save_for_backward(weight if dgrad or wgrad else None, scalar, kept)
+        ctx.shards = shards if wgrad else None
+        ctx.about = recipe, x.shape, x.dtype, None if bias is None else bias.dtype
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = _gradients(ctx, grad)
+        return *refuse_double_backward(gradients), None, None, None, None
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
+    recipe, x_shape, x_dtype, bias_dtype = ctx.about
+    weight, scalar, x = ctx.saved_tensors
+    grad_x = grad_weight = grad_bias = None
+    quantized = passes.quantized_products(recipe)
+    if dgrad or wgrad:
+        group, local = weight.device_mesh.get_group(), weight._local_tensor
+        rows, columns = _forms(
+            grad,
+            recipe,
+            "gradients",
+            group,
+            rows=dgrad and quantized["dgrad"],
+            columns=wgrad and quantized["wgrad"],
+        )
+    if dgrad:
+        g = _matrix(grad) if rows is None else rows
+        grad_x = passes.data_gradient(g, local, scalar, recipe, x_dtype, quantized_weight)
+        grad_x = grad_x.view(x_shape)
+        del g, rows  # the peak of memory is in the product to come
+    if wgrad:
+        if ctx.shards is not None and columns is None:
+            x = ctx.shards.plain().flatten(0, -2)
+        elif ctx.shards is not None:
+            x = ctx.shards.forms(_how(recipe, "activations"), columns=True).columns
+        g = _matrix(grad) if columns is None else columns
+        found = passes.weight_gradient(g, x, weight.dtype)
+        grad_weight = DTensor.from_local(
+            found,
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+    if bias_grad:
+        grad_bias = _matrix(grad).sum(0, dtype=torch.float32).to(bias_dtype)
+    return grad_x, grad_weight, grad_bias
+
+
+def _how(recipe: Recipe, role: str) -> How:
+    return How(recipe.format_of(role).name, recipe.scale_rounding)
+
+
+def _forms(
+    x: Tensor, recipe: Recipe, role: str, group: dist.ProcessGroup, *, rows: bool, columns: bool
+) -> Forms:
+    """What is asked for of a matrix, or of all its shards; ranks agree on a global scale."""
+    how = _how(recipe, role)
+    if isinstance(x, GatheredInput):
+        found = x.rows(how) if rows else Forms()
+        return found._replace(columns=x.shards.forms(how, columns=columns).columns)
+    matrix = passes.matrix_of(x)
+    scalar = how.global_scale(matrix, group) if rows or columns else None
+    return quantize_forms(matrix, *how[:2], rows=rows, columns=columns, global_scale=scalar)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Rows in high precision, gathered if need be."""
+    return passes.matrix_of(x.shards.plain() if isinstance(x, GatheredInput) else x)

@@ -1,0 +1,232 @@
+"""Linear layers whose weights ranks share, column- and row-parallel, in the plans of torch's
+parallelize_module. What ranks gather of activations and gradients is quantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as torch_parallel
+
+from ..formats import get_format
+from ..nn.class_change import become
+from ..nn.linear import Linear, check_dtype
+from .gathered_input import GatheredInput, gather_input, reduce_output, replicate_input
+from .parallel_product import multiply
+
+__all__ = ["ColwiseParallel", "ParallelLinear", "PrepareModuleInput", "RowwiseParallel"]
+
+Style = Any  # ColwiseParallel or RowwiseParallel
+
+
+class ParallelLinear(Linear):
+    """A linear layer of which this rank has a part, as a style of parallelize_module made it."""
+
+    style: Style
+    mesh: DeviceMesh
+    weight: Any  # a DTensor
+    bias: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_dtype("x", x)
+        x = self.style.prepare_input(x, self.mesh)
+        if x.shape[-1] != self.weight._local_tensor.shape[1]:
+            raise ValueError(
+                f"x: got {tuple(x.shape)} on this rank, whose weight is "
+                f"{tuple(self.weight._local_tensor.shape)}; expected (..., K), (N, K): give "
+                f"{type(self.style).__name__} the input_layouts that x has"
+            )
+        return self.style.product(self, x)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {type(self.style).__name__} of {self.mesh.size()} ranks"
+
+
+class ColwiseParallel(torch_parallel.ColwiseParallel):
+    """Ranks have rows of the weight (N, K), and columns of the output. In the place of torch's:
+
+    >>> plan = {"up": bs.distributed.ColwiseParallel(), "down": bs.distributed.RowwiseParallel()}
+    >>> # torch.distributed.tensor.parallel.parallelize_module(block, mesh["tp"], plan)
+
+    for layers of :func:`blockscale.convert`, whose bits the outputs have. An input that is sharded
+    along the sequence (``input_layouts=Shard(1)``) is gathered quantized, by rows in the forward,
+    by columns in the backward, and its gradient is scattered. Layers that share an input gather it
+    once where the module around them has :class:`PrepareModuleInput`.
+
+    Arguments are torch's: ``input_layouts`` is Replicate (default), or Shard of a dimension that is
+    not the last, and ``output_layouts`` Shard(-1), or what that is redistributed to.
+
+    Raises TypeError for layers that were not converted; ValueError where ranks would cut blocks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        (given,) = self.input_layouts
+        if not (given.is_replicate() or _is_of_rows(given)):
+            raise ValueError(
+                f"input_layouts: got {given}; expected Replicate(), or Shard of a dimension before "
+                "the last, as Shard(1) of the sequence"
+            )
+        return _split(self, module, device_mesh, 0)
+
+    def prepare_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        (given,) = self.input_layouts
+        if isinstance(x, GatheredInput):
+            return x
+        x = _local(x, given)
+        if given.is_replicate():
+            return replicate_input(x, mesh.get_group())
+        return gather_input(x, _dim_of(given, x), mesh.get_group())
+
+    def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        bias = None if layer.bias is None else layer.bias.to_local()
+        y = multiply(x, layer.weight, bias, layer.recipe)
+        (wanted,) = self.output_layouts
+        if wanted in (Shard(-1), Shard(y.dim() - 1)) and self.use_local_output:
+            return y
+        out = DTensor.from_local(y, layer.mesh, (Shard(-1),), run_check=False)
+        out = out.redistribute(placements=(wanted,))
+        return out.to_local() if self.use_local_output else out
+
+
+class RowwiseParallel(torch_parallel.RowwiseParallel):
+    """Ranks have columns of the weight (N, K), and of the input; their products are summed. As
+    torch's, for layers of :func:`blockscale.convert`: see :class:`ColwiseParallel`.
+
+    Where the output is sharded along the sequence (``output_layouts=Shard(1)``) its gradient is
+    gathered quantized, by rows and by columns.
+
+    Arguments are torch's: ``input_layouts`` is Shard(-1) (default), or what is redistributed to it,
+    ``output_layouts`` Replicate (default), or Shard of a dimension that is not the last.
+
+    Raises as :class:`ColwiseParallel`.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        (wanted,) = self.output_layouts
+        if not (wanted.is_replicate() or _is_of_rows(wanted)):
+            raise ValueError(
+                f"output_layouts: got {wanted}; expected Replicate(), or Shard of a dimension "
+                "before the last, as Shard(1) of the sequence"
+            )
+        return _split(self, module, device_mesh, 1)
+
+    def prepare_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        (given,) = self.input_layouts
+        if given in (Shard(-1), Shard(x.dim() - 1)):
+            return _local(x, given)
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, (given,), run_check=False)
+        return x.redistribute(placements=(Shard(-1),)).to_local()
+
+    def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+        (wanted,) = self.output_layouts
+        y = multiply(x, layer.weight, None, layer.recipe)
+        dim = None if wanted.is_replicate() else _dim_of(wanted, y)
+        if dim is not None and y.shape[dim] % layer.mesh.size():
+            raise ValueError(
+                f"output_layouts: got {wanted}, and {y.shape[dim]} rows over {layer.mesh.size()} "
+                "ranks; pad the sequence to a multiple of them, or give Replicate()"
+            )
+        bias = None if layer.bias is None else layer.bias.to_local()
+        y = reduce_output(y, bias, dim, layer.mesh.get_group())
+        if self.use_local_output:
+            return y
+        return DTensor.from_local(y, layer.mesh, (wanted,), run_check=False)
+
+
+class PrepareModuleInput(torch_parallel.PrepareModuleInput):
+    """As torch's, of a module whose layers share an input: what is to be gathered (Shard to
+    Replicate) travels once, as the layers read it, quantized.
+
+    >>> from torch.distributed.tensor import Replicate, Shard
+    >>> attention = bs.distributed.PrepareModuleInput(
+    ...     input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    ... )
+
+    Modules inside that are no layers of :class:`ColwiseParallel` get the input as it is, gathered
+    in high precision each time. Arguments are torch's.
+    """
+
+    def _prepare_input_arg(
+        self,
+        input: Any,
+        mesh: DeviceMesh,
+        input_layout: Placement | None,
+        desired_layout: Placement | None,
+    ) -> Any:
+        gathers = input_layout is not None and _is_of_rows(input_layout)
+        if not gathers or not isinstance(desired_layout, Replicate):
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        x = _local(input, input_layout)
+        return gather_input(x, _dim_of(input_layout, x), mesh.get_group())
+
+
+def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
+    """Share a layer's weight along ``dim``, and a bias that is of its columns."""
+    if not isinstance(module, Linear) or isinstance(module, ParallelLinear):
+        name = type(style).__name__
+        raise TypeError(
+            f"module: got {module}; blockscale.distributed.{name} takes layers of "
+            f"blockscale.convert; give others torch's {name}"
+        )
+    _check_blocks(module, mesh, dim)
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placement: Placement = Shard(dim) if name == "weight" or dim == 0 else Replicate()
+        source = getattr(style, "src_data_rank", 0)
+        shared = distribute_tensor(parameter, mesh, (placement,), src_data_rank=source)
+        made = nn.Parameter(shared, requires_grad=parameter.requires_grad)
+        module.register_parameter(name, made)
+    become(module, ParallelLinear)
+    layer: Any = module
+    layer.style, layer.mesh = style, mesh
+    return module
+
+
+def _check_blocks(layer: Linear, mesh: DeviceMesh, dim: int) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"device_mesh: has dimensions {mesh.mesh_dim_names or mesh.ndim}; give one of them, as "
+            'mesh["tp"]'
+        )
+    recipe = layer.recipe
+    roles = "weights", "gradients" if dim == 0 else "activations"
+    block = max(max(get_format(recipe.format_of(role).name).block) for role in roles)
+    name, size = ("out_features", "in_features")[dim], layer.weight.shape[dim]
+    if size % (mesh.size() * block):
+        raise ValueError(
+            f"{name}: {size} over {mesh.size()} ranks cuts blocks of {block} of {recipe}; give it "
+            f"fewer ranks, or leave the layer to torch: filter_fn of blockscale.convert, and "
+            f"torch.distributed.tensor.parallel.{'RowwiseParallel' if dim else 'ColwiseParallel'}"
+        )
+
+
+def _is_of_rows(layout: Placement) -> bool:
+    return isinstance(layout, Shard) and layout.dim != -1
+
+
+def _dim_of(layout: Any, x: Tensor) -> int:
+    dim: int = layout.dim % x.dim()
+    if dim == x.dim() - 1:
+        raise ValueError(
+            f"x: got {tuple(x.shape)}, whose dimension {dim} is the last, and layout {layout}; "
+            "shard one of its rows"
+        )
+    return dim
+
+
+def _local(x: Tensor, layout: Any) -> Tensor:
+    """This rank's part; ValueError for a DTensor that is shared otherwise."""
+    if not isinstance(x, DTensor):
+        return x
+    (found,) = x.placements
+    if found != layout and not (
+        isinstance(found, Shard) and isinstance(layout, Shard) and found.dim == layout.dim % x.dim()
+    ):
+        raise ValueError(
+            f"x: is a DTensor with placements {x.placements}; expected ({layout},): give the style "
+            "these input_layouts, or call x.redistribute"
+        )
+    local: Tensor = x.to_local()
+    return local
