@@ -1,14 +1,17 @@
-"""``weight.main_grad``: weight gradients are added to it inside their product, or it is an error."""
+"""``weight.main_grad``: weight gradients are added to it in their product, or it is an error."""
 
 from __future__ import annotations
 
 import os
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from planned import torch_gpu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
@@ -135,23 +138,28 @@ def test_planned(monkeypatch, dtype):
     assert all(map(torch.equal, of_x, train(made(), given)))
 
 
-def test_no_gradient_of_its_size_is_made():
-    """In a step nothing of the weight's size is allocated in fp32 but by torch's own product."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+class _Results(TorchDispatchMode):
+    """What ops return."""
 
-    class Seen(TorchDispatchMode):
-        ops: list[str] = []
+    def __init__(self):
+        super().__init__()
+        self.found = []
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.ops.append(str(func))
-            return func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.found += [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        return result
 
-    layer, (x, g) = with_main_grad(made()), batches(1)[0]
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_no_gradient_of_its_size_is_made(dtype):
+    layer, (x, g) = with_main_grad(made(), dtype), batches(1)[0]
     y = layer(x)
-    with Seen() as seen:
+    with _Results() as seen:
         y.backward(g)
-    assert "blockscale.gemm_out.default" in seen.ops
-    assert "blockscale.gemm.default" not in seen.ops
+    assert seen.found
+    like = [x for x in seen.found if x.shape == layer.weight.shape and x.dtype in (F32, BF16)]
+    assert all(x.data_ptr() == layer.weight.data_ptr() for x in like)  # views of it
 
 
 def test_input_without_gradient():
@@ -356,7 +364,7 @@ def test_ddp_is_refused():
     layer = with_main_grad(made())
     with one_rank():
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(layer))
-        with pytest.raises(ValueError, match="DistributedDataParallel reduces .grad alone"):
+        with pytest.raises(ValueError, match="DistributedDataParallel reduces"):
             train(model, batches(1))
         del layer.weight.main_grad
         train(model, batches(1))
@@ -392,7 +400,7 @@ def fresh():
 
 
 def test_compiled(fresh):
-    """The layer runs as it is inside of compiled code, whether main_grad was there before or not."""
+    """The layer runs as it is inside of compiled code; main_grad may come and go."""
     layer, given = made(), batches(1)
     model = torch.compile(torch.nn.Sequential(layer, torch.nn.ReLU()), backend="aot_eager")
     x, g = given[0]
@@ -411,7 +419,7 @@ def test_compiled(fresh):
 
 def test_compiled_as_one_graph_is_refused(fresh):
     layer = with_main_grad(made())
-    with pytest.raises(Exception, match="main_grad is written to"):
+    with pytest.raises(Exception, match=r"backward that adds to weight\.main_grad is not recorded"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(batches(1)[0][0])
 
 
@@ -425,7 +433,7 @@ def grouped_expected(given, recipe, dtype, groups=3):
     total = torch.zeros(groups, g.shape[1], x.shape[1], dtype=dtype)
     for x, g in given:
         starts = [0, *ENDS.tolist()]
-        for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for i, (start, end) in enumerate(pairwise(starts)):
             if end > start:
                 left = columns(g[start:end], recipe, "gradients")
                 right = columns(x[start:end], recipe, "activations")
@@ -502,7 +510,6 @@ def test_experts(form, recipe):
     given = [(random(40, 64, seed=i), random(40, 64, seed=i + 5)) for i in range(2)]
     assert all(map(torch.equal, train(held, given), train(plain, given)))
     wide = Stacks(form, recipe).float()
-    train(lambda x: wide(x), [])
     totals = [torch.zeros(p.shape) for p in wide.parameters()]
     for x, g in given:
         wide.zero_grad()

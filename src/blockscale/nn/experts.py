@@ -18,7 +18,7 @@ from .gated import SWIGLU, GatedActivation, exact
 from .group_checks import Held, check_experts, check_saved_format
 from .group_launches import Launches, call_key
 from .group_operands import Activated, Rows
-from .main_grad import apply_of, leaf_of, open_main_grad
+from .main_grad import apply, leaf_of, open_main_grad
 from .output_dtype import output_dtype
 from .plan_cache import find, keep
 from .recipe import Recipe
@@ -101,7 +101,7 @@ def experts(
         if recipe is not None and not recipe.high_precision:
             launches = Launches(recipe)
         keep(key, (how, launches))
-    return apply_of(_Experts, up, down, gate)(how, launches, *tensors)
+    return apply(_Experts, (up, down, gate), how, launches, *tensors)
 
 
 class _Experts(torch.autograd.Function):
@@ -129,7 +129,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, h = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
-        main_grads = {name: open_main_grad(leaf) for name, leaf in ctx.leaves.items()}
+        main_grads = {name: open_main_grad(name, leaf) for name, leaf in ctx.leaves.items()}
         with torch.no_grad():
             call = Call.of(ctx.how, tensors, ctx.launches)
             h = h.dequantize(ctx.how.dtype) if isinstance(h, ScaledTensor) else h

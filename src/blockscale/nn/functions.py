@@ -53,7 +53,7 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        main_grad = open_main_grad(ctx.leaf)
+        main_grad = open_main_grad("weight", ctx.leaf)
         with torch.no_grad():
             given = ctx.needs_input_grad[:3], ctx.about, grad
             x, weight, scalar = ctx.saved_tensors
@@ -89,7 +89,7 @@ class PlannedLinear(torch.autograd.Function):
         kept = None if data is None else Parts(data, scale, x_scalar), scalar
         if weight is not None and weight.stride(-1) != 1:  # hooks of saved tensors may give it so
             weight = weight.contiguous()
-        main_grad, gradients = open_main_grad(ctx.leaf), None
+        main_grad, gradients = open_main_grad("weight", ctx.leaf), None
         if not torch.is_grad_enabled():  # else they are refused
             gradients = plan.backward(needs, grad, kept, weight, main_grad)
         if gradients is None:

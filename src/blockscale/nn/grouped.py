@@ -13,7 +13,7 @@ from .double_backward import refuse_double_backward
 from .group_checks import check_grouped, check_recipe_of_groups
 from .group_operands import Rows, operands
 from .group_passes import Product
-from .main_grad import apply_of, leaf_of, open_main_grad
+from .main_grad import apply, leaf_of, open_main_grad
 from .output_dtype import output_dtype
 from .recipe import Recipe
 from .reuse import ForgetsWeights
@@ -54,7 +54,7 @@ def grouped_linear(
     """
     check_grouped(x, weight, offsets, bias, recipe)
     how = recipe, output_dtype(x), torch.is_grad_enabled()  # inside, none is enabled
-    return apply_of(_GroupedLinear, weight)(x, weight, bias, offsets, *how)
+    return apply(_GroupedLinear, (weight,), x, weight, bias, offsets, *how)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -88,7 +88,7 @@ class _GroupedLinear(torch.autograd.Function):
         recipe, x_dtype, w_dtype, bias_dtype = ctx.how
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         made: list[Tensor | None] = [None] * 3
-        main_grad = open_main_grad(ctx.leaf)
+        main_grad = open_main_grad("weight", ctx.leaf)
         with torch.no_grad():
             g = grad.contiguous()
             rows, columns, _ = operands(

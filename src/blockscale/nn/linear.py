@@ -15,7 +15,7 @@ from ..watching import is_dtensor, is_transformed, refuse_tangents
 from .compiled import compiled_linear
 from .functions import PlannedLinear, QuantizedLinear, TransformedLinear
 from .layer_plan import LayerPlan, find_plan, make_plan, plan_key
-from .main_grad import adds_to_main_grad, apply_of, refuse_copied
+from .main_grad import adds_to_main_grad, apply, refuse_copied
 from .output_dtype import output_dtype
 from .recipe import PRODUCTS, Recipe, check_recipe, check_training_recipe
 from .reuse import ForgetsWeights, hint_at_reuse
@@ -30,7 +30,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     Args:
         x: (..., K), float32, bfloat16 or float16.
         weight: (N, K), the high-precision master. It is quantized in every forward and, for the
-            gradient of ``x``, in the backward; :func:`blockscale.reuse_weights` avoids that.
+            gradient of ``x``, in the backward; :func:`blockscale.reuse_weights` avoids that. Its
+            gradient is added to ``weight.main_grad``, if it has one (:class:`MainGradients`).
         bias: (N,) or None.
 
     Returns (..., N) in the dtype of ``x``, or that of torch.autocast where it is on. Blocks run
@@ -69,7 +70,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     if torch.compiler.is_compiling() and not (recipe.high_precision or adds_to_main_grad(weight)):
         return compiled_linear(*given)
     function = TransformedLinear if is_transformed() else QuantizedLinear
-    return apply_of(function, weight)(*given, dgrad, wgrad)
+    return apply(function, (weight,), *given, dgrad, wgrad)
 
 
 def _planned(plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from ..watching import is_dtensor
 __all__ = [
     "add_product",
     "adds_to_main_grad",
-    "apply_of",
+    "apply",
     "leaf_of",
     "open_main_grad",
     "refuse_copied",
@@ -51,19 +51,14 @@ def leaf_of(name: str, weight: Tensor | None) -> Tensor | None:
     return weight if weight.is_leaf else None
 
 
-def open_main_grad(weight: Tensor | None) -> Tensor | None:
+def open_main_grad(name: str, weight: Tensor | None) -> Tensor | None:
     """In a backward, the ``main_grad`` that it has to add to, and marks the weight; None: it
     returns the gradient, as where torch.autograd.grad asks for it, or for another one."""
     if weight is None or not _has_main_grad(weight):
         return None
     if torch.is_grad_enabled():  # create_graph, which is refused
         return None
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "weight.main_grad: compiled autograd cannot record that a backward writes to it; turn "
-            "that off, or delete main_grad"
-        )
-    _check_fit("weight", weight, weight.main_grad)  # type: ignore[attr-defined]
+    _check_fit(name, weight, weight.main_grad)  # type: ignore[attr-defined]
     if not _is_accumulated(weight):
         return None
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -76,20 +71,24 @@ def add_product(main_grad: Tensor, a: Tensor, b: Tensor) -> None:
     wide = torch.float32
     if main_grad.dtype == a.dtype:
         main_grad.addmm_(a, b)
-    elif main_grad.dtype != wide:  # what is multiplied is wider than the sum
-        main_grad.add_(a @ b)
+    elif main_grad.dtype != wide:  # no product of torch adds to a sum of yet another type
+        main_grad.add_(a.to(wide) @ b.to(wide))
     elif a.is_cuda:
         torch.addmm(main_grad, a, b, out_dtype=wide, out=main_grad)
     else:
         main_grad.addmm_(a.to(wide), b.to(wide))
 
 
-def apply_of(function: Any, *weights: Tensor | None) -> Any:
-    """``function.apply``, which compilers leave to Python where a weight has a ``main_grad``: they
-    do not record that a backward writes to that, nor that it marks the weight."""
+def apply(function: Any, weights: tuple[Tensor | None, ...], *args: Any) -> Any:
+    """``function.apply(*args)``, which compilers leave to Python where one of ``weights`` has a
+    ``main_grad``: they do not record that a backward writes to that and marks the weight."""
     if torch.compiler.is_dynamo_compiling() and any(map(adds_to_main_grad, weights)):
-        return torch.compiler.disable(function.apply, reason="weight.main_grad is written to")
-    return function.apply
+        torch._dynamo.graph_break(
+            msg="a backward that adds to weight.main_grad is not recorded; leave out "
+            "fullgraph=True, or delete main_grad"
+        )
+        return torch.compiler.disable(function.apply)(*args)
+    return function.apply(*args)
 
 
 def refuse_copied(name: str, weight: Tensor) -> None:
