@@ -2,73 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
+from main_grads import (
+    BF16,
+    F32,
+    RECIPES,
+    batches,
+    columns,
+    expected,
+    made,
+    random,
+    train,
+    with_main_grad,
+)
 from planned import torch_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale import reference
-
-BF16, F32 = torch.bfloat16, torch.float32
-RECIPES = {
-    "mxfp8": bs.Recipe("mxfp8"),
-    "nvfp4": bs.Recipe("nvfp4"),
-    "fp8_block": bs.Recipe("fp8_block"),
-}
-
-
-def random(*shape, seed=0, dtype=BF16):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def made(recipe=RECIPES["mxfp8"], n=48, k=96, dtype=BF16, bias=True):
-    layer = bs.nn.Linear(k, n, bias, dtype=dtype, recipe=recipe)
-    with torch.no_grad():
-        layer.weight.copy_(random(n, k, seed=1))
-    return layer
-
-
-def with_main_grad(layer, dtype=F32):
-    layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=dtype)
-    return layer
-
-
-def batches(count=3, m=40, n=48, k=96):
-    """Inputs, and gradients of outputs, of micro-batches; small beside what was added before."""
-    return [(random(m, k, seed=2 * i), random(m, n, seed=2 * i + 1)) for i in range(1, count + 1)]
-
-
-def train(layer, given):
-    """Gradients of the inputs."""
-    found = []
-    for x, g in given:
-        x = x.clone().requires_grad_()
-        layer(x).backward(g)
-        found.append(x.grad)
-    return found
-
-
-def columns(x, recipe, role):
-    q = bs.quantize(x, recipe.format_of(role).name, -2, pad=True)
-    return q.dequantize(F32)
-
-
-def expected(given, recipe, dtype=F32):
-    """By the definition of the product: fp32 sums, rounded once a micro-batch."""
-    total = torch.zeros(given[0][1].shape[1], given[0][0].shape[1], dtype=dtype)
-    for x, g in given:
-        left, right = columns(g, recipe, "gradients"), columns(x, recipe, "activations")
-        total = reference.gemm(left.mT, right, out_dtype=dtype, c=total)
-    return total
-
 
 # --- linear layers --------------------------------------------------------------------------------
 
@@ -252,6 +208,7 @@ def test_autograd_grad_returns_the_gradient():
     assert torch.equal(layer.weight.main_grad, expected([(x, g)], RECIPES["mxfp8"]))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_double_backward_is_refused_and_adds_nothing():
     layer, (x, g) = with_main_grad(made()), batches(1)[0]
     with pytest.raises(NotImplementedError, match="create_graph"):
@@ -373,7 +330,6 @@ def test_ddp_is_refused():
 
 def test_fsdp2_keeps_its_gradients():
     """The weight that is gathered has no main_grad; MainGradients refuses the shards."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -421,143 +377,3 @@ def test_compiled_as_one_graph_is_refused(fresh):
     layer = with_main_grad(made())
     with pytest.raises(Exception, match=r"backward that adds to weight\.main_grad is not recorded"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(batches(1)[0][0])
-
-
-# --- groups ---------------------------------------------------------------------------------------
-
-ENDS = torch.tensor([13, 13, 37], dtype=torch.int32)  # of 40 rows: one group empty, 3 in none
-
-
-def grouped_expected(given, recipe, dtype, groups=3):
-    x, g = given[0]
-    total = torch.zeros(groups, g.shape[1], x.shape[1], dtype=dtype)
-    for x, g in given:
-        starts = [0, *ENDS.tolist()]
-        for i, (start, end) in enumerate(pairwise(starts)):
-            if end > start:
-                left = columns(g[start:end], recipe, "gradients")
-                right = columns(x[start:end], recipe, "activations")
-                total[i] = reference.gemm(left.mT, right, out_dtype=dtype, c=total[i])
-    return total
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_block"])
-def test_grouped_linear(name, dtype):
-    recipe = RECIPES[name]
-    layer, plain = (bs.nn.GroupedLinear(3, 96, 48, bias=True, dtype=BF16, recipe=recipe)
-                    for _ in range(2))  # fmt: skip
-    plain.load_state_dict(layer.state_dict())
-    with_main_grad(layer, dtype)
-    given = batches()
-    of_x = train(lambda x: layer(x, ENDS), given)
-    assert all(map(torch.equal, of_x, train(lambda x: plain(x, ENDS), given)))
-    assert layer.weight.grad is None
-    assert layer.weight.grad_added_to_main_grad is True
-    assert torch.equal(layer.weight.main_grad, grouped_expected(given, recipe, dtype))
-    assert torch.equal(layer.bias.grad, plain.bias.grad)
-
-
-def test_grouped_linear_without_recipe_or_rows():
-    layer = with_main_grad(bs.nn.GroupedLinear(3, 96, 48, dtype=BF16, recipe=None))
-    x, g = batches(1)[0]
-    layer(x, ENDS).backward(g)
-    want = torch.zeros(3, 48, 96, dtype=torch.float64)
-    want[0] = g[:13].double().mT @ x[:13].double()
-    want[2] = g[13:37].double().mT @ x[13:37].double()
-    torch.testing.assert_close(layer.weight.main_grad.double(), want, rtol=1e-6, atol=1e-5)
-    before = layer.weight.main_grad.clone()
-    layer(x[:0], torch.zeros_like(ENDS)).sum().backward()
-    assert layer.weight.grad is None
-    assert torch.equal(layer.weight.main_grad, before)
-
-
-class Stacks(torch.nn.Module):
-    """Weights of ``experts``, as its three forms have them."""
-
-    def __init__(self, form, recipe):
-        super().__init__()
-        self.form, self.recipe = form, recipe
-        self.up = torch.nn.Parameter(random(4, 64, 64, seed=1) / 8)
-        self.down = torch.nn.Parameter(random(4, 64, 32, seed=2) / 8)
-        if form == "transposed":
-            self.up, self.down = (torch.nn.Parameter(w.detach().mT.contiguous())
-                                  for w in (self.up, self.down))  # fmt: skip
-        if form == "gate":
-            gate, up = self.up.detach().chunk(2, 1)
-            self.gate, self.up = map(torch.nn.Parameter, (gate.clone(), up.clone()))
-
-    def forward(self, x):
-        chosen = torch.arange(2 * len(x)).reshape(-1, 2) % 3  # the last expert has no rows
-        weights = torch.full(chosen.shape, 0.5)
-        how = {"gate": self.gate} if self.form == "gate" else {}
-        return bs.nn.experts(
-            x, weights, bs.route(chosen, 4), self.up, self.down,
-            recipe=self.recipe, transposed=self.form == "transposed", **how,
-        )  # fmt: skip
-
-
-FORMS = "one stack", "transposed", "gate"
-
-
-@pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_experts(form, recipe):
-    """fp32 sums of what fp32 weights of the same values get, each as one product."""
-    held, plain = Stacks(form, recipe), Stacks(form, recipe)
-    for p in held.parameters():
-        p.main_grad = torch.zeros(p.shape)
-    given = [(random(40, 64, seed=i), random(40, 64, seed=i + 5)) for i in range(2)]
-    assert all(map(torch.equal, train(held, given), train(plain, given)))
-    wide = Stacks(form, recipe).float()
-    totals = [torch.zeros(p.shape) for p in wide.parameters()]
-    for x, g in given:
-        wide.zero_grad()
-        with torch.autocast("cpu", dtype=BF16):
-            y = wide(x)
-        y.backward(g)
-        for total, p in zip(totals, wide.parameters(), strict=True):
-            total += p.grad
-    for p, total in zip(held.parameters(), totals, strict=True):
-        assert p.grad is None
-        assert p.grad_added_to_main_grad is True
-        assert torch.equal(p.main_grad, total)
-
-
-@pytest.mark.parametrize("name", ["gate", "up", "down"])
-def test_experts_of_which_one_has_it(name):
-    held, plain = Stacks("gate", RECIPES["mxfp8"]), Stacks("gate", RECIPES["mxfp8"])
-    weight = getattr(held, name)
-    weight.main_grad = torch.zeros(weight.shape)
-    given = [(random(40, 64), random(40, 64, seed=5))]
-    train(held, given)
-    train(plain, given)
-    for key, p in held.named_parameters():
-        want = getattr(plain, key).grad
-        found = p.main_grad.to(BF16) if key == name else p.grad
-        assert torch.equal(found, want)
-        assert (p.grad is None) == (key == name)
-
-
-def test_experts_say_which_does_not_fit():
-    held = Stacks("gate", RECIPES["mxfp8"])
-    held.gate.main_grad = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"gate\.main_grad: has shape"):
-        train(held, [(random(40, 64), random(40, 64))])
-
-
-def test_compiled_groups(fresh):
-    layer = bs.nn.GroupedLinear(3, 96, 48, dtype=BF16, recipe=RECIPES["mxfp8"])
-    with_main_grad(layer)
-    held = Stacks("one stack", RECIPES["mxfp8"])
-    for p in held.parameters():
-        p.main_grad = torch.zeros(p.shape)
-    given, others = batches(1), [(random(40, 64), random(40, 64, seed=5))]
-    train(torch.compile(lambda x: layer(x, ENDS), backend="aot_eager"), given)
-    train(torch.compile(held, backend="aot_eager"), others)
-    assert torch.equal(layer.weight.main_grad, grouped_expected(given, RECIPES["mxfp8"], F32))
-    eager = Stacks("one stack", RECIPES["mxfp8"])
-    train(eager, others)
-    for p, want in zip(held.parameters(), eager.parameters(), strict=True):
-        assert p.grad is None
-        assert torch.equal(p.main_grad.to(BF16), want.grad)
