@@ -91,9 +91,7 @@ def compared(device: torch.device) -> dict[str, list[tuple[Tensor, Tensor]]]:
     for name, (recipe, case) in CASES.items():
         length = LENGTH + 2 * ranks if case == "cut" else LENGTH * ranks
         torch.manual_seed(1)
-        x, grad = (
-            torch.randn(BATCH, length, WIDE).to(device, torch.bfloat16) for _ in range(2)
-        )
+        x, grad = (torch.randn(BATCH, length, WIDE).to(device, torch.bfloat16) for _ in range(2))
         alone = step(make_block(recipe, device), x, grad)
         block = parallel(make_block(recipe, device), case, mesh)
         mine = [x, grad]

@@ -255,3 +255,27 @@ def test_host_time():
     name = next(iter(calls))
     found = {call.what: call.microseconds for call in measure_host(calls, name)}
     assert found[name] <= 1000
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_main_grad(name):
+    """Of fp32: what weights of fp32 get as .grad, up to the order of fp32 sums."""
+    torch.manual_seed(0)
+    held = bs.nn.GatedExperts(256, 128, 4, device=DEVICE, dtype=BF16, recipe=bs.Recipe(name))
+    wide = bs.nn.GatedExperts(256, 128, 4, device=DEVICE, recipe=bs.Recipe(name))
+    wide.load_state_dict(held.state_dict())
+    main = bs.nn.MainGradients(held)
+    routing = bs.route(torch.randint(4, (300, 2), device=DEVICE), 4)
+    weights = torch.rand(300, 2, device=DEVICE)
+    for _ in range(2):
+        x = torch.randn(300, 256, device=DEVICE, dtype=BF16)
+        g = torch.randn_like(x)
+        for layer in (held, wide):
+            layer(x, weights, routing).backward(g)
+    sums = 3e-4 if name == "fp8_block" else 256 * 2.0**-23
+    for mine, theirs in zip(held.parameters(), wide.parameters(), strict=True):
+        assert mine.grad is None
+        error = (mine.main_grad.double() - theirs.grad.double()).norm() / theirs.grad.norm()
+        assert error <= 2 * sums
+    main.zero_()
+    assert not any(p.main_grad.any() for p in held.parameters())

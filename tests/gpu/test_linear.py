@@ -231,3 +231,37 @@ def test_a_cuda_graph_of_a_step_sees_each_change_of_the_weight():
     replayed = [t.detach().clone() for t in captured]
     for one, two in zip(replayed, step(), strict=True):
         assert torch.equal(one, two.detach())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_main_grad(name, shape, dtype):
+    """Two micro-batches in one sum, which the second rounds once more."""
+    recipe = RECIPES[name]
+    weight = torch.nn.Parameter(tensors(*shape)[1].to(BF16))
+    weight.main_grad = torch.zeros(weight.shape, dtype=dtype, device=DEVICE)
+    want = torch.zeros(weight.shape, dtype=torch.float64, device=DEVICE)
+    for seed in range(2):
+        x, _, g = (t.roll(seed, 0) for t in tensors(*shape))
+        linear(x, weight, recipe=recipe).backward(g)
+        g_columns, x_columns = (
+            values(t, recipe, role, -2) for t, role in ((g, "gradients"), (x, "activations"))
+        )
+        want += g_columns.mT @ x_columns
+        assert_close(weight.main_grad, want, recipe)
+        want = weight.main_grad.double()
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("x_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_main_grad_in_high_precision(dtype, x_dtype):
+    recipe = bs.Recipe(high_precision=("wgrad",))
+    x, w, g = tensors(256, 384, 512)
+    weight = torch.nn.Parameter(w.to(BF16))
+    weight.main_grad = torch.ones(weight.shape, dtype=dtype, device=DEVICE)
+    linear(x.to(x_dtype), weight, recipe=recipe).backward(g.to(x_dtype))
+    want = 1 + g.double().mT @ x.double()
+    assert_close(weight.main_grad, want, recipe)
+    assert weight.grad is None

@@ -88,7 +88,8 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
             left = Side(a, a_scale, scalars[0], call.a.format, "compact", a_shape)
             right = Side(b, b_scale, scalars[1], call.b.format, "compact", b_shape)
             x, w = values(left, -1), values(right, -2)
-            out.copy_(reference.gemm(x, w, out_dtype=call.out_dtype, bias=bias))
+            c = out if call.accumulate else None
+            out.copy_(reference.gemm(x, w, out_dtype=call.out_dtype, bias=bias, c=c))
 
         like = template((a_shape[0], b_shape[1]), call.out_dtype, call.device)
         return CompiledGemm(None, run, like, lambda *operands: operands)

@@ -107,6 +107,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             x = ctx.shards.forms(_how(recipe, "activations"), columns=True).columns
         g = _matrix(grad) if columns is None else columns
         found = passes.weight_gradient(g, x, weight.dtype)
+        assert found is not None
         grad_weight = DTensor.from_local(
             found,
             weight.device_mesh,

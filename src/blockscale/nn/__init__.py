@@ -9,6 +9,7 @@ from .gated import SWIGLU, GatedActivation
 from .grouped import GroupedLinear, grouped_linear
 from .hf_experts import register_experts
 from .linear import Linear, linear
+from .main_gradients import MainGradients
 from .moe import GatedExperts, MoE
 from .quantize import quantize_
 from .quantized import QuantizedLinear, quantized_linear
@@ -25,6 +26,7 @@ __all__ = [
     "GatedExperts",
     "GroupedLinear",
     "Linear",
+    "MainGradients",
     "MoE",
     "MultiheadAttention",
     "QuantizedLinear",

@@ -18,6 +18,7 @@ from .gated import SWIGLU, GatedActivation, exact
 from .group_checks import Held, check_experts, check_saved_format
 from .group_launches import Launches, call_key
 from .group_operands import Activated, Rows
+from .main_grad import apply, leaf_of, open_main_grad
 from .output_dtype import output_dtype
 from .plan_cache import find, keep
 from .recipe import Recipe
@@ -83,7 +84,7 @@ def experts(
         key = call_key(recipe, tensors, *others)
     known = None if key is None else find(key)
     if known is not None:
-        return _Experts.apply(*known, *tensors)
+        return _Experts.apply(*known, *tensors)  # a key is of eager calls alone
     check_experts(x, weights, routing, held, recipe, transposed, activation.interleaved)
     dtype = output_dtype(x)
     check_saved_format(saved_format, dtype)
@@ -100,7 +101,7 @@ def experts(
         if recipe is not None and not recipe.high_precision:
             launches = Launches(recipe)
         keep(key, (how, launches))
-    return _Experts.apply(how, launches, *tensors)
+    return apply(_Experts, (up, down, gate), how, launches, *tensors)
 
 
 class _Experts(torch.autograd.Function):
@@ -116,19 +117,26 @@ class _Experts(torch.autograd.Function):
             h = quantize(h, how.saved_format, pad=True)
         ctx.save_for_backward(*tensors, h)
         ctx.how, ctx.launches = how, launches
+        need = dict(zip(Held._fields, needs[2:], strict=False))
+        ctx.leaves = {
+            name: leaf_of(name, getattr(call.held, name))
+            for name in experts_backward.STACKS
+            if need[name]
+        }
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, h = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
+        main_grads = {name: open_main_grad(name, leaf) for name, leaf in ctx.leaves.items()}
         with torch.no_grad():
             call = Call.of(ctx.how, tensors, ctx.launches)
             h = h.dequantize(ctx.how.dtype) if isinstance(h, ScaledTensor) else h
             read = grad, call.x, call.weights, call.held.up, call.held.down
             if call.launches is not None and not _are_plain(h, *read):
                 call = call._replace(launches=None)
-            found = experts_backward.gradients(needs, call, h, grad)
+            found = experts_backward.gradients(needs, call, h, grad, main_grads)
         others = (None,) * (len(needs) - len(found))
         return None, None, *refuse_double_backward(found), *others
 

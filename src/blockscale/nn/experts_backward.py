@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
 
 from . import group_passes
 from .experts_call import Call
 from .group_operands import Activated, ActivatedBackward, Operands, Rows, Source
 
-__all__ = ["dgrads", "gradients"]
+__all__ = ["STACKS", "dgrads", "gradients"]
+
+#: What experts hold that products make the gradients of.
+STACKS = ("up", "down", "gate")
+MainGrads = Mapping[str, Tensor | None]
 
 
 def gradients(
-    needs: tuple[bool, ...], call: Call, h: Tensor, grad: Tensor
+    needs: tuple[bool, ...],
+    call: Call,
+    h: Tensor,
+    grad: Tensor,
+    main_grads: MainGrads | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Of x, weights and what experts hold, as far as they are needed. ``h`` is the first product,
-    ``grad`` that of the result (tokens, H)."""
-    return _Backward(needs, call, h, grad).all()
+    ``grad`` that of the result (tokens, H). Those of stacks with ``main_grads`` are added there."""
+    return _Backward(needs, call, h, grad, main_grads or {}).all()
 
 
 def dgrads(needs: tuple[bool, ...]) -> tuple[bool, bool]:
@@ -27,8 +38,15 @@ def dgrads(needs: tuple[bool, ...]) -> tuple[bool, bool]:
 
 
 class _Backward:
-    def __init__(self, needs: tuple[bool, ...], call: Call, h: Tensor, grad: Tensor):
-        self.call, dtype = call, call.how.dtype
+    def __init__(
+        self,
+        needs: tuple[bool, ...],
+        call: Call,
+        h: Tensor,
+        grad: Tensor,
+        main_grads: MainGrads,
+    ):
+        self.call, self.main_grads, dtype = call, main_grads, call.how.dtype
         self.needs_dx, self.needs_da = dgrads(needs)
         _, self.needs_dweights, up, down, self.needs_dup_bias, *others = needs[:7]
         self.needs_ddown_bias, gate = others
@@ -57,7 +75,7 @@ class _Backward:
             del source
             dx, up = self.first_product(g)
         if up is not None and self.call.held.gate is not None:
-            gate, up = up.chunk(2, 1)
+            gate, up = map(self.half, ("gate", "up"), up.chunk(2, 1))
         down_bias, d_row_weights = self.second_bias(d_row_weights)
         weights = None
         if self.needs_dweights and self.row_weights is not None:
@@ -74,7 +92,7 @@ class _Backward:
         if g.columns is not None:
             made = Activated(call.how.activation, self.h, self.row_weights)
             own = call.operands(made, "activations", columns=True).columns
-            down = self.wgrad(g.columns, own, call.held.down)
+            down = self.wgrad(g.columns, own, call.held.down.dtype, self.main_grads.get("down"))
         return da, down
 
     def first_product(self, g: Operands) -> tuple[Tensor | None, Tensor | None]:
@@ -86,12 +104,39 @@ class _Backward:
             del of_rows
         if g.columns is not None:
             own = call.operands(Rows(call.x, call.tokens), "activations", columns=True).columns
-            up = self.wgrad(g.columns, own, call.held.up)
+            up = self.wgrad(g.columns, own, *self.of_up())
         return dx, up
 
-    def wgrad(self, g: group_passes.Operand, own: group_passes.Operand, weight: Tensor) -> Tensor:
-        how = weight.dtype, self.call.how.transposed
-        return group_passes.wgrad(g, own, self.call.offsets, *how)
+    def wgrad(
+        self,
+        g: group_passes.Operand,
+        own: group_passes.Operand,
+        dtype: torch.dtype,
+        main_grad: Tensor | None,
+    ) -> Tensor | None:
+        """The gradient of a stack; None where it is added to ``main_grad``."""
+        offsets, transposed = self.call.offsets, self.call.how.transposed
+        if main_grad is None:
+            return group_passes.wgrad(g, own, offsets, dtype, transposed)
+        group_passes.add_wgrad(main_grad, g, own, offsets, transposed)
+        return None
+
+    def of_up(self) -> tuple[torch.dtype, Tensor | None]:
+        """The type of the first product's gradient, and what that is added to: nothing yet, where
+        it is of two stacks, whose ``main_grad`` lie apart."""
+        dtype, main_grad = self.call.held.up.dtype, self.main_grads.get("up")
+        if self.call.held.gate is None:
+            return dtype, main_grad
+        added = main_grad is not None or self.main_grads.get("gate") is not None
+        return torch.promote_types(dtype, torch.float32) if added else dtype, None
+
+    def half(self, name: str, gradient: Tensor) -> Tensor | None:
+        """That of one of two stacks; None where it is added to its ``main_grad``."""
+        main_grad = self.main_grads.get(name)
+        if main_grad is None:
+            return gradient.to(self.call.held.up.dtype)
+        main_grad.add_(gradient)
+        return None
 
     def second_bias(self, d_row_weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The gradient of the bias, and that of pairs' weights with its part."""

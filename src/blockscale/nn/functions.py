@@ -12,6 +12,7 @@ from . import passes
 from .double_backward import refuse_double_backward
 from .layer_ops import linear_backward, linear_fprop, names_of
 from .layer_plan import LayerPlan, Metadata
+from .main_grad import leaf_of, open_main_grad
 from .quantize_launches import Parts
 from .recipe import Recipe
 
@@ -46,15 +47,17 @@ class QuantizedLinear(torch.autograd.Function):
             weight if dgrad else None,
             scalar if dgrad else None,
         )
+        ctx.leaf = leaf_of("weight", weight) if wgrad else None
         _save_metadata(ctx, x, weight, bias, recipe)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        main_grad = open_main_grad("weight", ctx.leaf)
         with torch.no_grad():
-            gradients = passes.gradients(
-                ctx.needs_input_grad[:3], ctx.about, grad, *ctx.saved_tensors
-            )
+            given = ctx.needs_input_grad[:3], ctx.about, grad
+            x, weight, scalar = ctx.saved_tensors
+            gradients = passes.gradients(*given, x, weight, scalar, main_grad=main_grad)
         return *refuse_double_backward(gradients), None, None, None, None
 
 
@@ -76,6 +79,7 @@ class PlannedLinear(torch.autograd.Function):
             *((None, None, None) if columns is None else columns),
         )
         ctx.plan = plan
+        ctx.leaf = None if columns is None else leaf_of("weight", weight)
         return y
 
     @staticmethod
@@ -85,13 +89,15 @@ class PlannedLinear(torch.autograd.Function):
         kept = None if data is None else Parts(data, scale, x_scalar), scalar
         if weight is not None and weight.stride(-1) != 1:  # hooks of saved tensors may give it so
             weight = weight.contiguous()
-        gradients = None
+        main_grad, gradients = open_main_grad("weight", ctx.leaf), None
         if not torch.is_grad_enabled():  # else they are refused
-            gradients = plan.backward(needs, grad, kept, weight)
+            gradients = plan.backward(needs, grad, kept, weight, main_grad)
         if gradients is None:
             with torch.no_grad():
                 x = plan.kept_tensor(kept)
-                gradients = passes.gradients(needs, plan.metadata, grad, x, weight, scalar)
+                gradients = passes.gradients(
+                    *(needs, plan.metadata, grad, x, weight, scalar), main_grad=main_grad
+                )
             gradients = refuse_double_backward(gradients)
         return *gradients, None, None
 

@@ -27,6 +27,7 @@ __all__ = [
     "Operand",
     "Product",
     "Weight",
+    "add_wgrad",
     "dgrad",
     "fprop",
     "grouped_mm",
@@ -78,6 +79,18 @@ def wgrad(
     if isinstance(g, ScaledTensor) and isinstance(x, ScaledTensor):
         return grouped_gemm(g.mT, x, offsets, dtype)
     return _plain(g.mT, x, offsets, dtype)
+
+
+def add_wgrad(
+    main_grad: Tensor, g: Operand, x: Operand, offsets: Tensor, transposed: bool = False
+) -> None:
+    """``wgrad``, added to ``main_grad``: inside the product, where operands are quantized."""
+    g, x = map(_tensor, (x, g) if transposed else (g, x))
+    if isinstance(g, ScaledTensor) and isinstance(x, ScaledTensor):
+        grouped_gemm(g.mT, x, offsets, out=main_grad, accumulate=True)
+    elif g.numel() and x.numel():
+        wide = torch.promote_types(g.dtype, torch.float32)
+        main_grad.add_(_plain(g.mT, x, offsets, wide))
 
 
 def of_rows(values: Tensor, rows: int, offsets: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from .double_backward import refuse_double_backward
 from .group_checks import check_grouped, check_recipe_of_groups
 from .group_operands import Rows, operands
 from .group_passes import Product
+from .main_grad import apply, leaf_of, open_main_grad
 from .output_dtype import output_dtype
 from .recipe import Recipe
 from .reuse import ForgetsWeights
@@ -53,7 +54,7 @@ def grouped_linear(
     """
     check_grouped(x, weight, offsets, bias, recipe)
     how = recipe, output_dtype(x), torch.is_grad_enabled()  # inside, none is enabled
-    return _GroupedLinear.apply(x, weight, bias, offsets, *how)
+    return apply(_GroupedLinear, (weight,), x, weight, bias, offsets, *how)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -77,6 +78,7 @@ class _GroupedLinear(torch.autograd.Function):
         if bias is not None:
             y = (y + group_passes.of_rows(bias, len(x), offsets)).to(dtype)
         ctx.save_for_backward(columns, weight if of_x else None, offsets)
+        ctx.leaf = leaf_of("weight", weight) if of_weight else None
         ctx.how = recipe, x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
 
@@ -86,6 +88,7 @@ class _GroupedLinear(torch.autograd.Function):
         recipe, x_dtype, w_dtype, bias_dtype = ctx.how
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         made: list[Tensor | None] = [None] * 3
+        main_grad = open_main_grad("weight", ctx.leaf)
         with torch.no_grad():
             g = grad.contiguous()
             rows, columns, _ = operands(
@@ -93,7 +96,9 @@ class _GroupedLinear(torch.autograd.Function):
             )
             if rows is not None:
                 made[0] = group_passes.dgrad(rows, weight, offsets, Product(recipe, x_dtype))
-            if columns is not None:
+            if columns is not None and main_grad is not None:
+                group_passes.add_wgrad(main_grad, columns, x, offsets)
+            elif columns is not None:
                 made[1] = group_passes.wgrad(columns, x, offsets, w_dtype)
             if of_bias:
                 made[2] = group_passes.sum_groups(g, offsets, bias_dtype)

@@ -176,10 +176,16 @@ class LayerPlan:
         return y, (columns, global_scale)
 
     def backward(
-        self, needs: Sequence[bool], grad: Tensor, kept: Kept, weight: Tensor | None
+        self,
+        needs: Sequence[bool],
+        grad: Tensor,
+        kept: Kept,
+        weight: Tensor | None,
+        main_grad: Tensor | None,
     ) -> Gradients | None:
-        """Those of x, weight and bias that ``needs`` asks for; None where torch looks on, or where
-        kernels do not do all of it."""
+        """Those of x, weight and bias that ``needs`` asks for; that of the weight is added to
+        ``main_grad``, if there is one. None where torch looks on, or where kernels do not do all of
+        it."""
         if not (unwatched() and is_plain(grad)):
             return None
         if weight is not None and not (
@@ -192,7 +198,7 @@ class LayerPlan:
         if (dgrad, wgrad) not in self._backward:
             self._backward[dgrad, wgrad] = self._plan_backward(dgrad, wgrad)
         plan = self._backward[dgrad, wgrad]
-        return None if plan is None else plan(grad, kept, weight, bias_grad)
+        return None if plan is None else plan(grad, kept, weight, bias_grad, main_grad)
 
     def _plan_backward(self, dgrad: bool, wgrad: bool) -> BackwardPlan | None:
         return attempt(BackwardPlan, self._layer, self._x, dgrad, wgrad)
@@ -256,9 +262,15 @@ class BackwardPlan:
             self._wgrad = ProductLaunch(*operands, None, w_dtype, (n, k), device)
 
     def __call__(
-        self, grad: Tensor, kept: Kept, weight: Tensor | None, bias_grad: bool
+        self,
+        grad: Tensor,
+        kept: Kept,
+        weight: Tensor | None,
+        bias_grad: bool,
+        main_grad: Tensor | None = None,
     ) -> Gradients:
-        """The gradients of x, weight and bias."""
+        """The gradients of x, weight and bias; that of the weight is added to ``main_grad``, if
+        there is one, and is None."""
         columns, global_scale = kept
         of_x = of_weight = of_bias = rows = g_columns = None
         g = _matrix(grad)
@@ -272,7 +284,11 @@ class BackwardPlan:
         if self._wgrad is not None:
             assert g_columns is not None
             assert columns is not None
-            of_weight = self._wgrad(g_columns, self._x.restored(columns, -2))
+            x_columns = self._x.restored(columns, -2)
+            if main_grad is None:
+                of_weight = self._wgrad(g_columns, x_columns)
+            else:
+                self._wgrad.add_to(main_grad, g_columns, x_columns)
         if bias_grad:
             of_bias = g.sum(0, dtype=torch.float32).to(self._bias_dtype)
         return of_x, of_weight, of_bias

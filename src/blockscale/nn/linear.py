@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -14,8 +15,9 @@ from ..watching import is_dtensor, is_transformed, refuse_tangents
 from .compiled import compiled_linear
 from .functions import PlannedLinear, QuantizedLinear, TransformedLinear
 from .layer_plan import LayerPlan, find_plan, make_plan, plan_key
+from .main_grad import adds_to_main_grad, apply, refuse_copied
 from .output_dtype import output_dtype
-from .recipe import Recipe, check_recipe, check_training_recipe
+from .recipe import PRODUCTS, Recipe, check_recipe, check_training_recipe
 from .reuse import ForgetsWeights, hint_at_reuse
 from .unscripted import Unscripted
 
@@ -28,7 +30,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     Args:
         x: (..., K), float32, bfloat16 or float16.
         weight: (N, K), the high-precision master. It is quantized in every forward and, for the
-            gradient of ``x``, in the backward; :func:`blockscale.reuse_weights` avoids that.
+            gradient of ``x``, in the backward; :func:`blockscale.reuse_weights` avoids that. Its
+            gradient is added to ``weight.main_grad``, if it has one (:class:`MainGradients`).
         bias: (N,) or None.
 
     Returns (..., N) in the dtype of ``x``, or that of torch.autocast where it is on. Blocks run
@@ -49,9 +52,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     _check(x, weight, bias, recipe)
     out_dtype = output_dtype(x)
     if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
-        b = None if bias is None else bias.to(out_dtype)
-        return torch.nn.functional.linear(x.to(out_dtype), weight.to(out_dtype), b)
+        if not (weight.numel() and adds_to_main_grad(weight)):
+            b = None if bias is None else bias.to(out_dtype)
+            return torch.nn.functional.linear(x.to(out_dtype), weight.to(out_dtype), b)
+        recipe, key = replace(recipe, high_precision=PRODUCTS), None
     if weight.stride(-1) != 1:  # transposed, as torch's orthogonal parametrization makes it
+        refuse_copied("weight", weight)
         weight, key = weight.contiguous(), None
     trains = torch.is_grad_enabled()
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
@@ -60,10 +66,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
         return _planned(plan, x, weight, bias)
     if not (dgrad or wgrad or "fprop" in recipe.high_precision):
         hint_at_reuse(weight)
-    if torch.compiler.is_compiling() and not recipe.high_precision:
-        return compiled_linear(x, weight, bias, recipe, out_dtype)
+    given = x, weight, bias, recipe, out_dtype
+    if torch.compiler.is_compiling() and not (recipe.high_precision or adds_to_main_grad(weight)):
+        return compiled_linear(*given)
     function = TransformedLinear if is_transformed() else QuantizedLinear
-    return function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
+    return apply(function, (weight,), *given, dgrad, wgrad)
 
 
 def _planned(plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

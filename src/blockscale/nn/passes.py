@@ -12,6 +12,7 @@ from ..gemm import gemm
 from ..tensor import ScaledTensor
 from .forms import Forms, quantize_forms
 from .layer_plan import Gradients, Metadata
+from .main_grad import add_product
 from .recipe import PRODUCTS, Recipe
 from .reuse import quantized_weight
 
@@ -103,8 +104,10 @@ def gradients(
     weight: Tensor | None,
     global_scale: Tensor | None,
     quantize_weight: QuantizeWeight = quantized_weight,
+    main_grad: Tensor | None = None,
 ) -> Gradients:
-    """Of x, weight and bias. ``x`` and the weight's ``global_scale`` are those of ``fprop``."""
+    """Of x, weight and bias. ``x`` and the weight's ``global_scale`` are those of ``fprop``. The
+    weight's is added to ``main_grad``, if there is one, and is None."""
     dgrad, wgrad, bias_grad = needs
     recipe, x_shape, (x_dtype, w_dtype, bias_dtype) = about
     quantized = quantized_products(recipe)
@@ -126,7 +129,7 @@ def gradients(
     del rows  # the peak of memory is in the product to come
     if wgrad:
         assert x is not None
-        grad_weight = weight_gradient(g if columns is None else columns, x, w_dtype)
+        grad_weight = weight_gradient(g if columns is None else columns, x, w_dtype, main_grad)
     if bias_grad:
         grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
     return grad_x, grad_weight, grad_bias
@@ -149,8 +152,17 @@ def data_gradient(
     return gemm(g, w, dtype)
 
 
-def weight_gradient(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Both are quantized by columns, or plain."""
+def weight_gradient(
+    g: Tensor, x: Tensor, dtype: torch.dtype, main_grad: Tensor | None = None
+) -> Tensor | None:
+    """Both are quantized by columns, or plain. None: it was added to ``main_grad``."""
     if isinstance(g, ScaledTensor) and isinstance(x, ScaledTensor):
-        return gemm(g.mT, x, dtype)
-    return (g.mT @ x.to(g.dtype)).to(dtype)
+        if main_grad is None:
+            return gemm(g.mT, x, dtype)
+        gemm(g.mT, x, out=main_grad, accumulate=True)
+        return None
+    x = x.to(g.dtype)
+    if main_grad is None:
+        return (g.mT @ x).to(dtype)
+    add_product(main_grad, g.mT, x)
+    return None

@@ -106,6 +106,10 @@ class ProductLaunch:
         )
         return product
 
+    def add_to(self, out: Tensor, a: Parts, b: Parts) -> None:
+        """The product, added to ``out``, wherever that lies."""
+        gemm(self._a.operand(a), self._b.operand(b), out=out, accumulate=True)
+
 
 def _seen(part: Tensor, view: _View) -> Tensor:
     dtype, shape, stride, copied = view
