@@ -8,17 +8,27 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from processes import begin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from blockscale.distributed import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    collectives,
+    gather_quantized,
+    plain,
+)
 
 WIDE, INNER, BATCH, LENGTH = 256, 512, 2, 256
 RECIPES = "mxfp8", "fp8_block", "nvfp4"
@@ -28,32 +38,57 @@ CASES = {
     for recipe in RECIPES
     for case in ("replicated", "sequence", "cut", "shared")
 }
+CASES |= {
+    f"mxfp8 {case}": ("mxfp8", case)
+    for case in ("recomputed", "frozen", "routed", "precise", "scattered")
+}
+#: Of a recipe.
+MORE = {"precise": {"high_precision": ("fprop", "wgrad")}}
 
 
 class Perceptron(nn.Module):
-    """Two layers share an input."""
+    """Two layers, and perhaps a router in high precision, share an input."""
 
-    def __init__(self) -> None:
+    def __init__(self, routes: bool) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = nn.Linear(WIDE, INNER), nn.Linear(WIDE, INNER, bias=False)
         self.down_proj = nn.Linear(INNER, WIDE)
+        self.router = nn.Linear(WIDE, 1) if routes else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        y = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.router is None:
+            return y
+        # the router sees all tokens, the product is sharded
+        return y * self.router(x).mean()
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, case: str) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDE), Perceptron()
+        self.norm, self.mlp = nn.LayerNorm(WIDE), Perceptron(case == "routed")
+        self.recomputes = case == "recomputed"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.recomputes:
+            y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return y
+        return self.inner(x)
+
+    def inner(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
 
 
-def make_block(recipe: str, device: torch.device) -> nn.Module:
+def make_block(recipe: str, case: str, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    return bs.convert(Block(), bs.Recipe(recipe)).to(device, torch.bfloat16)
+    block = bs.convert(Block(case), bs.Recipe(recipe, **MORE.get(case, {})), is_product)
+    if case == "frozen":
+        block.mlp.requires_grad_(False)
+    return block.to(device)
+
+
+def is_product(layer: nn.Module, name: str) -> bool:
+    return "router" not in name
 
 
 def parallel(block: nn.Module, case: str, mesh: Any) -> nn.Module:
@@ -65,7 +100,14 @@ def parallel(block: nn.Module, case: str, mesh: Any) -> nn.Module:
     }
     if case != "replicated":
         plan["norm"] = SequenceParallel(use_local_output=True)
-    if case == "shared":
+    if case == "scattered":  # torch's DTensors between layers, and other layouts
+        plan["norm"] = SequenceParallel()
+        plan["mlp.up_proj"] = ColwiseParallel(input_layouts=rows, output_layouts=Replicate())
+        plan["mlp.gate_proj"] = ColwiseParallel(
+            input_layouts=rows, output_layouts=Replicate(), use_local_output=True
+        )
+        plan["mlp.down_proj"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=rows)
+    if case in ("shared", "recomputed", "frozen", "routed", "precise"):
         plan["mlp"] = PrepareModuleInput(
             input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
         )
@@ -80,7 +122,8 @@ def step(block: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = block(x)
     y.backward(grad)
-    return [y.detach(), x.grad, *(whole(p.grad) for p in block.parameters())]
+    trained = [p for p in block.parameters() if p.requires_grad]
+    return [y.detach(), x.grad, *(whole(p.grad) for p in trained)]
 
 
 def compared(device: torch.device) -> dict[str, list[tuple[Tensor, Tensor]]]:
@@ -91,16 +134,73 @@ def compared(device: torch.device) -> dict[str, list[tuple[Tensor, Tensor]]]:
     for name, (recipe, case) in CASES.items():
         length = LENGTH + 2 * ranks if case == "cut" else LENGTH * ranks
         torch.manual_seed(1)
-        x, grad = (torch.randn(BATCH, length, WIDE).to(device, torch.bfloat16) for _ in range(2))
-        alone = step(make_block(recipe, device), x, grad)
-        block = parallel(make_block(recipe, device), case, mesh)
+        x, grad = (torch.randn(BATCH, length, WIDE).to(device) for _ in range(2))
+        alone = step(make_block(recipe, case, device), x, grad)
+        block = parallel(make_block(recipe, case, device), case, mesh)
         mine = [x, grad]
         if case != "replicated":
             mine = [each.chunk(ranks, 1)[rank].contiguous() for each in mine]
         shared = step(block, *mine)
+        if case == "routed":  # a layer that all ranks have, and whose losses are of shards
+            for part in shared[-2:]:
+                dist.all_reduce(part)
         if case != "replicated":
             shared[:2] = (gathered(each) for each in shared[:2])
         found[name] = [(a.cpu(), b.cpu()) for a, b in zip(alone, shared, strict=True)]
+    return found
+
+
+def train(recipe: str, mesh: Any, device: torch.device, *, gathers: bool) -> list[float]:
+    """Losses over a mesh of FSDP2 and tensor parallelism."""
+    block = parallel(make_block(recipe, "shared", device), "shared", mesh["tp"])
+    if gathers:
+        gather_quantized(block)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(block.mlp, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+    optimizer, losses = torch.optim.AdamW(block.parameters(), lr=1e-2), []
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
+    ranks, rank = mesh["tp"].size(), mesh.get_local_rank("tp")
+    for _ in range(4):
+        x = torch.randn(BATCH, 128 * ranks, WIDE, generator=generator).to(device, torch.bfloat16)
+        loss = (block(x.chunk(ranks, 1)[rank]).float() - 1).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(block.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(device: torch.device) -> dict[str, tuple[list[float], list[float]]]:
+    """Losses without and with weights that are gathered quantized."""
+    names = {"mesh_dim_names": ("dp", "tp")}
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), **names)
+    return {
+        recipe: tuple(train(recipe, mesh, device, gathers=gathers) for gathers in (False, True))
+        for recipe in RECIPES
+    }
+
+
+def sent(case: str, device: torch.device) -> list[int]:
+    """Bytes of each gather of a step, MXFP8, from this rank."""
+    found: list[int] = []
+
+    def count(module: Any) -> Any:
+        plain = module._gather
+
+        def gather(received: Tensor, message: Tensor, group: Any) -> Any:
+            found.append(message.nbytes)
+            return plain(received, message, group)
+
+        return patch.object(module, "_gather", gather)
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
+    block = parallel(make_block("mxfp8", case, device).bfloat16(), case, mesh)
+    x = torch.randn(BATCH, 128, WIDE, device=device, dtype=torch.bfloat16)
+    with count(collectives), count(plain):
+        step(block, x, x)
     return found
 
 
@@ -111,7 +211,8 @@ def gathered(x: Tensor) -> Tensor:
 
 
 def task(rank: int, ranks: int, folder: Path) -> Any:
-    return compared(torch.device("cpu"))
+    device = torch.device("cpu")
+    return compared(device), trained(device), {case: sent(case, device) for case in ("sequence", "shared")}
 
 
 if __name__ == "__main__":

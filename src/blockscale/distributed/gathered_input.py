@@ -8,14 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import (
-    all_reduce,
-    reduce_scatter_tensor,
-    wait_tensor,
-)
 from torch.utils._pytree import tree_map_only
 
 from ..nn.forms import Forms
+from .plain import scattered_sum, summed
 from .shards import How, Shards
 
 __all__ = ["GatheredInput", "gather_input", "reduce_output", "replicate_input"]
@@ -75,7 +71,7 @@ class _GatherInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.shards.forget()  # all layers have read it
-        return _scattered(grad, ctx.shards.dim, ctx.shards.group), None, None
+        return scattered_sum(grad, ctx.shards.dim, ctx.shards.group), None, None
 
 
 class _ReplicateInput(torch.autograd.Function):
@@ -86,7 +82,7 @@ class _ReplicateInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+        return summed(grad, ctx.group), None
 
 
 class _ReduceOutput(torch.autograd.Function):
@@ -95,7 +91,7 @@ class _ReduceOutput(torch.autograd.Function):
         ctx: Any, y: Tensor, bias: Tensor | None, dim: int | None, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.bias_dtype = dim, group, None if bias is None else bias.dtype
-        found = _summed(y, group) if dim is None else _scattered(y, dim, group)
+        found = summed(y, group) if dim is None else scattered_sum(y, dim, group)
         return found if bias is None else found + bias.to(found.dtype)
 
     @staticmethod
@@ -103,7 +99,7 @@ class _ReduceOutput(torch.autograd.Function):
         bias = None
         if ctx.needs_input_grad[1]:
             bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
-            bias = (bias if ctx.dim is None else _summed(bias, ctx.group)).to(ctx.bias_dtype)
+            bias = (bias if ctx.dim is None else summed(bias, ctx.group)).to(ctx.bias_dtype)
         if ctx.dim is not None:
             grad = GatheredInput(Shards(grad, ctx.dim, ctx.group))
         return grad, bias, None, None
@@ -129,11 +125,3 @@ def reduce_output(
     whole. A gradient that comes as shards is gathered quantized, by rows and by columns."""
     found: Tensor = _ReduceOutput.apply(y, bias, dim, group)
     return found
-
-
-def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return wait_tensor(reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return wait_tensor(all_reduce(x.contiguous(), "sum", group))

@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ..formats import get_format
 from ..nn.forms import Forms
 from ..nn.linear import Linear
+from ..nn.recipe import Recipe
 from ..tensor import ScaledTensor
 from ..watching import is_dtensor
 from .collectives import all_gather
 from .shards import How, as_operand, warn_of_cut_blocks
+from .tensor_parallel import ParallelLinear
 
 __all__ = ["GatheredWeight", "gather_quantized"]
 
@@ -224,6 +227,7 @@ class GatheredWeight(Tensor):
             held = Held(gathered=Gathered(parts, size, self, param_dtype, group))
         if out is None:
             return GatheredWeight(self.how, held, param_dtype), all_gather_outputs
+        out = out._local_tensor if isinstance(out, DTensor) else out
         assert isinstance(out, GatheredWeight)
         out.held.master, out.held.gathered = held.master, held.gathered
         return None
@@ -265,6 +269,9 @@ def gather_quantized(
     with a product in high precision, and weights that other modules have, too, as embeddings. Of
     NVFP4 ranks agree on the global scale first.
 
+    Layers of :class:`ColwiseParallel` and :class:`RowwiseParallel` gather over the other ranks of
+    the mesh: call it after ``parallelize_module``.
+
     Args:
         module: changed in place, and returned.
         filter_fn: of a layer and its name; those for which it is false stay as they are.
@@ -277,7 +284,7 @@ def gather_quantized(
             continue  # tied to an embedding, say, which reads its values
         if filter_fn and not all(filter_fn(each, name) for name, each in layers):
             continue
-        if is_dtensor(weight):
+        if is_dtensor(weight) and not isinstance(first, ParallelLinear):
             raise TypeError(
                 f"{name}.weight: is a DTensor; call gather_quantized before fully_shard"
             )
@@ -286,12 +293,20 @@ def gather_quantized(
             continue
         if any(each.recipe != recipe for _, each in layers):
             continue
-        how = How(recipe.format_of("weights").name, recipe.scale_rounding)
-        made = GatheredWeight(how, Held(weight.detach()))
-        parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
+        parameter = nn.Parameter(_made_of(weight, recipe), requires_grad=weight.requires_grad)
         for _, each in layers:
             each.weight = parameter
     return module
+
+
+def _made_of(weight: Tensor, recipe: Recipe) -> Tensor:
+    how = How(recipe.format_of("weights").name, recipe.scale_rounding)
+    if not isinstance(weight, DTensor):
+        return GatheredWeight(how, Held(weight.detach()))
+    mesh = weight.device_mesh
+    local = GatheredWeight(how._replace(mesh=mesh), Held(weight._local_tensor.detach()))
+    how_shared: Any = {"shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(local, mesh, weight.placements, run_check=False, **how_shared)
 
 
 def _layers_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..nn import passes
 from ..nn.double_backward import refuse_double_backward
 from ..nn.forms import Forms, quantize_forms
 from ..nn.output_dtype import output_dtype
-from ..nn.recipe import Recipe
+from ..nn.recipe import PRODUCTS, Recipe
 from ..nn.reuse import quantized_weight
 from .gathered_input import GatheredInput
 from .shards import How
@@ -29,6 +30,8 @@ def multiply(x: Tensor, weight: DTensor, bias: Tensor | None, recipe: Recipe) ->
     What comes as shards, a :class:`GatheredInput`, is gathered as products read it: ``x``, and the
     gradient.
     """
+    if not x.numel():  # there is nothing to quantize
+        recipe = replace(recipe, high_precision=PRODUCTS)
     trains = torch.is_grad_enabled()
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
     found: Tensor = _Product.apply(x, weight, bias, recipe, output_dtype(x), dgrad, wgrad)
@@ -55,7 +58,10 @@ class _Product(torch.autograd.Function):
         shards = x.shards if isinstance(x, GatheredInput) else None
         keeps = wgrad and quantized["wgrad"] and shards is None
         forms = _forms(x, recipe, "activations", group, rows=quantized["fprop"], columns=keeps)
-        scalar = _how(recipe, "weights").global_scale(local, group)
+        scalar = None
+        if getattr(local, "gathered", None) is None:  # else ranks have agreed on it
+            master = getattr(local, "master", local)
+            scalar = _how(recipe, "weights").global_scale(master, group)
         if forms.rows is not None:
             made = partial(
                 quantized_weight, dgrad=dgrad and quantized["dgrad"], global_scale=scalar

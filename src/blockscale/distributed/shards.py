@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..formats import get_format
@@ -20,6 +19,7 @@ from ..ops.quantize import global_scale
 from ..quantize import quantize
 from ..tensor import ScaledTensor
 from .collectives import all_gather
+from .plain import gathered
 
 __all__ = ["How", "Shards", "as_operand", "warn_of_cut_blocks"]
 
@@ -94,7 +94,7 @@ class Shards:
 
     def plain(self) -> Tensor:
         """The whole as it is, of its shape."""
-        return wait_tensor(all_gather_tensor(self.x.contiguous(), self.dim, self.group))
+        return gathered(self.x, self.dim, self.group)
 
     def _gather(self, how: How, axis: int) -> ScaledTensor:
         here, pieces = math.prod(self.x.shape[self.dim : -1]), math.prod(self.x.shape[: self.dim])

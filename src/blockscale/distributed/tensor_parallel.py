@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 
 from ..formats import get_format
-from ..nn.class_change import become
+from ..nn.class_change import extend
 from ..nn.linear import Linear, check_dtype
 from .gathered_input import GatheredInput, gather_input, reduce_output, replicate_input
 from .parallel_product import multiply
@@ -29,8 +30,14 @@ class ParallelLinear(Linear):
     weight: Any  # a DTensor
     bias: Any
 
+    @torch.compiler.disable  # which does not follow collectives of quantized tensors
     def forward(self, x: Tensor) -> Tensor:
         check_dtype("x", x)
+        if hasattr(self.weight, "main_grad"):
+            raise ValueError(
+                "weight.main_grad: weights over ranks are DTensors, whose gradients are in .grad; "
+                "delete main_grad"
+            )
         x = self.style.prepare_input(x, self.mesh)
         if x.shape[-1] != self.weight._local_tensor.shape[1]:
             raise ValueError(
@@ -171,6 +178,11 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
             f"module: got {module}; blockscale.distributed.{name} takes layers of "
             f"blockscale.convert; give others torch's {name}"
         )
+    if hasattr(module.weight, "quantized_forms"):
+        raise TypeError(
+            "module: its weight is gathered quantized; call "
+            "blockscale.distributed.gather_quantized after parallelize_module"
+        )
     _check_blocks(module, mesh, dim)
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement: Placement = Shard(dim) if name == "weight" or dim == 0 else Replicate()
@@ -178,7 +190,7 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
         shared = distribute_tensor(parameter, mesh, (placement,), src_data_rank=source)
         made = nn.Parameter(shared, requires_grad=parameter.requires_grad)
         module.register_parameter(name, made)
-    become(module, ParallelLinear)
+    extend(module, ParallelLinear)
     layer: Any = module
     layer.style, layer.mesh = style, mesh
     return module

@@ -17,12 +17,17 @@ from .linear import Linear
 from .parametrized import change_class, class_of
 from .quantized import QuantizedLinear
 
-__all__ = ["become", "original", "restore"]
+__all__ = ["become", "extend", "original", "restore"]
 
 
 def become(module: torch.nn.Module, cls: Any) -> None:
     """Make a module a ``cls`` that is still what it was before any conversion."""
     change_class(module, _both(cls, original(module)))
+
+
+def extend(module: torch.nn.Module, cls: Any) -> None:
+    """Make a module a ``cls`` that is still what it is, by a conversion, too."""
+    change_class(module, _both(cls, class_of(module)))
 
 
 def restore(module: torch.nn.Module) -> None:
