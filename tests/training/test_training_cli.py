@@ -16,7 +16,7 @@ import pytest
 
 from blockscale import training
 from blockscale.cli import main
-from blockscale.training import RECIPES, Corpus, saves
+from blockscale.training import Corpus, saves
 
 
 @pytest.fixture
@@ -52,7 +52,6 @@ def here(monkeypatch):
         return [
             training.train(
                 name,
-                RECIPES[name],
                 seed,
                 corpus,
                 settings,
