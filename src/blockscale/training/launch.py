@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 #: For ranks to come, for what they do together (a save is the longest), and to say who is left.
-_START, _STEP, _ASK = timedelta(seconds=60), timedelta(minutes=10), timedelta(seconds=3)
+_START, _STEP, _ASK = timedelta(seconds=60), timedelta(minutes=10), timedelta(seconds=5)
 
 
 class RankLost(RuntimeError):
@@ -131,8 +132,7 @@ def joined(place: Place, work: Work) -> Iterator[Ranks]:
         torch.set_num_threads(1)
     if place.rank:
         warnings.simplefilter("ignore")  # the first one says them
-    store = place.store()
-    _meet(store, place)
+    store = _meet(place)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
@@ -151,20 +151,26 @@ def joined(place: Place, work: Work) -> Iterator[Ranks]:
         if not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
             raise
         dist.destroy_process_group()  # so that ranks that wait for this one are told
-        raise RankLost(f"{_lost(store, place)} ended before its work did ({error})") from None
+        why = str(error).split("] ")[-1].split(". ")[0]  # without a line of C++ and advice
+        raise RankLost(f"{_lost(store, place)} ended before its work did ({why})") from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _meet(store: Any, place: Place) -> None:
-    """ValueError that names ranks that do not come."""
-    missing = _absent(store, place, "here", _START)
+def _meet(place: Place) -> Any:
+    """The store; ValueError that names ranks that do not come."""
+    try:
+        store = place.store()
+        missing = _absent(store, place, "here", _START)
+    except RuntimeError:
+        missing = "rank 0"  # whose store it is
     if missing:
         raise ValueError(
             f"fsdp: {missing} did not come within {_START.seconds} s; start {place.ranks} ranks "
             "with the same arguments"
         )
+    return store
 
 
 def _lost(store: Any, place: Place) -> str:
@@ -175,15 +181,15 @@ def _lost(store: Any, place: Place) -> str:
         return "rank 0"  # whose store it was
 
 
-def _absent(store: Any, place: Place, word: str, wait: timedelta) -> str:
+def _absent(store: Any, place: Place, word: str, patience: timedelta) -> str:
     """Ranks that do not say ``word`` while this one waits, by name."""
-    names = {f"{word} {rank}": f"rank {rank}" for rank in range(place.ranks)}
     store.set(f"{word} {place.rank}", "")
-    try:
-        store.wait(list(names), wait)
-    except dist.DistStoreError:
-        return ", ".join(name for key, name in names.items() if not store.check([key]))
-    return ""
+    until = time.monotonic() + patience.total_seconds()
+    while True:
+        absent = [i for i in range(place.ranks) if not store.check([f"{word} {i}"])]
+        if not absent or time.monotonic() > until:
+            return ", ".join(f"rank {i}" for i in absent)
+        time.sleep(0.05)
 
 
 def train_as_rank(

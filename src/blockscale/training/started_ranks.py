@@ -17,7 +17,7 @@ from .workers import become_worker, leave
 __all__ = ["train_by_started"]
 
 _HOST = "127.0.0.1"
-_PATIENCE = 5.0  # seconds in which ranks say what they saw of one that has failed
+_PATIENCE = 5.0  # seconds in which a rank that others have lost is seen to have ended
 
 
 def train_by_started(
@@ -42,7 +42,7 @@ def train_by_started(
             if all(each.runs for each in started):
                 return started[0].runs
         until = time.monotonic() + _PATIENCE
-        while time.monotonic() < until and not all(each.pipe.closed for each in started):
+        while time.monotonic() < until and all(each.lost_another for each in failed):
             failed += _listen(started, report)
         raise _cause(failed)
     finally:
@@ -84,6 +84,11 @@ class Started:
         with suppress(OSError):  # it has ended, which will be heard
             self.pipe.send(None)
 
+    @property
+    def lost_another(self) -> bool:
+        """Whether it failed as another one had."""
+        return isinstance(self.error, RankLost)
+
     def failure(self) -> BaseException:
         """What it raised, or how it died."""
         if self.error is not None:
@@ -111,10 +116,7 @@ def _listen(started: list[Started], report: Callable[[Progress], None]) -> list[
 def _cause(failed: list[Started]) -> BaseException:
     """Of all failures: one that is not about another rank's end, then a death, in their order."""
 
-    def order(each: Started) -> tuple[bool, bool]:
-        return isinstance(each.error, RankLost), each.error is None
-
-    return min(failed, key=order).failure()
+    return min(failed, key=lambda each: (each.lost_another, each.error is None)).failure()
 
 
 # --- in a rank ------------------------------------------------------------------------------------
