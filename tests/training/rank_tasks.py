@@ -33,8 +33,8 @@ def gather_as_they_are(pipe: Any, place: Any, work: Any) -> None:
     be_rank(pipe, place, work)
 
 
-def wait_a_second(pipe: Any, place: Any, work: Any) -> None:
-    launch._START = timedelta(seconds=1)
+def be_impatient(pipe: Any, place: Any, work: Any) -> None:
+    launch._START = launch._ASK = timedelta(seconds=2)
     be_rank(pipe, place, work)
 
 

@@ -227,15 +227,16 @@ def test_ranks_differ(settings, text):
 
 
 def test_a_rank_does_not_come(settings, text, monkeypatch):
-    monkeypatch.setattr(started_ranks, "_be_rank", rank_tasks.wait_a_second)
+    monkeypatch.setattr(started_ranks, "_be_rank", rank_tasks.be_impatient)
     settings = dataclasses.replace(settings, fsdp=2)
     store, started = start(settings, [Work(("mxfp8",), text, settings)])
     (error,) = errors(started)
-    assert str(error).startswith("fsdp: rank 1 did not come within 1 s; start 2 ranks")
+    assert str(error).startswith("fsdp: rank 1 did not come within 2 s; start 2 ranks")
     del store
 
 
-def test_ranks_that_are_left_name_the_one_that_died(settings, text):
+def test_ranks_that_are_left_name_the_one_that_died(settings, text, monkeypatch):
+    monkeypatch.setattr(started_ranks, "_be_rank", rank_tasks.be_impatient)
     settings = dataclasses.replace(settings, fsdp=4, steps=10**6)
     store, started = start(settings, [Work(("mxfp8",), text, settings)] * 4)
     started[0].pipe.recv()  # it trains

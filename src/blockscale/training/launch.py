@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -146,11 +147,11 @@ def joined(place: Place, work: Work) -> Iterator[Ranks]:
             | asdict(work.settings)
             | {"text": digest(work.text), "blockscale": __version__, "torch": torch.__version__}
         )
-        yield ShardedRanks(device)
+        with _answering(store, place):
+            yield ShardedRanks(device)
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
             raise
-        dist.destroy_process_group()  # so that ranks that wait for this one are told
         why = str(error).split("] ")[-1].split(". ")[0]  # without a line of C++ and advice
         raise RankLost(f"{_lost(store, place)} ended before its work did ({why})") from None
     finally:
@@ -173,10 +174,32 @@ def _meet(place: Place) -> Any:
     return store
 
 
-def _lost(store: Any, place: Place) -> str:
-    """Those that do not say that they have lost another one."""
+@contextmanager
+def _answering(store: Any, place: Place) -> Iterator[None]:
+    """Say that this rank lives when one asks, though it may be waiting for one that does not."""
+    done = threading.Event()
+
+    def answer() -> None:
+        with suppress(RuntimeError):  # the store has gone with its rank
+            while not done.wait(0.5):
+                if store.check(["asked"]):
+                    store.set(f"alive {place.rank}", "")
+                    return
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
     try:
-        return _absent(store, place, "alone", _ASK) or "a rank"
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _lost(store: Any, place: Place) -> str:
+    """Those that do not say that they live."""
+    try:
+        store.set("asked", "")
+        return _absent(store, place, "alive", _ASK) or "a rank"
     except RuntimeError:
         return "rank 0"  # whose store it was
 
