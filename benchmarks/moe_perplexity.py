@@ -50,13 +50,13 @@ def trained(settings: training.Settings, text: training.Text) -> tuple[nn.Module
     model = runs._model
     corpus = training.Corpus(text, settings.context)
     with patch.object(runs, "_model", kept):
-        training.train("bf16", None, 0, corpus, settings, lambda p: print(p, flush=True))
+        training.train("bf16", 0, corpus, settings, lambda p: print(p, flush=True))
     return made[0].eval(), corpus
 
 
 @torch.no_grad()
 def perplexity(model: nn.Module, corpus: training.Corpus, settings: training.Settings) -> float:
-    return math.exp(runs._validate(model, corpus, settings)[0])
+    return math.exp(runs._validate(model, corpus, settings, runs.Ranks(corpus.train.device))[0])
 
 
 @contextmanager

@@ -212,7 +212,11 @@ def gathered(x: Tensor) -> Tensor:
 
 def task(rank: int, ranks: int, folder: Path) -> Any:
     device = torch.device("cpu")
-    return compared(device), trained(device), {case: sent(case, device) for case in ("sequence", "shared")}
+    return (
+        compared(device),
+        trained(device),
+        {case: sent(case, device) for case in ("sequence", "shared")},
+    )
 
 
 if __name__ == "__main__":

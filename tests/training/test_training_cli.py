@@ -16,7 +16,7 @@ import pytest
 
 from blockscale import training
 from blockscale.cli import main
-from blockscale.training import RECIPES, Corpus, saves
+from blockscale.training import Corpus, saves
 
 
 @pytest.fixture
@@ -52,7 +52,6 @@ def here(monkeypatch):
         return [
             training.train(
                 name,
-                RECIPES[name],
                 seed,
                 corpus,
                 settings,
@@ -196,6 +195,10 @@ def test_bad_resume(command, here, stopping, tmp_path):
     for arguments, message in (
         (["--resume", "nowhere"], "resume: nowhere has no unfinished runs; "),
         (["--resume", "parts", "--steps", 0, "--moe"], "resume: is given beside steps, moe; "),
+        (
+            ["--resume", "parts", "--fsdp", 2],
+            "resume: is given beside fsdp, but one process ",
+        ),
         (["--out", "parts"], "out: parts holds unfinished runs; go on with --resume parts"),
         (["--stop-after", 0], "stop-after: got 0; "),
     ):
@@ -237,6 +240,10 @@ def test_bad_resume(command, here, stopping, tmp_path):
         (["--steps", "-5"], "steps: got -5; give 1 or more"),
         (["--steps", "many"], "Invalid value for '--steps': "),
         (["--seeds", "0"], "seeds: got 0; give 1 or more"),
+        (["--fsdp", "0"], "fsdp: got 0; give 1 or more"),
+        (["--fsdp", "4"], "fsdp: got 4, but ranks share a batch of 2 sequences evenly; choose "),
+        (["--fsdp", "2", "--moe"], "moe: is given beside fsdp, which has none yet; leave one out"),
+        (["--fsdp", "2", "--minutes", "1"], "minutes: is given beside fsdp; give one of them"),
         (["--minutes", "0"], "minutes: got 0; give more than 0"),
         (["--minutes", "1"], "minutes: on a CPU runs share the cores; give --steps"),
         (["--minutes", "1", "--steps", "2"], "minutes: is given beside steps; give one"),

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from blockscale.training import (
-    RECIPES,
     Comparison,
     Corpus,
     Settings,
@@ -79,11 +78,11 @@ def test_fused_attention_is_the_same_function(tiny):
 def test_losses_are_looked_at_now_and_then(tiny, text, name):
     """The same losses as when each is looked at as it is made."""
     corpus, seen = Corpus(text, tiny.context), []
-    run = train(name, RECIPES[name], 0, corpus, tiny, seen.append)
+    run = train(name, 0, corpus, tiny, seen.append)
     assert [(p.step, p.validation_loss is not None) for p in seen] == [
         (4, False), (5, True), (8, False), (9, True)
     ]  # fmt: skip
-    each = train(name, RECIPES[name], 0, corpus, dataclasses.replace(tiny, log_every=1))
+    each = train(name, 0, corpus, dataclasses.replace(tiny, log_every=1))
     assert len(run.train_loss) == tiny.steps
     assert run.train_loss == each.train_loss
     assert run.validation == each.validation
@@ -101,8 +100,7 @@ def test_compiled_blocks(tiny, text, monkeypatch):
     corpus = Corpus(text, tiny.context)
     tiny = dataclasses.replace(tiny, steps=3, layers=1, validations=1)
     compiled, plain = (
-        train("mxfp8", RECIPES["mxfp8"], 0, corpus, dataclasses.replace(tiny, compile=c))
-        for c in (True, False)
+        train("mxfp8", 0, corpus, dataclasses.replace(tiny, compile=c)) for c in (True, False)
     )
     assert compiled.train_loss == pytest.approx(plain.train_loss, rel=0.01)
     assert compiled.statistics.keys() == plain.statistics.keys() == {
@@ -117,13 +115,13 @@ def test_steps_within_a_time(tiny, text, monkeypatch):
     """The slowest recipe decides; speeds are tokens of ``batch * context`` a step."""
     speeds, probed = {"bf16": 640.0, "mxfp8": 320.0}, []
 
-    def fake(name, recipe, seed, corpus, settings):
-        probed.append((name, recipe, settings.validations, settings.samples))
+    def fake(name, seed, corpus, settings):
+        probed.append((name, settings.validations, settings.samples))
         return Run(name, seed, tokens_per_second=speeds[name])
 
     monkeypatch.setattr("blockscale.training.pace.train", fake)
     assert steps_within(2, ("bf16", "mxfp8"), text, tiny) == 2 * 60 * 320 / 64
-    assert probed == [(name, RECIPES[name], 0, 0) for name in speeds]
+    assert probed == [(name, 0, 0) for name in speeds]
     assert steps_within(1e-9, ("bf16",), text, tiny) == 1
 
 
@@ -157,10 +155,7 @@ def test_the_meter_counts_what_is_not_paused(monkeypatch):
 
 
 def test_speed_and_memory_are_told(tiny, text, tmp_path, monkeypatch):
-    runs = [
-        train(name, RECIPES[name], 0, Corpus(text, tiny.context), tiny)
-        for name in default_recipes("cuda")
-    ]
+    runs = [train(name, 0, Corpus(text, tiny.context), tiny) for name in default_recipes("cuda")]
     for run, speed, memory in zip(runs, (100_000, 150_000, 90_000), (2, 1, 3), strict=True):
         run.tokens_per_second, run.peak_memory = float(speed), memory << 30
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

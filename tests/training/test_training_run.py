@@ -7,21 +7,21 @@ import dataclasses
 import pytest
 import torch
 
-from blockscale.training import RECIPES, Corpus, Settings, check_recipes, compare, read_text, train
+from blockscale.training import Corpus, Settings, check_recipes, compare, read_text, train
 
 
 def test_a_run_is_reproducible(small, corpus):
-    runs = [train("mxfp8", RECIPES["mxfp8"], 1, corpus, small) for _ in range(2)]
+    runs = [train("mxfp8", 1, corpus, small) for _ in range(2)]
     assert runs[0].train_loss == runs[1].train_loss
     assert runs[0].validation == runs[1].validation
     assert runs[0].statistics == runs[1].statistics
-    other = train("mxfp8", RECIPES["mxfp8"], 2, corpus, small)
+    other = train("mxfp8", 2, corpus, small)
     assert other.train_loss != runs[0].train_loss
 
 
 def test_what_a_run_holds(small, corpus):
     seen = []
-    run = train("mxfp8", RECIPES["mxfp8"], 0, corpus, small, seen.append)
+    run = train("mxfp8", 0, corpus, small, seen.append)
     assert (run.recipe, run.seed) == ("mxfp8", 0)
     assert len(run.train_loss) == small.steps
     assert [step for step, _ in run.validation] == [3, 6]
@@ -47,14 +47,14 @@ def test_every_recipe_sees_the_same_batches(small, corpus, monkeypatch):
     losses = set()
     for name in ("bf16", "mxfp8", "mxfp8_floor", "nvfp4"):
         seen.append([])
-        losses.add(tuple(train(name, RECIPES[name], 0, corpus, small).train_loss))
+        losses.add(tuple(train(name, 0, corpus, small).train_loss))
     assert all(batches == seen[0] for batches in seen)
     assert len(losses) == 4
 
 
 def test_sampling_statistics_does_not_change_the_run(small, corpus):
     none = dataclasses.replace(small, samples=0)
-    watched, plain = (train("mxfp8", RECIPES["mxfp8"], 0, corpus, s) for s in (small, none))
+    watched, plain = (train("mxfp8", 0, corpus, s) for s in (small, none))
     assert watched.train_loss == plain.train_loss
     assert watched.validation == plain.validation
     assert plain.statistics == {}
@@ -63,7 +63,7 @@ def test_sampling_statistics_does_not_change_the_run(small, corpus):
 @pytest.mark.parametrize("name", ["bf16", "mxfp8"])
 def test_it_learns(small, corpus, name):
     settings = dataclasses.replace(small, steps=80, batch=8, learning_rate=3e-3)
-    run = train(name, RECIPES[name], 0, corpus, settings)
+    run = train(name, 0, corpus, settings)
     assert run.final_train_loss < 3.2
     assert run.final_validation_loss < 3.2
 
@@ -78,7 +78,7 @@ def test_processes_give_what_one_process_gives(small, text, corpus):
     for run in runs:
         steps = [p for p in seen if (p.recipe, p.seed) == (run.recipe, run.seed)]
         assert [p.loss for p in steps] == run.train_loss
-    alone = train("mxfp8", RECIPES["mxfp8"], 1, corpus, settings)
+    alone = train("mxfp8", 1, corpus, settings)
     assert alone.train_loss == runs[-1].train_loss
     assert alone.validation == runs[-1].validation
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich import progress as bars
@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ..training import Comparison, Progress, Settings
+    from ..training import Comparison, Progress, Settings, Work
+    from ..training.launch import Place
 
 __all__ = ["train"]
 
@@ -70,6 +71,10 @@ def train(
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile the model's blocks by torch.compile.")
     ] = False,
+    fsdp: Annotated[
+        int | None,
+        typer.Option(help="Ranks that train each run together, started here or by torchrun."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="New or empty folder. Default: runs/train-001, -002, ...")
     ] = None,
@@ -84,7 +89,8 @@ def train(
     """Train a small GPT under several recipes and compare their losses.
 
     Same seeds and batches for all. Leaves a folder with loss.png, report.html and results.json.
-    Stopped (Ctrl-C, a signal to end, --stop-after), it leaves what --resume goes on from.
+    Stopped (Ctrl-C, a signal to end, --stop-after), it leaves what --resume goes on from; of runs
+    of ranks with --fsdp by another number of them.
     """
     from .. import training
     from ..training import saves
@@ -102,22 +108,25 @@ def train(
     options |= {"device": device, "data": data, "moe": moe, "compile": compile, "out": out}
     if resume is not None:
         _check_alone(options)
-        plan, folder = training.Plan.read(resume), resume
+        plan = training.Plan.read(resume).by_ranks(fsdp)
         text = training.choose_text(plan.data, plan.settings.device)
         plan.check(text)
         check_device(plan.settings.device)
     else:
         where = device or "cpu"
         names = training.check_recipes(recipe or training.default_recipes(where, moe))
-        given = {"steps": steps, "seeds": seeds, "compile": compile or None}
+        given = {"steps": steps, "seeds": seeds, "compile": compile or None, "fsdp": fsdp}
         settings = training.Settings.on(
             where, moe, **{name: value for name, value in given.items() if value is not None}
         )
         text = training.choose_text(data, where)
         training.Corpus(text, settings.context)  # refuses a text that is too short
-        _check_minutes(minutes, steps, where)
-        folder = training.prepare_folder(out)
+        _check_minutes(minutes, {"steps": steps, "fsdp": fsdp}, where)
         plan = training.Plan(names, settings, data, saves.digest(text))
+    place = training.torchrun_place(plan.settings)
+    if place is not None and place.rank:
+        _follow(place, training.Work(plan.recipes, text, plan.settings))
+    folder = resume if resume is not None else training.prepare_folder(out)
     ends = math.inf if stop_after is None else began + 60 * stop_after
     with _left_as_found(folder, anew=resume is None):
         if resume is None:
@@ -131,7 +140,15 @@ def train(
             _told_to_stop(ends) as stop,
         ):
             try:
+                if resume is not None:
+                    plan.write(folder)  # with the number of ranks that go on
                 runs = training.compare(plan.recipes, text, plan.settings, report, folder, stop)
+            except training.RankLost as error:
+                again = f"go on with: blockscale train --resume {folder}"
+                if not saves.saved_runs(folder):
+                    again = "nothing was saved yet: start anew"
+                typer.echo(f"blockscale: {error}; {again}", err=True)
+                raise typer.Exit(1) from None
             except training.Stopped:
                 again = f"blockscale train --resume {folder}"
                 typer.echo(f"stopped and saved; go on with: {again}", err=True)
@@ -146,6 +163,21 @@ def train(
         typer.echo(json_module.dumps(comparison.to_json(), indent=1))
     else:
         _show(comparison, folder)
+
+
+def _follow(place: Place, work: Work) -> NoReturn:
+    """Be another rank than the first one, which says everything."""
+    from .. import training
+    from ..training.workers import leave
+
+    with _told_to_stop(math.inf, say=False) as stop:
+        try:
+            training.train_as_rank(place, work, stop=stop)
+        except training.Stopped:
+            pass
+        except training.RankLost:
+            raise typer.Exit(1) from None
+    leave()
 
 
 @contextmanager
@@ -173,7 +205,7 @@ def _check_alone(options: dict[str, object]) -> None:
 
 
 @contextmanager
-def _told_to_stop(ends: float) -> Iterator[Callable[[], bool]]:
+def _told_to_stop(ends: float, say: bool = True) -> Iterator[Callable[[], bool]]:
     """Gives what is true after SIGINT or SIGTERM, and from ``ends`` on; a second signal raises
     KeyboardInterrupt."""
     told = threading.Event()
@@ -182,7 +214,8 @@ def _told_to_stop(ends: float) -> Iterator[Callable[[], bool]]:
         if told.is_set():
             raise KeyboardInterrupt
         told.set()
-        typer.echo("stopping after this step; once more to end at once", err=True)
+        if say:
+            typer.echo("stopping after this step; once more to end at once", err=True)
 
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -194,13 +227,14 @@ def _told_to_stop(ends: float) -> Iterator[Callable[[], bool]]:
             signal.signal(each, handler)
 
 
-def _check_minutes(minutes: float | None, steps: int | None, device: str) -> None:
+def _check_minutes(minutes: float | None, beside: dict[str, int | None], device: str) -> None:
     if minutes is None:
         return
     if not minutes > 0:
         raise ValueError(f"minutes: got {minutes:g}; give more than 0")
-    if steps is not None:
-        raise ValueError("minutes: is given beside steps; give one of them")
+    for name, value in beside.items():
+        if value is not None:
+            raise ValueError(f"minutes: is given beside {name}; give one of them")
     if device == "cpu":
         raise ValueError("minutes: on a CPU runs share the cores; give --steps")
 

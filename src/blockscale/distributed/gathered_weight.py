@@ -186,10 +186,12 @@ class GatheredWeight(Tensor):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What this rank sends: elements and scales of its shard, or where ranks cut a block, its
-        values."""
+        """What this rank sends: elements and scales of its shard, or where ranks cut a block or
+        there is one alone, its values."""
         dtype = mp_policy.param_dtype or self.dtype
         shard, ranks = _master_of(self).to(dtype), mesh.size()
+        if ranks == 1:  # nothing travels, and FSDP2 hands on one tensor
+            return (shard,), (None, None, outer_size)
         if outer_size[0] % (ranks * self.how.rows) or outer_size[1] % self.how.rows:
             warn_of_cut_blocks(outer_size, ranks, self.how)
             rows = -(-outer_size[0] // ranks)

@@ -3,7 +3,9 @@
 from .compare import compare
 from .data import Corpus, Text, read_text
 from .gpt import GPT
+from .launch import RankLost, Work, torchrun_place, train_as_rank
 from .pace import steps_within
+from .ranks import Ranks
 from .recipes import BASELINE, DEFAULT_RECIPES, RECIPES, check_recipes, default_recipes
 from .report import prepare_folder, write_report
 from .results import Comparison, Row
@@ -22,6 +24,8 @@ __all__ = [
     "Corpus",
     "Plan",
     "Progress",
+    "RankLost",
+    "Ranks",
     "Row",
     "Run",
     "Saves",
@@ -29,6 +33,7 @@ __all__ = [
     "Statistics",
     "Stopped",
     "Text",
+    "Work",
     "check_recipes",
     "choose_text",
     "compare",
@@ -37,6 +42,8 @@ __all__ = [
     "python_sources",
     "read_text",
     "steps_within",
+    "torchrun_place",
     "train",
+    "train_as_rank",
     "write_report",
 ]

@@ -1,25 +1,26 @@
-"""Every recipe with every seed: side by side in processes of one thread each, or one by one."""
+"""Every recipe with every seed: side by side in processes of one thread each, or one by one, on
+ranks or without."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import queue
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .data import Corpus, Text
-from .recipes import RECIPES
+from .launch import Work, torchrun_place, train_all, train_as_rank
+from .ranks import Ranks
 from .run import Progress, Run, train
 from .saves import Saves
 from .settings import Settings
+from .started_ranks import train_by_started
+from .workers import become_worker
 
 __all__ = ["compare"]
 
@@ -39,39 +40,34 @@ def compare(
 
     ``report`` is called in this process after each step of any of them (on a GPU, after some).
     With a ``folder`` runs are saved there and go on from what is saved; when ``stop`` says so they
-    are saved, and :class:`Stopped` is raised.
+    are saved, and :class:`Stopped` is raised. With ``settings.fsdp`` ranks train each run together:
+    processes that are started here, or those that torchrun has started, all of which call this.
 
     On a CPU each run has one thread, so its losses depend neither on the number of cores nor on
     what runs beside it; matrices this small gain little from a second thread.
     """
-    corpus = Corpus(text, settings.context, settings.device)
-    # all recipes of a seed first: what a comparison needs is done at about the same time
-    jobs = [(name, seed) for seed in range(settings.seeds) for name in recipes]
-    if settings.device == "cpu":
-        runs = _in_processes(jobs, (text, settings, folder), report, stop)
+    work = Work(recipes, text, settings, folder)
+    if settings.fsdp is not None:
+        place = torchrun_place(settings)
+        if place is None:
+            runs = train_by_started(work, report, stop)
+        else:
+            runs = train_as_rank(place, work, report, stop)
+    elif settings.device == "cpu":
+        runs = _in_processes(work, report, stop)
     else:
-        runs = [
-            train(n, RECIPES[n], s, corpus, settings, report, _saves(folder, n, s), stop)
-            for n, s in jobs
-        ]
+        runs = train_all(work, report, stop, Ranks(torch.device(settings.device)))
     return sorted(runs, key=lambda run: (recipes.index(run.recipe), run.seed))
 
 
-def _saves(folder: Path | None, name: str, seed: int) -> Saves | None:
-    return None if folder is None else Saves(folder, name, seed)
-
-
-def _in_processes(
-    jobs: list[tuple[str, int]],
-    given: tuple[Text, Settings, Path | None],
-    report: Report,
-    stop: Stop,
-) -> list[Run]:
+def _in_processes(work: Work, report: Report, stop: Stop) -> list[Run]:
+    # all recipes of a seed first: what a comparison needs is done at about the same time
+    jobs = [(name, seed) for seed in range(work.settings.seeds) for name in work.recipes]
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     events: multiprocessing.Queue[Progress] = context.Queue()
     stopping = context.Event()
     workers = min(len(jobs), _cores())
-    pool = ProcessPoolExecutor(workers, context, _start, (events, stopping, *given))
+    pool = ProcessPoolExecutor(workers, context, _start, (events, stopping, work))
     try:
         futures = [pool.submit(_job, name, seed) for name, seed in jobs]
         for _ in _forwarded(events, futures, report):
@@ -108,23 +104,13 @@ def _cores() -> int:
 _worker: dict[str, Any] = {}
 
 
-def _start(events: Any, stop: Any, text: Text, settings: Settings, folder: Path | None) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):  # the parent says when to stop
-        signal.signal(each, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    corpus = Corpus(text, settings.context)
-    _worker.update(events=events, stop=stop, corpus=corpus, settings=settings, folder=folder)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+def _start(events: Any, stop: Any, work: Work) -> None:
+    become_worker()
+    corpus = Corpus(work.text, work.settings.context)
+    _worker.update(events=events, stop=stop, corpus=corpus, work=work)
 
 
 def _job(name: str, seed: int) -> Run:
-    saves, stop = _saves(_worker["folder"], name, seed), _worker["stop"].is_set
-    given = _worker["corpus"], _worker["settings"], _worker["events"].put, saves, stop
-    return train(name, RECIPES[name], seed, *given)
+    work, stop = _worker["work"], _worker["stop"].is_set
+    saves = None if work.folder is None else Saves(work.folder, name, seed)
+    return train(name, seed, _worker["corpus"], work.settings, _worker["events"].put, saves, stop)

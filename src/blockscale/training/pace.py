@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .data import Corpus, Text
-from .recipes import RECIPES
 from .run import train
 from .settings import Settings
 
@@ -23,5 +22,5 @@ def steps_within(minutes: float, recipes: Sequence[str], text: Text, settings: S
     """
     corpus = Corpus(text, settings.context, settings.device)
     probe = replace(settings, steps=_PROBED * settings.log_every, validations=0, samples=0)
-    slowest = min(train(n, RECIPES[n], 0, corpus, probe).tokens_per_second for n in recipes)
+    slowest = min(train(n, 0, corpus, probe).tokens_per_second for n in recipes)
     return max(1, int(60 * minutes * slowest / (settings.batch * settings.context)))

@@ -18,7 +18,9 @@ from ..nn import Recipe, convert
 from .data import Corpus
 from .gpt import GPT, VOCABULARY, in_block, mixture, mixtures
 from .meter import Meter
-from .saves import Saves, Stopped
+from .ranks import Ranks
+from .recipes import RECIPES
+from .saves import RunSaves, State, Stopped
 from .settings import Settings
 from .statistics import Statistics
 
@@ -65,47 +67,44 @@ class Progress:
 
 def train(
     name: str,
-    recipe: Recipe | None,
     seed: int,
     corpus: Corpus,
     settings: Settings,
     report: Callable[[Progress], None] = lambda progress: None,
-    saves: Saves | None = None,
+    saves: RunSaves | None = None,
     stop: Callable[[], bool] = lambda: False,
+    ranks: Ranks | None = None,
 ) -> Run:
-    """Train a GPT under ``recipe`` (None: bfloat16) and return what was measured.
+    """Train a GPT under the recipe ``name`` and return what was measured.
 
     ``corpus`` lies on the device of ``settings``. ``seed`` decides initial parameters and batches,
     the same for every recipe. With ``saves`` a run goes on from where it was, with the losses that
     it would have had. When ``stop`` says so after a step, it is saved and :class:`Stopped` raised.
+    Of ``ranks`` that share the run all call this, and all return what was measured.
     """
     began = time.perf_counter()
-    device = torch.device(settings.device)
-    model = _model(recipe, seed, settings).to(device)
+    ranks = ranks or Ranks(torch.device(settings.device))
+    model = _model(RECIPES[name], seed, settings).to(ranks.device)
+    ranks.shard(model)
     optimizer = _optimizer(model, settings)
     run = Run(name, seed, sum(p.numel() for p in model.parameters()))
-    statistics = Statistics()
-    meter = Meter(device)
-    found = None if saves is None else saves.load(device)
+    statistics = Statistics(ranks)
+    meter = Meter(ranks.device)
+    found = None if saves is None else saves.load(model, optimizer)
     done = 0
     if found is not None:
         run, done = Run(**found["run"]), found["step"]
         if done == settings.steps:
             return run
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
         statistics.restore(found["statistics"])
         meter.restore(found["meter"])
         began -= run.seconds
-        del found
 
-    def state(step: int) -> dict[str, Any]:
+    def state(step: int) -> State:
         run.seconds = time.perf_counter() - began
         return {
             "step": step,
             "run": asdict(run),
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
             "statistics": statistics.state(),
             "meter": meter.state(),
         }
@@ -113,7 +112,7 @@ def train(
     losses: list[Tensor] = []  # not looked at yet
     batches = enumerate(corpus.batches(settings.steps, settings.batch, seed), 1)
     for step, starts in islice(batches, done, None):
-        inputs, targets = corpus.sequences(corpus.train, starts)
+        inputs, targets = corpus.sequences(corpus.train, ranks.part(starts))
         if settings.is_due(step, settings.samples):
             with meter.paused(), _eager(settings), statistics.watch(model):
                 _loss(model, inputs, targets).backward()
@@ -126,31 +125,31 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        last, stopping = step == settings.steps, stop()
+        last, stopping = step == settings.steps, ranks.any(stop())
         validates = settings.is_due(step, settings.validations)
         saving = saves is not None and not last and settings.is_due(step, settings.saves)
         if not (validates or saving or stopping or last or step % settings.log_every == 0):
             continue
-        run.train_loss += torch.stack(losses).tolist()
-        meter.lap(len(losses) * inputs.numel())
+        run.train_loss += ranks.mean(torch.stack(losses)).tolist()
+        meter.lap(len(losses) * starts.numel() * settings.context)
         losses.clear()
         run.tokens_per_second = meter.tokens_per_second
         validated = None
         if validates:
             with meter.paused():
-                validated, run.loads = _validate(model, corpus, settings)
+                validated, run.loads = _validate(model, corpus, settings, ranks)
             run.validation.append((step, validated))
         report(Progress(name, seed, step, run.train_loss[-1], run.tokens_per_second, validated))
         if saves is not None and not last and (saving or stopping):
             with meter.paused():
-                saves.write(state(step))
+                saves.write(state(step), model, optimizer)
         if stopping and not last:
             raise Stopped
-    run.peak_memory = meter.peak_memory
+    run.peak_memory = max(ranks.gathered(meter.peak_memory), key=lambda peak: peak or 0)
     run.statistics = statistics.summary()
     run.seconds = time.perf_counter() - began
     if saves is not None:
-        saves.write({"step": settings.steps, "run": asdict(run)})
+        saves.finish({"step": settings.steps, "run": asdict(run)})
     return run
 
 
@@ -159,7 +158,7 @@ def _eager(settings: Settings) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if settings.compile else nullcontext()
 
 
-def _model(recipe: Recipe | None, seed: int, settings: Settings) -> torch.nn.Module:
+def _model(recipe: Recipe | None, seed: int, settings: Settings) -> GPT:
     sizes = {"experts": settings.experts, "top_k": settings.top_k, "size": settings.expert_size}
     experts = partial(mixture, **sizes)
     with torch.random.fork_rng(devices=()):
@@ -207,17 +206,17 @@ def _balancing(model: torch.nn.Module) -> Tensor | float:
 
 @torch.no_grad()
 def _validate(
-    model: torch.nn.Module, corpus: Corpus, settings: Settings
+    model: torch.nn.Module, corpus: Corpus, settings: Settings, ranks: Ranks
 ) -> tuple[float, list[list[float]]]:
     """The loss, and how many tokens each expert had, over the mean."""
-    total, count = 0.0, 0
-    loads = [torch.zeros_like(each.gate.weight[:, 0]) for each in mixtures(model)]
-    all_starts = corpus.validation_starts(settings.validation_sequences)
-    for starts in all_starts.split(settings.validation_batch):
+
+    def look(starts: Tensor) -> tuple[float, int, list[Any]]:
         inputs, targets = corpus.sequences(corpus.validation, starts)
-        total += _loss(model, inputs, targets).item() * inputs.numel()
-        count += inputs.numel()
-        for load, each in zip(loads, mixtures(model), strict=True):
-            assert each.load is not None
-            load += each.load
-    return total / count, [(load / load.mean()).tolist() for load in loads]
+        loss = _loss(model, inputs, targets).item() * inputs.numel()
+        return loss, inputs.numel(), [each.load for each in mixtures(model)]
+
+    batches = corpus.validation_starts(settings.validation_sequences)
+    seen = ranks.each(look, batches.split(settings.validation_batch))
+    losses, counts, loads = zip(*seen, strict=True)
+    of_blocks = [torch.stack(each).sum(0, dtype=torch.float32) for each in zip(*loads, strict=True)]
+    return sum(losses) / sum(counts), [(load / load.mean()).tolist() for load in of_blocks]

@@ -1,7 +1,7 @@
 """Unfinished runs: a folder that holds what they have come to, and from which they go on.
 
-A file for each run is written whole or not at all, so that one that is killed goes on from the last
-one; ``plan.json`` says what the comparison is to be.
+A file for each run (of ranks a folder, ``sharded_saves.py``) is written whole or not at all, so
+that one that is killed goes on from the last one; ``plan.json`` says what the comparison is to be.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from filelock import FileLock, Timeout
@@ -23,9 +23,23 @@ from ..checks import reading
 from .data import Text
 from .settings import Settings
 
-__all__ = ["Plan", "Saves", "Stopped", "alone", "digest", "forget", "saved_runs"]
+__all__ = [
+    "Plan",
+    "RunSaves",
+    "Saves",
+    "State",
+    "Stopped",
+    "alone",
+    "digest",
+    "forget",
+    "saved_runs",
+    "unreadable",
+]
 
 _FOLDER, _PLAN, _LOCK = "unfinished", "plan.json", "lock"
+
+#: Plain values by name, of a run that is saved.
+State = dict[str, Any]
 
 
 @contextmanager
@@ -64,7 +78,7 @@ class Plan:
     sha256: str
 
     def write(self, folder: Path) -> None:
-        (folder / _FOLDER).mkdir()
+        (folder / _FOLDER).mkdir(exist_ok=True)
         with _replacing(folder / _FOLDER / _PLAN) as part:
             part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
@@ -89,12 +103,37 @@ class Plan:
                 f"resume: {path} is damaged, or of another version ({error}); start anew"
             ) from None
 
+    def by_ranks(self, fsdp: int | None) -> Plan:
+        """The same for so many ranks; ValueError for runs of one process, and as Settings."""
+        if fsdp is None:
+            return self
+        if self.settings.fsdp is None:
+            raise ValueError(
+                "resume: is given beside fsdp, but one process began each of these runs; leave out "
+                "--fsdp, or start anew"
+            )
+        return replace(self, settings=replace(self.settings, fsdp=fsdp))
+
     def check(self, text: Text) -> None:
         """ValueError unless ``text`` is that which the runs began with."""
         if digest(text) != self.sha256:
             raise ValueError(
                 f"resume: {text.source} has changed since the runs began; restore it, or start anew"
             )
+
+
+class RunSaves(Protocol):
+    """Where one run is saved: by a process, or by ranks."""
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
+        """What ``write`` or ``finish`` was given last, or None; model and optimizer become what
+        they were."""
+
+    def write(self, rest: State, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Model, optimizer, and the rest, instead of what was there."""
+
+    def finish(self, rest: State) -> None:
+        """What is left of a run that has come to its end."""
 
 
 @dataclass(frozen=True)
@@ -109,23 +148,40 @@ class Saves:
     def path(self) -> Path:
         return self.folder / _FOLDER / f"{self.recipe}-{self.seed}.pt"
 
-    def load(self, device: torch.device) -> dict[str, Any] | None:
-        """What ``write`` was given last, or None."""
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
         if not self.path.exists():
             return None
-        try:
-            found: dict[str, Any] = torch.load(self.path, map_location=device, weights_only=True)
-        except Exception as error:  # whatever reading a damaged file raises
-            raise ValueError(
-                f"resume: cannot read {self.path} ({type(error).__name__}); remove it to train "
-                "that run from the start"
-            ) from None
+        found = self.read(next(model.parameters()).device)
+        if "model" in found:
+            model.load_state_dict(found.pop("model"))
+            optimizer.load_state_dict(found.pop("optimizer"))
         return found
 
-    def write(self, state: dict[str, Any]) -> None:
-        """Values and tensors, instead of what was there."""
+    def write(self, rest: State, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._write(rest | {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    def finish(self, rest: State) -> None:
+        self._write(rest)
+
+    def read(self, device: torch.device | str = "cpu") -> State:
+        """What the file has, tensors on ``device``."""
+        try:
+            found: State = torch.load(self.path, map_location=device, weights_only=True)
+        except Exception as error:  # whatever reading a damaged file raises
+            raise unreadable(self.path, error) from None
+        return found
+
+    def _write(self, state: State) -> None:
         with _replacing(self.path) as part:
             torch.save(state, part)
+
+
+def unreadable(path: Path, error: BaseException) -> ValueError:
+    """To raise where a saved run is damaged."""
+    return ValueError(
+        f"resume: cannot read {path} ({type(error).__name__}); remove it to train that run from "
+        "the start"
+    )
 
 
 @contextmanager
@@ -137,8 +193,9 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def saved_runs(folder: Path) -> Sequence[Path]:
-    """The files of runs that have come to something."""
-    return sorted((folder / _FOLDER).glob("*.pt"))
+    """The files of runs that have come to something, or the folders that ranks wrote."""
+    found = (folder / _FOLDER).glob("*")
+    return sorted(path for path in found if path.suffix == ".pt" or path.suffix[:5] == ".step")
 
 
 def forget(folder: Path) -> None:

@@ -20,12 +20,14 @@ class Settings:
 
     Those are for a CPU; :meth:`on` has others for a GPU.
 
-    Raises ValueError for ``steps`` and ``seeds`` below 1 and for a device that is not there.
+    Raises ValueError for ``steps`` and ``seeds`` below 1, for a device that is not there, and for
+    ``fsdp`` ranks that cannot share a batch.
     """
 
     steps: int = 250
     seeds: int = 3
     device: str = "cpu"
+    fsdp: int | None = None  # ranks that train a model together; None: each run is one process
     # the model: 1.4 million parameters
     width: int = 192
     layers: int = 3
@@ -57,6 +59,23 @@ class Settings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}; give 1 or more")
         check_device(self.device)
+        if self.fsdp is not None:
+            self._check_ranks(self.fsdp)
+
+    def _check_ranks(self, ranks: int) -> None:
+        if ranks < 1:
+            raise ValueError(f"fsdp: got {ranks}; give 1 or more")
+        if self.batch % ranks:
+            whole = [str(n) for n in range(1, self.batch + 1) if self.batch % n == 0]
+            raise ValueError(
+                f"fsdp: got {ranks}, but ranks share a batch of {self.batch} sequences evenly; "
+                f"choose one of {', '.join(whole)}"
+            )
+        if ":" in self.device:
+            raise ValueError(f"device: got {self.device!r} beside fsdp; give cuda: one a rank")
+        for name, given in (("moe", self.experts), ("compile", self.compile)):
+            if given:
+                raise ValueError(f"{name}: is given beside fsdp, which has none yet; leave one out")
 
     @classmethod
     def on(cls, device: str, moe: bool = False, **given: Any) -> Settings:

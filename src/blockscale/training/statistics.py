@@ -17,6 +17,7 @@ from ..ops import global_scale
 from ..quantize import quantize
 from ..reference import bounds
 from ..routing import Routing
+from .ranks import Ranks
 
 __all__ = ["ROLES", "Statistics"]
 
@@ -40,6 +41,10 @@ class _Sums:
     saturated: int = 0
     noise_to_signal: float = 0.0  # summed over tensors
 
+    def add(self, other: _Sums) -> None:
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
 
 class Statistics:
     """Saturation and signal-to-noise ratio of activations, weights and gradients.
@@ -49,17 +54,23 @@ class Statistics:
     gradient of its result, not at what lies between its two products. The ratio is that of a
     tensor's energy to the energy of its error, averaged (as noise to signal) over all tensors seen.
     It changes nothing in the model.
+
+    Of ``ranks`` each looks at the tensors that it multiplies and the first one at weights, which
+    are whole; all have the sums of all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks or Ranks(torch.device("cpu"))
         self._sums = {role: _Sums() for role in ROLES}
 
     @contextmanager
     def watch(self, model: torch.nn.Module) -> Iterator[None]:
         """Look at one forward and backward pass."""
+        before, self._sums = self._sums, {role: _Sums() for role in ROLES}
         hooks = []
         for module in model.modules():
             if isinstance(module, Linear):
+                self._add_weight(module)
                 hooks.append(module.register_forward_hook(self._after_forward))
             elif isinstance(module, GatedExperts) and module.recipe is not None:
                 hooks.append(module.register_forward_hook(self._after_experts, with_kwargs=True))
@@ -68,11 +79,20 @@ class Statistics:
         finally:
             for hook in hooks:
                 hook.remove()
+        seen, self._sums = self._ranks.gathered(self._sums), before
+        for role, sums in self._sums.items():
+            for each in seen:
+                sums.add(each[role])
+
+    def _add_weight(self, layer: Linear) -> None:
+        """Before ranks gather it as products read it."""
+        weight = self._ranks.whole(layer.weight)
+        if self._ranks.rank == 0:
+            self._add("weights", weight, layer.recipe)
 
     def _after_forward(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         recipe = layer.recipe
         self._add("activations", inputs[0], recipe)
-        self._add("weights", layer.weight, recipe)
         if output.requires_grad:
             output.register_hook(lambda grad: self._add("gradients", grad, recipe))
 

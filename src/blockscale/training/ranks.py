@@ -1,0 +1,148 @@
+"""What a run asks of the ranks that train one model: the part of this one, and what all agree on.
+
+One process is :class:`Ranks`, which has it all. :class:`ShardedRanks` share a batch and the model's
+parameters. A further way to share is a further dimension of its mesh.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..distributed import gather_quantized
+from .gpt import GPT
+from .saves import RunSaves, Saves
+
+__all__ = ["Ranks", "ShardedRanks", "check_alike"]
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+
+
+class Ranks:
+    """One process: nothing is shared, and there is nobody to agree with."""
+
+    rank = 0
+    count = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def shard(self, model: GPT) -> None:
+        """Leave this rank its shards of the parameters."""
+
+    def whole(self, weight: Tensor) -> Tensor:
+        """All of a parameter, of which this rank may have a shard. All ranks call it."""
+        return weight
+
+    def part(self, batch: Tensor) -> Tensor:
+        """What this rank learns from."""
+        return batch
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """Of those of all ranks, whose parts are of one size."""
+        return losses
+
+    def any(self, wanted: bool) -> bool:
+        """Whether one rank wants it."""
+        return wanted
+
+    def gathered(self, mine: Found) -> list[Found]:
+        """What each rank has, in the order of ranks."""
+        return [mine]
+
+    def told(self, mine: Found) -> Found:
+        """What the first rank has."""
+        return self.gathered(mine)[0]
+
+    def each(self, function: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
+        """``function`` of every item, in their order; ranks take items in turn. All make as many
+        calls, as ranks of a sharded model wait for each other: those that are left without an item
+        do another one again."""
+        turns = -(-len(items) // self.count)
+        mine = [
+            function(items[(turn * self.count + self.rank) % len(items)]) for turn in range(turns)
+        ]
+        found = self.gathered(mine)
+        return [found[i % self.count][i // self.count] for i in range(len(items))]
+
+    def saves(self, folder: Path, recipe: str, seed: int) -> RunSaves:
+        """Where a run is saved."""
+        return Saves(folder, recipe, seed)
+
+
+class ShardedRanks(Ranks):
+    """Ranks of FSDP2: each has a shard of every parameter, its gradient and the optimizer's state,
+    all in fp32, and learns from its part of each batch; gradients are the mean.
+
+    Converted layers gather their weights quantized, the others in fp32, which autocast then rounds
+    as it does in one process: so a step is that of one process but for the order of sums.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.mesh = init_device_mesh(
+            device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)
+        )
+        self.rank, self.count = self.mesh.get_local_rank("fsdp"), self.mesh["fsdp"].size()
+
+    def shard(self, model: GPT) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        gather_quantized(model)
+        for block in model.blocks:
+            fully_shard(block, mesh=self.mesh["fsdp"])
+        fully_shard(model, mesh=self.mesh["fsdp"])
+
+    def whole(self, weight: Any) -> Tensor:
+        found: Tensor = weight.detach().full_tensor()
+        values = getattr(found, "master", None)  # where one rank has all of a gathered weight
+        return found if values is None else values
+
+    def part(self, batch: Tensor) -> Tensor:
+        return batch.chunk(self.count)[self.rank]
+
+    def mean(self, losses: Tensor) -> Tensor:
+        total = losses.clone()
+        dist.all_reduce(total, group=self.mesh.get_group("fsdp"))
+        return total / self.count
+
+    def any(self, wanted: bool) -> bool:
+        flag = torch.tensor(wanted, dtype=torch.int32)  # on the host: nothing waits for a GPU
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def gathered(self, mine: Found) -> list[Found]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        return found
+
+    def saves(self, folder: Path, recipe: str, seed: int) -> RunSaves:
+        from .sharded_saves import ShardedSaves
+
+        return ShardedSaves(Saves(folder, recipe, seed), self)
+
+
+def check_alike(facts: Mapping[str, object]) -> None:
+    """ValueError on every rank where one has others than the rest. All ranks call it."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, {name: str(value) for name, value in facts.items()})
+    wrong = []
+    for name in dict.fromkeys(name for each in found for name in each):
+        values = [each.get(name) for each in found]
+        usual = Counter(values).most_common(1)[0][0]
+        others = [f"rank {i} has {value}" for i, value in enumerate(values) if value != usual]
+        if others:
+            wrong.append(f"{name} ({', '.join(others)}, most have {usual})")
+    if wrong:
+        raise ValueError(
+            f"fsdp: ranks differ in {'; '.join(wrong)}; start all of them with the same arguments, "
+            "text and versions"
+        )
