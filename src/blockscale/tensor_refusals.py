@@ -20,6 +20,10 @@ _LAYER = (
     "Where it is the weight of a layer: leave the layer out by the filter_fn of "
     "blockscale.quantize_ if the model reads its weight itself; merge adapters before it"
 )
+_COLLECTIVE = (
+    "a ScaledTensor is elements and scales, which some collectives move (gathers and shards of a "
+    "DTensor, after `import blockscale.distributed`) and none adds up"
+)
 _LOADED = "a model that has loaded quantized weights runs after blockscale.quantize_(model, recipe)"
 
 #: What torch's wrappers run into, and what they take instead.
@@ -42,6 +46,8 @@ def refusal(func: Any) -> str:
         return f"{func}: {_PRODUCT}; {_REMEDY}; {_LOADED}. {_LAYER}"
     if func is aten.new_zeros.default:
         return f"{func}: {_WHY}; {_REMEDY}. {_LAYER}. {_FSDP2}"
+    if func.namespace in ("_c10d_functional", "c10d", "_dtensor"):
+        return f"{func}: {_COLLECTIVE}; {_REMEDY}"
     return f"{func}: {_WHY}; {_REMEDY}. {_LAYER}"
 
 

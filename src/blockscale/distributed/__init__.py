@@ -1,6 +1,7 @@
 """Collectives of quantized tensors; experts over ranks, and their weights as one kernel from tokens
 to tokens reads them."""
 
+from . import scaled_dtensor  # noqa: F401 (fills the table of operations)
 from .collectives import all_gather
 from .gathered_weight import gather_quantized
 from .mega_moe import MegaMoE

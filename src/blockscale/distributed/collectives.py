@@ -64,6 +64,18 @@ def all_gather(
     return unpack(received.view(ranks, -1), sizes, shard, dim, kind)
 
 
+def exchange(
+    parts: list[ScaledTensor], dim: int = 0, group: dist.ProcessGroup | None = None
+) -> ScaledTensor:
+    """Send each rank one of ``parts``, which are alike; those that came, joined along ``dim``."""
+    kind = f"dim={dim}, {tuple(parts[0].shape)}, {parts[0]._meta()}"
+    messages, sizes = zip(*(pack(part, kind) for part in parts), strict=True)
+    sent = torch.cat(messages)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return unpack(received.view(len(parts), -1), sizes[0], parts[0], dim, kind)
+
+
 def pack(shard: ScaledTensor, kind: str) -> tuple[Tensor, list[int]]:
     """A rank's message: bytes of what it is, elements, block scales, and perhaps a global scale;
     and how many there are of each."""
