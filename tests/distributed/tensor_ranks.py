@@ -204,6 +204,23 @@ def sent(case: str, device: torch.device) -> list[int]:
     return found
 
 
+def refused(device: torch.device) -> list[str]:
+    """What ranks with different recipes say, of tensor parallelism and of FSDP2."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    said = []
+    recipe = RECIPES[min(dist.get_rank(), 1)]
+    try:
+        parallel(make_block(recipe, "shared", device), "shared", mesh)
+    except ValueError as error:
+        said.append(str(error))
+    block = fully_shard(gather_quantized(make_block(recipe, "shared", device)), mesh=mesh)
+    try:
+        block(torch.randn(1, 32, WIDE, device=device))
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
 def gathered(x: Tensor) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())
@@ -212,11 +229,8 @@ def gathered(x: Tensor) -> Tensor:
 
 def task(rank: int, ranks: int, folder: Path) -> Any:
     device = torch.device("cpu")
-    return (
-        compared(device),
-        trained(device),
-        {case: sent(case, device) for case in ("sequence", "shared")},
-    )
+    counted = {case: sent(case, device) for case in ("sequence", "shared")}
+    return compared(device), trained(device), counted, refused(device)
 
 
 if __name__ == "__main__":

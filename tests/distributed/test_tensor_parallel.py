@@ -44,7 +44,7 @@ def test_agrees_with_one_process(found, name):
 
 def test_weights_are_gathered_quantized_over_another_dimension(found):
     """FSDP2 beside tensor parallelism: the losses are the same, with and without."""
-    for _, trained, _ in found:
+    for _, trained, *_ in found:
         for plain, quantized in trained.values():
             assert plain == quantized
             assert plain[-1] < plain[0]
@@ -53,11 +53,21 @@ def test_weights_are_gathered_quantized_over_another_dimension(found):
 def test_bytes(found):
     """An input of two layers is gathered by rows for each, or once; so is it by columns; the
     gradient of the output by both: each in at most 0.52 of bfloat16's bytes."""
-    for *_, sent in found:
+    for _, _, sent, _ in found:
         assert len(sent["sequence"]) == 6
         assert len(sent["shared"]) == 4
         for each in (*sent["sequence"], *sent["shared"]):
             assert each <= 0.52 * 2 * BATCH * 128 * WIDE
+
+
+def test_other_recipes_are_told(found):
+    """On every rank, where the layer is shared, or in the first gather."""
+    for rank, (*_, said) in enumerate(found):
+        assert len(said) == 2
+        other = "rank 1 has" if rank == 0 else "rank 0 has"
+        for sentence, what in zip(said, ("recipe: rank", "recipe of a weight: rank"), strict=True):
+            assert sentence.startswith(f"{what} {rank} has")
+            assert other in sentence
 
 
 # --- one rank -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..tensor import ScaledTensor
 from ..watching import is_dtensor
+from .alike import check_alike
 from .collectives import all_gather
 from .shards import How, as_operand, warn_of_cut_blocks
 from .tensor_parallel import ParallelLinear
@@ -71,10 +72,12 @@ class Held:
     Attributes:
         master: values in high precision, of a shard or where it was gathered as it is.
         gathered: what a rank has of the whole one, otherwise.
+        checked: that all ranks quantize it alike.
     """
 
     master: Tensor | None = None
     gathered: Gathered | None = None
+    checked: bool = False
 
 
 class GatheredWeight(Tensor):
@@ -192,6 +195,9 @@ class GatheredWeight(Tensor):
         shard, ranks = _master_of(self).to(dtype), mesh.size()
         if ranks == 1:  # nothing travels, and FSDP2 hands on one tensor
             return (shard,), (None, None, outer_size)
+        if not self.held.checked:  # before ranks wait for each other's other bytes
+            check_alike("recipe of a weight", (tuple(outer_size), *self.how[:2]), mesh.get_group())
+            self.held.checked = True
         if outer_size[0] % (ranks * self.how.rows) or outer_size[1] % self.how.rows:
             warn_of_cut_blocks(outer_size, ranks, self.how)
             rows = -(-outer_size[0] // ranks)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import parallel as torch_parallel
 from ..formats import get_format
 from ..nn.class_change import extend
 from ..nn.linear import Linear, check_dtype
+from .alike import check_alike
 from .gathered_input import GatheredInput, gather_input, reduce_output, replicate_input
 from .parallel_product import multiply
 
@@ -65,7 +66,8 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     Arguments are torch's: ``input_layouts`` is Replicate (default), or Shard of a dimension that is
     not the last, and ``output_layouts`` Shard(-1), or what that is redistributed to.
 
-    Raises TypeError for layers that were not converted; ValueError where ranks would cut blocks.
+    Raises TypeError for layers that were not converted; ValueError where ranks would cut blocks,
+    and on every rank where they have different recipes.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -184,6 +186,7 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
             "blockscale.distributed.gather_quantized after parallelize_module"
         )
     _check_blocks(module, mesh, dim)
+    check_alike("recipe", module.recipe, mesh.get_group())
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement: Placement = Shard(dim) if name == "weight" or dim == 0 else Replicate()
         source = getattr(style, "src_data_rank", 0)

@@ -1,0 +1,1 @@
+"""Models over ranks: sharded parameters, layers and sequences, gathered quantized."""

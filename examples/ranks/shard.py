@@ -1,0 +1,69 @@
+"""A model that is converted, on a mesh: this is all that ranks need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as torch_parallel
+
+import blockscale as bs
+
+__all__ = ["shard"]
+
+
+def shard(model: Any, recipe: bs.Recipe | None, mesh: DeviceMesh) -> nn.Module:
+    """Convert a Llama and share it over the mesh's dimensions "dp" (FSDP2) and "tp" (layers, and
+    sequences between them)."""
+    if recipe is not None:
+        bs.convert(model, recipe)  # not lm_head, whose logits stay as they are
+    if mesh["tp"].size() > 1:
+        share_layers(model, mesh["tp"], recipe is not None)
+    if mesh["dp"].size() > 1:
+        if recipe is not None:
+            bs.distributed.gather_quantized(model)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+        fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    return model
+
+
+def share_layers(model: Any, mesh: DeviceMesh, converted: bool) -> None:
+    """torch's plan of a Llama, with the styles of this package where layers were converted."""
+    styles: Any = bs.distributed if converted else torch_parallel
+    column, row = styles.ColwiseParallel, styles.RowwiseParallel
+    gathers: dict[str, Any] = {
+        "input_kwarg_layouts": {"hidden_states": Shard(1)},
+        "desired_input_kwarg_layouts": {"hidden_states": Replicate()},
+    }
+    layer = {
+        "input_layernorm": torch_parallel.SequenceParallel(use_local_output=True),
+        "self_attn": styles.PrepareModuleInput(use_local_output=True, **gathers),
+        **{f"self_attn.{name}_proj": column() for name in "qkv"},
+        "self_attn.o_proj": row(output_layouts=Shard(1)),
+        "post_attention_layernorm": torch_parallel.SequenceParallel(use_local_output=True),
+        "mlp": styles.PrepareModuleInput(
+            input_layouts=(Shard(1),),
+            desired_input_layouts=(Replicate(),),
+            use_local_output=True,
+        ),
+        "mlp.gate_proj": column(),
+        "mlp.up_proj": column(),
+        "mlp.down_proj": row(output_layouts=Shard(1)),
+    }
+    plan = {
+        "model.embed_tokens": torch_parallel.RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1)
+        ),
+        "model.norm": torch_parallel.SequenceParallel(use_local_output=True),
+        "lm_head": torch_parallel.ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Replicate()
+        ),
+        **{f"model.layers.*.{name}": style for name, style in layer.items()},
+    }
+    torch_parallel.parallelize_module(model, mesh, plan)
