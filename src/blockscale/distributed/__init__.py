@@ -1,7 +1,8 @@
 """Collectives of quantized tensors; experts over ranks, and their weights as one kernel from tokens
 to tokens reads them."""
 
-from .collectives import all_gather
+from .collectives import all_gather, all_to_all
+from .expert_parallel import ExpertParallel
 from .gathered_weight import gather_quantized
 from .mega_moe import MegaMoE
 from .mega_weights import FoldError, MegaWeights, check_mega_weights, transform_weights
@@ -10,6 +11,7 @@ from .tokens import PeerError
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "FoldError",
     "MegaMoE",
     "MegaWeights",
@@ -17,6 +19,7 @@ __all__ = [
     "PrepareModuleInput",
     "RowwiseParallel",
     "all_gather",
+    "all_to_all",
     "check_mega_weights",
     "gather_quantized",
     "transform_weights",
