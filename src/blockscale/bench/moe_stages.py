@@ -65,8 +65,8 @@ class _Run:
         what = "gather + quantize, " + " and ".join(axes)
         return what, lambda: self.call.operands(Rows(x, self.call.tokens), role, **axes)
 
-    def multiply(self, product: Callable[..., Tensor], rows: object, weight: Tensor) -> Tensor:
-        return product(rows, weight, self.call.offsets, self.call.product())
+    def multiply(self, product: Callable[..., Tensor], rows: object, name: str) -> Tensor:
+        return product(rows, getattr(self, name), self.call.offsets, self.call.product(name))
 
     def wgrad(self, what: str, g: Any, x: Any) -> Step:
         return what, partial(group_passes.wgrad, g, x, self.call.offsets, self.x.dtype)
@@ -75,13 +75,13 @@ class _Run:
         yield "route", lambda: route(self.layer.indices, len(self.up))
         yield self.gather(self.x, "activations", rows=True)
         x = self.call.operands(Rows(self.x, self.call.tokens), "activations", rows=True).rows
-        up = partial(self.multiply, group_passes.fprop, x, self.up)
+        up = partial(self.multiply, group_passes.fprop, x, "up")
         yield "up", up
         self.h = up()
         made = Activated(self.activation, self.h)
         quantize_a = partial(self.call.operands, made, "activations", rows=True)
         yield "SwiGLU + quantize, rows", quantize_a
-        down = partial(self.multiply, group_passes.fprop, quantize_a().rows, self.down)
+        down = partial(self.multiply, group_passes.fprop, quantize_a().rows, "down")
         yield "down", down
         given = down(), self.routing.slots, self.weights, self.x.dtype
         yield "combine", lambda: combine(*given)
@@ -91,7 +91,7 @@ class _Run:
         grad, both = self.layer.grad, {"rows": True, "columns": True}
         yield self.gather(grad, "gradients", **both)
         g = self.call.operands(Rows(grad, self.call.tokens), "gradients", **both)
-        of_a = partial(self.multiply, group_passes.dgrad, g.rows, self.down)
+        of_a = partial(self.multiply, group_passes.dgrad, g.rows, "down")
         yield "dgrad, down", of_a
         weighted = Activated(self.activation, self.h, self.row_weights)
         quantize_a = partial(self.call.operands, weighted, "activations", columns=True)
@@ -101,7 +101,7 @@ class _Run:
         quantize_h = partial(self.call.operands, source, "gradients", **both)
         yield "SwiGLU backward + quantize, both", quantize_h
         g = quantize_h()
-        of_x = partial(self.multiply, group_passes.dgrad, g.rows, self.up)
+        of_x = partial(self.multiply, group_passes.dgrad, g.rows, "up")
         yield "dgrad, up", of_x
         dx = of_x()
         yield "combine, dx", lambda: combine(dx, self.routing.slots)

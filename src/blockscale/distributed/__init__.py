@@ -2,7 +2,8 @@
 to tokens reads them."""
 
 from . import scaled_dtensor  # noqa: F401 (fills the table of operations)
-from .collectives import all_gather
+from .collectives import all_gather, all_to_all
+from .expert_parallel import ExpertParallel
 from .gathered_weight import gather_quantized
 from .mega_moe import MegaMoE
 from .mega_weights import FoldError, MegaWeights, check_mega_weights, transform_weights
@@ -11,6 +12,7 @@ from .tokens import PeerError
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "FoldError",
     "MegaMoE",
     "MegaWeights",
@@ -18,6 +20,7 @@ __all__ = [
     "PrepareModuleInput",
     "RowwiseParallel",
     "all_gather",
+    "all_to_all",
     "check_mega_weights",
     "gather_quantized",
     "transform_weights",

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..tensor import ScaledTensor
 from .tokens import rank_and_ranks
 
-__all__ = ["all_gather", "pack", "unpack"]
+__all__ = ["all_gather", "all_to_all", "exchange", "pack", "unpack"]
 
 #: Its name before torch 2.13, and since.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,14 +46,7 @@ def all_gather(
 
     Source: seed 001 of Transformer Engine, "Quantized all-gather".
     """
-    if not isinstance(shard, ScaledTensor):
-        raise TypeError(
-            f"shard: got {type(shard).__name__}; expected a ScaledTensor: call blockscale.quantize"
-        )
-    if shard.layout_name != "compact" or shard.offsets is not None:
-        raise ValueError(
-            f"shard: got {shard}; expected compact scales and no groups: call to_layout('compact')"
-        )
+    _check("shard", shard)
     ranks = rank_and_ranks(group)[1]
     if ranks == 1:
         return shard
@@ -76,6 +69,93 @@ def exchange(
     return unpack(received.view(len(parts), -1), sizes[0], parts[0], dim, kind)
 
 
+def all_to_all(
+    rows: ScaledTensor,
+    output_split_sizes: list[int],
+    input_split_sizes: list[int],
+    group: dist.ProcessGroup | None = None,
+) -> ScaledTensor:
+    """Rows to the ranks that want them: what each rank receives, in the order of ranks, has the
+    bytes of the rows sent first and quantized then.
+
+    >>> q = bs.quantize(torch.randn(8, 128), "mxfp8")
+    >>> bs.distributed.all_to_all(q, [8], [8]).shape  # alone; of 2 ranks [4, 4] for each to get 4
+    torch.Size([8, 128])
+
+    Args:
+        rows: (R, K), blocked along -1, each row by itself, with compact scales, of as many columns
+            on all ranks. Of NVFP4 all ranks quantize with one global scale, that of the largest
+            amax.
+        output_split_sizes: how many rows come from each rank, as of
+            torch.distributed.all_to_all_single.
+        input_split_sizes: and go to it, in the order of ``rows``.
+        group: of torch.distributed; None: the default one, or this process alone where it was not
+            initialized. All ranks of it call this, those without rows, too.
+
+    Raises TypeError where ``rows`` is no ScaledTensor; ValueError where it cannot be sent, where
+    sizes do not fit, and where another rank's is of another format or dtype with as many bytes
+    (which a GPU waits for when ``rows`` is the first of its kind). Where ranks have other global
+    scales, the result's is NaN.
+
+    Source: DeepEP, whose dispatch sends FP8 rows and their scales.
+    """
+    _check("rows", rows)
+    if rows.dim() != 2 or rows.axis != -1 or rows.format.block[0] > 1:
+        raise ValueError(
+            f"rows: got {rows}; expected a matrix whose rows have blocks of their own: quantize it "
+            "with axis=-1, and with fp8_1x128 for fp8_128x128"
+        )
+    ranks, count = rank_and_ranks(group)[1], len(rows)
+    if not len(output_split_sizes) == len(input_split_sizes) == ranks:
+        raise ValueError(
+            f"output_split_sizes, input_split_sizes: have {len(output_split_sizes)} and "
+            f"{len(input_split_sizes)} numbers, there are {ranks} ranks; give one for each"
+        )
+    if sum(input_split_sizes) != count:
+        raise ValueError(
+            f"input_split_sizes: got {input_split_sizes}, {sum(input_split_sizes)} in all; rows "
+            f"has {count}"
+        )
+    if ranks == 1:
+        return rows
+    kind = f"{rows.shape[1]} columns, {rows._meta()}"
+    data, scale, *scalars = (
+        part.contiguous().view(part.shape or (1,)).view(torch.uint8) for part in _parts(rows)
+    )
+    head = torch.cat([_header(kind, rows.device), *scalars])
+    body = torch.cat([data, scale], 1)
+    sent, received = (
+        [len(head) + size * body.shape[1] for size in sizes]
+        for sizes in (input_split_sizes, output_split_sizes)
+    )
+    pieces = [x for part in body.split(input_split_sizes) for x in (head, part.flatten())]
+    found = body.new_empty(sum(received))
+    dist.all_to_all_single(found, torch.cat(pieces), received, sent, group=group)
+    messages = found.split(received)
+    heads = torch.stack([message[: len(head)] for message in messages])
+    _check_headers(heads[:, :_HEADER], kind, "rows")
+    bodies = torch.cat([message[len(head) :] for message in messages]).view(-1, body.shape[1])
+    parts = bodies.split([data.shape[1], scale.shape[1]], 1)
+    made: dict[str, Any] = {
+        name: part.contiguous().view(like.dtype)
+        for name, part, like in zip(("data", "scale"), parts, _parts(rows), strict=False)
+    }
+    if scalars:
+        made["global_scale"] = _alike(heads[:, _HEADER:].contiguous().view(torch.float32).view(-1))
+    return rows._with(**made, shape=(len(bodies), rows.shape[1]))
+
+
+def _check(name: str, given: ScaledTensor) -> None:
+    if not isinstance(given, ScaledTensor):
+        raise TypeError(
+            f"{name}: got {type(given).__name__}; expected a ScaledTensor: call blockscale.quantize"
+        )
+    if given.layout_name != "compact" or given.offsets is not None:
+        raise ValueError(
+            f"{name}: got {given}; expected compact scales and no groups: call to_layout('compact')"
+        )
+
+
 def pack(shard: ScaledTensor, kind: str) -> tuple[Tensor, list[int]]:
     """A rank's message: bytes of what it is, elements, block scales, and perhaps a global scale;
     and how many there are of each."""
@@ -89,7 +169,7 @@ def unpack(
 ) -> ScaledTensor:
     """The messages of all ranks (ranks, bytes) as one tensor, of shards like ``shard``."""
     headers, *found = received.split(sizes, 1)
-    _check_headers(headers, kind)
+    _check_headers(headers, kind, "shard")
     whole = [
         part.contiguous().view(like.dtype).view(len(received), *like.shape)
         for part, like in zip(found, _parts(shard), strict=True)
@@ -115,7 +195,7 @@ def _header(kind: str, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(octets), dtype=torch.uint8).to(device)
 
 
-def _check_headers(headers: Tensor, kind: str) -> None:
+def _check_headers(headers: Tensor, kind: str, name: str) -> None:
     """ValueError unless all ranks sent the same kind; on a GPU only the first time, as it waits."""
     if headers.is_cuda:
         if kind in _seen or torch.cuda.is_current_stream_capturing():
@@ -125,7 +205,7 @@ def _check_headers(headers: Tensor, kind: str) -> None:
         given = bytes(octets).decode(errors="replace").strip()
         if given != kind[:_HEADER]:
             raise ValueError(
-                f"shard: this rank has {kind}, rank {rank} {given}; quantize alike on all ranks"
+                f"{name}: this rank has {kind}, rank {rank} {given}; quantize alike on all ranks"
             )
 
 

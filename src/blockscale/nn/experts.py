@@ -136,7 +136,8 @@ class _Experts(torch.autograd.Function):
             read = grad, call.x, call.weights, call.held.up, call.held.down
             if call.launches is not None and not _are_plain(h, *read):
                 call = call._replace(launches=None)
-            found = experts_backward.gradients(needs, call, h, grad, main_grads)
+            g = Rows(grad.to(ctx.how.dtype), call.tokens)
+            found = experts_backward.gradients(needs, call, h, g, main_grads)
         others = (None,) * (len(needs) - len(found))
         return None, None, *refuse_double_backward(found), *others
 
@@ -163,7 +164,8 @@ class _TransformedExperts(torch.autograd.Function):
             h = _first_product(call, dgrad=False)
             if ctx.how.saved_format is not None:
                 h = quantize(h, ctx.how.saved_format, pad=True).dequantize(ctx.how.dtype)
-            found = experts_backward.gradients(needs, call, h, grad)
+            g = Rows(grad.to(ctx.how.dtype), call.tokens)
+            found = experts_backward.gradients(needs, call, h, g)
         sources = grad, *(x for x in tensors[: len(found)] if x is not None)
         others = (None,) * (len(needs) - len(found))
         return None, *refuse_double_backward(found, *sources), *others
@@ -178,13 +180,12 @@ class _TransformedExperts(torch.autograd.Function):
 
 def _first_product(call: Call, *, dgrad: bool) -> Tensor:
     """``dgrad``: what it reads has a gradient."""
-    return call.multiply(Rows(call.x, call.tokens), call.up, call.held.up_bias, dgrad=dgrad)
+    return call.multiply(Rows(call.x, call.tokens), "up", dgrad=dgrad)
 
 
 def _second_product(call: Call, h: Tensor, *, dgrad: bool) -> Tensor:
     """Of the first one's, and combined."""
-    source = Activated(call.how.activation, h)
-    y = call.multiply(source, call.held.down, call.held.down_bias, dgrad=dgrad)
+    y = call.multiply(Activated(call.how.activation, h), "down", dgrad=dgrad)
     return call.combined(y, call.weights, call.how.dtype)
 
 

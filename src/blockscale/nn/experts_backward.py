@@ -22,11 +22,12 @@ def gradients(
     needs: tuple[bool, ...],
     call: Call,
     h: Tensor,
-    grad: Tensor,
+    grad: Source,
     main_grads: MainGrads | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Of x, weights and what experts hold, as far as they are needed. ``h`` is the first product,
-    ``grad`` that of the result (tokens, H). Those of stacks with ``main_grads`` are added there."""
+    ``grad`` has of each row that of its token's result. Those of stacks with ``main_grads`` are
+    added there."""
     return _Backward(needs, call, h, grad, main_grads or {}).all()
 
 
@@ -43,16 +44,15 @@ class _Backward:
         needs: tuple[bool, ...],
         call: Call,
         h: Tensor,
-        grad: Tensor,
+        grad: Source,
         main_grads: MainGrads,
     ):
-        self.call, self.main_grads, dtype = call, main_grads, call.how.dtype
+        self.call, self.main_grads = call, main_grads
         self.needs_dx, self.needs_da = dgrads(needs)
         _, self.needs_dweights, up, down, self.needs_dup_bias, *others = needs[:7]
         self.needs_ddown_bias, gate = others
         self.needs_dup, self.needs_ddown = up or gate, down
-        self.h = h
-        self.grad = Rows(grad.to(dtype), call.tokens)
+        self.h, self.grad = h, grad
         self.row_weights = call.row_weights()
 
     def all(self) -> tuple[Tensor | None, ...]:
@@ -88,7 +88,7 @@ class _Backward:
         call, da, down = self.call, None, None
         g = call.operands(self.grad, "gradients", rows=self.needs_da, columns=self.needs_ddown)
         if g.rows is not None:
-            da = group_passes.dgrad(g.rows, call.held.down, call.offsets, call.product())
+            da = group_passes.dgrad(g.rows, call.held.down, call.offsets, call.product("down"))
         if g.columns is not None:
             made = Activated(call.how.activation, self.h, self.row_weights)
             own = call.operands(made, "activations", columns=True).columns
@@ -99,7 +99,7 @@ class _Backward:
         """The gradients of tokens, and of its matrices."""
         call, dx, up = self.call, None, None
         if g.rows is not None:
-            of_rows = group_passes.dgrad(g.rows, call.up, call.offsets, call.product())
+            of_rows = group_passes.dgrad(g.rows, call.up, call.offsets, call.product("up"))
             dx = call.combined(of_rows, None, call.x.dtype)
             del of_rows
         if g.columns is not None:

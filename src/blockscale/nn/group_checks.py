@@ -85,7 +85,7 @@ def check_grouped(
     _check_alike(x, weight=weight, bias=bias)
     refuse_tangents("layers of groups have", x, weight, bias)
     check_offsets(offsets, len(x), x.device)
-    _check_count("offsets", offsets, weight)
+    _check_count("offsets", offsets, len(weight))
 
 
 def check_experts(
@@ -96,8 +96,9 @@ def check_experts(
     recipe: Recipe | None,
     transposed: bool,
     interleaved: bool = False,
+    ranks: int = 1,
 ) -> None:
-    """Raise unless these are operands of ``experts``."""
+    """Raise unless these are operands of ``experts``, which so many ``ranks`` share evenly."""
     check_recipe_of_groups(recipe)
     if held.gate is not None and interleaved:
         raise ValueError(
@@ -112,9 +113,9 @@ def check_experts(
                 "None, or blockscale.route(...) as routing"
             )
         check_offsets(routing, len(x), x.device)
-        _check_count("routing", routing, held.up)
+        _check_count("routing", routing, len(held.up))
     else:
-        _check_routing(x, weights, routing, held.up)
+        _check_routing(x, weights, routing, ranks * len(held.up))
     refuse_tangents("layers of groups have", x, weights, *held)
 
 
@@ -169,7 +170,7 @@ def _check_rows(name: str, weight: Tensor, recipe: Recipe | None) -> None:
         )
 
 
-def _check_routing(x: Tensor, weights: Tensor | None, routing: Routing, up: Tensor) -> None:
+def _check_routing(x: Tensor, weights: Tensor | None, routing: Routing, num_experts: int) -> None:
     if not isinstance(routing, Routing):
         raise TypeError(f"routing: got {type(routing).__name__}; expected blockscale.route(...)")
     slots = routing.slots
@@ -205,7 +206,7 @@ def _check_routing(x: Tensor, weights: Tensor | None, routing: Routing, up: Tens
         raise ValueError(
             "routing: has tokens that are not those of its pairs, pairs // top_k; change both alike"
         )
-    _check_count("routing", routing.offsets, up)
+    _check_count("routing", routing.offsets, num_experts)
 
 
 def _check_alike(x: Tensor, **others: Tensor | None) -> None:
@@ -225,8 +226,8 @@ def _check_biases(recipe: Recipe | None, wanted: tuple[int, ...], **given: Tenso
             raise ValueError(f"{name}: has shape {tuple(bias.shape)}; expected {wanted}, or None")
 
 
-def _check_count(name: str, offsets: Tensor, weight: Tensor) -> None:
-    if len(offsets) != len(weight):
+def _check_count(name: str, offsets: Tensor, groups: int) -> None:
+    if len(offsets) != groups:
         raise ValueError(
-            f"{name}: is of {len(offsets)} groups, the weights of {len(weight)}; pass as many"
+            f"{name}: is of {len(offsets)} groups, the weights of {groups}; pass as many"
         )

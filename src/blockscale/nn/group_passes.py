@@ -47,12 +47,14 @@ Operand = Tensor | QuantizedRows
 
 class Product(NamedTuple):
     """How rows are multiplied: ``dtype`` is that of the result, ``transposed`` as above. ``dgrad``:
-    a backward will multiply by the same weight."""
+    a backward will multiply by the same weight. ``weight_scale``: the global scale of the weight,
+    where it is not its own."""
 
     recipe: Recipe | None
     dtype: torch.dtype
     transposed: bool = False
     dgrad: bool = False
+    weight_scale: Tensor | None = None
 
 
 def fprop(x: Operand, weight: Weight, offsets: Tensor, how: Product) -> Tensor:
@@ -124,21 +126,23 @@ def _product(x: Operand, weight: Weight, offsets: Tensor, how: Product, upright:
     if not isinstance(x, ScaledTensor):
         whole = torch.cat(weight, 1) if isinstance(weight, tuple) else weight
         return _plain(x, whole if upright else whole.mT, offsets, how.dtype)
-    assert how.recipe is not None
-    w = _quantized(weight, how.recipe, columns=upright, dgrad=how.dgrad)
+    w = _quantized(weight, how, columns=upright)
     return grouped_gemm(x, w if upright else w.mT, offsets, how.dtype)
 
 
-def _quantized(weight: Weight, recipe: Recipe, *, columns: bool, dgrad: bool) -> ScaledTensor:
-    """Blocked along columns, or along rows; ``dgrad`` as of ``quantized_weight``."""
-    dgrad = dgrad and "dgrad" not in recipe.high_precision
+def _quantized(weight: Weight, product: Product, *, columns: bool) -> ScaledTensor:
+    """Blocked along columns, or along rows."""
+    recipe = product.recipe
+    assert recipe is not None
+    dgrad = product.dgrad and "dgrad" not in recipe.high_precision
     format = recipe.format_of("weights")
     given: Any = {"rows": not columns, "columns": columns}
 
     def made(each: Tensor, scale: Tensor | None = None) -> ScaledTensor:
         how = format.name, recipe.scale_rounding
         if scale is None:
-            forms = quantized_weight(each, *how, **given, dgrad=dgrad)
+            scalar = product.weight_scale
+            forms = quantized_weight(each, *how, **given, dgrad=dgrad, global_scale=scalar)
         else:  # it depends on the other stack: nothing to be reused
             forms = quantize_forms(each, *how, **given, global_scale=scale)
         found = forms.columns if columns else forms.rows

@@ -1,0 +1,88 @@
+"""Experts shared by ranks, in the plans of torch's parallelize_module."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..nn.class_change import become
+from ..nn.moe import GatedExperts, MoE
+from .parallel_experts import ParallelExperts
+
+__all__ = ["ExpertParallel"]
+
+
+class ExpertParallel(ParallelStyle):
+    """Each rank has as many of a layer's experts, and passes tokens of its own; for training.
+
+    >>> plan = {"experts": bs.distributed.ExpertParallel()}
+    >>> # torch.distributed.tensor.parallel.parallelize_module(moe, mesh["ep"], plan)
+
+    for the ``experts`` of a :class:`blockscale.nn.MoE`, or :class:`blockscale.nn.GatedExperts` that
+    are called with the routing of all experts. Their parameters become DTensors, Shard(0): rank
+    ``r`` of R has the experts from ``r * num_experts / R`` on. A token travels once to each rank
+    that has one of its experts, quantized by rows, and each expert's result comes back in the
+    output's dtype, to be added up in the order of an unsharded layer. The rows of an expert are the
+    tokens of all ranks, by rank and then by token: outputs and gradients have the bits of an
+    unsharded layer that gets the ranks' tokens in one batch, where products have the same. Ranks
+    may have other numbers of tokens, or none. All ranks call forward and backward together.
+
+    In the backward the gradient of the output travels in high precision, and so do tokens once
+    more: gradients of matrices are quantized along the rows of an expert, in blocks that only its
+    rank knows. Where ``down_proj`` is frozen (and without a bias) gradients travel quantized, where
+    ``gate_up_proj`` is, tokens do not.
+
+    Gradients of experts are sums over the tokens of all ranks of the mesh, as of one batch.
+    ``fully_shard`` of the same module over another dimension comes after this. Compilers call it as
+    it is.
+
+    Raises, when it is applied, TypeError for other modules, ValueError where experts cannot be
+    shared evenly or the mesh has several dimensions, RuntimeError without a process group. In a
+    forward, ValueError or TypeError where a rank's arguments do not fit, and :class:`PeerError` on
+    the others then; ValueError on all where theirs differ in more than the number of tokens.
+
+    Source: Lepikhin et al., "GShard", arXiv 2006.16668; torchtitan's style of this name.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check(module, device_mesh)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shared = distribute_tensor(
+                parameter, device_mesh, (Shard(0),), src_data_rank=self.src_data_rank
+            )
+            made = nn.Parameter(shared, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, made)
+        become(module, ParallelExperts)
+        return module
+
+
+def _check(module: nn.Module, mesh: DeviceMesh) -> None:
+    if isinstance(module, ParallelExperts):
+        raise TypeError("module: its experts are shared already; apply ExpertParallel once")
+    if not isinstance(module, GatedExperts):
+        remedy = "call it with blockscale.nn.GatedExperts"
+        if isinstance(module, MoE):
+            remedy = 'name its experts in the plan: {"experts": ExpertParallel()}'
+        raise TypeError(
+            f"module: got {type(module).__name__}; ExpertParallel takes the experts of a "
+            f"blockscale.nn.MoE: {remedy}"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "device_mesh: torch.distributed has no process group; call "
+            "torch.distributed.init_process_group before"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"device_mesh: has dimensions {mesh.mesh_dim_names or mesh.ndim}; give one of them, as "
+            'mesh["ep"]'
+        )
+    count = module.gate_up_proj.shape[0]
+    if count % mesh.size():
+        raise ValueError(
+            f"num_experts: {count} cannot be shared evenly by {mesh.size()} ranks; give the mesh a "
+            "number of ranks that divides it"
+        )
