@@ -1,5 +1,5 @@
-"""A Llama with the names of transformers, so that its plans and checkpoints are those of the real
-ones: ``python -m examples.ranks.train --transformers`` takes that instead."""
+"""A Llama, or a mixture of experts, with the names of transformers, so that its plans are those of
+the real ones: ``python -m examples.ranks.train --transformers`` takes that instead."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import blockscale as bs
+
 __all__ = ["SIZES", "Llama", "LlamaConfig"]
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Fields of transformers' LlamaConfig."""
+    """Fields of transformers' LlamaConfig, and of MixtralConfig where there are experts."""
 
     hidden_size: int
     intermediate_size: int
@@ -25,6 +27,8 @@ class LlamaConfig:
     vocab_size: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 2
 
     @property
     def head_dim(self) -> int:
@@ -33,6 +37,7 @@ class LlamaConfig:
 
 SIZES = {
     "tiny": LlamaConfig(512, 1024, 2, 16, 8, 512),
+    "tiny-moe": LlamaConfig(512, 256, 2, 16, 8, 512, num_local_experts=8),
     "1b": LlamaConfig(2048, 8192, 16, 32, 8, 128_256),
     "8b": LlamaConfig(4096, 14_336, 32, 32, 8, 128_256),
 }
@@ -71,12 +76,19 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def perceptron(config: LlamaConfig) -> nn.Module:
+    if not config.num_local_experts:
+        return MLP(config)
+    sizes = config.hidden_size, config.intermediate_size, config.num_local_experts
+    return bs.nn.MoE(*sizes, bs.nn.Router(top_k=config.num_experts_per_tok), recipe=None)
+
+
 class DecoderLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         norms = (nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
         self.input_layernorm, self.post_attention_layernorm = norms
-        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.self_attn, self.mlp = Attention(config), perceptron(config)
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         x = hidden_states + self.self_attn(

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.parallel import parallelize_module
 
 import blockscale as bs
 
@@ -17,20 +18,27 @@ __all__ = ["shard"]
 
 
 def shard(model: Any, recipe: bs.Recipe | None, mesh: DeviceMesh) -> nn.Module:
-    """Convert a Llama and share it over the mesh's dimensions "dp" (FSDP2) and "tp" (layers, and
-    sequences between them)."""
+    """Convert a Llama and share it over the mesh's dimensions: "dp" and "ep" have batches of their
+    own and share all parameters (FSDP2), experts over "ep" by number; "tp" shares layers, and
+    sequences between them."""
     if recipe is not None:
         bs.convert(model, recipe)  # not lm_head, whose logits stay as they are
     if mesh["tp"].size() > 1:
         share_layers(model, mesh["tp"], recipe is not None)
-    if mesh["dp"].size() > 1:
-        if recipe is not None:
-            bs.distributed.gather_quantized(model)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
-        fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
-    return model
+    if recipe is not None:
+        bs.distributed.gather_quantized(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    batches = mesh["dp", "ep"]._flatten("batches")
+    for layer in model.model.layers:
+        if mesh["ep"].size() > 1:
+            experts = layer.mlp.experts
+            parallelize_module(experts, mesh["ep"], bs.distributed.ExpertParallel())
+            fully_shard(experts, mesh=mesh["dp"], mp_policy=policy)
+            # an expert has the gradients of all batches, as others have after FSDP's sum
+            experts.set_gradient_divide_factor(batches.size())
+            experts.set_force_sum_reduction_for_comms(True)  # gloo has no sum of multiples
+        fully_shard(layer, mesh=batches, mp_policy=policy)
+    return fully_shard(model, mesh=batches, mp_policy=policy)
 
 
 def share_layers(model: Any, mesh: DeviceMesh, converted: bool) -> None:
@@ -66,4 +74,4 @@ def share_layers(model: Any, mesh: DeviceMesh, converted: bool) -> None:
         ),
         **{f"model.layers.*.{name}": style for name, style in layer.items()},
     }
-    torch_parallel.parallelize_module(model, mesh, plan)
+    parallelize_module(model, mesh, plan)

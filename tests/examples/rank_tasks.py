@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,18 +12,23 @@ from examples.ranks.model import SIZES
 from examples.ranks.shard import shard
 from examples.ranks.train import make_model, train
 
-__all__ = ["losses"]
+__all__ = ["task"]
 
-STEPS, BATCH, LENGTH = 6, 2, 256
+STEPS, BATCH, LENGTH = 5, 2, 256
 
 
-def losses(rank: int, ranks: int, folder: Path) -> dict[str, list[float]]:
-    """By recipe, on a mesh of FSDP2 and tensor parallelism whose shape the environment has."""
-    fsdp = int(os.environ["FSDP"])
-    mesh = init_device_mesh("cpu", (fsdp, ranks // fsdp), mesh_dim_names=("dp", "tp"))
+def losses(
+    size: str, recipes: list[str], shape: tuple[int, int, int], rank: int, ranks: int, folder: Path
+) -> dict[str, list[float]]:
+    """By recipe, on a mesh of such a shape."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep", "tp"))
     found = {}
-    for name in ("bf16", "mxfp8", "fp8_block"):
+    for name in recipes:
         recipe = None if name == "bf16" else bs.Recipe(name)
-        model = shard(make_model(SIZES["tiny"], transformers=False), recipe, mesh)
+        model = shard(make_model(SIZES[size], transformers=False), recipe, mesh)
         found[name] = train(model, mesh, STEPS, BATCH, LENGTH)
     return found
+
+
+def task(size: str, recipes: list[str], fsdp: int = 1, ep: int = 1, tp: int = 1) -> object:
+    return partial(losses, size, recipes, (fsdp, ep, tp))

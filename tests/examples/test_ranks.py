@@ -1,4 +1,4 @@
-"""A Llama over ranks has the losses of one process, but for the order of sums."""
+"""Models over ranks have the losses of other meshes, but for the order of sums."""
 
 from __future__ import annotations
 
@@ -7,39 +7,51 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "distributed"))
 
-import rank_tasks
-from processes import gather
+from processes import gather  # noqa: E402
+from rank_tasks import task  # noqa: E402
+
+#: By the number of ranks: four are slow where there are fewer cores.
+RECIPES = {1: ["bf16", "mxfp8", "fp8_block"], 2: ["bf16", "mxfp8", "fp8_block"], 4: ["mxfp8"]}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    """Losses of the first rank of a mesh; all have the same."""
     known = {}
 
-    def found(fsdp: int, tp: int):
-        if (fsdp, tp) not in known:
+    def found(size: str, **shape: int):
+        key = size, *shape.items()
+        if key not in known:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("FSDP", str(fsdp))
-                patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-                folder = tmp_path_factory.mktemp(f"{fsdp}-{tp}")
-                known[fsdp, tp] = gather(rank_tasks.losses, fsdp * tp, folder)
-        return known[fsdp, tp]
+                patch.setenv("PYTHONPATH", str(ROOT))
+                ranks, folder = 1, tmp_path_factory.mktemp("mesh")
+                for count in shape.values():
+                    ranks *= count
+                each = gather(task(size, RECIPES[ranks], **shape), ranks, folder)
+            assert all(losses == each[0] for losses in each)
+            known[key] = each[0]
+        return known[key]
 
     return found
 
 
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_layers_and_sequences_are_shared(run, fsdp):
-    """By two ranks, with FSDP2 beside it and without. A loss of bfloat16 layers changes in the
-    third digit where sums have another order, and grows with steps."""
-    alone, shared = run(fsdp, 1), run(fsdp, 2)
-    for name, losses in alone[0].items():
-        assert all(each[name] == shared[0][name] for each in shared)
-        assert shared[0][name][0] == pytest.approx(losses[0], rel=1e-3)
-        assert shared[0][name] == pytest.approx(losses, rel=2e-2)
-
-
-def test_they_learn(run):
-    for losses in run(2, 1)[0].values():
+@pytest.mark.parametrize(
+    ("size", "mesh", "other"),
+    [
+        ("tiny", {"tp": 2}, {"fsdp": 1}),
+        ("tiny", {"fsdp": 2, "tp": 2}, {"fsdp": 2}),
+        ("tiny-moe", {"ep": 2}, {"fsdp": 2}),
+        ("tiny-moe", {"fsdp": 2, "ep": 2}, {"fsdp": 4}),
+    ],
+)
+def test_meshes_agree(run, size, mesh, other):
+    """A loss of bfloat16 layers changes in the fourth digit where sums have another order, and
+    differences grow with steps."""
+    for name, losses in run(size, **mesh).items():
+        expected = run(size, **other)[name]
+        assert losses[0] == pytest.approx(expected[0], rel=1e-3)
+        assert losses == pytest.approx(expected, rel=2e-2)
         assert losses[-1] < 0.8 * losses[0]
