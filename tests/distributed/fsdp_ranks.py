@@ -1,5 +1,5 @@
 """What each rank does in the tests of weights that FSDP2 gathers quantized: train a small model
-with and without, and tell the losses.
+with and without, compiled or not, and tell the losses.
 
 On GPUs: ``torchrun --nproc-per-node 2 tests/distributed/fsdp_ranks.py nccl``.
 """
@@ -33,12 +33,26 @@ CASES: dict[str, tuple[str, torch.dtype | None, bool, str]] = {
     "mxfp8 bf16": ("mxfp8", torch.bfloat16, True, ""),
     "mxfp8 kept": ("mxfp8", None, False, ""),
     "mxfp8 again": ("mxfp8", torch.bfloat16, True, "checkpoint"),
+    "mxfp8 outside": ("mxfp8", torch.bfloat16, True, "outside"),
     "mxfp8 accumulated": ("mxfp8", torch.bfloat16, True, "accumulate"),
     "fp8_block": ("fp8_block", torch.bfloat16, True, ""),
     "nvfp4": ("nvfp4", torch.bfloat16, True, ""),
     "nvfp4 kept": ("nvfp4", None, False, ""),
     "odd": ("mxfp8", torch.bfloat16, True, "odd"),
     "meta": ("mxfp8", torch.bfloat16, True, "meta"),
+}
+#: Cases whose blocks are compiled, and the backend.
+COMPILED = {
+    "mxfp8": "aot_eager",
+    "mxfp8 bf16": "inductor",
+    "mxfp8 kept": "aot_eager",
+    "mxfp8 again": "aot_eager_decomp_partition",  # a checkpoint inside of the graph
+    "mxfp8 outside": "aot_eager",  # and around it
+    "mxfp8 accumulated": "aot_eager",
+    "fp8_block": "aot_eager",
+    "nvfp4": "aot_eager",
+    "nvfp4 kept": "aot_eager_decomp_partition",
+    "odd": "aot_eager",
 }
 
 
@@ -58,7 +72,22 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def make_model(name: str, device: torch.device, *, gathers: bool, shards: bool = True) -> nn.Module:
+class Again(nn.Module):
+    """A block that is run again in the backward."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return found
+
+
+def make_model(
+    name: str, device: torch.device, *, gathers: bool, backend: str | None = None
+) -> nn.Module:
+    """``backend``: what compiles the blocks, before anything else is done with them."""
     recipe, dtype, reshard, more = CASES[name]
     torch.manual_seed(0)
     hidden = WIDE + 18 if more == "odd" else WIDE  # whose rows ranks cut, and share unevenly
@@ -66,13 +95,17 @@ def make_model(name: str, device: torch.device, *, gathers: bool, shards: bool =
     if more == "meta":
         blocks = blocks.to("meta")
     model = bs.convert(blocks, bs.Recipe(recipe)).to("meta" if more == "meta" else device)
+    if backend:
+        for block in model:
+            block.compile(fullgraph=True, backend=backend)
+    if more == "outside":
+        model = nn.Sequential(*map(Again, model))
     if gathers:
         gather_quantized(model)
-    if shards:
-        policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
-        for block in model:
-            fully_shard(block, reshard_after_forward=reshard, **policy)
-        fully_shard(model, **policy)
+    policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+    for block in model:
+        fully_shard(block, reshard_after_forward=reshard, **policy)
+    fully_shard(model, **policy)
     if more == "meta":
         model.to_empty(device=device)
         with torch.no_grad():
@@ -108,6 +141,18 @@ def results(rank: int, device: torch.device) -> dict[str, tuple[list[float], lis
         each = [make_model(name, device, gathers=gathers) for gathers in (False, True)]
         plain, quantized = (train(name, model, rank, device) for model in each)
         found[name] = plain, quantized
+    return found
+
+
+def compiled(rank: int, ranks: int, folder: Path) -> dict[str, list[list[float]]]:
+    """Losses of each case, on a CPU: blocks that are compiled with and without, and those that are
+    not compiled and gather no weight quantized."""
+    cpu, found = torch.device("cpu"), {}
+    for name, backend in COMPILED.items():
+        torch.compiler.reset()
+        graphs = [make_model(name, cpu, gathers=on, backend=backend) for on in (True, False)]
+        each = [*graphs, make_model(name, cpu, gathers=False)]
+        found[name] = [train(name, model, rank, cpu) for model in each]
     return found
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..formats import get_format
 from ..nn.forms import Forms
+from ..nn.gathered_ops import number
 from ..nn.linear import Linear
 from ..tensor import ScaledTensor
 from ..watching import is_dtensor
@@ -23,6 +24,7 @@ from .shards import How, as_operand, warn_of_cut_blocks
 __all__ = ["GatheredWeight", "gather_quantized"]
 
 aten = torch.ops.aten
+_ops: Any = torch.ops.blockscale  # of nn.layer_ops and nn.gathered_ops
 #: What gives a weight of a weight: FSDP2 cuts it so, and modules are moved, copied and cast so.
 _WEIGHTS = {
     aten._pin_memory.default, aten._to_copy.default, aten.as_strided.default, aten.alias.default,
@@ -61,17 +63,59 @@ class Gathered(NamedTuple):
         return found if axis == first.axis else found._with(axis=axis)
 
 
-@dataclass
+class Like(NamedTuple):
+    """What torch knows of a weight without its values."""
+
+    shape: torch.Size
+    others: dict[str, Any]
+
+    @staticmethod
+    def of(x: Tensor) -> Like:
+        others = {"strides": x.stride(), "dtype": x.dtype, "device": x.device}
+        return Like(x.shape, {**others, "storage_offset": x.storage_offset()})
+
+
+class Context(NamedTuple):
+    """What a graph keeps of a weight; ``dtype`` and ``device`` of one without values."""
+
+    how: How
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+
+@dataclass(eq=False)
 class Held:
     """What a weight and its views have: FSDP2 gathers into all of them anew.
 
     Attributes:
+        how: a product reads the weight.
         master: values in high precision, of a shard or where it was gathered as it is.
         gathered: what a rank has of the whole one, otherwise.
+        handle: what compiled code knows the gathered one by.
     """
 
+    how: How
     master: Tensor | None = None
     gathered: Gathered | None = None
+    handle: Tensor | None = None
+
+    def quantized_forms(
+        self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
+    ) -> Forms | None:
+        """As products read it; None where it has values, which anybody may quantize."""
+        if self.gathered is None:
+            return None
+        if (format, scale_rounding) != self.how[:2]:
+            raise ValueError(
+                f"weight: was gathered as {self.how}, its layer multiplies {format} (scales "
+                f"{scale_rounding}); call blockscale.distributed.gather_quantized after recipes "
+                "are set"
+            )
+        made = [
+            as_operand(self.gathered.along(axis, self.how)) if wanted else None
+            for axis, wanted in ((-1, rows), (-2, columns))
+        ]
+        return Forms(*made)
 
 
 class GatheredWeight(Tensor):
@@ -79,59 +123,60 @@ class GatheredWeight(Tensor):
     but those of one product.
 
     Attributes:
-        how: it is quantized.
-        held: values, or what was gathered.
+        held: values, or what was gathered. In a graph that is being recorded, a handle alone.
     """
 
-    how: How
     held: Held
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, how: How, held: Held, dtype: torch.dtype | None = None) -> GatheredWeight:
-        """``dtype``: what a gathered one stands for."""
-        master = held.master
-        like: Any = held.gathered if master is None else master
-        strides = (like.shape[1], 1) if master is None else master.stride()
-        self: Any = Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=strides,
-            storage_offset=0 if master is None else master.storage_offset(),
-            dtype=dtype or like.dtype,
-            device=like.device,
-            requires_grad=master is not None and master.requires_grad,
-        )
-        self.how, self.held = how, held
+    def __new__(cls, held: Held, like: Like) -> GatheredWeight:
+        self: Any = Tensor._make_wrapper_subclass(cls, like.shape, **like.others)
+        self.held = held
         found: GatheredWeight = self
         return found
+
+    @staticmethod
+    def of(how: How, master: Tensor) -> GatheredWeight:
+        """A weight that has its values."""
+        return GatheredWeight(Held(how, master), Like.of(master))
+
+    @property
+    def how(self) -> How:
+        return self.held.how
 
     @property
     def master(self) -> Tensor | None:
         return self.held.master
 
     @property
-    def gathered(self) -> Gathered | None:
-        return self.held.gathered
+    def handle(self) -> Tensor | None:
+        return self.held.handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        state = "high precision" if self.gathered is None else f"{self.how.format}, gathered"
+        state = f"{self.how.format}, gathered" if self.master is None else "high precision"
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {state})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], How]:
-        """Tells torch.nn.Module that a cast or a move makes another weight, master and all."""
-        _master_of(self)
-        return ["master"], self.how
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        """Tells torch.nn.Module that a cast or a move makes another weight, master and all, and
+        compilers what their graphs hold in place of it."""
+        if self.master is not None:
+            return ["master"], Context(self.how)
+        return ["handle"], Context(self.how, self.dtype, self.device)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], how: How, shape: torch.Size, stride: tuple[int, ...]
+        inner: dict[str, Tensor], context: Context, shape: torch.Size, stride: tuple[int, ...]
     ) -> GatheredWeight:
-        return GatheredWeight(how, Held(inner["master"]))
+        how, dtype, device = context
+        if dtype is None:
+            return GatheredWeight.of(how, inner["master"])
+        like = Like(shape, {"strides": stride, "dtype": dtype, "device": device})
+        return GatheredWeight(Held(how, handle=inner["handle"]), like)
 
     def _stable_hash_for_caching(self) -> str:
-        return repr(self.how)
+        return repr(self.__tensor_flatten__())
 
     @property
     def data(self) -> Tensor:
@@ -161,17 +206,19 @@ class GatheredWeight(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         first = args[0] if args else None
-        if isinstance(first, GatheredWeight) and first.gathered is not None and func in _SAME:
+        if func in _PASSES:
+            return _PASSES[func](*args)
+        if isinstance(first, GatheredWeight) and first.master is None and func in _SAME:
             shape = args[1] if len(args) > 1 else first.shape
             if tuple(shape) == tuple(first.shape):
-                return GatheredWeight(first.how, first.held, first.dtype)
+                return GatheredWeight(first.held, Like.of(first))
         plain_args, plain_kwargs = tree_map_only(GatheredWeight, _master_of, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
         if isinstance(first, GatheredWeight) and out is first.master:
             return first  # in place
         if func not in _WEIGHTS or not isinstance(first, GatheredWeight):
             return out
-        return tree_map_only(Tensor, lambda x: GatheredWeight(first.how, Held(x)), out)
+        return tree_map_only(Tensor, lambda x: GatheredWeight.of(first.how, x), out)
 
     # --- FSDP2 ------------------------------------------------------------------------------------
 
@@ -212,7 +259,7 @@ class GatheredWeight(Tensor):
         q, group, size = metadata
         if q is None:
             (values,) = all_gather_outputs
-            held = Held(values[: size[0]])
+            held = Held(self.how, values[: size[0]])
         else:
             data, scale = all_gather_outputs
             data = data.view(q.qdata.dtype)
@@ -221,9 +268,13 @@ class GatheredWeight(Tensor):
             else:
                 each = data.view(-1, *q.qdata.mT.shape), scale.view(-1, *q.qscale.shape)
                 parts = tuple(q._with(data=d.mT, scale=s) for d, s in zip(*each, strict=True))
-            held = Held(gathered=Gathered(parts, size, self, param_dtype, group))
+            held = Held(self.how, gathered=Gathered(parts, size, self, param_dtype, group))
         if out is None:
-            return GatheredWeight(self.how, held, param_dtype), all_gather_outputs
+            if held.master is not None:
+                return GatheredWeight(held, Like.of(held.master)), all_gather_outputs
+            held.handle = number(held)
+            others = {"dtype": param_dtype, "device": data.device}
+            return GatheredWeight(held, Like(size, others)), all_gather_outputs
         assert isinstance(out, GatheredWeight)
         out.held.master, out.held.gathered = held.master, held.gathered
         return None
@@ -234,19 +285,33 @@ class GatheredWeight(Tensor):
         self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
     ) -> Forms | None:
         """As products read it; None where it has values, which anybody may quantize."""
-        if self.gathered is None:
-            return None
-        if (format, scale_rounding) != self.how[:2]:
-            raise ValueError(
-                f"weight: was gathered as {self.how}, its layer multiplies {format} (scales "
-                f"{scale_rounding}); call blockscale.distributed.gather_quantized after recipes "
-                "are set"
-            )
-        made = [
-            as_operand(self.gathered.along(axis, self.how)) if wanted else None
-            for axis, wanted in ((-1, rows), (-2, columns))
-        ]
-        return Forms(*made)
+        return self.held.quantized_forms(format, scale_rounding, rows=rows, columns=columns)
+
+
+def _fprop(*args: Any) -> list[Tensor]:
+    """``linear_fprop``, as compilers record it, of a weight that may have been gathered."""
+    *x, weight, bias, activations, weights, gradients, rounding, out_dtype, wgrad = args
+    recipe = activations, weights, gradients, rounding
+    if weight.master is not None:
+        found: list[Tensor] = _ops.linear_fprop(*x, weight.master, bias, *recipe, out_dtype, wgrad)
+        return found
+    shape = list(weight.shape)
+    return [_ops.gathered_fprop(*x, weight.handle, shape, bias, *recipe, out_dtype)]
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    """``linear_backward`` likewise."""
+    *x, weight, w_global, w_dtype, activations, weights, gradients, rounding, dgrad, wgrad = args
+    more = w_dtype, activations, weights, gradients, rounding
+    if weight.master is not None:
+        found = _ops.linear_backward(*x, weight.master, w_global, *more, dgrad, wgrad)
+    else:
+        found = _ops.gathered_backward(*x, weight.handle, *more, wgrad)
+    made: list[Tensor] = found
+    return made
+
+
+_PASSES = {_ops.linear_fprop.default: _fprop, _ops.linear_backward.default: _backward}
 
 
 def gather_quantized(
@@ -287,7 +352,7 @@ def gather_quantized(
         if any(each.recipe != recipe for _, each in layers):
             continue
         how = How(recipe.format_of("weights").name, recipe.scale_rounding)
-        made = GatheredWeight(how, Held(weight.detach()))
+        made = GatheredWeight.of(how, weight.detach())
         parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
         for _, each in layers:
             each.weight = parameter
