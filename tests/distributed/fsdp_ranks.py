@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import blockscale as bs
 from blockscale.distributed import gather_quantized
 from blockscale.distributed.gathered_weight import GatheredWeight
+from blockscale.distributed.shards import How
 
 WIDE, STEPS = 512, 4
 #: Recipe, dtype that weights are gathered in, whether they are sharded after the forward, and what
@@ -154,6 +158,81 @@ def compiled(rank: int, ranks: int, folder: Path) -> dict[str, list[list[float]]
         each = [*graphs, make_model(name, cpu, gathers=False)]
         found[name] = [train(name, model, rank, cpu) for model in each]
     return found
+
+
+#: Cases whose blocks are run inside of ``reuse_weights``, and what compiles them.
+REUSED = {"mxfp8 bf16": None, "mxfp8 kept": None, "fp8_block": "aot_eager", "nvfp4": None}
+PARTS = 3
+
+
+def reuse(name: str, rank: int, *, reuses: bool) -> tuple[list[float], list[Counter[str]]]:
+    """Losses, and how often shards were quantized along each axis and scales agreed on, by steps
+    of some micro-batches."""
+    counts: list[Counter[str]] = []
+    quantize, all_reduce = How.quantize, dist.all_reduce
+
+    def count_quantize(how: Any, x: Tensor, axis: int, *args: Any) -> Any:
+        counts[-1][str(axis)] += 1
+        return quantize(how, x, axis, *args)
+
+    def count_reduce(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts[-1]["agreed"] += x.dim() == 0
+        return all_reduce(x, *args, **kwargs)
+
+    model = make_model(name, torch.device("cpu"), gathers=True, backend=REUSED[name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    generator, losses = torch.Generator().manual_seed(rank), []
+    counted = patch.object(How, "quantize", count_quantize)
+    with counted, patch.object(dist, "all_reduce", count_reduce):
+        for _ in range(2):
+            counts.append(Counter())
+            with bs.reuse_weights() if reuses else nullcontext():
+                for _ in range(PARTS):
+                    x = torch.randn(64, WIDE, generator=generator).to(CASES[name][1])
+                    loss = (model(x).float() - 1).square().mean()
+                    loss.backward()
+                    losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, counts
+
+
+#: What changes a sharded parameter.
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda w: w.mul_(2),
+    "detached": lambda w: w.detach().mul_(2),
+    "data": lambda w: w.data.mul_(2),
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "the shard": lambda w: w.to_local().mul_(2),
+    "a part of the shard": lambda w: w.to_local()[:16].mul_(2),
+    "a row of the shard": lambda w: w.to_local()[0].mul_(2),
+    "later a row of the shard": lambda w: w.row.mul_(2),
+    "a step": lambda w: torch.optim.SGD([w], lr=1.0).step(),
+}
+
+
+def writes(name: str) -> dict[str, tuple[bool, bool]]:
+    """Whether each changes what a model gives inside of a block, and to what it gives outside."""
+    found = {}
+    for write, change in WRITES.items():
+        model, x = make_model(name, torch.device("cpu"), gathers=True), torch.ones(64, WIDE)
+        weight = model[0].up.weight
+        weight.grad = torch.ones_like(weight)
+        weight.row = weight.to_local()[0]
+        x = x.to(CASES[name][1])
+        with torch.no_grad():
+            with bs.reuse_weights():
+                before = model(x)
+                change(weight)
+                after = model(x)
+            found[write] = torch.equal(before, after), torch.equal(after, model(x))
+    return found
+
+
+def reused(rank: int, ranks: int, folder: Path) -> tuple[Any, ...]:
+    """Losses and counts of each case, without and with ``reuse_weights``; and what it sees."""
+    cases = {n: [reuse(n, rank, reuses=on) for on in (False, True)] for n in REUSED}
+    return cases, {name: writes(name) for name in ("mxfp8 bf16", "nvfp4")}
 
 
 def bytes_sent(name: str, device: torch.device) -> tuple[list[int], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import Counter
 
 import fsdp_ranks
 import pytest
@@ -55,6 +56,35 @@ def test_losses_of_compiled_blocks(compiled, name):
         assert len(set(plain)) == len(plain)
         if fsdp_ranks.COMPILED[name] == "aot_eager":
             assert quantized == eager
+
+
+@pytest.fixture(scope="module")
+def reused(tmp_path_factory):
+    return gather(fsdp_ranks.reused, 2, tmp_path_factory.mktemp("reused"))
+
+
+@pytest.mark.parametrize("name", fsdp_ranks.REUSED)
+def test_a_shard_is_quantized_once_a_step(reused, name):
+    """Of four weights, along both axes (of FP8's squares, too), and anew after a step. Where they
+    stay gathered, nobody asks for columns of the first, whose input has no gradient."""
+    columns = 3 if "kept" in name else 4
+    for cases, _ in reused:
+        (want, often), (losses, once) = cases[name]
+        assert losses == want
+        agreed = {"agreed": 4} if name == "nvfp4" else {"agreed": 0}
+        for step in (0, 1):
+            assert +once[step] == +Counter({"-1": 4, "-2": columns, **agreed})
+            parts = fsdp_ranks.PARTS
+            assert often[step]["-2"] == columns * parts
+            assert often[step]["-1"] == 4 * parts
+            assert often[step]["agreed"] == 2 * parts * agreed["agreed"]
+
+
+@pytest.mark.parametrize("write", fsdp_ranks.WRITES)
+@pytest.mark.parametrize("name", ["mxfp8 bf16", "nvfp4"])
+def test_writes_to_shards_are_seen(reused, name, write):
+    for _, writes in reused:
+        assert writes[name][write] == (False, True)
 
 
 def layer(recipe: str = "mxfp8") -> nn.Module:

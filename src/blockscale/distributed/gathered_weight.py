@@ -4,22 +4,18 @@ product that comes reads them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..formats import get_format
 from ..nn.forms import Forms
 from ..nn.gathered_ops import number
 from ..nn.linear import Linear
-from ..tensor import ScaledTensor
 from ..watching import is_dtensor
-from .collectives import all_gather
-from .shards import How, as_operand, warn_of_cut_blocks
+from .gathered import Gathered, Held
+from .shards import How, warn_of_cut_blocks
 
 __all__ = ["GatheredWeight", "gather_quantized"]
 
@@ -33,34 +29,8 @@ _WEIGHTS = {
 }  # fmt: skip
 #: Of these, what a weight whose values are elsewhere has, too.
 _SAME = {aten.alias.default, aten.as_strided.default, aten.detach.default, aten.view.default}
-
-
-class Gathered(NamedTuple):
-    """What a rank has of a whole weight, by one axis, and where it can gather it from by the other
-    one: its own ``shard``, in ``dtype``.
-
-    Attributes:
-        parts: the whole, or shards that do not lie below each other.
-    """
-
-    parts: tuple[ScaledTensor, ...]
-    shape: torch.Size
-    shard: GatheredWeight
-    dtype: torch.dtype
-    group: dist.ProcessGroup
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
-
-    def along(self, axis: int, how: How) -> ScaledTensor:
-        block, first = get_format(how.format).block, self.parts[0]
-        if axis != first.axis and block[0] != block[1]:
-            shard = _master_of(self.shard).to(self.dtype)
-            return all_gather(how.quantize(shard, axis, first.global_scale), 0, self.group)
-        whole: Any = torch.cat(list(self.parts)) if len(self.parts) > 1 else first
-        found: ScaledTensor = whole  # the same elements and scales may serve both products
-        return found if axis == first.axis else found._with(axis=axis)
+#: What has the memory of the weight.
+_VIEWS = _SAME | {aten.slice.Tensor, aten.split.Tensor}
 
 
 class Like(NamedTuple):
@@ -83,41 +53,6 @@ class Context(NamedTuple):
     device: torch.device | None = None
 
 
-@dataclass(eq=False)
-class Held:
-    """What a weight and its views have: FSDP2 gathers into all of them anew.
-
-    Attributes:
-        how: a product reads the weight.
-        master: values in high precision, of a shard or where it was gathered as it is.
-        gathered: what a rank has of the whole one, otherwise.
-        handle: what compiled code knows the gathered one by.
-    """
-
-    how: How
-    master: Tensor | None = None
-    gathered: Gathered | None = None
-    handle: Tensor | None = None
-
-    def quantized_forms(
-        self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
-    ) -> Forms | None:
-        """As products read it; None where it has values, which anybody may quantize."""
-        if self.gathered is None:
-            return None
-        if (format, scale_rounding) != self.how[:2]:
-            raise ValueError(
-                f"weight: was gathered as {self.how}, its layer multiplies {format} (scales "
-                f"{scale_rounding}); call blockscale.distributed.gather_quantized after recipes "
-                "are set"
-            )
-        made = [
-            as_operand(self.gathered.along(axis, self.how)) if wanted else None
-            for axis, wanted in ((-1, rows), (-2, columns))
-        ]
-        return Forms(*made)
-
-
 class GatheredWeight(Tensor):
     """A parameter (N, K) in high precision, which FSDP2 gathers quantized; whole it has no values
     but those of one product.
@@ -138,9 +73,9 @@ class GatheredWeight(Tensor):
         return found
 
     @staticmethod
-    def of(how: How, master: Tensor) -> GatheredWeight:
+    def of(held: Held) -> GatheredWeight:
         """A weight that has its values."""
-        return GatheredWeight(Held(how, master), Like.of(master))
+        return GatheredWeight(held, Like.of(held.values))
 
     @property
     def how(self) -> How:
@@ -171,9 +106,9 @@ class GatheredWeight(Tensor):
     ) -> GatheredWeight:
         how, dtype, device = context
         if dtype is None:
-            return GatheredWeight.of(how, inner["master"])
+            return GatheredWeight.of(Held(how, "", inner["master"]))
         like = Like(shape, {"strides": stride, "dtype": dtype, "device": device})
-        return GatheredWeight(Held(how, handle=inner["handle"]), like)
+        return GatheredWeight(Held(how, "", handle=inner["handle"]), like)
 
     def _stable_hash_for_caching(self) -> str:
         return repr(self.__tensor_flatten__())
@@ -196,10 +131,11 @@ class GatheredWeight(Tensor):
                 "like alone: give the layer another parameter, or call module.to()"
             )
         self.held.master = given
+        self.held.writes.add()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A checkpoint has its values, and needs no class of ours."""
-        return _master_of(self).__reduce_ex__(protocol)
+        return self.held.values.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -212,13 +148,22 @@ class GatheredWeight(Tensor):
             shape = args[1] if len(args) > 1 else first.shape
             if tuple(shape) == tuple(first.shape):
                 return GatheredWeight(first.held, Like.of(first))
-        plain_args, plain_kwargs = tree_map_only(GatheredWeight, _master_of, (args, kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(
+            GatheredWeight, lambda x: x.held.values, (args, kwargs or {})
+        )
         out = func(*plain_args, **plain_kwargs)
-        if isinstance(first, GatheredWeight) and out is first.master:
-            return first  # in place
-        if func not in _WEIGHTS or not isinstance(first, GatheredWeight):
+        if func._schema.is_mutable:
+            tree_map_only(GatheredWeight, lambda x: x.held.writes.add(), (args, kwargs or {}))
+        if not isinstance(first, GatheredWeight):
             return out
-        return tree_map_only(Tensor, lambda x: GatheredWeight.of(first.how, x), out)
+        if out is first.master:
+            return first  # in place
+        held, view = first.held, func in _VIEWS
+        if func in _WEIGHTS:
+            return tree_map_only(Tensor, lambda x: GatheredWeight.of(held.made(x, view=view)), out)
+        if func.is_view:
+            held.writes.hide()
+        return out
 
     # --- FSDP2 ------------------------------------------------------------------------------------
 
@@ -233,16 +178,16 @@ class GatheredWeight(Tensor):
         """What this rank sends: elements and scales of its shard, or where ranks cut a block, its
         values."""
         dtype = mp_policy.param_dtype or self.dtype
-        shard, ranks = _master_of(self).to(dtype), mesh.size()
+        ranks = mesh.size()
         if outer_size[0] % (ranks * self.how.rows) or outer_size[1] % self.how.rows:
             warn_of_cut_blocks(outer_size, ranks, self.how)
-            rows = -(-outer_size[0] // ranks)
+            shard, rows = self.held.values.to(dtype), -(-outer_size[0] // ranks)
             padded = shard.new_zeros(rows, *outer_size[1:])
             padded[: len(shard)] = shard
             return (padded,), (None, None, outer_size)
         axis = -2 if torch._C._current_graph_task_id() >= 0 else -1
         group = mesh.get_group()
-        q = self.how.quantize(shard, axis, self.how.global_scale(shard, group))
+        q = self.held.quantize(axis, dtype, self.held.global_scale(dtype, group))
         # along columns elements of four bits lie column after column
         data = q.qdata if q.qdata.is_contiguous() else q.qdata.mT.contiguous()
         return (data.view(torch.uint8), q.qscale), (q, group, outer_size)
@@ -259,7 +204,7 @@ class GatheredWeight(Tensor):
         q, group, size = metadata
         if q is None:
             (values,) = all_gather_outputs
-            held = Held(self.how, values[: size[0]])
+            held = Held(self.how, self.held.name, values[: size[0]])
         else:
             data, scale = all_gather_outputs
             data = data.view(q.qdata.dtype)
@@ -268,7 +213,8 @@ class GatheredWeight(Tensor):
             else:
                 each = data.view(-1, *q.qdata.mT.shape), scale.view(-1, *q.qscale.shape)
                 parts = tuple(q._with(data=d.mT, scale=s) for d, s in zip(*each, strict=True))
-            held = Held(self.how, gathered=Gathered(parts, size, self, param_dtype, group))
+            gathered = Gathered(parts, size, self.held, param_dtype, group)
+            held = Held(self.how, self.held.name, gathered=gathered)
         if out is None:
             if held.master is not None:
                 return GatheredWeight(held, Like.of(held.master)), all_gather_outputs
@@ -352,7 +298,7 @@ def gather_quantized(
         if any(each.recipe != recipe for _, each in layers):
             continue
         how = How(recipe.format_of("weights").name, recipe.scale_rounding)
-        made = GatheredWeight.of(how, weight.detach())
+        made = GatheredWeight.of(Held(how, f"{name}.weight", weight.detach()))
         parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
         for _, each in layers:
             each.weight = parameter
@@ -368,12 +314,3 @@ def _layers_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, Any]]]:
                 found.setdefault(parameter, []).append((name, each))
     weights = {each.weight for _, each in module.named_modules() if isinstance(each, Linear)}
     return {weight: layers for weight, layers in found.items() if weight in weights}
-
-
-def _master_of(weight: GatheredWeight) -> Tensor:
-    if weight.master is None:
-        raise ValueError(
-            f"weight: {weight} has no values in high precision while it is gathered; read it when "
-            "FSDP has sharded it again, or leave the layer out of gather_quantized (filter_fn)"
-        )
-    return weight.master
