@@ -71,7 +71,8 @@ def reuse_weights() -> Iterator[None]:
     Not seen are writes behind torch's back: through ``.data``, storages, NumPy or another process,
     and into the shards of a weight that FSDP has gathered in high precision. Blocks nest: the
     outermost ends the reuse. A block that is open in one thread holds in all of them.
-    Compiled code, captured CUDA graphs and torch.func transforms quantize in every pass.
+    Compiled code, captured CUDA graphs and torch.func transforms quantize in every pass; shards
+    that FSDP gathers for compiled code are kept, as they are quantized outside of it.
     """
     global _blocks, _number
     _number += not _blocks
