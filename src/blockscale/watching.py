@@ -13,6 +13,7 @@ __all__ = [
     "has_transform",
     "is_dtensor",
     "is_eager",
+    "is_faked",
     "is_plain",
     "is_transformed",
     "refuse_tangents",
@@ -33,6 +34,11 @@ def unwatched() -> bool:
     if torch.compiler.is_compiling():
         return False
     return not (_dispatch_modes() or _function_modes()) and _transform() is None
+
+
+def is_faked() -> bool:
+    """Whether tensors that are made have no values: torch follows shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_eager() -> bool:

@@ -1,5 +1,5 @@
 """What each rank does in the tests of weights that FSDP2 gathers quantized: train a small model
-with and without, and tell the losses.
+with and without, compiled or not, and tell the losses.
 
 On GPUs: ``torchrun --nproc-per-node 2 tests/distributed/fsdp_ranks.py nccl``.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import blockscale as bs
 from blockscale.distributed import gather_quantized
 from blockscale.distributed.gathered_weight import GatheredWeight
+from blockscale.distributed.shards import How
 
 WIDE, STEPS = 512, 4
 #: Recipe, dtype that weights are gathered in, whether they are sharded after the forward, and what
@@ -33,12 +37,26 @@ CASES: dict[str, tuple[str, torch.dtype | None, bool, str]] = {
     "mxfp8 bf16": ("mxfp8", torch.bfloat16, True, ""),
     "mxfp8 kept": ("mxfp8", None, False, ""),
     "mxfp8 again": ("mxfp8", torch.bfloat16, True, "checkpoint"),
+    "mxfp8 outside": ("mxfp8", torch.bfloat16, True, "outside"),
     "mxfp8 accumulated": ("mxfp8", torch.bfloat16, True, "accumulate"),
     "fp8_block": ("fp8_block", torch.bfloat16, True, ""),
     "nvfp4": ("nvfp4", torch.bfloat16, True, ""),
     "nvfp4 kept": ("nvfp4", None, False, ""),
     "odd": ("mxfp8", torch.bfloat16, True, "odd"),
     "meta": ("mxfp8", torch.bfloat16, True, "meta"),
+}
+#: Cases whose blocks are compiled, and the backend.
+COMPILED = {
+    "mxfp8": "aot_eager",
+    "mxfp8 bf16": "inductor",
+    "mxfp8 kept": "aot_eager",
+    "mxfp8 again": "aot_eager_decomp_partition",  # a checkpoint inside of the graph
+    "mxfp8 outside": "aot_eager",  # and around it
+    "mxfp8 accumulated": "aot_eager",
+    "fp8_block": "aot_eager",
+    "nvfp4": "aot_eager",
+    "nvfp4 kept": "aot_eager_decomp_partition",
+    "odd": "aot_eager",
 }
 
 
@@ -58,7 +76,22 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def make_model(name: str, device: torch.device, *, gathers: bool, shards: bool = True) -> nn.Module:
+class Again(nn.Module):
+    """A block that is run again in the backward."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return found
+
+
+def make_model(
+    name: str, device: torch.device, *, gathers: bool, backend: str | None = None
+) -> nn.Module:
+    """``backend``: what compiles the blocks, before anything else is done with them."""
     recipe, dtype, reshard, more = CASES[name]
     torch.manual_seed(0)
     hidden = WIDE + 18 if more == "odd" else WIDE  # whose rows ranks cut, and share unevenly
@@ -66,13 +99,17 @@ def make_model(name: str, device: torch.device, *, gathers: bool, shards: bool =
     if more == "meta":
         blocks = blocks.to("meta")
     model = bs.convert(blocks, bs.Recipe(recipe)).to("meta" if more == "meta" else device)
+    if backend:
+        for block in model:
+            block.compile(fullgraph=True, backend=backend)
+    if more == "outside":
+        model = nn.Sequential(*map(Again, model))
     if gathers:
         gather_quantized(model)
-    if shards:
-        policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
-        for block in model:
-            fully_shard(block, reshard_after_forward=reshard, **policy)
-        fully_shard(model, **policy)
+    policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+    for block in model:
+        fully_shard(block, reshard_after_forward=reshard, **policy)
+    fully_shard(model, **policy)
     if more == "meta":
         model.to_empty(device=device)
         with torch.no_grad():
@@ -109,6 +146,93 @@ def results(rank: int, device: torch.device) -> dict[str, tuple[list[float], lis
         plain, quantized = (train(name, model, rank, device) for model in each)
         found[name] = plain, quantized
     return found
+
+
+def compiled(rank: int, ranks: int, folder: Path) -> dict[str, list[list[float]]]:
+    """Losses of each case, on a CPU: blocks that are compiled with and without, and those that are
+    not compiled and gather no weight quantized."""
+    cpu, found = torch.device("cpu"), {}
+    for name, backend in COMPILED.items():
+        torch.compiler.reset()
+        graphs = [make_model(name, cpu, gathers=on, backend=backend) for on in (True, False)]
+        each = [*graphs, make_model(name, cpu, gathers=False)]
+        found[name] = [train(name, model, rank, cpu) for model in each]
+    return found
+
+
+#: Cases whose blocks are run inside of ``reuse_weights``, and what compiles them.
+REUSED = {"mxfp8 bf16": None, "mxfp8 kept": None, "fp8_block": "aot_eager", "nvfp4": None}
+PARTS = 3
+
+
+def reuse(name: str, rank: int, *, reuses: bool) -> tuple[list[float], list[Counter[str]]]:
+    """Losses, and how often shards were quantized along each axis and scales agreed on, by steps
+    of some micro-batches."""
+    counts: list[Counter[str]] = []
+    quantize, all_reduce = How.quantize, dist.all_reduce
+
+    def count_quantize(how: Any, x: Tensor, axis: int, *args: Any) -> Any:
+        counts[-1][str(axis)] += 1
+        return quantize(how, x, axis, *args)
+
+    def count_reduce(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts[-1]["agreed"] += x.dim() == 0
+        return all_reduce(x, *args, **kwargs)
+
+    model = make_model(name, torch.device("cpu"), gathers=True, backend=REUSED[name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    generator, losses = torch.Generator().manual_seed(rank), []
+    counted = patch.object(How, "quantize", count_quantize)
+    with counted, patch.object(dist, "all_reduce", count_reduce):
+        for _ in range(2):
+            counts.append(Counter())
+            with bs.reuse_weights() if reuses else nullcontext():
+                for _ in range(PARTS):
+                    x = torch.randn(64, WIDE, generator=generator).to(CASES[name][1])
+                    loss = (model(x).float() - 1).square().mean()
+                    loss.backward()
+                    losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, counts
+
+
+#: What changes a sharded parameter.
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda w: w.mul_(2),
+    "detached": lambda w: w.detach().mul_(2),
+    "data": lambda w: w.data.mul_(2),
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "the shard": lambda w: w.to_local().mul_(2),
+    "a part of the shard": lambda w: w.to_local()[:16].mul_(2),
+    "a row of the shard": lambda w: w.to_local()[0].mul_(2),
+    "later a row of the shard": lambda w: w.row.mul_(2),
+    "a step": lambda w: torch.optim.SGD([w], lr=1.0).step(),
+}
+
+
+def writes(name: str) -> dict[str, tuple[bool, bool]]:
+    """Whether each changes what a model gives inside of a block, and to what it gives outside."""
+    found = {}
+    for write, change in WRITES.items():
+        model, x = make_model(name, torch.device("cpu"), gathers=True), torch.ones(64, WIDE)
+        weight = model[0].up.weight
+        weight.grad = torch.ones_like(weight)
+        weight.row = weight.to_local()[0]
+        x = x.to(CASES[name][1])
+        with torch.no_grad():
+            with bs.reuse_weights():
+                before = model(x)
+                change(weight)
+                after = model(x)
+            found[write] = torch.equal(before, after), torch.equal(after, model(x))
+    return found
+
+
+def reused(rank: int, ranks: int, folder: Path) -> tuple[Any, ...]:
+    """Losses and counts of each case, without and with ``reuse_weights``; and what it sees."""
+    cases = {n: [reuse(n, rank, reuses=on) for on in (False, True)] for n in REUSED}
+    return cases, {name: writes(name) for name in ("mxfp8 bf16", "nvfp4")}
 
 
 def bytes_sent(name: str, device: torch.device) -> tuple[list[int], int]:

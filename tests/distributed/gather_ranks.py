@@ -10,7 +10,7 @@ import torch
 
 import blockscale as bs
 from blockscale.distributed import all_gather
-from blockscale.distributed.collectives import pack
+from blockscale.distributed.collectives import all_gather_named, pack
 
 FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128")
 SHAPE = 1024, 512  # of the whole
@@ -52,6 +52,11 @@ def wrong(rank: int, ranks: int) -> dict[str, str]:
             told[name] = "nothing"
         except (ValueError, TypeError) as error:
             told[name] = f"{type(error).__name__}: {error}"
+    try:
+        all_gather_named(bs.quantize(x), None, "last" if last else "first")
+        told["name"] = "nothing"
+    except ValueError as error:
+        told["name"] = str(error)
     scale = torch.tensor(1.0 + rank)
     got = all_gather(bs.quantize(x, "nvfp4", global_scale=scale))
     told["global scales"] = str(bool(got.dequantize().isnan().all()))

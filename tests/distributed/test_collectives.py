@@ -9,6 +9,7 @@ from processes import gather
 
 import blockscale as bs
 from blockscale.distributed import all_gather
+from blockscale.distributed.collectives import _or_nan
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -37,6 +38,17 @@ def test_bad_input(found):
         assert "expected a ScaledTensor" in told["plain"], told
         assert "call to_layout('compact')" in told["layout"], told
         assert told["global scales"] == "True"
+        assert "first: (128, 128)" in told["name"], told
+        assert "last: (128, 128)" in told["name"], told
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128"])
+def test_what_has_another_name_is_nan_on_a_gpu(format):
+    """Where the host does not wait to tell."""
+    q = bs.quantize(torch.randn(128, 128), format)
+    same, other = (_or_nan(q, torch.tensor(known)) for known in (True, False))
+    assert torch.equal(same.dequantize(), q.dequantize())
+    assert other.dequantize().isnan().all()
 
 
 def test_one_process():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import Counter
 
 import fsdp_ranks
 import pytest
@@ -39,6 +40,51 @@ def test_bytes_that_travel(found):
 
 def test_checkpoint(found):
     assert all(same for *_, same in found)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return gather(fsdp_ranks.compiled, 2, tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.mark.parametrize("name", fsdp_ranks.COMPILED)
+def test_losses_of_compiled_blocks(compiled, name):
+    """One graph each. Backends that decompose or fuse what is between have bits of their own."""
+    for losses in compiled:
+        quantized, plain, eager = losses[name]
+        assert quantized == plain
+        assert len(set(plain)) == len(plain)
+        if fsdp_ranks.COMPILED[name] == "aot_eager":
+            assert quantized == eager
+
+
+@pytest.fixture(scope="module")
+def reused(tmp_path_factory):
+    return gather(fsdp_ranks.reused, 2, tmp_path_factory.mktemp("reused"))
+
+
+@pytest.mark.parametrize("name", fsdp_ranks.REUSED)
+def test_a_shard_is_quantized_once_a_step(reused, name):
+    """Of four weights, along both axes (of FP8's squares, too), and anew after a step. Where they
+    stay gathered, nobody asks for columns of the first, whose input has no gradient."""
+    columns = 3 if "kept" in name else 4
+    for cases, _ in reused:
+        (want, often), (losses, once) = cases[name]
+        assert losses == want
+        agreed = {"agreed": 4} if name == "nvfp4" else {"agreed": 0}
+        for step in (0, 1):
+            assert +once[step] == +Counter({"-1": 4, "-2": columns, **agreed})
+            parts = fsdp_ranks.PARTS
+            assert often[step]["-2"] == columns * parts
+            assert often[step]["-1"] == 4 * parts
+            assert often[step]["agreed"] == 2 * parts * agreed["agreed"]
+
+
+@pytest.mark.parametrize("write", fsdp_ranks.WRITES)
+@pytest.mark.parametrize("name", ["mxfp8 bf16", "nvfp4"])
+def test_writes_to_shards_are_seen(reused, name, write):
+    for _, writes in reused:
+        assert writes[name][write] == (False, True)
 
 
 def layer(recipe: str = "mxfp8") -> nn.Module:
@@ -80,14 +126,15 @@ def test_others_stay():
     assert type(model[0].weight.detach()) is torch.Tensor
 
 
-def test_compiled():
-    """Compilers call such layers as they are, and gradients arrive."""
+def test_compiled_before_it_is_sharded():
+    """One graph, and gradients arrive."""
+    torch.compiler.reset()
     torch.manual_seed(0)
     model, x = layer(), torch.randn(8, 64)
     model(x).sum().backward()
     grad = model[0].weight.grad
     gather_quantized(model)
-    got = torch.compile(model)(x)
+    got = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(got, model(x))
     got.sum().backward()
     assert torch.equal(model[0].weight.grad, grad)

@@ -422,6 +422,22 @@ def test_compiled_code_quantizes_in_every_pass(layer, within):
             assert torch.equal(run(X), fresh(layer) * (1 + within))
 
 
+def test_a_graph_that_writes_to_the_weight_it_read(layer, block):
+    """Its kernels write in place, and the version is counted up before they run: what an op kept
+    of the weight would be taken for the weight as it is after them."""
+    torch.compiler.reset()
+
+    def step(x):
+        y = layer(x)
+        layer.weight.mul_(2)
+        return y
+
+    with torch.no_grad():
+        want = fresh(layer)
+        assert torch.equal(torch.compile(step, fullgraph=True)(X), want)
+        assert torch.equal(layer(X), 2 * want)
+
+
 def test_blocks_compile_nothing_anew(layer, unsaid):
     """Compiled code asks neither whether a block is open nor whether the hint was given."""
     torch.compiler.reset()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..tensor import ScaledTensor
 from .tokens import rank_and_ranks
 
-__all__ = ["all_gather", "all_to_all", "exchange", "pack", "unpack"]
+__all__ = ["all_gather", "all_gather_named", "all_to_all", "exchange", "pack", "unpack"]
 
 #: Its name before torch 2.13, and since.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,14 +47,43 @@ def all_gather(
     Source: seed 001 of Transformer Engine, "Quantized all-gather".
     """
     _check("shard", shard)
-    ranks = rank_and_ranks(group)[1]
-    if ranks == 1:
+    if rank_and_ranks(group)[1] == 1:
         return shard
     kind = f"dim={dim}, {tuple(shard.shape)}, {shard._meta()}"
+    received, sizes = _gathered(shard, kind, group)
+    return unpack(received, sizes, shard, dim, kind)
+
+
+def all_gather_named(
+    shard: ScaledTensor, group: dist.ProcessGroup | None, name: str
+) -> ScaledTensor:
+    """``all_gather`` along rows of what ranks might ask for in different orders, as compilers move
+    ops: an error on a CPU where others sent what has another ``name``, NaN on a GPU."""
+    if rank_and_ranks(group)[1] == 1:
+        return shard
+    kind = f"{name}: {tuple(shard.shape)}, {shard._meta()}"
+    received, sizes = _gathered(shard, kind, group)
+    whole = unpack(received, sizes, shard, 0, kind)
+    if not received.is_cuda:
+        return whole
+    return _or_nan(whole, (received[:, :_HEADER] == _header(kind, received.device)).all())
+
+
+def _or_nan(whole: ScaledTensor, known: Tensor) -> ScaledTensor:
+    """``whole``, or NaN where ``known`` is false."""
+    octets = torch.where(known, whole.qscale.view(torch.uint8), 255)
+    return whole._with(scale=octets.view(whole.qscale.dtype))  # all bits: NaN in each type
+
+
+def _gathered(
+    shard: ScaledTensor, kind: str, group: dist.ProcessGroup | None
+) -> tuple[Tensor, list[int]]:
+    """The messages of all ranks (ranks, bytes), and the sizes of their parts."""
     message, sizes = pack(shard, kind)
+    ranks = rank_and_ranks(group)[1]
     received = message.new_empty(ranks * len(message))
     _gather(received, message, group)
-    return unpack(received.view(ranks, -1), sizes, shard, dim, kind)
+    return received.view(ranks, -1), sizes
 
 
 def exchange(

@@ -4,29 +4,27 @@ product that comes reads them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from ..formats import get_format
 from ..nn.forms import Forms
+from ..nn.gathered_ops import number
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
-from ..tensor import ScaledTensor
 from ..watching import is_dtensor
 from .alike import check_alike
-from .collectives import all_gather
-from .shards import How, as_operand, warn_of_cut_blocks
+from .gathered import Gathered, Held
+from .shards import How, warn_of_cut_blocks
 from .tensor_parallel import ParallelLinear
 
 __all__ = ["GatheredWeight", "gather_quantized"]
 
 aten = torch.ops.aten
+_ops: Any = torch.ops.blockscale  # of nn.layer_ops and nn.gathered_ops
 #: What gives a weight of a weight: FSDP2 cuts it so, and modules are moved, copied and cast so.
 _WEIGHTS = {
     aten._pin_memory.default, aten._to_copy.default, aten.as_strided.default, aten.alias.default,
@@ -35,49 +33,28 @@ _WEIGHTS = {
 }  # fmt: skip
 #: Of these, what a weight whose values are elsewhere has, too.
 _SAME = {aten.alias.default, aten.as_strided.default, aten.detach.default, aten.view.default}
+#: What has the memory of the weight.
+_VIEWS = _SAME | {aten.slice.Tensor, aten.split.Tensor}
 
 
-class Gathered(NamedTuple):
-    """What a rank has of a whole weight, by one axis, and where it can gather it from by the other
-    one: its own ``shard``, in ``dtype``.
+class Like(NamedTuple):
+    """What torch knows of a weight without its values."""
 
-    Attributes:
-        parts: the whole, or shards that do not lie below each other.
-    """
-
-    parts: tuple[ScaledTensor, ...]
     shape: torch.Size
-    shard: GatheredWeight
-    dtype: torch.dtype
-    group: dist.ProcessGroup
+    others: dict[str, Any]
 
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
-
-    def along(self, axis: int, how: How) -> ScaledTensor:
-        block, first = get_format(how.format).block, self.parts[0]
-        if axis != first.axis and block[0] != block[1]:
-            shard = _master_of(self.shard).to(self.dtype)
-            return all_gather(how.quantize(shard, axis, first.global_scale), 0, self.group)
-        whole: Any = torch.cat(list(self.parts)) if len(self.parts) > 1 else first
-        found: ScaledTensor = whole  # the same elements and scales may serve both products
-        return found if axis == first.axis else found._with(axis=axis)
+    @staticmethod
+    def of(x: Tensor) -> Like:
+        others = {"strides": x.stride(), "dtype": x.dtype, "device": x.device}
+        return Like(x.shape, {**others, "storage_offset": x.storage_offset()})
 
 
-@dataclass
-class Held:
-    """What a weight and its views have: FSDP2 gathers into all of them anew.
+class Context(NamedTuple):
+    """What a graph keeps of a weight; ``dtype`` and ``device`` of one without values."""
 
-    Attributes:
-        master: values in high precision, of a shard or where it was gathered as it is.
-        gathered: what a rank has of the whole one, otherwise.
-        checked: that all ranks quantize it alike.
-    """
-
-    master: Tensor | None = None
-    gathered: Gathered | None = None
-    checked: bool = False
+    how: How
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
 
 
 class GatheredWeight(Tensor):
@@ -85,59 +62,60 @@ class GatheredWeight(Tensor):
     but those of one product.
 
     Attributes:
-        how: it is quantized.
-        held: values, or what was gathered.
+        held: values, or what was gathered. In a graph that is being recorded, a handle alone.
     """
 
-    how: How
     held: Held
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, how: How, held: Held, dtype: torch.dtype | None = None) -> GatheredWeight:
-        """``dtype``: what a gathered one stands for."""
-        master = held.master
-        like: Any = held.gathered if master is None else master
-        strides = (like.shape[1], 1) if master is None else master.stride()
-        self: Any = Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=strides,
-            storage_offset=0 if master is None else master.storage_offset(),
-            dtype=dtype or like.dtype,
-            device=like.device,
-            requires_grad=master is not None and master.requires_grad,
-        )
-        self.how, self.held = how, held
+    def __new__(cls, held: Held, like: Like) -> GatheredWeight:
+        self: Any = Tensor._make_wrapper_subclass(cls, like.shape, **like.others)
+        self.held = held
         found: GatheredWeight = self
         return found
+
+    @staticmethod
+    def of(held: Held) -> GatheredWeight:
+        """A weight that has its values."""
+        return GatheredWeight(held, Like.of(held.values))
+
+    @property
+    def how(self) -> How:
+        return self.held.how
 
     @property
     def master(self) -> Tensor | None:
         return self.held.master
 
     @property
-    def gathered(self) -> Gathered | None:
-        return self.held.gathered
+    def handle(self) -> Tensor | None:
+        return self.held.handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        state = "high precision" if self.gathered is None else f"{self.how.format}, gathered"
+        state = f"{self.how.format}, gathered" if self.master is None else "high precision"
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {state})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], How]:
-        """Tells torch.nn.Module that a cast or a move makes another weight, master and all."""
-        _master_of(self)
-        return ["master"], self.how
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        """Tells torch.nn.Module that a cast or a move makes another weight, master and all, and
+        compilers what their graphs hold in place of it."""
+        if self.master is not None:
+            return ["master"], Context(self.how)
+        return ["handle"], Context(self.how, self.dtype, self.device)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], how: How, shape: torch.Size, stride: tuple[int, ...]
+        inner: dict[str, Tensor], context: Context, shape: torch.Size, stride: tuple[int, ...]
     ) -> GatheredWeight:
-        return GatheredWeight(how, Held(inner["master"]))
+        how, dtype, device = context
+        if dtype is None:
+            return GatheredWeight.of(Held(how, "", inner["master"]))
+        like = Like(shape, {"strides": stride, "dtype": dtype, "device": device})
+        return GatheredWeight(Held(how, "", handle=inner["handle"]), like)
 
     def _stable_hash_for_caching(self) -> str:
-        return repr(self.how)
+        return repr(self.__tensor_flatten__())
 
     @property
     def data(self) -> Tensor:
@@ -157,27 +135,39 @@ class GatheredWeight(Tensor):
                 "like alone: give the layer another parameter, or call module.to()"
             )
         self.held.master = given
+        self.held.writes.add()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A checkpoint has its values, and needs no class of ours."""
-        return _master_of(self).__reduce_ex__(protocol)
+        return self.held.values.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         first = args[0] if args else None
-        if isinstance(first, GatheredWeight) and first.gathered is not None and func in _SAME:
+        if func in _PASSES:
+            return _PASSES[func](*args)
+        if isinstance(first, GatheredWeight) and first.master is None and func in _SAME:
             shape = args[1] if len(args) > 1 else first.shape
             if tuple(shape) == tuple(first.shape):
-                return GatheredWeight(first.how, first.held, first.dtype)
-        plain_args, plain_kwargs = tree_map_only(GatheredWeight, _master_of, (args, kwargs or {}))
+                return GatheredWeight(first.held, Like.of(first))
+        plain_args, plain_kwargs = tree_map_only(
+            GatheredWeight, lambda x: x.held.values, (args, kwargs or {})
+        )
         out = func(*plain_args, **plain_kwargs)
-        if isinstance(first, GatheredWeight) and out is first.master:
-            return first  # in place
-        if func not in _WEIGHTS or not isinstance(first, GatheredWeight):
+        if func._schema.is_mutable:
+            tree_map_only(GatheredWeight, lambda x: x.held.writes.add(), (args, kwargs or {}))
+        if not isinstance(first, GatheredWeight):
             return out
-        return tree_map_only(Tensor, lambda x: GatheredWeight(first.how, Held(x)), out)
+        if out is first.master:
+            return first  # in place
+        held, view = first.held, func in _VIEWS
+        if func in _WEIGHTS:
+            return tree_map_only(Tensor, lambda x: GatheredWeight.of(held.made(x, view=view)), out)
+        if func.is_view:
+            held.writes.hide()
+        return out
 
     # --- FSDP2 ------------------------------------------------------------------------------------
 
@@ -192,21 +182,21 @@ class GatheredWeight(Tensor):
         """What this rank sends: elements and scales of its shard, or where ranks cut a block or
         there is one alone, its values."""
         dtype = mp_policy.param_dtype or self.dtype
-        shard, ranks = _master_of(self).to(dtype), mesh.size()
+        ranks = mesh.size()
         if ranks == 1:  # nothing travels, and FSDP2 hands on one tensor
-            return (shard,), (None, None, outer_size)
+            return (self.held.values.to(dtype),), (None, None, outer_size)
         if not self.held.checked:  # before ranks wait for each other's other bytes
             check_alike("recipe of a weight", (tuple(outer_size), *self.how[:2]), mesh.get_group())
             self.held.checked = True
         if outer_size[0] % (ranks * self.how.rows) or outer_size[1] % self.how.rows:
             warn_of_cut_blocks(outer_size, ranks, self.how)
-            rows = -(-outer_size[0] // ranks)
+            shard, rows = self.held.values.to(dtype), -(-outer_size[0] // ranks)
             padded = shard.new_zeros(rows, *outer_size[1:])
             padded[: len(shard)] = shard
             return (padded,), (None, None, outer_size)
         axis = -2 if torch._C._current_graph_task_id() >= 0 else -1
         group = mesh.get_group()
-        q = self.how.quantize(shard, axis, self.how.global_scale(shard, group))
+        q = self.held.quantize(axis, dtype, self.held.global_scale(dtype, group))
         # along columns elements of four bits lie column after column
         data = q.qdata if q.qdata.is_contiguous() else q.qdata.mT.contiguous()
         return (data.view(torch.uint8), q.qscale), (q, group, outer_size)
@@ -223,7 +213,7 @@ class GatheredWeight(Tensor):
         q, group, size = metadata
         if q is None:
             (values,) = all_gather_outputs
-            held = Held(values[: size[0]])
+            held = Held(self.how, self.held.name, values[: size[0]])
         else:
             data, scale = all_gather_outputs
             data = data.view(q.qdata.dtype)
@@ -232,9 +222,14 @@ class GatheredWeight(Tensor):
             else:
                 each = data.view(-1, *q.qdata.mT.shape), scale.view(-1, *q.qscale.shape)
                 parts = tuple(q._with(data=d.mT, scale=s) for d, s in zip(*each, strict=True))
-            held = Held(gathered=Gathered(parts, size, self, param_dtype, group))
+            gathered = Gathered(parts, size, self.held, param_dtype, group)
+            held = Held(self.how, self.held.name, gathered=gathered)
         if out is None:
-            return GatheredWeight(self.how, held, param_dtype), all_gather_outputs
+            if held.master is not None:
+                return GatheredWeight(held, Like.of(held.master)), all_gather_outputs
+            held.handle = number(held)
+            others = {"dtype": param_dtype, "device": data.device}
+            return GatheredWeight(held, Like(size, others)), all_gather_outputs
         out = out._local_tensor if isinstance(out, DTensor) else out
         assert isinstance(out, GatheredWeight)
         out.held.master, out.held.gathered = held.master, held.gathered
@@ -246,19 +241,33 @@ class GatheredWeight(Tensor):
         self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
     ) -> Forms | None:
         """As products read it; None where it has values, which anybody may quantize."""
-        if self.gathered is None:
-            return None
-        if (format, scale_rounding) != self.how[:2]:
-            raise ValueError(
-                f"weight: was gathered as {self.how}, its layer multiplies {format} (scales "
-                f"{scale_rounding}); call blockscale.distributed.gather_quantized after recipes "
-                "are set"
-            )
-        made = [
-            as_operand(self.gathered.along(axis, self.how)) if wanted else None
-            for axis, wanted in ((-1, rows), (-2, columns))
-        ]
-        return Forms(*made)
+        return self.held.quantized_forms(format, scale_rounding, rows=rows, columns=columns)
+
+
+def _fprop(*args: Any) -> list[Tensor]:
+    """``linear_fprop``, as compilers record it, of a weight that may have been gathered."""
+    *x, weight, bias, activations, weights, gradients, rounding, out_dtype, wgrad = args
+    recipe = activations, weights, gradients, rounding
+    if weight.master is not None:
+        found: list[Tensor] = _ops.linear_fprop(*x, weight.master, bias, *recipe, out_dtype, wgrad)
+        return found
+    shape = list(weight.shape)
+    return [_ops.gathered_fprop(*x, weight.handle, shape, bias, *recipe, out_dtype)]
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    """``linear_backward`` likewise."""
+    *x, weight, w_global, w_dtype, activations, weights, gradients, rounding, dgrad, wgrad = args
+    more = w_dtype, activations, weights, gradients, rounding
+    if weight.master is not None:
+        found = _ops.linear_backward(*x, weight.master, w_global, *more, dgrad, wgrad)
+    else:
+        found = _ops.gathered_backward(*x, weight.handle, *more, wgrad)
+    made: list[Tensor] = found
+    return made
+
+
+_PASSES = {_ops.linear_fprop.default: _fprop, _ops.linear_backward.default: _backward}
 
 
 def gather_quantized(
@@ -301,20 +310,22 @@ def gather_quantized(
             continue
         if any(each.recipe != recipe for _, each in layers):
             continue
-        parameter = nn.Parameter(_made_of(weight, recipe), requires_grad=weight.requires_grad)
+        made = _made_of(weight, recipe, f"{name}.weight")
+        parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
         for _, each in layers:
             each.weight = parameter
     return module
 
 
-def _made_of(weight: Tensor, recipe: Recipe) -> Tensor:
+def _made_of(weight: Tensor, recipe: Recipe, name: str) -> Tensor:
     how = How(recipe.format_of("weights").name, recipe.scale_rounding)
     if not isinstance(weight, DTensor):
-        return GatheredWeight(how, Held(weight.detach()))
+        return GatheredWeight.of(Held(how, name, weight.detach()))
     mesh = weight.device_mesh
-    local = GatheredWeight(how._replace(mesh=mesh), Held(weight._local_tensor.detach()))
-    how_shared: Any = {"shape": weight.shape, "stride": weight.stride()}
-    return DTensor.from_local(local, mesh, weight.placements, run_check=False, **how_shared)
+    held = Held(how._replace(mesh=mesh), name, weight._local_tensor.detach())
+    shared: Any = {"shape": weight.shape, "stride": weight.stride()}
+    local = GatheredWeight.of(held)
+    return DTensor.from_local(local, mesh, weight.placements, run_check=False, **shared)
 
 
 def _layers_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, Any]]]:
@@ -326,12 +337,3 @@ def _layers_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, Any]]]:
                 found.setdefault(parameter, []).append((name, each))
     weights = {each.weight for _, each in module.named_modules() if isinstance(each, Linear)}
     return {weight: layers for weight, layers in found.items() if weight in weights}
-
-
-def _master_of(weight: GatheredWeight) -> Tensor:
-    if weight.master is None:
-        raise ValueError(
-            f"weight: {weight} has no values in high precision while it is gathered; read it when "
-            "FSDP has sharded it again, or leave the layer out of gather_quantized (filter_fn)"
-        )
-    return weight.master

@@ -58,10 +58,9 @@ class _Product(torch.autograd.Function):
         shards = x.shards if isinstance(x, GatheredInput) else None
         keeps = wgrad and quantized["wgrad"] and shards is None
         forms = _forms(x, recipe, "activations", group, rows=quantized["fprop"], columns=keeps)
-        scalar = None
-        if getattr(local, "gathered", None) is None:  # else ranks have agreed on it
-            master = getattr(local, "master", local)
-            scalar = _how(recipe, "weights").global_scale(master, group)
+        scalar, values = None, getattr(local, "master", local)
+        if values is not None:  # else ranks have agreed on it
+            scalar = _how(recipe, "weights").global_scale(values, group)
         if forms.rows is not None:
             made = partial(
                 quantized_weight, dgrad=dgrad and quantized["dgrad"], global_scale=scalar

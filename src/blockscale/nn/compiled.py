@@ -26,6 +26,7 @@ from .recipe import Recipe
 __all__ = ["compiled_linear"]
 
 _PACKAGE = Path(__file__).parents[1]
+_TRACED = "distributed", "layouts", "nn", "ops"
 
 
 def compiled_linear(
@@ -70,6 +71,6 @@ _fingerprint._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @cache
 def _sources() -> str:
     """A hash of the code that may be traced."""
-    folders = _PACKAGE, *(_PACKAGE / name for name in ("layouts", "nn", "ops"))
+    folders = _PACKAGE, *(_PACKAGE / name for name in _TRACED)
     files = (path for folder in folders for path in sorted(folder.glob("*.py")))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

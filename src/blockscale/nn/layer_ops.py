@@ -25,7 +25,7 @@ from .plan_cache import planned
 from .quantize_launches import MatrixLaunch
 from .recipe import Recipe
 
-__all__ = ["linear_backward", "linear_fprop", "names_of", "recipe_of"]
+__all__ = ["activation_of", "linear_backward", "linear_fprop", "names_of", "recipe_of"]
 
 Names = tuple[str, str, str, str | None]
 
@@ -91,7 +91,7 @@ def linear_fprop(
         x, plan = found
         y, scalar = plan(x.parts_of(x_data, x_scale, x_global, -1), weight, bias)
     else:
-        form = _tensor(layer, x_layout, (x_data, x_scale, x_global), -1)
+        form = activation_of(layer.metadata, x_layout, (x_data, x_scale, x_global), -1)
         y, scalar = passes.multiply(form, weight, bias, recipe, out_dtype, quantize_forms)
     return [y] if scalar is None else [y, scalar]
 
@@ -161,7 +161,7 @@ def linear_backward(
     else:
         form = None
         if x_data is not None and x_scale is not None:
-            form = _tensor(layer, x_layout, (x_data, x_scale, x_global), -2)
+            form = activation_of(layer.metadata, x_layout, (x_data, x_scale, x_global), -2)
         made = passes.gradients(needs, metadata, grad, form, weight, w_global, quantize_forms)
     return [x for x in made if x is not None]
 
@@ -185,7 +185,7 @@ def _common_gpu(layer: Layer, *others: Tensor | None) -> Gpu | None:
 
 def _x_quantizer(layer: Layer, x_layout: str, columns: bool) -> MatrixLaunch:
     """What quantized ``x`` where a graph was recorded on a device like this one."""
-    layout = operand_layout(_x_format(layer).name, layer.device).layout
+    layout = operand_layout(_x_format(layer.metadata).name, layer.device).layout
     if x_layout != layout:
         raise Unsupported(
             f"x_layout: products read {layout}, the graph was recorded for {x_layout}"
@@ -193,22 +193,22 @@ def _x_quantizer(layer: Layer, x_layout: str, columns: bool) -> MatrixLaunch:
     return layer.x_quantizer(rows=True, columns=columns)
 
 
-def _x_format(layer: Layer) -> Format:
-    return layer.metadata.recipe.format_of("activations")
+def _x_format(metadata: Metadata) -> Format:
+    return metadata.recipe.format_of("activations")
 
 
-def _tensor(
-    layer: Layer, x_layout: str, parts: tuple[Tensor, Tensor, Tensor | None], axis: int
+def activation_of(
+    metadata: Metadata, x_layout: str, parts: tuple[Tensor, Tensor, Tensor | None], axis: int
 ) -> ScaledTensor:
     """What the parts of ``x`` are of."""
     data, scale, global_scale = parts
     return ScaledTensor(
         data,
         scale,
-        format=_x_format(layer),
-        shape=layer.metadata.x_shape,
+        format=_x_format(metadata),
+        shape=metadata.x_shape,
         axis=axis,
-        dtype=layer.metadata.dtypes[0],
+        dtype=metadata.dtypes[0],
         layout=x_layout,
         global_scale=global_scale,
     )

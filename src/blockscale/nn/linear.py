@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -171,19 +169,7 @@ class Linear(ForgetsWeights, Unscripted, torch.nn.Linear):
         self.recipe = recipe
 
     def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self.weight, "quantized_forms"):  # of ranks, which compilers do not follow
-            return _uncompiled()(x, self.weight, self.bias, recipe=self.recipe)
         return linear(x, self.weight, self.bias, recipe=self.recipe)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"
-
-
-@lru_cache
-def _uncompiled() -> Callable[..., Tensor]:
-    return torch.compiler.disable(linear)
-
-
-# As torch.compiler.assume_constant_result does. Importing torch._dynamo takes a second: not before
-# there is such a weight.
-_uncompiled._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..watching import unwatched
+from ..watching import is_faked, unwatched
 from .forms import Forms, quantize_forms
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "forget_weights",
     "hint_at_reuse",
     "is_reusing",
+    "kept_with",
     "quantized_weight",
     "reuse_weights",
 ]
@@ -40,7 +41,7 @@ class _Kept(NamedTuple):
 
     state: tuple[Any, ...]
     memory: Tensor  # keeps the weight's address from being given to another tensor
-    forms: dict[Any, Forms]
+    forms: dict[Any, Any]  # Forms, or what ``kept_with`` made
 
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> _Kept
@@ -56,7 +57,8 @@ def reuse_weights() -> Iterator[None]:
     Outside, layers quantize their weight in every forward, and for the gradient of x again in the
     backward. Inside, what was made is kept until the block ends, two bytes an element in 8-bit
     formats, and a forward that such a backward will follow makes both forms from one read. (Under
-    FSDP they are the gathered weight's, on each rank: with resharding, leave the block out.)
+    FSDP they are the gathered weight's, on each rank: with resharding, leave the block out, or let
+    ``distributed.gather_quantized`` keep each rank's shard quantized in place of them.)
 
     >>> for step in range(steps):
     ...     with bs.reuse_weights():
@@ -67,9 +69,10 @@ def reuse_weights() -> Iterator[None]:
     Weights must not change inside the block. Optimizer steps, ``load_state_dict``, in-place
     operations and another tensor in place of the weight are seen all the same, and quantize anew.
     Not seen are writes behind torch's back: through ``.data``, storages, NumPy or another process,
-    and into the shards of a weight that FSDP has gathered. Blocks nest: the outermost ends the
-    reuse. A block that is open in one thread holds in all of them.
-    Compiled code, captured CUDA graphs and torch.func transforms quantize in every pass.
+    and into the shards of a weight that FSDP has gathered in high precision. Blocks nest: the
+    outermost ends the reuse. A block that is open in one thread holds in all of them.
+    Compiled code, captured CUDA graphs and torch.func transforms quantize in every pass; shards
+    that FSDP gathers for compiled code are kept, as they are quantized outside of it.
     """
     global _blocks, _number
     _number += not _blocks
@@ -113,7 +116,7 @@ def quantized_weight(
         return quantize_forms(weight, *how, rows=rows, columns=columns, global_scale=global_scale)
     rows, columns = rows or dgrad, columns or dgrad
     kept, key = _kept_of(weight), (*how, _stream(weight))
-    have = kept.forms.get(key, Forms())
+    have: Forms = kept.forms.get(key, Forms())
     made = quantize_forms(
         weight,
         *how,
@@ -126,6 +129,21 @@ def quantized_weight(
         have.columns if made.columns is None else made.columns,
     )
     return forms
+
+
+def kept_with(weight: Tensor, state: Hashable, make: Callable[[], Any]) -> Any:
+    """What ``make`` makes of a shard of a weight, inside the block once for the shard and ``state``
+    (and stream), which tells all that ``make`` reads but the values, and whether those changed.
+
+    Modes that look on do not matter here, as ranks that have none would then leave out a collective
+    that others call; only those whose tensors have no values do.
+    """
+    if not _blocks or is_faked() or not _can_be_kept(weight):
+        return make()
+    forms, key = _kept_of(weight).forms, (state, _stream(weight))
+    if key not in forms:
+        forms[key] = make()
+    return forms[key]
 
 
 def _kept_of(weight: Tensor) -> _Kept:

@@ -33,6 +33,7 @@ def operation(
     fake: Callable[..., R],
     *,
     mutates: Sequence[str] = (),
+    tags: Sequence[torch.Tag] = (),
     gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as ``blockscale::<its name>``; ``fake`` makes what it returns, empty.
@@ -40,13 +41,13 @@ def operation(
     The function takes a tensor first; ``fake`` takes those of its arguments that it names. The
     function changes the arguments that ``mutates`` names, returns none of its arguments, and has no
     gradient unless ``gradient`` is what computes it and what keeps things for that (see
-    torch.library.register_autograd).
+    torch.library.register_autograd). ``tags``: what else compilers have to know.
     """
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
         name = f"blockscale::{run.__name__}"
         schema = torch.library.infer_schema(run, mutates_args=mutates)
-        _LIBRARY.define(run.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.define(run.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _LIBRARY.impl(run.__name__, run, "CompositeExplicitAutograd")
         torch.library.register_fake(name, _named(fake, signature(run)), lib=_LIBRARY)
         if gradient is not None:

@@ -1,0 +1,140 @@
+"""What a rank has of a weight that ranks share, quantized: its shard, or what was gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..formats import get_format
+from ..nn.forms import Forms
+from ..nn.reuse import kept_with
+from ..tensor import ScaledTensor
+from .collectives import all_gather_named
+from .shards import How, as_operand
+
+__all__ = ["Gathered", "Held"]
+
+
+class Gathered(NamedTuple):
+    """What a rank has of a whole weight, by one axis, and where it can gather it from by the other
+    one: its own ``shard``, in ``dtype``.
+
+    Attributes:
+        parts: the whole, or shards that do not lie below each other.
+    """
+
+    parts: tuple[ScaledTensor, ...]
+    shape: torch.Size
+    shard: Held
+    dtype: torch.dtype
+    group: dist.ProcessGroup
+
+    def along(self, axis: int) -> ScaledTensor:
+        block, first = get_format(self.shard.how.format).block, self.parts[0]
+        if axis != first.axis and block[0] != block[1]:
+            shard = self.shard.quantize(axis, self.dtype, first.global_scale)
+            return all_gather_named(shard, self.group, self.shard.name)
+        whole: Any = torch.cat(list(self.parts)) if len(self.parts) > 1 else first
+        found: ScaledTensor = whole  # the same elements and scales may serve both products
+        return found if axis == first.axis else found._with(axis=axis)
+
+
+class Writes:
+    """How often the values of a weight were written to, by it and its views; None where nobody can
+    tell, as views are about that are no weights.
+
+    Not torch's versions: views that are made, and writes that arrive, below autograd (as DTensors
+    pass them on) count none.
+    """
+
+    def __init__(self) -> None:
+        self.count: int | None = 0
+
+    def add(self) -> None:
+        if self.count is not None:
+            self.count += 1
+
+    def hide(self) -> None:
+        self.count = None
+
+
+@dataclass(eq=False)
+class Held:
+    """What a weight and its views have: FSDP2 gathers into all of them anew.
+
+    Attributes:
+        how: a product reads the weight.
+        name: of its layer, the same on all ranks.
+        master: values in high precision, of a shard or where it was gathered as it is.
+        gathered: what a rank has of the whole one, otherwise.
+        handle: what compiled code knows the gathered one by.
+        checked: that all ranks quantize it alike.
+    """
+
+    how: How
+    name: str
+    master: Tensor | None = None
+    gathered: Gathered | None = None
+    handle: Tensor | None = None
+    checked: bool = False
+    writes: Writes = field(default_factory=Writes)
+
+    @property
+    def values(self) -> Tensor:
+        if self.master is None:
+            raise ValueError(
+                f"weight: {self.name} has no values in high precision while it is gathered; read "
+                "it when FSDP has sharded it again, or leave the layer out of gather_quantized "
+                "(filter_fn)"
+            )
+        return self.master
+
+    def made(self, master: Tensor, *, view: bool) -> Held:
+        """Of what an operation makes of the values."""
+        writes = self.writes if view else Writes()
+        return Held(self.how, self.name, master, writes=writes)
+
+    def global_scale(self, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor | None:
+        """Of the whole, found together with the other ranks."""
+        found: Tensor | None = self._kept(
+            (dtype,), lambda: self.how.global_scale(self.values.to(dtype), group)
+        )
+        return found
+
+    def quantize(self, axis: int, dtype: torch.dtype, scale: Tensor | None) -> ScaledTensor:
+        """A shard, with this global scale, which is kept beside it as its id is in the key."""
+        found: ScaledTensor
+        found, _ = self._kept(
+            (dtype, axis, id(scale)),
+            lambda: (self.how.quantize(self.values.to(dtype), axis, scale), scale),
+        )
+        return found
+
+    def _kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What is made of the values, once inside of ``reuse_weights``."""
+        if self.writes.count is None:
+            return make()
+        return kept_with(self.values, (self.writes.count, self.how, *key), make)
+
+    def quantized_forms(
+        self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
+    ) -> Forms | None:
+        """As products read it; None where it has values, which anybody may quantize."""
+        if self.gathered is None:
+            return None
+        if (format, scale_rounding) != self.how[:2]:
+            raise ValueError(
+                f"weight: was gathered as {self.how}, its layer multiplies {format} (scales "
+                f"{scale_rounding}); call blockscale.distributed.gather_quantized after recipes "
+                "are set"
+            )
+        made = [
+            as_operand(self.gathered.along(axis)) if wanted else None
+            for axis, wanted in ((-1, rows), (-2, columns))
+        ]
+        return Forms(*made)

@@ -1,0 +1,144 @@
+"""A layer's passes with a weight that ranks have quantized and gathered, as the ops that compilers
+see.
+
+Such a weight has no values that a graph could hold: which form of it lies in memory, and which has
+to be gathered, changes between the forward and the backward. A graph holds its number, and each op
+asks the weight of that number for the form that it reads, when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ..ops.operation import operation
+from ..tensor import ScaledTensor
+from . import passes
+from .forms import Forms
+from .layer_ops import activation_of, recipe_of
+from .layer_plan import Metadata
+
+__all__ = ["QuantizedElsewhere", "gathered_backward", "gathered_fprop", "number"]
+
+
+class QuantizedElsewhere(Protocol):
+    """What may be asked for its forms; a layer quantizes anything else itself."""
+
+    def quantized_forms(
+        self, format: str, scale_rounding: str | None, *, rows: bool, columns: bool
+    ) -> Forms | None: ...
+
+
+_numbers = count()  # none is given twice
+_weights: WeakValueDictionary[int, QuantizedElsewhere] = WeakValueDictionary()
+
+
+def number(weight: QuantizedElsewhere) -> Tensor:
+    """The number that ops know ``weight`` by, on the CPU."""
+    found = next(_numbers)
+    _weights[found] = weight
+    with torch.inference_mode(False):  # so that backwards may keep it
+        return torch.tensor([found])
+
+
+def _quantizer(handle: Tensor) -> Callable[..., Forms]:
+    """What gives the forms of the weight of this number, in place of ``quantize_forms``."""
+    return partial(_forms, int(handle))
+
+
+def _forms(
+    handle: int,
+    weight: Tensor,
+    format: str,
+    scale_rounding: str | None,
+    *,
+    rows: bool = False,
+    columns: bool = False,
+    global_scale: Tensor | None = None,
+) -> Forms:
+    found = _weights.get(handle)
+    if found is None:
+        raise RuntimeError(
+            "weight: the gathered weight of this compiled code is gone; keep the module until its "
+            "backward has run"
+        )
+    forms = found.quantized_forms(format, scale_rounding, rows=rows, columns=columns)
+    if forms is None:
+        raise RuntimeError(
+            f"weight: {found} was gathered quantized when this code was compiled, and has values "
+            "now; compile it anew (torch.compiler.reset)"
+        )
+    return forms
+
+
+def _fake_fprop(
+    x_data: Tensor, x_shape: list[int], w_shape: list[int], out_dtype: torch.dtype
+) -> Tensor:
+    return x_data.new_empty([x_shape[0], w_shape[0]], dtype=out_dtype)
+
+
+@operation(_fake_fprop, tags=(torch.Tag.cudagraph_unsafe,))
+def gathered_fprop(
+    x_data: Tensor,
+    x_scale: Tensor,
+    x_global: Tensor | None,
+    x_layout: str,
+    x_shape: list[int],
+    x_dtype: torch.dtype,
+    handle: Tensor,
+    w_shape: list[int],
+    bias: Tensor | None,
+    activations: str,
+    weights: str,
+    gradients: str,
+    scale_rounding: str | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``linear_fprop`` with the weight (N, K) of this number. Its global scale is the weight's own,
+    which the backward finds there."""
+    recipe = recipe_of(activations, weights, gradients, scale_rounding)
+    metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, x_dtype, None))
+    x = activation_of(metadata, x_layout, (x_data, x_scale, x_global), -1)
+    return passes.multiply(x, handle, bias, recipe, out_dtype, _quantizer(handle))[0]
+
+
+def _fake_backward(
+    grad: Tensor, x_shape: list[int], x_dtype: torch.dtype, w_dtype: torch.dtype, wgrad: bool
+) -> list[Tensor]:
+    rows, k = x_shape
+    made = [grad.new_empty([rows, k], dtype=x_dtype)]
+    return made + [grad.new_empty([grad.shape[1], k], dtype=w_dtype)] * wgrad
+
+
+@operation(_fake_backward, tags=(torch.Tag.cudagraph_unsafe,))
+def gathered_backward(
+    grad: Tensor,
+    x_data: Tensor | None,
+    x_scale: Tensor | None,
+    x_global: Tensor | None,
+    x_layout: str,
+    x_shape: list[int],
+    x_dtype: torch.dtype,
+    handle: Tensor,
+    w_dtype: torch.dtype,
+    activations: str,
+    weights: str,
+    gradients: str,
+    scale_rounding: str | None,
+    wgrad: bool,
+) -> list[Tensor]:
+    """``linear_backward`` with ``dgrad``, which reads the weight of this number."""
+    recipe = recipe_of(activations, weights, gradients, scale_rounding)
+    metadata = Metadata(recipe, torch.Size(x_shape), (x_dtype, w_dtype, None))
+    x: ScaledTensor | None = None
+    if x_data is not None and x_scale is not None:
+        x = activation_of(metadata, x_layout, (x_data, x_scale, x_global), -2)
+    needs = True, wgrad, False
+    made = passes.gradients(needs, metadata, grad, x, handle, None, _quantizer(handle))
+    return [each for each in made if each is not None]
