@@ -32,6 +32,14 @@ from blockscale.distributed import (
 
 WIDE, INNER, BATCH, LENGTH = 256, 512, 2, 256
 RECIPES = "mxfp8", "fp8_block", "nvfp4"
+#: What else reads an input that layers share, before they do.
+BEFORE: dict[str, Any] = {
+    "normed": None,  # a layer norm
+    "cast": lambda x: x.double().float(),
+    "flipped": lambda x: x.flip(1),
+    "doubled": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]] * 2,
+    "named": lambda x: x.to(x.dtype).contiguous(),
+}
 #: Whether activations are sharded along the sequence between layers; what else.
 CASES = {
     f"{recipe} {case}": (recipe, case)
@@ -40,7 +48,7 @@ CASES = {
 }
 CASES |= {
     f"mxfp8 {case}": ("mxfp8", case)
-    for case in ("recomputed", "frozen", "routed", "precise", "scattered")
+    for case in ("recomputed", "frozen", "routed", "precise", "scattered", "written", *BEFORE)
 }
 #: Of a recipe.
 MORE = {"precise": {"high_precision": ("fprop", "wgrad")}}
@@ -49,25 +57,30 @@ MORE = {"precise": {"high_precision": ("fprop", "wgrad")}}
 class Perceptron(nn.Module):
     """Two layers, and perhaps a router in high precision, share an input."""
 
-    def __init__(self, routes: bool) -> None:
+    loss: Any = 0
+
+    def __init__(self, case: str) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = nn.Linear(WIDE, INNER), nn.Linear(WIDE, INNER, bias=False)
         self.down_proj = nn.Linear(INNER, WIDE)
-        self.router = nn.Linear(WIDE, 1) if routes else None
+        self.router = nn.Linear(WIDE, 1) if case == "routed" else None
+        self.before = BEFORE.get(case)
+        if case == "normed":
+            self.before = nn.LayerNorm(WIDE)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.before is not None:
+            x = self.before(x)
         y = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        if self.router is None:
-            return y
-        # the router sees all tokens, the product is sharded
-        return y * self.router(x).mean()
+        self.loss = 0 if self.router is None else 1000 * self.router(x).square().mean()
+        return y
 
 
 class Block(nn.Module):
     def __init__(self, case: str) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDE), Perceptron(case == "routed")
-        self.recomputes = case == "recomputed"
+        self.norm, self.mlp = nn.LayerNorm(WIDE), Perceptron(case)
+        self.recomputes, self.writes = case == "recomputed", case == "written"
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recomputes:
@@ -76,7 +89,12 @@ class Block(nn.Module):
         return self.inner(x)
 
     def inner(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
+        y = self.norm(x) * 1
+        z = self.mlp(y)
+        if self.writes:  # as residuals do
+            y += z
+            return y
+        return x + z
 
 
 def make_block(recipe: str, case: str, device: torch.device) -> nn.Module:
@@ -107,7 +125,8 @@ def parallel(block: nn.Module, case: str, mesh: Any) -> nn.Module:
             input_layouts=rows, output_layouts=Replicate(), use_local_output=True
         )
         plan["mlp.down_proj"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=rows)
-    if case in ("shared", "recomputed", "frozen", "routed", "precise"):
+    if case in ("shared", "recomputed", "frozen", "routed", "precise", "written", *BEFORE):
+        plan["mlp.gate_proj"] = plan["mlp.up_proj"] = ColwiseParallel()
         plan["mlp"] = PrepareModuleInput(
             input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
         )
@@ -121,7 +140,7 @@ def whole(x: Tensor) -> Tensor:
 def step(block: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = block(x)
-    y.backward(grad)
+    ((y * grad).sum() + block.mlp.loss).backward()  # whose gradient is not contiguous
     trained = [p for p in block.parameters() if p.requires_grad]
     return [y.detach(), x.grad, *(whole(p.grad) for p in trained)]
 
@@ -141,9 +160,6 @@ def compared(device: torch.device) -> dict[str, list[tuple[Tensor, Tensor]]]:
         if case != "replicated":
             mine = [each.chunk(ranks, 1)[rank].contiguous() for each in mine]
         shared = step(block, *mine)
-        if case == "routed":  # a layer that all ranks have, and whose losses are of shards
-            for part in shared[-2:]:
-                dist.all_reduce(part)
         if case != "replicated":
             shared[:2] = (gathered(each) for each in shared[:2])
         found[name] = [(a.cpu(), b.cpu()) for a, b in zip(alone, shared, strict=True)]

@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import blockscale as bs
-from blockscale.distributed import ColwiseParallel, RowwiseParallel, gather_quantized
+from blockscale.distributed import (
+    ColwiseParallel,
+    RowwiseParallel,
+    gather_quantized,
+)
+from blockscale.distributed.gathered_input import gather_input
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -37,7 +42,7 @@ def test_agrees_with_one_process(found, name):
         for alone, shared in pairs:
             assert alone.shape == shared.shape
             assert (alone - shared).norm() <= 1e-5 * alone.norm()  # fp32 sums of 1e5 terms
-        if case not in ("frozen", "precise", "routed"):
+        if case not in ("frozen", "precise", "routed", "normed"):
             gate, _, up, down = pairs[4:8]
             assert all(torch.equal(*pair) for pair in (gate, up, down))
 
@@ -172,6 +177,70 @@ def test_refused_inputs(mesh):
         model[0](torch.randn(64))
     with pytest.raises(TypeError, match=r"x: got torch.float64"):
         model[0](torch.randn(8, 64).double())
+
+
+def test_dtensors_of_other_meshes_are_refused(mesh):
+    model = parallelize_module(
+        converted(), mesh["tp"], {"0": ColwiseParallel(input_layouts=Shard(0))}
+    )
+    with pytest.raises(ValueError, match="the layer is shared by"):
+        model[0](DTensor.from_local(torch.randn(8, 64), mesh["dp"], (Shard(0),)))
+
+
+def test_computed_weights_are_refused(mesh):
+    model = converted()
+    nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(TypeError, match="computes its weight"):
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.mul_(3),
+        lambda x: nn.functional.relu(x, inplace=True),
+        lambda x: x.__setitem__(0, 0),
+        lambda x: x.__iadd__(1),
+        torch.relu_,
+    ],
+)
+def test_shared_inputs_are_not_written_to(mesh, write):
+    x = gather_input(torch.randn(32, 64), 0, mesh["tp"].get_group())
+    with pytest.raises(ValueError, match=r"cannot be written to.*x.clone"):
+        write(x)
+
+
+def test_inputs_that_are_not_contiguous(mesh):
+    plan = {"0": ColwiseParallel(input_layouts=Shard(0))}
+    alone = converted()
+    model = parallelize_module(copy.deepcopy(alone), mesh["tp"], plan)
+    x = torch.randn(64, 64).mT
+    assert torch.equal(model[0](x), alone[0](x))
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda p: p.mul_(0.9),
+    "copied": lambda p: p.copy_(p * 1.3),
+    "foreach": lambda p: torch._foreach_mul_([p], 1.2),
+    "detached": lambda p: p.detach().mul_(1.2),
+    "local": lambda p: p.to_local().mul_(1.2),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_seen_inside_of_reuse_weights(mesh, name):
+    model = parallelize_module(converted(), mesh["tp"], {"0": ColwiseParallel()})
+    x = torch.randn(32, 64)
+    with bs.reuse_weights():
+        model[0](x)
+        for _ in range(2):
+            with torch.no_grad():
+                WRITES[name](model[0].weight)
+            found = model[0](x)
+            alone = converted()
+            with torch.no_grad():
+                alone[0].weight.copy_(model[0].weight.to_local())
+            assert torch.equal(found, alone[0](x))
 
 
 def test_main_grad_is_refused(mesh):

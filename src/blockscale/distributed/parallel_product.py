@@ -55,25 +55,24 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         group, local = weight.device_mesh.get_group(), weight._local_tensor
         quantized = passes.quantized_products(recipe)
-        shards = x.shards if isinstance(x, GatheredInput) else None
-        keeps = wgrad and quantized["wgrad"] and shards is None
+        shared = isinstance(x, GatheredInput)
+        keeps = wgrad and quantized["wgrad"] and not shared
         forms = _forms(x, recipe, "activations", group, rows=quantized["fprop"], columns=keeps)
         scalar, values = None, getattr(local, "master", local)
         if values is not None:  # else ranks have agreed on it
             scalar = _how(recipe, "weights").global_scale(values, group)
         if forms.rows is not None:
-            made = partial(
-                quantized_weight, dgrad=dgrad and quantized["dgrad"], global_scale=scalar
-            )
+            made = partial(_quantized, global_scale=scalar)
             y, scalar = passes.multiply(forms.rows, local, bias, recipe, out_dtype, made)
         else:
             y = torch.nn.functional.linear(_matrix(x).to(out_dtype), local.to(out_dtype))
             y = y if bias is None else y + bias.to(out_dtype)
-        kept = None
-        if wgrad and shards is None:
+        kept = ctx.shards = None
+        if wgrad and isinstance(x, GatheredInput):
+            ctx.shards = x.shards.keep(_how(recipe, "activations") if quantized["wgrad"] else None)
+        elif wgrad:
             kept = _matrix(x) if forms.columns is None else forms.columns
         ctx.save_for_backward(weight if dgrad or wgrad else None, scalar, kept)
-        ctx.shards = shards if wgrad else None
         ctx.about = recipe, x.shape, x.dtype, None if bias is None else bias.dtype
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
@@ -102,14 +101,12 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         )
     if dgrad:
         g = _matrix(grad) if rows is None else rows
-        grad_x = passes.data_gradient(g, local, scalar, recipe, x_dtype, quantized_weight)
+        grad_x = passes.data_gradient(g, local, scalar, recipe, x_dtype, _quantized)
         grad_x = grad_x.view(x_shape)
         del g, rows  # the peak of memory is in the product to come
     if wgrad:
-        if ctx.shards is not None and columns is None:
-            x = ctx.shards.plain().flatten(0, -2)
-        elif ctx.shards is not None:
-            x = ctx.shards.forms(_how(recipe, "activations"), columns=True).columns
+        if ctx.shards is not None:
+            x = ctx.shards.whole()
         g = _matrix(grad) if columns is None else columns
         found = passes.weight_gradient(g, x, weight.dtype)
         assert found is not None
@@ -136,11 +133,19 @@ def _forms(
     """What is asked for of a matrix, or of all its shards; ranks agree on a global scale."""
     how = _how(recipe, role)
     if isinstance(x, GatheredInput):
-        found = x.rows(how) if rows else Forms()
-        return found._replace(columns=x.shards.forms(how, columns=columns).columns)
+        by_columns: Any = x.shards.keep(how).whole() if columns else None
+        return Forms(x.rows(how) if rows else None, by_columns)
     matrix = passes.matrix_of(x)
     scalar = how.global_scale(matrix, group) if rows or columns else None
     return quantize_forms(matrix, *how[:2], rows=rows, columns=columns, global_scale=scalar)
+
+
+def _quantized(local: Tensor, *how: Any, **wanted: Any) -> Forms:
+    """Forms of this rank's part of a weight, anew in each pass: torch does not count all writes to
+    a DTensor, so that none could be kept in ``reuse_weights``."""
+    if hasattr(local, "quantized_forms"):
+        return quantized_weight(local, *how, **wanted)
+    return quantize_forms(local, *how, **wanted)
 
 
 def _matrix(x: Tensor) -> Tensor:

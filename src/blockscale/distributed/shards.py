@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..formats import get_format
-from ..nn.forms import Forms, quantize_forms
+from ..nn.forms import quantize_forms
 from ..ops.operand_layout import operand_layout
 from ..ops.quantize import global_scale
 from ..quantize import quantize
@@ -21,7 +21,7 @@ from ..tensor import ScaledTensor
 from .collectives import all_gather
 from .plain import gathered
 
-__all__ = ["How", "Shards", "as_operand", "warn_of_cut_blocks"]
+__all__ = ["How", "Kept", "Shards", "as_operand", "warn_of_cut_blocks"]
 
 
 class How(NamedTuple):
@@ -57,6 +57,41 @@ class How(NamedTuple):
         return torch.where(found == 0, 1, found)
 
 
+class Place(NamedTuple):
+    """Where shards come together: each of such a shape, along ``dim``, those of the group."""
+
+    shape: torch.Size
+    dim: int
+    group: dist.ProcessGroup
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def whole(self) -> torch.Size:
+        *lead, here = self.shape[: self.dim + 1]
+        return torch.Size((*lead, here * self.ranks, *self.shape[self.dim + 1 :]))
+
+    @property
+    def rows(self) -> int:
+        """That lie below each other, in the whole as in a shard."""
+        return math.prod(self.shape[self.dim : -1])
+
+    def gather(self, shard: ScaledTensor) -> ScaledTensor:
+        """The whole matrix, as products read it."""
+        whole, pieces = all_gather(shard, 0, self.group), math.prod(self.shape[: self.dim])
+        if pieces > 1:  # the ranks' shards of each lie one after another
+            steps = [
+                whole[start : start + self.rows]
+                for piece in range(pieces)
+                for start in range(piece * self.rows, whole.shape[0], pieces * self.rows)
+            ]
+            joined: ScaledTensor = torch.cat(steps)  # type: ignore[assignment]
+            whole = joined
+        return as_operand(whole)
+
+
 class Shards:
     """A matrix of whose rows ranks have shards, gathered when a product reads it, by the axis that
     it reads.
@@ -69,57 +104,73 @@ class Shards:
     """
 
     def __init__(self, x: Tensor, dim: int, group: dist.ProcessGroup) -> None:
-        self.x, self.dim, self.group = x, dim, group
-        self.ranks = dist.get_world_size(group)
-        self._columns: dict[How, ScaledTensor] = {}
+        self.x, self.place = x, Place(x.shape, dim, group)
+        self.kept: dict[How | None, Kept] = {}
+        self._scales: dict[How, Tensor | None] = {}
 
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole."""
-        *lead, here = self.x.shape[: self.dim + 1]
-        return torch.Size((*lead, here * self.ranks, *self.x.shape[self.dim + 1 :]))
+    def rows(self, how: How) -> ScaledTensor:
+        return self.place.gather(self.quantize(how, -1))
 
-    def forms(self, how: How, *, rows: bool = False, columns: bool = False) -> Forms:
-        """The whole (M, K), as products read it. Columns are kept until ``forget``: layers that
-        share an input ask for them one after another."""
-        found = Forms(self._gather(how, -1) if rows else None)
-        if not columns:
-            return found
-        if how not in self._columns:
-            self._columns[how] = self._gather(how, -2)
-        return found._replace(columns=self._columns[how])
-
-    def forget(self) -> None:
-        self._columns.clear()
+    def keep(self, how: How | None) -> Kept:
+        """What the gradient of a weight reads later: columns, or where there is no ``how`` rows in
+        high precision. Layers that share an input share it."""
+        if how not in self.kept:
+            self.kept[how] = Kept(self, how)
+        return self.kept[how]
 
     def plain(self) -> Tensor:
         """The whole as it is, of its shape."""
-        return gathered(self.x, self.dim, self.group)
+        return gathered(self.x, self.place.dim, self.place.group)
 
-    def _gather(self, how: How, axis: int) -> ScaledTensor:
-        here, pieces = math.prod(self.x.shape[self.dim : -1]), math.prod(self.x.shape[: self.dim])
-        matrix = self.x.reshape(-1, self.x.shape[-1])
-        if axis == -2 and here % how.rows:
-            warn_of_cut_blocks(self.shape, self.ranks, how)
-            return self._whole_columns(how)
-        shard = how.quantize(matrix, axis, how.global_scale(matrix, self.group))
-        whole = all_gather(shard, 0, self.group)
-        if pieces > 1:  # the ranks' shards of each lie one after another
-            steps = [
-                whole[start : start + here]
-                for piece in range(pieces)
-                for start in range(piece * here, whole.shape[0], pieces * here)
-            ]
-            joined: ScaledTensor = torch.cat(steps)  # type: ignore[assignment]
-            whole = joined
-        return as_operand(whole)
+    def quantize(self, how: How, axis: int) -> ScaledTensor:
+        matrix = self.x.reshape(-1, self.x.shape[-1]).contiguous()
+        if how not in self._scales:
+            self._scales[how] = how.global_scale(matrix, self.place.group)
+        return how.quantize(matrix, axis, self._scales[how])
 
-    def _whole_columns(self, how: How) -> ScaledTensor:
-        whole = self.plain()
-        matrix = whole.reshape(-1, whole.shape[-1])
-        forms = quantize_forms(matrix, how.format, how.scale_rounding, columns=True)
-        assert forms.columns is not None
-        return forms.columns
+
+class Kept:
+    """A shard that a backward gathers, until it is forgotten once. It is quantized in the forward,
+    so that whoever writes to the input then changes nothing; where it stays as it is such a write
+    is an error."""
+
+    def __init__(self, shards: Shards, how: How | None) -> None:
+        self._place, self._how = shards.place, how
+        self._whole: Tensor | None = None
+        self._shard: Tensor = shards.x
+        if how is not None and shards.place.rows % how.rows:
+            warn_of_cut_blocks(shards.place.whole, shards.place.ranks, how)
+        elif how is not None:
+            self._shard = shards.quantize(how, -2)
+        self._version = None if shards.x.is_inference() else shards.x._version
+
+    def whole(self) -> Tensor:
+        """A matrix, as the product reads it."""
+        if self._whole is None:
+            self._whole = self._gather()
+        return self._whole
+
+    def forget(self) -> None:
+        self._whole = None
+
+    def _gather(self) -> Tensor:
+        if isinstance(self._shard, ScaledTensor):
+            return self._place.gather(self._shard)
+        if self._version is not None and self._shard._version != self._version:
+            raise RuntimeError(
+                f"x: a layer over ranks keeps its input {tuple(self._shard.shape)} for the "
+                "backward, and it was modified by an in-place operation; write to a copy"
+            )
+        values = gathered(self._shard, self._place.dim, self._place.group)
+        matrix, how = values.reshape(-1, values.shape[-1]), self._how
+        if how is None:
+            return matrix
+        scale = None
+        if get_format(how.format).has_global_scale:
+            scale = global_scale(matrix, how.format)
+        found = quantize_forms(matrix, *how[:2], columns=True, global_scale=scale).columns
+        assert found is not None
+        return found
 
 
 def as_operand(whole: ScaledTensor) -> ScaledTensor:

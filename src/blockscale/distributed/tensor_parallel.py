@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..formats import get_format
 from ..nn.class_change import extend
@@ -83,7 +84,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         (given,) = self.input_layouts
         if isinstance(x, GatheredInput):
             return x
-        x = _local(x, given)
+        x = _local(x, given, mesh)
         if given.is_replicate():
             return replicate_input(x, mesh.get_group())
         return gather_input(x, _dim_of(given, x), mesh.get_group())
@@ -124,7 +125,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
     def prepare_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         (given,) = self.input_layouts
         if given in (Shard(-1), Shard(x.dim() - 1)):
-            return _local(x, given)
+            return _local(x, given, mesh)
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, (given,), run_check=False)
         return x.redistribute(placements=(Shard(-1),)).to_local()
@@ -155,7 +156,8 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
     ... )
 
     Modules inside that are no layers of :class:`ColwiseParallel` get the input as it is, gathered
-    in high precision each time. Arguments are torch's.
+    in high precision each time; what they make of it is alike on all ranks, and so is its gradient.
+    All ranks have shards of one size. Arguments are torch's.
     """
 
     def _prepare_input_arg(
@@ -166,9 +168,12 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         desired_layout: Placement | None,
     ) -> Any:
         gathers = input_layout is not None and _is_of_rows(input_layout)
+        if gathers:  # activations, no masks and ids
+            layout: Any = input_layout
+            gathers = input.is_floating_point() and layout.dim % input.dim() < input.dim() - 1
         if not gathers or not isinstance(desired_layout, Replicate):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
-        x = _local(input, input_layout)
+        x = _local(input, input_layout, mesh)
         return gather_input(x, _dim_of(input_layout, x), mesh.get_group())
 
 
@@ -179,6 +184,11 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
         raise TypeError(
             f"module: got {module}; blockscale.distributed.{name} takes layers of "
             f"blockscale.convert; give others torch's {name}"
+        )
+    if is_parametrized(module):
+        raise TypeError(
+            f"module: {module} computes its weight (torch.nn.utils.parametrize), which ranks "
+            "cannot share; remove the parametrization, or leave the layer whole"
         )
     if hasattr(module.weight, "quantized_forms"):
         raise TypeError(
@@ -231,11 +241,20 @@ def _dim_of(layout: Any, x: Tensor) -> int:
     return dim
 
 
-def _local(x: Tensor, layout: Any) -> Tensor:
+def _local(x: Tensor, layout: Any, mesh: DeviceMesh) -> Tensor:
     """This rank's part; ValueError for a DTensor that is shared otherwise."""
     if not isinstance(x, DTensor):
         return x
+    if x.device_mesh != mesh:
+        raise ValueError(
+            f"x: is a DTensor of {x.device_mesh}, the layer is shared by {mesh}; call x.to_local()"
+        )
     (found,) = x.placements
+    if isinstance(found, Shard) and x.shape[found.dim] % mesh.size():
+        raise ValueError(
+            f"x: is a DTensor {tuple(x.shape)} with {found} over {mesh.size()} ranks, whose shards "
+            "are not even; pad it to a multiple of them"
+        )
     if found != layout and not (
         isinstance(found, Shard) and isinstance(layout, Shard) and found.dim == layout.dim % x.dim()
     ):
