@@ -230,9 +230,22 @@ def writes(name: str) -> dict[str, tuple[bool, bool]]:
 
 
 def reused(rank: int, ranks: int, folder: Path) -> tuple[Any, ...]:
-    """Losses and counts of each case, without and with ``reuse_weights``; and what it sees."""
+    """Losses and counts of each case, without and with ``reuse_weights``; what it sees; and whether
+    a rank may have no rows."""
     cases = {n: [reuse(n, rank, reuses=on) for on in (False, True)] for n in REUSED}
-    return cases, {name: writes(name) for name in ("mxfp8 bf16", "nvfp4")}
+    return cases, {name: writes(name) for name in ("mxfp8 bf16", "nvfp4")}, empty(rank)
+
+
+def empty(rank: int) -> bool:
+    """Whether gradients are those of weights gathered as they are, where one rank has no rows."""
+    name, gradients = "mxfp8 bf16", []
+    x = torch.ones(0 if rank else 64, WIDE, dtype=CASES[name][1])
+    for gathers, backend in ((False, None), (True, None), (True, "aot_eager")):
+        model = make_model(name, torch.device("cpu"), gathers=gathers, backend=backend)
+        model(x).float().square().sum().backward()
+        gradients.append([each.grad.full_tensor() for each in model.parameters()])
+    want, *others = gradients
+    return all(torch.equal(a, b) for got in others for a, b in zip(got, want, strict=True))
 
 
 def bytes_sent(name: str, device: torch.device) -> tuple[list[int], int]:

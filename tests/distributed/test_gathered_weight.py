@@ -68,7 +68,7 @@ def test_a_shard_is_quantized_once_a_step(reused, name):
     """Of four weights, along both axes (of FP8's squares, too), and anew after a step. Where they
     stay gathered, nobody asks for columns of the first, whose input has no gradient."""
     columns = 3 if "kept" in name else 4
-    for cases, _ in reused:
+    for cases, *_ in reused:
         (want, often), (losses, once) = cases[name]
         assert losses == want
         agreed = {"agreed": 4} if name == "nvfp4" else {"agreed": 0}
@@ -83,8 +83,12 @@ def test_a_shard_is_quantized_once_a_step(reused, name):
 @pytest.mark.parametrize("write", fsdp_ranks.WRITES)
 @pytest.mark.parametrize("name", ["mxfp8 bf16", "nvfp4"])
 def test_writes_to_shards_are_seen(reused, name, write):
-    for _, writes in reused:
+    for _, writes, _ in reused:
         assert writes[name][write] == (False, True)
+
+
+def test_a_rank_without_rows(reused):
+    assert all(same for *_, same in reused)
 
 
 def layer(recipe: str = "mxfp8") -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     if not (x.numel() and weight.numel()):  # nothing to quantize, and nothing to round
         if not (weight.numel() and adds_to_main_grad(weight)):
             b = None if bias is None else bias.to(out_dtype)
+            if type(weight) not in (Tensor, torch.nn.Parameter):  # ranks' may have no values
+                weight = _Zeros.apply(weight)
             return torch.nn.functional.linear(x.to(out_dtype), weight.to(out_dtype), b)
         recipe, key = replace(recipe, high_precision=PRODUCTS), None
     if weight.stride(-1) != 1:  # transposed, as torch's orthogonal parametrization makes it
@@ -69,6 +72,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
         return compiled_linear(*given)
     function = TransformedLinear if is_transformed() else QuantizedLinear
     return apply(function, (weight,), *given, dgrad, wgrad)
+
+
+class _Zeros(torch.autograd.Function):
+    """What stands for a weight that no row is multiplied by, and passes on its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _planned(plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
