@@ -8,8 +8,16 @@ import signal
 import sys
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
-from blockscale.training import launch, ranks, started_ranks
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockscale.training import RECIPES, Corpus, Statistics, gpt, launch, ranks, started_ranks
+from blockscale.training.run import _model, _optimizer
+from blockscale.training.tensor_plan import by_kind, whole
+from blockscale.training.workers import become_worker, leave
 
 be_rank = started_ranks._be_rank
 
@@ -56,3 +64,61 @@ def die_while_saving(pipe: Any, place: Any, work: Any, *, rank: int, moment: int
     if place.rank == rank:
         sys.addaudithook(look)
     be_rank(pipe, place, work)
+
+
+def in_fp32(pipe: Any, place: Any, work: Any) -> None:
+    """A rank that sends what it has learned."""
+    become_worker()
+    with launch.joined(place, work) as of:
+        pipe.send(learned(work, of))
+    leave()
+
+
+def learned(work: Any, of: Any) -> dict[str, Any]:
+    """Under each recipe, with activations in fp32: losses of three steps, the norm of all gradients
+    of the first one, each of these, and statistics."""
+
+    def norm(module: Any, x: Tensor) -> Tensor:
+        return F.rms_norm(x, module.weight.shape, module.weight)
+
+    with patch.object(gpt.Norm, "forward", norm):
+        return {name: _learned(name, work, of) for name in work.recipes}
+
+
+def _learned(name: str, work: Any, of: Any) -> dict[str, Any]:
+    settings = work.settings
+    corpus = Corpus(work.text, settings.context)
+    model = _model(RECIPES[name], 0, settings)
+    model.rotary = model.rotary.float()
+    of.shard(model)
+    optimizer, statistics = _optimizer(model, settings), Statistics(of)
+
+    def loss(starts: Tensor) -> Tensor:
+        inputs, targets = corpus.sequences(corpus.train, of.part(starts))
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    found: dict[str, Any] = {"losses": []}
+    for step, starts in enumerate(corpus.batches(3, settings.batch, 0)):
+        if not step:
+            with statistics.watch(model):
+                loss(starts).backward()
+            optimizer.zero_grad()
+        value = loss(starts)
+        value.backward()
+        total: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        if not step:
+            found["norm"] = float(whole(total) if hasattr(total, "placements") else total)
+            found["gradients"] = {
+                name: _as_one(name, p.grad, settings.tp or 1).numpy()
+                for name, p in model.named_parameters()
+            }
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(of.mean(value.detach()).item())
+    return found | {"statistics": statistics.summary()}
+
+
+def _as_one(name: str, grad: Any, ranks: int) -> Tensor:
+    """The gradient as one process has it."""
+    made = whole(grad) if hasattr(grad, "placements") else grad
+    return by_kind(made, ranks) if "qkv" in name else made

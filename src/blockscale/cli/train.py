@@ -73,7 +73,14 @@ def train(
     ] = False,
     fsdp: Annotated[
         int | None,
-        typer.Option(help="Ranks that train each run together, started here or by torchrun."),
+        typer.Option(
+            help="Ranks that train each run together, a part of each batch each; started here or "
+            "by torchrun."
+        ),
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(help="Ranks that share each layer; times as many as --fsdp has."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="New or empty folder. Default: runs/train-001, -002, ...")
@@ -90,7 +97,7 @@ def train(
 
     Same seeds and batches for all. Leaves a folder with loss.png, report.html and results.json.
     Stopped (Ctrl-C, a signal to end, --stop-after), it leaves what --resume goes on from; of runs
-    of ranks with --fsdp by another number of them.
+    of ranks with --fsdp and --tp by other numbers of them.
     """
     from .. import training
     from ..training import saves
@@ -108,24 +115,26 @@ def train(
     options |= {"device": device, "data": data, "moe": moe, "compile": compile, "out": out}
     if resume is not None:
         _check_alone(options)
-        plan = training.Plan.read(resume).by_ranks(fsdp)
+        plan = training.Plan.read(resume).by_ranks(fsdp=fsdp, tp=tp)
         text = training.choose_text(plan.data, plan.settings.device)
         plan.check(text)
         check_device(plan.settings.device)
     else:
         where = device or "cpu"
         names = training.check_recipes(recipe or training.default_recipes(where, moe))
-        given = {"steps": steps, "seeds": seeds, "compile": compile or None, "fsdp": fsdp}
+        given = {"steps": steps, "seeds": seeds, "compile": compile or None}
+        given |= {"fsdp": fsdp, "tp": tp}
         settings = training.Settings.on(
             where, moe, **{name: value for name, value in given.items() if value is not None}
         )
         text = training.choose_text(data, where)
         training.Corpus(text, settings.context)  # refuses a text that is too short
-        _check_minutes(minutes, {"steps": steps, "fsdp": fsdp}, where)
+        _check_minutes(minutes, {"steps": steps, "fsdp": fsdp, "tp": tp}, where)
         plan = training.Plan(names, settings, data, saves.digest(text))
+    work = training.Work(plan.recipes, text, plan.settings)
     place = training.torchrun_place(plan.settings)
     if place is not None and place.rank:
-        _follow(place, training.Work(plan.recipes, text, plan.settings))
+        _follow(place, work)
     folder = resume if resume is not None else training.prepare_folder(out)
     ends = math.inf if stop_after is None else began + 60 * stop_after
     with _left_as_found(folder, anew=resume is None):

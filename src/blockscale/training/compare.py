@@ -40,14 +40,14 @@ def compare(
 
     ``report`` is called in this process after each step of any of them (on a GPU, after some).
     With a ``folder`` runs are saved there and go on from what is saved; when ``stop`` says so they
-    are saved, and :class:`Stopped` is raised. With ``settings.fsdp`` ranks train each run together:
+    are saved, and :class:`Stopped` is raised. Ranks of ``settings`` train each run together:
     processes that are started here, or those that torchrun has started, all of which call this.
 
     On a CPU each run has one thread, so its losses depend neither on the number of cores nor on
     what runs beside it; matrices this small gain little from a second thread.
     """
     work = Work(recipes, text, settings, folder)
-    if settings.fsdp is not None:
+    if settings.mesh:
         place = torchrun_place(settings)
         if place is None:
             runs = train_by_started(work, report, stop)

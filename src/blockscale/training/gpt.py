@@ -22,7 +22,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class GPT(nn.Module):
-    """Logits (batch, time, 256) of the next byte from int64 tokens (batch, time).
+    """Logits (batch, time, 256) in fp32 of the next byte from int64 tokens (batch, time).
 
     Parameters and the residual stream are fp32. Run it under ``torch.autocast`` with bfloat16: what
     enters each linear layer, and each gradient that comes back to it, is then bfloat16.
@@ -61,7 +61,7 @@ class GPT(nn.Module):
         time = tokens.shape[1]
         for block in self.blocks:
             x = block(x, self.rotary[:, :time], self.future[:time, :time])
-        return self.head(self.norm(x))
+        return self.head(self.norm(x)).float()
 
 
 class Block(nn.Module):
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self, width: int, heads: int, attend: Attend, mixture: Mixture | None = None
     ) -> None:
         super().__init__()
-        self.heads, self.attend = heads, attend
+        self.head_size, self.attend = width // heads, attend
         self.attention_norm, self.mlp_norm = Norm(width), Norm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -86,11 +86,11 @@ class Block(nn.Module):
         return x + (self.down(F.gelu(self.up(y))) if self.moe is None else self.moe(y))
 
     def _attention(self, x: Tensor, rotary: Tensor, future: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        size = width // self.heads
-        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, size).permute(2, 0, 3, 1, 4)
+        # of ranks each has some heads, and x may be some of the tokens
+        y = self.qkv(x).unflatten(-1, (3, -1, self.head_size))
+        q, k, v = y.permute(2, 0, 3, 1, 4)
         y = self.attend(_turn(q, rotary), _turn(k, rotary), v, future)
-        return self.out(y.transpose(1, 2).reshape(batch, time, width))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Norm(nn.Module):

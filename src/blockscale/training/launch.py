@@ -22,6 +22,7 @@ from .ranks import Ranks, ShardedRanks, check_alike
 from .run import Progress, Run, train
 from .saves import digest
 from .settings import Settings
+from .tensor_plan import check_blocks
 
 __all__ = [
     "Place",
@@ -44,12 +45,19 @@ class RankLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Work:
-    """The runs of a comparison, and the folder they are saved in."""
+    """The runs of a comparison, and the folder they are saved in.
+
+    Raises ValueError where ranks cannot share the layers of a recipe.
+    """
 
     recipes: Sequence[str]
     text: Text
     settings: Settings
     folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.settings.tp is not None:
+            check_blocks(self.recipes, self.settings.width, self.settings.tp)
 
 
 @dataclass(frozen=True)
@@ -80,28 +88,30 @@ def open_store(host: str, port: int, serves: bool) -> Any:
 def torchrun_place(settings: Settings) -> Place | None:
     """Where torchrun has started this process, or None.
 
-    Raises ValueError where ``settings.fsdp`` ranks cannot train here.
+    Raises ValueError where the ranks of ``settings`` cannot train here.
     """
-    ranks = settings.fsdp
-    if ranks is None:
+    if not settings.mesh:
         return None
+    ranks, names = settings.ranks, " and ".join(settings.mesh)
+    got = " x ".join(map(str, settings.mesh.values()))
+    options = " and ".join(f"--{name}" for name in settings.mesh)
     if not dist.is_available():
         raise ValueError(
-            f"fsdp: torch {torch.__version__} was built without torch.distributed; install one "
-            "that has it, or leave out --fsdp"
+            f"{names}: torch {torch.__version__} was built without torch.distributed; install one "
+            f"that has it, or leave out {options}"
         )
     given = os.environ
     started = "RANK" in given and "WORLD_SIZE" in given
     if started and int(given["WORLD_SIZE"]) != ranks:
         raise ValueError(
-            f"fsdp: got {ranks}, but torchrun has started {given['WORLD_SIZE']} ranks; give "
-            f"--fsdp {given['WORLD_SIZE']}, or as many processes"
+            f"{names}: got {got}, but torchrun has started {given['WORLD_SIZE']} ranks; give "
+            f"{options} that many, or --nproc-per-node {ranks} to torchrun"
         )
     here = int(given.get("LOCAL_WORLD_SIZE", ranks)) if started else ranks
     if settings.device != "cpu" and here > torch.cuda.device_count():
         raise ValueError(
-            f"fsdp: {here} ranks need a GPU each, and torch sees {torch.cuda.device_count()}; "
-            "give --fsdp a smaller number, or use more machines by torchrun"
+            f"{names}: {here} ranks need a GPU each, and torch sees {torch.cuda.device_count()}; "
+            f"give {options} a smaller number, or use more machines by torchrun"
         )
     if not started:
         return None
@@ -148,7 +158,7 @@ def joined(place: Place, work: Work) -> Iterator[Ranks]:
             | {"text": digest(work.text), "blockscale": __version__, "torch": torch.__version__}
         )
         with _answering(store, place):
-            yield ShardedRanks(device)
+            yield ShardedRanks(device, **work.settings.mesh)
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
             raise
@@ -168,7 +178,7 @@ def _meet(place: Place) -> Any:
         missing = "rank 0"  # whose store it is
     if missing:
         raise ValueError(
-            f"fsdp: {missing} did not come within {_START.seconds} s; start {place.ranks} ranks "
+            f"ranks: {missing} did not come within {_START.seconds} s; start {place.ranks} ranks "
             "with the same arguments"
         )
     return store

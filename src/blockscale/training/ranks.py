@@ -1,7 +1,7 @@
 """What a run asks of the ranks that train one model: the part of this one, and what all agree on.
 
-One process is :class:`Ranks`, which has it all. :class:`ShardedRanks` share a batch and the model's
-parameters. A further way to share is a further dimension of its mesh.
+One process is :class:`Ranks`, which has it all. :class:`ShardedRanks` share batches, the model's
+parameters and its layers. A further way to share is a further dimension of their mesh.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from ..distributed import gather_quantized
+from ..distributed.tensor_parallel import ParallelLinear
+from ..nn import Linear
 from .gpt import GPT
 from .saves import RunSaves, Saves
+from .tensor_plan import share_layers, whole
 
 __all__ = ["Ranks", "ShardedRanks", "check_alike"]
 
@@ -30,7 +34,8 @@ class Ranks:
     """One process: nothing is shared, and there is nobody to agree with."""
 
     rank = 0
-    count = 1
+    parts = 1  # of a batch
+    mine = 0  # of these, this rank's
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,12 +47,17 @@ class Ranks:
         """All of a parameter, of which this rank may have a shard. All ranks call it."""
         return weight
 
+    def seen(self, layer: Linear, role: str, x: Tensor) -> Tensor | None:
+        """All of the activations or gradients of a layer, of which this rank may have a part; None
+        where another one looks at them. All ranks call it."""
+        return x
+
     def part(self, batch: Tensor) -> Tensor:
         """What this rank learns from."""
         return batch
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Of those of all ranks, whose parts are of one size."""
+        """Of those of all parts, which are of one size."""
         return losses
 
     def any(self, wanted: bool) -> bool:
@@ -63,15 +73,15 @@ class Ranks:
         return self.gathered(mine)[0]
 
     def each(self, function: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
-        """``function`` of every item, in their order; ranks take items in turn. All make as many
-        calls, as ranks of a sharded model wait for each other: those that are left without an item
-        do another one again."""
-        turns = -(-len(items) // self.count)
+        """``function`` of every item, in their order; ranks take items in turn, as they have parts
+        of a batch. All make as many calls, as ranks of a sharded model wait for each other: those
+        that are left without an item do another one again."""
+        turns = -(-len(items) // self.parts)
         mine = [
-            function(items[(turn * self.count + self.rank) % len(items)]) for turn in range(turns)
+            function(items[(turn * self.parts + self.mine) % len(items)]) for turn in range(turns)
         ]
-        found = self.gathered(mine)
-        return [found[i % self.count][i // self.count] for i in range(len(items))]
+        found = dict(self.gathered((self.mine, mine)))  # ranks that share a part have the same
+        return [found[i % self.parts][i // self.parts] for i in range(len(items))]
 
     def saves(self, folder: Path, recipe: str, seed: int) -> RunSaves:
         """Where a run is saved."""
@@ -79,40 +89,49 @@ class Ranks:
 
 
 class ShardedRanks(Ranks):
-    """Ranks of FSDP2: each has a shard of every parameter, its gradient and the optimizer's state,
-    all in fp32, and learns from its part of each batch; gradients are the mean.
+    """Ranks of FSDP2 along one dimension of the mesh: each has a shard of every parameter, its
+    gradient and the optimizer's state, all in fp32, and learns from its part of each batch;
+    gradients are the mean. Along the other one, "tp", ranks share that part, and layers.
 
     Converted layers gather their weights quantized, the others in fp32, which autocast then rounds
     as it does in one process: so a step is that of one process but for the order of sums.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, fsdp: int = 1, tp: int = 1) -> None:
         super().__init__(device)
-        self.mesh = init_device_mesh(
-            device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)
-        )
-        self.rank, self.count = self.mesh.get_local_rank("fsdp"), self.mesh["fsdp"].size()
+        self.mesh = init_device_mesh(device.type, (fsdp, tp), mesh_dim_names=("fsdp", "tp"))
+        self.mesh._flatten("all")  # so that norms of gradients are one sum, the same on all ranks
+        self.rank, self.parts = dist.get_rank(), fsdp
+        self.mine = self.mesh.get_local_rank("fsdp")
+        self.tensor = self.mesh["tp"]
 
     def shard(self, model: GPT) -> None:
         from torch.distributed.fsdp import fully_shard
 
+        if self.tensor.size() > 1:
+            share_layers(model, self.tensor)
         gather_quantized(model)
         for block in model.blocks:
             fully_shard(block, mesh=self.mesh["fsdp"])
         fully_shard(model, mesh=self.mesh["fsdp"])
 
     def whole(self, weight: Any) -> Tensor:
-        found: Tensor = weight.detach().full_tensor()
-        values = getattr(found, "master", None)  # where one rank has all of a gathered weight
-        return found if values is None else values
+        return whole(weight)
+
+    def seen(self, layer: Linear, role: str, x: Tensor) -> Tensor | None:
+        if isinstance(layer, ParallelLinear):
+            style = layer.style
+            layouts = style.input_layouts if role == "activations" else style.output_layouts
+            x = DTensor.from_local(x, layer.mesh, layouts, run_check=False).full_tensor()
+        return x if self.tensor.get_local_rank() == 0 else None
 
     def part(self, batch: Tensor) -> Tensor:
-        return batch.chunk(self.count)[self.rank]
+        return batch.chunk(self.parts)[self.mine]
 
     def mean(self, losses: Tensor) -> Tensor:
         total = losses.clone()
         dist.all_reduce(total, group=self.mesh.get_group("fsdp"))
-        return total / self.count
+        return total / self.parts
 
     def any(self, wanted: bool) -> bool:
         flag = torch.tensor(wanted, dtype=torch.int32)  # on the host: nothing waits for a GPU
@@ -143,6 +162,6 @@ def check_alike(facts: Mapping[str, object]) -> None:
             wrong.append(f"{name} ({', '.join(others)}, most have {usual})")
     if wrong:
         raise ValueError(
-            f"fsdp: ranks differ in {'; '.join(wrong)}; start all of them with the same arguments, "
+            f"ranks: differ in {'; '.join(wrong)}; start all of them with the same arguments, "
             "text and versions"
         )

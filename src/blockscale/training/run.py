@@ -196,7 +196,7 @@ def _optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.AdamW:
 def _loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     with torch.autocast(inputs.device.type, torch.bfloat16):
         logits = model(inputs)
-    return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.flatten())
+    return F.cross_entropy(logits.view(-1, VOCABULARY), targets.flatten())
 
 
 def _balancing(model: torch.nn.Module) -> Tensor | float:

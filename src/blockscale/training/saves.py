@@ -103,16 +103,19 @@ class Plan:
                 f"resume: {path} is damaged, or of another version ({error}); start anew"
             ) from None
 
-    def by_ranks(self, fsdp: int | None) -> Plan:
-        """The same for so many ranks; ValueError for runs of one process, and as Settings."""
-        if fsdp is None:
+    def by_ranks(self, **given: Any) -> Plan:
+        """The same by the ranks that are given along dimensions, if any; ValueError for runs of one
+        process, and as Settings."""
+        names = [name for name, ranks in given.items() if ranks is not None]
+        if not names:
             return self
-        if self.settings.fsdp is None:
+        if not self.settings.mesh:
             raise ValueError(
-                "resume: is given beside fsdp, but one process began each of these runs; leave out "
-                "--fsdp, or start anew"
+                f"resume: is given beside {' and '.join(names)}, but one process began each of "
+                f"these runs; leave out {' and '.join(f'--{name}' for name in names)}, or start "
+                "anew"
             )
-        return replace(self, settings=replace(self.settings, fsdp=fsdp))
+        return replace(self, settings=replace(self.settings, **given))
 
     def check(self, text: Text) -> None:
         """ValueError unless ``text`` is that which the runs began with."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .gpt import VOCABULARY
+
 __all__ = ["Settings", "check_device"]
 
 
@@ -21,13 +23,15 @@ class Settings:
     Those are for a CPU; :meth:`on` has others for a GPU.
 
     Raises ValueError for ``steps`` and ``seeds`` below 1, for a device that is not there, and for
-    ``fsdp`` ranks that cannot share a batch.
+    ranks (``fsdp``, ``tp``) that cannot share a batch or the model.
     """
 
     steps: int = 250
     seeds: int = 3
     device: str = "cpu"
-    fsdp: int | None = None  # ranks that train a model together; None: each run is one process
+    # ranks that train a model together; None of all: each run is one process
+    fsdp: int | None = None  # that share batches, and weights between products
+    tp: int | None = None  # that share layers, and tokens between them
     # the model: 1.4 million parameters
     width: int = 192
     layers: int = 3
@@ -59,28 +63,54 @@ class Settings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}; give 1 or more")
         check_device(self.device)
-        if self.fsdp is not None:
-            self._check_ranks(self.fsdp)
+        if self.mesh:
+            self._check_ranks()
 
-    def _check_ranks(self, ranks: int) -> None:
-        if ranks < 1:
-            raise ValueError(f"fsdp: got {ranks}; give 1 or more")
-        if self.batch % ranks:
-            whole = [str(n) for n in range(1, self.batch + 1) if self.batch % n == 0]
-            raise ValueError(
-                f"fsdp: got {ranks}, but ranks share a batch of {self.batch} sequences evenly; "
-                f"choose one of {', '.join(whole)}"
-            )
+    @property
+    def mesh(self) -> dict[str, int]:
+        """How many ranks there are along each dimension that is given."""
+        given = {"fsdp": self.fsdp, "tp": self.tp}
+        return {name: ranks for name, ranks in given.items() if ranks is not None}
+
+    @property
+    def ranks(self) -> int:
+        """Of the mesh."""
+        return math.prod(self.mesh.values())
+
+    def _check_ranks(self) -> None:
+        shared = {
+            "fsdp": {f"a batch of {self.batch} sequences": self.batch},
+            "tp": {
+                f"{self.heads} heads": self.heads,
+                f"sequences of {self.context} bytes": self.context,
+                f"a vocabulary of {VOCABULARY} bytes": VOCABULARY,
+            },
+        }
+        for name, ranks in self.mesh.items():
+            if ranks < 1:
+                raise ValueError(f"{name}: got {ranks}; give 1 or more")
+            size = math.gcd(*shared[name].values())
+            for what, of_one in shared[name].items():
+                if of_one % ranks:
+                    raise ValueError(
+                        f"{name}: got {ranks}, but ranks share {what} evenly; choose one of "
+                        f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+                    )
+        beside = " and ".join(self.mesh)
         if ":" in self.device:
-            raise ValueError(f"device: got {self.device!r} beside fsdp; give cuda: one a rank")
+            raise ValueError(f"device: got {self.device!r} beside {beside}; give cuda: one a rank")
         for name, given in (("moe", self.experts), ("compile", self.compile)):
             if given:
-                raise ValueError(f"{name}: is given beside fsdp, which has none yet; leave one out")
+                raise ValueError(
+                    f"{name}: is given beside {beside}, which has none yet; leave one out"
+                )
 
     @classmethod
     def on(cls, device: str, moe: bool = False, **given: Any) -> Settings:
         """What suits ``device``, but for what is given; ``moe``: with experts."""
         suits = {} if device == "cpu" else dict(_GPU)
+        if device == "cpu" and given.get("tp") is not None:
+            suits |= _CPU_TENSOR
         if moe:
             suits |= _CPU_EXPERTS if device == "cpu" else _GPU_EXPERTS
         return cls(device=device, **{**suits, **given})
@@ -120,6 +150,8 @@ _GPU: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+#: 2.5 million parameters: heads and blocks that 2 and 4 ranks share evenly.
+_CPU_TENSOR: Mapping[str, Any] = MappingProxyType({"width": 256, "heads": 4})
 
 #: 3.2 million parameters, 1.2 million of which a token uses.
 _CPU_EXPERTS: Mapping[str, Any] = MappingProxyType(

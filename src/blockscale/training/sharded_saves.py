@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from .saves import Saves, State, unreadable
+from .tensor_plan import by_kind, by_rank, reordered
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .ranks import ShardedRanks
 
 __all__ = ["ShardedSaves"]
 
@@ -33,7 +36,7 @@ class ShardedSaves:
     """Of one run. ``file``: where it is when it is finished, as that of one process."""
 
     file: Saves
-    ranks: Ranks
+    ranks: ShardedRanks
 
     def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
         newest = max(self._saved, default=None)
@@ -42,12 +45,13 @@ class ShardedSaves:
             return self.file.read()
         if folder is None:
             return None
-        state = _state(model, optimizer)
+        state = self._state(model, optimizer)
         try:
             load(state, checkpoint_id=folder)
             found: State = torch.load(folder / _REST, weights_only=True)
         except (Exception, CheckpointException) as error:
             raise unreadable(folder, error) from None
+        state = self._in_order(state, by_rank)
         set_state_dict(
             model,
             optimizer,
@@ -62,7 +66,7 @@ class ShardedSaves:
             shutil.rmtree(part, ignore_errors=True)  # of ranks that were killed
         self.ranks.told(None)  # nobody writes before
         try:
-            save(_state(model, optimizer), checkpoint_id=part)  # waits for all ranks
+            save(self._state(model, optimizer), checkpoint_id=part)  # waits for all ranks
         except CheckpointException as error:
             failed = ", ".join(f"rank {rank}: {why}" for rank, (why, _) in error.failures.items())
             raise OSError(f"out: cannot write {part} ({failed}); make room, then resume") from None
@@ -81,10 +85,14 @@ class ShardedSaves:
     def _saved(self) -> list[Path]:
         return list(self.file.path.parent.glob(f"{self.file.path.stem}.step*"))
 
+    def _state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
+        """As any ranks have it."""
+        states = get_state_dict(model, optimizer)
+        return self._in_order(dict(zip(("model", "optimizer"), states, strict=True)), by_kind)
 
-def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    states = get_state_dict(model, optimizer)
-    return dict(zip(("model", "optimizer"), states, strict=True))
+    def _in_order(self, state: State, order: Callable[[Tensor, int], Tensor]) -> State:
+        ranks = self.ranks.tensor.size()
+        return state if ranks == 1 else reordered(state, order, ranks)
 
 
 def _remove(folders: list[Path]) -> None:

@@ -23,12 +23,11 @@ _PATIENCE = 5.0  # seconds in which a rank that others have lost is seen to have
 def train_by_started(
     work: Work, report: Callable[[Progress], None], stop: Callable[[], bool]
 ) -> list[Run]:
-    """Start ``work.settings.fsdp`` ranks on this machine and let them train every run.
+    """Start ``work.settings.ranks`` on this machine and let them train every run.
 
     Raises what a rank raised, and :class:`RankLost`, which names it, where one died.
     """
-    ranks = work.settings.fsdp
-    assert ranks is not None
+    ranks = work.settings.ranks
     store = open_store(_HOST, 0, serves=True)
     started = [Started(Place(i, ranks, i, _HOST, store.port), work) for i in range(ranks)]
     told = False

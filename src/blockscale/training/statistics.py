@@ -55,8 +55,8 @@ class Statistics:
     tensor's energy to the energy of its error, averaged (as noise to signal) over all tensors seen.
     It changes nothing in the model.
 
-    Of ``ranks`` each looks at the tensors that it multiplies and the first one at weights, which
-    are whole; all have the sums of all.
+    Of ``ranks`` each looks at the tensors of its part of a batch, of those that share a part or the
+    weights the first one: at whole tensors. All have the sums of all.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -91,10 +91,14 @@ class Statistics:
             self._add("weights", weight, layer.recipe)
 
     def _after_forward(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        recipe = layer.recipe
-        self._add("activations", inputs[0], recipe)
+        self._add_seen(layer, "activations", inputs[0])
         if output.requires_grad:
-            output.register_hook(lambda grad: self._add("gradients", grad, recipe))
+            output.register_hook(lambda grad: self._add_seen(layer, "gradients", grad))
+
+    def _add_seen(self, layer: Linear, role: str, x: Tensor) -> None:
+        whole = self._ranks.seen(layer, role, x.detach())
+        if whole is not None:
+            self._add(role, whole, layer.recipe)
 
     def _after_experts(
         self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor
