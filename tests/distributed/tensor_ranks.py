@@ -39,6 +39,7 @@ BEFORE: dict[str, Any] = {
     "flipped": lambda x: x.flip(1),
     "doubled": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]] * 2,
     "named": lambda x: x.to(x.dtype).contiguous(),
+    "fused": None,  # an autograd.Function
 }
 #: Whether activations are sharded along the sequence between layers; what else.
 CASES = {
@@ -54,6 +55,18 @@ CASES |= {
 MORE = {"precise": {"high_precision": ("fprop", "wgrad")}}
 
 
+class Fused(torch.autograd.Function):
+    """As kernels of others are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
 class Perceptron(nn.Module):
     """Two layers, and perhaps a router in high precision, share an input."""
 
@@ -67,6 +80,8 @@ class Perceptron(nn.Module):
         self.before = BEFORE.get(case)
         if case == "normed":
             self.before = nn.LayerNorm(WIDE)
+        if case == "fused":
+            self.before = Fused.apply
 
     def forward(self, x: Tensor) -> Tensor:
         if self.before is not None:

@@ -134,7 +134,7 @@ def _forms(
     how = _how(recipe, role)
     if isinstance(x, GatheredInput):
         by_columns: Any = x.shards.keep(how).whole() if columns else None
-        return Forms(x.rows(how) if rows else None, by_columns)
+        return Forms(x.shards.rows(how) if rows else None, by_columns)
     matrix = passes.matrix_of(x)
     scalar = how.global_scale(matrix, group) if rows or columns else None
     return quantize_forms(matrix, *how[:2], rows=rows, columns=columns, global_scale=scalar)

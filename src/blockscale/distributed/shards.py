@@ -106,10 +106,14 @@ class Shards:
     def __init__(self, x: Tensor, dim: int, group: dist.ProcessGroup) -> None:
         self.x, self.place = x, Place(x.shape, dim, group)
         self.kept: dict[How | None, Kept] = {}
+        self._rows: dict[How, ScaledTensor] = {}
         self._scales: dict[How, Tensor | None] = {}
 
     def rows(self, how: How) -> ScaledTensor:
-        return self.place.gather(self.quantize(how, -1))
+        """Kept: layers that share an input read it one after another."""
+        if how not in self._rows:
+            self._rows[how] = self.place.gather(self.quantize(how, -1))
+        return self._rows[how]
 
     def keep(self, how: How | None) -> Kept:
         """What the gradient of a weight reads later: columns, or where there is no ``how`` rows in

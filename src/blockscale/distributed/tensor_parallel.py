@@ -83,11 +83,11 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     def prepare_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         (given,) = self.input_layouts
         if isinstance(x, GatheredInput):
-            return x
+            return x.partial
         x = _local(x, given, mesh)
         if given.is_replicate():
             return replicate_input(x, mesh.get_group())
-        return gather_input(x, _dim_of(given, x), mesh.get_group())
+        return gather_input(x, _dim_of(given, x), mesh.get_group()).partial
 
     def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         bias = None if layer.bias is None else layer.bias.to_local()
