@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import blockscale as bs
+import blockscale.nn.gathered_ops
 from blockscale.formats import formats
 from blockscale.layouts import as_bytes
 
@@ -188,7 +189,9 @@ def test_every_op_is_checked_here():
     here += ["grouped_gemm_out", "quantize_both", "route"]
     in_test_fused = ["rmsnorm_quantize", "swiglu_quantize"]
     in_test_nn_layer_ops = ["linear", "linear_fprop", "linear_backward"]
-    elsewhere = [*in_test_fused, *in_test_nn_layer_ops, "gemm_quantize", "grouped_gemm_quantize"]
+    in_test_nn_gathered_ops = ["gathered_fprop", "gathered_backward"]
+    elsewhere = [*in_test_fused, *in_test_nn_layer_ops, *in_test_nn_gathered_ops]
+    elsewhere += ["gemm_quantize", "grouped_gemm_quantize"]
     assert sorted(names) == sorted(f"blockscale::{name}" for name in here + elsewhere)
 
 
