@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from blockscale.training import Corpus, Settings, Text, read_text
@@ -33,3 +35,10 @@ def text() -> Text:
 @pytest.fixture(scope="session")
 def corpus(text: Text) -> Corpus:
     return Corpus(text, CONTEXT)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of runs that are not finished."""
+    (tmp_path / "unfinished").mkdir()
+    return tmp_path

@@ -29,6 +29,24 @@ _PRELOADED = ["blockscale.training", "blockscale.training.sharded_saves", "torch
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
+class Few:
+    """Stops a comparison after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def report(self, progress: object) -> None:
+        self.left -= 1
+
+    def stop(self) -> bool:
+        return self.left <= 0
+
+
+def facts(runs: Any) -> list[Any]:
+    """What does not depend on when it was made."""
+    return [(run.recipe, run.train_loss, run.validation, run.statistics) for run in runs]
+
+
 def quick_context(_: str) -> Any:
     """Forks of a process that has imported all and has no threads."""
     _context.set_forkserver_preload(_PRELOADED)

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import rank_tasks
 import torch
+from rank_tasks import Few, facts
 
 from blockscale.training import (
     RECIPES,
@@ -51,11 +52,6 @@ def quick(monkeypatch):
 
 def by(ranks, settings, text, recipes=RECIPE_NAMES, **given):
     return compare(recipes, text, dataclasses.replace(settings, fsdp=ranks), **given)
-
-
-def facts(runs):
-    """What does not depend on when it was made."""
-    return [(run.recipe, run.train_loss, run.validation, run.statistics) for run in runs]
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -110,29 +106,10 @@ def test_weights_gathered_quantized_change_nothing(settings, text, monkeypatch):
 # --- saves ----------------------------------------------------------------------------------------
 
 
-class Few:
-    """Stops a comparison after some steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.left = steps
-
-    def report(self, progress: object) -> None:
-        self.left -= 1
-
-    def stop(self) -> bool:
-        return self.left <= 0
-
-
 def some_steps(ranks, settings, text, folder, steps=3):
     few = Few(steps)
     with pytest.raises(Stopped):
         by(ranks, settings, text, report=few.report, folder=folder, stop=few.stop)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "unfinished").mkdir()
-    return tmp_path
 
 
 def test_a_stopped_run_goes_on(settings, text, folder):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import rank_tasks
 import torch
+from rank_tasks import Few, facts
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from blockscale.cli import main
@@ -45,10 +46,6 @@ def quick(monkeypatch):
 def by(mesh, settings, text, recipes=("bf16", "mxfp8"), **given):
     whole = {"fsdp": None, "tp": None} | mesh
     return compare(recipes, text, dataclasses.replace(settings, **whole), **given)
-
-
-def facts(runs):
-    return [(run.recipe, run.train_loss, run.validation, run.statistics) for run in runs]
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -112,29 +109,10 @@ def test_weights_gathered_quantized_change_nothing(settings, text, monkeypatch):
 # --- saves ----------------------------------------------------------------------------------------
 
 
-class Few:
-    """Stops a comparison after some steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.left = steps
-
-    def report(self, progress: object) -> None:
-        self.left -= 1
-
-    def stop(self) -> bool:
-        return self.left <= 0
-
-
 def some_steps(mesh, settings, text, folder, steps=3):
     few = Few(steps)
     with pytest.raises(Stopped):
         by(mesh, settings, text, ("mxfp8",), report=few.report, folder=folder, stop=few.stop)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "unfinished").mkdir()
-    return tmp_path
 
 
 def test_resumed(settings, text, folder, tmp_path):

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..tensor import ScaledTensor
+from .plain import gathered
 from .tokens import rank_and_ranks
 
-__all__ = ["all_gather", "all_gather_named", "all_to_all", "exchange", "pack", "unpack"]
+__all__ = ["all_gather", "all_gather_named", "all_to_all", "exchange", "pack", "parts_of", "unpack"]
 
-#: Its name before torch 2.13, and since.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _HEADER = 256  # bytes that say what a message is
 _seen: set[str] = set()  # kinds of messages that have come from all ranks of a group on a GPU
 
@@ -80,10 +79,7 @@ def _gathered(
 ) -> tuple[Tensor, list[int]]:
     """The messages of all ranks (ranks, bytes), and the sizes of their parts."""
     message, sizes = pack(shard, kind)
-    ranks = rank_and_ranks(group)[1]
-    received = message.new_empty(ranks * len(message))
-    _gather(received, message, group)
-    return received.view(ranks, -1), sizes
+    return gathered(message, 0, group).view(-1, len(message)), sizes
 
 
 def exchange(
@@ -149,7 +145,7 @@ def all_to_all(
         return rows
     kind = f"{rows.shape[1]} columns, {rows._meta()}"
     data, scale, *scalars = (
-        part.contiguous().view(part.shape or (1,)).view(torch.uint8) for part in _parts(rows)
+        part.contiguous().view(part.shape or (1,)).view(torch.uint8) for part in parts_of(rows)
     )
     head = torch.cat([_header(kind, rows.device), *scalars])
     body = torch.cat([data, scale], 1)
@@ -167,7 +163,7 @@ def all_to_all(
     parts = bodies.split([data.shape[1], scale.shape[1]], 1)
     made: dict[str, Any] = {
         name: part.contiguous().view(like.dtype)
-        for name, part, like in zip(("data", "scale"), parts, _parts(rows), strict=False)
+        for name, part, like in zip(("data", "scale"), parts, parts_of(rows), strict=False)
     }
     if scalars:
         made["global_scale"] = _alike(heads[:, _HEADER:].contiguous().view(torch.float32).view(-1))
@@ -188,7 +184,7 @@ def _check(name: str, given: ScaledTensor) -> None:
 def pack(shard: ScaledTensor, kind: str) -> tuple[Tensor, list[int]]:
     """A rank's message: bytes of what it is, elements, block scales, and perhaps a global scale;
     and how many there are of each."""
-    parts = [_header(kind, shard.device), *(part.contiguous() for part in _parts(shard))]
+    parts = [_header(kind, shard.device), *(part.contiguous() for part in parts_of(shard))]
     octets = [part.view(-1).view(torch.uint8) for part in parts]
     return torch.cat(octets), [len(each) for each in octets]
 
@@ -201,7 +197,7 @@ def unpack(
     _check_headers(headers, kind, "shard")
     whole = [
         part.contiguous().view(like.dtype).view(len(received), *like.shape)
-        for part, like in zip(found, _parts(shard), strict=True)
+        for part, like in zip(found, parts_of(shard), strict=True)
     ]
     data, scale, *scalars = whole
     scalar = _alike(scalars[0]) if scalars else None
@@ -213,7 +209,8 @@ def unpack(
     return joined
 
 
-def _parts(shard: ScaledTensor) -> list[Tensor]:
+def parts_of(shard: ScaledTensor) -> list[Tensor]:
+    """Elements, block scales, and perhaps a global scale."""
     scalars = [] if shard.global_scale is None else [shard.global_scale]
     return [shard.qdata, shard.qscale, *scalars]
 

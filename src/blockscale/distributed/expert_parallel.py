@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..nn.class_change import become
 from ..nn.moe import GatedExperts, MoE
 from .parallel_experts import ParallelExperts
+from .shared import check_one_dimension, share_parameter
 
 __all__ = ["ExpertParallel"]
 
@@ -49,12 +50,8 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            shared = distribute_tensor(
-                parameter, device_mesh, (Shard(0),), src_data_rank=self.src_data_rank
-            )
-            made = nn.Parameter(shared, requires_grad=parameter.requires_grad)
-            module.register_parameter(name, made)
+        for name, _ in list(module.named_parameters(recurse=False)):
+            share_parameter(module, name, device_mesh, Shard(0), self.src_data_rank)
         become(module, ParallelExperts)
         return module
 
@@ -75,11 +72,7 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             "device_mesh: torch.distributed has no process group; call "
             "torch.distributed.init_process_group before"
         )
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"device_mesh: has dimensions {mesh.mesh_dim_names or mesh.ndim}; give one of them, as "
-            'mesh["ep"]'
-        )
+    check_one_dimension(mesh, "ep")
     count = module.gate_up_proj.shape[0]
     if count % mesh.size():
         raise ValueError(

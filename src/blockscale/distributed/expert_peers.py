@@ -109,7 +109,8 @@ class ExpertPeers:
         return self.tokens.group
 
     def call(self, x: Tensor, held: Held) -> Call:
-        """Of what all ranks' tokens have; of this rank's, where only the dtype is read."""
+        """The call of this rank's experts. ``x`` has the rows that came, or this rank's own where
+        only their dtype is read."""
         routing = self.routing
         given = self.how, x, self.weights, held, routing, routing.offsets, routing.tokens
         return Call(*given, peers=self)
@@ -150,9 +151,8 @@ class ExpertPeers:
 
 
 def global_scale(x: Tensor, format: str, group: dist.ProcessGroup) -> Tensor | None:
-    """Of what all ranks have, where the format has one; some may have none."""
-    given = x if x.numel() else x.new_zeros(1, 1)
-    return shards.How(format, None).global_scale(given, group)
+    """Ranks find the global scale of what all of them have, if the format has one."""
+    return shards.How(format, None).global_scale(x, group)
 
 
 def _or_zeros(rows: Tensor) -> Tensor:

@@ -95,12 +95,12 @@ class Held:
         return self.master
 
     def made(self, master: Tensor, *, view: bool) -> Held:
-        """Of what an operation makes of the values."""
+        """Hold ``master``, which an operation has made of the values."""
         writes = self.writes if view else Writes()
         return Held(self.how, self.name, master, writes=writes)
 
     def global_scale(self, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor | None:
-        """Of the whole, found together with the other ranks."""
+        """Ranks find the global scale of the whole weight together."""
         found: Tensor | None = self._kept(
             (dtype,), lambda: self.how.global_scale(self.values.to(dtype), group)
         )
@@ -116,7 +116,7 @@ class Held:
         return found
 
     def _kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """What is made of the values, once inside of ``reuse_weights``."""
+        """``make`` is called once for the values and ``key`` inside of ``reuse_weights``."""
         if self.writes.count is None:
             return make()
         return kept_with(self.values, (self.writes.count, self.how, *key), make)

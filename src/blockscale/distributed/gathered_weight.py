@@ -19,6 +19,7 @@ from ..watching import is_dtensor
 from .alike import check_alike
 from .gathered import Gathered, Held
 from .shards import How, warn_of_cut_blocks
+from .shared import as_shared
 from .tensor_parallel import ParallelLinear
 
 __all__ = ["GatheredWeight", "gather_quantized"]
@@ -38,7 +39,7 @@ _VIEWS = _SAME | {aten.slice.Tensor, aten.split.Tensor}
 
 
 class Like(NamedTuple):
-    """What torch knows of a weight without its values."""
+    """Torch knows this of a weight that has no values."""
 
     shape: torch.Size
     others: dict[str, Any]
@@ -50,7 +51,7 @@ class Like(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a graph keeps of a weight; ``dtype`` and ``device`` of one without values."""
+    """A graph keeps this of a weight; ``dtype`` and ``device`` only if the weight has no values."""
 
     how: How
     dtype: torch.dtype | None = None
@@ -321,11 +322,8 @@ def _made_of(weight: Tensor, recipe: Recipe, name: str) -> Tensor:
     how = How(recipe.format_of("weights").name, recipe.scale_rounding)
     if not isinstance(weight, DTensor):
         return GatheredWeight.of(Held(how, name, weight.detach()))
-    mesh = weight.device_mesh
-    held = Held(how._replace(mesh=mesh), name, weight._local_tensor.detach())
-    shared: Any = {"shape": weight.shape, "stride": weight.stride()}
-    local = GatheredWeight.of(held)
-    return DTensor.from_local(local, mesh, weight.placements, run_check=False, **shared)
+    held = Held(how._replace(mesh=weight.device_mesh), name, weight._local_tensor.detach())
+    return as_shared(GatheredWeight.of(held), weight)
 
 
 def _layers_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, Any]]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import choose
@@ -15,14 +15,13 @@ from ..kernels.mega.buffers import Sizes, needs_bf16_rings
 from ..stored import is_per_group
 from ..tensor import ScaledTensor
 from .mega_launch import why_no_kernel
-from .tokens import PeerError, rank_and_ranks
+from .tokens import PeerError
 
 __all__ = [
     "MegaConfig",
     "Message",
     "activation_scale",
     "config_of",
-    "gather_messages",
     "multiprocessors_of",
     "same_config",
 ]
@@ -147,17 +146,7 @@ def activation_scale(
     return scale if is_per_group(scale) else scale.reshape(())
 
 
-def gather_messages(message: Message, group: dist.ProcessGroup | None) -> list[Message]:
-    """Send a message to all ranks; the messages of all of them."""
-    ranks = rank_and_ranks(group)[1]
-    if ranks == 1:
-        return [message]
-    messages: list[Any] = [None] * ranks
-    dist.all_gather_object(messages, message, group)
-    return messages
-
-
-def same_config(messages: list[Message]) -> tuple[MegaConfig, float | None]:
+def same_config(messages: Sequence[Message]) -> tuple[MegaConfig, float | None]:
     """What all ranks have, and the largest of their scales; raises on every rank where they
     differ."""
     configs = []

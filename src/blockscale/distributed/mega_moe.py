@@ -24,11 +24,11 @@ from ..stored import is_per_group
 from ..tensor import ScaledTensor
 from ..tensor_checks import DTYPES, check_is_tensor
 from ..watching import is_dtensor
+from .alike import gather_messages
 from .mega_config import (
     Message,
     activation_scale,
     config_of,
-    gather_messages,
     multiprocessors_of,
     same_config,
 )

@@ -24,6 +24,7 @@ from ..routing import Routing
 from ..tensor import ScaledTensor
 from ..watching import is_transformed
 from .expert_peers import ExpertPeers, global_scale
+from .shared import as_shared
 from .tokens import dispatch, rank_and_ranks
 
 __all__ = ["ParallelExperts"]
@@ -34,7 +35,7 @@ class ParallelExperts(GatedExperts):
 
     @torch.compiler.disable
     def forward(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        """What this rank's tokens get; ``routing`` is of the experts of all ranks."""
+        """Return the sums for this rank's tokens; ``routing`` names experts of all ranks."""
         stacks: Any = Held(
             self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         )
@@ -58,7 +59,8 @@ class ParallelExperts(GatedExperts):
         return y
 
     def _how(self, x: Tensor, weights: Tensor, routing: Routing, local: Held, ranks: int) -> How:
-        """What all ranks have alike; raises where this rank's operands do not fit."""
+        """Return what all ranks have to have alike; raises where this rank's operands do not
+        fit."""
         if is_transformed():
             raise NotImplementedError(
                 "torch.func has no rule for experts that ranks share; call backward"
@@ -129,7 +131,10 @@ class _ParallelExperts(torch.autograd.Function):
             found = experts_backward.gradients(needs, call, h, rows)
         dx, dweights, *others = found
         dweights = None if dweights is None else dweights.to(weights.dtype)
-        shared = [_shared(*pair) for pair in zip(others[:4], stacks, strict=True)]
+        shared = [
+            None if gradient is None else as_shared(gradient, stack)
+            for gradient, stack in zip(others[:4], stacks, strict=True)
+        ]
         return None, *refuse_double_backward((dx, dweights, *shared))
 
 
@@ -158,10 +163,3 @@ def _group_of(stack: Any) -> dist.ProcessGroup:
 def _local(stacks: Held) -> Held:
     parts: list[Any] = [None if each is None else each._local_tensor for each in stacks]  # type: ignore[attr-defined]
     return Held(*parts)
-
-
-def _shared(gradient: Tensor | None, stack: Any) -> Tensor | None:
-    if gradient is None:
-        return None
-    mesh, how = stack.device_mesh, {"shape": stack.shape, "stride": stack.stride()}
-    return DTensor.from_local(gradient, mesh, stack.placements, run_check=False, **how)

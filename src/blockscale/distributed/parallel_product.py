@@ -19,6 +19,7 @@ from ..nn.recipe import PRODUCTS, Recipe
 from ..nn.reuse import quantized_weight
 from .gathered_input import GatheredInput
 from .shards import How
+from .shared import as_shared
 
 __all__ = ["multiply"]
 
@@ -110,14 +111,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         g = _matrix(grad) if columns is None else columns
         found = passes.weight_gradient(g, x, weight.dtype)
         assert found is not None
-        grad_weight = DTensor.from_local(
-            found,
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
+        grad_weight = as_shared(found, weight)
     if bias_grad:
         grad_bias = _matrix(grad).sum(0, dtype=torch.float32).to(bias_dtype)
     return grad_x, grad_weight, grad_bias

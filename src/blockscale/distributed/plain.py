@@ -13,7 +13,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def gathered(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     """The shards of all ranks, joined along ``dim``."""
     ranks, x = dist.get_world_size(group), x.contiguous()
     received = x.new_empty(ranks * x.shape[0], *x.shape[1:])
@@ -24,7 +24,7 @@ def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def scattered_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Of the sum over ranks this one's shard along ``dim``."""
+    """This rank's shard, along ``dim``, of the sum over ranks."""
     ranks = dist.get_world_size(group)
     if dim:
         x = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).flatten(0, 1)

@@ -18,7 +18,7 @@ from torch.distributed import (
 
 from ..tensor import RULES, ScaledTensor
 from ..tensor_rules import slice_of
-from .collectives import all_gather, exchange
+from .collectives import all_gather, exchange, parts_of
 
 __all__: list[str] = []
 
@@ -44,8 +44,8 @@ def _alltoall(q: ScaledTensor, gather_dim: int, shard_dim: int, group: Any) -> S
 
 def _scatter(outputs: list[ScaledTensor], inputs: list[list[ScaledTensor]], *how: Any) -> Any:
     """``inputs``: at the root those for each rank, elsewhere nothing."""
-    sources = [_tensors(x) for each in inputs for x in each]
-    for i, part in enumerate(_tensors(outputs[0])):
+    sources = [parts_of(x) for each in inputs for x in each]
+    for i, part in enumerate(parts_of(outputs[0])):
         of = [[_dense(source[i]) for source in sources]] if sources else []
         received = _dense(torch.empty_like(part, memory_format=torch.contiguous_format))
         _, work = c10d.scatter_.default([received], of, *how)
@@ -55,16 +55,12 @@ def _scatter(outputs: list[ScaledTensor], inputs: list[list[ScaledTensor]], *how
 
 
 def _broadcast(tensors: list[ScaledTensor], *how: Any) -> Any:
-    for part in _tensors(tensors[0]):
+    for part in parts_of(tensors[0]):
         sent = _dense(part)
         _, work = c10d.broadcast_.default([sent], *how)
         work.wait()
         part.copy_(sent.view(part.dtype))
     return tensors, work
-
-
-def _tensors(q: ScaledTensor) -> list[Tensor]:
-    return [q.qdata, q.qscale, *(() if q.global_scale is None else (q.global_scale,))]
 
 
 def _dense(part: Tensor) -> Tensor:

@@ -47,10 +47,11 @@ class How(NamedTuple):
         )
 
     def global_scale(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-        """Of the whole: the largest of those of shards that have one, as it rises with amax."""
+        """Ranks find the global scale of the whole, which is the largest of their shards', as it
+        rises with amax. Shards without values, as of empty ranks, have none."""
         if not get_format(self.format).has_global_scale:
             return None
-        found = global_scale(shard, self.format)
+        found = global_scale(shard if shard.numel() else shard.new_zeros(1, 1), self.format)
         found = torch.where((shard.isfinite() & (shard != 0)).any(), found, 0)
         for each in (group, *(() if self.mesh is None else (self.mesh.get_group(),))):
             dist.all_reduce(found, dist.ReduceOp.MAX, each)
@@ -77,6 +78,10 @@ class Place(NamedTuple):
     def rows(self) -> int:
         """That lie below each other, in the whole as in a shard."""
         return math.prod(self.shape[self.dim : -1])
+
+    def gather_plain(self, shard: Tensor) -> Tensor:
+        """The whole in high precision, of its shape."""
+        return gathered(shard, self.dim, self.group)
 
     def gather(self, shard: ScaledTensor) -> ScaledTensor:
         """The whole matrix, as products read it."""
@@ -124,7 +129,7 @@ class Shards:
 
     def plain(self) -> Tensor:
         """The whole as it is, of its shape."""
-        return gathered(self.x, self.place.dim, self.place.group)
+        return self.place.gather_plain(self.x)
 
     def quantize(self, how: How, axis: int) -> ScaledTensor:
         matrix = self.x.reshape(-1, self.x.shape[-1]).contiguous()
@@ -165,14 +170,11 @@ class Kept:
                 f"x: a layer over ranks keeps its input {tuple(self._shard.shape)} for the "
                 "backward, and it was modified by an in-place operation; write to a copy"
             )
-        values = gathered(self._shard, self._place.dim, self._place.group)
+        values = self._place.gather_plain(self._shard)
         matrix, how = values.reshape(-1, values.shape[-1]), self._how
         if how is None:
             return matrix
-        scale = None
-        if get_format(how.format).has_global_scale:
-            scale = global_scale(matrix, how.format)
-        found = quantize_forms(matrix, *how[:2], columns=True, global_scale=scale).columns
+        found = quantize_forms(matrix, *how[:2], columns=True).columns
         assert found is not None
         return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -18,6 +18,7 @@ from ..nn.linear import Linear, check_dtype
 from .alike import check_alike
 from .gathered_input import GatheredInput, gather_input, reduce_output, replicate_input
 from .parallel_product import multiply
+from .shared import check_one_dimension, share_parameter
 
 __all__ = ["ColwiseParallel", "ParallelLinear", "PrepareModuleInput", "RowwiseParallel"]
 
@@ -93,7 +94,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         bias = None if layer.bias is None else layer.bias.to_local()
         y = multiply(x, layer.weight, bias, layer.recipe)
         (wanted,) = self.output_layouts
-        if wanted in (Shard(-1), Shard(y.dim() - 1)) and self.use_local_output:
+        if _normal(wanted, y) == Shard(y.dim() - 1) and self.use_local_output:
             return y
         out = DTensor.from_local(y, layer.mesh, (Shard(-1),), run_check=False)
         out = out.redistribute(placements=(wanted,))
@@ -124,7 +125,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
 
     def prepare_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         (given,) = self.input_layouts
-        if given in (Shard(-1), Shard(x.dim() - 1)):
+        if _normal(given, x) == Shard(x.dim() - 1):
             return _local(x, given, mesh)
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, (given,), run_check=False)
@@ -197,12 +198,9 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
         )
     _check_blocks(module, mesh, dim)
     check_alike("recipe", module.recipe, mesh.get_group())
-    for name, parameter in list(module.named_parameters(recurse=False)):
+    for name, _ in list(module.named_parameters(recurse=False)):
         placement: Placement = Shard(dim) if name == "weight" or dim == 0 else Replicate()
-        source = getattr(style, "src_data_rank", 0)
-        shared = distribute_tensor(parameter, mesh, (placement,), src_data_rank=source)
-        made = nn.Parameter(shared, requires_grad=parameter.requires_grad)
-        module.register_parameter(name, made)
+        share_parameter(module, name, mesh, placement, style.src_data_rank)
     extend(module, ParallelLinear)
     layer: Any = module
     layer.style, layer.mesh = style, mesh
@@ -210,11 +208,7 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
 
 
 def _check_blocks(layer: Linear, mesh: DeviceMesh, dim: int) -> None:
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"device_mesh: has dimensions {mesh.mesh_dim_names or mesh.ndim}; give one of them, as "
-            'mesh["tp"]'
-        )
+    check_one_dimension(mesh, "tp")
     recipe = layer.recipe
     roles = "weights", "gradients" if dim == 0 else "activations"
     block = max(max(get_format(recipe.format_of(role).name).block) for role in roles)
@@ -231,8 +225,13 @@ def _is_of_rows(layout: Placement) -> bool:
     return isinstance(layout, Shard) and layout.dim != -1
 
 
+def _normal(layout: Any, x: Tensor) -> Any:
+    """The layout of ``x``, with a dimension that is counted from the front."""
+    return Shard(layout.dim % x.dim()) if isinstance(layout, Shard) else layout
+
+
 def _dim_of(layout: Any, x: Tensor) -> int:
-    dim: int = layout.dim % x.dim()
+    dim: int = _normal(layout, x).dim
     if dim == x.dim() - 1:
         raise ValueError(
             f"x: got {tuple(x.shape)}, whose dimension {dim} is the last, and layout {layout}; "
@@ -255,9 +254,7 @@ def _local(x: Tensor, layout: Any, mesh: DeviceMesh) -> Tensor:
             f"x: is a DTensor {tuple(x.shape)} with {found} over {mesh.size()} ranks, whose shards "
             "are not even; pad it to a multiple of them"
         )
-    if found != layout and not (
-        isinstance(found, Shard) and isinstance(layout, Shard) and found.dim == layout.dim % x.dim()
-    ):
+    if found != _normal(layout, x):
         raise ValueError(
             f"x: is a DTensor with placements {x.placements}; expected ({layout},): give the style "
             "these input_layouts, or call x.redistribute"

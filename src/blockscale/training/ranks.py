@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ..distributed import gather_quantized
+from ..distributed.alike import gather_messages
 from ..distributed.tensor_parallel import ParallelLinear
 from ..nn import Linear
 from .gpt import GPT
@@ -139,9 +140,7 @@ class ShardedRanks(Ranks):
         return bool(flag)
 
     def gathered(self, mine: Found) -> list[Found]:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        return found
+        return gather_messages(mine)
 
     def saves(self, folder: Path, recipe: str, seed: int) -> RunSaves:
         from .sharded_saves import ShardedSaves
@@ -151,8 +150,7 @@ class ShardedRanks(Ranks):
 
 def check_alike(facts: Mapping[str, object]) -> None:
     """ValueError on every rank where one has others than the rest. All ranks call it."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {name: str(value) for name, value in facts.items()})
+    found = gather_messages({name: str(value) for name, value in facts.items()})
     wrong = []
     for name in dict.fromkeys(name for each in found for name in each):
         values = [each.get(name) for each in found]
