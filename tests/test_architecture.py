@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -111,3 +112,10 @@ def test_exemptions_are_needed():
         assert any(fnmatch(each.place, pattern) for each in many), pattern
     for name in DECORATORS:
         assert any(name in each.decorators for each in many), name
+
+
+def test_names_of_modules_of_tests_are_unique():
+    """pytest and started ranks import them by their bare names, from many folders at once."""
+    files = [*Path(__file__).parent.rglob("*.py")]
+    names = Counter(path.name for path in files if path.name not in ("conftest.py", "__init__.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -16,9 +16,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import rank_tasks
+import training_ranks
 import torch
-from rank_tasks import Few, facts
+from training_ranks import Few, facts
 
 from blockscale.training import (
     RECIPES,
@@ -47,7 +47,7 @@ def settings(small) -> Settings:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(started_ranks.multiprocessing, "get_context", rank_tasks.quick_context)
+    monkeypatch.setattr(started_ranks.multiprocessing, "get_context", training_ranks.quick_context)
 
 
 def by(ranks, settings, text, recipes=RECIPE_NAMES, **given):
@@ -99,7 +99,7 @@ def test_ranks_have_the_losses_of_one_process(ranks, settings, text):
 
 def test_weights_gathered_quantized_change_nothing(settings, text, monkeypatch):
     quantized = by(2, settings, text)
-    monkeypatch.setattr(started_ranks, "_be_rank", rank_tasks.gather_as_they_are)
+    monkeypatch.setattr(started_ranks, "_be_rank", training_ranks.gather_as_they_are)
     assert facts(by(2, settings, text)) == facts(quantized)
 
 
@@ -144,7 +144,7 @@ def test_a_rank_is_killed_while_it_saves(settings, text, folder, monkeypatch):
     for rank, moment in ((1, 0), *((0, moment) for moment in range(8))):
         where = folder / f"{rank}-{moment}"
         (where / "unfinished").mkdir(parents=True)
-        die = partial(rank_tasks.die_while_saving, rank=rank, moment=moment)
+        die = partial(training_ranks.die_while_saving, rank=rank, moment=moment)
         with monkeypatch.context() as patched:
             patched.setattr(started_ranks, "_be_rank", die)
             with pytest.raises(RankLost, match=f"^rank {rank} was killed by signal 9, and the "):
@@ -204,7 +204,7 @@ def test_ranks_differ(settings, text):
 
 
 def test_a_rank_does_not_come(settings, text, monkeypatch):
-    monkeypatch.setattr(started_ranks, "_be_rank", rank_tasks.be_impatient)
+    monkeypatch.setattr(started_ranks, "_be_rank", training_ranks.be_impatient)
     settings = dataclasses.replace(settings, fsdp=2)
     store, started = start(settings, [Work(("mxfp8",), text, settings)])
     (error,) = errors(started)
@@ -213,7 +213,7 @@ def test_a_rank_does_not_come(settings, text, monkeypatch):
 
 
 def test_ranks_that_are_left_name_the_one_that_died(settings, text, monkeypatch):
-    monkeypatch.setattr(started_ranks, "_be_rank", rank_tasks.be_impatient)
+    monkeypatch.setattr(started_ranks, "_be_rank", training_ranks.be_impatient)
     settings = dataclasses.replace(settings, fsdp=4, steps=10**6)
     store, started = start(settings, [Work(("mxfp8",), text, settings)] * 4)
     started[0].pipe.recv()  # it trains

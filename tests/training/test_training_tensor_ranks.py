@@ -10,9 +10,9 @@ import sys
 
 import numpy as np
 import pytest
-import rank_tasks
+import training_ranks
 import torch
-from rank_tasks import Few, facts
+from training_ranks import Few, facts
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from blockscale.cli import main
@@ -40,7 +40,7 @@ def settings(small) -> Settings:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(started_ranks.multiprocessing, "get_context", rank_tasks.quick_context)
+    monkeypatch.setattr(started_ranks.multiprocessing, "get_context", training_ranks.quick_context)
 
 
 def by(mesh, settings, text, recipes=("bf16", "mxfp8"), **given):
@@ -59,12 +59,12 @@ CLOSE = {"bf16": 2e-6, "mxfp8": 1e-3, "nvfp4": 2e-2}
 def test_gradients_in_fp32(mesh, settings, text, monkeypatch):
     """Where activations are not rounded to bf16 every gradient is that of one process, and so are
     norm, losses and statistics."""
-    monkeypatch.setattr(started_ranks, "_be_rank", rank_tasks.in_fp32)
+    monkeypatch.setattr(started_ranks, "_be_rank", training_ranks.in_fp32)
     # of NVFP4 each part of a batch has a global scale of its own
     names = [name for name in CLOSE if name != "nvfp4" or "fsdp" not in mesh]
     work = Work(names, text, dataclasses.replace(settings, **mesh))
     shared = started_ranks.train_by_started(work, lambda _: None, lambda: False)
-    alone = rank_tasks.learned(
+    alone = training_ranks.learned(
         dataclasses.replace(work, settings=settings), Ranks(torch.device("cpu"))
     )
     for name in names:
@@ -102,7 +102,7 @@ def test_losses_of_one_process(mesh, settings, text):
 def test_weights_gathered_quantized_change_nothing(settings, text, monkeypatch):
     settings = dataclasses.replace(settings, steps=2, layers=1, validations=1)
     quantized = by(MESHES[1], settings, text, ("mxfp8", "nvfp4"))
-    monkeypatch.setattr(started_ranks, "_be_rank", rank_tasks.gather_as_they_are)
+    monkeypatch.setattr(started_ranks, "_be_rank", training_ranks.gather_as_they_are)
     assert facts(by(MESHES[1], settings, text, ("mxfp8", "nvfp4"))) == facts(quantized)
 
 
