@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "distributed"))
 
-from processes import gather  # noqa: E402
 from example_ranks import task  # noqa: E402
+from processes import gather  # noqa: E402
 
 #: By the number of ranks: four are slow where there are fewer cores.
 RECIPES = {1: ["bf16", "mxfp8", "fp8_block"], 2: ["bf16", "mxfp8", "fp8_block"], 4: ["mxfp8"]}

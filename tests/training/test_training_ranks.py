@@ -16,8 +16,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import training_ranks
 import torch
+import training_ranks
 from training_ranks import Few, facts
 
 from blockscale.training import (

@@ -10,10 +10,10 @@ import sys
 
 import numpy as np
 import pytest
-import training_ranks
 import torch
-from training_ranks import Few, facts
+import training_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from training_ranks import Few, facts
 
 from blockscale.cli import main
 from blockscale.training import (
