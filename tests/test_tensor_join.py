@@ -40,6 +40,28 @@ def test_cat_and_split(name, axis, dim):
     assert torch.equal(joined.narrow(dim, sizes[0], sizes[1]), quantized[1])
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("dim", [0, 1, -2, -1])
+def test_whole_tiles_stay(name, axis, dim):
+    parts = [values(128, 256, seed=i) for i in range(3)]
+    quantized = [quantize(x, name, axis, layout="tcgen05") for x in parts]
+    joined = torch.cat(quantized, dim)
+    want = quantize(torch.cat(parts, dim), name, axis, layout="tcgen05")
+    assert joined.layout_name == "tcgen05"
+    assert torch.equal(joined.qscale.view(torch.uint8), want.qscale.view(torch.uint8))
+    assert torch.equal(joined.dequantize(), want.dequantize())
+
+
+def test_tiles_that_are_cut():
+    q = quantize(values(160, 64), "mxfp8", layout="tcgen05")
+    for dim in (0, 1):
+        with pytest.raises(TypeError, match=r"use \.to_layout\('compact'\)"):
+            torch.cat([q, q], dim)
+    with pytest.raises(IndexError, match="got dim=2"):
+        torch.cat([quantize(values(128, 128), "mxfp8")] * 2, 2)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_the_last_part_may_be_padded(name, axis):

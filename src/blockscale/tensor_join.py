@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layouts import TILE_ROWS
 from .memory import joined
 from .stored import is_per_matrix
 from .tensor import RULES, ScaledTensor
@@ -16,6 +17,7 @@ from .tensor_rules import (
     check_dim,
     check_whole,
     extent_of,
+    has_whole_tiles,
     reshaped_scales,
     same_scalar,
     slice_of,
@@ -26,16 +28,20 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
-def _alike(what: str, tensors: Sequence[Any]) -> list[ScaledTensor]:
-    """The tensors, if their parts can be put side by side."""
+def _alike(what: str, tensors: Sequence[Any], dim: int | None = None) -> list[ScaledTensor]:
+    """The tensors, if their parts can be put side by side, along ``dim`` if it is given."""
     first, *others = tensors
+    tiled = dim is not None and all(
+        isinstance(q, ScaledTensor) and has_whole_tiles(q, dim) for q in tensors
+    )
     for i, q in enumerate(tensors):
         if not isinstance(q, ScaledTensor):
             raise TypeError(
                 f"{what}: tensors[{i}] is plain and another one a ScaledTensor; quantize it, or "
                 "call .dequantize() of the others"
             )
-        check_whole(what, q)
+        if not tiled:
+            check_whole(what, q)
     for i, q in enumerate(others, 1):
         if q._meta() != first._meta():
             raise TypeError(
@@ -82,8 +88,19 @@ def _is_same_memory(x: Tensor, y: Tensor) -> bool:
     return places[0] == places[1]
 
 
+def _side_by_side(tensors: Sequence[ScaledTensor], back: int) -> Tensor:
+    """Block scales; whole tiles of them, of which those along the contraction are next to each
+    other."""
+    if tensors[0].layout_name == "compact":
+        return torch.cat([q.qscale for q in tensors], back)
+    if back != tensors[0].axis:
+        return torch.cat([q.qscale for q in tensors])
+    outer = -(-tensors[0].shape[-3 - back] // TILE_ROWS)
+    return torch.cat([q.qscale.view(outer, -1) for q in tensors], 1).flatten()
+
+
 def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
-    first, *_ = all_ = _alike("cat", tensors)
+    first, *_ = all_ = _alike("cat", tensors, dim)
     n = first.dim()
     back = check_dim("cat", dim, n) - n
     for i, q in enumerate(all_):
@@ -113,7 +130,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> ScaledTensor:
     shape[back] = sum(q.shape[back] for q in all_)
     return first._with(
         data=joined(torch.cat, [q.qdata for q in all_], back),
-        scale=torch.cat([q.qscale for q in all_], back),
+        scale=_side_by_side(all_, back),
         shape=shape,
         **scales,
     )

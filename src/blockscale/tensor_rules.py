@@ -8,12 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layouts import TILE_BLOCKS, TILE_ROWS
 from .stored import is_per_matrix
 from .tensor import RULES, ScaledTensor, transposed
 from .tensor_checks import check_value_dtype
 from .tensor_refusals import of_flat
 
-__all__ = ["check_dim", "check_whole", "extent_of", "reshaped_scales", "same_scalar", "slice_of"]
+__all__ = [
+    "check_dim",
+    "check_whole",
+    "extent_of",
+    "has_whole_tiles",
+    "reshaped_scales",
+    "same_scalar",
+    "slice_of",
+]
 
 aten = torch.ops.aten
 
@@ -34,6 +43,20 @@ def check_whole(what: str, q: ScaledTensor) -> None:
         )
     if q.layout_name != "compact":
         raise TypeError(f"{what}: {q} has scales of one matrix; use .to_layout('compact') first")
+
+
+def has_whole_tiles(q: ScaledTensor, dim: int) -> bool:
+    """Whether a matrix has tiles of scales (layout "tcgen05"), the last of which ends where it does
+    along ``dim``: beside others they stay as they are."""
+    if (
+        q.layout_name != "tcgen05"
+        or q.offsets is not None
+        or q.dim() != 2
+        or dim not in range(-2, 2)
+    ):
+        return False
+    tile = TILE_BLOCKS * q.format.block_size if dim % 2 == q.axis % 2 else TILE_ROWS
+    return q.shape[dim] % tile == 0
 
 
 def same_scalar(what: str, a: Tensor | None, b: Tensor | None) -> bool:

@@ -25,9 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.distributed import gather_quantized
+from blockscale.distributed import gather_quantized, shards
 from blockscale.distributed.gathered_weight import GatheredWeight
 from blockscale.distributed.shards import How
+from blockscale.ops.operand_layout import OperandLayout
 
 WIDE, STEPS = 512, 4
 #: Recipe, dtype that weights are gathered in, whether they are sharded after the forward, and what
@@ -44,7 +45,11 @@ CASES: dict[str, tuple[str, torch.dtype | None, bool, str]] = {
     "nvfp4 kept": ("nvfp4", None, False, ""),
     "odd": ("mxfp8", torch.bfloat16, True, "odd"),
     "meta": ("mxfp8", torch.bfloat16, True, "meta"),
+    "mxfp8 tiles": ("mxfp8", torch.bfloat16, True, "tiles"),
+    "nvfp4 tiles": ("nvfp4", torch.bfloat16, True, "tiles"),
 }
+#: As products on Blackwell read scales.
+TILES = OperandLayout("tcgen05")
 #: Cases whose blocks are compiled, and the backend.
 COMPILED = {
     "mxfp8": "aot_eager",
@@ -143,7 +148,9 @@ def results(rank: int, device: torch.device) -> dict[str, tuple[list[float], lis
     found = {}
     for name in CASES:
         each = [make_model(name, device, gathers=gathers) for gathers in (False, True)]
-        plain, quantized = (train(name, model, rank, device) for model in each)
+        tiles = patch.object(shards, "operand_layout", lambda *how: TILES)
+        with tiles if CASES[name][3] == "tiles" else nullcontext():
+            plain, quantized = (train(name, model, rank, device) for model in each)
         found[name] = plain, quantized
     return found
 

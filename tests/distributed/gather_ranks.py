@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import blockscale as bs
-from blockscale.distributed import all_gather
+from blockscale.distributed import all_gather, all_gather_gemm
 from blockscale.distributed.collectives import all_gather_named, pack
 
 FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128")
@@ -32,6 +32,28 @@ def gathered(rank: int, ranks: int) -> dict[str, Any]:
         equal = all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs)
         name = f"{format} {axis} {dim}"
         found[name] = equal and got.shape == want.shape, len(pack(q, "")[0]) / mine.numel()
+        if format in ("mxfp8", "nvfp4"):  # whole tiles stay as they are
+            tiles = all_gather(bs.quantize(mine, format, layout="tcgen05", **how), dim)
+            scale = bs.quantize(x, format, layout="tcgen05", **how).qscale
+            equal = torch.equal(*(each.view(torch.uint8) for each in (tiles.qscale, scale)))
+            found[f"{name} tiles"] = equal and tiles.layout_name == "tcgen05", 0
+    return found
+
+
+def multiplied(rank: int, ranks: int) -> dict[str, bool]:
+    """Whether rows that ranks gather and multiply have the bits of all of them at once."""
+    found = {}
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    w = torch.randn(96 + 32 * rank, SHAPE[1], generator=torch.Generator().manual_seed(rank))
+    bias = torch.randn(len(w), generator=torch.Generator().manual_seed(rank))
+    for left, right in (("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("fp8_1x128", "fp8_128x128")):
+        how: dict[str, Any] = {"global_scale": torch.tensor(0.5)} if left == "nvfp4" else {}
+        if left == "fp8_1x128":
+            how["layout"] = "sm90"
+        b: Any = bs.quantize(w, right, pad=True).mT
+        shard = bs.quantize(x.chunk(ranks)[rank].contiguous(), left, **how)
+        want = bs.gemm(bs.quantize(x, left, **how), b, bias=bias)
+        found[left] = torch.equal(all_gather_gemm(shard, b, bias=bias), want)
     return found
 
 
@@ -44,7 +66,7 @@ def wrong(rank: int, ranks: int) -> dict[str, str]:
         "axis": (bs.quantize(x, "mxfp8", axis=-2 if last else -1), 0),
         "block": (bs.quantize(x[:, :48], "mxfp8", pad=True), 1),
         "plain": (x, 0),
-        "layout": (bs.quantize(x, "mxfp8", layout="tcgen05"), 0),
+        "layout": (bs.quantize(x[:64], "mxfp8", layout="tcgen05"), 0),
     }
     for name, given in cases.items():
         try:
@@ -57,11 +79,28 @@ def wrong(rank: int, ranks: int) -> dict[str, str]:
         told["name"] = "nothing"
     except ValueError as error:
         told["name"] = str(error)
+    q = bs.quantize(x)
+    for name, given in {
+        "rows": (bs.quantize(x[: 64 if last else 128]), q.mT),
+        "inner": (q, bs.quantize(x[:, :64]).mT),
+        "high precision": (x.bfloat16(), q.mT),
+    }.items():
+        try:
+            all_gather_gemm(*given)
+            told[f"product: {name}"] = "nothing"
+        except (ValueError, TypeError) as error:
+            told[f"product: {name}"] = f"{type(error).__name__}: {error}"
+    try:
+        all_gather_gemm(q, q.mT, backend="kernel")
+    except ValueError as error:
+        told["product: kernel"] = str(error)
     scale = torch.tensor(1.0 + rank)
     got = all_gather(bs.quantize(x, "nvfp4", global_scale=scale))
     told["global scales"] = str(bool(got.dequantize().isnan().all()))
     return told
 
 
-def run(rank: int, ranks: int, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    return gathered(rank, ranks), wrong(rank, ranks)
+def run(
+    rank: int, ranks: int, folder: Path
+) -> tuple[dict[str, Any], dict[str, str], dict[str, bool]]:
+    return gathered(rank, ranks), wrong(rank, ranks), multiplied(rank, ranks)

@@ -18,7 +18,7 @@ def found(request, tmp_path_factory):
 
 
 def test_bytes_of_the_whole(found):
-    for gathered, _ in found:
+    for gathered, *_ in found:
         assert gathered
         assert all(equal for equal, _ in gathered.values()), gathered
 
@@ -31,7 +31,7 @@ def test_bytes_that_travel(found):
 
 
 def test_bad_input(found):
-    for _, told in found:
+    for _, told, _ in found:
         assert "this rank has dim=0, (128, 128)" in told["format"], told
         assert "this rank has dim=0, (128, 128)" in told["axis"], told
         assert "which ends inside a block of 32" in told["block"], told
@@ -40,6 +40,20 @@ def test_bad_input(found):
         assert told["global scales"] == "True"
         assert "first: (128, 128)" in told["name"], told
         assert "last: (128, 128)" in told["name"], told
+
+
+def test_products_of_gathered_rows(found):
+    for *_, multiplied in found:
+        assert multiplied == {"mxfp8": True, "nvfp4": True, "fp8_1x128": True}
+
+
+def test_bad_input_of_products(found):
+    for _, told, _ in found:
+        assert "a, b: rank" in told["product: rows"], told
+        assert "has (128, 128, 'mxfp8', 'mxfp8'" in told["product: rows"], told
+        assert "expected (M, K) @ (K, N)" in told["product: inner"], told
+        assert "expected a ScaledTensor" in told["product: high precision"], told
+        assert "a is on cpu: the kernel runs on CUDA devices" in told["product: kernel"], told
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128"])

@@ -4,6 +4,7 @@ to tokens reads them."""
 from . import scaled_dtensor  # noqa: F401 (fills the table of operations)
 from .collectives import all_gather, all_to_all
 from .expert_parallel import ExpertParallel
+from .gather_gemm import all_gather_gemm
 from .gathered_weight import gather_quantized
 from .mega_moe import MegaMoE
 from .mega_weights import FoldError, MegaWeights, check_mega_weights, transform_weights
@@ -20,6 +21,7 @@ __all__ = [
     "PrepareModuleInput",
     "RowwiseParallel",
     "all_gather",
+    "all_gather_gemm",
     "all_to_all",
     "check_mega_weights",
     "gather_quantized",

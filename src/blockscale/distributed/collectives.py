@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..tensor import ScaledTensor
+from ..tensor_rules import has_whole_tiles
 from .plain import gathered
 from .tokens import rank_and_ranks
 
@@ -32,8 +33,10 @@ def all_gather(
     torch.Size([256, 128])
 
     Args:
-        shard: this rank's, of the same shape on all, with compact scales; whole blocks along
-            ``dim``. Of NVFP4 all ranks quantize with one global scale, that of the largest amax.
+        shard: this rank's, of the same shape on all, with compact scales and whole blocks along
+            ``dim``, or with whole tiles (layout "tcgen05", a matrix of a multiple of 128 there),
+            which stay as they are. Of NVFP4 all ranks quantize with one global scale, that of the
+            largest amax.
         dim: along which the whole tensor was cut.
         group: of torch.distributed; None: the default one, or this process alone where it was not
             initialized. All ranks of it call this.
@@ -45,7 +48,8 @@ def all_gather(
 
     Source: seed 001 of Transformer Engine, "Quantized all-gather".
     """
-    _check("shard", shard)
+    if not (isinstance(shard, ScaledTensor) and has_whole_tiles(shard, dim)):
+        _check("shard", shard)
     if rank_and_ranks(group)[1] == 1:
         return shard
     kind = f"dim={dim}, {tuple(shard.shape)}, {shard._meta()}"

@@ -108,11 +108,13 @@ class Held:
 
     def quantize(self, axis: int, dtype: torch.dtype, scale: Tensor | None) -> ScaledTensor:
         """A shard, with this global scale, which is kept beside it as its id is in the key."""
+
+        def make() -> tuple[ScaledTensor, Tensor | None]:
+            values = self.values.to(dtype)
+            return self.how.quantize(values, axis, scale, self.how.travelling(values)), scale
+
         found: ScaledTensor
-        found, _ = self._kept(
-            (dtype, axis, id(scale)),
-            lambda: (self.how.quantize(self.values.to(dtype), axis, scale), scale),
-        )
+        found, _ = self._kept((dtype, axis, id(scale)), make)
         return found
 
     def _kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:

@@ -218,11 +218,15 @@ class GatheredWeight(Tensor):
         else:
             data, scale = all_gather_outputs
             data = data.view(q.qdata.dtype)
-            if q.qdata.is_contiguous():
+            rows = q.qdata if q.qdata.is_contiguous() else q.qdata.mT
+            if rows is q.qdata and (q.layout_name == "compact" or q.axis == -1):
                 parts = (q._with(data=data, scale=scale, shape=tuple(size)),)
             else:
-                each = data.view(-1, *q.qdata.mT.shape), scale.view(-1, *q.qscale.shape)
-                parts = tuple(q._with(data=d.mT, scale=s) for d, s in zip(*each, strict=True))
+                each = data.view(-1, *rows.shape), scale.view(-1, *q.qscale.shape)
+                turn = not q.qdata.is_contiguous()
+                parts = tuple(
+                    q._with(data=d.mT if turn else d, scale=s) for d, s in zip(*each, strict=True)
+                )
             gathered = Gathered(parts, size, self.held, param_dtype, group)
             held = Held(self.how, self.held.name, gathered=gathered)
         if out is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..formats import get_format
+from ..layouts import TILE_ROWS
 from ..nn.forms import quantize_forms
 from ..ops.operand_layout import operand_layout
 from ..ops.quantize import global_scale
@@ -40,11 +41,18 @@ class How(NamedTuple):
         """How many rows a shard has, or a multiple: whole blocks along either axis."""
         return max(get_format(self.format).block)
 
-    def quantize(self, x: Tensor, axis: int, global_scale: Tensor | None) -> ScaledTensor:
+    def quantize(
+        self, x: Tensor, axis: int, global_scale: Tensor | None, layout: str = "compact"
+    ) -> ScaledTensor:
         rounding = self.scale_rounding
-        return quantize(
-            x, self.format, axis, scale_rounding=rounding, global_scale=global_scale, pad=True
-        )
+        how: dict[str, Any] = {"global_scale": global_scale, "layout": layout, "pad": True}
+        return quantize(x, self.format, axis, scale_rounding=rounding, **how)
+
+    def travelling(self, shard: Tensor) -> str:
+        """The layout in which scales of a shard (rows, K) travel, below which others lie: tiles
+        where products read them, and it has whole ones; else compact."""
+        layout = operand_layout(self.format, shard.device).layout
+        return layout if layout == "tcgen05" and shard.shape[0] % TILE_ROWS == 0 else "compact"
 
     def global_scale(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
         """Ranks find the global scale of the whole, which is the largest of their shards', as it
@@ -79,13 +87,18 @@ class Place(NamedTuple):
         """That lie below each other, in the whole as in a shard."""
         return math.prod(self.shape[self.dim : -1])
 
+    @property
+    def pieces(self) -> int:
+        """So many of these are in a shard, and lie apart in the whole."""
+        return math.prod(self.shape[: self.dim])
+
     def gather_plain(self, shard: Tensor) -> Tensor:
         """The whole in high precision, of its shape."""
         return gathered(shard, self.dim, self.group)
 
     def gather(self, shard: ScaledTensor) -> ScaledTensor:
         """The whole matrix, as products read it."""
-        whole, pieces = all_gather(shard, 0, self.group), math.prod(self.shape[: self.dim])
+        whole, pieces = all_gather(shard, 0, self.group), self.pieces
         if pieces > 1:  # the ranks' shards of each lie one after another
             steps = [
                 whole[start : start + self.rows]
@@ -135,7 +148,8 @@ class Shards:
         matrix = self.x.reshape(-1, self.x.shape[-1]).contiguous()
         if how not in self._scales:
             self._scales[how] = how.global_scale(matrix, self.place.group)
-        return how.quantize(matrix, axis, self._scales[how])
+        layout = how.travelling(matrix) if self.place.pieces == 1 else "compact"
+        return how.quantize(matrix, axis, self._scales[how], layout)
 
 
 class Kept:

@@ -24,14 +24,16 @@ BUILDERS = {
     "sm90.permute_config.PermuteConfig": "sm90.permute_activations",
     "sm90.mega_config.MegaConfig": "sm90.mega_kernel",
     "sm90.mega_config.MixedMegaConfig": "sm90.mega_mixed",
+    "sm90.gather_config.GatherConfig": "sm90.gather_gemm",
     "sm100.config.Config": "sm100.kernel",
     "sm100.mega_config.MegaConfig": "sm100.mega_kernel",
 }
 #: Configurations whose kernels are made of code in other folders, too.
 _MADE_OF = {
-    "sm90.mega_config.MegaConfig": ("mega",),
-    "sm90.mega_config.MixedMegaConfig": ("mega",),
-    "sm100.mega_config.MegaConfig": ("mega",),
+    "sm90.mega_config.MegaConfig": ("mega", "ranks"),
+    "sm90.mega_config.MixedMegaConfig": ("mega", "ranks"),
+    "sm90.gather_config.GatherConfig": ("ranks",),
+    "sm100.mega_config.MegaConfig": ("mega", "ranks"),
 }
 _KERNELS = __name__.rpartition(".common.")[0]
 

@@ -12,9 +12,9 @@ from cutlass import Float32, Int64, Uint32, cute, range_constexpr, select_
 from ...dtypes import BFLOAT16
 from ..common import ptx
 from ..common.arithmetic import add, multiply, narrow, widen
+from ..ranks.signals import add_release, load_acquire, wait_for_peer
 from .dispatch import Dispatch
 from .peers import Peers
-from .signals import add_release, load_acquire, wait_for_peer
 
 __all__ = ["Finish"]
 

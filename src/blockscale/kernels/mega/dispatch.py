@@ -15,9 +15,9 @@ from cutlass import min as least
 
 from ..common import ptx
 from ..common.scan import inclusive_scan
+from ..ranks.rows import BATCH, copy_rows, rows_of_lanes
+from ..ranks.signals import add_release, add_shared, fetch_add, wait_for
 from .peers import Peers
-from .rows import BATCH, copy_rows, rows_of_lanes
-from .signals import add_release, add_shared, fetch_add, wait_for
 
 __all__ = ["Dispatch"]
 

@@ -13,11 +13,11 @@ from cutlass import Int32, Int64, Uint32, cute, select_
 from cutlass import max as most
 
 from ..common import ptx
+from ..ranks.rows import BATCH, copy_rows, rows_of_lanes
+from ..ranks.signals import add_release, load_acquire, wait_for, wait_for_peer
 from .buffers import TILE_ROWS
 from .order import Walk
 from .peers import GO, MISSING, Peers
-from .rows import BATCH, copy_rows, rows_of_lanes
-from .signals import add_release, load_acquire, wait_for, wait_for_peer
 
 __all__ = ["Gather"]
 

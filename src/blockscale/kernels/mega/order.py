@@ -14,8 +14,8 @@ from cutlass import Int32, const_expr, cute, select_
 from cutlass import min as least
 
 from ..common.tile_ring import NONE, TileRing
+from ..ranks.signals import fetch_add
 from .peers import GO, Peers
-from .signals import fetch_add
 
 __all__ = ["Finder", "Walk", "bands"]
 

@@ -12,8 +12,8 @@ from cutlass import Float32, Int32, Int64, cute
 from ..common import ptx
 from ..common.numeric import NUMERIC
 from ..common.tensor_specs import any_tensor
+from ..ranks.signals import load_acquire
 from .buffers import Buffers
-from .signals import load_acquire
 
 __all__ = ["GO", "MISSING", "Peers", "any_arguments"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from cutlass import cute
 
+from ..ranks.signals import fence_async, wait_for
 from .peers import Peers
-from .signals import fence_async, wait_for
 
 __all__ = ["Rings"]
 

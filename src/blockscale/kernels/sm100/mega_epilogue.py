@@ -9,8 +9,8 @@ from cutlass import min as least
 
 from ..common import ptx as common
 from ..mega.peers import Peers
-from ..mega.rows import of_lane
-from ..mega.signals import add_release
+from ..ranks.rows import of_lane
+from ..ranks.signals import add_release
 from . import ptx
 from .epilogue import Epilogue
 from .mega_config import MegaConfig

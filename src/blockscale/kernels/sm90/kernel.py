@@ -65,6 +65,13 @@ class Gemm:
     fetcher: type | None = None
     fetched_bytes: int = 0
 
+    #: Whether warps write to other ranks, by :meth:`send`.
+    sends = False
+
+    def load(self, pipeline, schedule, loads) -> None:
+        """The work of the producer warp; ``loads`` are of the operands."""
+        Loader(self.config, pipeline, schedule, self.operands, loads)()
+
     @property
     def scheduler(self):
         """Tells what tiles a CTA takes."""
@@ -173,13 +180,16 @@ class Gemm:
         if warp < 4:
             cute.arch.setmaxregister_decrease(low)
             if warp == 0:
-                Loader(config, pipeline, schedule, self.operands, loads)()
+                self.load(pipeline, schedule, loads)
             if const_expr(self.fetcher is not None):  # noqa: SIM102 - one is known when compiling
                 if warp == 1:
                     self.fetcher(config, pipeline, schedule, fetched, addresses[-1])()
             if const_expr(config.grouped):  # noqa: SIM102
                 if warp == 2:
                     TileFinder(schedule)()
+            if const_expr(self.sends):  # noqa: SIM102
+                if warp >= 2:
+                    self.send(schedule, warp - 2)
             if const_expr(config.split_k > 1):
                 cute.arch.cluster_wait()
         else:

@@ -19,8 +19,8 @@ from ..common.spec import specify
 from ..common.swiglu import PRODUCE
 from ..mega.buffers import MULTIPLE, TILE_ROWS, Sizes
 from ..mega.peers import Peers
-from ..mega.rows import of_lane
-from ..mega.signals import add_release
+from ..ranks.rows import of_lane
+from ..ranks.signals import add_release
 from . import ptx
 from .epilogue import swizzle_of
 from .mega_config import FIRST_CONSUMER, MegaConfig

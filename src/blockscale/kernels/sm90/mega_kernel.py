@@ -30,7 +30,7 @@ from ..mega.gather import Gather
 from ..mega.order import Finder, Walk
 from ..mega.peers import Peers, any_arguments
 from ..mega.rings import Rings
-from ..mega.rows import copy_rows
+from ..ranks.rows import copy_rows
 from . import ptx
 from .config import BLOCK_K
 from .fp8_gemm import Mainloop

@@ -89,7 +89,7 @@ class MixedMegaMoe(MegaMoe):
     @staticmethod
     @cute.jit
     def copy_rows(base, rows, width, target: Callable[[int, Any], Any]):
-        """As ``mega.rows.copy_rows``, of E4M3 to bf16. A lane has an octet of each 32 of 128
+        """As ``ranks.rows.copy_rows``, of E4M3 to bf16. A lane has an octet of each 32 of 128
         columns, which are 64 bytes together: the order of ``permute_activations``."""
         for item in range(cute.arch.lane_idx(), width // (4 * _OCTET), 32):
             first = item // 4 * BLOCK_K + item % 4 * _OCTET

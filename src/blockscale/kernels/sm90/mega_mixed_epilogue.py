@@ -15,7 +15,7 @@ from ..common.factor import factor_of
 from ..common.ptx import load_shared, max_u16x2, store_global, store_shared
 from ..mega.buffers import MULTIPLE, TILE_ROWS
 from ..mega.peers import Peers
-from ..mega.signals import add_release
+from ..ranks.signals import add_release
 from . import ptx
 from .mega_config import FIRST_CONSUMER, MixedMegaConfig
 from .mega_epilogue import encoder_of, gated

@@ -13,6 +13,7 @@ from cutlass._mlir.dialects import llvm
 __all__ = [
     "add_release",
     "add_shared",
+    "arrive",
     "claim",
     "fence_async",
     "fetch_add",
@@ -51,6 +52,12 @@ def fetch_add(address, value):
     return _asm("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", Int32, address, Int32(value))
 
 
+def arrive(address):
+    """Add 1 to a counter of this rank; what it was before. Whoever comes later sees all that those
+    did who came earlier."""
+    return _asm("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", Int32, address)
+
+
 def add_shared(address, value):
     """Add to a word of shared memory; what it was before."""
     return _asm("atom.shared.add.u32 $0, [$1], $2;", Int32, Int32(address), Int32(value))
@@ -82,11 +89,12 @@ def wait_for(address, least):
 @cute.jit
 def wait_for_peer(address, least, rank, status, limit):
     """Until a counter that ``rank`` adds to has ``least``; no longer than ``limit`` ns, after which
-    ``status`` says which rank is missing, or, where it says so of any, not at all."""
-    waits = load_acquire(address, "sys") < least
+    ``status`` says which rank is missing, or, where it says so of any, not at all. Counters may
+    begin anew after 2**32."""
+    waits = load_acquire(address, "sys") - least < 0
     start = nanoseconds()
     while waits:
-        waits = load_acquire(address, "sys") < least
+        waits = load_acquire(address, "sys") - least < 0
         if waits:
             if nanoseconds() - start > limit:
                 claim(status, rank + 1)
