@@ -1,4 +1,4 @@
-"""What each of several GPUs does in the tests of products of gathered rows: a process of its own."""
+"""What each of several GPUs does in the tests of gathered products: a process of its own."""
 
 from __future__ import annotations
 

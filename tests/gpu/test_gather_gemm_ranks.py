@@ -1,4 +1,4 @@
-"""Products of rows that several GPUs of a machine gather meanwhile, each in a process of its own."""
+"""Products of rows that several GPUs gather meanwhile, each in a process of its own."""
 
 from __future__ import annotations
 
