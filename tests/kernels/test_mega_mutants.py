@@ -13,7 +13,8 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from blockscale import emulator as em
 from blockscale.cli.emulate_ranks import Case, Ranks, steps
 from blockscale.kernels.common import compile_cache
-from blockscale.kernels.mega import combine, dispatch, gather, order, rings, signals
+from blockscale.kernels.mega import combine, dispatch, gather, order, rings
+from blockscale.kernels.ranks import signals
 from blockscale.kernels.sm90 import mega_epilogue as hopper_epilogue
 from blockscale.kernels.sm90 import mega_mixed_epilogue as mixed
 from blockscale.kernels.sm100 import mega_epilogue
