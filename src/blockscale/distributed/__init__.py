@@ -4,6 +4,7 @@ to tokens reads them."""
 from . import scaled_dtensor  # noqa: F401 (fills the table of operations)
 from .collectives import all_gather, all_to_all
 from .expert_parallel import ExpertParallel
+from .gate_parallel import GateParallel
 from .gathered_weight import gather_quantized
 from .mega_moe import MegaMoE
 from .mega_weights import FoldError, MegaWeights, check_mega_weights, transform_weights
@@ -14,6 +15,7 @@ __all__ = [
     "ColwiseParallel",
     "ExpertParallel",
     "FoldError",
+    "GateParallel",
     "MegaMoE",
     "MegaWeights",
     "PeerError",
