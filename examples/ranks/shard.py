@@ -28,6 +28,7 @@ def shard(model: Any, recipe: bs.Recipe | None, mesh: DeviceMesh) -> nn.Module:
     if recipe is not None:
         bs.distributed.gather_quantized(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh._flatten("all")  # so that norms of gradients are one sum, the same on all ranks
     batches, sharers = mesh["dp", "ep"]._flatten("batches"), mesh["ep", "tp"]._flatten("experts")
     for layer in model.model.layers:
         experts = getattr(layer.mlp, "experts", None)

@@ -411,6 +411,8 @@ def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
     attempt("gate", lambda: parallelize_module(make_moe(device, None), mesh, GateParallel()))
     gate = parallelize_module(make_moe(device, None).gate, mesh, GateParallel())
     attempt("gate twice", lambda: parallelize_module(gate, mesh, GateParallel()))
+    logits = gate(tokens.float()).square().sum()
+    attempt("gate again", lambda: torch.autograd.grad(logits, gate.weight, create_graph=True))
     attempt("gate's mesh", lambda: GateParallel()._apply(make_moe(device, None).gate, flat))
     attempt("mesh", lambda: ExpertParallel()._apply(make_experts(case, device), flat))
     plain = parallelize_module(make_experts(case, device), mesh, ExpertParallel())

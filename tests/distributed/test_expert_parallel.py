@@ -133,6 +133,7 @@ def test_one_rank_does_something_else(found, count):
         ("moe", 'name its experts in the plan: {"experts": ExpertParallel()}'),
         ("gate", 'name it in the plan: {"gate": GateParallel()}'),
         ("gate twice", "takes the gate of a blockscale.nn.MoE, once"),
+        ("gate again", "cannot be differentiated again"),
         ("gate's mesh", 'give one of them, as mesh["tp"]'),
         ("linear", "got Linear; ExpertParallel takes the experts of"),
         ("mesh", 'give one of them, as mesh["ep"]'),

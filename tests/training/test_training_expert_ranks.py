@@ -123,7 +123,7 @@ def in_order_of(mesh: dict[str, int]):
 def test_gradients_in_fp32(settings, text, monkeypatch):
     """Where activations are not rounded to bf16 every gradient is that of one process, and so are
     norm, losses and statistics."""
-    mesh = {"ep": 2, "tp": 2}
+    settings, mesh = dataclasses.replace(settings, balance=1.0), {"ep": 2, "tp": 2}
     monkeypatch.setattr(started_ranks, "_be_rank", training_ranks.in_fp32)
     work = Work(tuple(CLOSE), text, dataclasses.replace(settings, **mesh))
     shared = started_ranks.train_by_started(work, lambda _: None, lambda: False)

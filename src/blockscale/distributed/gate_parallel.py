@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +64,7 @@ class ParallelGate(Gate):
 
     weight: Any  # a DTensor
 
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         group = self.weight.device_mesh.get_group()
         return logits(x, replicate_input(self.weight.to_local(), group))
