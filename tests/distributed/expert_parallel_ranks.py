@@ -1,7 +1,5 @@
 """What each rank does in the tests of experts that ranks share for training: a layer by itself on
-the tokens of all ranks, and shared.
-
-On GPUs: ``torchrun --nproc-per-node 2 tests/distributed/expert_parallel_ranks.py nccl``.
+the tokens of all ranks, and shared. On GPUs: ``torchrun --nproc-per-node 2 THIS_FILE nccl``.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import sequence_ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -20,18 +19,12 @@ from processes import begin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.distributed import (
-    ColwiseParallel,
-    ExpertParallel,
-    GateParallel,
-    RowwiseParallel,
-    all_to_all,
-)
+from blockscale.distributed import ExpertParallel, all_to_all
 
 HIDDEN, INNER, EXPERTS, TOPK = 128, 64, 8, 3
 #: Tokens of each of four ranks; of fewer ranks the sums.
@@ -264,39 +257,6 @@ def means(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     return [(a.grad.cpu(), whole(b.grad).cpu()) for a, b in pairs]
 
 
-def in_sequence(rank: int, ranks: int, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-    """A whole layer whose ranks have shards of a sequence: its output, and all gradients. Beside
-    the router and experts there are shared ones, column- and row-parallel."""
-    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    router, recipe = bs.nn.Router(top_k=TOPK), bs.Recipe("mxfp8")
-    alone = bs.nn.MoE(HIDDEN, INNER, EXPERTS, router, shared_size=128, recipe=recipe).to(device)
-    columns = ColwiseParallel(input_layouts=Shard(0))
-    plan = {
-        "gate": GateParallel(),
-        "experts": ExpertParallel(),
-        "shared_experts.gate_proj": columns,
-        "shared_experts.up_proj": columns,
-        "shared_experts.down_proj": RowwiseParallel(output_layouts=Shard(0)),
-    }
-    shared = parallelize_module(copy.deepcopy(alone), mesh, plan)
-    x, grad = torch.randn(2, 32 * ranks, HIDDEN, device=device)
-    found = []
-    for moe, of, sharers in ((alone, slice(None), 1), (shared, slice(32 * rank, None), ranks)):
-        given = x[of][: 32 * ranks // sharers].clone().requires_grad_()
-        y = moe(given)
-        load = moe.load.clone()
-        if sharers > 1:
-            dist.all_reduce(load)
-        loss = (y * grad[of][: len(given)]).sum() + moe.balancing_loss(load) / sharers
-        loss.backward()
-        gradients = {name: p.grad for name, p in moe.named_parameters()}
-        found.append({"y": y.detach(), "x": given.grad, "load": load} | gradients)
-    mine = slice(32 * rank, 32 * (rank + 1))
-    pairs = {name: (want, whole(found[1][name])) for name, want in found[0].items()}
-    return pairs | {name: (pairs[name][0][mine], pairs[name][1]) for name in ("y", "x")}
-
-
 def used(rank: int, ranks: int, device: torch.device) -> dict[str, bool]:
     """Whether shared experts have the same bits when they are used in other ways."""
     case = CASES["nvfp4 torch.float32"]
@@ -408,12 +368,6 @@ def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
     attempt("moe", lambda: parallelize_module(make_moe(device, None), mesh, ExpertParallel()))
     attempt("linear", lambda: parallelize_module(nn.Linear(8, 8), mesh, ExpertParallel()))
     flat = init_device_mesh(device.type, (1, ranks), mesh_dim_names=("dp", "ep"))
-    attempt("gate", lambda: parallelize_module(make_moe(device, None), mesh, GateParallel()))
-    gate = parallelize_module(make_moe(device, None).gate, mesh, GateParallel())
-    attempt("gate twice", lambda: parallelize_module(gate, mesh, GateParallel()))
-    logits = gate(tokens.float()).square().sum()
-    attempt("gate again", lambda: torch.autograd.grad(logits, gate.weight, create_graph=True))
-    attempt("gate's mesh", lambda: GateParallel()._apply(make_moe(device, None).gate, flat))
     attempt("mesh", lambda: ExpertParallel()._apply(make_experts(case, device), flat))
     plain = parallelize_module(make_experts(case, device), mesh, ExpertParallel())
     plain.gate_up_proj.main_grad = torch.zeros(1)
@@ -424,12 +378,12 @@ def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
 def run(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """What a rank finds, on a CPU. Four ranks leave a checkpoint for two."""
     cpu, four = torch.device("cpu"), folder.parent / "four"
-    found = {"compared": compared(cpu), "sent": sent(rank, ranks), "wrong": wrong(rank, ranks, cpu)}
+    found = {"compared": compared(cpu), "sent": sent(rank, ranks)}
     found |= {"used": used(rank, ranks, cpu), "bytes": bytes_sent(rank, ranks, cpu)}
-    found["in sequence"] = in_sequence(rank, ranks, cpu)
+    found["in sequence"] = sequence_ranks.compared(rank, ranks, cpu)
+    found["wrong"] = wrong(rank, ranks, cpu) | sequence_ranks.wrong(ranks, cpu)
     if ranks == 4:
-        found["trained"] = trained(cpu, folder)
-        found["means"] = means(cpu)
+        found |= {"trained": trained(cpu, folder), "means": means(cpu)}
         found["fsdp"] = {r: fully_sharded(cpu, f"{r} torch.float32") for r in ("mxfp8", "nvfp4")}
     else:
         found["loaded"] = loaded(cpu, four)
