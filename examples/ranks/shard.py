@@ -19,8 +19,8 @@ __all__ = ["shard"]
 
 def shard(model: Any, recipe: bs.Recipe | None, mesh: DeviceMesh) -> nn.Module:
     """Convert a Llama and share it over the mesh's dimensions: "dp" and "ep" have batches of their
-    own and share all parameters (FSDP2), experts over "ep" by number; "tp" shares layers, and
-    sequences between them."""
+    own and share all parameters (FSDP2); "tp" shares layers, and sequences between them; experts
+    are shared by number over "ep" and "tp"."""
     if recipe is not None:
         bs.convert(model, recipe)  # not lm_head, whose logits stay as they are
     if mesh["tp"].size() > 1:
@@ -28,15 +28,17 @@ def shard(model: Any, recipe: bs.Recipe | None, mesh: DeviceMesh) -> nn.Module:
     if recipe is not None:
         bs.distributed.gather_quantized(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    batches = mesh["dp", "ep"]._flatten("batches")
+    mesh._flatten("all")  # so that norms of gradients are one sum, the same on all ranks
+    batches, sharers = mesh["dp", "ep"]._flatten("batches"), mesh["ep", "tp"]._flatten("experts")
     for layer in model.model.layers:
-        if mesh["ep"].size() > 1:
-            experts = layer.mlp.experts
-            parallelize_module(experts, mesh["ep"], bs.distributed.ExpertParallel())
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is not None and sharers.size() > 1:
+            parallelize_module(experts, sharers, bs.distributed.ExpertParallel())
             fully_shard(experts, mesh=mesh["dp"], mp_policy=policy)
-            # an expert has the gradients of all batches, as others have after FSDP's sum
+            # an expert has the gradients of all tokens, as others have after FSDP's sum
             experts.set_gradient_divide_factor(batches.size())
-            experts.set_force_sum_reduction_for_comms(True)  # gloo has no sum of multiples
+            # gloo has no sum of multiples; torch 2.13 divides twice where one rank has no sum
+            experts.set_force_sum_reduction_for_comms(mesh["dp"].size() > 1)
         fully_shard(layer, mesh=batches, mp_policy=policy)
     return fully_shard(model, mesh=batches, mp_policy=policy)
 
@@ -55,15 +57,20 @@ def share_layers(model: Any, mesh: DeviceMesh, converted: bool) -> None:
         **{f"self_attn.{name}_proj": column() for name in "qkv"},
         "self_attn.o_proj": row(output_layouts=Shard(1)),
         "post_attention_layernorm": torch_parallel.SequenceParallel(use_local_output=True),
-        "mlp": styles.PrepareModuleInput(
-            input_layouts=(Shard(1),),
-            desired_input_layouts=(Replicate(),),
-            use_local_output=True,
-        ),
-        "mlp.gate_proj": column(),
-        "mlp.up_proj": column(),
-        "mlp.down_proj": row(output_layouts=Shard(1)),
     }
+    if getattr(model.config, "num_local_experts", 0):
+        layer["mlp.gate"] = bs.distributed.GateParallel()  # each rank routes its tokens
+    else:
+        layer |= {
+            "mlp": styles.PrepareModuleInput(
+                input_layouts=(Shard(1),),
+                desired_input_layouts=(Replicate(),),
+                use_local_output=True,
+            ),
+            "mlp.gate_proj": column(),
+            "mlp.up_proj": column(),
+            "mlp.down_proj": row(output_layouts=Shard(1)),
+        }
     plan = {
         "model.embed_tokens": torch_parallel.RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(1)

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 -m examples.ranks.train --fsdp 2
     torchrun --nproc-per-node 4 -m examples.ranks.train --fsdp 2 --tp 2 --recipe fp8_block
     torchrun --nproc-per-node 4 -m examples.ranks.train --fsdp 2 --ep 2 --size tiny-moe
+    torchrun --nproc-per-node 8 -m examples.ranks.train --fsdp 2 --ep 2 --tp 2 --size tiny-moe
 
 On GPUs by NCCL, else by gloo. ``--size 8b --layers 8`` is a part of Llama 3 8B.
 """
@@ -90,7 +91,9 @@ def mean(loss: Tensor, mesh: DeviceMesh) -> float:
 def main(
     fsdp: Annotated[int, typer.Option(help="Ranks that share parameters and batches.")] = 1,
     tp: Annotated[int, typer.Option(help="Ranks that share layers and sequences.")] = 1,
-    ep: Annotated[int, typer.Option(help="Ranks that share experts; batches are their own.")] = 1,
+    ep: Annotated[
+        int, typer.Option(help="Ranks that share experts, as tp does; batches are their own.")
+    ] = 1,
     recipe: Annotated[str, typer.Option(help="bf16, mxfp8, fp8_block, nvfp4.")] = "mxfp8",
     size: Annotated[str, typer.Option(help=f"One of {', '.join(SIZES)}.")] = "tiny",
     layers: Annotated[int | None, typer.Option(help="As many of its layers.")] = None,

@@ -1,7 +1,5 @@
 """What each rank does in the tests of experts that ranks share for training: a layer by itself on
-the tokens of all ranks, and shared.
-
-On GPUs: ``torchrun --nproc-per-node 2 tests/distributed/expert_parallel_ranks.py nccl``.
+the tokens of all ranks, and shared. On GPUs: ``torchrun --nproc-per-node 2 THIS_FILE nccl``.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import sequence_ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -379,11 +378,12 @@ def wrong(rank: int, ranks: int, device: torch.device) -> dict[str, str]:
 def run(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """What a rank finds, on a CPU. Four ranks leave a checkpoint for two."""
     cpu, four = torch.device("cpu"), folder.parent / "four"
-    found = {"compared": compared(cpu), "sent": sent(rank, ranks), "wrong": wrong(rank, ranks, cpu)}
+    found = {"compared": compared(cpu), "sent": sent(rank, ranks)}
     found |= {"used": used(rank, ranks, cpu), "bytes": bytes_sent(rank, ranks, cpu)}
+    found["in sequence"] = sequence_ranks.compared(rank, ranks, cpu)
+    found["wrong"] = wrong(rank, ranks, cpu) | sequence_ranks.wrong(ranks, cpu)
     if ranks == 4:
-        found["trained"] = trained(cpu, folder)
-        found["means"] = means(cpu)
+        found |= {"trained": trained(cpu, folder), "means": means(cpu)}
         found["fsdp"] = {r: fully_sharded(cpu, f"{r} torch.float32") for r in ("mxfp8", "nvfp4")}
     else:
         found["loaded"] = loaded(cpu, four)

@@ -73,6 +73,18 @@ def test_means(found):
 
 
 @pytest.mark.parametrize("count", [2, 4])
+def test_shards_of_a_sequence(found, count):
+    """Sums over ranks alone have another order: of the router's gradient, and what the second
+    product of shared experts is."""
+    for each in found[count]:
+        assert len(each["in sequence"]) == 9
+        for name, (alone, shared) in each["in sequence"].items():
+            if name.startswith(("load", "experts")):
+                assert torch.equal(alone, shared), name
+            torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("count", [2, 4])
 def test_other_uses(found, count):
     for each in found[count]:
         assert all(each["used"].values()), each["used"]
@@ -119,6 +131,10 @@ def test_one_rank_does_something_else(found, count):
         ("uneven", "give the mesh a number of ranks that divides it"),
         ("twice", "apply ExpertParallel once"),
         ("moe", 'name its experts in the plan: {"experts": ExpertParallel()}'),
+        ("gate", 'name it in the plan: {"gate": GateParallel()}'),
+        ("gate twice", "takes the gate of a blockscale.nn.MoE, once"),
+        ("gate again", "cannot be differentiated again"),
+        ("gate's mesh", 'give one of them, as mesh["tp"]'),
         ("linear", "got Linear; ExpertParallel takes the experts of"),
         ("mesh", 'give one of them, as mesh["ep"]'),
         ("main_grad", "delete main_grad"),

@@ -45,6 +45,7 @@ def run(tmp_path_factory):
         ("tiny", {"fsdp": 2, "tp": 2}, {"fsdp": 2}),
         ("tiny-moe", {"ep": 2}, {"fsdp": 2}),
         ("tiny-moe", {"fsdp": 2, "ep": 2}, {"fsdp": 4}),
+        ("tiny-moe", {"ep": 2, "tp": 2}, {"fsdp": 2}),
     ],
 )
 def test_meshes_agree(run, size, mesh, other):

@@ -126,6 +126,26 @@ def test_layer():
     assert moe.loss is None
 
 
+def test_balancing_loss_of_parts():
+    """By the load of both, halves have the loss of all tokens as their mean, and its gradient."""
+    moe, x = layer(None), torch.randn(60, 64)
+    moe(x)
+    (want,) = torch.autograd.grad(moe.loss, moe.gate.weight)
+    loads, losses = [], []
+    for half in x.chunk(2):
+        moe(half)
+        loads.append(moe.load)
+    for half in x.chunk(2):
+        moe(half)
+        losses.append(moe.balancing_loss(sum(loads)))
+    (got,) = torch.autograd.grad(sum(losses) / 2, moe.gate.weight)
+    torch.testing.assert_close(got, want)
+    assert moe.balancing_loss(moe.load) == moe.loss
+    moe.eval()(x)
+    with pytest.raises(RuntimeError, match=r"^balancing_loss: .*call module.train\(\)"):
+        moe.balancing_loss(moe.load)
+
+
 def test_names_and_round_trip():
     """Those of transformers; a state_dict is what it was, and a file of the whole layer loads."""
     moe = layer(bias=True, shared_size=16)

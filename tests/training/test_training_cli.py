@@ -242,7 +242,7 @@ def test_bad_resume(command, here, stopping, tmp_path):
         (["--seeds", "0"], "seeds: got 0; give 1 or more"),
         (["--fsdp", "0"], "fsdp: got 0; give 1 or more"),
         (["--fsdp", "4"], "fsdp: got 4, but ranks share a batch of 2 sequences evenly; choose "),
-        (["--fsdp", "2", "--moe"], "moe: is given beside fsdp, which has none yet; leave one out"),
+        (["--ep", "2"], "ep: is given without moe, and ranks share no experts; give --moe, or "),
         (["--fsdp", "2", "--minutes", "1"], "minutes: is given beside fsdp; give one of them"),
         (["--minutes", "0"], "minutes: got 0; give more than 0"),
         (["--minutes", "1"], "minutes: on a CPU runs share the cores; give --steps"),

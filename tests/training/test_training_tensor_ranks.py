@@ -186,7 +186,6 @@ def test_command(monkeypatch, capsys, tmp_path):
             {"tp": 8, "heads": 8, "context": 64, "fsdp": 3},
             "fsdp: got 3, but ranks share a batch of 4 sequences evenly",
         ),
-        ({"fsdp": 2, "tp": 2, "experts": 4}, "moe: is given beside fsdp and tp, which has none"),
     ],
 )
 def test_settings_of_ranks(settings, given, message):

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -122,10 +121,10 @@ def _learned(name: str, work: Any, of: Any) -> dict[str, Any]:
                 loss(starts).backward()
             optimizer.zero_grad()
         value = loss(starts)
-        value.backward()
-        total: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        (value + settings.balance * of.balancing(model)).backward()
+        total = of.clip(model, settings.clip)
         if not step:
-            found["norm"] = float(whole(total) if hasattr(total, "placements") else total)
+            found["norm"] = total.item()
             found["gradients"] = {
                 name: _as_one(name, p.grad, settings.tp or 1).numpy()
                 for name, p in model.named_parameters()

@@ -78,9 +78,16 @@ def train(
             "by torchrun."
         ),
     ] = None,
+    ep: Annotated[
+        int | None,
+        typer.Option(
+            help="With --moe, ranks that share experts, a part of each batch each; times as many "
+            "as --fsdp has."
+        ),
+    ] = None,
     tp: Annotated[
         int | None,
-        typer.Option(help="Ranks that share each layer; times as many as --fsdp has."),
+        typer.Option(help="Ranks that share each layer; times as many as --fsdp and --ep have."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="New or empty folder. Default: runs/train-001, -002, ...")
@@ -97,7 +104,7 @@ def train(
 
     Same seeds and batches for all. Leaves a folder with loss.png, report.html and results.json.
     Stopped (Ctrl-C, a signal to end, --stop-after), it leaves what --resume goes on from; of runs
-    of ranks with --fsdp and --tp by other numbers of them.
+    of ranks with --fsdp, --ep and --tp by other numbers of them.
     """
     from .. import training
     from ..training import saves
@@ -115,7 +122,7 @@ def train(
     options |= {"device": device, "data": data, "moe": moe, "compile": compile, "out": out}
     if resume is not None:
         _check_alone(options)
-        plan = training.Plan.read(resume).by_ranks(fsdp=fsdp, tp=tp)
+        plan = training.Plan.read(resume).by_ranks(fsdp=fsdp, ep=ep, tp=tp)
         text = training.choose_text(plan.data, plan.settings.device)
         plan.check(text)
         check_device(plan.settings.device)
@@ -123,13 +130,13 @@ def train(
         where = device or "cpu"
         names = training.check_recipes(recipe or training.default_recipes(where, moe))
         given = {"steps": steps, "seeds": seeds, "compile": compile or None}
-        given |= {"fsdp": fsdp, "tp": tp}
+        given |= {"fsdp": fsdp, "ep": ep, "tp": tp}
         settings = training.Settings.on(
             where, moe, **{name: value for name, value in given.items() if value is not None}
         )
         text = training.choose_text(data, where)
         training.Corpus(text, settings.context)  # refuses a text that is too short
-        _check_minutes(minutes, {"steps": steps, "fsdp": fsdp, "tp": tp}, where)
+        _check_minutes(minutes, {"steps": steps, "fsdp": fsdp, "ep": ep, "tp": tp}, where)
         plan = training.Plan(names, settings, data, saves.digest(text))
     work = training.Work(plan.recipes, text, plan.settings)
     place = training.torchrun_place(plan.settings)

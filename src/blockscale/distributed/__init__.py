@@ -4,6 +4,7 @@ to tokens reads them."""
 from . import scaled_dtensor  # noqa: F401 (fills the table of operations)
 from .collectives import all_gather, all_to_all
 from .expert_parallel import ExpertParallel
+from .gate_parallel import GateParallel
 from .gather_gemm import all_gather_gemm
 from .gathered_weight import gather_quantized
 from .mega_moe import MegaMoE
@@ -15,6 +16,7 @@ __all__ = [
     "ColwiseParallel",
     "ExpertParallel",
     "FoldError",
+    "GateParallel",
     "MegaMoE",
     "MegaWeights",
     "PeerError",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..nn.double_backward import refuse_double_backward
 from .plain import scattered_sum, summed
 from .shards import Shards
 
@@ -91,8 +92,9 @@ class _ReplicateInput(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        (found,) = refuse_double_backward((summed(grad, ctx.group),), grad)
+        return found, None
 
 
 class _ReduceOutput(torch.autograd.Function):

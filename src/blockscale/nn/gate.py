@@ -11,7 +11,7 @@ from ..watching import has_tangent, is_plain
 from .double_backward import refuse_double_backward
 from .grouped import reset_as_linear
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "logits"]
 
 
 class Gate(torch.nn.Module):
@@ -32,13 +32,7 @@ class Gate(torch.nn.Module):
         torch.nn.init.zeros_(self.e_score_correction_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            if has_tensor_cores(x, self.weight):
-                return WidenedProduct.apply(x, self.weight)
-            wide = torch.promote_types(x.dtype, self.weight.dtype)
-            wide = torch.promote_types(wide, torch.float32)
-            # not torch.nn.functional.linear, which blockscale.autocast quantizes
-            return x.to(wide) @ self.weight.to(wide).mT
+        return logits(x, self.weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Gate:
         """Moved with the module, what is added to scores stays fp32: its steps are small."""
@@ -53,6 +47,17 @@ class Gate(torch.nn.Module):
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape
         return f"{hidden}, {experts}"
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in fp32, or wider."""
+    with torch.autocast(x.device.type, enabled=False):
+        if has_tensor_cores(x, weight):
+            return WidenedProduct.apply(x, weight)
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        wide = torch.promote_types(wide, torch.float32)
+        # not torch.nn.functional.linear, which blockscale.autocast quantizes
+        return x.to(wide) @ weight.to(wide).mT
 
 
 def has_tensor_cores(x: Tensor, weight: Tensor) -> bool:

@@ -17,7 +17,7 @@ from .grouped import reset_as_linear
 from .linear import Linear
 from .recipe import Recipe
 from .reuse import ForgetsWeights
-from .router import Router, choose_experts, load_balancing_loss
+from .router import Router, balance, choose_experts, mean_scores
 from .unscripted import Unscripted
 
 __all__ = ["GatedExperts", "MoE"]
@@ -132,11 +132,12 @@ class MoE(Unscripted, torch.nn.Module):
     recipe.
 
     After a forward ``load`` (E,) has how many pairs each expert had, and in training ``loss`` the
-    balancing loss, both on the device.
+    balancing loss (:func:`load_balancing_loss`), both on the device.
     """
 
     load: Tensor | None
     loss: Tensor | None
+    mean_scores: Tensor | None
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class MoE(Unscripted, torch.nn.Module):
         self.shared_experts = None
         if shared_size:
             self.shared_experts = SharedExperts(hidden_size, shared_size, recipe, **how)
-        self.load = self.loss = None
+        self.load = self.loss = self.mean_scores = None
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.gate.weight.shape[1]
@@ -188,11 +189,32 @@ class MoE(Unscripted, torch.nn.Module):
         weights, chosen, scores = choose_experts(self.gate(rows), self.router, bias)
         routing = route(chosen, self.num_experts)
         self.load = routing.counts
-        self.loss = load_balancing_loss(scores, chosen) if self.training else None
+        self.mean_scores = mean_scores(scores) if self.training else None
+        self.loss = self.balancing_loss(self.load) if self.training else None
         y = self.experts(rows, weights, routing)
         if self.shared_experts is not None:
             y = y + self.shared_experts(rows)
         return y if x.dim() == 2 else y.reshape(x.shape)  # FSDP warns of views
+
+    def balancing_loss(self, load: Tensor) -> Tensor:
+        """The balancing loss of the last forward's tokens, by the ``load`` (E,) of more than these:
+        with micro-batches or ranks add theirs up. Of those that have as many tokens its mean is the
+        loss of all, with the gradient of that.
+
+        >>> moe = bs.nn.MoE(64, 32, 8, bs.nn.Router(top_k=2))
+        >>> y = moe(torch.randn(10, 64))
+        >>> loss = moe.balancing_loss(moe.load)  # with ranks after dist.all_reduce(moe.load)
+
+        Raises RuntimeError where no forward has been run in training.
+
+        Source: Qiu et al., "Demons in the Detail", arXiv 2501.11873.
+        """
+        if self.mean_scores is None:
+            raise RuntimeError(
+                "balancing_loss: the last forward was not one of training; call module.train(), "
+                "and the module, before"
+            )
+        return balance(load, self.mean_scores)
 
     @torch.no_grad()
     def balance_(self, rate: float = 1e-3, load: Tensor | None = None) -> None:
@@ -211,7 +233,7 @@ class MoE(Unscripted, torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and saved: not what the last forward left."""
-        return {**self.__dict__, "load": None, "loss": None}
+        return {**self.__dict__, "load": None, "loss": None, "mean_scores": None}
 
     def extra_repr(self) -> str:
         return f"{self.router}"

@@ -152,12 +152,22 @@ def load_balancing_loss(scores: Tensor, experts: Tensor) -> Tensor:
     Source: Fedus et al., "Switch Transformers", JMLR 2022, section 2.2; with f over all top-k
     pairs, as in the models of transformers, whose loss is this times top_k.
     """
-    num_experts = scores.shape[-1]
-    share = torch.zeros(num_experts, dtype=scores.dtype, device=scores.device)
+    load = torch.zeros(scores.shape[-1], dtype=scores.dtype, device=scores.device)
     ones = torch.ones_like(experts, dtype=scores.dtype).flatten()
-    share = share.scatter_add(0, experts.flatten(), ones) / max(experts.numel(), 1)
-    mean = (scores / scores.sum(-1, keepdim=True)).mean(0) if len(scores) else scores.sum(0)
-    return num_experts * (share * mean).sum()
+    return balance(load.scatter_add(0, experts.flatten(), ones), mean_scores(scores))
+
+
+def mean_scores(scores: Tensor) -> Tensor:
+    """Of each expert, over tokens (tokens, experts), each of which has one to give."""
+    if not len(scores):
+        return scores.sum(0)
+    return (scores / scores.sum(-1, keepdim=True)).mean(0)
+
+
+def balance(load: Tensor, scores: Tensor) -> Tensor:
+    """``load_balancing_loss`` of how many pairs each expert has, and its mean score."""
+    share = load.to(scores.dtype) / load.sum().clamp(min=1)
+    return len(load) * (share * scores).sum()
 
 
 def _first(x: Tensor, count: int) -> Tensor:

@@ -6,22 +6,26 @@ parameters and its layers. A further way to share is a further dimension of thei
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ..distributed import gather_quantized
+from ..distributed import ExpertParallel, gather_quantized
 from ..distributed.alike import gather_messages
+from ..distributed.parallel_experts import ParallelExperts
+from ..distributed.plain import summed
 from ..distributed.tensor_parallel import ParallelLinear
-from ..nn import Linear
-from .gpt import GPT
+from ..nn import GatedExperts, Linear
+from .gpt import GPT, mixtures
 from .saves import RunSaves, Saves
 from .tensor_plan import share_layers, whole
 
@@ -48,10 +52,22 @@ class Ranks:
         """All of a parameter, of which this rank may have a shard. All ranks call it."""
         return weight
 
-    def seen(self, layer: Linear, role: str, x: Tensor) -> Tensor | None:
+    def seen(self, layer: Linear | GatedExperts, role: str, x: Tensor) -> Tensor | None:
         """All of the activations or gradients of a layer, of which this rank may have a part; None
         where another one looks at them. All ranks call it."""
         return x
+
+    def balancing(self, model: GPT) -> Tensor | float:
+        """The balancing losses of all experts in the last forward, as a part of this rank's."""
+        return sum((each.loss for each in mixtures(model) if each.loss is not None), start=0.0)
+
+    def loads(self, model: GPT) -> list[Tensor]:
+        """Of experts in the last forward, of a part of a batch. All ranks call it."""
+        return [each.load for each in mixtures(model) if each.load is not None]
+
+    def clip(self, model: GPT, largest: float) -> Tensor:
+        """Scale gradients down where their norm, which is returned, is larger."""
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
 
     def part(self, batch: Tensor) -> Tensor:
         """What this rank learns from."""
@@ -90,21 +106,26 @@ class Ranks:
 
 
 class ShardedRanks(Ranks):
-    """Ranks of FSDP2 along one dimension of the mesh: each has a shard of every parameter, its
-    gradient and the optimizer's state, all in fp32, and learns from its part of each batch;
-    gradients are the mean. Along the other one, "tp", ranks share that part, and layers.
+    """Ranks of FSDP2 along two dimensions of the mesh, "fsdp" and "ep": each learns from its part
+    of each batch, and has a shard of every parameter, its gradient and the optimizer's state, all
+    in fp32; gradients are the mean. Along the third, "tp", ranks share that part, and layers.
+    Experts are shared by number along "ep" and "tp", and sharded along "fsdp" alone.
 
-    Converted layers gather their weights quantized, the others in fp32, which autocast then rounds
-    as it does in one process: so a step is that of one process but for the order of sums.
+    Converted layers gather their weights quantized, the others and experts in fp32, which autocast
+    then rounds as it does in one process: so a step is that of one process but for the order of
+    sums.
     """
 
-    def __init__(self, device: torch.device, fsdp: int = 1, tp: int = 1) -> None:
+    def __init__(self, device: torch.device, fsdp: int = 1, ep: int = 1, tp: int = 1) -> None:
         super().__init__(device)
-        self.mesh = init_device_mesh(device.type, (fsdp, tp), mesh_dim_names=("fsdp", "tp"))
+        names = "fsdp", "ep", "tp"
+        self.mesh = init_device_mesh(device.type, (fsdp, ep, tp), mesh_dim_names=names)
         self.mesh._flatten("all")  # so that norms of gradients are one sum, the same on all ranks
-        self.rank, self.parts = dist.get_rank(), fsdp
-        self.mine = self.mesh.get_local_rank("fsdp")
+        self.batches = self.mesh["fsdp", "ep"]._flatten("batches")
+        self.experts = self.mesh["ep", "tp"]._flatten("experts")
         self.tensor = self.mesh["tp"]
+        self.rank, self.parts = dist.get_rank(), self.batches.size()
+        self.mine = self.batches.get_local_rank()
 
     def shard(self, model: GPT) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -113,26 +134,70 @@ class ShardedRanks(Ranks):
             share_layers(model, self.tensor)
         gather_quantized(model)
         for block in model.blocks:
-            fully_shard(block, mesh=self.mesh["fsdp"])
-        fully_shard(model, mesh=self.mesh["fsdp"])
+            if self.experts.size() > 1:
+                for each in mixtures(block):
+                    self._share_experts(each.experts)
+            fully_shard(block, mesh=self.batches)
+        fully_shard(model, mesh=self.batches)
+
+    def _share_experts(self, experts: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        parallelize_module(experts, self.experts, ExpertParallel())
+        mesh = self.mesh["fsdp"]
+        fully_shard(experts, mesh=mesh)
+        # they have the gradients of all tokens, as others have after FSDP's sum
+        experts.set_gradient_divide_factor(self.parts)
+        # gloo has no sum of multiples; told so, torch 2.13 divides twice where one rank has no sum
+        experts.set_force_sum_reduction_for_comms(mesh.size() > 1)
 
     def whole(self, weight: Any) -> Tensor:
         return whole(weight)
 
-    def seen(self, layer: Linear, role: str, x: Tensor) -> Tensor | None:
+    def seen(self, layer: Linear | GatedExperts, role: str, x: Tensor) -> Tensor | None:
+        mesh, layouts = self.tensor, None
         if isinstance(layer, ParallelLinear):
             style = layer.style
             layouts = style.input_layouts if role == "activations" else style.output_layouts
-            x = DTensor.from_local(x, layer.mesh, layouts, run_check=False).full_tensor()
-        return x if self.tensor.get_local_rank() == 0 else None
+        elif isinstance(layer, ParallelExperts):
+            mesh, layouts = self.experts, (Shard(0),)
+        if layouts is not None:
+            x = DTensor.from_local(x, mesh, layouts, run_check=False).full_tensor()
+        return x if mesh.get_local_rank() == 0 else None
+
+    def balancing(self, model: GPT) -> Tensor | float:
+        """Of a batch the loads are those of all parts, so that the mean is the loss of one
+        process."""
+        found = list(mixtures(model))
+        if not found:
+            return 0.0
+        loads = torch.stack(super().loads(model))
+        dist.all_reduce(loads)
+        losses = [each.balancing_loss(load) for each, load in zip(found, loads, strict=True)]
+        return torch.stack(losses).sum() / self.tensor.size()  # where gradients are summed
+
+    def loads(self, model: GPT) -> list[Tensor]:
+        return [summed(each, self.tensor.get_group()) for each in super().loads(model)]
+
+    def clip(self, model: GPT, largest: float) -> Tensor:
+        """As torch's, of parameters that are on several meshes: experts are."""
+        groups = defaultdict(list)
+        for each in model.parameters():
+            groups[cast(DTensor, each).device_mesh].append(each)
+        norms = []
+        for group in groups.values():
+            norm = get_total_norm([p.grad for p in group if p.grad is not None])
+            norms.append(cast(DTensor, norm).full_tensor())
+        total = torch.stack(norms).norm()
+        for group in groups.values():
+            clip_grads_with_norm_(group, largest, total)
+        return total
 
     def part(self, batch: Tensor) -> Tensor:
         return batch.chunk(self.parts)[self.mine]
 
     def mean(self, losses: Tensor) -> Tensor:
-        total = losses.clone()
-        dist.all_reduce(total, group=self.mesh.get_group("fsdp"))
-        return total / self.parts
+        return summed(losses, self.batches.get_group()) / self.parts
 
     def any(self, wanted: bool) -> bool:
         flag = torch.tensor(wanted, dtype=torch.int32)  # on the host: nothing waits for a GPU

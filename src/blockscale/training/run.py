@@ -120,8 +120,8 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate_at(step)
         loss = _loss(model, inputs, targets)
-        (loss + settings.balance * _balancing(model)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        (loss + settings.balance * ranks.balancing(model)).backward()
+        ranks.clip(model, settings.clip)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -180,10 +180,14 @@ def _model(recipe: Recipe | None, seed: int, settings: Settings) -> GPT:
 
 
 def _optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.AdamW:
+    experts = {p: None for each in mixtures(model) for p in each.experts.parameters()}
+    others = [p for p in model.parameters() if p not in experts]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in model.parameters() if p.dim() > 1]},  # no experts have biases
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() > 1]},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if experts:  # of ranks on a mesh of their own, where the fused step takes one; without biases
+        groups.append({"params": list(experts)})
     return torch.optim.AdamW(
         groups,
         lr=settings.learning_rate,
@@ -199,21 +203,16 @@ def _loss(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(-1, VOCABULARY), targets.flatten())
 
 
-def _balancing(model: torch.nn.Module) -> Tensor | float:
-    """The balancing losses of all experts in the last forward."""
-    return sum((each.loss for each in mixtures(model) if each.loss is not None), start=0.0)
-
-
 @torch.no_grad()
 def _validate(
-    model: torch.nn.Module, corpus: Corpus, settings: Settings, ranks: Ranks
+    model: GPT, corpus: Corpus, settings: Settings, ranks: Ranks
 ) -> tuple[float, list[list[float]]]:
     """The loss, and how many tokens each expert had, over the mean."""
 
     def look(starts: Tensor) -> tuple[float, int, list[Any]]:
         inputs, targets = corpus.sequences(corpus.validation, starts)
         loss = _loss(model, inputs, targets).item() * inputs.numel()
-        return loss, inputs.numel(), [each.load for each in mixtures(model)]
+        return loss, inputs.numel(), ranks.loads(model)
 
     batches = corpus.validation_starts(settings.validation_sequences)
     seen = ranks.each(look, batches.split(settings.validation_batch))

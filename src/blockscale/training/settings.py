@@ -23,7 +23,7 @@ class Settings:
     Those are for a CPU; :meth:`on` has others for a GPU.
 
     Raises ValueError for ``steps`` and ``seeds`` below 1, for a device that is not there, and for
-    ranks (``fsdp``, ``tp``) that cannot share a batch or the model.
+    ranks (``fsdp``, ``ep``, ``tp``) that cannot share a batch or the model.
     """
 
     steps: int = 250
@@ -31,6 +31,7 @@ class Settings:
     device: str = "cpu"
     # ranks that train a model together; None of all: each run is one process
     fsdp: int | None = None  # that share batches, and weights between products
+    ep: int | None = None  # that share batches, and experts with those of tp
     tp: int | None = None  # that share layers, and tokens between them
     # the model: 1.4 million parameters
     width: int = 192
@@ -69,7 +70,7 @@ class Settings:
     @property
     def mesh(self) -> dict[str, int]:
         """How many ranks there are along each dimension that is given."""
-        given = {"fsdp": self.fsdp, "tp": self.tp}
+        given = {"fsdp": self.fsdp, "ep": self.ep, "tp": self.tp}
         return {name: ranks for name, ranks in given.items() if ranks is not None}
 
     @property
@@ -78,31 +79,50 @@ class Settings:
         return math.prod(self.mesh.values())
 
     def _check_ranks(self) -> None:
-        shared = {
-            "fsdp": {f"a batch of {self.batch} sequences": self.batch},
-            "tp": {
+        for name, ranks in self.mesh.items():
+            if ranks < 1:
+                raise ValueError(f"{name}: got {ranks}; give 1 or more")
+        if self.ep is not None and not self.experts:
+            raise ValueError(
+                "ep: is given without moe, and ranks share no experts; give --moe, or leave out "
+                "--ep"
+            )
+        for dimensions, sizes in self._shared().items():
+            names = [name for name in dimensions if name in self.mesh]
+            if names:
+                self._check_even(names, sizes)
+        beside = " and ".join(self.mesh)
+        if ":" in self.device:
+            raise ValueError(f"device: got {self.device!r} beside {beside}; give cuda: one a rank")
+        if self.compile:
+            raise ValueError(
+                f"compile: is given beside {beside}, which has none yet; leave one out"
+            )
+
+    def _shared(self) -> dict[tuple[str, ...], dict[str, int]]:
+        """What the ranks of dimensions share, and how much there is of it."""
+        found = {
+            ("fsdp", "ep"): {f"a batch of {self.batch} sequences": self.batch},
+            ("tp",): {
                 f"{self.heads} heads": self.heads,
                 f"sequences of {self.context} bytes": self.context,
                 f"a vocabulary of {VOCABULARY} bytes": VOCABULARY,
             },
         }
-        for name, ranks in self.mesh.items():
-            if ranks < 1:
-                raise ValueError(f"{name}: got {ranks}; give 1 or more")
-            size = math.gcd(*shared[name].values())
-            for what, of_one in shared[name].items():
-                if of_one % ranks:
-                    raise ValueError(
-                        f"{name}: got {ranks}, but ranks share {what} evenly; choose one of "
-                        f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
-                    )
-        beside = " and ".join(self.mesh)
-        if ":" in self.device:
-            raise ValueError(f"device: got {self.device!r} beside {beside}; give cuda: one a rank")
-        for name, given in (("moe", self.experts), ("compile", self.compile)):
-            if given:
+        if self.experts:
+            found["ep", "tp"] = {f"{self.experts} experts": self.experts}
+        return found
+
+    def _check_even(self, names: list[str], sizes: dict[str, int]) -> None:
+        given = [self.mesh[name] for name in names]
+        most = math.gcd(*sizes.values())
+        for what, size in sizes.items():
+            if size % math.prod(given):
+                several = "numbers whose product is " if len(names) > 1 else ""
                 raise ValueError(
-                    f"{name}: is given beside {beside}, which has none yet; leave one out"
+                    f"{' and '.join(names)}: got {' x '.join(map(str, given))}, but ranks share "
+                    f"{what} evenly; choose {several}one of "
+                    f"{', '.join(str(n) for n in range(1, most + 1) if most % n == 0)}"
                 )
 
     @classmethod

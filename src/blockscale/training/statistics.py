@@ -16,7 +16,7 @@ from ..nn import GatedExperts, Linear, Recipe
 from ..ops import global_scale
 from ..quantize import quantize
 from ..reference import bounds
-from ..routing import Routing
+from ..routing import Routing, route
 from .ranks import Ranks
 
 __all__ = ["ROLES", "Statistics"]
@@ -73,6 +73,7 @@ class Statistics:
                 self._add_weight(module)
                 hooks.append(module.register_forward_hook(self._after_forward))
             elif isinstance(module, GatedExperts) and module.recipe is not None:
+                self._add_stacks(module)
                 hooks.append(module.register_forward_hook(self._after_experts, with_kwargs=True))
         try:
             yield
@@ -90,6 +91,11 @@ class Statistics:
         if self._ranks.rank == 0:
             self._add("weights", weight, layer.recipe)
 
+    def _add_stacks(self, layer: Any) -> None:
+        for stack in map(self._ranks.whole, (layer.gate_up_proj, layer.down_proj)):
+            if self._ranks.rank == 0:
+                self._add_parts("weights", stack, list(stack), layer.recipe)
+
     def _after_forward(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         self._add_seen(layer, "activations", inputs[0])
         if output.requires_grad:
@@ -104,20 +110,22 @@ class Statistics:
         self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor
     ) -> None:
         given = dict(zip(("x", "weights", "routing"), inputs, strict=False)) | named
-        x, routing = given["x"], given["routing"]
-        self._add_rows("activations", x, routing, layer.recipe)
-        for stack in (layer.gate_up_proj, layer.down_proj):
-            self._add_parts("weights", stack, list(stack), layer.recipe)
+        self._add_rows(layer, "activations", given["x"], given["routing"])
         if output.requires_grad:
             output.register_hook(
-                lambda grad: self._add_rows("gradients", grad, routing, layer.recipe)
+                lambda grad: self._add_rows(layer, "gradients", grad, given["routing"])
             )
 
-    def _add_rows(self, role: str, x: Tensor, routing: Routing, recipe: Recipe) -> None:
+    def _add_rows(self, layer: Any, role: str, x: Tensor, routing: Routing) -> None:
         """Those of each expert."""
-        rows = x.detach()[routing.tokens.long()]
+        chosen = torch.searchsorted(routing.offsets, routing.slots.int(), right=True)
+        whole, experts = (self._ranks.seen(layer, role, each) for each in (x.detach(), chosen))
+        if whole is None or experts is None:
+            return
+        routing = route(experts, len(routing.offsets))
+        rows = whole[routing.tokens.long()]
         groups = bounds(routing.offsets, len(rows))
-        self._add_parts(role, rows, [rows[start:end] for start, end in groups], recipe)
+        self._add_parts(role, rows, [rows[start:end] for start, end in groups], layer.recipe)
 
     def _add_parts(self, role: str, x: Tensor, parts: list[Tensor], recipe: Recipe) -> None:
         """Parts of ``x``, which has one global scale, if the format has one."""

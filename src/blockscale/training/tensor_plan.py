@@ -40,7 +40,8 @@ def check_blocks(recipes: Iterable[str], width: int, ranks: int) -> None:
 def share_layers(model: GPT, mesh: DeviceMesh) -> None:
     """Queries, keys, values and the first product of a perceptron are column-parallel, the second
     one and the attention's output row-parallel: each rank has some heads. Between them each has
-    some tokens of all sequences. Layers that are converted travel quantized, others as they are."""
+    some tokens of all sequences, which it sends to experts by itself. Layers that are converted
+    travel quantized, others as they are."""
     tokens = Shard(1)
     norm = torch_parallel.SequenceParallel(use_local_output=True)
     ends = {
@@ -59,7 +60,11 @@ def share_layers(model: GPT, mesh: DeviceMesh) -> None:
         columns = styles.ColwiseParallel(input_layouts=tokens)
         rows = styles.RowwiseParallel(output_layouts=tokens)
         plan = {"attention_norm": norm, "qkv": columns, "out": rows}
-        plan |= {"mlp_norm": norm, "up": columns, "down": rows}
+        plan |= {"mlp_norm": norm}
+        if block.moe is None:
+            plan |= {"up": columns, "down": rows}
+        else:
+            plan |= {"moe.gate": distributed.GateParallel()}
         torch_parallel.parallelize_module(block, mesh, plan)
 
 
