@@ -91,6 +91,14 @@ def test_a_rank_without_rows(reused):
     assert all(same for *_, same in reused)
 
 
+def test_refusals(tmp_path):
+    """Rows of old values and columns of new ones would be no weight."""
+    for told in gather(fsdp_ranks.refusals, 2, tmp_path):
+        assert "up.weight was written to after FSDP gathered it" in told["gathered"]
+        assert told["sharded"] == "nothing"
+        assert "give it Shard(0), or leave the layer out" in told["columns"]
+
+
 def layer(recipe: str = "mxfp8") -> nn.Module:
     return bs.convert(nn.Sequential(nn.Linear(64, 96)), bs.Recipe(recipe))
 

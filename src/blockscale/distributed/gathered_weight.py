@@ -186,6 +186,12 @@ class GatheredWeight(Tensor):
         ranks = mesh.size()
         if ranks == 1:  # nothing travels, and FSDP2 hands on one tensor
             return (self.held.values.to(dtype),), (None, None, outer_size)
+        if self.shape[1:] != outer_size[1:]:
+            raise ValueError(
+                f"shard_placement_fn: gave {self.held.name} {tuple(outer_size)} another dimension "
+                "than the first; give it Shard(0), or leave the layer out of gather_quantized "
+                "(filter_fn)"
+            )
         if not self.held.checked:  # before ranks wait for each other's other bytes
             check_alike("recipe of a weight", (tuple(outer_size), *self.how[:2]), mesh.get_group())
             self.held.checked = True
@@ -223,7 +229,8 @@ class GatheredWeight(Tensor):
             else:
                 each = data.view(-1, *q.qdata.mT.shape), scale.view(-1, *q.qscale.shape)
                 parts = tuple(q._with(data=d.mT, scale=s) for d, s in zip(*each, strict=True))
-            gathered = Gathered(parts, size, self.held, param_dtype, group)
+            written = self.held.writes.count
+            gathered = Gathered(parts, size, self.held, param_dtype, group, written)
             held = Held(self.how, self.held.name, gathered=gathered)
         if out is None:
             if held.master is not None:
@@ -294,7 +301,8 @@ def gather_quantized(
         module: changed in place, and returned.
         filter_fn: of a layer and its name; those for which it is false stay as they are.
 
-    Raises TypeError for parameters that are sharded already.
+    Raises TypeError for parameters that are sharded already. A forward or backward raises ValueError
+    for shards that are not of rows, RuntimeError where a weight was written to while it is gathered.
     """
     for weight, layers in _layers_of(module).items():
         name, first = layers[0]
