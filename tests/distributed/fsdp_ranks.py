@@ -316,6 +316,23 @@ def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     return found
 
 
+def assigned(rank: int, ranks: int, folder: Path) -> list[tuple[list[float], str]]:
+    """Losses after states are loaded by ``assign=True``, before and after a step, and the kind of
+    a weight's shard."""
+    found = []
+    for name in ("mxfp8 bf16", "odd", "meta"):
+        for gathers in (False, True):
+            model = make_model(name, torch.device("cpu"), gathers=gathers)
+            losses = []
+            for _ in range(2):
+                state = {key: value.clone() * 1.5 for key, value in model.state_dict().items()}
+                model.load_state_dict(state, assign=True)
+                losses += train(name, model, rank, torch.device("cpu"))
+            weight: Any = model[0].up.weight
+            found.append((losses, type(weight._local_tensor).__name__))
+    return found
+
+
 def run(rank: int, ranks: int, folder: Path) -> tuple[Any, ...]:
     """Losses, bytes of gathers, and whether checkpoints are plain, on a CPU."""
     cpu = torch.device("cpu")

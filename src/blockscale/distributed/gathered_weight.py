@@ -138,6 +138,16 @@ class GatheredWeight(Tensor):
         self.held.master = given
         self.held.writes.add()
 
+    def in_place_of(self, given: Tensor) -> Tensor:
+        """``given``, a parameter that was loaded in the place of this one, gathered as this is."""
+        local = given._local_tensor if isinstance(given, DTensor) else given
+        if type(local) not in (Tensor, nn.Parameter):
+            return given
+        made: Tensor = GatheredWeight.of(Held(self.how, self.held.name, local.detach()))
+        if isinstance(given, DTensor):
+            made = as_shared(made, given)
+        return nn.Parameter(made, requires_grad=given.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A checkpoint has its values, and needs no class of ours."""
         return self.held.values.__reduce_ex__(protocol)
