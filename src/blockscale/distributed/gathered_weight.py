@@ -311,8 +311,9 @@ def gather_quantized(
         module: changed in place, and returned.
         filter_fn: of a layer and its name; those for which it is false stay as they are.
 
-    Raises TypeError for parameters that are sharded already. A forward or backward raises ValueError
-    for shards that are not of rows, RuntimeError where a weight was written to while it is gathered.
+    Raises TypeError for parameters that are sharded already. Forward and backward raise ValueError
+    for shards that are not of rows, RuntimeError where a weight was written to while it is
+    gathered.
     """
     for weight, layers in _layers_of(module).items():
         name, first = layers[0]
