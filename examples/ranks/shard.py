@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,10 @@ def shard(model: Any, recipe: bs.Recipe | None, mesh: DeviceMesh) -> nn.Module:
         if mesh["ep"].size() > 1:
             experts = layer.mlp.experts
             parallelize_module(experts, mesh["ep"], bs.distributed.ExpertParallel())
-            fully_shard(experts, mesh=mesh["dp"], mp_policy=policy)
+            # not cast: the weights of tokens' experts are fp32, as without "ep"
+            fully_shard(
+                experts, mesh=mesh["dp"], mp_policy=replace(policy, cast_forward_inputs=False)
+            )
             # an expert has the gradients of all batches, as others have after FSDP's sum
             experts.set_gradient_divide_factor(batches.size())
             experts.set_force_sum_reduction_for_comms(True)  # gloo has no sum of multiples
