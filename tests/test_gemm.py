@@ -176,6 +176,16 @@ def test_out_that_shares_memory(operands):
     assert torch.equal(out, before)
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_out_whose_memory_was_freed(accumulate):
+    """As of gradient buffers that are offloaded: it ended the process."""
+    out = torch.zeros(64, 32)
+    out.untyped_storage().resize_(0)
+    a, b = bs.quantize(matrix(64, 128)), bs.quantize(matrix(32, 128, seed=1)).mT
+    with pytest.raises(ValueError, match=r"out: the memory of this \(64, 32\) tensor was freed"):
+        bs.gemm(a, b, out=out, accumulate=accumulate)
+
+
 def test_out_is_seen_to_be_written(operands):
     """What autograd has kept of ``out`` is known to be no longer there."""
     out = torch.ones(64, 32)

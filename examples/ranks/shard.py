@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ def shard(model: Any, recipe: bs.Recipe | None, mesh: DeviceMesh) -> nn.Module:
         experts = getattr(layer.mlp, "experts", None)
         if experts is not None and sharers.size() > 1:
             parallelize_module(experts, sharers, bs.distributed.ExpertParallel())
-            fully_shard(experts, mesh=mesh["dp"], mp_policy=policy)
+            # not cast: the weights of tokens' experts are fp32, as without "ep"
+            uncast = replace(policy, cast_forward_inputs=False)
+            fully_shard(experts, mesh=mesh["dp"], mp_policy=uncast)
             # an expert has the gradients of all tokens, as others have after FSDP's sum
             experts.set_gradient_divide_factor(batches.size())
             # gloo has no sum of multiples; torch 2.13 divides twice where one rank has no sum

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -271,6 +272,7 @@ def used(rank: int, ranks: int, device: torch.device) -> dict[str, bool]:
     found = {"copied": same(step(copy.deepcopy(experts), case, given))}
     with bs.reuse_weights():
         found["reused"] = all(same(step(experts, case, given)) for _ in range(2))
+    found |= {f"written {name}": written(case, given, mesh, name) for name in WRITES}
     found["compiled"] = same(step(torch.compile(experts, backend="eager"), case, given))
     turned = [given[0].mT.contiguous().mT, *given[1:]]
     found["strided"] = same(step(experts, case, turned))
@@ -283,6 +285,29 @@ def used(rank: int, ranks: int, device: torch.device) -> dict[str, bool]:
     with torch.inference_mode():
         found["inference"] = torch.equal(experts(x, weights, bs.route(numbers, EXPERTS)), want[0])
     return found
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda p: p.mul_(2),
+    "copied": lambda p: p.copy_(p * 2),
+    "foreach": lambda p: torch._foreach_mul_([p], 2),
+    "detached": lambda p: p.detach().mul_(2),
+    "local": lambda p: p.to_local().mul_(2),
+}
+
+
+def written(case: Case, given: list[Tensor], mesh: DeviceMesh, name: str) -> bool:
+    """Whether a write to the experts' parameters inside of ``reuse_weights`` is seen."""
+    found = []
+    for reuses in (True, False):
+        experts = parallelize_module(make_experts(case, given[0].device), mesh, ExpertParallel())
+        with bs.reuse_weights() if reuses else nullcontext():
+            step(experts, case, given)
+            with torch.no_grad():
+                for parameter in experts.parameters():
+                    WRITES[name](parameter)
+            found.append(step(experts, case, given))
+    return all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def bytes_sent(rank: int, ranks: int, device: torch.device) -> dict[str, list[float]]:

@@ -21,7 +21,8 @@ import torch.distributed.checkpoint as dcp
 from processes import begin
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
@@ -291,6 +292,52 @@ def saved(rank: int, device: torch.device, folder: Path) -> bool:
     with torch.no_grad():
         want, *others = (each(x) for each in (model, other, again))
     return all(torch.equal(want, each) for each in others)
+
+
+def refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
+    """What is said where an optimizer steps while weights are gathered, or sharded, and of shards
+    of columns."""
+
+    def attempt(model: nn.Module, *, reshards: bool) -> str:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        x = torch.ones(64, WIDE, requires_grad=True)
+        try:
+            for _ in range(2):
+                model(x.bfloat16()).float().sum().backward()
+                for module in model.modules():
+                    if reshards and isinstance(module, FSDPModule):
+                        module.reshard()
+                optimizer.step()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return "nothing"
+
+    found, cpu = {}, torch.device("cpu")
+    for name, reshards in (("gathered", False), ("sharded", True)):
+        model: Any = make_model("mxfp8 bf16", cpu, gathers=True)
+        model.set_reshard_after_backward(False)
+        found[name] = attempt(model, reshards=reshards)
+    layer = gather_quantized(bs.convert(nn.Sequential(nn.Linear(WIDE, WIDE)), bs.Recipe("mxfp8")))
+    fully_shard(layer, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    found["columns"] = attempt(layer.bfloat16(), reshards=False)
+    return found
+
+
+def assigned(rank: int, ranks: int, folder: Path) -> list[tuple[list[float], str]]:
+    """Losses after states are loaded by ``assign=True``, before and after a step, and the kind of
+    a weight's shard."""
+    found = []
+    for name in ("mxfp8 bf16", "odd", "meta"):
+        for gathers in (False, True):
+            model = make_model(name, torch.device("cpu"), gathers=gathers)
+            losses = []
+            for _ in range(2):
+                state = {key: value.clone() * 1.5 for key, value in model.state_dict().items()}
+                model.load_state_dict(state, assign=True)
+                losses += train(name, model, rank, torch.device("cpu"))
+            weight: Any = model[0].up.weight
+            found.append((losses, type(weight._local_tensor).__name__))
+    return found
 
 
 def run(rank: int, ranks: int, folder: Path) -> tuple[Any, ...]:

@@ -91,6 +91,22 @@ def test_a_rank_without_rows(reused):
     assert all(same for *_, same in reused)
 
 
+def test_refusals(tmp_path):
+    """Rows of old values and columns of new ones would be no weight."""
+    for told in gather(fsdp_ranks.refusals, 2, tmp_path):
+        assert "up.weight was written to after FSDP gathered it" in told["gathered"]
+        assert told["sharded"] == "nothing"
+        assert "give it Shard(0), or leave the layer out" in told["columns"]
+
+
+def test_loaded_by_assignment(tmp_path):
+    """A weight is gathered quantized as the one that it takes the place of."""
+    for found in gather(fsdp_ranks.assigned, 2, tmp_path):
+        for plain, quantized in zip(found[::2], found[1::2], strict=True):
+            assert plain[0] == quantized[0]
+            assert (plain[1], quantized[1]) == ("Tensor", "GatheredWeight")
+
+
 def layer(recipe: str = "mxfp8") -> nn.Module:
     return bs.convert(nn.Sequential(nn.Linear(64, 96)), bs.Recipe(recipe))
 
@@ -117,8 +133,9 @@ def test_plain_in_files():
     file.seek(0)
     state = torch.load(file)
     assert type(state["0.weight"]) is torch.Tensor
-    model.load_state_dict(state)
-    assert torch.equal(model[0].weight.detach().master, state["0.weight"])
+    for assign in (False, True):
+        model.load_state_dict(state, assign=assign)
+        assert torch.equal(model[0].weight.detach().master, state["0.weight"])
 
 
 def test_others_stay():

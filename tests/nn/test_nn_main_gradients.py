@@ -83,6 +83,58 @@ def test_what_grad_has_is_added_once():
         assert torch.equal(weight.grad, want)
 
 
+def test_weights_that_were_frozen_since_stay():
+    mine = model()
+    main = bs.nn.MainGradients(mine)
+    optimizer = torch.optim.AdamW(mine.parameters(), 1e-2, weight_decay=0.5)
+    accumulate(mine)
+    frozen, before = mine[0].weight.requires_grad_(False), mine[0].weight.clone()
+    with main.as_grad():
+        assert frozen.grad is None
+        optimizer.step()
+    assert torch.equal(frozen, before)
+    assert not frozen.main_grad.any()
+
+
+def test_weights_without_main_grad_keep_grad():
+    """None is none, as it is for layers."""
+    mine, theirs = model(), model()
+    main = bs.nn.MainGradients(mine)
+    mine[0].weight.main_grad = None
+    for each in (mine, theirs):
+        accumulate(each)
+    with main.as_grad():
+        assert torch.equal(mine[0].weight.grad, theirs[0].weight.grad)
+        assert torch.equal(mine[2].weight.grad, theirs[2].weight.grad)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_closures(set_to_none):
+    """Of optimizers that call the backward themselves: theirs is seen, or it is an error."""
+    mine, theirs = model(), model()
+
+    def step(each):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+
+        def closure():
+            optimizer.zero_grad(set_to_none=set_to_none)
+            accumulate(each)
+
+        optimizer.step(closure)
+
+    main = bs.nn.MainGradients(mine)
+    if set_to_none:
+        with pytest.raises(RuntimeError, match="the optimizer did not see it"), main.as_grad():
+            step(mine)
+        assert not mine[0].weight.main_grad.any()
+        return
+    with main.as_grad():
+        step(mine)
+    step(theirs)
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_whose_weights():
     """Those of layers that multiply by them, once each; not biases, frozen or excluded ones."""
     torch.manual_seed(0)

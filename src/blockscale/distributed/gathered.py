@@ -26,6 +26,7 @@ class Gathered(NamedTuple):
 
     Attributes:
         parts: the whole, or shards that do not lie below each other.
+        written: how often the shard was written to before, if anybody can tell.
     """
 
     parts: tuple[ScaledTensor, ...]
@@ -33,10 +34,17 @@ class Gathered(NamedTuple):
     shard: Held
     dtype: torch.dtype
     group: dist.ProcessGroup
+    written: int | None
 
     def along(self, axis: int) -> ScaledTensor:
         block, first = get_format(self.shard.how.format).block, self.parts[0]
         if axis != first.axis and block[0] != block[1]:
+            if self.shard.writes.count not in (None, self.written):
+                raise RuntimeError(
+                    f"weight: {self.shard.name} was written to after FSDP gathered it, and what "
+                    "is gathered now would be of other values; call reshard() of the module that "
+                    "fully_shard wraps before writing, as by an optimizer's step"
+                )
             shard = self.shard.quantize(axis, self.dtype, first.global_scale)
             return all_gather_named(shard, self.group, self.shard.name)
         whole: Any = torch.cat(list(self.parts)) if len(self.parts) > 1 else first

@@ -138,6 +138,16 @@ class GatheredWeight(Tensor):
         self.held.master = given
         self.held.writes.add()
 
+    def in_place_of(self, given: Tensor) -> Tensor:
+        """``given``, a parameter that was loaded in the place of this one, gathered as this is."""
+        local = given._local_tensor if isinstance(given, DTensor) else given
+        if type(local) not in (Tensor, nn.Parameter):
+            return given
+        made: Tensor = GatheredWeight.of(Held(self.how, self.held.name, local.detach()))
+        if isinstance(given, DTensor):
+            made = as_shared(made, given)
+        return nn.Parameter(made, requires_grad=given.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A checkpoint has its values, and needs no class of ours."""
         return self.held.values.__reduce_ex__(protocol)
@@ -186,6 +196,12 @@ class GatheredWeight(Tensor):
         ranks = mesh.size()
         if ranks == 1:  # nothing travels, and FSDP2 hands on one tensor
             return (self.held.values.to(dtype),), (None, None, outer_size)
+        if self.shape[1:] != outer_size[1:]:
+            raise ValueError(
+                f"shard_placement_fn: gave {self.held.name} {tuple(outer_size)} another dimension "
+                "than the first; give it Shard(0), or leave the layer out of gather_quantized "
+                "(filter_fn)"
+            )
         if not self.held.checked:  # before ranks wait for each other's other bytes
             check_alike("recipe of a weight", (tuple(outer_size), *self.how[:2]), mesh.get_group())
             self.held.checked = True
@@ -227,7 +243,8 @@ class GatheredWeight(Tensor):
                 parts = tuple(
                     q._with(data=d.mT if turn else d, scale=s) for d, s in zip(*each, strict=True)
                 )
-            gathered = Gathered(parts, size, self.held, param_dtype, group)
+            written = self.held.writes.count
+            gathered = Gathered(parts, size, self.held, param_dtype, group, written)
             held = Held(self.how, self.held.name, gathered=gathered)
         if out is None:
             if held.master is not None:
@@ -298,7 +315,9 @@ def gather_quantized(
         module: changed in place, and returned.
         filter_fn: of a layer and its name; those for which it is false stay as they are.
 
-    Raises TypeError for parameters that are sharded already.
+    Raises TypeError for parameters that are sharded already. Forward and backward raise ValueError
+    for shards that are not of rows, RuntimeError where a weight was written to while it is
+    gathered.
     """
     for weight, layers in _layers_of(module).items():
         name, first = layers[0]

@@ -96,15 +96,14 @@ class _ParallelExperts(torch.autograd.Function):
         how, needs = peers.how, (False,) * 7
         if how.grad_enabled:
             needs = *ctx.needs_input_grad[1:], False
-        of_x, of_a = experts_backward.dgrads(needs)
         came, rows = None, _sent(peers, x, "fprop", "activations")
         if rows is None:
             came = peers.send(x)
             rows = peers.rows(came)
         call = peers.call(x, _local(Held(*stacks)))
-        h = call.multiply(rows, "up", dgrad=of_x)
+        h = call.multiply(rows, "up", dgrad=False)
         del rows
-        y = call.multiply(Activated(how.activation, h), "down", dgrad=of_a)
+        y = call.multiply(Activated(how.activation, h), "down", dgrad=False)
         if how.saved_format is not None and any(needs):
             scale = global_scale(h, how.saved_format, peers.group)
             h = quantize(h, how.saved_format, pad=True, global_scale=scale)
@@ -161,5 +160,7 @@ def _group_of(stack: Any) -> dist.ProcessGroup:
 
 
 def _local(stacks: Held) -> Held:
-    parts: list[Any] = [None if each is None else each._local_tensor for each in stacks]  # type: ignore[attr-defined]
+    """This rank's parts, as tensors of this pass alone: torch does not count all writes to a
+    DTensor, so that nothing could be kept of them in ``reuse_weights``."""
+    parts: list[Any] = [None if each is None else each._local_tensor.detach() for each in stacks]  # type: ignore[attr-defined]
     return Held(*parts)

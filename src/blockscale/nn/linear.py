@@ -186,5 +186,12 @@ class Linear(ForgetsWeights, Unscripted, torch.nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, recipe=self.recipe)
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        before = self._parameters.get("weight")  # none where it is computed
+        super()._load_from_state_dict(*args, **kwargs)
+        gathered = getattr(getattr(before, "_local_tensor", before), "in_place_of", None)
+        if gathered is not None and self.weight is not before:  # assign=True
+            self.weight = gathered(self.weight)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"

@@ -71,10 +71,16 @@ class MainGradients:
         former is None, the latter zeros.
 
         What ``.grad`` had is added first: of a weight that an embedding reads, too, or that was
-        multiplied outside of block-scaled layers. TypeError for weights that are not fp32: torch's
-        optimizers take gradients of the weight's type alone; one of yours reads ``main_grad``.
+        multiplied outside of block-scaled layers. A weight that no backward has reached has a
+        gradient of zeros, which weight decay and momentum go on with; one that was frozen since has
+        none.
+
+        TypeError for weights that are not fp32: torch's optimizers take gradients of the weight's
+        type alone; one of yours reads ``main_grad``. RuntimeError at the end where a backward has
+        added to a ``main_grad`` that ``.grad`` was no more, as after the ``zero_grad()`` of a
+        closure, so that the optimizer has not seen it.
         """
-        weights = self._held()
+        weights = [weight for weight in self._held() if weight.requires_grad]
         for weight in weights:
             if weight.dtype != torch.float32:
                 raise TypeError(
@@ -87,8 +93,10 @@ class MainGradients:
             if weight.grad is not None and weight.grad is not main_grad:
                 main_grad.add_(weight.grad)
             weight.grad = main_grad
+            weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         try:
             yield
+            _check_seen(weights)
         finally:
             for weight in weights:
                 weight.grad = None
@@ -102,7 +110,18 @@ class MainGradients:
 
     def _held(self) -> list[torch.nn.Parameter]:
         """Weights with a ``main_grad``; who replaces a weight gives up that of the one before."""
-        return [p for p in self._module.parameters() if hasattr(p, "main_grad")]
+        return [p for p in self._module.parameters() if getattr(p, "main_grad", None) is not None]
+
+
+def _check_seen(weights: list[torch.nn.Parameter]) -> None:
+    """RuntimeError where a backward added to what ``.grad`` was no more."""
+    for weight in weights:
+        if weight.grad_added_to_main_grad and weight.grad is not weight.main_grad:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"as_grad: a backward inside of it added to main_grad of a weight "
+                f"{tuple(weight.shape)} whose .grad zero_grad() had dropped, so that the optimizer "
+                "did not see it; call backward before as_grad, or zero_grad(set_to_none=False)"
+            )
 
 
 def _weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -142,11 +142,17 @@ def check_out(out: Tensor, inputs: Sequence[Tensor | None]) -> None:
 def check_apart(
     out: Tensor, out_span: int, inputs: Sequence[Tensor | None], spans: Sequence[int]
 ) -> None:
-    """ValueError if ``out`` shares memory with one of ``inputs``, as many of ``_INPUTS``.
+    """ValueError if ``out`` shares memory with one of ``inputs``, as many of ``_INPUTS``, or has
+    none.
 
     ``spans``: of each input; 0 of those that are not there, or lie in another memory.
     """
     start = out.data_ptr()
+    if out_span and not start:
+        raise ValueError(
+            f"out: the memory of this {tuple(out.shape)} tensor was freed; resize its storage, or "
+            "pass another tensor"
+        )
     end = start + out_span
     for name, x, n in zip(_INPUTS, inputs, spans, strict=False):
         if n and x is not None:
