@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import blockscale as bs
+import blockscale.distributed
 import blockscale.nn.gathered_ops
 from blockscale.formats import formats
 from blockscale.layouts import as_bytes
@@ -189,8 +190,12 @@ def test_every_op_is_checked_here():
     here += ["grouped_gemm_out", "quantize_both", "route"]
     in_test_fused = ["rmsnorm_quantize", "swiglu_quantize"]
     in_test_nn_layer_ops = ["linear", "linear_fprop", "linear_backward"]
-    in_test_nn_gathered_ops = ["gathered_fprop", "gathered_backward"]
+    in_test_nn_gathered_ops = ["gathered_fprop", "gathered_backward", "gathered_dgrad"]
+    in_test_compiled_parallel = ["gather_shards", "scatter_sum", "take_shard", "gather_scaled"]
+    in_test_compiled_parallel += ["reduce_over_ranks", "parallel_gather", "parallel_input"]
+    in_test_compiled_parallel += ["parallel_multiply", "parallel_reduce"]
     elsewhere = [*in_test_fused, *in_test_nn_layer_ops, *in_test_nn_gathered_ops]
+    elsewhere += in_test_compiled_parallel
     elsewhere += ["gemm_quantize", "grouped_gemm_quantize"]
     assert sorted(names) == sorted(f"blockscale::{name}" for name in here + elsewhere)
 

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.distributed import gather_quantized, shards
+from blockscale.distributed import gather_quantized, shard_ops, shards
 from blockscale.distributed.gathered_weight import GatheredWeight
 from blockscale.distributed.shards import How
 from blockscale.ops.operand_layout import OperandLayout
@@ -149,8 +149,9 @@ def results(rank: int, device: torch.device) -> dict[str, tuple[list[float], lis
     found = {}
     for name in CASES:
         each = [make_model(name, device, gathers=gathers) for gathers in (False, True)]
-        tiles = patch.object(shards, "operand_layout", lambda *how: TILES)
-        with tiles if CASES[name][3] == "tiles" else nullcontext():
+        with ExitStack() as stack:
+            for module in (shards, shard_ops) if CASES[name][3] == "tiles" else ():
+                stack.enter_context(patch.object(module, "operand_layout", lambda *how: TILES))
             plain, quantized = (train(name, model, rank, device) for model in each)
         found[name] = plain, quantized
     return found

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 import blockscale as bs
-from blockscale.distributed import all_gather, all_gather_gemm
+from blockscale.distributed import all_gather, all_gather_gemm, shard_ops, shards
 from blockscale.distributed.collectives import all_gather_named, pack
+from blockscale.ops.operand_layout import OperandLayout
 
 FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128")
 SHAPE = 1024, 512  # of the whole
@@ -54,6 +58,26 @@ def multiplied(rank: int, ranks: int) -> dict[str, bool]:
         shard = bs.quantize(x.chunk(ranks)[rank].contiguous(), left, **how)
         want = bs.gemm(bs.quantize(x, left, **how), b, bias=bias)
         found[left] = torch.equal(all_gather_gemm(shard, b, bias=bias), want)
+    return found
+
+
+def tiled(rank: int, ranks: int) -> dict[str, bool]:
+    """Whether shards of activations have the tiles of the whole, where products read tiles."""
+    found = {}
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layout = OperandLayout("tcgen05")
+    with ExitStack() as stack:
+        for module in (shards, shard_ops):
+            stack.enter_context(patch.object(module, "operand_layout", lambda *how: layout))
+        for format in ("mxfp8", "nvfp4"):
+            how = shards.How(format, None)
+            mine = shards.Shards(x.chunk(ranks)[rank], 0, dist.group.WORLD)
+            scale = mine.quantize(how, -1).global_scale
+            for axis, got in ((-1, mine.rows(how)), (-2, mine.keep(how).whole())):
+                want = bs.quantize(x, format, axis, layout="tcgen05", global_scale=scale)
+                pairs = (got.qdata, want.qdata), (got.qscale, want.qscale)
+                same = [torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs]
+                found[f"{format} {axis}"] = all(same) and got.layout_name == "tcgen05"
     return found
 
 
@@ -103,4 +127,4 @@ def wrong(rank: int, ranks: int) -> dict[str, str]:
 def run(
     rank: int, ranks: int, folder: Path
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, bool]]:
-    return gathered(rank, ranks), wrong(rank, ranks), multiplied(rank, ranks)
+    return gathered(rank, ranks), wrong(rank, ranks), multiplied(rank, ranks) | tiled(rank, ranks)

@@ -42,9 +42,10 @@ def test_bad_input(found):
         assert "last: (128, 128)" in told["name"], told
 
 
-def test_products_of_gathered_rows(found):
-    for *_, multiplied in found:
-        assert multiplied == {"mxfp8": True, "nvfp4": True, "fp8_1x128": True}
+def test_products_of_gathered_rows_and_their_tiles(found):
+    for *_, same in found:
+        assert len(same) == 3 + 4
+        assert all(same.values()), same
 
 
 def test_bad_input_of_products(found):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -255,18 +254,6 @@ def test_gathered_first_is_refused(mesh):
     model = gather_quantized(converted())
     with pytest.raises(TypeError, match=r"gather_quantized.*after parallelize_module"):
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-
-
-def test_compiled(mesh):
-    """Compilers call such layers as they are."""
-    device = torch.device("cpu")
-    blocks = [parallel(make_block("mxfp8", "shared", device), "shared", mesh["tp"]) for _ in "ab"]
-    x = torch.randn(2, 32, WIDE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, on hooks
-        compiled = tensor_ranks.step(torch.compile(blocks[0], backend="aot_eager"), x, x)
-    pairs = zip(compiled, tensor_ranks.step(blocks[1], x, x), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_conversions_leave_it(mesh):

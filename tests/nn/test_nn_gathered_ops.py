@@ -87,3 +87,12 @@ def test_called_at_once():
         grad, None, None, None, "compact", [8, 64], X.dtype, handle, W.dtype, *NAMES, False
     )
     assert torch.equal(grad_x, bs.gemm(bs.quantize(grad), bs.quantize(W, axis=-2), X.dtype))
+
+
+def test_gradients_that_ranks_have_quantized():
+    weight = Weight(W)
+    handle, q = number(weight), bs.quantize(torch.ones(8, 96), "mxfp8")
+    given = q.data, q.scale, None, "compact", [8, 96], handle, [96, 64], *NAMES, torch.float32
+    op = torch.ops.blockscale.gathered_dgrad
+    torch.library.opcheck(op.default, given, test_utils="test_faketensor")
+    assert torch.equal(op(*given), bs.gemm(q, bs.quantize(W, axis=-2), torch.float32))

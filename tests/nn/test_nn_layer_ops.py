@@ -256,13 +256,13 @@ _FINGERPRINT = """
 import torch
 import blockscale
 from blockscale.kernels.common import compile_cache
-from blockscale.nn.compiled import _fingerprint
+from blockscale.nn.compiled import fingerprint
 from stand_in import gpu
 
-print(_fingerprint(torch.device("cpu"), "mxfp8", "mxfp8", "nvfp4"))
+print(fingerprint(torch.device("cpu"), "mxfp8", "mxfp8", "nvfp4"))
 for arch in ("sm_90a", "sm_100a"):
     with gpu(arch, lambda config: None):
-        print(_fingerprint(torch.device("cpu"), "mxfp8", "mxfp8", "nvfp4"))
+        print(fingerprint(torch.device("cpu"), "mxfp8", "mxfp8", "nvfp4"))
 """
 
 

@@ -23,7 +23,7 @@ from ..ops.gemm_operands import Side
 from ..tensor import ScaledTensor
 from .alike import check_alike, gather_messages
 from .collectives import all_gather
-from .shards import as_operand
+from .shard_ops import as_operand
 from .symmetric import symmetric_memory
 from .tokens import PeerError, rank_and_ranks
 

@@ -15,7 +15,8 @@ from ..nn.forms import Forms
 from ..nn.reuse import kept_with
 from ..tensor import ScaledTensor
 from .collectives import all_gather_named
-from .shards import How, as_operand
+from .shard_ops import as_operand
+from .shards import How
 
 __all__ = ["Gathered", "Held"]
 

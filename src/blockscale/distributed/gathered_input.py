@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..nn.double_backward import refuse_double_backward
-from .plain import scattered_sum, summed
+from .plain import mine, scattered_sum, summed
 from .shards import Shards
 
-__all__ = ["GatheredInput", "gather_input", "reduce_output", "replicate_input"]
+__all__ = ["NO_WRITES", "GatheredInput", "gather_input", "reduce_output", "replicate_input"]
 
 
-_NO_WRITES = (
+NO_WRITES = (
     "an input that ranks gather for their layers cannot be written to; call the operation that "
     "makes a new tensor, or take a copy by x.clone()"
 )
@@ -52,14 +52,14 @@ class GatheredInput(Tensor):
         return f"GatheredInput({tuple(self.shape)}, {self.dtype}, from {ranks} ranks)"
 
     def __setitem__(self, *args: Any) -> None:
-        raise ValueError(f"__setitem__: {_NO_WRITES}")
+        raise ValueError(f"__setitem__: {NO_WRITES}")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func._schema.is_mutable:
-            raise ValueError(f"{func}: {_NO_WRITES}")
+            raise ValueError(f"{func}: {NO_WRITES}")
         plain = tree_map_only(GatheredInput, lambda x: x.shards.plain(), (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
@@ -70,7 +70,7 @@ class _GatherInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         shards = Shards(x.detach(), dim, group)
-        ctx.kept, ctx.dim, ctx.group, ctx.size = shards.kept, dim, group, x.shape[dim]
+        ctx.kept, ctx.dim, ctx.group = shards.kept, dim, group
         ctx.set_materialize_grads(False)
         return GatheredInput(shards), GatheredInput(shards)
 
@@ -80,8 +80,8 @@ class _GatherInput(torch.autograd.Function):
             each.forget()  # all layers have read it
         found = None if partial is None else scattered_sum(partial, ctx.dim, ctx.group)
         if alike is not None:
-            mine = alike.narrow(ctx.dim, dist.get_rank(ctx.group) * ctx.size, ctx.size)
-            found = mine.contiguous() if found is None else found + mine
+            here = mine(alike, ctx.dim, ctx.group)
+            found = here if found is None else found + here
         return found, None, None
 
 

@@ -4,28 +4,47 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..nn import passes
 from ..nn.double_backward import refuse_double_backward
 from ..nn.forms import Forms, quantize_forms
-from ..nn.output_dtype import output_dtype
+from ..nn.gathered_ops import gathered_dgrad, gathered_fprop
+from ..nn.layer_ops import names_of
 from ..nn.recipe import PRODUCTS, Recipe
-from ..nn.reuse import quantized_weight
+from ..tensor import ScaledTensor
 from .gathered_input import GatheredInput
 from .shards import How
-from .shared import as_shared
 
 __all__ = ["multiply"]
 
 
-def multiply(x: Tensor, weight: DTensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    """``x @ weight.T + bias`` of this rank's part of ``weight`` (N, K), of which each rank has some
+class Call(NamedTuple):
+    """How a layer multiplies; ``dgrad`` and ``wgrad``: whether these products will follow."""
+
+    recipe: Recipe
+    out_dtype: torch.dtype
+    group: dist.ProcessGroup
+    dgrad: bool
+    wgrad: bool
+
+    def how(self, role: str) -> How:
+        return How(self.recipe.format_of(role).name, self.recipe.scale_rounding)
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """``x @ weight.T + bias`` of this rank's part (N, K) of a weight, of which each rank has some
     rows, or some columns: then the sum over ranks is the product.
 
     What comes as shards, a :class:`GatheredInput`, is gathered as products read it: ``x``, and the
@@ -35,111 +54,111 @@ def multiply(x: Tensor, weight: DTensor, bias: Tensor | None, recipe: Recipe) ->
         recipe = replace(recipe, high_precision=PRODUCTS)
     trains = torch.is_grad_enabled()
     dgrad, wgrad = trains and x.requires_grad, trains and weight.requires_grad
-    found: Tensor = _Product.apply(x, weight, bias, recipe, output_dtype(x), dgrad, wgrad)
+    call = Call(recipe, out_dtype, group, dgrad, wgrad)
+    found: Tensor = _Product.apply(x, weight, bias, call)
     return found
 
 
 class _Product(torch.autograd.Function):
-    """Keeps x quantized by columns, or its shards. ``dgrad`` and ``wgrad``: whether these products
-    will follow."""
+    """Keeps x quantized by columns, or its shards."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: DTensor,
-        bias: Tensor | None,
-        recipe: Recipe,
-        out_dtype: torch.dtype,
-        dgrad: bool,
-        wgrad: bool,
-    ) -> Tensor:
-        group, local = weight.device_mesh.get_group(), weight._local_tensor
-        quantized = passes.quantized_products(recipe)
-        shared = isinstance(x, GatheredInput)
-        keeps = wgrad and quantized["wgrad"] and not shared
-        forms = _forms(x, recipe, "activations", group, rows=quantized["fprop"], columns=keeps)
-        scalar, values = None, getattr(local, "master", local)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        quantized, out_dtype = passes.quantized_products(call.recipe), call.out_dtype
+        keeps = call.wgrad and quantized["wgrad"] and not isinstance(x, GatheredInput)
+        forms = _forms(x, call, "activations", rows=quantized["fprop"], columns=keeps)
+        scalar, values = None, _values(weight)
         if values is not None:  # else ranks have agreed on it
-            scalar = _how(recipe, "weights").global_scale(values, group)
+            scalar = call.how("weights").global_scale(values, call.group)
         if forms.rows is not None:
-            made = partial(_quantized, global_scale=scalar)
-            y, scalar = passes.multiply(forms.rows, local, bias, recipe, out_dtype, made)
+            y = _fprop(forms.rows, weight, scalar, bias, call)
         else:
-            y = torch.nn.functional.linear(_matrix(x).to(out_dtype), local.to(out_dtype))
+            y = torch.nn.functional.linear(_matrix(x).to(out_dtype), weight.to(out_dtype))
             y = y if bias is None else y + bias.to(out_dtype)
         kept = ctx.shards = None
-        if wgrad and isinstance(x, GatheredInput):
-            ctx.shards = x.shards.keep(_how(recipe, "activations") if quantized["wgrad"] else None)
-        elif wgrad:
+        if call.wgrad and isinstance(x, GatheredInput):
+            ctx.shards = x.shards.keep(call.how("activations") if quantized["wgrad"] else None)
+        elif call.wgrad:
             kept = _matrix(x) if forms.columns is None else forms.columns
-        ctx.save_for_backward(weight if dgrad or wgrad else None, scalar, kept)
-        ctx.about = recipe, x.shape, x.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(weight if call.dgrad else None, scalar, kept)
+        ctx.call, ctx.x_shape = call, x.shape
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             gradients = _gradients(ctx, grad)
-        return *refuse_double_backward(gradients), None, None, None, None
+        return *refuse_double_backward(gradients), None
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dgrad, wgrad, bias_grad = ctx.needs_input_grad[:3]
-    recipe, x_shape, x_dtype, bias_dtype = ctx.about
+    x_dtype, w_dtype, bias_dtype = ctx.dtypes
     weight, scalar, x = ctx.saved_tensors
     grad_x = grad_weight = grad_bias = None
-    quantized = passes.quantized_products(recipe)
-    if dgrad or wgrad:
-        group, local = weight.device_mesh.get_group(), weight._local_tensor
-        rows, columns = _forms(
-            grad,
-            recipe,
-            "gradients",
-            group,
-            rows=dgrad and quantized["dgrad"],
-            columns=wgrad and quantized["wgrad"],
-        )
+    quantized = passes.quantized_products(ctx.call.recipe)
+    rows, columns = _forms(
+        grad,
+        ctx.call,
+        "gradients",
+        rows=dgrad and quantized["dgrad"],
+        columns=wgrad and quantized["wgrad"],
+    )
     if dgrad:
         g = _matrix(grad) if rows is None else rows
-        grad_x = passes.data_gradient(g, local, scalar, recipe, x_dtype, _quantized)
-        grad_x = grad_x.view(x_shape)
+        grad_x = _dgrad(g, weight, scalar, ctx.call.recipe, x_dtype).view(ctx.x_shape)
         del g, rows  # the peak of memory is in the product to come
     if wgrad:
         if ctx.shards is not None:
             x = ctx.shards.whole()
         g = _matrix(grad) if columns is None else columns
-        found = passes.weight_gradient(g, x, weight.dtype)
-        assert found is not None
-        grad_weight = as_shared(found, weight)
+        grad_weight = passes.weight_gradient(g, x, w_dtype)
     if bias_grad:
         grad_bias = _matrix(grad).sum(0, dtype=torch.float32).to(bias_dtype)
     return grad_x, grad_weight, grad_bias
 
 
-def _how(recipe: Recipe, role: str) -> How:
-    return How(recipe.format_of(role).name, recipe.scale_rounding)
-
-
-def _forms(
-    x: Tensor, recipe: Recipe, role: str, group: dist.ProcessGroup, *, rows: bool, columns: bool
-) -> Forms:
+def _forms(x: Tensor, call: Call, role: str, *, rows: bool, columns: bool) -> Forms:
     """What is asked for of a matrix, or of all its shards; ranks agree on a global scale."""
-    how = _how(recipe, role)
+    how = call.how(role)
     if isinstance(x, GatheredInput):
         by_columns: Any = x.shards.keep(how).whole() if columns else None
         return Forms(x.shards.rows(how) if rows else None, by_columns)
     matrix = passes.matrix_of(x)
-    scalar = how.global_scale(matrix, group) if rows or columns else None
+    scalar = how.global_scale(matrix, call.group) if rows or columns else None
     return quantize_forms(matrix, *how[:2], rows=rows, columns=columns, global_scale=scalar)
 
 
-def _quantized(local: Tensor, *how: Any, **wanted: Any) -> Forms:
-    """Forms of this rank's part of a weight, anew in each pass: torch does not count all writes to
-    a DTensor, so that none could be kept in ``reuse_weights``."""
-    if hasattr(local, "quantized_forms"):
-        return quantized_weight(local, *how, **wanted)
-    return quantize_forms(local, *how, **wanted)
+def _values(weight: Any) -> Tensor | None:
+    """None: other ranks' parts were gathered quantized, and products ask for them by a number."""
+    found: Tensor | None = getattr(weight, "master", weight)
+    return found
+
+
+def _fprop(
+    x: ScaledTensor, weight: Any, scalar: Tensor | None, bias: Tensor | None, call: Call
+) -> Tensor:
+    recipe, values = call.recipe, _values(weight)
+    if values is None:
+        parts = x.qdata, x.qscale, x.global_scale, x.layout_name, list(x.shape), x.dtype
+        given = *parts, weight.handle, list(weight.shape), bias
+        return gathered_fprop(*given, *names_of(recipe), call.out_dtype)
+    # torch does not count all writes to a DTensor, so that nothing is kept in ``reuse_weights``
+    made = partial(quantize_forms, global_scale=scalar)
+    return passes.multiply(x, values, bias, recipe, call.out_dtype, made)[0]
+
+
+def _dgrad(
+    g: Tensor, weight: Any, scalar: Tensor | None, recipe: Recipe, dtype: torch.dtype
+) -> Tensor:
+    values = _values(weight)
+    if values is not None:
+        return passes.data_gradient(g, values, scalar, recipe, dtype, quantize_forms)
+    assert isinstance(g, ScaledTensor)  # weights of other recipes are not gathered so
+    parts = g.qdata, g.qscale, g.global_scale, g.layout_name, list(g.shape)
+    given = *parts, weight.handle, list(weight.shape)
+    return gathered_dgrad(*given, *names_of(recipe), dtype)
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ from ..ops.operand_layout import operand_layout
 from ..ops.quantize import global_scale
 from ..quantize import quantize
 from ..tensor import ScaledTensor
-from .collectives import all_gather
-from .plain import gathered
+from .plain import gathered, largest, name_of
+from .shard_ops import gather_operand
+from .writes import Version
 
-__all__ = ["How", "Kept", "Shards", "as_operand", "warn_of_cut_blocks"]
+__all__ = ["How", "Kept", "Shards", "warn_of_cut_blocks"]
 
 
 class How(NamedTuple):
@@ -62,7 +63,7 @@ class How(NamedTuple):
         found = global_scale(shard if shard.numel() else shard.new_zeros(1, 1), self.format)
         found = torch.where((shard.isfinite() & (shard != 0)).any(), found, 0)
         for each in (group, *(() if self.mesh is None else (self.mesh.get_group(),))):
-            dist.all_reduce(found, dist.ReduceOp.MAX, each)
+            found = largest(found, each)
         return torch.where(found == 0, 1, found)
 
 
@@ -98,16 +99,7 @@ class Place(NamedTuple):
 
     def gather(self, shard: ScaledTensor) -> ScaledTensor:
         """The whole matrix, as products read it."""
-        whole, pieces = all_gather(shard, 0, self.group), self.pieces
-        if pieces > 1:  # the ranks' shards of each lie one after another
-            steps = [
-                whole[start : start + self.rows]
-                for piece in range(pieces)
-                for start in range(piece * self.rows, whole.shape[0], pieces * self.rows)
-            ]
-            joined: ScaledTensor = torch.cat(steps)  # type: ignore[assignment]
-            whole = joined
-        return as_operand(whole)
+        return gather_operand(shard, self.rows, self.ranks, name_of(self.group))
 
 
 class Shards:
@@ -165,7 +157,7 @@ class Kept:
             warn_of_cut_blocks(shards.place.whole, shards.place.ranks, how)
         elif how is not None:
             self._shard = shards.quantize(how, -2)
-        self._version = None if shards.x.is_inference() else shards.x._version
+        self._version = Version(shards.x)
 
     def whole(self) -> Tensor:
         """A matrix, as the product reads it."""
@@ -179,7 +171,7 @@ class Kept:
     def _gather(self) -> Tensor:
         if isinstance(self._shard, ScaledTensor):
             return self._place.gather(self._shard)
-        if self._version is not None and self._shard._version != self._version:
+        if not self._version.is_of(self._shard):
             raise RuntimeError(
                 f"x: a layer over ranks keeps its input {tuple(self._shard.shape)} for the "
                 "backward, and it was modified by an in-place operation; write to a copy"
@@ -191,14 +183,6 @@ class Kept:
         found = quantize_forms(matrix, *how[:2], columns=True).columns
         assert found is not None
         return found
-
-
-def as_operand(whole: ScaledTensor) -> ScaledTensor:
-    """In memory as products want it."""
-    layout, k_major = operand_layout(whole.format_name, whole.device)
-    if whole.axis == -2 and k_major:
-        whole = whole._with(data=whole.qdata.mT.contiguous().mT)
-    return whole.to_layout(layout)
 
 
 _warned = False

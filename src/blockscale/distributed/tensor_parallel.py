@@ -16,8 +16,8 @@ from ..formats import get_format
 from ..nn.class_change import extend
 from ..nn.linear import Linear, check_dtype
 from .alike import check_alike
-from .gathered_input import GatheredInput, gather_input, reduce_output, replicate_input
-from .parallel_product import multiply
+from .compiled import gather_input, multiply, read_input, reduce_output
+from .gathered_input import GatheredInput
 from .shared import check_one_dimension, share_parameter
 
 __all__ = ["ColwiseParallel", "ParallelLinear", "PrepareModuleInput", "RowwiseParallel"]
@@ -33,22 +33,27 @@ class ParallelLinear(Linear):
     weight: Any  # a DTensor
     bias: Any
 
-    @torch.compiler.disable  # which does not follow collectives of quantized tensors
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, GatheredInput) and torch.compiler.is_compiling():
+            return self._uncompiled(x)
         check_dtype("x", x)
         if hasattr(self.weight, "main_grad"):
             raise ValueError(
                 "weight.main_grad: weights over ranks are DTensors, whose gradients are in .grad; "
                 "delete main_grad"
             )
-        x = self.style.prepare_input(x, self.mesh)
-        if x.shape[-1] != self.weight._local_tensor.shape[1]:
+        x, weight = self.style.prepare_input(x, self.mesh), self.weight.to_local()
+        if x.shape[-1] != weight.shape[1]:
             raise ValueError(
-                f"x: got {tuple(x.shape)} on this rank, whose weight is "
-                f"{tuple(self.weight._local_tensor.shape)}; expected (..., K), (N, K): give "
-                f"{type(self.style).__name__} the input_layouts that x has"
+                f"x: got {tuple(x.shape)} on this rank, whose weight is {tuple(weight.shape)}; "
+                f"expected (..., K), (N, K): give {type(self.style).__name__} the input_layouts "
+                "that x has"
             )
-        return self.style.product(self, x)
+        return self.style.product(self, x, weight)
+
+    @torch.compiler.disable(reason="its input was gathered outside of the graph")
+    def _uncompiled(self, x: Tensor) -> Tensor:
+        return self.forward(x)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {type(self.style).__name__} of {self.mesh.size()} ranks"
@@ -83,16 +88,12 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
 
     def prepare_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         (given,) = self.input_layouts
-        if isinstance(x, GatheredInput):
-            return x.partial
         x = _local(x, given, mesh)
-        if given.is_replicate():
-            return replicate_input(x, mesh.get_group())
-        return gather_input(x, _dim_of(given, x), mesh.get_group()).partial
+        return read_input(x, None if given.is_replicate() else _dim_of(given, x), _group(mesh))
 
-    def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+    def product(self, layer: ParallelLinear, x: Tensor, weight: Tensor) -> Tensor:
         bias = None if layer.bias is None else layer.bias.to_local()
-        y = multiply(x, layer.weight, bias, layer.recipe)
+        y = multiply(x, weight, bias, layer.recipe, _group(layer.mesh))
         (wanted,) = self.output_layouts
         if _normal(wanted, y) == Shard(y.dim() - 1) and self.use_local_output:
             return y
@@ -131,9 +132,9 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
             x = DTensor.from_local(x, mesh, (given,), run_check=False)
         return x.redistribute(placements=(Shard(-1),)).to_local()
 
-    def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
+    def product(self, layer: ParallelLinear, x: Tensor, weight: Tensor) -> Tensor:
         (wanted,) = self.output_layouts
-        y = multiply(x, layer.weight, None, layer.recipe)
+        y = multiply(x, weight, None, layer.recipe, _group(layer.mesh))
         dim = None if wanted.is_replicate() else _dim_of(wanted, y)
         if dim is not None and y.shape[dim] % layer.mesh.size():
             raise ValueError(
@@ -141,7 +142,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
                 "ranks; pad the sequence to a multiple of them, or give Replicate()"
             )
         bias = None if layer.bias is None else layer.bias.to_local()
-        y = reduce_output(y, bias, dim, layer.mesh.get_group())
+        y = reduce_output(y, bias, dim, _group(layer.mesh))
         if self.use_local_output:
             return y
         return DTensor.from_local(y, layer.mesh, (wanted,), run_check=False)
@@ -175,7 +176,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         if not gathers or not isinstance(desired_layout, Replicate):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         x = _local(input, input_layout, mesh)
-        return gather_input(x, _dim_of(input_layout, x), mesh.get_group())
+        return gather_input(x, _dim_of(input_layout, x), _group(mesh))
 
 
 def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
@@ -219,6 +220,11 @@ def _check_blocks(layer: Linear, mesh: DeviceMesh, dim: int) -> None:
             f"fewer ranks, or leave the layer to torch: filter_fn of blockscale.convert, and "
             f"torch.distributed.tensor.parallel.{'RowwiseParallel' if dim else 'ColwiseParallel'}"
         )
+
+
+def _group(mesh: DeviceMesh) -> str:
+    name: str = mesh.get_group().group_name
+    return name
 
 
 def _is_of_rows(layout: Placement) -> bool:

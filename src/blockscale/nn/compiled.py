@@ -23,7 +23,7 @@ from .functions import CompiledLinear, TransformedLinear
 from .layer_ops import names_of, recipe_of
 from .recipe import Recipe
 
-__all__ = ["compiled_linear"]
+__all__ = ["compiled_linear", "fingerprint"]
 
 _PACKAGE = Path(__file__).parents[1]
 _TRACED = "distributed", "layouts", "nn", "ops"
@@ -34,7 +34,7 @@ def compiled_linear(
 ) -> Tensor:
     """``linear`` of checked operands; no product is in high precision."""
     names = names_of(recipe)
-    return linear(x, weight, bias, *names, out_dtype, _fingerprint(x.device, *names[:3]))
+    return linear(x, weight, bias, *names, out_dtype, fingerprint(x.device, *names[:3]))
 
 
 @composite
@@ -57,7 +57,7 @@ def linear(
     return function.apply(x, weight, bias, recipe, out_dtype, dgrad, wgrad)
 
 
-def _fingerprint(device: torch.device, *formats: str) -> str:
+def fingerprint(device: torch.device, *formats: str) -> str:
     layouts = [operand_layout(format, device) for format in formats]
     gpu = gpu_of(device)
     known = _sources(), gpu and gpu.arch, layouts
@@ -65,7 +65,7 @@ def _fingerprint(device: torch.device, *formats: str) -> str:
 
 
 # As torch.compiler.assume_constant_result does, which imports torch._dynamo: that takes a second.
-_fingerprint._dynamo_marked_constant = True  # type: ignore[attr-defined]
+fingerprint._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

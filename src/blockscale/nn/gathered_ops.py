@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,7 +24,7 @@ from .forms import Forms
 from .layer_ops import activation_of, recipe_of
 from .layer_plan import Metadata
 
-__all__ = ["QuantizedElsewhere", "gathered_backward", "gathered_fprop", "number"]
+__all__ = ["QuantizedElsewhere", "gathered_backward", "gathered_dgrad", "gathered_fprop", "number"]
 
 
 class QuantizedElsewhere(Protocol):
@@ -142,3 +142,32 @@ def gathered_backward(
     needs = True, wgrad, False
     made = passes.gradients(needs, metadata, grad, x, handle, None, _quantizer(handle))
     return [each for each in made if each is not None]
+
+
+def _fake_dgrad(
+    g_data: Tensor, g_shape: list[int], w_shape: list[int], out_dtype: torch.dtype
+) -> Tensor:
+    return g_data.new_empty([g_shape[0], w_shape[1]], dtype=out_dtype)
+
+
+@operation(_fake_dgrad, tags=(torch.Tag.cudagraph_unsafe,))
+def gathered_dgrad(
+    g_data: Tensor,
+    g_scale: Tensor,
+    g_global: Tensor | None,
+    g_layout: str,
+    g_shape: list[int],
+    handle: Tensor,
+    w_shape: list[int],
+    activations: str,
+    weights: str,
+    gradients: str,
+    scale_rounding: str | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``g @ weight`` of a gradient (M, N) that was quantized along -1, and the weight (N, K) of
+    this number."""
+    recipe = recipe_of(activations, weights, gradients, scale_rounding)
+    given: Any = {"format": gradients, "shape": g_shape, "dtype": out_dtype, "layout": g_layout}
+    g = ScaledTensor(g_data, g_scale, global_scale=g_global, **given)
+    return passes.data_gradient(g, handle, None, recipe, out_dtype, _quantizer(handle))

@@ -1,0 +1,92 @@
+"""The gather of quantized shards as one op: what is sent is packed, and what comes is checked,
+where compilers do not look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import get_format
+from ..ops.operand_layout import operand_layout
+from ..ops.operation import operation
+from ..tensor import ScaledTensor
+from .collectives import all_gather, parts_of
+from .plain import group_of
+
+__all__ = ["as_operand", "gather_operand"]
+
+
+def gather_operand(shard: ScaledTensor, rows: int, ranks: int, group: str) -> ScaledTensor:
+    """The matrix of which ranks have shards, as products read it. A shard has pieces of so many
+    ``rows``, and under each the matrix has those of the other ranks."""
+    given = shard.format_name, list(shard.shape), shard.axis, shard.layout_name, shard.dtype
+    scalar = shard.global_scale
+    data, scale, *found = gather_scaled(
+        shard.qdata, shard.qscale, scalar, *given, rows, ranks, group
+    )
+    layout, _ = operand_layout(shard.format_name, shard.device)
+    size = ranks * shard.shape[0], shard.shape[1]
+    scalar = found[0] if found else None
+    return shard._with(data=data, scale=scale, global_scale=scalar, shape=size, layout=layout)
+
+
+def _fake_gather_scaled(
+    data: Tensor, scale: Tensor, global_scale: Tensor | None, format: str, shape: list[int],
+    axis: int, layout: str, dtype: torch.dtype, ranks: int,
+) -> list[Tensor]:  # fmt: skip
+    shard = _scaled((data, scale, global_scale), format, shape, axis, layout, dtype)
+    joined: Any = torch.cat([shard] * ranks)
+    return [torch.empty_like(part) for part in parts_of(as_operand(joined))]
+
+
+@operation(_fake_gather_scaled)
+def gather_scaled(
+    data: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    format: str,
+    shape: list[int],
+    axis: int,
+    layout: str,
+    dtype: torch.dtype,
+    rows: int,
+    ranks: int,
+    group: str,
+) -> list[Tensor]:
+    """Elements, scales, and perhaps the global scale, of the whole matrix."""
+    shard = _scaled((data, scale, global_scale), format, shape, axis, layout, dtype)
+    whole = all_gather(shard, 0, group_of(group))
+    pieces = shape[0] // rows
+    if pieces > 1:  # the ranks' shards of each lie one after another
+        steps = [
+            whole[start : start + rows]
+            for piece in range(pieces)
+            for start in range(piece * rows, whole.shape[0], pieces * rows)
+        ]
+        joined: Any = torch.cat(steps)
+        whole = joined
+    found = parts_of(as_operand(whole))
+    return [part.clone() for part in found] if ranks == 1 else found  # not what was given
+
+
+def _scaled(
+    parts: tuple[Tensor, Tensor, Tensor | None],
+    format: str,
+    shape: list[int],
+    axis: int,
+    layout: str,
+    dtype: torch.dtype,
+) -> ScaledTensor:
+    data, scale = (part.contiguous() for part in parts[:2])
+    how: Any = {"format": get_format(format), "shape": shape, "axis": axis, "dtype": dtype}
+    return ScaledTensor(data, scale, global_scale=parts[2], layout=layout, **how)
+
+
+def as_operand(whole: ScaledTensor) -> ScaledTensor:
+    """In memory as products want it."""
+    layout, k_major = operand_layout(whole.format_name, whole.device)
+    if whole.axis == -2 and k_major:
+        whole = whole._with(data=whole.qdata.mT.contiguous().mT)
+    return whole.to_layout(layout)
