@@ -85,3 +85,5 @@ def share_layers(model: Any, mesh: DeviceMesh, converted: bool) -> None:
         **{f"model.layers.*.{name}": style for name, style in layer.items()},
     }
     parallelize_module(model, mesh, plan)
+    # torch 2.13: a compiled layer drops the gradient of what a collective has not given yet
+    model.model.embed_tokens.register_forward_hook(lambda module, given, out: out.clone())

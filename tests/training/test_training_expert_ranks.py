@@ -236,7 +236,7 @@ def test_command(monkeypatch, capsys, tmp_path):
         ),
         ({"tp": 4, "experts": 6}, "tp: got 4, but ranks share 6 experts evenly; choose one of 1, "),
         ({"ep": 2, "tp": 3}, "tp: got 3, but ranks share 4 heads evenly; choose one of 1, 2, 4"),
-        ({"ep": 2, "compile": True}, "compile: is given beside ep"),
+        ({"ep": 2, "compile": True}, "compile: is given with moe beside ep"),
     ],
 )
 def test_settings_of_ranks(settings, given, message):

@@ -293,7 +293,6 @@ def test_a_killed_rank_ends_the_command(tmp_path):
             "fsdp: got 3, but ranks share a batch of 4 sequences evenly; choose one of 1, 2, 4",
         ),
         ({"fsdp": 8}, "fsdp: got 8, but ranks share a batch of 4"),
-        ({"fsdp": 2, "compile": True}, "compile: is given beside fsdp"),
     ],
 )
 def test_settings_of_ranks(settings, given, message):

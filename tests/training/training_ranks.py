@@ -10,11 +10,12 @@ from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockscale.training import RECIPES, Corpus, Statistics, gpt, launch, ranks, started_ranks
-from blockscale.training.run import _model, _optimizer
+from blockscale.training.run import _eager, _model, _optimizer
 from blockscale.training.tensor_plan import by_kind, whole
 from blockscale.training.workers import become_worker, leave
 
@@ -92,13 +93,17 @@ def in_fp32(pipe: Any, place: Any, work: Any) -> None:
 
 
 def learned(work: Any, of: Any) -> dict[str, Any]:
-    """Under each recipe, with activations in fp32: losses of three steps, the norm of all gradients
-    of the first one, each of these, and statistics."""
+    """Under each recipe, with activations in fp32, perhaps compiled: losses of three steps, the
+    norm of all gradients of the first one, each of these, and statistics."""
 
     def norm(module: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, module.weight.shape, module.weight)
 
-    with patch.object(gpt.Norm, "forward", norm):
+    def compile(module: Any, **given: Any) -> None:
+        given_backend(module, backend="aot_eager", **given)
+
+    given_backend = torch.nn.Module.compile
+    with patch.object(gpt.Norm, "forward", norm), patch.object(torch.nn.Module, "compile", compile):
         return {name: _learned(name, work, of) for name in work.recipes}
 
 
@@ -117,7 +122,7 @@ def _learned(name: str, work: Any, of: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": []}
     for step, starts in enumerate(corpus.batches(3, settings.batch, 0)):
         if not step:
-            with statistics.watch(model):
+            with _eager(settings), statistics.watch(model):
                 loss(starts).backward()
             optimizer.zero_grad()
         value = loss(starts)

@@ -94,9 +94,10 @@ class Settings:
         beside = " and ".join(self.mesh)
         if ":" in self.device:
             raise ValueError(f"device: got {self.device!r} beside {beside}; give cuda: one a rank")
-        if self.compile:
+        if self.compile and self.experts:
             raise ValueError(
-                f"compile: is given beside {beside}, which has none yet; leave one out"
+                f"compile: is given with moe beside {beside}, and experts of ranks are not compiled"
+                " yet; leave one out"
             )
 
     def _shared(self) -> dict[tuple[str, ...], dict[str, int]]:

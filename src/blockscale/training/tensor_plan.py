@@ -52,6 +52,8 @@ def share_layers(model: GPT, mesh: DeviceMesh) -> None:
         "head": torch_parallel.ColwiseParallel(input_layouts=tokens, output_layouts=Replicate()),
     }
     torch_parallel.parallelize_module(model, mesh, ends)
+    # torch 2.13: a compiled block drops the gradient of what a collective has not given yet
+    model.embedding.register_forward_hook(lambda module, given, out: out.clone())
     block: Any
     for block in model.blocks:
         styles: Any = distributed if isinstance(block.qkv, Linear) else torch_parallel
