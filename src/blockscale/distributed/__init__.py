@@ -9,8 +9,8 @@ from .gather_gemm import all_gather_gemm
 from .gathered_weight import gather_quantized
 from .mega_moe import MegaMoE
 from .mega_weights import FoldError, MegaWeights, check_mega_weights, transform_weights
+from .ranks import PeerError
 from .tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
-from .tokens import PeerError
 
 __all__ = [
     "ColwiseParallel",

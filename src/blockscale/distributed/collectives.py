@@ -13,7 +13,7 @@ from torch import Tensor
 from ..tensor import ScaledTensor
 from ..tensor_rules import has_whole_tiles
 from .plain import gathered
-from .tokens import rank_and_ranks
+from .ranks import rank_and_ranks
 
 __all__ = ["all_gather", "all_gather_named", "all_to_all", "exchange", "pack", "parts_of", "unpack"]
 

@@ -21,11 +21,10 @@ from ..ops import FallbackWarning
 from ..ops.gemm_kernels import lay
 from ..ops.gemm_operands import Side
 from ..tensor import ScaledTensor
-from .alike import check_alike, gather_messages
 from .collectives import all_gather
+from .ranks import PeerError, check_alike, gather_messages, rank_and_ranks
 from .shard_ops import as_operand
 from .symmetric import symmetric_memory
-from .tokens import PeerError, rank_and_ranks
 
 __all__ = ["all_gather_gemm"]
 

@@ -16,8 +16,8 @@ from ..nn.gathered_ops import number
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..watching import is_dtensor
-from .alike import check_alike
 from .gathered import Gathered, Held
+from .ranks import check_alike
 from .shards import How, warn_of_cut_blocks
 from .shared import as_shared
 from .tensor_parallel import ParallelLinear

@@ -24,7 +24,6 @@ from ..stored import is_per_group
 from ..tensor import ScaledTensor
 from ..tensor_checks import DTYPES, check_is_tensor
 from ..watching import is_dtensor
-from .alike import gather_messages
 from .mega_config import (
     Message,
     activation_scale,
@@ -33,7 +32,8 @@ from .mega_config import (
     same_config,
 )
 from .mega_launch import MegaLaunch, memory_of
-from .tokens import dispatch, rank_and_ranks
+from .ranks import gather_messages, rank_and_ranks
+from .tokens import dispatch
 
 __all__ = ["MegaMoE"]
 

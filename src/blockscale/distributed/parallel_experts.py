@@ -24,8 +24,9 @@ from ..routing import Routing
 from ..tensor import ScaledTensor
 from ..watching import is_transformed
 from .expert_peers import ExpertPeers, global_scale
+from .ranks import rank_and_ranks
 from .shared import as_shared
-from .tokens import dispatch, rank_and_ranks
+from .tokens import dispatch
 
 __all__ = ["ParallelExperts"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .tokens import rank_and_ranks
+from .ranks import rank_and_ranks
 
 __all__ = ["symmetric_memory"]
 

@@ -15,9 +15,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..formats import get_format
 from ..nn.class_change import extend
 from ..nn.linear import Linear, check_dtype
-from .alike import check_alike
 from .compiled import gather_input, multiply, read_input, reduce_output
 from .gathered_input import GatheredInput
+from .ranks import check_alike
 from .shared import check_one_dimension, share_parameter
 
 __all__ = ["ColwiseParallel", "ParallelLinear", "PrepareModuleInput", "RowwiseParallel"]

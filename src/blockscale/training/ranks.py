@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..distributed import ExpertParallel, gather_quantized
-from ..distributed.alike import gather_messages
 from ..distributed.parallel_experts import ParallelExperts
 from ..distributed.plain import summed
+from ..distributed.ranks import gather_messages
 from ..distributed.tensor_parallel import ParallelLinear
 from ..nn import GatedExperts, Linear
 from .gpt import GPT, mixtures

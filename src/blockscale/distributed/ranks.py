@@ -1,4 +1,5 @@
-"""Whether ranks do the same, before they wait for each other with different things."""
+"""Which rank this process is, and what ranks tell each other before they wait for each other with
+different things."""
 
 from __future__ import annotations
 
@@ -6,11 +7,26 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .tokens import rank_and_ranks
-
-__all__ = ["check_alike", "gather_messages"]
+__all__ = ["PeerError", "check_alike", "gather_messages", "rank_and_ranks"]
 
 Message = TypeVar("Message")
+
+
+class PeerError(RuntimeError):
+    """Another rank cannot go on, for a reason that it raises itself."""
+
+
+def rank_and_ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process and how many there are; one where torch.distributed was not initialized.
+    ValueError where it is not in ``group``."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            f"group: rank {dist.get_rank()} is not in it; call this on the ranks of the group alone"
+        )
+    return rank, dist.get_world_size(group)
 
 
 def gather_messages(message: Message, group: dist.ProcessGroup | None = None) -> list[Message]:
