@@ -16,10 +16,10 @@ from ..nn.gathered_ops import number
 from ..nn.linear import Linear
 from ..nn.recipe import Recipe
 from ..watching import is_dtensor
+from .dtensor_parameters import dtensor_like
 from .gathered import Gathered, Held
 from .ranks import check_alike
 from .shards import How, warn_of_cut_blocks
-from .shared import as_shared
 from .tensor_parallel import ParallelLinear
 
 __all__ = ["GatheredWeight", "gather_quantized"]
@@ -145,7 +145,7 @@ class GatheredWeight(Tensor):
             return given
         made: Tensor = GatheredWeight.of(Held(self.how, self.held.name, local.detach()))
         if isinstance(given, DTensor):
-            made = as_shared(made, given)
+            made = dtensor_like(made, given)
         return nn.Parameter(made, requires_grad=given.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -346,7 +346,7 @@ def _made_of(weight: Tensor, recipe: Recipe, name: str) -> Tensor:
     if not isinstance(weight, DTensor):
         return GatheredWeight.of(Held(how, name, weight.detach()))
     held = Held(how._replace(mesh=weight.device_mesh), name, weight._local_tensor.detach())
-    return as_shared(GatheredWeight.of(held), weight)
+    return dtensor_like(GatheredWeight.of(held), weight)
 
 
 def _layers_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, Any]]]:

@@ -23,9 +23,9 @@ from ..quantize import quantize
 from ..routing import Routing
 from ..tensor import ScaledTensor
 from ..watching import is_transformed
+from .dtensor_parameters import dtensor_like
 from .expert_peers import ExpertPeers, global_scale
 from .ranks import rank_and_ranks
-from .shared import as_shared
 from .tokens import dispatch
 
 __all__ = ["ParallelExperts"]
@@ -132,7 +132,7 @@ class _ParallelExperts(torch.autograd.Function):
         dx, dweights, *others = found
         dweights = None if dweights is None else dweights.to(weights.dtype)
         shared = [
-            None if gradient is None else as_shared(gradient, stack)
+            None if gradient is None else dtensor_like(gradient, stack)
             for gradient, stack in zip(others[:4], stacks, strict=True)
         ]
         return None, *refuse_double_backward((dx, dweights, *shared))

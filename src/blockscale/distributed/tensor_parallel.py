@@ -16,9 +16,9 @@ from ..formats import get_format
 from ..nn.class_change import extend
 from ..nn.linear import Linear, check_dtype
 from .compiled import gather_input, multiply, read_input, reduce_output
+from .dtensor_parameters import check_mesh, distribute_parameter
 from .gathered_input import GatheredInput
 from .ranks import check_alike
-from .shared import check_one_dimension, share_parameter
 
 __all__ = ["ColwiseParallel", "ParallelLinear", "PrepareModuleInput", "RowwiseParallel"]
 
@@ -201,7 +201,7 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
     check_alike("recipe", module.recipe, mesh.get_group())
     for name, _ in list(module.named_parameters(recurse=False)):
         placement: Placement = Shard(dim) if name == "weight" or dim == 0 else Replicate()
-        share_parameter(module, name, mesh, placement, style.src_data_rank)
+        distribute_parameter(module, name, mesh, placement, style.src_data_rank)
     extend(module, ParallelLinear)
     layer: Any = module
     layer.style, layer.mesh = style, mesh
@@ -209,7 +209,7 @@ def _split(style: Style, module: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Mo
 
 
 def _check_blocks(layer: Linear, mesh: DeviceMesh, dim: int) -> None:
-    check_one_dimension(mesh, "tp")
+    check_mesh(mesh, "tp")
     recipe = layer.recipe
     roles = "weights", "gradients" if dim == 0 else "activations"
     block = max(max(get_format(recipe.format_of(role).name).block) for role in roles)
