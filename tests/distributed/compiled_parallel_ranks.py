@@ -19,7 +19,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import blockscale as bs
-from blockscale.distributed import ColwiseParallel, RowwiseParallel, gather_quantized, plain
+from blockscale.distributed import (
+    ColwiseParallel,
+    RowwiseParallel,
+    functional_collectives,
+    gather_quantized,
+)
 
 CPU, LENGTH, STEPS = torch.device("cpu"), 128, 2
 #: Of a block that is one graph: its recipe, and what else.
@@ -111,7 +116,7 @@ def watched(model: nn.Module, x: Tensor) -> tuple[tuple[list[int], list[int]], l
     """Bytes of each gather, in the forward and in the backward; and what is kept between."""
     sent: list[int] = []
     kept: list[tuple[torch.dtype, int]] = []
-    gather = plain._gather
+    gather = functional_collectives._gather
 
     def count(received: Tensor, message: Tensor, group: Any) -> Any:
         sent.append(message.nbytes)
@@ -121,7 +126,7 @@ def watched(model: nn.Module, x: Tensor) -> tuple[tuple[list[int], list[int]], l
         kept.append((x.dtype, x.numel()))
         return x
 
-    with patch.object(plain, "_gather", count):
+    with patch.object(functional_collectives, "_gather", count):
         with saved_tensors_hooks(keep, lambda x: x):
             y = model(x.requires_grad_())
         before = len(sent)

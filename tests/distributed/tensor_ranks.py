@@ -25,8 +25,8 @@ from blockscale.distributed import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
+    functional_collectives,
     gather_quantized,
-    plain,
 )
 
 WIDE, INNER, BATCH, LENGTH = 256, 512, 2, 256
@@ -216,7 +216,7 @@ def sent(case: str, device: torch.device) -> list[int]:
     """Bytes of each gather of a step, MXFP8, from this rank."""
     found: list[int] = []
 
-    gather = plain._gather
+    gather = functional_collectives._gather
 
     def count(received: Tensor, message: Tensor, group: Any) -> Any:
         found.append(message.nbytes)
@@ -226,7 +226,7 @@ def sent(case: str, device: torch.device) -> list[int]:
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
     block = parallel(make_block("mxfp8", case, device).bfloat16(), case, mesh)
     x = torch.randn(BATCH, 128, WIDE, device=device, dtype=torch.bfloat16)
-    with patch.object(plain, "_gather", count):
+    with patch.object(functional_collectives, "_gather", count):
         step(block, x, x)
     return found
 

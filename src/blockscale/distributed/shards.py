@@ -19,7 +19,7 @@ from ..ops.operand_layout import operand_layout
 from ..ops.quantize import global_scale
 from ..quantize import quantize
 from ..tensor import ScaledTensor
-from .plain import gathered, largest, name_of
+from .functional_collectives import all_gather_tensor, all_reduce, name_of
 from .shard_ops import gather_operand
 from .writes import Version
 
@@ -63,7 +63,7 @@ class How(NamedTuple):
         found = global_scale(shard if shard.numel() else shard.new_zeros(1, 1), self.format)
         found = torch.where((shard.isfinite() & (shard != 0)).any(), found, 0)
         for each in (group, *(() if self.mesh is None else (self.mesh.get_group(),))):
-            found = largest(found, each)
+            found = all_reduce(found, "max", each)
         return torch.where(found == 0, 1, found)
 
 
@@ -95,7 +95,7 @@ class Place(NamedTuple):
 
     def gather_plain(self, shard: Tensor) -> Tensor:
         """The whole in high precision, of its shape."""
-        return gathered(shard, self.dim, self.group)
+        return all_gather_tensor(shard, self.dim, self.group)
 
     def gather(self, shard: ScaledTensor) -> ScaledTensor:
         """The whole matrix, as products read it."""

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..distributed import ExpertParallel, gather_quantized
+from ..distributed.functional_collectives import all_reduce
 from ..distributed.parallel_experts import ParallelExperts
-from ..distributed.plain import summed
 from ..distributed.ranks import gather_messages
 from ..distributed.tensor_parallel import ParallelLinear
 from ..nn import GatedExperts, Linear
@@ -177,7 +177,7 @@ class ShardedRanks(Ranks):
         return torch.stack(losses).sum() / self.tensor.size()  # where gradients are summed
 
     def loads(self, model: GPT) -> list[Tensor]:
-        return [summed(each, self.tensor.get_group()) for each in super().loads(model)]
+        return [all_reduce(each, "sum", self.tensor.get_group()) for each in super().loads(model)]
 
     def clip(self, model: GPT, largest: float) -> Tensor:
         """As torch's, of parameters that are on several meshes: experts are."""
@@ -197,7 +197,7 @@ class ShardedRanks(Ranks):
         return batch.chunk(self.parts)[self.mine]
 
     def mean(self, losses: Tensor) -> Tensor:
-        return summed(losses, self.batches.get_group()) / self.parts
+        return all_reduce(losses, "sum", self.batches.get_group()) / self.parts
 
     def any(self, wanted: bool) -> bool:
         flag = torch.tensor(wanted, dtype=torch.int32)  # on the host: nothing waits for a GPU
