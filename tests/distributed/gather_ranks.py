@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from observed import error_of
 
 import blockscale as bs
 from blockscale.distributed import all_gather, all_gather_gemm, shard_ops, shards
@@ -83,7 +85,7 @@ def tiled(rank: int, ranks: int) -> dict[str, bool]:
 
 def wrong(rank: int, ranks: int) -> dict[str, str]:
     """What a rank is told."""
-    told, last = {}, rank == ranks - 1
+    told, last = dict[str, str](), rank == ranks - 1
     x = torch.randn(128, 128)
     cases: dict[str, Any] = {
         "format": (bs.quantize(x, "mxfp8_e5m2" if last else "mxfp8"), 0),
@@ -93,31 +95,17 @@ def wrong(rank: int, ranks: int) -> dict[str, str]:
         "layout": (bs.quantize(x[:64], "mxfp8", layout="tcgen05"), 0),
     }
     for name, given in cases.items():
-        try:
-            all_gather(*given)
-            told[name] = "nothing"
-        except (ValueError, TypeError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    try:
-        all_gather_named(bs.quantize(x), None, "last" if last else "first")
-        told["name"] = "nothing"
-    except ValueError as error:
-        told["name"] = str(error)
+        told[name] = error_of(partial(all_gather, *given))
+    of = "last" if last else "first"
+    told["name"] = error_of(lambda: all_gather_named(bs.quantize(x), None, of))
     q = bs.quantize(x)
     for name, given in {
         "rows": (bs.quantize(x[: 64 if last else 128]), q.mT),
         "inner": (q, bs.quantize(x[:, :64]).mT),
         "high precision": (x.bfloat16(), q.mT),
     }.items():
-        try:
-            all_gather_gemm(*given)
-            told[f"product: {name}"] = "nothing"
-        except (ValueError, TypeError) as error:
-            told[f"product: {name}"] = f"{type(error).__name__}: {error}"
-    try:
-        all_gather_gemm(q, q.mT, backend="kernel")
-    except ValueError as error:
-        told["product: kernel"] = str(error)
+        told[f"product: {name}"] = error_of(partial(all_gather_gemm, *given))
+    told["product: kernel"] = error_of(lambda: all_gather_gemm(q, q.mT, backend="kernel"))
     scale = torch.tensor(1.0 + rank)
     got = all_gather(bs.quantize(x, "nvfp4", global_scale=scale))
     told["global scales"] = str(bool(got.dequantize().isnan().all()))
