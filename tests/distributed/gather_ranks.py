@@ -14,8 +14,9 @@ import torch.distributed as dist
 from observed import error_of
 
 import blockscale as bs
-from blockscale.distributed import all_gather, all_gather_gemm, shard_ops, shards
+from blockscale.distributed import all_gather, all_gather_gemm, quantizer, shard_ops
 from blockscale.distributed.collectives import all_gather_named, pack
+from blockscale.distributed.shards import Shards
 from blockscale.ops.operand_layout import OperandLayout
 
 FORMATS = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128")
@@ -69,11 +70,11 @@ def tiled(rank: int, ranks: int) -> dict[str, bool]:
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
     layout = OperandLayout("tcgen05")
     with ExitStack() as stack:
-        for module in (shards, shard_ops):
+        for module in (quantizer, shard_ops):
             stack.enter_context(patch.object(module, "operand_layout", lambda *how: layout))
         for format in ("mxfp8", "nvfp4"):
-            how = shards.How(format, None)
-            mine = shards.Shards(x.chunk(ranks)[rank], 0, dist.group.WORLD)
+            how = quantizer.Quantizer(format, None)
+            mine = Shards(x.chunk(ranks)[rank], 0, dist.group.WORLD)
             scale = mine.quantize(how, -1).global_scale
             for axis, got in ((-1, mine.rows(how)), (-2, mine.keep(how).whole())):
                 want = bs.quantize(x, format, axis, layout="tcgen05", global_scale=scale)

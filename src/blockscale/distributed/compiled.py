@@ -23,7 +23,7 @@ from ..ops.operation import composite
 from . import gathered_input, parallel_product
 from .functional_collectives import group_of
 from .gathered_input import GatheredInput
-from .writes import Version
+from .version import Version
 
 __all__ = ["gather_input", "multiply", "read_input", "reduce_output"]
 

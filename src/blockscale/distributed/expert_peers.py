@@ -17,8 +17,8 @@ from ..nn.group_operands import QuantizeInputs, Rows, Source
 from ..nn.recipe import Recipe
 from ..routing import Routing, route
 from ..tensor import ScaledTensor
-from . import shards
 from .collectives import all_to_all
+from .quantizer import Quantizer
 from .tokens import Dispatched
 
 __all__ = ["ExpertPeers"]
@@ -121,9 +121,10 @@ class ExpertPeers:
 
     def send_quantized(self, x: Tensor, recipe: Recipe, role: str) -> QuantizedRows:
         """The same, quantized by rows."""
-        tokens, how = self.tokens, shards.How(recipe.format_of(role).name, recipe.scale_rounding)
-        scale = global_scale(x, how.format, self.group)
-        whole = how.quantize(_or_zeros(x).contiguous(), -1, scale)
+        tokens = self.tokens
+        quantizer = Quantizer(recipe.format_of(role).name, recipe.scale_rounding)
+        scale = quantizer.global_scale(x, self.group)
+        whole = quantizer.quantize(_or_zeros(x).contiguous(), -1, scale)
         sent, columns = tokens.tokens, x.shape[1]
         data, scales = whole.qdata[sent], whole.qscale[sent]
         rows = whole._with(data=data, scale=scales, shape=(len(sent), columns))
@@ -152,7 +153,7 @@ class ExpertPeers:
 
 def global_scale(x: Tensor, format: str, group: dist.ProcessGroup) -> Tensor | None:
     """Ranks find the global scale of what all of them have, if the format has one."""
-    return shards.How(format, None).global_scale(x, group)
+    return Quantizer(format, None).global_scale(x, group)
 
 
 def _or_zeros(rows: Tensor) -> Tensor:
