@@ -3,13 +3,15 @@ different things."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["PeerError", "check_alike", "gather_messages", "rank_and_ranks"]
+__all__ = ["PeerError", "check_alike", "gather_messages", "make_on_all", "rank_and_ranks"]
 
 Message = TypeVar("Message")
+Made = TypeVar("Made")
 
 
 class PeerError(RuntimeError):
@@ -37,6 +39,20 @@ def gather_messages(message: Message, group: dist.ProcessGroup | None = None) ->
     messages: list[Any] = [None] * ranks
     dist.all_gather_object(messages, message, group)
     return messages
+
+
+def make_on_all(
+    make: Callable[[], Made], group: dist.ProcessGroup | None = None
+) -> tuple[Made | None, str]:
+    """What ``make`` returns; or None, and why, where it raises RuntimeError on any rank. All of
+    them call it."""
+    made, wrong = None, ""
+    try:
+        made = make()
+    except RuntimeError as error:
+        wrong = str(error) or repr(error)
+    wrong = next((said for said in gather_messages(wrong, group) if said), "")
+    return (None if wrong else made), wrong
 
 
 def check_alike(what: str, mine: object, group: dist.ProcessGroup) -> None:
