@@ -19,7 +19,7 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale.distributed import MegaMoE
-from blockscale.distributed.tokens import dispatch
+from blockscale.distributed.token_dispatch import dispatch
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK, TOKENS = 8, 128, 64, 3, 40
 FORMATS = [

@@ -19,7 +19,7 @@ from ..routing import Routing, route
 from ..tensor import ScaledTensor
 from .collectives import all_to_all
 from .quantizer import Quantizer
-from .tokens import Dispatched
+from .token_dispatch import Dispatched
 
 __all__ = ["ExpertPeers"]
 

@@ -25,7 +25,7 @@ from ..tensor import ScaledTensor
 from .collectives import all_gather
 from .ranks import PeerError, check_alike, make_on_all, rank_and_ranks
 from .shard_ops import as_operand
-from .symmetric import symmetric_memory
+from .symmetric_memory import symmetric_memory
 
 __all__ = ["all_gather_gemm"]
 

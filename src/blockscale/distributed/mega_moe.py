@@ -34,7 +34,7 @@ from .mega_config import (
 )
 from .mega_launch import MegaLaunch, memory_of
 from .ranks import gather_messages, make_on_all, rank_and_ranks
-from .tokens import dispatch
+from .token_dispatch import dispatch
 
 __all__ = ["MegaMoE"]
 

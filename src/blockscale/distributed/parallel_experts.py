@@ -26,7 +26,7 @@ from ..watching import is_transformed
 from .dtensor_parameters import dtensor_like
 from .expert_peers import ExpertPeers, global_scale
 from .ranks import rank_and_ranks
-from .tokens import dispatch
+from .token_dispatch import dispatch
 
 __all__ = ["ParallelExperts"]
 
