@@ -26,7 +26,9 @@ def symmetric_memory(
     if ranks == 1:
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return buffer, torch.tensor([buffer.data_ptr()], device=device)
-    from torch.distributed import _symmetric_memory as symmetric
+    from torch.distributed import (
+        _symmetric_memory as symmetric,  # private: who shares none needs none
+    )
 
     try:
         buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -128,8 +129,6 @@ class ShardedRanks(Ranks):
         self.mine = self.batches.get_local_rank()
 
     def shard(self, model: GPT) -> None:
-        from torch.distributed.fsdp import fully_shard
-
         if self.tensor.size() > 1:
             share_layers(model, self.tensor)
         gather_quantized(model)
@@ -141,8 +140,6 @@ class ShardedRanks(Ranks):
         fully_shard(model, mesh=self.batches)
 
     def _share_experts(self, experts: Any) -> None:
-        from torch.distributed.fsdp import fully_shard
-
         parallelize_module(experts, self.experts, ExpertParallel())
         mesh = self.mesh["fsdp"]
         fully_shard(experts, mesh=mesh)
