@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import ops
 from ..formats import get_format
-from ..nn.experts_call import Call, How
-from ..nn.group_checks import Held
+from ..nn.experts_call import Call, ExpertsConfig
+from ..nn.group_checks import ExpertParameters
 from ..nn.group_operands import QuantizeInputs, Rows, Source
 from ..nn.recipe import Recipe
 from ..routing import Routing, route
@@ -88,7 +88,7 @@ class ExpertPeers:
         held: what this rank has of all experts' parameters.
     """
 
-    def __init__(self, tokens: Dispatched, how: How, held: Held) -> None:
+    def __init__(self, tokens: Dispatched, how: ExpertsConfig, held: ExpertParameters) -> None:
         self.tokens, self.how = tokens, how
         count, experts = sum(tokens.results_sent), tokens.experts
         self.weights = _or_zeros(tokens.parts[0])
@@ -108,7 +108,7 @@ class ExpertPeers:
     def group(self) -> Any:
         return self.tokens.group
 
-    def call(self, x: Tensor, held: Held) -> Call:
+    def call(self, x: Tensor, held: ExpertParameters) -> Call:
         """The call of this rank's experts. ``x`` has the rows that came, or this rank's own where
         only their dtype is read."""
         routing = self.routing

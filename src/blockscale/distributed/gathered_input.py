@@ -121,7 +121,7 @@ class _ReduceOutput(torch.autograd.Function):
 
 def gather_input(x: Tensor, dim: int, group: dist.ProcessGroup) -> GatheredInput:
     """Shards ``x`` (..., s, H) of all ranks along ``dim`` as one; its gradient is summed and
-    scattered."""
+    scattered. (Megatron: gather_from_sequence_parallel_region.)"""
     found, partial = _GatherInput.apply(x, dim, group)
     found.partial = partial
     made: GatheredInput = found
@@ -129,7 +129,8 @@ def gather_input(x: Tensor, dim: int, group: dist.ProcessGroup) -> GatheredInput
 
 
 def replicate_input(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``x``, which all ranks have; its gradient is summed over them."""
+    """``x``, which all ranks have; its gradient is summed over them. (Megatron:
+    copy_to_tensor_model_parallel_region.)"""
     found: Tensor = _ReplicateInput.apply(x, group)
     return found
 
@@ -138,6 +139,7 @@ def reduce_output(
     y: Tensor, bias: Tensor | None, dim: int | None, group: dist.ProcessGroup
 ) -> Tensor:
     """The sum of all ranks' ``y``, and ``bias`` once: of each rank a shard along ``dim``, or the
-    whole. A gradient that comes as shards is gathered quantized, by rows and by columns."""
+    whole. A gradient that comes as shards is gathered quantized, by rows and by columns. (Megatron:
+    reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region.)"""
     found: Tensor = _ReduceOutput.apply(y, bias, dim, group)
     return found
