@@ -74,7 +74,8 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     not the last, and ``output_layouts`` Shard(-1), or what that is redistributed to.
 
     Raises TypeError for layers that were not converted; ValueError where ranks would cut blocks,
-    and on every rank where they have different recipes.
+    for a mesh of several dimensions, and on every rank where they have different recipes;
+    RuntimeError without a process group.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

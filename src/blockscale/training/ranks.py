@@ -30,7 +30,7 @@ from .gpt import GPT, mixtures
 from .saves import RunSaves, Saves
 from .tensor_plan import share_layers, whole
 
-__all__ = ["Ranks", "ShardedRanks", "check_alike"]
+__all__ = ["Ranks", "ShardedRanks", "check_same_facts"]
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -210,7 +210,7 @@ class ShardedRanks(Ranks):
         return ShardedSaves(Saves(folder, recipe, seed), self)
 
 
-def check_alike(facts: Mapping[str, object]) -> None:
+def check_same_facts(facts: Mapping[str, object]) -> None:
     """ValueError on every rank where one has others than the rest. All ranks call it."""
     found = gather_messages({name: str(value) for name, value in facts.items()})
     wrong = []
